@@ -147,7 +147,7 @@ def test_another_accelerator_in_the_same_process_is_refused() -> None:
     used = get_accelerator().device_name()
     other = {"cpu": "cuda", "cuda": "cpu"}[used]
     with (
-        pytest.raises(ConfigError, match=f"uses {other}, and DeepSpeed has used {used}"),
+        pytest.raises(ConfigError, match=f"uses {other}, but DeepSpeed has already used {used}"),
         process_group(World(0, 1, 0, 1, "test"), other),
     ):
         raise AssertionError
@@ -329,7 +329,7 @@ def test_a_plan_is_a_value(tmp_path: Path) -> None:
         ({"format": "tar"}, "format `tar` is not known"),
         ({"source": None}, "source is None"),
         ({"out": 5}, "out is 5"),
-        ({"dtype": "int3"}, "dtype is `int3`"),
+        ({"dtype": "int3"}, "unknown --dtype `int3`"),
         ({"with_cache": False}, "--no-cache is not valid with --format safetensors"),
         ({"format": "onnx", "verify": False}, "--no-verify"),
         ({"format": "onnx", "max_shard_size": "1GB"}, "--max-shard-size 1GB"),

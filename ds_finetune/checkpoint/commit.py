@@ -1,4 +1,4 @@
-"""Files of a checkpoint: written with checksums, listed in a manifest, and made complete by one rename.
+"""Files of a checkpoint: they are written with checksums, listed in a manifest, and made complete by one rename.
 
 The writer process imports this module, so it does not import torch.
 """
@@ -30,32 +30,32 @@ _CHUNK_BYTES = 16 * MIB
 _POLL_SECONDS = 0.05
 _NO_LINKS = (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.ENOTSUP, errno.EACCES, errno.ENOSYS)
 _UNFINISHED = re.compile(r"step-\d+\.(partial-[0-9a-f-]+|replaced-[0-9a-f-]+|removing)|\.rehearsal-[0-9a-f-]+")
-"""Names of unfinished folders that this program makes; every other folder belongs to the user."""
+"""Names of unfinished checkpoint folders that this program makes. All other folders belong to the user."""
 _FINAL = re.compile(r"step-(\d+)")
-"""Name of a complete checkpoint, with its step; the user may give a copy any other name."""
+"""Name of a complete checkpoint, which contains its step. The user may give a copy any other name."""
 
 
 def step_name(step: int) -> str:
-    """Folder name of the checkpoint of a step."""
+    """Name of the folder with the checkpoint of a step."""
     return f"{_PREFIX}{step:06d}"
 
 
 def partial_name(step: int, token: str) -> str:
-    """Folder name while a checkpoint is being written; `token` distinguishes starts of the run."""
+    """Name of a checkpoint's folder while it is being written. `token` distinguishes several starts of the run."""
     return f"{step_name(step)}.partial-{token}"
 
 
 def part_name(rank: int, world_size: int) -> str:
-    """File name of the part of `rank`."""
+    """Name of the file with the state that `rank` saves."""
     return f"part-{rank:05d}-of-{world_size:05d}.safetensors"
 
 
 class RenamedCheckpointError(CheckpointError):
-    """Raised where the name of a checkpoint folder contains another step than the checkpoint itself."""
+    """Raised if the name of a checkpoint folder says another step than the checkpoint in it."""
 
 
 def find_renamed_checkpoint(checkpoints: Path) -> RenamedCheckpointError | None:
-    """The error of the first checkpoint in the folder `checkpoints` that was renamed; damaged ones are skipped."""
+    """The error for the first renamed checkpoint in the folder `checkpoints`, or None. Damaged ones are skipped."""
     for step in complete_steps(checkpoints):
         try:
             Manifest.read(checkpoints / step_name(step))
@@ -68,7 +68,7 @@ def find_renamed_checkpoint(checkpoints: Path) -> RenamedCheckpointError | None:
 
 @dataclass(frozen=True)
 class FileChecksum:
-    """Size of a file and the xxh3-128 digest of its bytes."""
+    """Size of a file in bytes, and the xxh3-128 digest of its bytes."""
 
     num_bytes: int
     xxh3_128: str
@@ -76,9 +76,8 @@ class FileChecksum:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The contents of a complete checkpoint folder.
-
-    `ranks` are the ranks whose parts are in it: all ranks, unless each node has a separate folder.
+    """The manifest of a complete checkpoint folder: its step, its ranks, and its files. `ranks` are the ranks whose
+    parts are in the folder: all ranks, unless each node has a folder of its own.
     """
 
     step: int
@@ -91,60 +90,59 @@ class Manifest:
 
     @property
     def parts(self) -> list[str]:
-        """Names of the parts of `ranks`."""
+        """File names of the parts that are in the folder."""
         return [part_name(rank, self.world_size) for rank in self.ranks]
 
     @property
     def absent_parts(self) -> list[str]:
-        """Names of the parts of other ranks, which other nodes keep."""
+        """File names of the parts of other ranks, which are in the folders of other nodes."""
         return [part_name(rank, self.world_size) for rank in range(self.world_size) if rank not in self.ranks]
 
     @property
     def num_bytes(self) -> int:
-        """Total bytes of all files."""
+        """Total size of all files in bytes."""
         return sum(file.num_bytes for file in self.files.values())
 
     def text(self) -> str:
-        """The text of the manifest file, which ends with a checksum of the rest."""
+        """The text of the manifest file. Its last line is a checksum of the other lines."""
         body = json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
         return f"{body}\n{xxhash.xxh3_128_hexdigest(body.encode())}\n"
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """The manifest of `folder`.
-
-        CheckpointError where there is none, a byte of it is wrong, or the folder is named after another step.
+        """Read the manifest of a checkpoint folder. CheckpointError if there is none, if it is damaged, or if the
+        folder is named after another step.
         """
         path = folder / MANIFEST
         try:
             body, _, checksum = path.read_bytes().rstrip(b"\n").rpartition(b"\n")
         except OSError as absent:
             raise CheckpointError(
-                f"{folder} is not a complete checkpoint: {absent}", hint="take another one"
+                f"{folder} is not a complete checkpoint: {absent}", hint="use another checkpoint"
             ) from absent
         if xxhash.xxh3_128_hexdigest(body).encode() != checksum:
             raise CheckpointError(
-                f"{path} is damaged: its checksum is not that of its text", hint="take another checkpoint"
+                f"{path} is damaged: its text does not have its checksum", hint="use another checkpoint"
             )
         tree = json.loads(body)
         if tree.pop("format") != FORMAT:
             raise CheckpointError(
-                f"{path} has a format this version does not read, {FORMAT} being known",
-                hint="use the version that wrote it",
+                f"{path} has an unknown format; this version reads format {FORMAT}",
+                hint="use the version of ds_finetune that wrote the checkpoint",
             )
         files = {name: FileChecksum(**file) for name, file in tree.pop("files").items()}
         manifest = cls(**{**tree, "ranks": tuple(tree["ranks"])}, files=files)
         named, step = _FINAL.fullmatch(folder.absolute().name), manifest.step
         if named and int(named[1]) != step:
             raise RenamedCheckpointError(
-                f"{folder} was renamed: its name says step {int(named[1])} and it holds step {step}",
-                hint=f"rename it to {step_name(step)}, or to a name that says no step",
+                f"{folder} was renamed: its name says step {int(named[1])}, but it is the checkpoint of step {step}",
+                hint=f"rename the folder to {step_name(step)}, or to a name that says no step",
             )
         return manifest
 
 
 class ChecksummedFile:
-    """A new file whose checksum is computed while it is written; it is on disk once `close` has returned."""
+    """A new file whose checksum is computed while it is written. When `close` has returned, it is on the disk."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("xb", buffering=0)
@@ -152,7 +150,7 @@ class ChecksummedFile:
         self._total = 0
 
     def write(self, data: memoryview | bytes) -> None:
-        """Write all of `data`."""
+        """Append all of `data` to the file."""
         view = memoryview(data)
         self._digest.update(view)
         self._total += len(view)
@@ -160,14 +158,14 @@ class ChecksummedFile:
             view = view[self._file.write(view) :]
 
     def close(self) -> FileChecksum:
-        """Flush the file to disk, and return its checksum."""
+        """Flush the file to the disk, and return its checksum."""
         os.fsync(self._file.fileno())
         self._file.close()
         return FileChecksum(self._total, self._digest.hexdigest())
 
 
 def write_checksummed(path: Path, chunks: Iterable[memoryview | bytes]) -> FileChecksum:
-    """Write `chunks` to a new file and flush it to disk."""
+    """Write `chunks` to a new file, flush it to the disk, and return its checksum."""
     file = ChecksummedFile(path)
     for chunk in chunks:
         file.write(chunk)
@@ -175,19 +173,19 @@ def write_checksummed(path: Path, chunks: Iterable[memoryview | bytes]) -> FileC
 
 
 def byte_pieces(data: memoryview) -> Iterable[memoryview]:
-    """Split `data` into pieces of bounded size."""
+    """Split `data` into chunks of at most 16 MiB."""
     return (data[start : start + _CHUNK_BYTES] for start in range(0, len(data), _CHUNK_BYTES))
 
 
 def checksum_of(path: Path) -> FileChecksum:
-    """Size and checksum of a file, which is read in pieces of bounded size."""
+    """Compute the size and checksum of a file, of which a bounded part is in memory at a time."""
     with path.open("rb", buffering=0) as file:
         digest = hashlib.file_digest(file, xxhash.xxh3_128)
         return FileChecksum(file.tell(), digest.hexdigest())
 
 
 def mark_part_written(part: Path, checksum: FileChecksum) -> None:
-    """Write the checksum of `part` to a file next to it, whose existence marks the part as complete."""
+    """Write the checksum of `part` to a file beside it. The existence of that file marks the part as complete."""
     unnamed = part.with_name(part.name + ".aside")
     write_checksummed(unnamed, [json.dumps(asdict(checksum)).encode()])
     unnamed.rename(part.with_name(part.name + _STATUS))
@@ -195,9 +193,8 @@ def mark_part_written(part: Path, checksum: FileChecksum) -> None:
 
 @dataclass(frozen=True)
 class CommitJob:
-    """A checkpoint to be completed in the folder `partial`.
-
-    `manifest` has no files yet. `texts` maps names of new files to contents, and `linked` maps names to existing files.
+    """A checkpoint that is to be completed in the folder `partial`. `manifest` has no files yet. `texts` are the
+    contents of new files by name; `linked` are existing files by their new names.
     """
 
     partial: Path
@@ -207,19 +204,17 @@ class CommitJob:
 
 
 def commit(job: CommitJob, keep_waiting: Callable[[], bool]) -> Path:
-    """Complete a checkpoint: rename its folder to `step-N` once all its files are on disk, and return the new path.
-
-    Only a folder with such a name counts as a checkpoint.
-
-    Before that, write the texts of `job`, link its files, wait for the parts that other ranks write, and write a
-    manifest of all files. TimeoutError if `keep_waiting` returns false while parts are missing. An older folder of the
-    same step is removed at the end.
+    """Complete a checkpoint: when all its files are on the disk, rename its folder to `step-N`. Returns the new path.
+    Only a folder with such a name counts as a checkpoint. Before the rename, the texts of `job` are written, its files
+    are linked, the parts of other ranks are awaited, and a manifest of all files is written. TimeoutError if
+    `keep_waiting` returns False while parts are missing. An older folder of the same step is removed at the end.
     """
     partial, manifest = job.partial, job.manifest
     sums = {name: write_checksummed(partial / name, [text.encode()]) for name, text in job.texts.items()}
     for name, source in job.linked.items():
         link_or_copy(source, partial / name)
-        # The content of a hard link may still be in memory only. Once it is on disk, this costs nothing.
+        # The content of a hard-linked file may still be in memory only; once it is on the disk, synchronising costs
+        # nothing.
         synchronise(partial / name)
         sums[name] = checksum_of(partial / name)
     for folder in {(partial / name).parent for name in job.linked}:
@@ -241,7 +236,7 @@ def commit(job: CommitJob, keep_waiting: Callable[[], bool]) -> Path:
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Remove a checkpoint; it is renamed first, so that a partly removed one never looks complete."""
+    """Remove a checkpoint. It is renamed first, so that a partly removed checkpoint never looks complete."""
     removing = folder if ".removing" in folder.name else folder.with_name(folder.name + ".removing")
     if folder.exists():
         folder.rename(removing)
@@ -249,7 +244,7 @@ def remove_checkpoint(folder: Path) -> None:
 
 
 def rename_unusable(folder: Path) -> Path:
-    """Rename a checkpoint that cannot be used, so that it is neither resumed from nor counted; returns the new path."""
+    """Rename a checkpoint that cannot be used, so that no run resumes from it. Returns the new path."""
     unused = next(
         path
         for number in range(1, 10_000)
@@ -259,7 +254,7 @@ def rename_unusable(folder: Path) -> Path:
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Hard-link an unchanging file to the new path `target`, or copy it where the file system has no links."""
+    """Hard-link an unchanging file to the new path `target`; copy it if the file system has no hard links."""
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.link(source, target)
@@ -273,7 +268,8 @@ def link_or_copy(source: Path, target: Path) -> None:
 def _wait_for_parts(partial: Path, names: Sequence[str], keep_waiting: Callable[[], bool]) -> dict[str, FileChecksum]:
     sums: dict[str, FileChecksum] = {}
     while True:
-        # List the folder to see files of other hosts: NFS caches that a name is absent when it is looked up too early.
+        # Listing the folder shows files of other hosts at once. After a look-up by name, NFS caches that a file does
+        # not exist.
         seen = {entry.name for entry in os.scandir(partial)}
         for name in [name for name in names if name not in sums and name + _STATUS in seen]:
             sums[name] = FileChecksum(**json.loads((partial / (name + _STATUS)).read_bytes()))
@@ -285,7 +281,7 @@ def _wait_for_parts(partial: Path, names: Sequence[str], keep_waiting: Callable[
 
 
 def damage_of(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
-    """A line for each damaged file of a complete checkpoint: missing, or of another size or checksum."""
+    """Lines on the damaged files of a complete checkpoint: missing files, and files of another size or checksum."""
     damage = []
     for name in names:
         path, wanted = folder / name, manifest.files[name]
@@ -302,11 +298,11 @@ def damage_of(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[st
 
 
 def complete_steps(checkpoints: Path) -> list[int]:
-    """Steps whose folders have their final name, oldest first."""
+    """Steps of the complete checkpoints in a folder, oldest first."""
     names = (_FINAL.fullmatch(path.name) for path in checkpoints.glob(f"{_PREFIX}*") if path.is_dir())
     return sorted(int(name[1]) for name in names if name)
 
 
 def unfinished_folders(checkpoints: Path) -> list[Path]:
-    """Folders that were not finished, or not fully removed."""
+    """Folders of checkpoints that were not completely written, or not completely removed."""
     return sorted(path for path in checkpoints.glob("*") if path.is_dir() and _UNFINISHED.fullmatch(path.name))

@@ -1,4 +1,4 @@
-"""Locks a checkpoint folder for one run, until all its processes have exited, including its writer processes."""
+"""Locks a checkpoint folder for one run until all processes of the run have exited, including its writer processes."""
 
 import fcntl
 import os
@@ -15,16 +15,15 @@ from ds_finetune.errors import OutputError
 LOCK = ".lock"
 """Name of the lock file in a checkpoint folder."""
 LOCK_SECONDS = 60.0
-"""Seconds to wait for another run, which may be ending."""
+"""Seconds to wait until another run that has the lock ends."""
 DEAD_SECONDS = 1800.0
-"""Seconds to wait for the writer processes of a dead run, which finish its last checkpoint."""
+"""Seconds to wait for the writer processes of a run that has ended, which complete its last checkpoint."""
 _POLL_SECONDS = 0.05
 
 
 def lock_folder(folder: Path, *, seconds: float, say: Say) -> TextIO:
-    """Lock a checkpoint folder against other runs until the returned file is closed or this process exits.
-
-    Waits `seconds` for a run that has the lock, or DEAD_SECONDS if only its writer process is alive; then OutputError.
+    """Lock a checkpoint folder against other runs, until the returned file is closed or this process exits. Waits
+    `seconds` for a run that has the lock, or DEAD_SECONDS if only its writer process is alive; then OutputError.
     """
     began, is_announced = time.monotonic(), False
     while True:
@@ -37,7 +36,7 @@ def lock_folder(folder: Path, *, seconds: float, say: Say) -> TextIO:
             file.close()
             if time.monotonic() - began > (DEAD_SECONDS if _is_dead(holder) else seconds):
                 raise OutputError(
-                    f"{folder} is being written by {holder}", hint="end that run, or name another output_dir"
+                    f"{folder} is in use by another run ({holder})", hint="end that run, or name another output_dir"
                 ) from taken
             if not is_announced:
                 say(f"{folder} is still being written by {holder}; waiting")
@@ -47,18 +46,18 @@ def lock_folder(folder: Path, *, seconds: float, say: Say) -> TextIO:
         except OSError as refused:
             say(f"{folder} cannot be locked ({refused}): see that no other run writes it")
         if os.fstat(file.fileno()).st_nlink:
-            # For the message of runs that wait; on a full disk the file stays empty.
+            # The file names the owner, for the message of runs that wait. On a full disk it stays empty.
             with suppress(OSError):
                 file.truncate(0)
                 file.write(_owner())
                 file.flush()
             return file
-        # The file was removed between opening and locking, so no other run would see this lock.
+        # The lock file was removed after it was opened, so other runs would not see this lock: try again.
         file.close()
 
 
 def remove_own_lock(folder: Path) -> None:
-    """Remove the lock file where this process holds it."""
+    """Remove the lock file if this process has the lock."""
     with suppress(OSError):
         if (folder / LOCK).read_text(encoding="utf-8") == _owner():
             (folder / LOCK).unlink()

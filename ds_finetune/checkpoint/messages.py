@@ -1,4 +1,4 @@
-"""Jobs that a rank sends to its writer process (part_writer_process.py) over a pipe, and their replies.
+"""Jobs that a rank sends over a pipe to its writer process (part_writer_process.py), and the replies to jobs.
 
 The writer process imports this module, so it does not import torch.
 """
@@ -11,14 +11,14 @@ from ds_finetune.checkpoint.commit import CommitJob
 
 @dataclass(frozen=True)
 class ReserveJob:
-    """Allocate `num_bytes` of shared memory in advance."""
+    """Job: allocate `num_bytes` of shared memory in advance."""
 
     num_bytes: int
 
 
 @dataclass(frozen=True)
 class WriteJob:
-    """Write the first `num_bytes` of shared memory to the file `part`, then run `commit` where it is given."""
+    """Job: write `num_bytes` of shared memory to the file `part`, then complete the checkpoint if `commit` is given."""
 
     part: Path
     num_bytes: int
@@ -27,13 +27,13 @@ class WriteJob:
 
 @dataclass(frozen=True)
 class RemoveJob:
-    """Remove checkpoints."""
+    """Job: remove the checkpoints `folders`."""
 
     folders: list[Path]
 
 
 class StopWaiting:
-    """End a commit that waits for the parts of other ranks, one of which has failed. There is no reply."""
+    """Message: stop waiting for the parts of other ranks, one of which has failed. There is no reply."""
 
 
 Job = ReserveJob | WriteJob | RemoveJob
@@ -41,7 +41,7 @@ Job = ReserveJob | WriteJob | RemoveJob
 
 @dataclass(frozen=True)
 class JobDone:
-    """Reply to a job of the class `job`, with its error if there was one."""
+    """Reply of the writer process to a job of the class `job`. `error` is empty if the job succeeded."""
 
     job: type[Job]
     error: str

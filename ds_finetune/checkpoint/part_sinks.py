@@ -1,7 +1,7 @@
-"""Sinks that receive the bytes of a rank's part from `part_storage.serialise_part`.
+"""Sinks that receive the bytes of a rank's part of a checkpoint from `part_storage.serialise_part`.
 
-`WriterProcess` copies them to shared memory, from which a separate process writes the file while training continues;
-with a GPU that memory is pinned (`PinnedMap`). `FilePartSink` writes the file before training continues.
+`WriterProcess` copies them to shared memory, from which a separate process writes the file while training continues.
+With a GPU, this memory is pinned (`PinnedMap`). `FilePartSink` writes the file before training continues.
 """
 
 import ctypes
@@ -28,9 +28,8 @@ _SIGNALS_OF_A_JOB = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHU
 
 
 class PinnedMap:
-    """Keeps one memory map at a time pinned for CUDA; does nothing without a GPU.
-
-    Pages are pinned when registered, which takes about as long as filling them once; this happens in the first save.
+    """Keeps a memory map pinned for CUDA, one at a time. Without a GPU it does nothing. Pages are pinned when the map
+    is registered, which takes about as long as filling them once. This happens in the first save.
     """
 
     def __init__(
@@ -43,20 +42,20 @@ class PinnedMap:
 
     @classmethod
     def of_device(cls) -> "PinnedMap":
-        """For the GPU of this process, if it uses one."""
+        """A pinned map for the GPU of this process, or one that does nothing if the process uses no GPU."""
         if not torch.cuda.is_initialized():
             return cls()
         return cls(torch.cuda.cudart(), lambda: torch.zeros(1, device="cuda"))
 
     def register(self, memory: mmap.mmap) -> None:
-        """Pin `memory`. Where the system refuses, a warning says why, and copies stay slow."""
+        """Pin `memory`. If the system refuses, a warning gives the reason, and copies from the GPU are slower."""
         assert not self._address, "`release` comes before another map"
         if self._cudart is None:
             return
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         error = self._cudart.cudaHostRegister(address, len(memory), 0)
         if int(error):
-            # CUDA keeps the error until it is read: torch would raise it from its next kernel.
+            # CUDA keeps an error until it is read, and torch would raise it from its next kernel.
             with suppress(RuntimeError):
                 self._run_kernel()
             warnings.warn(
@@ -68,7 +67,7 @@ class PinnedMap:
         self._address = address
 
     def release(self) -> None:
-        """Unpin the memory, before it is unmapped."""
+        """Unpin the memory. This must precede unmapping it."""
         if self._address:
             self._cudart.cudaHostUnregister(self._address)
             self._address = 0
@@ -79,12 +78,13 @@ _CLOSE_SECONDS = 5.0
 
 
 class WriterProcess:
-    """The writer process of `part_writer_process.py`, with shared memory; it replies to jobs in order."""
+    """Starts the writer process (part_writer_process.py), shares memory with it, and sends it jobs."""
 
     def __init__(self, inherited: Sequence[int] = (), pinned: PinnedMap | None = None) -> None:
         self._inherited = tuple(inherited)
         self._pinned = pinned or PinnedMap.of_device()
-        # Not a file in /dev/shm, which is small in containers; a memfd is limited only by the memory.
+        # A memfd is limited only by the machine's memory, while /dev/shm, where files could be mapped, is small in
+        # containers.
         self._memory = os.memfd_create("checkpoint")
         self._map: mmap.mmap | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -92,11 +92,11 @@ class WriterProcess:
         self._num_sent = self._num_answered = 0
 
     def start(self) -> None:
-        """Start the process."""
+        """Start the writer process."""
         self._pipe, theirs = Pipe()
         arguments = str(self._memory), str(theirs.fileno())
-        # It inherits blocked signals: launchers, schedulers and a closing terminal signal every process of a job, also
-        # while this one starts, and only the rank decides when it ends.
+        # The writer process inherits blocked signals. Launchers, schedulers and a closing terminal signal all processes
+        # of a job, even while this one starts, and only the rank decides when it ends.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS_OF_A_JOB)
         try:
             self._process = subprocess.Popen(
@@ -110,12 +110,12 @@ class WriterProcess:
         theirs.close()
 
     def send(self, job: Job) -> None:
-        """Send a job; `errors` reports a process that has exited, not this method."""
+        """Send a job to the writer process. If the process has exited, `errors` reports it, not this method."""
         self._num_sent += 1
         self._send(job)
 
     def stop_waiting(self) -> None:
-        """End a commit that waits for the parts of other ranks, with an error."""
+        """Make the writer process stop waiting for the parts of other ranks. The commit then fails."""
         self._send(StopWaiting())
 
     def _send(self, message: Job | StopWaiting) -> None:
@@ -125,13 +125,12 @@ class WriterProcess:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a job has not been replied to."""
+        """Whether the writer process has not yet replied to all jobs."""
         return self._num_answered < self._num_sent
 
     def errors(self) -> list[str]:
-        """Read the replies that have arrived, and return their errors; a process that has exited is an error too.
-
-        A failed removal of a checkpoint is not an error: it is tried again after the next save.
+        """Read the replies that have arrived, and return their errors. An exit of the process is also an error. A
+        failed removal of a checkpoint is not an error, because it is tried again after the next save.
         """
         assert self._process is not None
         assert self._pipe is not None
@@ -158,7 +157,7 @@ class WriterProcess:
         self._filled = 0
 
     def write(self, values: torch.Tensor) -> None:
-        """Copy the bytes of a 1-D tensor on any device to shared memory."""
+        """Append the bytes of a 1-D tensor on any device to the shared memory."""
         assert self._map is not None
         if values.numel() == 0:
             return
@@ -167,7 +166,7 @@ class WriterProcess:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the part that was copied last."""
+        """Number of bytes of the part that was copied last."""
         return self._filled
 
     def close(self) -> None:
@@ -181,20 +180,20 @@ class WriterProcess:
 
 
 class FilePartSink:
-    """Writes a part synchronously through a small buffer, for states that are too large to copy."""
+    """Writes a part synchronously through a small buffer, for states that are too large to copy to shared memory."""
 
     def __init__(self, part: Path) -> None:
         self._part = part
         self._file = ChecksummedFile(part)
 
     def begin(self, num_bytes: int) -> None:
-        """Do nothing: the file grows with each write."""
+        """Do nothing, because the file grows with each write."""
 
     def write(self, values: torch.Tensor) -> None:
-        """Write the bytes of a 1-D tensor on any device to the file."""
+        """Append the bytes of a 1-D tensor on any device to the file."""
         for piece in values.split(_BUFFER_BYTES // values.element_size()):
             self._file.write(memoryview(piece.cpu().view(torch.uint8).numpy()))
 
     def finish(self) -> None:
-        """Flush the part to disk, and mark it as written."""
+        """Flush the part to the disk, and mark it as written."""
         mark_part_written(self._part, self._file.close())

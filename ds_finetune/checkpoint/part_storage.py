@@ -1,10 +1,8 @@
 """Writes the state of a rank as its part of a checkpoint, and reads state from the parts of any ranks.
 
-A part is the safetensors file of one rank. A rank holds flat ranges of tensors; they are stored as chunks, which are
-n-dimensional boxes of global tensors.
-
-`serialise_part` turns a rank's state into the bytes of its part, and passes them to a `PartSink` (part_sinks.py), which
-writes them. `read_state_groups` reads state from parts, which may be cut differently.
+A part is the safetensors file of one rank. A rank has flat ranges of tensors, which are stored as chunks: n-dimensional
+boxes of the global tensors. `serialise_part` turns a rank's state into the bytes of its part and passes them to a
+`PartSink` (part_sinks.py). `read_state_groups` reads state from parts that may be divided differently.
 """
 
 import json
@@ -27,25 +25,24 @@ Ints = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Chunk:
-    """The box of a tensor that begins at index `offsets` and has `sizes` elements along each dimension."""
+    """A box of a global tensor: it begins at index `offsets` and has `sizes` elements along each dimension."""
 
     offsets: Ints
     sizes: Ints
 
     @property
     def numel(self) -> int:
-        """Number of elements of the chunk."""
+        """Number of elements in the box."""
         return math.prod(self.sizes)
 
     def moved(self, by: Ints) -> "Chunk":
-        """This chunk in a larger tensor, in which its tensor begins at index `by`."""
+        """The chunk in the coordinates of a larger tensor, in which the chunk's own tensor begins at index `by`."""
         return Chunk(tuple(mine + more for mine, more in zip(self.offsets, by, strict=True)), self.sizes)
 
 
 def flat_range_chunks(shape: Ints, start: int, numel: int) -> Iterator[Chunk]:
-    """The chunks that make up elements [start, start + numel) of a row-major tensor of `shape`, in order.
-
-    There are at most 2 x dimensions - 1 chunks. Each is a contiguous piece of the range.
+    """Divide the elements [start, start + numel) of a row-major tensor of `shape` into boxes, in order. There are at
+    most 2 x dimensions - 1 boxes. Each is a contiguous piece of the range.
     """
     if numel == 0:
         return
@@ -76,7 +73,7 @@ def flat_bounds(chunk: Chunk, shape: Ints) -> tuple[int, int]:
 
 
 def overlap(one: Chunk, other: Chunk) -> Chunk | None:
-    """The intersection of two chunks; None where it is empty."""
+    """The intersection of two chunks; None if it is empty."""
     first = tuple(map(max, one.offsets, other.offsets))
     last = tuple(
         min(a + n, b + m) for a, n, b, m in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
@@ -87,12 +84,12 @@ def overlap(one: Chunk, other: Chunk) -> Chunk | None:
 
 
 _MAP_NORESERVE = 0x4000
-"""Flag of Linux's mmap; Python 3.13 and later define it in `mmap`."""
+"""Linux's flag of mmap for a map without reserved memory. Python's module `mmap` defines it from version 3.13 on."""
 
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """A chunk of the global tensor `key` of `shape`, stored at byte `begin` of its file."""
+    """A chunk of the global tensor `key` of `shape`, stored from byte `begin` of its file on."""
 
     key: str
     shape: tuple[int, ...]
@@ -102,12 +99,12 @@ class StoredChunk:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the chunk."""
+        """Size of the chunk in bytes."""
         return self.chunk.numel * self.dtype.itemsize
 
 
 def part_header(stored: Sequence[StoredChunk], extra: Mapping[str, Any]) -> bytes:
-    """The header of a part whose chunks follow in order, with `extra` as JSON. `begin` of the chunks is ignored."""
+    """The safetensors header of a part whose chunks follow in order, with `extra` as JSON. `begin` is ignored."""
     shapes = {item.key: item.shape for item in stored}
     tensors = (
         (f"{item.key}@{','.join(map(str, item.chunk.offsets))}", item.dtype, item.chunk.sizes) for item in stored
@@ -117,15 +114,15 @@ def part_header(stored: Sequence[StoredChunk], extra: Mapping[str, Any]) -> byte
 
 
 class PartFile:
-    """A part opened for reading; `forget` releases the pages that were read."""
+    """A part that is opened for reading by mapping its file. `forget` releases the pages that were read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
             header = read_header(path)
             with path.open("rb") as file:
-                # Private and writable, since torch.frombuffer warns about other maps. Nothing is ever written, so no
-                # memory is reserved: a part may be larger than memory.
+                # The map is private and writable, because torch.frombuffer warns about other maps. Nothing is written
+                # to it, so no memory is reserved: a part may be larger than the memory.
                 self._map = mmap.mmap(
                     file.fileno(), 0, flags=mmap.MAP_PRIVATE | _MAP_NORESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE
                 )
@@ -133,7 +130,7 @@ class PartFile:
             self.stored = tuple(_stored(name, entry, shapes) for name, entry in header.tensors.items())
         except (OSError, ValueError, KeyError, TypeError) as broken:
             raise CheckpointError(
-                f"{path} is not a part of a checkpoint: {broken}", hint="take another checkpoint"
+                f"{path} is not a part of a checkpoint: {broken}", hint="use another checkpoint"
             ) from broken
 
     @property
@@ -142,13 +139,13 @@ class PartFile:
         return int(self.extra.get("home", 0))
 
     def tensor(self, item: StoredChunk) -> torch.Tensor:
-        """The chunk of `item` in the mapped file; copy what is needed, then call `forget`."""
+        """The chunk `item` as a tensor in the mapped file. The caller copies what it needs, then calls `forget`."""
         return torch.frombuffer(self._map, dtype=item.dtype, count=item.chunk.numel, offset=item.begin).view(
             item.chunk.sizes
         )
 
     def forget(self) -> None:
-        """Release the pages read so far from this process's memory."""
+        """Release the pages of the file that were read so far from this process's memory."""
         self._map.madvise(mmap.MADV_DONTNEED)
 
 
@@ -159,7 +156,7 @@ def _stored(name: str, entry: HeaderEntry, shapes: Mapping[str, Sequence[int]]) 
 
 
 class PartSink(Protocol):
-    """Receives the bytes of a part, in order."""
+    """Interface of objects that receive the bytes of a part, in order."""
 
     def begin(self, num_bytes: int) -> None:
         """Prepare for a part of `num_bytes`."""
@@ -171,11 +168,11 @@ class PartSink(Protocol):
 
 
 class PartReader:
-    """Reads chunks from parts. The wanted chunks may be cut differently from the stored ones."""
+    """Reads chunks of tensors from parts, in which they may be divided differently."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self.parts = [PartFile(path) for path in paths]
-        # A replicated tensor is stored once per node, split over its ranks; the copy of one node is read.
+        # A replicated tensor is stored once per node, divided among the node's ranks. It is read from one node.
         nodes: dict[str, int] = {}
         for part in self.parts:
             for key in part.extra["replicated"]:
@@ -184,16 +181,15 @@ class PartReader:
         seen: set[tuple[str, Chunk]] = set()
         for part in self.parts:
             for item in part.stored:
-                # Nodes without a shared folder may each store a chunk that ranks of several nodes hold.
+                # A chunk that ranks of several nodes have can be stored several times if the nodes share no folder.
                 if nodes.get(item.key, part.node) == part.node and (item.key, item.chunk) not in seen:
                     seen.add((item.key, item.chunk))
                     self.held.setdefault(item.key, []).append((part, item))
         self._bounds: dict[str, np.ndarray] = {}
 
     def copy(self, key: str, chunk: Chunk, target: torch.Tensor) -> int:
-        """Copy a chunk of the tensor `key` from the parts to `target`, which has the chunk's sizes.
-
-        Returns the number of elements copied, which is less than the chunk's where some elements are in no part.
+        """Copy a chunk of the tensor `key` from the parts to `target`, which has the chunk's sizes. Returns the number
+        of copied elements. It is smaller than the chunk if some elements are in no part.
         """
         copied = 0
         for part, item in self._near(key, chunk):
@@ -211,9 +207,8 @@ class PartReader:
         return copied
 
     def _near(self, key: str, chunk: Chunk) -> list[tuple[PartFile, StoredChunk]]:
-        """Stored chunks whose range of flat indices overlaps that of `chunk`.
-
-        A preselection, because a thousand ranks at ZeRO-3 store thousands of chunks of each tensor.
+        """Stored chunks that may overlap `chunk`: their ranges of flat indices overlap. This preselection is fast,
+        because a thousand ranks at ZeRO-3 store thousands of chunks of each tensor.
         """
         held = self.held[key]
         if key not in self._bounds:
@@ -226,10 +221,9 @@ class PartReader:
 def serialise_part(
     groups: Sequence[StateGroup], sink: PartSink, extra: Mapping[str, Any], *, portion: tuple[int, int]
 ) -> None:
-    """Write this rank's part of `groups` to `sink`: a header that contains `extra`, then the chunks.
-
-    Of a replicated tensor the part contains portion `index` of `count`, where `portion` is (index, count). A group is
-    in memory only while its chunks are written.
+    """Write this rank's part of `groups` to `sink`: a header that contains `extra`, then the chunks. `portion` is
+    (index, count): of a replicated tensor, this rank writes portion `index` of `count`. A group is in memory only while
+    its chunks are written.
     """
     chunks = [_chunks_of_group(group, portion) for group in groups]
     stored = [item for of_group in chunks for item, _ in of_group]
@@ -246,7 +240,7 @@ def serialise_part(
 
 
 def _chunks_of_group(group: StateGroup, portion: tuple[int, int]) -> list[tuple[StoredChunk, int]]:
-    """The chunks that this rank writes of a group, each with its offset within the elements of its slice."""
+    """The chunks of a group that this rank writes, each with its offset within the elements of its slice."""
     chunks = []
     for held in group.slices:
         piece = portion_of_slice(held, *portion) if held.is_replicated else held
@@ -256,9 +250,8 @@ def _chunks_of_group(group: StateGroup, portion: tuple[int, int]) -> list[tuple[
 
 
 def read_state_groups(groups: Sequence[StateGroup], reader: PartReader, *, absent: str) -> None:
-    """Fill the slices of `groups` from the parts of `reader`; `absent` names missing parts in error messages.
-
-    CheckpointError for a tensor that is missing, has another shape, or is in parts that are not available.
+    """Fill the slices of `groups` from the parts of `reader`. `absent` names missing parts in error messages.
+    CheckpointError if a tensor is missing, has another shape, or is in parts that are not available.
     """
     for group in groups:
         with group.opened(True) as read:
@@ -273,7 +266,7 @@ def _check_shape(piece: Slice, reader: PartReader) -> None:
         stored = "nothing" if held is None else f"shape {held[0][1].shape}"
         raise CheckpointError(
             f"`{piece.key}` has shape {piece.shape} here, the checkpoint holds {stored}",
-            hint="resume the model it was saved from",
+            hint="resume with the model from which the checkpoint was saved",
         )
 
 
@@ -284,12 +277,12 @@ def _read_slice(piece: Slice, reader: PartReader, read: Read, *, absent: str) ->
     if copied != piece.numel:
         raise CheckpointError(
             f"{piece.numel - copied:,} elements of `{piece.key}` are in parts that are not here: {absent}",
-            hint="gather its parts with `ds-finetune checkpoint gather`, or start the same ranks on the same nodes",
+            hint="gather all parts with `ds-finetune checkpoint gather`, or start the same ranks on the same nodes",
         )
 
 
 def num_weights(groups: Sequence[StateGroup], *, portion: tuple[int, int]) -> int:
-    """Number of weights in this rank's part; `portion` as in `serialise_part`."""
+    """Number of weights in this rank's part. `portion` is (index, count) of this rank for replicated tensors."""
     pieces = (piece for group in groups for piece in group.slices)
     written = (portion_of_slice(piece, *portion) if piece.is_replicated else piece for piece in pieces)
     return sum(piece.numel for piece in written if piece.key.startswith(f"{WEIGHT}/"))
@@ -305,6 +298,6 @@ def chunks_of_slice(piece: Slice) -> list[tuple[Chunk, int]]:
 
 
 def portion_of_slice(piece: Slice, index: int, count: int) -> Slice:
-    """Portion `index` of a replicated slice that `count` ranks divide among them for writing."""
+    """Portion `index` of a replicated slice whose writing is divided among `count` ranks."""
     first, last = piece.numel * index // count, piece.numel * (index + 1) // count
     return replace(piece, start=piece.start + first, numel=last - first)

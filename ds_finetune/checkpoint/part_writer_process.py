@@ -1,8 +1,9 @@
-"""The process that writes a rank's part of each checkpoint to disk while training continues.
+"""Writer process, which writes a rank's part of each checkpoint to the disk while training continues.
 
 It is started as `python -m ds_finetune.checkpoint.part_writer_process MEMORY PIPE`. Jobs (messages.py) arrive on the
-file descriptor PIPE, to which replies go. It does not import torch: it copies bytes from shared memory (file descriptor
-MEMORY) to the file. On the leader (folder.py) it also waits for the parts of other ranks and commits the checkpoint.
+file descriptor PIPE, and replies are sent over it. It does not import torch: it copies bytes from shared memory (file
+descriptor MEMORY) to the file. On the leader (folder.py) it also waits for the parts of other ranks and commits the
+checkpoint.
 """
 
 import mmap
@@ -19,11 +20,11 @@ from ds_finetune.checkpoint.commit import byte_pieces, commit, mark_part_written
 from ds_finetune.checkpoint.messages import Job, JobDone, RemoveJob, ReserveJob, StopWaiting, WriteJob
 
 ORPHAN_SECONDS = 10.0
-"""Seconds that this process, after its rank has exited, waits for parts of other ranks that do not grow."""
+"""Seconds for which this process, when its rank has exited, waits for parts of other ranks that do not grow."""
 
 
 class _JobQueue:
-    """Jobs in the order of arrival; `is_closed` is true once the rank has exited."""
+    """Jobs of the writer process in the order of arrival. `is_closed` is true after the rank has exited."""
 
     def __init__(self, rank: "Connection[JobDone, Job | StopWaiting]") -> None:
         self._rank = rank
@@ -31,11 +32,11 @@ class _JobQueue:
         self.is_closed = False
 
     def next(self) -> Job | StopWaiting | None:
-        """Wait for the next job; None once the rank has exited."""
+        """Wait for the next job; None after the rank has exited."""
         return self._deferred.popleft() if self._deferred else self._receive()
 
     def should_stop(self) -> bool:
-        """Whether a StopWaiting has arrived; any other job that has arrived is kept for later."""
+        """Whether a StopWaiting message has arrived. Another job that has arrived is kept for later."""
         job = self._receive() if self._rank.poll(0) else None
         if job is not None and not isinstance(job, StopWaiting):
             self._deferred.append(job)
@@ -56,14 +57,14 @@ def main() -> None:
     jobs = _JobQueue(rank)
     while (job := jobs.next()) is not None:
         if isinstance(job, StopWaiting):
-            # The request to stop waiting came after the checkpoint commit had ended.
+            # The message to stop waiting arrived after the checkpoint was already committed.
             continue
         error = ""
         try:
             match job:
                 case ReserveJob():
-                    # Allocate the pages now: the first write to a page of shared memory takes three times as long as
-                    # later ones.
+                    # Pages are allocated in advance, because the first write to a page of shared memory takes three
+                    # times as long as later ones.
                     os.posix_fallocate(memory, 0, max(1, job.num_bytes))
                 case WriteJob():
                     # The map is not closed: after a failure the traceback still refers to it, and close() would raise.
@@ -81,7 +82,7 @@ def main() -> None:
 
 
 def _wait_condition(jobs: _JobQueue, partial: Path) -> Callable[[], bool]:
-    """Returns a function that says whether to wait longer for the parts of other ranks: until the rank sends
+    """Returns a function that says whether to keep waiting for the parts of other ranks. It waits until the rank sends
     StopWaiting or, after the rank has exited, while the parts still grow.
     """
     size, since = -1, time.monotonic()

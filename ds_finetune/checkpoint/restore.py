@@ -30,7 +30,9 @@ from ds_finetune.errors import CheckpointError
 
 @dataclass(frozen=True)
 class UsableCheckpoint:
-    """An undamaged checkpoint with the run's state, and a line for each newer checkpoint that cannot be used."""
+    """An undamaged checkpoint and the run's state. `passed_over` has a line for each newer checkpoint
+    that is unusable.
+    """
 
     folder: Path
     manifest: Manifest
@@ -39,10 +41,8 @@ class UsableCheckpoint:
 
 
 def newest_checkpoint(checkpoints: CheckpointFolder, folder: Path) -> UsableCheckpoint | None:
-    """The newest checkpoint in `folder` that is complete on every node and undamaged; collective.
-
-    The ranks divide the check of its files. None without checkpoints; CheckpointError if none of the existing ones can
-    be used, or if one was renamed.
+    """The newest checkpoint in `folder` that is complete on every node and undamaged; collective. The ranks divide the
+    check of its files. None if there are no checkpoints; CheckpointError if none can be used, or if one was renamed.
     """
     raise_on_every_rank(find_renamed_checkpoint(folder))
     everywhere = all_gather_object((socket.gethostname(), set(complete_steps(folder))))
@@ -68,7 +68,7 @@ def newest_checkpoint(checkpoints: CheckpointFolder, folder: Path) -> UsableChec
 
 
 def named_checkpoint(checkpoints: CheckpointFolder, path: Path) -> UsableCheckpoint:
-    """The checkpoint at `path`, or the newest one if `path` is a run or its folder of checkpoints; collective."""
+    """The checkpoint at `path`; if `path` is a run or its folder of checkpoints, the newest one; collective."""
     for folder in (path / CHECKPOINTS, path):
         if any(all_gather_object(bool(complete_steps(folder)))):
             usable = newest_checkpoint(checkpoints, folder)
@@ -77,16 +77,16 @@ def named_checkpoint(checkpoints: CheckpointFolder, path: Path) -> UsableCheckpo
     problems = _problems(checkpoints, path)
     if problems:
         raise CheckpointError(
-            f"checkpoint.resume names {path}: {'; '.join(problems)}", hint="name a run or one of its checkpoints"
+            f"checkpoint.resume names {path}, which cannot be resumed: {'; '.join(problems)}",
+            hint="name a run or one of its checkpoints",
         )
     return _usable(path, ())
 
 
 def restore_engine(engine: Engine, checkpoints: CheckpointFolder, usable: UsableCheckpoint) -> dict[str, Any]:
-    """Restore `engine` from the checkpoint; collective. Returns the state that only this rank had saved, such as its
-    random state; empty without one.
-
-    CheckpointError on every rank if a tensor is missing, has another shape, or is in a part that is not available.
+    """Restore `engine` from a checkpoint; collective. Returns the state that this rank saved for itself, e.g. its
+    random state. That state is empty if ranks or mesh have changed. CheckpointError on every rank if a tensor is
+    missing, has another shape, or is in a part that is not available.
     """
     error, state = None, engine.state
     manifest, saved = usable.manifest, usable.state
@@ -101,8 +101,8 @@ def restore_engine(engine: Engine, checkpoints: CheckpointFolder, usable: Usable
     taken, wanted = state.scalars()["steps"], saved.engine["steps"]
     if taken != wanted and any(_kinds(reader).values()):
         error = CheckpointError(
-            f"the optimizer is at step {taken} after restoring {usable.folder}, which has {wanted}",
-            hint="please report this",
+            f"the optimizer is at step {taken} after restoring {usable.folder}, which was saved at step {wanted}",
+            hint="this is a fault of the program: please report it",
         )
     raise_on_every_rank(error)
     own = [part.extra for part in reader.parts if part.extra["rank"] == checkpoints.rank]
@@ -115,7 +115,7 @@ def _usable(folder: Path, skipped: tuple[str, ...]) -> UsableCheckpoint:
 
 
 def _problems(checkpoints: CheckpointFolder, folder: Path) -> list[str]:
-    """Problems of a checkpoint found on any rank; each rank checks some of the files."""
+    """Problems of a checkpoint that any rank has found; each rank checks some of the files."""
     try:
         manifest = Manifest.read(folder)
     except CheckpointError as error:
@@ -132,7 +132,7 @@ def _problems(checkpoints: CheckpointFolder, folder: Path) -> list[str]:
 
 
 def _unfinished(folder: Path, *, newer_than: int) -> list[str]:
-    """Incomplete checkpoint folders of later steps."""
+    """Lines on checkpoint folders of later steps that were never completed."""
     steps = [
         (path, path.name.partition(".")[0].removeprefix("step-"))
         for path in unfinished_folders(folder)
@@ -146,7 +146,7 @@ def _unfinished(folder: Path, *, newer_than: int) -> list[str]:
 
 
 def _kinds(reader: PartReader) -> dict[str, set[str]]:
-    """Kinds of optimizer states in the checkpoint, by parameter name."""
+    """The kinds of optimizer state that the checkpoint has, by parameter name."""
     kinds: dict[str, set[str]] = {}
     for key in reader.held:
         kind, _, name = key.partition("/")
@@ -168,7 +168,7 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(tree: dict[str, Any]) -> None:
-    """Set the generators to the states that `random_state` returned."""
+    """Set the global random generators to the states that `random_state` returned."""
     torch.set_rng_state(_tensor(tree["torch"]))
     if tree["cuda"] is not None and torch.cuda.is_initialized():
         torch.cuda.set_rng_state(_tensor(tree["cuda"]))

@@ -1,4 +1,4 @@
-"""The state of a run without tensors: data position, configuration and layout, stored as JSON in each checkpoint."""
+"""The state of a run without tensors: data position, configuration and layout. Each checkpoint stores it as JSON."""
 
 import json
 from collections.abc import Mapping
@@ -15,10 +15,9 @@ _PACKAGES = ("ds_finetune", "torch", "deepspeed", "transformers")
 
 @dataclass(frozen=True)
 class RunState:
-    """The state of a run in plain values.
-
-    `position` is (epoch, next row) in the data. `engine` has the counters of optimizer and loss scale, `observers` the
-    state of each observer by name, and `values` the metrics of the step. `data` is a fingerprint of the training rows.
+    """The state of a run in plain values. `position` is (epoch, next row) in the data. `engine` has the counters of
+    optimizer and loss scale, `observers` the state of each observer by name, and `values` the metrics of the step.
+    `data` is a fingerprint of the training rows.
     """
 
     step: int
@@ -33,27 +32,27 @@ class RunState:
     layout: Mapping[str, Any]
     versions: Mapping[str, str]
     base: str = ""
-    """Digest of the base weights of adapters; empty where all weights are trained."""
+    """Digest of the base model's weights if adapters are trained; empty if all weights are trained."""
     teacher: str = ""
-    """Digest of the weights of a distillation's teacher."""
+    """Digest of the teacher's weights in a distillation."""
     held_out: str = ""
-    """A fingerprint of the evaluation rows; empty where there are none."""
+    """Fingerprint of the evaluation rows; empty if there are none."""
     deepspeed: Mapping[str, Any] = field(default_factory=dict)
-    """The complete DeepSpeed configuration."""
+    """The complete DeepSpeed configuration of the run."""
 
     def text(self) -> str:
-        """The JSON text that `read` parses."""
+        """The state as JSON text, which `read` parses."""
         return json.dumps(asdict(self), indent=1) + "\n"
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """The state in a checkpoint folder, whose files must be undamaged."""
+        """Read the state from a checkpoint folder, whose files must be undamaged."""
         tree = json.loads((folder / STATE).read_text(encoding="utf-8"))
         return cls(**{**tree, "position": tuple(tree["position"])})
 
 
 def layout_of(plan: Plan) -> dict[str, Any]:
-    """The layout of a run, for display. Resume only uses `mesh`: a rank's random state is restored on an equal mesh."""
+    """The parallel layout of a run, for display. A rank's random state is restored only if `mesh` is equal."""
     return {
         "world_size": plan.world.world_size,
         "mesh": str(plan.mesh),

@@ -1,4 +1,4 @@
-"""Checks that a resumed run is the run of its checkpoint: run file, data, versions, and the model's config."""
+"""Checks that a resumed run equals the run of its checkpoint: run file, data, versions, and the model's config.json."""
 
 import json
 import math
@@ -32,7 +32,7 @@ _DERIVED = (
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """Values that identify a run: its run file as plain values, and fields with the same names as in `RunState`."""
+    """Values that identify a run: its run file as plain values, and fields that are described in `RunState`."""
 
     config: Mapping[str, Any]
     data: str
@@ -43,7 +43,7 @@ class RunIdentity:
 
 
 def changes_since_checkpoint(state: RunState, now: RunIdentity) -> list[str]:
-    """A line for each allowed difference from the checkpoint; CheckpointError for differences that are not allowed."""
+    """Lines on allowed differences between a run and its checkpoint. CheckpointError for differences not allowed."""
     differ = _differences(_keys(state.config), _keys(now.config))
     broken = [text for key, text in differ.items() if on_resume(key) is OnResume.REFUSED]
     broken += [f"training rows {state.data} -> {now.data}"] if state.data != now.data else []
@@ -52,7 +52,7 @@ def changes_since_checkpoint(state: RunState, now: RunIdentity) -> list[str]:
     if broken:
         raise CheckpointError(
             f"the checkpoint of step {state.step} was written with other values: {'; '.join(broken)}",
-            hint="set them back, or start a new run from an export: checkpoint.resume never and another output_dir",
+            hint="restore the old values, or start a new run: set checkpoint.resume to never and another output_dir",
         )
     lines = [text for key, text in differ.items() if on_resume(key) is not OnResume.FREE]
     here = versions()
@@ -62,7 +62,7 @@ def changes_since_checkpoint(state: RunState, now: RunIdentity) -> list[str]:
 
 
 def _differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
-    """A line for each key whose values differ, by key, sorted."""
+    """Lines on the keys whose values differ, sorted, by key."""
     return {
         key: f"{key} {then.get(key)!r} -> {now.get(key)!r}"
         for key in sorted(then.keys() | now.keys())
@@ -71,7 +71,7 @@ def _differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, s
 
 
 def on_resume(key: str) -> OnResume:
-    """What to do on resume where `key` differs: the mark of its field, or of a section around it; else PRINTED."""
+    """What resuming does if the value of `key` has changed: the mark of its field or section; else PRINTED."""
     sections: list[type[BaseModel]] = [RunConfig]
     for name in key.split("."):
         infos = [info for part in sections for own, info in part.model_fields.items() if name == (info.alias or own)]
@@ -86,22 +86,22 @@ def on_resume(key: str) -> OnResume:
 
 
 def _keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by dotted key; keys that are missing, as in files of older versions, get their defaults."""
+    """The values of a run file by dotted key. Missing keys, as in files of older versions, get their defaults."""
     defaults = RunConfig.model_validate({"model": "", "data": {"train": ""}, "output_dir": ""}).model_dump(
         mode="json", by_alias=True
     )
     routers = {"router": RouterConfig().model_dump()}
     values = set_values(defaults) | set_values(routers) | set_values(config)
-    # Adam and AdamW are the same optimizer in this program, with decoupled weight decay.
+    # Adam and AdamW are the same optimizer in this program: both use decoupled weight decay.
     name = str(values["optim.name"]).lower()
     values["optim.name"] = "adamw" if name == "adam" else name
-    # Files of older versions have a boolean here.
+    # Run files of older versions have a boolean for this key.
     key = "train.activation_checkpointing"
     return values | {key: {True: "full", False: "none"}.get(values[key], values[key])}
 
 
 def _other_choices(state: RunState, now: RunIdentity) -> list[str]:
-    """DeepSpeed's keys that differ, since a DeepSpeed file may have changed under the same name."""
+    """Lines on DeepSpeed keys that differ. A DeepSpeed file may have changed under the same name."""
     if not state.deepspeed:
         return []
     differ = _differences(set_values(state.deepspeed), set_values(now.deepspeed))
@@ -109,7 +109,7 @@ def _other_choices(state: RunState, now: RunIdentity) -> list[str]:
 
 
 def _other_evaluation(state: RunState, now: RunIdentity) -> list[str]:
-    """A line if the evaluation rows differ; CheckpointError if the best loss on the old rows would be compared."""
+    """A line if the evaluation rows differ. CheckpointError if losses on the old and the new rows would be compared."""
     if not (state.held_out and now.held_out) or state.held_out == now.held_out:
         return []
     best = float(state.observers.get("best", {}).get("best_loss", math.inf))
@@ -118,8 +118,8 @@ def _other_evaluation(state: RunState, now: RunIdentity) -> list[str]:
     text = f"evaluation rows {state.held_out} -> {now.held_out}"
     if math.isfinite(best) and comparing:
         raise CheckpointError(
-            f"the checkpoint of step {state.step} remembers the best eval/loss {best:.4f} of other rows: {text}",
-            hint=f"give the same data.eval, or turn off what compares losses: {', '.join(comparing)}",
+            f"the best eval/loss {best:.4f} in the checkpoint of step {state.step} was measured on other rows: {text}",
+            hint=f"use the same data.eval, or turn off the comparison of losses: {', '.join(comparing)}",
         )
     return [text]
 
@@ -130,12 +130,13 @@ _WITHOUT_EFFECT = frozenset(
         "_name_or_path",
         "architectures",
         "auto_map",
-        # Keys that the run sets itself: train.precision, model.attention, and a cache that is off.
+        # Keys that the run sets itself, by train.precision and model.attention, and a cache that is off in training.
         "dtype",
         "torch_dtype",
         "_attn_implementation",
         "use_cache",
-        # Weights come from the checkpoint; a digest identifies the base weights of adapters.
+        # Keys on how weights are stored or initialised. Weights come from the checkpoint, and a digest identifies the
+        # base weights of adapters.
         "quantization_config",
         "initializer_range",
         # Outputs of a forward, and settings of tasks other than language modelling.
@@ -146,7 +147,7 @@ _WITHOUT_EFFECT = frozenset(
         "label2id",
         "problem_type",
         "bos_token_id",
-        # Layers that this program does not build.
+        # Multi-token prediction layers, which this program does not build.
         "num_nextn_predict_layers",
     ]
 )
@@ -154,9 +155,8 @@ _WITHOUT_EFFECT = frozenset(
 
 
 def model_mismatch(folder: Path, file: str, config: Mapping[str, Any]) -> CheckpointError | None:
-    """An error if `file` in the checkpoint `folder` describes another model than `config`, the run's; else None.
-
-    Both are parsed by the same transformers, so that older spellings and omitted defaults make no difference.
+    """The error to raise if the config.json in a checkpoint describes another model than the run's `config`; else None.
+    The same version of transformers parses both, so that older spellings and omitted defaults make no difference.
     """
     try:
         saved = json.loads((folder / file).read_text(encoding="utf-8"))
@@ -164,18 +164,18 @@ def model_mismatch(folder: Path, file: str, config: Mapping[str, Any]) -> Checkp
     except (OSError, ValueError, KeyError) as unreadable:
         return CheckpointError(
             f"{folder / file} cannot be compared with the model's config.json: {unreadable!r}",
-            hint="take another checkpoint",
+            hint="use another checkpoint",
         )
     if not differ:
         return None
     return CheckpointError(
-        f"the model's config.json is not the one that {folder} was trained with: {'; '.join(differ.values())}",
-        hint="set it back, or start a new run from an export: checkpoint.resume never and another output_dir",
+        f"the model's config.json differs from the one in {folder}: {'; '.join(differ.values())}",
+        hint="restore the config.json, or start a new run: set checkpoint.resume to never and another output_dir",
     )
 
 
 def _compared(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Values that affect results, by dotted key; tuples become lists."""
+    """The values of a config.json that affect results, by dotted key. Tuples become lists."""
     resolved = CONFIG_MAPPING[config["model_type"]].from_dict(dict(config)).to_dict()
     return {
         key: list(value) if isinstance(value, tuple) else value

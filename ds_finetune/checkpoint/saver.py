@@ -1,7 +1,7 @@
 """Saves checkpoints: each rank writes its part, then the leader of each folder commits the checkpoint.
 
 In an asynchronous save the rank only copies its part to shared memory and continues; its writer process
-(part_writer_process.py) writes the file. In a synchronous save the rank itself writes it (`FilePartSink`).
+(part_writer_process.py) writes the file. In a synchronous save the rank writes the file itself (`FilePartSink`).
 """
 
 import math
@@ -34,12 +34,12 @@ from ds_finetune.errors import CheckpointError
 
 _POLL_SECONDS = 0.005
 _COMMIT_SECONDS = 600.0
-"""Seconds that the leader of a synchronous save waits for the parts of the other ranks to appear."""
+"""Seconds that the leader waits in a synchronous save for the parts of the other ranks."""
 
 
 @dataclass
 class SaveResult:
-    """The step of a save, its errors on this rank, and whether it has failed on any rank."""
+    """The result of a save: its step, errors on this rank, and whether it has failed on any rank."""
 
     step: int
     errors: list[str] = field(default_factory=list)
@@ -48,11 +48,10 @@ class SaveResult:
 
 @dataclass
 class Saver:
-    """Writes checkpoints of the state that `groups` returns, one at a time.
-
-    If `is_asynchronous`, a second process writes the files while training continues. Each checkpoint also contains a
-    link to each of the files `linked`, named by its key. The open files `inherited` are passed to the second process,
-    which may exit a little later than this one. Methods are collective, except `start`, `remove` and `close`.
+    """Saves checkpoints of the state that `groups` returns, one at a time. If `is_asynchronous`, a writer process
+    writes the files while training continues. Each checkpoint also has links to the files `linked`, by their names in
+    it. The writer process inherits the open files `inherited`, and may exit a little later than this process. Methods
+    are collective, except `start`, `remove` and `close`.
     """
 
     groups: Callable[[], list[StateGroup]]
@@ -61,11 +60,11 @@ class Saver:
     linked: Mapping[str, Path]
     inherited: Sequence[TextIO] = ()
     last_error: str = ""
-    """Why the newest checkpoint was not written, identical on every rank; empty where it is complete."""
+    """Why the newest checkpoint was not written, identical on every rank; empty if it is complete."""
     _pending: SaveResult | None = None
 
     def __post_init__(self) -> None:
-        """Prepare the writer process; `start` starts it."""
+        """Prepare the writer process, which `start` starts."""
         self._process = WriterProcess([file.fileno() for file in self.inherited])
 
     def start(self, num_bytes: int) -> None:
@@ -75,7 +74,10 @@ class Saver:
             self._process.send(ReserveJob(num_bytes))
 
     def save(self, step: int, state: str, *, rank_state: Mapping[str, Any], eval_loss: float | None = None) -> float:
-        """Start a save, and return the seconds this rank was blocked; `settle` must have returned the previous save."""
+        """Start a save of a checkpoint. Returns the seconds for which this rank was blocked. `settle` must have
+        returned the result of the previous save. `state` is the run's state as JSON, `rank_state` the state of this
+        rank only.
+        """
         assert self._pending is None
         began = time.perf_counter()
         groups = self.groups()
@@ -103,7 +105,7 @@ class Saver:
         return time.perf_counter() - began
 
     def settle(self, *, wait: bool = False) -> SaveResult | None:
-        """The result of the pending save once every rank has finished, else None; `wait` blocks until then."""
+        """The result of the pending save once every rank has finished, else None. `wait` blocks until then."""
         while (pending := self._pending) is not None:
             pending.errors += self._process.errors() if self.is_asynchronous else []
             is_busy, has_failed = all_reduce_max(
@@ -122,7 +124,7 @@ class Saver:
         return None
 
     def remove(self, folders: list[Path]) -> None:
-        """Remove folders, on the leader only; its writer process, if any, does so after its earlier jobs."""
+        """Remove checkpoint folders, on the leader only. Its writer process, if any, does so after its earlier jobs."""
         if not self.folder.is_leader or not folders:
             return
         if self.is_asynchronous:
@@ -140,7 +142,7 @@ class Saver:
         self._process.close()
 
     def _commit_synchronously(self, job: CommitJob) -> None:
-        """Commit on the leader once every rank has written its part, unless one has failed."""
+        """Commit the checkpoint on the leader when every rank has written its part, unless one has failed."""
         assert self._pending is not None
         (failed,) = all_reduce_max(bool(self._pending.errors))
         if failed or not self.folder.is_leader:
@@ -153,10 +155,8 @@ class Saver:
 
 
 def superseded_checkpoints(folder: Path, *, keep: int, keep_best: bool) -> list[Path]:
-    """Complete checkpoints of `folder` that are to be removed.
-
-    The last `keep` are kept, and with `keep_best` the one with the lowest eval loss. A checkpoint that cannot be read
-    is never the best one.
+    """Complete checkpoints in `folder` that are to be removed. The last `keep` are kept, and with `keep_best` also the
+    one with the lowest evaluation loss. A checkpoint that cannot be read is never the best one.
     """
     steps = complete_steps(folder)
     losses: dict[int, float] = {}

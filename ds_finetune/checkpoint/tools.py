@@ -1,4 +1,4 @@
-"""Commands for checkpoints on disk: list, show, verify, and gather the parts of one checkpoint from several nodes."""
+"""Commands for checkpoints: list, show, verify, and gather the parts of one checkpoint from several nodes."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -23,14 +23,14 @@ from ds_finetune.errors import CheckpointError
 from ds_finetune.system.whole_file import synchronise
 
 CHECKPOINTS = "checkpoints"
-"""Folder of a run that holds its checkpoints."""
+"""Name of the folder of a run that has its checkpoints."""
 BASE = "base"
-"""Name of the folder, in a run and in each checkpoint, with the files that an export needs besides the weights."""
+"""Name of the folder, in a run and in each checkpoint, with the files other than weights that an export needs."""
 Pair = tuple[str, str]
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The checkpoint at `path`, or the newest complete one of a run at `path`; CheckpointError without one."""
+    """The checkpoint at `path`, or the newest complete one of a run at `path`. CheckpointError if there is none."""
     if (path / MANIFEST).is_file():
         return path
     for folder in (path / CHECKPOINTS, path):
@@ -43,7 +43,7 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def list_checkpoints(path: Path) -> Iterator[Pair]:
-    """Names and descriptions of a run's checkpoints: complete ones, oldest first, then incomplete ones."""
+    """Yield names and descriptions of a run's checkpoints: complete ones, oldest first, then incomplete ones."""
     folder = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
     steps = complete_steps(folder)
     if not steps and not unfinished_folders(folder):
@@ -57,7 +57,7 @@ def list_checkpoints(path: Path) -> Iterator[Pair]:
 
 
 def describe_checkpoint(path: Path) -> Iterator[Pair]:
-    """The contents of a checkpoint as pairs of a name and a text."""
+    """Yield the contents of a checkpoint as pairs of a name and a text."""
     folder = find_checkpoint(path)
     manifest, state = Manifest.read(folder), RunState.read(folder)
     yield "folder", str(folder)
@@ -74,7 +74,7 @@ def describe_checkpoint(path: Path) -> Iterator[Pair]:
 
 
 def verify_checkpoint(path: Path, *, workers: int) -> str:
-    """Check the checksums of all files of a checkpoint; CheckpointError names the damaged ones."""
+    """Compare all files of a checkpoint with their checksums. CheckpointError names damaged files."""
     folder = find_checkpoint(path)
     manifest = Manifest.read(folder)
     with ThreadPoolExecutor(max(1, workers)) as pool:
@@ -82,20 +82,21 @@ def verify_checkpoint(path: Path, *, workers: int) -> str:
         damage = [problem for problems in checks for problem in problems]
     if damage:
         undamaged = len(manifest.files) - len(damage)
-        raise CheckpointError("; ".join(damage), hint=f"take another checkpoint; {undamaged} other files are undamaged")
+        raise CheckpointError("; ".join(damage), hint=f"use another checkpoint; {undamaged} other files are undamaged")
     return f"{folder}: {len(manifest.files)} files, {manifest.num_bytes / GIB:.2f} GiB, as they were written"
 
 
 def gather_checkpoint(folders: Sequence[Path], out: Path) -> str:
-    """Assemble one complete checkpoint `out` from those of every node, with hard links where the file system has them.
-
-    CheckpointError if `folders` are not of one save, or none of them has the part of some rank.
+    """Assemble one complete checkpoint `out` from the folders of several nodes. Files are hard-linked if the file
+    system allows it. CheckpointError if `folders` are not of one save, or none of them has the part of some rank.
     """
     found = [(folder, Manifest.read(folder)) for folder in map(find_checkpoint, folders)]
     kinds = {(manifest.step, manifest.world_size, manifest.token) for _, manifest in found}
     if len(kinds) > 1:
         texts = ", ".join(f"{folder}: step {m.step} of {m.world_size} ranks, start {m.token}" for folder, m in found)
-        raise CheckpointError(f"the folders are not of one save: {texts}", hint="name the same checkpoint of each node")
+        raise CheckpointError(
+            f"the folders belong to different saves: {texts}", hint="name the folders of one checkpoint, one per node"
+        )
     first = found[0][1]
     missing = [
         part_name(rank, first.world_size)
@@ -105,12 +106,13 @@ def gather_checkpoint(folders: Sequence[Path], out: Path) -> str:
     if missing:
         raise CheckpointError(
             f"{', '.join(missing)} of {first.world_size} ranks are in none of {', '.join(map(str, folders))}",
-            hint="name every node's folder",
+            hint="name the checkpoint folders of all nodes",
         )
     damage = [problem for folder, manifest in found for problem in damage_of(folder, manifest, manifest.files)]
     if damage or out.exists():
         raise CheckpointError(
-            "; ".join(damage) or f"{out} exists already", hint="name undamaged folders and a new one to gather them in"
+            "; ".join(damage) or f"{out} exists already",
+            hint="name undamaged checkpoints, and a new folder to write to",
         )
     partial = out.with_name(f"{out.name}.partial-{os.getpid():x}")
     files = {name: (folder, file) for folder, manifest in reversed(found) for name, file in manifest.files.items()}

@@ -1,4 +1,4 @@
-"""The accelerator of this process: selection, memory, and a check that no two ranks use the same GPU."""
+"""The accelerator of this process: its selection, its memory, and a check that no two ranks use the same GPU."""
 
 import json
 import os
@@ -24,12 +24,12 @@ from ds_finetune.system.info import query_gpus
 from ds_finetune.system.world import World
 
 _HIDDEN = ("", "-1", "NoDevFiles")
-"""Values of CUDA_VISIBLE_DEVICES that hide every GPU."""
+"""Values of CUDA_VISIBLE_DEVICES that hide all GPUs."""
 
 
 def present_gpus(devices: Path = Path("/dev")) -> int:
-    """Number of NVIDIA GPUs of this machine, from the device files or, without any (WSL 2), from nvidia-smi; 0 where
-    CUDA_VISIBLE_DEVICES hides all of them.
+    """Number of NVIDIA GPUs of this machine; 0 if CUDA_VISIBLE_DEVICES hides all of them. GPUs are counted by their
+    device files or, if there are none (WSL 2), by nvidia-smi.
     """
     if os.environ.get("CUDA_VISIBLE_DEVICES") in _HIDDEN:
         return 0
@@ -37,7 +37,7 @@ def present_gpus(devices: Path = Path("/dev")) -> int:
 
 
 def why_no_gpu() -> str:
-    """CUDA's error message where torch cannot use a GPU."""
+    """The error message of CUDA if torch cannot use a GPU."""
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as why:
@@ -46,12 +46,14 @@ def why_no_gpu() -> str:
 
 
 def visible_device(local_rank: int) -> int:
-    """Index of a local rank's GPU among those visible to it; 0 where each process sees only its own GPU."""
+    """Index of the GPU of a local rank among the GPUs that the process sees; 0 if each process sees only its own GPU.
+    LaunchError if there are more local ranks than visible GPUs.
+    """
     count = torch.cuda.device_count()
     if local_rank >= count > 1:
         raise LaunchError(
-            f"local rank {local_rank} sees {count} GPUs",
-            hint=f"start {count} ranks on this host, or show each rank only its own GPU",
+            f"local rank {local_rank} has no GPU: this host shows {count} GPUs to it",
+            hint=f"start {count} ranks on this host, or set CUDA_VISIBLE_DEVICES to one GPU for each rank",
         )
     return local_rank if local_rank < count else 0
 
@@ -62,26 +64,27 @@ def device_of_rank(device: str, local_rank: int) -> str:
 
 
 def bf16_support(device: str, world: World) -> Bf16Support | None:
-    """Whether this rank's GPU supports bf16 matrix products; None for a CPU, where DeepSpeed checks it."""
+    """Whether this rank's GPU supports bf16 matrix products; None on a CPU, for which DeepSpeed checks it."""
     if device == "cpu":
         return None
     index = visible_device(world.local_rank)
     capability = torch.cuda.get_device_capability(index)
     name = f"{torch.cuda.get_device_name(index)} (compute capability {'.'.join(map(str, capability))})"
-    # ROCm numbers its capabilities differently; every GPU that its torch supports has bf16 products.
+    # ROCm numbers capabilities differently, and every GPU that its torch supports has bf16 products.
     return Bf16Support(name, is_native=capability >= OLDEST_BF16 or torch.version.hip is not None)
 
 
 def choose_device() -> str:
-    """`cuda` where a GPU can be used and `DS_ACCELERATOR` is not `cpu`, else `cpu`. The variable is set to the result,
-    for DeepSpeed.
-
-    ConfigError where `DS_ACCELERATOR` names an accelerator that cannot be used; where it is not set and this machine
-    has GPUs that torch or this program cannot use; and where the installed torch has no kernels for this process's GPU.
+    """Choose the device type, and set the variable `DS_ACCELERATOR` to it for DeepSpeed. It is `cuda` if a GPU can be
+    used and `DS_ACCELERATOR` is not `cpu`, else `cpu`. ConfigError if `DS_ACCELERATOR` names an accelerator that cannot
+    be used, if it is not set and the machine has GPUs that cannot be used, or if the installed torch has no kernels for
+    this process's GPU.
     """
     requested = os.environ.get("DS_ACCELERATOR") or None
     if requested not in (None, "cpu", "cuda"):
-        raise ConfigError(f"DS_ACCELERATOR is `{requested}`", hint="set it to cuda or cpu, or unset it")
+        raise ConfigError(
+            f"DS_ACCELERATOR is `{requested}`, which is not supported", hint="set it to cuda or cpu, or unset it"
+        )
     usable = torch.cuda.is_available()
     present = 0 if usable or requested else present_gpus()
     if not usable and (requested == "cuda" or present):
@@ -95,15 +98,15 @@ def choose_device() -> str:
         )
     if requested is None and not usable and torch.xpu.is_available():
         raise ConfigError(
-            f"{socket.gethostname()} has an Intel GPU, and ds-finetune runs on those of NVIDIA and AMD",
+            f"{socket.gethostname()} has an Intel GPU, and ds-finetune supports only GPUs of NVIDIA and AMD",
             hint="set DS_ACCELERATOR=cpu to train on the CPU",
         )
     device = "cuda" if usable and requested != "cpu" else "cpu"
     if device == "cuda" and torch.version.cuda:
-        # torch's allocator uses expandable segments, so that fragmentation does not add up to gigabytes. It reads the
-        # variable when CUDA is first used (2.13, c10/core/AllocatorConfig.h). The default is kept where the user has
-        # set the variable, where NCCL registers torch's memory, which excludes expandable segments, and in WSL 2, where
-        # a first allocation may fail (pytorch issue 192330).
+        # Expandable segments keep torch's allocator from wasting gigabytes by fragmentation. torch reads the variable
+        # when CUDA is first used (2.13, c10/core/AllocatorConfig.h). The default is kept if the user has set the
+        # variable, if NCCL registers torch's memory, which excludes expandable segments, and in WSL 2, where a first
+        # allocation may fail (pytorch issue 192330).
         is_chosen = any(name in os.environ for name in (*_ALLOCATOR, "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"))
         if not is_chosen and not torch.cuda.is_initialized() and "microsoft" not in platform.release().lower():
             os.environ[_ALLOCATOR[0]] = "expandable_segments:True"
@@ -113,19 +116,18 @@ def choose_device() -> str:
 
 
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Environment variables with settings of torch's allocator, the newer name first."""
+"""Environment variables with settings of torch's GPU allocator, the newer name first."""
 
 
 def allocator_settings() -> str:
-    """The user's or this program's settings of torch's GPU allocator; empty where none are set."""
+    """Settings of torch's GPU allocator, by the user or this program; empty if none are set."""
     return next((os.environ[name] for name in _ALLOCATOR if name in os.environ), "")
 
 
 def _check_kernels(index: int) -> None:
-    """ConfigError where torch was built without kernels for a GPU, on which the first operation would fail.
-
-    Kernels for `sm_XY` run on the same major and an equal or higher minor capability; `compute_XY` is compiled at load
-    time for any later one. A letter, as in `sm_90a`, restricts kernels to exactly that capability.
+    """Raise ConfigError if torch was built without kernels for the GPU, so that the first operation would fail. Kernels
+    for `sm_XY` run on GPUs with the same major and an equal or higher minor capability. `compute_XY` is compiled at
+    load time for any later capability. With a letter, as in `sm_90a`, kernels run only on exactly that capability.
     """
     major, minor = torch.cuda.get_device_capability(index)
     built = torch.cuda.get_arch_list()
@@ -137,15 +139,14 @@ def _check_kernels(index: int) -> None:
     raise ConfigError(
         f"{torch.cuda.get_device_name(index)} has compute capability {major}.{minor}, and torch {torch.__version__} "
         f"has kernels for {', '.join(built) or 'no GPU'}",
-        hint="install a torch with kernels for it (docs/how-to/install.md), or set DS_ACCELERATOR=cpu",
+        hint="install a torch with kernels for this GPU (docs/how-to/install.md), or set DS_ACCELERATOR=cpu",
     )
 
 
 @contextmanager
 def deepspeed_local_rank(index: int) -> Iterator[None]:
-    """Within this context the environment variables that DeepSpeed reads as its local rank are `index`.
-
-    DeepSpeed uses the local rank as the index of its GPU (0.19.8, runtime/engine.py:1941-1966).
+    """Context in which the environment variables for the local rank have the value `index`. DeepSpeed uses the local
+    rank as the index of its GPU (0.19.8, runtime/engine.py:1941-1966).
     """
     names = [name for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK") if name in os.environ]
     previous = {name: os.environ[name] for name in names}
@@ -157,8 +158,8 @@ def deepspeed_local_rank(index: int) -> Iterator[None]:
 
 
 def exchange(store: dist.Store, world: World, topic: str, text: str, *, timeout: timedelta) -> list[str]:
-    """Exchange a text with all ranks through `store`, before there is a process group; returns the texts by rank.
-    RunError after `timeout`.
+    """Exchange a text with all ranks through `store`, without a process group. Returns the texts by rank. RunError if a
+    text is missing after `timeout`.
     """
     keys = [f"{topic}/{rank}" for rank in range(world.world_size)]
     store.set(keys[world.rank], text)
@@ -168,20 +169,20 @@ def exchange(store: dist.Store, world: World, topic: str, text: str, *, timeout:
         missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
         raise RunError(
             f"rank {world.rank} has waited {timeout} for the {topic} of ranks {', '.join(missing)}",
-            hint="another rank failed before, or is slower than watchdog.collective",
+            hint="see the logs of these ranks: they failed, or are slower than watchdog.collective allows",
         ) from None
     return [store.get(key).decode() for key in keys]
 
 
 def own_device(world: World, device: str) -> str:
-    """This process's kind of device, GPU and host as JSON, for `check_same_devices`."""
+    """Describe this process's device type, GPU and host as JSON, for `check_same_devices`."""
     gpu = str(torch.cuda.get_device_properties(visible_device(world.local_rank)).uuid) if device == "cuda" else ""
     return json.dumps({"device": device, "gpu": gpu, "host": socket.gethostname()})
 
 
 def check_same_devices(texts: list[str]) -> None:
-    """LaunchError where ranks use different kinds of accelerators, or two ranks the same GPU; `texts` are those
-    of `own_device`, by rank.
+    """Raise LaunchError if ranks use different device types, or if two ranks use the same GPU. `texts` are the results
+    of `own_device` by rank.
     """
     ranks = [json.loads(text) for text in texts]
     first = ranks[0]
@@ -190,13 +191,13 @@ def check_same_devices(texts: list[str]) -> None:
             raise LaunchError(
                 f"rank 0 on {first['host']} uses {first['device']} and rank {rank} on {info['host']} uses "
                 f"{info['device']}",
-                hint="see nvidia-smi on the host without a GPU, leave that host out, or set DS_ACCELERATOR=cpu on all",
+                hint="check nvidia-smi on the host that uses cpu, leave it out, or set DS_ACCELERATOR=cpu on all",
             )
         same = next((earlier for earlier in range(rank) if info["gpu"] and ranks[earlier]["gpu"] == info["gpu"]), None)
         if same is not None:
             raise LaunchError(
                 f"ranks {same} and {rank} on {info['host']} use the same GPU {info['gpu']}",
-                hint="start as many ranks on a host as it has GPUs, or show each rank a GPU of its own",
+                hint="start as many ranks as the host has GPUs, or set CUDA_VISIBLE_DEVICES to another GPU for each",
             )
 
 
@@ -209,14 +210,14 @@ _WORDS = (
     "Cuda failure 'out of memory'",
     "Cuda failure 2 'out of memory'",
 )
-"""Texts of RuntimeErrors that mean out of memory, in torch 2.13: its CPU allocator (c10/core/impl/alloc_cpu.cpp), C++,
-CUDA driver calls, cuBLAS workspaces, and NCCL communicators, whose older versions omit the number.
+"""Texts of RuntimeErrors that mean out of memory in torch 2.13: from its CPU allocator (c10/core/impl/alloc_cpu.cpp),
+C++, CUDA driver calls, cuBLAS workspaces, and NCCL, whose older versions omit the number.
 """
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Memory of a rank's device at one moment; for a CPU rank its share of the host's memory."""
+    """Memory of a rank's device at one moment. For a rank on a CPU, it is the rank's fraction of the host's memory."""
 
     name: str
     total_bytes: int
@@ -224,10 +225,8 @@ class DeviceMemory:
 
 
 def read_device_memory(world: World, device: str) -> DeviceMemory:
-    """Memory that this rank may use: free memory of its GPU as the driver reports it, or its share of the host's
-    available memory.
-
-    Limits of control groups and of the address space (`ulimit -v`) are taken into account.
+    """Memory that this rank may use: the free memory of its GPU according to the driver, or its fraction of the host's
+    memory. Limits of control groups and of the address space (`ulimit -v`) are respected.
     """
     if device == "cuda":
         index = visible_device(world.local_rank)
@@ -241,18 +240,19 @@ def read_device_memory(world: World, device: str) -> DeviceMemory:
 
 
 class PeakMemory:
-    """Peak memory of this process on its device since the object was created."""
+    """Measures the peak memory of this process on its device since the object was created."""
 
     def __init__(self, device: str, world: World) -> None:
         self._index = visible_device(world.local_rank) if device == "cuda" else None
         if self._index is not None and torch.cuda.is_initialized():
-            # Reset the peak of an earlier run in this process.
+            # An earlier run in the same process may have left a higher peak.
             torch.cuda.reset_peak_memory_stats(self._index)
         self._before = psutil.Process().memory_info().rss if self._index is None else _bytes_besides_torch(self._index)
 
     def num_bytes(self) -> int:
-        """On a GPU: peak memory reserved by torch, plus memory that NCCL and other libraries have taken since. On a
-        CPU: growth of the process's resident memory up to its peak.
+        """Peak memory in bytes. On a GPU it is the peak memory reserved by torch, plus memory that NCCL and other
+        libraries have allocated since the start. On a CPU it is the growth of the process's resident memory up to its
+        peak.
         """
         if self._index is None:
             return max(0, peak_bytes("cpu") - self._before)
@@ -261,15 +261,13 @@ class PeakMemory:
 
 
 def _bytes_besides_torch(index: int) -> int:
-    """Used bytes of a GPU outside the allocator of this process."""
+    """Used bytes of a GPU that do not belong to torch's allocator in this process."""
     free, total = torch.cuda.mem_get_info(index)
     return total - free - torch.cuda.memory_reserved(index)
 
 
 def peak_bytes(device: str) -> int:
-    """Peak memory of this process in bytes: allocated by tensors on its GPU (`torch.cuda.max_memory_allocated`), or
-    resident on the host.
-    """
+    """Peak memory of this process in bytes: allocated by tensors on its GPU, or resident on the host."""
     if device == "cuda":
         return torch.cuda.max_memory_allocated()
     unit = 1 if sys.platform == "darwin" else 1024
@@ -277,14 +275,14 @@ def peak_bytes(device: str) -> int:
 
 
 def restart_peak() -> None:
-    """Reset the host's `peak_bytes` to the memory that is resident now; on Linux only."""
+    """Reset the host's `peak_bytes` to the memory that is resident now. Works on Linux only."""
     with suppress(OSError), Path("/proc/self/clear_refs").open("w") as file:
-        # proc(5): 5 resets the peak resident set size.
+        # Writing 5 resets the peak resident set size (proc(5)).
         file.write("5")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error`, or an error that caused it, is a failed allocation on a GPU or on the host."""
+    """Whether `error`, or an error that caused it, is a failed allocation of memory on a GPU or on the host."""
     seen: set[int] = set()
     following: BaseException | None = error
     while following is not None and id(following) not in seen:

@@ -1,6 +1,6 @@
-"""The engine: `step` is one optimizer step, whose loss is the mean over the units of the global batch.
+"""The engine: `Engine.step` is one optimizer step, whose loss is the mean over the units of the global batch.
 
-Of an objective it knows only the terms, sums and metrics.
+The engine knows only the terms, sums and metrics of an objective, not its formula.
 """
 
 import math
@@ -68,14 +68,14 @@ def _never() -> bool:
 
 
 class Engine:
-    """A model under DeepSpeed: trains, evaluates, generates, and gathers full tensors."""
+    """A model under DeepSpeed: the engine trains, evaluates and generates, and gathers full tensors."""
 
     random_parameters: tuple[str, ...] = ()
-    """Names of this rank's randomly initialised parameters, which the model's folder does not have."""
+    """Names of this rank's randomly initialised parameters, which the model's folder lacks."""
     has_bad_gradient = False
     """Whether any rank had a non-finite gradient in the latest step."""
     own_norms: Mapping[str, float] = MappingProxyType({})
-    """Latest gradient norms of parameters that only an auxiliary loss trains, by the name of the loss."""
+    """Latest gradient norms of parameters that only an auxiliary loss trains, by the name of that loss."""
 
     def __init__(self, wrapped: Any, plan: Plan, groups: Groups, objective: Objective) -> None:  # noqa: ANN401 - a DeepSpeedEngine
         self.plan = plan
@@ -88,7 +88,7 @@ class Engine:
         self._probe = FiniteProbe(named_parameters(wrapped.module))
         self._full_tensors = FullTensors(wrapped.module, plan, groups, self._device)
         self._kept: KeptWeights | None = None
-        """Weights of the reference model."""
+        """Copy of the reference model's weights, if `keep_as_reference` made one."""
 
     @property
     def lm(self) -> nn.Module:
@@ -97,15 +97,15 @@ class Engine:
 
     @property
     def state(self) -> EngineState:
-        """This rank's state for checkpoints, to save and restore."""
+        """This rank's training state, which checkpoints save and restore."""
         return EngineState(self._ds, self.plan, self._groups.same_shard)
 
     def use_device(self) -> None:
-        """Set this rank's GPU as the device of CUDA calls in this thread."""
+        """Make this rank's GPU the current CUDA device of this thread."""
         use_device(self._device)
 
     def check_replicas(self) -> None:
-        """RunError on every rank where replicas of a weight differ in any bit; collective."""
+        """Raise RunError on every rank if replicas of a weight differ in any bit; collective."""
         module, shared = self._ds.module, None
         if self._trains_both_ends:
             weight = module.lm.get_input_embeddings().weight
@@ -114,11 +114,11 @@ class Engine:
 
     @property
     def is_rank_zero(self) -> bool:
-        """Whether this process is the one that prints and writes files."""
+        """Whether this process is rank zero, which prints and writes files."""
         return self.plan.world.rank == 0
 
     def step(self, batch: Batch, *, lr: float) -> StepResult:
-        """One optimizer step with learning rate `lr`; `batch` is this rank's share of the global batch."""
+        """Take one optimizer step with learning rate `lr`. `batch` is this rank's part of the global batch."""
         self.meter.restart()
         prepared, mesh = self.prepare(batch), self.plan.mesh
         rows = tuple(map(self._with_reference, prepared.rows))
@@ -162,17 +162,16 @@ class Engine:
         )
 
     def prepare(self, batch: Batch) -> RankBatch:
-        """The host's part of a step on `batch`, which may run while the device computes an earlier step."""
+        """Prepare a step on `batch` on the host. This may run while the device computes an earlier step."""
         return batch if isinstance(batch, RankBatch) else rank_batch(batch, self._ds.module.sp_group, self._device)
 
     def evaluate(
         self, batches: Iterable[Batch], *, baseline: Iterable[MicroBatch] = (), is_over: Callable[[], bool] = _never
     ) -> HeldOutScores | None:
-        """Metrics over `batches`, which over all ranks hold every row of the data once.
-
-        `baseline` is this rank's share of the documents from which the objective's baseline (KTO's z0) is computed,
-        here for all the data. `is_over` is called before each batch and must return the same on every rank; once it is
-        true, the result is None.
+        """Compute metrics over `batches`. The batches of all ranks must contain every row of the data once. `baseline`
+        are the documents on this rank from which the objective's baseline (KTO's z0) over all the data is computed.
+        `is_over` is called before each batch and must return the same on every rank. If it returns True, the evaluation
+        ends and the result is None.
         """
         self._share_embedding()
         self._ds.eval()
@@ -195,7 +194,7 @@ class Engine:
         return self._scores(self._total_loss.named(totals), everywhere, all_scores)
 
     def pool(self, scores: Iterable[HeldOutScores]) -> HeldOutScores:
-        """Metrics over the rows of several evaluations pooled."""
+        """Metrics over the rows of several evaluations together."""
         sums, counts, all_scores = Counter[str](), Counter[str](), NO_SCORES
         for part in scores:
             sums.update(part.sums)
@@ -204,11 +203,10 @@ class Engine:
         return self._scores(sums, counts, all_scores)
 
     def document_log_probs(self, batches: Iterable[Batch]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Numbers [n] of all documents of `batches`, ascending, and their log-probabilities [n] in nats, each summed
-        over the document's supervised tokens.
-
-        The batches of all ranks hold each document once, and every rank gets all results. The values are bitwise those
-        that `step` computes in forwards with the same rows.
+        """Log-probabilities of all documents, each summed over the document's supervised tokens. Every rank gets all
+        results. Returns document numbers [n], ascending, and log-probabilities [n] in nats. The batches of all ranks
+        must contain each document once. The values are bitwise equal to those that `step` computes in forwards with the
+        same rows.
         """
         self._ds.eval()
         numbers, logps = [np.zeros(0, dtype=np.int64)], [np.zeros(0)]
@@ -227,11 +225,10 @@ class Engine:
     def token_log_probs(
         self, batches: Iterable[Batch], *, of_reference: bool = False
     ) -> dict[int, NDArray[np.float32]]:
-        """The log-probability of each supervised token in nats, by document number, on every rank.
-
-        The batches of all ranks hold each document once, with equally many forwards on each rank. The values are
-        bitwise those that `step` computes in forwards with the same rows. `of_reference` uses the weights kept by
-        `keep_as_reference`, or else the model with its adapters disabled.
+        """Log-probability of each supervised token in nats, by document number. Every rank gets all results. The
+        batches of all ranks must contain each document once, with equally many forwards on each rank. The values are
+        bitwise equal to those that `step` computes in forwards with the same rows. `of_reference` uses the weights that
+        `keep_as_reference` copied, or else the model with its adapters disabled.
         """
         self._ds.eval()
         own = list[tuple[int, NDArray[np.float32]]]()
@@ -254,30 +251,31 @@ class Engine:
         return {number: np.concatenate(parts) for number, parts in parts_of_document.items()}
 
     def keep_as_reference(self) -> None:
-        """Keep a copy of the current weights in host memory, as the reference of `token_log_probs`."""
+        """Copy the current weights to host memory, as the reference model of `token_log_probs`."""
         self._kept = KeptWeights(self._ds.module)
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether the answers to a prompt can share its tokens in a packed row. They cannot where router load is
-        balanced, because each document's tokens count there.
+        """Whether the answers to a prompt can share the prompt's tokens in a packed row. They cannot if router load is
+        balanced, because the tokens of each document are counted there.
         """
         router = self.plan.router
         is_balanced = router is not None and bool(router.balance or router.bias_update)
         return not is_balanced and self._ds.module.continues_documents(self._device)
 
     def allow_only(self, allowed: torch.Tensor | None) -> None:
-        """Restrict the softmax of answers to the `allowed` ids, bool [vocabulary], as in sampling; None allows all."""
+        """Restrict the softmax over answer tokens to the ids `allowed`, bool [vocabulary], as in
+        sampling; None: all.
+        """
         head, tp = self._ds.module.lm.get_output_embeddings(), self.plan.mesh.tp
         head.forbidden = None if allowed is None else ~allowed.chunk(tp)[self.plan.mesh.place("tp")].to(self._device)
 
     def generate(
         self, prompts: list[list[int]], limits: SamplingLimits, *, is_over: Callable[[], bool] = _never
     ) -> list[list[int]] | None:
-        """Greedy answers (token ids without the prompt and the stop token); `prompts` are distributed over the ranks.
-
-        `is_over` is called before each answer and must return the same on every rank; once it is true, the result is
-        None.
+        """Generate greedy answers to `prompts`, which are distributed over the ranks. Returns token ids without the
+        prompt and the stop token. `is_over` is called before each answer and must return the same on every rank. If it
+        returns True, generation ends and the result is None.
         """
         self._ds.eval()
         own = answer_prompts(self._ds, self.plan, prompts, limits, is_over=is_over)
@@ -287,7 +285,7 @@ class Engine:
         return [merged[index] for index in range(len(prompts))]
 
     def sample(self, request: SamplingRequest) -> list[list[SampledAnswer]] | None:
-        """Sampled answers to each prompt, on every rank; prompts are distributed over the ranks."""
+        """Sample answers to each prompt of `request`, distributed over the ranks. Every rank gets all answers."""
         was_training = self._ds.training
         self._ds.eval()
         own = sample_prompts(self._ds, self.plan, self._groups.tensor, request)
@@ -302,10 +300,9 @@ class Engine:
         return [[answers[prompt * size + at] for at in range(size)] for prompt in range(len(request.prompts))]
 
     def logits(self, prompts: Sequence[Sequence[int]]) -> Iterator[torch.Tensor]:
-        """Logits of each prompt (token ids), computed in the run's precision and returned as fp32 [tokens, vocabulary]
-        on every rank; for a classifier the scores of the prompt, [1, outputs].
-
-        Collective: every rank must exhaust the iterator.
+        """Yield the logits of each prompt (token ids), computed in the run's precision, on every rank. Logits are fp32
+        [tokens, vocabulary]; a classifier gives its scores [1, outputs]. Collective: every rank must exhaust the
+        iterator.
         """
         self._ds.eval()
         for prompt in prompts:
@@ -313,28 +310,26 @@ class Engine:
                 yield logits_of_prompt(self.lm, torch.tensor([prompt], device=self._device)).float()
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """Full tensors of all parameters and persistent buffers, by Hugging Face name, on rank zero's CPU; None on
-        other ranks.
-
-        One parameter is gathered at a time; every rank must exhaust the iterator. Adapters are neither included nor
-        merged. 4-bit weights are dequantised.
+        """Yield full tensors of all parameters and persistent buffers by Hugging Face name, on rank zero's CPU. On
+        other ranks the tensors are None. One parameter is gathered at a time, and every rank must exhaust the iterator.
+        Adapters are neither included nor merged. 4-bit weights are dequantised.
         """
         return self._full_tensors.gather(lambda name: not is_adapter(name))
 
     def adapters(self) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """Full tensors of the adapters' parameters, as in `tensors`."""
+        """Yield full tensors of the adapters' parameters, on rank zero's CPU; see `tensors`."""
         return self._full_tensors.gather(is_adapter)
 
     def named_tensors(self, names: Container[str]) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """Full tensors of the parameters with these names, as in `tensors`."""
+        """Yield full tensors of the parameters called `names`, on rank zero's CPU; see `tensors`."""
         return self._full_tensors.gather(lambda name: name in names)
 
     def tensor_specs(self) -> dict[str, torch.Tensor]:
-        """Shapes and dtypes of the results of `tensors`, in its order, as meta tensors; nothing is gathered."""
+        """Shapes and dtypes of the tensors that `tensors` yields, in order, as meta tensors. Nothing is gathered."""
         return {name: spec for name, spec in self._full_tensors.specs().items() if not is_adapter(name)}
 
     def gather_shards(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        """The full tensor, on the first rank of its stage, from `part`, which is sharded like parameter `name`."""
+        """Gather a full tensor on the first rank of its pipeline stage. `part` is sharded like parameter `name`."""
         return self._full_tensors.gather_shards(name, part)
 
     def _forward(self, rows: ForwardRows, numbers: StepNumbers | None) -> LossAndSums | StageOutput:
@@ -342,7 +337,7 @@ class Engine:
         return out
 
     def _log_probs(self, rows: ForwardRows) -> torch.Tensor:
-        """Log-probabilities of the documents of a forward, fp64 [documents], identical on ranks that share its rows."""
+        """Log-probabilities of a forward's documents, fp64 [documents], equal on all ranks that share its rows."""
         with torch.no_grad():
             out = self._ds(rows_on_device(rows, self._device), wants_log_probs=True)
         if self._stage is None:
@@ -352,7 +347,7 @@ class Engine:
         return self._stage.broadcast_from_last(out if self._stage.is_last else logps)  # type: ignore[arg-type]
 
     def _with_reference(self, rows: ForwardRows) -> ForwardRows:
-        """The rows, with log-probabilities of the reference where that is the model with its adapters disabled."""
+        """Add reference log-probabilities to the rows, if the reference is the model with its adapters disabled."""
         if not self.objective.reference_from_adapters:
             return rows
         self._ds.eval()
@@ -360,7 +355,7 @@ class Engine:
             return replace(rows, examples=replace(_examples_of(rows), reference=self._log_probs(rows)))
 
     def _baseline(self, forwards: Iterable[ForwardRows]) -> float:
-        """The objective's baseline of the global batch, from the log-ratios of the documents of all ranks."""
+        """The objective's baseline for the global batch, from the log-ratios of the documents of all ranks."""
         if not self.objective.needs_baseline:
             return 0.0
         self._ds.eval()
@@ -388,7 +383,7 @@ class Engine:
         return sums
 
     def _run_pipeline(self, batches: Sequence[ForwardRows], numbers: StepNumbers, stage: PipelineGroup) -> torch.Tensor:
-        """Forward and backward of all micro-batches on a pipeline stage; only the last stage has nonzero sums."""
+        """Forward and backward of all micro-batches on a pipeline stage. Only the last stage has nonzero sums."""
         sums = self._no_sums()
 
         def forward(rows: ForwardRows) -> StageForward:
@@ -404,7 +399,7 @@ class Engine:
         return sums
 
     def _share_embedding(self) -> None:
-        """Copy the first stage's embedding to the last stage, where multi-token prediction only reads it."""
+        """Copy the first stage's embedding to the last stage, where multi-token prediction reads it."""
         stage, module = self._stage, self._ds.module
         if stage is not None and stage.is_end and mtp_layers(module.config) and not self._trains_both_ends:
             stage.broadcast_embedding(module.lm.get_input_embeddings().weight)
@@ -429,7 +424,7 @@ class Engine:
         return HeldOutScores(metrics, counts, self.objective.is_per_token, sums, all_scores)
 
     def _step_optimizer(self) -> tuple[float, bool]:
-        """The optimizer step; returns the gradient norm before clipping, and whether the step was skipped."""
+        """Take the optimizer step. Returns the gradient norm before clipping, and whether the step was skipped."""
         if self.plan.is_engine_clipping:
             params = [param for param in self._ds.module.parameters() if param.grad is not None]
             limit = self.plan.train.max_grad_norm
@@ -437,8 +432,8 @@ class Engine:
             self.own_norms = dict(zip(self.own_norms, own, strict=True))
             is_skipped = self.has_bad_gradient or not all(map(math.isfinite, (norm, *own)))
             if is_skipped:
-                # DeepSpeed 0.19.8 applies NaN at stage 0 in fp32. torch's optimizers skip parameters without a
-                # gradient.
+                # At stage 0 in fp32, DeepSpeed 0.19.8 would apply NaN. Without gradients, torch's optimizer changes
+                # nothing.
                 self._ds.zero_grad()
             self._ds.step()
             return norm, is_skipped
@@ -449,7 +444,7 @@ class Engine:
             culprit = self._probe.culprit(self.plan.mesh)
             raise RunError(
                 f"a non-finite gradient was applied at ZeRO stage {self.plan.zero_stage}: {culprit}",
-                hint="please report this",
+                hint="this is a fault of the program: please report it",
             )
         # ZenFlow computes a norm only in steps that update all weights.
         global_norm = self._ds.get_global_grad_norm() if self._ds.global_steps > steps_before else None
@@ -463,6 +458,6 @@ class Engine:
         return is_end and trains_copy and module.lm.get_input_embeddings().weight.requires_grad
 
     def _sum_over_ranks(self, values: torch.Tensor, *, copies: int) -> list[float]:
-        """Sums of `values` fp64 over all ranks; each value is replicated on `copies` ranks and counts once."""
+        """Sum `values`, fp64, over all ranks. Each value is replicated on `copies` ranks and counts once."""
         dist.all_reduce(values)
         return (values / copies).tolist()

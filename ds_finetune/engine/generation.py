@@ -1,4 +1,7 @@
-"""Greedy answers to prompts distributed over the ranks. Under ZeRO-3 weights are gathered once if memory allows."""
+"""Generates greedy answers to prompts, which are distributed over the ranks.
+
+Under ZeRO-3, weights are gathered once for all answers if memory allows.
+"""
 
 import math
 import sys
@@ -29,7 +32,7 @@ def answer_prompts(
     *,
     is_over: Callable[[], bool],
 ) -> dict[int, list[int]] | None:
-    """Ids of the answers to this rank's prompts, without prompt and stop token; None once `is_over` is true."""
+    """Token ids of the answers to this rank's prompts, without prompt and stop token; None if `is_over` is true."""
     answers, device = {}, torch.device(wrapped.device)
     with weights_for_answers(wrapped, plan) as is_collective:
         mesh, lm = plan.mesh, wrapped.module.lm
@@ -37,7 +40,7 @@ def answer_prompts(
         for turn in range(math.ceil(len(prompts) / ranks)):
             if is_over():
                 return None
-            # Under ZeRO-3 every rank must generate equally often, so ranks may repeat the last prompt.
+            # Under ZeRO-3 every rank must generate equally often, so some ranks repeat the last prompt.
             number = min(turn * ranks + rank, len(prompts) - 1)
             prompt = prompts[number]
             ids = torch.tensor([prompt], device=device)
@@ -48,12 +51,12 @@ def answer_prompts(
                     do_sample=False,
                     max_new_tokens=limits.max_new_tokens,
                     eos_token_id=list(limits.stop_ids),
-                    # Padding only follows the end of an answer, while other ranks still generate.
+                    # Padding only follows an answer that has ended, while other ranks still generate.
                     pad_token_id=0,
-                    # Models that run some modules only at certain lengths would leave other ranks waiting for their
-                    # weights.
+                    # Models that run some modules only at certain lengths would leave other ranks waiting for these
+                    # modules' weights.
                     use_cache=not (is_collective and lm._is_stateful),
-                    # A rank whose answer has ended runs the model until the answers of all ranks have.
+                    # A rank whose answer has ended still runs the model until the answers of all ranks have ended.
                     synced_gpus=is_collective,
                 )
             answer = out[0, len(prompt) :].tolist()
@@ -64,10 +67,9 @@ def answer_prompts(
 
 @contextmanager
 def weights_for_answers(wrapped: Any, plan: Plan) -> Iterator[bool]:  # noqa: ANN401 - a DeepSpeedEngine
-    """Within this context the weights that ZeRO-3 partitions are gathered once for all answers, where every rank has
-    the memory; otherwise each token gathers them layer by layer. Rank zero reports which.
-
-    Yields whether forwards are collective, so that every rank must run equally many.
+    """Context in which the weights that ZeRO-3 partitions are gathered once for all answers, if every rank has the
+    memory. Otherwise each token gathers the weights layer by layer; rank zero reports which. Yields whether forwards
+    are collective, so that every rank must run equally many.
     """
     is_partitioned, has_expert_ranks = plan.zero_stage == 3 and plan.zero_ranks > 1, plan.mesh.ep > 1
     if not is_partitioned:
@@ -84,9 +86,9 @@ def weights_for_answers(wrapped: Any, plan: Plan) -> Iterator[bool]:  # noqa: AN
 
 
 def least_free_bytes(plan: Plan) -> float:
-    """Free memory in bytes of the rank with the least; collective."""
+    """Free memory in bytes of the rank with the least free memory; collective."""
     if plan.device == "cuda":
-        # Includes memory that torch has reserved and not allocated, which is most of the memory after a step.
+        # Memory that torch has reserved but not allocated counts as free; after a step it is most of the memory.
         free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     else:
         free = available_bytes() // plan.world.local_world_size
@@ -105,7 +107,7 @@ def _write_new_line(line: str) -> None:
 
 
 def _obstacle_to_full_weights(lm: nn.Module, plan: Plan) -> str:
-    """Reason why the weights of `lm` cannot be gathered on each rank, or an empty text; collective."""
+    """The reason why the weights of `lm` cannot be gathered on each rank, or an empty text; collective."""
     if plan.offload_param != "none":
         return f"offload_param keeps them on {plan.offload_param}"
     need = sum(math.prod(local_shape(param)) * param.element_size() for param in lm.parameters())

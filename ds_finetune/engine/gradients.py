@@ -1,4 +1,4 @@
-"""Gradients of a step: detection of non-finite ones, the global norm, and clipping outside of DeepSpeed."""
+"""The gradients of a step: detection of non-finite ones, their global norm, and clipping without DeepSpeed."""
 
 import itertools
 import math
@@ -18,10 +18,9 @@ from ds_finetune.plan.mesh import Mesh
 def clip_gradients(
     params: Sequence[nn.Parameter], max_norm: float, groups: Groups, *, losses: Iterable[str], device: torch.device
 ) -> list[float]:
-    """Clip the gradients of `params` to a global norm of `max_norm` (0: no limit), and return the norm before clipping.
-    Parameters trained by one of `losses` only are clipped separately, and their norms follow. Collective.
-
-    Nothing is scaled where a norm is not finite.
+    """Clip the gradients of `params` to a global norm of `max_norm` (0: no limit). Returns norms before clipping;
+    collective. The first norm is that of parameters that the objective trains. Parameters that only one of `losses`
+    trains are clipped by a norm of their own, in the order of `losses`. If any norm is not finite, nothing is scaled.
     """
     parts = [[param for param in params if loss_of(param) == loss] for loss in (None, *losses)]
     norms = torch.stack([global_gradient_norm(part, groups, device) for part in parts])
@@ -33,11 +32,9 @@ def clip_gradients(
 
 
 def global_gradient_norm(params: Sequence[nn.Parameter], groups: Groups, device: torch.device) -> torch.Tensor:
-    """Global norm of the gradients after their reduction over data parallel ranks, fp32 scalar on `device`; each rank
-    holds a shard of the gradients. Collective.
-
-    Each element counts once: squares are summed over the tensor parallel group for sharded parameters, over the expert
-    parallel group for experts, and over pipeline stages for all.
+    """Global norm of the gradients, after their reduction over data parallel ranks: fp32 scalar on `device`;
+    collective. Each rank has a shard of the gradients, and each element counts once: squares are summed over the tensor
+    parallel group for sharded parameters, over the expert parallel group for experts, and over pipeline stages for all.
     """
     square = torch.zeros((), device=device)
     for has_shards, has_experts in itertools.product((False, True), repeat=2):
@@ -48,7 +45,7 @@ def global_gradient_norm(params: Sequence[nn.Parameter], groups: Groups, device:
             and not is_copy(param)
             and (param.model_parallel, is_expert(param)) == (has_shards, has_experts)  # type: ignore[attr-defined]
         ]
-        # torch computes the norm of an empty list on the host.
+        # torch would compute the norm of an empty list on the host.
         part = torch.nn.utils.get_total_norm(grads).to(device) ** 2 if grads else torch.zeros((), device=device)
         for group, is_distributed in ((groups.tensor, has_shards), (groups.experts, has_experts), (groups.stage, True)):
             if group is not None and is_distributed:
@@ -61,7 +58,7 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
 class FiniteProbe:
-    """Checks every gradient in an autograd hook, before a reduction can spread a NaN to other ranks."""
+    """Detects non-finite gradients by autograd hooks, before a reduction can spread a NaN to other ranks."""
 
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
         trained = [(name, param) for name, param in named if param.requires_grad]
@@ -71,11 +68,11 @@ class FiniteProbe:
             param.register_hook(lambda grad, index=index: self._check(index, grad))
 
     def reset(self) -> None:
-        """Forget earlier gradients; called at the start of an optimizer step."""
+        """Forget earlier gradients. Called at the start of an optimizer step."""
         self._seen.clear()
 
     def is_bad(self) -> torch.Tensor:
-        """Whether any gradient on this rank since `reset` had a NaN or infinity: scalar on the gradients' device."""
+        """Whether any gradient on this rank since `reset` had a NaN or infinity: a scalar on the gradients' device."""
         if not self._seen:
             return torch.zeros((), dtype=torch.bool)
         return ~torch.isfinite(torch.stack(list(self._seen.values())).sum())
@@ -87,22 +84,23 @@ class FiniteProbe:
         )
         ranks = list(range(len(names)))
         if mesh.pp > 1:
-            # In a pipeline a non-finite gradient spreads from later layers to earlier ones.
+            # In a pipeline, a non-finite gradient spreads from later layers to earlier ones, so later layers come
+            # first.
             ranks.sort(key=lambda rank: -_depth(names[rank] or "", is_last=mesh.place("pp", rank) == mesh.pp - 1))
         culprits = [f"{names[rank]} on rank {rank}" for rank in ranks if names[rank]]
         return culprits[0] if culprits else "no single gradient; the reduction overflowed"
 
     def _check(self, index: int, grad: torch.Tensor) -> None:
         # x * 0 is 0 for finite x and NaN otherwise. fp16 is summed in fp32, since a sum of fp16 values may overflow.
-        # Sums of bf16 are accumulated in fp32 by torch, and on a CPU another dtype would cost a copy.
+        # torch accumulates sums of bf16 in fp32, and on a CPU another dtype would cost a copy.
         wide = torch.float32 if grad.dtype == torch.float16 else None
         zero_or_nan = (grad.detach().sum(dtype=wide) * 0).float()
         self._seen[index] = self._seen[index] + zero_or_nan if index in self._seen else zero_or_nan
 
 
 def _depth(name: str, *, is_last: bool) -> float:
-    """Sort key of a parameter in the order of the forward: its layer's number; infinity for norm and head, which are on
-    the last stage; -1 for the embedding.
+    """Position of a parameter in the forward, for sorting: the number of its layer, -1 for the embedding, and infinity
+    for norm and head, which are on the last stage.
     """
     layer = _LAYER.search(name)
     return int(layer[1]) if layer else math.inf if is_last else -1

@@ -1,4 +1,4 @@
-"""Labels the phases of a step for profiling, by wrapping methods of an engine; without profiling nothing is wrapped."""
+"""Labels the phases of a step for profiling, by wrapping methods of an engine. Without profiling nothing is wrapped."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ContextDecorator, ExitStack, contextmanager
@@ -33,7 +33,7 @@ _PARAMETER_SWAPS = ("swap_in", "synchronize_reads", "swap_out_and_release", "swa
 
 @contextmanager
 def wrapped_phases(engine: Engine, during: Callable[[str], ContextDecorator]) -> Iterator[None]:
-    """Within this context, `during(phase)` decorates the methods of `engine` that run the phases of a step."""
+    """Context in which `during(phase)` decorates the methods of `engine` that run the phases of a step."""
     methods = [
         *((engine, name, phase) for name, phase in _OWN.items()),
         *((engine._ds, name, phase) for name, phase in _DEEPSPEED.items()),
@@ -46,7 +46,7 @@ def wrapped_phases(engine: Engine, during: Callable[[str], ContextDecorator]) ->
 
 
 def _swappers(engine: Engine) -> Iterator[tuple[object, tuple[str, ...]]]:
-    """DeepSpeed's NVMe swappers, with their methods that move data; none without offload to NVMe."""
+    """DeepSpeed's NVMe swappers, each with its methods that move data; none without offload to NVMe."""
     optimizer = getattr(engine._ds.optimizer, "optimizer_swapper", None)
     if optimizer is not None:
         yield optimizer, _OPTIMIZER_SWAPS

@@ -1,5 +1,7 @@
-"""Schedules of pipeline stages: 1F1B, in which forwards and backwards of micro-batches alternate, and interleaved 1F1B,
-in which ranks hold several chunks of layers and so idle less (Narayanan et al., arXiv 2104.04473, section 2.2).
+"""Schedules of pipeline stages: 1F1B, in which forwards and backwards of micro-batches alternate, and interleaved 1F1B.
+
+In interleaved 1F1B, ranks have several chunks of layers and so idle less (Narayanan et al., arXiv 2104.04473, section
+2.2).
 """
 
 from collections import deque
@@ -15,21 +17,21 @@ from ds_finetune.plan.pipeline import PipelineTurn, interleaved_turns
 
 
 class StageForward(NamedTuple):
-    """Result of a stage's forward."""
+    """Result of a pipeline stage's forward."""
 
     loss: torch.Tensor | None
-    """Scaled loss of the last stage, scalar; on other stages the auxiliary losses of their layers, None without one."""
+    """Scaled loss of the last stage, a scalar; on other stages the auxiliary losses of their layers, or None."""
     hidden: torch.Tensor | None
     """Hidden states [batch, tokens, width] for the next stage; None on the last stage."""
 
 
 Forward = Callable[[ForwardRows], StageForward]
 Backward = Callable[[torch.Tensor], None]
-"""Computes gradients from a scalar."""
+"""Function that computes gradients from a scalar."""
 
 
 class _WithGradient(torch.autograd.Function):
-    """A scalar of value 0 whose gradient with respect to the hidden states is the one received from the next stage."""
+    """A scalar of value 0 whose gradient with respect to `hidden` is `grad`, received from the next stage."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
@@ -43,10 +45,9 @@ class _WithGradient(torch.autograd.Function):
 
 
 def run_1f1b(stage: PipelineGroup, batches: Sequence[ForwardRows], forward: Forward, backward: Backward) -> None:
-    """Forward and backward of all micro-batches, in the order of DeepSpeed's schedule (0.19.8, pipe/schedule.py:189).
-
-    Neighbours send and receive in matching order, so sends may block. A stage holds the activations of as many
-    micro-batches as there are stages from it to the last.
+    """Run forward and backward of all micro-batches by DeepSpeed's 1F1B schedule (0.19.8, pipe/schedule.py:189).
+    Neighbours send and receive in matching order, so sends may block. A stage keeps the activations of as many
+    micro-batches as there are stages from it to the last one.
     """
     from deepspeed.runtime.pipe import schedule
 
@@ -55,7 +56,7 @@ def run_1f1b(stage: PipelineGroup, batches: Sequence[ForwardRows], forward: Forw
     arrived: dict[int, torch.Tensor | None] = {}
     done: dict[int, StageForward] = {}
     grads: dict[int, torch.Tensor] = {}
-    # Hidden states are received within the forward (model/parallel/pipeline.py), directly after the schedule's
+    # The forward itself receives hidden states (model/parallel/pipeline.py), directly after the schedule's
     # RecvActivation.
     actions: dict[type, Callable[[int], object]] = {
         schedule.ForwardPass: lambda slot: (
@@ -76,14 +77,14 @@ def run_1f1b(stage: PipelineGroup, batches: Sequence[ForwardRows], forward: Forw
 
 
 def hidden_of(done: StageForward) -> torch.Tensor:
-    """The hidden states to send to the next stage."""
+    """The hidden states that a forward sends to the next stage."""
     assert done.hidden is not None, "the last stage sends no hidden states"
     return done.hidden
 
 
 def scalar_of(done: StageForward, grad: torch.Tensor | None) -> torch.Tensor:
-    """The scalar to call backward on: the loss, and on earlier stages a term whose gradient with respect to the hidden
-    states is `grad`.
+    """The scalar on which backward is called. On the last stage it is the loss. On earlier stages it is the auxiliary
+    losses, plus a term whose gradient with respect to the hidden states is `grad`.
     """
     if grad is None:
         assert done.loss is not None, "the last stage has no loss"
@@ -100,20 +101,20 @@ def grad_of(tensor: torch.Tensor | None) -> torch.Tensor:
 
 
 class _TensorMessage(NamedTuple):
-    """An asynchronous send or receive; the tensor must stay in memory until it is complete."""
+    """An asynchronous send or receive. Its tensor must stay in memory until it is complete."""
 
     tensor: torch.Tensor
     work: dist.Work | None
 
     def wait(self) -> torch.Tensor:
-        """The tensor, once it has been sent or received."""
+        """Wait for the send or receive to complete, and return its tensor."""
         if self.work is not None:
             self.work.wait()
         return self.tensor
 
 
 def run_pipeline(stage: PipelineGroup, batches: Sequence[ForwardRows], forward: Forward, backward: Backward) -> None:
-    """Forward and backward of all micro-batches, interleaved where a rank has several chunks."""
+    """Run forward and backward of all micro-batches, interleaved if a rank has several chunks."""
     run = run_interleaved_1f1b if stage.num_chunks > 1 else run_1f1b
     run(stage, batches, forward, backward)
 
@@ -121,9 +122,8 @@ def run_pipeline(stage: PipelineGroup, batches: Sequence[ForwardRows], forward: 
 def run_interleaved_1f1b(
     stage: PipelineGroup, batches: Sequence[ForwardRows], forward: Forward, backward: Backward
 ) -> None:
-    """Forward and backward of all micro-batches through all chunks of this rank.
-
-    Sends are asynchronous: with blocking sends, neighbours would wait for each other.
+    """Run forward and backward of all micro-batches through all chunks of this rank. Sends are asynchronous: with
+    blocking sends, neighbours would wait for each other.
     """
     step = _InterleavedStep(stage, batches)
     turns = interleaved_turns(pp=stage.size, vpp=stage.num_chunks, micro_batches=len(batches), rank=stage.group_rank)
@@ -153,7 +153,7 @@ class _InterleavedStep:
         self._sent_grads: deque[_TensorMessage] = deque()
 
     def receive(self, turn: PipelineTurn) -> _TensorMessage | None:
-        """Post the receive of a turn's input from another rank; None where it needs none."""
+        """Post the receive of a turn's input from another rank; None if the turn needs no input."""
         stage = self._stage
         is_edge = (stage.is_first and turn.chunk == 0) if turn.is_forward else self._is_last_of_model(turn)
         if is_edge:
@@ -173,16 +173,16 @@ class _InterleavedStep:
             self._sent[key] = self._send(hidden_of(self._done[key]).detach(), is_forward=True)
 
     def run_backward(self, turn: PipelineTurn, arrived: torch.Tensor | None, backward: Backward) -> None:
-        """Backward of a chunk from the gradient of its output; sends the gradient of its input back."""
+        """Run backward of a chunk from the gradient of its output, and send the gradient of its input back."""
         key = turn.chunk, turn.micro
         if arrived is not None:
-            # The receiver had these hidden states before it sent their gradient, so the send is complete.
+            # The receiver had these hidden states before it sent their gradient, so their send is complete.
             self._sent.pop(key).wait()
         backward(scalar_of(self._done.pop(key), arrived))
         received = self._arrived.pop(key)
         if received is not None:
             self._sent_grads.append(self._send(grad_of(received), is_forward=False))
-        # The receiver is at most one turn behind, so waiting is short and memory is bounded.
+        # The receiver is at most one turn behind, so waiting is short; it bounds the memory of pending sends.
         while len(self._sent_grads) > self._stage.size:
             self._sent_grads.popleft().wait()
 
@@ -200,7 +200,7 @@ class _InterleavedStep:
         return _TensorMessage(tensor, dist.isend(tensor, group=group, group_dst=to))
 
     def _link(self, is_forward: bool, *, after: bool) -> Link:
-        """The link to the next rank (`after`) or to the previous one."""
+        """The link to the next rank if `after`, else to the previous rank."""
         return Link(is_forward, self._stage.is_last if after else self._stage.is_first)
 
     def _is_last_of_model(self, turn: PipelineTurn) -> bool:

@@ -1,4 +1,4 @@
-"""Builds the models of a rank: its shard of the trained model, with weights, features and loss head, and teacher."""
+"""Builds the models of a rank: its shard of the trained model, with weights, features and loss head, and a teacher."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -65,13 +65,14 @@ from ds_finetune.plan.plan import Plan, is_teacher_partitioned
 def build_rank_model(
     plan: Plan, model: ModelPlan, groups: Groups, features: Sequence[Feature], *, loads_weights: bool
 ) -> tuple[PreTrainedModel, tuple[str, ...], Fp32Weights]:
-    """This rank's shard of the model, with its weights, features and loss head; the names of parameters that were
-    randomly initialised because the model's folder does not have them; and the weights that forwards use in fp32.
+    """Build this rank's shard of the model, with its weights, features and loss head. Also returns the names of
+    parameters that were randomly initialised because the model's folder lacks them, and the weights that forwards use
+    in fp32.
     """
     lm = build_modules(plan, model, groups)
     install_groups(lm, model, groups)
     placement = placement_of(lm, plan, groups)
-    # Checkpoints do not hold frozen weights that the model's folder has.
+    # Checkpoints lack frozen weights that the model's folder has, so these are loaded even if a checkpoint is restored.
     loads_weights = loads_weights or not all(feature.saves_frozen for feature in features)
     in_fp32 = Fp32Weights(lm, placement.where)
     random_parameters = fill_weights(lm, plan, model, where=in_fp32.where, loads_weights=loads_weights)
@@ -99,7 +100,7 @@ def install_groups(lm: PreTrainedModel, model: ModelPlan, groups: Groups) -> Non
 
 
 def placement_of(lm: PreTrainedModel, plan: Plan, groups: Groups) -> AdapterPlacement:
-    """How features place new parameters of `lm`: sharded and partitioned like its own."""
+    """How features create new parameters of `lm`: sharded and partitioned like the parameters of `lm`."""
     is_partitioned = plan.zero_stage == 3
     partition_like = partial(_partition_like_model, lm) if is_partitioned else None
     placement = AdapterPlacement(
@@ -112,7 +113,7 @@ def placement_of(lm: PreTrainedModel, plan: Plan, groups: Groups) -> AdapterPlac
 
 
 def _partition_like_model(lm: PreTrainedModel, params: list[nn.Parameter]) -> None:
-    """Partition new parameters like those of `lm`, with the same `zero.Init` context (DeepSpeed 0.19.8,
+    """Partition new parameters by the same `zero.Init` context as the parameters of `lm` (DeepSpeed 0.19.8,
     zero/partition_parameters.py:1660).
     """
     partitioned: Any = next(param for param in lm.parameters() if hasattr(param, "ds_tensor"))
@@ -138,13 +139,13 @@ def mark_parameters(
 def fill_weights(
     lm: PreTrainedModel, plan: Plan, model: ModelPlan, *, where: Where, loads_weights: bool
 ) -> tuple[str, ...]:
-    """Load or randomly initialise the weights; returns the names of parameters that were randomly initialised because
-    the model's folder does not have them.
+    """Load or randomly initialise the weights of this rank. Returns the names of parameters that were randomly
+    initialised because the model's folder lacks them.
     """
     family = family_of(lm.config.model_type)
     model_shard = ModelShard.of(plan.mesh, family)
     for name, param in lm.named_parameters():
-        # DeepSpeed 0.19.8 counts parameters without this attribute once per tensor parallel group in norms
+        # For norms, DeepSpeed 0.19.8 counts parameters without this attribute once per tensor parallel group
         # (runtime/utils.py:134).
         param.model_parallel = model_shard.tensor_shard(name, tuple(local_shape(param))).dim is not None  # type: ignore[attr-defined]
     if not loads_weights and all(param.requires_grad for param in lm.parameters()):
@@ -172,7 +173,7 @@ def fill_weights(
 
 
 def build_modules(plan: Plan, model: ModelPlan, groups: Groups) -> PreTrainedModel:
-    """The modules of this rank's layers and experts without weights; under ZeRO-3 already partitioned."""
+    """Build the modules of this rank's layers and experts, without weights. Under ZeRO-3 they are partitioned."""
     hf_config, kind = model.hf_config, model_class(model.hf_config, model.task)
     device = device_of_rank(plan.device, plan.world.local_rank)
     local_experts = build_local_experts(
@@ -196,7 +197,7 @@ def build_modules(plan: Plan, model: ModelPlan, groups: Groups) -> PreTrainedMod
 
 
 def install_head(lm: PreTrainedModel, plan: Plan, model: ModelPlan, groups: Groups) -> None:
-    """Make the head of `lm` compute the loss of the objective, where this rank has the head."""
+    """Make the head of `lm` compute the loss of the objective, if this rank has the head."""
     if groups.stage is not None and not groups.stage.is_last:
         return
     head_groups = HeadGroups(tp=groups.tensor, sp=groups.sequence, pp=groups.stage)
@@ -214,8 +215,8 @@ def install_head(lm: PreTrainedModel, plan: Plan, model: ModelPlan, groups: Grou
 
 
 def arrange_forward(lm: PreTrainedModel, plan: Plan, model: ModelPlan) -> None:
-    """Apply the run file's settings of the forward: fused kernels, activation checkpointing with or without offload,
-    and tiled MLPs; without tiles, shared experts are computed before routed ones.
+    """Apply the run file's settings of the forward: fused kernels, activation checkpointing and its offload, tiled
+    MLPs. Without tiles, shared experts are computed before routed ones.
     """
     from deepspeed.utils import set_z3_leaf_module
 
@@ -224,22 +225,24 @@ def arrange_forward(lm: PreTrainedModel, plan: Plan, model: ModelPlan) -> None:
     if plan.recomputes:
         recompute_layers(lm, is_selective=plan.activation_checkpointing == "selective")
     if plan.mesh.pp > 1:
-        # The first layers of an interleaved stage may have no trained parameters, but need a backward.
+        # The first layers of an interleaved stage may have no trained parameters, but backward must pass through them.
         lm.enable_input_require_grads()
     if plan.train.activation_offload:
         offload_layer_inputs(lm)
     for module in install_tiled_mlps(lm, tiles=model.mlp_tiles) if model.mlp_tiles > 1 else ():
-        # ZeRO-3 gathers all weights of an MLP before its first tile, and releases them after its last.
+        # ZeRO-3 then gathers all weights of an MLP before its first tile, and releases them after its last tile.
         set_z3_leaf_module(module, True)
     if model.mlp_tiles == 1 and not family_of(model.hf_config.model_type).is_generic:
-        # Not with tiles, which compute routed experts without shared ones, and again in backward.
+        # Tiles compute routed experts without shared ones, and again in backward, so this is left out with tiles.
         compute_shared_experts_ahead(lm)
 
 
 def trained_model(
     lm: PreTrainedModel, plan: Plan, model: ModelPlan, groups: Groups, features: Sequence[Feature]
 ) -> TrainedModel:
-    """The module that DeepSpeed gets: `lm` from `build_rank_model`, with the losses of objective and `features`."""
+    """Build the module that DeepSpeed wraps: `lm` of `build_rank_model`, with the losses of objective and
+    `features`.
+    """
     trained = TrainedModel(lm, groups.sequence, groups.stage)
     for feature in features:
         trained = feature.wrap(trained)
@@ -254,7 +257,7 @@ def trained_model(
 
 
 def saved_frozen(lm: PreTrainedModel, features: Sequence[Feature]) -> tuple[str, ...]:
-    """Names of this rank's frozen parameters that checkpoints hold nevertheless."""
+    """Names of this rank's frozen parameters that checkpoints save nevertheless."""
     if not all(feature.saves_frozen for feature in features):
         return ()
     return tuple(name for name, param in lm.named_parameters() if not param.requires_grad and not is_copy(param))
@@ -262,10 +265,9 @@ def saved_frozen(lm: PreTrainedModel, features: Sequence[Feature]) -> tuple[str,
 
 @contextmanager
 def start_teacher(plan: Plan, model: ModelPlan, groups: Groups) -> Iterator[Teacher | None]:
-    """The teacher of `model`, ready to run; None without one, and on pipeline stages before the last.
-
-    At ZeRO stage 3, and with offload, a second DeepSpeed engine partitions its weights over all ranks and gathers them
-    module by module. Otherwise each rank holds all of them.
+    """Context with the teacher of `model`, ready to run; None without a teacher, and on pipeline stages before the
+    last. At ZeRO stage 3, and with offload, a second DeepSpeed engine partitions the teacher's weights over all ranks
+    and gathers them module by module. Otherwise each rank has all of them.
     """
     if model.teacher is None or not (groups.stage is None or groups.stage.is_last):
         yield None
@@ -280,7 +282,7 @@ def start_teacher(plan: Plan, model: ModelPlan, groups: Groups) -> Iterator[Teac
     zero: dict[str, Any] = {"stage": 3}
     if model.teacher.offload != "none":
         zero["offload_param"] = {"device": model.teacher.offload, "pin_memory": plan.device != "cpu"}
-    # ZeRO stage 3 for inference, without an optimizer.
+    # This configuration is ZeRO stage 3 for inference, without an optimizer.
     tree: dict[str, Any] = {"zero_optimization": zero, "train_micro_batch_size_per_gpu": 1}
     if plan.precision != "fp32":
         tree[plan.precision] = {"enabled": True}

@@ -1,4 +1,4 @@
-"""Batches as one rank uses them: its tokens of the rows, ready to be copied to its device.
+"""Batches as one rank uses them: the rank's tokens of the rows, ready to be copied to its device.
 
 All numbers of tokens and documents are computed on the host before the copy, because reading them from a GPU would
 synchronise it.
@@ -20,13 +20,13 @@ class RankBatch(Batch):
     """A batch with the rows of all its forwards."""
 
     rows: tuple[ForwardRows, ...] = ()
-    """The rows of each forward of `micro`."""
+    """The rows of each forward, one for each micro-batch in `micro`."""
     baseline_rows: tuple[ForwardRows, ...] = ()
-    """The rows of each forward of `baseline`."""
+    """The rows of each forward for the objective's baseline, one for each micro-batch in `baseline`."""
 
 
 def rank_batch(batch: Batch, sequence: SequenceParallelGroup | None, device: torch.device) -> RankBatch:
-    """`batch` with its rows on the host, in pinned memory where `device` is a GPU."""
+    """Prepare the rows of `batch` on the host, in pinned memory if `device` is a GPU."""
 
     def ready(micro: MicroBatch) -> ForwardRows:
         rows = host_rows(micro, sequence)
@@ -38,7 +38,7 @@ def rank_batch(batch: Batch, sequence: SequenceParallelGroup | None, device: tor
 
 
 def pins_memory(device: torch.device) -> bool:
-    """Whether copies to `device` from pinned memory are asynchronous."""
+    """Whether copies from pinned memory to `device` are asynchronous."""
     return device.type == "cuda"
 
 
@@ -51,17 +51,17 @@ def _share_examples(examples: Examples, share: Callable[[torch.Tensor], torch.Te
 
 
 def copy_to_device(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Asynchronous copy of a small host tensor to `device`."""
+    """Copy a small host tensor to `device` asynchronously."""
     return (numbers.pin_memory() if pins_memory(device) else numbers).to(device, non_blocking=True)
 
 
 def rows_on_device(rows: ForwardRows, device: torch.device) -> ForwardRows:
-    """`rows` on `device`; copies from pinned memory are asynchronous."""
+    """Copy `rows` to `device`. Copies from pinned memory are asynchronous."""
     return with_tensors(rows, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 def host_rows(micro: MicroBatch, sequence: SequenceParallelGroup | None) -> ForwardRows:
-    """The rows of a micro-batch on the host; a rank of `sequence` gets its tokens of each row."""
+    """The rows of a micro-batch on the host. A rank of the sequence parallel group gets its tokens of each row."""
 
     def share(rows: torch.Tensor) -> torch.Tensor:
         return rows if sequence is None else sequence.shard(rows).contiguous()

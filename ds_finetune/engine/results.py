@@ -1,4 +1,4 @@
-"""Results of a step and of an evaluation, read by the host with one all-reduce and one device synchronisation."""
+"""Results of a step and of an evaluation, which the host reads with one all-reduce and one device synchronisation."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,7 +34,7 @@ def scores_of(out: LossAndSums | StageOutput, micro: MicroBatch) -> DocumentScor
 
 
 def gather_scores(parts: list[DocumentScores], mesh: Mesh) -> DocumentScores:
-    """Scores of all ranks, on every rank. Of ranks with the same rows only the first contributes."""
+    """Gather the scores of all ranks on every rank. Ranks with the same rows contribute once."""
     is_first = mesh.place("tp") == mesh.place("sp") == 0
     own = np.concatenate([NO_SCORES, *parts]) if is_first else NO_SCORES
     return np.concatenate(all_gather_object(own))
@@ -45,11 +45,11 @@ class StepReading:
     """Sums and counts of a global batch, identical on every rank."""
 
     sums: list[float]
-    """Sums of the loss, in the order of `TotalLoss.sum_names`."""
+    """Sums from which the loss is computed, in the order of `TotalLoss.sum_names`."""
     has_bad_gradient: bool
     """Whether any rank has a non-finite gradient."""
     counts: dict[str, float]
-    """Number of each unit."""
+    """Numbers of units in the global batch, by unit."""
     counted: dict[str, tuple[torch.Tensor, torch.Tensor]]
     """Counts of auxiliary losses in the step, by the name of the loss: on the device, and on the host."""
 
@@ -57,10 +57,9 @@ class StepReading:
 def read_step(
     sums: torch.Tensor, is_bad: torch.Tensor, counts: torch.Tensor, extras: Sequence[ExtraLoss], mesh: Mesh
 ) -> StepReading:
-    """Sum the results of all ranks and read them; collective.
-
-    `sums` fp64 [sums] and `is_bad`, a scalar, are those of this rank's forwards; `counts` fp64 [units] are the units of
-    its rows. Values that ranks share count once.
+    """Sum the results of all ranks and read them; collective. `sums`, fp64 [sums], and the scalar `is_bad` are results
+    of this rank's forwards; `counts`, fp64 [units], are the units of its rows. Values that several ranks share count
+    once.
     """
     tables = {extra.name: table for extra in extras if (table := extra.counted(mesh)) is not None}
     numbers = torch.cat([sums, is_bad.to(sums)[None], counts, *(table.flatten() for table in tables.values())])
@@ -80,18 +79,18 @@ def read_step(
 
 
 def check_counts(expected: Mapping[str, float], counts: Mapping[str, float]) -> None:
-    """RunError where `counts` of the rows of all ranks differ from `expected`, by which the loss was divided."""
+    """Raise RunError if the units in the rows of all ranks differ from `expected`, by which the loss was divided."""
     for unit, number in counts.items():
         if number != expected[unit]:
             raise RunError(
                 f"the rows of all ranks have {number:,.0f} {unit.replace('_', ' ')}, but by this rank's data they have "
                 f"{expected[unit]:,.0f}: the ranks read different data",
-                hint="give every host the same data files",
+                hint="make the data files equal on all hosts",
             )
 
 
 def global_counts(batch: Batch, mesh: Mesh, device: torch.device) -> torch.Tensor:
-    """Numbers of units of the global batch, fp64 [units] on `device`: known from the data, or summed over ranks."""
+    """Numbers of units in the global batch, fp64 [units] on `device`: known from the data, or summed over ranks."""
     if batch.global_counts is not None:
         return copy_to_device(unit_counts(batch.global_counts), device)
     counts = copy_to_device(unit_counts(batch.counts), device)
@@ -101,9 +100,8 @@ def global_counts(batch: Batch, mesh: Mesh, device: torch.device) -> torch.Tenso
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of one optimizer step, identical on every rank except `communication`.
-
-    `metrics` are those of the loss, `loss` first; `culprit` names the parameter and the rank of a non-finite gradient.
+    """Result of one optimizer step, identical on every rank except `communication`. `metrics` are those of the loss,
+    `loss` first; `culprit` names the parameter and the rank of a non-finite gradient.
     """
 
     metrics: Mapping[str, float]
@@ -113,9 +111,9 @@ class StepResult:
     skipped: bool
     culprit: str
     num_examples: int = 0
-    """Number of pairs, labelled completions or labelled texts; 0 where the loss is a sum over tokens."""
+    """Number of pairs, labelled completions or labelled texts; 0 if the loss is a sum over tokens."""
     counted: Mapping[str, Any] = field(default_factory=dict)
-    """Counts of auxiliary losses in the step, by the name of the loss, such as tokens per expert."""
+    """Counts of auxiliary losses in the step, such as tokens per expert, by the name of the loss."""
     communication: StepCommunication | None = None
     """Bytes and seconds of this rank's collectives; None with a single rank."""
 
@@ -127,16 +125,16 @@ class StepResult:
 
 @dataclass(frozen=True)
 class HeldOutScores:
-    """Metrics of the objective over all held-out rows, each counted once, and the number of each unit."""
+    """Metrics of the objective over all held-out rows, and the numbers of units. Each row counts once."""
 
     metrics: Mapping[str, float]
     counts: Mapping[str, float]
     is_per_token: bool = True
     """Whether the loss is a mean over tokens, so that it has a perplexity."""
     sums: Mapping[str, float] = field(default_factory=dict)
-    """The sums from which the metrics are computed."""
+    """The sums from which the metrics are computed, by name."""
     scores: DocumentScores = field(default_factory=NO_SCORES.copy, repr=False)
-    """Scores and targets of all documents, where a metric needs all of them."""
+    """Scores and targets of all documents, if a metric needs all of them."""
 
     @property
     def loss(self) -> float:

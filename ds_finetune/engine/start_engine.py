@@ -30,10 +30,9 @@ from ds_finetune.plan.plan import Plan
 
 @contextmanager
 def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) -> Iterator[Engine]:
-    """Build `model` under the ZeRO stage of `plan` and yield the engine; needs an open process group.
-
-    Without `loads_weights` parameters are zeros, into which a checkpoint is restored. Where some parameters are frozen,
-    weights are loaded nevertheless, because checkpoints do not hold those.
+    """Context with the engine: builds `model` under the ZeRO stage of `plan`. It needs an open process group. Without
+    `loads_weights` parameters are zeros, into which a checkpoint is restored. If some parameters are frozen, weights
+    are loaded nevertheless, because checkpoints lack frozen weights.
     """
     from deepspeed.utils import set_log_level_from_string
 
@@ -62,7 +61,7 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
         trained.in_fp32 = in_fp32
         wrapped, optimizer = _start_deepspeed(trained, plan, groups)
         stack.enter_context(destroyed_at_end(wrapped, plan.world))
-        # After `deepspeed.initialize`, since DeepSpeed's hooks must run before those of features.
+        # This follows `deepspeed.initialize`, because DeepSpeed's hooks must run before those of features.
         trained.extras = tuple(filter(None, (feature.extra_loss(trained, parts) for feature in features)))
         correct_start(trained, optimizer, plan, groups)
         engine = Engine(wrapped, plan, groups, model.objective)
@@ -70,11 +69,12 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
             engine.state.store_fp32()
         engine.own_norms = dict.fromkeys((feature.own_loss for feature in features if feature.own_loss), 0.0)
         if plan.zero_stage and engine.own_norms:
-            # At stage 0 the engine clips these parameters itself.
+            # At stage 0 the engine itself clips these parameters.
             OwnClipping(engine, optimizer, groups)
         engine.random_parameters = random_parameters
-        # Dropout uses torch's generator: seeds differ between ranks with other tokens or layers, and are equal on
-        # tensor parallel ranks, which draw for whole activations. A resumed run restores the generator's state.
+        # Dropout uses torch's generator. Seeds differ between ranks with other tokens or layers, and are equal on
+        # tensor parallel ranks, which generate masks of whole activations. A resumed run restores the generator's
+        # state.
         coordinates = ".".join(str(plan.mesh.place(axis)) for axis in ("dp", "sp", "pp"))
         torch.manual_seed(seed_of(plan.train.seed, f"dropout.{coordinates}"))
         with engine.meter.counting():
@@ -84,7 +84,7 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
 def _start_deepspeed(trained: TrainedModel, plan: Plan, groups: Groups) -> tuple[Any, Any]:
     import deepspeed
 
-    # With adapters there may be no trained expert.
+    # With adapters, no expert may be trained, and then DeepSpeed must not expect gradients of experts.
     trains_experts = any(is_expert(param) and param.requires_grad for param in trained.parameters())
     if groups.experts is not None and plan.zero_stage < 3 and trains_experts:
         trained.has_experts = experts_marker(groups.experts.size)

@@ -1,9 +1,9 @@
-"""Writes adapters in peft's format.
+"""Writes LoRA adapters in peft's format.
 
-peft 0.21 stores adapters of fused experts [experts, out, in] as A [rank x experts, in] and B [out, rank x experts].
-Expert e has the rows e x rank to (e + 1) x rank of A, and the columns e, e + experts, e + 2 x experts, ... of B
-(tuners/lora/layer.py, ParamWrapper.get_delta_weight). A module of fused experts has two weights: peft nests them, and
-names the first `base_layer` (_inject_parameters).
+peft 0.21 stores the adapters of fused experts, whose weight is [experts, out, in], as A [rank x experts, in] and B
+[out, rank x experts]. Expert e has the rows e x rank to (e + 1) x rank of A, and the columns e, e + experts, e + 2 x
+experts, ... of B (tuners/lora/layer.py, ParamWrapper.get_delta_weight). A module of fused experts has two weights,
+gate_up_proj and down_proj. peft nests their adapters and names the first one `base_layer` (_inject_parameters).
 """
 
 import json
@@ -25,34 +25,31 @@ from ds_finetune.model.adapters.peft_adapter import BASE_DIGEST, CONFIG, DOWN, G
 from ds_finetune.plan.lora_targets import is_peft_parameter
 
 MODEL_CONFIG = "config.json"
-"""File with the model's configuration; an adapter folder has it for a classifier."""
+"""Name of the file with a model's configuration. An adapter folder has this file only if the model is a classifier."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterBase:
-    """The base model of adapters, and what their folder holds besides adapters."""
+    """The base model of LoRA adapters, and the other files of an adapter folder."""
 
     name: str
     digest: str
     """Digest of the base model's weights."""
     family: Family
     module: str = "model"
-    """Name, in transformers' class, of the module that weights here call `model`; different for the text part of a
-    composite model.
-    """
+    """Name of the text model's module in transformers' class. It is `model`, except in composite models."""
     trained: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Fully trained weights by name, such as the head of a classifier."""
     classifier_config: Mapping[str, Any] = field(default_factory=dict)
     """The config.json of a classifier, which has the names of its classes; empty for other models."""
     files: Sequence[Path] = ()
-    """Tokenizer and generation files to copy: those of the base may end and render answers differently."""
+    """Tokenizer and generation files to copy. They may end and render answers otherwise than the base model's files."""
     texts: Mapping[str, str] = field(default_factory=dict)
-    """Further files as text, by name; they replace copies of the same names."""
+    """Further files as text, by name. They replace files of the same name in `files`."""
 
 
 def write_adapter(factors: Mapping[str, Factors], lora: LoraConfig, out: Path, base: AdapterBase) -> None:
     """Write the adapters `factors`, by name of the adapted weight, to `out`, which appears only when complete.
-
     OutputError where the disk is full; the incomplete folder is then removed.
     """
     factors = {re.sub(r"^model\.", f"{base.module}.", name): adapter for name, adapter in factors.items()}
@@ -68,8 +65,8 @@ def write_adapter(factors: Mapping[str, Factors], lora: LoraConfig, out: Path, b
 
 
 def write_weights(tensors: dict[str, torch.Tensor], folder: Path, base_digest: str) -> None:
-    """Write the file WEIGHTS with the permissions of the umask (safetensors' `save_file` writes 0600); OSError where
-    the disk is full.
+    """Write tensors to the file adapter_model.safetensors of `folder`, with the permissions of the umask. safetensors'
+    own `save_file` writes files that only the owner can read. OSError if the disk is full.
     """
     (folder / WEIGHTS).write_bytes(save(tensors, metadata={"format": "pt", BASE_DIGEST: base_digest}))
 
@@ -85,7 +82,6 @@ def _peft_tensors(name: str, adapter: Factors) -> list[tuple[str, torch.Tensor]]
 
 
 def _peft_config(factors: Mapping[str, Factors], lora: LoraConfig, base: AdapterBase) -> dict[str, Any]:
-    """The contents of adapter_config.json, with full names of modules."""
     saved = sorted({name.rpartition(".")[0] for name in base.trained})
     parameters = [name for name in factors if is_peft_parameter(name, base.family)]
     return {

@@ -1,5 +1,5 @@
-"""The folder of the base model, from which an export copies unchanged FP8 blocks, and tensors that transformers' class
-has no module for.
+"""Reads the base model's folder, from which an export copies FP8 blocks and tensors without a module in
+transformers.
 """
 
 import json
@@ -24,10 +24,9 @@ from ds_finetune.model.weights.names import is_kept_in_fp32, published_name
 
 
 def hub_source(hub: HubFolder, family: Family) -> TensorSource:
-    """The tensors of a Hugging Face folder, FP8 tensors dequantised to fp32. Those that the family keeps in fp32 stay
-    so; if it computes with some in fp32, all that are stored so.
-
-    ModelError where a tensor's dtype is none that weights have.
+    """Source of the tensors of a Hugging Face folder; FP8 tensors are dequantised to fp32. It marks the fp32 tensors
+    that exports keep in fp32: the ones that the family's table names, and, if the family computes with fp32 weights,
+    all tensors that are stored in fp32. ModelError if a weight has an unsupported dtype.
     """
     hub.check_dtypes()
     plain = {key for key in hub.shapes if not hub.is_quantised(key)} if family.fp32_weights else set()
@@ -37,7 +36,7 @@ def hub_source(hub: HubFolder, family: Family) -> TensorSource:
 
 _SHOWN = 3
 _MATRIX = 2
-"""Number of dimensions of an embedding or a head; a norm has one."""
+"""Number of dimensions of an embedding or head weight, by which it is told from a norm's weight."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +47,12 @@ class BaseFolder:
     unbuilt: tuple[str, ...]
     """Sorted names of tensors for which transformers' class has no module, e.g. of multi-token prediction layers."""
     embeddings: tuple[str, ...]
-    """Names of the model's embedding and head."""
+    """Names of the model's embedding and language-model head."""
 
     @classmethod
     def read(cls, folder: Path, spec: ModelSpec) -> "BaseFolder":
-        """Read the headers of `folder`.
-
-        ModelError where names or shapes do not fit `spec`; ExportError where weights are in an unsupported quantised
-        format.
+        """Read the names and shapes of the tensors in `folder`. ModelError if names or shapes do not fit `spec`;
+        ExportError if weights are in an unsupported quantised format.
         """
         if (folder / "config.json").is_file():
             read_readable_config(folder)
@@ -68,7 +65,7 @@ class BaseFolder:
 
     @classmethod
     def from_hub(cls, hub: HubFolder, spec: ModelSpec) -> "BaseFolder":
-        """The base folder `hub` of adapters; its experts may be stored one by one or fused."""
+        """The base folder of adapters, from the open folder `hub`. Its experts may be stored one by one or fused."""
         published = spec.published_shapes()
         return cls(
             hub,
@@ -77,10 +74,9 @@ class BaseFolder:
         )
 
     def with_base_tensors(self, parts: FolderParts, *, without: Collection[str] = ()) -> tuple[FolderParts, list[str]]:
-        """Return `parts` with the base's `unbuilt` tensors added, except those in `without`, and notes for the user.
-
-        Tensors that equal the base's embedding or head become `copies` of the trained one. In an FP8 folder, unchanged
-        blocks are copied from this base, unless `parts` already names another `fp8_base`.
+        """Return `parts` with the base's `unbuilt` tensors added, except the names in `without`, and notes for the
+        user. Tensors that equal the base's embedding or head are written as copies of the trained embedding or head. In
+        an FP8 export, unchanged blocks are copied from this base, unless `parts` already names another `fp8_base`.
         """
         parts, notes = self.with_copies(parts, [key for key in self.unbuilt if key not in without])
         if self.hub.published:
@@ -100,11 +96,10 @@ class BaseFolder:
         return replace(parts, base_tensors=conversion.tensors, copy_base_tensors=conversion.copy_to), [line, *notes]
 
     def with_copies(self, parts: FolderParts, keys: Iterable[str]) -> tuple[FolderParts, list[str]]:
-        """Return `parts` with the `keys` that equal the base's embedding or head as `copies`, and notes for the user.
-
-        A multi-token prediction layer stores copies of embedding and head. vLLM drafts tokens with them wherever they
-        differ from the model's (vLLM PR 42538). If they were copied from the base, a trained model would draft with
-        untrained weights.
+        """Mark the tensors in `keys` that equal the base's embedding or head, so that the trained one is written in
+        their place. Returns the changed `parts` and notes for the user. A multi-token prediction layer stores copies of
+        embedding and head, and vLLM drafts tokens with these copies if they differ from the model's own (vLLM PR
+        42538). Copies of the base's tensors would draft with untrained weights.
         """
         copies = {key: original for key in keys if (original := self._original(key))}
         line = (
@@ -114,7 +109,9 @@ class BaseFolder:
         return replace(parts, copies=copies), [line] if copies else []
 
     def _original(self, key: str) -> str | None:
-        """The embedding or head that `key` equals, if any; if both are equal, an embedding for an embedding."""
+        """Name of the embedding or head whose values equal the tensor `key`; None if neither does. If both do, an
+        embedding is preferred for a key that names an embedding.
+        """
         equal = (
             name
             for name in self.embeddings
@@ -124,13 +121,16 @@ class BaseFolder:
 
 
 def read_readable_config(folder: Path) -> dict[str, Any]:
-    """The config.json of `folder`; ExportError where it is not a model's, or names an unsupported quantised format."""
+    """Read the config.json of `folder`. ExportError if it is not a model's, or names an unsupported
+    quantised format.
+    """
     file = folder / "config.json"
     try:
         config = dict(json.loads(file.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as broken:
         raise ExportError(
-            f"{file} is not that of a model: {broken!r}", hint="take the config.json published with it"
+            f"{file} is not a model's configuration: {broken!r}",
+            hint="replace the file by the config.json that was published with the model",
         ) from broken
     check_config_readable(config, str(file), ExportError)
     return config
@@ -147,10 +147,8 @@ def _first_names(names: list[str]) -> str:
 def with_stored_weights(
     tensors: Iterable[tuple[str, torch.Tensor | None]], names: Collection[str], folder: Path, family: Family
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Yield `tensors`; those in `names` (no routed experts) are replaced by published ones of `folder`, in the same
-    dtype.
-
-    Tensors are full and on the CPU; None on ranks other than zero.
+    """Yield `tensors`, with the values of the tensors in `names` replaced by the published ones of `folder`, in the
+    same dtype. Tensors are full and on the CPU, and None on ranks other than zero. `names` has no routed experts.
     """
     hub = HubFolder(folder)
     for name, tensor in tensors:
@@ -160,10 +158,9 @@ def with_stored_weights(
 
 
 def find_base(model: str) -> Path | None:
-    """The folder of the run file's `model.path`, or its download on this machine; None where it has no weights.
-
-    Asks only for the files that a run downloads: huggingface_hub 2.4 finds no download if another file of the
-    repository is missing (_snapshot_download.py:562-600).
+    """Folder of the base model `model` (a folder or a Hub id) on this machine; None if it is absent or has no weights.
+    It is searched with the file patterns of a run's download: huggingface_hub 2.4 ignores a download if any other
+    requested file of the repository is missing (_snapshot_download.py:562-600).
     """
     folder = Path(model)
     if not folder.is_dir() and model.count("/") == 1:

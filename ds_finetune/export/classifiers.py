@@ -1,6 +1,6 @@
-"""Exported classifiers: models with a score head in place of a language-model head.
+"""Exported text classifiers: models with a classification head instead of a language-model head.
 
-A decoder scores a text at its last token, an encoder at its first (BERT) or by a rule of its own (ModernBERT). For a
+A decoder classifies a text by its last token, BERT by its first token, ModernBERT by its configured pooling. For a
 decoder, transformers 5.23 takes the last token that is not `pad_token_id` (modeling_layers.py:186), whatever the
 attention mask says. So the padding token must never be the token that ends a text.
 """
@@ -29,7 +29,7 @@ def holds_classifier(folder: Path) -> bool:
 
 
 def auto_class(config: PretrainedConfig) -> Any:  # noqa: ANN401 - transformers' factories share no type
-    """transformers' Auto class that builds the class named in `config`, or a composite model with all parts."""
+    """transformers' Auto class for the model class that `config` names. For a composite model it loads all parts."""
     if hasattr(config, TEXT_CONFIG):
         return AutoModelForMultimodalLM
     return AutoModelForSequenceClassification if is_classifier(config) else AutoModelForCausalLM

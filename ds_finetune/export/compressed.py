@@ -1,4 +1,5 @@
-"""The format `compressed-tensors`: safetensors with linear weights in 8 or 4 bits, for transformers, vLLM and SGLang.
+"""The export format `compressed-tensors`: safetensors with linear weights in 8 or 4 bits, for transformers, vLLM and
+SGLang.
 
 The library compressed-tensors rounds weights to nearest, with scales computed from the weights themselves. Embeddings,
 head, norms, routers and biases stay unquantised, in bf16.
@@ -43,36 +44,36 @@ from ds_finetune.model.weights.names import hub_pieces, is_kept_in_fp32
 
 __all__ = ["check_model", "load_model", "load_scorer", "verify", "write"]
 _FORMAT = "compressed-tensors 1"
-"""Format of a folder's record."""
+"""Name and version of the format in the record of an exported folder."""
 verify = partial(verify_files, kind=_FORMAT)
 _WEIGHT = ".weight"
 _CHUNK_NUMEL = 2**22
 _SLACK = 2**-6
-"""Rounding of weights, scales and products to bf16, four times 2**-8, relative to a row's largest weight."""
+"""Tolerance for rounding weights, scales and products to bf16: 4 x 2**-8, relative to the largest weight of a row."""
 
 
 @dataclass(frozen=True)
 class _Quantiser:
-    """How weights of linear layers are stored, for one value of `--dtype`."""
+    """How the weights of linear layers are quantised for one value of `--dtype`."""
 
     layout: str
-    """Name of the library's compressor."""
+    """Name of the compressor in the library compressed-tensors."""
     weights: QuantizationArgs
     activations: QuantizationArgs | None
     error: float
-    """Largest error of a weight, relative to the largest weight of its row."""
+    """Largest quantisation error of a weight, relative to the largest weight of its row."""
 
     @property
     def scheme(self) -> QuantizationScheme:
-        """The library's description of weights and activations."""
+        """The quantisation scheme of linear layers in the terms of the library compressed-tensors."""
         return QuantizationScheme(targets=["Linear"], weights=self.weights, input_activations=self.activations)
 
     def fits(self, columns: int) -> bool:
-        """Whether rows of this width divide into groups."""
+        """Whether a weight row with this number of columns divides into quantisation groups."""
         return columns % (self.weights.group_size or 1) == 0
 
     def compress(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The stored tensors of some `rows` of a weight, by suffix of their names."""
+        """Quantise `rows` of a weight, fp32 [rows, columns]. Returns the stored tensors by suffix of their names."""
         groups = rows.view(len(rows), -1, self.weights.group_size or rows.shape[1])
         scales, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), self.weights)
         compressor = BaseCompressor.get_value_from_registry(self.layout)
@@ -80,7 +81,7 @@ class _Quantiser:
         return {**stored, "weight_scale": stored["weight_scale"].bfloat16()}
 
     def section(self, ignored: list[str]) -> dict[str, object]:
-        """The `quantization_config` of a folder in which the modules `ignored` are not quantised."""
+        """The `quantization_config` section of config.json, for a model whose modules `ignored` are not quantised."""
         config = QuantizationConfig(
             config_groups={"group_0": self.scheme}, format=self.layout, ignore=ignored, quantization_status="compressed"
         )
@@ -96,7 +97,9 @@ _QUANTISERS = {
 
 
 def write(source: Path, out: Path, options: ExportOptions) -> ExportResult:
-    """Write the language model of `source` to `out`, some rows of a weight at a time; errors as in `FormatModule`."""
+    """Write the quantised language model of `source` to `out`. At most a chunk of a weight's rows is held in memory.
+    Raises the errors of `FormatModule.write`.
+    """
     began, quantiser = time.monotonic(), _QUANTISERS[options.dtype]
     check_out_empty(out)
     with plain_folder(source, out, options.base) as folder, replaced_folder(out) as partial_out:
@@ -130,7 +133,7 @@ def check_model(
 
 
 def _linear_keys(model: PreTrainedModel) -> list[str]:
-    """Published names of the weights of linear layers and routed experts, except head and routers."""
+    """Published names of the weights of linear layers and routed experts. The head and the routers are excluded."""
     head, family = model.get_output_embeddings(), family_of(model.config.model_type)
     linear = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)} - {
         name for name, module in model.named_modules() if module is head
@@ -144,9 +147,8 @@ def _linear_keys(model: PreTrainedModel) -> list[str]:
 
 
 def _quantised_keys(model: PreTrainedModel, hub: HubFolder, quantiser: _Quantiser) -> frozenset[str]:
-    """Names of the weights to quantise: their rows divide into groups.
-
-    ExportError where there is none, or where a routed expert's weight does not fit: programs read experts in one dtype.
+    """Names of the weights to quantise: their rows divide into quantisation groups. ExportError if no weight can be
+    quantised, or if the weight of a routed expert cannot: servers read all experts in one dtype.
     """
     keys = _linear_keys(model)
     fitting = frozenset(key for key in keys if quantiser.fits(hub.shapes[key][1]))
@@ -163,7 +165,7 @@ def _quantised_keys(model: PreTrainedModel, hub: HubFolder, quantiser: _Quantise
 def _stored(
     hub: HubFolder, key: str, family: Family, weights: frozenset[str], quantiser: _Quantiser
 ) -> list[HubTensor]:
-    """The tensors that are written for the published tensor `key`."""
+    """Names, shapes and dtypes of the tensors that are written for the published tensor `key`."""
     shape = hub.shapes[key]
     if key not in weights:
         dtype = torch.float32 if is_kept_in_fp32(key, family) else torch.bfloat16
@@ -180,7 +182,7 @@ def _named(key: str, end: str) -> str:
 def _write_files(
     hub: HubFolder, out: Path, model: PreTrainedModel, weights: frozenset[str], quantiser: _Quantiser
 ) -> list[HubTensor]:
-    """Write weights, configuration and tokenizer; returns the tensors written."""
+    """Write weights, configuration and tokenizer to `out`. Returns the written tensors."""
     family = family_of(model.config.model_type)
     tensors = {key: _stored(hub, key, family, weights, quantiser) for key in hub.shapes}
     all_tensors = [tensor for parts in tensors.values() for tensor in parts]
@@ -203,7 +205,7 @@ def _write_files(
 def _parts_of(
     hub: HubFolder, key: str, dtype: torch.dtype, quantiser: _Quantiser | None
 ) -> Iterator[tuple[str, int, torch.Tensor]]:
-    """Bounded parts of a tensor as stored: suffix of the name, index of the first element, and the elements."""
+    """Yield a tensor as stored, in chunks: suffix of the stored name, index of the first element, and elements."""
     shape = hub.shapes[key]
     columns = math.prod(shape[1:])
     step = max(_CHUNK_NUMEL // columns, 1)
@@ -221,17 +223,16 @@ def _parts_of(
 
 
 def _compare(source: Path, folder: Path, out: Path, dtype: str, weights: frozenset[str]) -> tuple[str, ...]:
-    """Load `out` with plain transformers, and compare its weights and loss with those of `folder`, the export of
-    `source`.
-
-    VerificationError where a name is missing, or a weight differs by more than rounding explains.
+    """Load the quantised folder `out` with plain transformers, and compare its weights and loss with the model in
+    `folder`. `folder` is the unquantised export of `source`. VerificationError if a tensor is missing, or a weight
+    differs by more than rounding explains.
     """
     show_loading_as_phase()
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, trust_remote_code=False).eval()
     loaded, info = AutoModelForCausalLM.from_pretrained(
         out, dtype=torch.bfloat16, trust_remote_code=False, output_loading_info=True
     )
-    # Before the comparison of weights, because the first forward dequantises them.
+    # This precedes the comparison of weights, because transformers dequantises the weights in the first forward.
     sizes = [sum(file.stat().st_size for file in each.glob("*.safetensors")) for each in (folder, out)]
     cost = quantisation_loss(dtype, source, plain, loaded.eval(), (sizes[0], sizes[1]))
     family, problems = family_of(plain.config.model_type), [str(key) for key in info["missing_keys"]]
@@ -239,7 +240,7 @@ def _compare(source: Path, folder: Path, out: Path, dtype: str, weights: frozens
     for name, weight in plain.state_dict().items():
         keys = [piece.key for piece in hub_pieces(name, tuple(weight.shape), family)]
         limit = 0.0 if weights.isdisjoint(keys) else _QUANTISERS[dtype].error + _SLACK
-        # transformers 5.24 loads routers in fp32 whatever `dtype` says (`_keep_in_fp32_modules_strict`).
+        # transformers 5.24 loads routers in fp32, whatever `dtype` says (`_keep_in_fp32_modules_strict`).
         wanted = weight if any(is_kept_in_fp32(key, family) for key in keys) else weight.bfloat16()
         largest = wanted.abs().amax(-1, keepdim=True)
         if name not in stored or ((stored[name] - wanted).abs() > limit * largest).any():

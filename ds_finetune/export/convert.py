@@ -1,4 +1,4 @@
-"""Converts the tensors of a source to a Hugging Face folder, in pieces of bounded size on several threads."""
+"""Converts a model's tensors to the weight files of a Hugging Face folder, in bounded chunks on several threads."""
 
 import math
 import os
@@ -22,32 +22,31 @@ from ds_finetune.model.weights.names import hub_pieces, is_table
 from ds_finetune.model.weights.safetensors_file import Scratch
 
 CHUNK_NUMEL = 2**20
-"""Elements that a thread reads, casts and writes at a time: 4 MiB of fp32, small enough to stay in CPU caches."""
+"""Number of elements that a thread reads, casts and writes at a time: 4 MiB of fp32, which fits into CPU caches."""
 
 _COLUMNS = 16 * BLOCK
-"""Columns that are quantised at a time."""
+"""Number of columns of a weight that are quantised at a time."""
 
 _WORKERS_PER_CORE, _MAX_WORKERS = 2, 16
-"""Threads, each with one piece: while some wait for the disk, others cast. More than the maximum do not speed up a
-disk.
+"""A conversion runs two threads per core, since some wait for the disk while others cast, and at most 16 threads, since
+more do not speed up a disk.
 """
 
 
 def num_workers() -> int:
-    """Number of threads of a conversion on this machine."""
+    """Number of threads that convert tensors on this machine."""
     return min(_WORKERS_PER_CORE * len(os.sched_getaffinity(0)), _MAX_WORKERS)
 
 
 Blocks = tuple[int, int]
-"""Numbers of quantised blocks that were written, and of those among them that were copied from a base byte for byte."""
+"""Number of quantised blocks that were written, and how many of these were copied from the base byte for byte."""
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """All tensors of `source`, converted to the dtypes of `parts` by `workers` threads.
-
-    The dtype is `parts.dtype`, but fp32 for the source's `fp32_names`, and FP8 blocks for linear weights if
-    `parts.is_fp8`. A block that equals the one in `parts.fp8_base` is copied byte for byte.
+    """Converts all tensors of `source` to the dtypes of `parts`, with `workers` threads. The dtype is fp32 for the
+    source's `fp32_names`, FP8 blocks for linear weights if `parts.is_fp8`, else `parts.dtype`. An FP8 block that equals
+    the block in `parts.fp8_base` is copied byte for byte.
     """
 
     source: TensorSource
@@ -61,17 +60,19 @@ class Conversion:
         return tuple(tensor for name, shape in self.source.shapes.items() for tensor in self._hub_tensors(name, shape))
 
     def write(self, out: Path, *, max_shard_bytes: int) -> Blocks:
-        """Write all tensors and `parts` to `out`, which appears only when complete; result and errors as in `copy_to`.
-
-        Each thread holds one chunk of `CHUNK_NUMEL` elements or 128 rows, whatever the size of tensors and files.
+        """Write all tensors and the files of `parts` to `out`, which appears only when complete. Result and errors as
+        in `copy_to`. Each thread holds one chunk of `CHUNK_NUMEL` elements, or 128 rows of a quantised weight, whatever
+        the model's size.
         """
         with folder_writer(self.tensors, out, self.parts, max_shard_bytes=max_shard_bytes) as writer:
             return self.copy_to(writer)
 
     def copy_to(self, writer: ShardWriter) -> Blocks:
-        """Write all tensors. ExportError names a tensor that holds NaN or infinity, before or after the cast."""
+        """Write all tensors with `writer`, and return the numbers of quantised blocks. ExportError names a tensor that
+        has NaN or infinity before or after the cast.
+        """
         num_threads = torch.get_num_threads()
-        # All cores are busy with work items.
+        # Each core already runs a thread of the conversion, so torch operations use one thread each.
         torch.set_num_threads(1)
         try:
             return _run_in_threads(lambda item: self._convert(item, writer), self._work_items(), self.workers)
@@ -79,7 +80,7 @@ class Conversion:
             torch.set_num_threads(num_threads)
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """The dtype of a tensor that is not written in FP8 or FP4."""
+        """The dtype in which the unquantised tensor `name` is written."""
         if is_table(name):
             return torch.int64
         is_fp32 = name in self.source.fp32_names or self.parts.family.is_in_fp32(name)
@@ -122,7 +123,7 @@ class Conversion:
         return 0, 0
 
     def _pack(self, item: "_WorkItem", values: torch.Tensor, writer: ShardWriter) -> Blocks:
-        """Write some rows in FP4, and their scales."""
+        """Write a chunk of a weight's rows in FP4, and the scales of these rows."""
         row = item.start // item.columns
         base = self.parts.fp8_base.fp4(item.key) if self.parts.fp8_base is not None else None
         packed, scales, kept = pack(values, base.stored_rows(row, row + len(values)) if base is not None else None)
@@ -131,7 +132,9 @@ class Conversion:
         return scales.numel(), kept
 
     def _quantise(self, item: "_WorkItem", values: torch.Tensor, writer: ShardWriter) -> Blocks:
-        """Write a row of FP8 blocks [rows, columns] and its scales; only some columns at a time are held in fp32."""
+        """Write a chunk of a weight's rows as FP8 blocks, and their scales. `_COLUMNS` columns at a time
+        are in fp32.
+        """
         parts, row = self.parts, item.start // item.columns
         base = parts.fp8_base if parts.fp8_base is not None and parts.fp8_base.is_fp8(item.key) else None
         rows = item.key, row, row + len(values)
@@ -155,10 +158,9 @@ class Conversion:
 
 @dataclass(frozen=True, slots=True)
 class _WorkItem:
-    """Elements `start` to `start + numel` of the published tensor `key`.
-
-    Element 0 of `key` is element `begin` of the source's tensor `name`. `columns` is not 0 for rows that are to be
-    quantised.
+    """A chunk to convert: elements `start` to `start + numel` of the published tensor `key`. Element 0 of `key` is
+    element `begin` of the source's tensor `name`. `columns` is the number of columns of a weight that is quantised,
+    else 0.
     """
 
     name: str
@@ -170,9 +172,8 @@ class _WorkItem:
 
 
 def _run_in_threads(work: Callable[[_WorkItem], Blocks], items: Iterable[_WorkItem], workers: int) -> Blocks:
-    """Call `work` for every item, roughly in order, with a progress line; returns the sums of the results.
-
-    An error ends all threads and is raised.
+    """Call `work` for every item on several threads, roughly in order, with a progress line. Returns the sums of the
+    results. An error in one thread ends all threads and is raised.
     """
     remaining, lock, written, kept = deque(items), threading.Lock(), 0, 0
     line = PhaseLine("converting tensors", len(remaining))

@@ -1,4 +1,4 @@
-"""The record of a folder, with digests of its files: detects every changed byte, also of the record itself."""
+"""The record of an exported folder: digests of its files and of the record itself, which reveal every changed byte."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -15,27 +15,27 @@ from ds_finetune.export.verify.record import UNVERIFIED
 from ds_finetune.export.verify.verify import VerificationResult, mark_folder
 
 _SEGMENT_BYTES = MIB
-"""Bytes that share a digest, so that a message can name the changed range."""
+"""Number of bytes of a file that share one digest. A message can name the changed range to this precision."""
 Runs = list[tuple[int, int]]
-"""Ranges of a file: first and last byte of each."""
+"""Byte ranges of a file, each as first and last byte."""
 
 
 @dataclass(frozen=True)
 class FileSums:
-    """Size of a file in bytes, and xxh3 of each `_SEGMENT_BYTES` of the file."""
+    """The size of a file in bytes, and an xxh3 digest of each segment of `_SEGMENT_BYTES`."""
 
     size: int
     sums: tuple[str, ...]
 
     @classmethod
     def of(cls, path: Path) -> "FileSums":
-        """The digests of the file at `path`; holds one segment at a time in memory."""
+        """Compute the digests of the file at `path`; one segment at a time is held in memory."""
         with path.open("rb") as file:
             sums = tuple(xxhash.xxh3_64_hexdigest(piece) for piece in iter(lambda: file.read(_SEGMENT_BYTES), b""))
         return cls(path.stat().st_size, sums)
 
     def differences(self, other: "FileSums") -> Runs:
-        """First and last byte of each run of segments that differ from `other`, or that only one of both has."""
+        """Byte ranges in which two versions of a file differ. A segment that only one version has counts too."""
         count = max(len(self.sums), len(other.sums))
         changed = [n for n in range(count) if self.sums[n : n + 1] != other.sums[n : n + 1]]
         runs: Runs = []
@@ -46,16 +46,15 @@ class FileSums:
 
 
 def write_file_record(folder: Path, tree: Mapping[str, Any]) -> None:
-    """Write `tree`, the digests of all files in `folder`, and a digest of both, to the file RECORD."""
+    """Write `tree`, digests of all files in `folder`, and a digest of this record, to the file RECORD in `folder`."""
     record = {**tree, "files": {name: asdict(FileSums.of(path)) for name, path in _files(folder)}}
     with as_output_errors(folder):
         (folder / RECORD).write_text(json.dumps({**record, "sum": _sum_of(record)}) + "\n", encoding="utf-8")
 
 
 def read_file_record(folder: Path, kind: str) -> tuple[dict[str, FileSums], dict[str, Any]]:
-    """Read the file RECORD of the format `kind`, e.g. `onnx 3`: the digests of files by name, and its tree.
-
-    ExportError where the record is missing, damaged or of another format.
+    """Read the file RECORD of `folder`, which must have the format `kind`, e.g. `onnx 3`. Returns the digests of files
+    by name, and the other entries of the record. ExportError if the record is missing, damaged or of another format.
     """
     try:
         tree = json.loads((folder / RECORD).read_text(encoding="utf-8"))
@@ -67,7 +66,7 @@ def read_file_record(folder: Path, kind: str) -> tuple[dict[str, FileSums], dict
     except FileNotFoundError:
         name = kind.partition(" ")[0]
         raise ExportError(
-            f"`{folder}` holds no {RECORD}", hint=f"name a folder that `export --format {name}` wrote"
+            f"`{folder}` has no file {RECORD}", hint=f"name a folder that `export --format {name}` wrote"
         ) from None
     except (KeyError, TypeError, ValueError) as broken:
         wrong = str(broken)
@@ -77,9 +76,9 @@ def read_file_record(folder: Path, kind: str) -> tuple[dict[str, FileSums], dict
 
 
 Tree = Mapping[str, Any]
-"""The content of a record."""
+"""The entries of a folder's record."""
 Findings = tuple[list[str], list[str]]
-"""Lines on differences, and lines on what was compared."""
+"""Two lists of lines for the user: differences, and what was compared."""
 
 
 def verify_files(
@@ -90,16 +89,17 @@ def verify_files(
     parts_at: Callable[[Path, Tree, str, Mapping[str, Runs]], list[str]] = lambda *_: [],
     compare: Callable[[Path, Tree], Findings] = lambda *_: ([], []),
 ) -> VerificationResult:
-    """Compare the files of a folder of the format `kind` with the digests in its record, and mark the folder: the file
-    UNVERIFIED is removed, or says what is wrong.
+    """Compare the files of an exported folder with the digests in its record, and mark the folder as verified or not.
 
-    `parts_at(folder, tree, name, changed)` names the parts of the file `name` that changed; `changed` has the changed
-    ranges of bytes by file. If no file differs, `compare(folder, tree)` compares what the folder computes. ConfigError
-    where a base is named, since the record is enough; ExportError without a readable record.
+    The marker file UNVERIFIED is removed, or says what is wrong. `parts_at(folder, tree, name, changed)` names the
+    tensors of the file `name` that changed; `changed` has the changed byte ranges by file. If no file differs,
+    `compare(folder, tree)` checks the results that the model computes. ConfigError if a base is named, which is not
+    needed; ExportError if the record cannot be read.
     """
     if base is not None:
         raise ConfigError(
-            f"--base {base} is not valid with `{folder}`", hint="leave it out: the folder's record is enough"
+            f"--base {base} is not valid with `{folder}`",
+            hint="leave --base out: the folder is compared with its own record",
         )
     files, tree = read_file_record(folder, kind)
     present = {name: FileSums.of(path) for name, path in _files(folder)}
@@ -122,7 +122,7 @@ def verify_files(
 
 
 def _files(folder: Path) -> list[tuple[str, Path]]:
-    """Files in the folder and its subfolders, with their names relative to the folder."""
+    """Files in a folder and its subfolders except its record and marker, as pairs of relative name and path."""
     named = [(path.relative_to(folder).as_posix(), path) for path in folder.rglob("*") if path.is_file()]
     return sorted((name, path) for name, path in named if name not in (RECORD, UNVERIFIED))
 

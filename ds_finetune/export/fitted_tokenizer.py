@@ -1,8 +1,8 @@
-"""Tokenizer files of an export, changed so that a pipeline of transformers tokenises as training does.
+"""Changes the tokenizer files of an export so that transformers' pipelines tokenise as training does.
 
 Training ends each text that a decoder classifies with EOS, which few tokenizers add themselves, and begins texts with
-BOS where tokenizer_config.json says `add_bos_token`. transformers 5.23 ignores `add_bos_token` and `add_eos_token`
-beside a tokenizer.json, and uses its post-processor unchanged. So the post-processor is replaced.
+BOS if tokenizer_config.json says `add_bos_token`. transformers 5.23 ignores `add_bos_token` and `add_eos_token` if
+there is a tokenizer.json, and uses its post-processor unchanged. So the post-processor in tokenizer.json is replaced.
 """
 
 import itertools
@@ -27,10 +27,10 @@ from ds_finetune.model.build.hub_folder import copy_model_file
 from ds_finetune.model.loss.score_config import NEW_PADDING
 
 Encode = Callable[[str, str | None], list[int]]
-"""Token ids that training makes of a text, or of a pair of texts."""
+"""Function from a text, or a pair of texts, to the token ids that training uses."""
 _TOKENIZER = "tokenizer.json"
 _ADDED = ("add_bos_token", "add_eos_token")
-"""Keys of tokenizer_config.json with which some tokenizer classes of transformers replace the post-processor."""
+"""Keys of tokenizer_config.json that make some tokenizer classes of transformers replace the post-processor."""
 _PROBE = "x"
 _SINGLE = [(text, None) for text in TEXTS]
 _PAIRS = list(itertools.pairwise(TEXTS))
@@ -38,23 +38,23 @@ _PAIRS = list(itertools.pairwise(TEXTS))
 
 @dataclass(frozen=True)
 class FittedTokenizer:
-    """How an export's tokenizer files differ from those of training, and how they tokenise sample texts."""
+    """The changed tokenizer files of an export, and a comparison of their token ids with those of training."""
 
     changed: Mapping[str, str]
-    """Text of changed files, by name."""
+    """New text of the changed files, by file name."""
     texts: tuple[str, ...] = ()
-    """Sample texts that a pipeline tokenises as training does."""
+    """Sample texts that a pipeline of transformers tokenises as training does."""
     notes: tuple[str, ...] = ()
-    """Notes for the user where a pipeline tokenises differently."""
+    """Notes for the user on texts that a pipeline of transformers tokenises otherwise than training."""
 
 
 def fit_tokenizer(
     tokenizer: PreTrainedTokenizerBase, files: Mapping[str, Path], encode: Encode, *, config: Mapping[str, Any]
 ) -> FittedTokenizer:
-    """Change the tokenizer `files` (by name) of a decoder so that a pipeline tokenises as `encode`, and pads with the
-    `pad_token_id` of the config.json `config`.
+    """Change the tokenizer files of a decoder classifier so that a pipeline of transformers gives the token ids of
+    `encode`. `files` are paths by file name. The pipeline pads with the `pad_token_id` of the config.json `config`.
     """
-    # transformers chooses the tokenizer class by config.json.
+    # transformers chooses the class of the tokenizer by config.json, so the trial folder needs one.
     changed = {CONFIG: json.dumps(config), TOKENIZER_CONFIG: with_padding(files, tokenizer, config["pad_token_id"])}
     texts = _agreeing(files, changed, encode, _SINGLE)
     template = None if texts else _template(tokenizer, encode)
@@ -79,8 +79,9 @@ def fit_beginning(
     *,
     config: Mapping[str, Any],
 ) -> dict[str, str]:
-    """The changed tokenizer.json, by its name, of a language model: its post-processor begins texts as training does
-    and ends none. Empty where that of `files` (by name) does so already. `config` is config.json.
+    """The changed tokenizer.json of a language model, by its file name; empty if no change is needed. The changed
+    post-processor begins texts as training does, and does not end them. `files` are the tokenizer files by name,
+    `config` is the model's config.json.
     """
     is_same = tokenizer(_PROBE)["input_ids"] == prompts.text_ids(tokenizer, _PROBE)
     if is_same and not getattr(tokenizer, "add_bos_token", False):
@@ -98,9 +99,7 @@ def fit_beginning(
 def fit_folder(
     files: Sequence[Path], config: Mapping[str, Any]
 ) -> tuple[PreTrainedTokenizerBase, dict[str, str]] | None:
-    """The tokenizer of a folder with the tokenizer `files`, and the changes of `fit_beginning`; None where training
-    would load no tokenizer.
-    """
+    """Load the tokenizer from its `files`, and change them by `fit_beginning`. None if training would load none."""
     try:
         tokenizer = load_tokenizer(str(files[0].parent)) if files else None
     except DataError:
@@ -114,7 +113,9 @@ def fit_folder(
 def check_tokenizer(
     tokenizer: PreTrainedTokenizerBase, files: Mapping[str, Path], encode: Encode, *, config: Mapping[str, Any]
 ) -> FittedTokenizer:
-    """The unchanged tokenizer `files` of an encoder, with a note where a pipeline tokenises differently."""
+    """Compare the unchanged tokenizer files of an encoder with training. A note says if a pipeline
+    tokenises otherwise.
+    """
     texts = _agreeing(files, {CONFIG: json.dumps(config)}, encode, _SINGLE)
     notes = [] if len(texts) == len(_SINGLE) else [_note_on_texts(tokenizer, encode, len(texts))]
     return FittedTokenizer({}, tuple(text for text, _ in texts), tuple(notes))
@@ -129,9 +130,9 @@ def _note_on_texts(tokenizer: PreTrainedTokenizerBase, encode: Encode, agreeing:
 
 
 def with_padding(files: Mapping[str, Path], tokenizer: PreTrainedTokenizerBase, pad: int) -> str:
-    """tokenizer_config.json with the padding token, on the right, which changes nothing for a causal model.
-
-    If the id `pad` has no token, a new token is named, to which transformers gives the first free id.
+    """The text of tokenizer_config.json with a padding token that pads on the right. If the id `pad` has no token, a
+    new token is named, to which transformers gives the first free id. A causal model's results do not depend on padding
+    on the right.
     """
     file = files.get(TOKENIZER_CONFIG)
     config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file else {}
@@ -141,7 +142,7 @@ def with_padding(files: Mapping[str, Path], tokenizer: PreTrainedTokenizerBase, 
 
 
 def _template(tokenizer: PreTrainedTokenizerBase, encode: Encode) -> dict[str, list[int]] | None:
-    """Ids that `encode` adds before a text, between two texts and after the last; None where it changes more."""
+    """Token ids that `encode` adds before, between and after texts; None if it changes the ids of a text itself."""
     inner = tokenizer(_PROBE, add_special_tokens=False)["input_ids"]
     single = _around(encode(_PROBE, None), inner)
     if single is None:
@@ -153,7 +154,7 @@ def _template(tokenizer: PreTrainedTokenizerBase, encode: Encode) -> dict[str, l
 
 
 def _around(ids: Sequence[int], part: Sequence[int]) -> tuple[list[int], list[int]] | None:
-    """The ids before and after the first occurrence of `part` in `ids`; None without one."""
+    """Split `ids` around the first occurrence of `part`: the ids before it and after it; None if it does not occur."""
     starts = (start for start in range(len(ids) - len(part) + 1) if list(ids[start : start + len(part)]) == list(part))
     begin = next(starts, None)
     return None if begin is None else (list(ids[:begin]), list(ids[begin + len(part) :]))
@@ -162,12 +163,12 @@ def _around(ids: Sequence[int], part: Sequence[int]) -> tuple[list[int], list[in
 def _with_template(
     files: Mapping[str, Path], tokenizer: PreTrainedTokenizerBase, template: Mapping[str, list[int]]
 ) -> str:
-    """tokenizer.json with a post-processor that adds the ids of `template`."""
+    """The text of tokenizer.json with a post-processor that adds the token ids of `template` around texts."""
     file = files.get(_TOKENIZER)
     text = file.read_text(encoding="utf-8") if file else tokenizer.backend_tokenizer.to_str()
     tree: dict[str, Any] = json.loads(text)
     old = tree.get("post_processor") or {"type": "Sequence", "processors": []}
-    # A byte-level post-processor adds no token; it corrects offsets.
+    # A byte-level post-processor is kept: it adds no token, and corrects the offsets of tokens in the text.
     byte_level = [part for part in old.get("processors", [old]) if part["type"] == "ByteLevel"]
 
     def added(name: str) -> list[dict[str, Any]]:
@@ -192,7 +193,7 @@ def _with_template(
 def _agreeing(
     files: Mapping[str, Path], changed: Mapping[str, str], encode: Encode, samples: Sequence[tuple[str, str | None]]
 ) -> list[tuple[str, str | None]]:
-    """The samples that plain transformers, with the changed files, tokenises as `encode` does."""
+    """Samples for which plain transformers, with the changed tokenizer files, gives the token ids of `encode`."""
     with tempfile.TemporaryDirectory() as folder:
         for name, path in files.items():
             if "/" not in name:

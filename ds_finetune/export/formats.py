@@ -1,4 +1,4 @@
-"""The export formats: a row for each, which every command that handles formats reads.
+"""Table of the export formats, with one row per format. Every command that handles formats reads this table.
 
 Rows are plain values, so that planning and the command line import no torch. A format's module is imported at its first
 use.
@@ -31,26 +31,26 @@ if TYPE_CHECKING:
     from ds_finetune.export.verify.verify import VerificationResult
 
 ENTRY_POINTS = "ds_finetune.formats"
-"""Group of entry points by which other packages add rows."""
+"""Group of Python entry points by which other packages register export formats."""
 
 Scorer = Callable[[Mapping[str, "torch.Tensor"]], "torch.Tensor"]
-"""From inputs of a tokenizer, int64 [rows, tokens], to logits fp32 [rows, labels] on the CPU."""
+"""Function from token ids of texts, int64 [rows, tokens], to class logits, fp32 [rows, labels] on the CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """Options of `ds-finetune export`."""
+    """Options of the command `ds-finetune export`."""
 
     dtype: str = ""
-    """Dtype of the weights; empty for the first dtype of the format's row."""
+    """Dtype of the exported weights. Empty means the format's first dtype."""
     base: Path | None = None
-    """Folder of the model that was trained."""
+    """Folder of the base model from which training started."""
     max_shard_size: str | None = None
     with_cache: bool = True
     verify: bool = True
 
     def given(self) -> dict[str, str]:
-        """The given options that some formats lack, by name on the command line."""
+        """The options given by the user that some formats lack, by name on the command line."""
         size = {} if self.max_shard_size is None else {"--max-shard-size": f"--max-shard-size {self.max_shard_size}"}
         flags = {"--no-cache": not self.with_cache, "--no-verify": not self.verify}
         return size | {name: name for name, is_given in flags.items() if is_given}
@@ -58,121 +58,124 @@ class ExportOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportResult:
-    """The result of writing `folder`."""
+    """The result of an export to `folder`."""
 
     folder: Path
     num_bytes: int
     seconds: float
     num_tensors: int | None = None
-    """Number of tensors; None where tensors are parts of a graph."""
+    """Number of tensors in the weight files; None for formats whose tensors are parts of a graph."""
     notes: tuple[str, ...] = ()
-    """Lines on comparisons, and on results that may surprise the user, e.g. tensors copied from the base."""
+    """Lines for the user on comparisons and on surprising results, e.g. tensors that were copied from the base."""
     verdict: "VerificationResult | None" = None
-    """The result of verifying the folder; None where it was not verified, or was compared while it was written."""
+    """The result of verifying the folder; None if it was not verified."""
 
     def lines(self) -> list[str]:
-        """The result as lines for the terminal."""
+        """Lines for the terminal that describe the exported folder."""
         tensors = "" if self.num_tensors is None else f"{self.num_tensors} tensors, "
         size = f"{tensors}{bytes_text(self.num_bytes)}"
         return [f"wrote {self.folder}: {size} in {self.seconds:.1f} s", *self.notes]
 
 
 class FormatModule(Protocol):
-    """The functions of a format's module."""
+    """The functions that the module of an export format must have."""
 
     def write(self, source: Path, out: Path, options: ExportOptions) -> ExportResult:
-        """Convert the run, checkpoint, adapter or model in `source` to `out`, which appears only when complete.
-
-        OutputError where `out` is not empty or does not fit on the disk; ExportError where the model cannot be exported
-        so; VerificationError where the folder is compared before it gets its name, and differs.
+        """Convert the run, checkpoint, adapter or model in `source` to the folder `out`, which appears only when
+        complete. OutputError if `out` is not empty or does not fit on the disk; ExportError if the model cannot be
+        exported to this format; VerificationError if the written folder differs from the model when it is compared.
         """
         ...
 
     def verify(self, folder: Path, base: Path | None) -> "VerificationResult":
-        """Compare `folder` with its record, and mark it; `base` is the model it was trained from, if given."""
+        """Compare an exported folder with its record, and mark it as verified or not. `base` is the base model's
+        folder.
+        """
         ...
 
     def check_model(
         self, config: "PretrainedConfig", *, is_classifier: bool, tokenizer: "PreTrainedTokenizerBase | None" = None
     ) -> None:
-        """ExportError where this format does not support the model type, a setting of config.json or the tokenizer."""
+        """Raise ExportError if the format does not support the model type, a setting, or the tokenizer."""
         ...
 
 
 class EngineModule(FormatModule, Protocol):
-    """The functions of a format's module whose folders this program can run."""
+    """The functions of a format's module, for formats that this program can also run."""
 
     def load_model(self, folder: Path, device: str) -> "PreTrainedModel":
-        """The causal LM of `folder` for `generate`.
-
-        `device` `auto` means all GPUs, and empty a GPU if there is one.
+        """Load the causal LM of `folder` to generate text. With `device` `auto` it is spread over all GPUs; with an
+        empty `device` it is put on a GPU if there is one.
         """
         ...
 
     def load_scorer(self, folder: Path) -> Scorer:
-        """The classifier of `folder`."""
+        """Load the classifier of `folder`, as a function from token ids to class logits."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportFormat:
-    """A format: its folders, the programs that read them, and its options of `ds-finetune export`."""
+    """An export format: its files, the programs that read it, and its options of `ds-finetune export`."""
 
     name: str
-    """Name in `--format` and `export.formats`; `format` in the record of a folder begins with it."""
+    """Name of the format in `--format` and `export.formats`. The entry `format` in a folder's record begins with it."""
     title: str
-    """Name in sentences."""
+    """Name of the format in sentences for the user."""
     module: str
-    """Name of the format's module, which has the functions of `FormatModule`."""
+    """Name of the Python module with the functions of `FormatModule`."""
     weights: tuple[str, ...]
-    """Patterns of weight files, by which a folder of the format is recognised."""
+    """Glob patterns of weight files, by which a folder of the format is recognised."""
     read_by: str
-    """Programs that read folders of the format."""
+    """Programs that read the format, as words in a sentence."""
     uses: tuple[str, ...]
-    """Commands that run the folder OUT in these programs, for model cards and docs."""
+    """Example commands that run an exported folder OUT, for model cards and docs."""
     dtypes: tuple[str, ...]
-    """Values of `--dtype`; the first is the default."""
+    """Values of `--dtype` that the format supports; the first one is the default."""
     engines: tuple[str, ...]
-    """Engines of `ds-finetune serve` that read the folders; `auto` takes the first that can run. May be empty."""
+    """Engines of `ds-finetune serve` that read the format; `auto` takes the first that can run. May be empty."""
     options: tuple[str, ...] = ()
-    """Options of `ExportOptions.given` that the format has."""
+    """Names of the options in `ExportOptions.given` that the format supports."""
     reasons: Mapping[str, str] = field(default_factory=dict)
-    """Hints for unsupported values of `--dtype`, if listing the supported values is not enough."""
+    """Hints for unsupported values of `--dtype` where the list of supported values does not help."""
     packages: tuple[str, ...] = ()
-    """Packages that the format's module needs."""
+    """Python packages that the format's module imports."""
     extra: str = ""
-    """The extra of this package that installs `packages`."""
+    """Name of the extra of this package that installs `packages`."""
     has_family: Callable[[Family], bool] = lambda _: True
-    """Whether models of a family can be exported; for an encoder, whether classifiers can."""
+    """Function that says whether the format supports models of a family; for encoders, whether it supports classifiers.
+    """
     is_of_model: bool = True
-    """Whether the folders hold a full model, and so can be made from the export of a run."""
+    """Whether the format has the full model. Only such formats can be listed in `export.formats`."""
     has_card: bool = False
-    """Whether the folder gets a model card."""
+    """Whether a model card is written to the folder."""
 
     @property
     def wheels(self) -> str:
-        """Arguments of `pip install` for `packages`."""
+        """Arguments of `pip install` that install the packages of the format."""
         return f"'ds_finetune[{self.extra}]'" if self.extra else " ".join(self.packages).replace("_", "-")
 
     def resolved(self, options: ExportOptions) -> ExportOptions:
-        """`options` with the default dtype filled in; ConfigError or ExportError for unsupported ones."""
+        """Return `options` with the default dtype filled in. ConfigError or ExportError if an option is
+        not supported.
+        """
         for name, given in options.given().items():
             if name not in self.options:
                 others = " or ".join(row.name for row in formats() if name in row.options)
                 raise ConfigError(
                     f"{given} is not valid with --format {self.name}",
-                    hint=f"leave it out: it is an option of --format {others}",
+                    hint=f"leave the option out; it belongs to --format {others}",
                 )
         if options.dtype in self.reasons:
             raise ConfigError(
-                f"--quantise {options.dtype} is not written with --format {self.name}", hint=self.reasons[options.dtype]
+                f"--format {self.name} does not support --dtype {options.dtype}", hint=self.reasons[options.dtype]
             )
         if options.dtype and options.dtype not in {dtype for row in formats() for dtype in row.dtypes}:
-            raise ConfigError(f"dtype is `{options.dtype}`", hint=f"name one of {', '.join(self.dtypes)}")
+            raise ConfigError(f"unknown --dtype `{options.dtype}`", hint=f"take one of {', '.join(self.dtypes)}")
         if options.dtype and options.dtype not in self.dtypes:
             others = " or ".join(row.name for row in formats() if options.dtype in row.dtypes)
             raise ExportError(
-                f"--format {self.name} has no --dtype {options.dtype}",
+                f"--format {self.name} does not support --dtype {options.dtype}",
                 hint=f"export with --dtype {' or '.join(self.dtypes)}, or with --format {others}",
             )
         return replace(options, dtype=options.dtype or self.dtypes[0])
@@ -184,33 +187,38 @@ class ExportFormat:
             decoders, encoders = (", ".join(self.model_types(is_encoder=is_encoder)) for is_encoder in (False, True))
             others = f", and of classifiers also for {encoders}" if encoders else ""
             raise ExportError(
-                f"model_type `{model_type}` has no export to {self.title}", hint=f"supported are {decoders}{others}"
+                f"models of type `{model_type}` cannot be exported to {self.title}",
+                hint=f"{self.title} supports {decoders}{others}",
             )
         return family
 
     def check_language_model(self, config: "PretrainedConfig", *, is_classifier: bool) -> Family:
-        """The family of a language model; ExportError where this format does not support it, or for a classifier."""
+        """The family of a language model. ExportError for a classifier, or if the format does not support
+        the family.
+        """
         family = self.check_model_type(config.model_type)
         if is_classifier:
             raise ExportError(
-                f"config.json names the classifier {', '.join(config.architectures or [])}, and {self.title} is for "
+                f"the model is a classifier ({', '.join(config.architectures or [])}), and {self.title} supports "
                 "language models only",
                 hint="export it with --format safetensors or onnx",
             )
         return family
 
     def model_types(self, *, is_encoder: bool) -> list[str]:
-        """Model types of the table of families that can be exported, in order."""
+        """Sorted model types that can be exported to this format: encoders or decoders."""
         rows = FAMILIES.items()
         return sorted(name for name, row in rows if self.has_family(row) and (row.encoder is not None) == is_encoder)
 
     def check_not_composite(self, config: Mapping[str, Any]) -> None:
-        """ExportError where the config.json `config` is that of a composite model, which this format cannot hold."""
+        """Raise ExportError if `config` is a composite model's (text and images, for example), unless this is
+        safetensors.
+        """
         if is_composite(config) and self is not SAFETENSORS:
             raise ExportError(
-                f"model_type `{config.get('model_type')}` is a model of text and other media, and has no export to "
-                f"{self.title}",
-                hint="export it with --format safetensors, to which its other parts are copied",
+                f"model_type `{config.get('model_type')}` combines text with images or sound, and cannot be "
+                f"exported to {self.title}",
+                hint="export with --format safetensors, which includes the parts for images and sound",
             )
 
     def holds_weights(self, folder: Path) -> bool:
@@ -218,15 +226,15 @@ class ExportFormat:
         return any(any(folder.glob(pattern)) for pattern in self.weights)
 
     def check_runs_here(self, folder: Path) -> None:
-        """ExportError where this program does not run models of this format, such as that in `folder`."""
+        """Raise ExportError if this program cannot run models of this format, such as the one in `folder`."""
         if not self.engines:
             raise ExportError(
-                f"`{folder}` is a {self.title} folder, which {self.read_by} run, and not this program",
-                hint="name the safetensors export of the model",
+                f"this program cannot run `{folder}`: its format {self.title} is for {self.read_by}",
+                hint="name the safetensors export of the model instead",
             )
 
     def load(self) -> FormatModule:
-        """The format's module; ExportError where a package that it needs is not installed."""
+        """Import the format's module. ExportError if a package that it needs is not installed."""
         absent = [name for name in self.packages if find_spec(name) is None]
         if absent:
             raise ExportError(
@@ -237,7 +245,7 @@ class ExportFormat:
         return cast(FormatModule, import_module(self.module))
 
     def load_engine(self, folder: Path) -> EngineModule:
-        """The format's module, to run `folder`; ExportError where this program does not run the format."""
+        """Import the format's module in order to run `folder`. ExportError if this program cannot run the format."""
         self.check_runs_here(folder)
         return cast(EngineModule, self.load())
 
@@ -325,20 +333,20 @@ COMPRESSED = ExportFormat(
     has_card=True,
 )
 FORMATS = [SAFETENSORS, ONNX, GGUF, COMPRESSED, ADAPTER]
-"""The formats of this package, followed by those that other packages have registered."""
+"""All known export formats: the ones of this package, then the ones that other packages registered."""
 ENGINES = ("vllm", "transformers", "onnx")
-"""The engines of `ds-finetune serve`."""
+"""Names of the engines of `ds-finetune serve`."""
 
 
 def register_format(row: ExportFormat) -> None:
-    """Add a format of another package."""
+    """Add an export format of another package to the known formats."""
     assert row.name not in {other.name for other in FORMATS}, row.name
     assert set(row.engines) <= set(ENGINES), row.engines
     FORMATS.append(row)
 
 
 def formats() -> list[ExportFormat]:
-    """All formats, including those of installed packages."""
+    """All known export formats, including the ones of installed packages."""
     _load_entry_points()
     return FORMATS
 
@@ -350,41 +358,43 @@ def _load_entry_points() -> None:
 
 
 def format_named(name: str, where: str = "format") -> ExportFormat:
-    """The format of this name; ConfigError, which quotes `where` the name was given, if there is none."""
+    """The export format called `name`. If it is unknown, the ConfigError says `where` the name was given."""
     row = next((row for row in formats() if row.name == name), None)
     if row is None:
         names = [row.name for row in formats()]
         near = get_close_matches(name, names, n=1)
-        meant = f"did you mean `{near[0]}`? " if near else ""
-        raise ConfigError(f"{where} `{name}` is not known", hint=f"{meant}known formats are {', '.join(names)}")
+        suggestion = f"did you mean `{near[0]}`? " if near else ""
+        raise ConfigError(f"{where} `{name}` is not known", hint=f"{suggestion}known formats are {', '.join(names)}")
     return row
 
 
 def formats_of_run(names: Sequence[str]) -> list[ExportFormat]:
-    """The formats of `export.formats`; ConfigError where one is unknown or they do not begin with safetensors."""
+    """The formats listed in `export.formats`. ConfigError if one is unknown or needs an adapter, or if the list does
+    not begin with safetensors.
+    """
     if list(names) != list(dict.fromkeys((SAFETENSORS.name, *names))):
         raise ConfigError(
             f"export.formats is {list(names)}",
-            hint=f"begin with {SAFETENSORS.name}, from which the others are made, and name each format once",
+            hint=f"list {SAFETENSORS.name} first, because the other formats are made from it, and each format once",
         )
     rows = [format_named(name, "export.formats: format") for name in names]
     for row in rows:
         if not row.is_of_model:
             raise ConfigError(
-                f"export.formats names {row.name}, which is made from `adapter/` of a run that has ended",
-                hint=f"leave it out, and afterwards: ds-finetune export RUN OUT --format {row.name}",
+                f"export.formats names {row.name}, which is made after training from the run's folder `adapter/`",
+                hint=f"leave {row.name} out, and after training: ds-finetune export RUN OUT --format {row.name}",
             )
     return rows
 
 
 def format_of(folder: Path) -> ExportFormat:
-    """The format of an exported folder: by its record, else by its weight files, else safetensors."""
+    """The format of an exported folder, by the folder's record, else by its weight files, else safetensors."""
     try:
         tree = json.loads((folder / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         tree = None
     name = str(tree.get("format")).partition(" ")[0] if isinstance(tree, dict) else ""
-    # A folder of another format may also have a safetensors file.
+    # Folders of other formats may contain safetensors files too, so the other formats are tried first.
     others = (row for row in formats() if row.is_of_model and row.weights != SAFETENSORS.weights)
     rows = [SAFETENSORS, *(row for row in others if row.holds_weights(folder))]
     return next((row for row in formats() if row.name == name), rows[-1])

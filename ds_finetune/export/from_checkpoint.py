@@ -1,4 +1,4 @@
-"""`ds-finetune export`: converts a checkpoint, an adapter or a model on disk to a Hugging Face folder."""
+"""Converts a checkpoint, an adapter or a model to a Hugging Face folder, for the command `ds-finetune export`."""
 
 import json
 import shutil
@@ -33,25 +33,25 @@ from ds_finetune.model.weights.names import published_names
 from ds_finetune.system.disk import nearest_existing
 
 COPIED_FILES = (GENERATION, *TOKENIZER_FILES)
-"""Files that are copied beside the weights, if they exist."""
+"""Names of files that are copied beside the exported weights, if they exist."""
 FP8 = "fp8"
-"""Value of `--dtype`: linear weights in FP8 blocks as published with DeepSeek-V3, others in bf16."""
+"""Value of `--dtype` for linear weights in FP8 blocks, as DeepSeek-V3 is published, and other weights in bf16."""
 
 
 def export_checkpoint(path: Path, out: Path, *, dtype: str, max_shard_bytes: int, base: Path | None) -> ExportResult:
-    """Convert the checkpoint or model in `path` to the Hugging Face folder `out` in `dtype`, one of the format's.
+    """Convert the checkpoint or model in `path` to the Hugging Face folder `out`, with weights in `dtype`.
 
-    config.json and tokenizer are taken from `base`, else from beside the checkpoint; a model, and a checkpoint with a
-    resized vocabulary, have their own. Tensors of the base for which transformers' class has no module are copied.
-    ExportError or ModelError where the source cannot be read or does not fit the config's model class; OutputError
-    where `out` is not empty or larger than the free space of the disk.
+    config.json and tokenizer come from `base`, else from the checkpoint's folder. A full model, or a checkpoint with a
+    resized vocabulary, brings its own. Tensors of the base for which transformers' class has no module are copied.
+    ExportError or ModelError if the source cannot be read or does not fit the model class of config.json; OutputError
+    if `out` is not empty, or larger than the free space of the disk.
     """
     began = time.monotonic()
     check_out_empty(out)
     if base is not None:
         if not (base / "config.json").is_file():
             raise ExportError(
-                f"--base `{base}` has no config.json", hint="name the folder of the model that was trained"
+                f"--base `{base}` has no config.json", hint="name the folder of the model that training started from"
             )
         check_folder(base)
     named = () if base is None else (base,)
@@ -74,8 +74,8 @@ def export_checkpoint(path: Path, out: Path, *, dtype: str, max_shard_bytes: int
     ]
     if parts.is_fp8 and parts.family.fp8_linear is None and parts.fp8_base is None:
         raise ExportError(
-            f"model_type {spec.model_type}: it is not known which of its weights are published in FP8",
-            hint="name a folder of it in FP8 by --base, or export with --dtype bf16",
+            f"for model_type {spec.model_type} it is not known which weights belong in FP8",
+            hint="name a published FP8 folder of the model by --base, or export with --dtype bf16",
         )
     if parts.is_fp8 and all(tensor.dtype != FP8_DTYPE for tensor in tensors):
         raise ExportError(
@@ -98,12 +98,12 @@ def export_checkpoint(path: Path, out: Path, *, dtype: str, max_shard_bytes: int
 def _with_base(
     parts: FolderParts, spec: ModelSpec, opened: OpenedSource, named: Path | None, *, without: Collection[str]
 ) -> tuple[FolderParts, list[str]]:
-    """Return `parts` with tensors that only the base has, except `without`, and with its FP8 blocks; and notes."""
+    """Add to `parts` tensors and FP8 blocks that only the base has, except `without`. Returns `parts` and notes."""
     folder = named or opened.base
     if parts.is_fp8 and is_composite(parts.config):
         raise ExportError(
-            f"config.json is that of a model of text and other media, `{parts.config['model_type']}`, which is not "
-            "quantised",
+            f"model_type `{parts.config['model_type']}` combines text with images or sound, and cannot be exported "
+            "in FP8",
             hint="export with --dtype bf16",
         )
     if opened.hub is not None and opened.hub.published:
@@ -111,7 +111,8 @@ def _with_base(
     if parts.is_fp8 and opened.hub and opened.hub.has_fp8:
         parts = replace(parts, fp8_base=opened.hub)
     if spec.is_classifier:
-        # Tensors that only the base has belong to its language-model head, and to multi-token prediction layers.
+        # A classifier needs no tensor that only the base has: they belong to a language-model head or multi-token
+        # prediction.
         return parts, []
     if opened.hub and folder in (None, opened.hub.folder):
         # Adapters may change embedding and head; then their copies in a multi-token prediction layer must change too.
@@ -126,11 +127,11 @@ def _with_base(
 
 
 def check_free_space(out: Path, size: int) -> None:
-    """OutputError where the disk of `out` has less than `size` bytes free."""
+    """Raise OutputError if the disk of `out` has less than `size` bytes free."""
     free = shutil.disk_usage(nearest_existing(out)).free
     if size > free:
         raise OutputError(
-            f"`{out}` needs {bytes_text(size)} and the disk has {bytes_text(free)} free",
+            f"the export to `{out}` needs {bytes_text(size)}, and the disk has {bytes_text(free)} free",
             hint="free some space or name another folder",
         )
 
@@ -140,14 +141,14 @@ def _config_file(folders: tuple[Path, ...]) -> Path:
     if file is None:
         searched = ", ".join(map(str, folders))
         raise ExportError(
-            f"no config.json in {searched}", hint="name the folder of the model it was trained from by --base"
+            f"no config.json in {searched}", hint="name the folder of the model that training started from by --base"
         )
     return file
 
 
 def beside_weights(folders: Sequence[Path]) -> list[Path]:
-    """The generation_config.json and tokenizer files of `folders`: each set from the first folder that has one, because
-    files of two tokenizers do not fit together.
+    """The generation_config.json and the tokenizer files that belong to an export. Tokenizer files come from the first
+    of `folders` that has any, because files of two tokenizers do not fit together.
     """
     generation = _first(folders, GENERATION)
     tokenizer = next(filter(None, map(tokenizer_files, folders)), {})
@@ -182,9 +183,8 @@ def _parts(folders: tuple[Path, ...], spec: ModelSpec, opened: OpenedSource, dty
 
 
 def _record_without_logits(folder: Path, opened: OpenedSource, dtype: torch.dtype) -> ExportRecord:
-    """A record for weights whose logits no run has recorded.
-
-    The folder is verified against the digests of its tensors; it must load and give finite logits.
+    """The verification record of an export whose logits no run has recorded. Verification then compares the digests of
+    tensors, and requires that the model loads and gives finite logits.
     """
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     vocab_size = int(config.get_text_config().vocab_size)

@@ -1,4 +1,4 @@
-"""Signals during the verification of exports: no signal is lost, and the error names unverified folders."""
+"""Handles SIGINT and SIGTERM while exports are verified: no signal is lost, and the error names unverified folders."""
 
 import signal
 from collections.abc import Sequence
@@ -10,11 +10,12 @@ from ds_finetune.errors import VerificationError
 
 
 class SignalInterruption:
-    """A context in which each of `signals` raises KeyboardInterrupt; `name` is the name of the first signal.
+    """Context in which each of `signals` raises KeyboardInterrupt. `name` is the name of the first signal that arrived.
 
-    Python prints an exception that a signal handler raises within a destructor, and continues. DeepSpeed 0.19.8 has a
-    destructor (runtime/engine.py:1236) that takes most of a second at the end of a run. A signal lost there is raised
-    at the end of the context, or by `check`. Ignored signals, e.g. under nohup, stay ignored.
+    A KeyboardInterrupt raised within a destructor is lost: Python prints it and continues. DeepSpeed 0.19.8 has a
+    destructor (runtime/engine.py:1236) that takes most of a second at the end of a run. A signal that arrives there is
+    raised again at the end of the context, or by `check`. Signals that were ignored before, e.g. under nohup, stay
+    ignored.
     """
 
     def __init__(self, *signals: signal.Signals) -> None:
@@ -36,11 +37,12 @@ class SignalInterruption:
             raise KeyboardInterrupt
 
     def check(self, unverified: Sequence[Path]) -> None:
-        """Raise VerificationError if a signal has arrived and `unverified` names folders; the error lists them."""
+        """If a signal has arrived, raise a VerificationError that lists the `unverified` folders, if any."""
         if self.name and unverified:
             raise VerificationError(
-                f"{self.name} ended the verification; written but not verified: {', '.join(map(str, unverified))}",
-                hint="; ".join(f"ds-finetune export --check {folder}" for folder in unverified),
+                f"{self.name} ended the verification: these folders are complete but not verified: "
+                f"{', '.join(map(str, unverified))}",
+                hint="verify them: " + "; ".join(f"ds-finetune export --check {folder}" for folder in unverified),
             )
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:

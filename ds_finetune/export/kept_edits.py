@@ -1,4 +1,4 @@
-"""Keeps files that a user added to an export of a run, or changed there, when the run replaces the export."""
+"""Saves files that a user added to a run's export, or changed there, before the run replaces the export."""
 
 import filecmp
 import json
@@ -17,18 +17,17 @@ from ds_finetune.export.verify.record import UNVERIFIED
 
 CARD = "README.md"
 MARK = "<!-- written by ds_finetune"
-"""Begin of the comment in generated model cards, which ends with a checksum of the card's other text."""
+"""Beginning of the comment in generated model cards, which ends with a checksum of the rest of the card."""
 _WEIGHTS = "*model*.safetensors*"
-"""Pattern of weight files and their index."""
+"""Glob pattern of the weight files and their index."""
 _TEXTS = (".json", ".jinja", ".md", ".txt", "")
 
 
 @contextmanager
 def kept_edits(out: Path, say: Say) -> Iterator[None]:
-    """While open, the folder `out` is replaced by a newer export of the same run. Files that a user has added or
-    changed are afterwards in a folder `OUT-edits`, which `say` names.
-
-    OutputError where the files cannot be saved; `out` is then unchanged.
+    """Context in which the export folder `out` is replaced by a newer export of the same run. Files in `out` that a
+    user added or changed are afterwards in the folder `OUT-edits`; `say` tells the user. OutputError if they cannot be
+    saved, and then `out` is unchanged.
     """
     if not out.is_dir():
         yield
@@ -75,7 +74,7 @@ def is_generated_card(path: Path) -> bool:
 
 
 def _not_weights(out: Path) -> Iterator[str]:
-    """Names of the files of an export, except weights, records, and a model card that nobody has edited."""
+    """Names of the files in an export except weights, records, and a model card that this program wrote."""
     recorded = {}
     with suppress(OSError, ValueError, AttributeError):
         recorded = json.loads((out / RECORD).read_text(encoding="utf-8")).get("files", {})

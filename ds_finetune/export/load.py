@@ -1,4 +1,4 @@
-"""Load an exported folder, of any format, as a model that generates or classifies."""
+"""Loads an exported folder of any format as a model that generates text or classifies texts."""
 
 import json
 from pathlib import Path
@@ -14,39 +14,37 @@ _HINT = "name an exported folder, e.g. runs/r1/export"
 
 
 def load_exported(folder: Path) -> PreTrainedModel:
-    """The causal LM of `folder`, on a GPU if there is one and the format's engine supports it.
-
-    ExportError where the folder has no config.json or no weights, has a classifier, or needs packages that are not
-    installed.
+    """Load the causal LM of `folder`, on a GPU if there is one and the format's engine supports it. ExportError if the
+    folder has no config.json or weights, has a classifier, or needs packages that are not installed.
     """
     check_generates(folder)
     return format_of(folder).load_engine(folder).load_model(folder, "")
 
 
 def load_scorer(folder: Path) -> Scorer:
-    """The classifier of `folder`; device and errors as in `load_exported`."""
+    """Load the classifier of `folder`, on a GPU if there is one and the engine supports it. Errors: `load_exported`."""
     check_loadable(folder)
     return format_of(folder).load_engine(folder).load_scorer(folder)
 
 
 def check_generates(folder: Path) -> None:
-    """ExportError where `folder` has no loadable model, or a classifier, which generates no text."""
+    """Raise ExportError if `folder` has no model that this program can load, or has a classifier."""
     if folder.is_dir():
         check_folder(folder)
     check_loadable(folder)
     if holds_classifier(folder):
         names = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"]
         raise ExportError(
-            f"`{folder}` holds a {names[0]}, which scores texts and generates none",
-            hint="`ds-finetune ask` prints the classes of texts, `ds-finetune eval` scores it on held-out rows",
+            f"`{folder}` has a classifier ({names[0]}), which cannot generate text",
+            hint="classify texts with `ds-finetune ask`, or evaluate the classifier with `ds-finetune eval`",
         )
 
 
 def check_loadable(folder: Path) -> None:
-    """ExportError where `folder` has no config.json, no weights in a known format, or weights that do not run here."""
+    """Raise ExportError if `folder` lacks config.json or known weights, or if this program cannot run the format."""
     format_of(folder).check_runs_here(folder)
     if not (folder / "config.json").is_file():
         raise ExportError(f"`{folder}` holds no config.json", hint=_HINT)
     if not format_of(folder).holds_weights(folder):
-        raise ExportError(f"`{folder}` holds a config.json and no weights", hint=_HINT)
+        raise ExportError(f"`{folder}` has a config.json but no weights", hint=_HINT)
     check_index(folder)

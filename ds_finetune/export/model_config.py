@@ -1,4 +1,4 @@
-"""Configuration files of an exported folder: the base's keys, and more keys for vLLM and SGLang."""
+"""Configuration files of an exported folder: the base model's files, with more keys for vLLM and SGLang."""
 
 import json
 import re
@@ -15,23 +15,24 @@ from ds_finetune.model.build.hub_folder import check_inside, copy_model_file
 from ds_finetune.model.mtp import PREDICTION_LAYERS
 
 CODE = "auto_map"
-"""Key that names classes in Python files of the folder; such files are not exported."""
+"""Key of config.json and tokenizer_config.json that names Python classes in the folder. Code is not exported."""
 TOKENIZER_CONFIG = "tokenizer_config.json"
 NAMED_TEMPLATES = "additional_chat_templates"
-"""Folder with further chat templates, such as one for requests with tools."""
+"""Subfolder with further chat templates, such as one for requests with tools."""
 _KEYS_OF_KINDS = ("layer_types", "mlp_layer_types", "compress_rates")
-"""Keys of transformers 5.23 whose values vLLM's class of DeepSeek-V4 rejects; the published keys mean the same."""
+"""Keys that transformers 5.23 writes for DeepSeek-V4 beside the published ones, and vLLM's model class rejects."""
 _UNSCALED_KEYS = ("rope_theta", "partial_rotary_factor")
-"""Keys of `rope_parameters` that the older schema has at top level, not in `rope_scaling`."""
+"""Keys of `rope_parameters` that the older schema of config.json has at top level, not in `rope_scaling`."""
 
 
 def served_config(config: Mapping[str, Any], family: Family, keys: Collection[str]) -> dict[str, Any]:
-    """The config.json of a folder with the tensors `keys` in an unquantised dtype; `config` is the base's.
+    """The config.json of an exported folder that has the tensors `keys`, without quantisation keys. `config` is the
+    base's.
 
-    `auto_map` is removed: transformers has the class, and the code is not exported. Missing keys that `family` needs
-    are added. Rotary settings are written in both schemas. `num_nextn_predict_layers` is the number of multi-token
-    prediction layers among `keys`, if there are any or `config` has the key. For a composite model only `auto_map` is
-    removed.
+    `auto_map` is removed, because transformers has the class and the code is not exported. Missing keys that `family`
+    needs are added, and rotary settings are written in both schemas. `num_nextn_predict_layers` is set to the number of
+    multi-token prediction layers among `keys`. Of a composite model's config.json only quantisation keys and `auto_map`
+    are removed.
     """
     served = dict(config)
     for key in ("quantization_config", "expert_dtype"):
@@ -58,9 +59,8 @@ def served_config(config: Mapping[str, Any], family: Family, keys: Collection[st
 
 
 def served_tokenizer(file: Path) -> str | None:
-    """The text of a tokenizer_config.json without `auto_map`; None where the file needs no change.
-
-    No change is needed if it names no code, or if transformers has no class in place of the code.
+    """The text of a tokenizer_config.json without `auto_map`; None if the file needs no change. It needs no change if
+    it names no Python code, or if transformers has no tokenizer class that replaces the code.
     """
     config = _config_with_code(file)
     if not config or tokenizer_class_from_name(str(config.get("tokenizer_class"))) is None:
@@ -69,8 +69,8 @@ def served_tokenizer(file: Path) -> str | None:
 
 
 def write_files(folder: Path, files: Iterable[Path], texts: Mapping[str, str]) -> None:
-    """Copy tokenizer and generation `files` to `folder`, without the code that a tokenizer_config.json names; write
-    `texts` by name in place of copies with these names.
+    """Copy tokenizer and generation `files` to `folder`, and write `texts` by file name; a text replaces a file of its
+    name. Names of Python code are removed from a tokenizer_config.json.
     """
     for file in (file for file in files if file.name not in texts):
         text = served_tokenizer(check_inside(file)) if file.name == TOKENIZER_CONFIG else None
@@ -85,9 +85,7 @@ def write_files(folder: Path, files: Iterable[Path], texts: Mapping[str, str]) -
 
 
 def config_changes(config: Mapping[str, Any], files: Iterable[Path], keys: Collection[str]) -> list[str]:
-    """Notes on how configuration files will differ from the base's: number of multi-token prediction layers,
-    `auto_map`.
-
+    """Notes for the user on how the exported configuration differs from the base's: prediction layers and `auto_map`.
     `config` and `files` are the base's config.json and other files; `keys` are the tensors to be written.
     """
     configured, written = config.get(PREDICTION_LAYERS), _prediction_layers(config, keys)
@@ -100,7 +98,7 @@ def config_changes(config: Mapping[str, Any], files: Iterable[Path], keys: Colle
 
 
 def _code_changes(config: Mapping[str, Any], files: Iterable[Path]) -> list[str]:
-    """Notes on code that `config` or a tokenizer_config.json among `files` names, and that is not exported."""
+    """Notes for the user on Python code that config.json or tokenizer_config.json names, and that is not exported."""
     dropped = f"without {CODE}, since transformers has the class and the code is not exported"
     unknown = f"{CODE} names code that is not exported, and transformers has no such class; copy it from"
     lines = [f"config.json: {dropped}"] if CODE in config else []
@@ -111,23 +109,25 @@ def _code_changes(config: Mapping[str, Any], files: Iterable[Path]) -> list[str]
 
 
 def _config_with_code(file: Path) -> dict[str, Any]:
-    """The content of a tokenizer_config.json that names code; empty for any other file."""
+    """The parsed tokenizer_config.json if it names Python code; else empty."""
     config = json.loads(file.read_text(encoding="utf-8"))
     return config if isinstance(config, dict) and CODE in config else {}
 
 
 def _prediction_layers(config: Mapping[str, Any], keys: Collection[str]) -> int:
-    """Number of layers that the tensors `keys` have beyond `num_hidden_layers`, or named `mtp.0`, `mtp.1`, ... (V4)."""
+    """Number of multi-token prediction layers among the tensors `keys`. They are numbered from `num_hidden_layers` on,
+    or named `mtp.0`, `mtp.1`, ... in DeepSeek-V4.
+    """
     layers = config.get("num_hidden_layers")
     mtp_numbers = {number[0] for number in (re.match(r"mtp\.\d+\.", key) for key in keys) if number}
     return 0 if layers is None else len({layer for layer in map(layer_of, keys) if layer >= layers} | mtp_numbers)
 
 
 def _add_rope_schemas(config: dict[str, Any]) -> None:
-    """Add `rope_parameters` where only `rope_theta` or `rope_scaling` exists, and vice versa.
-
-    transformers 5.23 reads `rope_scaling` first, then `rope_parameters` (modeling_rope_utils.py:775), and writes only
-    the latter. vLLM, SGLang and DeepSeek's own code of 2024 read the former; DeepSeek's code expects the key `type`.
+    """Add `rope_parameters` to config.json if it has only `rope_theta` or `rope_scaling`, and vice versa. transformers
+    5.23 reads `rope_scaling` first, then `rope_parameters` (modeling_rope_utils.py:775), and writes only
+    `rope_parameters`. vLLM, SGLang and DeepSeek's own code of 2024 read `rope_scaling`; DeepSeek's code expects its key
+    `type`.
     """
     parameters = config.get("rope_parameters")
     if isinstance(parameters, dict) and not any(isinstance(value, dict) for value in parameters.values()):

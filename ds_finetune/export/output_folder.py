@@ -1,4 +1,4 @@
-"""Output folders: written only if empty, named only once complete; disk errors are raised as OutputError."""
+"""Output folders, written only if empty and named only when complete. Disk errors are raised as OutputError."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -9,31 +9,29 @@ from ds_finetune.errors import OutputError
 from ds_finetune.system.whole_file import synchronise
 
 RECORD = "verification.json"
-"""Record of an exported folder. A JSON file, because vLLM reads every `*.safetensors` file as weights."""
+"""Name of a folder's verification record. It is JSON, because vLLM reads every `*.safetensors` file as weights."""
 _SHOWN = 5
 _PARTIAL = ".ds_finetune-partial"
-"""Suffix of the name of an incomplete folder."""
+"""Suffix of a folder's name while it is incomplete."""
 
 
 def check_out_empty(out: Path, message: str = "", *, may_hold: Callable[[Path], bool] | None = None) -> None:
-    """OutputError where `out` is a file, or a folder with any entry that `may_hold` does not allow.
-
-    `message` begins the message in place of "OUT is not empty".
+    """Raise OutputError if `out` is a file, or a folder with an entry that `may_hold` does not allow. The error begins
+    with `message`, or with "OUT is not empty".
     """
     entries = out.iterdir() if out.is_dir() else ()
     names = sorted(entry.name for entry in entries if not (may_hold and may_hold(entry)))
     if names or out.is_file():
         content = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "") if names else "it is a file"
         message = message or f"`{out}` is not empty"
-        raise OutputError(f"{message}: {content}", hint="name a new folder, or move that one away")
+        raise OutputError(f"{message}: {content}", hint="name a new folder, or move the existing one away")
 
 
 @contextmanager
 def replaced_folder(out: Path) -> Iterator[Path]:
-    """A new folder to be filled, which replaces an older `out` when the context ends without an error.
-
-    Its files are flushed to the disk before that. After an error the new folder is removed. Leftovers of a killed
-    program with the same name are removed too. OutputError where the folder cannot be made or renamed.
+    """Context with a new folder to fill, which replaces an older `out` when the context ends without an error. Before
+    that its files are flushed to the disk. After an error the new folder is removed; a folder of the same name that a
+    killed program left is removed too. OutputError if the folder cannot be made or renamed.
     """
     partial = out.with_name(out.name + _PARTIAL)
     shutil.rmtree(partial, ignore_errors=True)
@@ -53,7 +51,7 @@ def replaced_folder(out: Path) -> Iterator[Path]:
 
 @contextmanager
 def as_output_errors(folder: Path) -> Iterator[None]:
-    """Raise OutputError in place of OSError, e.g. where the disk of `folder` is full."""
+    """Context that raises OutputError instead of OSError, e.g. if the disk of `folder` is full."""
     try:
         yield
     except OSError as refused:

@@ -1,4 +1,4 @@
-"""The Hugging Face folder from which formats other than safetensors are made, and its model on the meta device."""
+"""Opens the Hugging Face folder from which formats other than safetensors are made, and its model without weights."""
 
 import json
 import tempfile
@@ -23,18 +23,18 @@ from ds_finetune.model.loss.score_config import is_classifier
 from ds_finetune.model.weights.load import open_weights
 
 SHARD_BYTES = 5 * 10**9
-"""Largest safetensors file by default."""
-_PLAIN_COPY = "make a bf16 copy of it first, where it is in FP8 blocks by `ds-finetune export SOURCE COPY`"
+"""Default size limit of a safetensors file in bytes."""
+_PLAIN_COPY = "first make a bf16 copy of the model; for a model in FP8 blocks with `ds-finetune export SOURCE COPY`"
 
 
 @contextmanager
 def plain_folder(source: Path, out: Path, base: Path | None) -> Iterator[Path]:
-    """`source` itself if it is a Hugging Face folder; else its export in a temporary folder beside `out`."""
+    """Context with `source` as a Hugging Face folder; other sources are exported to a temporary folder beside `out`."""
     if is_model(source) and not is_peft_adapter(source):
         if base is not None:
             raise ExportError(
                 f"--base {base} is not valid with the Hugging Face folder {source}",
-                hint="leave it out: the folder has a config.json",
+                hint="leave --base out: the folder has a config.json of its own",
             )
         yield source
         return
@@ -46,10 +46,9 @@ def plain_folder(source: Path, out: Path, base: Path | None) -> Iterator[Path]:
 
 
 def plain_model(folder: Path, check_model: Callable[..., None]) -> tuple[PreTrainedModel, HubFolder]:
-    """The model of `folder` on the meta device, without running code of the folder, and its weights.
-
-    ExportError where the type is unknown or quantised, ModelError where the weights do not fit; also errors of the
-    format's `check_model`.
+    """The model of `folder` on the meta device, and its weights. Code in the folder is not run. ExportError if the
+    model type is unknown or the weights are quantised; ModelError if the weights do not fit the model; also errors of
+    the format's `check_model`.
     """
     check_folder(folder)
     try:
@@ -61,19 +60,19 @@ def plain_model(folder: Path, check_model: Callable[..., None]) -> tuple[PreTrai
         ) from unknown
     quantized = getattr(config, "quantization_config", None)
     if quantized:
-        raise ExportError(f"{folder} is quantized ({quantized.get('quant_method')})", hint=_PLAIN_COPY)
+        raise ExportError(f"the model in {folder} is quantised ({quantized.get('quant_method')})", hint=_PLAIN_COPY)
     check_model(config, is_classifier=is_classifier(config))
     with torch.device("meta"):
         model: PreTrainedModel = auto_class(config).from_config(config, trust_remote_code=False)
     hub = open_weights(model, folder, family=family_of(config.model_type))
     if hub.has_fp8:
-        raise ExportError(f"{folder} holds FP8 tensors and its config.json does not say so", hint=_PLAIN_COPY)
+        raise ExportError(f"{folder} has FP8 tensors, which its config.json does not name", hint=_PLAIN_COPY)
     return model, hub
 
 
 def copy_settings(folder: Path, out: Path) -> None:
-    """Copy configuration and tokenizer of `folder` to `out`, without names of code; the copied tokenizer begins texts
-    as training does.
+    """Copy configuration and tokenizer files of `folder` to `out`, without names of Python code. The copied tokenizer
+    begins texts as training does.
     """
     files = beside_weights((folder,))
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))

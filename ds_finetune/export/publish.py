@@ -1,7 +1,7 @@
-"""`export --push-to-hub`: uploads an exported folder to a new private repository of the hub, in one commit.
+"""Option `export --push-to-hub`: uploads an exported folder to a new private repository of the Hub, in one commit.
 
-Files stored by an interrupted push are not sent again: the hub knows them by their digests, and a repository without a
-commit of this program is filled.
+After an interruption, a second push sends only the missing files: the Hub knows the others by their digests. A
+repository without files is accepted as new.
 """
 
 from pathlib import Path
@@ -21,11 +21,11 @@ from ds_finetune.export.verify.record import UNVERIFIED
 from ds_finetune.foreign.hub_access import without_password
 
 _MADE_BY_HUB = {".gitattributes"}
-"""Files that the hub creates in a new repository."""
+"""Names of files that the Hub creates in a new repository."""
 
 
 def check_repository(name: str) -> None:
-    """ConfigError where `name` is not `OWNER/NAME`; called before the export."""
+    """Raise ConfigError if `name` is not of the form OWNER/NAME. Called before the export begins."""
     try:
         validate_repo_id(name)
     except HFValidationError as wrong:
@@ -35,30 +35,32 @@ def check_repository(name: str) -> None:
 
 
 def push_to_hub(folder: Path, name: str) -> str:
-    """Upload `folder` to the repository `name`, which is created as private; returns its URL.
-
-    ExportError where the folder is UNVERIFIED, the hub refuses, or the repository has files already. No message
-    contains the token.
+    """Upload `folder` to the repository `name`, which is created as private. Returns the repository's URL. ExportError
+    if the folder is not verified, the Hub refuses, or the repository has files already. Messages never contain the
+    access token.
     """
     check_repository(name)
     if (folder / UNVERIFIED).is_file():
-        raise ExportError(f"`{folder}` is {UNVERIFIED}", hint=f"verify it: ds-finetune export --check {folder}")
-    api, again = HfApi(), f"ds-finetune export --check {folder} --push-to-hub {name} sends what is missing"
+        raise ExportError(
+            f"`{folder}` is not verified (it has a file {UNVERIFIED})",
+            hint=f"verify it: ds-finetune export --check {folder}",
+        )
+    api, again = HfApi(), f"to send the missing files: ds-finetune export --check {folder} --push-to-hub {name}"
     try:
         url = str(api.create_repo(name, private=True, exist_ok=True))
         files = sorted(set(api.list_repo_files(name)) - _MADE_BY_HUB)
         if files:
             raise ExportError(
-                f"the repository `{name}` exists and holds {len(files)} files, e.g. {files[0]}",
-                hint="name a new one, or delete that one on its page",
+                f"the repository `{name}` exists and has {len(files)} files, e.g. {files[0]}",
+                hint="name a new repository, or delete the existing one on its page",
             )
         api.upload_folder(repo_id=name, folder_path=folder, commit_message="Upload by ds_finetune")
     except LocalTokenNotFoundError:
         raise ExportError(
-            f"no token for {without_password(api.endpoint)}", hint="`hf auth login`, or set HF_TOKEN"
+            f"no access token for {without_password(api.endpoint)}", hint="run `hf auth login`, or set HF_TOKEN"
         ) from None
     except (HfHubHTTPError, RuntimeError, OfflineModeIsEnabled, HTTPError, OSError) as failed:
-        # An upload wraps errors in a RuntimeError (huggingface_hub 2.4, _commit_api.py:530).
+        # huggingface_hub 2.4 wraps errors of an upload in a RuntimeError (_commit_api.py:530).
         cause = failed.__cause__ if isinstance(failed, RuntimeError) else failed
         answer = cause.response.status_code if isinstance(cause, HfHubHTTPError) else type(cause).__name__
         raise ExportError(

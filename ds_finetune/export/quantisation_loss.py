@@ -1,4 +1,4 @@
-"""Cost of quantised weights of a language model: loss and divergence on rows of its run, or on text that it samples."""
+"""Measures what quantisation costs a language model: its loss and divergence on rows of its run, or on sampled text."""
 
 import json
 from dataclasses import dataclass
@@ -13,31 +13,31 @@ from ds_finetune.config.units import bytes_text
 from ds_finetune.data.tokenizer_files import load_tokenizer
 
 _ROWS, _LENGTH = 8, 128
-"""Number of rows of a run, and the tokens that each is cut to."""
+"""Number of rows of a run that are compared, and the number of tokens that each row is cut to."""
 _TEXTS, _TEXT_LENGTH, _AT_ONCE = 32, 8, 8
-"""Number of sampled texts, tokens of each, and texts of one forward, which holds logits [texts, tokens, vocabulary]."""
+"""Number of sampled texts, tokens per text, and texts per forward, whose logits are [texts, tokens, vocabulary]."""
 Batch = tuple[torch.Tensor, torch.Tensor]
-"""Token ids [rows, length], with a length of at most `_LENGTH`, and a mask of the tokens that count."""
+"""Token ids [rows, length], and a mask of the tokens whose loss is measured."""
 
 
 @dataclass(frozen=True)
 class QuantisationLoss:
-    """Loss before and after quantisation, and the divergence between both models."""
+    """Loss of a model before and after quantisation, and the divergence between both versions."""
 
     dtype: str
     rows: str
-    """Description of the tokens, for messages."""
+    """Where the tokens came from, as words in a message."""
     tokens: int
     loss_before: float
     """Mean negative log-likelihood per token before quantisation, in nats."""
     loss_after: float
     divergence: float
-    """Mean Kullback-Leibler divergence of a token's distribution from that before quantisation, in nats."""
+    """Mean Kullback-Leibler divergence of next-token distributions after quantisation from those before, in nats."""
     bytes_before: int
     bytes_after: int
 
     def line(self) -> str:
-        """A line with the result, for the terminal."""
+        """A line for the terminal with the losses, the divergence and the sizes."""
         return (
             f"{self.dtype}: loss {self.loss_before:.4f} before and {self.loss_after:.4f} after, KL divergence "
             f"{self.divergence:.1e} nats a token, on {self.tokens} tokens {self.rows}; "
@@ -48,9 +48,8 @@ class QuantisationLoss:
 def quantisation_loss(
     dtype: str, source: Path, before: PreTrainedModel, after: PreTrainedModel, sizes: tuple[int, int]
 ) -> QuantisationLoss:
-    """Compare the models on the first rows of the run that `source` belongs to, else on text that `before` samples.
-
-    `sizes` are the bytes of both models.
+    """Compare a model before and after quantisation on the first rows of the run that wrote `source`. If there is no
+    such run, text that `before` samples is used. `sizes` are the bytes of both models.
     """
     rows, sums = _rows_of_run(source, before.name_or_path), np.zeros(4)
     rows_text = f"of {len(rows)} rows of the run" if rows else "that the model sampled"
@@ -64,7 +63,7 @@ def quantisation_loss(
 
 
 def _rows_of_run(source: Path, tokenizer_folder: str) -> list[Batch]:
-    """The first tokens of documents that a run has stored as text; empty without a run, or if it streams its rows."""
+    """The first tokens of documents that a run stored in data.json; empty without a run, or if it streams its data."""
     folders = (source, *source.absolute().parents[:2])
     file = next((file for folder in folders if (file := folder / "data.json").is_file()), None)
     samples = [] if file is None else json.loads(file.read_text(encoding="utf-8")).get("samples", [])
@@ -83,11 +82,11 @@ def _rows_of_run(source: Path, tokenizer_folder: str) -> list[Batch]:
 
 
 def _sampled(model: PreTrainedModel) -> list[Batch]:
-    """Texts that the model samples at temperature 1, each after one token; the same at each call."""
+    """Texts that the model samples at temperature 1, each after one random token. Each call returns the same texts."""
     with torch.random.fork_rng(devices=()), torch.no_grad():
         torch.manual_seed(0)
         first = torch.randint(model.config.vocab_size, (_TEXTS, 1))
-        # The model's own settings may restrict sampling, or end early.
+        # The model's own generation settings may restrict sampling or end a text early.
         model.generation_config = GenerationConfig(
             do_sample=True,
             top_k=0,
@@ -101,7 +100,7 @@ def _sampled(model: PreTrainedModel) -> list[Batch]:
 
 
 def _log_probabilities(model: PreTrainedModel, ids: torch.Tensor, counts: torch.Tensor) -> NDArray[np.float32]:
-    """Log-probabilities [counted tokens, vocabulary] of the next token at each position."""
+    """Log-probabilities [masked tokens, vocabulary] of the next token, if `counts` selects that token."""
     with torch.no_grad():
         logits = model(ids, use_cache=False).logits[:, :-1]
         logs: NDArray[np.float32] = logits[counts[:, 1:]].float().log_softmax(-1).numpy()

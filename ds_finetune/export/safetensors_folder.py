@@ -1,6 +1,6 @@
-"""Write a Hugging Face folder tensor by tensor: shards, index, config and tokenizer.
+"""Writes a Hugging Face folder tensor by tensor: shards, index, config.json and tokenizer.
 
-The folder has its final name only once it is complete.
+The folder gets its final name only when it is complete.
 """
 
 import json
@@ -35,17 +35,16 @@ SECTION = "quantization_config"
 _SCALE_FORMAT, _POWERS_OF_TWO = "scale_fmt", "ue8m0"
 _SCALE_FORMATS = (None, "float", _POWERS_OF_TWO)
 _NOT_CONVERTED = ("modules_to_not_convert", "ignored_layers")
-"""Keys that list modules not in FP8; a config.json has at most one of them."""
+"""Keys of `quantization_config` that list modules which are not in FP8. A config.json has at most one of them."""
 _COPIED_NUMEL = 2**22
-"""Elements copied at a time of tensors of other parts of a composite model."""
+"""Number of elements that are copied at a time from the other parts of a composite model."""
 _MATRIX = 2
 _WEIGHT = ".weight"
 
 
 def writable_section(config: Mapping[str, Any], file: Path) -> Mapping[str, Any] | None:
-    """The `quantization_config` of a base's config.json `config`, which was read from `file`; None where it has none.
-
-    ExportError for a format that cannot be written.
+    """The `quantization_config` of a base's config.json, which was read from `file`; None if it has none. ExportError
+    if exports cannot be written in this quantised format.
     """
     given = config.get(SECTION)
     if given is None:
@@ -54,19 +53,18 @@ def writable_section(config: Mapping[str, Any], file: Path) -> Mapping[str, Any]
     differs = any(section.get(key) != value for key, value in QUANTIZATION_CONFIG.items())
     if differs or section.get(_SCALE_FORMAT) not in _SCALE_FORMATS:
         raise ExportError(
-            f"{file}: {SECTION} {given} differs from the only one that can be written, "
-            f"{dict(QUANTIZATION_CONFIG)}, with {_SCALE_FORMAT} {_POWERS_OF_TWO} or without",
+            f"{file}: {SECTION} is {given}; exports in FP8 support only {dict(QUANTIZATION_CONFIG)}, with or without "
+            f"{_SCALE_FORMAT} {_POWERS_OF_TWO}",
             hint="export with --dtype bf16",
         )
     return section
 
 
 def section_for(tensors: Collection[HubTensor], base: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The `quantization_config` of a folder with `tensors`; `base` is that of the base.
-
-    If the base is in FP8, its section is returned, without listed modules that are written in FP8. Otherwise the
-    section lists each module with a matrix that is not in FP8: servers treat the router of Qwen3's experts as a linear
-    layer, and expect it in FP8 if it is not listed.
+    """The `quantization_config` of an exported FP8 folder with `tensors`. `base` is the base's own section, or None.
+    With the base's section, the result is this section without listed modules that are now in FP8. Without it, the
+    result lists each module with a matrix that is not in FP8: servers take the router of Qwen3's experts for a linear
+    layer, and expect it in FP8 unless it is listed.
     """
     if base is None:
         plain = (
@@ -85,7 +83,7 @@ def section_for(tensors: Collection[HubTensor], base: Mapping[str, Any] | None) 
 
 
 CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json")
-"""Files with chat templates, which override those of tokenizer_config.json."""
+"""Names of files with chat templates, which override the templates in tokenizer_config.json."""
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -99,7 +97,7 @@ TOKENIZER_FILES = (
     "processor_config.json",
     "video_preprocessor_config.json",
 )
-"""Files of a tokenizer, and of the processors that prepare images and sound for a composite model."""
+"""Names of the files of a tokenizer, and of the processors for images and sound of a composite model."""
 _WEIGHTS = ".safetensors"
 
 
@@ -110,51 +108,48 @@ def tokenizer_files(folder: Path) -> dict[str, Path]:
 
 
 Specs = Mapping[str, torch.Tensor]
-"""Names, shapes and dtypes of the tensors to be written, in order, as tensors on the meta device."""
+"""Tensors on the meta device, in order, which give the names, shapes and dtypes of the tensors to write."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FolderParts:
-    """Contents of an exported folder besides the model's tensors, and how tensors are stored."""
+    """The contents of an exported folder other than the model's tensors, and how tensors are stored."""
 
     family: Family
     config: dict[str, Any]
-    """The base's config.json as read, so that the exported one has the same schema."""
+    """The base's config.json as parsed. The exported config.json keeps its schema."""
     architecture: str
     dtype: torch.dtype
-    """Dtype of every tensor, except fp32 tensors and, if `is_fp8`, linear weights."""
+    """Dtype of all tensors except fp32 tensors and, if `is_fp8`, linear weights."""
     files: tuple[Path, ...]
-    """Files to copy unchanged, except that a tokenizer_config.json loses names of Python code, since code is not
-    exported.
-    """
+    """Files to copy. They are unchanged, except that names of Python code are removed from a tokenizer_config.json."""
     is_fp8: bool = False
-    """Whether linear weights are in FP8 blocks."""
+    """Whether linear weights are written in FP8 blocks."""
     fp8_base: HubFolder | None = None
-    """A folder in FP8: blocks equal to its blocks are copied byte for byte."""
+    """FP8 folder of the base. Blocks that equal its blocks are copied byte for byte."""
     base_tensors: Sequence[HubTensor] = ()
-    """Tensors of the base for which transformers' class has no module; they are written after the model's tensors."""
+    """Tensors of the base for which transformers' class has no module. They follow the model's tensors."""
     copy_base_tensors: Callable[[ShardWriter], object] | None = None
-    """Writes `base_tensors`; None where there are none."""
+    """Function that writes `base_tensors`; None if there are none."""
     composite: HubFolder | None = None
-    """The composite model whose text part is exported: its other parts are copied byte for byte."""
+    """The composite model whose text part is exported. Its other parts are copied byte for byte."""
     copies: Mapping[str, str] = field(default_factory=dict)
-    """Additional tensors that are copies of a model tensor: their names, each with the name of the original."""
+    """Names of additional tensors that are copies of a model's tensor, each with the name of the original."""
     record: ExportRecord | None = None
-    """Record against which the folder is verified later; None where no record is written."""
+    """Record with which the folder will be verified; None if no record is written."""
     texts: dict[str, str] = field(default_factory=dict)
-    """Further files as text, by name, e.g. a chat template given in the run file."""
+    """Further files as text, by file name, e.g. a chat template given in the run file."""
 
     @property
     def other_parts(self) -> list[HubTensor]:
-        """Tensors of a composite model's other parts."""
+        """Tensors of a composite model's parts other than text."""
         others = self.composite.others if self.composite is not None else {}
         return [HubTensor(key, stored.shape, stored.dtype) for key, stored in others.items()]
 
     @cached_property
     def base_section(self) -> Mapping[str, Any] | None:
-        """The `quantization_config` of the base; None where the base is not in FP8.
-
-        The config.json beside a checkpoint lacks the section, so the base's folder is searched for it.
+        """The `quantization_config` of the base; None if the base is not in FP8. The config.json beside a run's
+        checkpoint lacks this section, so it is also searched in the base's folder.
         """
         given: Mapping[str, Any] | None = self.config.get(SECTION)
         if given is not None or self.fp8_base is None:
@@ -164,25 +159,27 @@ class FolderParts:
 
     @property
     def has_scales_of_two(self) -> bool:
-        """Whether FP8 scales are powers of two (UE8M0), as in the base."""
+        """Whether the scales of FP8 blocks are powers of two (UE8M0), as in the base."""
         return self.is_fp8 and (self.base_section or {}).get(_SCALE_FORMAT) == _POWERS_OF_TWO
 
     def scale_dtype(self, key: str) -> torch.dtype:
-        """Dtype of the scales of an FP8 weight: fp32, or one byte of exponent if the base stores it so."""
+        """Dtype of the scales of the FP8 weight `key`: one exponent byte if the base stores it so, else fp32."""
         base = self.fp8_base
         is_byte = base is not None and base.is_fp8(key) and base.scale_dtype(key) == BYTE_SCALE
         return BYTE_SCALE if is_byte and self.has_scales_of_two else torch.float32
 
     def scale_key(self, key: str) -> str:
-        """The name of the scales of a quantised weight."""
+        """The name of the tensor with the scales of the quantised weight `key`."""
         return key.removesuffix(_WEIGHT) + self.family.fp8_scale
 
     def in_fp4(self, key: str) -> bool:
-        """Whether the tensor `key` is written in FP4, as in the base."""
+        """Whether the tensor `key` is written in FP4. It is if the base has it in FP4."""
         return self.is_fp8 and self.fp8_base is not None and self.fp8_base.fp4(key) is not None
 
     def in_fp8(self, key: str, shape: tuple[int, ...]) -> bool:
-        """Whether the tensor `key` is written in FP8 blocks: by the family's rule, or without one as in the base."""
+        """Whether the tensor `key` is written in FP8 blocks: by the family's rule, or if it has none, as
+        in the base.
+        """
         if self.is_fp8 and self.family.fp8_linear is None:
             return self.fp8_base is not None and key in self.fp8_base.shapes and self.fp8_base.is_fp8(key)
         return self.is_fp8 and is_quantised(key, shape, self.family)
@@ -196,10 +193,9 @@ def write_folder(
     *,
     max_shard_bytes: int,
 ) -> None:
-    """Write `tensors` (full, on the CPU, by the model's name) and `parts` to `out`, which appears only when complete.
-
-    `specs` has the names, shapes and dtypes of `tensors`. Every rank consumes `tensors`, which yields None for the
-    tensor on ranks that write nothing. Holds one tensor at a time, without a copy.
+    """Write `tensors` and the files of `parts` to `out`, which appears only when complete. `tensors` are full, on the
+    CPU, and have the model's names; `specs` has their names, shapes and dtypes. Every rank must consume `tensors`,
+    which yields None instead of a tensor on ranks that write nothing. One tensor at a time is held, without a copy.
     """
     with ExitStack() as stack, PhaseLine("exporting tensors", len(specs)) as line:
         writer: ShardWriter | None = None
@@ -209,7 +205,7 @@ def write_folder(
                     folder_writer(_pieces(specs, parts), out, parts, max_shard_bytes=max_shard_bytes)
                 )
                 _write_tensor(writer, name, tensor, specs[name], parts)
-            # Release the tensor before the next one is gathered.
+            # The tensor is released before the next one is gathered, so that one is held at a time.
             del tensor
             line.advance()
 
@@ -219,7 +215,7 @@ def _write_tensor(writer: ShardWriter, name: str, tensor: torch.Tensor, spec: to
         raise ExportError(
             f"tensor `{name}` has shape {tuple(tensor.shape)} and dtype {tensor.dtype}, expected "
             f"{tuple(spec.shape)} and {spec.dtype}",
-            hint="it was not gathered; please report this",
+            hint="this is a fault of the program: please report it",
         )
     shape, flat = tuple(tensor.shape), tensor.contiguous().view(-1)
     for piece in hub_pieces(name, shape, parts.family):
@@ -241,16 +237,15 @@ def _pieces(specs: Specs, parts: FolderParts) -> Iterator[HubTensor]:
 def folder_writer(
     tensors: Iterable[HubTensor], out: Path, parts: FolderParts, *, max_shard_bytes: int
 ) -> Iterator[ShardWriter]:
-    """A writer of `tensors` to `out`, which is complete when the context ends without an error.
-
-    Tensors and files of `parts` are added at the end; then an older `out` is replaced (`replaced_folder`). ExportError
-    where the other parts of a composite model are unknown.
+    """Context with a writer of `tensors` to `out`, which is complete when the context ends without an error. Tensors
+    and files of `parts` are added at the end; then an older `out` is replaced. ExportError if the folder with the other
+    parts of a composite model is unknown.
     """
     if is_composite(parts.config) and parts.composite is None:
         raise ExportError(
-            f"config.json is that of a model of text and other media, `{parts.config.get('model_type')}`, of which "
-            "only the text part was trained, and the folder of the others is not known",
-            hint="name the folder of the model that was trained by --base",
+            f"model_type `{parts.config.get('model_type')}` combines text with images or sound; only its text part was "
+            "trained, and the folder with its other parts is not known",
+            hint="name the folder of the model that training started from by --base",
         )
     all_tensors = [*tensors, *parts.base_tensors]
     names = parts.composite.published if parts.composite is not None else {}
@@ -272,9 +267,8 @@ def folder_writer(
 
 
 def link_folder(source: Path, out: Path) -> bool:
-    """Copy the folder `source` to `out`, with hard links to its weights; False where hard links are not possible.
-
-    Other files are copied, because they may change later, e.g. the file UNVERIFIED.
+    """Copy the folder `source` to `out`, with hard links instead of copies of its weights. Returns False if links are
+    not possible. Other files are copied, because they may change later, e.g. the file UNVERIFIED.
     """
     try:
         with replaced_folder(out) as partial:
@@ -288,7 +282,7 @@ def link_folder(source: Path, out: Path) -> bool:
 
 
 def has_same_weights(folder: Path, other: Path) -> bool:
-    """Whether the weight files of two folders are hard links to the same files, as made by `link_folder`."""
+    """Whether the weight files of two folders are the same files on the disk, as hard links that `link_folder` made."""
     mine, others = ({file.name: file for file in each.glob(f"*{_WEIGHTS}")} for each in (folder, other))
     if not mine or mine.keys() != others.keys():
         return False

@@ -1,4 +1,4 @@
-"""The format `safetensors`: Hugging Face folders, which transformers and its servers read."""
+"""The export format `safetensors`: Hugging Face folders, which transformers and its servers read."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,26 +20,26 @@ DEFAULT_SHARD_SIZE = "5GB"
 
 
 def write(source: Path, out: Path, options: ExportOptions) -> ExportResult:
-    """Convert `source` to the folder `out`, without verifying it."""
+    """Convert `source` to the Hugging Face folder `out`. The folder is not verified."""
     max_shard_bytes = parse_bytes(str(options.max_shard_size or DEFAULT_SHARD_SIZE), name="--max-shard-size")
     return export_checkpoint(source, out, dtype=options.dtype, max_shard_bytes=max_shard_bytes, base=options.base)
 
 
 def verify(folder: Path, base: Path | None) -> VerificationResult:
-    """Compare the folder with its record in a new process of plain transformers, and mark the folder."""
+    """Compare an exported folder with its record in a new process of plain transformers, and mark it as verified or
+    not.
+    """
     return verify_exports([folder], base=base, available_bytes=available_bytes())[0]
 
 
 def check_model(
     config: PretrainedConfig, *, is_classifier: bool, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> None:
-    """Accept any model: every model that can be trained can be exported."""
+    """Do nothing, because every model that can be trained can be exported to safetensors."""
 
 
 def load_model(folder: Path, device: str) -> PreTrainedModel:
-    """The causal LM or composite model of `folder`, loaded by plain transformers; an empty `device` means a GPU if
-    there is one.
-    """
+    """Load the causal LM or composite model of `folder`. An empty `device` means a GPU if there is one."""
     show_loading_as_phase()
     placed = {"device_map": device} if device else {}
     factory = auto_class(AutoConfig.from_pretrained(folder, trust_remote_code=False))
@@ -48,7 +48,7 @@ def load_model(folder: Path, device: str) -> PreTrainedModel:
 
 
 def load_scorer(folder: Path) -> Scorer:
-    """The classifier of `folder`, loaded by plain transformers, on a GPU if there is one."""
+    """Load the classifier of `folder`, on a GPU if there is one, as a function from token ids to logits."""
     show_loading_as_phase()
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype="auto", trust_remote_code=False).eval()
     model = model.cuda() if torch.cuda.is_available() else model

@@ -1,7 +1,7 @@
-"""The format `adapter`: an adapter with the names that vLLM and SGLang look up, separate for each routed expert.
+"""The export format `adapter`: LoRA adapters under the names that vLLM and SGLang look up, one for each routed expert.
 
 peft stores the adapters of fused experts in one tensor, which `PeftModel.from_pretrained` supports and servers do not.
-All adapters get the largest rank, with zeros as missing rows, and alpha / rank is multiplied into B.
+Here all adapters get the largest rank, with zeros for missing ranks, and alpha / rank is multiplied into B.
 """
 
 import json
@@ -33,21 +33,20 @@ from ds_finetune.model.build.dtypes import PRECISION_DTYPES
 from ds_finetune.model.weights.names import hub_pieces
 
 _FORMAT = "adapter 1"
-"""Format of an adapter folder's record."""
+"""Name and version of the format in the record of an exported folder."""
 verify = partial(verify_files, kind=_FORMAT)
-_MERGE = "merge it: ds-finetune export ADAPTER OUT --base MODEL"
+_MERGE = "merge the adapter into its base: ds-finetune export ADAPTER OUT --base MODEL"
 
 
 def write(source: Path, out: Path, options: ExportOptions) -> ExportResult:
-    """Write the adapter of the folder or run `source` to `out`, under the names of published weights.
-
-    Errors as in `FormatModule`; also ExportError where `source` has no adapter, or the adapter does not fit its base.
+    """Write the adapter of the folder or run `source` to `out`, under the names of published weights. Raises the errors
+    of `FormatModule.write`; ExportError also if `source` has no adapter, or the adapter does not fit its base.
     """
     began = time.monotonic()
     check_out_empty(out)
     folder = source if is_peft_adapter(source) else source / "adapter"
     if not is_peft_adapter(folder):
-        raise ExportError(f"`{source}` holds no adapter", hint="name the folder of an adapter, or of a run with `lora`")
+        raise ExportError(f"`{source}` has no adapter", hint="name the folder of an adapter, or of a run with `lora`")
     base = open_adapter(folder, options.base).base
     assert base is not None
     ADAPTER.check_not_composite(json.loads((base / "config.json").read_text(encoding="utf-8")))
@@ -83,14 +82,14 @@ def write(source: Path, out: Path, options: ExportOptions) -> ExportResult:
 def check_model(
     config: PretrainedConfig, *, is_classifier: bool, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> None:
-    """ExportError where vLLM's class of the model type supports no adapters, or the model is a classifier."""
+    """Raise ExportError if vLLM supports no adapters for the model type, or if the model is a classifier."""
     ADAPTER.check_model_type(config.model_type)
     if is_classifier:
         raise ExportError(f"{VLLM} supports no adapters for classifiers of model_type {config.model_type}", hint=_MERGE)
 
 
 def check_servable(adapter: PeftAdapter, model_type: str) -> None:
-    """ExportError where vLLM would refuse the adapter, or ignore a part of it."""
+    """Raise ExportError if vLLM would refuse the adapter, or ignore a part of it."""
     ADAPTER.check_model_type(model_type)
     looked_up, family = VLLM_LORA[model_type], family_of(model_type)
     ends = tuple(f".{name}" for name in looked_up)
@@ -110,8 +109,8 @@ def check_servable(adapter: PeftAdapter, model_type: str) -> None:
             )
     if ignored:
         raise ExportError(
-            f"{adapter.folder} adapts {', '.join(sorted(ignored))}, which {VLLM} does not compute for {model_type}",
-            hint=f"{_MERGE}, or train without them: of published names, it computes {', '.join(sorted(looked_up))}",
+            f"{adapter.folder} adapts {', '.join(sorted(ignored))}, which {VLLM} ignores for {model_type}",
+            hint=f"{_MERGE}, or train adapters only for {', '.join(sorted(looked_up))}",
         )
     if adapter.fully_trained:
         raise ExportError(
@@ -126,11 +125,11 @@ def check_servable(adapter: PeftAdapter, model_type: str) -> None:
 
 
 _PROJECTIONS = ("gate", "up", "down")
-"""The three weights of a routed expert."""
+"""Names of the three weights of a routed expert."""
 
 
 def served_rank(folder: Path) -> int:
-    """The smallest `--max-lora-rank` that vLLM needs for an adapter written by `write`."""
+    """The smallest value of `--max-lora-rank` with which vLLM accepts an adapter that `write` has exported."""
     rank = int(json.loads((folder / CONFIG).read_text(encoding="utf-8"))["r"])
     return next(size for size in (1, 8, 16, 32, 64, 128, 256, 320, LARGEST_RANK) if size >= rank)
 
@@ -138,12 +137,12 @@ def served_rank(folder: Path) -> int:
 def _tensors(
     factors: dict[str, Factors], model_type: str, rank: int, dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and tensors of the file: matrices A [rank, in] and B [out, rank] for each published weight."""
+    """Yield names and tensors of the adapter file: matrices A [rank, in] and B [out, rank] of each published weight."""
     for name, each in factors.items():
         missing = rank - each.a.shape[-2]
         a, b = pad(each.a, (0, 0, 0, missing)), pad(each.b.float() * each.scale, (0, missing))
         for piece in hub_pieces(name, each.shape, family_of(model_type)):
-            # `piece.index` is the expert and, for gate or up, a range of rows; gate and up share A.
+            # `piece.index` is the expert and, for gate and up, a range of rows of B. Gate and up share A.
             key = KEY_PREFIX + piece.key.removesuffix(".weight")
             yield f"{key}.lora_A.weight", a[piece.index[:1]].to(dtype).clone().contiguous()
             yield f"{key}.lora_B.weight", b[piece.index].to(dtype).clone().contiguous()

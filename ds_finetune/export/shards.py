@@ -1,6 +1,7 @@
-"""Writes safetensors files in any order, from several threads, with no more in memory than one write holds.
+"""Writes safetensors files, in any order of tensors and from several threads.
 
-Headers and offsets follow from names, shapes and dtypes, which are known before the first write.
+Headers and offsets follow from names, shapes and dtypes, which are known before the first write. So no more is held in
+memory than the data of one write.
 """
 
 import json
@@ -24,12 +25,12 @@ from ds_finetune.model.weights.safetensors_file import encode_header
 
 _SHOWN = 5
 _RELEASE_BYTES = 64 * MIB
-"""Bytes written to a file before its pages are dropped from the page cache."""
+"""Number of bytes written to a file before its pages are dropped from the page cache."""
 
 
 @dataclass(frozen=True)
 class HubTensor:
-    """A tensor to be written: its published name, shape and dtype."""
+    """The published name, shape and dtype of a tensor to be written."""
 
     key: str
     shape: tuple[int, ...]
@@ -37,23 +38,22 @@ class HubTensor:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Number of elements of the tensor."""
         return math.prod(self.shape)
 
     @property
     def num_bytes(self) -> int:
-        """Size of the data in bytes."""
+        """Size of the tensor's data in bytes."""
         return self.numel * self.dtype.itemsize
 
 
 Shards = Mapping[str, Sequence[HubTensor]]
-"""The tensors of each file to be written, by its name."""
+"""The tensors of each file to be written, by file name."""
 
 
 def plan_shards(tensors: Iterable[HubTensor], max_shard_bytes: int) -> Shards:
-    """Distribute tensors to files, in order.
-
-    A new file begins where the next tensor would push the current one above `max_shard_bytes`.
+    """Distribute tensors to weight files, in order. A new file begins if the next tensor would make the current one
+    larger than `max_shard_bytes`.
     """
     files: list[list[HubTensor]] = []
     free_bytes = 0
@@ -74,26 +74,25 @@ def plan_shards(tensors: Iterable[HubTensor], max_shard_bytes: int) -> Shards:
 
 @dataclass
 class _TensorProgress:
-    """Offset of a tensor in its file, and the ranges of elements written so far."""
+    """The place of a tensor in its file, and the ranges of its elements written so far."""
 
     tensor: HubTensor
     file: "_ShardFile"
     begin_byte: int
     written: list[tuple[int, int, int]] = field(default_factory=list)
-    """First element, last element + 1, and xxh3 of the bytes between."""
+    """Written ranges: first element, last element + 1, and the xxh3 digest of the bytes between."""
 
     def is_complete(self) -> bool:
-        """Whether every element has been written exactly once."""
+        """Whether every element of the tensor has been written exactly once."""
         numel = self.tensor.numel
         bounds = [(0, 0, 0), *sorted(self.written), (numel, numel, 0)]
         return all(before[1] == after[0] for before, after in pairwise(bounds))
 
 
 class ShardWriter:
-    """The safetensors files `shards` in `folder`; `write` may be called from several threads and in any order.
-
-    A file is created with its header at its first write, and flushed and closed when it is full, so that few files are
-    open at a time. `names` maps names passed to `write` to published names.
+    """Writes the safetensors files `shards` to `folder`. `write` may be called from several threads and in any order. A
+    file is created with its header at its first write, and flushed and closed when it is full, so that few files are
+    open at a time. `names` maps the names passed to `write` to published names.
     """
 
     def __init__(self, folder: Path, shards: Shards, names: Mapping[str, str] | None = None) -> None:
@@ -103,19 +102,19 @@ class ShardWriter:
         self._files = [_ShardFile(folder / name, tensors) for name, tensors in shards.items()]
         for file in self._files:
             for tensor, begin in file.layout:
-                # [0]: ZeRO-3's placeholder of a parameter that was not gathered; [0, width]: no shared experts.
+                # [0] is ZeRO-3's placeholder for a parameter that was not gathered. [0, width] is valid: it means no
+                # shared experts.
                 if tensor.shape == (0,):
                     raise ExportError(
-                        f"tensor `{tensor.key}` has shape {tensor.shape}, without an element",
-                        hint="the folder it comes from is damaged, or it was not gathered",
+                        f"tensor `{tensor.key}` has shape {tensor.shape} and so no elements",
+                        hint="the source folder is damaged: use another one",
                     )
                 assert tensor.key not in self._progress, tensor.key
                 self._progress[tensor.key] = _TensorProgress(tensor, file, begin)
 
     def write(self, key: str, start: int, flat: torch.Tensor) -> None:
-        """Write `flat` as the elements from `start` of the row-major tensor `key`.
-
-        `flat` is 1-D, contiguous, on the CPU and of the planned dtype. OutputError where the disk is full.
+        """Write `flat` as the elements of the flattened tensor `key` from element `start` on. `flat` is 1-D,
+        contiguous, on the CPU and of the planned dtype. OutputError if the disk is full.
         """
         progress = self._progress[self._names.get(key, key)]
         tensor, file, size = progress.tensor, progress.file, flat.dtype.itemsize
@@ -135,7 +134,7 @@ class ShardWriter:
                 file.close(is_full=True)
 
     def finish(self) -> None:
-        """Write the index if there are several files; ExportError where a tensor was not written exactly once."""
+        """Write the index if there are several files. ExportError if a tensor was not written exactly once."""
         incomplete = [key for key, progress in self._progress.items() if not progress.is_complete()]
         if incomplete:
             shown = ", ".join(
@@ -144,7 +143,7 @@ class ShardWriter:
                 for key in incomplete[:_SHOWN]
             )
             raise ExportError(
-                f"{len(incomplete)} of {len(self._progress)} tensors were not written completely and once: {shown}",
+                f"{len(incomplete)} of {len(self._progress)} tensors were not written exactly once: {shown}",
                 hint="please report this",
             )
         if len(self._shards) > 1:
@@ -157,25 +156,25 @@ class ShardWriter:
                 (self._folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
     def digests(self) -> dict[str, Digest]:
-        """Digests of the data passed to `write`, by tensor."""
+        """Digests of the data passed to `write`, by tensor name."""
         return {
             key: Digest.of((stop - start, digest) for start, stop, digest in sorted(progress.written))
             for key, progress in self._progress.items()
         }
 
     def close(self) -> None:
-        """Close files that an error left open."""
+        """Close files that are still open after an error."""
         for file in self._files:
             file.close()
 
 
 class _ShardFile:
-    """One safetensors file: 8 bytes of header length, the JSON header padded to 8 bytes, then the data without gaps."""
+    """One safetensors file: 8 bytes with the header's length, the JSON header padded to 8 bytes, data without gaps."""
 
     def __init__(self, path: Path, tensors: Iterable[HubTensor]) -> None:
         self._path, self._unreleased = path, 0
         self._descriptor: int | None = None
-        # Sorting by dtype size keeps each tensor aligned to its dtype, which readers that map the file rely on.
+        # Sorting by size of the dtype keeps each tensor aligned, which readers that map the file rely on.
         ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
         self._missing = sum(tensor.num_bytes for tensor in ordered)
         entries = ((tensor.key, tensor.dtype, tensor.shape) for tensor in ordered)
@@ -184,7 +183,7 @@ class _ShardFile:
         """Each tensor with the byte offset of its data in the file."""
 
     def open(self) -> None:
-        """Create the file with its header and its final size, unless it exists."""
+        """Create the file with its header and its final size, unless it is already open."""
         if self._descriptor is None:
             assert self._missing, self._path
             self._descriptor = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
@@ -192,10 +191,9 @@ class _ShardFile:
             self.write(memoryview(self._header), 0)
 
     def write(self, data: memoryview, offset: int) -> None:
-        """Write all of `data` at byte `offset`; the system may split the write.
-
-        From time to time, pages already on the disk are dropped from the page cache, and the others are queued for
-        writing: a model that fills the page cache slows every other program of the machine.
+        """Write all of `data` at byte `offset`, even if the system splits the write. From time to time, pages that are
+        already on the disk are dropped from the page cache. A model that fills the page cache would slow down all other
+        programs on the machine.
         """
         assert self._descriptor is not None
         self._unreleased += len(data)
@@ -207,12 +205,12 @@ class _ShardFile:
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def count(self, num_bytes: int) -> bool:
-        """Add `num_bytes` to the bytes written; returns whether the file is complete."""
+        """Count `num_bytes` as written. Returns whether the file is now complete."""
         self._missing -= num_bytes
         return self._missing == 0
 
     def close(self, *, is_full: bool = False) -> None:
-        """Close the file if it is open; a full file is first flushed to the disk (fsync)."""
+        """Close the file if it is open. A complete file is first flushed to the disk (fsync)."""
         if self._descriptor is not None:
             if is_full:
                 os.fsync(self._descriptor)

@@ -1,4 +1,4 @@
-"""Sources of a model's tensors for an export, and the check that they match the model's class."""
+"""Sources of a model's tensors for an export, and the check that the tensors fit the model class."""
 
 import json
 import math
@@ -20,40 +20,40 @@ from ds_finetune.model.quantised.quantisation import check_readable
 from ds_finetune.model.weights.names import differences, hub_pieces
 
 _COMPARED_NUMEL = 2**20
-"""Elements of two tensors that are compared at a time."""
+"""Number of elements of two tensors that are compared at a time."""
 
 
 @dataclass(frozen=True)
 class TensorSource:
-    """Tensors of a model, readable in parts, wherever they are stored."""
+    """The tensors of a model, which can be read in parts, wherever they are stored."""
 
     shapes: Mapping[str, tuple[int, ...]]
-    """Shape of every tensor, by its name in the model."""
+    """Shapes of all tensors, by their names in the model."""
     fp32_names: Collection[str]
-    """Names of tensors that stay in fp32 whatever the dtype of the export, e.g. a router's bias."""
+    """Names of tensors that stay in fp32, whatever the dtype of the export, e.g. the bias of a router."""
     read: Callable[[str, int, int], torch.Tensor]
-    """`read(name, start, numel)`: elements `start` to `start + numel` of the flattened tensor, 1-D, on the CPU, of any
-    floating dtype.
-
-    Called from several threads. The result is valid until the same thread's next read, so that a source may use one
-    buffer per thread.
+    """Function `read(name, start, numel)` that returns the elements `start` to `start + numel` of a flattened tensor.
+    The result is 1-D, on the CPU, and of any floating dtype. Several threads call this function. A result is valid
+    until the same thread's next call, so that a source may use one buffer per thread.
     """
 
     def select(
         self, shapes: Mapping[str, tuple[int, ...]], originals: Mapping[str, str] | None = None
     ) -> "TensorSource":
-        """The tensors named in `shapes`, in that order. Names in `originals` read the tensor that is their value."""
+        """The source with only the tensors in `shapes`. `originals` maps names to the tensors that are
+        read for them.
+        """
         names = originals or {}
         return replace(self, shapes=shapes, read=lambda name, *part: self.read(names.get(name, name), *part))
 
     def with_copies(self, copies: Mapping[str, str]) -> "TensorSource":
-        """These tensors, with `copies` (name: name of the original) added or replacing tensors of the same names."""
+        """The source with `copies` added. Each name in `copies` reads the tensor that is its value."""
         return self.select({**self.shapes, **{key: self.shapes[name] for key, name in copies.items()}}, copies)
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The tensors of a model class."""
+    """The tensors that a model class of transformers has."""
 
     architecture: str
     """Name of the model class."""
@@ -67,7 +67,7 @@ class ModelSpec:
     """Whether the class is for sequence classification."""
 
     def published_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the class's tensors in a published checkpoint."""
+        """Names and shapes that the class's tensors have in a published checkpoint."""
         family = family_of(self.model_type)
         return {
             piece.key: piece.shape for name, shape in self.shapes.items() for piece in hub_pieces(name, shape, family)
@@ -78,15 +78,15 @@ class ModelSpec:
         return frozenset({*self.shapes, *self.published_shapes()})
 
     def may_skip(self, key: str) -> bool:
-        """Whether the checkpoint tensor `key` is none of the class and may be ignored, such as a prediction layer's."""
+        """Whether the class lacks the tensor `key` and can ignore it, e.g. a tensor of a multi-token
+        prediction layer.
+        """
         return key not in self._names and family_of(self.model_type).may_skip(key, layers=self.layers)
 
 
 def read_model_spec(folder: Path) -> ModelSpec:
-    """The class named in `folder`/config.json, else the causal LM of its model type, built on the meta device without
-    running code of the folder.
-
-    ExportError where transformers has no such class.
+    """The tensors of the model class named in config.json of `folder`, by default the causal LM of the model type. The
+    class is built on the meta device; code in the folder is not run. ExportError if transformers has no such class.
     """
     check_folder(folder)
     try:
@@ -124,11 +124,10 @@ def read_model_spec(folder: Path) -> ModelSpec:
 
 
 def fit_source(source: TensorSource, spec: ModelSpec, *, label: str) -> TensorSource:
-    """The tensors of `spec` in its order, read from `source`, followed by tensors that the model may ignore.
-
-    Names may also be those of published checkpoints (transformers 4 has a tensor for each expert). A tied tensor may be
-    absent; if present, it must equal the tensor that it is tied to, and is not selected. ExportError lists tensors that
-    are missing, unexpected or of another shape.
+    """Select the tensors of `spec` from `source`, in the order of `spec`, followed by tensors that the model ignores.
+    Names in `source` may also be published ones; transformers 4, for example, has a tensor for each expert. A tied
+    tensor may be absent; if present, it must equal its owner and is not selected. ExportError lists tensors that are
+    missing, unexpected or of another shape.
     """
     unbuilt = {name: shape for name, shape in source.shapes.items() if name not in spec.tied and spec.may_skip(name)}
     present = {name: shape for name, shape in source.shapes.items() if name not in spec.tied and name not in unbuilt}
@@ -142,8 +141,8 @@ def fit_source(source: TensorSource, spec: ModelSpec, *, label: str) -> TensorSo
     for name, owner in spec.tied.items():
         if name in source.shapes and not _is_equal(source, name, owner):
             raise ExportError(
-                f"{label}: `{name}` differs from `{owner}`, to which the config ties it",
-                hint="untie them: tie_word_embeddings false in config.json",
+                f"{label}: `{name}` differs from `{owner}`, but config.json ties both",
+                hint="set tie_word_embeddings to false in config.json",
             )
     return source.select({**expected, **unbuilt})
 
@@ -159,7 +158,7 @@ def _hint(expected: Mapping[str, tuple[int, ...]], present: Mapping[str, tuple[i
             f"its vocabulary has {present[embedding][0]} rows: the config.json that is used must say `vocab_size` "
             f"{present[embedding][0]}"
         )
-    return "take the config.json published with these weights, by --base FOLDER where they are those of a run"
+    return "use the config.json that was published with the weights; for a run's weights name its folder by --base"
 
 
 def _is_equal(source: TensorSource, name: str, other: str) -> bool:
@@ -171,9 +170,8 @@ def _is_equal(source: TensorSource, name: str, other: str) -> bool:
 
 
 def check_finite(key: str, stored: torch.Tensor, cast: torch.Tensor, *, others: str) -> None:
-    """ExportError where `cast`, elements of the tensor `key` in another dtype than `stored`, has NaN or infinity.
-
-    The hint names `others`, dtypes that hold the values, unless they were NaN or infinite in the source already.
+    """Raise ExportError if `cast`, a chunk of the tensor `key` cast from `stored`, has NaN or infinity. The hint names
+    the dtypes `others`, unless the source already had NaN or infinity.
     """
     low, high = torch.aminmax(cast)
     if torch.isfinite(low) and torch.isfinite(high):
@@ -183,5 +181,5 @@ def check_finite(key: str, stored: torch.Tensor, cast: torch.Tensor, *, others: 
         raise ExportError(f"tensor `{key}` holds NaN or infinity {text}", hint=f"export with --dtype {others}")
     raise ExportError(
         f"tensor `{key}` holds NaN or infinity in the source",
-        hint="the run diverged before it was written: export an older checkpoint",
+        hint="training had diverged when the source was saved: export an older checkpoint",
     )

@@ -1,4 +1,4 @@
-"""This rank's batches of a run, from prepared rows or a stream, from the beginning or from a resume point."""
+"""Batches of this rank, from prepared or streamed rows, from the beginning of a run or from where it resumes."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -22,14 +22,14 @@ from ds_finetune.trainer.prepare import PreparedRun, mismatched_answers
 def batches_ahead(
     run: PreparedRun, engine: Engine, *, after: Progress, stream_position: Position
 ) -> AbstractContextManager[Iterator[Batch]]:
-    """Batches of the remaining steps, prefetched by a thread and prepared for `engine`."""
+    """Context with the batches of the remaining steps. A thread prefetches them and prepares them for `engine`."""
     batches = run_batches(run, after=after, stream_position=stream_position)
     return prefetched(batches, engine.prepare, begin=engine.use_device)
 
 
 def run_batches(run: PreparedRun, *, after: Progress = BEGINNING, stream_position: Position = START) -> Iterator[Batch]:
-    """Batches of the remaining steps, with the extra inputs of the objective: stored teacher scores, or documents of a
-    baseline. A run of N epochs uses each row exactly N times.
+    """Batches of the remaining steps, with the extra inputs of the objective. These are stored teacher scores, or
+    documents for KTO's baseline. A run of N epochs uses each row exactly N times.
     """
     rows, plan = run.inputs.train, batch_plan(run)
     if isinstance(rows, StreamedRows):
@@ -41,7 +41,7 @@ def run_batches(run: PreparedRun, *, after: Progress = BEGINNING, stream_positio
 
 
 def total_rows(run: PreparedRun, rows: PreparedRows) -> int:
-    """Number of rows of the run; for a length in epochs the rows of its epochs, not rounded up to full steps."""
+    """Number of rows of the run. For a length in epochs, it is not rounded up to full steps."""
     length = Duration.parse(run.config.train.duration)
     if length.unit == "epochs":
         return length.in_rows(rows.rows_per_epoch)
@@ -49,7 +49,7 @@ def total_rows(run: PreparedRun, rows: PreparedRows) -> int:
 
 
 def mixture_lines(run: PreparedRun) -> list[str]:
-    """For each source of a mixture: its share of rows and tokens, and its number of passes in the run."""
+    """Lines on the sources of a mixture: fractions of rows and tokens, and the number of passes in the run."""
     rows = run.inputs.train
     if isinstance(rows, StreamedRows) or rows.mixture is None:
         return []
@@ -67,7 +67,7 @@ def mixture_lines(run: PreparedRun) -> list[str]:
 
 
 def batch_plan(run: PreparedRun) -> BatchPlan:
-    """How rows are divided over ranks and micro-batches."""
+    """How the run's rows are divided over ranks and micro-batches."""
     plan, rows = run.plan, run.inputs.train
     return BatchPlan(
         global_batch_size=plan.train.global_batch_size,
@@ -90,10 +90,9 @@ def batch_plan(run: PreparedRun) -> BatchPlan:
 
 
 def _row_costs(run: PreparedRun) -> dict[str, Any]:
-    """Costs of rows for `BatchPlan`: of prepared rows by index, or of streamed rows or rows of sampled answers; empty
-    where rows stay in order.
-
-    On one rank, costs only reduce padding by grouping rows of similar length, and packed rows have no such padding.
+    """Cost functions of rows for `BatchPlan`; empty if rows stay in order. Prepared rows have costs by index; streamed
+    rows and rows of sampled answers have costs by row. On one rank, costs only reduce padding by grouping rows of
+    similar length, and packed rows have no such padding.
     """
     rows, is_packed = run.inputs.train, run.plan.data.packing
     if not run.config.data.balance or (run.plan.dp == 1 and is_packed):

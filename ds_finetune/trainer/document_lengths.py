@@ -1,5 +1,7 @@
-"""Refuses documents in which a model with an indexer (DeepSeek sparse attention) would attend to other tokens than the
-published model, and answers that exceed a model's positions.
+"""Refuses documents and answers that are too long for a model.
+
+For models with an indexer (DeepSeek sparse attention), it refuses documents in which the model would attend to other
+tokens than the published one. Answers must not exceed a model's positions.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,7 +21,7 @@ from ds_finetune.model.build.model_plan import ModelPlan
 
 @dataclass(frozen=True)
 class DocumentLimit:
-    """Maximum tokens of a document, with the reason and a hint."""
+    """Maximum number of tokens of a document, with the reason and a hint."""
 
     tokens: int
     reason: str
@@ -29,7 +31,7 @@ class DocumentLimit:
 
 
 def length_notes(model: ModelPlan, *, max_seq_len: int) -> tuple[str, ...]:
-    """Plan line on how documents are attended to; none for models without an indexer."""
+    """A plan line on how tokens of documents attend to each other; none for models without an indexer."""
     tokens = longest_document(model.hf_config)
     if tokens is None:
         return ()
@@ -58,7 +60,7 @@ def check_lengths(
     max_seq_len: int,
     generate: GenerateConfig,
 ) -> None:
-    """DataError or ConfigError where a document is longer than a limit. Rows and padding may be longer."""
+    """Raise DataError or ConfigError if a document is longer than a limit. Rows and padding may be longer."""
     named = {"train": train, **{name.replace("/", "."): rows for name, rows in held_out.items()}}
     for limit in _limits(model):
         is_streamed = isinstance(train, StreamedRows)
@@ -84,7 +86,7 @@ def check_lengths(
 
 
 def _limits(model: ModelPlan) -> Iterator[DocumentLimit]:
-    """Limits that apply where no test compares sparse attention with transformers' own."""
+    """Limits on the length of documents, where sparse attention is not tested against transformers' own."""
     tokens = longest_document(model.hf_config)
     if tokens is not None:
         if model.attention not in OWN_ATTENTIONS:
@@ -92,7 +94,7 @@ def _limits(model: ModelPlan) -> Iterator[DocumentLimit]:
             yield DocumentLimit(tokens, where, "model.attention: sdpa", holds_for_answers=True)
         types = getattr(model.hf_config, "indexer_types", None) or ()
         chunks = [chunk for layers in model.stages if layers is not None for chunk in layers.chunks]
-        # These first layers of pipeline chunks would need the tokens chosen by the preceding layer's indexer.
+        # The first layer of a pipeline chunk would need the tokens that the indexer of the preceding layer has chosen.
         for layer in (chunk[0] for chunk in chunks if types and types[chunk[0]] == "shared"):
             where = f"where a stage of parallel.pp {len(model.stages)} begins with layer {layer}, without an indexer"
             yield DocumentLimit(tokens, where, "parallel.pp: 1, or other parallel.pp_layers", holds_for_answers=True)
@@ -115,7 +117,7 @@ def _check_documents(key: str, rows: PreparedRows, limit: DocumentLimit) -> None
 
 
 def check_answers_fit(generate: GenerateConfig, model: ModelPlan, held_out: Mapping[str, PreparedRows]) -> None:
-    """ConfigError where a held-out prompt and its answer may exceed the model's positions."""
+    """Raise ConfigError if a held-out prompt and its answer may exceed the model's positions."""
     allowed = max_positions(model.hf_config)
     for name, rows in held_out.items():
         longest = _longest_prompt(generate, rows)
@@ -130,6 +132,6 @@ def check_answers_fit(generate: GenerateConfig, model: ModelPlan, held_out: Mapp
 
 
 def _longest_prompt(generate: GenerateConfig, rows: PreparedRows) -> int:
-    """Tokens of the longest prompt that evaluations answer; 0 where they answer none."""
+    """Number of tokens of the longest prompt that evaluations answer; 0 if they answer none."""
     number = generate.prompts
     return max((len(prompt) for prompt, _ in rows.prompts_and_answers(number)), default=0) if number else 0

@@ -70,9 +70,8 @@ _LONGEST = 2 * PROMPT_TOKENS
 def verify_run_exports(
     output_dir: Path, exports: tuple[Path, ...], interruption: SignalInterruption
 ) -> tuple[VerificationResult, ...]:
-    """Compare unverified exported folders, including `export-best`, with the run's records, in one fresh process.
-
-    VerificationError with the folders that stay unverified where a signal has arrived.
+    """Compare the unverified exports of a run, including `export-best`, with their records, in one new process. If a
+    signal has arrived, VerificationError names the folders that stay unverified.
     """
     best = output_dir / "export-best"
     folders = [path for path in (*exports, best) if (path / RECORD).is_file() and (path / UNVERIFIED).is_file()]
@@ -91,8 +90,8 @@ def verify_run_exports(
 
 
 def write_formats(names: Sequence[str], export: Path, say: Say, *, keeps_written: bool) -> tuple[Path, ...]:
-    """Convert the folder `export` of a run to the formats `names`, in folders beside it, which are returned; with
-    `keeps_written` existing ones are kept.
+    """Convert the export of a run to the formats `names`. Returns the new folders, which are beside `export`. With
+    `keeps_written`, formats that were already written are kept.
     """
     folders = []
     for row in map(format_named, names):
@@ -102,7 +101,7 @@ def write_formats(names: Sequence[str], export: Path, say: Say, *, keeps_written
             continue
         with kept_edits(out, say):
             if (out / RECORD).is_file():
-                # An export from an earlier end of this run.
+                # This folder was exported at an earlier end of the same run.
                 shutil.rmtree(out)
             written = row.load().write(export, out, row.resolved(ExportOptions()))
         for line in written.lines():
@@ -112,7 +111,7 @@ def write_formats(names: Sequence[str], export: Path, say: Say, *, keeps_written
 
 @dataclass
 class Exports:
-    """Writes the exports of a run; the weights of one step are written once, and each note is printed once."""
+    """Writes the exports of a run. The weights of one step are written once, and each note is printed once."""
 
     run: PreparedRun
     engine: Engine
@@ -127,7 +126,7 @@ class Exports:
         self._best_step = step
 
     def write_last(self, step: int) -> Path:
-        """Write the final weights, as links if they are already written as the best; returns the folder."""
+        """Write the final weights, as links if they are already written as the best ones. Returns their folder."""
         out = self.run.output_dir / "export"
         names = ("export", "adapter") if self.run.config.lora else ("export",)
         with self._edits_kept(""):
@@ -137,14 +136,14 @@ class Exports:
 
     @contextmanager
     def _edits_kept(self, ending: str) -> Iterator[None]:
-        """Preserve a user's additions and changes in the folders that are written inside this context."""
+        """Context that saves a user's additions and changes in the export folders that are written in it."""
         with ExitStack() as stack:
             for name in ("export", "adapter") if self.engine.is_rank_zero else ():
                 stack.enter_context(kept_edits(self.run.output_dir / f"{name}{ending}", self.say))
             yield
 
     def _links_to_best(self, names: tuple[str, ...]) -> bool:
-        """Link to the best export; whether rank zero succeeded, on every rank."""
+        """Link to the files of the best export. Returns on every rank whether rank zero succeeded."""
         folder = self.run.output_dir
         links = (link_folder(folder / f"{name}-best", folder / name) for name in names)
         return all(all_gather_object(not self.engine.is_rank_zero or all(links)))
@@ -157,14 +156,13 @@ class Exports:
 
 
 def export(run: PreparedRun, engine: Engine, out: Path, *, step: int | None) -> list[str]:
-    """Write the current weights, after `step` steps, to the Hugging Face folder `out`, and return notes;
-    collective.
+    """Write the current weights, after `step` steps, to the Hugging Face folder `out`. Returns notes; collective.
 
     Rank zero writes. Tensors of the model's folder for which transformers' class has no module, e.g. of multi-token
-    prediction, are copied. Adapters are merged into the weights, and written in peft's format to a folder beside `out`:
-    `adapter` or `adapter-best`. Weights that the engine holds in four bits are read from the model's folder again. With
-    a `step` of None the folder is a copy for a server, without verification record and separate adapters; with a step,
-    RunError where replicas of a weight differ between ranks.
+    prediction, are copied. Adapters are merged into the weights, and also written in peft's format to a folder beside
+    `out`: `adapter` or `adapter-best`. Weights that the engine has in four bits are read from the model's folder again.
+    With a `step` of None the folder is a copy for a server, without a verification record and a folder for adapters;
+    with a step, RunError if replicas of a weight differ between ranks.
     """
     if step is not None:
         engine.check_replicas()
@@ -174,10 +172,10 @@ def export(run: PreparedRun, engine: Engine, out: Path, *, step: int | None) -> 
     notes = list(tokenizer.notes)
     shapes = {name: tuple(spec.shape) for name, spec in engine.tensor_specs().items()}
     trained = published_names(shapes, parts.family)
-    # For a classifier, extra tensors of the base belong to its language-model head.
+    # For a classifier, the base's extra tensors belong to its language-model head and are not copied.
     if model.task == "causal_lm" and not model.has_random_weights and has_weights(folder):
         base = BaseFolder.read(folder, read_model_spec(folder))
-        # Only rank zero writes and compares embeddings and heads, which may take seconds.
+        # Only rank zero writes, and compares embeddings and heads, which may take seconds.
         parts, notes = base.with_base_tensors(parts, without=trained) if engine.is_rank_zero else (parts, [])
     keys = [*trained, *(tensor.key for tensor in parts.base_tensors)]
     notes = [*notes, *config_changes(parts.config, parts.files, keys)]
@@ -216,13 +214,11 @@ def _folder_parts(run: PreparedRun, engine: Engine, tokenizer: FittedTokenizer, 
 
 
 def _write_adapters(run: PreparedRun, engine: Engine, out: Path | None, parts: FolderParts) -> dict[str, Factors]:
-    """Factors of all adapters on rank zero by the weight that they adapt, and none on other ranks; unless `out` is
-    None, also written to `out`.
-    """
+    """All adapters by the weight that they adapt, on rank zero; empty on other ranks. Written to `out`, if given."""
     lora, inputs = run.config.lora, run.inputs
     if lora is None:
         return {}
-    # Cloned, since gathered tensors are released, and the model's own tensors (on CPUs) change with the next step.
+    # They are cloned: gathered tensors are released, and the model's own tensors (on CPUs) change with the next step.
     adapters = {name: tensor.clone() for name, tensor in engine.adapters() if tensor is not None}
     factors = factors_of(adapters, lora.scale)
     assert run.model.lora is not None
@@ -244,11 +240,9 @@ def _write_adapters(run: PreparedRun, engine: Engine, out: Path | None, parts: F
 
 
 def adapt_tokenizer(run: PreparedRun) -> FittedTokenizer:
-    """Files of an export that differ from the run's tokenizer files: a chat template, for a language model the ids that
-    end an answer, for a classifier its tokenizer.
-
-    An encoder keeps its training tokenizer. A reward model of dialogues scores the rendering of the chat template,
-    which needs no further tokens.
+    """The files of an export that differ from the run's tokenizer files. They are a chat template, the ids that end an
+    answer of a language model, and the tokenizer of a decoder classifier. An encoder keeps its training tokenizer. A
+    reward model of dialogues scores the rendering of the chat template, which needs no further tokens.
     """
     inputs = run.inputs
     template = {CHAT_TEMPLATES[0]: inputs.prompts.template} if inputs.prompts.template else {}
@@ -267,8 +261,8 @@ def adapt_tokenizer(run: PreparedRun) -> FittedTokenizer:
 
 
 def _tokenizer_config(inputs: RunInputs) -> dict[str, str]:
-    """Changed tokenizer_config.json by file name; empty where nothing changes. A chat template is removed if another
-    one is exported, since programs read either, and `add_bos_token` if training rows had no BOS.
+    """The changed tokenizer_config.json by its file name; empty if nothing changes. A chat template is removed if
+    another one is exported, since programs read either, and `add_bos_token` is removed if training rows had no BOS.
     """
     file, tokenizer = inputs.tokenizer_folder / TOKENIZER_CONFIG, inputs.tokenizer
     published = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
@@ -279,19 +273,18 @@ def _tokenizer_config(inputs: RunInputs) -> dict[str, str]:
 
 
 def _encode_of(run: PreparedRun) -> Encode | None:
-    """Tokenisation of a text as in training; None where training renders dialogue with a chat template."""
+    """Function that tokenises a text as training does; None if training renders dialogues with a chat template."""
     tokenizer, data = run.inputs.tokenizer, run.config.data
     if run.model.objective.name == "reward" and run.inputs.prompts.settings.chat_template is not None:
         return None
-    # Without truncation, since a pipeline does not know the limit.
+    # Texts are not truncated, since a pipeline does not know the limit.
     return lambda text, pair: encode_labelled(LabelledText(text, pair, 0.0), tokenizer, data.separator, sys.maxsize)[0]
 
 
 def export_record(run: PreparedRun, engine: Engine, tokenizer: FittedTokenizer, *, step: int) -> ExportRecord:
-    """Record for verification of the current weights, after `step` steps; collective.
-
-    The record has logits of fixed prompts, or for a classifier or reward model scores of fixed texts. A record of
-    weights in four bits has neither, since the exported weights are not quantised.
+    """The verification record of the current weights, after `step` steps; collective. It has logits of fixed prompts,
+    or for a classifier or reward model scores of fixed texts. A record of weights in four bits has neither, since the
+    exported weights are not quantised.
     """
     hf_config = run.inputs.hf_config
     record = ExportRecord(
@@ -316,8 +309,8 @@ def export_record(run: PreparedRun, engine: Engine, tokenizer: FittedTokenizer, 
 
 
 def _with_texts(record: ExportRecord, run: PreparedRun, tokenizer: FittedTokenizer) -> ExportRecord:
-    """The record of a classifier with its prompts; also with the texts, if `tokenizer`, known only on rank zero, gives
-    the run's tokens for all of them.
+    """Add the prompts of a classifier to its record. Texts are added too, if `tokenizer`, known only on rank zero,
+    gives the run's token ids for all of them.
     """
     hf_config, encode = run.inputs.hf_config, _encode_of(run)
     limit = min(_LONGEST, run.plan.train.max_seq_len)

@@ -1,4 +1,4 @@
-"""Reads a run's inputs on every process, before any process group exists: model config, tokenizer, tokenised rows."""
+"""Reads a run's inputs on every process, before there is a process group: model config, tokenizer, tokenised rows."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,14 +44,13 @@ from ds_finetune.trainer.document_lengths import check_answers_fit, check_length
 from ds_finetune.trainer.resolve import limits_of
 
 _STRIP = 2**24
-"""Tokens that are scanned at a time."""
+"""Number of tokens that are scanned at a time."""
 
 
 @dataclass(frozen=True)
 class RunInputs:
-    """Inputs read before the process group exists: model folder and plan, tokenizer, training and held-out rows.
-
-    `shape` is None for a model for which `has_known_shape` is false.
+    """The inputs of a run: model folder and plan, tokenizer, training rows and held-out rows. They are read before the
+    process group exists. `shape` is None for models for which `has_known_shape` is False.
     """
 
     folder: Path
@@ -62,15 +61,15 @@ class RunInputs:
     train: PreparedRows | StreamedRows
     prompts: PromptFormat
     held_out: Mapping[str, PreparedRows]
-    """Held-out sets by the first part of their metric names: `eval`, or `eval/NAME` for named sets."""
+    """Held-out sets by the first part of their metric names: `eval`, or `eval/NAME` for a named set."""
     scores: StoredScores | None = None
-    """Stored teacher distributions for the training rows."""
+    """Stored distributions of a teacher for the training rows; None without them."""
     teacher: str = ""
-    """Digest of a distillation teacher's weights."""
+    """Digest of the weights of a distillation teacher; empty without one."""
     base: str = ""
     """Digest of the base weights of adapters, or of the reference model's weights; empty without either."""
     notes: tuple[str, ...] = ()
-    """Notes about the data, shown at the start."""
+    """Notes about the data, shown at the start of the run."""
 
     @property
     def hf_config(self) -> PretrainedConfig:
@@ -79,30 +78,30 @@ class RunInputs:
 
     @cached_property
     def config_tree(self) -> dict[str, Any]:
-        """config.json for exports and checkpoints of this run."""
+        """The config.json of the run's exports and checkpoints, parsed."""
         tree = config_tree(self.folder, self.model)
         return tree if self.model.task == "causal_lm" else tree | score_settings(self.hf_config, self.model.objective)
 
     @property
     def config_text(self) -> str:
-        """`config_tree` as text: the published file byte for byte if nothing is changed."""
+        """The config.json of exports as text: the published file byte for byte if nothing has changed."""
         text = (self.folder / "config.json").read_text(encoding="utf-8")
         return text if json.loads(text) == self.config_tree else json.dumps(self.config_tree, indent=2) + "\n"
 
     @property
     def pad_token_id(self) -> int:
-        """Token id for padding; if the tokenizer names none any id will do, since padding is not supervised."""
+        """Token id for padding. If the tokenizer has none, any id will do, since padding is not supervised."""
         pad = self.tokenizer.pad_token_id
         return int(pad if pad is not None else self.tokenizer.eos_token_id or 0)
 
     @property
     def stop_ids(self) -> list[int]:
-        """Token ids that end an answer of this model and of its export."""
+        """Token ids that end an answer of the model and of its export."""
         return end_ids(self.folder, self.hf_config, self.tokenizer, self.prompts.ends)
 
     @cached_property
     def beside(self) -> dict[str, Path]:
-        """Source paths of files that an export copies beside its weights, by file name."""
+        """Paths of the files that an export copies beside its weights, by file name."""
         files = tokenizer_files(self.tokenizer_folder)
         if self.prompts.template:
             files = {name: path for name, path in files.items() if "/" not in name and name not in CHAT_TEMPLATES}
@@ -111,7 +110,7 @@ class RunInputs:
 
     @cached_property
     def beginning(self) -> dict[str, str]:
-        """Changed tokenizer.json of exports by file name, if the run's own begins texts differently from training."""
+        """The changed tokenizer.json of exports, by file name, if the run's begins texts otherwise than training."""
         files = {name: path for name, path in self.beside.items() if name != GENERATION}
         return fit_beginning(self.tokenizer, files, self.prompts, config=self.config_tree)
 
@@ -122,7 +121,7 @@ class RunInputs:
 
 
 def read_inputs(run: RunSettings, model: ModelPlan) -> RunInputs:
-    """Read the tokenizer and tokenise the data; ModelError, DataError or ConfigError if they are invalid."""
+    """Read the tokenizer, and tokenise the data. ModelError, DataError or ConfigError if they are invalid."""
     folder = resolve_folder(run.model.path)
     tokenizer_folder = resolve_folder(run.model.tokenizer) if run.model.tokenizer else folder
     tokenizer = load_tokenizer(str(tokenizer_folder))
@@ -133,10 +132,14 @@ def read_inputs(run: RunSettings, model: ModelPlan) -> RunInputs:
     lengths = {"train.for": run.train.duration, "eval.every": run.eval.every, "checkpoint.every": run.checkpoint.every}
     for key, text in lengths.items() if run.data.streaming else ():
         if "epoch" in str(text) or "token" in str(text):
-            raise ConfigError(f"data.streaming does not know how long `{text}` is", hint=f"give {key} in steps")
+            raise ConfigError(
+                f"{key} is `{text}`, and with data.streaming the number of tokens and epochs is not known",
+                hint=f"set {key} to a number of steps",
+            )
     if run.data.streaming and run.data.weights:
         raise ConfigError(
-            f"data.train gives weights to {', '.join(run.data.weights)}, whose rows data.streaming does not count",
+            f"data.train gives weights to {', '.join(run.data.weights)}, which needs the number of rows, unknown with "
+            "data.streaming",
             hint="set data.streaming to false, or write the rows of a mixture to one file",
         )
     check_files(run.rewards)
@@ -183,15 +186,15 @@ def read_inputs(run: RunSettings, model: ModelPlan) -> RunInputs:
 
 
 def start_notes(model: ModelPlan, base: str) -> Iterator[str]:
-    """A note if the adapter of `lora.start` has no digest of its base; ConfigError if its digest is not `base`."""
+    """A note if the adapter of `lora.start` has no digest of its base. ConfigError if its digest is not `base`."""
     if model.lora is None or model.lora.section.start is None:
         return
     adapter = PeftAdapter.open(Path(model.lora.section.start))
     if adapter.base and adapter.base != base:
         raise ConfigError(
-            f"lora.start {adapter.folder} was trained on weights with digest {adapter.base}, and those of model.path "
-            f"{model.path} have {base}",
-            hint="name the model that it was trained on",
+            f"the adapter lora.start {adapter.folder} was trained for weights with digest {adapter.base}, but the "
+            f"weights of model.path {model.path} have {base}",
+            hint="set model.path to the model for which the adapter was trained",
         )
     if not adapter.base:
         named = adapter.config.get("base_model_name_or_path")
@@ -201,14 +204,14 @@ def start_notes(model: ModelPlan, base: str) -> Iterator[str]:
 def untrained_tokens(
     model: ModelPlan, folder: Path, tokenizer: PreTrainedTokenizerBase, rows: PreparedRows | StreamedRows
 ) -> Iterator[str]:
-    """A note where adapters are trained on rows with tokens that the base model in `folder` seems not to know: tokens
-    missing in its own tokenizer, and added tokens whose embeddings look untrained.
+    """A note if adapters are trained on rows with tokens that the base model in `folder` seems not to know. They are
+    tokens that its own tokenizer lacks, and added tokens whose embeddings look untrained.
     """
     if model.lora is None or EMBEDDING in model.lora.fully_trained or isinstance(rows, StreamedRows):
         return
     own, seen, ids = tokenizer, np.zeros(model.hf_config.vocab_size, dtype=bool), rows.documents.ids
     if tokenizer.name_or_path != str(folder) and has_vocabulary(folder):
-        # If the base's own tokenizer cannot be read, the run's tokenizer stands for it.
+        # If the base's own tokenizer cannot be read, the run's tokenizer is used instead.
         with suppress(DataError):
             own = load_tokenizer(str(folder))
     for start in range(0, len(ids), _STRIP):
@@ -225,9 +228,8 @@ def untrained_tokens(
 
 
 def check_padding(rows: PreparedRows | StreamedRows, model: ModelPlan, tokenizer: PreTrainedTokenizerBase) -> None:
-    """DataError where a document scored by a decoder ends in the padding token, which transformers would skip.
-
-    A stream is not read before the run.
+    """Raise DataError if a document that a decoder classifies ends in the padding token, which transformers would skip.
+    Streamed rows are not checked, since they are not read before the run.
     """
     is_decoder = model.task == "sequence_classification" and encoder_of(model.hf_config) is None
     if not is_decoder or isinstance(rows, StreamedRows):
@@ -240,7 +242,7 @@ def check_padding(rows: PreparedRows | StreamedRows, model: ModelPlan, tokenizer
         raise DataError(
             f"{len(ends_in_padding)} documents end in the padding token {model.padding}, the first is number {first}: "
             f"...{text[-60:]!r}",
-            hint="name another pad_token in tokenizer_config.json; transformers would score the token before it",
+            hint="set another pad_token in tokenizer_config.json: transformers would classify by the token before it",
         )
 
 
@@ -252,8 +254,8 @@ def _has_base(model: ModelPlan) -> bool:
 
 
 def config_tree(folder: Path, model: ModelPlan) -> dict[str, Any]:
-    """config.json of the model folder with the run's changes: vocabulary, positions and rotary scaling; for a
-    classifier also classes, padding token and class name.
+    """The parsed config.json of the model folder with the run's changes. They are vocabulary, positions and rotary
+    scaling; for a classifier also classes, padding token and class name.
     """
     tree: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     hf_config, task = model.hf_config, model.task
@@ -271,7 +273,7 @@ def config_tree(folder: Path, model: ModelPlan) -> dict[str, Any]:
 
 
 def check_teacher_tokens(model: ModelPlan, tokenizer: PreTrainedTokenizerBase) -> None:
-    """ModelError where a live teacher's tokenizer has other tokens for the ids; DataError where it has none."""
+    """Raise ModelError if the teacher's tokenizer has other tokens than the run's, DataError if it has none."""
     if model.teacher is not None:
         folder = resolve_folder(model.teacher.path, files=TOKENIZER_PATTERNS)
         teacher_tokenizer = load_tokenizer(str(folder))
@@ -281,7 +283,7 @@ def check_teacher_tokens(model: ModelPlan, tokenizer: PreTrainedTokenizerBase) -
 def open_scores(
     section: ObjectiveConfig, model: ModelPlan, tokenizer: PreTrainedTokenizerBase, rows: PreparedRows | StreamedRows
 ) -> StoredScores | None:
-    """Stored scores named by the objective; DataError where they are damaged or belong to other rows."""
+    """The stored teacher scores that the objective names. DataError if they are damaged or belong to other rows."""
     if not is_distillation(section) or section.scores is None:
         return None
     assert isinstance(rows, PreparedRows)
@@ -291,7 +293,7 @@ def open_scores(
 
 
 def teacher_digest(model: ModelPlan, scores: StoredScores | None) -> str:
-    """Digest of the teacher's weights, by which a resumed run recognises it; empty without a teacher."""
+    """Digest of the teacher's weights, by which a resumed run recognises the teacher; empty without a teacher."""
     if scores is not None:
         return scores.identity.teacher
     return weights_digest(resolve_folder(model.teacher.path)) if model.teacher is not None else ""
@@ -305,9 +307,9 @@ def unusable_record(sections: Sequence[RewardConfig], rows: PreparedRows) -> str
 
 
 def check_records(sections: Sequence[RewardConfig], rows: PreparedRows) -> None:
-    """DataError for the first record that a reward cannot use; called before the first rollout."""
+    """Raise DataError for the first record that a reward cannot use. Called before the first rollout."""
     if problem := unusable_record(sections, rows):
         raise DataError(
             f"the rewards cannot use {problem}",
-            hint="correct the row, or name its column by the key `column` of the reward",
+            hint="correct the row, or set the key `column` of the reward to another column",
         )

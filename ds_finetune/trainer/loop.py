@@ -15,7 +15,7 @@ from ds_finetune.observers.record import Observer, StepRecord
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of a run: optimizer steps done, how many of them were skipped, and tokens seen."""
+    """Progress of a run: number of optimizer steps, how many of them were skipped, and number of tokens seen."""
 
     step: int = 0
     skipped_steps: int = 0
@@ -29,9 +29,8 @@ BEGINNING = Progress()
 def training_steps(
     engine: Engine, batches: Iterable[Batch], schedule: LrSchedule, *, after: Progress = BEGINNING
 ) -> Iterator[StepRecord]:
-    """Do the remaining optimizer steps, up to `schedule.steps`, and yield the record of each.
-
-    `batches` begin with the batch of the first remaining step. Skipped steps do not advance the learning rate.
+    """Take the remaining optimizer steps, up to `schedule.steps`, and yield a record of each. `batches` begin with the
+    batch of the first remaining step. Skipped steps do not advance the learning rate.
     """
     seen, skipped = after.tokens_seen, after.skipped_steps
     waited_from = time.perf_counter()
@@ -56,7 +55,7 @@ def training_steps(
 
 
 def run_steps(steps: Iterable[StepRecord], observers: Sequence[Observer]) -> StepRecord | None:
-    """Pass each record through the observers in order; returns the last record, or None without any step."""
+    """Pass each record through the observers, in order. Returns the last record, or None if there was no step."""
     last = None
     for record in steps:
         last = record
@@ -68,9 +67,8 @@ def run_steps(steps: Iterable[StepRecord], observers: Sequence[Observer]) -> Ste
 
 
 def step_values(result: StepResult, *, seconds: float, waited: float) -> dict[str, float]:
-    """Metrics of one step; `seconds` is the duration of the step including `waited`, the wait for data.
-
-    Labelled texts have no supervised tokens; they are counted as examples.
+    """Metrics of one step. `seconds` is the duration of the step, including `waited`, the wait for data. Labelled texts
+    have no supervised tokens, and are counted as examples.
     """
     is_labelled = result.num_examples > 0 and not result.num_supervised_tokens
     unit, number = (

@@ -51,16 +51,14 @@ from ds_finetune.trainer.stragglers import Stragglers
 Scored = Callable[[], Mapping[str, HeldOutScores] | None]
 Answered = Callable[[], Mapping[str, float] | None]
 Collect = Callable[[Sequence[Sample]], None]
-"""Receives the first answers of an evaluation."""
+"""Function that receives the first answers of an evaluation."""
 _ALL = "eval"
-"""First part of metric names for all held-out sets together."""
+"""First part of the names of metrics over all held-out sets together."""
 
 
 @dataclass(frozen=True)
 class StartedRun:
-    """A run with its running engine, its resume point and the writers of its files; `saver` is None if it saves no
-    checkpoints.
-    """
+    """A run with its engine, where it resumes, and the writers of its files. `saver` is None without checkpoints."""
 
     run: PreparedRun
     engine: Engine
@@ -69,15 +67,15 @@ class StartedRun:
     exports: Exports
     rank_progress: RankProgress
     store: dist.Store
-    """Store through which the ranks connected."""
+    """Store through which the ranks have connected."""
     say: Say
-    """Prints a line on rank zero."""
+    """Function that prints a line on rank zero."""
     log: Say
-    """Adds a line to the run's log without printing."""
+    """Function that adds a line to the run's log without printing it."""
 
 
 def make_observers(started: StartedRun, signals: StopSignals, rollouts: RolloutSource | None = None) -> list[Observer]:
-    """Observers in the order in which they receive records, with their state from the checkpoint restored."""
+    """Make the observers, in the order in which they get records, with states restored from the checkpoint."""
     config, plan = started.run.config, started.run.plan
     time_left = make_time_left(started.run)
     skipped = SkippedSteps(config.train.max_skipped_steps, plan.precision)
@@ -111,13 +109,13 @@ def make_observers(started: StartedRun, signals: StopSignals, rollouts: RolloutS
 
 
 def make_time_left(run: PreparedRun) -> TimeLeft:
-    """Estimator of the remaining time, before the first step."""
+    """Estimator of the remaining time, as of before the first step."""
     config, held_out = run.config, run.inputs.held_out
     intervals = {SAVE: run.interval(config.checkpoint)} if config.checkpoint.saves else {}
     steps = 0.0
     if held_out:
         intervals |= dict.fromkeys((EVALUATION, ANSWERS), run.interval(config.eval))
-        # A forward is about a third of a training step's work on a row.
+        # A forward of a row takes about a third of the time of a training step on the row.
         num_rows = sum(num_eval_rows(rows, config.eval.limit) for rows in held_out.values())
         steps = num_rows / config.train.global_batch_size / 3
     exported = run.estimate.files.exports * run.estimate.files.export_bytes
@@ -138,7 +136,7 @@ def _router_observers(started: StartedRun) -> dict[str, RouterMetrics | LoadWatc
 
 
 def _expert_loads_file(started: StartedRun) -> list[Observer]:
-    """Writer of expert loads on rank zero, which runs before a checkpoint of the same step is saved."""
+    """The writer of expert loads, on rank zero. It runs before a checkpoint of the same step is saved."""
     run, router = started.run, started.run.model.router
     if router is None or not started.engine.is_rank_zero:
         return []
@@ -147,7 +145,7 @@ def _expert_loads_file(started: StartedRun) -> list[Observer]:
 
 
 def _sample_file(started: StartedRun) -> SampleFile | None:
-    """Writer of generated answers on rank zero; None where evaluations generate none."""
+    """The writer of generated answers, on rank zero; None if evaluations generate no answers."""
     run = started.run
     is_answered = run.config.eval.generate.prompts or run.model.objective.head == "answers"
     if not (run.inputs.held_out and is_answered and started.engine.is_rank_zero):
@@ -221,20 +219,19 @@ def _utilisation(run: PreparedRun) -> list[Observer]:
 
 @dataclass(frozen=True)
 class HeldOutEvaluation:
-    """Evaluates the loss of the held-out sets, and exact matches of generated answers.
-
-    Results are keyed by the first part of metric names: `eval` for all rows, and `eval/NAME` for each named set. They
-    are None where a signal ended the evaluation.
+    """Evaluates the held-out sets: their loss, and exact matches of generated answers. Results are keyed by the first
+    part of metric names: `eval` for all rows, `eval/NAME` for a named set. They are None if a signal ended the
+    evaluation.
     """
 
     run: PreparedRun
     engine: Engine
     signals: StopSignals
     collect: Collect | None = None
-    """Receives the first generated answers of each set."""
+    """Function that receives the first generated answers of each set."""
 
     def scores(self) -> Mapping[str, HeldOutScores] | None:
-        """Scores of each set and of all sets pooled; in the pool each unit has the same weight."""
+        """Scores of each held-out set, and of all sets together, in which each unit has the same weight."""
         plan, sets, limit = batch_plan(self.run), self.run.inputs.held_out, self.run.config.eval.limit
         per_round = plan.micro_batch_size * plan.dp
         rounds = sum(math.ceil(num_eval_rows(rows, limit) / per_round) for rows in sets.values())
@@ -252,7 +249,7 @@ class HeldOutEvaluation:
         return scores_of if _ALL in scores_of else {_ALL: self.engine.pool(scores_of.values()), **scores_of}
 
     def exact_match(self) -> Mapping[str, float] | None:
-        """Share of exact matches among answers to the first prompts of each set, and of all sets together."""
+        """Fraction of exact matches among answers to the first prompts of each set, and of all sets together."""
         generate, dp = self.run.config.eval.generate, batch_plan(self.run).dp
         limits = SamplingLimits(generate.max_new_tokens, tuple(self.run.inputs.stop_ids))
         pairs = {name: rows.prompts_and_answers(generate.prompts) for name, rows in self.run.inputs.held_out.items()}
@@ -277,7 +274,7 @@ class HeldOutEvaluation:
     def _samples(
         self, name: str, pairs: Sequence[tuple[list[int], list[int]]], generated: list[str], expected: list[str]
     ) -> Iterator[Sample]:
-        """First answers of a held-out set with their prompts as rendered; the caller sets the step later."""
+        """The first answers of a held-out set with their prompts as rendered. The caller sets their step later."""
         rows = list(zip(pairs, generated, expected, strict=True))[:MOST_SAMPLES]
         for (prompt, _), answer, of_data in rows:
             yield Sample(0, name, self.run.inputs.tokenizer.decode(prompt), answer, of_data)

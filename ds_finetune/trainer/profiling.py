@@ -1,4 +1,4 @@
-"""Profiles the steps that the run file names, and no other steps."""
+"""Profiles the steps that `profile.steps` in the run file names."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,14 +14,14 @@ from ds_finetune.runs.timeline.profiler import HostClock, ProfiledRun, StepProfi
 from ds_finetune.trainer.observers import StartedRun
 
 FOLDER = "profile"
-"""Folder in the run folder with the trace and the summary."""
+"""Name of the folder, in the run folder, with the trace and the summary of a profile."""
 _PEAK = "memory/peak_gib"
 
 
 @contextmanager
 def profiled(records: Iterator[StepRecord], started: StartedRun) -> Iterator[Iterator[StepRecord]]:
-    """Yield the records, and profile the steps of `profile.steps`. If the run ends within them, the profile covers the
-    completed ones; a failed run has no profile.
+    """Context that yields the records, and profiles the steps of `profile.steps`. If the run ends within these steps,
+    the profile covers the completed ones. A failed run has no profile.
     """
     run, settings, done = started.run, started.run.config.profile, started.resume_point.progress.step
     if settings is None or done >= settings.first_and_last[1]:
@@ -51,7 +51,7 @@ def profiled(records: Iterator[StepRecord], started: StartedRun) -> Iterator[Ite
 def _steps(
     profiler: StepProfiler, records: Iterator[StepRecord], first: int, started: StartedRun
 ) -> Iterator[StepRecord]:
-    """Records of profiled steps; a step's profile lasts until the consumer asks for the next record."""
+    """Yield the records of profiled steps. The profile of a step lasts until the consumer asks for the next record."""
     assert started.run.config.profile is not None
     with started.rank_progress.during(FOLDER):
         profiler.start()
@@ -75,8 +75,7 @@ def _finish(profiler: StepProfiler, started: StartedRun) -> None:
 
 
 def without_peak_of_profile(records: Iterator[StepRecord], first: int, last: int) -> Iterator[StepRecord]:
-    """Records whose peak memory excludes the profiler's own, which is part of a CPU's resident memory.
-
+    """Yield records whose peak memory excludes the profiler's own memory, which is part of a CPU's resident memory.
     Profiled steps repeat the peak of earlier steps, if any. Later steps are measured from the end of the profile.
     """
     peak_before: dict[str, float] = {}

@@ -1,4 +1,5 @@
-"""Log-probabilities of a run's reference model, which is the model before training: computed once and cached.
+"""Log-probabilities under a run's reference model, which is the model before training. They are computed once and
+cached.
 
 They are computed on the training rows in the micro-batches of the first epoch, since rounding depends on the shapes of
 the forward: in bf16, the log-probability of a document in a packed row and of the same document by itself differ by
@@ -32,16 +33,16 @@ from ds_finetune.trainer.batches import batch_plan
 from ds_finetune.trainer.prepare import PreparedRun, mismatched_answers
 
 LogProbs = NDArray[np.float64]
-"""Log-probability in nats of each document by its index in the data, followed by the mismatched documents."""
+"""Log-probability in nats of each document by its index in the data, followed by those of the mismatched documents."""
 _FORMAT = 1
-"""Incremented when the same rows would get other values."""
+"""Format number in the cache's key. It is incremented when the same rows would get other values."""
 _TRAIN = "train"
 _PACKAGES = ("torch", "transformers")
 
 
 def find_reference(run: PreparedRun) -> dict[str, LogProbs | None]:
-    """Read cached reference log-probabilities by name of the rows; None where they must be computed. Empty without a
-    cached reference. Collective: if a rank lacks some, all ranks compute them.
+    """Read the cached reference log-probabilities by name of the rows; None if they must be computed. Collective. They
+    are computed by all ranks if any rank lacks them. The result is empty if the run needs no cached reference.
     """
     cached: dict[str, LogProbs | None] = {}
     for name, rows in _rows(run).items():
@@ -51,9 +52,8 @@ def find_reference(run: PreparedRun) -> dict[str, LogProbs | None]:
 
 
 def complete_reference(run: PreparedRun, engine: Engine, cached: Mapping[str, LogProbs | None]) -> PreparedRun:
-    """Add the reference log-probabilities to the run, computing those that are not cached; collective.
-
-    If any are computed, `engine` must hold the weights of the model before training.
+    """Add the reference log-probabilities to the run, and compute those that are not cached; collective. If any are
+    computed, `engine` must have the weights of the model before training.
     """
     logps: dict[str, LogProbs] = {}
     for name, rows in _rows(run).items():
@@ -65,7 +65,7 @@ def complete_reference(run: PreparedRun, engine: Engine, cached: Mapping[str, Lo
 
 
 def _rows(run: PreparedRun) -> dict[str, PreparedRows]:
-    """Rows that need cached reference log-probabilities, by name."""
+    """The rows for which the run needs cached reference log-probabilities, by name."""
     if getattr(run.config.objective, "reference", "") != "cache":
         return {}
     assert isinstance(run.inputs.train, PreparedRows), "a stream has no cached reference"
@@ -73,7 +73,7 @@ def _rows(run: PreparedRun) -> dict[str, PreparedRows]:
 
 
 def _compute(run: PreparedRun, engine: Engine, name: str, rows: PreparedRows) -> LogProbs:
-    # Without a mixture, which repeats some rows and leaves others out of the first pass.
+    # A mixture is left out, because it repeats some rows and omits others in the first pass.
     plan, limit = replace(batch_plan(run), mixture=None, reference=None), run.config.eval.limit
     mismatched = mismatched_answers(run.plan, engine.objective, rows)
     first: list[Batch] = []
@@ -92,9 +92,9 @@ def _compute(run: PreparedRun, engine: Engine, name: str, rows: PreparedRows) ->
         index = int(np.flatnonzero(~np.isfinite(logps))[0])
         raise RunError(
             f"the reference model gives document {numbers[index]} of data.{name} the log-probability {logps[index]}",
-            hint="look at the row with `ds-finetune data show`, and at the weights of model.path",
+            hint="check the row with `ds-finetune data show`, and the weights of model.path",
         )
-    # NaN for documents beyond eval.limit, which no batch contains.
+    # Documents beyond eval.limit, which no batch contains, get NaN.
     values = np.full(int(numbers.max()) + 1, np.nan)
     values[numbers] = logps
     return values
@@ -111,10 +111,10 @@ def _folder(run: PreparedRun, name: str, rows: PreparedRows) -> Path:
 
 
 def _fingerprint(run: PreparedRun, name: str, rows: PreparedRows) -> str:
-    """Hash of all that determines the log-probabilities: weights, rows, precision, kernels, layout, micro-batch."""
+    """Hash of what determines the log-probabilities: weights, rows, precision, kernels, layout and micro-batch."""
     plan, config = run.plan, run.config
     sizes = {axis: getattr(plan.mesh, axis) for axis in ("tp", "sp", "pp", "ep")}
-    # For unpacked rows, the order decides which rows share a forward, and so their padding.
+    # The order of unpacked rows decides which rows share a forward, and so their padding.
     order = None if plan.data.packing else [plan.train.seed, config.data.shuffle]
     parts = {
         "format": _FORMAT,
@@ -140,7 +140,7 @@ def _fingerprint(run: PreparedRun, name: str, rows: PreparedRows) -> str:
 
 
 def _start(lora: LoraConfig | None) -> dict[str, object]:
-    """Identity of the adapters that a run starts from; empty where they start at zero."""
+    """Identity of the adapters from which a run starts; empty if they start at zero."""
     if lora is None or lora.start is None:
         return {}
     return {"start": [PeftAdapter.open(Path(lora.start)).digest(), lora.scale]}

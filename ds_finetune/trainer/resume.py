@@ -1,4 +1,4 @@
-"""Resumes and saves a run: tests the checkpoint folder, finds the newest checkpoint, restores it, starts the saver."""
+"""Resumes and saves a run: tests the checkpoint folder, finds and restores a checkpoint, and starts the saver."""
 
 import shutil
 import socket
@@ -53,14 +53,13 @@ from ds_finetune.trainer.prepare import PreparedRun
 
 CONFIG = "config.json"
 _TEST_NUMBERS = 4096
-"""Elements that each rank writes and reads back to test saving."""
+"""Number of elements that each rank writes and reads back to test saving."""
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where a run resumes: this rank's checkpoint folder and the checkpoint found there, None for a new run.
-
-    `lock`, held by the folder's leading rank, keeps other runs out of the folder.
+    """Where a run resumes: this rank's checkpoint folder, and the checkpoint to resume from, None for a new run. The
+    lock keeps other runs out of the folder; the folder's leading rank has it.
     """
 
     checkpoints: CheckpointFolder | None
@@ -69,7 +68,7 @@ class ResumePoint:
 
     @property
     def progress(self) -> Progress:
-        """Steps, skipped steps and tokens up to the checkpoint."""
+        """Steps, skipped steps and tokens up to the checkpoint; zeros for a new run."""
         if self.checkpoint is None:
             return BEGINNING
         state = self.checkpoint.state
@@ -77,10 +76,9 @@ class ResumePoint:
 
 
 def find_resume_point(run: PreparedRun, say: Say) -> ResumePoint:
-    """Test writing to the checkpoint folder, and find the resume point; collective, before the model is built.
-
-    OutputError or CheckpointError on every rank; `say` prints the chosen checkpoint, and the rejected ones with
-    reasons.
+    """Test writing to the checkpoint folder, and find where the run resumes; collective, before the model is built.
+    `say` prints the chosen checkpoint, and rejected ones with reasons. OutputError or CheckpointError is raised on
+    every rank.
     """
     policy = run.config.checkpoint
     if not policy.saves:
@@ -90,7 +88,7 @@ def find_resume_point(run: PreparedRun, say: Say) -> ResumePoint:
     folder_lock = _lock_folder(checkpoints, say)
     try_saving(checkpoints, is_asynchronous=run.plan.saves_asynchronously)
     usable = None if policy.resume == "never" else _find_checkpoint(run, checkpoints, say)
-    # Remove unfinished checkpoints of earlier starts only now, when nothing can refuse this start any more.
+    # Unfinished checkpoints of earlier starts are removed last, when no check can refuse this start any more.
     for unfinished in unfinished_folders(checkpoints.path) if checkpoints.is_leader else ():
         say(f"removed the unfinished checkpoint {unfinished}")
         remove_checkpoint(unfinished)
@@ -104,15 +102,15 @@ def _find_checkpoint(run: PreparedRun, checkpoints: CheckpointFolder, say: Say) 
     if usable is None:
         if (run.output_dir / "metrics.jsonl").exists():
             say(
-                f"{run.output_dir} holds a run that ended before its first checkpoint: it starts again, and its "
-                "records are removed"
+                f"the run in {run.output_dir} ended before its first checkpoint: it starts again, and its records are "
+                "removed"
             )
         return None
     state = usable.state
     later = [step_name(step) for step in complete_steps(folder) if step > state.step]
     error = CheckpointError(
-        f"{folder} holds {', '.join(later)}, later than step {state.step} that checkpoint.resume names",
-        hint="move them away, or name another output_dir",
+        f"checkpoint.resume names step {state.step}, and {folder} has later checkpoints: {', '.join(later)}",
+        hint="move the later checkpoints away, or name another output_dir",
     )
     raise_on_every_rank(error if later and not is_automatic else None)
     raise_on_every_rank(model_mismatch(usable.folder / BASE, CONFIG, run.inputs.config_tree))
@@ -124,7 +122,7 @@ def _find_checkpoint(run: PreparedRun, checkpoints: CheckpointFolder, say: Say) 
     ]
     for line in usable.passed_over:
         say(line)
-    # Checkpoints after the resume point must not count among the newest that are kept.
+    # Checkpoints after the resume point are renamed, so that they do not count among the newest ones to keep.
     for name in later if checkpoints.is_leader else ():
         say(f"{checkpoints.path / name} is renamed to {rename_unusable(checkpoints.path / name).name}")
     saved_by = f"{state.layout.get('mesh')}, ZeRO-{state.layout.get('zero_stage')}"
@@ -134,7 +132,7 @@ def _find_checkpoint(run: PreparedRun, checkpoints: CheckpointFolder, say: Say) 
 
 
 def best_weights_elsewhere(usable: UsableCheckpoint, output_dir: Path) -> list[str]:
-    """A line with the path of the best weights so far, if they are in another run's folder."""
+    """A line with the path of the best weights so far, if they are in the folder of another run."""
     other_folder, best = usable.folder.parent.parent, usable.state.observers.get("best", {})
     names = [name for name in ("export-best", "adapter-best") if (other_folder / name).is_dir()]
     if not names or other_folder.resolve() == output_dir.resolve():
@@ -157,9 +155,8 @@ def _lock_folder(checkpoints: CheckpointFolder, say: Say) -> TextIO | None:
 
 
 def try_saving(checkpoints: CheckpointFolder, *, is_asynchronous: bool) -> None:
-    """Save a few numbers the way checkpoints are saved, read them back and remove them; collective.
-
-    OutputError on every rank, with the reason of the first rank that fails.
+    """Save a few numbers as checkpoints are saved, read them back and remove them; collective. OutputError on every
+    rank, with the reason of the first rank that fails.
     """
     trial = replace(checkpoints, path=checkpoints.path / f".rehearsal-{checkpoints.token}")
     numbers = torch.arange(_TEST_NUMBERS, dtype=torch.float32) + checkpoints.rank
@@ -174,8 +171,9 @@ def try_saving(checkpoints: CheckpointFolder, *, is_asynchronous: bool) -> None:
     error: FinetuneError | None = None
     if outcome.errors:
         error = OutputError(
-            f"checkpoint folder {checkpoints.path}, rank {checkpoints.rank}: {'; '.join(outcome.errors)}",
-            hint="repair it before training",
+            f"saving to the checkpoint folder {checkpoints.path} fails on rank {checkpoints.rank}: "
+            f"{'; '.join(outcome.errors)}",
+            hint="repair the folder or its disk, or name another output_dir",
         )
     raise_on_every_rank(error)
     raise_on_every_rank(_read_back_error(trial, numbers))
@@ -190,8 +188,8 @@ def _read_back_error(trial: CheckpointFolder, numbers: torch.Tensor) -> OutputEr
     if torch.equal(again, numbers):
         return None
     return OutputError(
-        f"checkpoint folder {trial.path.parent} returns other numbers than rank {trial.rank} wrote",
-        hint="use another disk",
+        f"other numbers were read from the checkpoint folder {trial.path.parent} than rank {trial.rank} wrote",
+        hint="set output_dir to a folder on another disk",
     )
 
 
@@ -202,9 +200,8 @@ def _group_of(numbers: torch.Tensor, checkpoints: CheckpointFolder) -> StateGrou
 
 
 def resume_engine(run: PreparedRun, engine: Engine, point: ResumePoint) -> Position:
-    """Restore the checkpoint of `point` into `engine`; returns the position in the data. Collective.
-
-    CheckpointError where a stream was divided among another number of ranks.
+    """Restore the checkpoint of `point` into `engine`. Returns the position in the data; collective. CheckpointError if
+    data were streamed by another number of ranks.
     """
     if point.checkpoint is None or point.checkpoints is None:
         return START
@@ -214,8 +211,8 @@ def resume_engine(run: PreparedRun, engine: Engine, point: ResumePoint) -> Posit
     is_stream = isinstance(run.inputs.train, StreamedRows)
     if is_stream and not own:
         raise CheckpointError(
-            f"data.streaming resumes with the ranks it began with: {point.checkpoint.state.layout['mesh']}, not "
-            f"{run.plan.mesh}",
+            f"with data.streaming a run can only resume with the ranks it began with: "
+            f"{point.checkpoint.state.layout['mesh']}, not {run.plan.mesh}",
             hint=f"start {point.checkpoint.manifest.world_size} ranks with the same `parallel`, or prepare the data "
             "(data.streaming false) in a new run",
         )
@@ -224,7 +221,7 @@ def resume_engine(run: PreparedRun, engine: Engine, point: ResumePoint) -> Posit
 
 @contextmanager
 def start_saver(run: PreparedRun, engine: Engine, point: ResumePoint) -> Iterator[Saver | None]:
-    """Context with a saver of the engine's state and its process; None where nothing is saved."""
+    """Context with a saver of the engine's state and its process; None if the run saves no checkpoints."""
     checkpoints = point.checkpoints
     if checkpoints is None:
         yield None
@@ -256,9 +253,8 @@ def start_saver(run: PreparedRun, engine: Engine, point: ResumePoint) -> Iterato
 
 
 def _write_base(base: Path, sources: Mapping[str, Path], texts: Mapping[str, str]) -> None:
-    """Write files for exporting a checkpoint: copies of tokenizer files, config.json and other `texts` by name.
-
-    They are copied once, so that later changes in the model's folder do not affect the checkpoint.
+    """Write the files that an export of a checkpoint needs: copies of tokenizer files, config.json, and `texts` by file
+    name. They are copied once, so that later changes in the model's folder do not affect the checkpoints.
     """
     base.mkdir(parents=True, exist_ok=True)
     for name, source in sources.items():
@@ -280,12 +276,12 @@ def _memory_error(num_bytes: int, plan: Plan) -> OutputError | None:
     )
     return OutputError(
         f"checkpoint.asynchronous copies {sizes}",
-        hint="set checkpoint.asynchronous false: training then waits while a checkpoint is written",
+        hint="set checkpoint.asynchronous to false; training then waits while a checkpoint is written",
     )
 
 
 def make_state_text(run: PreparedRun, engine: Engine) -> RunText:
-    """A function that serialises the run's state after a step, from the step's record and the observers' states."""
+    """Returns a function that serialises the run's state after a step, from the step's record and observers' states."""
     inputs = inputs_of(run)
 
     def state_text(record: StepRecord, observers: Mapping[str, Mapping[str, Any]]) -> str:
@@ -306,19 +302,19 @@ def make_state_text(run: PreparedRun, engine: Engine) -> RunText:
 
 
 def restore_observers(observers: Mapping[str, Resumable], point: ResumePoint) -> None:
-    """Restore the observers' states from the checkpoint."""
+    """Restore the observers' states from the checkpoint of `point`."""
     states = point.checkpoint.state.observers if point.checkpoint else {}
     for name in observers.keys() & states.keys():
         observers[name].restore(states[name])
 
 
 def check_not_past_end(point: ResumePoint, *, steps: int, duration: str) -> None:
-    """CheckpointError where the checkpoint is past the run's last step: the run would export other weights."""
+    """Raise CheckpointError if the checkpoint is past the run's last step: the run would export other weights."""
     step = point.progress.step
     if point.checkpoint is not None and step > steps:
         raise CheckpointError(
             f"{point.checkpoint.folder} is of step {step}, and train.for {duration} ends after step {steps}",
-            hint="raise train.for; to end with these weights, use `ds-finetune export` on the checkpoint",
+            hint="raise train.for, or export the checkpoint's weights with `ds-finetune export`",
         )
 
 
@@ -329,7 +325,7 @@ def ended_early(point: ResumePoint, *, patience: int) -> bool:
 
 
 def interrupted_evaluation(point: ResumePoint, stream_position: Position, *, steps: int) -> list[StepRecord]:
-    """Record of the step whose evaluation a signal interrupted, to be passed to the observers again; else empty."""
+    """The record of the step whose evaluation a signal interrupted, for the observers; empty if there is none."""
     state = point.checkpoint.state if point.checkpoint else None
     if state is None or not state.observers.get("evaluation", {}).get("is_due"):
         return []
@@ -338,14 +334,14 @@ def interrupted_evaluation(point: ResumePoint, stream_position: Position, *, ste
 
 
 def saved_record(point: ResumePoint) -> StepRecord | None:
-    """Record of the step of the checkpoint, with the values that it had when it was saved."""
+    """The record of the checkpoint's step, with the values from the time when it was saved; None for a new run."""
     state = point.checkpoint.state if point.checkpoint else None
     best_step = state.observers.get("best", {}).get("best_step", 0) if state else 0
     return StepRecord(state.step, state.values, best_step=best_step) if state else None
 
 
 def inputs_of(run: PreparedRun) -> RunIdentity:
-    """Configuration and fingerprints of this start's inputs, in the form stored in checkpoints."""
+    """The run's configuration and fingerprints of its inputs, in the form that checkpoints store."""
     held_out = {name: rows.fingerprint() for name, rows in run.inputs.held_out.items()}
     return RunIdentity(
         config=run.tree,
@@ -358,7 +354,7 @@ def inputs_of(run: PreparedRun) -> RunIdentity:
 
 
 def _rows_left_out(usable: UsableCheckpoint, run: PreparedRun) -> list[str]:
-    """A line on rows that a lengthened run does not train: the shorter run had padded its last step with empty rows."""
+    """A line on rows that a lengthened run leaves out, because the shorter run ended with a partly empty step."""
     rows, config = run.inputs.train, run.config
     if isinstance(rows, StreamedRows) or usable.state.config["train"]["for"] == config.train.duration:
         return []
@@ -370,7 +366,7 @@ def _rows_left_out(usable: UsableCheckpoint, run: PreparedRun) -> list[str]:
 
 
 def _random_state_changes(usable: UsableCheckpoint, run: PreparedRun) -> list[str]:
-    """A line where dropout and another layout change results: random states belong to ranks."""
+    """A line if dropout gives other results because the layout has changed: random states belong to ranks."""
     tree = run.inputs.hf_config.to_dict()
     ratios = {key: value for key, value in tree.items() if key.endswith(("dropout", "_pdrop", "_dropout_prob"))}
     drops = [f"{key} {value}" for key, value in ratios.items() if isinstance(value, float) and value]

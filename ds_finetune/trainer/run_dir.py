@@ -1,5 +1,6 @@
-"""The run folder: checks it before anything is loaded, then writes the resolved configuration and the plan into it.
-Rows passed to `train` by a program are written there too.
+"""The run folder: checks it before anything is loaded, then writes the resolved configuration and the plan to it.
+
+Rows that a program passes to `train` are written there too.
 """
 
 import hashlib
@@ -30,26 +31,25 @@ from ds_finetune.system.whole_file import replace_file
 from ds_finetune.trainer.resolve import ResolvedRun
 
 _LOGS = (".log", ".out", ".err")
-"""Suffixes of files to which a shell or scheduler redirects output; no run writes such a file itself."""
+"""Suffixes of files to which a shell or scheduler redirects output. No run writes such a file itself."""
 Rows = Iterable[Mapping[str, object]]
-"""A list of dictionaries, a `datasets.Dataset`, or any other iterable of dictionaries."""
+"""Rows of data: a list of dictionaries, a `datasets.Dataset`, or any other iterable of dictionaries."""
 RECORDS = (METRICS, RANK_TIMES, SAMPLES, ROLLOUTS, EXPERTS)
-"""Files with a line per step or answer."""
+"""Names of the files with one line per step or answer."""
 ROWS = "rows"
-"""Folder of the rows passed by a program, in the run folder."""
+"""Name of the folder, in the run folder, of rows that a program has passed."""
 
 
 def check_only_own_files(folder: Path, inputs: Iterable[tuple[str, Path]], *, cache_dir: str) -> None:
-    """OutputError where `output_dir` contains an input of the run, or files but no run; called before a run writes.
-
-    `inputs` are keys of the run file with the files or folders that they name.
+    """Raise OutputError if `output_dir` contains an input of the run, or files that are not a run's. Called before a
+    run writes. `inputs` are keys of the run file with the files or folders that they name.
     """
     for key, path in inputs:
         is_written_here = path.resolve().parent == (folder / ROWS).resolve()
         if not is_written_here and path.exists() and path.resolve().is_relative_to(folder.resolve()):
             raise OutputError(
                 f"{key} `{path}` is in output_dir `{folder}`, where a run replaces files",
-                hint="name another output_dir, or move the input to another folder",
+                hint="name another output_dir, or move this input file to another folder",
             )
     if folder.is_dir() and not _is_run(folder):
         cache = Path(cache_dir).resolve()
@@ -59,16 +59,15 @@ def check_only_own_files(folder: Path, inputs: Iterable[tuple[str, Path]], *, ca
 
 
 def _is_run(folder: Path) -> bool:
-    """Whether a run has begun in `folder`: its plan, or the lock of its checkpoints, is there.
-
-    config.yaml does not count, since users give that name to their own files.
+    """Whether a run has begun in `folder`: its plan, or the lock of its checkpoints, exists. config.yaml does not
+    count, since users give that name to files of their own.
     """
     return read_object(folder / PLAN).keys() >= {"layout", "notes"} or (folder / CHECKPOINTS / LOCK).is_file()
 
 
 def _belongs_to_run(entry: Path, cache: Path) -> bool:
-    """Whether a run keeps or extends `entry` of its folder; this includes files that launcher and watchdog write before
-    the run.
+    """Whether `entry` may be in the folder of a new run, because a run keeps or extends it. This includes files that
+    launcher and watchdog write before the run.
     """
     if entry.name in ("logs", Path(REPORT).parent.name, ROWS) or entry.name.startswith(".") or entry.suffix in _LOGS:
         return True
@@ -79,34 +78,32 @@ def _belongs_to_run(entry: Path, cache: Path) -> bool:
 
 
 def check_run_folder(folder: Path, policy: CheckpointConfig) -> None:
-    """OutputError where `output_dir` cannot be written, is a file or a broken link, or holds a run that cannot be
-    resumed.
-
-    Leaves no file or folder behind.
+    """Raise OutputError if a run cannot use `output_dir`. Leaves no file or folder behind. It cannot if the folder
+    cannot be written, is a file or a broken link, or has a run that cannot be resumed.
     """
     existing = nearest_existing(folder)
     if (folder / METRICS).exists() and not _is_resumable(folder, policy):
         raise OutputError(
             f"output_dir `{folder}` already holds a run (metrics.jsonl)",
-            hint="name another output_dir, or move that run away",
+            hint="name another output_dir, or move the existing run away",
         )
     dangling = next((path for path in (folder, *folder.parents) if path.is_symlink() and not path.exists()), None)
     if dangling is not None:
         raise OutputError(
             f"output_dir `{folder}`: `{dangling}` is a link to `{dangling.readlink()}`, which does not exist",
-            hint="make that folder, or name another output_dir",
+            hint="create the folder that the link names, or set another output_dir",
         )
     try:
         Path(tempfile.mkdtemp(prefix=".trial-", dir=existing)).rmdir()
     except OSError as refused:
         raise OutputError(
             f"output_dir `{folder}`: no folder can be made in `{existing}`: {refused.strerror}",
-            hint="change its permissions, make room, or name another output_dir",
+            hint="change the folder's permissions, free some space, or name another output_dir",
         ) from refused
 
 
 def check_run_disk(output_dir: Path, need: DiskNeed) -> None:
-    """OutputError where the disk of `output_dir` is too small for this host's files."""
+    """Raise OutputError if the disk of `output_dir` is too small for the files that this host will write."""
     free = shutil.disk_usage(nearest_existing(output_dir)).free + bytes_below(output_dir)
     if need.num_bytes > free:
         raise OutputError(
@@ -117,7 +114,7 @@ def check_run_disk(output_dir: Path, need: DiskNeed) -> None:
 
 
 def _is_resumable(folder: Path, policy: CheckpointConfig) -> bool:
-    """Whether the run in `folder` has checkpoints, or ended before its first one without an export."""
+    """Whether the run in `folder` has checkpoints, or ended before its first checkpoint and without an export."""
     if not policy.saves or policy.resume == "never":
         return False
     checkpoints = folder / CHECKPOINTS
@@ -126,7 +123,7 @@ def _is_resumable(folder: Path, policy: CheckpointConfig) -> bool:
 
 @contextmanager
 def remove_empty_on_failure(folder: Path) -> Iterator[None]:
-    """On an error before the first step, remove the empty folders created by the test of saving."""
+    """Context that, after an error before the first step, removes empty folders from the test of saving."""
     try:
         yield
     except BaseException:
@@ -138,17 +135,16 @@ def remove_empty_on_failure(folder: Path) -> Iterator[None]:
 
 
 def prepare_run_folder(run: ResolvedRun, *, after_step: int = 0, last: StepRecord | None = None) -> str:
-    """Create the run folder with `config.yaml` (enough to run again), `plan.json` and `deepspeed.json`.
-
-    Records of steps after `after_step` are removed, because these steps are done again. `last` is the record of step
-    `after_step`; it is added if its line is missing, as after a kill between saving the checkpoint and writing the
+    """Create the run folder with `config.yaml` (enough to run again), `plan.json` and `deepspeed.json`. Records of
+    steps after `after_step` are removed, because these steps are taken again. `last` is the record of step
+    `after_step`, which is added if its line is missing, as after a kill between saving the checkpoint and writing the
     line. Returns a line that names the steps without a record, if any.
     """
     folder, plan = run.output_dir, run.plan
     plan_text = json.dumps({**dict(plan.decisions), "notes": plan.notes}, indent=2) + "\n"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # The plan first, since `_is_run` tests for it: a user's config.yaml is then never taken for a run's.
+        # The plan is written first, since `_is_run` tests for it: so a user's config.yaml is never taken for a run's.
         replace_file(folder / PLAN, plan_text, is_synced=True)
         replace_file(folder / "config.yaml", run.text, is_synced=True)
         replace_file(folder / "deepspeed.json", json.dumps(plan.deepspeed_config, indent=2) + "\n", is_synced=True)
@@ -158,12 +154,14 @@ def prepare_run_folder(run: ResolvedRun, *, after_step: int = 0, last: StepRecor
     except OSError as full:
         reason = full.strerror or full
         raise OutputError(
-            f"output_dir `{folder}` cannot be written: {reason}", hint="make room, or name another output_dir"
+            f"output_dir `{folder}` cannot be written: {reason}", hint="free some space, or name another output_dir"
         ) from full
 
 
 def _remove_records(file: Path, after_step: int, last: StepRecord | None) -> None:
-    """Remove later records, and add `last` if missing; splits at newline bytes only, as texts may hold U+2028."""
+    """Remove records after step `after_step`, and add `last` if it is missing. Lines are split at newline bytes only,
+    because texts may contain the line separator U+2028.
+    """
     if not file.exists():
         return
     steps = [(line, step) for line in file.read_bytes().split(b"\n") if (step := _step_of(line)) is not None]
@@ -174,10 +172,10 @@ def _remove_records(file: Path, after_step: int, last: StepRecord | None) -> Non
 
 
 def _missing_steps(folder: Path, after_step: int) -> str:
-    """A line that names the steps up to `after_step` without a record in metrics.jsonl; else empty."""
+    """A line that names the steps up to `after_step` that metrics.jsonl lacks; empty if it lacks none."""
     starts, metrics = folder / STARTS, folder / METRICS
     if not after_step or not (starts.exists() or metrics.exists()):
-        # The checkpoint is from another folder.
+        # The checkpoint is from another folder, so this folder need not have earlier records.
         return ""
     first = next(iter(starts.read_bytes().splitlines() if starts.exists() else ()), b"")
     recorded = set(map(_step_of, metrics.read_bytes().split(b"\n") if metrics.exists() else ()))
@@ -188,7 +186,7 @@ def _missing_steps(folder: Path, after_step: int) -> str:
 
 
 def _start_of(line: bytes) -> int:
-    """Step after which a start began, parsed from its line; 0 where the line is damaged."""
+    """The step after which a start began, from its line in starts.jsonl; 0 if the line is damaged."""
     try:
         return int(json.loads(line)["after_step"])
     except (ValueError, TypeError, KeyError, RecursionError):
@@ -196,7 +194,7 @@ def _start_of(line: bytes) -> int:
 
 
 def _step_of(line: bytes) -> int | None:
-    """Step of a record; None for an invalid line, such as the partial last line of a killed run."""
+    """The step of a record; None for an invalid line, such as the partial last line of a killed run."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -206,16 +204,15 @@ def _step_of(line: bytes) -> int | None:
 
 
 def write_rows(output_dir: Path, rows: Mapping[str, Rows]) -> dict[str, tuple[str]]:
-    """Write the rows, by `train` and `eval`, to files in `output_dir`, and return their paths; called on every rank.
-
-    DataError for rows that cannot be written as JSON, OutputError where the folder cannot be written.
+    """Write the rows of `train` and `eval` to files in `output_dir`, and return their paths. Called on every rank.
+    DataError if rows cannot be written as JSON; OutputError if the folder cannot be written.
     """
     return {name: (_write(rows_of_set, name, output_dir / ROWS),) for name, rows_of_set in rows.items()}
 
 
 @contextmanager
 def begun_with_rows(folder: Path, rows: Mapping[str, Rows], *, is_first: bool) -> Iterator[dict[str, tuple[str]]]:
-    """Context with the paths from `write_rows`; rank zero removes the files if the run is refused before it begins."""
+    """Context with the paths from `write_rows`. If the run is refused before it begins, rank zero removes the files."""
     was_there = folder.exists()
     try:
         yield write_rows(folder, rows)
@@ -234,10 +231,9 @@ def _remove_empty(folder: Path) -> None:
 
 
 def _write(rows: Rows, name: str, folder: Path) -> str:
-    """Write rows to a file named by a hash of its content, unless it exists.
-
-    Its modification time is constant, because path, size and modification time are the key of prepared rows, and must
-    be equal for ranks that write the file concurrently.
+    """Write rows to a file named by a hash of its content, unless it exists. Its modification time is constant: path,
+    size and modification time are the key of prepared rows, and must be equal for ranks that write the file
+    concurrently.
     """
     hint = "give a list of dictionaries or a datasets.Dataset, such as dataset['train']"
     if isinstance(rows, str | Mapping) or not isinstance(rows, Iterable):
@@ -262,7 +258,9 @@ def _write(rows: Rows, name: str, folder: Path) -> str:
 
 
 def _with_classes(rows: Rows) -> bytes:
-    """`rows` as bytes of a Parquet file if they are a `datasets.Dataset` with class names, else empty."""
+    """Bytes of a Parquet file, if `rows` are a `datasets.Dataset` with class names, which JSON would
+    lose; else empty.
+    """
     features: Any = getattr(rows, "features", None) or {}
     table: Any = rows
     if not any(type(kind).__name__ == "ClassLabel" for kind in features.values()) or not isinstance(rows, Sized):

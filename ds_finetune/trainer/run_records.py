@@ -1,6 +1,4 @@
-"""What a run records besides its metrics: status and log while it runs, each start, the training data, verified
-exports, and the report at its end.
-"""
+"""What a run records besides metrics: status, log, starts, training data, verified exports, and the final report."""
 
 import json
 import math
@@ -38,47 +36,47 @@ from ds_finetune.trainer.preview import count_lines, document_title, documents_o
 from ds_finetune.trainer.run_dir import RECORDS, prepare_run_folder
 
 _SAMPLES = 4
-"""Recorded documents, pairs or examples per source of the training data."""
+"""Number of documents, pairs or examples that are recorded from each source of the training data."""
 _MOST_SOURCES = 8
 _LONGEST = 4000
-"""Maximum characters of a recorded document."""
+"""Maximum number of characters recorded of a document."""
 Spans = list[tuple[str, bool]]
 """Texts, each with whether its tokens are supervised."""
 _MOST_WAITING = 1_000
 PAGE = REPORT
-"""File name of a run's report in its folder."""
+"""Name of the file with a run's report in its folder."""
 
 
 class RunLog:
-    """`log.txt`: lines that rank zero prints about a run, with times. Lines are buffered until `open` is called."""
+    """Writes `log.txt`: lines that rank zero prints about a run, with times. They are buffered until `open`."""
 
     def __init__(self, say: Say) -> None:
         self._print = say
         self._waiting: list[str] = []
         self._file: LineFile | None = None
         self._lock = threading.RLock()
-        """The watchdog adds lines from its own thread."""
+        """The watchdog adds lines from a thread of its own, so writing needs a lock."""
 
     def say(self, line: str) -> None:
-        """Print a line and add it to the log."""
+        """Print a line, and add it to the log."""
         self._print(line)
         self.add(line)
 
     def add(self, text: str) -> None:
-        """Add a text of one or more lines without printing it."""
+        """Add a text of one or more lines to the log, without printing it."""
         now = time.strftime("%Y-%m-%d %H:%M:%S")
         for line in text.splitlines():
             self._put(f"{now}  {line}")
 
     def open(self, path: Path) -> None:
-        """Write buffered lines and all later ones to the end of the file; OSError where that fails."""
+        """Append buffered lines, and all later ones, to the file `path`. OSError if that fails."""
         self._file = LineFile(path, self._print, most=_MOST_WAITING)
         waiting, self._waiting = self._waiting, []
         for line in waiting:
             self._put(line)
 
     def close(self) -> None:
-        """Write queued lines and close the file."""
+        """Write queued lines, and close the file."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -92,9 +90,8 @@ class RunLog:
 
 
 class StatusKeeper:
-    """Writes the status of a run every few seconds from its own thread, between `begin` and `end`.
-
-    A file system that hangs then blocks neither the training nor the watchdog.
+    """Writes the status of a run every few seconds, between `begin` and `end`. It has a thread of its own, so that a
+    file system that hangs blocks neither the training nor the watchdog.
     """
 
     def __init__(self, folder: Path, log: RunLog) -> None:
@@ -105,7 +102,7 @@ class StatusKeeper:
         self._thread: threading.Thread | None = None
 
     def begin(self, progress: RankProgress, *, steps: int, ranks: int) -> None:
-        """Start writing the status of a run whose folder exists; `steps` is the number of steps of the whole run."""
+        """Start writing the status of a run whose folder exists. `steps` is the number of steps of the whole run."""
         self._log.open(self._folder / LOG)
         first = RunStatus(
             "running",
@@ -123,8 +120,8 @@ class StatusKeeper:
         self._thread.start()
 
     def end(self, state: State, reason: str = "") -> None:
-        """Write the final status, unless the watchdog has written it, and stop the thread if the file system lets it;
-        does nothing before `begin` or after the end.
+        """Write the final status, unless the watchdog has written it, and stop the thread unless the file system hangs.
+        Does nothing before `begin` and after the first call.
         """
         if self._progress is None or self._thread is None or self._closed.is_set():
             return
@@ -135,8 +132,8 @@ class StatusKeeper:
         self._thread.join(ALIVE_SECONDS)
 
     def end_without_error(self, interrupted: str, stop: str, verdicts: Iterable[VerificationResult]) -> None:
-        """Write the final status of a run without an error: the signal that ended it, the reason of an early stop, and
-        the results of verifying its exports, each possibly empty.
+        """Write the final status of a run that ended without an error. `interrupted` is the signal that ended it,
+        `stop` the reason of an early stop, and `verdicts` are the results of verifying exports; each may be empty.
         """
         different = [str(verdict.folder) for verdict in verdicts if verdict.problems]
         if interrupted:
@@ -169,7 +166,7 @@ def _now(first: RunStatus, progress: RankProgress) -> RunStatus:
 
 @contextmanager
 def keep_status(folder: Path, log: RunLog) -> Iterator[StatusKeeper]:
-    """Context that keeps the status of a run in `folder` after it has begun; an error ends it as failed."""
+    """Context that keeps the status of the run in `folder`. An error marks the run as failed."""
     keeper = StatusKeeper(folder, log)
     try:
         yield keeper
@@ -182,8 +179,8 @@ def keep_status(folder: Path, log: RunLog) -> Iterator[StatusKeeper]:
 def begin_run_folder(
     run: PreparedRun, progress: RankProgress, status: StatusKeeper, *, after_step: int, last: StepRecord | None
 ) -> str:
-    """Prepare the run folder (`prepare_run_folder`), append this start to `starts.jsonl`, write `data.json`, and start
-    the run's status; only on rank zero. Returns the line of `prepare_run_folder`.
+    """Prepare the run folder, append this start to `starts.jsonl`, write `data.json`, and start the status; on rank
+    zero only. Returns the line of `prepare_run_folder`.
     """
     if run.plan.world.rank:
         return ""
@@ -198,8 +195,9 @@ def begin_run_folder(
 
 
 def synchronise_records(folder: Path) -> None:
-    """Flush the records of a run to disk, so that a power failure cannot lose records before a checkpoint or of a
-    finished run. If that fails, the run continues: only a crash of the machine could lose records.
+    """Flush the records of a run to the disk, so that a power failure does not lose them. They are flushed before a
+    checkpoint and at the end of a run. If that fails, the run continues: only a crash of the machine could lose
+    records.
     """
     for name in (*RECORDS, STARTS, LOG, PAGE):
         with suppress(OSError):
@@ -210,7 +208,7 @@ def synchronise_records(folder: Path) -> None:
 
 @contextmanager
 def report_failure(run_folder: Path, say: Say) -> Iterator[None]:
-    """On an error, write the report of a run that this process has started, and re-raise."""
+    """Context that writes the report of a run that this process has started, if an error ends it."""
     try:
         yield
     except Exception:
@@ -223,9 +221,8 @@ def report_failure(run_folder: Path, say: Say) -> Iterator[None]:
 def record_end(
     run_folder: Path, results: Sequence[VerificationResult], say: Say, *, is_interrupted: bool
 ) -> Path | None:
-    """Write verification results to `exports.json`, if there are any, and the report of the run.
-
-    Returns the path of the report; None where it could not be written, which `say` prints.
+    """Write verification results, if there are any, to `exports.json`, and write the report of the run. Returns the
+    path of the report; None if it could not be written, and `say` then prints the reason.
     """
     if results:
         keys = ("is_verified", "problems", "lines", "skipped")
@@ -237,7 +234,7 @@ def record_end(
 
 
 def _has_started(run_folder: Path) -> bool:
-    """Whether this process made the last start in the folder; otherwise another run's report must stay."""
+    """Whether this process made the last start of the run in the folder. Otherwise its report must stay."""
     try:
         start = json.loads((run_folder / STARTS).read_text(encoding="utf-8").splitlines()[-1])
     except (OSError, ValueError, IndexError):
@@ -246,7 +243,7 @@ def _has_started(run_folder: Path) -> bool:
 
 
 def _start(run: PreparedRun, after_step: int) -> dict[str, Any]:
-    """Record of this start: how and where it runs. `time` is in seconds since 1970."""
+    """The record of this start: how and where the run starts. `time` is in seconds since 1970."""
     world = run.plan.world
     is_on_gpu = run.plan.device == "cuda"
     return {
@@ -267,7 +264,7 @@ def _start(run: PreparedRun, after_step: int) -> dict[str, Any]:
 
 def _data_summary(run: PreparedRun) -> dict[str, Any]:
     rows, plan = run.inputs.train, run.plan
-    # A stream has no counts and no documents before training.
+    # Streamed rows have no counts and no documents before training.
     prepared = rows if isinstance(rows, PreparedRows) else None
     return {
         "summary": rows.summary(),
@@ -283,7 +280,7 @@ def _data_summary(run: PreparedRun) -> dict[str, Any]:
 
 
 def _samples(run: PreparedRun, rows: PreparedRows) -> Iterator[dict[str, Any]]:
-    """First documents of each source, with the texts of their spans."""
+    """Yield the first documents of each source, with the texts of their spans."""
     for source, units in islice(rows.units_of_sources().items(), _MOST_SOURCES):
         for document in documents_of(rows, units[:_SAMPLES]):
             spans = list(marked_spans(*rows.document(document), run.inputs.tokenizer))

@@ -1,4 +1,4 @@
-"""Compares versions and host-dependent choices of all ranks before anything is loaded."""
+"""Compares versions, and choices that depend on the host, between all ranks before anything is loaded."""
 
 import json
 import socket
@@ -20,8 +20,8 @@ from ds_finetune.system.world import World
 
 
 def check_same_versions(world: World, store: dist.Store) -> None:
-    """ConfigError where ranks have different versions of this program, torch, transformers or another package of the
-    computation; `launch` and `doctor` also compare hosts this way.
+    """Raise ConfigError if ranks have different versions of this program, torch, transformers or another package that
+    computes. The commands `launch` and `doctor` compare hosts in the same way.
     """
     versions = host_versions(installed_versions([""]))
     compared = {name: (version, "") for name, version in versions.items() if name not in ("python", "driver")}
@@ -29,30 +29,30 @@ def check_same_versions(world: World, store: dist.Store) -> None:
 
 
 def check_same_precision(section: TrainConfig, world: World, store: dist.Store) -> None:
-    """ConfigError where `train.precision: auto` differs between ranks because their devices differ."""
+    """Raise ConfigError if `train.precision: auto` gives different precisions on different ranks."""
     if section.precision != "auto":
         return
     train, lines = with_precision(section, device=(device := choose_device()), support=bf16_support(device, world))
-    hint = "set train.precision to one that all of them compute fast, such as fp32"
+    hint = "set train.precision to one that all devices compute fast, such as fp32"
     _check_same("precision", {"train.precision auto": (train.precision, lines[0])}, world, store, hint=hint)
 
 
 def check_same_kernels(kernels: ChosenKernels, device: str, world: World, store: dist.Store) -> None:
-    """ConfigError where `model.kernels: auto` differs between ranks, or Triton or FlashAttention 3 is usable only on
-    some, e.g. where one host has no C compiler.
+    """Raise ConfigError if `model.kernels: auto` gives different kernels on different ranks. Also if Triton or
+    FlashAttention 3 is usable only on some ranks, e.g. because one host has no C compiler.
     """
     own = {"model.kernels": (kernels.name, kernels.reason)}
     if device == "cuda" and kernels.has_others:
         problem, has_flash_3 = triton_problem()[0], find_spec(FLASH_3_MODULE) is not None
         own["Triton"] = ("unusable" if problem else "usable", problem)
         own["FlashAttention 3"] = ("installed" if has_flash_3 else "not installed", "")
-    hint = "install on every host what one lacks, or set model.kernels to torch"
+    hint = "install the missing parts on every host, or set model.kernels to torch"
     _check_same("kernels", own, world, store, hint=hint)
 
 
 def _check_same(topic: str, own: Mapping[str, tuple[str, str]], world: World, store: dist.Store, *, hint: str) -> None:
-    """ConfigError where a rank's values in `own` differ from rank zero's; each name has a value and a reason, and
-    reasons may differ.
+    """Raise ConfigError if a rank's values in `own` differ from rank zero's. `own` has a value and a reason for each
+    name. Reasons may differ.
     """
     record = json.dumps([socket.gethostname(), own])
     ranks = [json.loads(text) for text in exchange(store, world, topic, record, timeout=COLLECTIVE_TIMEOUT)]

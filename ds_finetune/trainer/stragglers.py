@@ -1,4 +1,4 @@
-"""Slow ranks: compares the step times of ranks, without waits in collectives."""
+"""Finds slow ranks: compares the step times of ranks, without their waits in collectives."""
 
 import socket
 import statistics
@@ -10,18 +10,17 @@ from ds_finetune.engine.groups.collectives import all_gather_object, all_gather_
 from ds_finetune.observers.record import Observer, StepRecord
 
 _NOTICEABLE_SECONDS = 0.05
-"""Smaller differences between ranks in seconds are noise, as in small models."""
+"""Differences between ranks of fewer seconds than this are noise, e.g. in small models."""
 _LEAST_STEPS = 5
-"""Minimum steps for a median: a rank that pauses in a single step is not slow."""
+"""Minimum number of steps in a median, so that a rank that pauses in a single step does not count as slow."""
 
 
 @dataclass
 class Stragglers(Observer):
     """Every `every` steps, adds `perf/straggler_ratio`: the step time of the slowest rank over the median of all ranks.
-
-    A rank's step time is the median over its last `every` steps, at least five, without the time in collectives, in
-    which the other ranks wait for the slow one. The times are gathered from all ranks at these steps. `record.slow`
-    names a rank whose ratio is `ratio` or more.
+    The step time of a rank is the median over its last `every` steps, at least five, without the time in collectives,
+    in which the other ranks wait for the slow one. All ranks gather the times at these steps. `record.slow` names a
+    rank whose ratio is `ratio` or more.
     """
 
     progress: RankProgress
@@ -30,7 +29,7 @@ class Stragglers(Observer):
     hosts: list[str] = field(default_factory=list)
 
     def after_step(self, record: StepRecord) -> StepRecord:
-        """Add the ratio if it is due; collective at these steps."""
+        """Add the ratio to the record if it is due; collective at these steps."""
         window = max(self.every, _LEAST_STEPS)
         if record.step % self.every or len(self.progress.own_seconds) < min(window, RECENT_STEPS):
             return record
@@ -44,7 +43,7 @@ class Stragglers(Observer):
 
 
 def straggler(seconds: Sequence[float]) -> tuple[int, float]:
-    """The slowest rank, and its seconds over the median of all ranks (of two ranks, over the faster one's)."""
+    """The slowest rank, and its seconds over the median of all ranks (with two ranks, over the faster one's)."""
     slowest = max(range(len(seconds)), key=seconds.__getitem__)
     median = statistics.median_low(seconds)
     return slowest, seconds[slowest] / median if median else 1.0

@@ -38,12 +38,12 @@ from ds_finetune.trainer.inputs import RunInputs, read_inputs
 from ds_finetune.trainer.resolve import model_config, plan_model, token_limits, try_generic_type
 
 SHARD_DOCUMENTS = 256
-"""Documents per shard; a shard is written at once."""
+"""Number of documents in a shard, which is written at once."""
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """Documents to score, and the identity of the scores."""
+    """What a teacher scores: the documents of `rows`. `identity` tells to what the scores belong."""
 
     run: RunSettings
     rows: PreparedRows
@@ -52,7 +52,7 @@ class Lesson:
 
     @property
     def num_shards(self) -> int:
-        """Number of shards of the whole folder."""
+        """Number of shards in the finished folder."""
         return -(-self.rows.counts.documents // self.identity.shard_documents)
 
     def documents_of(self, shard: int) -> range:
@@ -62,11 +62,10 @@ class Lesson:
 
 
 def teach(run: RunSettings, teacher: str, out: Path, *, top_k: int, say: Say) -> None:
-    """Write the `top_k` log-probabilities of `teacher` for the training rows of `run` to the folder `out`.
-
-    Under a launcher each rank holds the whole teacher and writes its share of the shards; the last rank to finish marks
-    the folder as complete. Existing shards are kept, so a call continues one that was killed. ModelError where the
-    vocabularies differ, OutputError where `out` holds scores of something else.
+    """Write the `top_k` log-probabilities of `teacher` for the training rows of `run` to the folder `out`. Under a
+    launcher each rank has the full teacher and writes some of the shards. The last rank to finish marks the folder as
+    complete. Existing shards are kept, so that a call continues an earlier one that was killed. ModelError if the
+    vocabularies differ; OutputError if `out` has scores of other rows or of another teacher.
     """
     world, device = World.from_environment(os.environ), choose_device()
     train, notes = with_precision(run.train, device=device, support=bf16_support(device, world))
@@ -79,7 +78,7 @@ def teach(run: RunSettings, teacher: str, out: Path, *, top_k: int, say: Say) ->
     missing = [number for number in rank_shards if not is_shard_complete(out, number, lesson.identity)]
     if missing:
         _write_shards(lesson, model, missing, world)
-    # A shard's folder has this name only once it is complete; the rank that writes it has verified it.
+    # A shard's folder gets this name when it is complete; the rank that writes it has verified it.
     complete = sum((out / shard_name(number)).is_dir() for number in range(lesson.num_shards))
     if complete == lesson.num_shards:
         counts = lesson.rows.counts
@@ -94,7 +93,7 @@ def _of_teacher(run: RunSettings, teacher: str) -> RunSettings:
     """The run with `teacher` as its teacher, and without settings that do not affect its training rows."""
     if run.data.streaming:
         raise ConfigError(
-            f"data.streaming is {run.data.streaming}: rows of a stream have no numbers by which scores are found",
+            f"data.streaming is {run.data.streaming}, but scores are stored by row number, which streamed rows lack",
             hint="set data.streaming to false",
         )
     objective = DistillObjective(name="distill", teacher=teacher)
@@ -118,7 +117,8 @@ def _plan_lesson(run: RunSettings, model: ModelPlan, inputs: RunInputs, out: Pat
     common = min(vocabulary, int(model.teacher.hf_config.vocab_size))
     if top_k >= common:
         raise ConfigError(
-            f"--top-k {top_k} is not less than the {common} tokens of the vocabulary", hint=f"give {common - 1} or less"
+            f"--top-k {top_k} is not less than the {common} tokens of the vocabulary",
+            hint=f"set --top-k to {common - 1} or less",
         )
     identity = ScoreIdentity(
         documents=documents_hash(inputs.train.documents),
@@ -149,7 +149,7 @@ def _write_shards(lesson: Lesson, model: ModelPlan, shards: Sequence[int], world
 
 
 def _forwards(lesson: Lesson, documents: range) -> Iterator[list[Row]]:
-    """Documents scored in one forward, in order: as many as fit into a row, or one if rows are not packed."""
+    """Yield the documents of each forward, in order: as many as fit into a row, or one if rows are not packed."""
     limit, rows, tokens = lesson.run.train.max_seq_len, list[Row](), 0
     for number in documents:
         row = lesson.rows[number]
@@ -164,7 +164,7 @@ def _forwards(lesson: Lesson, documents: range) -> Iterator[list[Row]]:
 def _scores(
     teacher: Teacher, rows: Sequence[Row], identity: ScoreIdentity, device: torch.device
 ) -> list[DocumentScores]:
-    """Scores of documents concatenated to one row, over the ids of the model's vocabulary."""
+    """Scores of documents, concatenated to one row, over the ids of the model's vocabulary."""
     top_k, vocabulary = identity.top_k, identity.vocabulary
     ids, positions, labels = (
         torch.from_numpy(np.concatenate([getattr(row, name) for row in rows])).long().to(device)

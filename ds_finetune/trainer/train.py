@@ -1,4 +1,4 @@
-"""One run from its configuration to its report; the module to read first."""
+"""Trains one run, from its configuration to its report. Read this module first."""
 
 import os
 import signal
@@ -75,19 +75,19 @@ Announce = Callable[[PreparedRun], None]
 
 @dataclass(frozen=True)
 class Report:
-    """Result of a run: record of the last step, run folder, written exports, and seconds."""
+    """Result of a run: record of the last step, run folder, exports, and seconds."""
 
     last: StepRecord | None
-    """None if no step was done."""
+    """Record of the last step; None if no step was taken."""
     output_dir: Path
     exports: tuple[Path, ...]
     seconds: float = 0.0
     interrupted: str = ""
-    """Signal that ended the run, and where it resumes; empty without a signal."""
+    """The signal that ended the run, and where it resumes; empty without a signal."""
     verdicts: tuple[VerificationResult, ...] = ()
-    """Results of verifying the exports; only on rank zero."""
+    """Results of verifying the exports, on rank zero only."""
     page: Path | None = None
-    """Path of the HTML report; None on ranks other than zero, and where it could not be written."""
+    """Path of the HTML report; None on other ranks than zero, and if it could not be written."""
     was_finished: bool = False
     """Whether an earlier start had finished the run, so that this one did nothing."""
 
@@ -95,9 +95,8 @@ class Report:
 def train(
     config: RunConfig, *, announce: Announce, say: Callable[[str], None], observers: Sequence[Observer] = ()
 ) -> Report:
-    """Fine-tune by `config` and return the result; `observers` are added to those of the run file.
-
-    Rank zero calls `announce` once the run is prepared, before the model is built.
+    """Fine-tune by `config`, and return the result. `observers` are added to those of the run file. Rank zero calls
+    `announce` when the run is prepared, before the model is built.
     """
     began, log = time.monotonic(), RunLog(say)
     world = World.from_environment(os.environ)
@@ -111,7 +110,7 @@ def train(
     ):
         with start_watchdog(config.watchdog, world, folder, log.add) as (monitor, store):
             if world.rank == 0:
-                # Only rank zero's files could replace a user's; other nodes' own folders hold only checkpoints.
+                # Only rank zero's files could replace a user's files; folders of other nodes have only checkpoints.
                 check_only_own_files(Path(config.output_dir), config.inputs(), cache_dir=config.data.cache_dir)
             check_trackers(config.log.trackers)
             outside = [*load_observers(config.log.observers), *observers]
@@ -151,7 +150,7 @@ def _train_and_export(
     lacks_reference = any(values is None for values in reference.values())
     loads_weights = resume_point.checkpoint is None or keeps_start or lacks_reference
     engine_context = start_engine(run.plan, run.model, loads_weights=loads_weights)
-    # The innermost context reports errors first, since closing the others may wait for ranks that are gone.
+    # The innermost context reports errors first, since closing the others may wait for ranks that have ended.
     with engine_context as engine, start_saver(run, engine, resume_point) as saver, report_errors(run, monitor):
         if names := engine.random_parameters:
             say(f"randomly initialised from train.seed, since {run.model.path} lacks them: {patterns_of(names)}")
@@ -169,13 +168,13 @@ def _train_and_export(
         if saver is not None and saver.last_error:
             raise RunError(
                 f"training finished, but its last checkpoint was not written: {saver.last_error}",
-                hint="make room; the same command resumes from the checkpoint before",
+                hint="free some space, then start the same command again: it resumes from the previous checkpoint",
             )
     return Report(last, run.output_dir, written, interrupted=interrupted)
 
 
 def finished_before(run: PreparedRun, point: ResumePoint) -> Report | None:
-    """Report of a run that an earlier start finished; None where steps or the export remain. Collective."""
+    """The report of a run that an earlier start has finished; None if steps or the export remain. Collective."""
     last, status = saved_record(point), RunStatus.read(run.output_dir)
     export, page = run.output_dir / "export", run.output_dir / PAGE
     exports = (export,) if export.is_dir() else ()
@@ -185,7 +184,7 @@ def finished_before(run: PreparedRun, point: ResumePoint) -> Report | None:
         and status is not None
         and (status.state, status.step) == ("finished", last.step)
     )
-    # Rank zero's folder decides, since other hosts may have their own folders.
+    # Rank zero's folder decides, since other hosts may have folders of their own.
     if not all_gather_object(is_finished and bool(exports or not run.config.export.at_end))[0]:
         return None
     if point.lock is not None:
@@ -194,10 +193,8 @@ def finished_before(run: PreparedRun, point: ResumePoint) -> Report | None:
 
 
 def train_steps(started: StartedRun, status: StatusKeeper) -> tuple[StepRecord | None, str]:
-    """Do the remaining steps; returns the last record, and the signal that ended the run, if any.
-
-    A stop signal takes effect after the current step. Outside of steps there is nothing to save, so it ends the
-    process.
+    """Take the remaining steps. Returns the last record, and the signal that ended the run, if any. A stop signal takes
+    effect after the current step. Outside of steps there is nothing to save, so a signal ends the process.
     """
     run, engine, resume_point = started.run, started.engine, started.resume_point
     stream_position = resume_engine(run, engine, resume_point)
@@ -237,7 +234,7 @@ def train_steps(started: StartedRun, status: StatusKeeper) -> tuple[StepRecord |
 
 
 def save_last(observers: Sequence[Observer], last: StepRecord | None) -> str:
-    """Save the last step of this start, if there is one; returns a text that says whether it is saved."""
+    """Save the last step of this start, if there is one. Returns a text that says whether it is saved."""
     saving = next((observer for observer in observers if isinstance(observer, Checkpointing)), None)
     if last is None:
         return "no step was done since the start"
@@ -251,9 +248,8 @@ def save_last(observers: Sequence[Observer], last: StepRecord | None) -> str:
 def start_watchdog(
     watchdog: WatchdogConfig, world: World, output_dir: Path, log: Say
 ) -> Iterator[tuple[Monitor, dist.Store]]:
-    """Monitor all ranks and their collectives from their meeting on; yields the monitor and the ranks' store.
-
-    `log` adds a line to the run's log.
+    """Context that monitors all ranks and their collectives from their rendezvous on; yields the monitor and the ranks'
+    store. `log` adds a line to the run's log.
     """
     progress = RankProgress(world.rank, watchdog)
     store = meet(world, timeout=timedelta(seconds=seconds_of(watchdog.meet)))
@@ -264,7 +260,7 @@ def start_watchdog(
 
 def resolve_on_ranks(config: RunConfig, world: World, store: dist.Store, monitor: Monitor) -> ResolvedRun:
     """Resolve `config` on this rank, and check that versions, precision and kernels are equal on all ranks. Other ranks
-    wait for one that downloads the model.
+    wait for a rank that downloads the model.
     """
     check_same_versions(world, store)
     check_same_precision(config.train, world, store)
@@ -275,8 +271,8 @@ def resolve_on_ranks(config: RunConfig, world: World, store: dist.Store, monitor
 
 
 def finish_plan(run: PreparedRun, store: dist.Store, monitor: Monitor, say: Say) -> PreparedRun:
-    """Make the decisions that all ranks must agree on: recomputation and micro-batch where they are `auto`, and the
-    optimizer's operators. The memory forecast is added to the plan.
+    """Make the decisions that all ranks must agree on, and add the memory forecast to the plan. They are recomputation
+    and micro-batch if these are `auto`, and the optimizer's operators.
     """
     run = decide_micro_batch(decide_recomputation(run, store, monitor), store, monitor)
     run = compile_operators(run, store, monitor, say)
@@ -284,9 +280,8 @@ def finish_plan(run: PreparedRun, store: dist.Store, monitor: Monitor, say: Say)
 
 
 def compile_operators(run: PreparedRun, store: dist.Store, monitor: Monitor, say: Say) -> PreparedRun:
-    """Compile the optimizer's operators; the ranks agree on the consequences through `store`.
-
-    Ranks wait without a limit for a rank that takes longer to prepare or compile.
+    """Compile the optimizer's operators; the ranks agree on the consequences through `store`. Ranks wait without a
+    limit for a rank that takes longer to prepare or compile.
     """
     timeout = timedelta(seconds=run.plan.watchdog.collective_seconds)
 
@@ -299,11 +294,11 @@ def compile_operators(run: PreparedRun, store: dist.Store, monitor: Monitor, say
 
 @contextmanager
 def open_process_group(run: PreparedRun, store: dist.Store, monitor: Monitor) -> Iterator[None]:
-    """Open the process group of all ranks; the watchdog reports an error before the group closes."""
+    """Context with the process group of all ranks. The watchdog reports an error before the group closes."""
     timeout = timedelta(seconds=run.plan.watchdog.collective_seconds)
     group = process_group(run.plan.world, run.plan.device, store, timeout=timeout)
     monitor.progress.marks = marks_of(device_of_rank(run.plan.device, run.plan.world.local_rank))
-    # Before the steps, memory does not depend on the micro-batch, so that a size that failed is not remembered.
+    # Before the steps, memory does not depend on the micro-batch size, so a size that failed is not remembered.
     starting = replace(run, failed_size=None)
     errors = report_errors(starting, monitor)
     with remove_empty_on_failure(run.output_dir), monitor.watch_from_start(store), group, errors:
@@ -312,6 +307,6 @@ def open_process_group(run: PreparedRun, store: dist.Store, monitor: Monitor) ->
 
 @contextmanager
 def report_errors(run: PreparedRun, monitor: Monitor) -> Iterator[None]:
-    """Report an error to the other ranks; an out-of-memory error is explained first."""
+    """Context that reports an error to the other ranks. An out-of-memory error is explained first."""
     with monitor.report_errors(), explain_out_of_memory(run):
         yield

@@ -303,17 +303,17 @@ def test_a_renamed_checkpoint_is_refused(tmp_path: Path) -> None:
     """By whatever reads its manifest: resume, export from a checkpoint, and the tools."""
     complete(tmp_path / "checkpoints", 3).rename(tmp_path / "checkpoints" / step_name(7))
     renamed = tmp_path / "checkpoints" / step_name(7)
-    with pytest.raises(CheckpointError, match="its name says step 7 and it holds step 3") as caught:
+    with pytest.raises(CheckpointError, match="its name says step 7, but it is the checkpoint of step 3") as caught:
         verify_checkpoint(renamed, workers=1)
-    assert "rename it to step-000003" in caught.value.hint
-    assert "its name says step 7 and it holds step 3" in dict(list_checkpoints(tmp_path))[step_name(7)]
+    assert "rename the folder to step-000003" in caught.value.hint
+    assert "its name says step 7, but it is the checkpoint of step 3" in dict(list_checkpoints(tmp_path))[step_name(7)]
     for read in (
         describe_checkpoint,
         read_checkpoint,
         lambda path: gather_checkpoint([path], tmp_path / "out"),
         open_checkpoint,
     ):
-        with pytest.raises(CheckpointError, match="its name says step 7 and it holds step 3"):
+        with pytest.raises(CheckpointError, match="its name says step 7, but it is the checkpoint of step 3"):
             dict(read(renamed, None) if read is open_checkpoint else read(renamed))
     renamed.rename(tmp_path / "checkpoints" / "kept-by-hand")
     assert "2 files" in verify_checkpoint(tmp_path / "checkpoints" / "kept-by-hand", workers=1)

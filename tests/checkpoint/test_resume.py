@@ -284,7 +284,7 @@ def test_a_disk_that_takes_nothing_ends_the_run_before_it_loads(tmp_path: Path, 
     run = Running(run_file, ranks=1)
     assert run.finish() == 2, run.text[-3000:]
     assert "No space left on device" in run.text
-    assert "repair it before training" in run.text
+    assert "repair the folder or its disk" in run.text
     assert run.steps == 0
 
 
@@ -325,7 +325,7 @@ def test_a_second_run_in_the_same_folder_is_refused(stopped: Path) -> None:
         file.flush()
         with pytest.raises(OutputError) as caught:
             lock_folder(checkpoints, seconds=0.1, say=lambda text: None)
-    assert f"{checkpoints} is being written by a test" in caught.value.message
+    assert f"{checkpoints} is in use by another run (a test)" in caught.value.message
     lock_folder(checkpoints, seconds=0.1, say=lambda text: None).close()
 
 
@@ -341,7 +341,7 @@ def test_auto_passes_over_what_is_damaged_and_a_named_one_is_refused(stopped: Pa
     assert str(damaged) in named.text
     mixed = Running(stopped, f"checkpoint.resume={folder / step_name(2)}", ranks=1)
     assert mixed.finish() == 2
-    assert "holds step-000003, step-000004, later than step 2" in mixed.text
+    assert "has later checkpoints: step-000003, step-000004" in mixed.text
     other = Running(stopped, "train.global_batch_size=8", ranks=1)
     assert other.finish() == 2
     assert "train.global_batch_size 4 -> 8" in other.text

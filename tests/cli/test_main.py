@@ -157,7 +157,7 @@ def test_a_run_is_asked_by_its_folder_or_run_file(tmp_path: Path, capsys: pytest
         assert cli.main(words) == 2
         printed = capsys.readouterr()
         assert printed.out == f"{words[1]}: the export is {export}\n"
-        assert f"`{export}` holds a config.json and no weights" in printed.err
+        assert f"`{export}` has a config.json but no weights" in printed.err
 
 
 @pytest.mark.parametrize("beside", ["adapter", "adapter and model"])
@@ -320,10 +320,10 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("demo run.yaml", "`run.yaml` cannot be written: Not a directory"),
         ("demo /proc/x", "`/proc/x` cannot be written"),
         ("export --check run.yaml", "`run.yaml` is not a folder"),
-        ("ask model hi", "`model` holds a config.json and no weights"),
-        ("chat model", "`model` holds a config.json and no weights"),
-        ("serve model --engine transformers", "`model` holds a config.json and no weights"),
-        ("eval model --data eval.jsonl", "`model` holds a config.json and no weights"),
+        ("ask model hi", "`model` has a config.json but no weights"),
+        ("chat model", "`model` has a config.json but no weights"),
+        ("serve model --engine transformers", "`model` has a config.json but no weights"),
+        ("eval model --data eval.jsonl", "`model` has a config.json but no weights"),
         ("eval model --data eval.jsonl --json dir", "--json `dir` cannot be written: Is a directory"),
         ("sweep run.yaml", "run.yaml is a run file, and a sweep needs a sweep file"),
         ("launch run.yaml --nproc 2 --dry-run --ssh-args '", "arguments of ssh `'`: No closing quotation"),

@@ -183,7 +183,7 @@ FLAGS: tuple[tuple[str, str], ...] = (
     ("report /no", "`/no` holds no run"),
     ("export /no DIR/out", "`/no` is not a folder"),
     ("export DIR", "and no OUT"),
-    ("export DIR DIR/out --dtype int3", "dtype is `int3`"),
+    ("export DIR DIR/out --dtype int3", "unknown --dtype `int3`"),
     ("export DIR DIR/out --format tar", "format `tar` is not known"),
     ("eval DIR", "has nothing to score on"),
     ("ask /no x", "`/no` holds no config.json"),
@@ -286,7 +286,7 @@ CALLS: tuple[tuple[Call, str], ...] = (
     (lambda at: ds_finetune.export_model("/no", at / "out"), "`/no` is not a folder"),
     (lambda at: ds_finetune.export_model(5, at / "out"), "source is 5"),  # type: ignore[arg-type]
     (lambda at: ds_finetune.export_model(at, at / "out", format="tar"), "format `tar` is not known"),  # type: ignore[arg-type]
-    (lambda at: ds_finetune.export_model(at, at / "out", dtype="int3"), "dtype is `int3`"),
+    (lambda at: ds_finetune.export_model(at, at / "out", dtype="int3"), "unknown --dtype `int3`"),
     (lambda at: ds_finetune.export_model(at, at / "out", max_shard_size="huge"), "`huge` is no number with a unit"),
     (lambda at: ds_finetune.evaluate("/no", at / "train.jsonl"), "model `/no` is not a folder"),
     (lambda at: ds_finetune.evaluate(at / "model", []), "has nothing to score on"),

@@ -106,7 +106,7 @@ def test_an_intel_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a torch for Intel's GPUs DeepSpeed would take one, and this program the CPU."""
     _gpus(monkeypatch, usable=0, present=0)
     monkeypatch.setattr(torch.xpu, "is_available", lambda: True)
-    with pytest.raises(ConfigError, match="has an Intel GPU, and ds-finetune runs on those of NVIDIA and AMD"):
+    with pytest.raises(ConfigError, match="has an Intel GPU, and ds-finetune supports only GPUs of NVIDIA and AMD"):
         choose_device()
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     assert choose_device() == "cpu"
@@ -147,7 +147,7 @@ def test_a_torch_without_kernels_for_the_gpu_is_named(
         f"Tesla V100 has compute capability {dotted}, and torch {torch.__version__} has kernels for "
         + (", ".join(built.split()) or "no GPU")
     )
-    assert "install a torch with kernels for it" in caught.value.hint
+    assert "install a torch with kernels for this GPU" in caught.value.hint
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     assert choose_device() == "cpu"
 
@@ -213,7 +213,7 @@ def test_a_rank_takes_its_own_gpu_or_the_only_one_it_sees(
 
 def test_more_ranks_than_visible_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     _gpus(monkeypatch, usable=2, present=2)
-    with pytest.raises(LaunchError, match="local rank 2 sees 2 GPUs"):
+    with pytest.raises(LaunchError, match="local rank 2 has no GPU: this host shows 2 GPUs"):
         visible_device(2)
 
 

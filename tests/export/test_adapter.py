@@ -228,7 +228,7 @@ def test_what_does_not_fit_is_one_clear_error_and_nothing_is_written(name: str, 
 
 def test_a_missing_base_is_named(folder: Path) -> None:
     shutil.move(folder / "base", folder / "elsewhere")
-    with pytest.raises(ExportError, match="holds adapters for") as refused:
+    with pytest.raises(ExportError, match="of the adapters in") as refused:
         _export(folder, base=None)
     assert "--base" in refused.value.hint
     assert _export(folder, base="elsewhere")
@@ -236,7 +236,7 @@ def test_a_missing_base_is_named(folder: Path) -> None:
 
 def test_an_adapter_that_names_no_base_needs_one(folder: Path) -> None:
     _change_config(folder, base_model_name_or_path=None)
-    with pytest.raises(ExportError, match="does not say which model"):
+    with pytest.raises(ExportError, match="does not say which base model"):
         _export(folder, base=None)
 
 

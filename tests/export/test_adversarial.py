@@ -181,7 +181,7 @@ def _forget_digest(adapter: Path) -> None:
 def test_an_adapter_of_another_base(way: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A base of the same shapes with other weights."""
     _change(place / "model", EMBEDDING, lambda tensor: tensor + 1)
-    refused(way, place, "was trained on weights with digest", capsys)
+    refused(way, place, "was trained from weights with digest", capsys)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -230,7 +230,7 @@ def test_ask_prints_classes_and_the_others_refuse(tmp_path: Path, capsys: pytest
         dict(zip(CLASSES.values(), wanted, strict=True)), abs=1e-4
     )
     assert main(["chat", str(tmp_path)]) == 2
-    assert "holds a LlamaForSequenceClassification, which scores texts and generates none" in capsys.readouterr().err
+    assert "has a classifier (LlamaForSequenceClassification), which cannot generate text" in capsys.readouterr().err
     assert main(["serve", str(tmp_path), "--engine", "transformers"]) == 2
     assert "holds a classifier, which generates no text" in capsys.readouterr().err
 

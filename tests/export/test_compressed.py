@@ -118,7 +118,7 @@ def test_a_changed_byte_is_found_and_other_ways_are_refused(tmp_path: Path, caps
     save("qwen2", tmp_path / "hub")
     out = str(tmp_path / "out")
     command = ["export", str(tmp_path / "hub"), out, "--format", "compressed-tensors", "--quantise"]
-    for name, told in (("awq", "does not install beside transformers 5.23"), ("int4", "has no --dtype int4")):
+    for name, told in (("awq", "does not install beside transformers 5.23"), ("int4", "does not support --dtype int4")):
         assert main([*command, name]) == 2
         assert told in " ".join(capsys.readouterr().err.split())
     with files_of_at_most(20_000):
@@ -133,4 +133,4 @@ def test_a_changed_byte_is_found_and_other_ways_are_refused(tmp_path: Path, caps
     assert main(["export", "--check", out]) == 1
     assert "model.safetensors holds other bytes than were written" in capsys.readouterr().err
     assert main(["export", out, str(tmp_path / "again"), "--format", "gguf"]) == 2
-    assert "is quantized (compressed-tensors)" in capsys.readouterr().err
+    assert "is quantised (compressed-tensors)" in capsys.readouterr().err

@@ -95,7 +95,7 @@ def test_a_run_verifies_nothing_after_a_signal_lost_while_its_engine_closed(
     out.mkdir(parents=True)
     for name in (RECORD, UNVERIFIED):
         (out / name).write_text("{}")
-    said = f"SIGINT ended the verification; written but not verified: {out}"
+    said = f"SIGINT ended the verification: these folders are complete but not verified: {out}"
     with pytest.raises(VerificationError, match=said), SignalInterruption(signal.SIGINT) as interruption:  # noqa: PT012 - the signal is part of it
         _signal_in_a_destructor(monkeypatch)
         verify_run_exports(out.parent, (out,), interruption)
@@ -110,7 +110,8 @@ def test_a_signal_while_the_folder_is_loaded_names_it(exported: Path) -> None:
     thread = threading.Thread(target=interrupt)
     thread.start()
     with pytest.raises(
-        VerificationError, match=f"SIGINT ended the verification; written but not verified: {exported}"
+        VerificationError,
+        match=f"SIGINT ended the verification: these folders are complete but not verified: {exported}",
     ) as caught:
         verify_exports([exported])
     thread.join()
@@ -131,7 +132,10 @@ def test_the_verifying_process_ends_with_the_command(number: signal.Signals, exp
     _, said = checking.communicate(timeout=SECONDS)
     _await(lambda: not _is_there(child))
     assert checking.returncode == (1 if number == signal.SIGTERM else -number)
-    assert number == signal.SIGKILL or f"SIGTERM ended the verification; written but not verified: {exported}" in said
+    assert (
+        number == signal.SIGKILL
+        or f"SIGTERM ended the verification: these folders are complete but not verified: {exported}" in said
+    )
 
 
 _LOSING = """
@@ -153,4 +157,7 @@ def test_ctrl_c_as_the_engine_closes_ends_the_run(tmp_path: Path) -> None:
     program.write_text(_LOSING)
     done = start([sys.executable, str(program), str(run_file)])
     assert done.returncode == 1, done.stdout + done.stderr
-    assert f"SIGINT ended the verification; written but not verified: {tmp_path}/run/export" in done.stderr
+    assert (
+        f"SIGINT ended the verification: these folders are complete but not verified: {tmp_path}/run/export"
+        in done.stderr
+    )

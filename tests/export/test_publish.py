@@ -163,7 +163,7 @@ def test_a_folder_is_pushed_whole_private_and_not_twice(
     assert len(hub.sent) == len(set(hub.sent))
     assert main(["export", "--check", str(out), "--push-to-hub", "me/model"]) == 2
     said = capsys.readouterr()
-    assert "the repository `me/model` exists and holds" in said.err
+    assert "the repository `me/model` exists and has" in said.err
     assert TOKEN not in "".join((*told, *said))
 
 

@@ -90,7 +90,7 @@ def test_an_incomplete_tensor_is_named(ranges: list[tuple[int, int]], tmp_path: 
         writer.write("b", start, torch.zeros(stop - start))
     written = sum(stop - start for start, stop in ranges)
     with pytest.raises(
-        ExportError, match=rf"1 of 1 tensors were not written completely and once: `b` \({written} of 7 elements\)"
+        ExportError, match=rf"1 of 1 tensors were not written exactly once: `b` \({written} of 7 elements\)"
     ):
         writer.finish()
     writer.close()

@@ -129,7 +129,7 @@ def test_four_bits_of_other_bits_are_refused(tmp_path: Path) -> None:
     lora = ["model=" + str(tmp_path / "model"), "lora={rank: 8, quantize: nf4}"]
     done = start(["ds-finetune", "bench", str(run_file), *lora])
     assert done.returncode == 2
-    assert "in nf4, and its weights are stored in fp8" in done.stderr
+    assert "in nf4 with transformers, since its weights are stored in fp8" in done.stderr
 
 
 def _write_weights(folder: Path, **settings: Any) -> None:

@@ -117,7 +117,9 @@ def test_sources_with_weights_are_named_with_their_passes(tmp_path: Path) -> Non
     assert {"held-out data old", "held-out data new"} <= {*named}
     assert f"data.eval.new repeats training data: {ROWS} of {ROWS} held-out" in shown.get()
     assert run.inputs.held_out.keys() == {"eval/old", "eval/new"}
-    with pytest.raises(ConfigError, match=r"gives weights to .*, whose rows data\.streaming does not count"):
+    with pytest.raises(
+        ConfigError, match=r"gives weights to .*, which needs the number of rows, unknown with data\.streaming"
+    ):
         inputs_of(tmp_path, train={train: 3, held_out: 1}, streaming=True)
     with OUT.capture() as shown:
         OUT.print(preview_of(RunSettings.of(run.config), samples=2))

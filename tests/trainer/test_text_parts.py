@@ -130,10 +130,10 @@ def test_a_byte_of_another_part_that_differs_is_found(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--format", "gguf"], "model_type `kimi_k25` has no export to GGUF"),
-        (["--format", "onnx"], "model_type `kimi_k25` has no export to ONNX"),
-        (["--format", "compressed-tensors"], "model_type `kimi_k25` has no export to"),
-        (["--dtype", "fp8"], "`kimi_k25`, which is not quantised"),
+        (["--format", "gguf"], "combines text with images or sound, and cannot be exported to GGUF"),
+        (["--format", "onnx"], "combines text with images or sound, and cannot be exported to ONNX"),
+        (["--format", "compressed-tensors"], "combines text with images or sound, and cannot be exported to"),
+        (["--dtype", "fp8"], "cannot be exported in FP8"),
     ],
 )
 def test_formats_that_want_a_language_model_alone(
@@ -153,7 +153,7 @@ def test_adapters_of_servers_and_a_checkpoint_without_its_base(
     train(read_config(run_file, ["export.at_end=false", "train.for=1 steps", "checkpoint.every=1 steps"]))
     (tmp_path / "run" / "model" / "model.safetensors").unlink()
     assert main(["export", str(tmp_path / "run" / "run"), str(tmp_path / "out")]) == 2
-    assert "the folder of the others is not known" in capsys.readouterr().err
+    assert "the folder with its other parts is not known" in capsys.readouterr().err
 
 
 def test_new_tokens_are_rows_of_the_text_part(tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def test_text_parts_that_are_not_trained(tree: dict[str, Any], said: str, tmp_pa
     [
         ("model.weights=random", "an export needs the parts for other media"),
         ("objective={name: classification, num_labels: 2}", "is trained as a language model only"),
-        ("export.formats=[safetensors,gguf]", "has no export to GGUF"),
+        ("export.formats=[safetensors,gguf]", "cannot be exported to GGUF"),
         ("mtp={train: true}", "is of model_type internvl, which is not tested"),
         ("lora={rank: 4, modules_to_save: [lm_head]}", "lora.modules_to_save with .* a model of text and other media"),
         ("lora={rank: 4, start: folder}", "lora.start with .* a model of text and other media"),

@@ -395,17 +395,17 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
     "streaming for epochs": (
         None,
         {"data": {"streaming": True}, "train": {"for": "2 epochs"}},
-        "data.streaming does not know how long `2 epochs` is",
+        "`2 epochs`, and with data.streaming the number of tokens and epochs is not known",
     ),
     "evaluation of streams in epochs": (
         None,
         {"data": {"streaming": True}, "eval": {"every": "1 epoch"}},
-        "data.streaming does not know how long `1 epochs` is",
+        "`1 epochs`, and with data.streaming the number of tokens and epochs is not known",
     ),
     "checkpoints of streams in epochs": (
         None,
         {"data": {"streaming": True}, "checkpoint": {"every": "0.5 epochs or 1 hour"}},
-        "data.streaming does not know how long `0.5 epochs or 1 hour` is",
+        "`0.5 epochs or 1 hour`, and with data.streaming the number of tokens and epochs is not known",
     ),
     "patience of epochs": (
         None,

@@ -9,14 +9,14 @@ T = TypeVar("T")
 
 
 def all_gather_object(value: T) -> list[T]:
-    """The object of every rank, by rank; pickled."""
+    """Gather an object from every rank, in order of ranks. Objects are pickled."""
     values: list[T] = [value] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
 def all_gather_scalar(value: float) -> list[float]:
-    """The number of every rank, by rank; not pickled."""
+    """Gather a number from every rank, in order of ranks, without pickling."""
     values = torch.zeros(dist.get_world_size(), dtype=torch.float64, device=collective_device())
     values[dist.get_rank()] = value
     dist.all_reduce(values)
@@ -24,7 +24,7 @@ def all_gather_scalar(value: float) -> list[float]:
 
 
 def all_reduce_max(*own: float) -> list[float]:
-    """The maximum of each value over all ranks; cheap enough for every step."""
+    """Maximum of each value over all ranks. It is cheap enough for every step."""
     values = torch.tensor(own, dtype=torch.float64, device=collective_device())
     dist.all_reduce(values, dist.ReduceOp.MAX)
     return values.tolist()

@@ -1,4 +1,4 @@
-"""Measures a rank's collectives in each optimizer step: bytes sent and, where they block the host, their time."""
+"""Measures a rank's collectives in each optimizer step: bytes sent and, if collectives block the host, their time."""
 
 import functools
 import time
@@ -41,14 +41,14 @@ INPUT_AT = {
     SEND: (SEND, 0),
     RECEIVE: (RECEIVE, 0),
 }
-"""Methods of a process group, each with its kind of collective and the index of the argument with this rank's input
-(for a receive, the tensor to be filled). It includes methods that only older or newer torch versions call.
+"""Methods of a process group, each with its kind of collective and the index of the argument that is this rank's input.
+For a receive, this argument is the tensor to fill. Some methods are only called by older or newer versions of torch.
 """
 POINT_TO_POINT = (SEND, RECEIVE)
 
 
 def input_of(name: str, args: Sequence[Any]) -> Any:  # noqa: ANN401 - a tensor, lists of tensors, or none
-    """This rank's input in a call of the method `name`; None where it has none."""
+    """This rank's input in a call of the process group's method `name`; None if it has no input."""
     kind, at = INPUT_AT[name]
     return args[at] if len(args) > at and kind != BARRIER else None
 
@@ -61,11 +61,10 @@ def bytes_of(value: Any) -> int:  # noqa: ANN401 - a tensor, lists of tensors to
 
 
 def sent_bytes(name: str, args: Sequence[Any], *, size: int, group_rank: int) -> float:
-    """Bytes that rank `group_rank` in a group of `size` n sends in a call of the method `name`.
-
-    Computed for ring and pairwise algorithms: 2 (n - 1) / n of the tensor for an all-reduce; (n - 1) / n of the whole
-    for an all-gather or reduce-scatter; the rows for other ranks for an all-to-all. A broadcast or reduce passes along
-    a chain in which all ranks but one send. What a backend really sends may differ.
+    """Number of bytes that rank `group_rank` of a group of n = `size` ranks sends in a call of the method `name`. It
+    assumes ring and pairwise algorithms: 2 (n - 1) / n of the tensor for an all-reduce, (n - 1) / n of the full tensor
+    for an all-gather or reduce-scatter, and the rows for other ranks for an all-to-all. A broadcast or reduce passes
+    along a chain in which all ranks but one send. What a backend really sends may differ.
     """
     kind, _ = INPUT_AT[name]
     own_input = input_of(name, args)
@@ -82,7 +81,7 @@ def sent_bytes(name: str, args: Sequence[Any], *, size: int, group_rank: int) ->
 
 
 def _kept_bytes(own_input: Any, args: Sequence[Any], size: int, group_rank: int) -> float:  # noqa: ANN401
-    """Bytes of an all-to-all that stay on this rank: its own tensor of a list, else its share of the rows."""
+    """Number of bytes of an all-to-all that stay on this rank: its own tensor of a list, or its part of the rows."""
     if isinstance(own_input, list | tuple):
         return bytes_of(own_input[group_rank])
     sent_rows = args[3] if len(args) > 3 else ()
@@ -96,17 +95,15 @@ SEND_RECEIVE, TOTAL = "send_recv", "total"
 
 @dataclass(frozen=True)
 class StepCommunication:
-    """Bytes sent and seconds spent in this rank's collectives of a step, by kind.
-
-    `seconds` is None where collectives run on a GPU: calls return once they are enqueued, so their duration is not that
-    of the collective.
+    """Bytes sent and seconds spent in this rank's collectives of a step, by kind of collective. `seconds` is None if
+    collectives run on a GPU: a call returns once the collective is enqueued, so its duration is unknown.
     """
 
     num_bytes: Mapping[str, int]
     seconds: Mapping[str, float] | None
 
     def metrics(self, *, step_seconds: float) -> dict[str, float]:
-        """Metrics of each kind and in total, for a step that took `step_seconds`."""
+        """Metrics by kind of collective and in total, for a step that took `step_seconds`."""
         values = {f"comm/{kind}_mib": number / MIB for kind, number in _with_total(self.num_bytes)}
         if self.seconds is not None:
             values |= {f"comm/{kind}_share": seconds / step_seconds for kind, seconds in _with_total(self.seconds)}
@@ -118,10 +115,9 @@ def _with_total(by_kind: Mapping[str, float]) -> list[tuple[str, float]]:
 
 
 class CommunicationMeter:
-    """Counts bytes and seconds of this process's collectives by kind; sends and receives are one kind.
-
-    With `is_blocking`, a collective is done when its call, or the wait for it, returns; only then it can be timed. The
-    time includes waiting for slower ranks. It is the host's time: collectives that overlap are not counted twice.
+    """Counts bytes and seconds of this process's collectives by kind. Sends and receives are one kind. With
+    `is_blocking`, a collective has ended when its call, or the wait for it, returns; only then it can be timed. The
+    time includes waiting for slower ranks. It is time of the host: overlapping collectives are not counted twice.
     """
 
     def __init__(self, *, is_blocking: bool) -> None:
@@ -132,7 +128,7 @@ class CommunicationMeter:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Within this context the collectives of this process are counted."""
+        """Context in which the collectives of this process are counted."""
         with wrapped_group_calls(tuple(INPUT_AT), self._wrap):
             yield
 
@@ -142,7 +138,7 @@ class CommunicationMeter:
         self._seconds.clear()
 
     def counted(self) -> StepCommunication:
-        """Bytes and seconds since `restart`."""
+        """Bytes and seconds of collectives since `restart`."""
         return StepCommunication(dict(self._bytes), dict(self._seconds) if self._is_blocking else None)
 
     def _wrap(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:

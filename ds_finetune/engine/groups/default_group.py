@@ -1,4 +1,4 @@
-"""The default process group: ranks rendezvous, check their devices, and open it for torch and DeepSpeed."""
+"""The default process group: ranks rendezvous, check their devices, and open the group for torch and DeepSpeed."""
 
 import gc
 import os
@@ -23,19 +23,17 @@ from ds_finetune.foreign.torch_distributed import abort_groups, default_timeout
 from ds_finetune.system.world import World
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-"""Default timeout of collectives, and of the rendezvous before there is a process group."""
+"""Default timeout of collectives, and of the rendezvous, when there is no process group yet."""
 
 REPORT_AFTER, _PAUSE = 20, 0.1
-"""Seconds until a rank reports for which ranks it waits, and seconds between two checks."""
+"""Seconds after which a waiting rank reports which ranks are missing, and seconds between two checks."""
 
 
 def meet(world: World, *, timeout: timedelta = COLLECTIVE_TIMEOUT) -> dist.Store:
-    """Rendezvous of the ranks of `world`: returns the store that they share, once every rank has connected. RunError
-    after `timeout`, and on rank zero where the port is in use.
-
-    The timeout is separate, because that of collectives, which torch's own rendezvous uses (torch 2.13,
-    distributed_c10d.py:1893), may be far shorter. Successive runs of a process share one store, in which each has its
-    own prefix.
+    """Rendezvous of the ranks of `world`: returns the store that they share when every rank has connected. RunError
+    after `timeout`, and on rank zero if the port is in use. This timeout is separate from the timeout of collectives,
+    which torch's own rendezvous uses (torch 2.13, distributed_c10d.py:1893) and which may be far shorter. Successive
+    runs of a process share one store, in which each run has a prefix.
     """
     world.set_environment(os.environ)
     address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
@@ -52,9 +50,9 @@ def meet(world: World, *, timeout: timedelta = COLLECTIVE_TIMEOUT) -> dist.Store
         if "EADDRINUSE" not in str(alone):
             raise wait.error(str(alone)) from None
         raise RunError(
-            f"port {port} of this host is in use: the ranks cannot connect there",
-            hint="another run may use it; choose a free port: `deepspeed --master_port PORT`, or the option of "
-            "your launcher",
+            f"the ranks cannot connect to port {port} of this host, which is in use",
+            hint="another run may use it: choose a free port with `deepspeed --master_port PORT`, or with the option "
+            "of your launcher",
         ) from None
     return store
 
@@ -73,7 +71,7 @@ class _RankWait:
     is_reported: bool = False
 
     def pause(self, reason: Callable[[], str]) -> None:
-        """Sleep briefly, and print the reason for waiting once; RunError after the timeout."""
+        """Sleep briefly, and print the reason for waiting once. RunError after the timeout."""
         seconds = time.monotonic() - self.began
         if seconds > self.timeout.total_seconds():
             raise self.error(reason())
@@ -83,11 +81,11 @@ class _RankWait:
         time.sleep(_PAUSE)
 
     def error(self, reason: str) -> RunError:
-        """The error of a failed rendezvous."""
+        """The error to raise if the rendezvous fails."""
         return RunError(
             f"rank {self.rank} has not reached the other ranks at {self.address} within {self.timeout}: {reason}",
-            hint="another rank failed before, or starts later (raise watchdog.meet), or the address is not that of "
-            "rank 0",
+            hint="see the logs of the other ranks for an earlier failure, check that the address is rank 0's, or raise "
+            "watchdog.meet if other ranks start later",
         )
 
 
@@ -95,10 +93,9 @@ _STORES: dict[tuple[str, str, int, int], dist.Store] = {}
 
 
 def _store_at(address: str, port: str, rank: int, world_size: int, wait: _RankWait) -> dist.Store:
-    """The store of all ranks, served by rank 0 as long as its process lives, or by torchrun's agent.
-
-    A rank may begin its next run while rank 0 still ends the previous one. All waiting happens here, because waiting
-    inside torch would not react to Ctrl-C.
+    """The store of all ranks. Rank 0 serves it while its process lives, or torchrun's agent serves it. A rank may begin
+    its next run while rank 0 still ends the previous one. All waiting happens here, because waiting inside torch would
+    not react to Ctrl-C.
     """
     key = address, port, rank, world_size
     if key not in _STORES and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -113,7 +110,7 @@ def _store_at(address: str, port: str, rank: int, world_size: int, wait: _RankWa
 
 
 def _refused(address: str, port: int) -> str:
-    """Error of a connection to the address and port; empty where it succeeds."""
+    """The error of a connection to the address and port; empty if the connection succeeds."""
     try:
         socket.create_connection((address, port), timeout=2).close()
     except OSError as refused:
@@ -125,13 +122,13 @@ def _refused(address: str, port: int) -> str:
 def process_group(
     world: World, device: str, store: dist.Store | None = None, *, timeout: timedelta = COLLECTIVE_TIMEOUT
 ) -> Iterator[None]:
-    """Open the default process group of `world` (NCCL on GPUs, else gloo) with the `store` of the rendezvous, and close
-    it at the end.
+    """Context with the default process group of `world` (NCCL on GPUs, else gloo), opened with the `store` of the
+    rendezvous.
 
-    LaunchError on every rank, before the group opens, where ranks use different accelerators or share a GPU;
-    ConfigError where this process has already used another accelerator than `device`. No engine may be referenced when
-    the group closes: a reference keeps the group's threads alive, and a thread that releases its last tensor while
-    Python exits aborts the process ("terminate called without an active exception", exit code -6).
+    LaunchError on every rank, before the group opens, if ranks use different accelerators or share a GPU; ConfigError
+    if this process has already used another accelerator than `device`. No engine may be referenced when the group
+    closes: a reference keeps the group's threads alive, and a thread that releases its last tensor while Python exits
+    aborts the process ("terminate called without an active exception", exit code -6).
     """
     import deepspeed
 
@@ -141,7 +138,7 @@ def process_group(
     if device == "cuda":
         torch.cuda.set_device(index)
     backend = "nccl" if device == "cuda" else "gloo"
-    # Bind the group to its device, as DeepSpeed 0.19.8 does when it opens the group itself (comm/torch.py:262-276).
+    # The group is bound to its device, as DeepSpeed 0.19.8 does when it opens the group itself (comm/torch.py:262-276).
     bound = torch.device("cuda", index) if device == "cuda" and world.world_size > 1 else None
     rendezvous = store or meet(world)
     check_same_devices(exchange(rendezvous, world, "device", own_device(world, device), timeout=timeout))
@@ -156,8 +153,8 @@ def process_group(
             with deepspeed_local_rank(index):
                 yield
         except BaseException:
-            # Do not wait for other ranks here, which may never answer; releasing the groups that DeepSpeed keeps may
-            # wait. A single rank has no others to wait for, and its process may start another run.
+            # After an error, do not wait for other ranks, which may never answer: releasing DeepSpeed's groups may wait
+            # for them. A single rank waits for nobody, and its process may start another run.
             if world.world_size > 1 and dist.get_backend() == "nccl":
                 abort_groups()
                 raise
@@ -171,7 +168,7 @@ def process_group(
 
 
 def _check_accelerator(device: str) -> None:
-    """ConfigError where DeepSpeed 0.19.8 has chosen another accelerator, which it does once per process
+    """Raise ConfigError if DeepSpeed has chosen another accelerator. DeepSpeed 0.19.8 chooses one per process
     (accelerator/real_accelerator.py:53).
     """
     from deepspeed.accelerator import get_accelerator
@@ -179,6 +176,6 @@ def _check_accelerator(device: str) -> None:
     chosen = get_accelerator().device_name()
     if chosen != device:
         raise ConfigError(
-            f"this process uses {device}, and DeepSpeed has used {chosen} in it before (DS_ACCELERATOR has changed)",
-            hint="restart the process, in a notebook the kernel",
+            f"this process uses {device}, but DeepSpeed has already used {chosen} in it (DS_ACCELERATOR has changed)",
+            hint="restart the process; in a notebook restart the kernel",
         )

@@ -1,4 +1,4 @@
-"""The process groups of a mesh."""
+"""The process groups of a device mesh."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,8 +21,8 @@ from ds_finetune.plan.mesh import Axis, Mesh
 
 
 class ModelParallel:
-    """The model parallel unit (`mpu`) from which DeepSpeed gets two groups: the ranks that together hold a model, and
-    the ranks that hold the same shard of it.
+    """The model parallel unit (`mpu`) from which DeepSpeed gets two groups of ranks. One group has the ranks that
+    together have the model, the other the ranks that have the same shard of the model.
     """
 
     def __init__(self, pool: "_GroupMaker") -> None:
@@ -31,16 +31,16 @@ class ModelParallel:
         self._data: dist.ProcessGroup | None = pool.line("dp", "sp")
 
     def close(self) -> None:
-        """Release the process groups, even while the unit is still referenced."""
+        """Release the process groups, even if this object is still referenced."""
         forget_model_parallel_unit()
         self._model = self._data = None
 
     def get_model_parallel_group(self) -> dist.ProcessGroup | None:
-        """The ranks that together hold the model."""
+        """The ranks that together have the model."""
         return self._model
 
     def get_model_parallel_rank(self) -> int:
-        """This rank's tensor parallel rank; only rank 0 counts parameters that are not sharded."""
+        """This rank's tensor parallel rank. Only rank 0 counts parameters that are not sharded."""
         return self._mesh.place("tp")
 
     def get_model_parallel_world_size(self) -> int:
@@ -48,7 +48,7 @@ class ModelParallel:
         return self._mesh.pp * self._mesh.tp
 
     def get_data_parallel_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold the same shard of the model."""
+        """The ranks that have the same shard of the model."""
         return self._data
 
     def get_data_parallel_rank(self) -> int:
@@ -56,13 +56,13 @@ class ModelParallel:
         return dist.get_rank(self._data)
 
     def get_data_parallel_world_size(self) -> int:
-        """Size of the data parallel group."""
+        """Number of ranks in the data parallel group."""
         return self._mesh.dp * self._mesh.sp
 
 
 @dataclass(frozen=True)
 class Groups:
-    """The process groups of this rank; None along axes of size one. DeepSpeed knows `same_experts` by `expert_name`."""
+    """The process groups of this rank; None along axes of size one. DeepSpeed finds `same_experts` by `expert_name`."""
 
     stage: PipelineGroup | None
     sequence: SequenceParallelGroup | None
@@ -73,17 +73,17 @@ class Groups:
 
     @property
     def expert_name(self) -> str:
-        """Name under which DeepSpeed looks up the groups of experts."""
+        """Name under which DeepSpeed looks up the process groups of experts."""
         return f"ep_size_{self.experts.size if self.experts else 1}"
 
     @property
     def same_shard(self) -> dist.ProcessGroup | None:
-        """The ranks that hold the same shard of all parameters except experts; None for all ranks."""
+        """The ranks that have the same shard of all parameters except experts; None means all ranks."""
         return self.mpu.get_data_parallel_group() if self.mpu else None
 
 
 class _GroupMaker:
-    """Creates the process groups of a mesh and destroys them; each group has threads or a communicator of its own."""
+    """Creates and destroys the process groups of a mesh. Each group has threads or a communicator of its own."""
 
     def __init__(self, mesh: Mesh, timeout: timedelta) -> None:
         self.mesh = mesh
@@ -92,27 +92,26 @@ class _GroupMaker:
         self._by_ranks: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
 
     def line(self, *axes: Axis) -> dist.ProcessGroup:
-        """This rank's group along `axes`; axes with the same ranks share a group."""
+        """This rank's group along `axes`. Axes with the same ranks share a group."""
         return self.shared(self.mesh.lines(*axes))
 
     def shared(self, lines: list[list[int]]) -> dist.ProcessGroup:
-        """This rank's group among `lines` (lists of ranks), created once for the same lines."""
+        """This rank's group among `lines` (lists of ranks). The same lines share a group."""
         ranks = tuple(map(tuple, lines))
         if ranks not in self._by_ranks:
             self._by_ranks[ranks] = self.own(lines)
         return self._by_ranks[ranks]
 
     def own(self, lines: list[list[int]]) -> dist.ProcessGroup:
-        """Create a new group for each list of ranks, collectively, and return this rank's.
-
-        Used for collectives that overlap with those of another group of the same ranks.
+        """Create a new group for each list of ranks, collectively, and return this rank's group. It is for collectives
+        that overlap with collectives of another group of the same ranks.
         """
         new_groups = [(ranks, dist.new_group(ranks, timeout=self._timeout)) for ranks in lines]
         self._groups += [group for ranks, group in new_groups if self.mesh.rank in ranks]
         return self._groups[-1]
 
     def destroy(self) -> None:
-        """Destroy the groups of this rank."""
+        """Destroy the process groups of this rank."""
         self._by_ranks.clear()
         while self._groups:
             dist.destroy_process_group(self._groups.pop())
@@ -122,13 +121,10 @@ class _GroupMaker:
 def open_groups(
     mesh: Mesh, *, shares_embedding: bool = False, vpp: int = 1, timeout: timedelta = COLLECTIVE_TIMEOUT
 ) -> Iterator[Groups]:
-    """Create the groups of `mesh`, collectively, and destroy them at the end.
-
-    With `shares_embedding` the first and last pipeline stage share a group, because both hold the embedding. With more
-    than one chunk per rank (`vpp`), pipelines have a group for each `Link`.
-
-    The groups are destroyed explicitly, because DeepSpeed 0.19.8 keeps a ZeRO-3 model, and with it the groups, after
-    `destroy`.
+    """Context with the process groups of `mesh`, which are created collectively and destroyed at the end. With
+    `shares_embedding` the first and last pipeline stage share a group, because both have the embedding. With more than
+    one chunk per rank (`vpp`), pipelines have a group for each `Link`. The groups are destroyed explicitly, because
+    DeepSpeed 0.19.8 keeps a ZeRO-3 model, and with it the groups, after `destroy`.
     """
     pool = _GroupMaker(mesh, timeout)
     groups = Groups(
@@ -146,7 +142,7 @@ def open_groups(
             same_shard=(groups.same_experts, mesh.same_expert_lines()),
         )
     yield groups
-    # Not after an error: destroying a group waits for ranks that may be gone.
+    # After an error this is not reached: destroying a group waits for ranks that may have ended.
     for part in (groups.stage, groups.sequence, groups.tensor, groups.experts, groups.mpu):
         if part is not None:
             part.close()

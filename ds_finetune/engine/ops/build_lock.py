@@ -1,5 +1,6 @@
-"""Lock on the folder in which torch compiles an operator: other processes report whom they wait for, and a killed
-process leaves no lock behind.
+"""Lock on the folder in which torch compiles an operator.
+
+Other processes report which process they wait for, and a killed process leaves no lock behind.
 """
 
 import os
@@ -20,18 +21,17 @@ from ds_finetune.foreign.guard import Foreign, replaced
 _LOCK = Foreign("torch", "utils/cpp_extension.py:2345, utils/file_baton.py")
 REPORT_SECONDS, FIRST_REPORT_SECONDS = 30.0, 5.0
 QUIET_SECONDS = 600.0
-"""Seconds without a change in the folder after which a lock of another program counts as abandoned. Each source file of
-DeepSpeed compiles faster.
+"""Seconds without a change in the folder after which the lock of another program counts as abandoned. Each source file
+of DeepSpeed compiles faster.
 """
 _PAUSE = 0.2
 
 
 @contextmanager
 def reported_lock(say: Say) -> Iterator[None]:
-    """Within this context torch compiles under a `_ReportedBaton`. `say` reports compilation and a removed lock, and on
-    a host's first rank the process that is waited for.
-
-    torch's lock is an empty file. Once its holder has been killed, others wait for it without end or message.
+    """Context in which torch compiles under a `_ReportedBaton` instead of its own lock. torch's own lock is an empty
+    file: if its owner is killed, others wait forever without a message. Here `say` reports the compilation, the removal
+    of an abandoned lock and, on a host's first rank, the process that is waited for.
     """
     from torch.utils import cpp_extension
 
@@ -44,8 +44,8 @@ def reported_lock(say: Say) -> Iterator[None]:
 
 
 class _ReportedBaton(FileBaton):
-    """torch's lock file with the name of the process that holds it. The process also holds a file lock, which the
-    system releases when it dies: a named lock file whose file lock is free has been left by a dead process.
+    """torch's lock file, with the name of the process that owns it. The process also has a file lock, which the system
+    releases when the process dies. A named lock file without a file lock was left by a dead process.
     """
 
     def __init__(self, path: str, *, say: Say) -> None:
@@ -56,7 +56,7 @@ class _ReportedBaton(FileBaton):
         self._began: float | None = None
 
     def try_acquire(self) -> bool:
-        """Wait until this process holds both locks; ConfigError where another program seems to have left its lock."""
+        """Wait until this process has both locks. ConfigError if another program seems to have abandoned its lock."""
         report_at = time.monotonic() + FIRST_REPORT_SECONDS
         while not self._is_acquired():
             holder = self._holder() or "a process of another program"
@@ -67,7 +67,7 @@ class _ReportedBaton(FileBaton):
                 raise ConfigError(
                     f"DeepSpeed's {self._op} cannot be used: {self._path} is held by {holder}, and nothing has "
                     f"changed beside it for {QUIET_SECONDS / 60:.0f} minutes",
-                    hint=f"remove {self._path} if nothing compiles there any more",
+                    hint=f"remove {self._path} if no process compiles in this folder any more",
                 )
             time.sleep(_PAUSE)
         self._path.write_text(f"process {os.getpid()} on {socket.gethostname()}")
@@ -106,7 +106,7 @@ class _ReportedBaton(FileBaton):
         return False
 
     def _unchanged_seconds(self) -> float:
-        """Seconds since the newest change of torch's lock or of a file beside it; 0 without a lock."""
+        """Seconds since the newest change of torch's lock or of a file beside it; 0 if there is no lock."""
         try:
             changed = self._path.stat().st_mtime
         except FileNotFoundError:

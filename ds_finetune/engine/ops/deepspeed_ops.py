@@ -1,4 +1,4 @@
-"""The compiled operators of DeepSpeed that a run needs, built on all ranks."""
+"""Builds the compiled operators of DeepSpeed that a run needs, on all ranks."""
 
 import json
 import os
@@ -29,7 +29,7 @@ _BUILDERS = {
     "async_io": "AsyncIOBuilder",
 }
 _OFFLOADED = {"adam": "cpu_adam", "adamw": "cpu_adam", "muon": "cpu_adam", "lion": "cpu_lion", "adagrad": "cpu_adagrad"}
-"""Optimizers for which DeepSpeed 0.19.8 uses a CPU kernel of its own when optimizer states are offloaded
+"""Names of DeepSpeed's CPU kernels by optimizer, which DeepSpeed 0.19.8 uses when optimizer states are offloaded
 (runtime/engine.py, _configure_basic_optimizer).
 """
 _CAUSE = re.compile(
@@ -38,7 +38,7 @@ _CAUSE = re.compile(
 
 
 def needed_ops(plan: Plan) -> list[str]:
-    """Names of the operators that a run of `plan` will build."""
+    """Names of the DeepSpeed operators that a run of `plan` needs."""
     name = plan.optimizer
     ops: list[str] = []
     if plan.offload_optimizer != "none" and name in _OFFLOADED:
@@ -51,16 +51,16 @@ def needed_ops(plan: Plan) -> list[str]:
 
 
 def build_op(name: str, say: Say = say_nothing) -> None:
-    """Compile and load the operator, which takes minutes the first time. ConfigError has the cause of a failure."""
+    """Compile and load a DeepSpeed operator, which takes minutes the first time. ConfigError if that fails."""
     import deepspeed.ops.op_builder as builders
 
     if not (_folder(name) / f"{name}.so").exists():
-        # The compiler that torch 2.13 uses (utils/cpp_extension.py, get_cxx_compiler).
+        # This is the compiler that torch 2.13 uses (utils/cpp_extension.py, get_cxx_compiler).
         program = shlex.split(os.environ.get("CXX", "c++"))[0]
         if not shutil.which(program):
             raise ConfigError(
                 f"DeepSpeed's {name} cannot be built: no compiler `{program}` on this host",
-                hint="install one (Debian: g++), or set CXX",
+                hint="install a C++ compiler (Debian: g++), or set CXX",
             )
     # Failures come from the compiler, the linker, a full disk, CUDA, or DeepSpeed's own checks.
     causes: tuple[type[Exception], ...] = (RuntimeError, OSError, ImportError, AssertionError)
@@ -74,7 +74,7 @@ def build_op(name: str, say: Say = say_nothing) -> None:
 
 
 def true_cause(text: str) -> str:
-    """The line of a failed build's output that names the cause; the last line where none does."""
+    """The line in the output of a failed build that names the cause; the last line if none does."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return next(
         (line for line in lines if _CAUSE.search(line) and not line.startswith("FAILED")),
@@ -100,16 +100,16 @@ def _hint(text: str) -> str:
 
 
 def _folder(name: str) -> Path:
-    """Folder in which torch 2.13 keeps the compiled operator (utils/cpp_extension.py, _get_build_directory)."""
+    """Folder in which torch 2.13 stores the compiled operator (utils/cpp_extension.py, _get_build_directory)."""
     from torch.utils import cpp_extension
 
     return Path(cpp_extension._get_build_directory(name, False))
 
 
 def _check_toolkit(name: str) -> None:
-    """Raise an error where nvcc is missing, or its CUDA has another major version than torch's. DeepSpeed 0.19.8
-    compares them only at installation (op_builder/builder.py:804); here the compilation would fail. async_io needs only
-    CUDA's headers.
+    """Raise an error if nvcc is missing, or if its CUDA has another major version than torch's. DeepSpeed 0.19.8
+    compares them only at installation (op_builder/builder.py:804), and the compilation would fail. async_io needs only
+    CUDA's headers, of any version.
     """
     from deepspeed.ops.op_builder import builder
 
@@ -125,17 +125,15 @@ def _check_toolkit(name: str) -> None:
 
 
 Agree = Callable[[str], list[str]]
-"""Sends this rank's text and returns the texts of all ranks by rank; every rank must call it equally often."""
+"""Function that sends this rank's text and returns all ranks' texts. Every rank must call it equally often."""
 _BINDING_LAUNCHERS = ("srun", "mpirun")
 """Launchers that bind each rank to its own cores."""
 
 
 def build_ops(plan: Plan, agree: Agree, say: Say) -> Plan:
-    """Compile the operators that the optimizer and NVMe offload of `plan` need; ConfigError on every rank where any
-    rank fails.
-
-    Only FusedAdam may fail: the returned plan then uses torch's fused AdamW on all ranks, with a note, unless the user
-    has set `torch_adam` to false.
+    """Compile the operators that the optimizer and NVMe offload of `plan` need. ConfigError on every rank if any rank
+    fails. Only FusedAdam may fail: then the returned plan uses torch's fused AdamW on all ranks, with a note, unless
+    the user has set `torch_adam` to false.
     """
     problems = {name: _build_problem(name, say) for name in needed_ops(plan)}
     everywhere = [json.loads(text) for text in agree(json.dumps(problems))]
@@ -149,7 +147,7 @@ def build_ops(plan: Plan, agree: Agree, say: Say) -> Plan:
 
 @cache
 def _build_problem(name: str, say: Say) -> tuple[str, str]:
-    """Error and hint of building an operator on this rank, both empty on success. Tried once per process."""
+    """Error and hint of building an operator on this rank, both empty if it succeeds. It is tried once per process."""
     try:
         build_op(name, say)
     except ConfigError as refused:
@@ -158,11 +156,9 @@ def _build_problem(name: str, say: Say) -> tuple[str, str]:
 
 
 def use_cores(plan: Plan, environ: MutableMapping[str, str]) -> Plan:
-    """Set the threads of an offloaded optimizer to this rank's share of the host's cores, with a note in the returned
-    plan.
-
-    torchrun sets OMP_NUM_THREADS to 1 where it is not set; other launchers leave all cores to every rank. Any other
-    value was set by the user, and is kept.
+    """Set the number of threads for an offloaded optimizer to this rank's part of the host's cores. Returns the plan
+    with a note. If OMP_NUM_THREADS is not set, torchrun sets it to 1, and other launchers leave all cores to every
+    rank. A value set by the user is kept.
     """
     previous = environ.get("OMP_NUM_THREADS")
     is_default = previous is None or (previous == "1" and "TORCHELASTIC_RUN_ID" in environ)
@@ -181,6 +177,8 @@ def use_cores(plan: Plan, environ: MutableMapping[str, str]) -> Plan:
 
 
 def cores_of_rank(world: World, *, available: int, total: int) -> int:
-    """Cores for a rank: its share of the `available` ones, or all of them where it is bound to some of `total`."""
+    """Number of cores for a rank: its part of the `available` cores, or all of them if it is bound to
+    some of `total`.
+    """
     is_own = world.launcher in _BINDING_LAUNCHERS and available < total
     return available if is_own else max(1, available // world.local_world_size)

@@ -1,4 +1,4 @@
-"""Checks of disks for NVMe offload: on some, a direct read into unaligned memory reads nothing, without an error."""
+"""Checks disks for NVMe offload. On some disks, a direct read into unaligned memory silently reads nothing."""
 
 import copy
 from pathlib import Path
@@ -19,13 +19,13 @@ _AIO = {
     "overlap_events": True,
     "intra_op_parallelism": 1,
 }
-"""Defaults of the `aio` section (DeepSpeed 0.19.8, swap_tensor/aio_config.py), in the order of `aio_handle`."""
+"""Defaults of DeepSpeed's section `aio` (0.19.8, swap_tensor/aio_config.py), as arguments of `aio_handle`."""
 _OFFSET = 64
-"""Offset of the destination in elements: 256 bytes, not a multiple of a 512-byte sector."""
+"""Offset of the destination in elements: 256 bytes, which is not a multiple of a 512-byte sector."""
 
 
 def check_offload(plan: Plan, model: ModelPlan) -> None:
-    """ConfigError where the plan offloads to a disk that `check_folder` refuses, or with buffers that are too small."""
+    """Raise ConfigError if the plan offloads to an unsuitable disk, or with buffers that are too small."""
     for folder in nvme_folders(plan):
         check_folder(Path(folder), f"probe-rank{plan.world.rank}")
     if plan.offload_param == "nvme":
@@ -42,16 +42,14 @@ def nvme_folders(plan: Plan) -> list[str]:
 
 
 def check_folder(folder: Path, name: str = "probe") -> None:
-    """Write a file `name` to `folder`, read it back into unaligned memory and compare; ConfigError where the bytes
-    differ.
-
-    DeepSpeed 0.19.8 reads gradients into `buffer.narrow(offset)`. Where the disk's direct IO needs aligned addresses,
-    the read does nothing and reports no error, and the gradient is stale.
+    """Write a file `name` to `folder`, and read it back into unaligned memory. ConfigError if the bytes differ.
+    DeepSpeed 0.19.8 reads gradients into `buffer.narrow(offset)`. If the disk's direct IO needs aligned addresses, the
+    read does nothing without an error, and the gradient is stale.
     """
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     if not folder.is_dir():
-        raise ConfigError(f"nvme_path `{folder}` is not a folder", hint="create it, or name another disk")
+        raise ConfigError(f"nvme_path `{folder}` is not a folder", hint="create the folder, or name another disk")
     if not AsyncIOBuilder().is_compatible(verbose=False):
         raise ConfigError(
             f"nvme_path `{folder}` needs DeepSpeed's async_io, which cannot be built",
@@ -69,7 +67,7 @@ def check_folder(folder: Path, name: str = "probe") -> None:
     path.unlink()
     if not torch.equal(buffer[_OFFSET : _OFFSET + _ELEMENTS], written):
         raise ConfigError(
-            f"nvme_path `{folder}` does not read back what was written to an address that is no multiple of 512 bytes: "
-            "DeepSpeed 0.19.8 would train on stale gradients there",
-            hint="use a disk whose direct IO takes unaligned buffers (tmpfs does), or offload to cpu",
+            f"nvme_path `{folder}` is on a disk that cannot be read into memory whose address is no multiple of 512 "
+            "bytes: DeepSpeed 0.19.8 would train on stale gradients",
+            hint="use a disk whose direct IO supports unaligned buffers (tmpfs does), or offload to cpu",
         )

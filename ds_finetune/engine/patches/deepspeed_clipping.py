@@ -1,4 +1,4 @@
-"""Clipping in ZeRO optimizers: parameters trained only by an auxiliary loss are clipped by their own norm."""
+"""Clipping in DeepSpeed's ZeRO optimizers, with a separate norm for parameters that only an auxiliary loss trains."""
 
 import math
 import sys
@@ -22,13 +22,12 @@ _GROUP_NORM = Foreign("deepspeed", "runtime/zero/stage_1_and_2.py:1914, 2648, st
 
 
 class OwnClipping:
-    """Clips parameters that only an auxiliary loss trains by their own gradient norm in a ZeRO optimizer, and excludes
-    them from the norm of the other parameters.
+    """Makes a ZeRO optimizer clip parameters that only an auxiliary loss trains by a gradient norm of their own.
 
-    The losses are the names in the engine's `own_norms`, identical on all ranks, while pipeline stages may have
-    different parameter groups. Each step sets `own_norms`. All norms are set to infinity where one is not finite or the
-    engine has a bad gradient, which must agree on all ranks: an invalid norm alone makes DeepSpeed skip a step only in
-    fp32 (zero/stage_1_and_2.py:3042) and at stage 3 (zero/stage3.py:2888).
+    The norm of the other parameters excludes them. The names of the losses are the keys of the engine's `own_norms`,
+    identical on all ranks, while pipeline stages may have different parameter groups. Each step sets `own_norms`. If
+    one norm is not finite, or the engine has a bad gradient, all norms become infinite on all ranks. An invalid norm
+    alone makes DeepSpeed skip a step only in fp32 (zero/stage_1_and_2.py:3042) and at stage 3 (zero/stage3.py:2888).
     """
 
     def __init__(self, engine: "Engine", optimizer: Any, groups: Groups) -> None:  # noqa: ANN401
@@ -53,8 +52,8 @@ class OwnClipping:
         optimizer.unscale_and_clip_grads = self._clip
 
     def _norm(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - a norm, or a list of those of groups
-        """Replaces DeepSpeed's gradient norm (a number, or one for each parameter group) by that of the parameters that
-        the objective trains; parameters that only an auxiliary loss trains have a norm of their own.
+        """Replaces DeepSpeed's gradient norm, a number or one per parameter group, by the norm of what the objective
+        trains. Parameters that only an auxiliary loss trains are excluded.
         """
         from deepspeed.accelerator import get_accelerator
 
@@ -65,13 +64,13 @@ class OwnClipping:
         for loss, norm in zip(self._losses[self._first :], self._own_norms(), strict=True):
             assert loss is not None
             squares[self._names.index(loss)] += torch.where(norm < 0, float("inf"), norm).to(squares) ** 2
-        # All tensor parallel ranks of a stage have the same norms.
+        # All tensor parallel ranks of a stage have the same norms, so their sum is divided by the number of ranks.
         _GROUP_NORM.attribute(self._optimizer, "_model_parallel_all_reduce")(tensor=squares, op=dist.ReduceOp.SUM)
         own = (squares / (1 if self._shards is None else dist.get_world_size(self._shards))).sqrt()
         return self._read(self._combine(others_norm) if self._is_partitioned else others_norm, own)
 
     def _read(self, norm: torch.Tensor, own: torch.Tensor) -> Any:  # noqa: ANN401 - a norm, or a list of one
-        """Read all norms with one device synchronisation; returns what DeepSpeed's step expects."""
+        """Read all norms with one device synchronisation. Returns what DeepSpeed's step expects."""
         norm = norm.to(own.device)
         value, *values = torch.cat([norm[None], own.to(norm.dtype)]).tolist()
         scale = self._optimizer.loss_scale
@@ -79,18 +78,19 @@ class OwnClipping:
         if self._engine.has_bad_gradient or not all(map(math.isfinite, (value, *values))):
             norm, value = torch.full_like(norm, math.inf), math.inf
         if self._is_offloaded:
-            # Gradients are on the host, and are scaled there.
+            # Gradients are on the host and scaled there, so the norms must be on the host too.
             norm, own = (torch.tensor(number, dtype=norm.dtype) for number in (value, values))
         self._own = dict(zip(self._names, own.unbind(), strict=True))
         return [norm] if self._is_partitioned else norm
 
     def _own_norms(self) -> list[torch.Tensor]:
-        """Norms of the groups of auxiliary losses over the ranks of this stage, -1 where not finite."""
+        """Norms of the parameter groups of auxiliary losses, over the ranks of this stage; -1 if not finite."""
         optimizer, norms = self._optimizer, []
         is_offloaded = self._is_offloaded
         name = "complete_grad_norm_calculation_for_cpu_offload" if is_offloaded else "get_grad_norm_direct"
         norm_of = _GROUP_NORM.attribute(optimizer, name)
-        # Stages 1 and 2 would reduce over pipeline stages group by group; stage 3 is not used with pipelines.
+        # Stages 1 and 2 would reduce over pipeline stages group by group, and stages may have different groups. Stage 3
+        # is not used with pipelines.
         own_shards = replaced(optimizer, "model_parallel_group", self._shards)
         with nullcontext() if self._is_partitioned else own_shards:
             for i in range(self._first, len(self._losses)):
@@ -99,7 +99,7 @@ class OwnClipping:
         return norms
 
     def _clip(self, group: Any, total_norm: torch.Tensor) -> None:  # noqa: ANN401 - a number, or gradients
-        """Replaces DeepSpeed's function, whose argument `group` is a number at stage 3, else the group's gradients."""
+        """Replaces DeepSpeed's function. Its argument `group` is a number at stage 3, else the group's gradients."""
         loss = self._losses[group if self._is_partitioned else self._group_of(group[0])]
         self._clip_group(group, total_norm if loss is None else self._own[loss].to(total_norm))
 

@@ -25,12 +25,10 @@ _LINKED_STATES = Foreign("deepspeed", "runtime/zero/stage_1_and_2.py:744, 852-85
 
 @contextmanager
 def gradients_reduced_at_end(engine: Any, *, zero_stage: int) -> Iterator[None]:  # noqa: ANN401 - a DeepSpeedEngine
-    """Within this context gradients stay on this rank. They are reduced at its end, and the next `step` is the
-    optimizer's.
-
-    DeepSpeed would reduce in every backward, which costs more, and pipeline stages run different backwards at a time.
-    Gradients are accumulated in the dtype of the weights. After an error nothing is reduced, because other ranks may
-    never answer, and the engine's flags are restored.
+    """Context in which gradients stay on this rank. They are reduced at its end, and the next `step` is the
+    optimizer's. DeepSpeed would reduce in every backward, which costs more; pipeline stages run different backwards at
+    a time. Gradients are accumulated in the dtype of the weights. After an error nothing is reduced, because other
+    ranks may never answer, and the engine's flags are restored.
     """
     boundary = _BOUNDARY.attribute(engine, "_is_gradient_accumulation_boundary")
     _ALLREDUCE.attribute(engine, "enable_backward_allreduce")
@@ -68,10 +66,9 @@ def _coalesced(engine: Any, zero_stage: int) -> Iterator[None]:  # noqa: ANN401
 
 def undo_constructor_step(optimizer: Any) -> None:  # noqa: ANN401 - one of DeepSpeed's wrappers
     """Undo the step with zero gradients that DeepSpeed's 16-bit optimizers of stage 0 take in their constructor.
-
-    DeepSpeed calls `optimizer.step()` in `initialize_optimizer_states`, so Adam's bias correction starts at step 2 and
-    the first update is 0.74 of what it should be. Measured on a tiny DeepSeek-V3 in bf16: losses 4.8801 4.6765 4.4844
-    with that step, 4.8801 4.6192 4.4135 without, 4.8801 4.6191 4.4134 under ZeRO-1.
+    DeepSpeed calls `optimizer.step()` in `initialize_optimizer_states`, so Adam's bias correction would start at step
+    2, and the first update would be 0.74 of the right one. Measured on a tiny DeepSeek-V3 in bf16: losses 4.8801 4.6765
+    4.4844 with the constructor's step, 4.8801 4.6192 4.4135 without it, 4.8801 4.6191 4.4134 under ZeRO-1.
     """
     inner = _CONSTRUCTOR_STEP.attribute(optimizer, "optimizer")
     _CONSTRUCTOR_STEP.attribute(optimizer, "initialize_optimizer_states")
@@ -82,11 +79,9 @@ def undo_constructor_step(optimizer: Any) -> None:  # noqa: ANN401 - one of Deep
 
 
 def count_whole_experts_once(optimizer: Any) -> None:  # noqa: ANN401 - DeepSpeed's optimizer of stage 3
-    """Make the gradient norm treat experts like other parameters: expert parameters that tensor parallel ranks
-    replicate count only on the first rank.
-
-    DeepSpeed counts expert parameters on each of these ranks. This is right where expert parallel groups extend over
-    tensor parallel ranks; in this program a group has the ranks of one tensor parallel shard.
+    """Make DeepSpeed's gradient norm at ZeRO stage 3 count replicated expert parameters once. DeepSpeed counts expert
+    parameters on each tensor parallel rank. This is right if expert parallel groups extend over tensor parallel ranks,
+    but in this program a group has the ranks of one tensor parallel shard.
     """
     _EXPERT_NORM.attribute(optimizer, "_grad_norm_counts_every_rank")
     norm = _EXPERT_NORM.attribute(type(optimizer), "complete_grad_norm_calculation_for_cpu_offload")
@@ -98,10 +93,8 @@ def count_whole_experts_once(optimizer: Any) -> None:  # noqa: ANN401 - DeepSpee
 
 @contextmanager
 def destroyed_at_end(engine: Any, world: World) -> Iterator[None]:  # noqa: ANN401 - untyped: DeepSpeedEngine
-    """Destroy a DeepSpeed engine at the end of the context; after an error only with a single rank.
-
-    `destroy` waits for the GPU (0.19.8, runtime/zero/stage3.py:549), which may be in a collective with ranks that are
-    gone.
+    """Context that destroys a DeepSpeed engine at its end; after an error only if there is a single rank. `destroy`
+    waits for the GPU (0.19.8, runtime/zero/stage3.py:549), which may be in a collective with ranks that have ended.
     """
     try:
         yield
@@ -113,9 +106,8 @@ def destroyed_at_end(engine: Any, world: World) -> Iterator[None]:  # noqa: ANN4
 
 
 def link_optimizer_states(optimizer: Any) -> None:  # noqa: ANN401 - DeepSpeed's optimizer of stages 1 and 2
-    """Make DeepSpeed link the optimizer states of every parameter group.
-
-    It links them once, after the first group's step, when the other groups have none yet (zero/stage_1_and_2.py:2987).
+    """Make DeepSpeed link the optimizer states of all parameter groups. It links them once, after the step of the first
+    group, when the other groups have no states yet (zero/stage_1_and_2.py:2987).
     """
     _LINKED_STATES.attribute(optimizer, "_hp_optimizer_states_linked")
     link = _LINKED_STATES.attribute(optimizer, "_lazy_init_hp_params_optimizer_state")
@@ -124,11 +116,10 @@ def link_optimizer_states(optimizer: Any) -> None:  # noqa: ANN401 - DeepSpeed's
 
 
 def keep_reduced_gradients(optimizer: Any) -> None:  # noqa: ANN401 - DeepSpeed's optimizer of stages 1 and 2
-    """Make the allocator keep gradients until the stream of `overlap_comm` has reduced them.
-
-    A gradient larger than a bucket is reduced in place. Ranks whose partition does not contain it release it as soon as
-    the reduction has started. With several owners, nothing records that another stream still reads it: the next kernels
-    of backward may overwrite it, and the sum over ranks is wrong.
+    """Make the allocator keep gradients until the stream of `overlap_comm` has reduced them. A gradient larger than a
+    bucket is reduced in place. Ranks whose partition does not contain it release it as soon as the reduction has
+    started. If it has several owners, nothing records that another stream still reads it: the next kernels of backward
+    may overwrite it, and the sum over ranks would be wrong.
     """
     average = _OVERLAP.attribute(optimizer, "average_tensor")
     _OVERLAP.source(average, "stream = self.reduction_stream")
@@ -141,9 +132,8 @@ def keep_reduced_gradients(optimizer: Any) -> None:  # noqa: ANN401 - DeepSpeed'
 
 
 def correct_start(trained: nn.Module, optimizer: object, plan: Plan, groups: Groups) -> None:
-    """Undo errors of DeepSpeed at this stage after it has wrapped the model and the optimizer.
-
-    ConfigError where its results would be wrong with these options.
+    """Undo errors that DeepSpeed makes at this ZeRO stage when it wraps the model and the optimizer. ConfigError if
+    DeepSpeed's results would be wrong with the options of `plan`.
     """
     if plan.zero_stage == 0 and plan.precision != "fp32":
         undo_constructor_step(optimizer)

@@ -1,5 +1,5 @@
-"""Corrections of DeepSpeed's ZeRO-3: forwards without gathering while all weights are gathered, forwards with earlier
-weights, and a check that gathers are ordered after the optimizer step.
+"""Corrections of DeepSpeed's ZeRO-3: forwards with gathered weights, forwards with earlier weights, and a check that
+weights are gathered after the optimizer step.
 """
 
 import math
@@ -25,11 +25,10 @@ _PERSISTENT = Foreign(
 
 
 def check_order_of_gathers(optimizer: Any, trained: nn.Module, plan: Plan) -> None:  # noqa: ANN401 - DeepSpeed's
-    """ConfigError where nothing orders the gathers of weights after the optimizer step that wrote them.
-
-    DeepSpeed gathers persistent weights (those below two thresholds of size) at the end of a step, and synchronises the
-    device there. With `overlap_comm` all other gathers run on a stream of their own, so without any persistent weight
-    they may read values from before the step.
+    """Raise ConfigError if nothing makes DeepSpeed gather weights after the optimizer step that wrote them. DeepSpeed
+    gathers persistent weights (smaller than two thresholds) at the end of a step, and then synchronises the device.
+    With `overlap_comm` all other gathers run on a stream of their own. So without persistent weights they may read
+    values from before the step.
     """
     is_ordered = plan.zero_stage < 3 or plan.device == "cpu" or plan.mesh.dp * plan.mesh.sp == 1
     zero = plan.zero
@@ -53,8 +52,7 @@ def check_order_of_gathers(optimizer: Any, trained: nn.Module, plan: Plan) -> No
 
 @contextmanager
 def full_weights(optimizer: Any, lm: nn.Module) -> Iterator[None]:  # noqa: ANN401 - DeepSpeed's of stage 3
-    """Within this context each rank holds the full weights of `lm`, and forwards without gradients run as without ZeRO.
-
+    """Context in which each rank has the full weights of `lm`, and forwards without gradients run as without ZeRO.
     Collective at both ends. DeepSpeed's hooks are disabled, because they would partition a parameter after each module
     that uses it, and a forward in another order than in training would invalidate the recorded order of modules.
     """
@@ -64,7 +62,7 @@ def full_weights(optimizer: Any, lm: nn.Module) -> Iterator[None]:  # noqa: ANN4
     offload = _HOOKS.attribute(optimizer, "parameter_offload")
     handles = [*_HOOKS.attribute(offload, "forward_hooks"), *_HOOKS.attribute(offload, "backward_hooks")]
     status = _HOOKS.attribute(parameter_offload, "ZeroParamStatus").NOT_AVAILABLE
-    # Small parameters stay gathered; partitioning them here would cost another gather in training.
+    # Small parameters always stay gathered; partitioning them here would cost another gather in training.
     partitioned = [param for param in lm.parameters() if getattr(param, "ds_status", None) is status]
     with (
         deepspeed.zero.GatheredParameters(partitioned, enabled=bool(partitioned)),
@@ -74,20 +72,20 @@ def full_weights(optimizer: Any, lm: nn.Module) -> Iterator[None]:  # noqa: ANN4
 
 
 class KeptWeights:
-    """A host copy of the parameters and buffers of `module.lm`, with which it can run again later in training; under
-    ZeRO-3, of this rank's partitions.
+    """Copy of the parameters and buffers of `module.lm` on the host, with which the model can run again later in
+    training. Under ZeRO-3, it is a copy of this rank's partitions.
     """
 
     def __init__(self, module: Any) -> None:  # noqa: ANN401 - the module that DeepSpeed wraps
         self._lm: nn.Module = module.lm
-        # DeepSpeed keeps a rank's partition of a parameter in this attribute.
+        # DeepSpeed stores a rank's partition of a parameter in this attribute.
         params = [getattr(param, "ds_tensor", param) for param in module.lm.parameters()]
         self._tensors: list[torch.Tensor] = [*params, *module.lm.buffers(), *module.in_fp32.values.values()]
         self._values = [tensor.detach().to("cpu", copy=True) for tensor in self._tensors]
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Within this context the model has the kept weights, on its device; collective under ZeRO-3."""
+        """Context in which the model has the copied weights, on its device; collective under ZeRO-3."""
         own = [tensor.data for tensor in self._tensors]
         self._set([value.to(now.device) for value, now in zip(self._values, own, strict=True)])
         try:
@@ -112,7 +110,7 @@ class KeptWeights:
 
 @contextmanager
 def _without_hooks(lm: nn.Module, numbers: Collection[int]) -> Iterator[None]:
-    """Within this context the modules of `lm` lack the hooks with these ids; the order of the others is kept."""
+    """Context in which the modules of `lm` lack the hooks with these ids. The order of the other hooks stays."""
     with ExitStack() as stack:
         for module in lm.modules():
             for name in ("_forward_pre_hooks", "_forward_hooks"):

@@ -11,14 +11,13 @@ _EXPERTS = ("_EXPERT_PARALLEL_GROUP", "_EXPERT_PARALLEL_GROUP_RANKS")
 _EXPERT_DATA = ("_EXPERT_DATA_PARALLEL_GROUP", "_EXPERT_DATA_PARALLEL_GROUP_RANKS")
 
 Registered = tuple[dist.ProcessGroup | None, Sequence[Sequence[int]]]
-"""This rank's process group, and the ranks of all groups of its kind."""
+"""This rank's process group, and the lists of ranks of all groups of the same kind."""
 
 
 def register_expert_groups(name: str, *, parts: Registered, same_shard: Registered) -> None:
-    """Register the groups of experts under the name by which DeepSpeed 0.19.8 looks them up (utils/groups.py:37-44).
-
-    DeepSpeed's own functions create groups only for its own layouts. `parts` are ranks that together hold all experts,
-    `same_shard` ranks that hold the same experts.
+    """Register the process groups of experts under the name by which DeepSpeed 0.19.8 looks them up
+    (utils/groups.py:37-44). DeepSpeed's own functions create groups only for its own layouts. `parts` are ranks that
+    together have all experts, `same_shard` ranks that have the same experts.
     """
     from deepspeed.utils import groups
 
@@ -28,9 +27,8 @@ def register_expert_groups(name: str, *, parts: Registered, same_shard: Register
 
 
 def unregister_expert_groups(name: str) -> None:
-    """Remove the groups of experts, so that they can be destroyed with the engine.
-
-    Not after an error: a group is destroyed with its last reference, which waits for ranks that may be gone.
+    """Remove the process groups of experts from the registry, so that they can be destroyed with the engine. It is not
+    called after an error: a group is destroyed with its last reference, which waits for ranks that may have ended.
     """
     from deepspeed.utils import groups
 

@@ -18,10 +18,9 @@ _ZERO_INIT = Foreign("deepspeed", "runtime/zero/partition_parameters.py:664, 409
 
 @contextmanager
 def without_shared_memory_op() -> Iterator[None]:
-    """Within this context `deepspeed.init_distributed` does not compile its shared-memory op.
-
-    The compilation takes two minutes on a CPU, and only inference uses the op. DeepSpeed would also compile a program
-    for each of its operators to find out which ones it can build.
+    """Context in which `deepspeed.init_distributed` does not compile its shared-memory op. The compilation takes two
+    minutes on a CPU, and only inference uses the op. DeepSpeed would also compile a program for each of its operators
+    to find out which ones it can build.
     """
     # `from deepspeed.comm import torch` would import torch itself.
     backend = importlib.import_module("deepspeed.comm.torch")
@@ -32,18 +31,17 @@ def without_shared_memory_op() -> Iterator[None]:
 
 @contextmanager
 def zero_init(config: Mapping[str, Any], **groups: object) -> Iterator[None]:
-    """`deepspeed.zero.Init` with torch's own `arange`; `groups` are its `data_parallel_group` and `mpu`.
-
-    Parameters created within this context are partitioned over `data_parallel_group` at once. DeepSpeed replaces
-    `torch.arange` by a function that changes its dtype, which would round the rotary frequencies to bf16. No `dtype` is
-    passed: without fp16 support DeepSpeed ignores it and uses bf16 (operator precedence, line 409).
+    """Context of `deepspeed.zero.Init` in which `torch.arange` is torch's own. Parameters created in it are partitioned
+    over `data_parallel_group` at once; `groups` are DeepSpeed's arguments `data_parallel_group` and `mpu`. DeepSpeed
+    replaces `torch.arange` by a function that changes its dtype, which would round the rotary frequencies to bf16. No
+    `dtype` is passed: without fp16 support DeepSpeed ignores it and uses bf16 (operator precedence, line 409).
     """
     import deepspeed
 
     _ZERO_INIT.parameters(deepspeed.zero.Init.__init__, "config_dict_or_path", *groups)
     # torch caches once per process which functions take the device of a `torch.device(...)` context (2.13,
-    # utils/_device.py:10-58). Cached while arange is replaced, the list would lack arange: later ranges would be on the
-    # CPU.
+    # utils/_device.py:10-58). If the list were cached while arange is replaced, it would lack arange, and later ranges
+    # would be on the CPU.
     _DEVICE_FUNCTIONS.attribute(_device, "_device_constructors")()
     arange = torch.arange
     try:
@@ -60,10 +58,8 @@ _FLAT = Foreign("deepspeed", "runtime/zero/stage_1_and_2.py:263, 889; zenflow/ze
 
 def forget_second_copies(module: nn.Module) -> None:
     """Drop the secondary copies of weights that hierarchical partitioning keeps, so that the next forward makes new
-    ones.
-
-    DeepSpeed makes them when a parameter is first partitioned, before its weights are loaded, and gathers from them
-    until a step drops them. The first forward would use the values of an unloaded model.
+    ones. DeepSpeed makes the copies when a parameter is first partitioned, before its weights are loaded, and gathers
+    from them until a step drops them. So the first forward would use the values of a model without weights.
     """
     for param in module.parameters():
         if hasattr(param, "ds_id"):
@@ -73,10 +69,9 @@ def forget_second_copies(module: nn.Module) -> None:
 
 @contextmanager
 def zenflow_keeps_matrices() -> Iterator[None]:
-    """Within this context, 2-D weights of a model under ZenFlow at stages 1 and 2 keep their values.
-
-    ZenFlow copies the transposed matrices of a group into one flat tensor, but then views each parameter as if it had
-    not been transposed, which scrambles every matrix: the loss of a pre-trained model was 18.9 instead of 7.0.
+    """Context in which 2-D weights of a model under ZenFlow at stages 1 and 2 keep their values. ZenFlow copies the
+    transposed matrices of a group into one flat tensor, but then views each parameter as if it had not been transposed,
+    which scrambles every matrix: the loss of a pre-trained model was 18.9 instead of 7.0.
     """
     from deepspeed.runtime.zenflow.zenflow_stage_1_and_2 import ZenFlowZeroOptimizer
     from deepspeed.runtime.zenflow.zenflow_utils import _flatten_dense_tensors
@@ -87,7 +82,7 @@ def zenflow_keeps_matrices() -> Iterator[None]:
 
     def update(optimizer: Any, group_index: int) -> None:  # noqa: ANN401
         plain(optimizer, group_index)
-        # Parameters are now contiguous views with the elements of the transposed matrix.
+        # Each 2-D parameter is now a contiguous view with the elements of its transposed matrix.
         for param in optimizer.bit16_groups[group_index]:
             if param.dim() == 2:
                 rows, columns = param.shape

@@ -25,42 +25,42 @@ from ds_finetune.model.parallel.tensor import TensorParallelGroup
 from ds_finetune.model.routers import RouterCollector
 
 _KEPT = {"full_attention", "sliding_attention"}
-"""Kinds of layers whose only state is the keys and values of tokens."""
+"""Types of layers whose only state is the keys and values of tokens."""
 _TOKENS, _READ = 9, 4
-"""Tokens of the texts of `check_cache`, and how many of them are read one by one."""
+"""Number of tokens of each text in `check_cache`, and how many of them are decoded one by one."""
 _LIMITS = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
-"""Maximum difference of logits with and without a cache, relative to the largest logit."""
+"""Tolerance for logits with a cache against logits without one, relative to the largest logit."""
 _HINT = "sample with a model type of docs/reference/model-types.md, or train with another objective than grpo"
 _checked: WeakSet[PreTrainedModel] = WeakSet()
 
 
 @dataclass(frozen=True)
 class AnswerModel:
-    """A model in evaluation mode, without gradients."""
+    """A model in evaluation mode and without gradients, from which answers are sampled."""
 
     lm: PreTrainedModel
     device: torch.device
     tp_group: TensorParallelGroup | None = None
     is_collective: bool = False
-    """Whether forwards are collective, so that ranks run equally many; a rank that has finished calls `join_others`."""
+    """Whether forwards are collective, so that ranks run equally many. A rank that is done calls `join_others`."""
     packs_documents: bool = False
     """Whether attention handles all prompts of a forward in one kernel call."""
     on_forward: Callable[[], object] = lambda: None
-    """Called before each forward."""
+    """Function that is called before each forward."""
     routers: RouterCollector | None = None
-    """Records the experts of the tokens whose next-token logits were computed last; None without experts."""
+    """Recorder of the experts of the tokens whose next-token logits were computed last; None without experts."""
 
     @property
     def takes_mixed_lengths(self) -> bool:
-        """Whether a batch may have prompts of different lengths. Attention must then know which cache columns belong to
-        a row, and so must an indexer.
+        """Whether a batch may have prompts of different lengths. Then attention, and an indexer if there is one, must
+        know which cache columns belong to a row.
         """
         config = self.lm.config
         return config._attn_implementation == BY_DOCUMENT and family_of(config.model_type).indexer is None
 
     def read_prompts(self, texts: Sequence[Sequence[int]]) -> tuple[list[ReadPrompt], torch.Tensor]:
-        """Prefill: where each prompt's tokens are in a cache, and next-token logits fp32 [prompts, vocabulary]. The
-        prompts have one length unless `takes_mixed_lengths`.
+        """Prefill: compute the cache of several prompts. Returns each prompt's place in it, and next-token logits fp32
+        [prompts, vocabulary]. The prompts must have one length unless `takes_mixed_lengths`.
         """
         cache, lengths = prompt_cache(), [len(text) for text in texts]
         positions = [torch.arange(length, device=self.device) for length in lengths]
@@ -71,7 +71,7 @@ class AnswerModel:
             shape = (len(texts), -1)
             logits = self._logits(ids.view(shape), torch.stack(positions), last, cache)
             return [ReadPrompt(cache, row, slice(None)) for row in range(len(texts))], logits
-        # All prompts are concatenated in one row, without padding.
+        # All prompts are concatenated to one row, without padding.
         documents = (tuple(lengths),)
         attention = {
             "documents": documents,
@@ -82,17 +82,16 @@ class AnswerModel:
         return [ReadPrompt(cache, 0, tokens) for tokens in ranges], logits
 
     def reading_tokens(self) -> AbstractContextManager[None]:
-        """Context in which `read_tokens` is called."""
-        # Where forwards are collective, ZeRO-3 may gather the weights again for each of them.
+        """Context in which `read_tokens` may be called."""
+        # If forwards are collective, ZeRO-3 may gather the weights again for each of them, so that no weights are kept.
         return attending_to_latents(self.lm, keeps_weights=not self.is_collective)
 
     def read_tokens(
         self, ids: torch.Tensor, positions: torch.Tensor, cache: RowCache, is_key: torch.Tensor | None
     ) -> torch.Tensor:
-        """Decode: append one token to each row of the cache, int64 [rows]; returns next-token logits, fp32 [rows,
-        vocabulary].
-
-        `is_key`, bool [rows, 1, 1, columns], marks the cache columns of each row where prompts have different lengths.
+        """Decode one token per row, int64 [rows], and append it to the cache. Returns next-token logits, fp32 [rows,
+        vocabulary]. `is_key`, bool [rows, 1, 1, columns], marks the cache columns of each row if prompts have different
+        lengths.
         """
         cache.begin_column()
         attention = {} if is_key is None else {"is_key": is_key}
@@ -108,7 +107,9 @@ class AnswerModel:
         cache: Cache,
         **arguments: Any,  # noqa: ANN401
     ) -> torch.Tensor:
-        """Next-token logits after the tokens at `last` of the flattened rows, or all, fp32 [tokens, vocabulary]."""
+        """Next-token logits, fp32 [tokens, vocabulary], after the flattened rows' tokens at `last`; None:
+        all tokens.
+        """
         self.on_forward()
         if self.is_collective:
             all_reduce_max(1.0)
@@ -121,7 +122,7 @@ class AnswerModel:
         return logits
 
     def agreed(self, ids: torch.Tensor) -> torch.Tensor:
-        """The ids sampled on the first tensor parallel rank, since logits may differ between ranks by rounding."""
+        """The ids that the first tensor parallel rank has sampled. Rounding can make logits differ between ranks."""
         return ids if self.tp_group is None else self.tp_group.broadcast_from_first(ids)
 
     def join_others(self) -> None:
@@ -135,8 +136,9 @@ class AnswerModel:
 
 
 def check_cache(model: AnswerModel) -> None:
-    """ModelError where layers have a state, or a KV cache gives wrong results: logits with a cache are compared with
-    logits without one, once per model, for model types outside the table of families. Collective where forwards are.
+    """Raise ModelError if answers cannot be sampled with a KV cache, for model types outside the table of families.
+    Layers must have no state but the cache, and logits with a cache must equal those without one. This is checked once
+    per model; collective if forwards are.
     """
     lm, config = model.lm, model.lm.config
     family = family_of(config.model_type)
@@ -146,7 +148,7 @@ def check_cache(model: AnswerModel) -> None:
     if other_kinds or getattr(lm, "_is_stateful", False):
         kinds = ", ".join(sorted(other_kinds)) or "a state of its own"
         raise ModelError(f"answers of model_type `{config.model_type}` cannot be sampled: it has {kinds}", hint=_HINT)
-    # Two texts, each read at once and token by token.
+    # Two texts are read at once, and then again with their last tokens one by one.
     texts = [[token * 7 % config.vocab_size for token in range(first, first + _TOKENS)] for first in (3, 4)]
     _, expected = model.read_prompts(texts)
     prompts, logits = model.read_prompts([text[:-_READ] for text in texts])

@@ -1,6 +1,6 @@
 """Samples tokens with random numbers that are a function of seed, prompt, answer, position and token id.
 
-So an answer does not depend on the rank that samples it, nor on other rows of its batch. The argmax of log p + g over
+So an answer depends neither on the rank that samples it nor on other rows of its batch. The argmax of log p + g over
 ids, with independent g from a standard Gumbel distribution, is a sample from p (Gumbel, 1954). So is the argmax of
 log(u) / p with u uniform between 0 and 1, since g = -log(-log u).
 """
@@ -14,13 +14,13 @@ from ds_finetune.plan.forward import rows_sampled_at_once
 _STEP = 0x9E3779B97F4A7C15 - 2**64
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
 _LAST_SHIFT = 31
-"""Constants of splitmix64 (Steele, Lea and Flood, 2014) as signed integers; multiplication wraps in the same way."""
+"""Constants of splitmix64 (Steele, Lea and Flood, 2014) as signed integers. Multiplication wraps in the same way."""
 _BITS = 52
-"""Random bits of a number in (0, 1). With half of the last bit added, it is exact in fp64, and neither 0 nor 1."""
+"""Number of random bits of a number in (0, 1), which is exact in fp64, and neither 0 nor 1 by half a last bit."""
 
 
 def mix(values: torch.Tensor) -> torch.Tensor:
-    """splitmix64's hash of each int64, in place."""
+    """Hash each int64 in place by splitmix64's mixing function."""
     for shift, factor in _ROUNDS:
         values.bitwise_xor_(_shift_right(values, shift)).mul_(factor)
     return values.bitwise_xor_(_shift_right(values, _LAST_SHIFT))
@@ -32,12 +32,12 @@ def _shift_right(values: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _wrap(number: int) -> int:
-    """The int64 with the same lower 64 bits."""
+    """The signed int64 that has the lower 64 bits of `number`."""
     return (number + 2**63) % 2**64 - 2**63
 
 
 def answer_keys(seed: int, answers: Iterable[tuple[int, int, int]], device: torch.device) -> torch.Tensor:
-    """Keys int64 [answers] of answers that are given as numbers of rollout, prompt and answer."""
+    """Sampling keys of answers, int64 [answers]. Answers are given as numbers of rollout, prompt and answer."""
     numbers = torch.tensor(list(answers), dtype=torch.int64).view(-1, 3)
     keys = torch.full((len(numbers),), _wrap(seed), dtype=torch.int64)
     for column in numbers.unbind(1):
@@ -51,7 +51,7 @@ def id_keys(vocabulary: int, device: torch.device) -> torch.Tensor:
 
 
 def log_uniform_noise(keys: torch.Tensor, of_ids: torch.Tensor) -> torch.Tensor:
-    """Logarithms of independent uniform numbers, fp64 [answers, vocabulary], from keys of answers and ids."""
+    """Logarithms of independent uniform numbers, fp64 [answers, vocabulary], from the keys of answers and ids."""
     bits = mix(keys[:, None] + of_ids)
     return _shift_right(bits, 64 - _BITS).double().add_(0.5).mul_(2.0**-_BITS).log_()
 
@@ -59,8 +59,9 @@ def log_uniform_noise(keys: torch.Tensor, of_ids: torch.Tensor) -> torch.Tensor:
 def sample_tokens(
     logits: torch.Tensor, keys: torch.Tensor, of_ids: torch.Tensor, *, position: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sample an id, int64 [answers], from the softmax of each row of `logits` fp32 [answers, vocabulary]; also returns
-    its log-probability, fp32 [answers]. `position` is the number of tokens that the answers already have.
+    """Sample an id for each row of `logits`, fp32 [answers, vocabulary], from its softmax. Returns ids, int64
+    [answers], and their log-probabilities, fp32 [answers]. `position` is the number of tokens that the answers already
+    have.
     """
     keys = mix(keys + _wrap((position + 1) * _STEP))
     rows = rows_sampled_at_once(logits.device.type, vocabulary=logits.shape[1])

@@ -1,4 +1,4 @@
-"""KV cache of a batch of answers: memory is reserved, prompts are repeated for each answer, rows can be dropped."""
+"""KV cache of a batch of answers. Memory is reserved, prompts are repeated for each answer, and rows can be dropped."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -8,7 +8,7 @@ from torch.nn import functional
 from transformers.cache_utils import Cache, DynamicIndexedLayer
 
 _GROWTH = 1.5
-"""Factor by which reserved columns grow; each growth copies the cache."""
+"""Factor by which the number of reserved columns grows. Each growth copies the cache."""
 
 
 def prompt_cache() -> Cache:
@@ -17,7 +17,7 @@ def prompt_cache() -> Cache:
 
 
 class ReadPrompt(NamedTuple):
-    """The row and the range of tokens that a prompt has in the cache of a prefill with several prompts."""
+    """Place of a prompt in the cache of a prefill of several prompts: its row, and its range of tokens."""
 
     cache: Cache
     row: int
@@ -25,20 +25,20 @@ class ReadPrompt(NamedTuple):
 
 
 def token_bytes(prompt: ReadPrompt) -> int:
-    """Bytes per token of one row, over all layers of a prompt's cache."""
+    """Number of bytes per token of one row, over all layers of a prompt's cache."""
     parts = [part for layer in prompt.cache.layers for part in _parts(layer) if part is not None]
     return sum(part.nbytes // (len(part) * part.shape[-2]) for part in parts)
 
 
 def _parts(layer: Any) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401 - a layer of a cache
-    """Keys and values [rows, heads, tokens, width] and an indexer's keys [rows, tokens, width] of a layer; None for
-    tensors that the layer, or this pipeline stage, lacks.
+    """Keys and values [rows, heads, tokens, width] of a layer, and keys of its indexer [rows, tokens, width]. Tensors
+    that the layer, or this pipeline stage, lacks are None.
     """
     return layer.keys, layer.values, layer.indexer_keys
 
 
 class _RowLayer(DynamicIndexedLayer):
-    """Keys and values of one layer; `update` writes the column of the current forward."""
+    """Keys and values of one layer. `update` writes the column of the current forward."""
 
     def __init__(self, cache: "RowCache") -> None:
         super().__init__()
@@ -48,13 +48,13 @@ class _RowLayer(DynamicIndexedLayer):
     def update(  # type: ignore[override]
         self, key_states: torch.Tensor, value_states: torch.Tensor, *, kwargs: object = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the keys and values of each row's new token, [rows, heads, 1, width]; returns the keys and values
-        of all tokens so far. `kwargs`, passed since transformers 5.24, is for continuous batching.
+        """Write the keys and values of each row's new token, [rows, heads, 1, width]. Returns those of all tokens so
+        far. `kwargs`, passed since transformers 5.24, is for continuous batching and is ignored.
         """
         return self._write(0, key_states), self._write(1, value_states)
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
-        """Write the indexer's key of each row's new token, [rows, 1, width]; returns the keys of all tokens so far."""
+        """Write the indexer's key of each row's new token, [rows, 1, width]. Returns the keys of all tokens so far."""
         return self._write(2, indexer_key_states)
 
     def _write(self, index: int, token: torch.Tensor) -> torch.Tensor:
@@ -69,21 +69,22 @@ class _RowLayer(DynamicIndexedLayer):
         return self._cache.columns
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Number of keys that `query_length` queries attend to, and the index of the first."""
+        """Number of keys that `query_length` queries attend to, and the index of the first key."""
         return self._cache.columns + query_length, 0
 
 
 class RowCache(Cache):
-    """Keys and values of rows that are aligned so that their last tokens are in the same column.
-
-    A shorter prompt begins in a later column; the columns before it are zeros.
+    """Keys and values of rows that are aligned so that their last tokens are in the same column. A shorter prompt
+    begins in a later column; the columns before it are zeros.
     """
 
     def __init__(self, prompts: Iterable[tuple[ReadPrompt, slice]], *, rows: int, columns: int, longest: int) -> None:
-        """Copy prompts of at most `columns` tokens, each to a range of rows. `longest` bounds the number of columns."""
+        """Copy prompts of at most `columns` tokens, each to a range of rows. `longest` is the largest number of
+        columns.
+        """
         super().__init__(layers=[])
         self.columns = self._reserved = columns
-        """Number of columns with tokens, and number of columns reserved."""
+        """Number of columns with tokens, and number of reserved columns."""
         self._longest = longest
         for prompt, of_prompt in prompts:
             self.layers += [_RowLayer(self) for _ in prompt.cache.layers[len(self.layers) :]]
@@ -113,7 +114,7 @@ class RowCache(Cache):
         self.columns += 1
 
     def keep_rows(self, rows: torch.Tensor) -> None:
-        """Drop all rows except `rows`, int64 [kept rows]."""
+        """Drop all rows except `rows`, int64 [remaining rows]."""
         self._replace(lambda part: part.index_select(0, rows))
 
     def _replace(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -1,5 +1,6 @@
-"""Samples answers to prompts distributed over the ranks, in batches as large as memory allows. All rows of a batch get
-one token at a time, and rows whose answers have ended are dropped from it.
+"""Samples answers to prompts, which are distributed over the ranks, in batches as large as memory allows.
+
+All rows of a batch get one token at a time. Rows whose answers have ended are dropped from the batch.
 """
 
 import math
@@ -31,13 +32,13 @@ from ds_finetune.plan.forward import PROMPT_TOKENS, rows_of_batch
 from ds_finetune.plan.plan import Plan
 
 _KEPT_SHARE = 7 / 8
-"""Rows that have ended stay in the batch while at least this share runs, since dropping rows copies the cache."""
+"""Fraction of running rows down to which ended rows stay in the batch, since dropping rows copies the cache."""
 _BROKEN = -1
 """Token that ends an answer whose logits are not finite, so that no token can be sampled."""
 
 
 def check_answers(answers: Iterable[SampledAnswer]) -> None:
-    """RunError where the logits of an answer were not finite; raised on all ranks that hold the same answers."""
+    """Raise RunError if the logits of an answer were not finite, on all ranks that have the same answers."""
     for answer in answers:
         if answer.ids[-1] == _BROKEN:
             raise RunError(
@@ -72,7 +73,7 @@ class _RunningAnswer:
         self.ids.append(token)
         self.log_probs.append(log_prob)
         if token == _BROKEN:
-            # Not an exception, because other ranks wait for this rank's forwards.
+            # This raises no exception, because other ranks wait for this rank's forwards.
             self.finish = "length"
         elif token in limits.stop_ids or (limits.stops is not None and limits.stops(self.ids)):
             self.finish = "stop"
@@ -86,7 +87,7 @@ class _RunningAnswer:
 
 
 class TokenChoice:
-    """Chooses tokens from logits: sampled with `seed`, or the most likely one without."""
+    """Chooses tokens from logits: sampled with a seed, or the most likely ones if there is none."""
 
     def __init__(self, limits: SamplingLimits, seed: int | None, device: torch.device) -> None:
         self.limits, self._seed, self._device = limits, seed, device
@@ -94,12 +95,12 @@ class TokenChoice:
         self._of_ids = torch.zeros(0, dtype=torch.int64)
 
     def keys(self, parts: Sequence[PromptPart]) -> torch.Tensor:
-        """Sampling keys of all answers, int64 [rows]."""
+        """Sampling keys of all answers in `parts`, int64 [rows]."""
         numbers = [(part.prompt.key, part.prompt.number, sample) for part in parts for sample in part.samples]
         return answer_keys(self._seed or 0, numbers, self._device)
 
     def tokens(self, logits: torch.Tensor, keys: torch.Tensor, *, position: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """An id for each row of `logits` fp32 [rows, vocabulary], and its log-probability among allowed ids."""
+        """Choose an id for each row of `logits`, fp32 [rows, vocabulary]. Returns ids and log-probabilities."""
         if self._forbidden is None:
             size, allowed = logits.shape[1], self.limits.allowed
             allowed = torch.ones(size, dtype=torch.bool) if allowed is None else allowed
@@ -113,7 +114,7 @@ class TokenChoice:
 
 
 class BatchOfAnswers:
-    """A batch with the answers to `parts`, which are sorted by prompt length."""
+    """Samples a batch with the answers to `parts`, which are sorted by prompt length."""
 
     def __init__(self, model: AnswerModel, parts: Sequence[PromptPart], choice: TokenChoice) -> None:
         self._model, self._choice = model, choice
@@ -123,7 +124,7 @@ class BatchOfAnswers:
         lengths = [part.length for part in parts for _ in part.samples]
         self._lengths = torch.tensor(lengths, device=model.device)
         columns = max(lengths)
-        # Maximum number of cache columns; the last token of an answer is not read.
+        # Maximum number of cache columns: the last token of an answer is never read.
         longest = columns + choice.limits.max_new_tokens - 1
         self._is_key = None
         if min(lengths) < columns:
@@ -131,11 +132,11 @@ class BatchOfAnswers:
             self._is_key = torch.arange(longest, device=model.device) >= first
         self._logits: list[torch.Tensor] = []
         self._experts: list[NDArray[np.int16]] = []
-        """Experts of the last token that was read of each row; empty without experts."""
+        """Experts of the last token that was read of each row; empty for a model without experts."""
         self._cache = RowCache(self._read_prompts(parts), rows=len(lengths), columns=columns, longest=longest)
 
     def _read_prompts(self, parts: Sequence[PromptPart]) -> Iterator[tuple[ReadPrompt, slice]]:
-        """Prefill in several forwards; yields each prompt with its rows. One forward's cache is in memory at a time."""
+        """Prefill in several forwards; yields each prompt with its rows. One forward's cache at a time is in memory."""
         begin, size = 0, max(1, PROMPT_TOKENS // parts[-1].length)
         for first in range(0, len(parts), size):
             some = parts[first : first + size]
@@ -148,7 +149,7 @@ class BatchOfAnswers:
                 begin += len(part.samples)
 
     def run(self, on_answer: OnAnswer) -> dict[int, SampledAnswer]:
-        """Sample until all answers have ended; returns them by index. `on_answer` is called when an answer ends."""
+        """Sample until all answers have ended. Returns them by index. `on_answer` is called when an answer ends."""
         logits, self._logits = torch.cat(self._logits), []
         with self._model.reading_tokens():
             for position in range(self._choice.limits.max_new_tokens):
@@ -162,7 +163,7 @@ class BatchOfAnswers:
         return self._ended
 
     def _sample(self, logits: torch.Tensor, position: int, on_answer: OnAnswer) -> torch.Tensor:
-        """Sample a token for each running answer; returns the tokens of all rows, int64 [rows]."""
+        """Sample a token for each running answer. Returns the tokens of all rows, int64 [rows]."""
         sampled, log_probs = self._choice.tokens(logits, self._keys, position=position)
         ids = self._model.agreed(sampled.where(log_probs.isfinite(), _BROKEN))
         for row, (answer, token, log_prob) in enumerate(
@@ -179,7 +180,7 @@ class BatchOfAnswers:
         return ids.clamp(min=0)
 
     def _drop_ended(self, ids: torch.Tensor) -> torch.Tensor:
-        """Drop rows whose answers have ended, once there are enough of them; returns the tokens of the others."""
+        """Drop rows whose answers have ended, if there are enough of them. Returns the tokens of the other rows."""
         running = [row for row, answer in enumerate(self._running) if answer.finish is None]
         if len(running) > _KEPT_SHARE * len(self._running):
             return ids
@@ -194,7 +195,7 @@ class BatchOfAnswers:
 def sample_parts(
     model: AnswerModel, parts: Sequence[PromptPart], choice: TokenChoice, on_answer: OnAnswer = ignore
 ) -> dict[int, SampledAnswer]:
-    """Answers by index: in one batch, or in a batch for each prompt length where the model needs equal lengths."""
+    """Sample the answers in `parts`, by index, in one batch or (if the model needs it) one per prompt length."""
     if model.takes_mixed_lengths:
         return BatchOfAnswers(model, parts, choice).run(on_answer) if parts else {}
     answers: dict[int, SampledAnswer] = {}
@@ -210,7 +211,7 @@ def sample_prompts(
     tp_group: TensorParallelGroup | None,
     request: SamplingRequest,
 ) -> dict[int, SampledAnswer] | None:
-    """Answers to this rank's prompts by their index among all answers; None once `is_over` is true."""
+    """Sample answers to this rank's prompts, by their index among all answers; None if `is_over` becomes true."""
     assert request.prompts, "there are no prompts to sample"
     answers, device = dict[int, SampledAnswer](), torch.device(wrapped.device)
     with weights_for_answers(wrapped, plan) as is_collective:
@@ -235,7 +236,7 @@ def sample_prompts(
 
 
 def _rows_in_memory(model: AnswerModel, plan: Plan, request: SamplingRequest) -> int:
-    """Number of rows that fit in the memory of the rank with the least; collective."""
+    """Number of rows that fit in the memory of the rank with the least free memory; collective."""
     (prompt,), logits = model.read_prompts([request.prompts[0].ids[:1]])
     tokens = max(len(other.ids) for other in request.prompts) + request.limits.max_new_tokens
     free = least_free_bytes(plan)
@@ -243,10 +244,9 @@ def _rows_in_memory(model: AnswerModel, plan: Plan, request: SamplingRequest) ->
 
 
 def _batches(request: SamplingRequest, plan: Plan, rows: int) -> Iterator[list[PromptPart]]:
-    """This rank's batches of at most `rows` rows; every rank has equally many, of which some may be empty.
-
-    Prompts are sorted by length and dealt to the ranks in turn, to balance the work of prefill; the lengths of answers
-    are not known. Groups stay together unless one is larger than a batch.
+    """This rank's batches of at most `rows` rows. Every rank has equally many batches, of which some may be empty.
+    Prompts are sorted by length and dealt to the ranks in turn, which balances the work of prefill. The answers of a
+    prompt stay together unless they are more than a batch.
     """
     prompts, group_size, ranks = request.prompts, request.group_size, plan.zero_ranks
     rank = plan.mesh.place("dp") * plan.mesh.sp + plan.mesh.place("sp")

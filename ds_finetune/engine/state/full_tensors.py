@@ -1,5 +1,6 @@
-"""Access to tensors that are distributed over ranks: this rank's partition of a ZeRO-3 parameter, in memory or on NVMe,
-and full tensors, gathered one at a time on rank zero's CPU.
+"""Access to tensors that are distributed over ranks: a rank's partition of a ZeRO-3 parameter, and full tensors.
+
+A partition is in memory or on NVMe. Full tensors are gathered one at a time on rank zero's CPU.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ from ds_finetune.model.quantised.four_bit import dequantised, dtype_of, is_four_
 from ds_finetune.plan.plan import Plan
 
 _PIECE = 2**26
-"""Elements of a tensor that one pipeline stage sends to another at a time."""
+"""Number of elements of a tensor that one pipeline stage sends to another at a time."""
 
 
 class FullTensors:
@@ -45,14 +46,13 @@ class FullTensors:
         self._specs = [own] if self._stage is None else self._stage.all_gather_object(own)
 
     def specs(self) -> dict[str, torch.Tensor]:
-        """Shapes and dtypes of the full tensors of all stages, by Hugging Face name, as meta tensors."""
+        """Shapes and dtypes of the full tensors of all stages by Hugging Face name, as meta tensors."""
         return {name: spec for specs in self._specs for name, spec in specs.items()}
 
     def gather(self, is_wanted: Callable[[str], bool]) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """Wanted full tensors by name: on rank zero's CPU, None on other ranks.
-
-        Collective: every rank must exhaust the iterator. A barrier precedes each tensor, so that no rank waits in a
-        collective for longer than rank zero needs for one tensor.
+        """Yield the wanted full tensors by name, on rank zero's CPU; on other ranks the tensors are None. Collective:
+        every rank must exhaust the iterator. A barrier precedes each tensor, so that no rank waits in a collective for
+        longer than rank zero needs for one tensor.
         """
         here = dict(named_parameters(self._module)) | dict(persistent_buffers(self._module)) | self._in_fp32
         for stage, specs in enumerate(self._specs):
@@ -64,15 +64,15 @@ class FullTensors:
                     yield name, self._send_to_rank_zero(tensor, spec, stage)
 
     def gather_shards(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        """The full tensor from `part`, which is sharded like parameter `name`, on the stage's first rank, possibly on
-        the CPU. Other ranks return a part.
+        """Gather a full tensor on the first rank of its pipeline stage, possibly on the CPU. `part` is sharded like
+        parameter `name`. Other ranks return a part of the tensor.
         """
         shard = self._model_shard.tensor_shard(name, tuple(part.shape))
         box = part.reshape(shard.local_shape)
         mesh = self._plan.mesh
         if mesh.rank not in mesh.parts_of_leader():
             return box
-        # NCCL needs tensors on the GPU; states of an offloaded optimizer are on the CPU.
+        # NCCL needs tensors on the GPU, while states of an offloaded optimizer are on the CPU.
         experts = self._groups.experts if shard.is_expert_parallel and mesh.place("tp") == 0 else None
         if self._groups.tensor is not None and shard.dim is not None:
             end = torch.device("cpu") if experts is None else self._device
@@ -82,7 +82,7 @@ class FullTensors:
         return box.reshape(shard.full_shape) if mesh.rank == mesh.leader else box
 
     def _send_to_rank_zero(self, tensor: torch.Tensor | None, spec: torch.Tensor, stage: int) -> torch.Tensor | None:
-        """The full tensor of stage number `stage`, on rank zero's CPU; None on other ranks."""
+        """Send a full tensor of pipeline stage `stage` to rank zero's CPU; returns None on other ranks."""
         mesh = self._plan.mesh
         is_rank_zero = self._plan.world.rank == 0
         if self._stage is not None and stage and mesh.rank == mesh.leader:
@@ -98,12 +98,12 @@ class FullTensors:
 
 
 def named_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Parameters by Hugging Face name."""
+    """The parameters of the module by Hugging Face name."""
     return [(name.removeprefix("lm."), param) for name, param in module.named_parameters()]
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Persistent buffers by Hugging Face name."""
+    """The persistent buffers of the module by Hugging Face name."""
     for name, buffer in module.named_buffers():
         owner, _, leaf = name.rpartition(".")
         if leaf not in module.get_submodule(owner)._non_persistent_buffers_set:
@@ -122,7 +122,7 @@ def gather_zero3(param: torch.Tensor | None) -> Any:  # noqa: ANN401 - a context
 def _gather_on_first(
     part: torch.Tensor, group: TensorParallelGroup | ExpertParallelGroup, *, dim: int, end: torch.device
 ) -> torch.Tensor:
-    """Parts of the group's ranks concatenated along `dim`, on device `end` of the first; others return their part."""
+    """Concatenate the ranks' parts along `dim`, on device `end` of the group's first rank; others return their part."""
     part = part.contiguous()
     parts = [torch.empty_like(part) for _ in range(group.size)] if group.group_rank == 0 else None
     dist.gather(part, parts, group=group.group, group_dst=0)
@@ -131,10 +131,8 @@ def _gather_on_first(
 
 def partition(param: torch.Tensor) -> Fragment:
     """This rank's partition of a ZeRO-3 parameter: `ds_tensor`, one of equal flat pieces (DeepSpeed 0.19.8,
-    zero/partition_parameters.py).
-
-    A partition on NVMe is read into one of the swapper's buffers when opened, and written back when closed. A parameter
-    that ZeRO-3 does not partition is complete on this rank.
+    zero/partition_parameters.py). A partition on NVMe is read into one of the swapper's buffers when it is opened, and
+    written back when it is closed. A parameter that ZeRO-3 does not partition is complete on this rank.
     """
     from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 
@@ -156,5 +154,5 @@ def _swap_in(param: Any) -> Iterator[torch.Tensor]:  # noqa: ANN401 - a paramete
     try:
         yield param.ds_tensor.data.view(-1)
     finally:
-        # Synchronous; also releases the buffer and marks the partition as not in memory.
+        # The call is synchronous. It also releases the buffer and marks the partition as not in memory.
         swapper.swap_out_and_release([param])

@@ -11,13 +11,12 @@ from ds_finetune.engine.groups.process_groups import Groups
 from ds_finetune.plan.plan import Plan
 
 _KINDS = ((False, True), (False, False), (True, True), (True, False))
-"""Kinds of parameter groups: whether they hold experts, and whether they have weight decay."""
+"""Kinds of parameter groups: whether a group has experts, and whether it has weight decay."""
 
 
 def tag_expert(param: nn.Parameter, *, groups: Groups) -> None:
-    """Mark a parameter of this rank's experts, which only the ranks of `groups.same_experts` hold.
-
-    Below stage 3 DeepSpeed reads `allreduce` and `group_name` (0.19.8, moe/utils.py:29), at stage 3 the placement
+    """Mark a parameter of this rank's experts, which only the ranks of `groups.same_experts` have. Below stage 3
+    DeepSpeed reads `allreduce` and `group_name` (0.19.8, moe/utils.py:29). At stage 3 it reads the placement
     attributes, which must be set before `zero.Init` partitions the parameter (zero/partition_parameters.py:1302,
     zero/stage3.py:675).
     """
@@ -37,20 +36,20 @@ def is_expert(param: torch.Tensor) -> bool:
 
 
 def tag_auxiliary(param: nn.Parameter, loss: str) -> None:
-    """Mark a parameter that gets its gradient only from the auxiliary loss of this name. Such parameters are clipped by
-    their own gradient norm, and excluded from the norm of the others.
+    """Mark a parameter that gets its gradient only from the auxiliary loss `loss`. Such parameters are clipped by a
+    gradient norm of their own, and excluded from the norm of the others.
     """
     param.ds_finetune_auxiliary_loss = loss  # type: ignore[attr-defined]
 
 
 def loss_of(param: torch.Tensor) -> str | None:
-    """The name of the auxiliary loss that `tag_auxiliary` has set; None for other parameters."""
+    """Name of the auxiliary loss that `tag_auxiliary` has set for the parameter; None for other parameters."""
     return getattr(param, "ds_finetune_auxiliary_loss", None)
 
 
 def mark_copy(param: nn.Parameter) -> None:
-    """Mark a parameter that another stage also holds, so that norms (DeepSpeed 0.19.8, zero/stage_1_and_2.py:2680) and
-    checkpoints skip it.
+    """Mark a parameter that another pipeline stage also has. Norms (DeepSpeed 0.19.8, zero/stage_1_and_2.py:2680) and
+    checkpoints skip marked parameters.
     """
     param.ds_pipe_replicated = True  # type: ignore[attr-defined]
 
@@ -70,16 +69,15 @@ def experts_marker(parts: int) -> nn.Module:
             self.num_experts = parts
 
         def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
-            """Do nothing: the groups are already registered."""
+            """Do nothing, because the process groups are already registered."""
 
     return Marker()
 
 
 def parameter_groups(model: nn.Module, plan: Plan, groups: Groups) -> list[dict[str, Any]]:
-    """Optimizer groups: weights with decay, norms and biases without, each for experts and other parameters. Groups
-    that only an auxiliary loss trains follow last, so that the flat partitions of the others do not depend on them.
-
-    Fused biases of experts are tensors [experts, outputs]. Other settings of the optimizer come from the DeepSpeed
+    """Optimizer groups: weights with weight decay, and norms and biases without it, each for experts and other
+    parameters. Groups that only an auxiliary loss trains are last, so that the flat partitions of the other groups do
+    not depend on them. Fused biases of experts are tensors [experts, outputs]. Other settings come from the DeepSpeed
     section.
     """
     trained = {name: param for name, param in model.named_parameters() if param.requires_grad}

@@ -1,8 +1,8 @@
-"""Compares replicated weights bit by bit: replicas that different ranks train must not drift apart.
+"""Compares replicated weights bit by bit, because replicas that different ranks train must stay equal.
 
 Tensor parallel ranks replicate routers, norms and biases, and reduce their gradients over different communicators. Both
-ends of a pipeline hold a tied embedding. Without ZeRO all data parallel ranks hold all weights, and every rank holds
-the buffers. A checkpoint or export contains one of the replicas, and would hide that others differ.
+ends of a pipeline have a tied embedding. Without ZeRO all data parallel ranks have all weights, and every rank has the
+buffers. A checkpoint or export contains one of the replicas, and would hide that others differ.
 """
 
 import math
@@ -25,9 +25,9 @@ from ds_finetune.model.parallel.sharding import ModelShard, TensorShard
 from ds_finetune.plan.plan import Plan
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integer dtype of the same size as an element, by its bytes."""
+"""Integer dtypes by the number of bytes of an element."""
 _PIECE = 2**18
-"""Elements of a tensor that are summed or compared at once: 2 MiB as int64. With 32 MiB, fresh memory pages made the
+"""Number of elements that are summed or compared at a time: 2 MiB as int64. With 32 MiB, fresh memory pages made the
 sum on a CPU six times as slow.
 """
 _MIX = 0x1E3779B97F4A7C15
@@ -36,10 +36,9 @@ _MIX = 0x1E3779B97F4A7C15
 
 @dataclass(frozen=True)
 class _Copies:
-    """Tensors by key with their numbers of elements, each replicated on the ranks of `group` (None for all).
-
-    Where `is_divided`, ZeRO partitions a tensor differently at the two ends of a pipeline; the ranks of `shards` (None
-    for all) together hold one replica.
+    """Tensors that are replicated on the ranks of `group` (None: all ranks), as numbers of elements by key. With
+    `is_divided`, ZeRO partitions a tensor differently at the two ends of a pipeline, and the ranks of `shards` (None:
+    all ranks) together have one replica.
     """
 
     group: dist.ProcessGroup | None
@@ -56,14 +55,13 @@ def check_replicas(
     *,
     embedding: str | None,
 ) -> None:
-    """RunError on every rank where replicas of a tensor differ; it names the tensor, an element, two ranks and both
+    """Raise RunError on every rank if replicas of a tensor differ. It names the tensor, an element, two ranks and both
     values.
 
-    Collective. Compared are the optimizer's fp32 weights, saved frozen weights, and buffers. `embedding` is the name of
-    the weight that both ends of a pipeline train, None on other stages.
-
-    Measured: 5.3 ns of a CPU core per replicated element, 0.5 s for 1e8. Under ZeRO with tp these are routers, norms
-    and down-projections of latents; elements that only one rank holds are not read.
+    Collective. The optimizer's fp32 weights, saved frozen weights and buffers are compared. `embedding` is the name of
+    the weight that both ends of a pipeline train, None on other stages. The comparison takes 5.3 ns of a CPU core per
+    replicated element (0.5 s for 1e8). Under ZeRO with tensor parallelism these are routers, norms and down-projections
+    of latents; elements that only one rank has are not read.
     """
     if plan.mesh.world_size == 1:
         return
@@ -77,12 +75,12 @@ def check_replicas(
     differing = [(copies, keys[0]) for copies in replicated if (keys := _unequal(copies, sums))]
     (any_differs,) = all_reduce_max(bool(differing))
     if any_differs:
-        # Every rank handles one kind of group before the next, since it may be in groups of several kinds.
+        # Every rank handles one kind of group before the next kind, since a rank may be in groups of several kinds.
         own = next(filter(None, [_first_difference(copies, key, state) for copies, key in differing]), "")
         raise RunError(
             f"copies of a weight on several ranks differ: {next(filter(None, all_gather_object(own)))}",
-            hint="this step is neither saved nor exported, and the same command resumes from the last checkpoint; test "
-            "the devices of these ranks, and set NCCL_ALGO=Ring where copies differ again",
+            hint="this step is neither saved nor exported; test the devices of these ranks, and start the same command "
+            "again to resume from the last checkpoint, with NCCL_ALGO=Ring if copies differ again",
         )
 
 
@@ -111,7 +109,7 @@ def _copies(module: Any, plan: Plan, groups: Groups, embedding: str | None) -> I
 
 
 def _read(state: EngineState, keys: Container[str], use: Callable[[str, int, torch.Tensor], None]) -> None:
-    """Call `use` with key, first index and elements of each wanted tensor, as far as this rank holds it."""
+    """Call `use` with key, first index and elements of the part of each wanted tensor that this rank has."""
     groups = [(group, [part for part in group.slices if part.key in keys]) for group in state.groups(restoring=True)]
     for group, slices in filter(itemgetter(1), groups):
         with group.opened(False) as read:
@@ -124,11 +122,9 @@ def _bits(elements: torch.Tensor) -> torch.Tensor:
 
 
 def _checksum(elements: torch.Tensor, start: int) -> torch.Tensor:
-    """Sum modulo 2**64, over elements from index `start` on, of the element's bits times an odd number that depends on
-    the index.
-
-    Checksums of the parts of a tensor add up to that of the tensor. Tensors that differ in one element have different
-    checksums.
+    """Checksum of elements from index `start` on: sum modulo 2**64 of each element's bits times an odd number that
+    depends on the index. The checksums of a tensor's parts add up to the checksum of the tensor. Tensors that differ in
+    exactly one element have different checksums.
     """
     total = torch.zeros((), dtype=torch.int64, device=elements.device)
     for number, piece in enumerate(_bits(elements).split(_PIECE)):
@@ -139,11 +135,11 @@ def _checksum(elements: torch.Tensor, start: int) -> torch.Tensor:
 
 
 def _unequal(copies: _Copies, sums: Mapping[str, torch.Tensor]) -> list[str]:
-    """Keys of the tensors that differ between ranks of the group; identical on these ranks."""
+    """Keys of the tensors that differ between ranks of the group. The result is identical on these ranks."""
     own = torch.stack([sums[key].to(collective_device()) for key in copies.sizes])
     if copies.is_divided:
         dist.all_reduce(own, group=copies.shards)
-    # Minimum and maximum in one all-reduce: ~x falls as x rises, without overflow.
+    # One all-reduce gives minimum and maximum: ~x falls as x rises, without overflow.
     extremes = torch.cat([own, ~own])
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group=copies.group)
     largest, smallest = extremes.chunk(2)
@@ -151,7 +147,7 @@ def _unequal(copies: _Copies, sums: Mapping[str, torch.Tensor]) -> list[str]:
 
 
 def _first_difference(copies: _Copies, key: str, state: EngineState) -> str:
-    """The first element whose value differs between this rank and the group's first, as text; empty without one."""
+    """The first element that differs between this rank and the group's first rank, as text; empty if none differs."""
     elements_at = {}
     _read(state, (key,), lambda _, start, elements: elements_at.update({start: elements.clone()}))
     start, own = next(iter(elements_at.items()), (0, torch.zeros(0)))

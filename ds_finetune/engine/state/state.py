@@ -24,8 +24,8 @@ from ds_finetune.plan.plan import Plan
 
 @dataclass(frozen=True)
 class Part:
-    """Elements `start` to `start + numel` of the flattened parameter `name` of `shape`, which begin at `offset` in a
-    master tensor.
+    """A part of a parameter in a master tensor. The elements `start` to `start + numel` of the flattened parameter
+    `name` of `shape` begin at `offset` in the master.
     """
 
     name: str
@@ -37,18 +37,16 @@ class Part:
     """Whether the part is a complete optimizer state with another shape than its parameter."""
 
     def of(self, values: torch.Tensor) -> torch.Tensor:
-        """View of the part in its master tensor or in an optimizer state of that, 1-D."""
+        """View of the part in its master tensor, or in an optimizer state of the master's size, 1-D."""
         return values.detach().view(-1)[self.offset : self.offset + self.numel]
 
 
 @dataclass(frozen=True, eq=False)
 class Master:
-    """An fp32 tensor `flat` that the optimizer updates, with the parts of parameters in it and its number. A master on
-    NVMe is empty until swapped in.
-
-    `full_parts` are the positions of full parameters in an optimizer state that holds each of the master's parameters
-    completely, such as Muon's momentum below stage 3 (zero/stage_1_and_2.py:2805). If two ranks share the master of a
-    parameter, both hold its full state.
+    """An fp32 master tensor `flat` that the optimizer updates, its number, and the parts of parameters in it. A master
+    on NVMe is empty until it is swapped in. `full_parts` are the positions of full parameters in an optimizer state
+    that has each of the master's parameters completely, such as Muon's momentum below stage 3
+    (zero/stage_1_and_2.py:2805). If two ranks share the master of a parameter, both have its full state.
     """
 
     flat: torch.Tensor
@@ -57,11 +55,11 @@ class Master:
     is_swapped: bool = False
     full_parts: tuple[Part, ...] = ()
     is_parameter: bool = False
-    """Whether the master is one full parameter, whose optimizer state may have any shape."""
+    """Whether the master is one full parameter, whose optimizer states may have any shape."""
 
     def parts_in(self, state: torch.Tensor, *, restoring: bool) -> tuple[Part, ...]:
-        """The parameter parts in `state`, an optimizer state of this master. To save, each element belongs to one rank;
-        to restore, to all ranks that hold it.
+        """The parts of parameters in `state`, an optimizer state of this master. To save, each element belongs to one
+        rank; to restore, to all ranks that have it.
         """
         if state.numel() == self.flat.numel():
             return self.parts
@@ -74,7 +72,7 @@ class Master:
 
 
 def master_weights(wrapped: Any, plan: Plan) -> list[Master]:  # noqa: ANN401 - a DeepSpeedEngine
-    """The master tensors of this rank, with parts by Hugging Face name. A parameter in no master is frozen."""
+    """The master tensors of this rank, with parts by Hugging Face name. A parameter without a master is frozen."""
     names = {id(param): name for name, param in named_parameters(wrapped.module)}
     optimizer = wrapped.optimizer
     if plan.zero_stage == 3:
@@ -92,7 +90,7 @@ def _full_part(param: torch.Tensor, names: dict[int, str], offset: int) -> Part:
 
 
 def _masters_of_stage_0(optimizer: Any, names: dict[int, str]) -> Iterator[Master]:  # noqa: ANN401
-    """Stage 0 in 16 bits: one master per parameter (fp16/unfused_optimizer.py) or group (fp16/fused_optimizer.py)."""
+    """Masters at ZeRO stage 0 in 16 bits, per parameter (fp16/unfused_optimizer.py) or group (fused_optimizer.py)."""
     if hasattr(optimizer, "fp32_groups"):
         pairs = [
             pair
@@ -111,7 +109,7 @@ def _masters_of_stage_0(optimizer: Any, names: dict[int, str]) -> Iterator[Maste
 
 
 def _master_of_group(optimizer: Any, number: int, names: dict[int, str]) -> Master:  # noqa: ANN401
-    """Stages 1 and 2: this rank's equal share of a group's flattened parameters (utils/mixed_precision_linkage.py)."""
+    """Master at ZeRO stages 1 and 2: a partition of a group's flat parameters (utils/mixed_precision_linkage.py)."""
     parts = []
     for param in optimizer.bit16_groups[number]:
         mapping = param._hp_mapping
@@ -128,7 +126,7 @@ def _master_of_group(optimizer: Any, number: int, names: dict[int, str]) -> Mast
 
 
 def _masters_of_stage_3(optimizer: Any, names: dict[int, str], plan: Plan) -> Iterator[Master]:  # noqa: ANN401
-    """Stage 3: equal flat shares of each parameter, concatenated in sub-groups (zero/stage3.py, grad_position)."""
+    """Masters at ZeRO stage 3: flat pieces of all parameters, in sub-groups (zero/stage3.py, grad_position)."""
     for number, group in enumerate(optimizer.fp16_groups):
         parts = []
         for param in group:
@@ -149,19 +147,19 @@ def _masters_of_stage_3(optimizer: Any, names: dict[int, str], plan: Plan) -> It
 WEIGHT, BUFFER = "weight", "buffer"
 _MUON = "momentum_buffer"
 _SAME_KIND = {"sum": "exp_avg_sq"}
-"""torch's names of optimizer states by the names of DeepSpeed's CPU kernels, where both are the same (Adagrad)."""
+"""torch's names of optimizer states, by the names of DeepSpeed's CPU kernels for the same states (Adagrad)."""
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """Attributes of a dynamic loss scale (DeepSpeed 0.19.8, fp16/loss_scaler.py:74, 193)."""
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Elements `start` to `start + numel` of a row-major local tensor, which is the box of the global tensor `shape`
-    that begins at index `origin`.
+    """A slice of the state: elements `start` to `start + numel` of a row-major local tensor.
 
-    `key` is `kind/name` and does not depend on the layout: `weight/model.norm.weight`, `exp_avg/...`, `buffer/...`.
-    Without tensor parallelism the local tensor is the global one. `is_replicated`: every rank holds the same elements.
-    A fused `gate_up_proj` has the shape [experts, 2, inner, hidden], in which a tensor parallel shard is one box.
+    The local tensor is the box of the global tensor of `shape` that begins at index `origin`; without tensor
+    parallelism it is the global tensor. `key` is `kind/name` and does not depend on the layout, e.g.
+    `weight/model.norm.weight`, `exp_avg/...`, `buffer/...`. If `is_replicated`, every rank has the same elements. A
+    fused `gate_up_proj` has the shape [experts, 2, inner, hidden], in which a tensor parallel shard is one box.
     """
 
     key: str
@@ -179,14 +177,14 @@ Read = Callable[[str], torch.Tensor]
 
 @dataclass(frozen=True)
 class StateGroup:
-    """Slices in memory at the same time; `opened(write)` yields a function from a key to its elements (1-D)."""
+    """Slices in memory at the same time. `opened(write)` is a context with a function from a key to its elements."""
 
     slices: tuple[Slice, ...]
     opened: Callable[[bool], AbstractContextManager[Read]]
 
 
 class EngineState:
-    """Weights, optimizer states, persistent buffers and counters of one rank."""
+    """The state of one rank: weights, optimizer states, persistent buffers and counters."""
 
     def __init__(self, wrapped: Any, plan: Plan, same_shard: dist.ProcessGroup | None) -> None:  # noqa: ANN401 - a DeepSpeedEngine
         self._ds, self._plan, self._same_part = wrapped, plan, same_shard
@@ -201,10 +199,9 @@ class EngineState:
         self._optimizers = [base, *([backup] if backup is not None else [])]
 
     def groups(self, *, restoring: bool = False, home: Sequence[int] = ()) -> list[StateGroup]:
-        """All slices of this rank, weights before optimizer states; each sub-group on NVMe is a separate group.
-
-        To save, each element belongs to exactly one of the ranks `home` that share a folder (none given: all ranks).
-        With `restoring`, the slices are everything that this rank needs.
+        """All slices of this rank, weights before optimizer states. Each sub-group on NVMe is a separate group. To
+        save, each element belongs to exactly one of the ranks `home` that share a folder (none given: all ranks). With
+        `restoring`, the slices are everything that this rank needs.
         """
         self._home = frozenset(home or range(self._plan.mesh.world_size))
         if self._plan.device == "cuda":
@@ -215,10 +212,9 @@ class EngineState:
         return [*trained, *self._frozen(restoring), self._buffers(restoring)]
 
     def scalars(self) -> dict[str, Any]:
-        """Optimizer steps taken (`steps`; at stage 0 also `steps_of` parameters that took fewer) and the loss scale, as
-        plain numbers.
-
-        Collective with pipeline stages, each of which knows only its own parameters.
+        """The loss scale and the number of optimizer steps, as plain numbers; collective with pipeline stages. `steps`
+        is the number of steps taken. At stage 0, `steps_of` has parameters that took fewer steps. Each pipeline stage
+        knows only its own parameters.
         """
         steps_of = {part.name: self._steps(master) for master in self._masters for part in master.parts}
         if self._plan.mesh.pp > 1:
@@ -233,7 +229,9 @@ class EngineState:
         }
 
     def create_optimizer_state(self, kinds_of: Mapping[str, set[str]]) -> None:
-        """Create missing optimizer states, by parameter name and kind, in a step with zero gradients and zero rate."""
+        """Create missing optimizer states by a step with zero gradients and learning rate zero. `kinds_of` has kinds of
+        states by parameter name.
+        """
         missing_kinds = {
             master: {kind for part in master.parts for kind in kinds_of.get(part.name, ())} for master in self._masters
         }
@@ -245,8 +243,8 @@ class EngineState:
                 self._zero_step(masters)
         for master in fresh:
             for kind in missing_kinds[master] - self._kinds(master).keys():
-                # Muon's momentum below stage 3, which only a step with a gradient would create. With an offloaded
-                # optimizer it is a partition.
+                # Muon's momentum below stage 3 is only created by a step with a gradient. With an offloaded optimizer
+                # it is a partition.
                 is_whole = kind == _MUON and master.full_parts and self._plan.offload_optimizer == "none"
                 size = sum(part.numel for part in master.full_parts) if is_whole else master.flat.numel()
                 self._optimizers[0].state[master.flat][kind] = torch.zeros(size, device=master.flat.device)
@@ -294,7 +292,7 @@ class EngineState:
             in_fp32.values[name].view(-1).copy_(flat)
 
     def _parts_in_fp32(self) -> Iterator[tuple[Part, torch.Tensor]]:
-        """The parts of this rank's masters that forwards use in fp32, with their elements."""
+        """The parts of this rank's masters whose weights forwards use in fp32, with their elements."""
         names = self._ds.module.in_fp32.params
         for master in self._masters:
             for part in master.parts:
@@ -317,7 +315,9 @@ class EngineState:
         return states[0] if states else {}
 
     def _kinds(self, master: Master) -> dict[str, torch.Tensor]:
-        """States with one value per element of the master (or of its `full_parts`), by name; empty while on NVMe."""
+        """Optimizer states with a value per element of the master (or of `full_parts`), by kind; empty
+        while on NVMe.
+        """
         sizes = (master.flat.numel(), sum(part.numel for part in master.full_parts))
         tensors = {
             kind: value for kind, value in self._state(master).items() if torch.is_tensor(value) and kind != "step"
@@ -350,7 +350,7 @@ class EngineState:
 
     def _slice(self, key: str, part: Part, dtype: torch.dtype) -> Slice:
         if part.is_state:
-            # Optimizers with such state train whole parameters on every rank.
+            # Optimizers with such states train full parameters on every rank.
             return Slice(key, part.shape, 0, part.numel, dtype, is_replicated=True)
         shard = self._model_shard.tensor_shard(part.name, part.shape)
         is_replicated = self._plan.zero_stage == 0 and shard.is_full and self._plan.mesh.pp == 1
@@ -359,8 +359,8 @@ class EngineState:
         )
 
     def _is_saved_here(self, part: Slice) -> bool:
-        """Whether this rank saves elements that other ranks hold too: replicated tensors under tensor parallelism, or
-        any at stage 0.
+        """Whether this rank saves a slice that other ranks have too: replicated over tensor parallel ranks, or at stage
+        0.
         """
         name = part.key.partition("/")[2]
         if part.is_replicated:
@@ -373,8 +373,8 @@ class EngineState:
         return self._is_first_here(*of_shards, *of_rows, same_experts=shard.is_expert_parallel)
 
     def _is_first_here(self, *axes: Axis, same_experts: bool = False) -> bool:
-        """Whether this rank is the first, among ranks that share its folder, that holds these elements. Holders are the
-        ranks that differ from it only along `axes` and, with `same_experts`, hold the same experts.
+        """Whether this rank is the first rank with these elements among the ranks that share its folder. Ranks with the
+        same elements differ from it only along `axes` and, with `same_experts`, have the same experts.
         """
         mesh = self._plan.mesh
         line = next(line for line in mesh.lines(*axes) if mesh.rank in line)
@@ -393,10 +393,10 @@ class EngineState:
         )
 
     def _frozen(self, restoring: bool) -> Iterator[StateGroup]:
-        """Frozen weights that are saved with the run; with LoRA the base weights are not saved."""
+        """Frozen weights that are saved with the run. With LoRA the base weights are not saved."""
         mesh, stage = self._plan.mesh, self._plan.zero_stage
         is_replicated = stage < 3 and mesh.pp == 1
-        # Below stage 3 all ranks of a pipeline stage hold the same elements, at stage 3 tensor parallel ranks do.
+        # Below stage 3 all ranks of a pipeline stage have the same elements; at stage 3 tensor parallel ranks do.
         of_rows: tuple[Axis, ...] = () if stage == 3 else ("dp", "sp")
         is_saved = restoring or is_replicated or self._is_first_here(*of_rows, "tp")
         params = [(name, param) for name, param in self._ds.module.lm.named_parameters() if name in self._plan.frozen]
@@ -411,8 +411,8 @@ class EngineState:
                 yield StateGroup((part,), partial(_open_fragment, fragment, numel))
 
     def _frozen_fragment(self, name: str, param: nn.Parameter, restoring: bool) -> Fragment:
-        """The elements of a frozen parameter that this rank saves or restores. Every rank holds all of an fp32 value,
-        saves its own share, and restores all.
+        """The elements of a frozen parameter that this rank saves or restores. Every rank has all of an fp32 value,
+        saves its own part, and restores all.
         """
         fragment, value = partition(param), self._ds.module.in_fp32.values.get(name)
         if value is None:
@@ -429,7 +429,7 @@ class EngineState:
         with self._swap_in(masters[0], write):
             yield read
             if write:
-                # While the master is in memory, update the parameters of its sub-group, which may be on NVMe too.
+                # While the master is in memory, the parameters of its sub-group are updated too, which may be on NVMe.
                 self._ds.optimizer._reassign_or_swap_out_partitioned_parameters(masters[0].number)
 
     @contextmanager
@@ -445,7 +445,7 @@ class EngineState:
                 optimizer._release_swap_buffers(master.number)
 
     def _zero_step(self, masters: Sequence[Master]) -> None:
-        """One optimizer step on `masters`; at stage 3 on one sub-group, which may be swapped in from NVMe."""
+        """Take one optimizer step on `masters`; at stage 3 on one sub-group, which may be swapped in from NVMe."""
         with self._swap_in(masters[0], write=True) if masters[0].is_swapped else nullcontext():
             grads = [master.flat.grad for master in masters]
             for master in masters:
@@ -488,20 +488,20 @@ class EngineState:
 
 
 def scaler_of(optimizer: Any) -> Any:  # noqa: ANN401 - one of DeepSpeed's wrappers
-    """The object that holds a wrapper's loss scale: `loss_scale_config` at stage 0 (fp16/fused_optimizer.py,
-    unfused_optimizer.py), else `loss_scaler`.
+    """The object that has the loss scale of DeepSpeed's optimizer. It is `loss_scale_config` at stage 0
+    (fp16/fused_optimizer.py, unfused_optimizer.py), else `loss_scaler`.
     """
     return getattr(optimizer, "loss_scale_config", None) or optimizer.loss_scaler
 
 
 def loss_scale(scaler: Any) -> dict[str, Any]:  # noqa: ANN401
-    """The values of a dynamic loss scale; empty for a constant of the run file."""
+    """The values of a dynamic loss scale; empty for a constant one from the run file."""
     is_dynamic = getattr(scaler, "dynamic_loss_scale", getattr(scaler, "dynamic", False))
     return {name: getattr(scaler, name) for name in _SCALER if hasattr(scaler, name)} if is_dynamic else {}
 
 
 def restore_loss_scale(scaler: Any, saved: Mapping[str, Any]) -> None:  # noqa: ANN401
-    """Set a dynamic loss scale to `saved`, the result of `loss_scale`, as far as this kind of scaler has its values."""
+    """Set a dynamic loss scale to `saved`, the result of `loss_scale`. Values that the scaler lacks are ignored."""
     for name in loss_scale(scaler).keys() & saved.keys():
         setattr(scaler, name, saved[name])
 

@@ -28,14 +28,13 @@ from ds_finetune.families.table import family_of
 from ds_finetune.model.build.hub_folder import HubFolder
 
 _FORMAT = "gguf 1"
-"""Format of a GGUF folder's record."""
+"""Name and version of the format in the record of an exported folder."""
 
 
 def write(source: Path, out: Path, options: ExportOptions) -> ExportResult:
-    """Write the language model of `source` to `out` as one GGUF named after `out`, a piece of a tensor at a time.
-
-    `source` is a Hugging Face folder, or another folder that `export_checkpoint` reads. Errors as in `FormatModule`;
-    DataError where there is no tokenizer, which a GGUF contains.
+    """Write the language model of `source` to the folder `out`, as one GGUF file that is named after `out`. `source` is
+    a Hugging Face folder, or another folder that `export_checkpoint` reads. Raises the errors of `FormatModule.write`;
+    DataError if there is no tokenizer, which a GGUF file contains.
     """
     began = time.monotonic()
     check_out_empty(out)
@@ -66,8 +65,8 @@ verify = partial(verify_files, kind=_FORMAT, parts_at=_tensors_at)
 def check_model(
     config: PretrainedConfig, *, is_classifier: bool, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> None:
-    """ExportError where the model type, a setting, the tokenizer or its chat template has no counterpart in llama.cpp,
-    or where the model is a classifier.
+    """Raise ExportError if llama.cpp does not support the model type, a setting, the tokenizer or its chat template, or
+    if the model is a classifier.
     """
     check_settings(config, GGUF.check_language_model(config, is_classifier=is_classifier))
     if tokenizer is not None:
@@ -78,8 +77,8 @@ def check_model(
 def _write_file(
     source: Path, folder: Path, file: Path, options: ExportOptions
 ) -> tuple[dict[str, tuple[int, int]], list[str], str]:
-    """Write the model of `folder`, the export of `source`, to `file`. Returns first byte and end of each tensor by
-    name, notes for the user, and the text of a Modelfile.
+    """Write the model of `folder`, which is the export of `source`, to the GGUF `file`. Returns the first byte and the
+    end of each tensor by name, notes for the user, and the text of an Ollama Modelfile.
     """
     model, hub = plain_model(folder, check_model)
     config, family = model.config, family_of(model.config.model_type)
@@ -95,7 +94,7 @@ def _write_file(
     add_settings(writer, config, family)
     tokenizer, token_notes = add_tokenizer(writer, folder, config, source)
     for tensor in tensors:
-        # The writer derives ggml's type from an array's dtype unless the type is passed.
+        # Without `raw_dtype` the writer would derive ggml's tensor type from the dtype of an array.
         fp32 = np.dtype(np.float32)
         writer.add_tensor_info(tensor.name, tensor.shape, fp32, tensor.num_bytes, raw_dtype=tensor.kind)
     try:
@@ -109,10 +108,9 @@ def _write_file(
 def _write_tensors(
     writer: gguf.GGUFWriter, file: Path, tensors: list[GgufTensor], hub: HubFolder
 ) -> dict[str, tuple[int, int]]:
-    """Write header, settings and tensors; returns first byte and end of each tensor by name.
-
-    VerificationError where the file has other bytes than were written. The check does not use gguf's reader, which
-    takes 10 s for a vocabulary of 100,000.
+    """Write header, settings and tensors to the GGUF file. Returns the first byte and the end of each tensor by name.
+    VerificationError if the file has other bytes than were written. The bytes are compared without gguf's own reader,
+    which takes 10 s for a vocabulary of 100,000 tokens.
     """
     writer.write_header_to_file(file)
     writer.write_kv_data_to_file()
@@ -135,7 +133,7 @@ def _write_tensors(
 
 
 def _notes(tensors: list[GgufTensor], hub: HubFolder, quantise: str) -> list[str]:
-    """Notes on tensors kept in f16 because of their row width, and on tensors left out."""
+    """Notes for the user on tensors that stay in f16 because of their row width, and on tensors that are left out."""
     in_f16 = [tensor for tensor in tensors if tensor.kind == KINDS["f16"]] if quantise == "q8_0" else []
     notes = [
         f"{len(in_f16)} tensors are kept in f16, since their rows are no multiple of 32 elements, e.g. {tensor.name} "

@@ -1,4 +1,4 @@
-"""The tensors of a GGUF: the published tensors of which each consists, and its bytes, in pieces of bounded size."""
+"""The tensors of a GGUF file: the published tensors that each one consists of, and its bytes in bounded chunks."""
 
 import math
 import re
@@ -21,38 +21,38 @@ from ds_finetune.model.build.hub_folder import HubFolder
 KINDS = {"bf16": Kind.BF16, "f16": Kind.F16, "f32": Kind.F32, "q8_0": Kind.Q8_0}
 """ggml's tensor types by the value of `--dtype`."""
 _CHUNK_NUMEL = 2**22
-"""Elements that are read, cast and written at a time: 16 MiB of fp32."""
+"""Number of elements that are read, cast and written at a time: 16 MiB of fp32."""
 _EXPERT = re.compile(r"^(model\.layers\.\d+)\.\w+\.experts\.(\d+)\.(\w+)\.weight$")
 _FP32_WEIGHTS = ("_norm.weight", ".ffn_gate_inp.weight")
 _ROTATED = tuple(f"{name}_proj.{part}" for name in "qk" for part in ("weight", "bias"))
 
 Change = Callable[[torch.Tensor], torch.Tensor]
-"""Changes rows of a published tensor, [groups, rows of a group, columns], to those of a GGUF tensor."""
+"""Function that reorders the rows of a published tensor, [groups, rows of a group, columns], for a GGUF tensor."""
 
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """One tensor of a GGUF: the published tensors `keys`, concatenated."""
+    """One tensor of a GGUF file. It is the concatenation of the published tensors `keys`."""
 
     name: str
     shape: tuple[int, ...]
-    """In torch's order of dimensions; GGUF lists dimensions in reverse."""
+    """Shape in torch's order of dimensions; the GGUF file lists dimensions in reverse."""
     kind: Kind
     keys: tuple[str, ...]
     group: int = 1
-    """Rows that `change` gets as one group."""
+    """Number of rows that `change` gets as one group."""
     change: Change | None = None
     values: torch.Tensor | None = None
-    """Values of a tensor that is not published but computed from the configuration."""
+    """Values of a tensor that is computed from the configuration instead of read from the published ones."""
 
     @property
     def num_bytes(self) -> int:
-        """Size in the file in bytes, without padding."""
+        """Size of the tensor in the GGUF file in bytes, without padding."""
         block, size = gguf.GGML_QUANT_SIZES[self.kind]
         return math.prod(self.shape) // block * size
 
     def pieces(self, hub: HubFolder) -> Iterator[bytes]:
-        """The tensor's bytes in order; ExportError for NaN or infinity, in the source or in the tensor's type."""
+        """Yield the bytes of the tensor in order. ExportError if a value is NaN or infinite, before or after a cast."""
         for part in self._parts(hub):
             values = part.float().reshape(-1, self.shape[-1])
             with np.errstate(over="ignore"):
@@ -75,9 +75,8 @@ class GgufTensor:
 
 
 def gguf_tensors(hub: HubFolder, config: PretrainedConfig, family: Family, kind: Kind) -> list[GgufTensor]:
-    """The tensors of a GGUF of `hub`; weights whose row width is no multiple of the block of `kind` are kept in f16.
-
-    A tied head and layers past the last one are left out. ExportError where llama.cpp has no name for a tensor.
+    """The tensors of the GGUF file for the model `hub`. Weights whose rows do not divide into blocks of `kind` become
+    f16. A tied head and layers past the last one are left out. ExportError if llama.cpp has no name for a tensor.
     """
     assert family.gguf is not None
     tied = "lm_head.weight" if config.tie_word_embeddings else ""
@@ -102,14 +101,14 @@ def gguf_tensors(hub: HubFolder, config: PretrainedConfig, family: Family, kind:
 
 
 def _kind_of(name: str, shape: Sequence[int], kind: Kind) -> Kind:
-    """The type of a tensor: llama.cpp reads vectors, biases, norms and routers only in fp32 (conversion/base.py)."""
+    """The ggml type of a tensor. llama.cpp reads vectors, biases, norms and routers in fp32 (conversion/base.py)."""
     if len(shape) == 1 or name.endswith(_FP32_WEIGHTS) or not name.endswith(".weight"):
         return Kind.F32
     return kind if shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0 else Kind.F16
 
 
 def _stacked_experts(keys: Sequence[str], family: Family) -> dict[str, list[str]]:
-    """Published keys by the name of a GGUF tensor: all experts of a projection, in order, share one name."""
+    """Published tensors by the name of their GGUF tensor. All experts of a projection become one GGUF tensor."""
     names = family.published_mlp
     projections = {names.gate: "gate_proj", names.up: "up_proj", names.down: "down_proj"}
     stacks: dict[str, list[tuple[int, str]]] = {}
@@ -121,11 +120,11 @@ def _stacked_experts(keys: Sequence[str], family: Family) -> dict[str, list[str]
 
 
 _View = tuple[str, tuple[int, ...], int, Change | None]
-"""A tensor of a GGUF made from a published one: the name that `gguf` looks up, shape, `group` and `change`."""
+"""A GGUF tensor made from a published one: the name that the library gguf looks up, shape, `group` and `change`."""
 
 
 def _views(key: str, shape: tuple[int, ...], config: PretrainedConfig, family: Family) -> list[_View]:
-    """The GGUF tensors made from a published tensor."""
+    """The GGUF tensors that are made from one published tensor."""
     assert family.gguf is not None
     module, _, leaf = key.rpartition(".self_attn.")
     if leaf == "kv_b_proj.weight":
@@ -139,7 +138,7 @@ def _views(key: str, shape: tuple[int, ...], config: PretrainedConfig, family: F
 
 
 def _keys_and_values(prefix: str, shape: tuple[int, ...], config: PretrainedConfig) -> list[_View]:
-    """kv_b_proj as two tensors, per head: llama.cpp applies the key part to queries, and so stores it transposed."""
+    """Split kv_b_proj into keys and values. llama.cpp multiplies queries by the key part, so it is transposed."""
     nope, rank = config.qk_nope_head_dim, shape[1]
     both = nope + config.v_head_dim
     heads = shape[0] // both
@@ -150,19 +149,21 @@ def _keys_and_values(prefix: str, shape: tuple[int, ...], config: PretrainedConf
 
 
 def _outputs_first(key: str, shape: tuple[int, ...]) -> list[_View]:
-    """Experts stored as [experts, inputs, outputs], with biases [experts, outputs] and interleaved gate and up."""
+    """GGUF tensors of experts published as [experts, inputs, outputs], in which gate and up columns alternate."""
     start, bias, _ = key.partition("_bias")
     turns = {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}
     views: list[_View] = []
     for name, part in turns.items() if start.endswith("gate_up_proj") else [("down_proj", slice(None))]:
         one, outputs = start.replace("gate_up_proj", name), len(range(shape[-1])[part])
         kind = ("bias", (shape[0], outputs), 1) if bias else ("weight", (shape[0], outputs, shape[1]), shape[1])
-        # [groups, inputs, outputs] becomes [groups, outputs, inputs].
+        # The lambda transposes [groups, inputs, outputs] to [groups, outputs, inputs].
         views.append((f"{one}.{kind[0]}", kind[1], kind[2], lambda rows, part=part: rows[..., part].mT))  # type: ignore[misc]
     return views
 
 
 def _pairs(heads: torch.Tensor) -> torch.Tensor:
-    """Rows of heads, reordered so that the two rows of a rotated pair are neighbours instead of half a head apart."""
+    """Reorder the rows of attention heads for llama.cpp's rotary embedding. The two rows that rotate together become
+    neighbours; before, they are half a head apart.
+    """
     groups, rows, columns = heads.shape
     return heads.view(groups, 2, rows // 2, columns).transpose(1, 2)

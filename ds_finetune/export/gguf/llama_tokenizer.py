@@ -1,6 +1,6 @@
-"""A tokenizer as llama.cpp reads it from a GGUF: tokens, types, scores or merges, special ids, and a chat template.
+"""Writes a tokenizer to a GGUF file as llama.cpp reads it: tokens, types, scores or merges, special ids, chat template.
 
-llama.cpp's server does not start with a chat template that has features its template engine lacks.
+llama.cpp's server does not start if its template engine does not support the chat template.
 """
 
 import json
@@ -27,7 +27,7 @@ _PROBE = (
     "''''''```````\"\"\"\"......!!!!!!?????? I've been 'told he's there, 'RE you sure? 'M not sure I'll make it, 'D "
     "you like some tea? We'Ve a'lL"
 )
-"""The text by whose token ids llama.cpp's converter recognises tokenizers (conversion/base.py, get_vocab_base_pre)."""
+"""Text by whose token ids llama.cpp's converter recognises a tokenizer (conversion/base.py, get_vocab_base_pre)."""
 _SPLITTERS = {
     "0ef9807a4087ebef797fc749390439009c3b9eda9ad1a097abbe738f486c01e5": "llama-bpe",
     "c136ed14d01c2745d4f60a9596ae66800e2b61fa45643e72436041855ad4089d": "smaug-bpe",
@@ -46,20 +46,19 @@ _SPLITTERS = {
     "9d032fcbd5501f4a38150912590928bfb36091efb5df11b8e2124b0390e3fb1e": "falcon3",
     "3ce83efda5659b07b1ad37ca97ca5797ea4285d9b9ab0dc679e4a720c9da7454": "gpt-2",
 }
-"""Names of llama.cpp's pre-tokenizer rules, which split text into words, by sha256 of the ids of `_PROBE`; its
-converter lists them for tokenizers of the exported families.
+"""Names of llama.cpp's rules that split text into words, by the sha256 of a tokenizer's ids of `_PROBE`. llama.cpp's
+converter lists them; this table has the tokenizers of the exported families.
 """
 
 
 def splitting(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Name of llama.cpp's pre-tokenizer rules; None for SentencePiece's BPE with byte fallback, which needs none.
-
-    ExportError where llama.cpp has no rules for the tokenizer.
+    """Name of llama.cpp's rules that split text as `tokenizer` does. None for SentencePiece's BPE with byte fallback,
+    which needs no rules. ExportError if llama.cpp has no rules for the tokenizer.
     """
     if is_sentencepiece(tokenizer):
         return None
     ids = [tokenizer(_PROBE, add_special_tokens=special)["input_ids"] for special in (True, False)]
-    # As published, the tokenizer may begin texts with BOS: transformers 5.23 saves no `add_bos_token`.
+    # The published tokenizer may begin texts with BOS, and transformers 5.23 does not save `add_bos_token`.
     ids.append([tokenizer.bos_token_id, *ids[-1]])
     sums = [sha256(str(each).encode()).hexdigest() for each in ids]
     for each in sums:
@@ -68,21 +67,22 @@ def splitting(tokenizer: PreTrainedTokenizerBase) -> str | None:
     model = type(tokenizer.backend_tokenizer.model).__name__
     kinds = f"{model} after {type(tokenizer.backend_tokenizer.pre_tokenizer).__name__}"
     raise ExportError(
-        f"llama.cpp is not known to split text like the tokenizer `{tokenizer.name_or_path}` ({kinds}; sha256 of its "
-        f"ids of llama.cpp's probe {sums[0]})",
-        hint=f"it has the rules {', '.join(dict.fromkeys(_SPLITTERS.values()))}, and SentencePiece's BPE with bytes",
+        f"no rules of llama.cpp are known to split text as the tokenizer `{tokenizer.name_or_path}` does ({kinds}; "
+        f"sha256 of its token ids of llama.cpp's probe text is {sums[0]})",
+        hint="use --format safetensors, or a tokenizer with SentencePiece's BPE and byte fallback or one of the rules "
+        + ", ".join(dict.fromkeys(_SPLITTERS.values())),
     )
 
 
 def add_tokenizer(
     writer: gguf.GGUFWriter, folder: Path, config: PretrainedConfig, source: Path
 ) -> tuple[PreTrainedTokenizerBase, list[str]]:
-    """Add the tokenizer of `folder`, the export of `source`, to `writer`, for a model of `config`; returns it with the
-    chat template of the GGUF, and notes for the user.
+    """Write the tokenizer of `folder` to the GGUF `writer`, for a model of `config`. Returns the tokenizer, whose chat
+    template is that of the GGUF, and notes for the user. `folder` is the export of `source`, which messages name.
 
-    DataError where the folder has no tokenizer. ExportError as in `splitting` and `check_template`, where the tokenizer
-    has more tokens than the model, and where llama.cpp makes other tokens of every chat, or without a chat template of
-    every text.
+    DataError if the folder has no tokenizer. ExportError if the tokenizer has more tokens than the model, if llama.cpp
+    does not support its splitting of text or its chat template, or if llama.cpp makes other tokens of every chat, or,
+    without a chat template, of every text.
     """
     tokenizer, vocab_size = load_tokenizer(str(folder)), int(config.vocab_size)
     tokenizer.name_or_path = str(source)
@@ -98,16 +98,17 @@ def add_tokenizer(
     texts |= {number: token["content"] for number, token in added.items()}
     if max(texts) >= vocab_size:
         raise ExportError(
-            f"the tokenizer of `{source}` has a token {max(texts)}, and the model has {vocab_size} tokens",
-            hint="take the tokenizer that belongs to the model",
+            f"the tokenizer of `{source}` has a token id {max(texts)}, and the model has only {vocab_size} tokens",
+            hint="replace the tokenizer files by those that belong to the model",
         )
     writer.add_tokenizer_model("gpt2" if rules else "llama")
     writer.add_tokenizer_pre(rules or "default")
     if rules:
-        # A space within a merge's part is written as byte-level tokens write it.
+        # In llama.cpp's list of merges a space separates the two parts, so a space within a part is written as Ġ.
         writer.add_token_merges([" ".join(part.replace(" ", "Ġ") for part in pair) for pair in core["merges"]])
     else:
-        # The score of a token is the negative rank of the first merge that makes it.
+        # llama.cpp merges the pair with the best score first, so a token's score is the negative rank of its first
+        # merge.
         ranks = {"".join(pair): rank for rank, pair in reversed([*enumerate(core["merges"])])}
         writer.add_token_scores([-float(ranks.get(texts.get(number, ""), 10_000)) for number in range(vocab_size)])
         writer.add_add_space_prefix(adds_space)
@@ -139,16 +140,15 @@ def _type_of(text: str | None, added: Mapping[str, Any] | None, core: Mapping[st
     if text == core["unk_token"]:
         return Type.UNKNOWN
     if added is not None:
-        # llama.cpp's converter treats such texts as control tokens too (does_token_look_special).
+        # llama.cpp's converter, too, treats texts of this form as control tokens (does_token_look_special).
         is_control = added["special"] or re.match(r"^<[|｜].*[|｜]>$", text)  # noqa: RUF001
         return Type.CONTROL if is_control else Type.USER_DEFINED
     return Type.BYTE if core["byte_fallback"] and re.match(r"^<0x[0-9A-F]{2}>$", text) else Type.NORMAL
 
 
 def _add_special(writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> None:
-    """Add special ids, whether the tokenizer adds them to a text, and the text of the chat template.
-
-    llama.cpp ends an answer at the tokens `eos`, `eot` and `eom`, and at tokens whose text it knows as an end.
+    """Write the ids of special tokens, whether the tokenizer adds them to a text, and the chat template. llama.cpp ends
+    an answer at the tokens `eos`, `eot` and `eom`, and at tokens whose text it knows to end answers.
     """
     ids = {name: getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "unk", "pad")}
     others = [number for number in ends if number != tokenizer.eos_token_id]
@@ -175,20 +175,20 @@ _STATEMENTS: Mapping[type[nodes.Node], str] = {
     **{nodes.FromImport: "from", nodes.With: "with", nodes.ScopedEvalContextModifier: "autoescape"},
     **{nodes.Pow: "**", nodes.FloorDiv: "//"},
 }
-"""Statements and operators of Jinja 3.1 with which the server of xllamacpp 2026.10 does not start."""
+"""Jinja 3.1 statements and operators in a chat template with which the server of xllamacpp 2026.10 does not start."""
 _GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
-"""transformers' marks around the model's answers, which llama.cpp ignores."""
+"""transformers' `generation` statements around the model's answers in a chat template. llama.cpp ignores them."""
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """ExportError where llama.cpp cannot compute a chat template of the tokenizer."""
+    """Raise ExportError if llama.cpp cannot render a chat template of the tokenizer."""
     templates = tokenizer.chat_template or {}
     for name, text in (templates if isinstance(templates, Mapping) else {"default": templates}).items():
         unsupported = ", ".join(dict.fromkeys(_unsupported(text)))
         if unsupported:
             raise ExportError(
-                f"the chat template `{name}` has {unsupported}, which llama.cpp cannot compute",
-                hint="write the template without it",
+                f"the chat template `{name}` has {unsupported}, which llama.cpp does not support",
+                hint=f"rewrite the chat template without {unsupported}",
             )
 
 

@@ -1,4 +1,4 @@
-"""The Modelfile of a GGUF folder: Ollama renders prompts by a Go template, not by the chat template in the GGUF."""
+"""Writes the Modelfile of a GGUF folder. Ollama renders prompts by its Go template, not by the GGUF's chat template."""
 
 import json
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ _IS = '{{ %s eq %s "%s" }}'
 
 
 def modelfile(name: str, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> tuple[str, list[str]]:
-    """The Modelfile for the GGUF `name`, whose answers end at the ids `ends`, and notes for the user."""
+    """The Modelfile for the GGUF file `name`, whose answers end at the token ids `ends`, and notes for the user."""
     lines, notes = [f"FROM ./{name}"], list[str]()
     if tokenizer.chat_template:
         template = _go_template(tokenizer)
@@ -20,21 +20,24 @@ def modelfile(name: str, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]
             lines.append(f'TEMPLATE """{template}"""')
         else:
             notes.append(
-                "the Modelfile has no TEMPLATE: the chat template does more than write a text before and after each "
-                "message; Ollama takes a template of its own, or the bare prompt, and llama-server renders it as it is"
+                "the Modelfile has no TEMPLATE, since the chat template does more than write a text before and after "
+                "each message: Ollama uses a template of its own or the bare prompt, llama-server the chat template"
             )
     texts = tokenizer.convert_ids_to_tokens(list(ends))
     lines += [f'PARAMETER stop "{text}"' for text in texts if '"' not in text]
     others = [number for number in ends if number != tokenizer.eos_token_id][2:]
     if others:
         notes.append(
-            f"a GGUF names three ends of an answer: give {tokenizer.convert_ids_to_tokens(others)} to llama.cpp as stop"
+            "a GGUF can name only three tokens that end answers: also pass these to llama.cpp as stop strings: "
+            f"{tokenizer.convert_ids_to_tokens(others)}"
         )
     return "".join(f"{line}\n" for line in lines), notes
 
 
 def _go_template(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The chat template in Go for dialogues without tools; empty if text around a message depends on other messages."""
+    """The chat template in Go, for dialogues without tools; empty if a message's rendering depends on
+    other messages.
+    """
     given = tokenizer.chat_template
     try:
         template = ChatTemplate(tokenizer, given["default"] if isinstance(given, dict) else given)
@@ -49,7 +52,7 @@ def _go_template(tokenizer: PreTrainedTokenizerBase) -> str:
     before_system, after_system = with_system[:2]
     bos = tokenizer.bos_token
     if bos and tokenizer("x")["input_ids"][:1] == [tokenizer.bos_token_id]:
-        # Ollama's tokenizer adds BOS.
+        # Ollama's tokenizer adds BOS itself, so the template must not.
         start, before_system = start.removeprefix(bos), before_system.removeprefix(bos)
     before_user = (
         f"{_IS % ('if', '$last', '')}{_literal(start)}{_IS % ('else if', '$last', 'system')}{_literal(after_system)}"
@@ -64,7 +67,7 @@ def _go_template(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _around(template: ChatTemplate, messages: Messages) -> list[str]:
-    """The template's texts before, between and after `messages`, up to the beginning of an answer."""
+    """Render `messages`, and return the chat template's texts before, between and after them, up to the answer."""
     parts = template.render(messages, None, opens=True).split(placeholder("text"))
     if len(parts) != len(messages) + 1:
         raise RenderingError
@@ -72,5 +75,5 @@ def _around(template: ChatTemplate, messages: Messages) -> list[str]:
 
 
 def _literal(text: str) -> str:
-    """`text` as a Go template action that prints it, so that no part of it is read as an action."""
+    """A Go template action that prints `text`, so that no part of the text is read as an action."""
     return f"{{{{ {json.dumps(text, ensure_ascii=False)} }}}}" if text else ""

@@ -1,4 +1,4 @@
-"""The settings of a model as llama.cpp reads them from a GGUF, and the settings that it does not support."""
+"""Writes a model's settings to a GGUF file as llama.cpp reads them, and refuses settings that llama.cpp lacks."""
 
 import math
 from typing import Any
@@ -13,13 +13,13 @@ from ds_finetune.families.family import Family
 
 _SCALED = {"linear": RopeScalingType.LINEAR, "yarn": RopeScalingType.YARN}
 _LATENT_EPS = 1e-6
-"""Epsilon of the norms of latents, which transformers 5.23 does not read from config.json
+"""Epsilon of the RMSNorm on MLA's compressed latents. transformers 5.23 does not read it from config.json
 (deepseek_v3/modeling_deepseek_v3.py:392).
 """
 
 
 def check_settings(config: PretrainedConfig, family: Family) -> None:
-    """ExportError where a setting of config.json has no counterpart in llama.cpp."""
+    """Raise ExportError if a setting of config.json has no counterpart in llama.cpp."""
     assert family.gguf is not None
     rope = config.rope_parameters
     kinds = ("default", *_SCALED, *(["llama3"] if family.gguf.rotates_pairs else []))
@@ -27,11 +27,12 @@ def check_settings(config: PretrainedConfig, family: Family) -> None:
     values = [(name, getattr(config, name, usual[0]), usual) for name, usual in allowed.items()]
     values.append(("rope_type", rope["rope_type"], kinds))
     if hasattr(config, "kv_lora_rank") and rope["rope_type"] == "yarn":
-        # llama.cpp scales attention scores by mscale_all_dim, and does not scale cosines and sines.
+        # llama.cpp scales attention scores by mscale_all_dim, but not cosines and sines, so both factors must be equal.
         ratio = _yarn_factor(config) if rope.get("mscale_all_dim") else None
         values.append(("the ratio of YaRN's mscale and mscale_all_dim", ratio, (1.0,)))
     if rope["rope_type"] == "yarn":
-        # llama.cpp rounds the limits of YaRN's ramp: logits of gpt_oss would differ by up to 0.9.
+        # llama.cpp always rounds the limits of YaRN's ramp. Without rounding, gpt_oss's logits would differ by up to
+        # 0.9.
         values.append(("YaRN's truncate", rope.get("truncate", True), (True,)))
     for name, value, usual in values:
         if value not in usual:
@@ -42,28 +43,29 @@ def check_settings(config: PretrainedConfig, family: Family) -> None:
     for name in ("num_experts_per_tok", *(["sliding_window"] if family.has_sinks else [])):
         if getattr(config, name, 0) is None:
             raise ExportError(
-                f"{name} is null in config.json, and llama.cpp needs a number", hint="write the model's number there"
+                f"{name} is null in config.json, and llama.cpp needs a number",
+                hint=f"set {name} in config.json to the value that the model was trained with",
             )
 
 
 def notes_on(config: PretrainedConfig) -> list[str]:
-    """Notes on small differences between llama.cpp and transformers."""
+    """Notes for the user on settings with which llama.cpp computes slightly other logits than transformers."""
     notes = []
     if hasattr(config, "kv_lora_rank") and config.rms_norm_eps != _LATENT_EPS:
         notes.append(
-            f"llama.cpp norms latents with rms_norm_eps, which is {config.rms_norm_eps:g}, and transformers with "
-            f"{_LATENT_EPS:g}: logits differ by some 1e-4"
+            f"llama.cpp normalises MLA's latents with epsilon {config.rms_norm_eps:g} (rms_norm_eps), and transformers "
+            f"with {_LATENT_EPS:g}: logits differ by about 1e-4"
         )
     return notes
 
 
 def head_dim(config: PretrainedConfig) -> int:
-    """Width of a query head."""
+    """Width of an attention head's query."""
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def rope_factors(config: PretrainedConfig) -> torch.Tensor | None:
-    """llama.cpp's divisors of rotary frequencies, fp32 [pairs], for the scaling of Llama 3; None for other kinds."""
+    """Divisors of the rotary frequencies for llama.cpp, fp32 [pairs], if RoPE is scaled as in Llama 3; else None."""
     if config.rope_parameters["rope_type"] != "llama3":
         return None
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
@@ -73,7 +75,7 @@ def rope_factors(config: PretrainedConfig) -> torch.Tensor | None:
 
 
 def add_settings(writer: GGUFWriter, config: PretrainedConfig, family: Family) -> None:
-    """Add the sizes and settings of the model to `writer`."""
+    """Write the sizes and settings of the model to the GGUF `writer`."""
     sizes = {
         "block_count": config.num_hidden_layers,
         "context_length": config.max_position_embeddings,
@@ -98,7 +100,7 @@ def _heads(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def _latent_heads(config: PretrainedConfig) -> dict[str, Any]:
-    """Settings of latent attention: in llama.cpp, one key/value head as wide as the cached latent."""
+    """Settings of multi-head latent attention. In llama.cpp it has one key/value head, as wide as the cached latent."""
     return {
         "head_count_kv": 1,
         # Without this key llama.cpp reads only models of 26, 27 and 48 layers (src/models/deepseek2.cpp, is_lite).
@@ -126,15 +128,16 @@ def _rope(config: PretrainedConfig) -> dict[str, Any]:
         "rope_scaling_yarn_beta_slow": rope.get("beta_slow") or 1.0,
     }
     if hasattr(config, "kv_lora_rank"):
-        # A tenth, which llama.cpp undoes (src/models/deepseek2.cpp, TAG_DEEPSEEK2_YARN_LOG_MUL_FIX).
+        # llama.cpp divides this setting by a tenth (src/models/deepseek2.cpp, TAG_DEEPSEEK2_YARN_LOG_MUL_FIX).
         return base | {"rope_scaling_yarn_log_mul": 0.1 * rope["mscale_all_dim"]}
-    # llama.cpp multiplies the factor by YaRN's own (src/llama-context.cpp, yarn_attn_factor).
+    # llama.cpp multiplies this factor by YaRN's default factor, so it is divided out (src/llama-context.cpp,
+    # yarn_attn_factor).
     own = 0.1 * math.log(max(rope["factor"], 1.0)) + 1.0
     return base | {"rope_scaling_attn_factors": _yarn_factor(config) / own}
 
 
 def _yarn_factor(config: PretrainedConfig) -> float:
-    """YaRN's factor of cosines and sines in transformers."""
+    """Factor by which YaRN in transformers scales cosines and sines."""
     return float(ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))[1])
 
 
@@ -153,7 +156,8 @@ def _experts(config: PretrainedConfig, family: Family) -> dict[str, Any]:
         "leading_dense_block_count": config.first_k_dense_replace,
         "expert_shared_count": config.n_shared_experts,
         "expert_weights_scale": config.routed_scaling_factor,
-        # transformers 5.23 never normalises weights of softmax routers (deepseek_v2/modeling_deepseek_v2.py:97-116).
+        # transformers 5.23 never normalises the weights of softmax routers
+        # (deepseek_v2/modeling_deepseek_v2.py:97-116).
         "expert_weights_norm": is_sigmoid and config.norm_topk_prob,
         "expert_gating_func": ExpertGatingFuncType.SIGMOID if is_sigmoid else ExpertGatingFuncType.SOFTMAX,
     }

@@ -1,6 +1,6 @@
-"""The ONNX folder: graphs written operator by operator, and their verification."""
+"""Export to ONNX: graphs written operator by operator, and their verification."""
 
 MODEL, DATA = "onnx/model.onnx", "onnx/model.onnx_data"
-"""Files of an ONNX folder: the graph, and its weights if they are not in it. transformers.js looks for these names,
-ONNX Runtime GenAI for the name in genai_config.json.
+"""Names of the graph's file, and of the weight file beside a graph of more than 256 MiB. transformers.js looks for
+these names; ONNX Runtime GenAI reads the name from genai_config.json.
 """

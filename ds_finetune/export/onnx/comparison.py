@@ -1,4 +1,4 @@
-"""Compares ONNX Runtime with plain transformers: batch sizes, lengths, padding, a growing cache, greedy decoding."""
+"""Compares ONNX Runtime with plain transformers: batch sizes, lengths, padding, a growing cache and greedy decoding."""
 
 import gc
 from collections.abc import Iterator, Mapping
@@ -23,14 +23,14 @@ from ds_finetune.model.loss.score_config import is_classifier
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
 TOLERANCES = {np.dtype(np.float32): 1e-4, np.dtype(np.float16): 2e-2}
-"""By dtype of the ONNX graph: largest difference at which logits count as equal, relative to the largest logit."""
+"""Largest accepted difference of logits, relative to the largest logit, by dtype of the ONNX graph."""
 FLIPPED_SHARE = 0.1
-"""Share of positions that may exceed the tolerance in fp16 models with routed experts, because rounding may change the
+"""Fraction of positions that may exceed the tolerance in fp16 models with routed experts, where rounding can change the
 choice of experts.
 """
 NEW_TOKENS = 8
 _PRODUCT_NUMEL = 2**22
-"""Elements of a matrix that are cast to fp32 at a time."""
+"""Number of elements of a 16-bit matrix that are cast to fp32 at a time."""
 GENERATED = (
     ((0,), 1, (1,)),
     ((0, 3), 9, (9,)),
@@ -38,11 +38,11 @@ GENERATED = (
     ((0,), 12, (8, 4)),
     ((2, 0), 21, (1, 9, 1, 1, 4, 1, 4)),
 )
-"""Cases of a language model. Each has the number of padding tokens at the start of every row, the length of a row with
-padding, and the lengths of the pieces in which a row is fed, each piece with the cache of the earlier ones.
+"""Test inputs of a language model: padding tokens at the start of each row, row length with padding, and chunk lengths.
+A row is fed to the model chunk by chunk, each chunk with the cache of the earlier ones.
 """
 PROMPTS = ((0, 4, 1, 7), 11)
-"""Prompts of greedy decoding: number of padding tokens at the start of every row, and length of a row with padding."""
+"""Prompts for greedy decoding: number of padding tokens at the start of each row, and row length with padding."""
 SCORED = (
     ((0,), 1, "right"),
     ((0,), 23, "right"),
@@ -50,32 +50,32 @@ SCORED = (
     ((0, 11, 5), 33, "right"),
     ((2, 0), 12, "left"),
 )
-"""Cases of a classifier: number of padding tokens of every row, length of a row with padding, and padding side."""
+"""Test inputs of a classifier: padding tokens of each row, row length with padding, and side of the padding."""
 
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """Rows of random tokens, with the fp32 results of plain transformers."""
+    """Rows of random tokens, and the fp32 logits that plain transformers computes for them."""
 
     name: str
-    """Name of the case in messages."""
+    """Name of the test input in messages."""
     ids: Ints
     """Token ids [rows, length]."""
     mask: Ints
     """Attention mask [rows, length], 0 for padding."""
     chunks: tuple[int, ...] = ()
-    """Sizes of the pieces in which the tokens are fed to a language model."""
+    """Sizes of the chunks in which the tokens are fed to a language model; empty for a classifier."""
     logits: Floats = field(default_factory=lambda: np.zeros((0, 0), dtype=np.float32))
-    """[tokens without padding, vocabulary], or [rows, labels] of a classifier. Only logits that `is_sampled` selects
-    with `stride` are compared.
+    """Logits [tokens without padding, vocabulary] of a language model, or [rows, labels] of a classifier. Only logits
+    that `is_sampled` selects with `stride` are compared.
     """
     stride: int = 1
-    """Distance between the sampled logits of a position."""
+    """Distance between the compared logits of one position; 1 compares all logits."""
     largest: float = 0.0
-    """Largest |logit|, including logits that are not sampled."""
+    """Largest absolute logit, including logits that are not compared."""
 
     def inputs(self) -> dict[str, Ints]:
-        """The inputs of a classifier by name, with token types 0 and 1."""
+        """The inputs of a classifier by name. Half of the tokens have token type 0, half 1."""
         length = self.ids.shape[1]
         types = (np.arange(length) >= length // 2) * self.mask
         return {"input_ids": self.ids, "attention_mask": self.mask, "token_type_ids": types}
@@ -83,48 +83,48 @@ class Case:
 
 @dataclass(frozen=True)
 class Reference:
-    """The fp32 results of plain transformers."""
+    """The fp32 results of plain transformers with which an ONNX graph is compared."""
 
     cases: tuple[Case, ...]
     experts: str
-    """For messages: how many routed experts the tokens reach."""
+    """For messages: the number of routed experts that the tokens reach; empty for a model without experts."""
     tokens: Ints | None = None
-    """Prompts and the tokens that `generate` greedily adds, [rows, length + NEW_TOKENS]; None for a classifier."""
+    """Prompts with the tokens that `generate` adds greedily, [rows, length + NEW_TOKENS]; None for a classifier."""
     leads: Floats | None = None
-    """For each new token, (best - second best logit) / largest |logit|, [rows, NEW_TOKENS]."""
+    """For each generated token, (best - second best logit) / largest |logit|, [rows, NEW_TOKENS]."""
     chosen: Ints | None = None
-    """The best token at the position of each new token, [rows, NEW_TOKENS]; a quantised graph may choose others."""
+    """Best token at the position of each generated token, [rows, NEW_TOKENS]. A quantised graph may choose others."""
     program: str = "transformers"
-    """Name, in messages, of the program that computed the results."""
+    """Name in messages of the program that computed these results."""
 
 
 @dataclass(frozen=True)
 class OnnxComparison:
-    """Distance between ONNX Runtime and the reference, relative to the largest logit of the case."""
+    """Result of comparing ONNX Runtime with the reference. Differences are relative to a test input's largest logit."""
 
     positions: int
-    """Tokens whose logits were compared, or texts of a classifier."""
+    """Number of tokens whose logits were compared; for a classifier, number of texts."""
     beyond: int
-    """Positions whose distance exceeds `tolerance`."""
+    """Number of positions whose difference exceeds `tolerance`."""
     largest: float
-    """Largest distance."""
+    """Largest difference of a logit."""
     tolerance: float
     allowed_share: float
-    """Share of positions, and of new tokens, that may exceed the tolerance."""
+    """Fraction of positions, and of generated tokens, that may exceed the tolerance."""
     new_tokens_differing: int | None
-    """Greedy tokens that differ; None for a classifier, which generates none."""
+    """Number of greedy tokens that differ; None for a classifier."""
     experts: str
     program: str
     failures: tuple[str, ...]
-    """Lines on differences that are not allowed."""
+    """Lines for the user on differences that are not accepted."""
 
     @property
     def unit(self) -> str:
-        """Name of a position in messages."""
+        """What is compared, as a word in messages: texts of a classifier, else positions."""
         return "texts" if self.new_tokens_differing is None else "positions"
 
     def line(self) -> str:
-        """A line for the terminal on what was compared and how close it is."""
+        """A line for the terminal with what was compared and the largest difference."""
         reached = f", reaching {self.experts}" if self.experts else ""
         flipped = f", {self.beyond} beyond it by a router's near tie" if self.beyond else ""
         greedy = "" if self.new_tokens_differing is None else f", {self.new_tokens_differing} greedy tokens differ"
@@ -135,13 +135,13 @@ class OnnxComparison:
 
 
 def is_sampled(shape: tuple[int, ...], stride: int) -> np.ndarray:
-    """Mask of `shape` [positions, width] that selects logits n % stride, n % stride + stride, ... of position n."""
+    """Mask [positions, width] of the logits to compare: position n has logits n % stride, n % stride + stride, ..."""
     positions, width = shape
     return (np.arange(width) - np.arange(positions)[:, None]) % stride == 0  # type: ignore[no-any-return]
 
 
 def make_reference(folder: Path) -> Reference:
-    """Run every case through the model of `folder`, loaded with plain transformers, in fp32 on the CPU."""
+    """Compute the logits of all test inputs with the model of `folder`, in fp32 with plain transformers on the CPU."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     model = auto_class(config).from_pretrained(folder, dtype="auto", trust_remote_code=False).eval()
     model.set_experts_implementation("eager")
@@ -150,7 +150,7 @@ def make_reference(folder: Path) -> Reference:
     decoded: tuple[Ints, Floats, Ints] | tuple[None, None, None] = None, None, None
     with torch.no_grad(), _ProductsInFp32(), _recorded_experts(model) as reached:
         if is_classifier(config):
-            # An encoder scores the first token, which must not be padding.
+            # An encoder classifies a text by its first token, which must not be padding.
             is_encoder = family_of(config.model_type).encoder is not None
             cases = [scored_case(config, *shape) for shape in SCORED if not (is_encoder and shape[-1] == "left")]
         else:
@@ -159,14 +159,16 @@ def make_reference(folder: Path) -> Reference:
             decoded = tokens, leads_of(logits), tokens[:, -NEW_TOKENS:]
         cases = [with_logits(case, model) for case in cases]
     reference = Reference(tuple(cases), _experts_text(model, reached), *decoded)
-    # Modules refer to each other, so only the garbage collector frees the model.
+    # The model's modules refer to each other, so only the garbage collector frees its memory.
     del model
     gc.collect()
     return reference
 
 
 class _ProductsInFp32(TorchFunctionMode):
-    """Multiplies 16-bit matrices in fp32 and casts some rows at a time, so that weights stay in memory-mapped files."""
+    """torch function mode that multiplies 16-bit weight matrices in fp32. It casts some rows of a matrix at a time, so
+    that the weights stay in memory-mapped files.
+    """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401 - every function of torch
         if function is not functional.linear or args[1].dtype == torch.float32:
@@ -174,7 +176,7 @@ class _ProductsInFp32(TorchFunctionMode):
             return out.float() if function is functional.embedding else out
         inputs, weight, bias = (*args, None)[:3]
         out, first = inputs.new_empty(*inputs.shape[:-1], len(weight)), 0
-        # One buffer for all parts: with a new one for each, the heap would fragment.
+        # One buffer is used for all parts, because a new buffer for each part would fragment the heap.
         buffer = torch.empty(max(_PRODUCT_NUMEL // weight.shape[1], 1), weight.shape[1])
         for part in weight.split(len(buffer)):
             out[..., first : first + len(part)] = function(inputs, buffer[: len(part)].copy_(part))
@@ -183,14 +185,14 @@ class _ProductsInFp32(TorchFunctionMode):
 
 
 def generated_case(vocab: int, pads: tuple[int, ...], length: int, chunks: tuple[int, ...]) -> Case:
-    """Rows for a language model, with left padding; the same tokens at each call."""
+    """Rows of random tokens with padding on the left for a language model. Each call returns the same tokens."""
     mask = np.array([[0] * count + [1] * (length - count) for count in pads], dtype=np.int64)
     ids = np.random.default_rng([len(pads), length]).integers(0, vocab, size=mask.shape, dtype=np.int64) * mask
     return Case(f"{len(pads)} rows of {length} with {pads} pads, fed in pieces of {chunks}", ids, mask, chunks)
 
 
 def scored_case(config: PretrainedConfig, pads: tuple[int, ...], length: int, side: str) -> Case:
-    """Rows for a classifier. Only padding has the padding token, so that transformers finds the last token of a row."""
+    """Rows of random tokens for a classifier. None is the padding token, so transformers finds the end of each text."""
     rng, pad = np.random.default_rng([len(pads), length]), config.pad_token_id
     if pad is None:
         pads = pads[:1]
@@ -205,16 +207,15 @@ def scored_case(config: PretrainedConfig, pads: tuple[int, ...], length: int, si
 
 
 def compare(folder: Path, reference: Reference) -> OnnxComparison:
-    """Run the graph of `folder` on every case of `reference` in ONNX Runtime on the CPU.
-
-    Every position must be within the tolerance. In fp16 with routed experts, a share of `FLIPPED_SHARE` may exceed it:
-    where two experts have nearly equal scores, rounding may choose another expert than in fp32.
+    """Run the ONNX graph of `folder` on all test inputs of `reference` with ONNX Runtime on the CPU, and compare the
+    results. Every position must be within the tolerance. In fp16 with routed experts, the fraction `FLIPPED_SHARE` of
+    positions may exceed it: if two experts have nearly equal scores, rounding can select another expert than in fp32.
     """
     engine = None if reference.tokens is None else OnnxCausalLM.from_pretrained(folder, is_mapped=True)
     model = OnnxScorer(folder) if engine is None else engine.runtime
     tolerance = TOLERANCES[model.dtype]
     allowed = FLIPPED_SHARE if reference.experts and model.dtype == np.float16 else 0.0
-    # Without a cache, tokens cannot be fed in pieces.
+    # A graph without a cache cannot be fed in chunks.
     cases = [case for case in reference.cases if len(case.chunks) < 2 or getattr(model, "has_cache", False)]
     distances = [_distances(model, case) for case in cases]
     all_distances = np.concatenate(distances)
@@ -233,21 +234,20 @@ def compare(folder: Path, reference: Reference) -> OnnxComparison:
 
 
 def _distances(model: OnnxModel | OnnxScorer, case: Case) -> np.ndarray:
-    """For each position, the largest difference of its sampled logits, divided by the largest logit of the case."""
+    """For each position, the largest difference of its compared logits, over the largest logit of the test input."""
     if isinstance(model, OnnxScorer):
         logits = model.logits(case.inputs())
     else:
         logits = model.logits(case.ids, case.mask, case.chunks)[case.mask.astype(bool)].astype(np.float32)
-    # NaN and infinity count even if they are not sampled.
+    # NaN and infinity always count as a difference, even at logits that are otherwise not compared.
     is_compared = is_sampled(case.logits.shape, case.stride) | ~np.isfinite(logits)
     gaps = np.where(is_compared, np.abs(logits - case.logits), 0).max(axis=-1)
     return gaps / case.largest  # type: ignore[no-any-return]
 
 
 def _differing_tokens(engine: OnnxCausalLM, reference: Reference, tolerance: float) -> int:
-    """Number of the reference's new tokens that the engine of `ask` and `serve`, with its cache, does not choose
-    greedily after the same tokens; 0 means equal greedy decoding. A token whose lead over the second best is within the
-    tolerance is not counted.
+    """Number of the reference's generated tokens that the ONNX graph does not choose after the same tokens. A token
+    whose lead over the second best is within the tolerance is not counted. 0 means equal greedy decoding.
     """
     assert reference.tokens is not None
     assert reference.leads is not None
@@ -256,7 +256,7 @@ def _differing_tokens(engine: OnnxCausalLM, reference: Reference, tolerance: flo
 
 
 def with_logits(case: Case, model: PreTrainedModel) -> Case:
-    """The case with the logits of `model`."""
+    """Return the test input with the logits that `model` computes."""
     inputs = {name: torch.from_numpy(part) for name, part in case.inputs().items()}
     if case.chunks or getattr(model.config, "type_vocab_size", 1) < 2:
         del inputs["token_type_ids"]
@@ -270,17 +270,18 @@ def with_logits(case: Case, model: PreTrainedModel) -> Case:
 
 
 def generate_tokens(model: PreTrainedModel, tokens: Ints | None = None) -> tuple[Ints, torch.Tensor]:
-    """PROMPTS with NEW_TOKENS more tokens [rows, length + NEW_TOKENS], and the logits before each new token [rows,
-    NEW_TOKENS, vocabulary], by `generate` of `model`. New tokens are the best ones, or those of `tokens`.
+    """Generate NEW_TOKENS tokens after each of PROMPTS with `generate` of `model`, greedily, or forced to be those of
+    `tokens`. Returns all tokens, [rows, length + NEW_TOKENS], and the logits before each new token, [rows, NEW_TOKENS,
+    vocabulary].
     """
     prompts = generated_case(model.config.vocab_size, *PROMPTS, chunks=(PROMPTS[1],))
     settings = GenerationConfig(
         do_sample=False, max_new_tokens=NEW_TOKENS, pad_token_id=0, return_dict_in_generate=True, output_logits=True
     )
     settings.use_cache = model.generation_config.use_cache
-    # The model's own settings may sample or end early; here the best token of every step is compared.
+    # The model's own generation settings may sample or end early, and here the best token of every step is needed.
     model.generation_config = settings
-    # The returned logits are those before `forced` excludes all other tokens.
+    # `generate` returns logits as they were before `forced` excludes all other tokens.
     forced = None if tokens is None else lambda row, ids: [tokens[row, len(ids)]]
     inputs = {"attention_mask": torch.from_numpy(prompts.mask), "prefix_allowed_tokens_fn": forced}
     out: Any = model.generate(torch.from_numpy(prompts.ids), **inputs)
@@ -288,14 +289,14 @@ def generate_tokens(model: PreTrainedModel, tokens: Ints | None = None) -> tuple
 
 
 def leads_of(logits: torch.Tensor) -> Floats:
-    """`Reference.leads` of `logits`."""
+    """Compute `Reference.leads` from `logits` [rows, NEW_TOKENS, vocabulary]."""
     best = logits.topk(2).values
     leads: Floats = ((best[..., 0] - best[..., 1]) / logits.abs().amax(dim=-1)).numpy()
     return leads
 
 
 def _experts_text(model: PreTrainedModel, reached: Mapping[str, set[int]]) -> str:
-    """How many experts of a layer the tokens chose, as text; empty without experts."""
+    """For messages: how many experts of a layer the tokens chose; empty for a model without experts."""
     counts = [len(experts) for experts in reached.values()]
     routers = (model.get_submodule(name) for name in reached)
     return f"{min(counts)} to {max(counts)} of {len(next(routers).weight)} experts a layer" if counts else ""
@@ -303,7 +304,7 @@ def _experts_text(model: PreTrainedModel, reached: Mapping[str, set[int]]) -> st
 
 @contextmanager
 def _recorded_experts(model: PreTrainedModel) -> Iterator[dict[str, set[int]]]:
-    """While open, record the sets of experts that tokens choose, by name of the router."""
+    """Context that records the experts that tokens choose, as a set for each router by name."""
     routers = {name: module for name, module in model.named_modules() if name.endswith("mlp.gate")}
     experts: dict[str, set[int]] = {name: set() for name in routers}
 

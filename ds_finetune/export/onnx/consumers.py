@@ -1,4 +1,4 @@
-"""Settings that ONNX Runtime GenAI and transformers.js read beside the graph."""
+"""Writes the settings that ONNX Runtime GenAI and transformers.js read beside an ONNX graph."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ from ds_finetune.families.table import family_of
 
 
 def write_settings(folder: Path, config: PretrainedConfig, *, dtype: str, with_cache: bool) -> list[str]:
-    """Write genai_config.json, and the settings of transformers.js in config.json; returns notes for the user."""
+    """Write genai_config.json, and transformers.js's settings in config.json. Returns notes for the user."""
     _tell_transformers_js(folder, dtype)
     if not with_cache:
         return []
@@ -22,7 +22,8 @@ def write_settings(folder: Path, config: PretrainedConfig, *, dtype: str, with_c
     if graph.attention == "latent":
         # ONNX Runtime GenAI allocates keys and values of one width, `head_size` (src/models/kv_cache.cpp).
         return [
-            "no genai_config.json: ONNX Runtime GenAI has no latent attention, whose keys and values differ in width"
+            "no genai_config.json is written: ONNX Runtime GenAI does not support latent attention, whose keys and "
+            "values differ in width"
         ]
     settings = _genai_config(folder, config)
     if settings["model"]["eos_token_id"] is None:
@@ -34,7 +35,9 @@ def write_settings(folder: Path, config: PretrainedConfig, *, dtype: str, with_c
 
 
 def _tell_transformers_js(folder: Path, dtype: str) -> None:
-    """Write keys of transformers.js to config.json: whether weights are in a data file, and the cache's dtype."""
+    """Write transformers.js's settings to config.json: whether weights are in a separate file, and the
+    cache's dtype.
+    """
     settings: dict[str, Any] = {"use_external_data_format": 1} if (folder / DATA).is_file() else {}
     settings |= {"kv_cache_dtype": "float16"} if dtype == "fp16" else {}
     if settings:
@@ -69,13 +72,13 @@ def _genai_config(folder: Path, config: PretrainedConfig) -> dict[str, Any]:
         },
     }
     model = {
-        # The type of a decoder with a standard cache; it does not affect how the graph computes.
+        # GenAI's type for any decoder with a standard key/value cache; the graph decides how the model computes.
         "type": "llama",
         "vocab_size": config.vocab_size,
         "context_length": config.max_position_embeddings,
         **({} if ids["bos"] is None else {"bos_token_id": ids["bos"]}),
         "eos_token_id": ids["eos"],
-        # Finished answers are padded with this token.
+        # GenAI fills up finished answers of a batch with the padding token.
         "pad_token_id": end if ids["pad"] is None else ids["pad"],
         "decoder": decoder,
     }

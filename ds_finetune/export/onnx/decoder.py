@@ -1,4 +1,4 @@
-"""The ONNX graphs of a causal model: embedding, attention with a cache, MLP or experts, and logits or scores."""
+"""Builds the ONNX graph of a causal model: embedding, attention with a cache, MLP or experts, and logits or scores."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ from ds_finetune.export.onnx.graph import BATCH, LENGTH, Graph, GraphEnds, value
 from ds_finetune.export.onnx.layers import Layers, Mask, Read, Rotary, parts_of, token_positions
 
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
-"""Kinds of rotary embedding whose frequencies are constants: they do not depend on the input's length."""
+"""Types of rotary embedding whose frequencies do not depend on the length of the input."""
 _PAST, _TOTAL = "past_sequence_length", "total_sequence_length"
 
 
 @dataclass(frozen=True)
 class Cache:
-    """Shape of the two tensors that a layer caches: number of heads, and width of each tensor."""
+    """Shape of the keys and values that a layer caches: number of heads, and widths of a key and a value."""
 
     heads: int
     key_width: int
@@ -27,14 +27,12 @@ class Cache:
 
 
 def decoder_graph(model: PreTrainedModel, read: Read, *, dtype: np.dtype, with_cache: bool) -> tuple[Graph, GraphEnds]:
-    """The graph of `model`, which may be on the meta device, and its inputs and outputs.
+    """Build the ONNX graph of `model`, which may be on the meta device. Returns the graph, and its inputs and outputs.
 
-    Weights are read by `read` when the file is written.
-
-    Inputs, all int64: input_ids [batch, length], attention_mask [batch, total] with 0 for padding, position_ids
-    [batch, length]. With a cache also past_key_values.N.key and .value [batch, heads, past, width], where past may be
-    0, and total is past + length. Outputs: logits [batch, length, vocabulary], and with a cache present.N.key and
-    .value, of length `total`.
+    Weights are read by `read` when the file is written. The int64 inputs are input_ids [batch, length], attention_mask
+    [batch, total] with 0 for padding, and position_ids [batch, length]. With a cache, there are also
+    past_key_values.N.key and .value [batch, heads, past, width], where past may be 0 and total is past + length. The
+    outputs are logits [batch, length, vocabulary], and with a cache present.N.key and .value of length total.
     """
     graph = Graph(dtype)
     layers = Layers(graph, model, read)
@@ -45,9 +43,9 @@ def decoder_graph(model: PreTrainedModel, read: Read, *, dtype: np.dtype, with_c
 
 
 def scoring_graph(model: PreTrainedModel, read: Read, *, dtype: np.dtype) -> tuple[Graph, GraphEnds]:
-    """The graph of the classifier `model`, which scores the last token that the attention mask allows.
-
-    Inputs, int64 [batch, length]: input_ids, and attention_mask with 0 for padding. Output: logits [batch, labels].
+    """Build the ONNX graph of the decoder classifier `model`, which scores the last token that the attention mask
+    allows. The int64 inputs are input_ids and attention_mask (0 for padding), both [batch, length]. The output is
+    logits [batch, labels].
     """
     graph = Graph(dtype)
     layers, config = Layers(graph, model, read), model.config
@@ -64,7 +62,9 @@ def scoring_graph(model: PreTrainedModel, read: Read, *, dtype: np.dtype) -> tup
 
 
 def _last_hidden_states(layers: Layers, positions: str, *, with_cache: bool) -> str:
-    """Hidden states after the final norm, [batch, length, width]; `positions` is [batch, length]."""
+    """Add all layers and the final norm. Returns hidden states [batch, length, width]; `positions` is
+    [batch, length].
+    """
     graph, config = layers.graph, layers.model.config
     attention, _ = ATTENTION[parts_of(config).attention](config)
     mask, rotary = _mask(graph), _rotary(graph, layers.model, positions)
@@ -86,47 +86,53 @@ def _last_hidden_states(layers: Layers, positions: str, *, with_cache: bool) -> 
 
 
 def check_config(config: PretrainedConfig) -> None:
-    """ExportError where no graph exists for the type, activation, rotary embedding or attention of the model."""
+    """Raise ExportError if no ONNX graph exists for the model's type, activation, rotary embedding or attention."""
     parts = parts_of(config)
     if parts.attention not in ATTENTION:
         raise ExportError(
             f"model_type `{config.model_type}` is an encoder, and config.json names the class {config.architectures}",
-            hint="only classifiers of this type have an ONNX graph (...ForSequenceClassification)",
+            hint="encoders can only be exported to ONNX as classifiers (...ForSequenceClassification)",
         )
     kind = config.rope_parameters["rope_type"]
     if kind not in _STATIC_ROPE:
         raise ExportError(
-            f"rope_type `{kind}` depends on the length of the input", hint=f"use one of {', '.join(_STATIC_ROPE)}"
+            f"ONNX graphs do not support rope_type `{kind}`, which depends on the length of the input",
+            hint=f"supported rope types are {', '.join(_STATIC_ROPE)}; export with --format safetensors",
         )
     if config.hidden_act != "silu":
-        raise ExportError(f"hidden_act `{config.hidden_act}` has no ONNX graph", hint="only silu can be exported")
+        raise ExportError(
+            f"ONNX graphs do not support hidden_act `{config.hidden_act}`, only silu",
+            hint="export with --format safetensors",
+        )
     sliding = [
         number for number, kind in enumerate(getattr(config, "layer_types", None) or ()) if kind != "full_attention"
     ]
     if sliding:
         raise ExportError(
-            f"layers {sliding} have no full attention (layer_types in config.json)",
-            hint="only full attention can be exported",
+            f"ONNX graphs support only full attention, and layers {sliding} have another (layer_types in config.json)",
+            hint="export with --format safetensors",
         )
     window = getattr(config, "sliding_window", None)
     if window is not None and not hasattr(type(config), "layer_types"):
         raise ExportError(
-            f"sliding_window {window} in config.json is that of every layer", hint="only full attention can be exported"
+            f"ONNX graphs support only full attention, and config.json has sliding_window {window}",
+            hint="export with --format safetensors",
         )
     if getattr(config, "clip_qkv", None) is not None:
         raise ExportError(
-            f"clip_qkv {config.clip_qkv} in config.json has no ONNX graph",
-            hint="only models without it can be exported",
+            f"ONNX graphs do not support clip_qkv {config.clip_qkv} of config.json",
+            hint="export with --format safetensors",
         )
     method = getattr(config, "topk_method", None) if parts.router == "grouped_softmax" else "greedy"
     if method not in ("greedy", "group_limited_greedy"):
         raise ExportError(
-            f"topk_method `{method}` is not one of {config.model_type}", hint="it is greedy or group_limited_greedy"
+            f"topk_method `{method}` in config.json is unknown for model_type {config.model_type}",
+            hint="known methods are greedy and group_limited_greedy",
         )
 
 
 CacheUpdate = Callable[[str, str], tuple[str, str]]
-"""From a layer's new keys and values to those of all tokens, including cached ones."""
+"""Function that appends a layer's new keys and values to the cached ones, and returns those of all tokens."""
 
 
 def _without_cache(key: str, value_: str) -> tuple[str, str]:
@@ -142,7 +148,7 @@ def _append_to_cache(graph: Graph, number: int) -> CacheUpdate:
 
 @dataclass(frozen=True)
 class _AttentionScope:
-    """Inputs of attention besides hidden states."""
+    """Inputs of an attention layer other than its hidden states."""
 
     layers: Layers
     config: PretrainedConfig
@@ -175,11 +181,12 @@ def _grouped_query(config: PretrainedConfig) -> tuple[Callable[[_AttentionScope,
 
 
 def _latent(config: PretrainedConfig) -> tuple[Callable[[_AttentionScope, str, str], str], Cache]:
-    """Multi-head latent attention on the cached latents themselves (DeepSeek-V2, arXiv 2405.04434, section 2.1.2).
+    """Multi-head latent attention computed on the cached latents (DeepSeek-V2, arXiv 2405.04434, section 2.1.2).
 
-    The cache is that of transformers 5.23: the normed latent as key and the rotated shared key as value, one head each.
-    kv_b_proj is not applied to the cache: its key part is applied to the query and its value part to the output. A
-    decoded token then costs heads x (2 x rank + rope) per cached position instead of rank x heads x (nope + value).
+    The cache is laid out as in transformers 5.23, with one head: the normed latent as key, the rotated shared key as
+    value. kv_b_proj is not applied to the cache; instead its key part is applied to the query and its value part to the
+    output. So a decoded token costs heads x (2 x rank + rope) products per cached position instead of rank x heads x
+    (nope + value).
     """
     heads, rank, rope = config.num_attention_heads, config.kv_lora_rank, config.qk_rope_head_dim
     nope, width = config.qk_nope_head_dim, config.v_head_dim
@@ -211,9 +218,8 @@ def _low_rank_query(layers: Layers, x: str, name: str) -> str:
 
 
 def _split_kv_b(layers: Layers, name: str, heads: int, widths: tuple[int, int]) -> tuple[str, str]:
-    """The key part [heads, nope, rank] and the value part [heads, rank, value] of kv_b_proj.
-
-    The stored weight is [heads * (nope + value), rank].
+    """Split kv_b_proj into its key part [heads, nope, rank] and its value part [heads, rank, value]. The stored weight
+    is [heads * (nope + value), rank].
     """
     key, (nope, width) = f"{name}.weight", widths
     rank = layers.module(name).weight.shape[1]
@@ -229,11 +235,11 @@ ATTENTION: Mapping[str, Callable[[PretrainedConfig], tuple[Callable[[_AttentionS
     "latent": _latent,
     "grouped_query": _grouped_query,
 }
-"""Attention and its cache shape, by the kind named in a family's `OnnxGraph`."""
+"""Builders of attention layers and of their cache shapes, by the name of the attention in a family's `OnnxGraph`."""
 
 
 def _mask(graph: Graph) -> Mask:
-    """Causal mask over past and new tokens, without tokens that attention_mask excludes."""
+    """The causal attention mask over cached and new tokens, which also excludes padding."""
     total, length = graph.op("Shape", "attention_mask", start=1, end=2), graph.op("Shape", "input_ids", start=1, end=2)
     end, past = (graph.op("Squeeze", size, graph.ints(0)) for size in (total, graph.op("Sub", total, length)))
     keys = graph.op("Range", graph.scalar(0, np.int64), end, graph.scalar(1, np.int64))
@@ -244,9 +250,9 @@ def _mask(graph: Graph) -> Mask:
 
 
 def _rotary(graph: Graph, model: PreTrainedModel, position_ids: str) -> Rotary:
-    """The rotary embedding of the model's config, with the frequencies of transformers' own class."""
+    """The rotary embedding of the model, with the frequencies that transformers' own class computes."""
     config = model.config
-    # A new embedding from the config, because the model's may be on the meta device.
+    # The model may be on the meta device, so its rotary embedding is built again from the config.
     embedding = type(model.model.rotary_emb)(config)
     is_interleaved = parts_of(config).is_rotary_interleaved
     frequencies, scaling = embedding.inv_freq.to(torch.float32).numpy(), float(embedding.attention_scaling)

@@ -1,4 +1,4 @@
-"""The ONNX graphs of encoders that classify texts: those of BERT's layers, and those of ModernBERT's."""
+"""Builds the ONNX graphs of encoders that classify texts: BERT-like models and ModernBERT."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -18,10 +18,9 @@ _GELU = "gelu"
 
 
 def encoder_graph(model: PreTrainedModel, read: Read, *, dtype: np.dtype) -> tuple[Graph, GraphEnds]:
-    """The graph of the classifier `model`, which may be on the meta device, and its inputs and outputs.
-
-    Inputs, all int64 [batch, length]: input_ids, attention_mask with 0 for padding, and for BERT token_type_ids.
-    Output: logits [batch, labels]. Weights are read by `read` when the file is written.
+    """Build the ONNX graph of the encoder classifier `model`, which may be on the meta device. Returns graph, inputs
+    and outputs. The inputs, all int64 [batch, length], are input_ids, attention_mask with 0 for padding, and for BERT
+    token_type_ids. The output is logits [batch, labels]. Weights are read by `read` when the file is written.
     """
     graph, config = Graph(dtype), model.config
     kind = family_of(config.model_type).encoder
@@ -34,21 +33,21 @@ def encoder_graph(model: PreTrainedModel, read: Read, *, dtype: np.dtype) -> tup
 
 
 def check_encoder_config(config: PretrainedConfig) -> None:
-    """ExportError where no graph exists for an activation or the rotary embedding of the encoder."""
+    """Raise ExportError if ONNX graphs do not support an activation or the rotary embedding of the encoder."""
     names = [name for name in ("hidden_act", "hidden_activation", "classifier_activation") if hasattr(config, name)]
     wrong = [f"{name} `{getattr(config, name)}`" for name in names if getattr(config, name) != _GELU]
     kinds = {each["rope_type"] for each in (getattr(config, "rope_parameters", None) or {}).values() if each}
     wrong += [f"rope_type `{kind}`" for kind in sorted(kinds - {"default"})]
     if wrong:
         raise ExportError(
-            f"{', '.join(wrong)} of model_type `{config.model_type}` has no ONNX graph",
-            hint=f"only {_GELU} and the default rotary embedding can be exported",
+            f"ONNX graphs of model_type `{config.model_type}` do not support {', '.join(wrong)}",
+            hint=f"only {_GELU} and the default rotary embedding are supported: export with --format safetensors",
         )
 
 
 @dataclass(frozen=True)
 class _EncoderModules:
-    """An encoder's modules and configuration, with the operations of its layers."""
+    """An encoder's modules and configuration, and the operations of its layers in the ONNX graph."""
 
     layers: Layers
     config: PretrainedConfig
@@ -56,22 +55,22 @@ class _EncoderModules:
 
     @property
     def graph(self) -> Graph:
-        """The graph under construction."""
+        """The ONNX graph under construction."""
         return self.layers.graph
 
     def embed(self, name: str, ids: str) -> str:
-        """The rows `ids` of the embedding `name`."""
+        """Look up the rows `ids` of the embedding `name`."""
         return self.graph.op("Gather", self.layers.weight(f"{name}.weight"), ids, axis=0)
 
     def norm(self, x: str, name: str) -> str:
-        """LayerNorm over the last dimension in fp32; without a bias if the module has none."""
+        """LayerNorm over the last dimension in fp32. It has no bias if the module has none."""
         module, graph = self.layers.module(name), self.graph
         weight = self.layers.weight(f"{name}.weight")
         bias = [] if module.bias is None else [self.layers.weight(f"{name}.bias")]
         return graph.op("LayerNormalization", x, weight, *bias, axis=-1, epsilon=module.eps)
 
     def gelu(self, x: str) -> str:
-        """x / 2 x (1 + erf(x / sqrt 2)), in fp32."""
+        """The exact GELU in fp32: x / 2 x (1 + erf(x / sqrt 2))."""
         graph = self.graph
         wide = graph.cast(x, np.float32) if graph.is_half() else x
         erf = graph.op("Erf", graph.op("Mul", wide, graph.scalar(math.sqrt(0.5), np.float32)))
@@ -80,7 +79,9 @@ class _EncoderModules:
         return graph.cast(y, graph.dtype) if graph.is_half() else y
 
     def attend(self, parts: tuple[str, str, str], mask: Mask) -> str:
-        """Bidirectional attention of query, key and value [batch, heads, length, width]: [batch, length, all heads]."""
+        """Bidirectional attention. Query, key and value are [batch, heads, length, width], the result has
+        merged heads.
+        """
         query, key, states = parts
         heads = self.config.num_attention_heads
         scale = self.graph.scalar((self.config.hidden_size // heads) ** -0.5)
@@ -88,12 +89,12 @@ class _EncoderModules:
         return self.layers.merge_heads(mixed)
 
     def heads(self, x: str) -> str:
-        """[batch, length, heads * width] as [batch, heads, length, width]."""
+        """Split heads: [batch, length, heads * width] becomes [batch, heads, length, width]."""
         count = self.config.num_attention_heads
         return self.layers.heads_first(self.layers.heads(x, count, self.config.hidden_size // count))
 
     def mask(self, *, window: int | None = None) -> Mask:
-        """The mask without padding; with a `window`, also without tokens that are more than `window` away."""
+        """Attention mask without padding. A `window` excludes tokens further than `window` positions away."""
         graph = self.graph
         total = graph.op("Shape", "input_ids", start=1, end=2)
         allowed = graph.op("Unsqueeze", graph.cast("attention_mask", np.bool_), graph.ints(1, 2))
@@ -105,15 +106,16 @@ class _EncoderModules:
         return Mask(graph, allowed, total)
 
     def first(self, x: str) -> str:
-        """The first token of each row, [batch, width]."""
+        """Select the first token of each row, [batch, width]."""
         return self.graph.op("Gather", x, self.graph.scalar(0, np.int64), axis=1)
 
 
 def _post_norm(encoder: _EncoderModules) -> str:
-    """Scores by layers with norms after attention and MLP (Devlin et al., BERT, arXiv 1810.04805)."""
+    """Class scores of an encoder whose norms follow attention and MLP (BERT, Devlin et al., arXiv 1810.04805)."""
     graph, layers = encoder.graph, encoder.layers
     if encoder.kind.positions_follow_padding:
-        # Positions count the tokens that are not padding (transformers 5.23, roberta/modeling_roberta.py:142-156).
+        # RoBERTa's positions count only tokens that are not padding (transformers 5.23,
+        # roberta/modeling_roberta.py:142-156).
         pad = graph.scalar(encoder.config.pad_token_id, np.int64)
         is_token = graph.cast(graph.op("Not", graph.op("Equal", "input_ids", pad)), np.int64)
         counted = graph.op("Mul", graph.op("CumSum", is_token, graph.scalar(1, np.int64)), is_token)
@@ -128,7 +130,7 @@ def _post_norm(encoder: _EncoderModules) -> str:
 
 
 def _post_norm_states(encoder: _EncoderModules, positions: str, token_types: str) -> str:
-    """Last hidden states, [batch, length, width]."""
+    """Last hidden states of a BERT-like encoder, [batch, length, width]."""
     graph, layers = encoder.graph, encoder.layers
     prefix = encoder.layers.model.base_model_prefix
     mask = encoder.mask()
@@ -149,7 +151,9 @@ def _post_norm_states(encoder: _EncoderModules, positions: str, token_types: str
 
 
 def _pre_norm(encoder: _EncoderModules) -> str:
-    """Scores by layers with norms before attention and MLP, some with a window (ModernBERT, arXiv 2412.13663)."""
+    """Class scores of an encoder whose norms precede attention and MLP (ModernBERT, arXiv 2412.13663). Some layers have
+    attention with a sliding window.
+    """
     graph, layers, config = encoder.graph, encoder.layers, encoder.config
     kinds = sorted(set(config.layer_types))
     windows = {"full_attention": None, "sliding_attention": config.sliding_window}
@@ -158,7 +162,7 @@ def _pre_norm(encoder: _EncoderModules) -> str:
     hidden = encoder.norm(encoder.embed("model.embeddings.tok_embeddings", "input_ids"), "model.embeddings.norm")
     for number, kind in enumerate(config.layer_types):
         name = f"model.layers.{number}"
-        # The first layer has no norm before its attention.
+        # ModernBERT's first layer has no norm before its attention.
         normed = encoder.norm(hidden, f"{name}.attn_norm") if number else hidden
         query, key, states = (
             encoder.heads(part)
@@ -180,7 +184,7 @@ def _pre_norm(encoder: _EncoderModules) -> str:
 
 
 def _mean(encoder: _EncoderModules, hidden: str) -> str:
-    """Mean of the tokens that are not padding, summed in fp32, [batch, width]."""
+    """Mean over the tokens of a row that are not padding, summed in fp32, [batch, width]."""
     graph = encoder.graph
     wide = graph.cast(hidden, np.float32) if graph.is_half() else hidden
     mask = graph.cast(graph.op("Unsqueeze", "attention_mask", graph.ints(2)), np.float32)
@@ -190,7 +194,7 @@ def _mean(encoder: _EncoderModules, hidden: str) -> str:
 
 
 def _layer_rotary(encoder: _EncoderModules, kind: str) -> Rotary:
-    """The rotary embedding of a kind of layer, with the frequencies of transformers' own class."""
+    """Rotary embedding of layers of the type `kind`, with the frequencies that transformers' own class computes."""
     graph = encoder.graph
     embedding = type(encoder.layers.module("model.rotary_emb"))(encoder.config)
     frequencies = getattr(embedding, f"{kind}_inv_freq").float().numpy()
@@ -198,4 +202,4 @@ def _layer_rotary(encoder: _EncoderModules, kind: str) -> Rotary:
 
 
 ENCODER_GRAPHS: Mapping[str, Callable[[_EncoderModules], str]] = {"post_norm": _post_norm, "pre_norm": _pre_norm}
-"""Graphs by the kind of layers named in a family's `OnnxGraph`."""
+"""Builders of encoder graphs, by the name in a family's `OnnxGraph`."""

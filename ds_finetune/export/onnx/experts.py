@@ -1,4 +1,4 @@
-"""Routers and routed experts in an ONNX graph: a loop over the experts that tokens chose."""
+"""Adds routers and routed experts to an ONNX graph. A loop runs over the experts that tokens chose."""
 
 from collections.abc import Callable, Iterator, Mapping
 from itertools import groupby
@@ -16,11 +16,11 @@ _FP32 = np.dtype(np.float32)
 
 
 Routing = tuple[str, str]
-"""Expert indices of each token [tokens, k] int64, and their routing weights [tokens, k] fp32."""
+"""Choice of experts per token: expert indices int64 [tokens, k], and their routing weights fp32 [tokens, k]."""
 
 
 def moe(layers: Layers, x: str, name: str, config: PretrainedConfig) -> str:
-    """x [batch, length, hidden] through the routed and shared experts of the module `name`; keeps the shape."""
+    """Add a mixture-of-experts layer, the module `name`: x [batch, length, hidden] passes routed and shared experts."""
     graph = layers.graph
     flat = graph.op("Reshape", x, graph.ints(-1, config.hidden_size))
     matrix = layers.weight(f"{name}.gate.weight", torch.t, dtype=_FP32)
@@ -34,9 +34,8 @@ def moe(layers: Layers, x: str, name: str, config: PretrainedConfig) -> str:
 
 
 def _route_sigmoid(layers: Layers, logits: str, name: str, config: PretrainedConfig) -> Routing:
-    """Sigmoid scores. The bias affects only the choice, and groups are ranked by their two best experts.
-
-    As in transformers 5.23, modeling_deepseek_v3.py:133-158.
+    """Sigmoid router: the correction bias affects only the choice, and groups rank by the sum of their two best
+    experts. It computes as transformers 5.23 does, modeling_deepseek_v3.py:133-158.
     """
     graph, experts = layers.graph, layers.module(name).num_experts
     scores = graph.op("Sigmoid", logits)
@@ -54,9 +53,8 @@ def _route_sigmoid(layers: Layers, logits: str, name: str, config: PretrainedCon
 
 
 def _route_grouped_softmax(layers: Layers, logits: str, name: str, config: PretrainedConfig) -> Routing:
-    """Softmax scores; groups are ranked by their best expert, and weights are not normalised.
-
-    As in transformers 5.23, modeling_deepseek_v2.py:97-116.
+    """Softmax router with groups, which rank by their best expert. Routing weights are not normalised. It computes as
+    transformers 5.23 does, modeling_deepseek_v2.py:97-116.
     """
     graph, experts = layers.graph, layers.module(name).num_experts
     scores = graph.op("Softmax", logits, axis=-1)
@@ -68,9 +66,9 @@ def _route_grouped_softmax(layers: Layers, logits: str, name: str, config: Pretr
 
 
 def _route_softmax(layers: Layers, logits: str, name: str, config: PretrainedConfig) -> Routing:
-    """The best softmax scores, divided by their sum if the router's `norm_topk_prob` is true or missing.
-
-    As in transformers 5.23, modeling_qwen3_moe.py:257-266, modeling_olmoe.py:326-335 and modeling_mixtral.py:107-114.
+    """Softmax router: the top k scores, divided by their sum if the router's `norm_topk_prob` is true or missing. It
+    computes as transformers 5.23 does, modeling_qwen3_moe.py:257-266, modeling_olmoe.py:326-335 and
+    modeling_mixtral.py:107-114.
     """
     graph = layers.graph
     weights, index = _top(graph, graph.op("Softmax", logits, axis=-1), config.num_experts_per_tok)
@@ -84,7 +82,7 @@ ROUTERS: Mapping[str, Callable[[Layers, str, str, PretrainedConfig], Routing]] =
     "softmax": _route_softmax,
     "sigmoid": _route_sigmoid,
 }
-"""Choice of experts from router logits [tokens, experts] fp32, by the name in a family's `OnnxGraph`."""
+"""Functions that choose experts from router logits, fp32 [tokens, experts], by the name in a family's `OnnxGraph`."""
 
 
 def _top(graph: Graph, x: str, k: int) -> list[str]:
@@ -96,9 +94,8 @@ def _in_groups(graph: Graph, scores: str, groups: int, experts: int) -> str:
 
 
 def _in_best_groups(graph: Graph, group_scores: str, config: PretrainedConfig, experts: int) -> str:
-    """Whether each expert is in one of its token's `topk_group` best groups, [tokens, experts].
-
-    `group_scores` is [tokens, groups].
+    """Mask [tokens, experts] of the experts in each token's `topk_group` best groups; `group_scores` is [tokens,
+    groups].
     """
     groups = config.n_group
     _, index = _top(graph, group_scores, config.topk_group)
@@ -110,11 +107,10 @@ def _in_best_groups(graph: Graph, group_scores: str, config: PretrainedConfig, e
 
 
 def _experts(layers: Layers, x: str, routing: Routing, name: str) -> str:
-    """The weighted sum of each token's experts [tokens, hidden], summed in fp32, in the graph's dtype.
-
-    A Loop runs once for each expert that a token chose: it takes the expert's weights from the stack, applies them to
-    the expert's tokens, and adds the results to their rows. Only routed tokens are multiplied, as in training; the only
-    additional cost is a copy of the weights of each expert in use.
+    """Compute the weighted sum of each token's experts, [tokens, hidden]. It is summed in fp32 and returned in the
+    graph's dtype. An ONNX Loop runs once for each expert that a token chose. It takes the expert's weights from the
+    stacked tensor, applies them to the expert's tokens, and adds the results to these tokens' rows. So each token costs
+    only its own experts, plus a copy of the weights of each expert in use.
     """
     graph, module = layers.graph, layers.module(name)
     stacks = _stacks(layers, name)
@@ -141,7 +137,7 @@ def _experts(layers: Layers, x: str, routing: Routing, name: str) -> str:
 
 
 def _one_expert(graph: Graph, x: str, weights: str, stacks: tuple[str, str], state: tuple[str, str]) -> str:
-    """`state[1]` [tokens, hidden] plus the weighted output of expert `state[0]` in the rows of its tokens."""
+    """One pass of the loop over experts: add the weighted output of expert `state[0]` to the sums `state[1]`."""
     expert, summed = state
     gate_up, down = (graph.op("Gather", stack, expert, axis=0) for stack in stacks)
     column = graph.op("Gather", weights, expert, axis=1)
@@ -156,9 +152,8 @@ def _one_expert(graph: Graph, x: str, weights: str, stacks: tuple[str, str], sta
 
 
 def _stacks(layers: Layers, name: str) -> tuple[str, str]:
-    """Weights of all experts: gate and up [experts, hidden, 2 x inner], and down [experts, inner, hidden].
-
-    Experts are read one at a time.
+    """Stack the weights of all experts: gate and up [experts, hidden, 2 x inner], down [experts, inner, hidden]. The
+    file's writer reads one expert at a time.
     """
     graph, module = layers.graph, layers.module(name)
     experts, hidden, inner = module.num_experts, module.hidden_dim, module.intermediate_dim

@@ -1,4 +1,6 @@
-"""`ds-finetune export --format onnx`: a folder for ONNX Runtime, which gets its name only after verification."""
+"""Command `ds-finetune export --format onnx`: writes a folder for ONNX Runtime, which is verified before
+it is named.
+"""
 
 import json
 import shutil
@@ -35,28 +37,27 @@ from ds_finetune.model.build.hub_folder import HubFolder, check_index
 from ds_finetune.model.loss.score_config import is_classifier
 
 INLINE_BYTES = 256 * MIB
-"""Weights of more bytes than this are stored in a file of their own: a protobuf message must be smaller than 2 GiB and
-is held in memory.
+"""Weights of more bytes than this are stored in a separate file. A protobuf message must be smaller than 2 GiB, and is
+held in memory.
 """
 _NUMBERS = {"fp32": "float32", "fp16": "float16", "int8": "float32", "int4": "float32"}
-"""Dtype of activations and unquantised weights, by the value of `--dtype`."""
+"""Dtype of activations and unquantised weights in numpy's terms, by the value of `--dtype`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OnnxExportResult(ExportResult):
-    """Result of an ONNX export, with its comparison with plain transformers."""
+    """Result of an ONNX export, with the comparison between ONNX Runtime and plain transformers."""
 
     comparison: OnnxComparison
 
 
 def write(source: Path, out: Path, options: ExportOptions) -> OnnxExportResult:
-    """Write the language model or classifier of `source` to `out` as onnx/model.onnx, with tokenizer and config.
+    """Write the language model or classifier of `source` to `out` as onnx/model.onnx, with tokenizer and configuration.
 
-    `source` is a Hugging Face folder, or another folder that `export_checkpoint` reads: it is exported to a temporary
-    folder beside `out` first.
+    A `source` that is not a Hugging Face folder is first exported to a temporary folder beside `out`.
 
-    ExportError where the model has no ONNX graph; ModelError where the weights do not fit; OutputError where `out` is
-    not empty or larger than the free space of the disk; VerificationError where ONNX Runtime differs from plain
+    ExportError if ONNX graphs do not support the model; ModelError if the weights do not fit; OutputError if `out` is
+    not empty or larger than the free space of the disk; VerificationError if ONNX Runtime differs from plain
     transformers, and then the folder stays as `out`.unverified.
     """
     began = time.monotonic()
@@ -84,18 +85,18 @@ verify = partial(verify_files, kind=FORMAT, parts_at=weights_at, compare=compare
 def check_model(
     config: PretrainedConfig, *, is_classifier: bool, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> None:
-    """ExportError where no graph exists for the type, activation, rotary embedding or attention of the model."""
+    """Raise ExportError if ONNX graphs do not support the model's type, activation, rotary embedding or attention."""
     is_encoder = is_classifier and family_of(config.model_type).encoder is not None
     (check_encoder_config if is_encoder else check_config)(config)
 
 
 def load_model(folder: Path, device: str) -> PreTrainedModel:
-    """The causal LM of `folder` in ONNX Runtime on the CPU, whatever `device` is."""
+    """The causal LM of `folder` in ONNX Runtime. It runs on the CPU, whatever `device` is."""
     return OnnxCausalLM.from_pretrained(folder)
 
 
 def load_scorer(folder: Path) -> Scorer:
-    """The classifier of `folder` in ONNX Runtime on the CPU."""
+    """The classifier of `folder` in ONNX Runtime on the CPU, as a function from token ids to class logits."""
     runtime = OnnxScorer(folder)
     return lambda inputs: torch.from_numpy(runtime.logits({key: part.numpy() for key, part in inputs.items()}))
 
@@ -103,11 +104,14 @@ def load_scorer(folder: Path) -> Scorer:
 def _write_and_compare(
     source: Path, folder: Path, out: Path, options: ExportOptions
 ) -> tuple[OnnxComparison, list[str]]:
-    """Write the model of `folder`, the export of `source`, to `out`; returns the comparison and notes for the user."""
+    """Write the model of `folder`, the export of `source`, to `out`. Returns the comparison and notes for the user."""
     model, hub = plain_model(folder, check_model)
     check_index(folder)
     if options.dtype in BITS and is_classifier(model.config):
-        raise ExportError(f"--dtype {options.dtype} is for language models", hint="export with --dtype fp32 or fp16")
+        raise ExportError(
+            f"the model is a classifier, and --dtype {options.dtype} supports only language models",
+            hint="export with --dtype fp32 or fp16",
+        )
     if options.dtype in BITS and find_spec("onnx_ir") is None:
         raise ExportError(f"--dtype {options.dtype} needs onnx_ir", hint="pip install 'ds_finetune[onnx]'")
     with_cache = options.with_cache and not is_classifier(model.config)

@@ -1,4 +1,4 @@
-"""An ONNX graph built node by node; its weights are streamed to the file, one piece of one weight at a time."""
+"""Builds an ONNX graph node by node, and writes it to a file. Weights are streamed in chunks."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -15,20 +15,20 @@ from onnx.external_data_helper import set_external_data
 from ds_finetune.export.onnx import DATA, MODEL
 
 OPSET, IR_VERSION = 18, 8
-"""The newest operators in use are of opset 18, which ONNX Runtime supports on every device since 1.14."""
+"""Versions of ONNX's operator set and file format. ONNX Runtime supports opset 18 on every device since 1.14."""
 _ALIGNMENT = 4096
-"""Alignment in bytes of weights in the data file: a page, so that programs can map them."""
+"""Alignment of weights in the data file in bytes: one memory page, so that programs can map them."""
 
 Pieces = Callable[[], Iterator[np.ndarray]]
 GraphEnds = tuple[list[onnx.ValueInfoProto], list[onnx.ValueInfoProto]]
-"""The inputs and outputs of a graph."""
+"""The inputs and the outputs of an ONNX graph."""
 BATCH, LENGTH = "batch_size", "sequence_length"
-"""Names of the axes of input_ids."""
+"""Names of the two dimensions of input_ids."""
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight of the graph: `pieces` yields its elements in row-major order, as arrays of `dtype`."""
+    """A weight of an ONNX graph. `pieces` yields its elements in row-major order, as arrays of `dtype`."""
 
     name: str
     shape: tuple[int, ...]
@@ -37,13 +37,15 @@ class Weight:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the weight's data in bytes."""
+        """Size of the weight in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass
 class Graph:
-    """Nodes in order, with the constants and weights that they use, which a subgraph shares."""
+    """An ONNX graph under construction: its nodes in order, and the constants and weights that they use. A subgraph
+    shares constants and weights.
+    """
 
     dtype: np.dtype
     """Dtype of weights and activations: float32 or float16."""
@@ -53,58 +55,56 @@ class Graph:
     numbers: "count[int]" = field(default_factory=count)
 
     def subgraph(self) -> "Graph":
-        """A graph for the body of a loop; its nodes may use values of this graph by name."""
+        """A graph for the body of a loop. Its nodes may use values of this graph by name."""
         return Graph(self.dtype, [], self.constants, self.weights, self.numbers)
 
     def op(self, kind: str, *inputs: str, name: str = "", **attributes: Any) -> str:  # noqa: ANN401 - what ONNX has as attributes
-        """Add a node with one output; returns the output's name, which is `name` if given."""
+        """Add a node with one output. Returns the output's name, which is `name` if given."""
         return self.ops(kind, *inputs, names=(name or self.new_name(kind),), **attributes)[0]
 
     def ops(self, kind: str, *inputs: str, names: Sequence[str] | int, **attributes: Any) -> list[str]:  # noqa: ANN401
-        """Add a node with several outputs, given by names or number; returns their names."""
+        """Add a node with several outputs, given by names or by number. Returns the names of the outputs."""
         outputs = [self.new_name(kind) for _ in range(names)] if isinstance(names, int) else list(names)
         self.nodes.append(helper.make_node(kind, inputs, outputs, name=f"{kind}_{next(self.numbers)}", **attributes))
         return outputs
 
     def ints(self, *values: int) -> str:
-        """A constant list of int64."""
+        """Add a constant int64 vector, and return its name."""
         return self.constant(np.array(values, dtype=np.int64))
 
     def scalar(self, value: float, dtype: np.dtype | type | None = None) -> str:
-        """A constant scalar, of the graph's dtype unless another is given."""
+        """Add a constant scalar of the graph's dtype, or of `dtype`, and return its name."""
         return self.constant(np.array(value, dtype=dtype or self.dtype))
 
     def constant(self, values: np.ndarray) -> str:
-        """A small constant; equal constants are stored once."""
+        """Add a small constant, and return its name. Equal constants are stored once."""
         name = f"const_{values.dtype}_{values.shape}_{values.tobytes().hex()}"
         if name not in self.constants:
             self.constants[name] = numpy_helper.from_array(values, f"const_{len(self.constants)}")
         return self.constants[name].name
 
     def weight(self, name: str, shape: tuple[int, ...], pieces: Pieces, dtype: np.dtype | None = None) -> str:
-        """A weight whose values are read when the file is written, of the graph's dtype unless another is given."""
+        """Add a weight whose values are read when the file is written, of the graph's dtype unless `dtype` is given."""
         assert name not in self.weights, name
         self.weights[name] = Weight(name, shape, dtype or self.dtype, pieces)
         return name
 
     def cast(self, value: str, dtype: np.dtype | type) -> str:
-        """`value` as `dtype`."""
+        """Add a node that casts `value` to `dtype`."""
         return self.op("Cast", value, to=helper.np_dtype_to_tensor_dtype(np.dtype(dtype)))
 
     def is_half(self) -> bool:
-        """Whether activations are float16, so that sums need a cast to fp32."""
+        """Whether activations are float16. Sums are then cast to fp32."""
         return bool(self.dtype == np.float16)
 
     def new_name(self, kind: str) -> str:
-        """A name that no other value has."""
+        """A name that no other value of the graph has."""
         return f"{kind.lower()}_{next(self.numbers)}_out"
 
 
 def write_model(graph: Graph, ends: GraphEnds, folder: Path, *, inline_bytes: int) -> None:
-    """Write `graph` with its inputs and outputs `ends` to the file MODEL of `folder`.
-
-    Weights larger than `inline_bytes` in total are written to the file DATA, one piece at a time, because a protobuf
-    message must be smaller than 2 GiB.
+    """Write `graph` with its inputs and outputs `ends` to the file MODEL of `folder`. If the weights have more than
+    `inline_bytes` in total, they are streamed to the file DATA, because a protobuf message must be smaller than 2 GiB.
     """
     (folder / MODEL).parent.mkdir(parents=True, exist_ok=True)
     is_external = sum(weight.num_bytes for weight in graph.weights.values()) > inline_bytes
@@ -123,7 +123,7 @@ def write_model(graph: Graph, ends: GraphEnds, folder: Path, *, inline_bytes: in
 
 
 def value(name: str, dtype: np.dtype | type, shape: Sequence[int | str | None]) -> onnx.ValueInfoProto:
-    """An input or output; each dimension is a size, the name of a variable size, or None."""
+    """Declare an input or output of a graph. Each dimension is a size, the name of a variable size, or None."""
     return helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(np.dtype(dtype)), shape)
 
 

@@ -1,4 +1,4 @@
-"""Decoder layers, added to an ONNX graph from transformers' modules and a folder's tensors."""
+"""Adds the layers of a decoder to an ONNX graph, from transformers' modules and tensors of a Hugging Face folder."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ from ds_finetune.families.table import family_of
 from ds_finetune.model.weights.names import published_name
 
 Read = Callable[[str], torch.Tensor]
-"""Reads the full tensor with a published name, on the CPU."""
+"""Function that reads the full tensor of a published name, on the CPU."""
 _LAST = -1
 _PIECE_NUMEL = 2**22
-"""Elements of a weight that are cast and written at a time."""
+"""Number of elements of a weight that are cast and written at a time."""
 
 
 def parts_of(config: PretrainedConfig) -> OnnxGraph:
-    """The `OnnxGraph` of the model's family; ExportError where the family has none."""
+    """The ONNX description of the model's family. ExportError if the family has none."""
     parts = ONNX.check_model_type(config.model_type).onnx
     assert parts is not None
     return parts
@@ -31,9 +31,8 @@ def parts_of(config: PretrainedConfig) -> OnnxGraph:
 
 @dataclass(frozen=True)
 class Layers:
-    """Adds modules of `model`, which may be on the meta device, to `graph`.
-
-    Sizes and constants are taken from the modules.
+    """Adds modules of `model` to the ONNX graph `graph`. Sizes and constants are taken from the modules of `model`,
+    which may be on the meta device, and weights are read by `read`.
     """
 
     graph: Graph
@@ -42,17 +41,16 @@ class Layers:
 
     @property
     def family(self) -> Family:
-        """The row of the model's family."""
+        """The row of the families' table for the model's type."""
         return family_of(self.model.config.model_type)
 
     def module(self, name: str) -> Any:  # noqa: ANN401 - each class of transformers has attributes of its own
-        """The module `name` of the model."""
+        """The module `name` of transformers' model."""
         return self.model.get_submodule(name)
 
     def linear(self, x: str, name: str) -> str:
-        """The Linear `name` of x [..., in]: [..., out].
-
-        The weight is stored as [in, out], which MatMul and quantisation tools expect.
+        """Add the linear layer `name`, applied to x [..., in]. Returns [..., out]. The weight is stored as [in, out],
+        which MatMul and quantisation tools expect.
         """
         weight = self.weight(f"{name}.weight", torch.t, name=f"{name}.weight_transposed")
         y = self.graph.op("MatMul", x, weight)
@@ -66,16 +64,14 @@ class Layers:
         name: str = "",
         dtype: np.dtype | None = None,
     ) -> str:
-        """The model's tensor `key` after `change`, as the weight `name` of the graph (by default `key`).
-
-        It has the graph's dtype unless another is given, e.g. fp32 for routers as in transformers. Not for fused
-        experts.
+        """Add the model's tensor `key`, after `change`, as the weight `name` of the graph (by default `key`). Its dtype
+        is the graph's unless `dtype` is given; routers are fp32, as in transformers. Fused experts are not supported.
         """
         module, _, leaf = key.rpartition(".")
         shape, stored = tuple(change(getattr(self.module(module), leaf)).shape), published_name(key, self.family)
 
         def pieces() -> Iterator[np.ndarray]:
-            # Cast a bounded part at a time: embedding and head are the largest tensors of small models.
+            # Embedding and head are the largest tensors of small models, so they are cast in chunks of bounded size.
             changed = change(self.read(stored))
             for part in changed.split(max(_PIECE_NUMEL * len(changed) // changed.numel(), 1)):
                 yield array_of(part, dtype or self.graph.dtype, key)
@@ -83,7 +79,7 @@ class Layers:
         return self.graph.weight(name or key, shape, pieces, dtype)
 
     def norm(self, x: str, name: str) -> str:
-        """RMSNorm over the last dimension in fp32, as in transformers, with the module's epsilon."""
+        """Add an RMSNorm over the last dimension, computed in fp32 as in transformers, with the module's epsilon."""
         graph, module = self.graph, self.module(name)
         wide = graph.cast(x, np.float32) if graph.is_half() else x
         square = graph.op("Pow", wide, graph.scalar(2, np.float32))
@@ -94,49 +90,48 @@ class Layers:
         return graph.op("Mul", narrow, self.weight(f"{name}.weight"))
 
     def mlp(self, x: str, name: str) -> str:
-        """down(silu(gate(x)) * up(x))."""
+        """Add a gated MLP: down(silu(gate(x)) * up(x))."""
         gated = self.graph.op(
             "Mul", silu(self.graph, self.linear(x, f"{name}.gate_proj")), self.linear(x, f"{name}.up_proj")
         )
         return self.linear(gated, f"{name}.down_proj")
 
     def heads(self, x: str, count: int, width: int) -> str:
-        """[batch, length, count * width] as [batch, length, count, width]."""
+        """Reshape [batch, length, count * width] to [batch, length, count, width]."""
         return self.graph.op("Reshape", x, self.graph.ints(0, 0, count, width))
 
     def heads_first(self, x: str) -> str:
-        """[batch, length, heads, width] as [batch, heads, length, width]."""
+        """Transpose [batch, length, heads, width] to [batch, heads, length, width]."""
         return self.graph.op("Transpose", x, perm=[0, 2, 1, 3])
 
     def merge_heads(self, x: str) -> str:
-        """[batch, heads, length, width] as [batch, length, heads * width]."""
+        """Merge heads: [batch, heads, length, width] becomes [batch, length, heads * width]."""
         return self.graph.op("Reshape", self.graph.op("Transpose", x, perm=[0, 2, 1, 3]), self.graph.ints(0, 0, -1))
 
 
 def array_of(tensor: torch.Tensor, dtype: np.dtype, key: str) -> np.ndarray:
-    """`tensor` in row-major order as `dtype`; ExportError where the cast gives NaN or infinity (fp16: above 65504)."""
+    """`tensor` as a numpy array of `dtype`. ExportError if the cast gives NaN or infinity (fp16: above 65504)."""
     cast = tensor.to(torch.float16 if dtype == np.float16 else torch.float32).contiguous()
     check_finite(key, tensor, cast, others="fp32")
     return cast.numpy()
 
 
 def silu(graph: Graph, x: str) -> str:
-    """x * sigmoid(x)."""
+    """Add the SiLU activation, x * sigmoid(x)."""
     return graph.op("Mul", x, graph.op("Sigmoid", x))
 
 
 def token_positions(graph: Graph) -> str:
-    """Position 0, 1, ... of each token in a row of input_ids, int64 [length]."""
+    """Positions 0, 1, ... of the tokens in a row of input_ids, int64 [length]."""
     length = graph.op("Squeeze", graph.op("Shape", "input_ids", start=1, end=2), graph.ints(0))
     return graph.op("Range", graph.scalar(0, np.int64), length, graph.scalar(1, np.int64))
 
 
 @dataclass(frozen=True)
 class Rotary:
-    """Rotary embedding: cosines and sines of every position [batch, 1, length, width / 2] in the graph's dtype.
-
-    A rotated pair is dimensions (i, i + width / 2), or (2i, 2i + 1) in the input if `pairs_in` and in the result if
-    `pairs_out`.
+    """Rotary embedding: cosines and sines of all positions, [batch, 1, length, width / 2] in the graph's dtype. Two
+    dimensions rotate together: (i, i + width / 2), or neighbours (2i, 2i + 1). `pairs_in` says that the input has
+    neighbours, `pairs_out` that the result has.
     """
 
     graph: Graph
@@ -148,7 +143,9 @@ class Rotary:
 
     @classmethod
     def of(cls, graph: Graph, positions: str, frequencies: np.ndarray, scaling: float = 1.0, **pairs: bool) -> "Rotary":
-        """The embedding of `positions` int64 [rows, 1, length, 1]; fp32, with transformers' frequencies and scaling."""
+        """The rotary embedding of `positions`, int64 [rows, 1, length, 1], computed in fp32 from transformers'
+        frequencies.
+        """
         angles = graph.op("Mul", graph.cast(positions, np.float32), graph.constant(frequencies))
         tables = [graph.op(kind, angles) for kind in ("Cos", "Sin")]
         if scaling != 1:
@@ -157,7 +154,7 @@ class Rotary:
         return cls(graph, cos, sin, 2 * len(frequencies), **pairs)
 
     def rotate(self, x: str) -> str:
-        """x [batch, heads, length, width] with each pair rotated by the angle of its position."""
+        """Rotate x [batch, heads, length, width] by the angles of its positions."""
         graph = self.graph
         first, second = self._split(x)
         halves = [
@@ -170,7 +167,7 @@ class Rotary:
         return graph.op("Reshape", stacked, graph.ints(0, 0, 0, self.width))
 
     def rotate_first(self, x: str, width: int) -> str:
-        """x [batch, heads, length, width] with the first `self.width` dimensions rotated, and the others unchanged."""
+        """Rotate the first `self.width` dimensions of x [batch, heads, length, width]. The others stay unchanged."""
         if width == self.width:
             return self.rotate(x)
         graph = self.graph
@@ -187,18 +184,17 @@ class Rotary:
 
 @dataclass(frozen=True)
 class Mask:
-    """The attention mask: `allowed` [batch, 1, length, total], and the number of keys `total` [1]."""
+    """Attention mask: `allowed` [batch, 1, length, total], and the number of keys `total` as a vector of size one."""
 
     graph: Graph
     allowed: str
     total: str
 
     def attend(self, query: str, key: str, value: str, *, heads: int, key_heads: int) -> str:
-        """Attention [batch, heads, length, e] of a scaled query [batch, heads, length, d].
-
-        `key` is [batch, key_heads, total, d], `value` [..., e]. Query heads that share a key are rows of one matrix
-        product, so keys are never repeated. A fully masked row, which is padding, gets the mean of all values instead
-        of NaN. Softmax is computed in fp32.
+        """Add attention with a scaled `query` [batch, heads, length, d]; returns [batch, heads, length, e]. `key` is
+        [batch, key_heads, total, d], `value` [batch, key_heads, total, e]. Query heads that share a key are rows of one
+        matrix product, so keys are not repeated. Softmax is computed in fp32. A fully masked row, which is padding,
+        gets the mean of all values instead of NaN.
         """
         graph = self.graph
         grouped = graph.op("Reshape", query, graph.ints(0, key_heads, -1, 0)) if heads != key_heads else query

@@ -1,4 +1,4 @@
-"""Weights of linear layers in 8 or 4 bits by ONNX Runtime's quantiser, and the loss that quantisation costs."""
+"""Quantises linear weights of an ONNX graph to 8 or 4 bits by ONNX Runtime, and measures the lost accuracy."""
 
 import logging
 import math
@@ -21,19 +21,18 @@ from ds_finetune.export.onnx.runtime import OnnxCausalLM, OnnxModel
 from ds_finetune.export.quantisation_loss import QuantisationLoss, quantisation_loss
 
 BITS = {"int8": 8, "int4": 4}
-"""Bits per weight by the value of `--dtype`."""
+"""Number of bits per weight, by the value of `--dtype`."""
 _ROUTER = ".gate.weight"
 _PIECE_NUMEL = 2**22
-"""Elements that are read and quantised at a time."""
+"""Number of elements that are read and quantised at a time."""
 _BLOCK = 32
-"""Rows of a column that share a scale and a zero point."""
+"""Number of consecutive weights in a column that share a scale and a zero point."""
 
 
 def quantise_weights(folder: Path, dtype: str, source: Path, *, inline_bytes: int) -> QuantisationLoss:
-    """Replace the graph in `folder`, the export of `source`, by one with linear weights in `dtype`.
-
-    Blocks have 32 weights. Embeddings and routed experts are not quantised: their weights are not constants of a
-    MatMul. ExportError where no weight is left.
+    """Replace the graph in `folder`, the export of `source`, by one whose linear weights have the bits of `dtype`.
+    Embeddings and routed experts are not quantised, because their weights are not constants of a MatMul. ExportError if
+    no weight can be quantised.
     """
     new = _quantise(folder, BITS[dtype], inline_bytes)
     before = OnnxCausalLM.from_pretrained(folder, is_mapped=True)
@@ -46,9 +45,8 @@ def quantise_weights(folder: Path, dtype: str, source: Path, *, inline_bytes: in
 
 
 def own_reference(folder: Path, reference: Reference) -> Reference:
-    """`reference` with results of the quantised graph in `folder` itself, so that a later check finds changes.
-
-    Has two cases only, because 8-bit weights are unpacked at each use.
+    """Replace the logits of `reference` by those of the quantised graph in `folder`, so that a later check finds
+    changed files. Only two test inputs are kept, because 8-bit weights are unpacked at each use.
     """
     assert reference.tokens is not None
     model = OnnxCausalLM.from_pretrained(folder, is_mapped=True)
@@ -59,9 +57,8 @@ def own_reference(folder: Path, reference: Reference) -> Reference:
 
 
 def _quantise(folder: Path, bits: int, inline_bytes: int) -> Path:
-    """Write the graph with constant matrices in `bits` bits to a new folder in `folder`, a piece of a weight at a time.
-
-    Routers are not quantised: a token's experts depend on small differences.
+    """Write the graph of `folder` with quantised constant matrices to a new subfolder, in chunks of bounded size.
+    Routers are not quantised, because a token's experts depend on small differences.
     """
     model, quantizer = onnx.load(folder / MODEL, load_external_data=False), _quantizer(bits)
     stored = {tensor.name: tensor for tensor in model.graph.initializer}
@@ -72,7 +69,8 @@ def _quantise(folder: Path, bits: int, inline_bytes: int) -> Path:
     }
     if not chosen:
         raise ExportError(
-            f"no linear layer of the graph can have a weight of {bits} bits", hint="export with --dtype fp32"
+            f"the graph has no linear layer whose weight can be quantised to {bits} bits",
+            hint="export with --dtype fp32",
         )
     matrices = {name: _Matrix(partial(_values, stored[name], folder / DATA), quantizer) for name in chosen.values()}
     others = {name: tensor for name, tensor in stored.items() if name not in matrices}
@@ -89,12 +87,12 @@ def _quantise(folder: Path, bits: int, inline_bytes: int) -> Path:
 
 
 def _is_linear(tensor: onnx.TensorProto) -> bool:
-    """Whether `tensor` is a matrix other than a router's; weights per head of latent attention are 3-D."""
+    """Whether `tensor` is the matrix of a linear layer. A router is not; weights of latent attention are 3-D."""
     return len(tensor.dims) == 2 and not tensor.name.endswith(_ROUTER)
 
 
 def _quantizer(bits: int) -> Any:  # noqa: ANN401 - the library has no types
-    # The import configures the root logger.
+    # Importing the library configures Python's root logger, which is restored below.
     level, handlers = logging.root.level, [*logging.root.handlers]
     from onnxruntime.quantization import matmul_nbits_quantizer as library
 
@@ -107,16 +105,16 @@ def _quantizer(bits: int) -> Any:  # noqa: ANN401 - the library has no types
 
 @dataclass
 class _Matrix:
-    """A constant [inputs, outputs] of a MatMul, quantised some columns at a time by ONNX Runtime's `quantizer`."""
+    """Constant matrix [inputs, outputs] of a MatMul, which ONNX Runtime's `quantizer` quantises in column chunks."""
 
     read: Callable[[], np.ndarray]
     quantizer: Any
     rest: tuple[list[np.ndarray], list[np.ndarray]] = field(default_factory=lambda: ([], []))
-    """Scales and zero points of the columns quantised so far."""
+    """Scales and zero points of the columns that were already quantised."""
     names: list[str] = field(default_factory=list)
 
     def weights(self, name: str) -> list[Weight]:
-        """The weights that replace the matrix, in the order of the file: numbers, scales and zero points."""
+        """The three weights that replace the matrix, in file order: quantised numbers, scales and zero points."""
         (rows, columns), bits = self.read().shape, self.quantizer.config.bits
         blocks, kind = -(-rows // _BLOCK), np.dtype(np.uint8)
         self.names = [f"{name}_Q{bits}", f"{name}_scales", f"{name}_zero_points"]
@@ -137,7 +135,7 @@ class _Matrix:
             yield packed
 
     def node(self, node: onnx.NodeProto) -> onnx.NodeProto:
-        """The node MatMulNBits that replaces the MatMul `node`."""
+        """The node MatMulNBits that replaces the node MatMul `node`."""
         (rows, columns), bits = self.read().shape, self.quantizer.config.bits
         sizes = {"K": rows, "N": columns, "bits": bits, "block_size": _BLOCK}
         inputs = [node.input[0], *self.names]
@@ -147,7 +145,7 @@ class _Matrix:
 
 
 def _values(tensor: onnx.TensorProto, file: Path) -> np.ndarray:
-    """The values of an initializer; one in the data file is mapped anew, so that it does not stay in memory."""
+    """The values of an initializer. A data file is mapped anew each time, so that values do not stay in memory."""
     if not tensor.external_data:
         return numpy_helper.to_array(tensor)
     begin = int({entry.key: entry.value for entry in tensor.external_data}["offset"])

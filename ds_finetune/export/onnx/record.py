@@ -1,4 +1,4 @@
-"""The record that an ONNX folder is verified against: digests of its files, and results of plain transformers."""
+"""The record by which an ONNX folder is verified: digests of its files, and logits that plain transformers computed."""
 
 import base64
 from collections.abc import Mapping
@@ -13,15 +13,14 @@ from ds_finetune.export.onnx import MODEL
 from ds_finetune.export.onnx.comparison import Case, Reference, compare, is_sampled
 
 FORMAT = "onnx 3"
-"""Format of an ONNX folder's record."""
+"""Name and version of the format in the record of an exported folder."""
 _SAMPLED_LOGITS = 1024
-"""Minimum number of logits recorded for each position; more if the longest case would miss rows of the head."""
+"""Minimum number of logits recorded per position. There are more if some rows of the head would be missed."""
 
 
 def write_record(folder: Path, reference: Reference, about: Mapping[str, Any]) -> None:
-    """Write the file RECORD into a folder that was just written and compared.
-
-    `about` has the result of the comparison and versions of packages, for people who read the file.
+    """Write the file RECORD into an ONNX folder that was just written and compared. `about` has the result of the
+    comparison and versions of packages, for people who read the file.
     """
     longest = max(len(case.logits) for case in reference.cases)
     arrays = {"tokens": reference.tokens, "leads": reference.leads, "chosen": reference.chosen}
@@ -37,20 +36,20 @@ def write_record(folder: Path, reference: Reference, about: Mapping[str, Any]) -
 
 
 def reference_of(tree: Mapping[str, Any]) -> Reference:
-    """The results of plain transformers in the record `tree`."""
+    """The recorded results of plain transformers, from the parsed record `tree`."""
     dtypes = {"tokens": np.int64, "leads": np.float32, "chosen": np.int64}
     arrays = {name: None if tree[name] is None else np.array(tree[name], kind) for name, kind in dtypes.items()}
     return Reference(tuple(map(_case_from, tree["cases"])), tree["experts"], **arrays, program=tree["program"])
 
 
 def compare_with_record(folder: Path, tree: Mapping[str, Any]) -> Findings:
-    """Compare logits and greedy tokens of ONNX Runtime with those of `reference_of(tree)`."""
+    """Compare logits and greedy tokens of ONNX Runtime with the results in the record `tree`."""
     comparison = compare(folder, reference_of(tree))
     return list(comparison.failures), [comparison.line()]
 
 
 def weights_at(folder: Path, _: object, name: str, changed: Mapping[str, Runs]) -> list[str]:
-    """Names of the graph's weights with bytes in a changed range of the file `name`."""
+    """Names of the graph's weights whose bytes in the file `name` overlap a changed range."""
     if changed.get(MODEL) or not (folder / MODEL).is_file():
         return []
     names = []
@@ -63,9 +62,8 @@ def weights_at(folder: Path, _: object, name: str, changed: Mapping[str, Runs]) 
 
 
 def _case_tree(case: Case, longest: int) -> dict[str, Any]:
-    """A case as JSON, with its sampled logits in fp32, flat in order of positions; all logits of a classifier.
-
-    `longest` is the number of positions of the longest case, which samples every row of the head.
+    """A test input as JSON, with its sampled logits in fp32. All logits of a classifier are recorded. `longest` is the
+    number of positions of the longest test input, whose samples must cover every row of the head.
     """
     stride = min(-(-case.logits.shape[1] // _SAMPLED_LOGITS), longest) if case.chunks else 1
     return {
@@ -81,7 +79,7 @@ def _case_tree(case: Case, longest: int) -> dict[str, Any]:
 
 
 def _case_from(tree: Mapping[str, Any]) -> Case:
-    """The inverse of `_case_tree`; logits that were not recorded are 0."""
+    """Parse the JSON that `_case_tree` made. Logits that were not recorded are 0."""
     logits = np.zeros(tree["shape"], dtype=np.float32)
     logits[is_sampled(logits.shape, tree["stride"])] = np.frombuffer(base64.b64decode(tree["logits"]), dtype="<f4")
     ids, mask = (np.array(tree[name], dtype=np.int64) for name in ("ids", "mask"))

@@ -1,4 +1,4 @@
-"""Runs an ONNX folder in ONNX Runtime on the CPU, also as a transformers model for `generate` and its server."""
+"""Runs an ONNX folder with ONNX Runtime on the CPU, also as a transformers model for `generate` and the server."""
 
 import os
 from collections.abc import Mapping
@@ -20,19 +20,19 @@ _PAST = "past_key_values."
 
 
 def open_session(folder: Path, *, is_mapped: bool = False) -> tuple[onnxruntime.InferenceSession, np.dtype]:
-    """The graph of `folder` in ONNX Runtime, on all CPU cores of this process, and the dtype of its logits.
-
-    If `is_mapped`, weights stay in the file, which is slower and takes little memory: they are neither reordered for
-    faster products nor cast ahead of use. Weights of few bits would be unpacked at each use, so they are copied, unless
-    the embedding is also the head and would be copied too.
+    """Open the graph of `folder` with ONNX Runtime on all CPU cores of this process. Returns the session and the
+    logits' dtype. With `is_mapped`, weights stay in the file, which takes little memory and is slower: they are neither
+    reordered for faster products nor cast ahead of use. Quantised weights would be unpacked at each use, so they are
+    copied to memory, unless the embedding is also the head and would be copied too.
     """
-    # Earlier versions wrote the graph beside config.json.
+    # Earlier versions of this program wrote model.onnx beside config.json.
     file = folder / MODEL if (folder / MODEL).is_file() else folder / "model.onnx"
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = len(os.sched_getaffinity(0))
     if is_mapped:
         options.enable_cpu_mem_arena = options.enable_mem_pattern = False
-        # The next level would cast all fp16 weights at once; the default order, all before the first layer.
+        # A higher optimisation level, or the default order of execution, would cast all fp16 weights before the first
+        # layer.
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
         options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
         graph = file.read_bytes()
@@ -47,7 +47,7 @@ def open_session(folder: Path, *, is_mapped: bool = False) -> tuple[onnxruntime.
 
 
 class OnnxModel:
-    """The graph of a folder in ONNX Runtime, on all CPU cores of this process."""
+    """The language model of an ONNX folder in ONNX Runtime, on all CPU cores of this process."""
 
     def __init__(self, folder: Path, *, is_mapped: bool = False) -> None:
         self._session, self.dtype = open_session(folder, is_mapped=is_mapped)
@@ -60,16 +60,15 @@ class OnnxModel:
         return bool(self._caches)
 
     def empty_cache(self, rows: int) -> list[np.ndarray]:
-        """Empty keys and values, in the order of the graph's inputs."""
+        """Empty keys and values for `rows` rows, in the order of the graph's inputs."""
         return [np.zeros((rows, heads, 0, width), dtype=self.dtype) for _, heads, _, width in self._caches.values()]
 
     def run(
         self, ids: np.ndarray, mask: np.ndarray, cache: list[np.ndarray], positions: np.ndarray | None = None
     ) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Logits [rows, length, vocabulary] of `ids` [rows, length], and the cache with these tokens added.
-
-        `mask` [rows, total] is the attention mask of cached tokens and `ids`. By default `positions` of `ids` are
-        counted in `mask`.
+        """Logits [rows, length, vocabulary] of `ids` [rows, length], and the cache extended by these tokens. `mask`
+        [rows, total] is the attention mask of cached tokens and `ids`. By default the positions of `ids` are counted in
+        `mask`.
         """
         if positions is None:
             positions = np.maximum(mask.cumsum(axis=1) - 1, 0)[:, -ids.shape[1] :]
@@ -80,9 +79,8 @@ class OnnxModel:
         return logits, new_cache
 
     def logits(self, ids: np.ndarray, mask: np.ndarray, chunks: tuple[int, ...]) -> np.ndarray:
-        """Logits [rows, length, vocabulary] of `ids`, fed in pieces of `chunks` tokens.
-
-        Each piece uses the cache of the pieces before it.
+        """Logits [rows, length, vocabulary] of `ids`, which are fed in chunks of `chunks` tokens. Each chunk uses the
+        cache of the chunks before it.
         """
         cache, parts, end = self.empty_cache(len(ids)), [], 0
         for size in chunks:
@@ -94,23 +92,22 @@ class OnnxModel:
 
 
 class OnnxScorer:
-    """The graph of a classifier's folder in ONNX Runtime, on all CPU cores of this process."""
+    """The classifier of an ONNX folder in ONNX Runtime, on all CPU cores of this process."""
 
     def __init__(self, folder: Path) -> None:
         self._session, self.dtype = open_session(folder)
         self.names = [entry.name for entry in self._session.get_inputs()]
 
     def logits(self, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Logits [rows, labels] in fp32 of `inputs` int64 [rows, tokens]; inputs that the graph lacks are ignored."""
+        """Logits [rows, labels] in fp32 of `inputs`, int64 [rows, tokens] by name. Inputs without a use are ignored."""
         (logits,) = self._session.run(["logits"], {name: inputs[name] for name in self.names})
         return logits.astype(np.float32)  # type: ignore[no-any-return]
 
 
 class OnnxCausalLM(PreTrainedModel, GenerationMixin):
-    """An ONNX folder as a causal LM of transformers, without parameters: `generate` samples and streams as usual.
-
-    Keys and values stay in a DynamicCache as ONNX Runtime returns them, without copies between steps. A folder without
-    a cache computes all tokens at each step.
+    """An ONNX folder as a causal LM of transformers, which has no parameters; `generate` samples and streams as usual.
+    Keys and values stay in a DynamicCache as ONNX Runtime returns them, without copies between steps. A graph without a
+    cache computes all tokens at each step.
     """
 
     def __init__(self, config: PretrainedConfig, runtime: OnnxModel) -> None:
@@ -121,7 +118,7 @@ class OnnxCausalLM(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, *, is_mapped: bool = False, **_: Any) -> "OnnxCausalLM":  # noqa: ANN401 - devices, dtypes and revisions of transformers' callers
-        """The model of an ONNX folder, with its generation config if it has one; other arguments are ignored."""
+        """Load an ONNX folder, with its generation config if it has one. Other arguments are ignored."""
         folder = Path(folder)
         model = cls(AutoConfig.from_pretrained(folder, trust_remote_code=False), OnnxModel(folder, is_mapped=is_mapped))
         if (folder / "generation_config.json").is_file():
@@ -131,12 +128,12 @@ class OnnxCausalLM(PreTrainedModel, GenerationMixin):
 
     @property
     def device(self) -> torch.device:
-        """The CPU, on which inputs must be."""
+        """The CPU. Inputs must be on it."""
         return torch.device("cpu")
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the logits that `forward` returns."""
+        """Dtype of the logits that `forward` returns."""
         return torch.float32
 
     def forward(
@@ -171,7 +168,7 @@ class OnnxCausalLM(PreTrainedModel, GenerationMixin):
 
 
 def _replace_states(cache: Cache, new_cache: list[np.ndarray]) -> None:
-    """Replace the keys and values in `cache` by `new_cache`, which has those of all tokens."""
+    """Replace the keys and values in `cache` by `new_cache`, which has the keys and values of all tokens."""
     for layer, (keys, values) in zip(cache.layers, zip(new_cache[::2], new_cache[1::2], strict=True), strict=True):
         states = torch.from_numpy(keys), torch.from_numpy(values)
         layer.lazy_initialization(*states)

@@ -1,8 +1,8 @@
-"""Checkpoints in DeepSpeed's own format (`engine.save_checkpoint`), ZeRO stages 0 to 3, read without DeepSpeed.
+"""Reads checkpoints in DeepSpeed's own format (`engine.save_checkpoint`), ZeRO stages 0 to 3, without DeepSpeed.
 
-The format is that of DeepSpeed 0.19.8: runtime/engine.py:4319-4361 (file names), 5017-5038 (model states),
-runtime/zero/stage_1_and_2.py:3358-3403 and stage3.py:3431-3447 (optimizer states), utils/zero_to_fp32.py (how
-partitions of ranks are joined).
+The format is described in DeepSpeed 0.19.8: runtime/engine.py:4319-4361 (file names), 5017-5038 (model states),
+runtime/zero/stage_1_and_2.py:3358-3403 and stage3.py:3431-3447 (optimizer states), utils/zero_to_fp32.py (how the
+ranks' partitions are joined).
 """
 
 import math
@@ -23,7 +23,7 @@ from ds_finetune.model.weights.safetensors_file import DataFile
 
 
 class Inert:
-    """Stands in for a pickled object of another program's class, and ignores its state."""
+    """Placeholder for a pickled object of a class that is not imported. Its state is ignored."""
 
     def __init__(self, *_: object) -> None:
         pass
@@ -33,29 +33,28 @@ class Inert:
 
 
 class InertInt(int):
-    """Stands in for a pickled member of an integer enumeration, e.g. `ZeroStageEnum`."""
+    """Placeholder for a pickled member of an integer enumeration, e.g. `ZeroStageEnum`."""
 
 
 def load_values(path: Path, stand_ins: Sequence[tuple[Any, str]]) -> dict[str, Any]:
-    """The dictionary in the file `path`, with tensors on the meta device; `span_of` finds their data in the file.
-
-    Unpickling constructs only classes of torch's own allow-list and those of `stand_ins`: pairs of an inert class and
-    the pickled name that it replaces. ExportError for any other name, before anything of the pickle is executed.
+    """Load the dictionary that torch.save wrote to `path`, with tensors on the meta device; `span_of` locates their
+    data. Only classes of torch's allow-list and placeholders are constructed: `stand_ins` are pairs of a placeholder
+    and the pickled name that it replaces. Any other name raises ExportError before the pickle is executed.
     """
     try:
         with safe_globals(list(stand_ins)):
             unknown = sorted(get_unsafe_globals_in_checkpoint(str(path)))
             if unknown:
                 raise ExportError(
-                    f"{path} holds objects of {len(unknown)} unknown kinds: {', '.join(unknown)}",
-                    hint="they could run code and were not loaded; export from a checkpoint that only DeepSpeed wrote",
+                    f"{path} holds objects of {len(unknown)} unknown classes: {', '.join(unknown)}",
+                    hint="it was not loaded, since such objects can run code: use a checkpoint that DeepSpeed wrote",
                 )
             tree = torch.load(path, map_location="meta", weights_only=True)
     except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as broken:
         reason = str(broken).splitlines()[0]
         raise ExportError(
             f"{path} cannot be read: {reason}",
-            hint="the file is damaged, or torch.save did not write it; use an older checkpoint",
+            hint="the file is damaged or was not written by torch.save; use an older checkpoint",
         ) from broken
     if not isinstance(tree, dict):
         raise ExportError(
@@ -66,7 +65,7 @@ def load_values(path: Path, stand_ins: Sequence[tuple[Any, str]]) -> dict[str, A
 
 @dataclass(frozen=True)
 class FileSpan:
-    """`numel` consecutive elements of `dtype` in a file, from byte `offset`."""
+    """A range of a file: `numel` consecutive elements of `dtype`, from byte `offset`."""
 
     file: DataFile
     offset: int
@@ -74,7 +73,9 @@ class FileSpan:
     dtype: torch.dtype
 
     def read_into(self, view: memoryview) -> memoryview:
-        """Fill the beginning of `view`; returns the rest of it. ExportError for a file that is too short."""
+        """Read the range into the beginning of `view`, and return the rest of it. ExportError if the file
+        is too short.
+        """
         size = self.numel * self.dtype.itemsize
         try:
             self.file.read_into(view[:size], self.offset)
@@ -84,9 +85,9 @@ class FileSpan:
 
 
 def span_of(tensor: torch.Tensor, file: DataFile) -> FileSpan:
-    """The data in `file` of a tensor that `load_values(file.path)` returned; ExportError where it is not contiguous.
-
-    The storage of a tensor loaded to the meta device has its offset in the file (torch 2.13, serialization.py:2098).
+    """The range of `file` with the data of a tensor that `load_values(file.path)` returned. ExportError if it is not
+    contiguous. torch 2.13 gives the storage of a tensor on the meta device its offset in the file
+    (serialization.py:2098).
     """
     if not tensor.is_contiguous() or not tensor.dtype.is_floating_point:
         raise ExportError(
@@ -99,7 +100,7 @@ def span_of(tensor: torch.Tensor, file: DataFile) -> FileSpan:
 
 
 Vector = Sequence[FileSpan]
-"""Spans of one dtype, possibly of several files, joined to one vector."""
+"""A flat vector that is stored as ranges of files, all of one dtype."""
 
 
 def numel_of(vector: Vector) -> int:
@@ -108,7 +109,7 @@ def numel_of(vector: Vector) -> int:
 
 
 def part_of(vector: Vector, start: int, numel: int) -> Iterator[FileSpan]:
-    """Spans with the elements `start` to `start + numel` of a vector."""
+    """The ranges of files that have the elements `start` to `start + numel` of a vector."""
     for span in vector:
         first, last = max(start, 0), min(start + numel, span.numel)
         if first < last:
@@ -118,9 +119,8 @@ def part_of(vector: Vector, start: int, numel: int) -> Iterator[FileSpan]:
 
 @dataclass(frozen=True)
 class SplitTensor:
-    """A tensor in slices of `slice_numel` elements: slice i begins at element `offset` of `vectors[i]`.
-
-    The last slice may have padding.
+    """A tensor stored in slices of `slice_numel` elements. Slice i begins at element `offset` of `vectors[i]`. The last
+    slice may end with padding.
     """
 
     shape: tuple[int, ...]
@@ -130,11 +130,11 @@ class SplitTensor:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the stored elements; fp32 where there are none."""
+        """Dtype of the stored elements; fp32 if there are none."""
         return next((span.dtype for vector in self.vectors for span in vector if span.numel), torch.float32)
 
     def spans(self, start: int, numel: int) -> Iterator[FileSpan]:
-        """Spans with the elements `start` to `start + numel` of the flattened tensor, in order."""
+        """The ranges of files that have the elements `start` to `start + numel` of the flattened tensor, in order."""
         end = start + numel
         while start < end:
             index, skipped = divmod(start, self.slice_numel)
@@ -149,7 +149,7 @@ _STAND_INS = (
     (Inert, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
     (InertInt, "deepspeed.runtime.zero.config.ZeroStageEnum"),
 )
-"""DeepSpeed classes named in its files, each with the inert class that replaces it."""
+"""Names of DeepSpeed classes in its checkpoint files, each with the placeholder that replaces it."""
 _RANK_FILE = re.compile(
     r"(?P<bf16>bf16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_?(?P<kind>model|optim)_states\.pt"
 )
@@ -165,21 +165,20 @@ _UNSUPPORTED_LAYOUTS = (
     (re.compile(r"offloaded_tensors"), "the optimizer was offloaded to NVMe, and its values are in .swp files"),
     (re.compile(r"zero"), "it is a universal checkpoint"),
 )
-"""File names of unsupported layouts, and their meaning."""
+"""Patterns of file names by which unsupported layouts of a checkpoint are recognised, each with its meaning."""
 _MODEL_KEYS, _OPTIM_KEYS = ("module", "buffer_names", "dp_world_size"), ("optimizer_state_dict",)
 _AUTOEP_KEYS = ("ds_autoep_layers", "autoep_layers")
 _PREFIXES = ("module.", "lm.")
 
 
 def is_deepspeed_checkpoint(folder: Path) -> bool:
-    """Whether `folder` is a checkpoint written by DeepSpeed: it has the file `latest`, or state files."""
+    """Whether `folder` is a checkpoint written by DeepSpeed: it has a file `latest`, or files of states."""
     return (folder / "latest").is_file() or any(folder.glob("*_states.pt"))
 
 
 def read_deepspeed_checkpoint(folder: Path) -> TensorSource:
-    """Weights and persistent buffers of the checkpoint in `folder`, or in the step folder that its file `latest` names.
-
-    Weights are the optimizer's fp32 master weights, or the stored weights where there are none. ExportError where a
+    """Read the weights and persistent buffers of a DeepSpeed checkpoint, in `folder` or the step folder that `latest`
+    names. Weights are the optimizer's fp32 master weights if there are any, else the stored weights. ExportError if a
     file is missing or the layout is not supported.
     """
     step = _step_folder(folder)
@@ -212,14 +211,14 @@ def read_deepspeed_checkpoint(folder: Path) -> TensorSource:
 
 @dataclass(frozen=True)
 class _States:
-    """A file of states: its values, with tensors on the meta device."""
+    """A file of model or optimizer states, loaded with tensors on the meta device."""
 
     file: DataFile
     values: dict[str, Any]
 
     @classmethod
     def read(cls, path: Path, *, keys: Collection[str]) -> "_States":
-        """Read the file at `path`; ExportError where one of `keys` is missing in it."""
+        """Load the file at `path`. ExportError if one of `keys` is missing in it."""
         values = load_values(path, _STAND_INS)
         absent = sorted(set(keys) - values.keys())
         if absent:
@@ -240,7 +239,8 @@ def _step_folder(folder: Path) -> Path:
     step = folder / latest.read_text(encoding="utf-8").strip()
     if not step.is_dir():
         raise ExportError(
-            f"{latest} names `{step.name}`, which is not there", hint="name one of the step folders itself"
+            f"{latest} names the folder `{step.name}`, which does not exist",
+            hint="name one of the step folders instead",
         )
     return step
 
@@ -248,7 +248,9 @@ def _step_folder(folder: Path) -> Path:
 def _read_ranks(
     step: Path, kind: str, keys: Collection[str], num_ranks: Callable[[_States], int], absent: ExportError
 ) -> list[_States]:
-    """State files of a kind of all data-parallel ranks, whose number the first file names; `absent` without files."""
+    """Load the model or optimizer state files (`kind`) of all data-parallel ranks. The first file says how many ranks
+    there are. Raises the error `absent` if there is no such file.
+    """
     matches = ((path, _RANK_FILE.fullmatch(path.name)) for path in step.iterdir())
     files = {int(match["dp"]): path for path, match in matches if match and match["kind"] == kind}
     if not files:
@@ -266,7 +268,7 @@ def _read_ranks(
 
 
 def _read_model_states(step: Path) -> list[_States]:
-    """The one file of ZeRO stages 0 to 2, or the files of all ranks at stage 3."""
+    """Load the model states: one file at ZeRO stages 0 to 2, files of all ranks at stage 3."""
     full = [path for path in sorted(step.iterdir()) if _MODEL_FILE.fullmatch(path.name)]
     if full:
         return [_States.read(full[0], keys=_MODEL_KEYS)]
@@ -277,7 +279,7 @@ def _read_model_states(step: Path) -> list[_States]:
 
 
 def _read_optim_states(step: Path, model: Sequence[_States]) -> list[_States]:
-    """The files of all ranks; none at ZeRO stage 0, where the model states have full tensors."""
+    """Load the optimizer states of all ranks; none at ZeRO stage 0, where the model states have the full tensors."""
     if model[0].values.get("param_shapes") is None and not any(step.glob("*zero_pp_rank_*_optim_states.pt")):
         return []
 
@@ -286,8 +288,8 @@ def _read_optim_states(step: Path, model: Sequence[_States]) -> list[_States]:
         return int(max(partitions) if isinstance(partitions, list) else partitions)
 
     absent = ExportError(
-        f"{step} holds no *_optim_states.pt file, where the fp32 weights are",
-        hint="copy those of every rank into the folder",
+        f"{step} holds no *_optim_states.pt file, which have the fp32 weights",
+        hint="copy these files of every rank into the folder",
     )
     return _read_ranks(step, "optim", _OPTIM_KEYS, num_ranks, absent)
 
@@ -313,7 +315,7 @@ def _trained_weights(step: Path, model: Sequence[_States], optim: Sequence[_Stat
 def _stage_3_weights(
     step: Path, groups: Sequence[Mapping[str, Sequence[int]]], optim: Sequence[_States]
 ) -> Iterator[_NamedTensor]:
-    """Each rank has a slice of every parameter, in order, in its flat vector, which is cut into sub-groups."""
+    """Weights at ZeRO stage 3: each rank's flat vector has a slice of every parameter, and is cut into sub-groups."""
     vectors = [[states.span(flat) for flat in _zero(states)["fp32_flat_groups"]] for states in optim]
     offset = 0
     for name, shape in ((name, tuple(shape)) for group in groups for name, shape in group.items()):
@@ -326,7 +328,9 @@ def _stage_3_weights(
 def _stage_1_and_2_weights(
     step: Path, groups: Sequence[Mapping[str, Sequence[int]]], optim: Sequence[_States]
 ) -> Iterator[_NamedTensor]:
-    """The joined partitions of a group hold its parameters in order; the state file gives the paddings."""
+    """Weights at ZeRO stages 1 and 2: the partitions of a group, joined in order of ranks, have the group's parameters
+    in order. The state file says how many elements of padding follow each parameter.
+    """
     paddings = _zero(optim[0]).get("param_alignment_paddings") or [[0] * len(group) for group in groups]
     flats = [_zero(states)["single_partition_of_fp32_groups"] for states in optim]
     _check_count(
@@ -354,14 +358,13 @@ def _check_count(step: Path, present: Sequence[int], expected: Sequence[int], un
         if has != needs:
             raise ExportError(
                 f"{step}: the flat weights hold {has} {unit} where the model states need {needs} (file {rank})",
-                hint="files of different saves are mixed; use another step",
+                hint="the folder mixes files of different saves; use the folder of another step",
             )
 
 
 def _frozen_weights(model: Sequence[_States]) -> Iterator[_NamedTensor]:
-    """Parameters that the optimizer does not have.
-
-    At ZeRO stage 3 they are slices, else full tensors; stage 1 has them only in `module`.
+    """Frozen parameters, which the optimizer does not have. At ZeRO stage 3 they are stored in slices, else as full
+    tensors; at stage 1 they are only in the entry `module`.
     """
     values = model[0].values
     sliced = values.get("frozen_param_fragments") or {}
@@ -385,7 +388,7 @@ def _full(states: _States, tensor: torch.Tensor) -> SplitTensor:
 
 
 def _common_prefix(names: Collection[str]) -> str:
-    """The prefix that model wrappers added to all names."""
+    """Prefix of all parameter names that model wrappers have added."""
     prefix = ""
     while more := next((p for p in _PREFIXES if names and all(name.startswith(prefix + p) for name in names)), ""):
         prefix += more

@@ -1,4 +1,4 @@
-"""The kinds of folders that `export` reads, recognised by their files, and opened as a `TensorSource`."""
+"""Recognises the kinds of folders that `export` reads by their files, and opens them as a `TensorSource`."""
 
 import os
 from collections.abc import Callable, Collection, Mapping
@@ -38,15 +38,14 @@ from ds_finetune.model.weights.names import hub_pieces, is_adapter, weight_of
 
 
 def read_checkpoint(folder: Path) -> tuple[TensorSource, frozenset[str]]:
-    """The fp32 weights and the buffers of a checkpoint of a run, and the names of the buffers.
-
-    CheckpointError where a part is missing, and on reading elements that are in no part.
+    """Open the fp32 weights and buffers of a run's checkpoint. Returns them and the names of the buffers.
+    CheckpointError if a part of the checkpoint is missing, and on reading elements that no part has.
     """
     manifest = Manifest.read(folder)
     if manifest.absent_parts:
         raise CheckpointError(
-            f"{folder} lacks {', '.join(manifest.absent_parts)}: other nodes keep them",
-            hint="gather its parts with `ds-finetune checkpoint gather`",
+            f"{folder} lacks {', '.join(manifest.absent_parts)}, which other nodes store",
+            hint="gather the parts of the checkpoint with `ds-finetune checkpoint gather`",
         )
     reader = PartReader(folder / name for name in manifest.parts)
     kinds = {key: key.partition("/") for key in reader.held}
@@ -73,23 +72,23 @@ def read_checkpoint(folder: Path) -> tuple[TensorSource, frozenset[str]]:
 
 @dataclass(frozen=True)
 class OpenedSource:
-    """A folder opened for an export."""
+    """A folder opened for an export: its tensors, and where its configuration, tokenizer and base are."""
 
     source: TensorSource
     folders: tuple[Path, ...]
-    """Folders that are searched in this order for config.json and tokenizer files."""
+    """Folders that are searched for config.json and tokenizer files, in this order."""
     trained: Path | None = None
-    """Folder with the tokenizer and generation_config.json that the run exports; takes precedence over --base."""
+    """Folder with the tokenizer and generation_config.json that the run exports. It takes precedence over --base."""
     record: ExportRecord | None = None
-    """The record of the run's own export of these weights, if there is one."""
+    """Record of the run's own export of the same weights, if there is one."""
     hub: HubFolder | None = None
-    """The folder of the model itself, or of the base model of adapters; None for other sources."""
+    """The opened Hugging Face folder of the model, or of the base model of adapters; None for other sources."""
     base: Path | None = None
-    """Folder of the model that the source was trained from, if known and on this machine."""
+    """Folder of the base model from which training started, if it is known and on this machine."""
     why_no_base: str = "no --base was given"
     has_own_config: bool = False
-    """Whether only the source's own config.json and tokenizer fit: its vocabulary may be larger than the base's, or it
-    is a classifier.
+    """Whether only the source's own config.json and tokenizer fit, because its vocabulary is larger than the base's or
+    it is a classifier.
     """
 
     @property
@@ -99,16 +98,15 @@ class OpenedSource:
 
 
 def open_deepspeed(path: Path, _: Path | None) -> OpenedSource:
-    """Open a checkpoint in DeepSpeed's own format; the Hugging Face Trainer writes config.json beside it."""
+    """Open a checkpoint in DeepSpeed's own format. The Hugging Face Trainer writes config.json beside it."""
     return OpenedSource(
         read_deepspeed_checkpoint(path), (path,) if (path / "latest").is_file() else (path, path.absolute().parent)
     )
 
 
 def open_checkpoint(path: Path, base: Path | None) -> OpenedSource:
-    """Open a checkpoint of a run, or a run's newest complete one, and verify its files first.
-
-    Adapters are merged into `base`, or into the model that the run file names.
+    """Open a checkpoint of a run, or the newest complete checkpoint of a run, after verifying its files. Adapters are
+    merged into `base`, or into the model that the run file names.
     """
     folder = find_checkpoint(path)
     check_folder(folder)
@@ -131,7 +129,7 @@ def open_checkpoint(path: Path, base: Path | None) -> OpenedSource:
     lora, dtype = LoraConfig.model_validate(state.config["lora"] or {}), PRECISION_DTYPES[train["precision"]]
 
     def factors(weight: str) -> Factors:
-        """The adapter of `weight`, rounded to the training dtype, in which the model computed."""
+        """The adapter of `weight`, rounded to the training dtype, with which the model computed in training."""
         a, b = (
             source.read(name, 0, prod(source.shapes[name])).view(source.shapes[name]).to(dtype)
             for name in (sides[weight, s] for s in "AB")
@@ -147,7 +145,7 @@ def open_checkpoint(path: Path, base: Path | None) -> OpenedSource:
 
 
 def _base_of_run(state: RunState) -> tuple[Path | None, str]:
-    """The folder of published weights from which a run started; or None and the reason."""
+    """The folder of published weights from which a run started; if there is none, None and the reason."""
     model = state.config["model"]
     if model["weights"] == "random":
         return None, "its weights were initialised at random"
@@ -155,33 +153,34 @@ def _base_of_run(state: RunState) -> tuple[Path | None, str]:
 
 
 def open_model(path: Path, _: Path | None) -> OpenedSource:
-    """Open a folder of published weights with its config.json.
-
-    ModelError where a file is missing or damaged; ExportError for an unsupported quantised format.
+    """Open a folder of published weights with its config.json. ModelError if a file is missing or damaged; ExportError
+    if weights are in an unsupported quantised format.
     """
     config = read_readable_config(path)
     model_type = text_tree(config).get("model_type") or config.get("model_type")
     if model_type is None:
-        raise ExportError(f"{path}/config.json has no model_type", hint="take the config.json published with it")
+        raise ExportError(
+            f"{path}/config.json has no model_type", hint="use the config.json that was published with the model"
+        )
     check_no_other_format(path, ExportError)
     hub = HubFolder(path)
     return OpenedSource(hub_source(hub, family_of(str(model_type))), (path,), hub=hub)
 
 
 def is_model(path: Path) -> bool:
-    """Whether `path` has published weights and a config.json."""
+    """Whether the folder `path` has published weights and a config.json."""
     return (path / "config.json").is_file() and has_weights(path)
 
 
 def open_adapter(path: Path, base: Path | None) -> OpenedSource:
-    """Open an adapter in peft's format, merged into `base`, or into the model that its configuration names."""
+    """Open an adapter in peft's format, merged into `base`, or into the model that adapter_config.json names."""
     adapter = PeftAdapter.open(path)
     base_folder = _resolve_base(str(base or adapter.config.get("base_model_name_or_path") or ""), path)
     check_base(adapter.base, base_folder, label=str(path))
     if adapter.config.get("task_type") == "SEQ_CLS" and not holds_classifier(path):
         raise ExportError(
             f"{path} adapts a classifier (task_type SEQ_CLS) and holds no config.json, which names its classes",
-            hint="put the config.json of the trained classifier there (peft: model.config.save_pretrained)",
+            hint="put the config.json of the trained classifier into the folder (peft: model.config.save_pretrained)",
         )
     trained = None
     if adapter.fully_trained:
@@ -195,46 +194,47 @@ def open_adapter(path: Path, base: Path | None) -> OpenedSource:
 def _resolve_base(name: str, path: Path) -> Path:
     if not name:
         raise ExportError(
-            f"{path} does not say which model its adapters belong to", hint="name the folder of that model by --base"
+            f"{path} does not say which base model its adapters belong to",
+            hint="name the folder of the base model by --base",
         )
     try:
         return resolve_folder(name)
     except ModelError as absent:
         raise ExportError(
-            f"{path} holds adapters for `{name}`: {absent.message}", hint="name the folder of that model by --base"
+            f"the base model `{name}` of the adapters in {path} cannot be opened: {absent.message}",
+            hint="name the folder of the base model by --base",
         ) from absent
 
 
 def check_base(digest: str, folder: Path, *, label: str) -> None:
-    """ExportError where the weights of `folder` have another `digest`; an empty digest fits any weights."""
+    """Raise ExportError if the weights of `folder` do not have this `digest`. An empty digest fits any weights."""
     if digest and (actual := weights_digest(folder)) != digest:
         raise ExportError(
-            f"{label} was trained on weights with digest {digest}, and those of `{folder}` have {actual}",
-            hint="name that model's folder by --base",
+            f"{label} was trained from weights with digest {digest}, but the weights of `{folder}` have {actual}",
+            hint="name the folder of the model that training started from by --base",
         )
 
 
 @dataclass(frozen=True)
 class _Adapters:
-    """Adapters of a model: the weights `names` that have one, and `factors`, which gives the adapter of a weight."""
+    """LoRA adapters of a model: the `names` of the adapted weights, and a function from a name to its adapter."""
 
     names: Collection[str]
     factors: Callable[[str], Factors]
     trained: TensorSource | None
-    """Fully trained tensors, e.g. a head, which replace the base's; None without any."""
+    """Fully trained tensors, e.g. a classification head, which replace the base's tensors; None if there are none."""
 
 
 def _merged_source(
     base: TensorSource, adapters: _Adapters, family: Family, *, label: str, without: Collection[str] = ()
 ) -> TensorSource:
-    """The tensors of `base`, except those in `without`, with `adapters` added in fp32.
-
-    The adapters of the last few weights are cached. ExportError where an adapter does not fit the base.
+    """The tensors of `base` without the names in `without`, with `adapters` merged in fp32. The adapters of the last
+    few weights are cached. ExportError if an adapter does not fit the base.
     """
     factors = lru_cache(maxsize=8)(lambda name: adapters.factors(name).as_stored(name, family))
 
     def pieces_of(name: str, shape: tuple[int, ...]) -> list[tuple[str, int, tuple[int, ...]]]:
-        """Tensors of the base folder that make up the model's tensor `name`: key, first element's index, shape."""
+        """The base folder's tensors that make up the model's tensor `name`: key, index of first element, and shape."""
         if name in base.shapes:
             return [(name, 0, shape)]
         return [(piece.key, piece.first_element(shape), piece.shape) for piece in hub_pieces(name, shape, family)]
@@ -256,7 +256,7 @@ def _merged_source(
         if wrong:
             raise ExportError(
                 f"{label} does not fit the base: `{name}` is {shape}, {'; '.join(wrong[:3])}",
-                hint="name the model it was trained on by --base",
+                hint="name the folder of the model that training started from by --base",
             )
         adapted |= {key: (name, begin) for key, begin, _ in pieces}
 
@@ -280,7 +280,7 @@ def _open_merged(base: Path, adapters: _Adapters, *, beside: Path, label: str) -
     is_own = holds_classifier(beside)
     unused: set[str] = set()
     if is_own:
-        # The language-model head, and multi-token prediction layers.
+        # The base's language-model head and multi-token prediction layers, which a classifier does not use.
         spec = read_model_spec(beside)
         unused = hub.shapes.keys() - spec.shapes.keys() - spec.published_shapes().keys()
     source = _merged_source(hub_source(hub, family), adapters, family, label=label, without=unused)
@@ -288,12 +288,12 @@ def _open_merged(base: Path, adapters: _Adapters, *, beside: Path, label: str) -
 
 
 def is_peft_adapter(path: Path) -> bool:
-    """Whether `path` has an adapter written by peft or by a run."""
+    """Whether the folder `path` has an adapter in peft's format."""
     return (path / ADAPTER_CONFIG).is_file()
 
 
 def _record_of_run(checkpoint: Path) -> ExportRecord | None:
-    """The record of an export that the same run wrote at the step of `checkpoint`; None without one."""
+    """Record of the export that the same run wrote at the step of `checkpoint`; None if there is none."""
     run = checkpoint.absolute().parent.parent
     records = (
         ExportRecord.read(folder) for folder in (run / "export", run / "export-best") if (folder / RECORD).is_file()
@@ -304,7 +304,7 @@ def _record_of_run(checkpoint: Path) -> ExportRecord | None:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether `path` is a complete checkpoint of a run, or a folder with some."""
+    """Whether `path` is a complete checkpoint of a run, or a folder with complete checkpoints."""
     return (path / MANIFEST).is_file() or any(complete_steps(folder) for folder in (path, path / CHECKPOINTS))
 
 
@@ -314,13 +314,12 @@ KINDS: Mapping[str, tuple[Callable[[Path], bool], Callable[[Path, Path | None], 
     "an adapter (adapter_config.json)": (is_peft_adapter, open_adapter),
     "a model (config.json and *.safetensors)": (is_model, open_model),
 }
-"""Kinds of folders by their name in messages: how each is recognised, and how it is opened."""
+"""Kinds of folders by their names in messages: function that recognises a folder, and function that opens it."""
 
 
 def open_source(path: Path, base: Path | None = None) -> OpenedSource:
-    """Open the checkpoint, adapter or model in `path`; `base` is the model that was trained, if known.
-
-    ExportError where the folder is none of `KINDS`.
+    """Open the checkpoint, adapter or model in `path`. `base` is the folder of the base model, if given. ExportError if
+    the folder is none of `KINDS`.
     """
     if not path.is_dir():
         raise ExportError(f"`{path}` is not a folder", hint="name the folder of a run, a checkpoint or a model")

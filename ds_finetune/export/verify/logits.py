@@ -1,4 +1,4 @@
-"""Loads exported folders with plain transformers in a process without ds_finetune, and compares their logits."""
+"""Loads exported folders with plain transformers, in a process without ds_finetune, and compares their logits."""
 
 import json
 import os
@@ -22,29 +22,31 @@ _LIMIT_16_BIT, _NOISE_FACTOR, _HIGHEST_LIMIT = 1e-3, 3.0, 0.05
 _NOISE_FACTOR_FP8, _HIGHEST_LIMIT_FP8 = 2.0, 0.15
 _QUANTILE = 0.9
 _PADDED_LIMIT = 1e-4
-"""Allowed fp32 deviation, for classifiers, of a padded batch from the same texts one by one."""
+"""Allowed difference in fp32 between a classifier's logits of a padded batch and of the same texts one by one, relative
+to the largest logit.
+"""
 _POLL_SECONDS = 0.5
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
 class LoadedFolder:
-    """Results of plain_transformers.py for a folder: report and sampled logits, or why it failed."""
+    """What plain transformers computed for an exported folder (by plain_transformers.py), or why it failed."""
 
     report: Mapping[str, Any] = field(default_factory=dict)
     logits: Floats | None = None
-    """In the folder's dtype; in bf16 for an FP8 folder."""
+    """Sampled logits in the folder's dtype; for an FP8 folder in bf16."""
     fp32: Floats | None = None
-    """Logits of the same weights in fp32, if the folder is not in fp32."""
+    """Sampled logits of the same weights computed in fp32; None if the folder is in fp32."""
     perturbed: Floats | None = None
-    """Logits of an FP8 folder in fp32, with each FP8 number moved at random within its rounding."""
+    """fp32 logits of an FP8 folder whose FP8 numbers were each moved at random within their rounding."""
     padded: Floats | None = None
-    """Logits of a classifier in fp32, from one padded batch of all prompts."""
+    """fp32 logits of a classifier, computed in one padded batch of all prompts."""
     failure: str = ""
 
     @classmethod
     def read(cls, results: Path, number: int) -> "LoadedFolder":
-        """The results for folder `number`, from the folder `results`."""
+        """Read the results for folder `number` from the folder `results`."""
         report = json.loads((results / f"{number}.json").read_text(encoding="utf-8"))
         assert not report["ours"], report["ours"]
         files = {name: results / f"{number}.{name}.npy" for name in ("logits", "fp32", "perturbed", "padded")}
@@ -52,8 +54,7 @@ class LoadedFolder:
 
 
 def load_folders(folders: Sequence[Path]) -> Iterator[tuple[Path, LoadedFolder]]:
-    """Load each folder with plain transformers, in another process without ds_finetune and without access to the hub.
-
+    """Load each folder with plain transformers, in another process without ds_finetune and without access to the Hub.
     One process loads all folders, one after another. If it fails on one, another process loads the rest.
     """
     environ = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
@@ -75,7 +76,7 @@ def load_folders(folders: Sequence[Path]) -> Iterator[tuple[Path, LoadedFolder]]
 
 
 def _run(command: list[str], environ: dict[str, str], line: PhaseLine) -> subprocess.CompletedProcess[str]:
-    """Run a process, and keep `line` up to date meanwhile; returns the process with its output."""
+    """Run a process and return its output. Meanwhile the progress line `line` is refreshed."""
     with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         while True:
             try:
@@ -89,7 +90,7 @@ def _run(command: list[str], environ: dict[str, str], line: PhaseLine) -> subpro
 
 
 def compare_logits(record: ExportRecord, loaded: LoadedFolder) -> tuple[list[str], list[str]]:
-    """Differences of the logits of a folder from the record, and lines on what was compared."""
+    """Compare a folder's logits with its record. Returns lines on differences, and lines on what was compared."""
     report, logits = loaded.report, loaded.logits
     assert logits is not None
     name = f"{report['versions']} in {report['dtype']} on {report['device']}, without ds_finetune"
@@ -117,9 +118,9 @@ def compare_logits(record: ExportRecord, loaded: LoadedFolder) -> tuple[list[str
 
 
 def compare_padding(record: ExportRecord, loaded: LoadedFolder) -> tuple[list[str], list[str]]:
-    """Differences of a classifier's padded batch from single texts, and lines on what was compared.
-
-    transformers takes the last token that is not padding, so a padding token that may end a text changes logits.
+    """Compare a classifier's logits of a padded batch with logits of single texts. Returns lines on differences and on
+    what was compared. transformers takes the last token that is not padding, so a padding token that may end a text
+    would change logits.
     """
     one_by_one = loaded.logits if loaded.fp32 is None else loaded.fp32
     assert one_by_one is not None
@@ -131,7 +132,7 @@ def compare_padding(record: ExportRecord, loaded: LoadedFolder) -> tuple[list[st
 
 
 def compare_tokens(record: ExportRecord, loaded: LoadedFolder) -> tuple[list[str], list[str]]:
-    """Differences of the folder's tokenizer from the record's token ids, and lines on what was compared."""
+    """Compare the folder's token ids with its record. Returns lines on differences, and lines on what was compared."""
     count = len(record.texts)
     if not count:
         return [], []
@@ -157,7 +158,7 @@ def compare_tokens(record: ExportRecord, loaded: LoadedFolder) -> tuple[list[str
 
 
 def _compare_with_run(record: ExportRecord, expected: Floats, loaded: LoadedFolder, logits: Floats) -> tuple[bool, str]:
-    """Whether nine tenths of the positions are within the limit, and a line on it."""
+    """Compare logits with the run's. Returns whether nine tenths of the positions are within the limit, and a line."""
     compared = logits if loaded.perturbed is None or loaded.fp32 is None else loaded.fp32
     deviation, limit = deviations(compared, expected, record.lengths()), _limit(record, loaded, logits)
     high = float(np.quantile(deviation, _QUANTILE))
@@ -169,7 +170,7 @@ def _compare_with_run(record: ExportRecord, expected: Floats, loaded: LoadedFold
 
 
 def _limit(record: ExportRecord, loaded: LoadedFolder, logits: Floats) -> float:
-    """The deviation that nine tenths of the positions must not exceed."""
+    """The deviation of logits that nine tenths of the positions must not exceed."""
     lengths, fp32 = record.lengths(), logits if loaded.fp32 is None else loaded.fp32
     rounding = deviations(logits, fp32, lengths)
     if loaded.perturbed is not None:
@@ -181,10 +182,9 @@ def _limit(record: ExportRecord, loaded: LoadedFolder, logits: Floats) -> float:
 
 
 def deviations(logits: Floats, expected: Floats, lengths: Sequence[int]) -> NDArray[np.float64]:
-    """Deviation of the logits of each position, [positions]; position i has `lengths[i]` of the flat `logits`.
-
-    A deviation is the root mean square of `logits - expected` over the position's logits, divided by the largest
-    |expected|.
+    """Deviation of the logits at each position, [positions]; position i has `lengths[i]` of the flat `logits`. A
+    deviation is the root mean square of `logits - expected` over the position's logits, divided by the largest
+    |expected| of all positions.
     """
     ends = np.cumsum(lengths)
     squares = (logits.astype(np.float64) - expected) ** 2

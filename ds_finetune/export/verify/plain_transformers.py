@@ -1,19 +1,19 @@
-"""Load exported folders with plain transformers: `python -P plain_transformers.py PARENT_PID OUT BUILT_AS FOLDER...`.
+"""Loads exported folders with plain transformers: `python -P plain_transformers.py PARENT_PID OUT BUILT_AS FOLDER...`.
 
-This file is started by its path in a process of its own, and imports nothing of ds_finetune. For folder number i,
-`OUT/i.json` is a report on the loading. `OUT/i.logits.npy` holds the sampled logits of the prompts in the folder's
-verification.json (ds_finetune/export/verify/record.py) in the folder's dtype, `OUT/i.fp32.npy` those in fp32.
+This file is started by its path in a process of its own, and imports nothing of ds_finetune. For folder number i it
+writes a report on the loading, `OUT/i.json`, and files with logits of the prompts in the folder's verification.json
+(ds_finetune/export/verify/record.py): `OUT/i.logits.npy` in the folder's dtype, `OUT/i.fp32.npy` in fp32. The report
+also has the token ids that the folder's tokenizer gives for the record's texts.
 
-`BUILT_AS` is JSON: model types that transformers does not know, with those whose classes they are. Such a folder is
+`BUILT_AS` is JSON that maps model types unknown to transformers to model types whose classes fit. Such a folder is
 loaded as `AutoModelForCausalLM.from_pretrained(folder, config=AutoConfig.from_pretrained(folder, model_type=...))`.
 
-Weights in FP8 are dequantised here with plain torch, because transformers 5.23 fails on rows that 128 does not divide,
-and takes wrong blocks for other such sizes (integrations/finegrained_fp8.py:1130-1175). `OUT/i.perturbed.npy` holds
-logits in fp32 of the same model with every FP8 number moved at random within its rounding.
+FP8 weights are dequantised here with plain torch, because transformers 5.23 fails on row counts that 128 does not
+divide, and takes wrong blocks for some sizes (integrations/finegrained_fp8.py:1130-1175). `OUT/i.perturbed.npy` has
+fp32 logits of the same model with every FP8 number moved at random within its rounding.
 
-A classifier, by `architectures` in config.json, has one row of logits for each prompt. `OUT/i.padded.npy` holds those
-of one batch of all prompts in fp32, padded on the right, where config.json names a padding token. The report has what
-the folder's tokenizer makes of the record's texts.
+A classifier has one row of logits for each prompt. `OUT/i.padded.npy` has fp32 logits of one batch of all prompts,
+padded on the right, if config.json names a padding token.
 """
 
 import copy
@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    # Before the slow imports: PR_SET_PDEATHSIG of prctl(2) ends this process with the process that started it.
+    # This precedes the slow imports: PR_SET_PDEATHSIG of prctl(2) ends this process when the process that started it
+    # ends.
     ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != int(sys.argv[1]):
         sys.exit("the process that started this one has ended")
@@ -48,17 +49,17 @@ from transformers import (
 )
 
 _GPU_FACTOR, _GPU_FACTOR_FP8 = 2.2, 4.4
-"""Free memory that a GPU must have, relative to the files: 16-bit weights, the model in fp32, some activations."""
+"""Free GPU memory that a folder needs, relative to its files: 16-bit weights, the fp32 model and activations."""
 _BLOCK, _SCALE, _FP8 = 128, "_scale_inv", torch.float8_e4m3fn
 _E2M1, _GROUP = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), 32
 _GROUPED, _EAGER = "grouped_mm", "eager"
 _MANTISSA, _SMALLEST_STEP = 3, 2.0**-9
-"""Mantissa bits of E4M3, and the distance between its smallest numbers."""
+"""Number of mantissa bits of FP8 E4M3, and the distance between its smallest numbers."""
 
 
 def main() -> None:
-    """Load every folder and write its results."""
-    # The limit in fp32 holds for fp32 and not for TF32, which NVIDIA's containers enable.
+    """Load every folder, and write its results."""
+    # The tolerance for fp32 does not hold for TF32, which NVIDIA's containers enable.
     torch.set_float32_matmul_precision("highest")
     out, built_as, folders = Path(sys.argv[2]), json.loads(sys.argv[3]), map(Path, sys.argv[4:])
     for number, folder in enumerate(folders):
@@ -109,9 +110,9 @@ def _inspect_folder(folder: Path, config: PretrainedConfig) -> tuple[dict[str, A
 
 
 def _choose_experts(model: PreTrainedModel, record: dict[str, Any]) -> str:
-    """Switch to eager experts if torch's grouped product does not support the model; returns why, or an empty text.
-
-    torch 2.13 requires rows of a multiple of 16 bytes (aten, GroupedMMUtils.h). Weights can be verified all the same.
+    """Switch to eager experts if torch's grouped matrix product does not support the model. Returns the reason, or an
+    empty text. torch 2.13 requires that rows have a multiple of 16 bytes (aten, GroupedMMUtils.h). Verification does
+    not need the product.
     """
     if getattr(model.config, "_experts_implementation", None) != _GROUPED:
         return ""
@@ -127,7 +128,7 @@ def _choose_experts(model: PreTrainedModel, record: dict[str, Any]) -> str:
 def _load_plain(folder: Path, config: PretrainedConfig) -> tuple[PreTrainedModel, dict[str, Any]]:
     settings = {"dtype": "auto", "local_files_only": True, "trust_remote_code": False}
     kind = AutoModelForSequenceClassification if _is_classifier(config) else AutoModelForCausalLM
-    # Of composite models, AutoModelForCausalLM loads some in full, of some the text part, and others not at all.
+    # AutoModelForCausalLM loads some composite models in full, of others only the text part, and others not at all.
     kind = AutoModelForMultimodalLM if hasattr(config, "text_config") else kind
     return kind.from_pretrained(folder, config=config, output_loading_info=True, **settings)
 
@@ -139,9 +140,8 @@ def _is_classifier(config: PretrainedConfig) -> bool:
 def _load_dequantised(
     folder: Path, config: PretrainedConfig, *, perturbed: bool = False
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """The model of a folder in FP8 blocks, dequantised to bf16, and transformers' loading report.
-
-    If `perturbed`, every FP8 number is moved at random by up to half the distance to the next one.
+    """Load an FP8 folder with its weights dequantised to bf16. Returns the model and transformers' loading report. If
+    `perturbed`, every FP8 number is moved at random by up to half the distance to the next one.
     """
     config = copy.deepcopy(config)
     del config.quantization_config
@@ -163,7 +163,7 @@ def _load_dequantised(
 
 
 def _dequantise(values: torch.Tensor, scale: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
-    """FP8 `values` times their blocks' scales, in bf16; a generator moves each value by up to half a step of E4M3."""
+    """Multiply FP8 `values` by their blocks' scales, in bf16. A `generator` moves each value by up to half a step."""
     plain = values.float()
     if generator is not None:
         step = (
@@ -177,8 +177,8 @@ def _dequantise(values: torch.Tensor, scale: torch.Tensor, generator: torch.Gene
 
 
 def _dequantise_fp4(packed: torch.Tensor, scale: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
-    """Dequantise bytes of two E2M1 numbers each, the lower half first, with a scale for 32 numbers, to bf16. With a
-    generator, each number moves by up to half a step.
+    """Dequantise FP4 to bf16: each byte has two E2M1 numbers, the lower half first, and 32 numbers share a scale. A
+    `generator` moves each number by up to half a step.
     """
     numbers = torch.tensor([*_E2M1, *(-number for number in _E2M1)])
     plain = numbers[torch.stack([packed & 15, packed >> 4 & 15], dim=-1).flatten(-2).long()]
@@ -194,8 +194,8 @@ def _choose_device(folder: Path, factor: float) -> str:
 
 
 def _tokenise(folder: Path, config: PretrainedConfig, record: dict[str, Any]) -> dict[str, list[list[int]]]:
-    """Ids that the folder's tokenizer gives for the record's texts as a pipeline calls it: plain, and if the record has
-    such ids, as a user's message in the chat template.
+    """Token ids that the folder's tokenizer gives for the record's texts, when it is called as a pipeline calls it.
+    Texts are tokenised as they are and, if the record has such ids, as a user's message in the chat template.
     """
     texts = record.get("texts") or []
     if not texts:
@@ -210,7 +210,7 @@ def _tokenise(folder: Path, config: PretrainedConfig, record: dict[str, Any]) ->
 
 
 def _logits(model: PreTrainedModel, record: dict[str, Any]) -> np.ndarray:
-    """The compared logits of the record's prompts, flat."""
+    """The compared logits of the record's prompts, as one flat array."""
     if not record.get("num_labels"):
         return _sampled_logits(model, record)
     rows = [torch.tensor([prompt], device=model.device) for prompt in record["prompts"]]
@@ -220,7 +220,7 @@ def _logits(model: PreTrainedModel, record: dict[str, Any]) -> np.ndarray:
 
 
 def _padded_logits(model: PreTrainedModel, prompts: list[list[int]]) -> np.ndarray:
-    """Logits of one batch of all prompts with right padding, flat."""
+    """Logits of one batch of all prompts with padding on the right, as one flat array."""
     longest = max(map(len, prompts))
     ids = torch.full((len(prompts), longest), model.config.pad_token_id, device=model.device)
     mask = torch.zeros_like(ids)
@@ -243,9 +243,8 @@ def _sampled_logits(model: PreTrainedModel, record: dict[str, Any]) -> np.ndarra
 
 
 def _count_reached_experts(model: PreTrainedModel) -> list[tuple[set[int], int]]:
-    """For each layer of routed experts: the set of experts that tokens reach from now on, and the number of experts.
-
-    Fused experts are [experts, rows, columns] in transformers 5.
+    """Record which experts tokens reach from now on: for each layer with routed experts, their set and the number of
+    experts. In transformers 5, fused experts are [experts, rows, columns].
     """
     layers = []
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""The record that an export is verified against: logits of fixed prompts, and a digest of every tensor written."""
+"""The verification record of an export: logits of fixed prompts, and a digest of every tensor written."""
 
 import base64
 import json
@@ -21,11 +21,11 @@ from ds_finetune.errors import ExportError
 from ds_finetune.export.output_folder import RECORD
 
 UNVERIFIED = "UNVERIFIED"
-"""File of an exported folder that is not (yet) verified, with the reason."""
+"""Name of the file that marks an exported folder as not verified. It contains the reason."""
 PROMPT_TOKENS = 32
 """Maximum number of tokens of a prompt."""
 _SAMPLED_LOGITS = 512
-"""Approximate number of logits recorded per position. 512 positions then sample every row of a head of 260,000."""
+"""Approximate number of logits recorded per position, so that 512 positions sample a head of 260,000 rows."""
 _FORMAT = 1
 TEXTS = (
     "The capital of France is Paris, and the capital of Italy is",
@@ -37,23 +37,23 @@ TEXTS = (
     "It was the best of times, it was the worst of times, it was the age of wisdom",
     "Человек должен верить, что непонятное можно понять; иначе он не стал бы",
 )
-"""Texts that become prompts."""
+"""Texts from which prompts for a language model are made."""
 
 Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
 class Digest:
-    """Digest of a tensor's bytes, computed from digests of the segments in which it was written."""
+    """Digest of a tensor's bytes, computed from digests of the segments in which the tensor was written."""
 
     runs: tuple[tuple[int, int], ...]
-    """Lengths of the segments in order: (elements, number of consecutive segments with that length)."""
+    """Lengths of the segments, run-length encoded: (elements, number of consecutive segments of that length)."""
     value: str
-    """xxh3 of the segments' xxh3."""
+    """xxh3 digest over the xxh3 digests of the segments."""
 
     @classmethod
     def of(cls, segments: Iterable[tuple[int, int]]) -> "Digest":
-        """The digest of segments, given as (elements, xxh3 of their bytes), in order."""
+        """Compute the digest of segments that are given in order as (elements, xxh3 of their bytes)."""
         runs: list[tuple[int, int]] = []
         total = xxhash.xxh3_64()
         for numel, value in segments:
@@ -62,42 +62,41 @@ class Digest:
         return cls(tuple(runs), total.hexdigest())
 
     def lengths(self) -> list[int]:
-        """Elements of each segment."""
+        """Number of elements of each segment."""
         return [numel for numel, times in self.runs for _ in range(times)]
 
 
 @dataclass(frozen=True)
 class ExportRecord:
-    """The record of an export: digests of its tensors, and sampled logits of fixed prompts.
-
-    Position n, counted over all prompts, has the logits n % stride, n % stride + stride, ..., so that every row of the
-    head is sampled.
+    """The verification record of an export: digests of its tensors, and sampled logits of fixed prompts. Position n,
+    counted over all prompts, has the logits n % stride, n % stride + stride, ..., so that all positions together sample
+    every row of the language-model head.
     """
 
     base: str
-    """Folder of the model that was trained."""
+    """Folder of the base model from which training started."""
     dtype: str
     """Dtype of the model that computed the logits."""
     vocab_size: int
     prompts: tuple[tuple[int, ...], ...]
     """Token ids of each prompt."""
     step: int | None = None
-    """Optimizer steps for which the model was trained."""
+    """Number of optimizer steps for which the model was trained; None if unknown."""
     logits: Floats | None = None
     """Sampled logits of all positions, in order, flat; None if no run recorded them."""
     digests: Mapping[str, Digest] | None = None
-    """Digests by name of the tensor in the files."""
+    """Digests of the exported tensors, by their names in the files."""
     num_labels: int | None = None
-    """Outputs of a classifier, whose logits are all recorded, one row per prompt; None for other models."""
+    """Number of classes of a classifier, whose logits are all recorded, one row per prompt; None for other models."""
     texts: tuple[str, ...] = ()
-    """Texts that the folder's tokenizer must map to given ids: the last prompts of a classifier, else `text_ids`."""
+    """Texts for which the exported tokenizer must give recorded ids: `text_ids`, or a classifier's last prompts."""
     text_ids: tuple[tuple[int, ...], ...] = ()
     """Token ids of `texts` as a language model was trained to read them."""
     chat_ids: tuple[tuple[int, ...], ...] = ()
-    """Token ids of `texts` as a user's message, up to the answer, as the model was trained to read them."""
+    """Token ids of `texts` as a user's message in the chat template, up to the answer."""
 
     def with_tokens(self, prompts: PromptFormat, tokenizer: PreTrainedTokenizerBase) -> "ExportRecord":
-        """This record of a language model, with the token ids of sample texts as `prompts` formats them."""
+        """The record of a language model with token ids of sample texts added, in the prompt format `prompts`."""
         texts = tuple(PROBES.values())
         chats = tuple(tuple(prompts.chat_ids(tokenizer, text)) for text in texts)
         return replace(
@@ -109,12 +108,12 @@ class ExportRecord:
 
     @property
     def stride(self) -> int:
-        """Distance between the sampled logits of a position."""
+        """Distance between the sampled logits of one position; 1 for a classifier, whose logits are all recorded."""
         return 1 if self.num_labels else sampling_stride(self.vocab_size)
 
     @property
     def num_positions(self) -> int:
-        """Number of positions with logits: all tokens of the prompts, or the scored token of each classifier prompt."""
+        """Number of positions with logits: one per token of the prompts, or for a classifier one per prompt."""
         return len(self.prompts) if self.num_labels else sum(len(prompt) for prompt in self.prompts)
 
     def lengths(self) -> list[int]:
@@ -124,7 +123,7 @@ class ExportRecord:
         return [len(range(number % self.stride, self.vocab_size, self.stride)) for number in range(self.num_positions)]
 
     def write(self, folder: Path) -> None:
-        """Write the file RECORD into `folder`, and mark the folder as not yet verified."""
+        """Write the file RECORD to `folder`, and mark the folder as not yet verified."""
         tree = asdict(replace(self, logits=None, digests=None))
         logits = None if self.logits is None else base64.b64encode(self.logits.astype("<f4").tobytes()).decode()
         digests = {key: [digest.runs, digest.value] for key, digest in (self.digests or {}).items()}
@@ -136,13 +135,14 @@ class ExportRecord:
 
     @classmethod
     def read(cls, folder: Path) -> "ExportRecord":
-        """Read the file RECORD; ExportError where it is missing, damaged or of another format."""
+        """Read the file RECORD of `folder`. ExportError if it is missing, damaged or of another format."""
         try:
             tree: dict[str, Any] = json.loads((folder / RECORD).read_text(encoding="utf-8"))
             return cls._of(tree)
         except (FileNotFoundError, NotADirectoryError):
             raise ExportError(
-                f"`{folder}` holds no {RECORD}", hint="name a folder that this version exported with export.verify"
+                f"`{folder}` has no file {RECORD}",
+                hint="name a folder that was exported by this version with export.verify",
             ) from None
         except (KeyError, TypeError, ValueError) as broken:
             raise ExportError(f"{folder}/{RECORD} cannot be read: {broken}", hint="export the folder again") from broken
@@ -169,14 +169,13 @@ class ExportRecord:
 
 
 def sampling_stride(vocab_size: int) -> int:
-    """Distance between the sampled logits of a position."""
+    """Distance between the sampled logits of one position of a language model."""
     return -(-vocab_size // _SAMPLED_LOGITS)
 
 
 def fixed_prompts(vocab_size: int, tokenizer: PreTrainedTokenizerBase | None) -> tuple[tuple[int, ...], ...]:
-    """Eight prompts of `PROMPT_TOKENS` random ids, the same at each call, and the first tokens of eight short texts.
-
-    A text that the tokenizer maps to no tokens, e.g. in an unknown script, is left out.
+    """Eight prompts of `PROMPT_TOKENS` random token ids, and the first tokens of eight short texts. Each call returns
+    the same. A text for which the tokenizer gives no tokens, e.g. in an unknown script, is left out.
     """
     texts = [] if tokenizer is None else tokenizer(list(TEXTS))["input_ids"]
     return (*_random_prompts(vocab_size), *(tuple(ids[:PROMPT_TOKENS]) for ids in texts if ids))
@@ -188,15 +187,15 @@ def _random_prompts(vocab_size: int) -> list[tuple[int, ...]]:
 
 
 def classifier_prompts(vocab_size: int, *, pad: int | None, ending: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """The random prompts of `fixed_prompts` for a classifier: of different lengths, without `pad`, followed by the
-    tokens `ending` that end texts in training.
+    """Eight prompts of random token ids for a classifier, without the padding token `pad` and of different lengths.
+    Each is followed by the tokens `ending`, which end texts in training.
     """
     shortened = (prompt[: PROMPT_TOKENS - 3 * number] for number, prompt in enumerate(_random_prompts(vocab_size)))
     return tuple((*(token for token in prompt if token != pad), *ending) for prompt in shortened)
 
 
 def sampled_logits(logits: Iterable[torch.Tensor], prompts: Sequence[Sequence[int]], vocab_size: int) -> Floats:
-    """The sampled logits, flat and in order; `logits` has one [tokens, vocabulary] tensor per prompt."""
+    """Select the sampled logits from `logits`, one [tokens, vocabulary] tensor per prompt; flat, in order."""
     stride = sampling_stride(vocab_size)
     starts = accumulate((len(prompt) for prompt in prompts), initial=0)
     parts: list[Floats] = []

@@ -1,4 +1,4 @@
-"""Verifies that an exported folder is what was trained: compares bytes, tensor names with the base's, and logits."""
+"""Verifies an exported folder: its bytes against what was written, its tensor names, and its logits."""
 
 import json
 import os
@@ -27,9 +27,8 @@ _SHOWN = 10
 
 
 def read_tensor_table(folder: Path) -> dict[str, StoredTensor]:
-    """Every tensor in a folder's safetensors files, by name; ExportError where a header is damaged.
-
-    A file may be shorter than its header says; then digests of its tensors differ.
+    """The tensors in a folder's safetensors files, by name. ExportError if a header is damaged. A file may be shorter
+    than its header says; then the digests of its tensors differ.
     """
     table = {}
     for path in sorted(folder.glob("*.safetensors")):
@@ -45,7 +44,7 @@ def read_tensor_table(folder: Path) -> dict[str, StoredTensor]:
 
 
 def changed_tensors(tensors: Mapping[str, StoredTensor], record: ExportRecord) -> list[str]:
-    """A line for each difference of `tensors` from what was written according to `record`."""
+    """Lines on tensors that are missing, added or changed in comparison with `record`."""
     digests = record.digests or {}
     absent = sorted(digests.keys() - tensors.keys())
     added = sorted(tensors.keys() - digests.keys())
@@ -63,9 +62,8 @@ def changed_tensors(tensors: Mapping[str, StoredTensor], record: ExportRecord) -
 
 
 def digest_of(data: NDArray[np.uint8], tensor: StoredTensor, *, like: Digest) -> Digest:
-    """The digest of a tensor in a file with the bytes `data`, over the same segments as `like`.
-
-    If the file is too short, only its existing bytes are digested.
+    """The digest of a tensor in a file with the bytes `data`, over the segments of the digest `like`. If the file is
+    too short, only the bytes that exist are digested.
     """
     begin, segments = tensor.begin, []
     for numel in like.lengths():
@@ -78,7 +76,7 @@ def digest_of(data: NDArray[np.uint8], tensor: StoredTensor, *, like: Digest) ->
 def compare_with_base(
     tensors: Mapping[str, StoredTensor], base_tensors: Mapping[str, StoredTensor], base: Path
 ) -> list[str]:
-    """A line for each difference of names, shapes and dtypes from the base; if there is none, a line that says so."""
+    """Lines on names, shapes and dtypes that differ from the base's tensors, or a line that none differs."""
     if not base_tensors:
         return [f"names are not compared with the base's: `{base}` has no safetensors weights here"]
     common = sorted(tensors.keys() & base_tensors.keys())
@@ -101,19 +99,19 @@ def compare_with_base(
 
 
 def first_names(names: Sequence[str]) -> str:
-    """The first of `names`, for a message."""
+    """The first names of a list, for a message."""
     return ", ".join(names[:_SHOWN]) + (" ..." if len(names) > _SHOWN else "")
 
 
 _MEMORY_FP8, _MEMORY_FP32, _MEMORY_16_BIT = 6.0, 1.2, 2.4
-"""Memory for loading a folder, relative to the size of its files: FP8 weights are dequantised to fp32 and joined as
+"""Memory for loading a folder, relative to the size of its files. FP8 weights are dequantised to fp32 and joined as
 bf16; 16-bit weights are loaded and then cast to fp32.
 """
 
 
 @dataclass(frozen=True)
 class VerificationResult:
-    """The result of verifying `folder`."""
+    """The result of verifying the exported `folder`."""
 
     folder: Path
     problems: tuple[str, ...] = ()
@@ -121,11 +119,11 @@ class VerificationResult:
     lines: tuple[str, ...] = ()
     """Lines on what was compared."""
     skipped: str = ""
-    """Why the folder could not be loaded here; empty if it was loaded."""
+    """Why the folder could not be loaded on this machine; empty if it was loaded."""
 
     @property
     def is_verified(self) -> bool:
-        """Whether everything was compared without a difference."""
+        """Whether the folder was compared completely and no difference was found."""
         return not self.problems and not self.skipped
 
 
@@ -134,27 +132,27 @@ def verify_exports(
 ) -> list[VerificationResult]:
     """Compare each exported folder with its record and mark it: the file UNVERIFIED is removed, or says what is wrong.
 
-    The bytes of its tensors are compared with the digests of what was written; names, shapes and dtypes with those of
-    `base` (by default the base in the record). Then one process without ds_finetune loads each folder with plain
-    transformers, and its logits are compared with the recorded ones.
+    The bytes of its tensors are compared with the digests of what was written, and their names, shapes and dtypes with
+    the model `base` (by default the one in the record). Then one process without ds_finetune loads each folder with
+    plain transformers, and its logits are compared with the recorded ones.
 
-    A position's deviation is the root mean square of the difference over its sampled logits, divided by the largest
-    recorded logit of all positions. Nine tenths of the positions must be within the limit. The others are allowed for
-    routers: rounding can make them choose another of two experts with nearly equal scores. The limit in fp32 is 1e-5.
-    In bf16 and fp16 it is 1e-3, or, if larger, three times the deviation of plain transformers in that dtype from
-    itself in fp32; at most 0.05.
+    The deviation of a position is the root mean square of the difference over its sampled logits, divided by the
+    largest recorded logit of all positions. Nine tenths of the positions must be within the limit. The others may
+    exceed it because of routers: rounding can make them choose another of two experts with nearly equal scores. In fp32
+    the limit is 1e-5. In bf16 and fp16 it is 1e-3 or, if larger, three times the deviation between plain transformers
+    in that dtype and in fp32; at most 0.05.
 
-    FP8 weights are dequantised by that process, and its logits in fp32 are compared. The limit is twice what rounding
-    explains: the deviation of bf16 from fp32, plus that of the model whose FP8 numbers are each moved at random within
-    their rounding. It is at most 0.15.
+    FP8 weights are dequantised, and logits are compared in fp32. The limit is twice what rounding explains: the
+    deviation of bf16 from fp32, plus the deviation of a model whose FP8 numbers are moved at random within their
+    rounding; at most 0.15.
 
-    Folders that need more than `available_bytes` of memory (None: no limit) are skipped. ExportError where a folder has
-    no record; VerificationError after SIGINT or SIGTERM, which names the unverified folders.
+    Folders that need more than `available_bytes` of memory (None: no limit) are skipped. ExportError if a folder has no
+    record; VerificationError after SIGINT or SIGTERM, which names the unverified folders.
     """
     results: list[VerificationResult] = []
     with SignalInterruption(signal.SIGINT, signal.SIGTERM) as interruption:
         try:
-            # One folder at a time, so that an interruption keeps earlier results.
+            # Results arrive one folder at a time, so that an interruption keeps the earlier ones.
             for result in _verify_each(folders, base, available_bytes):
                 results.append(result)
         except KeyboardInterrupt:
@@ -165,7 +163,7 @@ def verify_exports(
 
 
 def mark_folder(result: VerificationResult) -> None:
-    """Remove the file UNVERIFIED of a verified folder; otherwise write the reason to it."""
+    """Remove the file UNVERIFIED if the folder is verified; otherwise write the reason to it."""
     marker = result.folder / UNVERIFIED
     if result.is_verified:
         marker.unlink(missing_ok=True)
@@ -219,7 +217,7 @@ def _compare(folder: Path, record: ExportRecord, loaded: LoadedFolder, base: Pat
         return VerificationResult(folder, tuple(problems), tuple(lines))
     text, unexpected = text_tree(config), []
     for key in (key for key in loaded.report["unexpected_keys"] if key not in base_tensors):
-        # A model of this type may ignore e.g. the tensors of a multi-token prediction layer.
+        # A model may ignore some tensors of its folder, e.g. of a multi-token prediction layer.
         if not family_of(text["model_type"]).may_skip(key, layers=text["num_hidden_layers"]):
             unexpected.append(key)
     differences = {

@@ -1,4 +1,4 @@
-"""An ordinary PyTorch training loop with transformers' model and the logits of all tokens, compared by `bench`."""
+"""An ordinary PyTorch training loop, compared by `bench` with the engine: transformers' model, logits of all tokens."""
 
 import copy
 import json
@@ -37,15 +37,14 @@ from ds_finetune.reference.selftest.plain_losses import distill_loss
 from ds_finetune.system.versions import pip_install, requirements_of
 
 PADDED_DOCUMENTS = 8
-"""Number of documents per forward of the padded loop."""
+"""Number of documents in one forward of the padded loop."""
 
 
 @dataclass(frozen=True)
 class PlainForward:
-    """Inputs of one forward of transformers' model, and the labels of its tokens.
-
-    `index` int64 [rows, tokens] is the number of each token's document, -1 for padding; `targets` and `reference` fp64
-    [documents] belong to the documents. `top` has a teacher's stored distributions.
+    """Inputs of one forward of transformers' model, and labels of its tokens. `index`, int64 [rows, tokens], is the
+    number of each token's document, or -1 for padding. `targets` and `reference`, fp64 [documents], are the target and
+    the reference log-probability of each document. `top` has a teacher's stored distributions.
     """
 
     inputs: dict[str, torch.Tensor]
@@ -57,7 +56,7 @@ class PlainForward:
 
 
 def packed_forwards(batch: Batch) -> list[PlainForward]:
-    """The engine's own packed rows, with positions that restart at each document."""
+    """Forwards with the engine's own packed rows. Positions restart at each document."""
     return [_packed(micro) for micro in batch.micro]
 
 
@@ -71,7 +70,7 @@ def _packed(micro: MicroBatch) -> PlainForward:
 
 
 def padded_forwards(batch: Batch) -> list[PlainForward]:
-    """One document per row, `PADDED_DOCUMENTS` rows per forward, padded to the longest."""
+    """Forwards with one document per row and at most `PADDED_DOCUMENTS` rows, padded to the longest document."""
     documents = [document for micro in batch.micro for document in _documents(micro)]
     return [
         _padded(documents[start : start + PADDED_DOCUMENTS]) for start in range(0, len(documents), PADDED_DOCUMENTS)
@@ -79,8 +78,8 @@ def padded_forwards(batch: Batch) -> list[PlainForward]:
 
 
 class _PlainDocument(NamedTuple):
-    """A document without padding: ids and labels [tokens]; target and reference log-probability; stored teacher
-    distributions [tokens, ...]; token types [tokens], 1 for a second text.
+    """A document without padding: token ids and labels, [tokens], its target and its reference log-probability. `top`
+    are a teacher's stored distributions [tokens, ...]; `token_types`, [tokens], are 1 for the second text of a pair.
     """
 
     ids: torch.Tensor
@@ -139,35 +138,34 @@ def _padded_top(tops: list[TopLogProbs]) -> TopLogProbs | None:
 
 
 def check_peft(model: ModelPlan) -> None:
-    """ConfigError where the run has adapters that peft cannot represent here."""
+    """Raise ConfigError if peft is not installed, or cannot represent the run's adapters."""
     if model.lora is None:
         return
     rank, quantize = model.lora.section.rank, model.lora.section.quantize
     if model.lora.section.dropout:
         raise ConfigError(
-            f"bench compares losses with peft, which would drop others than lora.dropout {model.lora.section.dropout}",
-            hint="leave lora.dropout out",
+            f"bench cannot compare losses with lora.dropout {model.lora.section.dropout}: peft drops other values",
+            hint="set lora.dropout to 0",
         )
     if find_spec("peft") is None:
         peft = [line for line in requirements_of("test") if line.name == "peft"]
         raise ConfigError(
-            f"bench compares lora.rank {rank} with peft, which is not installed",
+            f"bench compares runs with LoRA (lora.rank {rank}) with peft, which is not installed",
             hint=f"{pip_install(*peft)}, or leave `lora` out",
         )
     stored = json.loads((resolve_folder(model.path) / "config.json").read_text(encoding="utf-8"))
     if quantize is not None and "quantization_config" in stored:
         raise ConfigError(
-            f"bench lets transformers load {model.path} in {quantize}, and its weights are stored in "
+            f"bench cannot load {model.path} in {quantize} with transformers, since its weights are stored in "
             f"{stored['quantization_config'].get('quant_method')}",
-            hint="leave lora.quantize out, or name a copy in bf16",
+            hint="leave lora.quantize out, or set model.path to a copy of the model in bf16",
         )
 
 
 def plain_model(engine: Engine, model: ModelPlan) -> Any:  # noqa: ANN401 - of transformers or peft
-    """transformers' model with the engine's current weights, on its device.
-
-    Weights are fp32, for autocast. With LoRA, peft's adapters are added, and the frozen base weights have the run's
-    precision, or are loaded in 4 bits by transformers and bitsandbytes.
+    """Build transformers' model with the engine's current weights, on the engine's device. Weights are fp32, for
+    autocast. With LoRA, peft's adapters are added, and the frozen base weights have the run's precision, or are loaded
+    in 4 bits by transformers and bitsandbytes.
     """
     device, lora, in_four_bits = engine.plan.device, model.lora, {f"{name}.weight" for name in model.quantised}
     dtype = torch.float32 if lora is None else PRECISION_DTYPES[engine.plan.precision]
@@ -190,7 +188,7 @@ def _config(model: ModelPlan) -> Any:  # noqa: ANN401 - of transformers
 
 
 def _four_bit_model(model: ModelPlan, engine: Engine) -> Any:  # noqa: ANN401 - of transformers
-    """The model with NF4 weights equal to the engine's, computing in the run's precision."""
+    """Build transformers' model with the engine's NF4 weights; it computes in the run's precision."""
     from transformers import BitsAndBytesConfig
 
     dtype = PRECISION_DTYPES[engine.plan.precision]
@@ -212,7 +210,7 @@ def _four_bit_model(model: ModelPlan, engine: Engine) -> Any:  # noqa: ANN401 - 
 
 
 def _in_peft(lm: Any, engine: Engine, model: ModelPlan, lora: LoraConfig) -> nn.Module:  # noqa: ANN401
-    """`lm` with the engine's adapters in peft's form, trainable."""
+    """Add the engine's adapters to `lm` as trainable adapters of peft."""
     from peft import PeftModel
 
     adapters = {name: tensor.clone() for name, tensor in engine.adapters() if tensor is not None}
@@ -231,7 +229,7 @@ def _in_peft(lm: Any, engine: Engine, model: ModelPlan, lora: LoraConfig) -> nn.
 
 
 def load_plain_teacher(teacher: TeacherPlan | None, device: str) -> nn.Module | None:
-    """A distillation's teacher as transformers loads it, in fp32 and evaluation mode; None without a teacher."""
+    """Load the teacher of a distillation with transformers, in fp32 and evaluation mode; None without a teacher."""
     if teacher is None:
         return None
     lm: nn.Module = AutoModelForCausalLM.from_pretrained(
@@ -246,7 +244,7 @@ Layout = Callable[[Batch], list[PlainForward]]
 
 
 class PlainLoop:
-    """The engine's model as transformers and peft build it, trained with torch's AdamW on the engine's objective."""
+    """Trains the engine's model, built by transformers and peft, with torch's AdamW and the engine's objective."""
 
     def __init__(self, engine: Engine, model: ModelPlan, layout: Layout, *, teacher: nn.Module | None = None) -> None:
         self._layout, self._objective = layout, engine.objective
@@ -261,7 +259,7 @@ class PlainLoop:
         )
 
     def step(self, batch: Batch) -> float:
-        """One optimizer step; the loss is the mean over the units of the batch."""
+        """Take one optimizer step. Returns the loss, which is the mean over the supervised units of the batch."""
         total, weights = 0.0, term_weights(self._objective.terms, unit_counts(batch.counts)).to(self._device)
         baseline = torch.tensor(self._baseline(batch), dtype=torch.float64, device=self._device)
         for part in self._layout(batch):
@@ -275,7 +273,7 @@ class PlainLoop:
 
     @torch.no_grad()
     def _baseline(self, batch: Batch) -> float:
-        """z0 of KTO, else 0."""
+        """The baseline z0 of KTO; 0 for other objectives."""
         if not self._objective.needs_baseline:
             return 0.0
         parts = map(self._with_reference, self._layout(replace(batch, micro=batch.baseline)))
@@ -285,7 +283,7 @@ class PlainLoop:
 
     @torch.no_grad()
     def _with_reference(self, part: PlainForward) -> PlainForward:
-        """The forward with log-probabilities of the reference, where that is the model with its adapters disabled."""
+        """Add reference log-probabilities to a forward, if the reference is the model with its adapters disabled."""
         if not self._objective.reference_from_adapters:
             return part
         with self._lm.disable_adapter():
@@ -309,10 +307,10 @@ class PlainLoop:
         )
 
     def _logits(self, part: PlainForward) -> torch.Tensor:
-        """Logits of all tokens, fp32 [rows, tokens, vocabulary], or a classifier's scores, fp32 [rows, outputs]."""
+        """Logits of all tokens, fp32 [rows, tokens, vocabulary]; for a classifier, its scores, fp32 [rows, outputs]."""
         inputs = {name: tensor.to(self._device) for name, tensor in part.inputs.items()}
         if is_of_scores(self._objective):
-            # transformers scores the last token that is not the padding token (5.23, modeling_layers.py:170).
+            # transformers classifies by the last token that is not the padding token (5.23, modeling_layers.py:170).
             is_padding = part.index.to(self._device) < 0
             inputs["input_ids"] = inputs["input_ids"].masked_fill(is_padding, self._lm.config.pad_token_id)
         with self._autocast():
@@ -340,7 +338,7 @@ class PlainLoop:
     def _targets(
         self, part: PlainForward, is_supervised: torch.Tensor, section: DistillObjective
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The teacher's log-probabilities at supervised positions, and ids where only the top k are stored."""
+        """The teacher's log-probabilities at supervised positions, and the token ids if only the top k are stored."""
         if part.top is not None:
             top = part.top.to(torch.device(self._device))
             return top.log_probs[is_supervised].float(), top.ids[is_supervised].long()

@@ -1,4 +1,4 @@
-"""Times the training step in comparison with ordinary PyTorch loops on the same documents, in turns in one process."""
+"""Times the engine's training step and ordinary PyTorch loops on the same documents, in turns in one process."""
 
 import os
 import statistics
@@ -36,10 +36,9 @@ _LAYOUTS: dict[str, Layout] = {"plain loop, padded": padded_forwards, "plain loo
 
 @dataclass(frozen=True)
 class SpeedComparison:
-    """Seconds of each timed step of each candidate, number of tokens of these steps, and largest relative difference of
-    losses.
-
-    Tokens are the supervised ones, or all where an objective has none.
+    """Seconds of each timed step of each candidate (the engine and the loops), number of tokens of these steps, and
+    largest relative difference of losses. Tokens are the supervised ones, or all if the objective has no supervised
+    tokens.
     """
 
     seconds: dict[str, list[float]]
@@ -47,7 +46,7 @@ class SpeedComparison:
     largest_loss_difference: float
 
     def lines(self) -> list[tuple[str, str]]:
-        """Rows for display: median seconds, tokens per second, and speed relative to the first candidate."""
+        """Lines for display: median seconds, tokens per second, and speed relative to the first candidate."""
         first_name = next(iter(self.seconds))
         first = statistics.median(next(iter(self.seconds.values())))
         lines = [
@@ -62,20 +61,21 @@ class SpeedComparison:
 
 
 def compare_step_speed(resolved: ResolvedRun, *, steps: int, say: Say) -> SpeedComparison:
-    """Time `steps` optimizer steps of a run, in turns with PyTorch loops over the same documents, after one step of
-    warm-up.
+    """Time `steps` optimizer steps of a run, in turns with PyTorch loops over the same documents, after one warm-up
+    step.
 
-    The loops are transformers' model with the logits of all tokens and torch's AdamW: over padded documents, eight per
-    forward, and for language models also over the same packed rows. All start from the same weights, and adapters are
-    peft's. Log-probabilities of a reference model are computed in advance, or by every candidate with its adapters
-    disabled. ConfigError for several processes, and for adapters without peft.
+    The loops are transformers' model with the logits of all tokens and torch's AdamW: one over padded
+    documents, eight per forward, and for language models one over the same packed rows. All candidates
+    start from the same weights, and adapters are peft's. Log-probabilities of a reference model are
+    computed in advance, or by every candidate with its adapters disabled. ConfigError if there are
+    several processes, or if adapters are trained and peft is not installed.
     """
     world = resolved.plan.world
     world.set_environment(os.environ)
     if world.world_size > 1:
         raise ConfigError(
-            f"bench compares one process with a plain loop, and this is rank {world.rank} of {world.world_size}",
-            hint="start one process",
+            f"bench runs in one process, and this is rank {world.rank} of {world.world_size}",
+            hint="start bench without a launcher",
         )
     check_peft(model := resolved.model)
     run = read_run(resolved)
@@ -85,7 +85,7 @@ def compare_step_speed(resolved: ResolvedRun, *, steps: int, say: Say) -> SpeedC
         for note in plan.notes:
             say(note)
         engine = stack.enter_context(start_engine(plan, run.inputs.model))
-        # transformers scores one token per row, so a row must be a single document.
+        # transformers classifies by one token per row, so each row must have a single document.
         layouts = _LAYOUTS if model.task == "causal_lm" else {"plain loop, padded": padded_forwards}
         teacher = load_plain_teacher(model.teacher, plan.device)
         loops = {name: PlainLoop(engine, model, layout, teacher=teacher) for name, layout in layouts.items()}
@@ -97,7 +97,9 @@ def compare_step_speed(resolved: ResolvedRun, *, steps: int, say: Say) -> SpeedC
 
 
 def with_reference(engine: Engine, batches: Iterator[Batch]) -> Iterator[Batch]:
-    """The batches with log-probabilities of the reference model, where the objective needs one: the current model."""
+    """Add the current model's log-probabilities to the batches as those of the reference, if the
+    objective needs them.
+    """
     if not engine.objective.needs_reference or engine.objective.reference_from_adapters:
         return batches
     all_batches = list(batches)
@@ -118,15 +120,14 @@ def with_reference(engine: Engine, batches: Iterator[Batch]) -> Iterator[Batch]:
 
 
 def _nothing() -> None:
-    """Nothing to wait for on a CPU."""
+    """Do nothing, because a CPU has no queued work to wait for."""
 
 
 def time_by_turns(
     candidates: dict[str, Callable[[Batch], float]], batches: Iterator[Batch], *, finish: Callable[[], None]
 ) -> SpeedComparison:
-    """Time each candidate on each batch; the first batch is a warm-up.
-
-    `finish` waits until the device has completed all queued work.
+    """Time each candidate on each batch, after a warm-up with the first. `finish` waits for queued work
+    of the device.
     """
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
     tokens, largest_difference = 0, 0.0

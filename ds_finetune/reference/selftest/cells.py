@@ -1,6 +1,7 @@
-"""Cells: combinations of settings in which the same optimizer step is taken, with their tiny models and samples.
+"""Cells of the selftest: combinations of settings with which the same optimizer step is taken on a tiny model.
 
-A cell names a model family, ZeRO stage, precision, parallel sizes and so on. All cells must give the same results.
+A cell names a model family, ZeRO stage, precision, parallel sizes and so on. All cells of one model must give equal
+results.
 """
 
 import math
@@ -32,7 +33,7 @@ TINY_MODELS: Mapping[str, dict[str, Any]] = {
     if family.tiny_models is not None
     for name, config in {family.model_type: family.tiny_models.config, **family.tiny_models.variants}.items()
 }
-"""Contents of config.json of tiny models by name: a model type, or a variant of one."""
+"""The config.json of tiny models by name: a model type, or a variant of one."""
 OBJECTIVES: Mapping[str, dict[str, Any]] = {
     "dpo": {"label_smoothing": 0.1, "nll_weight": 0.3},
     "orpo": {},
@@ -44,12 +45,12 @@ OBJECTIVES: Mapping[str, dict[str, Any]] = {
     "cpo": {},
     "grpo": {"group_size": 2, "aggregation": "sequence", "clip_low": 0.1, "mismatch": "token", "mismatch_cap": 1.1},
 }
-"""Objectives of the standard set, with settings for which no part of the loss vanishes."""
+"""Objectives of the standard selftest, with settings for which no term of the loss vanishes."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One combination of settings for the optimizer step."""
+    """One combination of settings with which the optimizer step is taken."""
 
     family: str
     stage: int
@@ -80,12 +81,12 @@ class Cell:
 
     @property
     def recomputation(self) -> str:
-        """The value of `train.activation_checkpointing`."""
+        """Value of `train.activation_checkpointing` for the cell."""
         return ("selective" if self.is_selective else "full") if self.checkpointing else "none"
 
     @property
     def layout(self) -> str:
-        """Parallel sizes other than data parallelism as a text, e.g. `pp 2 x tp 2`; `dp` without any."""
+        """The cell's parallel sizes without data parallelism, e.g. `pp 2 x tp 2`; `dp` if all are 1."""
         sizes = {axis: getattr(self, axis) for axis in ("pp", "vpp", "sp", "tp", "ep")}
         return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "dp"
 
@@ -96,22 +97,22 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Name for files and test ids: all settings that differ from their defaults."""
+        """Name of the cell for files and tests: all settings that differ from their defaults."""
         defaults = {each.name: each.default for each in fields(self)}
         return "-".join(f"{key}={value}" for key, value in asdict(self).items() if value != defaults[key])
 
 
 def hf_config(family: str) -> PretrainedConfig:
-    """The configuration of a family's tiny model."""
+    """The configuration of the tiny model of a family."""
     return AutoConfig.for_model(**TINY_MODELS[family])
 
 
 def enlarged_config(config: PretrainedConfig, parallel: ParallelConfig) -> PretrainedConfig:
-    """The configuration of a tiny model, with heads, experts, widths and layers that the sizes of `parallel` divide."""
+    """The configuration of a tiny model whose heads, experts, widths and layers the sizes of `parallel` divide."""
     tree = config.to_dict()
     keys = math.lcm(tree["num_key_value_heads"], parallel.tp)
     if "o_groups" in tree:
-        # DeepSeek-V4 has one key-value head; its output groups are divided instead.
+        # DeepSeek-V4 has one key-value head, so its output groups are divided among ranks instead.
         keys, tree["o_groups"] = 1, math.lcm(tree["o_groups"], parallel.tp)
     heads = math.lcm(tree["num_attention_heads"], parallel.tp * parallel.sp, keys, tree.get("o_groups", 1))
     tree["hidden_size"] = tree["hidden_size"] // tree["num_attention_heads"] * heads
@@ -132,7 +133,7 @@ def enlarged_config(config: PretrainedConfig, parallel: ParallelConfig) -> Pretr
 
 @cache
 def samples() -> list[tuple[np.ndarray, np.ndarray]]:
-    """64 documents of 3 to 30 tokens as (ids, shifted labels); about a third of the tokens are not supervised."""
+    """64 documents of 3 to 30 random tokens as (ids, shifted labels). About a third of the tokens is not supervised."""
     rng = np.random.default_rng(7)
     documents = []
     for _ in range(SAMPLES):
@@ -144,22 +145,21 @@ def samples() -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def units(documents_per_unit: int = 0) -> list[list[int]]:
-    """Sample numbers of each unit that must be in one row: single samples, or pairs."""
+    """Numbers of the samples that must be in one row, for each unit: single samples, or pairs."""
     size = max(documents_per_unit, 1)
     return [[*range(first, first + size)] for first in range(0, SAMPLES, size)]
 
 
 def targets() -> np.ndarray:
-    """A target for each sample, fp64: 1 for half of all samples, and for half of those with an even number.
-
-    KTO reads 1 as a good answer; a reward model reads the targets of even numbers as margins of pairs.
+    """Made-up targets of the samples, fp64: 1 for half of all samples, and for half of the even-numbered ones, else 0.
+    KTO reads 1 as a good answer. A reward model reads the targets of even-numbered samples as margins of pairs.
     """
     return ((np.arange(SAMPLES) + 1) // 2 % 2).astype(np.float64)
 
 
 @cache
 def reference_log_probs() -> np.ndarray:
-    """Made-up log-probabilities under a reference model, fp64, near those of randomly initialised weights."""
+    """Made-up log-probabilities of the samples under a reference model, fp64. They are near those of random weights."""
     noise = np.random.default_rng(13).normal(size=SAMPLES)
     return np.array([log_prob_of_random_weights(labels) for _, labels in samples()]) + noise
 
@@ -171,29 +171,29 @@ def log_prob_of_random_weights(labels: np.ndarray) -> float:
 
 @cache
 def answer_log_probs(number: int) -> np.ndarray:
-    """Made-up log-probabilities of a sample's answer tokens, fp32 [3, tokens], near those of randomly initialised
-    weights: under the weights that sampled it, as the sampler reported them, and under a reference model.
+    """Made-up log-probabilities of a sample's answer tokens, fp32 [3, tokens], near those of random weights. They are
+    the ones under the weights that sampled the answer, the ones that the sampler reported, and the ones under a
+    reference model.
     """
     noise = np.random.default_rng([17, number]).normal(size=(3, len(parts_of(number)[1])))
     return (0.2 * noise - math.log(VOCAB)).astype(np.float32)
 
 
 def answer_advantages() -> np.ndarray:
-    """A made-up advantage for each sample as a sampled answer, fp64."""
+    """Made-up advantages of the samples as sampled answers, fp64."""
     return 2 * targets() - 1
 
 
 def rows(packing: bool, documents_per_unit: int = 0) -> list[Row]:
-    """Rows with one unit each, or with `packing` several; positions of each sample start at 0.
-
-    With `documents_per_unit`, rows contain the boundaries of their documents.
+    """Rows of one unit each, or with `packing` of several units. The positions of each sample start at 0. With
+    `documents_per_unit`, rows have the boundaries of their documents.
     """
     bins = row_numbers(packing, documents_per_unit)
     return [_row(numbers, samples(), has_documents=documents_per_unit > 0) for numbers in bins]
 
 
 def row_numbers(packing: bool, documents_per_unit: int = 0) -> list[list[int]]:
-    """Sample numbers of each row."""
+    """Numbers of the samples in each row."""
     bins: list[list[int]] = []
     for unit in units(documents_per_unit):
         if not packing or not bins or sum(len(samples()[n][0]) for n in [*bins[-1], *unit]) > ROW_LEN:
@@ -216,7 +216,7 @@ def _row(numbers: list[int], documents: list[tuple[np.ndarray, np.ndarray]], *, 
 
 
 def objective_of(section: object) -> Objective:
-    """The objective of a section of the run file, or of an objective's name with default settings."""
+    """The objective for a section of the run file, or for the name of an objective with default settings."""
     return make_objective(TypeAdapter(ObjectiveField).validate_python(section))
 
 
@@ -228,9 +228,8 @@ def router_section(family: str) -> dict[str, float]:
 
 
 def run_tree(cell: Cell, model: Path, out: Path, *, dp: int) -> dict[str, Any]:
-    """The run file of a cell with data parallel size `dp`.
-
-    An optimizer step contains all samples, and empty rows where the batch is larger.
+    """The run file of a cell with data parallel size `dp`. An optimizer step has all samples, and may
+    have empty rows.
     """
     rows_per_rank = dp * cell.accumulation
     per_unit = objective_of(cell.objective).documents_per_unit
@@ -278,15 +277,14 @@ def run_tree(cell: Cell, model: Path, out: Path, *, dp: int) -> dict[str, Any]:
 
 
 _MEAN_RATIO = 4.0
-"""Nats by which the reference model finds a mismatched answer less likely than randomly initialised weights do.
-
-A tiny model before training finds them 1 to 2 nats less likely, so that z0 is above 0.
+"""Nats by which the made-up reference model finds a mismatched answer less likely than randomly initialised weights do.
+An untrained tiny model finds them 1 to 2 nats less likely, so KTO's z0 is above 0.
 """
 
 
 @cache
 def mismatched_answers(*, packing: bool) -> MismatchedAnswers:
-    """The program's mismatched answers of the samples, whose rows are those of `rows`."""
+    """The program's own mismatched answers for the samples, whose rows are those of `rows`."""
     documents = Documents.of([_kept(ids, labels) for ids, labels in samples()])
     bins = row_numbers(packing)
     rows = PreparedRows(documents, np.concatenate(bins), np.cumsum([0, *map(len, bins)]), documents.counts)
@@ -319,7 +317,7 @@ def parts_of(number: int) -> tuple[np.ndarray, np.ndarray]:
 
 @cache
 def all_reference_log_probs() -> np.ndarray:
-    """Made-up log-probabilities, under a reference model, of all samples followed by all mismatched samples, fp64."""
+    """Made-up log-probabilities under a reference model, fp64: of all samples, followed by all mismatched samples."""
     of_random_weights = np.array([log_prob_of_random_weights(labels) for _, labels in mismatched_samples()])
     noise = np.random.default_rng(17).normal(size=SAMPLES)
     return np.concatenate([reference_log_probs(), of_random_weights - _MEAN_RATIO + noise / 10])

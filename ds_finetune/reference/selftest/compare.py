@@ -1,4 +1,4 @@
-"""Compares one parallel layout with the reference loop: loss, gradients, gradient norm, resume and export."""
+"""Compares one parallel layout with the reference loop: loss, gradients, gradient norm, resuming and export."""
 
 import copy
 import itertools
@@ -69,7 +69,7 @@ from ds_finetune.trainer.resolve import complete_features, plan_model
 
 
 def batch_plan(plan: Plan, objective: Objective | None = None) -> BatchPlan:
-    """Distribution of the samples over ranks; `objective` may take several documents per sample, None takes one."""
+    """Distribution of the samples over ranks. A unit of `objective` may have several documents; None means one."""
     is_compared = objective is not None and objective.needs_reference
     return BatchPlan(
         global_batch_size=plan.train.global_batch_size,
@@ -88,10 +88,9 @@ def batch_plan(plan: Plan, objective: Objective | None = None) -> BatchPlan:
 
 
 def take_steps(engine: Engine, steps: int) -> Iterator[Steps]:
-    """Take steps on all samples, and yield the results so far after each step.
-
-    Gradients are recorded only for AdamW in fp32: all in the first step, those of adapters in the second. Answers are
-    generated after the last step.
+    """Take optimizer steps on all samples, and yield the results so far after each step. Gradients are recorded only
+    for AdamW in fp32: all gradients in the first step, and those of adapters in the second. Answers are generated after
+    the last step.
     """
     plan, results = engine.plan, Steps()
     has_gradients = plan.optimizer == "adamw" and plan.precision == "fp32"
@@ -107,7 +106,7 @@ def take_steps(engine: Engine, steps: int) -> Iterator[Steps]:
             results.gradients = first_gradients(engine)
         if step == 1 and has_gradients:
             results.later_gradients = _later_gradients(engine, results.gradients)
-        # Models whose layers have a state sample no answers.
+        # Models whose layers have a recurrent state cannot sample answers.
         lm: Any = engine.lm
         is_sampled = engine.objective.head != "scores" and not family_of(lm.config.model_type).has_state
         if step == steps - 1 and is_sampled:
@@ -118,7 +117,7 @@ def take_steps(engine: Engine, steps: int) -> Iterator[Steps]:
 
 
 def eval_loss(engine: Engine) -> float:
-    """Mean loss over all samples."""
+    """Mean loss of the engine's model over all samples."""
     if is_of_answers(engine.objective):
         answered = engine.evaluate([whole_batch(engine)])
         assert answered is not None
@@ -132,7 +131,7 @@ def eval_loss(engine: Engine) -> float:
 
 
 def whole_batch(engine: Engine) -> Batch:
-    """This rank's share of a batch with all samples."""
+    """The part of a batch with all samples that this rank processes."""
     all_rows = rows(engine.plan.data.packing, engine.objective.documents_per_unit)
     plan = batch_plan(engine.plan, engine.objective)
     if is_of_answers(engine.objective):
@@ -147,13 +146,13 @@ def whole_batch(engine: Engine) -> Batch:
 
 
 def _mismatched(engine: Engine) -> MismatchedAnswers | None:
-    """Mismatched answers for KTO's z0; None for other objectives."""
+    """Mismatched answers for KTO's baseline z0; None for other objectives."""
     is_packed = engine.plan.data.packing
     return mismatched_answers(packing=is_packed) if engine.objective.needs_baseline else None
 
 
 def _with_scores(engine: Engine, batches: Iterator[Batch]) -> Iterator[Batch]:
-    """The batches, with a teacher's stored distributions where the objective uses them."""
+    """Add a teacher's stored distributions to the batches, if the objective uses them."""
     objective = engine.objective
     if not isinstance(objective, Distillation) or objective.section.scores is None:
         return batches
@@ -161,9 +160,8 @@ def _with_scores(engine: Engine, batches: Iterator[Batch]) -> Iterator[Batch]:
 
 
 def first_moments(engine: Engine) -> dict[str, torch.Tensor]:
-    """Adam's first moment of each trained parameter by name, fp32 on the CPU.
-
-    Only the first rank of each pipeline stage has the moments of its whole stage.
+    """Adam's first moments by parameter name, fp32 on the CPU. Only the first rank of each pipeline stage has the
+    moments of the whole stage.
     """
     moments = {}
     for name, param in engine.lm.named_parameters():
@@ -174,17 +172,15 @@ def first_moments(engine: Engine) -> dict[str, torch.Tensor]:
 
 
 def first_gradients(engine: Engine) -> dict[str, torch.Tensor]:
-    """Gradients of the first step by parameter name, from Adam's first moments.
-
-    After one step, a first moment is (1 - beta1) times the gradient.
+    """Gradients of the first step by parameter name, computed from Adam's first moments. After one step, a first moment
+    is (1 - beta1) times the gradient.
     """
     return of_all_stages(engine, {name: moment / (1 - BETAS[0]) for name, moment in first_moments(engine).items()})
 
 
 def _later_gradients(engine: Engine, before: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Gradients of adapters in the second step, from Adam's first moments after it.
-
-    The moments are beta1 x (1 - beta1) times the first gradients `before`, plus (1 - beta1) times the second gradients.
+    """Gradients of adapters in the second step, computed from Adam's first moments. After two steps, a first moment is
+    beta1 x (1 - beta1) times the first gradient, in `before`, plus (1 - beta1) times the second gradient.
     """
     if not any(map(is_adapter, before)):
         return {}
@@ -195,7 +191,7 @@ def _later_gradients(engine: Engine, before: dict[str, torch.Tensor]) -> dict[st
 
 
 def of_all_stages(engine: Engine, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors by parameter name, collected from the first rank of each pipeline stage; collective with stages."""
+    """Collect tensors by parameter name from the first rank of each pipeline stage; collective with several stages."""
     mesh = engine.plan.mesh
     if mesh.pp == 1:
         return tensors
@@ -208,33 +204,34 @@ def of_all_stages(engine: Engine, tensors: dict[str, torch.Tensor]) -> dict[str,
 
 
 _cached_steps = cache(reference_loop)
-"""Cached by folder, because all layouts of one model are compared with the same reference loop."""
+"""The reference loop is cached by folder, because all layouts of a model are compared with the same loop."""
 _FEW_STEPS = 3
 _LONG_RUN = 2e-4
-"""Limit of the difference of losses over more than _FEW_STEPS steps, in which rounding errors grow."""
+"""Tolerance for losses over more than _FEW_STEPS steps, over which rounding errors grow."""
 _LEAST_SHARE = 1e-3
-"""Limit for gradients of single numbers, such as `hc_head.hc_scale` of DeepSeek-V4. Such a gradient is a sum over
-tokens and columns that may cancel; below this share of the global norm, its error is relative to the share.
+"""Fraction of the global gradient norm below which the error of a single-number gradient is measured relative to that
+fraction. The gradient of a single number, such as `hc_head.hc_scale` of DeepSeek-V4, is a sum over tokens and columns
+that may cancel.
 """
 _EXACT = {"loss": 1e-5, "gradient": 1e-4, "norm": 1e-4, "resume": 1e-5, "export": 1e-5, "answers": 0.0}
 _OF_ROUTERS = {"balance": 1e-4, "choices": 0.0}
 _OF_ADAPTERS = {"adapters": 2e-3}
-"""B is zero at first, so A has a gradient only from the second step on. AdamW divides by |gradient| + 1e-8: where B's
-first gradient is as small as a rounding error, its first update is arbitrary, and so A's second gradient differs.
+"""Tolerance for gradients of adapters in the second step; matrix A has no earlier gradient, because B is zero at first.
+AdamW divides by |gradient| + 1e-8. If B's first gradient is as small as a rounding error, its first update is
+arbitrary, and so A's second gradient differs.
 """
 _ROUNDED = {"loss": 1.5e-2, "norm": 2e-2, "resume": 1e-3, "export": 1.5e-2}
-"""Limits in 16 bits: rounding changes the third digit of a loss; a missing gradient would change the second."""
+"""Tolerances in 16 bits. Rounding changes the third digit of a loss, a missing gradient would change the second."""
 
 
 @dataclass(frozen=True)
 class LayoutComparison:
-    """Differences between a layout and the reference loop, and their limits, by name.
+    """Differences between a layout and the reference loop, and their tolerances, by name.
 
-    `loss` (largest over all steps), `resume` and `export` are in nats. `gradient` and `norm` are relative; `adapters`
-    is the relative difference of the adapters' gradients in the second step. `answers` is the number of answers that
-    differ. `balance` is the largest difference of the balance loss over all steps, and `choices` the number of
-    different choices of experts in the first step. `mtp` is the largest difference of the multi-token prediction loss
-    over all steps, in nats.
+    `loss` (largest over all steps), `resume`, `export` and `mtp` (the multi-token prediction loss, largest over all
+    steps) are in nats. `gradient`, `norm`, and `adapters` (gradients of adapters in the second step) are relative.
+    `answers` is the number of different answers, `balance` the largest difference of the balance loss, and `choices`
+    the number of different choices of experts in the first step.
     """
 
     differences: dict[str, float]
@@ -242,11 +239,11 @@ class LayoutComparison:
 
     @property
     def is_equal(self) -> bool:
-        """Whether no difference exceeds its limit; NaN does."""
+        """Whether no difference exceeds its tolerance. NaN exceeds any."""
         return all(self.differences[name] <= limit for name, limit in self.limits.items())
 
     def text(self) -> str:
-        """All differences in one line, with exceeded limits, and always the limit of `adapters`."""
+        """All differences in one line, with tolerances that are exceeded, and always the tolerance of `adapters`."""
         limits = {
             name: f" (limit {limit:.0e})" if self.differences[name] > limit or name in _OF_ADAPTERS else ""
             for name, limit in self.limits.items()
@@ -262,9 +259,8 @@ def write_model(
     has_mtp: bool = False,
     router_scale: float = 1.0,
 ) -> None:
-    """Write a model of `config` for the objective to `folder`; its random weights are identical on every machine.
-
-    With `has_mtp` it has a multi-token prediction layer. `router_scale` multiplies the weights of routers.
+    """Write a model of `config` with random weights, which are identical on every machine, to `folder`. With `has_mtp`
+    it has a multi-token prediction layer. `router_scale` multiplies the weights of routers.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(11)
@@ -285,15 +281,14 @@ def write_model(
 
 
 def compare_layout(run: RunSettings, world: World, device: str, folder: Path, *, steps: int) -> LayoutComparison | None:
-    """Take `steps` (2 or more) in the layout of `run` with its tiny model, and compare them with the reference loop.
-
-    All ranks call this with a shared `folder`; rank zero returns the comparison, the others None.
+    """Take `steps` optimizer steps (2 or more) in the layout of `run` with its tiny model, and compare them with the
+    reference loop. All ranks call this with a shared `folder`. Rank zero returns the comparison, other ranks None.
     """
     plan = make_plan(run, world=world, device=device)
     hf_config = read_hf_config(run.model.path, task=task_of(run.objective))
     check_model(plan.with_model(hf_config.to_dict()), "sizes of the model")
-    # Before any engine is started: in the first model that from_pretrained builds after DeepSpeed 0.19.8's zero.Init,
-    # rotary frequencies are uninitialised memory.
+    # The reference model is built before any engine is started: in the first model that from_pretrained builds after
+    # DeepSpeed 0.19.8's zero.Init, rotary frequencies are uninitialised memory.
     is_leader = world.rank == 0
     model = plan_model(hf_config, run)
     plan = complete_features(build_ops(plan, all_gather_object, _ignore), model)
@@ -326,12 +321,13 @@ def compare_layout(run: RunSettings, world: World, device: str, folder: Path, *,
 
 
 def _ignore(_: str) -> None:
-    """Drop notes on compiled ops, which were printed before the first layout."""
+    """Drop a note on compiled ops, which was already printed before the first layout."""
 
 
 def compare_steps(reference: Steps, steps: Steps, resumed: Steps, export: float) -> LayoutComparison:
-    """Compare `steps` with the `reference`, and the steps `resumed` after the first one with the uninterrupted steps.
-    `export` is the difference between the losses of the model and of its export.
+    """Compare the layout's `steps` with the `reference` loop, and the steps after resuming with the uninterrupted ones.
+    `resumed` are the steps after a checkpoint of the first step. `export` is the difference between the losses of the
+    model and of its export.
     """
     actual, expected = [*steps.norms, *steps.mtp_norms], [*reference.norms, *reference.mtp_norms]
     norms = zip(actual, expected, strict=True)
@@ -395,8 +391,8 @@ def _steps_with_checkpoint(engine: Engine, folder: Path, steps: int) -> Steps:
         outcome = saver.settle(wait=True)
         if outcome is None or outcome.has_failed:
             raise CheckpointError(
-                f"nothing could be saved in {folder}: {outcome}",
-                hint="name a folder that all hosts share and may write to",
+                f"the checkpoint in {folder} could not be saved: {outcome}",
+                hint="start the selftest in a folder that all hosts share and can write to",
             )
         steps_taken = list(taking)
         engine.check_replicas()
@@ -412,7 +408,7 @@ def _steps_after_resume(engine: Engine, folder: Path, steps: int) -> Steps:
 
 
 def _export(engine: Engine, model: Path, lora: LoraConfig | None, out: Path) -> None:
-    """Write the trained weights, merged with adapters, to `out`; 4-bit weights as they are read from `model`."""
+    """Write the trained weights, with adapters merged, to `out`. 4-bit weights are written as read from `model`."""
     tree = json.loads((model / "config.json").read_text(encoding="utf-8"))
     parts = FolderParts(
         family=family_of(tree["model_type"]),

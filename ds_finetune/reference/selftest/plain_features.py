@@ -1,4 +1,4 @@
-"""The reference loop's independent implementations of features: prediction layers, routers, adapters and teachers."""
+"""Independent implementations for the reference loop: multi-token prediction layers, routers, adapters and teachers."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -35,22 +35,21 @@ from ds_finetune.reference.selftest.cells import SAMPLES, TINY_MODELS, samples
 
 
 def add_layer(model: PreTrainedModel) -> nn.Module:
-    """Add a multi-token prediction layer to `model` under its published names; its weights are uninitialised.
-
-    Returns transformers' module of the layer, which shares these weights. The model's own forward does not run it.
+    """Add a multi-token prediction layer with uninitialised weights to `model`, under its published names. Returns
+    transformers' module of the layer, which shares these weights. The forward of `model` does not run the layer.
     """
     config: Any = model.config
     if family_of(config.model_type).compresses:
         return _add_compressed_layer(model)
-    # transformers 5.23 has these keys only for some model types.
+    # The prediction layer reads these keys, which transformers 5.23 sets only for some model types.
     config.num_mtp_layers = 1
     for key in ("layer_types", "mlp_layer_types"):
         if getattr(config, key, None):
             setattr(config, f"mtp_{key}", getattr(config, key)[-1:])
-    # The layer takes its kind of indexer from the first layer, which has one.
+    # The layer takes its kind of indexer from the first layer, which always has one.
     layer: Any = MtpModel(model, 1).layers[0]
     block = layer.mtp_block
-    # Layers of glm_moe_dsa also return their chosen tokens, which the module would pass on.
+    # Layers of glm_moe_dsa also return the tokens that their indexer chose, which must not be passed on.
     block.register_forward_hook(lambda _, __, out: out[0] if isinstance(out, tuple) else out)
     block.enorm, block.hnorm, block.eh_proj = layer.enorm, layer.hnorm, layer.eh_proj
     block.shared_head = nn.Module()
@@ -60,7 +59,7 @@ def add_layer(model: PreTrainedModel) -> nn.Module:
 
 
 def _add_compressed_layer(model: PreTrainedModel) -> nn.Module:
-    """Add DeepSeek-V4's prediction layer, for which transformers 5.23 has no module, and return it."""
+    """Add DeepSeek-V4's multi-token prediction layer, for which transformers 5.23 has no module, and return it."""
     layers: Any = model.get_decoder().layers
     with more_layers(model.config, 1):
         block: Any = type(layers[0])(model.config, len(layers))
@@ -70,7 +69,7 @@ def _add_compressed_layer(model: PreTrainedModel) -> nn.Module:
 
 
 def _compressed_states(model: Any, block: Any, embedded: torch.Tensor, streams: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
-    """Output of DeepSeek-V4's prediction layer for one document, from next tokens' embeddings and residual streams."""
+    """Output of DeepSeek-V4's prediction layer for a document, from next tokens' embeddings and residual streams."""
     projected = [block.h_proj(block.hnorm(streams[:, :, n])) for n in range(streams.shape[2])]
     inputs = torch.stack(projected, dim=2) + block.e_proj(block.enorm(embedded)).unsqueeze(2)
     tokens, rotary = embedded.shape[1], model.get_decoder().rotary_emb
@@ -92,7 +91,7 @@ def _compressed_states(model: Any, block: Any, embedded: torch.Tensor, streams: 
 
 
 def add_random_layer(model: PreTrainedModel) -> None:
-    """Add a randomly initialised multi-token prediction layer, for a tiny model."""
+    """Add a randomly initialised multi-token prediction layer to a tiny model."""
     add_layer(model)
     block = model.get_decoder().layers[-1]
     for name, tensor in [*block.named_parameters(), *block.named_buffers()]:
@@ -100,9 +99,8 @@ def add_random_layer(model: PreTrainedModel) -> None:
 
 
 class PlainMtp:
-    """The multi-token prediction layer of a transformers model, with weights from the model's folder.
-
-    Each forward of the model has one unpadded document.
+    """The multi-token prediction layer of a transformers model, with weights from the model's folder. Each forward of
+    the model must have one unpadded document.
     """
 
     def __init__(self, model: PreTrainedModel, folder: Path, section: MtpConfig) -> None:
@@ -111,7 +109,7 @@ class PlainMtp:
         self._layer = add_layer(model)
         self.prefix = f"model.layers.{model.config.num_hidden_layers}."
         self._load(folder)
-        # Adapters of this layer are planned and named like those of other layers.
+        # With this key, adapters of the prediction layer are planned and named like those of other layers.
         set_mtp_layers(model.config, 1)
         if family_of(model.config.model_type).compresses:
             model.get_decoder().hc_head.register_forward_pre_hook(self._keep_streams)
@@ -127,14 +125,13 @@ class PlainMtp:
                     tensor[piece.index] = stored[piece.key]
 
     def parameters_apart(self) -> Iterator[nn.Parameter]:
-        """Parameters that only this loss trains, whose gradients are clipped by their own norm."""
+        """Parameters that only the multi-token prediction loss trains, which are clipped by a norm of their own."""
         if self._section.detach:
             yield from self._model.get_submodule(self.prefix[:-1]).parameters()
 
     def loss(self, ids: np.ndarray, labels: np.ndarray) -> torch.Tensor:
-        """The weighted loss for the document of the model's latest forward, summed over tokens (scalar).
-
-        It is the cross entropy of the token after the next (DeepSeek-V3, arXiv 2412.19437, eq. 24).
+        """Weighted multi-token prediction loss of the document of the latest forward, summed over tokens (scalar). It
+        is the cross entropy of the token after the next one (DeepSeek-V3, arXiv 2412.19437, eq. 24).
         """
         logits = self.logits(torch.from_numpy(ids).long())
         targets = torch.from_numpy(labels).long()[1:]
@@ -143,24 +140,26 @@ class PlainMtp:
         return self._section.weight * out
 
     def take_loss(self) -> float:
-        """The unweighted mean loss in nats over all predictions since the last call."""
+        """Mean multi-token prediction loss in nats, unweighted, over all predictions since the last call."""
         mean, self._sum, self._tokens = self._sum / self._tokens, 0.0, 0
         return mean
 
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
-        """Logits of the token after the next, [tokens - 1, vocabulary], for `ids` of the model's latest forward."""
+        """Logits of the token after the next, [tokens - 1, vocabulary]; `ids` are the tokens of the latest forward."""
         head = self._model.lm_head.weight
         return functional.linear(self.states(ids), head.detach() if self._section.detach else head)
 
     def states(self, ids: torch.Tensor) -> torch.Tensor:
-        """Output of the layer before the head, [tokens - 1, width], for `ids` of the model's latest forward."""
+        """Output of the prediction layer before the head, [tokens - 1, width]; `ids` are the latest
+        forward's tokens.
+        """
         embedded, hidden = self._model.get_input_embeddings()(ids[None, 1:]), self._hidden[:, :-1]
         if self._section.detach:
             embedded, hidden = embedded.detach(), hidden.detach()
         if family_of(self._model.config.model_type).compresses:
             return _compressed_states(self._model, self._layer, embedded, hidden)
         positions = torch.arange(len(ids) - 1)[None]
-        # The mask is for indexers.
+        # Only indexers read this mask.
         mask = torch.ones(len(ids) - 1, len(ids) - 1, dtype=torch.bool).tril()[None, None]
         out: torch.Tensor = self._layer(
             inputs_embeds=embedded,
@@ -180,7 +179,7 @@ class PlainMtp:
 
 
 class PlainRouters:
-    """Hooks on the routers of a transformers model; each forward must have one unpadded document."""
+    """Hooks that balance the routers of a transformers model. Each forward must have one unpadded document."""
 
     def __init__(self, model: nn.Module, plan: RouterPlan) -> None:
         self._plan = plan
@@ -194,12 +193,13 @@ class PlainRouters:
             module.register_forward_hook(lambda _, __, output, number=number: self._see(number, output))
         if not plan.section.train:
             for name, parameter in model.named_parameters():
-                # The router of a multi-token prediction layer is frozen too, although it is not balanced.
+                # With router.train false, the router of a multi-token prediction layer is frozen too, although it is
+                # not balanced.
                 if f".{plan.kind.module}." in name:
                     parameter.requires_grad_(False)
 
     def take_loss(self) -> torch.Tensor:
-        """The sum of `sum_i f_i P_i` over layers and documents since the last call, scalar."""
+        """The balance loss, `sum_i f_i P_i`, summed over layers and documents since the last call (scalar)."""
         total = torch.stack(self._losses).sum()
         self._losses.clear()
         return total
@@ -211,7 +211,7 @@ class PlainRouters:
         return counts
 
     def update_biases(self, counts: torch.Tensor) -> None:
-        """Update each bias against the load of a step."""
+        """Move each router's bias against the load of its experts in a step. `counts` is [layers, experts]."""
         for layer, chosen, is_balanced in zip(self._layers, counts, self._balanced, strict=True):
             if not is_balanced:
                 continue
@@ -242,13 +242,13 @@ _FACTOR = re.compile(r"\.parametrizations\.(\w+)\.0\.(lora_[AB])$")
 
 @dataclass(frozen=True)
 class PlainAdapters:
-    """Section `lora` of a run file, applied to a transformers model; `seed` initialises the adapters."""
+    """Section `lora` of a run file, applied to the reference loop's model. `seed` initialises the adapters."""
 
     section: LoraConfig
     seed: int
 
     def freeze(self, model: PreTrainedModel, task: Task) -> None:
-        """Freeze all parameters except a classification head, and round the weights that the run holds in 4 bits."""
+        """Freeze all parameters except a classification head, and round the weights that the run stores in 4 bits."""
         lora = plan_lora(model.config, self.section, task)
         model.requires_grad_(False)
         for name in lora.fully_trained:
@@ -258,7 +258,7 @@ class PlainAdapters:
             weight.data = _rounded_to_four_bits(weight.data)
 
     def add(self, model: PreTrainedModel, task: Task) -> None:
-        """Add the adapters in their initial state."""
+        """Add the adapters, in their initial state, to the model."""
         for target in plan_lora(model.config, self.section, task).targets:
             self._add_to(model.get_submodule(target.name), target)
 
@@ -269,7 +269,7 @@ class PlainAdapters:
 
 
 class _LowRankSum(nn.Module):
-    """Maps a weight [..., out, in] to weight + scale x B A, with A [..., rank, in] and B [..., out, rank]."""
+    """Parametrisation of a weight [..., out, in]: weight + scale x B A, with A [..., rank, in], B [..., out, rank]."""
 
     def __init__(self, factors: Mapping[str, torch.Tensor], scale: float) -> None:
         super().__init__()
@@ -282,12 +282,12 @@ class _LowRankSum(nn.Module):
 
 
 def trained_name(name: str) -> str:
-    """The engine's name of a parameter of the reference model; adapters are named after their weight."""
+    """The engine's name of a parameter of the reference model. Adapters are named after their weight."""
     return _FACTOR.sub(lambda match: f".{'' if match[1] == 'weight' else f'{match[1]}_'}{match[2]}", name)
 
 
 def _rounded_to_four_bits(weight: torch.Tensor) -> torch.Tensor:
-    """A weight quantised to NF4 with double quantisation, and dequantised, by bitsandbytes."""
+    """Quantise a weight to NF4 with double quantisation by bitsandbytes, and dequantise it."""
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
     quantised: Any = quantize_4bit(weight, blocksize=64, compress_statistics=True, quant_type="nf4")
@@ -302,11 +302,11 @@ _DENSE = next(
 )
 _TEACHER, _SCORES = "teacher", "scores"
 SoftTarget = tuple[torch.Tensor, torch.Tensor | None]
-"""A teacher's log-probabilities at a sample's supervised positions, and ids where only the top k are stored."""
+"""A teacher's log-probabilities at a sample's supervised positions, and the token ids if only the top k are stored."""
 
 
 def with_teacher(section: DistillObjective, model: Path) -> DistillObjective:
-    """The section `objective` of a tiny student in the folder `model`, with its teacher's folder or stored scores."""
+    """The section `objective` of a tiny student in the folder `model`, with paths of its teacher or stored scores."""
     folder = Path(f"{model}-teacher")
     has_scores = section.scores is not None
     paths = {"scores": str(folder / _SCORES), "teacher": None} if has_scores else {"teacher": str(folder / _TEACHER)}
@@ -314,15 +314,15 @@ def with_teacher(section: DistillObjective, model: Path) -> DistillObjective:
 
 
 def write_teacher(model: PretrainedConfig, section: DistillObjective) -> None:
-    """Write the teacher that `section` names, or its scores of the samples: a dense model with confident predictions,
-    and the vocabulary and number of heads of `model`.
+    """Write the teacher of the section `objective`, or its stored scores of the samples. The teacher is a dense model
+    with confident predictions, and the vocabulary and number of heads of `model`.
     """
     heads = model.num_attention_heads
     sizes = {"vocab_size": model.vocab_size, "num_attention_heads": heads, "num_key_value_heads": heads}
     sizes |= {"hidden_size": 12 * heads, "initializer_range": 0.3}
     config = AutoConfig.for_model(**TINY_MODELS[_DENSE] | sizes)
     with torch.random.fork_rng(devices=[]):
-        # With seed 5, two experts of gpt_oss are tied within rounding in its second step.
+        # With seed 5, two experts of gpt_oss would have scores that are equal within rounding in its second step.
         torch.manual_seed(6)
         lm = AutoModelForCausalLM.from_config(config).float().eval()
     if section.scores is None:
@@ -355,7 +355,7 @@ def _stored(scores: DocumentScores) -> SoftTarget:
 
 @torch.no_grad()
 def _log_probs(lm: torch.nn.Module, temperature: float) -> list[torch.Tensor]:
-    """Log-probabilities over the vocabulary at supervised positions of each sample, fp32 [tokens, vocabulary]."""
+    """Log-probabilities over the vocabulary at the supervised positions of each sample, fp32 [tokens, vocabulary]."""
     log_probs = []
     for ids, labels in samples():
         logits = lm(input_ids=torch.from_numpy(ids).long()[None], use_cache=False).logits[0].float()

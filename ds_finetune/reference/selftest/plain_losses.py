@@ -1,6 +1,6 @@
 """The losses of the reference loop, implemented from the papers for the samples of one unit.
 
-This module imports no implementation of an objective from the program, so that an error there shows as a difference.
+It imports no objective of the program, so that an error in an objective shows as a difference.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,53 +25,54 @@ _LOG = torch.nn.functional.logsigmoid
 
 
 class Answer(NamedTuple):
-    """A sample as an answer, for objectives on answers."""
+    """A sample as an answer, for objectives that compare answers."""
 
     logp: torch.Tensor
     """Summed log-probability of the supervised tokens in nats, fp64 scalar."""
     tokens: int
     """Number of supervised tokens."""
     reference: float
-    """Log-probability under the reference model."""
+    """Log-probability of the answer under the reference model, in nats."""
     target: float
     """1 for a good answer, 0 for a bad one."""
 
     @property
     def ratio(self) -> torch.Tensor:
-        """log p - log p_reference."""
+        """log p - log p_reference of the answer."""
         return self.logp - self.reference
 
 
 class SampledTokens(NamedTuple):
-    """Tokens of a sampled answer: log-probabilities in nats, fp64 [tokens] each."""
+    """The tokens of a sampled answer: log-probabilities in nats, fp64 [tokens] each, and the advantage."""
 
     logp: torch.Tensor
     old: torch.Tensor
-    """Log-probability under the weights that sampled the answer."""
+    """Log-probabilities under the weights that sampled the answer."""
     sampled: torch.Tensor
-    """Log-probability that the sampler reported."""
+    """Log-probabilities that the sampler reported."""
     reference: torch.Tensor
     advantage: float
 
 
 def samples_per_unit(section: ObjectiveConfig) -> int:
-    """Number of samples in a unit: 2 for pairs of answers, else 1."""
+    """Number of samples in a unit: 2 for objectives on pairs of answers, else 1."""
     return 2 if section.unit == "pairs" else 1
 
 
 def answers_loss(section: ObjectiveConfig, answers: Sequence[Answer], z0: float) -> torch.Tensor:
-    """The loss of a unit, without the cross entropy of its chosen answer; in a pair the chosen answer comes first."""
+    """The loss of a unit, without the cross entropy of its chosen answer. In a pair, the chosen answer comes first."""
     w, r = answers[0], answers[-1]
     match section:
         case DpoObjective():
             return _dpo_loss(section, w, r)
         case SimpoObjective():
-            # Meng et al., arXiv 2405.14734, eq. 6
+            # SimPO: Meng et al., arXiv 2405.14734, eq. 6
             return -_LOG(section.beta * (w.logp / w.tokens - r.logp / r.tokens) - section.gamma)
         case CpoObjective():
             return _cpo_loss(section, w, r)
         case OrpoObjective():
-            # Hong et al., arXiv 2403.07691, eq. 4, 6 and 7: odds(y) = P / (1 - P), P the geometric mean over tokens
+            # ORPO: Hong et al., arXiv 2403.07691, eq. 4, 6 and 7: odds(y) = P / (1 - P), P the geometric mean over
+            # tokens
             p_w, p_r = torch.exp(w.logp / w.tokens), torch.exp(r.logp / r.tokens)
             return -section.beta * _LOG(torch.log(p_w / (1 - p_w)) - torch.log(p_r / (1 - p_r)))
         case KtoObjective():
@@ -87,18 +88,18 @@ def _dpo_loss(section: DpoObjective, w: Answer, r: Answer) -> torch.Tensor:
     margin = beta * difference
     match section.loss:
         case "sigmoid" | "sigmoid_norm":
-            # Rafailov et al., arXiv 2305.18290, eq. 7; with label smoothing conservative DPO
+            # DPO: Rafailov et al., arXiv 2305.18290, eq. 7. With label smoothing it is conservative DPO.
             return -(1 - e) * _LOG(margin) - e * _LOG(-margin)
         case "robust":
-            # Chowdhury et al., arXiv 2403.00409, eq. 9
+            # Robust DPO: Chowdhury et al., arXiv 2403.00409, eq. 9
             return (-(1 - e) * _LOG(margin) + e * _LOG(-margin)) / (1 - 2 * e)
         case "hinge":
             return torch.clamp(1 - margin, min=0)
         case "ipo":
-            # Azar et al., arXiv 2310.12036, eq. 17, of means over tokens
+            # IPO: Azar et al., arXiv 2310.12036, eq. 17, with log-probabilities averaged over tokens
             return (difference - 1 / (2 * beta)) ** 2
         case "apo_zero":
-            # D'Oosterlinck et al., arXiv 2408.06266
+            # APO: D'Oosterlinck et al., arXiv 2408.06266
             return 1 - torch.sigmoid(beta * w.ratio) + torch.sigmoid(beta * r.ratio)
         case "apo_down":
             return torch.sigmoid(beta * w.ratio) + 1 - torch.sigmoid(margin)
@@ -108,7 +109,7 @@ def _cpo_loss(section: CpoObjective, w: Answer, r: Answer) -> torch.Tensor:
     margin = section.beta * (w.logp - r.logp)
     match section.loss:
         case "sigmoid":
-            # Xu et al., arXiv 2401.08417, eq. 5
+            # CPO: Xu et al., arXiv 2401.08417, eq. 5
             return -_LOG(margin)
         case "hinge":
             return torch.clamp(1 - margin, min=0)
@@ -117,16 +118,16 @@ def _cpo_loss(section: CpoObjective, w: Answer, r: Answer) -> torch.Tensor:
 
 
 def _kto_loss(section: KtoObjective, answer: Answer, z0: float) -> torch.Tensor:
-    """KTO's loss of one answer (Ethayarajh et al., arXiv 2402.01306, eq. 8): lambda - v(x, y)."""
+    """KTO's loss of one answer, lambda - v(x, y) (Ethayarajh et al., arXiv 2402.01306, eq. 8)."""
     if answer.target:
         return section.desirable_weight * (1 - torch.sigmoid(section.beta * (answer.ratio - z0)))
     return section.undesirable_weight * (1 - torch.sigmoid(section.beta * (z0 - answer.ratio)))
 
 
 def sampled_loss(section: GrpoObjective, answer: SampledTokens, counts: Mapping[str, int]) -> torch.Tensor:
-    """The contribution of a sampled answer to the mean loss over all answers."""
+    """Contribution of a sampled answer to the mean loss over all answers."""
     losses = _policy_losses(section, answer)
-    # k3 (Schulman, 2020) times the ratio (DeepSeek-V3.2, arXiv 2512.02556)
+    # The KL estimator k3 (Schulman, 2020) times the probability ratio (DeepSeek-V3.2, arXiv 2512.02556)
     away = answer.reference - answer.logp
     losses = losses + section.kl_weight * torch.exp(answer.logp - answer.old) * (torch.exp(away) - away - 1)
     behind = answer.old - answer.sampled
@@ -135,13 +136,13 @@ def sampled_loss(section: GrpoObjective, answer: SampledTokens, counts: Mapping[
         losses = losses * torch.clamp(torch.exp(behind), max=section.mismatch_cap)
     match section.aggregation:
         case "token":
-            # DAPO, arXiv 2503.14476
+            # Mean over all tokens, as in DAPO, arXiv 2503.14476
             return losses.sum() / counts["supervised_tokens"]
         case "sequence":
-            # GRPO, arXiv 2402.03300
+            # Mean over answers of the mean over tokens, as in GRPO, arXiv 2402.03300
             return losses.mean() / counts["units"]
         case "fixed":
-            # Dr. GRPO, arXiv 2503.20783
+            # Sum over tokens divided by a fixed length, as in Dr. GRPO, arXiv 2503.20783
             assert section.fixed_length is not None
             return losses.sum() / (counts["units"] * section.fixed_length)
 
@@ -150,17 +151,17 @@ def _policy_losses(section: GrpoObjective, answer: SampledTokens) -> torch.Tenso
     a, ratio = answer.advantage, torch.exp(answer.logp - answer.old)
     match section.ratio:
         case "capped":
-            # CISPO, arXiv 2506.13585
+            # CISPO, arXiv 2506.13585, caps the ratio
             return -torch.clamp(ratio.detach(), max=section.ratio_cap) * a * answer.logp
         case "sequence":
-            # GSPO, arXiv 2507.18071
+            # GSPO, arXiv 2507.18071, has one ratio per answer
             ratio = torch.exp((answer.logp - answer.old).mean()).expand(len(ratio))
     gain = torch.minimum(ratio * a, torch.clamp(ratio, 1 - section.clip_low, 1 + section.clip_high) * a)
     return -(torch.clamp(gain, min=section.dual_clip * a) if section.dual_clip and a < 0 else gain)
 
 
 def kto_baseline(ratios: list[float]) -> float:
-    """z0 of KTO: the mean of log p - log p_reference over all mismatched answers, at least 0."""
+    """KTO's baseline z0: the mean of log p - log p_reference over all mismatched answers, at least 0."""
     return max(0.0, sum(ratios) / len(ratios))
 
 
@@ -182,15 +183,14 @@ def score_loss(section: ObjectiveConfig, scores: torch.Tensor, targets: list[flo
 def distill_loss(
     section: DistillObjective, logits: torch.Tensor, labels: torch.Tensor, log_q: torch.Tensor, ids: torch.Tensor | None
 ) -> torch.Tensor:
-    """Distillation loss summed over the supervised tokens of a sample, with `logits` [tokens, vocabulary], labels
-    [tokens].
-
-    `log_q` are the teacher's log-probabilities at the temperature: over the vocabulary, or for `ids` [tokens, k] and,
-    last, for all other tokens together. T^2 x KL(q || p) as in Hinton et al., arXiv 1503.02531, section 2.
+    """Distillation loss summed over the supervised tokens of a sample. `logits` is [tokens, vocabulary], `labels`
+    [tokens]. `log_q` are the teacher's log-probabilities at the temperature: over the vocabulary, or over the tokens
+    `ids` [tokens, k] followed by one for all other tokens together. The loss is T^2 x KL(q || p) as in Hinton et al.,
+    arXiv 1503.02531, section 2.
     """
     log_p = torch.log_softmax(logits / section.temperature, dim=-1)
     if ids is not None:
-        # Probabilities stored in fp16 do not add up to 1.
+        # Probabilities stored in fp16 do not sum to 1, so they are normalised.
         log_q = torch.log_softmax(log_q, dim=-1)
         others = log_p.scatter(1, ids, float("-inf")).logsumexp(-1, keepdim=True)
         log_p = torch.cat([log_p.gather(1, ids), others], dim=-1)

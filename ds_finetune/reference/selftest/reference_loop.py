@@ -1,4 +1,4 @@
-"""The reference for every parallel layout: an ordinary PyTorch training loop in one process on the CPU."""
+"""The reference loop for every parallel layout: an ordinary PyTorch training loop in one process on the CPU."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -56,11 +56,11 @@ LIMITS = SamplingLimits(max_new_tokens=3, stop_ids=(1,))
 class Steps:
     """Results of some optimizer steps.
 
-    Each step has a loss and a gradient norm before clipping. `gradients` are those of the first step after clipping
-    (fp32 on the CPU), `later_gradients` those of adapters in the second step, and `answers` greedy answers to `PROMPTS`
-    after the last step. With routers, each step has the mean balance loss of documents and the tokens routed to each
-    expert, int64 [layers, experts]. With multi-token prediction, each step has its mean loss and, where it trains only
-    its layer, that layer's gradient norm before clipping.
+    `losses` and `norms` (gradient norms before clipping) have one value per step. `gradients` are those of the first
+    step after clipping, fp32 on the CPU; `later_gradients` are those of adapters in the second step. `answers` are
+    greedy answers to `PROMPTS` after the last step. With routers, each step has the mean balance loss of documents, and
+    the number of tokens routed to each expert, int64 [layers, experts]. With multi-token prediction, each step has its
+    mean loss; if only the prediction layer learns from this loss, also that layer's gradient norm before clipping.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -75,12 +75,12 @@ class Steps:
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW without weight decay."""
+    """Make AdamW without weight decay."""
     return torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=0.0)
 
 
 def auto_class(objective: ObjectiveConfig) -> Any:  # noqa: ANN401 - a class of transformers
-    """transformers' class that loads a model for the objective: for sequence classification, or a language model."""
+    """The transformers class that loads a model for the objective: for sequence classification, or a causal LM."""
     return AutoModelForSequenceClassification if objective.row.head == "scores" else AutoModelForCausalLM
 
 
@@ -90,8 +90,8 @@ def _task(objective: ObjectiveConfig) -> Task:
 
 @dataclass(frozen=True)
 class _Problem:
-    """The objective, the numbers of units of all samples, and log-probabilities under the reference model, fp64, of the
-    samples followed by the mismatched ones.
+    """What the reference loop optimises: the objective, the numbers of units in all samples, and log-probabilities
+    under the reference model. The log-probabilities are fp64, of the samples followed by the mismatched samples.
     """
 
     objective: ObjectiveConfig
@@ -110,7 +110,7 @@ def reference_loop(  # noqa: PLR0913
     adapters: PlainAdapters | None = None,
     mtp: MtpConfig | None = None,
 ) -> Steps:
-    """Take steps on all samples with the model that transformers loads from `folder`."""
+    """Take optimizer steps on all samples with the model that transformers loads from `folder`."""
     model = auto_class(objective).from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
     plain_mtp = None if mtp is None else PlainMtp(model, folder, mtp)
     if adapters is not None:
@@ -124,7 +124,7 @@ def reference_loop(  # noqa: PLR0913
 
 
 def _reference(model: nn.Module, objective: ObjectiveConfig) -> np.ndarray:
-    """Log-probabilities under the reference model: those of `model`, or made-up ones."""
+    """Log-probabilities under the reference model: computed with `model` if that is the reference, else made up."""
     if objective.reference_source != "adapters_off":
         return all_reference_log_probs()
     with torch.no_grad():
@@ -143,7 +143,7 @@ def reference_steps(  # noqa: PLR0913
     reference: np.ndarray | None = None,
     mtp: PlainMtp | None = None,
 ) -> Steps:
-    """Take steps on all samples, one unpadded sample per forward, with transformers' logits and torch's loss."""
+    """Take optimizer steps on all samples, one unpadded sample per forward, with transformers' logits."""
     model.train()
     routers = None if router is None else PlainRouters(model, router)
     optim = optimizer(model)
@@ -178,7 +178,7 @@ def reference_steps(  # noqa: PLR0913
 
 
 def _clip(model: nn.Module, max_grad_norm: float, results: Steps, mtp: PlainMtp | None) -> None:
-    """Clip the gradients of a step, and record their norms and the multi-token prediction loss."""
+    """Clip the gradients of a step. Records their norms and the multi-token prediction loss in `results`."""
     auxiliary = [] if mtp is None else [*mtp.parameters_apart()]
     others = [param for param in model.parameters() if not any(param is other for other in auxiliary)]
     results.norms.append(float(torch.nn.utils.clip_grad_norm_(others, max_grad_norm)))
@@ -189,7 +189,7 @@ def _clip(model: nn.Module, max_grad_norm: float, results: Steps, mtp: PlainMtp 
 
 
 def _keep_gradients(model: nn.Module, results: Steps) -> None:
-    """Record the gradients of the first step, and those of adapters in the second."""
+    """Record all gradients of the first step, and those of adapters in the second step, in `results`."""
     if len(results.losses) > 2:
         return
     grads = {trained_name(name): param.grad for name, param in model.named_parameters() if param.grad is not None}
@@ -213,7 +213,7 @@ def _counts(objective: ObjectiveConfig) -> dict[str, int]:
 
 @torch.no_grad()
 def _baseline(model: nn.Module, problem: _Problem) -> float:
-    """z0 of KTO over all samples, else 0."""
+    """KTO's baseline z0 over all samples; 0 for other objectives."""
     if "baseline" not in problem.objective.row.needs:
         return 0.0
     logps = [_log_probs(model, *sample).double().sum().item() for sample in mismatched_samples()]
@@ -221,7 +221,7 @@ def _baseline(model: nn.Module, problem: _Problem) -> float:
 
 
 def _unit_loss(model: nn.Module, unit: Sequence[int], problem: _Problem, *, baseline: float) -> torch.Tensor:
-    """The contribution of a unit's samples to the mean loss over all samples (scalar)."""
+    """Contribution of a unit's samples to the mean loss over all samples (scalar)."""
     objective, counts = problem.objective, problem.counts
     if objective.row.head == "scores":
         rows = [torch.from_numpy(samples()[number][0]).long()[None] for number in unit]
@@ -251,7 +251,7 @@ def _log_probs(model: nn.Module, ids: np.ndarray, labels: np.ndarray) -> torch.T
 
 
 def _divergence(model: nn.Module, number: int, objective: DistillObjective) -> torch.Tensor:
-    """The distillation loss, summed over the supervised tokens of a sample (scalar)."""
+    """The distillation loss summed over the supervised tokens of a sample (scalar)."""
     logits, labels = _supervised_logits(model, *samples()[number])
     log_q, ids = soft_targets(objective)[number]
     return distill_loss(objective, logits.double(), labels, log_q.double(), ids)
@@ -280,9 +280,8 @@ def mean_loss(
     *,
     base: tuple[Path, PlainAdapters] | None = None,
 ) -> float:
-    """Loss over all samples of the model that plain transformers loads from `folder`.
-
-    `base` is the folder and the adapters that a run started from, which may be the objective's reference model.
+    """Mean loss over all samples of the model that plain transformers loads from `folder`. `base` is the folder and the
+    adapters that a run started from, which may be the objective's reference model.
     """
     model = of_reference = auto_class(objective).from_pretrained(folder, dtype=dtype, trust_remote_code=False).eval()
     if base is not None and objective.reference_source == "adapters_off":

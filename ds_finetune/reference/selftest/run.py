@@ -1,4 +1,4 @@
-"""`ds-finetune selftest`: compares the layout of a run, or a standard set of layouts, with the reference PyTorch loop.
+"""Command `ds-finetune selftest`: compares a run's layout, or a standard set of layouts, with the reference loop.
 
 `start_world` starts the ranks, and `selftest` runs on each of them.
 """
@@ -67,9 +67,9 @@ _DERIVED = (
     "bf16",
     "fp16",
 )
-"""Keys of a DeepSpeed configuration that follow from the run file; the run with the tiny model sets its own values."""
+"""Keys of a DeepSpeed configuration that follow from the run file. The selftest's run sets its own values."""
 _ROUNDING = ("data_types",)
-"""Keys whose purpose is to change rounding; left out, like the options that `inexact` allows."""
+"""Keys of a DeepSpeed configuration that change rounding. They are left out, like options that `inexact` allows."""
 _SMALL = {
     "stage3_param_persistence_threshold": 40,
     "reduce_bucket_size": 20_000,
@@ -94,20 +94,18 @@ _WHOLE_BLOCKS = {
     "v_head_dim": 16,
     "num_attention_heads": 4,
 }
-"""Sizes of a tiny model whose weight rows are multiples of 64, the quantisation block, except in experts."""
+"""Sizes of a tiny model with which rows of weights are multiples of 64, the quantisation block, except in experts."""
 _ACCUMULATION = 2
 _ROUTER_SCALE = 16.0
-"""Factor on router weights. Randomly initialised routers of a tiny model score all experts nearly equally, so that
-rounding decides some choices, which changes the loss of a step by 1e-4 and more.
+"""Factor on the router weights of tiny models. Randomly initialised routers score all experts nearly equally, so that
+rounding would decide some choices, which changes the loss of a step by 1e-4 and more.
 """
 
 
 @dataclass(frozen=True)
 class LayoutCase:
-    """A layout to compare with the reference loop.
-
-    `model` is its tiny model before it is enlarged for the parallel sizes, and `tree` the run file without the path of
-    the model.
+    """A layout that is compared with the reference loop. `model` is the tiny model before it is enlarged for the
+    parallel sizes. `tree` is the run file without the model's path.
     """
 
     name: str
@@ -117,9 +115,8 @@ class LayoutCase:
 
 @dataclass(frozen=True)
 class Extent:
-    """Extent of a selftest: optimizer steps per layout, and model families of the standard set.
-
-    The first family is compared in every layout.
+    """Size of a selftest: number of optimizer steps per layout, and model families of the standard set. The first
+    family is compared in every layout.
     """
 
     steps: int = 3
@@ -127,14 +124,13 @@ class Extent:
 
     @property
     def arguments(self) -> list[str]:
-        """`ds-finetune selftest` options for these steps and families."""
+        """Options of `ds-finetune selftest` for these steps and families."""
         return ["--steps", str(self.steps), "--families", ",".join(self.families)]
 
 
 def start_world(arguments: list[str], run: RunSettings | None, *, nproc: int, hostfile: str | None) -> int:
     """Run `ds-finetune selftest` with `arguments` in `nproc` processes on this machine, or on the hosts of `hostfile`.
-
-    Returns the exit code. Without a hostfile, errors in the run file are reported before a process is started.
+    Returns the exit code. Without a hostfile, errors in the run file are raised before a process is started.
     """
     if hostfile is not None:
         if not Path(hostfile).is_file():
@@ -168,16 +164,15 @@ def start_world(arguments: list[str], run: RunSettings | None, *, nproc: int, ho
 
 
 def selftest(run: RunSettings | None, extent: Extent, *, say: Say) -> None:
-    """Compare every case on these ranks and print a line for each; RunError where one differs.
-
-    The cases are the layout of `run`, or the standard set without a run.
+    """Compare every layout on these ranks, and print a line for each. RunError if one differs from the reference loop.
+    The layouts are the one of `run`, or the standard set if there is no run.
     """
-    # Tiny models are loaded and gathered hundreds of times, each time with a progress bar or a warning.
+    # Tiny models are loaded hundreds of times, each time with progress bars and warnings, so these are turned off.
     quiet_packages()
     show_loading_as_phase()
-    # The limits assume fp32 products. NVIDIA's containers enable TF32 with TORCH_ALLOW_TF32_CUBLAS_OVERRIDE.
+    # The tolerances assume fp32 products. NVIDIA's containers enable TF32 with TORCH_ALLOW_TF32_CUBLAS_OVERRIDE.
     torch.set_float32_matmul_precision("highest")
-    # Launchers send SIGTERM to the other ranks when one fails; rank zero must then remove its folder.
+    # Launchers send SIGTERM to the other ranks when one fails. The handler lets rank zero remove its folder.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     world = World.from_environment(os.environ)
     world.set_environment(os.environ)
@@ -194,7 +189,7 @@ def selftest(run: RunSettings | None, extent: Extent, *, say: Say) -> None:
         for number, case in enumerate(cases):
             wrong += not _is_equal(case, world, device, folder / str(number), extent.steps, say)
             if number == 0:
-                # ZeRO-3 collects garbage at each start, which is faster without the objects that exist already.
+                # ZeRO-3 collects garbage at each start. Freezing the objects that exist already makes this faster.
                 gc.freeze()
     if world.rank == 0:
         right, seconds = len(cases) - wrong, time.monotonic() - began
@@ -204,13 +199,13 @@ def selftest(run: RunSettings | None, extent: Extent, *, say: Say) -> None:
         )
     if wrong:
         raise RunError(
-            f"{wrong} of {len(cases)} layouts are off",
-            hint="do not train with them here; compare versions with constraints.txt",
+            f"{wrong} of {len(cases)} layouts differ from the reference loop",
+            hint="do not train with these layouts on this machine; compare installed versions with constraints.txt",
         )
 
 
 def _build_first(plan: Plan, say: Say) -> None:
-    """Compile the ops that the layouts need, and print notes on replacements of ops that cannot be compiled."""
+    """Compile the ops that the layouts need, and print notes on ops that are replaced since they cannot be compiled."""
     built = build_ops(plan, all_gather_object, say)
     for note in built.notes[len(plan.notes) :] if plan.world.rank == 0 else ():
         say(note)
@@ -220,7 +215,7 @@ def _is_equal(case: LayoutCase, world: World, device: str, folder: Path, steps: 
     model = enlarged_config(case.model, ParallelConfig.model_validate(case.tree["parallel"]))
     section = read_objective(case.tree["objective"])
     if section.row.head == "scores":
-        # No sample contains this padding token, since transformers scores the last token that differs from it.
+        # No sample has this padding token: transformers classifies by the last token that is not the padding token.
         model.num_labels, model.pad_token_id = section.num_outputs, 0
     # All layouts of a model share a folder, so that the reference loop runs once for each model.
     has_mtp = case.tree.get("mtp", {}).get("train", False)
@@ -247,14 +242,13 @@ def _settings(case: LayoutCase, model_folder: Path, folder: Path) -> RunSettings
 
 
 def _standard_cases(world_size: int, families: Sequence[str], device: str) -> list[LayoutCase]:
-    """The standard set: data parallelism at every ZeRO stage, and the tested combinations of parallel axes, in fp32.
-
-    Each parallel axis has two ranks; combinations that do not fit `world_size` ranks are left out. Two ZeRO stages are
-    compared in bf16 too, and on GPUs in fp16.
+    """The standard set of layouts in fp32: data parallelism at every ZeRO stage, and tested combinations of parallel
+    axes. Each parallel axis has two ranks; combinations that do not fit `world_size` ranks are left out. Two ZeRO
+    stages are also compared in bf16, and on GPUs in fp16.
     """
     unknown = [family for family in families if family not in TINY_MODELS]
     if unknown:
-        raise ConfigError(f"--families {','.join(unknown)} is not known", hint=f"use some of {','.join(TINY_MODELS)}")
+        raise ConfigError(f"--families {','.join(unknown)} is not known", hint=f"choose from {','.join(TINY_MODELS)}")
     cells = [Cell(family, stage, _ACCUMULATION, packing=True) for family in families for stage in range(4)]
     for row, family in itertools.product(TESTED_LAYOUTS, families):
         sizes: dict[str, Any] = dict.fromkeys(row.axes, 2)
@@ -300,14 +294,14 @@ def _objective_text(cell: Cell) -> str:
 
 
 def _cases_of_run(run: RunSettings, world: World, device: str) -> list[LayoutCase]:
-    """The layout of a run with a tiny model of its family and structure, in fp32 and in the run's precision.
-
-    Gradients can be compared only in fp32.
+    """The layout of a run with a tiny model of its family and structure, in fp32 and in the run's precision. It is
+    compared in fp32 too, because only then gradients can be compared.
     """
     hub = read_hf_config(run.model.path, files=("*.json",))
     if hub.model_type not in TINY_MODELS:
         raise ConfigError(
-            f"model_type {hub.model_type} has no tiny model", hint=f"known: {', '.join(WITH_TINY_MODELS)}"
+            f"the selftest has no tiny model of model_type {hub.model_type}",
+            hint=f"it supports {', '.join(WITH_TINY_MODELS)}",
         )
     mesh = Mesh.of(run.parallel, world_size=world.world_size, rank=world.rank)
     given, _ = read_choices(choose_deepspeed(run.deepspeed, accelerate_choices(os.environ)))
@@ -355,12 +349,12 @@ def _cases_of_run(run: RunSettings, world: World, device: str) -> list[LayoutCas
 
 
 def _small_groups(objective: ObjectiveConfig) -> ObjectiveConfig:
-    """The objective with groups of two answers, so that a cell's batch has a whole number of groups."""
+    """The objective with groups of two answers, which divide the batch of any cell."""
     return objective.model_copy(update={"group_size": 2}) if is_grpo(objective) else objective
 
 
 def _left_out(run: RunSettings) -> list[str]:
-    """Settings of the run without which its layout is compared."""
+    """Settings of the run that the selftest leaves out when it compares the layout."""
     settings = (
         (run.indexer.train, "indexer.train true"),
         (bool(run.inexact), f"inexact {', '.join(run.inexact)}"),
@@ -373,22 +367,21 @@ def _left_out(run: RunSettings) -> list[str]:
 
 
 def _check_targets(tiny: PretrainedConfig, lora: LoraConfig, *, has_mtp: bool) -> None:
-    """ConfigError where a run's patterns name modules that the tiny model lacks, such as those of layer 20."""
+    """Raise ConfigError if the run's patterns name modules that the tiny model lacks, such as those of layer 20."""
     tiny = copy.deepcopy(tiny)
     set_mtp_layers(tiny, int(has_mtp))
     try:
         plan_lora(tiny, lora)
     except ConfigError as refused:
         raise ConfigError(
-            f"selftest adapts a tiny {tiny.model_type} of {tiny.num_hidden_layers} layers: {refused.message}",
-            hint=f"{refused.hint}; for the selftest, name modules without numbers of layers",
+            f"the selftest uses a tiny {tiny.model_type} of {tiny.num_hidden_layers} layers: {refused.message}",
+            hint=f"{refused.hint}; for the selftest, name modules without layer numbers",
         ) from refused
 
 
 def _tiny_model_like(hub: PretrainedConfig, family: str, *, is_quantised: bool) -> PretrainedConfig:
-    """The tiny model of a family with the structure of `hub`: tied weights, biases, latent queries, routing, padding.
-
-    For 4-bit weights, with rows of whole quantisation blocks.
+    """The tiny model of a family with the structure of `hub`: tied weights, biases, latent queries, routing and
+    padding. If its weights are quantised to 4 bits, their rows are multiples of the quantisation block.
     """
     tiny = hf_config(family)
     for name, size in _WHOLE_BLOCKS.items() if is_quantised else ():
@@ -404,9 +397,8 @@ def _tiny_model_like(hub: PretrainedConfig, family: str, *, is_quantised: bool) 
 
 
 def _scale_choices(choices: dict[str, Any]) -> dict[str, Any]:
-    """A run's DeepSpeed settings with small buckets and thresholds.
-
-    With those of a real model, all tensors of the tiny model would fit into one bucket.
+    """A run's DeepSpeed settings with small buckets and thresholds. With a real model's sizes, all tensors of the tiny
+    model would fit into one bucket.
     """
     zero = (choices.get("zero_optimization") or {}) | _SMALL
     return {key: value for key, value in choices.items() if key not in _ROUNDING} | {"zero_optimization": zero}
@@ -414,7 +406,7 @@ def _scale_choices(choices: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _shared_folder(world: World) -> Iterator[Path]:
-    """A new folder for all ranks. With several hosts it is in the working directory, which the hosts must share."""
+    """Context with a new folder for all ranks; with several hosts it is in the working directory, which they share."""
     is_one_host = world.local_world_size == world.world_size
     mine = tempfile.mkdtemp(prefix="selftest-", dir=None if is_one_host else Path.cwd()) if world.rank == 0 else ""
     folder = Path(all_gather_object(mine)[0])

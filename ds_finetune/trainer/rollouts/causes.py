@@ -1,4 +1,4 @@
-"""The cause line of rollouts: some metrics, and one hint from a table on why the reward rises or not."""
+"""The cause line of rollouts: some metrics, and one hint from a table on why the reward rises or falls."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from statistics import fmean
 
 MANY = 0.8
-"""Share of groups from which a hint applies."""
+"""Fraction of groups from which a hint applies."""
 
 
 Metrics = Mapping[str, float]
-"""Metrics of rollouts by the last part of their names. From `entropy` on they are metrics of optimizer steps: means
-over answer tokens, absent where a step has no answers to train.
+"""Metrics of rollouts, by the last part of their names. From `entropy` on they are metrics of optimizer steps: means
+over answer tokens, absent if a step has no answers to train on.
 """
 NAMES = (
     *("reward", "all_right", "all_wrong", "no_spread", "cut", "unparsed", "answer_tokens"),
@@ -20,8 +20,8 @@ NAMES = (
 
 
 def mean_metrics(rollouts: Sequence[Metrics]) -> dict[str, float]:
-    """The mean of each metric over the rollouts that have it, or NaN; and as `empty`, the share of rollouts whose first
-    step has no answers to train.
+    """The mean of each metric over the rollouts that have it, or NaN. The entry `empty` is the fraction of rollouts
+    whose first step has no answers to train on.
     """
     values_of = {name: [metrics[name] for metrics in rollouts if name in metrics] for name in NAMES}
     means = {name: fmean(values) if values else math.nan for name, values in values_of.items()}
@@ -30,7 +30,7 @@ def mean_metrics(rollouts: Sequence[Metrics]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Cause:
-    """A row of the table: whether it applies to the metrics now and at the start of the run, and the hint."""
+    """A row of the table of causes: a condition on the metrics now and at the start of the run, and a hint."""
 
     applies: Callable[[Metrics, Metrics], bool]
     hint: str
@@ -85,7 +85,7 @@ CAUSES = (
         "answers are less than half as long as at the start: read rollouts.jsonl, the reward may be tricked",
     ),
 )
-"""In order of priority; the first row that applies gives the hint."""
+"""The table of causes in order of priority. The first row that applies gives the hint."""
 
 
 def cause_line(steps: str, now: Metrics, start: Metrics) -> str:

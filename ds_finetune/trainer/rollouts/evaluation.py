@@ -21,17 +21,17 @@ Collect = Callable[[Sequence[Sample]], None]
 
 @dataclass(frozen=True)
 class RewardEvaluation:
-    """Answers a run's held-out prompts with the current weights."""
+    """Evaluates the current weights by their answers to the run's held-out prompts."""
 
     source: RolloutSource
     is_stop_requested: Callable[[], bool]
-    """Called before each batch of answers; must return the same on every rank."""
+    """Function that stops the evaluation when it returns True, on every rank. It is called before each batch."""
     collect: Collect | None = None
-    """Called with the first greedy answers of each set."""
+    """Function that receives the first greedy answers of each set."""
 
     def scores(self) -> Mapping[str, HeldOutScores] | None:
-        """Scores of each held-out set and of all sets together. None where a signal, a lost server or a failing reward
-        ended the evaluation.
+        """Scores of each held-out set, and of all together. None if a signal, lost server or failing
+        reward ended it.
         """
         samples = self.source.run.config.rollout.eval_samples
         try:
@@ -53,12 +53,13 @@ class RewardEvaluation:
         return {name: held_out_scores(*of_set) for name, of_set in sets.items()}
 
     def _groups(self, size: int) -> dict[str, list[AnswerGroup]] | None:
-        """A group for each prompt of each set: `size` sampled answers, or the greedy answer for size 0. None where a
-        signal ended the evaluation.
+        """Groups of answers to the prompts of each held-out set: `size` sampled answers, or the greedy answer if size
+        is 0. None if a signal ended the evaluation.
         """
         run, groups_of = self.source.run, dict[str, list[AnswerGroup]]()
         for name, rows in run.inputs.held_out.items():
-            # Training numbers its draws from 0 on; negative numbers give these answers other random numbers.
+            # Training numbers its sampled prompts from 0 on, so negative numbers give these answers other random
+            # numbers.
             prompts = [(-1 - number, number) for number in range(num_eval_rows(rows, run.config.eval.limit))]
             sampled = self.source.sampler.sample(
                 rows, prompts, size or 1, greedy=not size, is_over=self.is_stop_requested
@@ -80,7 +81,7 @@ class RewardEvaluation:
 
 
 def held_out_scores(greedy: Sequence[AnswerGroup], sampled: Sequence[AnswerGroup]) -> HeldOutScores:
-    """Metrics of the greedy answers, and of the sampled answers, to the same prompts."""
+    """Metrics of the greedy answers, and of the sampled answers to the same prompts."""
     rewards = np.array([group.rewards[0] for group in greedy])
     metrics = {
         "reward": mean_score(rewards),

@@ -1,4 +1,4 @@
-"""Observers of rollouts: metrics, written samples, and every few rollouts the cause line."""
+"""Observers of rollouts, which write metrics, samples, and every few rollouts the cause line."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ from ds_finetune.trainer.rollouts.source import RolloutSource
 EVERY = 10
 """Number of rollouts between two cause lines."""
 _SAMPLED_GROUPS, _SAMPLED_ANSWERS = 2, 4
-"""Number of groups written per rollout, and of answers per group."""
+"""Number of groups that are written per rollout, and of answers per group."""
 LOSS_NOTE = (
     "the loss is close to 0 from the beginning and may rise, because advantages add up to 0: watch "
     "rollout/reward, and eval/reward of held-out prompts"
@@ -38,7 +38,7 @@ class RolloutMetrics(Remembering):
         self.since = 0
 
     def after_step(self, record: StepRecord) -> StepRecord:
-        """Add the metrics of a rollout that begins with this step; at the last step the cause line is printed."""
+        """Add the metrics of a rollout that begins with this step. At the last step the cause line is printed."""
         rollout = self._source.latest
         if rollout is not None and rollout.first == record.step - 1:
             values = rollout_metrics(rollout, self._source.sampler)
@@ -54,7 +54,7 @@ class RolloutMetrics(Remembering):
 
 
 def rollout_metrics(rollout: Rollout, sampler: Sampler) -> dict[str, float]:
-    """Metrics of a rollout by the last part of their names; shares refer to groups or to answers."""
+    """Metrics of a rollout, by the last part of their names. Fractions refer to groups or to answers."""
     groups = rollout.groups
     answers = [answer for group in groups for answer in group.answers]
     rewards, parts = np.concatenate([group.rewards for group in groups]), np.concatenate([g.parts for g in groups])
@@ -87,7 +87,7 @@ def rollout_metrics(rollout: Rollout, sampler: Sampler) -> dict[str, float]:
 
 
 class RolloutSamples(LineFile):
-    """Writes `rollouts.jsonl`: some groups of each rollout, a line per group, with answers, rewards and advantages."""
+    """Writes `rollouts.jsonl`: some groups of each rollout, one per line, with answers, rewards and advantages."""
 
     def __init__(self, folder: Path, source: RolloutSource, say: Say) -> None:
         super().__init__(folder / ROLLOUTS, say)
@@ -97,7 +97,7 @@ class RolloutSamples(LineFile):
         """Write samples of a rollout that begins with this step."""
         rollout = self._source.latest
         if rollout is not None and rollout.first == record.step - 1:
-            # Groups with different rewards come first, because only they contribute to the gradient.
+            # Groups with different rewards are first, because only they contribute to the gradient.
             first = sorted(rollout.groups, key=lambda group: not group.has_spread)[:_SAMPLED_GROUPS]
             for group in first:
                 self.put(json.dumps({"step": record.step, **self._sample(group)}, ensure_ascii=False) + "\n")
@@ -106,7 +106,7 @@ class RolloutSamples(LineFile):
     def _sample(self, group: AnswerGroup) -> dict[str, Any]:
         sampler, rows = self._source.sampler, self._source.rows
         order = np.argsort(-np.nan_to_num(group.rewards), kind="stable")
-        # The answers with the highest and the lowest rewards.
+        # These are the answers with the highest and the lowest rewards.
         extremes = [*order[: _SAMPLED_ANSWERS // 2], *order[_SAMPLED_ANSWERS // 2 :][-(_SAMPLED_ANSWERS // 2) :]]
         return {
             "row": rows.where(group.number),

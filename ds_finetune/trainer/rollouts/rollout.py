@@ -1,5 +1,6 @@
-"""A rollout: groups of sampled answers with rewards and advantages, and the file from which a run resumes in the middle
-of a rollout of several steps.
+"""Rollouts: groups of sampled answers with rewards and advantages, and the files that save unfinished rollouts.
+
+From such a file, a run resumes in the middle of a rollout of several steps.
 """
 
 import hashlib
@@ -29,7 +30,7 @@ _NUMPY: list[Any] = [
     *(np.ndarray, np.dtype, np.empty(0).__reduce__()[0]),
     *(type(np.dtype(kind)) for kind in ("f8", "f4", "i8", "i2")),
 ]
-"""Types within the arrays of a rollout file."""
+"""Types that may occur within the arrays of a rollout file, so that unpickling allows them."""
 Floats = NDArray[np.float64]
 TokenNumbers = Mapping[int, NDArray[np.float32]]
 """One number per token of an answer, by the number of the answer in its rollout."""
@@ -45,17 +46,17 @@ class AnswerGroup:
     """A prompt with its sampled answers, and their scores."""
 
     draw: int
-    """Number of the prompt in the order of the run, counted over all epochs."""
+    """Position of the prompt in the order in which the run samples prompts, counted over all epochs."""
     number: int
     """Number of the prompt in the data."""
     answers: tuple[SampledAnswer, ...]
     parts: Floats
-    """Scores of each reward, fp64 [answers, rewards]; NaN where a reward does not apply."""
+    """Scores of each reward, fp64 [answers, rewards]; NaN if a reward does not apply."""
     rewards: Floats
     """Weighted sums of the scores, fp64 [answers]."""
     advantages: Floats
     has_spread: bool
-    """Whether the rewards from which advantages are computed differ."""
+    """Whether the rewards from which the advantages are computed differ."""
 
     @classmethod
     def scored(
@@ -66,15 +67,15 @@ class AnswerGroup:
         weights: Floats,
         section: GrpoObjective,
     ) -> "AnswerGroup":
-        """The group of a prompt, given as (draw, number), with rewards and advantages from scores and weights."""
+        """Make the group of a prompt, given as (draw, number), with rewards and advantages from scores and weights."""
         compared, total = (combine_rewards(parts, weights, how) for how in (section.reward_scale, "sum"))
         of_answers = advantages(compared[None], section.advantage)[0]
         return cls(*prompt, tuple(answers), parts, total, of_answers, bool(has_spread(compared[None])[0]))
 
     @property
     def verdicts(self) -> Floats:
-        """For each answer its score under the first reward of the run file that applies, fp64 [answers]: 1 or more is
-        right, 0 or less is wrong.
+        """Each answer's score under the first reward of the run file that applies, fp64 [answers]. 1 or more means
+        right, 0 or less means wrong.
         """
         first = np.argmax(~np.isnan(self.parts), axis=1)
         return self.parts[np.arange(len(self.parts)), first]
@@ -86,7 +87,7 @@ class AnswerGroup:
 
     @property
     def is_all_wrong(self) -> bool:
-        """Whether no answer gets a score above 0."""
+        """Whether no answer has a score above 0."""
         return bool((self.verdicts <= 0).all())
 
 
@@ -100,38 +101,40 @@ class Rollout:
     trained: tuple[int, ...]
     """Indices of the groups whose answers are trained on."""
     until: int
-    """The draw number after the rollout's last prompt."""
+    """Number of the draw that follows the rollout's last prompt."""
     steps: int
     """Number of optimizer steps of this rollout."""
     sampled_at: int = 0
-    """Number of optimizer steps completed when it was sampled."""
+    """Number of optimizer steps completed when the rollout was sampled."""
     noted: Mapping[str, float] = field(default_factory=dict)
-    """Notes of `SampledGroups`, and the seconds of `log_probs`."""
+    """Measurements of the rollout: `SampledGroups.noted`, and the seconds of `log_probs`."""
     old: TokenNumbers = field(default_factory=dict)
-    """Log-probabilities under the weights before the rollout's first step, of the answers of its later steps."""
+    """Log-probabilities of the answers of the rollout's later steps, under the weights before its first step."""
     reference: TokenNumbers = field(default_factory=dict)
-    """Log-probabilities under the reference model."""
+    """Log-probabilities of the answers under the reference model."""
 
     def groups_of_step(self, step: int) -> Sequence[int]:
-        """Indices of the groups for step number `step` of the rollout, divided as evenly as whole groups allow."""
+        """Indices of the groups for step number `step` of the rollout. Steps get whole groups, as evenly
+        as they can.
+        """
         number = len(self.trained)
         return self.trained[step * number // self.steps : (step + 1) * number // self.steps]
 
 
 Rollouts = tuple[Rollout | None, Rollout | None]
-"""The scored rollout that is being trained on, and the rollout sampled ahead for the following steps."""
+"""The scored rollout that is being trained on, and the rollout that was sampled ahead for the following steps."""
 
 
 class RolloutFiles:
-    """The rollout files in a run folder that checkpoints need; rank zero writes and reads them."""
+    """The rollout files in a run folder, which checkpoints need. Rank zero writes and reads them."""
 
     def __init__(self, output_dir: Path, *, is_rank_zero: bool) -> None:
         self._folder, self._checkpoints = output_dir / FOLDER, output_dir / CHECKPOINTS
         self._is_rank_zero = is_rank_zero
 
     def write(self, step: int, rollouts: Rollouts) -> str:
-        """Write and flush the rollouts that the checkpoint of `step` needs, and remove files that no checkpoint needs;
-        returns the file's hash. Collective: OutputError on every rank where the file cannot be written.
+        """Write the rollouts that the checkpoint of `step` needs, flush them to the disk, and return the file's hash;
+        collective. Files that no checkpoint needs are removed. OutputError on every rank if the file cannot be written.
         """
         path, error, digest = self._path(step), None, ""
         if self._is_rank_zero:
@@ -147,13 +150,15 @@ class RolloutFiles:
             except OSError as refused:
                 error = OutputError(
                     f"`{path}` cannot be written: {refused.strerror}",
-                    hint="make room; the same command resumes from the last checkpoint",
+                    hint="free some space, then start the same command again: it resumes from the last checkpoint",
                 )
         raise_on_every_rank(error)
         return all_gather_object(digest)[0]
 
     def read(self, step: int, digest: str) -> Rollouts:
-        """The rollouts for the checkpoint of `step`; CheckpointError on every rank if their hash is not `digest`."""
+        """Read the rollouts for the checkpoint of `step`. CheckpointError on every rank if their hash is
+        not `digest`.
+        """
         path, content, error = self._path(step), b"", None
         if self._is_rank_zero:
             with suppress(OSError):
@@ -161,11 +166,11 @@ class RolloutFiles:
             if hashlib.sha256(content).hexdigest() != digest:
                 what = "is damaged" if content else "is missing"
                 error = CheckpointError(
-                    f"`{path}` {what}; the checkpoint was saved in the middle of this rollout",
-                    hint="put the file back, or resume from another checkpoint",
+                    f"`{path}` {what}, and the checkpoint needs it: it was saved in the middle of a rollout",
+                    hint="restore the file, or resume from another checkpoint",
                 )
         raise_on_every_rank(error)
-        # Restricts unpickling to these classes, so that the file cannot run other code.
+        # Unpickling is restricted to these classes, so that the file cannot run code.
         with torch.serialization.safe_globals([Rollout, AnswerGroup, SampledAnswer, *_NUMPY]):
             rollouts: Rollouts = torch.load(io.BytesIO(all_gather_object(content)[0]), weights_only=True)
         return rollouts

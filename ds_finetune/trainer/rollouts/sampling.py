@@ -1,4 +1,4 @@
-"""Samples answers to prompts of the data, and scores each answer as soon as it has ended; all ranks get all answers."""
+"""Samples answers to prompts of the data, and scores each answer as soon as it has ended. All ranks get all answers."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,31 +22,31 @@ from ds_finetune.trainer.prepare import PreparedRun
 from ds_finetune.trainer.rollouts.rollout import AnswerGroup, Floats
 
 PHASE = "rollout"
-"""Name of the phase in the watchdog and the status."""
+"""Name of the phase of sampling in the watchdog and in the run's status."""
 _MEETING_SECONDS = 60.0
 _TAIL = 16
-"""Tokens decoded beyond the length of the longest stop text, since a token may be only part of a character."""
+"""Number of tokens decoded beyond the longest stop text's length, since a token may be a part of a character."""
 
 
 Answers = list[list[SampledAnswer]]
 StartSampling = Callable[[SamplingRequest], Callable[[], Answers | None]]
-"""Starts to sample a request, and returns a function that waits for all answers; both are collective. The run's own
-engine has sampled all answers when it returns, while a server samples in the background.
+"""Function that starts to sample a request, and returns a function that waits for all answers; both are collective. The
+run's own engine has sampled all answers when the first function returns; a server samples in the background.
 """
 
 
 @dataclass(frozen=True)
 class AnswerTexts:
-    """Texts of prompts and answers, and the conditions that end answers."""
+    """Converts prompts and answers to text, and says when an answer ends."""
 
     tokenizer: PreTrainedTokenizerBase
     stop_ids: tuple[int, ...]
     num_ids: int
-    """Size of the model's vocabulary."""
+    """Number of token ids in the model's vocabulary."""
     rollout: RolloutConfig
 
     def text(self, answer: SampledAnswer) -> str:
-        """The text of an answer, without its stop token or stop text; other special tokens are kept."""
+        """The text of an answer, without its stop token or stop text. Other special tokens are kept."""
         ids = answer.ids.tolist()
         if ids and ids[-1] in self.stop_ids:
             return str(self.tokenizer.decode(ids[:-1]))
@@ -59,7 +59,7 @@ class AnswerTexts:
 
     @cached_property
     def limits(self) -> SamplingLimits:
-        """Conditions that end an answer, and the ids that may be sampled: the ids of the tokenizer."""
+        """What ends an answer, and the ids that may be sampled: the ids of the tokenizer."""
         return SamplingLimits(
             max_new_tokens=self.rollout.max_new_tokens,
             stop_ids=self.stop_ids,
@@ -73,7 +73,7 @@ class AnswerTexts:
         return any(text in tail for text in texts)
 
     def to_score(self, rows: PreparedRows, number: int, answer: SampledAnswer, at: int) -> AnswerToScore:
-        """Input of the rewards for answer number `at` to a prompt."""
+        """The input of the rewards for answer number `at` to a prompt."""
         return AnswerToScore(
             record=rows.record(number),
             prompt=self.prompt_text(rows, number),
@@ -88,7 +88,7 @@ class SampledGroups:
     """Answers to prompts, each scored as soon as it has ended, while others are sampled or the run continues."""
 
     wait: Callable[[], Answers | None]
-    """Waits for the answers; None where the request was stopped before."""
+    """Function that waits for the answers; its result is None if the request was stopped before."""
 
     def __init__(self, sampler: "Sampler", rows: PreparedRows, prompts: Sequence[tuple[int, int]], size: int) -> None:
         self._sampler, self._rows, self._prompts, self._size = sampler, rows, prompts, size
@@ -96,8 +96,9 @@ class SampledGroups:
         """Indices of the answers that this rank scores."""
         self._pending = sampler.rewards.start()
         self.noted: dict[str, float] = {}
-        """`sample`: seconds for which the run waited for answers; `reward`: seconds for which it then waited for
-        rewards; `unparsed`: number of answers to which no reward applies, or from which a reward could parse no result.
+        """Measurements by name. `sample` are the seconds for which the run waited for answers, `reward` the seconds for
+        which it then waited for rewards, and `unparsed` is the number of answers to which no reward applies, or from
+        which a reward could parse no result.
         """
 
     def score(self, index: int, answer: SampledAnswer) -> None:
@@ -107,8 +108,8 @@ class SampledGroups:
         self._pending.add(self._sampler.texts.to_score(self._rows, self._prompts[prompt][1], answer, at))
 
     def groups(self) -> list[AnswerGroup] | None:
-        """The scored groups, waiting for all of them; None where the request was stopped before. Collective:
-        RewardError on every rank where a reward failed on any.
+        """Wait for the scores of all answers, and return the groups; None if the request was stopped before.
+        Collective. RewardError on every rank if a reward has failed on any rank.
         """
         began = time.perf_counter()
         answers = self.wait()
@@ -118,7 +119,7 @@ class SampledGroups:
             return None
         began = time.perf_counter()
         while not all(all_gather_object(self._pending.is_scored(within=_MEETING_SECONDS))):
-            # A collective has completed, so the watchdog does not take slow rewards for a hang.
+            # Each collective that completes tells the watchdog that slow rewards are no hang.
             continue
         scores = np.full((len(self._prompts) * self._size, len(self._sampler.rewards.names)), np.nan)
         unparsed = 0
@@ -136,7 +137,9 @@ class SampledGroups:
         ]
 
     def _share(self) -> tuple[Floats | None, int, FinetuneError | None]:
-        """Scores of the answers on this rank, how many could not be parsed, and the error of a reward function."""
+        """Scores of the answers on this rank, how many could not be parsed, and the error of a reward
+        function, if any.
+        """
         try:
             scores = self._pending.result()
         except FinetuneError as error:
@@ -147,7 +150,7 @@ class SampledGroups:
 
 @dataclass(frozen=True)
 class Sampler:
-    """Samples answers and scores them with the run's rewards."""
+    """Samples answers, and scores them with the run's rewards."""
 
     run: PreparedRun
     start: StartSampling
@@ -164,10 +167,10 @@ class Sampler:
         greedy: bool = False,
         is_over: Callable[[], bool] = lambda: False,
     ) -> SampledGroups:
-        """Sample `size` answers to each of the prompts, given as (draw, number in `rows`). Collective."""
+        """Sample `size` answers to each of the prompts, which are given as (draw, number in `rows`). Collective."""
         began, mesh = time.perf_counter(), self.run.plan.mesh
         sampled = SampledGroups(self, rows, prompts, size)
-        # Ranks with the same rows sample the same answers; only one of them scores.
+        # Ranks with the same rows sample the same answers, and only one of them scores them.
         is_first = mesh.place("tp") == mesh.place("pp") == 0
         request = SamplingRequest(
             [PromptToSample(number, rows.prompt_ids(number), key=draw) for draw, number in prompts],
@@ -176,7 +179,7 @@ class Sampler:
             seed=None if greedy else self.run.plan.train.seed,
             batch_rows=None if (rows_at_once := self.run.config.rollout.batch_rows) == "auto" else rows_at_once,
             is_over=is_over,
-            # So that the watchdog does not take a long rollout for a hang.
+            # Each forward tells the watchdog that a long rollout is no hang.
             on_forward=self.progress.restart_limit,
             on_answer=sampled.score if is_first else ignore,
         )
@@ -186,14 +189,14 @@ class Sampler:
 
     @property
     def objective(self) -> GrpoObjective:
-        """The `objective` section of the run file."""
+        """The section `objective` of the run file."""
         section = self.run.config.objective
         assert isinstance(section, GrpoObjective)
         return section
 
 
 def allowed_ids(vocabulary: Mapping[str, int], num_ids: int) -> torch.Tensor | None:
-    """Mask of the model's ids that the tokenizer has, bool [ids]; None where it has all of them."""
+    """Mask of the model's ids that the tokenizer has, bool [ids]; None if the tokenizer has all of them."""
     allowed = torch.zeros(num_ids, dtype=torch.bool)
     allowed[[number for number in vocabulary.values() if number < num_ids]] = True
     return None if bool(allowed.all()) else allowed

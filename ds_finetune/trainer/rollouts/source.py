@@ -1,5 +1,7 @@
-"""The batches of a run with rollouts: draws prompts in the order of the run, samples answers before the steps that
-train on them, and resumes in the middle of a rollout.
+"""The batches of a run with rollouts.
+
+Prompts are sampled in the order of the run, before the steps that train on their answers. A run can resume in the
+middle of a rollout.
 """
 
 import time
@@ -27,13 +29,13 @@ from ds_finetune.trainer.rollouts.sampling import PHASE, AnswerTexts, SampledGro
 from ds_finetune.trainer.rollouts.vllm import ServerLostError, sampling_started
 
 LOST = (ServerLostError, RewardError)
-"""Errors after which the completed steps are saved."""
+"""Errors after which the completed steps are saved before the run ends."""
 MOST_DRAWS = 4
-"""With `no_spread: resample`, a rollout draws at most this number times its number of prompts."""
+"""With `no_spread: resample`, a rollout samples at most this number times its number of prompts."""
 
 
 class RolloutSource:
-    """Makes the rollouts of a run and their batches, in every rank's main thread, as sampling is collective."""
+    """Makes the rollouts of a run and their batches, in the main thread of every rank, as sampling is collective."""
 
     def __init__(self, run: PreparedRun, engine: Engine, sampler: Sampler, files: RolloutFiles | None) -> None:
         assert isinstance(run.inputs.train, PreparedRows)
@@ -41,11 +43,11 @@ class RolloutSource:
         self.latest: Rollout | None = None
         """The rollout of the latest batch."""
         self.lost: FinetuneError | None = None
-        """The error (one of `LOST`) after which no more scored answers can be made."""
+        """The error (one of `LOST`) after which no more scored answers can be made; None before."""
         self._steps_left = 0
         """Number of steps of the current rollout that are still to come."""
         self._ahead: Rollout | Callable[[], Rollout] | None = None
-        """The next rollout, where it is sampled ahead, or a function that waits for its rewards."""
+        """The next rollout, if it is sampled ahead, or a function that waits for its rewards."""
         self._resumed: dict[str, Any] = {}
         self._engine, self._files = engine, files
         self._plan = replace(batch_plan(run), shares_prompts=engine.shares_prompts)
@@ -54,9 +56,9 @@ class RolloutSource:
         self._per_epoch = rows_per_epoch(self.rows, self._plan)
 
     def state(self) -> dict[str, Any]:
-        """State to save: step and hash of the rollout file; empty without an unfinished rollout. Collective."""
+        """The state to save: step and hash of the rollout file; empty without an unfinished rollout. Collective."""
         if self.latest is None:
-            # Before the first batch the state is that of the checkpoint from which the run resumed.
+            # Before the first batch, this is the state of the checkpoint from which the run resumed.
             return self._resumed
         current, ahead = self.latest if self._steps_left else None, self._scored_ahead()
         if self._files is None or (current is None and ahead is None):
@@ -65,8 +67,8 @@ class RolloutSource:
         return {"step": step, "digest": self._files.write(step, (current, ahead))}
 
     def _scored_ahead(self) -> Rollout | None:
-        """The rollout sampled ahead, waiting for its rewards. None where its answers or rewards are lost; after a
-        resume it is sampled with the weights of that time.
+        """The rollout sampled ahead, after waiting for its rewards; None if its answers or rewards are lost. A lost
+        rollout is sampled again after resuming, with the weights of that time.
         """
         try:
             ahead = self._ahead() if callable(self._ahead) else self._ahead
@@ -80,9 +82,8 @@ class RolloutSource:
         self._resumed = dict(state)
 
     def batches(self, after: Progress, position: Position) -> Iterator[Batch]:
-        """This rank's share of the batches of the remaining steps; `position` is that of the next prompt to draw.
-
-        They end early where the sampling server is lost, or a reward fails.
+        """Yield this rank's batches of the remaining steps. `position` is the place of the next prompt in the data.
+        They end early if the sampling server is lost, or if a reward fails.
         """
         try:
             for batch in self._batches(after, position):
@@ -110,11 +111,11 @@ class RolloutSource:
             yield replace(batch, position=Position(*divmod(cursor, self._per_epoch)))
 
     def _begin(self, first: int, cursor: int, *, done: int) -> Callable[[], Rollout]:
-        """Start to sample answers to the prompts from draw `cursor` on, for the steps from `first` on, after `done`
-        completed steps; returns a function that waits for their rewards.
+        """Start to sample answers for the steps from `first` on, and return a function that waits for their rewards.
+        The prompts are taken from draw `cursor` on; `done` is the number of completed steps.
         """
         steps = min(self._steps, self.run.schedule.steps - first)
-        # The last step of a run in epochs may have fewer prompts.
+        # The last step of a run whose length is given in epochs may have fewer prompts.
         per_step = self.run.config.rollout.prompts_per_step
         number = min((first + steps) * per_step, total_rows(self.run, self.rows)) - first * per_step
         draws = range(cursor, cursor + number)
@@ -133,7 +134,7 @@ class RolloutSource:
             old: TokenNumbers = {}
             reference: TokenNumbers = {}
             if rollout.steps > 1:
-                # The first step uses the log-probabilities of its own forward.
+                # The rollout's first step uses the log-probabilities of its own forward, so only later steps need them.
                 later = [self._batch(rollout, step) for step in range(1, rollout.steps)]
                 old = self._engine.token_log_probs(later)
             if self._objective.has_reference(has_adapters=self.run.config.lora is not None):
@@ -143,9 +144,7 @@ class RolloutSource:
         return replace(rollout, noted={**rollout.noted, "log_probs": time.perf_counter() - began})
 
     def _scored(self, empty: Rollout, draws: range, sampled: SampledGroups) -> Rollout:
-        """The rollout with its rewards; with `no_spread: resample`, further prompts are drawn until enough groups have
-        different rewards.
-        """
+        """The rollout with rewards. With `no_spread: resample`, prompts are added until enough groups have spread."""
         mode, groups, notes = self._objective.no_spread, list[AnswerGroup](), Counter[str]()
         prompts = len(draws)
         end = draws.start + MOST_DRAWS * prompts
@@ -162,7 +161,7 @@ class RolloutSource:
             raise RewardError(
                 f"no reward applies to any of the {len(groups) * self._objective.group_size} answers of the first "
                 f"rollout: {', '.join(self.sampler.rewards.names)} returned None",
-                hint="return a number; None is for answers to which a reward does not apply",
+                hint="return a number; None is only for answers to which a reward does not apply",
             )
         trained = tuple(index for index, group in enumerate(groups) if mode == "count" or group.has_spread)
         return replace(empty, groups=tuple(groups), trained=trained, until=draws.start, noted=notes)
@@ -187,7 +186,7 @@ class RolloutSource:
             sampled=answer.log_probs,
             old=rollout.old.get(number),
             reference=rollout.reference.get(number),
-            # In later steps the weights, and so the chosen experts, have changed.
+            # In later steps of the rollout, the weights and so the chosen experts have changed.
             experts=answer.experts if index in rollout.groups_of_step(0) else None,
             number=number,
         )
@@ -195,7 +194,7 @@ class RolloutSource:
 
 @contextmanager
 def open_rollouts(run: PreparedRun, engine: Engine, progress: RankProgress) -> Iterator[RolloutSource | None]:
-    """The source of a run's batches, with its reward processes; None where the objective samples no answers."""
+    """Context with the batches of a run with rollouts, and reward processes; None if no answers are sampled."""
     if run.model.objective.head != "answers":
         yield None
         return

@@ -1,4 +1,4 @@
-"""Sampling by a vLLM server with the weights of the model being trained: `rollout.engine: vllm`.
+"""Sampling by a vLLM server with the weights of the model being trained, for `rollout.engine: vllm`.
 
 Rank zero sends all requests. Each version of the weights is exported to a new folder, which the server loads.
 """
@@ -30,28 +30,27 @@ from ds_finetune.trainer.rollouts.sampling import Answers, StartSampling
 from ds_finetune.trainer.rollouts.vllm_server import Floats, T, VllmServer, results_of
 
 _AT_ONCE = 256
-"""Number of concurrent requests where rollout.batch_rows is auto; each request samples a whole group."""
+"""Number of concurrent requests if rollout.batch_rows is auto. Each request samples a whole group of answers."""
 _POLL_SECONDS = 1.0
 _SILENT_SECONDS, _FAILURES = 10.0, 3
-"""Seconds without an answer before a server's health is checked, and failed checks after which it is lost."""
+"""Seconds without an answer before the server's health is checked, and failed checks after which it is lost."""
 _MOST_NATS = {True: 1e-3, False: 0.25}
-"""Limit in nats of the median difference of token log-probabilities of fixed prompts between the server and this
+"""Tolerance in nats for the median difference between log-probabilities of fixed prompts on the server and in this
 engine, by whether both compute in fp32. If only half of the weights were loaded, the difference would be whole nats.
 """
 _MOVED = 0.25
-"""If more than this share of token log-probabilities has changed in this engine, at least one must have changed on the
-server. Rounding hides small changes, and a prompt may have no token that the model predicts well.
+"""Fraction of token log-probabilities in this engine above which a change must also be seen on the server. Rounding
+hides small changes, and a prompt may have no token that the model predicts well.
 """
 
 
 class ServerLostError(RunError):
-    """The server failed after it had answered before; only its current answers are lost."""
+    """The vLLM server failed after it had answered before. Only its current answers are lost."""
 
 
 def check_server(run: PreparedRun) -> VllmServer | None:
-    """The vLLM server of a run, checked to be usable; None where the run's own engine samples.
-
-    ServeError where it does not respond, is not in dev mode, or serves another model.
+    """Connect to the vLLM server of a run, and check that it is usable; None if the run's own engine samples.
+    ServeError if it does not respond, is not in dev mode, or serves another model.
     """
     address = run.config.rollout.address
     if run.model.objective.head != "answers" or run.config.rollout.engine == "own":
@@ -64,7 +63,7 @@ def check_server(run: PreparedRun) -> VllmServer | None:
 
 @contextmanager
 def sampling_started(run: PreparedRun, engine: Engine, progress: RankProgress) -> Iterator[StartSampling]:
-    """The function that samples a run's answers: with its own engine, or with a server."""
+    """Context with the function that samples a run's answers: with its own engine, or with a server."""
     if run.config.rollout.engine == "own":
 
         def sample(request: SamplingRequest) -> Callable[[], Answers | None]:
@@ -81,16 +80,18 @@ def sampling_started(run: PreparedRun, engine: Engine, progress: RankProgress) -
 
 
 class VllmEngine:
-    """Samples with a vLLM server; its methods are collective."""
+    """Samples answers with a vLLM server. Its methods are collective."""
 
     def __init__(self, run: PreparedRun, engine: Engine, progress: RankProgress) -> None:
         self._run, self._engine, self._progress = run, engine, progress
         self._server: VllmServer | None = None
-        """Set on rank zero only."""
+        """The vLLM server; None on ranks other than zero."""
         self._attempt(self._connect)
         name = all_gather_object(uuid.uuid4().hex[:8])[0]
         self._folder = run.output_dir / FOLDER / f"weights-{name}"
-        """A new folder with each start, because a server may reuse cached weights of a known folder."""
+        """Folder for exported weights, new at each start, because a server may reuse cached weights of a
+        known folder.
+        """
         self._step = -1
         """Optimizer step of the weights that the server has."""
         self._has_answered = False
@@ -101,10 +102,9 @@ class VllmEngine:
         """The request that the server is sampling."""
 
     def start(self, request: SamplingRequest) -> Callable[[], Answers | None]:
-        """Start to sample on the server with the current weights; returns a function that waits for the answers on
-        every rank. It first waits for an earlier request, because the server then gets new weights.
-
-        vLLM uses its own random generators, seeded from the seed and the numbers of rollout, prompt and answer.
+        """Start to sample on the server with the current weights. Returns a function that waits for the answers on
+        every rank. It first waits for an earlier request, because the server then gets new weights. vLLM uses random
+        generators of its own, seeded from the seed and the numbers of rollout, prompt and answer.
         """
         if self._begun is not None:
             self._wait(self._begun)
@@ -120,7 +120,7 @@ class VllmEngine:
         return [begun.answers[index] for index in sorted(begun.answers)] if begun.is_complete else None
 
     def _collect(self, begun: "_Answers") -> None:
-        """Wait until the server has sampled the request, or has failed; afterwards no request is running."""
+        """Wait until the server has sampled the request, or has failed. Afterwards no request is running."""
         while not begun.is_complete and begun.error is None:
             arrived, begun.error = all_gather_object(self._tried(lambda _: begun.take()))[0]
             for index, answers in (arrived or {}).items():
@@ -139,7 +139,7 @@ class VllmEngine:
             begun.error = failed
 
     def _take(self, begun: "_Answers", index: int, answers: Sequence[SampledAnswer]) -> None:
-        """Record the answers to prompt number `index`; one rank passes them to `on_answer`."""
+        """Record the answers to prompt number `index`. One rank passes them to `on_answer`."""
         request, plan = begun.request, self._run.plan
         begun.answers[index] = [_cut(answer, request.limits) for answer in answers]
         if index % plan.zero_ranks == plan.mesh.place("dp") * plan.mesh.sp + plan.mesh.place("sp"):
@@ -163,11 +163,11 @@ class VllmEngine:
         self._server = check_server(self._run)
 
     def _attempt(self, work: Callable[[VllmServer], object]) -> None:
-        """Run `work` on rank zero; an error of the server is raised on every rank."""
+        """Run `work` on rank zero. An error of the server is raised on every rank."""
         raise_on_every_rank(self._tried(work)[1])
 
     def _tried(self, work: Callable[[VllmServer], T]) -> tuple[T | None, FinetuneError | None]:
-        """The result of `work` on rank zero, or the server's error: ServerLostError once it has answered."""
+        """The result of `work` on rank zero, and the server's error, a ServerLostError if it has answered before."""
         if not self._engine.is_rank_zero:
             return None, None
         try:
@@ -197,21 +197,21 @@ class VllmEngine:
         limit = _MOST_NATS[self._run.plan.precision == "fp32" and "float32" in server.dtype]
         if not difference <= limit:
             raise ServeError(
-                f"the vLLM server at {server.address} does not compute what the weights of step {self._step} do: "
+                f"the vLLM server at {server.address} does not compute with the weights of step {self._step}: "
                 f"log-probabilities of fixed prompts differ by {difference:.3g} nats (median); {limit:g} are allowed",
-                hint="restart it with the model of this run: it may serve another one, or have loaded half of the "
-                "weights; the same command resumes",
+                hint="it may serve another model, or have loaded only half of the weights: restart the server with the "
+                "model of this run, then start the same command again to resume",
             )
         before, self._before = self._before, (served, own)
         if before is not None and (served == before[0]).all() and (own != before[1]).mean() > _MOVED:
             raise ServeError(
-                f"the vLLM server at {server.address} has not loaded the weights of step {self._step}: all "
-                "log-probabilities of fixed prompts are those of the weights before",
-                hint="restart it; the same command resumes",
+                f"the vLLM server at {server.address} has not loaded the weights of step {self._step}: it gives the "
+                "same log-probabilities of fixed prompts as with the earlier weights",
+                hint="restart the server, then start the same command again to resume",
             )
 
     def _own_log_probs(self) -> Floats:
-        """Log-probabilities of the check prompts' tokens, except each first one, under the model being trained."""
+        """Log-probabilities of the check prompts' tokens, except each first token, under the model being trained."""
         log_probs = []
         for prompt, logits in zip(self._prompts, self._engine.logits(self._prompts), strict=True):
             following = torch.tensor(prompt[1:], device=logits.device)[:, None]
@@ -220,12 +220,12 @@ class VllmEngine:
 
 
 class _Answers:
-    """The answers to a request, some of which may not have arrived; only rank zero holds the server."""
+    """The answers to a request, some of which may not have arrived yet. Only rank zero has the server."""
 
     def __init__(self, server: VllmServer | None, request: SamplingRequest, stop: Sequence[str]) -> None:
         self._server, self.request, rows = server, request, request.batch_rows
         self.answers: dict[int, list[SampledAnswer]] = {}
-        """Answers known on every rank, by index of the prompt."""
+        """Answers that every rank has, by index of the prompt."""
         self.error: FinetuneError | None = None
         jobs = [partial(server.answers, prompt, request, stop=stop) for prompt in request.prompts] if server else []
         self._done = results_of(jobs, at_once=_AT_ONCE if rows is None else max(1, rows // request.group_size))
@@ -238,7 +238,7 @@ class _Answers:
         return len(self.answers) == len(self.request.prompts)
 
     def take(self) -> dict[int, list[SampledAnswer]]:
-        """Answers that arrive within a second, by index of the prompt. ServeError where a request has failed."""
+        """Collect the answers that arrive within a second, by index of the prompt. ServeError if a request failed."""
         answers: dict[int, list[SampledAnswer]] = {}
         until = time.monotonic() + _POLL_SECONDS
         while self._num_left and (seconds := until - time.monotonic()) > 0:
@@ -272,14 +272,14 @@ class _Answers:
 
 
 def _check_prompts(run: PreparedRun) -> list[tuple[int, ...]]:
-    """Check prompts: one of random ids, and one from a text where the tokenizer can encode it."""
+    """Prompts by which the server's weights are checked: one of random ids, and one from a text if possible."""
     prompts = fixed_prompts(int(run.inputs.hf_config.vocab_size), run.inputs.tokenizer)
     longest = run.config.train.max_seq_len - 1
     return [prompt[:longest] for prompt in (prompts[0], *prompts[8:9]) if len(prompt) > 1]
 
 
 def _cut(answer: SampledAnswer, limits: SamplingLimits) -> SampledAnswer:
-    """The answer cut at the token where this program's conditions end it; a server may go beyond a stop text."""
+    """Cut an answer at the token where this program's conditions end it. A server may go beyond a stop text."""
     if limits.stops is None:
         return answer
     ids = answer.ids.tolist()

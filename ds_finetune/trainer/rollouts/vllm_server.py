@@ -1,6 +1,6 @@
-"""Requests to a vLLM server that samples answers and loads new weights on request; tested with vLLM 0.32.
+"""Requests to a vLLM server that samples answers and loads new weights on request, tested with vLLM 0.32.
 
-Prompts and answers are token ids. The routes for weights exist only where the server was started with
+Prompts and answers are token ids. The server has routes for weights only if it was started with
 VLLM_SERVER_DEV_MODE=1.
 """
 
@@ -28,30 +28,30 @@ Floats = NDArray[np.float64]
 T = TypeVar("T")
 API_KEY = "DS_FINETUNE_API_KEY"
 """Environment variable with the API key of the server, as for `ds-finetune serve`."""
-START = "start it on a machine that sees output_dir: VLLM_SERVER_DEV_MODE=1 vllm serve MODEL"
+START = "start the server on a machine that sees output_dir: VLLM_SERVER_DEV_MODE=1 vllm serve MODEL"
 _SHAPE = ("vocab_size", "hidden_size", "num_hidden_layers")
 _SECONDS, _LONG_SECONDS = 60.0, 3600.0
-"""Timeouts in seconds of ordinary requests, and of requests that sample answers or load weights."""
+"""Timeouts in seconds for ordinary requests, and for requests that sample answers or load weights."""
 _DEFAULTS = {"top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
-"""Sampling parameters that change no distribution; where they are left out, the server uses generation_config.json."""
+"""Sampling parameters that change no distribution. Without them the server would use generation_config.json."""
 _NEVER_SAMPLED = -100
-"""Bias on the logit of an id that must not be sampled, which lowers its probability by a factor of at least 1e43."""
+"""Bias on the logit of an id that must not be sampled. It lowers the id's probability by a factor of at least 1e43."""
 
 
 class VllmServer:
-    """The vLLM server at `address`, such as http://127.0.0.1:8000. Methods raise ServeError where a request fails."""
+    """The vLLM server at `address`, such as http://127.0.0.1:8000. Methods raise ServeError if a request fails."""
 
     def __init__(self, address: str) -> None:
         self.address = address.rstrip("/")
         self.name = ""
-        """Name of the model in requests, set by `check`, like the dtype of its weights."""
+        """Name of the model in requests. `check` sets it, and the dtype of the model's weights."""
         self.dtype = ""
         # Requests inside a cluster must not use a proxy.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def check(self, shape: Mapping[str, Any], *, max_tokens: int) -> None:
-        """Check that the server is a vLLM server in dev mode, that its model has the values of config.json in `shape`,
-        and that it accepts `max_tokens` tokens of prompt and answer.
+        """Check that the server can sample for the run. It must be a vLLM server in dev mode, its model must have the
+        values of config.json in `shape`, and it must accept `max_tokens` tokens of prompt and answer.
         """
         models = self._request("/v1/models", missing="is no vLLM server: it has no route /v1/models")
         missing = "is not in dev mode: it has no route {}, by which it is told to load weights"
@@ -77,7 +77,7 @@ class VllmServer:
         if longest is not None and longest < max_tokens:
             raise self._error(
                 f"takes {longest} tokens of prompt and answer, and train.max_seq_len is {max_tokens}",
-                f"start it with --max-model-len {max_tokens}",
+                f"start the server with --max-model-len {max_tokens}",
             )
 
     def load(self, folder: Path, version: str) -> None:
@@ -92,8 +92,8 @@ class VllmServer:
         self.check_version(version)
 
     def check_version(self, version: str) -> None:
-        """Check that the server's weights are named `version`; another name means that loading failed, or that another
-        run uses the server.
+        """Check that the server's weights are named `version`. Another name means that loading has failed, or that
+        another run uses the server.
         """
         served = self._request("/weight_info").get("weight_version")
         if served != version:
@@ -105,8 +105,8 @@ class VllmServer:
     def answers(
         self, prompt: PromptToSample, request: SamplingRequest, *, stop: Sequence[str] = ()
     ) -> list[SampledAnswer]:
-        """Sampled answers to a prompt, also cut after the texts `stop`, with the log-probabilities of their tokens; NaN
-        where the server gives none. vLLM seeds answer i with seed + i.
+        """Sample answers to a prompt, with the log-probabilities of their tokens; NaN if the server gives none. Answers
+        are also cut after the texts `stop`. vLLM seeds answer i with seed + i.
         """
         limits = request.limits
         key = int(answer_keys(request.seed or 0, [(prompt.key, prompt.number, 0)], torch.device("cpu"))[0])
@@ -115,14 +115,14 @@ class VllmServer:
             prompt.ids,
             **_DEFAULTS,
             n=request.group_size,
-            # Not negative, and small enough that the number of an answer can be added.
+            # The seed must not be negative, and so small that the number of an answer can be added.
             seed=key % 2**62,
             temperature=0 if request.seed is None else 1,
             max_tokens=limits.max_new_tokens,
             logprobs=0,
             stop=list(stop),
             stop_token_ids=list(limits.stop_ids),
-            # Only the `stop_token_ids` above end an answer.
+            # With this, only the `stop_token_ids` above end an answer.
             ignore_eos=True,
             skip_special_tokens=False,
             logit_bias={str(number): _NEVER_SAMPLED for number in forbidden},
@@ -135,7 +135,7 @@ class VllmServer:
             raise self._error(f"gives answers in another form: {other!r}", "use vLLM 0.32") from other
 
     def log_probs(self, prompt: Sequence[int]) -> Floats:
-        """Log-probabilities of a prompt's tokens, except the first."""
+        """Log-probabilities of a prompt's tokens, except the first token."""
         (choice,) = self._complete(prompt, prompt_logprobs=0, max_tokens=1, temperature=0)
         rows = choice.get("prompt_logprobs") or []
         try:
@@ -168,8 +168,8 @@ class VllmServer:
         return choices
 
     def _request(self, route: str, body: object = None, *, seconds: float | None = None, missing: str = "") -> Any:  # noqa: ANN401 - JSON
-        """The response of a route to a GET, or to a POST of `body`; `missing` is the error text for an unknown
-        route.
+        """GET a route, or POST `body` to it, and return the response. `missing` is the error text for an
+        unknown route.
         """
         data, hint = (None, START) if body is None else (json.dumps(body).encode(), "see its output")
         seconds = seconds or (_SECONDS if body is None else _LONG_SECONDS)
@@ -197,7 +197,7 @@ class VllmServer:
 
 
 def _config_of(folder: Path) -> Mapping[str, Any]:
-    """The config.json of the language model in a folder; empty where it cannot be read, e.g. for a hub id."""
+    """The config.json of the language model in a folder; empty if it cannot be read, e.g. for a Hub id."""
     try:
         tree = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -206,7 +206,7 @@ def _config_of(folder: Path) -> Mapping[str, Any]:
 
 
 def results_of(jobs: Sequence[Callable[[], T]], *, at_once: int) -> "Queue[tuple[int, T | Exception]]":
-    """A queue that receives the index and the result (or exception) of each job, run in daemon threads."""
+    """Run jobs in daemon threads. Returns a queue that receives the index and the result (or exception) of each job."""
     # The threads share this iterator, which is safe for a list.
     todo, done = iter(list(enumerate(jobs))), Queue[tuple[int, T | Exception]]()
 

@@ -65,7 +65,7 @@ def test_a_port_in_use_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         for name, value in {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
             monkeypatch.setenv(name, value)
-        with pytest.raises(RunError, match=f"port {port} of this host is in use"):
+        with pytest.raises(RunError, match=f"cannot connect to port {port} of this host, which is in use"):
             meet(World.from_environment(os.environ))
 
 

@@ -113,6 +113,6 @@ def test_a_lock_of_another_program_is_never_removed(lock: Path) -> None:
         f"{lock} is held by a process of another program, and nothing has changed beside it for 10 minutes"
         in caught.value.message
     )
-    assert caught.value.hint == f"remove {lock} if nothing compiles there any more"
+    assert caught.value.hint == f"remove {lock} if no process compiles in this folder any more"
     assert "waiting for DeepSpeed's fused_adam, which a process of another program compiles" in lines[0]
     assert lock.exists()

@@ -343,7 +343,7 @@ def _store_in_fp8(folder: Path) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
-    "another type": (partial(_edit, model_type="granite"), "model_type `granite` has no export to ONNX"),
+    "another type": (partial(_edit, model_type="granite"), "models of type `granite` cannot be exported to ONNX"),
     "dynamic rope": (
         partial(_edit, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
         "rope_type `dynamic`",
@@ -353,13 +353,13 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
         partial(_edit, use_sliding_window=True, layer_types=["full_attention", "sliding_attention", "full_attention"]),
         r"layers \[1\]",
     ),
-    "sliding everywhere": (partial(_edit, model_type="mixtral", sliding_window=4), "sliding_window 4 .* every layer"),
+    "sliding everywhere": (partial(_edit, model_type="mixtral", sliding_window=4), "only full attention, .* sliding_window 4"),
     "clipped": (partial(_edit, model_type="olmoe", clip_qkv=8.0), "clip_qkv 8.0"),
     "fp8": (
         partial(_edit, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]}),
-        r"is quantized \(fp8\)",
+        r"is quantised \(fp8\)",
     ),
-    "fp8 tensors": (_store_in_fp8, "holds FP8 tensors and its config.json does not say so"),
+    "fp8 tensors": (_store_in_fp8, "has FP8 tensors, which its config.json does not name"),
     "a tensor missing": (_remove_a_tensor, "1 missing: model.layers.1.self_attn.o_proj.weight"),
     "truncated": (_truncate, "model.safetensors is not a complete safetensors file"),
     "beyond fp16": (partial(_scale, factor=1e6), "`model.norm.weight` holds NaN or infinity as float16"),
@@ -387,7 +387,7 @@ def test_arguments_that_are_not_valid_for_onnx_are_refused(
     for arguments, message in (
         (["--format", "onnx", "--max-shard-size", "1GB"], "--max-shard-size 1GB is not valid with --format onnx"),
         (["--no-cache"], "--no-cache is not valid with --format safetensors"),
-        (["--format", "onnx", "--dtype", "bf16"], "--format onnx has no --dtype bf16"),
+        (["--format", "onnx", "--dtype", "bf16"], "--format onnx does not support --dtype bf16"),
     ):
         assert cli.main(["export", source, out, *arguments]) == 2
         assert message in " ".join(capsys.readouterr().err.split())

@@ -156,7 +156,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], int, str]] = {
     ),
     "graph gone": (lambda f: (f / "onnx/model.onnx").unlink(), 1, "onnx/model.onnx was written and is missing"),
     "another graph": (_another_graph, 1, "positions are beyond it"),
-    "no record": (lambda f: (f / RECORD).unlink(), 2, f"holds no {RECORD}"),
+    "no record": (lambda f: (f / RECORD).unlink(), 2, f"has no file {RECORD}"),
     "a record that was changed": (
         lambda f: change_json(f / RECORD, {"dtype": "fp16"}),
         2,

@@ -147,7 +147,7 @@ def test_weights_without_the_masters_are_refused(copy: Path) -> None:
 
 def test_latest_that_names_a_missing_folder(copy: Path) -> None:
     (copy / "latest").write_text("global_step9")
-    with pytest.raises(ExportError, match="latest names `global_step9`, which is not there"):
+    with pytest.raises(ExportError, match="latest names the folder `global_step9`, which does not exist"):
         read_deepspeed_checkpoint(copy)
 
 
@@ -187,7 +187,7 @@ def test_a_pickle_that_would_run_code_is_refused_and_not_run(pattern: str, copy:
     victim = sorted(step_of(copy).glob(pattern))[1]
     states = torch.load(victim, weights_only=False)
     torch.save(states | {"extra": Malicious(mark)}, victim)
-    with pytest.raises(ExportError, match=r"holds objects of 1 unknown kinds: (posix|nt)\.system") as caught:
+    with pytest.raises(ExportError, match=r"holds objects of 1 unknown classes: (posix|nt)\.system") as caught:
         read_deepspeed_checkpoint(copy)
     assert str(victim) in caught.value.message
     assert not mark.exists()

@@ -268,7 +268,7 @@ def test_a_fault_is_found(tmp_path: Path, fault: str, sections: dict[str, Any], 
     assert done.returncode == 1, done.stdout + done.stderr
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("WRONG"))
     assert text in line
-    assert "error: 1 of 1 layouts are off" in done.stderr
+    assert "error: 1 of 1 layouts differ from the reference loop" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -276,7 +276,7 @@ def test_a_fault_is_found(tmp_path: Path, fault: str, sections: dict[str, Any], 
     [
         (["RUN", "parallel.tp=3", "--nproc", "2"], "2 ranks are not a multiple of parallel tp 3 = 3"),
         (["RUN", "parallel.pp=2", "--nproc", "2"], "parallel dp 1 x pp 2 with zero stage 2 is not tested"),
-        (["RUN", "lora.target_modules=[.*layers.20.*]"], "selftest adapts a tiny deepseek_v3 of 2 layers"),
+        (["RUN", "lora.target_modules=[.*layers.20.*]"], "selftest uses a tiny deepseek_v3 of 2 layers"),
         (["--hostfile", "nowhere"], "hostfile `nowhere` does not exist"),
     ],
 )

@@ -248,7 +248,7 @@ def test_two_sweeps_do_not_share_a_folder(tmp_path: Path) -> None:
 
     def start_again(line: str) -> None:
         if line.startswith("trial 0"):
-            with pytest.raises(OutputError, match="is being written by process"):
+            with pytest.raises(OutputError, match=r"is in use by another run \(process"):
                 run(sweep)
             raise RunError(line)
 
