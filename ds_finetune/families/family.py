@@ -81,9 +81,7 @@ class Gguf:
     computes: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Supported values of some config.json keys, the usual value first. Other keys may have any value."""
     rotates_pairs: bool = False
-    """Whether llama.cpp rotates pairs of adjacent columns of queries and keys. Scaling as in Llama 3 is then
-    possible.
-    """
+    """Whether llama.cpp rotates pairs of adjacent columns of queries and keys, also with scaling as in Llama 3."""
 
 
 @dataclass(frozen=True)
@@ -96,9 +94,7 @@ class RouterKind:
     """Name of the router's module within a layer."""
     parameters: tuple[str, ...] = ("weight",)
     bias: str | None = None
-    """Name, within a layer, of the buffer that is added to scores only for choosing experts (arXiv 2408.15664); None
-    without one.
-    """
+    """Buffer of a layer that is added to scores only for choosing experts (arXiv 2408.15664); None without one."""
     reads_ids: bool = False
     """Whether some layers choose experts by token id. They have a table of experts instead of a bias."""
     rounds_weights: bool = True
@@ -195,9 +191,7 @@ class Family:
     may_be_unexpected: tuple[str, ...] = (r"\.rotary_emb\.inv_freq$",)
     """Regular expressions of checkpoint keys that the model does not load."""
     extends_context: bool = True
-    """Whether `model.context` is tested with the family. False where transformers reads another kind of rotary
-    scaling.
-    """
+    """Whether `model.context` is tested; false where transformers reads another kind of rotary scaling."""
     fp32_buffers: tuple[str, ...] = ()
     """Last parts of the names of untrained tensors that stay in fp32 whatever the run's precision is."""
     fp32_weights: str | None = None
@@ -218,9 +212,7 @@ class Family:
     it; transformers' sdpa and FlashAttention 2 do not, and its eager attention does not separate packed documents
     (gpt_oss/modeling_gpt_oss.py:460)."""
     indexer: Indexer | None = None
-    """How an indexer chooses tokens. None where queries attend to all earlier tokens, or to those in a sliding
-    window.
-    """
+    """How an indexer chooses tokens; None where queries attend to all earlier tokens or a sliding window."""
     window_in_mask: bool = False
     """Whether transformers 5.23 applies the sliding window only in masks, which FlashAttention does not use
     (qwen2_moe/modeling_qwen2_moe.py:254)."""
@@ -251,9 +243,7 @@ class Family:
 
     @property
     def mtp_module(self) -> str:
-        """Prefix of the names within a multi-token prediction layer, which is a submodule where the model's own forward
-        skips it.
-        """
+        """Prefix of names in a multi-token prediction layer, a submodule if the model's own forward skips it."""
         return "mtp." if self.compresses else ""
 
     @property

@@ -1,6 +1,4 @@
-"""Determines from config.json, as transformers 5.23 reads it, which layers have indexers and compressors, and the sizes
-of experts.
-"""
+"""Which layers have indexers and compressors, and the sizes of experts, as transformers 5.23 reads config.json."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,17 +18,13 @@ RATIOS: Mapping[int, str] = {0: "sliding_attention", 4: _SPARSE, 128: _HEAVY}
 
 
 def compressed_types(c: ModelConfig) -> tuple[str, ...]:
-    """Kind of attention of each DeepSeek-V4 layer, from `layer_types` or the published `compress_ratios`. KeyError for
-    an unknown ratio.
-    """
+    """Kind of attention of each DeepSeek-V4 layer, from config.json. KeyError for an unknown compression ratio."""
     kinds = c.get("layer_types") or [RATIOS[ratio] for ratio in c["compress_ratios"]]
     return tuple(kinds[: c["num_hidden_layers"]])
 
 
 def longest_window(c: ModelConfig) -> int:
-    """Number of tokens of the longest window that a DeepSeek-V4 layer compresses into an entry; 0 if no layer
-    compresses.
-    """
+    """Number of tokens of the longest window that a DeepSeek-V4 layer compresses; 0 if no layer compresses."""
     return max((_rate(c, kind) for kind in compressed_types(c) if kind in RATES), default=0)
 
 
@@ -65,9 +59,7 @@ def published_layers(c: ModelConfig) -> dict[str, Any]:
 
 
 def _rate(c: ModelConfig, kind: str) -> int:
-    """Number of tokens per compressed entry, from the keys that transformers prefers, else from `compress_rates`, else
-    the default.
-    """
+    """Number of tokens per compressed entry, from transformers' own key, `compress_rates` or the default."""
     return int(c.get(OLDER_RATES[kind]) or (c.get("compress_rates") or RATES)[kind])
 
 
@@ -108,13 +100,9 @@ class ExpertKeys:
         return int(config[self.width_key])
 
     def number_key(self, config: Mapping[str, Any]) -> str:
-        """Key that `config` has for the number of experts, out of `number_keys`. Without any it is the published
-        key.
-        """
+        """Key for the number of experts in `config`; without any of `number_keys` it is the published key."""
         return next((key for key in self.number_keys if key in config), self.number_keys[0])
 
 
 QWEN_EXPERTS = ExpertKeys(number_keys=("num_experts", "num_local_experts"))
-"""Keys of Qwen's experts. Published configurations have the first key for the number of experts, and transformers 5.23
-writes the second.
-"""
+"""Keys of Qwen's experts: published configurations have the first key, transformers 5.23 writes the second."""

@@ -69,9 +69,7 @@ _DEEP = {"num_hidden_layers": 4}
 
 
 def _tiny(name: str, config: ModelConfig, *, in_standard_selftest: bool = False, **changes: ModelConfig) -> TinyModels:
-    """Tiny models of family `name`: the configuration `config`, and a variant of it with the changes of each
-    keyword.
-    """
+    """Tiny models of family `name`: the configuration `config`, and a variant with the changes of each keyword."""
     variants = {f"{name}_{variant}": {**config, **changed} for variant, changed in changes.items()}
     return TinyModels(config, variants, in_standard_selftest=in_standard_selftest)
 

@@ -65,9 +65,7 @@ class AdapterFeature(Feature):
 
 
 def _check_start(folder: Path, lora: LoraPlan, family: Family) -> None:
-    """ConfigError if the adapter in `folder` differs from `lora` in its modules, ranks, scales, shapes or fully trained
-    weights.
-    """
+    """ConfigError if the adapter in `folder` differs from `lora` in modules, ranks, scales, shapes or other weights."""
     try:
         adapter = PeftAdapter.open(folder)
     except ExportError as refused:

@@ -31,14 +31,10 @@ class RankParts:
 
 
 class Feature:
-    """Base class of features: parts of a model or of its training that a run file turns on. Each engine has its own
-    instance.
-    """
+    """Base class of features, parts of a model or its training. Each engine has its own instance."""
 
     name: ClassVar[str]
-    """Key of the feature in `ModelPlan.features`, and for features of other packages also in `features` of the run
-    file.
-    """
+    """Key of the feature in `ModelPlan.features`; for features of other packages also in the run file's `features`."""
     saves_frozen: bool = True
     """Whether checkpoints hold frozen parameters. False if the model's folder has all of them."""
 
@@ -94,7 +90,5 @@ class Feature:
         return trained
 
     def extra_loss(self, trained: TrainedModel, parts: RankParts) -> ExtraLoss | None:
-        """The feature's auxiliary loss with its metrics, or None. It may register hooks in `trained`, which run after
-        DeepSpeed's hooks.
-        """
+        """The feature's auxiliary loss, or None. It may register hooks in `trained`, which run after DeepSpeed's."""
         return None

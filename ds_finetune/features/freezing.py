@@ -15,9 +15,7 @@ from ds_finetune.plan.settings import RunSettings
 
 
 class FreezeFeature(Feature):
-    """Keeps frozen parameters out of optimizer, weight decay, gradient norm and checkpoints. Exports take them from the
-    model's folder.
-    """
+    """Keeps frozen parameters out of optimizer and checkpoints. Exports take them from the model's folder."""
 
     name = "freezing"
     saves_frozen = False

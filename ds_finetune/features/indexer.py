@@ -48,9 +48,7 @@ class IndexerLoss(ExtraLoss):
             self._collector.is_listening = False
 
     def loss(self, rows: ForwardRows, hidden: torch.Tensor, weights: torch.Tensor) -> LossAndSums | None:
-        """Contribution of the tokens of `rows` without padding. Each sequence parallel rank contributes its own
-        tokens.
-        """
+        """Contribution of the tokens of `rows` without padding; each sequence parallel rank contributes its own."""
         losses = dict(self._collector.divergences)
         self._collector.divergences.clear()
         if not losses:

@@ -42,9 +42,7 @@ from ds_finetune.plan.settings import RunSettings
 _UNKNOWN = re.compile(r"^mtp\.0\.(.*\.)?(compressor|indexer|tid2eid)\b|^mtp\.(?!0\.)")
 """Pattern of tensors of DeepSeek-V4's prediction layers that this program does not support."""
 DocumentArguments = Callable[[tuple[Documents, ...] | None, torch.device], dict[str, Any]]
-"""Function from the lengths of each row's documents and a device to the arguments that tell attention where documents
-begin.
-"""
+"""Function that makes the arguments by which attention knows the documents, from their lengths and a device."""
 
 
 class MtpLoss(ExtraLoss):
@@ -75,9 +73,7 @@ class MtpLoss(ExtraLoss):
 
     @contextmanager
     def listen(self, rows: ForwardRows, *, is_counting: bool, is_first: bool) -> Iterator[None]:
-        """Context that records the residual streams after the last layer, before the head merges them, in models with
-        several streams.
-        """
+        """Context that records the residual streams after the last layer, in models with several streams."""
         if not family_of(self._lm.config.model_type).compresses:
             yield
             return
@@ -92,9 +88,7 @@ class MtpLoss(ExtraLoss):
             hook.remove()
 
     def loss(self, rows: ForwardRows, hidden: torch.Tensor, weights: torch.Tensor) -> LossAndSums | None:
-        """Contribution of a forward to the auxiliary loss. `hidden` [rows, tokens, width] are the states after the
-        final norm.
-        """
+        """Contribution of a forward to the loss; `hidden` [rows, tokens, width] are states after the final norm."""
         (number,) = mtp_layers(self._lm.config)
         layer = self._lm.base_model.layers[number]
         streams, self._streams = self._streams, None
@@ -106,7 +100,9 @@ class MtpLoss(ExtraLoss):
         assert rows.next_ids is not None, "the batch does not look ahead; set looks_ahead in its BatchPlan"
         assert rows.next_labels is not None
         with torch.no_grad() if self._detach else nullcontext():
-            embedded = self._embed(rows.next_ids)
+            embedding: Any = self._lm.get_input_embeddings()
+            embed = embedding.embed if isinstance(embedding, ReceiveHiddenStates) else embedding
+            embedded = embed(rows.next_ids)
         joined = mtp_layer_inputs(layer, embedded, hidden.detach() if self._detach else hidden)
         arguments = self._arguments(rows.documents, joined.device)
         with mask_context(self._lm):
@@ -115,13 +111,6 @@ class MtpLoss(ExtraLoss):
         out: LossAndSums = head_of(self._lm)(states, rows.next_labels, **options)
         number_of = (rows.next_labels != IGNORE_INDEX).sum(dtype=torch.float64)[None]
         return LossAndSums(out.loss * weights[0].to(out.loss.dtype), torch.cat([out.sums, number_of]))
-
-    def _embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        embedding = self._lm.get_input_embeddings()
-        if isinstance(embedding, ReceiveHiddenStates):
-            return embedding.embed(input_ids)
-        embedded: torch.Tensor = embedding(input_ids)
-        return embedded
 
 
 class MtpFeature(Feature):
@@ -148,9 +137,7 @@ class MtpFeature(Feature):
         return [("mtp", f"{layer}; its loss trains {trained}")]
 
     def owns(self, name: str) -> bool:
-        """Whether `name` is a parameter of the prediction layer that, with `mtp.detach`, only the layer's loss
-        trains.
-        """
+        """Whether `name` is a parameter of the prediction layer and, with `mtp.detach`, only its loss trains it."""
         return bool(self.own_loss) and is_mtp_tensor(name, self.model.hf_config)
 
     def extra_loss(self, trained: TrainedModel, parts: RankParts) -> ExtraLoss:

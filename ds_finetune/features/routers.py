@@ -79,9 +79,7 @@ class BalanceLoss(ExtraLoss):
         return choices
 
     def loss(self, rows: ForwardRows, hidden: torch.Tensor, weights: torch.Tensor) -> LossAndSums | None:
-        """Contribution of the documents of `rows` to the balance loss. Each sequence parallel rank contributes its own
-        tokens.
-        """
+        """Contribution of the documents of `rows` to the balance loss; sequence parallel ranks add their own tokens."""
         outputs = self.routers.outputs
         loss = self._balance(outputs, weights) if outputs else None
         self.routers.release()
@@ -147,9 +145,7 @@ class _SumOfLayer(torch.autograd.Function):
 
 
 class RouterFeature(Feature):
-    """Counts routers' choices, for metrics and bias updates, and balances the load of experts if the run file
-    says so.
-    """
+    """Counts routers' choices, for metrics and bias updates, and balances the load if the run file says so."""
 
     name = "routers"
 

@@ -1,6 +1,4 @@
-"""Distillation as a feature: the teacher model, and the loss towards the teacher's distributions, which are computed in
-the run or stored.
-"""
+"""Distillation as a feature: the teacher model, and the loss towards its distributions, running or stored."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -77,9 +75,7 @@ class DistilledModel(TrainedModel):
             head.mix = Mix(objective.section.temperature, objective.section.label_weight)
 
     def head_inputs(self, rows: ForwardRows) -> dict[str, Any]:
-        """Arguments of the head: a function that opens the targets of the supervised tokens. The teacher runs before
-        the model.
-        """
+        """Arguments of the head: a function that opens the teacher's targets. The teacher runs before the model."""
         return {"open_targets": self._targets(rows), "supervised": rows.supervised} if self.has_head else {}
 
     def _targets(self, rows: ForwardRows) -> Callable[[], AbstractContextManager[SoftTargets | None]]:

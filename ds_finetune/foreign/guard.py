@@ -66,9 +66,7 @@ def installed_version(package: str) -> str:
 
 @contextmanager
 def replaced(owner: object, name: str, value: object) -> Iterator[None]:
-    """Context in which the attribute `name` of `owner` (a module, class or object) is `value`. It is restored after
-    errors too.
-    """
+    """Context in which attribute `name` of `owner` (module, class or object) is `value`; restored after errors too."""
     is_own = name in vars(owner)
     before = vars(owner).get(name)
     setattr(owner, name, value)

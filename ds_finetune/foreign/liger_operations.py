@@ -26,9 +26,7 @@ _LLAMA, _GEMMA = 0, 1
 
 
 def norm(rows: torch.Tensor, weight: torch.Tensor, eps: float, rounds_last: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute RMSNorm like `norm` in model/fused/formulas.py. Also returns the inverse root mean square, fp32 [rows],
-    for backward.
-    """
+    """Compute RMSNorm like `norm` in formulas.py. Also returns the inverse root mean square, fp32 [rows]."""
     out, _, scale, *_ = rms_norm.rms_norm_forward(rows, weight, eps, 0.0, _GEMMA if rounds_last else _LLAMA, None)
     return out, scale
 
@@ -60,9 +58,7 @@ def rotate(
 
 
 def _copy(x: torch.Tensor, width: int, *, in_pairs: bool) -> torch.Tensor:
-    """Copy [rows, heads, tokens, columns] so that it is contiguous as [rows, tokens, heads, columns], as kernels
-    expect.
-    """
+    """Copy [rows, heads, tokens, columns] to be contiguous as [rows, tokens, heads, columns], as kernels expect."""
     x = x.transpose(1, 2)
     x = _regrouped(x, width, (-1, 2)) if in_pairs else x.clone(memory_format=torch.contiguous_format)
     return x.transpose(1, 2)

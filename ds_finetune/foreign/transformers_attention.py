@@ -71,9 +71,7 @@ def without_search_for_documents() -> Iterator[None]:
 
 @cache
 def _check_masks() -> None:
-    """Check transformers' source only once, because reading it takes milliseconds and masks are made in every
-    forward.
-    """
+    """Check transformers' source once: reading it takes milliseconds, and masks are made in every forward."""
     _MASKS.source(masking_utils._preprocess_mask_arguments, "= find_packed_sequence_indices(position_ids)")
 
 
@@ -124,9 +122,7 @@ def stream_classes() -> tuple[type[nn.Module], ...]:
 
 
 def replace_compressed(module: nn.Module, mixin: type[nn.Module]) -> None:
-    """Make a module of DeepSeek-V4's attention run the forward of `mixin`, which may call the module's own, in
-    place.
-    """
+    """Make a module of DeepSeek-V4's attention run the forward of `mixin`, which may call its own, in place."""
     kind = type(module)
     _COMPRESSED.parameters(kind.forward, "hidden_states", "position_ids", CACHE)
     module.__class__ = type(f"{mixin.__name__}{kind.__name__}", (mixin, kind), {})

@@ -15,9 +15,7 @@ _EXPERTS = Foreign("transformers", "the experts class of each model file")
 _KEPT = Foreign("transformers", "modeling_utils.py:1112, 1303")
 
 LayerFactory = Callable[[type[nn.Module], PretrainedConfig, int], nn.Module]
-"""Function that makes a decoder layer, or a module in its place, from the layer class, the configuration and the
-layer's index.
-"""
+"""Function that makes a decoder layer, or a module in its place, from layer class, configuration and index."""
 ConfigChange = Callable[[Any], Any]
 """Function that changes the configuration with which experts are constructed."""
 

@@ -41,9 +41,7 @@ def choose_product(*, has_triton: bool) -> None:
 
 @cache
 def _is_own_kernel(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether this program's Triton kernel computes grouped products on this device, instead of torch's kernel or a
-    loop.
-    """
+    """Whether this program's Triton kernel computes grouped products on this device."""
     if device.type != "cuda":
         return False
     precision = next((name for name, of_name in PRECISION_DTYPES.items() if of_name == dtype), "")
@@ -159,9 +157,7 @@ def grouped_product(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor
 
 
 def project(module: Any, rows: torch.Tensor, ends: torch.Tensor, leaf: str) -> torch.Tensor:  # noqa: ANN401 - a module of any family
-    """Multiply `rows` [rows, in], sorted by expert and ending at `ends`, with the weights `leaf` of the experts in
-    `module`.
-    """
+    """Multiply `rows` [rows, in], sorted by expert up to `ends`, with the weights `leaf` of experts in `module`."""
     weight = getattr(module, leaf)
     return grouped_product(rows, weight, ends, leaf=leaf, is_transposed=module.is_transposed)  # type: ignore[no-any-return]
 
@@ -211,9 +207,7 @@ def spread_ids(lm: nn.Module, experts: int) -> None:
 
 
 def restore_full_tables(lm: nn.Module, vocabulary: int) -> None:
-    """Replace tables of experts by token id that were built for a shard of the vocabulary by tables of all ids, in
-    place.
-    """
+    """Replace expert tables for a shard of the vocabulary by tables of experts for all token ids, in place."""
     for name, table in list(lm.named_buffers()):
         if is_table(name):
             module, _, leaf = name.rpartition(".")

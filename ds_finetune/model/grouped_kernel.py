@@ -88,9 +88,7 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Compute a tile of an expert's weight gradient: [rows, depth].T @ [rows, columns] over the expert's rows, or zeros
-    without rows.
-    """
+    """Compute a tile of an expert's weight gradient: [rows, depth].T @ [rows, columns] over the expert's rows."""
     expert = tl.program_id(2)
     end = tl.load(ends + expert)
     start = tl.load(ends + expert - 1, expert > 0, 0)

@@ -190,8 +190,8 @@ class StreamLayer(nn.Module):
         input_ids: torch.Tensor | None = None,
         **options: Any,  # noqa: ANN401
     ) -> torch.Tensor:
-        """Return the residual streams after the layer, as transformers 5.23
-        (deepseek_v4/modeling_deepseek_v4.py:1175-1199).
+        """Return the residual streams after the layer (transformers 5.23,
+        deepseek_v4/modeling_deepseek_v4.py:1175-1199).
         """
         one, post, mixed = self.attn_hc(hidden_states)
         out, _ = self.self_attn(self.input_layernorm(one), **options)

@@ -132,9 +132,7 @@ class _InLayer(AbstractContextManager[None]):
 
 
 def layer_contexts(*, is_selective: bool) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Contexts for a layer's forward and for its recomputation, as `context_fn` of torch's `checkpoint` returns
-    them.
-    """
+    """Contexts for the forward and the recomputation of a layer, as `context_fn` of torch's `checkpoint`."""
     outputs: deque[Any] = deque()
     forward, again = (
         KeptOutputs(outputs, is_recomputing=is_again, is_selective=is_selective) for is_again in (False, True)

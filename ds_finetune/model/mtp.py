@@ -22,9 +22,7 @@ from ds_finetune.foreign.transformers_attention import hyper_head
 from ds_finetune.foreign.transformers_models import replaced_layers
 
 _BUILT = "ds_finetune_mtp_layers"
-"""Attribute of a transformers configuration: the number of multi-token prediction layers to build. It is never written
-to a config.json.
-"""
+"""Attribute of a transformers configuration, never saved: number of multi-token prediction layers to build."""
 PREDICTION_LAYERS = "num_nextn_predict_layers"
 """Key of config.json for the number of multi-token prediction layers after the last layer (DeepSeek-V3)."""
 _PER_LAYER: Mapping[str, str | None] = {"layer_types": None, "mlp_layer_types": None, "indexer_types": "full"}
@@ -36,9 +34,7 @@ _COMPRESSED: Mapping[str, str | int] = {
     "mlp_layer_types": "moe",
     "compress_ratios": 0,
 }
-"""Per-layer entries of a multi-token prediction layer of DeepSeek-V4, which has no compressor and no table of token
-ids.
-"""
+"""Per-layer entries of a multi-token prediction layer of DeepSeek-V4, which has no compressor and no table."""
 
 
 def set_mtp_layers(hf_config: PretrainedConfig, layers: int) -> None:
@@ -77,9 +73,7 @@ def published_copies(hf_config: PretrainedConfig) -> dict[str, str]:
 
 @contextmanager
 def more_layers(hf_config: PretrainedConfig, number: int) -> Iterator[None]:
-    """Context in which `hf_config` has `number` more layers. They are like the last layer but have their own
-    indexers.
-    """
+    """Context in which `hf_config` has `number` more layers, like the last one but with their own indexers."""
     layers, settings = hf_config.num_hidden_layers, vars(hf_config)
     if family_of(hf_config.model_type).compresses:
         longer = {k: [*settings[k][:layers], *[kind] * number] for k, kind in _COMPRESSED.items() if settings.get(k)}

@@ -105,8 +105,8 @@ class RouterCollector:
         self._outputs.clear()
 
     def _mark(self, chosen: torch.Tensor) -> torch.Tensor:
-        """Hash each set of experts, given as indices int64 [..., chosen], to int16 [...]. Two sets collide in 1 of
-        32,768 cases.
+        """Hash sets of experts, given as indices int64 [..., chosen], to int16 [...]. Two sets collide in 1 of 32,768
+        cases.
         """
         return (self._marks[chosen].sum(-1) % _MARKS).to(torch.int16)
 
@@ -217,9 +217,7 @@ def choices_of(table: torch.Tensor, plan: RouterPlan) -> RouterChoices:
 
 
 def check_each_counted(choices: RouterChoices, plan: RouterPlan, *, num_tokens: int) -> None:
-    """Assert that each router saw each of the `num_tokens` tokens of the global batch once, and chose the same number
-    of experts for it.
-    """
+    """Assert that each router saw each of the `num_tokens` tokens of the batch once and chose equally many experts."""
     counted = dict(zip(choices.layers, choices.counts.sum(dim=1).tolist(), strict=True))
     expected = dict.fromkeys(choices.layers, num_tokens * plan.per_token)
     assert counted == expected, (counted, expected)

@@ -101,9 +101,7 @@ class _LowRankExperts(_Adapted):
         return run_experts(self, hidden, top_k_index, top_k_weights, self._project)
 
     def _project(self, rows: torch.Tensor, ends: torch.Tensor, leaf: str) -> torch.Tensor:
-        """Multiply `rows` [rows, in], sorted by expert and ending at `ends`, with each expert's weight `leaf` and its
-        adapter.
-        """
+        """Multiply `rows` [rows, in], sorted by expert up to `ends`, with each expert's weight `leaf` and adapter."""
         low = multiply(rows, getattr(self, f"{leaf}_lora_A"), ends)
         low = multiply(low, getattr(self, f"{leaf}_lora_B"), ends)
         # The sum is computed in place, so that at most two tensors as wide as gate and up exist at a time.
@@ -278,9 +276,7 @@ class Factors:
         return replace(self, a=self.b.mT, b=self.a.mT) if is_transposed(name, family) else self
 
     def delta(self, start: int, numel: int) -> torch.Tensor:
-        """Elements `start` to `start + numel` of the flattened product scale x B A, fp32 [numel]. Only the needed rows
-        are computed.
-        """
+        """Elements `start` to `start + numel` of the flattened scale x B A, fp32 [numel], from the needed rows only."""
         rows, width = self.b.shape[-2], self.a.shape[-1]
         first, last = start // width, -(-(start + numel) // width)
         a, b = self.a.reshape(-1, *self.a.shape[-2:]), self.b.reshape(-1, *self.b.shape[-2:])

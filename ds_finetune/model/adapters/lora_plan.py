@@ -126,9 +126,7 @@ def plan_lora(hf_config: PretrainedConfig, lora: LoraConfig, task: Task = "causa
 
 
 def _check_droppable(targets: Sequence[LoraTarget], family: Family) -> None:
-    """ConfigError for dropout on modules whose weights peft adapts as parameters, since it has no access to their
-    inputs.
-    """
+    """ConfigError for dropout on weights that peft adapts as parameters, since it has no access to their inputs."""
     refused = {
         last_part(target.name)
         for target in targets

@@ -292,9 +292,7 @@ def document_batches(documents: tuple[Documents, ...], shared: tuple[Documents, 
 
 
 def check_arguments(module: nn.Module, others: Mapping[str, Any]) -> None:
-    """Raise ModelError if one of the arguments `others`, which attention by document ignores, would change the
-    result.
-    """
+    """ModelError if one of the arguments `others`, which attention by document ignores, would change the result."""
     if unknown := _unknown(others):
         raise ModelError(
             f"{type(module).__name__} passes `{unknown[0]}` to its attention, "
@@ -304,9 +302,7 @@ def check_arguments(module: nn.Module, others: Mapping[str, Any]) -> None:
 
 
 def _unknown(others: Mapping[str, Any]) -> list[str]:
-    """Names of arguments that would change attention's result: tensors such as a position bias, softcap, `is_causal`
-    false.
-    """
+    """Names of arguments that would change attention's result: position biases, softcap, `is_causal` false."""
     tensors = {name for name, value in others.items() if isinstance(value, torch.Tensor)} - set(_WITHOUT_EFFECT)
     plain = {"softcap": (None,), "is_causal": (None, True)}
     return sorted(tensors) + [name for name, values in plain.items() if others.get(name) not in values]

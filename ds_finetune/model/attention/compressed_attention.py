@@ -145,7 +145,10 @@ class _Attention(torch.autograd.Function):
         ctx.seen, ctx.scaling = seen._replace(scored=None), scaling
 
         def attend() -> tuple[Any, ...]:
-            out, log_sum = torch.empty_like(query), query.new_empty(query.shape[:2], dtype=_wide(query))
+            out, log_sum = (
+                torch.empty_like(query),
+                query.new_empty(query.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32)),
+            )
             chosen = []
             for part in seen.parts(query.shape[1]):
                 chosen.append(seen.choose(part))
@@ -180,9 +183,7 @@ class _Attention(torch.autograd.Function):
 
 
 class _Keys:
-    """Keys of a block of queries: tokens, and either a range of entries for all queries or chosen entries for each
-    query.
-    """
+    """Keys of a block of queries: tokens, and a range of entries for all queries or chosen entries for each."""
 
     def __init__(self, tokens: torch.Tensor, entries: torch.Tensor, among: slice, chosen: torch.Tensor | None) -> None:
         self._among, self._chosen, self._number = among, chosen, len(tokens)
@@ -251,10 +252,6 @@ class _EntryWeights(NamedTuple):
         return logits.sub_(log_sum[part.queries, :, None]).exp2_().sum(dim=1), is_seen
 
 
-def _wide(tensor: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)
-
-
 def _attend(
     query: torch.Tensor, keys: _Keys, sinks: torch.Tensor, bias: torch.Tensor, scaling: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -297,9 +294,7 @@ class CompressorByDocument(nn.Module):
     """
 
     def forward(self, hidden: torch.Tensor, *others: Any, rows: RowShards | None = None, sp_group: Any = None) -> Any:  # noqa: ANN401
-        """Return the entries of `rows` and the inputs of the indexer's scores; without `rows` what transformers' module
-        returns.
-        """
+        """Return the entries of `rows` and inputs of the indexer's scores; without `rows` run transformers' forward."""
         if rows is None:
             return super().forward(hidden, *others)
         is_scored = self.chooses and hasattr(self, "indexer")
@@ -318,9 +313,7 @@ class CompressorByDocument(nn.Module):
     def entries(
         self, hidden: torch.Tensor, rows: RowShards, sp_group: SequenceParallelGroup | None = None
     ) -> torch.Tensor:
-        """Compute the entries of all documents, as transformers 5.23
-        (deepseek_v4/modeling_deepseek_v4.py:411-433, 646-686).
-        """
+        """Compute all documents' entries (transformers 5.23, deepseek_v4/modeling_deepseek_v4.py:411-433, 646-686)."""
         layout = self.layout(rows, hidden.device)
         value, gate = self.kv_proj(hidden), self.gate_proj(hidden)
         if sp_group is not None:
@@ -354,37 +347,23 @@ def _in_windows(tokens: torch.Tensor, layout: Entries, series: int) -> torch.Ten
 
 
 class IndexerByDocument(CompressorByDocument):
-    """Mixin for transformers' indexer. Only the indexer's own loss trains it, and no gradient flows from it to the
-    model.
-    """
+    """Mixin for transformers' indexer. Only its own loss trains it, and no gradient flows to the model."""
 
     q_b_proj: nn.Linear
     scorer: Any
     is_trained = False
 
     def forward(self, hidden: torch.Tensor, *others: Any, rows: RowShards | None = None, sp_group: Any = None) -> Any:  # noqa: ANN401
-        """Return the inputs of the scores of entries of the flattened `rows`; without `rows` what transformers' indexer
-        returns.
-        """
+        """Return the inputs of the scores of entries of `rows`; without `rows` run transformers' own forward."""
         if rows is None:
             return super().forward(hidden, *others)
-        low_rank, positions = others[:2]
+        hidden, (low_rank, positions) = hidden.detach(), others[:2]
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.is_trained):
-            return self._score_inputs(hidden.detach(), low_rank.detach(), positions, rows, sp_group)
-
-    def _score_inputs(
-        self,
-        hidden: torch.Tensor,
-        low_rank: torch.Tensor,
-        positions: torch.Tensor,
-        rows: RowShards,
-        sp_group: Any,  # noqa: ANN401
-    ) -> ScoreInputs:
-        query = self.q_b_proj(low_rank).unflatten(-1, (-1, self.head_dim))
-        cos, sin = self.rotary_emb(hidden, position_ids=positions, layer_type="compress")
-        query = self.rotate(query, cos, sin)
-        weight = self.scorer.weights_proj(hidden).float() * self.scorer.weights_scaling
-        return ScoreInputs(query.flatten(0, 1), self.entries(hidden, rows, sp_group), weight.flatten(0, 1))
+            query = self.q_b_proj(low_rank.detach()).unflatten(-1, (-1, self.head_dim))
+            cos, sin = self.rotary_emb(hidden, position_ids=positions, layer_type="compress")
+            query = self.rotate(query, cos, sin)
+            weight = self.scorer.weights_proj(hidden).float() * self.scorer.weights_scaling
+            return ScoreInputs(query.flatten(0, 1), self.entries(hidden, rows, sp_group), weight.flatten(0, 1))
 
 
 class CompressedAttention(nn.Module):
@@ -411,9 +390,7 @@ class CompressedAttention(nn.Module):
     collector: DivergenceCollector | None = None
     """Collects the loss of the layer's indexer. None where the layer has no indexer or does not train it."""
     for_heads: Callable[[torch.Tensor], torch.Tensor] = staticmethod(lambda shared: shared)
-    """Applied to the keys, which the heads of all tensor parallel ranks share. In backward it sums gradients over
-    ranks.
-    """
+    """Applied to the keys, which the heads of all tensor parallel ranks share. Backward sums their gradients."""
 
     def forward(  # noqa: PLR0913 - transformers' interface
         self,
@@ -453,9 +430,10 @@ class CompressedAttention(nn.Module):
         entries, seen = tokens[:0], _Seen(of_tokens, None, None, 0, 1.0)
         if self.compressor is not None:
             entries, scored = self.compressor(hidden_states, low_rank, position_ids, rows=shards, sp_group=sp_group)
-            of_entries = self.compressor.layout(shards, hidden_states.device)
-            topk, scale = _choice_of(self.compressor)
-            seen = _Seen(of_tokens, of_entries, scored, 0 if scored is None else topk, scale)
+            seen = seen._replace(entries=self.compressor.layout(shards, hidden_states.device))
+            if scored is not None:
+                indexer: Any = self.compressor.indexer
+                seen = seen._replace(scored=scored, topk=indexer.index_topk, scale=indexer.scorer.softmax_scale)
         out = self._attend(query, self.for_heads(tokens), self.for_heads(entries), seen)
         out = self.rotate(out.unflatten(0, (rows, length)), cos, sin, is_back=True)
         out = out.reshape(rows, length, self.config.o_groups, -1)
@@ -485,12 +463,6 @@ class CompressedAttention(nn.Module):
         seen = (distance >= 0) & (distance < self.sliding_window)
         mask = torch.zeros(seen.shape, dtype=hidden.dtype).masked_fill(~seen, float("-inf"))
         return mask.to(hidden.device)[None, None]
-
-
-def _choice_of(compressor: CompressorByDocument) -> tuple[int, float]:
-    """Number of entries that the compressor's indexer chooses, and the factor of its query-key products."""
-    indexer: Any = getattr(compressor, "indexer", None)
-    return (0, 1.0) if indexer is None else (indexer.index_topk, indexer.scorer.softmax_scale)
 
 
 @cache

@@ -22,9 +22,7 @@ _KEPT_PAIRS = 2**20
 
 
 class RowShards(NamedTuple):
-    """Lengths of the documents of each row, number of equal shards of a row under sequence parallelism, and this rank's
-    shard.
-    """
+    """Lengths of the documents of each row, number of sequence parallel shards of a row, and this rank's shard."""
 
     documents: tuple[Documents, ...]
     sp: int = 1
@@ -51,9 +49,7 @@ class RowShards(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Entries:
-    """Layout of compressed entries: the tokens that each entry averages, and the entries that each token may
-    attend to.
-    """
+    """Layout of compressed entries: the tokens that each entry averages, and the entries that each token sees."""
 
     windows: torch.Tensor
     """Indices of the tokens of each entry that this rank computes, int64 [own entries, rate]. Where windows overlap,
@@ -141,9 +137,7 @@ class QueryPart:
     entries: slice
     keeps_seen: bool = False
     seen: torch.Tensor | None = None
-    """Mask of the tokens and entries that each query sees, bool [queries, keys]. None until computed, or where it is
-    not kept.
-    """
+    """Mask of the tokens and entries that each query sees, bool [queries, keys]; None where it is not cached."""
 
 
 @lru_cache(_LAYOUTS)

@@ -1,6 +1,4 @@
-"""Gated delta nets (Yang et al., arXiv 2412.06464) in packed rows: convolution and recurrent state start at zero in
-each document.
-"""
+"""Gated delta nets (Yang et al., arXiv 2412.06464) in packed rows: each document starts with a state of zeros."""
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial

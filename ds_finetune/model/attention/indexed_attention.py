@@ -37,9 +37,7 @@ class ScoreInputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Attended:
-    """Queries and keys of a layer's attention, whose attention weights are the target distribution of the layer's
-    indexer.
-    """
+    """Queries and keys of a layer's attention, whose weights are the target distribution of the layer's indexer."""
 
     query: torch.Tensor
     """Queries of this rank's heads, [batch, heads, tokens, width]."""
@@ -294,8 +292,12 @@ class IndexedAttention(nn.Module):
             if others.get("sp_group") is not None:
                 scored = ScoreInputs(*map(others["sp_group"].gather_tokens, scored))
             choice = self._choice(scored, others.get("documents"))
-        elif choice is None and cache is not None:
-            _check_length(latent.shape[2], self.config.index_topk)
+        elif choice is None and cache is not None and latent.shape[2] > self.config.index_topk:
+            raise ModelError(
+                f"a text of {latent.shape[2]} tokens is longer than index_topk {self.config.index_topk}, and this "
+                "layer got no chosen tokens from an indexer",
+                hint="set model.attention: sdpa, and leave out parallel.pp",
+            )
         key, value = self.expand_kv(latent, rotary_key)
         if self.collector is not None and cache is None and self.collector.is_needed(in_training=self.training):
             self.collector.add(self.layer_idx, self._divergences(choice, query, key, others))
@@ -349,9 +351,7 @@ class IndexedAttentionWithChoice(IndexedAttention):
         prev_topk_indices: Choice | None = None,
         **others: Any,  # noqa: ANN401
     ) -> tuple[Any, ...]:
-        """Return hidden states, None in place of attention weights, and the choice of tokens (None where no indexer
-        runs).
-        """
+        """Return hidden states, None for the attention weights, and the choice of tokens (None without an indexer)."""
         out, choice = self._attend(hidden_states, position_embeddings, attention_mask, prev_topk_indices, others)
         return out, None, choice
 
@@ -433,9 +433,7 @@ def _choose(
 
 
 def _best(document: ScoreInputs, limit: int, scale: float) -> torch.Tensor:
-    """Mask of the `limit` best keys of each query of a document, among the query itself and earlier tokens, bool
-    [queries, keys].
-    """
+    """Mask of the `limit` best keys of each query among itself and earlier tokens, bool [queries, keys]."""
     queries, keys = len(document.query), len(document.key)
     positions = torch.arange(keys, device=document.key.device)
     is_chosen = torch.zeros(queries, keys, dtype=torch.bool, device=document.key.device)
@@ -447,15 +445,6 @@ def _best(document: ScoreInputs, limit: int, scale: float) -> torch.Tensor:
         best = index.masked_fill(is_later, float("-inf")).topk(min(limit, keys)).indices
         is_chosen[part] = is_chosen[part].scatter(1, best, value=True) & ~is_later
     return is_chosen
-
-
-def _check_length(tokens: int, limit: int) -> None:
-    if tokens > limit:
-        raise ModelError(
-            f"a text of {tokens} tokens is longer than index_topk {limit}, and this layer does not know the tokens "
-            "that it may attend to",
-            hint="set model.attention: sdpa, and leave out parallel.pp",
-        )
 
 
 def install_indexed_attention(lm: PreTrainedModel) -> None:
@@ -470,9 +459,7 @@ def install_indexed_attention(lm: PreTrainedModel) -> None:
 
 
 def expect_documents(lm: PreTrainedModel, *, longest: int) -> None:
-    """Enable the model's indexers, in place, if documents of `longest` tokens have more tokens than an indexer
-    chooses.
-    """
+    """Enable the model's indexers, in place, if documents of `longest` tokens are longer than what they choose."""
     limit = longest_document(lm.config)
     if limit is None or longest <= limit:
         return

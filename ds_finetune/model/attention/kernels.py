@@ -27,9 +27,7 @@ Documents = tuple[int, ...]
 Places = NDArray[np.int64]
 
 _COLUMNS = 8
-"""The variable-length kernel needs heads whose width is a multiple of this (torch 2.13, flash_attn/flash_api.cpp,
-mha_varlen_fwd).
-"""
+"""The variable-length kernel needs head widths that are multiples of this (torch 2.13, flash_attn/flash_api.cpp)."""
 
 
 def packs_documents(attention: str, hf_config: PretrainedConfig, *, device: str, precision: str) -> bool:
@@ -99,9 +97,7 @@ class PackedDocuments:
     document first and then its own. None where no document continues another.
     """
     key_bounds: torch.Tensor | None = None
-    """Index of each document's first key, and last the number of keys: int32 [documents + 1]. None where `keys` is
-    None.
-    """
+    """Index of each document's first key, and last the number of keys: int32 [documents + 1]; None if `keys` is."""
     most_keys: int = 0
 
 

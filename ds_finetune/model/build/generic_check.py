@@ -55,9 +55,7 @@ _SEED = 5
 _HEADS = (4, 2, 1, 8)
 """Numbers of attention heads tried for a tiny model. The likeliest to fit come first."""
 _MORE_LAYERS = (1, 3)
-"""Factors tried for the depth of a tiny model. A model that shares weights between layers may need more layers than one
-of each kind.
-"""
+"""Factors tried for the depth of a tiny model, since models that share weights between layers may need more."""
 _NOISE, _HEAD_GAIN = 0.1, 8.0
 _MAX_PARAMETERS = 60_000_000
 """Maximum number of parameters of a tiny model. With more, the test takes too long."""
@@ -133,9 +131,7 @@ def check_generic_type(  # noqa: PLR0913
 
 
 def _check_expert_widths(hf_config: PretrainedConfig, precision: str, task: Task) -> None:
-    """ModelError for expert widths that torch's grouped product rejects. `plan.tested_layouts` checks families of the
-    table.
-    """
+    """ModelError for expert widths that torch's grouped product rejects, in a generic model type."""
     lm = build_meta_model(hf_config, task)
     if lm.config._experts_implementation != "grouped_mm":
         return

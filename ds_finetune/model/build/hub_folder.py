@@ -46,9 +46,7 @@ from ds_finetune.model.weights.safetensors_file import (
 from ds_finetune.plan.config_json import check_sizes
 
 _COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.codes", "additional_chat_templates/*.jinja")
-"""Files of a model folder that are copied to checkpoints and exports, or whose content tokenizers and configurations
-write there.
-"""
+"""Files of a model folder that are copied to checkpoints and exports, or written there by transformers."""
 _INDEX = ".index.json"
 """Suffix of the index files of weights."""
 
@@ -251,7 +249,11 @@ class HubFolder:
         """ModelError if a tensor has a dtype that weights never have. Tensors in `besides` may have any dtype."""
         read = self.shapes.keys() - self._packed.keys() - set(besides)
         dtypes = {key: self._stored[key].dtype for key in read}
-        others = [f"`{key}` is {kind}" for key, kind in dtypes.items() if not _may_be(key, kind)]
+        others = [
+            f"`{key}` is {kind}"
+            for key, kind in dtypes.items()
+            if kind not in ((torch.int32, torch.int64) if is_table(key) else _WEIGHTS)
+        ]
         if others:
             raise ModelError(
                 f"{self.folder} holds {len(others)} tensors with a dtype not of weights: {', '.join(others[:_SHOWN])}",
@@ -277,14 +279,8 @@ def _config_of(folder: Path) -> Mapping[str, Any]:
     return tree if isinstance(tree, dict) else {}
 
 
-def _may_be(key: str, dtype: torch.dtype) -> bool:
-    return dtype in ((torch.int32, torch.int64) if is_table(key) else _WEIGHTS)
-
-
 def check_index(folder: Path) -> None:
-    """ModelError if transformers 5.23 cannot load `folder`: unlike other programs it requires `metadata` in an index
-    (utils/hub.py:969).
-    """
+    """ModelError if an index has no `metadata`, which transformers 5.23 alone requires (utils/hub.py:969)."""
     index = folder / INDEX
     if index.is_file() and '"metadata"' not in index.read_text(encoding="utf-8"):
         raise ModelError(f"{index} has no `metadata`, which transformers reads", hint='add `"metadata": {}` to it')

@@ -25,9 +25,7 @@ from ds_finetune.plan.routers import RouterPlan
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPlan:
-    """The model that the engine builds: its configuration, where its weights are, and which parts of it are split,
-    adapted and quantised.
-    """
+    """The model that the engine builds: configuration, weights, and which parts are split, adapted and quantised."""
 
     path: str
     """Folder or hub id of the model."""

@@ -20,9 +20,7 @@ from ds_finetune.system.whole_file import replace_file
 
 
 def model_of_run(run: RunSettings) -> DescribedModel:
-    """Describe the model of a run and its live teacher. ModelError if no model can be built from one of their
-    config.json.
-    """
+    """Describe the model of a run and its live teacher; ModelError if a config.json is not that of a model."""
     objective, folder = run.objective, Path(run.data.cache_dir, "tensors")
     teacher = objective.teacher if is_distillation(objective) else None
     return DescribedModel(

@@ -212,9 +212,7 @@ def check_vocabulary(config: PretrainedConfig, label: str) -> None:
 
 
 def soft_cap(config: PretrainedConfig) -> float | None:
-    """Soft cap of a causal LM's logits. None without one, and for a model whose forward applies none or another
-    formula.
-    """
+    """Soft cap of a causal LM's logits; None if the model's forward applies none or another formula."""
     cap = getattr(config, _SOFT_CAP, None)
     if not cap or not has_class(config, "causal_lm") or not computes(model_class(config).forward, SOFT_CAP):
         return None
@@ -222,9 +220,7 @@ def soft_cap(config: PretrainedConfig) -> float | None:
 
 
 def check_logits(config: PretrainedConfig, label: str) -> None:
-    """ModelError if the config sets a key that changes logits after the head in a way that the chunked loss does not
-    apply.
-    """
+    """ModelError if the config sets a key that changes logits in a way that the chunked loss does not apply."""
     neutral = {_SOFT_CAP: (None, soft_cap(config))}
     transformed = [key for key in _LOGIT_TRANSFORMS if getattr(config, key, None) not in neutral.get(key, (None, 1))]
     if transformed:

@@ -1,6 +1,4 @@
-"""The text part of a composite model, which also takes other media: its transformers configuration, and which models
-are refused.
-"""
+"""Configuration of the text part of a composite model, which also takes other media, and models that are refused."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,9 +34,7 @@ def text_config(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def check_text_part(config: PretrainedConfig, tree: Mapping[str, Any], task: str, label: str) -> None:
-    """ModelError if `config`, read from the config.json `tree`, describes a composite model whose text part cannot be
-    trained for `task`.
-    """
+    """ModelError if `config`, read from `tree`, is a composite model whose text part cannot be trained for `task`."""
     text = text_config(config)
     if text is config:
         return
@@ -69,9 +65,7 @@ def check_text_part(config: PretrainedConfig, tree: Mapping[str, Any], task: str
 
 
 def text_module(folder: Path) -> str:
-    """Name of a composite model's decoder in transformers' class. In a model of the text part alone this module is
-    `model`.
-    """
+    """Name of a composite model's decoder in transformers' class; in a model of the text part it is `model`."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     with torch.device("meta"):
         model = AutoModelForMultimodalLM.from_config(config, trust_remote_code=False)

@@ -108,9 +108,7 @@ def _settings(module: nn.Module) -> str:
 
 
 def _shrink(config: PretrainedConfig, size: Size, outer: Fraction | None) -> None:
-    """Shrink `config` and its nested configurations in place. `outer` is the ratio by which the enclosing one
-    shrinks.
-    """
+    """Shrink `config` and its nested configurations in place. `outer` is the ratio of the enclosing configuration."""
     depth, ratio = getattr(config, "num_hidden_layers", None), _ratio(config, size.heads, outer)
     values = vars(config)
     for name, value in list(values.items()):

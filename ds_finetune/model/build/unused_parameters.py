@@ -11,9 +11,7 @@ from ds_finetune.model.build.skeleton import Task, model_class
 
 _FEW_TOKENS = 16
 _NO_MEMORY_EXPERTS = "batched_mm"
-"""transformers 5.23's implementation of experts that works on fake tensors, because it does not depend on the values of
-router indices.
-"""
+"""transformers 5.23's experts that work on fake tensors, since they do not depend on values of router indices."""
 
 
 def unused_parameters(hf_config: PretrainedConfig, *, tokens: int, task: Task = "causal_lm") -> tuple[str, ...]:

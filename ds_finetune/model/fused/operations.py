@@ -33,9 +33,7 @@ class Kernels(Protocol):
 
 @cache
 def kernels_of(name: str) -> Kernels:
-    """Kernels that the value `name` of `model.kernels` stands for, `liger` or `compile`. Liger is imported only when
-    selected.
-    """
+    """Kernels that `model.kernels` names, `liger` or `compile`. Liger is imported only when selected."""
     if name == "liger":
         return import_module("ds_finetune.foreign.liger_operations")  # type: ignore[return-value]
     assert name == "compile", name

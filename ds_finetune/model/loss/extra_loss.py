@@ -20,9 +20,7 @@ class ExtraLoss(ABC):
     name: str
     terms: tuple[Term, ...]
     sum_names: tuple[str, ...]
-    """Names of the sums that a forward returns and that `metrics` reads. They are unique among all parts of the
-    loss.
-    """
+    """Names of the sums that a forward returns and `metrics` reads. They are unique among all parts of the loss."""
     trains_embedding: bool = False
     """Whether the loss has a gradient for the input embedding, of which the last pipeline stage holds a copy."""
 
@@ -72,9 +70,7 @@ def numbers_of_parts(numbers: StepNumbers, extras: Sequence[ExtraLoss]) -> tuple
 def add_extra_losses(
     extras: Sequence[ExtraLoss], rows: ForwardRows, hidden: torch.Tensor, weights: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """Sum of the auxiliary losses of a forward (None if none contributes), and their sums for metrics in order,
-    fp64.
-    """
+    """Sum of the auxiliary losses of a forward (None without a contribution), and their sums in order, fp64."""
     total, sums = None, [torch.zeros(0, dtype=torch.float64, device=hidden.device)]
     for extra, factors in zip(extras, weights, strict=True):
         extra_sums = extra.loss(rows, hidden, factors)

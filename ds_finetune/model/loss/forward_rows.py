@@ -13,9 +13,7 @@ from ds_finetune.objectives.objective import AnswerNumbers, Examples, TopLogProb
 
 
 class RealTokens(NamedTuple):
-    """Which tokens of a forward belong to which document, without padding. A sequence parallel rank holds its own
-    tokens.
-    """
+    """Which tokens of a forward belong to which document. A sequence parallel rank holds its own tokens."""
 
     document: torch.Tensor
     """Index of the document of each flattened token, int64 [tokens]. Padding has the index after the last document."""
@@ -61,29 +59,21 @@ class ForwardRows:
     documents: tuple[Documents, ...] | None = None
     """Lengths of the documents of each full row. None where each row is one document."""
     shared: tuple[Documents, ...] | None = None
-    """Number of tokens of an earlier document that each document continues. None where no document continues
-    another.
-    """
+    """Number of tokens of an earlier document that each document continues. None if no document does."""
     examples: Examples | None = None
     """Documents of the rows, for objectives on documents. Their `index` covers only this rank's tokens."""
     token_types: torch.Tensor | None = None
     """1 in the second text of a pair of texts, int64 [rows, tokens], for encoders."""
     next_ids: torch.Tensor | None = None
-    """Token id after each of `input_ids` in its document, for multi-token prediction. It is arbitrary at a document's
-    end.
-    """
+    """Token id after each of `input_ids` in its document, for multi-token prediction. Arbitrary at its end."""
     next_labels: torch.Tensor | None = None
     """The label after each of `labels` in its document, IGNORE_INDEX at its end."""
     real: RealTokens | None = None
     """Which tokens are no padding, and the documents to which they belong. None where no auxiliary loss needs them."""
     supervised: torch.Tensor | None = None
-    """Positions of supervised labels in the flattened rows, int64 [supervised tokens]. None means to derive them from
-    `labels`.
-    """
+    """Positions of supervised labels in the flattened rows, int64; None means to derive them from `labels`."""
     next_supervised: torch.Tensor | None = None
-    """Positions of supervised labels in `next_labels`, int64 [positions]. None means to derive them from
-    `next_labels`.
-    """
+    """Positions of supervised labels in `next_labels`, int64; None means to derive them from `next_labels`."""
 
 
 def with_tensors(rows: ForwardRows, change: Callable[[torch.Tensor], torch.Tensor]) -> ForwardRows:

@@ -54,9 +54,7 @@ class HeadGradients(NamedTuple):
         )
 
     def add_chunk(self, d_logits: torch.Tensor, part: torch.Tensor, weight: torch.Tensor, start: int) -> None:
-        """Add the gradients of the chunk `part` of `hidden`, which starts at token `start`, from its `d_logits`
-        (fp32).
-        """
+        """Add the gradients of `part`, the chunk of `hidden` from token `start` on, from its `d_logits` (fp32)."""
         self.add_bias(d_logits)
         self.add_products(d_logits.to(part.dtype), part, weight, start)
 
@@ -94,9 +92,7 @@ class LossSumsAndGradients(NamedTuple):
 
 
 LossAtOnce = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], LossSumsAndGradients]
-"""Function that computes the loss of a head from `hidden` [tokens, width], `weight` [vocabulary, width] and `bias`
-[vocabulary] or None.
-"""
+"""Function that computes a head's loss from `hidden` [tokens, width], `weight` [vocabulary, width] and `bias`."""
 
 
 def loss_with_gradients(
@@ -238,9 +234,7 @@ def softmax_of_chunk(
 def subtract_one_hot(
     probabilities: torch.Tensor, labels: torch.Tensor, tp_group: TensorParallelGroup | None = None
 ) -> torch.Tensor:
-    """Subtract 1 from `probabilities` [tokens, vocabulary] at each label, in place. With `tp_group` they are this
-    rank's shard.
-    """
+    """Subtract 1 from `probabilities` [tokens, vocabulary] at each label, in place; with `tp_group` in its shard."""
     columns, is_here = columns_in_shard(labels[:, None], probabilities.shape[1], tp_group)
     return probabilities.scatter_(1, columns, probabilities.gather(1, columns) - is_here.to(probabilities.dtype))
 

@@ -98,9 +98,7 @@ class TwoPassHead:
         return self._first_pass(directions), directions
 
     def gradients(self, d_logp: torch.Tensor, needed: NeededGradients) -> HeadGradients:
-        """Run the second pass: gradients of a loss, from its gradient `d_logp`, fp32 [tokens], by the
-        log-probabilities.
-        """
+        """Run the second pass: gradients of a loss, from its gradient `d_logp` by the log-probabilities [tokens]."""
         hidden, weight, bias, targets, _ = self._inputs
         gradients = HeadGradients.zeros(hidden, weight, bias, needed)
         for start in reversed(self._starts):
@@ -226,7 +224,8 @@ class LossOfDocuments:
         Sums are zero on all sequence parallel ranks but the first, so that each document counts once.
         """
         documents = self._tokens.sums(logp)
-        weights, baseline = self._numbers or self._plain_sums(logp.device)
+        one = torch.ones(len(self._objective.terms), dtype=torch.float64, device=logp.device)
+        weights, baseline = self._numbers or StepNumbers(one, one.new_zeros(()))
         with torch.set_grad_enabled(has_gradient):
             documents.logp.requires_grad_(has_gradient)
             loss = self._objective.loss(documents, weights, baseline)
@@ -235,10 +234,6 @@ class LossOfDocuments:
         sums = loss.sums if sp_group is None or sp_group.group_rank == 0 else torch.zeros_like(loss.sums)
         result = LossAndSums(loss.loss.detach().float(), sums.detach())
         return result, None if d_logp is None else d_logp[self._tokens.index]
-
-    def _plain_sums(self, device: torch.device) -> StepNumbers:
-        one = torch.ones(len(self._objective.terms), dtype=torch.float64, device=device)
-        return StepNumbers(one, one.new_zeros(()))
 
 
 class LossOfAnswers:

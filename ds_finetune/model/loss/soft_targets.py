@@ -98,9 +98,7 @@ class TeacherStates:
     def divergence(
         self, log_probs: torch.Tensor, tokens: slice, shard: VocabularyShard
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sum and gradient of KL(teacher || model) over a slice of the supervised tokens, as defined by
-        `SoftTargets`.
-        """
+        """Sum and gradient of KL(teacher || model) over a slice of the supervised tokens, as in `SoftTargets`."""
         columns = slice(shard.start, shard.start + log_probs.shape[1])
         logits = (self.hidden[tokens] @ self.weight[columns].T).float()
         if self.bias is not None:
@@ -131,9 +129,7 @@ class TopTargets:
     def divergence(
         self, log_probs: torch.Tensor, tokens: slice, shard: VocabularyShard
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sum and gradient of KL(teacher || model) over a slice of the supervised tokens, as defined by
-        `SoftTargets`.
-        """
+        """Sum and gradient of KL(teacher || model) over a slice of the supervised tokens, as in `SoftTargets`."""
         teacher_log_probs = torch.log_softmax(self.log_probs[tokens].float(), dim=-1)
         columns, is_here = columns_in_shard(self.ids[tokens], log_probs.shape[1], shard.tp_group)
         top = shard.add_up(torch.where(is_here, log_probs.gather(1, columns), 0.0))

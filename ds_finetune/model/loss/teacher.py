@@ -100,9 +100,7 @@ def load_teacher(  # noqa: PLR0913 - where and how the model is built
     where: Where = full_fragment,
     init_context: AbstractContextManager[object] | None = None,
 ) -> HiddenStates:
-    """Build the teacher model in evaluation mode, without gradients. Arguments are as in `build_skeleton` and
-    `load_weights`.
-    """
+    """Build the teacher in evaluation mode without gradients, as `build_skeleton` and `load_weights` do."""
     dtype = PRECISION_DTYPES[precision]
     lm = build_skeleton(teacher.hf_config, attention=attention, dtype=dtype, device=device, init_context=init_context)
     in_fp32 = Fp32Weights(lm, where)
@@ -134,9 +132,7 @@ class Teacher:
         documents: tuple[Documents, ...] | None,
         supervised: torch.Tensor,
     ) -> torch.Tensor:
-        """Compute the teacher's hidden states at the `supervised` positions of the flattened rows, [supervised tokens,
-        width].
-        """
+        """Compute hidden states at the `supervised` positions of the flattened rows, [supervised tokens, width]."""
         return self.run(input_ids, position_ids, documents).flatten(0, 1).index_select(0, supervised)
 
     @contextmanager

@@ -76,9 +76,7 @@ class LossHead(nn.Linear):
     cap: float | None = None
     """Soft cap of the logits in the loss. To logits that this module returns the model applies the cap itself."""
     forbidden: torch.Tensor | None = None
-    """Mask of ids that are never sampled, bool [vocabulary] or this rank's shard of it. The softmax over answer tokens
-    excludes these ids.
-    """
+    """Mask of ids that are never sampled, bool [vocabulary] or its shard. Softmax over answer tokens excludes them."""
 
     def forward(  # noqa: PLR0913
         self,
@@ -169,9 +167,7 @@ def install_loss_head(
 
 
 class TrainedModel(nn.Module):
-    """The module that is trained: its forward returns the loss. `lm` is the Hugging Face model, or a pipeline stage of
-    it.
-    """
+    """The trained module, whose forward returns the loss. `lm` is the transformers model, or a stage of it."""
 
     extras: tuple[ExtraLoss, ...] = ()
     """Auxiliary losses, added to the loss of the head."""
@@ -282,9 +278,7 @@ class TrainedModel(nn.Module):
     def document_arguments(
         self, documents: tuple[Documents, ...] | None, device: torch.device, shared: tuple[Documents, ...] | None = None
     ) -> dict[str, Any]:
-        """Arguments that tell attention where documents begin, and how many tokens of earlier documents they
-        continue.
-        """
+        """Arguments that tell attention where documents begin, and which earlier tokens they continue."""
         attention = self.lm.config._attn_implementation
         if attention == BY_DOCUMENT:
             packed = self._pack(documents, device, shared) if self.packs_documents and documents is not None else None

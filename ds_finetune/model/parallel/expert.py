@@ -198,9 +198,7 @@ class SharedExpertsAhead(nn.Module):
     _ahead: torch.Tensor | None = None
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the shared experts' output. An output stored by `compute_ahead` is returned once; else `hidden` is
-        mapped now.
-        """
+        """Return the output that `compute_ahead` stored, once, or else compute the shared experts of `hidden`."""
         ready, self._ahead = self._ahead, None
         return super().__call__(hidden) if ready is None else ready  # type: ignore[no-any-return]
 

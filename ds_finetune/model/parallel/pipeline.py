@@ -160,7 +160,7 @@ class MissingLayer(nn.Module):
         *_: Any,  # noqa: ANN401 - what layers take
         **arguments: Any,  # noqa: ANN401
     ) -> torch.Tensor | tuple[torch.Tensor, None]:
-        """Return the hidden states unchanged. A number per token is added to the cache, whose first layer counts
+        """Return the hidden states unchanged, and add a number per token to the cache, whose first layer counts
         tokens.
         """
         cache = take_cache(arguments)
@@ -250,9 +250,7 @@ def _of_one_stream(config: PretrainedConfig) -> PretrainedConfig:
 
 @contextmanager
 def build_only_layers(model_class: type[PreTrainedModel], layers: Container[int] | None) -> Iterator[None]:
-    """Context in which a model is built with a `MissingLayer` for each layer outside `layers`. None builds all
-    layers.
-    """
+    """Context in which a model is built with a `MissingLayer` in place of each layer outside `layers`."""
     if layers is None:
         yield
         return
@@ -295,9 +293,7 @@ def has_tied_head(lm: PreTrainedModel) -> bool:
 
 
 def has_embedding_copy(lm: PreTrainedModel, pp_group: PipelineGroup) -> bool:
-    """Whether this stage holds a copy of the first stage's embedding weight, for a tied head or multi-token
-    prediction.
-    """
+    """Whether this stage holds a copy of the first stage's embedding, for a tied head or multi-token prediction."""
     return pp_group.is_last and lm.get_input_embeddings().weight is not None
 
 
@@ -315,9 +311,7 @@ class HandOver(MissingLayer):
         self.sends = self.receives = False
 
     def forward(self, hidden: torch.Tensor, **arguments: Any) -> torch.Tensor | tuple[torch.Tensor, None]:  # noqa: ANN401
-        """Send `hidden` if this rank's chunk ends before this layer, and receive it if the chunk begins after this
-        layer.
-        """
+        """Send `hidden` if this rank's chunk ends before this layer; receive it if the chunk begins after it."""
         assert not torch.is_grad_enabled(), "the schedule sends and receives where there are gradients"
         if self.sends:
             self.pp_group.send(hidden, to=self.pp_group.next_rank)

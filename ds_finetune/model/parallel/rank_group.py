@@ -41,7 +41,5 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 def sum_over_ranks(partial: torch.Tensor, ranks: RankGroup) -> torch.Tensor:
-    """Sum of the `partial` tensors of all ranks, identical on each rank. Backward passes the gradient to this rank's
-    tensor unchanged.
-    """
+    """Sum `partial` over all ranks. Backward passes the gradient of the sum to each rank's tensor unchanged."""
     return _SumOverRanks.apply(partial, ranks)  # type: ignore[no-any-return]

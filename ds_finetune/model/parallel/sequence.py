@@ -70,9 +70,8 @@ class SequenceParallelGroup(RankGroup):
 
         Key and value heads are first repeated if their number is not a multiple of the number of ranks.
         """
-        by_rank = [
-            self._by_heads(repeat_kv(tensor, self.size // math.gcd(tensor.shape[1], self.size))) for tensor in tensors
-        ]
+        repeated = (repeat_kv(tensor, self.size // math.gcd(tensor.shape[1], self.size)) for tensor in tensors)
+        by_rank = [tensor.unflatten(1, (self.size, -1)).transpose(0, 1) for tensor in repeated]
         received = _AllToAll.apply(torch.cat([slices.reshape(self.size, -1) for slices in by_rank], dim=1), self)
         pieces = received.split([slices[0].numel() for slices in by_rank], dim=1)
         # Pieces arrive as [ranks, batch, heads, tokens, width], where dim 0 counts the shards of a row.
@@ -89,7 +88,3 @@ class SequenceParallelGroup(RankGroup):
         by_rank = out.view(batch, self.size, tokens // self.size, heads, width).transpose(0, 1)
         received = _AllToAll.apply(by_rank, self)
         return received.permute(1, 2, 0, 3, 4).reshape(batch, tokens // self.size, self.size * heads, width)
-
-    def _by_heads(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Reorder [batch, heads, tokens, width] to [ranks, batch, heads of a rank, tokens, width]."""
-        return tensor.unflatten(1, (self.size, -1)).transpose(0, 1)

@@ -103,9 +103,7 @@ class ColumnParallelLinear(ParallelLinear):
         return self.multiply(copy_to_tensor_parallel_region(replicated, self.tp_group))
 
     def multiply(self, copied: torch.Tensor) -> torch.Tensor:
-        """Multiply an input that has already passed `copy_to_tensor_parallel_region` with this rank's shard of the
-        weight.
-        """
+        """Multiply an input that already passed `copy_to_tensor_parallel_region` with this rank's shard."""
         return nn.Linear.forward(self, copied)
 
 

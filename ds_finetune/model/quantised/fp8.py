@@ -43,9 +43,7 @@ _ROWS = 16
 
 
 def is_quantised(key: str, shape: tuple[int, ...], family: Family) -> bool:
-    """Whether `family` is published with the weight `key` in FP8. Embeddings, head, norms, routers and biases never
-    are.
-    """
+    """Whether `family` publishes the weight `key` in FP8. Embeddings, head, norms, routers and biases never are."""
     matrix = 2
     return len(shape) == matrix and family.fp8_linear is not None and re.search(family.fp8_linear, key) is not None
 

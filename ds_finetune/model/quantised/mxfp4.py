@@ -71,9 +71,7 @@ class LastExpert(threading.local):
 
 @dataclass(frozen=True)
 class Mxfp4Experts:
-    """Weights of experts [experts, inputs, outputs] in MXFP4, stored in `blocks` and `scales`, dequantised to fp32 when
-    read.
-    """
+    """Experts' weights [experts, inputs, outputs] in MXFP4, which are dequantised to fp32 when read."""
 
     blocks: StoredTensor
     scales: StoredTensor
@@ -97,9 +95,7 @@ class Mxfp4Experts:
         return torch.cat([part.reshape(-1) for part in parts])[start - first * outputs :][:numel]
 
     def rows(self, first: int, last: int, within: tuple[slice, ...] = ()) -> torch.Tensor:
-        """Read experts `first` to `last`, [experts, inputs, outputs]. `within` selects consecutive inputs and
-        outputs.
-        """
+        """Read experts `first` to `last`, [experts, inputs, outputs]. `within` selects ranges of inputs and outputs."""
         full_slices = tuple(slice(0, size) for size in self.shape[1:])
         inputs, outputs = within + full_slices[len(within) :]
         parts = [self._part(e, inputs, outputs) for e in range(first, last)]

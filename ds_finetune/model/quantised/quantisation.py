@@ -18,20 +18,15 @@ _HINT = (
 
 
 def check_config_readable(config: Mapping[str, Any], label: str, error: type[FinetuneError]) -> None:
-    """Raise `error` if the published config.json `config` names an unsupported quantised format."""
-    section = _section_with_experts(config)
-    if section is not None:
-        check_readable(section, label, error)
+    """Raise `error` if the published config.json `config` names an unsupported quantised format.
 
-
-def _section_with_experts(config: Mapping[str, Any]) -> Any:  # noqa: ANN401 - whatever a config.json holds
-    """The `quantization_config` of a config.json, with `expert_dtype` moved into it as in transformers 5.23
-    (deepseek_v4/configuration_deepseek_v4.py:247-255).
+    As in transformers 5.23 (deepseek_v4/configuration_deepseek_v4.py:247-255), `expert_dtype` belongs to this format.
     """
     section = config.get("quantization_config")
     if isinstance(section, Mapping) and config.get(EXPERT_DTYPE) is not None:
-        return {EXPERT_DTYPE: config[EXPERT_DTYPE], **section}
-    return section
+        section = {EXPERT_DTYPE: config[EXPERT_DTYPE], **section}
+    if section is not None:
+        check_readable(section, label, error)
 
 
 def check_no_other_format(folder: Path, error: type[FinetuneError]) -> None:

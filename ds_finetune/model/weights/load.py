@@ -105,9 +105,7 @@ def load_weights(  # noqa: PLR0913
 
 
 def open_weights(model: PreTrainedModel, folder: Path, *, family: Family) -> HubFolder:
-    """Open the safetensors of `folder` for reading. ModelError if they do not fit `model`, which may be on the meta
-    device.
-    """
+    """Open the safetensors of `folder` for reading; ModelError if they do not fit `model` (maybe on meta)."""
     hub = HubFolder(folder)
     _check_tensors(hub, _expected_tensors(model, family, full_fragment, UNSHARDED), model, family)
     return hub

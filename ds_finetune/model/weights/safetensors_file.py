@@ -52,9 +52,7 @@ class Header:
 
 
 def header_bytes(path: Path) -> int:
-    """Header size that a safetensors file states; 0 for a file too short for a header. ValueError above
-    `MAX_HEADER_BYTES`.
-    """
+    """Header size that a safetensors file states; 0 for a file that is too short, ValueError if it is too large."""
     with path.open("rb") as file:
         prefix = file.read(_LENGTH.size)
     size: int = _LENGTH.unpack(prefix)[0] if len(prefix) == _LENGTH.size else 0

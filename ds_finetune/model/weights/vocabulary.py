@@ -95,9 +95,7 @@ class GrownFolder(HubFolder):
         self.shapes = {**self.shapes, **grown}
 
     def rows(self, key: str, first: int, last: int, within: tuple[slice, ...] = ()) -> torch.Tensor:
-        """Read rows `first` to `last` of a tensor, or the part `within`. They are valid until the same thread's next
-        read.
-        """
+        """Read rows `first` to `last` of a tensor, or the part `within`; valid until the thread's next read."""
         before = self._growth.before
         if key not in self._grown or last <= before:
             return super().rows(key, first, last, within)
@@ -115,9 +113,7 @@ class GrownFolder(HubFolder):
         return HubFolder(self.folder).is_same(key, other)
 
     def check_left(self, keys: Iterable[str]) -> None:
-        """ModelError if one of the tensors `keys`, for which transformers' class has no module, has the published
-        number of rows.
-        """
+        """ModelError if one of the tensors `keys`, for which transformers has no module, would have to grow."""
         stuck = [key for key in keys if self.shapes[key][:1] == (self._growth.before,)]
         if stuck:
             raise ModelError(
