@@ -346,7 +346,8 @@ _ROWS = (
         may_be_unexpected=(r"\.self_attn\.([kv]_proj|[kv]_norm)\.weight$",),
         extends_context=False,
         fused="RMSNorm is one kernel, and rotary embedding and GELU are not",
-        # With other axes, later stages and shards would need embeddings, keys and values of the first.
+        # Axes other than sp are missing, because later stages and shards would need embeddings, keys and values of the
+        # first.
         parallel_axes=frozenset({"sp"}),
         tiny_models=TinyModels(GEMMA4, {"gemma4_text_inputs": GEMMA4_INPUTS, "gemma4_text_experts": GEMMA4_EXPERTS}),
     ),

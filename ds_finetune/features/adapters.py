@@ -90,6 +90,5 @@ def _check_start(folder: Path, lora: LoraPlan, family: Family) -> None:
 
 
 def _differences(what: str, theirs: Collection[str], ours: Collection[str]) -> list[str]:
-    """Describe the names that only the adapter (`theirs`) or only the run's `lora` section (`ours`) has."""
     only = {"there": sorted(set(theirs) - set(ours)), "in lora": sorted(set(ours) - set(theirs))}
     return [f"{what} only {where}: {', '.join(names[:_SHOWN])}" for where, names in only.items() if names]

@@ -40,7 +40,7 @@ class IndexerLoss(ExtraLoss):
 
     @contextmanager
     def listen(self, rows: ForwardRows, *, is_counting: bool, is_first: bool) -> Iterator[None]:
-        """Context that collects the divergences of the forward within."""
+        """Context that collects the divergences of the forward that runs in it."""
         self._collector.is_listening = True
         try:
             yield

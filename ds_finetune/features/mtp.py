@@ -190,7 +190,9 @@ def _check_config(tree: dict[str, Any], hf_config: PretrainedConfig, label: str)
     if not family_of(kind).has_mtp or is_composite(tree):
         legal = ", ".join(name for name, row in FAMILIES.items() if row.has_mtp)
         kind = tree.get("model_type", kind)
-        raise ModelError(f"{label} is of model_type {kind}, which is not tested", hint=f"tested: {legal}")
+        raise ModelError(
+            f"{label} is of model_type {kind}, which is not tested", hint=f"mtp.train is tested with {legal}"
+        )
     layers = tree.get(PREDICTION_LAYERS) or 0
     if layers != 1:
         raise ModelError(

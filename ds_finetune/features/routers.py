@@ -59,7 +59,7 @@ class BalanceLoss(ExtraLoss):
         return {"balance_loss": sums["balance"] / max(counts["documents"], 1) / len(self.routers.plan.balanced)}
 
     def listen(self, rows: ForwardRows, *, is_counting: bool, is_first: bool) -> AbstractContextManager[None]:
-        """Context that collects the routers' outputs in the forward of `rows` within."""
+        """Context that collects the routers' outputs of the forward of `rows` that runs in it."""
         if not is_counting and not self.routers.keeps_outputs:
             return nullcontext()
         return self.routers.listen(rows, is_counting=is_counting, counts_tokens=is_first)
@@ -91,7 +91,7 @@ class BalanceLoss(ExtraLoss):
             counts = self._sp_group.all_reduce(counts)
         documents, lengths = self.routers.tokens
         per_token, experts = outputs[0].chosen.shape[1], counts.shape[-1]
-        # The factor of a document of T tokens is f_i / T, because P_i is a mean over tokens.
+        # The loss of a document of T tokens needs the factors f_i / T, because P_i is a mean over tokens.
         factors = counts * (experts / per_token / lengths.double().square()[:, None])
         total = torch.stack(
             [
@@ -107,7 +107,7 @@ class BalanceLoss(ExtraLoss):
         logits, chosen = output
         documents, lengths = self.routers.tokens
         if self.routers.plan.kind.scores != "softmax":
-            # f_i counts choices by scores alone, without biases and groups (DeepSeek-V3, eq. 18).
+            # The balance loss counts choices by scores alone, without biases and groups (DeepSeek-V3, eq. 18).
             chosen = logits.float().topk(chosen.shape[1], dim=-1).indices
         experts = logits.shape[-1]
         counts = torch.zeros((len(lengths) + 1) * experts, dtype=torch.int64, device=logits.device)

@@ -1,4 +1,4 @@
-"""Distillation as a feature: the teacher model, and the loss towards its distributions, running or stored."""
+"""Distillation as a feature: a running teacher or stored log-probabilities, and the loss towards them."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -88,7 +88,6 @@ class DistilledModel(TrainedModel):
         return partial(teacher.targets, hidden, self.temperature)
 
     def _stored(self, examples: Examples, supervised: torch.Tensor) -> TopTargets | None:
-        """Stored target distributions at the `supervised` positions of this rank's tokens."""
         if examples.top is None:
             return None
         ids, log_probs = (

@@ -65,7 +65,6 @@ def _copy(x: torch.Tensor, width: int, *, in_pairs: bool) -> torch.Tensor:
 
 
 def _regrouped(x: torch.Tensor, width: int, shape: tuple[int, int]) -> torch.Tensor:
-    """Make a contiguous copy whose first `width` columns are viewed as `shape` and transposed."""
     turned = x[..., :width].unflatten(-1, shape).mT
     if width == x.shape[-1]:
         return turned.clone(memory_format=torch.contiguous_format).flatten(-2)

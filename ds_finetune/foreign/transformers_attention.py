@@ -71,7 +71,7 @@ def without_search_for_documents() -> Iterator[None]:
 
 @cache
 def _check_masks() -> None:
-    """Check transformers' source once: reading it takes milliseconds, and masks are made in every forward."""
+    """Check the source of transformers' masks once, because reading it takes milliseconds."""
     _MASKS.source(masking_utils._preprocess_mask_arguments, "= find_packed_sequence_indices(position_ids)")
 
 

@@ -48,7 +48,7 @@ class NormFormula(NamedTuple):
     """Formula by which a transformers module computes RMSNorm."""
 
     rounds_last: bool
-    """Whether the product with the weight is rounded after it (gpt_oss), not rows before it."""
+    """Whether rounding follows the product with the weight (gpt_oss); otherwise rows are rounded before it."""
     adds_one: bool
     """Whether rows are multiplied by 1 + weight (Gemma)."""
     eps: str

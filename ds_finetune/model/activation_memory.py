@@ -81,7 +81,8 @@ def _checkpoint_on_host(
     arrived.
     """
     copies = save_on_cpu(pin_memory=True)
-    # Autograd keeps these hooks until backward. They must not reference the input, which would then stay on the device.
+    # Autograd keeps the two hooks below until backward. They must not reference the input, or it would stay on the
+    # device.
     host_copy = _identity(hidden)
 
     def pack(saved: torch.Tensor) -> Any:  # noqa: ANN401

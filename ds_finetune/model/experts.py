@@ -183,7 +183,7 @@ def run_experts(
     rows = product(chosen.rows_of(hidden), ends, "gate_up_proj")
     if module.has_bias:
         of_row = (chosen.experts[:, None] == torch.arange(module.num_experts, device=rows.device)).to(rows.dtype)
-        # A local variable would keep the biases of all rows in memory until the end.
+        # The biases of all rows get no name, because a local variable would keep them in memory until the end.
         if current_outputs() is None:
             rows.add_(of_row @ module.gate_up_proj_bias)
         else:

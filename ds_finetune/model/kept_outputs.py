@@ -91,7 +91,8 @@ class _KeptChoices(TorchDispatchMode):
             return func(*args, **options)
         scores, dim = args[0], args[2] if len(args) > 2 else options.get("dim", -1)
         small = torch.int16 if scores.shape[dim] <= 2**15 else torch.int32
-        # This runs below autograd, which, as in forward, sends the gradient of the values to the scores at `chosen`.
+        # Dispatch modes run below autograd, which sends the gradient of the values to the scores at `chosen`, as in
+        # forward.
         chosen = self._kept.keep(lambda: func(*args, **options)[1].to(small)).long()
         return scores.gather(dim, chosen), chosen
 

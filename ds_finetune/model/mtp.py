@@ -34,7 +34,7 @@ _COMPRESSED: Mapping[str, str | int] = {
     "mlp_layer_types": "moe",
     "compress_ratios": 0,
 }
-"""Per-layer entries of a multi-token prediction layer of DeepSeek-V4, which has no compressor and no table."""
+"""Per-layer entries of DeepSeek-V4's multi-token prediction layer, which has no compressor and no table of ids."""
 
 
 def set_mtp_layers(hf_config: PretrainedConfig, layers: int) -> None:
@@ -128,7 +128,7 @@ def add_mtp_modules(layer: Any, config: PretrainedConfig) -> None:  # noqa: ANN4
     layer.enorm = norm_class(width, eps=config.rms_norm_eps)
     layer.hnorm = norm_class(width, eps=config.rms_norm_eps)
     if family_of(config.model_type).compresses:
-        # DeepSeek-V4's checkpoint uses these names (vLLM 0.32, models/deepseek_v4/nvidia/mtp.py).
+        # These are the names in DeepSeek-V4's checkpoint (vLLM 0.32, models/deepseek_v4/nvidia/mtp.py).
         layer.e_proj, layer.h_proj = (nn.Linear(width, width, bias=False) for _ in range(2))
         layer.hc_head, layer.norm = hyper_head(config), norm_class(width, eps=config.rms_norm_eps)
         return
@@ -171,7 +171,7 @@ def run_mtp_layer(
         None,
         None,
         position_ids=position_ids,
-        # transformers' indexer reads this mask (deepseek_v32/modeling_deepseek_v32.py:729).
+        # The mask must not be skipped where transformers' indexer reads it (deepseek_v32/modeling_deepseek_v32.py:729).
         allow_is_causal_skip=family_of(lm.config.model_type).indexer is None,
     )
     states = layer(
@@ -194,7 +194,6 @@ def _run_compressed_layer(
     position_ids: torch.Tensor,
     arguments: dict[str, Any],
 ) -> torch.Tensor:
-    """Run a multi-token prediction layer of DeepSeek-V4, for which only attention by document is supported."""
     rotary: Any = lm.base_model.rotary_emb
     states = layer(
         joined,

@@ -85,7 +85,7 @@ def _config(folder: Path, **changes: object) -> None:
         (lambda f: _config(f, model_type="none"), "none"),
         (
             lambda f: _config(f, quantization_config={"quant_method": "awq"}),
-            "weights quantised by {'quant_method': 'awq'} are not read",
+            "weights quantised by {'quant_method': 'awq'} are not supported",
         ),
         (
             lambda f: _change(f, _grown),
@@ -122,7 +122,7 @@ def _pack(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("place", "changes", "said"),
     [
-        ("source", _FP6, "experts in fp6 are not read"),
+        ("source", _FP6, "experts in fp6 are not supported"),
         ("source", _INT4, "weights quantised by {'quant_method': 'compressed-tensors'"),
         ("base", _INT4, "weights quantised by {'quant_method': 'compressed-tensors'"),
     ],
@@ -150,8 +150,8 @@ def test_a_format_that_only_the_model_optimizer_names(
     file.write_text('{"quantization": {"quant_algo": "NVFP4", "group_size": 16}}')
     named = [str(packed)] if place == "source" else [str(model), "--base", str(packed)]
     assert main(["export", "--no-verify", named[0], str(tmp_path / "out"), *named[1:]]) == 2
-    assert f"{file}: weights in NVFP4 are not read" in capsys.readouterr().err
-    with pytest.raises(ModelError, match="weights in NVFP4 are not read"):
+    assert f"{file}: weights in NVFP4 are not supported" in capsys.readouterr().err
+    with pytest.raises(ModelError, match="weights in NVFP4 are not supported"):
         read_hf_config(str(packed))
     file.write_text('{"quantization": {"quant_algo": null, "kv_cache_quant_algo": "FP8"}}')
     read_hf_config(str(packed))

@@ -148,7 +148,8 @@ class AdapterPlacement:
 
         `shard` is this rank's part of the parameter, and `of` its part of the adapted weight.
         """
-        # DeepSpeed 0.19.8 counts parameters without this attribute once in norms (runtime/utils.py:134).
+        # In gradient norms DeepSpeed 0.19.8 counts parameters without `model_parallel` only once
+        # (runtime/utils.py:134).
         param.model_parallel = shard.dim is not None  # type: ignore[attr-defined]
         if shard.is_expert_parallel and self.mark_expert is not None:
             self.mark_expert(param)
@@ -165,7 +166,7 @@ class AdapterPlacement:
 
 
 Initial = Callable[[str, Shape], Mapping[str, torch.Tensor]]
-"""Returns initial A [..., rank, in] and B [..., out, rank] of a weight by its name and shape."""
+"""Function that returns the initial A [..., rank, in] and B [..., out, rank] of a weight, by its name and shape."""
 
 
 def install_lora(  # noqa: PLR0913
@@ -303,14 +304,13 @@ def merge_adapters(
     One tensor at a time is copied.
     """
     for name, tensor in tensors:
-        adapter = factors.get(name)
-        yield name, tensor if tensor is None or adapter is None else _sum(tensor, adapter.as_stored(name, family))
-
-
-def _sum(tensor: torch.Tensor, adapter: Factors) -> torch.Tensor:
-    out = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-    flat, source = out.view(-1), tensor.reshape(-1)
-    for start in range(0, flat.numel(), _CHUNK_NUMEL):
-        part = source[start : start + _CHUNK_NUMEL]
-        flat[start : start + len(part)] = part.float() + adapter.delta(start, len(part))
-    return out
+        if tensor is None or name not in factors:
+            yield name, tensor
+            continue
+        adapter = factors[name].as_stored(name, family)
+        out = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        flat, source = out.view(-1), tensor.reshape(-1)
+        for start in range(0, flat.numel(), _CHUNK_NUMEL):
+            part = source[start : start + _CHUNK_NUMEL]
+            flat[start : start + len(part)] = part.float() + adapter.delta(start, len(part))
+        yield name, out

@@ -111,9 +111,9 @@ def plan_lora(hf_config: PretrainedConfig, lora: LoraConfig, task: Task = "causa
     fully_trained = fully_trained_parameters(names, lora, targets)
     if tensors.is_tied and EMBEDDING in fully_trained:
         raise ConfigError(
-            f"lora.modules_to_save {list(lora.modules_to_save)} of a model whose head is its embedding: peft would "
-            "train two of them",
-            hint="leave the embedding out",
+            f"lora.modules_to_save {list(lora.modules_to_save)} has the embedding, which is also this model's head: "
+            "peft would train two copies of it",
+            hint="remove the embedding from lora.modules_to_save",
         )
     return LoraPlan(
         section=lora,
@@ -136,7 +136,7 @@ def _check_droppable(targets: Sequence[LoraTarget], family: Family) -> None:
         raise ConfigError(
             f"lora.dropout with adapters of {', '.join(sorted(refused))}, which peft 0.21 refuses: it adds them to the "
             "weights (tuners/lora/layer.py, ParamWrapper)",
-            hint="name other modules in lora.target_modules, such as o_proj, or leave dropout out",
+            hint="name other modules in lora.target_modules, such as o_proj, or leave lora.dropout out",
         )
 
 
@@ -157,7 +157,7 @@ def _check_all_linear(hf_config: PretrainedConfig, task: Task, all_targets: Sequ
         raise ConfigError(
             f"lora.target_modules {ALL_LINEAR[0]} names modules of {hf_config.model_type} that cannot be adapted: "
             f"{', '.join(others)}",
-            hint="leave it out, or name the modules to adapt",
+            hint="leave lora.target_modules out, or name the modules to adapt",
         )
 
 

@@ -21,7 +21,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 KEY_PREFIX = "base_model.model."
 """Prefix that peft adds to the name of a module."""
 BASE_DIGEST = "base_weights"
-"""Metadata key of the adapter's file: the digest of the weights on which the adapter was trained."""
+"""Metadata key in the adapter's file for the digest of the base weights on which it was trained."""
 DOWN, GATE_UP = "down_proj", "gate_up_proj"
 """Names of the two weights of fused experts."""
 _KEY = re.compile(rf"^{re.escape(KEY_PREFIX)}(?P<module>.+?)(?P<inner>\.base_layer)?\.lora_(?P<side>[AB])\.weight$")
@@ -75,10 +75,14 @@ class PeftAdapter:
             if key not in _READ and value and value not in _ONLY_SUPPORTED.get(key, ())
         ]
         refused += [f"peft_type {config.get('peft_type')!r}"] if config.get("peft_type") != "LORA" else []
-        whole = {
-            key.removeprefix(KEY_PREFIX): key for key in matches if _is_whole(key, config.get("modules_to_save") or ())
+        fully_trained = {
+            key.removeprefix(KEY_PREFIX): key
+            for key in matches
+            if _is_fully_trained(key, config.get("modules_to_save") or ())
         }
-        refused += [f"tensor {key}" for key, m in matches.items() if m is None and key not in whole.values()][:5]
+        refused += [f"tensor {key}" for key, m in matches.items() if m is None and key not in fully_trained.values()][
+            :5
+        ]
         if refused:
             raise ExportError(
                 f"{folder} holds {', '.join(refused)}, which is not supported here",
@@ -99,9 +103,9 @@ class PeftAdapter:
             shown = ", ".join(unpaired[:5])
             raise ExportError(
                 f"{folder}/{WEIGHTS}: {len(keys)} tensors, without A or B for {len(unpaired)} adapters: {shown}",
-                hint="save it again",
+                hint="save the adapter again",
             )
-        return cls(folder, config, keys, digest, whole)
+        return cls(folder, config, keys, digest, fully_trained)
 
     @property
     def names(self) -> list[str]:
@@ -174,8 +178,7 @@ class PeftAdapter:
         )
 
 
-def _is_whole(key: str, modules: Sequence[str]) -> bool:
-    """Whether the tensor `key` belongs to one of `modules`, which peft gives as suffixes of module names."""
+def _is_fully_trained(key: str, modules: Sequence[str]) -> bool:
     module = key.removeprefix(KEY_PREFIX).rpartition(".")[0]
     parts = [module[: match.start()] for match in re.finditer(r"\.|$", module)]
     return any(part == name or part.endswith(f".{name}") for part in parts for name in modules)

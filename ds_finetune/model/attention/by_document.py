@@ -88,7 +88,8 @@ class _DocumentAttention:
             mask = None if mask is None else functional.pad(mask, (1, 0), value=True)
             query, key, value = _with_sinks(query, key, value, self.sinks / self.scaling)
             if mask is None and is_whole:
-                # Add a query for the sink, since the kernel's causal mask is then that of a document one token longer.
+                # The sink's key needs a query too, so that the kernel's causal mask is that of a document one token
+                # longer.
                 query = functional.pad(query, (0, 0, 1, 0))
         out = attend_document(
             query,
@@ -226,7 +227,6 @@ def _attend_to_rows(
     shared: tuple[Documents, ...] | None,
     chosen: ChosenTokens | None,
 ) -> torch.Tensor:
-    """Compute attention of query, key and value [rows, heads, tokens, width] within the documents of each row."""
     query, groups = parts[0], parts[0].shape[1] // parts[1].shape[1]
     parts = (query, repeat_kv(parts[1], groups), repeat_kv(parts[2], groups))
     if documents is None and chosen is None:
@@ -267,9 +267,9 @@ def document_batches(documents: tuple[Documents, ...], shared: tuple[Documents, 
 
     Returns for each batch the number of documents, the tokens of the longest one, and the number of tokens of another
     document that each one continues. Three int64 index tensors follow:
-    - the token of the flattened rows of each batched query; padding repeats a document's last token,
-    - the token of the flattened rows of each batched key,
-    - the batched query of each token of the flattened rows.
+    - for each batched query, the index of its token in the flattened rows; padding repeats a document's last token,
+    - for each batched key, the index of its token in the flattened rows,
+    - for each token of the flattened rows, the index of its batched query.
     """
     lengths = np.array([length for row in documents for length in row])
     begins, origins, continued = find_origins(documents, shared or [(0,) * len(row) for row in documents])
@@ -309,7 +309,7 @@ def _unknown(others: Mapping[str, Any]) -> list[str]:
 
 
 def mask_context(lm: PreTrainedModel) -> AbstractContextManager[None]:
-    """Context in which `lm` makes its attention masks for rows without padding."""
+    """Context in which `lm` makes attention masks, without searching rows for documents if attention gets them."""
     is_told = lm.config._attn_implementation in KNOWS_DOCUMENTS
     return without_search_for_documents() if is_told else nullcontext()
 

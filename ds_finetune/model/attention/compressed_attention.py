@@ -313,7 +313,7 @@ class CompressorByDocument(nn.Module):
     def entries(
         self, hidden: torch.Tensor, rows: RowShards, sp_group: SequenceParallelGroup | None = None
     ) -> torch.Tensor:
-        """Compute all documents' entries (transformers 5.23, deepseek_v4/modeling_deepseek_v4.py:411-433, 646-686)."""
+        """Compute the compressed entries (transformers 5.23, deepseek_v4/modeling_deepseek_v4.py:411-433, 646-686)."""
         layout = self.layout(rows, hidden.device)
         value, gate = self.kv_proj(hidden), self.gate_proj(hidden)
         if sp_group is not None:
@@ -456,7 +456,6 @@ class CompressedAttention(nn.Module):
         return out  # type: ignore[no-any-return]
 
     def _cached_mask(self, hidden: torch.Tensor, cache: Any) -> torch.Tensor:  # noqa: ANN401 - transformers' Cache
-        """Sliding-window mask of the next tokens of a text with a cache, [1, 1, tokens, cached tokens + tokens]."""
         layer, number = cache.layers[self.layer_idx], hidden.shape[1]
         cached = layer.keys.shape[-2] if layer.is_initialized else 0
         distance = torch.arange(cached, cached + number)[:, None] - torch.arange(cached + number)
@@ -478,8 +477,8 @@ def install_compressed_attention(lm: PreTrainedModel) -> None:
         return
     if lm.config.attention_dropout:
         raise ModelError(
-            f"attention_dropout {lm.config.attention_dropout} with model_type `{lm.config.model_type}` is not known",
-            hint="set it to 0 in config.json",
+            f"attention_dropout {lm.config.attention_dropout} of model_type `{lm.config.model_type}` is not supported",
+            hint="set attention_dropout to 0 in config.json",
         )
     by_document = lm.config._attn_implementation == BY_DOCUMENT
     for module in lm.modules():

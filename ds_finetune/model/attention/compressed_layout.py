@@ -65,10 +65,9 @@ class Entries:
     first: torch.Tensor
     """Index of the first entry of each token's document, int64 [tokens]."""
     end: torch.Tensor
-    """One past the last entry that a token may attend to, whose tokens end at this token or before it, int64 [tokens].
-    """
+    """One past the last entry that each token may attend to: entries end at the token or before it, int64 [tokens]."""
     ranges: tuple[np.ndarray, np.ndarray]
-    """First entry and end of the entries of each token, as numpy arrays in host memory."""
+    """First entry that each token may attend to, and one past the last, as numpy arrays in host memory."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,13 +77,13 @@ class SeenTokens:
     """
 
     own: torch.Tensor
-    """Index of the token itself, which is the last that it attends to, int64 [tokens]."""
+    """Index of each token itself, which is the last token that it attends to, int64 [tokens]."""
     first: torch.Tensor
-    """First token that a token attends to: the start of the window or of the document, int64 [tokens]."""
+    """First token that each token attends to: the start of the window or of the document, int64 [tokens]."""
     own_array: np.ndarray
-    """The tensor `own` as a numpy array in host memory."""
+    """Index of each token itself, as a numpy array in host memory."""
     first_array: np.ndarray
-    """The tensor `first` as a numpy array in host memory."""
+    """First token that each token attends to, as a numpy array in host memory."""
     starts: np.ndarray
     """Where each document begins among this rank's tokens, and last the number of these tokens."""
 

@@ -77,7 +77,7 @@ _BY_DOCUMENT: Mapping[str, Callable[..., Any]] = {
     "causal_conv1d_fn": _convolve,
     "torch_chunk_gated_delta_rule": _apply_rule,
 }
-"""Functions by document that replace transformers' functions, by name."""
+"""Replacements of transformers' functions that compute each document separately, by name."""
 
 
 def _by_document(
@@ -96,8 +96,9 @@ def _by_document(
 
 @lru_cache(maxsize=4)
 def _batches_on(device: torch.device, documents: tuple[Documents, ...]) -> _Batches:
-    """Batches of documents as (number of documents, padded tokens), and two index tensors on `device`: the token of the
-    flattened rows of each batched token, and the batched token of each token of the rows.
+    """Batches of documents as (number of documents, padded tokens), and two index tensors on `device`. The first has
+    the index in the flattened rows of each batched token, the second the index in the batches of each token of the
+    rows.
     """
     shapes, order, _, positions = document_batches(documents, None)
     return tuple((number, tokens) for number, tokens, _ in shapes), order.to(device), positions.to(device)

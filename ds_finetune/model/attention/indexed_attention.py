@@ -35,19 +35,6 @@ class ScoreInputs(NamedTuple):
     """Weights of the indexer's heads, fp32 [batch, tokens, heads]."""
 
 
-@dataclass(frozen=True)
-class Attended:
-    """Queries and keys of a layer's attention, whose weights are the target distribution of the layer's indexer."""
-
-    query: torch.Tensor
-    """Queries of this rank's heads, [batch, heads, tokens, width]."""
-    key: torch.Tensor
-    """Keys of this rank's heads, [batch, heads, tokens, width]."""
-    scaling: float
-    groups: tuple[RankGroup, ...]
-    """Groups of ranks that hold the layer's other heads. Attention weights are summed over these groups."""
-
-
 class KeyPart(NamedTuple):
     """A block of queries, and the range of keys that any of them may attend to."""
 
@@ -87,8 +74,8 @@ def index_scores(part: ScoreInputs, scale: float) -> torch.Tensor:
 
 def divergences(
     scored: ScoreInputs,
-    scale: float,
-    attended: Attended,
+    followed: FollowedWeights,
+    attention: tuple[torch.Tensor, torch.Tensor],
     *,
     documents: Sequence[Sequence[int]],
     chosen: Sequence[Sequence[torch.Tensor | None]] | None,
@@ -96,16 +83,16 @@ def divergences(
     """KL divergence D_KL(p || softmax(I)) of each query in nats, fp32 [batch, tokens], with attention weights p and
     indexer scores I. Only `scored` gets a gradient.
 
-    `documents` are the lengths of the documents of each row. `chosen` are masks of the keys that queries attend to,
-    bool [queries, keys] for each document. None, for one document or for all, means all earlier tokens.
+    `attention` has queries and keys of this rank's heads, [batch, heads, tokens, width]. `documents` are the lengths of
+    the documents of each row. `chosen` are masks of the keys that queries attend to, bool [queries, keys] for each
+    document. None, for one document or for all, means all earlier tokens.
     """
-    followed = _DocumentWeights(scale, attended.groups, attended.scaling)
     rows = []
     for row, lengths in enumerate(documents):
         index = [part[row].split(tuple(lengths)) for part in scored]
-        attention = [part[row].detach().split(tuple(lengths), dim=1) for part in (attended.query, attended.key)]
+        split = [part[row].detach().split(tuple(lengths), dim=1) for part in attention]
         masks = [None] * len(lengths) if chosen is None else chosen[row]
-        parts = zip(*index, *attention, masks, strict=True)
+        parts = zip(*index, *split, masks, strict=True)
         rows.append(torch.cat([divergence_from(followed, ScoreInputs(*part[:3]), *part[3:]) for part in parts]))
     return torch.stack(rows)
 
@@ -160,7 +147,7 @@ def _of_part(index: ScoreInputs, part: KeyPart) -> ScoreInputs:
 def _divergence(
     index: ScoreInputs, followed: FollowedWeights, part: KeyPart, tensors: tuple[torch.Tensor | None, ...]
 ) -> torch.Tensor:
-    """Divergence of each query of a block, fp32 [queries]. `index` holds only the block's queries and keys."""
+    """KL divergence of an indexer's scores from attention weights, for each query of a block, fp32 [queries]."""
     with torch.no_grad():
         weights, is_seen = followed.weights(part, tensors)
         for group in followed.groups:
@@ -321,7 +308,9 @@ class IndexedAttention(nn.Module):
     def _divergences(
         self, choice: Choice | None, query: torch.Tensor, key: torch.Tensor, others: dict[str, Any]
     ) -> torch.Tensor:
-        """The divergence of each token of this rank in nats, fp32 [rows, tokens]."""
+        """Divergence of the indexer's scores from attention in nats, for each token of this rank, fp32 [rows,
+        tokens].
+        """
         assert self.collector is not None
         assert choice is not None, self.layer_idx
         assert choice.scored is not None, self.layer_idx
@@ -331,8 +320,8 @@ class IndexedAttention(nn.Module):
             query, key = sp_group.gather_tokens_scatter_heads(query, key)
         values = divergences(
             choice.scored,
-            self.config.index_head_dim**-0.5,
-            Attended(query, key, self.scaling, self.collector.groups),
+            _DocumentWeights(self.config.index_head_dim**-0.5, self.collector.groups, self.scaling),
+            (query, key),
             documents=others.get("documents") or ((query.shape[2],),) * len(query),
             chosen=choice.tokens,
         )
@@ -379,7 +368,6 @@ def _score_inputs(
     low_rank: torch.Tensor,
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
 ) -> ScoreInputs:
-    """Compute the inputs of the indexer's scores, without a gradient to the model (DeepSeek-V3.2's report)."""
     with torch.set_grad_enabled(torch.is_grad_enabled() and attention.collector is not None):
         return _inputs_of_scores(attention, hidden.detach(), low_rank.detach(), position_embeddings)
 

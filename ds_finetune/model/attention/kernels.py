@@ -104,7 +104,7 @@ class PackedDocuments:
 def pack_documents(
     documents: Sequence[Documents], device: torch.device, shared: Sequence[Documents] | None = None
 ) -> PackedDocuments:
-    """The document boundaries of all rows on `device`, copied there asynchronously."""
+    """Copy the document boundaries of all rows to `device`, asynchronously."""
 
     def copied(numbers: Sequence[int] | Places, dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)

@@ -3,7 +3,7 @@
 import torch
 
 PRECISION_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-"""Dtypes by their names in run files and options."""
+"""torch's dtypes by their names in run files and options."""
 SAFETENSORS_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,

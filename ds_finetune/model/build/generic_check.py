@@ -50,12 +50,12 @@ _LENGTHS = (27, 21)
 """Numbers of tokens of the two documents of the test. Both exceed a tiny model's attention window."""
 _PADDING, _LAST = 11, 4
 _SEEN = 1e-3
-"""Minimum relative difference of hidden states when earlier tokens differ."""
+"""Smallest relative difference of hidden states that shows that earlier tokens affect later ones."""
 _SEED = 5
 _HEADS = (4, 2, 1, 8)
 """Numbers of attention heads tried for a tiny model. The likeliest to fit come first."""
 _MORE_LAYERS = (1, 3)
-"""Factors tried for the depth of a tiny model, since models that share weights between layers may need more."""
+"""Factors tried for a tiny model's number of layers, because models that share weights may need more."""
 _NOISE, _HEAD_GAIN = 0.1, 8.0
 _MAX_PARAMETERS = 60_000_000
 """Maximum number of parameters of a tiny model. With more, the test takes too long."""
@@ -101,8 +101,8 @@ def check_generic_type(  # noqa: PLR0913
     objective: Objective = _LANGUAGE_MODEL,
     adapted: Collection[str] = (),
 ) -> tuple[str, ...]:
-    """Raise ModelError if a generic model type would be trained wrongly on such rows; otherwise return lines on what
-    was tested.
+    """Raise ModelError if a generic model type would be trained wrongly on the run's rows; otherwise return lines on
+    what was tested.
 
     Without packing, a preference pair is still two documents of one row. `adapted` are last parts of the names of
     modules with adapters or weights in four bits.
@@ -116,7 +116,7 @@ def check_generic_type(  # noqa: PLR0913
     _check_expert_widths(hf_config, precision, task_of(objective))
     has_pairs = objective.documents_per_unit > 1
     packing = packing or has_pairs
-    check_trial(kind, trial, packing=packing, hint=_NO_PAIRS if has_pairs else _NO_PACKING)
+    check_trial(kind, trial, packing=packing, packing_hint=_NO_PAIRS if has_pairs else _NO_PACKING)
     if trial.untried and adapted:
         raise ModelError(
             f"model_type `{kind}`: lora could not be tried on a tiny copy, {trial.untried}", hint="train all weights"
@@ -144,9 +144,9 @@ def _check_expert_widths(hf_config: PretrainedConfig, precision: str, task: Task
             )
 
 
-def check_trial(kind: str, trial: Trial, *, packing: bool, hint: str = _NO_PACKING) -> None:
+def check_trial(kind: str, trial: Trial, *, packing: bool, packing_hint: str = _NO_PACKING) -> None:
     """ModelError if `trial` shows that packed or padded rows are trained wrongly, or if packed rows could not be
-    tested. `hint` is the hint of errors about packed rows.
+    tested. `packing_hint` is the hint of errors about packed rows.
     """
     subject = f"model_type `{kind}`"
     if trial.loss > LIMIT:
@@ -162,7 +162,7 @@ def check_trial(kind: str, trial: Trial, *, packing: bool, hint: str = _NO_PACKI
             "weights",
         )
     if trial.untried and packing:
-        raise ModelError(f"{subject}: packing could not be tried, {trial.untried}", hint=hint)
+        raise ModelError(f"{subject}: packing could not be tried, {trial.untried}", hint=packing_hint)
     if trial.packed > LIMIT and trial.padded > LIMIT:
         raise ModelError(
             f"{subject}: documents of a packed row see each other, {_difference_text(trial.packed)}, "
@@ -171,7 +171,7 @@ def check_trial(kind: str, trial: Trial, *, packing: bool, hint: str = _NO_PACKI
         )
     if packing and trial.packed > LIMIT:
         raise ModelError(
-            f"{subject}: documents of a packed row see each other, {_difference_text(trial.packed)}", hint=hint
+            f"{subject}: documents of a packed row see each other, {_difference_text(trial.packed)}", hint=packing_hint
         )
     if not packing and trial.padded > LIMIT:
         raise ModelError(
@@ -255,8 +255,8 @@ def _build_initialised(config: PretrainedConfig, attention: str, task: Task) -> 
 
 @torch.no_grad()
 def _compare(lm: PreTrainedModel, eager: PreTrainedModel, objective: Objective) -> Trial:
-    """Compare results of `lm` with each other, and its loss with the loss of the same model's logits with eager
-    attention.
+    """Compare results of packed, padded and single documents in `lm`, and its loss with that of `eager`, the same
+    model with eager attention.
 
     ModelError if `lm` does not run in the way it is trained.
     """
@@ -377,7 +377,6 @@ def _documents(lm: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _packed_hidden(model: TrainedModel, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Hidden states of two rows that hold both documents, in opposite order."""
     orders = (_LENGTHS, _LENGTHS[::-1])
     ids = torch.cat([torch.cat([first, second], dim=1), torch.cat([second, first], dim=1)])
     return model.hidden(

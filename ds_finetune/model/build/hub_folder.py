@@ -280,14 +280,14 @@ def _config_of(folder: Path) -> Mapping[str, Any]:
 
 
 def check_index(folder: Path) -> None:
-    """ModelError if an index has no `metadata`, which transformers 5.23 alone requires (utils/hub.py:969)."""
+    """ModelError if the index in `folder` has no `metadata`, which transformers 5.23 requires (utils/hub.py:969)."""
     index = folder / INDEX
     if index.is_file() and '"metadata"' not in index.read_text(encoding="utf-8"):
         raise ModelError(f"{index} has no `metadata`, which transformers reads", hint='add `"metadata": {}` to it')
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether `folder` has published weights."""
+    """Whether `folder` has safetensors files or an index of them."""
     return (folder / INDEX).is_file() or any(folder.glob("*.safetensors"))
 
 
@@ -399,7 +399,6 @@ def _merge_files(files: Iterable[Path], weight_map: Mapping[str, str]) -> dict[s
 
 
 def _read_header(path: Path) -> Header:
-    """Read the header of one file. ModelError if header and data do not cover the file, as safetensors requires."""
     try:
         return read_header(path)
     except (OSError, ValueError) as broken:

@@ -87,12 +87,12 @@ class ModelPlan:
 
     @cached_property
     def described(self) -> DescribedModel:
-        """Names and shapes of the model's tensors, and its live teacher."""
+        """Names and shapes of the tensors of the model, and of its live teacher if there is one."""
         return described(self.hf_config, self.task, teacher=None if self.teacher is None else self.teacher.hf_config)
 
     def is_untrained(self, name: str) -> bool:
-        """Whether no loss of the run reaches the parameter `name`. Without trained indexers these are the indexers'
-        parameters; where only indexers are trained, all others.
+        """Whether no loss of the run trains the parameter `name`: an indexer's parameter if indexers are not trained,
+        and any other parameter if only indexers are trained.
         """
         is_of_indexer = family_of(self.hf_config.model_type).is_of_indexer(name)
         if self.indexer is None:
@@ -101,7 +101,7 @@ class ModelPlan:
 
     @property
     def head_outputs(self) -> int:
-        """Outputs of the head: scores of a document, or the size of the vocabulary."""
+        """Number of outputs of the head: scores of a document, or the size of the vocabulary."""
         return self.objective.num_outputs or int(self.hf_config.vocab_size)
 
     @property

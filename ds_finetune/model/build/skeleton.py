@@ -32,9 +32,8 @@ from ds_finetune.model.attention.indexed_attention import install_indexed_attent
 from ds_finetune.model.build.hub_folder import check_folder
 from ds_finetune.model.build.text_config import check_text_part, text_config
 from ds_finetune.model.experts import install_grouped_experts, spread_ids
-from ds_finetune.model.hyper_connections import install_hyper_connections
+from ds_finetune.model.hyper_connections import install_hyper_connections, install_norms
 from ds_finetune.model.mtp import build_mtp_layers
-from ds_finetune.model.norm import install_norms
 from ds_finetune.model.quantised.quantisation import check_no_other_format, check_readable
 from ds_finetune.plan.config_json import check_model_path
 
@@ -83,7 +82,7 @@ class Fragment:
 
 
 Where = Callable[[torch.Tensor], Fragment]
-"""Returns the fragment of a model tensor that this rank holds."""
+"""Function that returns the fragment of a model tensor that this rank holds."""
 
 
 def in_memory(flat: torch.Tensor, *, start: int, shape: tuple[int, ...]) -> Fragment:
@@ -227,7 +226,7 @@ def check_logits(config: PretrainedConfig, label: str) -> None:
         raise ModelError(
             f"{label}: `{transformed[0]}` = {getattr(config, transformed[0])} changes the logits after the head, "
             f"which the chunked loss of model_type `{config.model_type}` would not see",
-            hint="train a model without it",
+            hint="train a model without this key",
         )
 
 
@@ -305,8 +304,8 @@ def build_skeleton(  # noqa: PLR0913
     is_by_document = attention in OWN_ATTENTIONS and not family_of(hf_config.model_type).is_generic
     hf_config._attn_implementation = BY_DOCUMENT if is_by_document else attention
     hf_config.dtype = dtype
-    # The class is imported before entering the context, because DeepSpeed 0.19.8 drops decorators of classes that are
-    # defined inside zero.Init (partition_parameters.py:581-622).
+    # The model class is imported before `init_context` is entered, because DeepSpeed 0.19.8 drops decorators of classes
+    # that are defined inside zero.Init (partition_parameters.py:581-622).
     kind = model_class(hf_config, task)
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

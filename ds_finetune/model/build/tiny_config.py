@@ -81,7 +81,6 @@ def layer_kinds(lm: nn.Module) -> set[Kind]:
 
 
 def _stacks(lm: nn.Module) -> list[nn.ModuleList]:
-    """The outermost module lists of a model."""
     stacks: dict[str, nn.ModuleList] = {}
     for name, module in lm.named_modules():
         if (
@@ -121,7 +120,6 @@ def _shrink(config: PretrainedConfig, size: Size, outer: Fraction | None) -> Non
 
 
 def _small_value(name: str, value: Any, ratio: Fraction, size: Size, *, is_by_layer: bool) -> Any:  # noqa: ANN401
-    """The value of setting `name` in a smaller model. With `is_by_layer` the value has an entry for each layer."""
     if isinstance(value, list | tuple) or name.endswith("_pattern"):
         return _small_list(name, value[: size.layers] if is_by_layer else value, ratio, size)
     if name == "compress_rates":

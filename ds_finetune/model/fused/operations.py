@@ -41,7 +41,7 @@ def kernels_of(name: str) -> Kernels:
     # 1 and strided rows still get kernels of their own. With more kernels than the limit torch would raise an error.
     options: dict[str, Any] = {"fullgraph": True, "dynamic": True}
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
-        # From torch 2.12 on this configuration is per thread, and backward runs in threads of its own on GPUs.
+        # From torch 2.12 on torch._dynamo's own limit is per thread, and backward on GPUs runs in other threads.
         options["recompile_limit"] = _MOST_KERNELS
     else:
         torch._dynamo.config.recompile_limit = max(_MOST_KERNELS, torch._dynamo.config.recompile_limit)
@@ -50,7 +50,6 @@ def kernels_of(name: str) -> Kernels:
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Reshape [..., width] to [rows, width], with stride 1 along columns."""
     rows = _plain(tensor.reshape(-1, tensor.shape[-1]))
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 

@@ -70,7 +70,7 @@ def numbers_of_parts(numbers: StepNumbers, extras: Sequence[ExtraLoss]) -> tuple
 def add_extra_losses(
     extras: Sequence[ExtraLoss], rows: ForwardRows, hidden: torch.Tensor, weights: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """Sum of the auxiliary losses of a forward (None without a contribution), and their sums in order, fp64."""
+    """Total auxiliary loss of a forward (None without a contribution), and the sums of each for metrics, fp64."""
     total, sums = None, [torch.zeros(0, dtype=torch.float64, device=hidden.device)]
     for extra, factors in zip(extras, weights, strict=True):
         extra_sums = extra.loss(rows, hidden, factors)

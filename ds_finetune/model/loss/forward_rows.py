@@ -63,11 +63,11 @@ class ForwardRows:
     examples: Examples | None = None
     """Documents of the rows, for objectives on documents. Their `index` covers only this rank's tokens."""
     token_types: torch.Tensor | None = None
-    """1 in the second text of a pair of texts, int64 [rows, tokens], for encoders."""
+    """Token types for encoders, int64 [rows, tokens]: 1 in the second text of a pair, else 0."""
     next_ids: torch.Tensor | None = None
-    """Token id after each of `input_ids` in its document, for multi-token prediction. Arbitrary at its end."""
+    """Token id after each of `input_ids` in its document, for multi-token prediction; arbitrary at document ends."""
     next_labels: torch.Tensor | None = None
-    """The label after each of `labels` in its document, IGNORE_INDEX at its end."""
+    """Label after each of `labels` in its document; IGNORE_INDEX at document ends."""
     real: RealTokens | None = None
     """Which tokens are no padding, and the documents to which they belong. None where no auxiliary loss needs them."""
     supervised: torch.Tensor | None = None
@@ -106,4 +106,4 @@ class StageOutput(NamedTuple):
     loss: torch.Tensor | None
     """Contribution of this stage's layers to the auxiliary losses, scalar; None without one."""
     sums: torch.Tensor
-    """Sums of the auxiliary losses, fp64."""
+    """Sums of the terms of the auxiliary losses for metrics, fp64."""

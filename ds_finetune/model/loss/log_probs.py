@@ -98,7 +98,7 @@ class TwoPassHead:
         return self._first_pass(directions), directions
 
     def gradients(self, d_logp: torch.Tensor, needed: NeededGradients) -> HeadGradients:
-        """Run the second pass: gradients of a loss, from its gradient `d_logp` by the log-probabilities [tokens]."""
+        """Run the second pass: gradients of a loss, from its gradient `d_logp` [tokens] by the log-probabilities."""
         hidden, weight, bias, targets, _ = self._inputs
         gradients = HeadGradients.zeros(hidden, weight, bias, needed)
         for start in reversed(self._starts):
@@ -130,7 +130,6 @@ class TwoPassHead:
         return logp
 
     def _probabilities(self, start: int) -> "_CappedChunk":
-        """Softmax of the chunk of tokens that begins at `start`, fp32, in memory that may be overwritten."""
         last, self._last = self._last, None
         if last is not None:
             return last

@@ -122,9 +122,9 @@ class TopTargets:
     """
 
     ids: torch.Tensor
-    """Ids of the k most likely tokens, integers [supervised tokens, k], distinct within a row."""
+    """Ids of the teacher's k most likely tokens, integers [supervised tokens, k], distinct within a row."""
     log_probs: torch.Tensor
-    """Log-probabilities of these ids and, last, of the bucket, [supervised tokens, k + 1]; normalised before use."""
+    """Log-probabilities of the k tokens and, last, of all others, [supervised tokens, k + 1]; normalised when used."""
 
     def divergence(
         self, log_probs: torch.Tensor, tokens: slice, shard: VocabularyShard

@@ -74,7 +74,7 @@ class LossHead(nn.Linear):
     objective: Objective = TokenObjective("sft")
     groups = HeadGroups()
     cap: float | None = None
-    """Soft cap of the logits in the loss. To logits that this module returns the model applies the cap itself."""
+    """Soft cap of the logits, applied here in the loss only: to returned logits the model applies it itself."""
     forbidden: torch.Tensor | None = None
     """Mask of ids that are never sampled, bool [vocabulary] or its shard. Softmax over answer tokens excludes them."""
 
@@ -292,7 +292,6 @@ class TrainedModel(nn.Module):
     def _pack(
         self, documents: tuple[Documents, ...], device: torch.device, shared: tuple[Documents, ...] | None
     ) -> PackedDocuments:
-        """Document boundaries on `device`, copied once for all layers and losses of a forward."""
         if self._packed is None or self._packed[0] is not documents:
             self._packed = documents, pack_documents(documents, device, shared)
         return self._packed[1]

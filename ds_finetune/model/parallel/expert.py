@@ -119,7 +119,7 @@ class ExpertParallelExperts(nn.Module):
             self.compute_meanwhile()
         rows = _AwaitExchange.apply(arriving_rows, of_rows)
         weights = _AwaitExchange.apply(arriving_weights, of_weights)
-        # These rows are not saved for recomputation, because no gradient needs them.
+        # Rows that return from experts are not saved for recomputation, because no gradient needs them.
         back = _Exchange(self.ep_group, receive_counts, send_counts, is_kept=False)
         out = self._run_local_experts(rows, weights, arriving)
         return chosen.sums_of(_AwaitExchange.apply(_StartExchange.apply(out, back), back))
@@ -203,7 +203,7 @@ class SharedExpertsAhead(nn.Module):
         return super().__call__(hidden) if ready is None else ready  # type: ignore[no-any-return]
 
     def compute_ahead(self, hidden: torch.Tensor) -> None:
-        """Compute the output for `hidden` in advance, with all hooks of the module."""
+        """Compute the shared experts of `hidden` in advance, with all hooks of the module."""
         self._ahead = super().__call__(hidden)
 
     def forget(self) -> None:

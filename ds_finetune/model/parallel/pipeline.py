@@ -165,11 +165,12 @@ class MissingLayer(nn.Module):
         """
         cache = take_cache(arguments)
         if cache is not None:
-            # An empty tensor would count as no tokens (transformers 5.23, cache_utils.py, get_seq_length).
+            # The cache counts the tokens of this tensor, so it must not be empty (transformers 5.23, cache_utils.py,
+            # get_seq_length).
             token = hidden.flatten(2)[:, None, :, :1]
             cache.update(token, token, self.layer)
         if self.streams > 1:
-            # Received hidden states hold all streams in one dimension.
+            # Other stages send all residual streams of a token in one dimension.
             hidden = hidden.reshape(*hidden.shape[:2], self.streams, -1)
         return (hidden, None) if self.has_choice else hidden
 
@@ -204,7 +205,7 @@ class SendHiddenStates(nn.Module):
         self.pp_group = pp_group
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the hidden states unchanged."""
+        """Send the hidden states if gradients are disabled, and return them unchanged."""
         if not torch.is_grad_enabled():
             self.pp_group.send(hidden, to=self.pp_group.group_rank + 1)
         return hidden
@@ -270,7 +271,7 @@ def install_pipeline_stage(lm: PreTrainedModel, pp_group: PipelineGroup, *, outp
     embedding, head = lm.get_input_embeddings(), head_of(lm)
     is_tied = head.weight is embedding.weight
     streams, base = residual_streams(lm.config), lm.base_model
-    # All streams of a token are sent as one vector.
+    # All residual streams of a token are sent as one vector.
     pp_group.no_hidden_states = embedding.weight.new_empty(0, streams * embedding.embedding_dim)
     if not pp_group.is_first:
         base.config = _of_one_stream(lm.config) if streams > 1 else base.config
@@ -363,7 +364,6 @@ class ModelChunks:
         )
 
     def _take_streams(self, lm: PreTrainedModel, pp_group: PipelineGroup) -> None:
-        """Make chunks send and receive all residual streams of a token as one vector."""
         for number, part in enumerate(self._parts):
             if not pp_group.is_first or number:
                 part["config"] = _of_one_stream(lm.config)
@@ -380,6 +380,5 @@ class ModelChunks:
 def _arrived_or(
     pp_group: PipelineGroup, embed: Callable[[torch.Tensor], torch.Tensor], input_ids: torch.Tensor
 ) -> torch.Tensor:
-    """Hidden states received for the running chunk, or else token embeddings."""
     arrived = pp_group.input_hidden_states
     return embed(input_ids) if pp_group.running_chunk is None or arrived is None else arrived

@@ -13,8 +13,6 @@ from ds_finetune.model.parallel.rank_group import RankGroup
 
 
 class _AllToAll(torch.autograd.Function):
-    """All-to-all of a tensor in forward, and of its gradient in backward."""
-
     @staticmethod
     def forward(ctx: Any, slices: torch.Tensor, sp_group: "SequenceParallelGroup") -> torch.Tensor:  # noqa: ANN401
         ctx.sp_group = sp_group

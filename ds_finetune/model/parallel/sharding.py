@@ -20,7 +20,7 @@ _COLUMN_PARALLEL = re.compile(
     r"((q_proj|k_proj|v_proj|q_b_proj|kv_b_proj|o_a_proj|gate_proj|up_proj|embed_tokens|lm_head)\.(weight|bias)"
     r"|self_attn\.sinks)$"
 )
-"""Names of parameters sharded along dim 0, their output: heads, inner width, vocabulary. Compressors are not."""
+"""Names of parameters sharded along dim 0, their output (heads, inner width, vocabulary), except in compressors."""
 _ROW_PARALLEL = re.compile(r"(^|\.)(o_proj|o_b_proj|down_proj)\.weight$")
 """Names of weights sharded along dim 1, their input. The bias is replicated, and added once, after the all-reduce."""
 _FUSED_EXPERTS = re.compile(r"\.mlp\.experts\.(?P<part>(gate_up_proj|down_proj)(_bias)?)$")

@@ -55,8 +55,6 @@ class TensorParallelGroup(RankGroup):
 
 
 class _CopyToTensorParallelRegion(torch.autograd.Function):
-    """Identity in forward, all-reduce of the gradient in backward."""
-
     @staticmethod
     def forward(ctx: Any, replicated: torch.Tensor, tp_group: TensorParallelGroup) -> torch.Tensor:  # noqa: ANN401
         ctx.tp_group = tp_group
@@ -165,7 +163,7 @@ class NormOverShards(nn.Module):
         """Normalise this rank's columns [..., columns / ranks] over the columns of all ranks."""
         wide, width = shard.float(), shard.shape[-1]
         squares = sum_over_ranks(wide.square().sum(-1, keepdim=True), self.tp_group)
-        # Every rank's output depends on the sum, so the gradient of the sum must be added over ranks.
+        # Every rank's output depends on this sum of squares, so its gradient is added over ranks.
         mean = copy_to_tensor_parallel_region(squares, self.tp_group) / (width * self.tp_group.size)
         start = self.tp_group.group_rank * width
         normed = wide * torch.rsqrt(mean + self.variance_epsilon)
@@ -180,7 +178,8 @@ def local_config(hf_config: PretrainedConfig, tp_size: int) -> PretrainedConfig:
     if hasattr(config, "num_key_value_heads") and not hasattr(config, "kv_lora_rank"):
         config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     for name in _SHARDED_SIZES:
-        # An alias of another size is not divided again, and a single key-value head is replicated.
+        # `attribute_map` lists aliases of other sizes, which must not be divided again. A single key-value head is
+        # replicated.
         if name not in config.attribute_map and (getattr(config, name, None) or 0) > 1:
             setattr(config, name, getattr(config, name) // tp_size)
     config.pad_token_id = None
@@ -228,7 +227,7 @@ def install_tensor_parallel_attention(attention: Any, tp_group: TensorParallelGr
             if norm is not None and family.normalises_over_heads:
                 _change_class(norm, NormOverShards, tp_group)
             if norm is not None and norm.weight.requires_grad:
-                # The weight is replicated, and each rank computes the gradient from its own heads only.
+                # The norm's weight is replicated, and each rank computes its gradient from its own heads only.
                 norm.weight.register_hook(tp_group.all_reduce)
         return
     query = attention.q_proj if attention.q_lora_rank is None else attention.q_b_proj

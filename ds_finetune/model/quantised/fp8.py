@@ -39,11 +39,11 @@ _HALF = 0.5
 _NUMBERS = torch.arange(256, dtype=torch.uint8).view(FP8).float().numpy()
 """Value of each of the 256 E4M3 bytes. A table lookup is four times faster than torch 2.13's cast on a CPU."""
 _ROWS = 16
-"""Number of rows per table lookup, a divisor of `BLOCK`. numpy needs eight bytes per index."""
+"""Number of rows that `dequantise` looks up at a time, a divisor of `BLOCK`. numpy needs eight bytes per index."""
 
 
 def is_quantised(key: str, shape: tuple[int, ...], family: Family) -> bool:
-    """Whether `family` publishes the weight `key` in FP8. Embeddings, head, norms, routers and biases never are."""
+    """Whether `family` publishes the weight `key` in FP8, never for embeddings, head, norms, routers and biases."""
     matrix = 2
     return len(shape) == matrix and family.fp8_linear is not None and re.search(family.fp8_linear, key) is not None
 

@@ -33,7 +33,7 @@ _PAIRS = (
 _EXPONENTS = torch.arange(256, dtype=torch.uint8).view(torch.float8_e8m0fnu).float()
 """Scale that each exponent byte stands for: 2^(byte - 127). 255 is NaN."""
 _BYTES = 2**18
-"""Number of bytes per table lookup. numpy needs eight bytes per index."""
+"""Number of bytes that `dequantise` looks up at a time. numpy needs eight bytes per index."""
 _BYTES_OF_GROUP = GROUP // 2
 _DIMENSIONS = 4
 _SHOWN = 10
@@ -102,7 +102,6 @@ class Mxfp4Experts:
         return torch.stack(parts) if parts else torch.empty(0, *self.shape[1:])
 
     def _part(self, expert: int, inputs: slice, outputs: slice) -> torch.Tensor:
-        """Dequantise a part of one expert's weight, given by ranges of its inputs and outputs: [inputs, outputs]."""
         blocks, scales = self.last.read(self.blocks, self.scales, expert)
         first, last = inputs.start // GROUP, -(-inputs.stop // GROUP)
         values = dequantise(blocks[outputs, first:last], scales[outputs, first:last])
@@ -203,7 +202,7 @@ class Fp4Matrix:
         return self.rows(first, last).view(-1)[start - first * width :][:numel]
 
     def stored_rows(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Read the packed bytes and the scales of rows `first` to `last`."""
+        """Read the packed bytes and the scales of rows `first` to `last` of the matrix."""
         return self.packed.rows(first, last), self.scales.rows(first, last)
 
     def rows(self, first: int, last: int, within: tuple[slice, ...] = ()) -> torch.Tensor:

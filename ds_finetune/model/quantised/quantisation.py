@@ -43,7 +43,7 @@ def check_no_other_format(folder: Path, error: type[FinetuneError]) -> None:
     except (ValueError, TypeError) as broken:
         raise error(f"{file} cannot be read: {broken!r}", hint="download it again") from broken
     if kind:
-        raise error(f"{file}: weights in {kind} are not read", hint=_HINT)
+        raise error(f"{file}: weights in {kind} are not supported", hint=_HINT)
 
 
 def check_readable(section: Any, label: str, error: type[FinetuneError]) -> None:  # noqa: ANN401 - whatever a config.json holds
@@ -56,8 +56,8 @@ def check_readable(section: Any, label: str, error: type[FinetuneError]) -> None
     if tree.get("quant_method") == QUANT_METHOD:
         return
     if tree.get("quant_method") == "fp8" and tree.get(EXPERT_DTYPE, "fp8") not in ("fp8", FP4):
-        raise error(f"{label}: experts in {tree[EXPERT_DTYPE]} are not read", hint=_HINT)
+        raise error(f"{label}: experts in {tree[EXPERT_DTYPE]} are not supported", hint=_HINT)
     read = {key: tree.get(key, QUANTIZATION_CONFIG[key]) for key in ("fmt", "quant_method", "weight_block_size")}
     is_fp8 = tree.get("quant_method") is not None and all(read[key] == QUANTIZATION_CONFIG[key] for key in read)
     if not is_fp8 or tree.get("scale_fmt") not in _SCALE_FORMATS:
-        raise error(f"{label}: weights quantised by {section} are not read", hint=_HINT)
+        raise error(f"{label}: weights quantised by {section} are not supported", hint=_HINT)

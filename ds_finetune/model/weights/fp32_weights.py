@@ -69,7 +69,6 @@ class Fp32Weights:
 
 @lru_cache
 def _reading_fp32(kind: type[nn.Module], leaf: str) -> type[nn.Module]:
-    """Make a subclass of `kind` whose attribute `leaf` returns the fp32 value of the parameter."""
 
     def read(module: nn.Module) -> torch.Tensor:
         param, value = module._parameters[leaf], module.__dict__[f"_fp32_{leaf}"]

@@ -208,7 +208,6 @@ def _initialise_module(  # noqa: PLR0913
 def _expected_tensors(
     model: PreTrainedModel, family: Family, where: Where, model_shard: ModelShard
 ) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every checkpoint tensor of the complete model."""
     shards = {
         target.name: model_shard.tensor_shard(target.name, target.fragment.shape)
         for target in _model_tensors(model, family, where, model_shard)
@@ -295,7 +294,8 @@ def _copy_piece(hub: HubFolder, target: _ModelTensor, flat: torch.Tensor, piece:
     step = max(1, _STRIP_NUMEL // width)
     for low in range(first, last, step):
         values = _read_rows(hub, piece, slice(low, min(low + step, last)), target.offsets)
-        # This is several times faster than isfinite on all elements. Minimum and maximum of data with NaN are NaN.
+        # Minimum and maximum are NaN for data with NaN. Checking them is several times faster than isfinite on all
+        # elements.
         if not all(map(math.isfinite, map(float, torch.aminmax(values)))):
             raise ModelError(
                 f"tensor `{piece.key}` of {hub.folder} holds NaN or infinity",
@@ -319,7 +319,6 @@ def _check_table(hub: HubFolder, target: _ModelTensor, table: torch.Tensor, mode
 
 
 def _read_rows(hub: HubFolder, piece: Piece, rows: slice, offsets: tuple[int, ...]) -> torch.Tensor:
-    """Read `rows` of a part of the checkpoint tensor `piece.key`: of the box of shape `piece.shape` at `offsets`."""
     if not piece.shape:
         return hub.read(piece.key, 0, 1)
     first, within = offsets[0], tuple(slice(at, at + size) for at, size in zip(offsets, piece.shape, strict=True))

@@ -61,7 +61,7 @@ def hub_pieces(name: str, shape: tuple[int, ...], family: Family, *, first_exper
 
 
 def published_names(shapes: Mapping[str, tuple[int, ...]], family: Family) -> tuple[str, ...]:
-    """Names in a published checkpoint of model tensors with these names and shapes."""
+    """Names that the model tensors `shapes` (by name) have in a published checkpoint."""
     return tuple(piece.key for name, shape in shapes.items() for piece in hub_pieces(name, shape, family))
 
 
@@ -99,7 +99,7 @@ def renamed(name: str, renames: Renames) -> str:
 
 
 def is_table(name: str) -> bool:
-    """Whether a tensor has integer values: the experts of each token id (DeepSeek-V4)."""
+    """Whether a tensor is a table of the experts of each token id, in integers (DeepSeek-V4)."""
     return name.endswith(".tid2eid")
 
 

@@ -53,8 +53,8 @@ def grow_vocabulary(hf_config: PretrainedConfig, ids: int) -> None:
 def untrained_rows(folder: Path, candidates: Collection[int], used: Collection[int]) -> list[int]:
     """The ids of `candidates` whose embedding in the weights of `folder` looks untrained.
 
-    It must be as near to the mean embedding of ids outside `used` as these ids' own embeddings are. If all ids are in
-    `used`, it must be within half their median distance of their mean.
+    Such an embedding is as near to the mean embedding of ids outside `used` as the embeddings of those ids are. If all
+    ids are in `used`, it is within half their median distance of their mean.
     """
     hub = HubFolder(folder)
     table = next((key for key, shape in hub.shapes.items() if _EMBEDDING.search(key) and len(shape) == 2), None)
@@ -95,7 +95,7 @@ class GrownFolder(HubFolder):
         self.shapes = {**self.shapes, **grown}
 
     def rows(self, key: str, first: int, last: int, within: tuple[slice, ...] = ()) -> torch.Tensor:
-        """Read rows `first` to `last` of a tensor, or the part `within`; valid until the thread's next read."""
+        """Read rows `first` to `last` of a tensor, or their part `within`, valid until the thread's next read."""
         before = self._growth.before
         if key not in self._grown or last <= before:
             return super().rows(key, first, last, within)
@@ -113,7 +113,7 @@ class GrownFolder(HubFolder):
         return HubFolder(self.folder).is_same(key, other)
 
     def check_left(self, keys: Iterable[str]) -> None:
-        """ModelError if one of the tensors `keys`, for which transformers has no module, would have to grow."""
+        """ModelError if a tensor of `keys`, which no module loads, has a row per token and would have to grow."""
         stuck = [key for key in keys if self.shapes[key][:1] == (self._growth.before,)]
         if stuck:
             raise ModelError(
@@ -124,7 +124,6 @@ class GrownFolder(HubFolder):
             )
 
     def _moments(self, key: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean and standard deviation of each column of a tensor over the published rows, fp64."""
         before, width = self._growth.before, self.shapes[key][1:]
         sums, squares = torch.zeros(width, dtype=torch.float64), torch.zeros(width, dtype=torch.float64)
         step = max(1, _STRIP_NUMEL // max(1, math.prod(width)))

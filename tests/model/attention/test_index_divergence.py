@@ -4,22 +4,22 @@ import pytest
 import torch
 
 from ds_finetune.model.attention import indexed_attention
-from ds_finetune.model.attention.indexed_attention import Attended, ScoreInputs, divergences
+from ds_finetune.model.attention.indexed_attention import _DocumentWeights, ScoreInputs, divergences
 
 DOCUMENTS = ((7, 5), (12,))
 CHOSEN = ((None, torch.eye(5, dtype=torch.bool) | (torch.arange(5) == 0)), (torch.ones(12, 12).tril().bool(),))
 
 
-def _inputs() -> tuple[ScoreInputs, Attended]:
+def _inputs() -> tuple[ScoreInputs, tuple[torch.Tensor, torch.Tensor]]:
     torch.manual_seed(3)
     scored = ScoreInputs(torch.randn(2, 12, 6, 8), torch.randn(2, 12, 8), torch.randn(2, 12, 6))
-    attended = Attended(torch.randn(2, 4, 12, 10), torch.randn(2, 4, 12, 10), 0.3, ())
+    attended = torch.randn(2, 4, 12, 10), torch.randn(2, 4, 12, 10)
     return ScoreInputs(*(tensor.requires_grad_() for tensor in scored)), attended
 
 
 def _gradients() -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     scored, attended = _inputs()
-    values = divergences(scored, 0.5, attended, documents=DOCUMENTS, chosen=CHOSEN)
+    values = divergences(scored, _DocumentWeights(0.5, (), 0.3), attended, documents=DOCUMENTS, chosen=CHOSEN)
     return values, torch.autograd.grad((values * torch.arange(24).view(2, 12)).sum(), scored)
 
 
@@ -40,7 +40,7 @@ def test_a_query_that_sees_one_token_has_none() -> None:
 def test_scores_that_are_attention_have_none() -> None:
     """Where all heads attend alike, and the indexer scores as they do."""
     _, attended = _inputs()
-    query, key = (part.abs()[:, :1].expand(-1, 4, -1, -1) for part in (attended.query, attended.key))
+    query, key = (part.abs()[:, :1].expand(-1, 4, -1, -1) for part in attended)
     scored = ScoreInputs(query[:, 0, :, None], key[:, 0], torch.full((2, 12, 1), 0.3))
-    values = divergences(scored, 1.0, Attended(query, key, 0.3, ()), documents=DOCUMENTS, chosen=None)
+    values = divergences(scored, _DocumentWeights(1.0, (), 0.3), (query, key), documents=DOCUMENTS, chosen=None)
     assert values.abs().max() < 1e-6

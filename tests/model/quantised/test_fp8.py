@@ -190,7 +190,7 @@ def test_the_model_knows_nothing_of_the_quantisation(published: Path) -> None:
 )
 def test_other_kinds_of_quantisation_are_refused(given: dict[str, object], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(V3 | {"quantization_config": given}))
-    with pytest.raises(ModelError, match=r"config\.json: weights quantised by .* are not read") as caught:
+    with pytest.raises(ModelError, match=r"config\.json: weights quantised by .* are not supported") as caught:
         read_hf_config(str(tmp_path))
     assert "[128, 128]" in caught.value.hint
 
