@@ -110,7 +110,7 @@ class ClassificationObjective(ObjectiveConfig):
     labels: Refused[tuple[str, ...]] = ()
     """Names of the classes, in the order of their numbers; left out, those of the data or of the model."""
     label_smoothing: Refused[float] = Field(default=0.0, ge=0, lt=1)
-    """Share of the target that is spread over all classes."""
+    """Label smoothing: fraction of the target that is spread over all classes."""
 
     @property
     def num_outputs(self) -> int:
@@ -148,9 +148,9 @@ class DpoObjective(ObjectiveConfig):
     name: Refused[Literal["dpo"]]
     """Preference loss of pairs with a reference model, which is the model before training."""
     beta: Refused[float] = Field(default=0.1, gt=0)
-    """Strength of the tie to the reference."""
+    """Strength of the tie to the reference model, beta of the papers."""
     loss: Refused[Literal["sigmoid", "robust", "hinge", "ipo", "apo_zero", "apo_down", "sigmoid_norm"]] = "sigmoid"
-    """Variant of the loss."""
+    """Variant of the DPO loss."""
     label_smoothing: Refused[float] = Field(default=0.0, ge=0, lt=0.5)
     """Assumed share of pairs whose answers are swapped; for `sigmoid` (conservative DPO) and `robust`."""
     nll_weight: Refused[float] = Field(default=0.0, ge=0)
@@ -167,7 +167,7 @@ class SimpoObjective(ObjectiveConfig):
     beta: Refused[float] = Field(default=2.0, gt=0)
     """Scale of the difference of the mean log-probabilities."""
     gamma: Refused[float] = Field(default=0.5, ge=0)
-    """Margin by which the scaled difference should be larger."""
+    """Margin that is subtracted from the scaled difference, gamma of the paper."""
 
 
 class CpoObjective(ObjectiveConfig):
@@ -178,7 +178,7 @@ class CpoObjective(ObjectiveConfig):
     beta: Refused[float] = Field(default=0.1, gt=0)
     """Scale of the difference of the log-probabilities."""
     loss: Refused[Literal["sigmoid", "hinge", "ipo"]] = "sigmoid"
-    """Variant of the loss."""
+    """Variant of the CPO loss."""
     nll_weight: Refused[float] = Field(default=1.0, ge=0)
     """Weight of the cross entropy of the chosen answers."""
 
@@ -203,7 +203,7 @@ class KtoObjective(ObjectiveConfig):
     name: Refused[Literal["kto"]]
     """Loss of single answers that are labelled as good or bad, with a reference model."""
     beta: Refused[float] = Field(default=0.1, gt=0)
-    """Strength of the tie to the reference."""
+    """Strength of the tie to the reference model, beta of the papers."""
     desirable_weight: Refused[float] = Field(default=1.0, gt=0)
     """Weight of good answers."""
     undesirable_weight: Refused[float] = Field(default=1.0, gt=0)
@@ -292,7 +292,7 @@ class GrpoObjective(ObjectiveConfig):
     token, or the geometric mean over the answer.
     """
     mismatch_cap: Refused[float] = Field(default=2.0, ge=1)
-    """Largest weight of `mismatch`."""
+    """Largest correcting weight of `objective.mismatch`."""
     reward_scale: Refused[Literal["sum", "each"]] = "sum"
     """`sum` adds up the weighted rewards and compares their sums. `each` first brings each reward of a group to mean 0
     and standard deviation 1 (GDPO).

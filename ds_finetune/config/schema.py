@@ -47,9 +47,7 @@ class RunConfig(Section):
     data: DataConfig
     """The data."""
     deepspeed: Annotated[Free[str | dict[str, Any] | None], BeforeValidator(stage_as_file)] = None
-    """DeepSpeed choices such as the ZeRO stage: a JSON file, a name of ds_configs/ such as `zero3`, its stage, or a
-    section.
-    """
+    """DeepSpeed's settings: a JSON file, a name of ds_configs/ such as `zero3`, a ZeRO stage, or a section."""
     inexact: InexactNames = ()
     """DeepSpeed options to allow although they cannot equal a reference loop; docs/how-to/inexact-options.md."""
     rollout: RolloutConfig = RolloutConfig()

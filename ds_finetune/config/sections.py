@@ -373,11 +373,11 @@ class LoraConfig(Section):
     """Low-rank adapters; with this section the model's weights stay unchanged and only the adapters are trained."""
 
     rank: int = Field(default=16, ge=1)
-    """Rows of A and columns of B; with routed experts it is a multiple of 8."""
+    """Rank of an adapter, whose matrices are A and B; with routed experts it is a multiple of 8."""
     alpha: float = Field(default=32, gt=0)
-    """The product B A is multiplied by alpha / rank before it is added."""
+    """An adapter's product B A is multiplied by alpha / rank before it is added."""
     rslora: bool = False
-    """Multiply by alpha / sqrt(rank) instead (rsLoRA)."""
+    """Multiply an adapter's product by alpha / sqrt(rank) instead of alpha / rank (rsLoRA)."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Share of the inputs of adapters that a forward in training drops; the frozen weights get all inputs."""
     target_modules: Annotated[tuple[str, ...], Field(min_length=1), BeforeValidator(as_list)] | None = None
@@ -408,18 +408,18 @@ class MtpConfig(Section):
     """
 
     train: Refused[bool] = False
-    """Train the layer that the model is published with; false carries it to exports unchanged."""
+    """Train the prediction layer that the model is published with; false carries it to exports unchanged."""
     weight: float = Field(default=0.1, gt=0)
-    """Weight of its loss beside that of the next token."""
+    """Weight of the prediction layer's loss beside that of the next token."""
     detach: Refused[bool] = True
-    """The layer's loss trains no other weights: these have the same bits as without it. False trains them too."""
+    """Whether the layer's loss trains only that layer; other weights then have the same bits as without the loss."""
 
 
 class RouterConfig(Section):
     """How routers, which choose experts, are trained. Left out, they are trained like all weights."""
 
     train: Refused[bool] = True
-    """Whether their weights are trained; false leaves them as they are."""
+    """Whether the weights of routers are trained; false leaves them as they are."""
     balance: float = Field(default=0.0, ge=0)
     """Weight of the balance loss of experts, which is 1 for a layer whose experts are chosen equally often."""
     bias_update: float = Field(default=0.0, ge=0)
@@ -432,9 +432,9 @@ class IndexerConfig(Section):
     """Indexers of DeepSeek sparse attention, which choose the tokens that a query attends to."""
 
     train: Refused[bool] = False
-    """Train them to score tokens as attention weighs them; false leaves them as they are."""
+    """Train indexers to score tokens as attention weighs them; false leaves them as they are."""
     stage: Refused[Literal["sparse", "dense_warmup"]] = "sparse"
-    """`sparse` trains them beside the other weights, by attention to the chosen tokens. `dense_warmup` trains only
+    """`sparse` trains indexers beside the other weights, by attention to the chosen tokens. `dense_warmup` trains only
     them, by attention to all earlier tokens.
     """
     weight: float = Field(default=1.0, gt=0)
@@ -585,7 +585,7 @@ class WatchdogConfig(Section):
 
 
 class ExportConfig(Section):
-    """The folders for other programs, written at the end."""
+    """Exports of the trained model for other programs, written at the end of the run."""
 
     at_end: bool = True
     """Write `export/` when training ends."""

@@ -36,7 +36,8 @@ have.
 """
 _HEAD = """# Model types
 
-Which model types are trained, and how. Most need nothing; where a run is refused, the hint says what to set:
+This page lists the model types that can be trained. Most need no settings; if a run is refused, the error says what to
+set:
 
 ```yaml
 model: {{path: my-bloom, attention: eager}}
@@ -46,61 +47,63 @@ data: {{train: chat.jsonl, packing: false}}
 {families}
 have rows in `ds_finetune/families/table.py`, and tests compare their losses and gradients with a reference loop. Every
 other causal model type of transformers is *generic*: it is built as transformers builds it. Before a generic type is
-trained, and by `ds-finetune plan`, a tiny copy of its `config.json` is tried on the CPU (about a second, fp32, random
-weights):
+trained, and by `ds-finetune plan`, a tiny model with its `config.json` and random weights is tried on the CPU in fp32,
+which takes about a second:
 
-- **packing**: two documents in one row, in both orders, have the hidden states of each document alone;
-- **padding**: a document with padding behind it has the hidden states of the document without;
-- **loss**: the loss is that of the logits that the model itself gives, with transformers' plain attention;
-- **adapters**, with `lora`: loss, gradients and logits are those with weights to which the adapters are added.
+| tried | must be equal |
+| --- | --- |
+| packing | hidden states of two documents in one row, in both orders, and of each document by itself |
+| padding | hidden states of a document with padding behind it, and without |
+| loss | the loss of this program, and that of the model's own logits with transformers' plain attention |
+| adapters, with `lora` | loss, gradients and logits with adapters, and with weights to which they are added |
 
-Results count as equal up to a relative difference of 1e-4; rounding makes 1e-7 to 4e-5. The loss must agree, and so
-must the rows that the run asks for, packed or padded. Otherwise the run ends on every rank with exit code 2 before
-anything is loaded. The differences are printed under the plan.
+Results count as equal up to a relative difference of 1e-4; rounding makes 1e-7 to 4e-5. If the loss differs, or the
+rows that the run asks for (packed or padded), the run ends on every rank with exit code 2 before anything is loaded.
+The differences are printed under the plan.
 
-The tiny copy has the first layers of the model, as many as hold one of each kind. Where no such copy can be built,
-packing is refused; without packing, a line under the plan says that the loss is not known to be right.
+The tiny model has the first layers of the model, as many as hold one of each kind. If it cannot be built, packing is
+refused. Without packing, a line under the plan then says that the loss is not known to be right.
 
-The encoders `{encoders}` have rows too. They attend in both directions and are trained with
-only `objective: classification`; tests compare documents of packed rows with each document alone in plain
+The encoders `{encoders}` are families too. They attend in both directions and are trained
+only with `objective: classification`. Tests compare documents of packed rows with each document by itself in plain
 transformers.
 
-[Sparse attention](../how-to/sparse-attention.md) (`deepseek_v32`, `glm_moe_dsa`) with documents longer than
-`index_topk` is refused with `model.attention: eager`, in teachers, and where a pipeline stage of GLM begins with a
-layer without an indexer. In documents of at most 4 x `index_topk` + 3 tokens the indexer of `deepseek_v4` leaves
-nothing out.
+[Sparse attention](../how-to/sparse-attention.md) (`deepseek_v32`, `glm_moe_dsa`) over documents longer than
+`index_topk` is refused with `model.attention: eager`, in teachers, and if a pipeline stage of GLM begins with a layer
+without an indexer. The indexer of `deepseek_v4` leaves out nothing in documents of at most 4 x `index_topk` + 3 tokens.
 
 `deepseek_v41` is refused, since transformers has no classes for it.
 
 Gated delta nets (`qwen3_next`, `qwen3_5_text`) start anew at each document of a packed row, with `model.attention:
-sdpa` or the kernels of this program; answers are not sampled from them.
+sdpa` or the kernels of this program. No answers are sampled from these models.
 
-Router biases (`e_score_correction_bias`, `expert_bias`) stay fp32 in every type. A balance loss that a config asks for
-by `output_router_logits: true` is refused; [routers](../how-to/routers.md) says which one is computed.
+Router biases (`e_score_correction_bias`, `expert_bias`) stay fp32 in every type. The balance loss of a `config.json`
+with `output_router_logits: true` is refused; see [routers](../how-to/routers.md) for the one that can be trained.
 
 ## Text parts
 
 A model whose `config.json` has a section `text_config` also processes images, video or audio. Its text part is trained
-as a model of the type that the section names, and only the text part needs memory. An export holds the complete model:
-config.json, names and all other tensors keep their bytes, and plain transformers' class of the complete model is
-compared with the run on texts. With LoRA the merged export is the complete model too, and `adapter/` fits it in peft.
+as a model of the type that the section names, and only the text part needs memory. An export holds the complete model
+with all other bytes unchanged. It is compared with the run on texts in transformers' class of the complete model. With
+LoRA the merged export is the complete model too, and `adapter/` fits it in peft.
 
-Rows with images, video or audio are refused. So are `model.weights: random`, quantised weights, classifiers, and
-exports to GGUF, ONNX, compressed-tensors and server adapters. So is a type whose text part has no causal LM in
-transformers, such as `qwen2_vl`.
+For these models, rows with images, video or audio are refused, and also `model.weights: random`, quantised weights,
+classifiers, and exports to GGUF, ONNX, compressed-tensors and server adapters. A type whose text part has no causal LM
+in transformers, such as `qwen2_vl`, is refused too.
 
-Tests train gemma3, gemma4, internvl, kimi_k25, mistral3, qwen3_5 and qwen3_vl. No test trains the others below, but
-their exports are compared as well, so export after a few steps first. The text part of the default configuration is in
-parentheses; your config.json may have another.
+Tests train gemma3, gemma4, internvl, kimi_k25, mistral3, qwen3_5 and qwen3_vl. The other model types below are not
+trained by tests; their exports are compared too, so export after a few steps first. The text part of the default
+configuration is in parentheses; your config.json may have another.
 
 {trained}
 
 ## What each type allows
 
-transformers {version}, `train.max_seq_len` {row_tokens}, `model.attention: sdpa`, or `eager` (marked) where there is no other.
-Configurations are transformers' defaults, with {settings} that get the layers of published models or could not be
-built (`SETTINGS` in `tests/model/model_types.py`). In a run your `config.json` counts. This page is written by
-`python -m tests.model.model_types > docs/reference/model-types.md`, and a slow test compares it.
+The results below are for transformers {version}, `train.max_seq_len` {row_tokens} and `model.attention: sdpa`, or
+`eager` (marked) if there is no other. They hold for transformers' default configurations, with {settings} that
+get the layers of published models or could not be built (`SETTINGS` in `tests/model/model_types.py`). A run tries your
+own `config.json`. This page is written by `python -m tests.model.model_types > docs/reference/model-types.md`, and a
+slow test compares it.
 """
 
 
@@ -215,18 +218,12 @@ def _section(verdict: str, heading: str, found: list[Row]) -> str:
     for row in found:
         if row.verdict == verdict:
             reasons.setdefault(row.reason, []).append(row.name)
-    texts = [f"- {reason}: {', '.join(names)}" if reason else ", ".join(names) for reason, names in reasons.items()]
-    wrapped = [
-        textwrap.fill(
-            text,
-            120,
-            subsequent_indent="  " if text.startswith("-") else "",
-            break_on_hyphens=False,
-            break_long_words=False,
-        )
-        for text in texts
+    texts = [
+        f"| {reason} | {', '.join(names)} |" if reason else textwrap.fill(", ".join(names), 120, break_on_hyphens=False)
+        for reason, names in reasons.items()
     ]
-    return f"\n### {heading}: {sum(map(len, reasons.values()))}\n\n" + "\n".join(wrapped) + "\n"
+    head = ["| reason | model types |", "| --- | --- |"] if "" not in reasons else []
+    return f"\n### {heading}: {sum(map(len, reasons.values()))}\n\n" + "\n".join([*head, *texts]) + "\n"
 
 
 if __name__ == "__main__":
