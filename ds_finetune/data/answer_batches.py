@@ -31,7 +31,7 @@ class ScoredAnswer:
     """Token ids of the answer, at least one; the end token is included unless the answer was truncated."""
     advantage: float
     number: int
-    """Index of the answer among the answers of the step."""
+    """Index of the answer among all answers of the step."""
     sampled: LogProbs = None
     old: LogProbs = None
     reference: LogProbs = None
@@ -83,8 +83,8 @@ def _share_prompts(answers: Sequence[ScoredAnswer], row_len: int) -> list[list[l
     for prompt, group in groups.items():
         group_of_row: dict[int, list[ScoredAnswer]] = {}
         for answer in sorted(group, key=lambda each: -len(each.ids)):
-            # A further answer in a row that has the prompt takes only one more token: the prompt's last, which is
-            # repeated.
+            # An answer in a row that already has its prompt needs only one more token, a copy of the prompt's last
+            # token.
             length = len(answer.ids) + 1
             space_and_row = next(
                 (each for each in spaces[bisect(spaces, (length,)) :] if each[1] in group_of_row), None
@@ -140,7 +140,7 @@ def _row(groups: Sequence[Sequence[ScoredAnswer]]) -> Row:
 def _with_numbers(micro: MicroBatch, answers: dict[int, ScoredAnswer]) -> MicroBatch:
     """Add the answers' log-probabilities to a micro-batch, at the positions of the labels; they are NaN elsewhere."""
     assert micro.examples is not None
-    # This order is right because no document is split over rows, and documents are in the order of the rows.
+    # Concatenating by document fits the rows: documents are in the order of the rows, and none is split.
     of_batch = [answers[number] for number in micro.examples.numbers.tolist()]
     is_supervised = (micro.labels != IGNORE_INDEX).numpy()
 

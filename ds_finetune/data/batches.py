@@ -224,7 +224,7 @@ def indices_of_rank(costs: Sequence[float] | None, num_rows: int, plan: BatchPla
 
 
 def row_id(number: int, num_rows: int, plan: BatchPlan) -> int:
-    """Index in the data of the row with number `number`, counted through all epochs of `num_rows` rows each."""
+    """Index in the data of the run's row number `number`, counted through all epochs of `num_rows` rows each."""
     epoch, index = divmod(number, num_rows)
     if plan.mixture is not None:
         return int(_mixed_order(plan.mixture, plan.seed, epoch, shuffle=plan.shuffle)[index])
@@ -377,7 +377,7 @@ def _positions_with_padding(rows: Sequence[Row], length: int, *, restarts: bool)
 
 _MOST_SWAPS = 200
 _NEARLY_EVEN = 1e-3
-"""Rows are no longer swapped between two ranks when the ranks' costs differ by less than this fraction of the mean."""
+"""Swapping rows between two ranks stops when their total costs differ by less than this fraction of the mean."""
 
 
 def divide_rows(costs: NDArray[np.float64], dp: int, forwards: int, *, meets_each_forward: bool) -> list[list[int]]:
@@ -424,7 +424,7 @@ def _even_out(descending: Sequence[int], costs: NDArray[np.float64], number: int
 
 
 def _swap(parts: list[list[int]], costs: NDArray[np.float64]) -> None:
-    """Swap rows between the part of highest and the part of lowest total cost, in place, while that narrows the gap."""
+    """Swap rows between the costliest and the cheapest of `parts`, in place, while that narrows the gap in cost."""
     totals = np.array([costs[part].sum() for part in parts])
     for _ in range(_MOST_SWAPS):
         most, least = int(totals.argmax()), int(totals.argmin())
@@ -433,7 +433,7 @@ def _swap(parts: list[list[int]], costs: NDArray[np.float64]) -> None:
             return
         given, received = _best_swap(costs[parts[most]], costs[parts[least]], gap)
         difference = float(costs[parts[most][given]] - costs[parts[least][received]])
-        # Swapping rows whose costs differ by d changes the gap to |gap - 2 d|.
+        # A swap of rows whose costs differ by d changes the gap between two parts to |gap - 2 d|.
         if not 0 < difference < gap:
             return
         parts[most][given], parts[least][received] = parts[least][received], parts[most][given]
@@ -494,7 +494,7 @@ def prefetched(
         is_closed.set()
         until = time.monotonic() + _SECONDS
         while thread.is_alive() and time.monotonic() < until:
-            # Emptying the queue lets a thread continue that waits for room in it.
+            # Taking items from the queue lets the thread end if it waits for room in the queue.
             with suppress(Empty):
                 ready.get(timeout=0.05)
 

@@ -119,7 +119,7 @@ def find_damage(folder: Path) -> str:
 
 
 def remove_damaged(folders: Sequence[Path], *, since: float) -> list[str]:
-    """Remove damaged folders, and return a line for each. The caller must hold the lock of the parent folder."""
+    """Remove damaged cache folders. Returns a message for each; the caller holds the lock of the parent folder."""
     checked = folders[0].with_name(_CHECKED)
     if checked.is_file() and checked.stat().st_mtime >= since:
         return checked.read_text(encoding="utf-8").splitlines()

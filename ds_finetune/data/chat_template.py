@@ -31,8 +31,8 @@ _STATM = Path("/proc/self/statm")
 
 
 class _TimeIsUpError(BaseException):
-    """Rendering took too long. jinja2 3.1.6 ignores an Exception in constant expressions (nodes.py:511), so this is
-    none.
+    """Rendering a template took too long. It is no Exception, which jinja2 3.1.6 ignores in constant expressions
+    (nodes.py:511).
     """
 
 

@@ -90,7 +90,7 @@ def _read_labels(records: Iterable[tuple[str, Record]], columns: Mapping[str, st
         elif isinstance(label, str):
             names.setdefault(label, where)
         else:
-            raise _bad_label(label, column, where, hint="give a whole number or a name")
+            raise _bad_label(label, column, where, "give a whole number or a name")
     if names and numbers:
         number_text, where = next(iter(numbers.items()))
         name, other = next(iter(names.items()))
@@ -163,7 +163,7 @@ def target_of(label: object, kind: RowKind, column: str, where: str) -> float:
         class_names = (
             f"the classes are {', '.join(kind.labels[:_SHOWN_CLASSES])}" if kind.labels else "classes are whole numbers"
         )
-        raise _bad_label(label, column, where, hint=class_names)
+        raise _bad_label(label, column, where, class_names)
     count = kind.num_labels or 0
     if not 0 <= number < count:
         raise _outside(number, column, where, count)
@@ -198,7 +198,7 @@ def _outside(number: int, column: str, where: str, count: int) -> DataError:
     )
 
 
-def _bad_label(label: object, column: str, where: str, *, hint: str) -> DataError:
+def _bad_label(label: object, column: str, where: str, hint: str) -> DataError:
     return DataError(
         f"{where}: column `{column}` is {shown_value(label)}, which is no class",
         hint=f"{hint}; for regression set objective.num_labels to 1",

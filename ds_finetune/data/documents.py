@@ -25,7 +25,7 @@ class NamedCounts:
 
     @classmethod
     def of(cls, rows: Iterable[tuple[Iterable[str], str]]) -> Self:
-        """Count rows by name, given the names that apply to each row and its location."""
+        """Count rows by name, given for each row the names that apply to it, and its location."""
         entries: dict[str, tuple[int, str]] = {}
         for names, where in rows:
             for name in names:
@@ -42,7 +42,7 @@ class NamedCounts:
 
     @property
     def rows(self) -> int:
-        """Sum of the numbers of rows of all names."""
+        """Total number of rows, summed over all names."""
         return sum(rows for rows, _ in self.entries.values())
 
 
@@ -103,9 +103,9 @@ class Counts:
     forms: NamedCounts = field(default_factory=NamedCounts)
     """Numbers of completions that were tokenised without a chat template, by form of their prompt (`Tokens.form`)."""
     named: NamedCounts = field(default_factory=NamedCounts)
-    """Numbers of rows by key of `data.columns` whose column they have."""
+    """For each key of `data.columns`, the number of rows that have the column it names."""
     by_path: NamedCounts = field(default_factory=NamedCounts)
-    """Numbers of documents by index of their path in data.train or data.eval, where several paths are named."""
+    """Number of documents by index of their path in data.train or data.eval; empty for a single path."""
 
     bad_rows: int = 0
     """Number of rows that cannot be read or tokenised."""
@@ -168,7 +168,7 @@ class Documents:
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         targets = np.array([document.target for document in documents], dtype=np.float64)
         second = [length if d.second is None else d.second for d, length in zip(documents, lengths, strict=True)]
-        # These texts have a line for each document, or are empty if none of the documents has a record or location.
+        # `records` and `places` have a line for each document, or are empty if all documents lack them.
         texts = [[document.record for document in documents], [document.where for document in documents]]
         lines = ["".join(f"{text}\n" for text in each) if any(each) else "" for each in texts]
         records, places = (np.frombuffer(each.encode(), dtype=np.uint8) for each in lines)
@@ -186,11 +186,13 @@ class Documents:
     @classmethod
     def read(cls, folder: Path) -> Self:
         """Open the documents of a folder as memory maps."""
-        # Plain arrays on the memory maps are used because a slice of a np.memmap takes 30 microseconds more.
+        # np.asarray makes plain arrays of the memory maps, since slicing a np.memmap takes 30 microseconds more.
         return cls(*(np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r")) for name in _ARRAYS))
 
     def write(self, folder: Path, counts: Counts) -> None:
-        """Write to the new folder `folder`, which is complete as soon as it exists; OutputError where writing fails."""
+        """Write documents and `counts` to the new `folder`, which is complete as soon as it exists; OutputError on
+        failure.
+        """
         write_folder(folder, {name: ArrayParts.of(getattr(self, name)) for name in _ARRAYS}, _texts(counts))
 
 

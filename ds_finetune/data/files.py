@@ -20,7 +20,7 @@ Record = Mapping[str, Any]
 ReadRecord = Record | DataError
 """A record, or the error of a line or row that cannot be read."""
 FORMATS = {".json": "json", ".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
-"""Formats by file name suffix; suffixes may be in upper case."""
+"""Data format by file name suffix; suffixes may be in upper case."""
 _COMPRESSED = (".gz", ".zst")
 _BOM = b"\xef\xbb\xbf"
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
@@ -133,7 +133,7 @@ def _decode(content: bytes, where: str, *, offset: int) -> str:
 
 
 def _guess_encoding(content: bytes) -> tuple[str, str]:
-    """Likely encoding of bytes that are not UTF-8: a name for the message, and a name for `iconv`.
+    """Guess the encoding of bytes that are not UTF-8. Returns its name for the message, and its name for `iconv`.
 
     All bytes are valid in Latin-1, and many pairs of Latin-1 letters are valid in East Asian encodings. An East Asian
     encoding is named only if all bytes are valid in it and most characters are common ones: kana or level-1 ideographs.
@@ -249,7 +249,7 @@ def _read_csv(path: str) -> Iterator[tuple[str, ReadRecord]]:
 
 
 def _csv_lines(path: str, undecodable: list[DataError]) -> Iterator[str]:
-    """Lines of the file; a line that is not UTF-8 becomes an empty field, and its error is added to `undecodable`."""
+    """Lines of a CSV file; a line that is not UTF-8 becomes an empty field, and its error is added to `undecodable`."""
     for _, line in _lines(path):
         if isinstance(line, DataError):
             undecodable.append(line)

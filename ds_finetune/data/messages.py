@@ -89,7 +89,10 @@ def read_conversation(messages: object, tools: object, column: str, where: str) 
     Consecutive assistant messages are joined to one turn, in the order in which a model writes it: text, then calls.
     """
     if not isinstance(messages, list | tuple) or not messages:
-        raise DataError(f"{where}: `{column}` is {shown_value(messages)}", hint="give a list of {role, content}")
+        raise DataError(
+            f"{where}: `{column}` is {shown_value(messages)}, no list of messages",
+            hint="give a list of {role, content}",
+        )
     turns: list[dict[str, Any]] = []
     unread: dict[str, None] = {}
     for number, message in enumerate(messages, start=1):
@@ -112,7 +115,9 @@ def read_tools(tools: object, where: str) -> tuple[Mapping[str, Any], ...] | Non
     if not parsed:
         return None
     if not isinstance(parsed, list | tuple):
-        raise DataError(f"{where}: `tools` is {shown_value(parsed)}", hint="give a list of tools, or that list as JSON")
+        raise DataError(
+            f"{where}: `tools` is {shown_value(parsed)}, no list", hint="give a list of tools, or that list as JSON"
+        )
     check_text(_json(parsed, f"{where}: `tools`"), f"{where}: `tools`")
     return tuple(_tool(tool, f"{where}: tool {number}") for number, tool in enumerate(parsed, start=1))
 
@@ -161,7 +166,7 @@ def _tool(tool: object, what: str) -> Mapping[str, Any]:
 
 
 def _message(message: object, what: str, where: str) -> tuple[dict[str, Any], list[str]]:
-    """A message in OpenAI's form, and the names of its unused fields."""
+    """Convert a message to OpenAI's form. Also returns the names of its unused fields."""
     if not isinstance(message, dict):
         raise DataError(f"{what} is {shown_value(message)}, not an object", hint="give a list of {role, content}")
     fields = {key: value for key, value in message.items() if value is not None}
@@ -277,8 +282,8 @@ def _value_parts(parts: Sequence[Any], what: str) -> dict[str, Any]:
         return {}
     if kinds != sorted(kinds, key=_VALUE_PARTS.index):
         raise DataError(
-            f"{what} has the parts {', '.join(kinds)}, and no turn is written in this order",
-            hint=f"give them in the order {', '.join(_VALUE_PARTS)}, or what is missing between the two",
+            f"{what} has the parts {', '.join(kinds)}, which no chat template writes in this order",
+            hint=f"give them in the order {', '.join(_VALUE_PARTS)}, or divide the message",
         )
     texts = {
         kind: [check_text(part["value"], f"{what}: a {kind} part") for part in parts if part["type"] == kind]
@@ -372,7 +377,7 @@ def _finite(number: str) -> float:
 
 
 def map_texts(conversation: Conversation, change: Callable[[str, str], str]) -> Conversation:
-    """Replace each text of a conversation by `change(role, text)`; texts of tools have the role `system`."""
+    """Replace each text of a conversation by the result of `change(role, text)`; tools have the role `system`."""
     messages = []
     for message in conversation.messages:
         role = message["role"]

@@ -37,7 +37,7 @@ class Preference:
     margin: float = 0.0
 
     def with_system(self, text: str, where: str) -> Self:
-        """Prepend a system message to both sides."""
+        """Prepend a system message to the dialogues of both answers."""
         chosen, rejected = (side.with_system(text, where) for side in (self.chosen, self.rejected))
         return replace(self, chosen=chosen, rejected=rejected)
 
@@ -109,7 +109,9 @@ def _as_turns(answer: object, column: str, where: str) -> list[Any]:
 def _list_of_turns(view: Mapping[str, Any], column: str, where: str) -> list[Any]:
     turns = view[column]
     if not isinstance(turns, list | tuple):
-        raise DataError(f"{where}: `{column}` is {shown_value(turns)}", hint="give a list of {role, content}")
+        raise DataError(
+            f"{where}: `{column}` is {shown_value(turns)}, no list of messages", hint="give a list of {role, content}"
+        )
     return list(turns)
 
 

@@ -239,7 +239,7 @@ def _tokenise(
             line.advance(ROWS_PER_PART)
     counts = sum((read_counts(part) for part in parts), Counts())
     if len(set(parts.values())) > 1:
-        # A part has records of a single path.
+        # A part has records of a single path, so all its documents count for that path.
         by_path = (NamedCounts({str(entry): (read_counts(part).documents, "")}) for part, entry in parts.items())
         counts = replace(counts, by_path=sum(by_path, NamedCounts()))
     if counts.read:

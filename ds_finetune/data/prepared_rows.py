@@ -80,7 +80,7 @@ def document_starts(positions: Ints) -> Numbers:
 
 
 class Rows(Protocol):
-    """Rows that can be read by index in any order."""
+    """Training rows that can be read by index in any order."""
 
     def __len__(self) -> int: ...
 
@@ -89,7 +89,7 @@ class Rows(Protocol):
 
 @runtime_checkable
 class CountedRows(Rows, Protocol):
-    """Rows whose units can be counted without reading their tokens."""
+    """Training rows of which tokens, documents and pairs can be counted without reading the tokens."""
 
     def count_units(self, ids: Sequence[int], documents_per_unit: int) -> dict[str, int]:
         """Count supervised tokens, pairs, documents and so on in the rows `ids`, with the keys of
@@ -124,7 +124,7 @@ _ODD = np.uint64(0x9E3779B97F4A7C15)
 
 @dataclass(frozen=True, eq=False)
 class PreparedRows:
-    """Rows made of units: row i has the units `order[offsets[i] : offsets[i + 1]]`.
+    """Training rows in memory-mapped arrays. Row i has the units `order[offsets[i] : offsets[i + 1]]`.
 
     A unit u is document u, or for pairs documents 2u and 2u + 1. Only `order` and `offsets`, a few bytes per unit, are
     held in memory.
@@ -359,7 +359,7 @@ def _line(text: NDArray[np.uint8], ends: Numbers, number: int) -> str:
 
 
 def one_unit_a_row(documents: Documents, kind: RowKind) -> tuple[Numbers, Numbers]:
-    """Arrays `order` and `offsets` of `PreparedRows` for rows of one document, pair or example each."""
+    """Put each document, pair or example into a row of its own; returns `order` and `offsets` of `PreparedRows`."""
     units = len(documents.targets) // max(kind.documents_per_unit, 1)
     return np.arange(units), np.arange(units + 1)
 
@@ -367,7 +367,8 @@ def one_unit_a_row(documents: Documents, kind: RowKind) -> tuple[Numbers, Number
 def pack_units(
     documents: Documents, kind: RowKind, max_seq_len: int, parts: Sequence[int] | None = None
 ) -> tuple[Numbers, Numbers]:
-    """Arrays `order` and `offsets` of `PreparedRows` for rows that are packed to at most `max_seq_len` tokens.
+    """Pack documents, pairs or examples into rows of at most `max_seq_len` tokens; returns `order` and `offsets` of
+    `PreparedRows`.
 
     `parts` are the numbers of units of consecutive sources, which do not share rows; None for one source.
     """

@@ -1,4 +1,4 @@
-"""Defines how prompts are written and which token ids end an answer, alike in training, the export and its programs."""
+"""Defines how prompts are written and which token ids end an answer, so that exports agree with training in both."""
 
 import json
 import re
@@ -158,7 +158,7 @@ class PromptFormat:
 
     @classmethod
     def of_tokenizer(cls, tokenizer: PreTrainedTokenizerBase) -> "PromptFormat":
-        """The format of a model that is exported without a run."""
+        """The prompt format of a model that is exported without a run, as its tokenizer defines it."""
         default, for_tools = (_named(tokenizer.chat_template, name) for name in ("default", "tool_use"))
         is_plain = PlainFormat.of(default) is not None
         settings = TemplateSettings(None if is_plain else default or None, "assistant", "keep", tool_template=for_tools)
@@ -311,7 +311,7 @@ def end_ids(
 
 
 def served_generation(folder: Path, config: PretrainedConfig, ends: Sequence[int]) -> dict[str, str]:
-    """Name and text of an export's generation_config.json; empty if the one in `folder` already has exactly `ends`."""
+    """Name and text of an export's generation_config.json; empty if that of `folder` already names exactly `ends`."""
     tree, config = read_generation(folder), config.get_text_config()
     given = tree.get("eos_token_id", config.eos_token_id)
     if not ends or set(given if isinstance(given, list) else [given]) == set(ends):

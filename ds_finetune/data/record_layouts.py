@@ -101,7 +101,7 @@ class LabelledText:
 def published_columns(
     record: Record, columns: Mapping[str, str], layouts: Mapping[str, "LayoutColumns"]
 ) -> dict[str, str]:
-    """`columns`, extended by column names of published data sets, if the record fits one of `layouts` with them."""
+    """Extend `columns` by column names of published data sets, if the record then fits one of `layouts`."""
     renamed = dict(columns)
     if "system" not in record and "system_prompt" in record:
         renamed = {"system": "system_prompt", **renamed}
@@ -113,7 +113,7 @@ def published_columns(
 
 
 def default_columns(record: Record, columns: Mapping[str, str]) -> dict[str, str]:
-    """`columns`, extended by the names of `label`, `text` and `text_pair` in KTO's and GLUE's data sets."""
+    """Extend `columns` by the columns that KTO's and GLUE's data sets have as `label`, `text` and `text_pair`."""
     defaults: dict[str, str] = {}
     if "label" not in record and "kto_tag" in record:
         defaults["label"] = "kto_tag"
@@ -248,12 +248,12 @@ def check_not_continued(prompt: Sequence[object], answer: Sequence[object], wher
 
 
 def role_of(turn: object) -> object:
-    """Role of a message in any form; None where it has none."""
+    """Role of a message in OpenAI's or ShareGPT's form; None where it has none."""
     return turn.get("role", turn.get("from")) if isinstance(turn, Mapping) else None
 
 
 def is_answer(turn: object) -> bool:
-    """Whether a message in any form is the assistant's."""
+    """Whether a message in OpenAI's or ShareGPT's form is the assistant's."""
     return role_of(turn) in ANSWER_ROLES
 
 
@@ -283,7 +283,7 @@ def _history(view: Mapping[str, Any], where: str) -> list[dict[str, str]]:
     pairs, what = view.get("history") or [], f"{where}: column `history`"
     is_list = isinstance(pairs, list | tuple)
     if not is_list or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
-        raise DataError(f"{what} is {pairs!r:.60}", hint="give a list of [question, answer] pairs")
+        raise DataError(f"{what} is {pairs!r:.60}, no list of pairs", hint="give a list of [question, answer] pairs")
     turns = ((role, text) for pair in pairs for role, text in zip(("user", "assistant"), pair, strict=True))
     return [{"role": role, "content": check_text(text, what)} for role, text in turns]
 
@@ -314,7 +314,7 @@ def _texts(view: Mapping[str, Any], where: str) -> tuple[str, str | None]:
 
 @dataclass(frozen=True)
 class LayoutColumns:
-    """A layout: its name, its needed and optional columns, and the function that reads a record."""
+    """A row layout: its name, its needed and optional columns, and the function that reads a record."""
 
     name: str
     needed: frozenset[str]
@@ -323,7 +323,8 @@ class LayoutColumns:
 
 
 def by_name(*layouts: tuple[str, str, str, Callable[[Mapping[str, Any], str], Any]]) -> Mapping[str, LayoutColumns]:
-    """Layouts from tuples of name, needed columns, optional columns (separated by spaces), and function.
+    """Make a mapping of row layouts from tuples of name, needed and optional columns (separated by spaces), and
+    function.
 
     The text of an optional column `system` is prepended to the function's result as the first turn.
     """

@@ -156,7 +156,7 @@ class RenderedConversation:
     def server_prompt(self, number: int) -> str | None:
         """A server's prompt (`apply_chat_template`) for the messages before `number`; None where rendering fails."""
         try:
-            # apply_chat_template drops keys whose value is None: transformers 5.23, tokenization_utils_base.py:3144.
+            # Keys whose value is None are dropped, as transformers 5.23 does (tokenization_utils_base.py:3144).
             messages = [
                 {key: value for key, value in message.items() if value is not None}
                 for message in self._messages[:number]
@@ -245,11 +245,13 @@ class RenderedConversation:
         return header.partition(token)[0] + token if token else ""
 
     def _call_end(self, middle: str, tail: str) -> tuple[int, bool]:
-        """Index in `tail` at which a turn with tool calls ends, and whether the template lacks an end token there."""
+        """Index in `tail`, the rendering after a call, where the turn ends, and whether the template lacks an end token
+        there.
+        """
         token = self._template.probes.turn_end
         ends = find_token(token, tail)
         if len(ends) > 1 or find_token(token, middle):
-            # R1's template writes the end token again after each further call of a turn.
+            # A turn with several end tokens is refused. R1's template writes one after each call but the first.
             raise UnrenderedTextError("calls")
         return (ends[0], False) if ends else (len(tail.rstrip("\n")), True)
 
@@ -292,7 +294,8 @@ def _placeholders(message: Mapping[str, Any], number: int, template: ChatTemplat
     if message.get("reasoning_content"):
         texts.append((placeholder(f"{number}r"), message["reasoning_content"], "reasoning"))
     for index, call in enumerate(calls):
-        # A template that writes the call's id, as Kimi K2's, names the function by it.
+        # If the template writes the id of a call, as Kimi K2's, the id is looked for, since it contains the function's
+        # name.
         name = call.get("id", "") if template.probes.is_named_by_id else call["function"]["name"]
         texts.append((placeholder(f"{number}c{index}"), str(name), "calls"))
     return texts

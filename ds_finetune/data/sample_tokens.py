@@ -123,8 +123,8 @@ class SampleTokeniser:
     def _tokens_of(
         self, text: _SampleText, encoded: Sequence[tuple[list[int], bool]], *, is_chat: bool, where: str
     ) -> Tokens:
-        """Join the ids of a sample's segments to its tokens. Each segment has a flag: whether its start would merge
-        back.
+        """Join the token ids of a sample's segments. Each segment has a flag, whether the tokenizer would merge its
+        beginning with the segment before it.
         """
         ids = [] if is_chat else list(self.begin)
         mask = [False] * len(ids)
@@ -133,7 +133,7 @@ class SampleTokeniser:
             ids += part
             mask += [segment.is_supervised] * len(part)
         if text.segments and text.segments[-1].is_supervised and not is_chat and self._has_eos:
-            # The text may already end with the eos token.
+            # A text that already ends with the eos token gets no second one.
             ends = [int(self._tokenizer.eos_token_id)] if part[-1:] != [self._tokenizer.eos_token_id] else []
             ids, mask = ids + ends, mask + [True] * len(ends)
         bos = self._tokenizer.bos_token_id

@@ -108,7 +108,9 @@ class RecordChoice:
     is_held_out: bool = False
 
     def read(self, sources: Sequence[Source]) -> Iterator[tuple[Source, Iterator[tuple[str, ReadRecord]]]]:
-        """Yield each source with its chosen records, in the form of `read_or_errors`."""
+        """Yield each source with its chosen records, each with its location; an error takes the place of an unreadable
+        record.
+        """
         numbers = iter(range(self.rows)) if self.rows else count()
         for source in sources:
             numbered = zip(read_or_errors(source), numbers, strict=False)
@@ -175,7 +177,7 @@ _NO_PATH = {
     ",": "write several files as a list: `train: [a.jsonl, b.jsonl]`",
     "~": "`~` is not expanded: write the whole path",
 }
-"""Marks of data names that other programs accept and this one does not, each with a hint."""
+"""Parts of data names that only other programs understand, each with a hint for the error."""
 _DESCRIPTION = "dataset_info.json"
 """File name of LLaMA-Factory's list of data sets, and of the description that `Dataset.save_to_disk` writes."""
 
@@ -283,7 +285,7 @@ def _estimate_rows_of(source: Source) -> int:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        # A damaged file is reported when its rows are read.
+        # The error is ignored here, since a damaged file is reported when its rows are read.
         with suppress(OSError, pa.ArrowException):
             return int(pq.read_metadata(path).num_rows)
         return 0

@@ -49,7 +49,7 @@ class TextEncoder:
         """
         contexts = [self._context(before) if text else "" for text, before in texts]
         distinct = [*{*contexts, *(context + text for context, (text, _) in zip(contexts, texts, strict=True))}]
-        # transformers 5.23 turns truncation and padding off before each call of a tokenizer, and so does this.
+        # Truncation and padding are turned off, as transformers 5.23 does before each call of a tokenizer.
         self._core.no_truncation()
         self._core.no_padding()
         encodings = self._core.encode_batch_fast(distinct, add_special_tokens=False)
@@ -134,8 +134,8 @@ class ControlTokens:
         return is_present
 
     def protect(self, conversation: Conversation, where: str) -> tuple[Conversation, str]:
-        """Put the conversation's control tokens in brackets; the second result is a key of `row_report.NOTED`, empty
-        without any.
+        """Put control tokens in the conversation's texts into brackets. Also returns a remark (a key of
+        `row_report.NOTED`), which is empty if there are none.
 
         With `keep` the conversation is not changed; with `refuse` a control token is a DataError.
         """

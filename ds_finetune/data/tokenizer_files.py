@@ -55,7 +55,8 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
     path = Path(folder) / "tokenizer_config.json"
     settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     if settings.get("add_bos_token"):
-        # transformers 5.23 ignores `add_bos_token` next to a plain tokenizer.json, and would add no BOS to a prompt.
+        # transformers 5.23 ignores `add_bos_token` beside a plain tokenizer.json, and would then add no BOS token to a
+        # prompt.
         tokenizer.add_bos_token = True
     return tokenizer
 

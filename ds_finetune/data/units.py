@@ -73,7 +73,7 @@ class Tokenisation:
 
     @cached_property
     def tokeniser(self) -> SampleTokeniser:
-        """The tokeniser of these rows. Of pairs and labelled completions, only the last answer is supervised."""
+        """Tokeniser for rows of this kind. Of pairs and labelled completions, only the last answer is supervised."""
         is_last_only = self.kind.name in ("pairs", "marked")
         settings = replace(self.settings, train_on="last_assistant") if is_last_only else self.settings
         return SampleTokeniser(self.tokenizer, settings, bos=self.kind.bos, has_eos=self.kind.has_eos)
