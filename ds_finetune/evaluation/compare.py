@@ -34,7 +34,7 @@ Scored = TypeVar("Scored", bound=UnitScores)
 class Metric:
     """A metric and its 95% confidence interval.
 
-    With a baseline, it also has the baseline's value and the difference (value - baseline), whose interval it then is.
+    With a baseline, it also has the baseline's value and the difference (value - baseline), with its interval.
     """
 
     value: float
@@ -70,7 +70,7 @@ def _resample(scores: Scored, baseline: Scored | None) -> Mapping[str, NDArray[n
     most = max(1, _CELLS_AT_ONCE // documents)
     for first in range(0, RESAMPLES, most):
         size = min(RESAMPLES - first, most)
-        # How often each resample contains each document, [resamples, documents].
+        # Counts [resamples, documents] say how often a bootstrap resample contains a document.
         counts = rng.multinomial(documents, np.full(documents, 1 / documents), size=size).astype(np.float64)
         of_model = scores.metrics(counts)
         of_baseline = None if baseline is None else baseline.metrics(counts)

@@ -110,7 +110,7 @@ class _RewardTrial:
 
 
 def try_rewards(run: RunSettings, *, records: int, samples: int) -> list[ScoredAnswers]:
-    """Dry run of a run's rewards on the reference answers of the first `records` data rows, and on one sampled answer
+    """Try a run's rewards on the reference answers of the first `records` data rows, and on one sampled answer
     to each of the first `samples` prompts.
 
     ConfigError where the run has no rewards, or one cannot be loaded; DataError for a row that a reward cannot use.

@@ -150,8 +150,7 @@ class DocumentObjective(Objective):
     def loss(self, documents: DocumentLogProbs, weights: torch.Tensor, baseline: torch.Tensor) -> LossAndSums:
         """Contribution of these documents to the loss of the step.
 
-        `weights` fp64 [terms] are factors of the sums that are the objective's terms. `baseline` is KTO's z0, fp64
-        scalar, or 0.
+        `weights` fp64 [terms] scale the sum of each term of the loss. `baseline` is KTO's z0, fp64 scalar, or 0.
         """
 
 
@@ -184,7 +183,7 @@ class AnswerObjective(Objective):
     @abstractmethod
     def loss(self, tokens: AnswerTokens, weights: torch.Tensor) -> LossAndSums:
         """Contribution of these answer tokens to the loss of the step, with sums over the tokens for the metrics.
-        `weights` fp64 [terms] are factors of the sums that are the objective's terms.
+        `weights` fp64 [terms] scale the sum of each term of the loss.
         """
 
 
@@ -198,7 +197,7 @@ class ScoreObjective(Objective):
     @abstractmethod
     def loss(self, scores: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> LossAndSums:
         """Contribution of `scores` fp32 [documents, num_outputs] with `targets` fp64 [documents] to the loss of the
-        step. `weights` fp64 [terms] are factors of the sums that are the objective's terms.
+        step. `weights` fp64 [terms] scale the sum of each term of the loss.
         """
 
 
@@ -248,7 +247,7 @@ class TopLogProbs:
     """Log-probabilities of the tokens `ids`, and last of all other tokens together, fp16 [rows, tokens, k + 1]."""
 
     def to(self, device: torch.device, *, non_blocking: bool = False) -> "TopLogProbs":
-        """The distributions, copied to `device`."""
+        """The teacher's distributions, copied to `device`."""
         return TopLogProbs(*(part.to(device, non_blocking=non_blocking) for part in (self.ids, self.log_probs)))
 
 

@@ -98,7 +98,7 @@ class RequestQueue:
             asyncio.get_running_loop().call_later(_CLOSING_SECONDS, self._stopper.stop, _STOPPING)
 
     def check_room(self) -> None:
-        """RequestError with status 429 where the queue is full, and 503 where it is closed."""
+        """RequestError with status 429 where the queue of requests is full, and 503 where it is closed."""
         if self._is_closed:
             raise _stopping()
         waiting = len(self._waiting) - 1
@@ -171,7 +171,7 @@ def _stopping() -> RequestError:
 
 
 def stop_position(text: str, stops: Sequence[str]) -> int | None:
-    """Position where an answer's text is cut: where the stop text begins that ends first; of several, the longest."""
+    """Position where an answer is cut: the start of the stop text that ends first (the longest if several do)."""
     spans = [(text.index(stop) + len(stop), text.index(stop)) for stop in stops if stop in text]
     return min(spans)[1] if spans else None
 
@@ -190,7 +190,7 @@ class AnswerText:
         self.is_stopped = False
 
     def step(self, tokenizer: Tokenizer, token: int) -> str | None:
-        """Add a token. Returns new text that later tokens cannot change, or None."""
+        """Add a token of the answer. Returns new text that later tokens cannot change, or None."""
         self._ids.append(token)
         text = self._undecoded(tokenizer)
         if not text or text.endswith(_INCOMPLETE):

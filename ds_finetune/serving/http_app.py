@@ -204,7 +204,7 @@ class AnswerRoute:
         self._kind, self._handler, self._served, self._queue = kind, handler, served, queue
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
+        """Answer one HTTP request."""
         try:
             self._queue.check_room()
             request = parse_request(self._kind, await self._read(Request(scope, receive)))

@@ -31,7 +31,7 @@ from ds_finetune.system.versions import check_versions
 _SERVING = ("fastapi", "uvicorn", "pydantic", "openai")
 """Packages that `transformers serve` imports (transformers 5.23, utils/import_utils.py:972)."""
 API_KEY = "DS_FINETUNE_API_KEY"
-"""Environment variable with the API key of requests. Other users of a machine can read options of commands."""
+"""Environment variable with the API key of requests, since other users can read the options of a command."""
 QUEUE, REQUEST_SECONDS = 16, 600.0
 """Default values of the options --queue and --request-seconds."""
 _POLL_SECONDS = 0.3
@@ -204,7 +204,7 @@ def _adapter_arguments(options: ServeOptions, folder: Path, cache: str) -> list[
     out = Path(cache) / "adapter"
     ADAPTER.load().write(options.adapter, out, ADAPTER.resolved(ExportOptions(base=folder)))
     given = ["--lora-modules", f"{options.adapter}={out}"]
-    # With these files, prompts and end tokens of both served models are those with which the adapter was trained.
+    # The adapter's tokenizer and generation config are served, for the prompts and end tokens of its training.
     given += ["--tokenizer", str(out)] if (out / "tokenizer_config.json").is_file() else []
     given += ["--generation-config", str(out)] if (out / GENERATION).is_file() else []
     return ["--enable-lora", "--max-lora-rank", str(served_rank(out)), *given]

@@ -107,7 +107,7 @@ def _read_number(text: str, *, which: int) -> decimal.Decimal | None:
 
 
 def _plain_fraction(fraction: re.Match[str]) -> str:
-    """`3 1/2` for `3\frac12`. A sign below the fraction bar is written before the fraction."""
+    r"""`3 1/2` for `3\frac12`. A sign below the fraction bar is written before the fraction."""
     whole, above, below = fraction[1] or "", fraction[2] or fraction[3], fraction[4] or fraction[5]
     is_negative = above.startswith("-") != below.startswith("-")
     return f"{whole}{' ' * bool(whole)}{'-' * is_negative}{above.lstrip('+-')}/{below.lstrip('+-')}"

@@ -46,7 +46,7 @@ class _EndedError(Exception):
 
 
 class _Worker:
-    """One worker process, which is started when it is first needed and again if it has ended."""
+    """A worker process that computes rewards. It is started when it is first needed, and again if it has ended."""
 
     def __init__(self, settings: Sequence[Mapping[str, Any]], log: IO[bytes]) -> None:
         self._settings, self._log = settings, log

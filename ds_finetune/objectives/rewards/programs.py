@@ -188,7 +188,7 @@ def _kill(children: set[int]) -> None:
 def _children() -> set[int]:
     pids: set[int] = set()
     for file in Path("/proc/self/task").glob("*/children"):
-        # A thread may end while its file is read.
+        # The file of a thread in /proc vanishes if the thread ends while it is read.
         with suppress(OSError):
             pids |= set(map(int, file.read_text().split()))
     return pids
