@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from ds_finetune.checkpoint.restore import random_state, restore_random_state
 from ds_finetune.cluster.doctor import measure
-from ds_finetune.cluster.watchdog.progress import RankProgress, marks_of
+from ds_finetune.cluster.watchdog.progress import RankProgress
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.sections import WatchdogConfig
 from ds_finetune.engine import generation
@@ -64,10 +64,11 @@ def test_the_watchdog_reads_progress_from_events(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: streams[-1])
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     progress = RankProgress(0, WatchdogConfig())
-    progress.marks = marks_of("cuda:0")
+    progress.device = "cuda:0"
     for name, stream in (("all_reduce", "default"), ("all_gather", "of overlap_comm")):
         streams.append(stream)
-        progress.leave(progress.enter(name, 2, "all"))
+        with progress.collective(name, 2, "all"):
+            pass
 
     def position() -> tuple[str, str]:
         status = progress.status()
@@ -156,4 +157,4 @@ def test_doctor_measures_gpus_by_nccl(
     # The clock stops after the device.
     assert len(waits) >= 4
     found = json.loads(capsys.readouterr().out)
-    assert found == {"inside": 0.0, "links": {}, "all": 0.0, "ranks": 1, "bytes": 256}
+    assert found == {"inside": 0.0, "all": 0.0, "ranks": 1, "bytes": 256}

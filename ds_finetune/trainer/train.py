@@ -12,9 +12,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ds_finetune.cluster.watchdog.collectives import observe_collectives
 from ds_finetune.cluster.watchdog.monitor import Monitor, start_monitor
-from ds_finetune.cluster.watchdog.progress import RankProgress, marks_of
+from ds_finetune.cluster.watchdog.progress import RankProgress, observe_collectives
 from ds_finetune.config.schedule import seconds_of
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.sections import WatchdogConfig
@@ -265,7 +264,7 @@ def resolve_on_ranks(config: RunConfig, world: World, store: dist.Store, monitor
     check_same_versions(world, store)
     check_same_precision(config.train, world, store)
     resolved = resolve_here(config, world)
-    monitor.wait_until_prepared(store, "plan")
+    monitor.wait_until_prepared(store)
     check_same_kernels(resolved.plan.kernels, resolved.plan.device, world, store)
     return resolved
 
@@ -297,7 +296,7 @@ def open_process_group(run: PreparedRun, store: dist.Store, monitor: Monitor) ->
     """Context with the process group of all ranks. The watchdog reports an error before the group closes."""
     timeout = timedelta(seconds=run.plan.watchdog.collective_seconds)
     group = process_group(run.plan.world, run.plan.device, store, timeout=timeout)
-    monitor.progress.marks = marks_of(device_of_rank(run.plan.device, run.plan.world.local_rank))
+    monitor.progress.device = device_of_rank(run.plan.device, run.plan.world.local_rank)
     # Before the steps, memory does not depend on the micro-batch size, so a size that failed is not remembered.
     starting = replace(run, failed_size=None)
     errors = report_errors(starting, monitor)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_finetune.cluster.watchdog.progress import RankProgress, marks_of
+from ds_finetune.cluster.watchdog.progress import RankProgress
 from ds_finetune.config.sections import WatchdogConfig
 from ds_finetune.data.batches import BatchPlan, training_batches
 from ds_finetune.engine.engine import Engine
@@ -36,8 +36,8 @@ WITHOUT_CUDA = {
 }
 """Files that start threads, and what these do."""
 ON_A_DEVICE = {
-    "cluster/watchdog/heartbeats.py": "queries marks of the device",
-    "cluster/watchdog/monitor.py": "queries marks of the device",
+    "cluster/watchdog/heartbeats.py": "queries events of the device",
+    "cluster/watchdog/monitor.py": "queries events of the device",
     "data/batches.py": "pins batches",
     # The model of a single process is on the current GPU, 0.
     "serving/in_process.py": "generates",
@@ -102,8 +102,9 @@ def test_the_thread_that_pins_batches(cuda: Cuda, monkeypatch: pytest.MonkeyPatc
 
 def test_the_thread_of_the_watchdog(cuda: Cuda) -> None:
     progress = RankProgress(0, WatchdogConfig())
-    progress.marks = marks_of("cuda:3")
-    progress.leave(progress.enter("all_reduce", 1, "all"))
+    progress.device = "cuda:3"
+    with progress.collective("all_reduce", 1, "all"):
+        pass
     thread = threading.Thread(target=progress.status, name="watchdog")
     thread.start()
     thread.join()

@@ -1,8 +1,8 @@
 """Heartbeats: the status of each rank, written each second to the torch store of the run.
 
-Rank zero reads the heartbeats of all ranks; other ranks read those of rank zero and of ranks on their machine. So reads
-grow linearly with the number of ranks. A call of the store blocks while its server is stopped or cut off. Therefore a
-thread with its own connection makes the calls, and the monitor judges how long the thread waits.
+Rank zero reads the heartbeats of all ranks; other ranks read that of rank zero. So reads grow linearly with the number
+of ranks. A call of the store blocks while its server is stopped or cut off. Therefore a thread with its own connection
+makes the calls, and the monitor judges how long the thread waits.
 """
 
 import os
@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -19,18 +20,16 @@ from typing import Self
 import torch.distributed as dist
 from pydantic import TypeAdapter
 
-from ds_finetune.cluster.watchdog.progress import PREPARING, RankStatus
+from ds_finetune.cluster.watchdog.progress import RUNNING, RankStatus
+from ds_finetune.engine.devices import exchange
 from ds_finetune.errors import RUN_ERROR_EXIT_CODE
 from ds_finetune.system.error_file import ERROR_FILE
 from ds_finetune.system.processes import began_at, own_pid_namespace
+from ds_finetune.system.world import World
 
 BEAT_SECONDS = 1.0
-RUNNING, HUNG, FAILING, DONE, ENDED = "running", "hung", "failing", "done", "ended"
-"""States of a rank. HUNG: the rank is over its time limit. FAILING: it has an error that another rank may have caused.
-DONE: it has finished without an error. ENDED: it knows why the run ends. Before RUNNING, a rank is in PREPARING.
-"""
-_ENDING, _NONE, _PROCESS = "ending", "none", "process"
-_CLOSE_SECONDS, _JOIN_WAIT = 2.0, timedelta(minutes=10)
+_ENDING, _NONE = "ending", "none"
+_CLOSE_SECONDS, _JOIN_TIMEOUT = 2.0, timedelta(minutes=10)
 _LATE_SECONDS, _LATE_WITHIN, _LATE_IN_SUM, _FEWEST_LATE = 0.5, 60.0, 3.0, 3
 """TCP resends a lost packet after 0.2 s, and after 0.6 s if it is lost again. A heartbeat that takes more than
 _LATE_SECONDS, instead of milliseconds, is late. The network is at fault if at least _FEWEST_LATE late heartbeats within
@@ -59,10 +58,6 @@ class RankProcess:
         machine = f"{host} {own_pid_namespace()} {network.readlink() if network.exists() else ''}"
         return cls(rank, host, pid, began_at(pid), machine, os.environ.get(ERROR_FILE, ""))
 
-    def is_beside(self, other: Self) -> bool:
-        """Whether both processes are on one machine, so that each can signal the other."""
-        return self.rank != other.rank and self.machine == other.machine and bool(self.began)
-
     def __str__(self) -> str:
         return f"rank {self.rank} (host {self.host}, process {self.pid})"
 
@@ -71,7 +66,8 @@ class RankProcess:
 class RunEnding:
     """Why a run ends: the ranks at fault, the reason in one line, details for the report, and the exit code.
 
-    `is_hang`: a hang ended the run. `silent`: ranks without heartbeats, which ranks on the same machine kill.
+    `is_hang`: a hang ended the run. `is_silent`: the ranks at fault send no heartbeats, so ranks on the same machine
+    kill them.
     """
 
     at_fault: tuple[int, ...]
@@ -79,7 +75,7 @@ class RunEnding:
     text: str = ""
     code: int = RUN_ERROR_EXIT_CODE
     is_hang: bool = False
-    silent: tuple[int, ...] = ()
+    is_silent: bool = False
 
     @property
     def report(self) -> str:
@@ -90,15 +86,13 @@ class RunEnding:
 _PROCESS_JSON, _ENDING_JSON, _STATUS_JSON = TypeAdapter(RankProcess), TypeAdapter(RunEnding), TypeAdapter(RankStatus)
 
 
-def join(store: dist.Store, process: RankProcess, size: int) -> list[RankProcess]:
+def join(store: dist.Store, world: World, own: RankProcess) -> list[RankProcess]:
     """The processes of all ranks; a collective through `store`, after which each rank can read all heartbeats."""
-    if process.rank == 0:
+    if own.rank == 0:
         store.set(_ENDING, _NONE)
-    store.set(_key(process.rank), "")
-    store.set(f"{_PROCESS}/{process.rank}", _PROCESS_JSON.dump_json(process).decode())
-    keys = [f"{_PROCESS}/{rank}" for rank in range(size)]
-    store.wait(keys, _JOIN_WAIT)
-    return [_PROCESS_JSON.validate_json(each) for each in store.multi_get(keys)]
+    store.set(_key(own.rank), _STATUS_JSON.dump_json(RankStatus()).decode())
+    texts = exchange(store, world, "process", _PROCESS_JSON.dump_json(own).decode(), timeout=_JOIN_TIMEOUT)
+    return [_PROCESS_JSON.validate_json(text) for text in texts]
 
 
 class Heartbeats(threading.Thread):
@@ -106,7 +100,7 @@ class Heartbeats(threading.Thread):
 
     def __init__(self, store: dist.Store, rank: int, watched: Iterable[int], status: Callable[[], RankStatus]) -> None:
         super().__init__(name="watchdog-heartbeats", daemon=True)
-        self.state, self.trouble = PREPARING, ""
+        self.state, self.trouble = RUNNING, ""
         self.proposal: RunEnding | None = None
         """How the run ends, unless another rank has proposed an ending before."""
         self.ending: RunEnding | None = None
@@ -114,58 +108,53 @@ class Heartbeats(threading.Thread):
         """Whether the connection to the store is closed, because the process that serves the store has ended."""
         self.answered_at = time.monotonic()
         self.heard_at = dict.fromkeys(watched, self.answered_at)
-        """Monotonic time at which the last new heartbeat of each rank was read."""
+        """Monotonic time at which the last new heartbeat of each watched rank was read."""
+        self.latest = dict.fromkeys(self.heard_at, RankStatus())
+        """The last heartbeat of each watched rank."""
         # The stubs of torch 2.13 lack `clone`.
         self._store: dist.Store = store.clone()  # type: ignore[attr-defined]
         self._rank, self._status = rank, status
-        self._latest = dict.fromkeys(self.heard_at, b"")
         self._late: deque[tuple[float, float]] = deque(maxlen=round(_LATE_WITHIN))
-        self._overslept = False
-        self._number, self._finished, self._done = 0, 0, threading.Condition()
-        self._wake, self._closed = threading.Event(), threading.Event()
+        self._number, self._overslept, self._is_closed = 0, False, False
+        self._wake = threading.Event()
 
     def run(self) -> None:
         """Exchange heartbeats until `close`, or until the store has ended."""
-        try:
-            while not self._closed.is_set():
+        is_last = False
+        with suppress(dist.DistError):
+            while not is_last:
+                is_last = self._is_closed
                 self._exchange()
                 began = time.monotonic()
-                self._wake.wait(BEAT_SECONDS)
+                self._wake.wait(0.0 if is_last else BEAT_SECONDS)
                 self._overslept = time.monotonic() > began + BEAT_SECONDS + _LATE_SECONDS
                 self._wake.clear()
-        except dist.DistError:
-            self.is_lost = True
+        self.is_lost = not is_last
 
     def _exchange(self) -> None:
         began, self._number = time.monotonic(), self._number + 1
-        late = tuple(seconds for at, seconds in self._late if at > began - _LATE_WITHIN)
-        is_network = len(late) >= _FEWEST_LATE and sum(late) > _LATE_IN_SUM
-        status = replace(self._status(), trouble=self.trouble, late=late if is_network else ())
-        if status.seconds < BEAT_SECONDS:
-            # A rank that makes progress sends no recent collectives: they would be outdated when read.
-            status = replace(status, recent=())
-        self._store.set(_key(self._rank), f"{self.state} {self._number} {_STATUS_JSON.dump_json(status).decode()}")
+        late = [seconds for at, seconds in self._late if at > began - _LATE_WITHIN]
+        worst = max(late) if len(late) >= _FEWEST_LATE and sum(late) > _LATE_IN_SUM else 0.0
+        status = replace(
+            self._status(), state=self.state, number=self._number, trouble=self.trouble, late_seconds=worst
+        )
+        self._store.set(_key(self._rank), _STATUS_JSON.dump_json(status).decode())
         if self.proposal is not None:
             self._store.compare_set(_ENDING, _NONE, _ENDING_JSON.dump_json(self.proposal).decode())
-        ending, *latest = self._store.multi_get([_ENDING, *map(_key, self._latest)])
+        ending, *texts = self._store.multi_get([_ENDING, *map(_key, self.heard_at)])
         now = time.monotonic()
-        for rank, beat in zip(self._latest, latest, strict=True):
-            if beat != self._latest[rank]:
-                self._latest[rank], self.heard_at[rank] = beat, now
+        for rank, text in zip(self.heard_at, texts, strict=True):
+            if (latest := _STATUS_JSON.validate_json(text)).number != self.latest[rank].number:
+                self.latest[rank], self.heard_at[rank] = latest, now
         if self.ending is None and ending != _NONE.encode():
             self.ending = _ENDING_JSON.validate_json(ending)
         if now > began + _LATE_SECONDS and not self._overslept:
             self._late.append((now, now - began))
-        with self._done:
-            self.answered_at, self._finished = now, self._number
-            self._done.notify_all()
+        self.answered_at = now
 
-    def flush(self, seconds: float = 0.0) -> None:
-        """Send a heartbeat now; wait at most `seconds` until the store has it."""
-        with self._done:
-            wanted = self._number + 1
-            self._wake.set()
-            self._done.wait_for(lambda: self._finished >= wanted, 0 if self.is_lost else seconds)
+    def send(self) -> None:
+        """Send a heartbeat at once."""
+        self._wake.set()
 
     def forget_pause(self) -> None:
         """After a pause of this process: count neither silence of other ranks nor late heartbeats of that time."""
@@ -173,19 +162,9 @@ class Heartbeats(threading.Thread):
         self.heard_at = dict.fromkeys(self.heard_at, now)
         self._late.clear()
 
-    def state_of(self, rank: int) -> str:
-        """The state of a watched rank in its last heartbeat; empty before the first."""
-        beat = self._latest[rank]
-        return beat[: max(beat.find(b" "), 0)].decode()
-
-    def status_of(self, rank: int) -> RankStatus | None:
-        """Status of a watched rank in its last heartbeat; None before the first."""
-        beat = self._latest[rank]
-        return _STATUS_JSON.validate_json(beat.split(b" ", 2)[2]) if beat else None
-
     def close(self) -> None:
-        """End the thread, unless a call of the store blocks it."""
-        self._closed.set()
+        """Send a last heartbeat and end the thread, unless a call of the store blocks it."""
+        self._is_closed = True
         self._wake.set()
         self.join(_CLOSE_SECONDS)
 

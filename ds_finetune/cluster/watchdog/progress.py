@@ -1,36 +1,46 @@
-"""The status of a rank: phase, optimizer step, last collectives, and how long the rank may go without progress.
+"""The progress of a rank: phase, optimizer step, last collectives, and the time that it may take without progress.
 
-Recording adds microseconds to each collective. NCCL calls return as soon as they are enqueued. Therefore, on a GPU,
-events in the device's queue before and after each collective tell whether the device waits in it or still computes.
+NCCL calls return as soon as they are enqueued. Therefore, on a GPU, CUDA events before and after each collective tell
+whether the device waits in it or still computes.
 """
 
+import functools
 import math
 import statistics
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from ds_finetune.config.schedule import seconds_of
 from ds_finetune.config.sections import REPORT_SECONDS, WatchdogConfig
+from ds_finetune.engine.groups.communication import ALL_TO_ALL, INPUT_AT, input_of
+from ds_finetune.engine.groups.communication import POINT_TO_POINT as _SEND_RECEIVE
+from ds_finetune.foreign.torch_distributed import wrapped_group_calls
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.system.gpu_threads import use_device
 
 STEP_FACTOR, LEAST_SECONDS, RECENT_STEPS = 10, 60.0, 25
-"""The limit `auto` is STEP_FACTOR times the median of the last RECENT_STEPS steps, at least LEAST_SECONDS."""
-_RECENT_CALLS = 128
+"""`watchdog.limit: auto` is STEP_FACTOR times the median time of the last RECENT_STEPS steps, and at least
+LEAST_SECONDS.
+"""
+_NUM_STORED_CALLS = 10
+RUNNING, HUNG, FAILING, DONE = "running", "hung", "failing", "done"
+POINT_TO_POINT = "point to point"
+"""Group of sends and receives, whose numbers are not compared between ranks."""
 PREPARING = "preparation"
-"""The phase without a limit: its time depends on the data, and no rank waits in a collective."""
+"""The phase before the first collective, which has no time limit: its time depends on the data."""
 
 
 class CollectiveCall(NamedTuple):
-    """A call of the collective `name` with `size` elements as input (0: objects, or no input).
+    """A call of the collective `name` with `size` input elements (0: not known) in the group `ranks`.
 
-    `ranks` are the ranks of its group. `number` counts the calls in this group, from 1.
+    `number` counts the calls in that group, from 1.
     """
 
     name: str
@@ -42,95 +52,57 @@ class CollectiveCall(NamedTuple):
         size = f" of {self.size:,} elements" if self.size else ""
         return f"{self.name}{size} (number {self.number:,} of {self.ranks})"
 
-    @property
-    def signature(self) -> tuple[str, int]:
-        """What must be equal on all ranks of the group: name and size."""
-        return self.name, self.size
 
+class HostEvent:
+    """A moment on a CPU, with the methods of `torch.cuda.Event`: a CPU's collective is done once its call returns."""
 
-class HostMarks:
-    """Marks in time for a CPU, where a collective is done once its call, or the wait for it, returns."""
+    def __init__(self) -> None:
+        self._at = time.monotonic()
 
-    def mark(self) -> float:
-        """The current monotonic time."""
-        return time.monotonic()
-
-    def is_reached(self, mark: float) -> bool:
-        """Always true: a mark on a CPU is reached when it is made."""
+    def query(self) -> bool:
+        """Whether the moment has come: always."""
         return True
 
-    def seconds(self, begin: float, end: float) -> float:
-        """Seconds between two marks."""
-        return end - begin
-
-    def is_computing(self) -> bool:
-        """Whether the computation waits for the collective that begins now."""
-        return True
-
-
-@dataclass(frozen=True)
-class CudaMarks(HostMarks):
-    """Marks in the queue of `device`: CUDA events in the current stream."""
-
-    device: torch.device
-
-    def mark(self) -> Any:  # noqa: ANN401 - a torch.cuda.Event
-        """Record an event with timing."""
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def is_reached(self, mark: Any) -> bool:  # noqa: ANN401
-        """Query the event without waiting; threads of the watchdog call this too."""
-        use_device(self.device)
-        return mark.query()
-
-    def seconds(self, begin: Any, end: Any) -> float:  # noqa: ANN401
-        """Seconds between two events."""
-        return begin.elapsed_time(end) / 1000
-
-    def is_computing(self) -> bool:
-        """Whether this is the default stream: collectives in others (DeepSpeed's `overlap_comm`) do not delay it."""
-        return torch.cuda.current_stream() == torch.cuda.default_stream()
-
-
-def marks_of(device: str) -> HostMarks:
-    """Marks of the CPU, or of a GPU such as `cuda:1`."""
-    return HostMarks() if device == "cpu" else CudaMarks(torch.device(device))
+    def elapsed_time(self, end: "HostEvent") -> float:
+        """Milliseconds from this event to `end`."""
+        return (end._at - self._at) * 1000
 
 
 @dataclass(eq=False)
-class _MarkedCall:
-    """A collective, or a wait for one, with its two marks."""
+class _TimedCall:
+    """A collective, or a wait for an asynchronous one, between two events."""
 
     call: CollectiveCall
     is_wait: bool
     is_computing: bool
+    """Whether the computation waits for it: collectives in side streams (`overlap_comm`) do not delay it."""
     begin: Any
     end: Any = None
 
 
 @dataclass(frozen=True)
 class RankStatus:
-    """What a rank is doing: `seconds` since its last progress, and the collective `inside` which it waits.
+    """The status of a rank: `seconds` since its last progress, and the collective `inside` which it waits.
 
-    `counts` maps groups of ranks to the number of collectives entered. `recent` are the last collectives.
+    `counts` maps groups of ranks to the number of collectives that the rank has entered there.
     """
 
-    rank: int
-    phase: str
-    step: int
-    seconds: float
-    inside: CollectiveCall | None
-    last: CollectiveCall | None
-    counts: dict[str, int]
-    recent: tuple[CollectiveCall, ...]
+    phase: str = PREPARING
+    step: int = 0
+    seconds: float = 0.0
+    inside: CollectiveCall | None = None
+    last: CollectiveCall | None = None
+    counts: dict[str, int] = field(default_factory=dict)
     queued: CollectiveCall | None = None
     """The first collective that was enqueued and that the device has not reached."""
+    state: str = RUNNING
+    """RUNNING, HUNG (over its time limit), FAILING (with an error that another rank may have caused) or DONE."""
+    number: int = 0
+    """Number of the heartbeat that brought this status."""
     trouble: str = ""
-    """Why rank zero must compare the ranks: this rank hangs, or has an error that another rank may have caused."""
-    late: tuple[float, ...] = ()
-    """Round-trip seconds of heartbeats of the last minute that were late; empty unless they are many."""
+    """Why the rank is HUNG or FAILING."""
+    late_seconds: float = 0.0
+    """Longest round trip of a heartbeat in the last minute if many were late, else 0."""
 
     def __str__(self) -> str:
         last = f"the last was {self.last}" if self.last else "it has not been in any"
@@ -141,59 +113,65 @@ class RankStatus:
 
 
 class RankProgress:
-    """The progress of this rank: training threads write it, threads of the watchdog read it."""
+    """The progress of this rank: training threads record it, threads of the watchdog read it."""
 
     def __init__(self, rank: int, config: WatchdogConfig) -> None:
         self.rank, self._config = rank, config
         self.phase, self.step = PREPARING, 0
+        self.device = "cpu"
         self.own_seconds: deque[float] = deque(maxlen=RECENT_STEPS)
         """Seconds of each recent step, except the first, minus the time in collectives."""
-        self.marks = HostMarks()
-        self._pending: deque[_MarkedCall] = deque()
-        self._open: _MarkedCall | None = None
+        self.last_calls: deque[CollectiveCall] = deque(maxlen=_NUM_STORED_CALLS)
+        self._pending: deque[_TimedCall] = deque()
+        self._open: _TimedCall | None = None
         self._waited_seconds = 0.0
-        self._last: CollectiveCall | None = None
         self._counts: Counter[str] = Counter()
-        self._recent: deque[CollectiveCall] = deque(maxlen=_RECENT_CALLS)
         self._step_seconds: deque[float] = deque(maxlen=RECENT_STEPS)
         self._progress_at = self._collective_at = time.monotonic()
 
-    def enter(self, name: str, size: int, ranks: str) -> _MarkedCall | None:
-        """Record that a collective begins; the result is passed to `leave`."""
+    @contextmanager
+    def collective(self, name: str, size: int, ranks: str) -> Iterator[None]:
+        """Record a collective, which is done or, if asynchronous, enqueued once this closes."""
         self._counts[ranks] += 1
-        self._last = CollectiveCall(name, size, ranks, self._counts[ranks])
-        self._recent.append(self._last)
-        return self._begin(self._last, is_wait=False)
+        self.last_calls.append(CollectiveCall(name, size, ranks, self._counts[ranks]))
+        with self._timed(is_wait=False):
+            yield
 
-    def wait(self) -> _MarkedCall | None:
-        """Record a wait for an asynchronous collective, until `leave`; a synchronous one waits within its own call."""
-        return None if self._open is not None or self._last is None else self._begin(self._last, is_wait=True)
+    def waiting(self) -> AbstractContextManager[None]:
+        """Record a wait for an asynchronous collective; a synchronous one waits within its own call."""
+        return nullcontext() if self._open is not None or not self.last_calls else self._timed(is_wait=True)
 
-    def leave(self, begun: _MarkedCall | None) -> None:
-        """Record that a call has returned: the collective is done or, if asynchronous, enqueued."""
-        if begun is not None:
-            begun.end, self._open = self.marks.mark(), None
+    @contextmanager
+    def _timed(self, *, is_wait: bool) -> Iterator[None]:
+        self._settle()
+        is_computing = self.device == "cpu" or torch.cuda.current_stream() == torch.cuda.default_stream()
+        self._open = call = _TimedCall(self.last_calls[-1], is_wait, is_computing, self._event())
+        self._pending.append(call)
+        self._collective_at = time.monotonic()
+        try:
+            yield
+        finally:
+            call.end, self._open = self._event(), None
             self._collective_at = time.monotonic()
 
-    def _begin(self, call: CollectiveCall, *, is_wait: bool) -> _MarkedCall:
-        self._settle()
-        self._open = begun = _MarkedCall(call, is_wait, self.marks.is_computing(), self.marks.mark())
-        self._pending.append(begun)
-        self._collective_at = time.monotonic()
-        return begun
+    def _event(self) -> Any:  # noqa: ANN401 - a HostEvent or a torch.cuda.Event in the current stream
+        if self.device == "cpu":
+            return HostEvent()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     def _settle(self) -> None:
-        """Remove finished collectives in order, and add up the time for which the computation waited."""
         while self._pending and self._is_done(self._pending[0]):
             done = self._pending.popleft()
             if done.is_computing:
-                self._waited_seconds += self.marks.seconds(done.begin, done.end)
+                self._waited_seconds += done.begin.elapsed_time(done.end) / 1000
 
-    def _is_done(self, call: _MarkedCall) -> bool:
-        return call.end is not None and self.marks.is_reached(call.end)
+    def _is_done(self, call: _TimedCall) -> bool:
+        return call.end is not None and call.end.query()
 
     def take_waited(self) -> float:
-        """Seconds that the computation has waited in collectives since the last call."""
+        """Seconds that the computation has waited in finished collectives since the last call."""
         self._settle()
         waited, self._waited_seconds = self._waited_seconds, 0.0
         return waited
@@ -264,28 +242,64 @@ class RankProgress:
 
     def status(self) -> RankStatus:
         """The current status of this rank, without collectives that its device has not reached."""
-        inside, queued = self._position()
+        use_device(torch.device(self.device))
+        try:
+            unfinished = [call for call in tuple(self._pending) if not self._is_done(call)]
+            queued = [call for call in unfinished if not call.begin.query()]
+        except RuntimeError:
+            # The device has failed; the training thread gets the same error and reports it.
+            unfinished, queued = [] if self._open is None else [self._open], []
         unreached = [each.call for each in queued if not each.is_wait]
-        recent = tuple(call for call in self._recent if call not in unreached)
         return RankStatus(
-            rank=self.rank,
             phase=self.phase,
             step=self.step,
             seconds=time.monotonic() - self.last_progress_at(),
-            inside=inside,
-            last=recent[-1] if recent else None,
+            # If several queues wait, take the collective that was enqueued first.
+            inside=next((each.call for each in unfinished if each not in queued), None),
+            last=next((call for call in reversed(tuple(self.last_calls)) if call not in unreached), None),
             counts=dict(self._counts) | {call.ranks: call.number - 1 for call in reversed(unreached)},
-            recent=recent,
             queued=unreached[0] if unreached else None,
         )
 
-    def _position(self) -> tuple[CollectiveCall | None, list[_MarkedCall]]:
-        """The collective in which this rank waits, and the calls that its device has not reached; does not block."""
-        try:
-            open_calls = [call for call in tuple(self._pending) if not self._is_done(call)]
-            queued = [call for call in open_calls if not self.marks.is_reached(call.begin)]
-        except RuntimeError:
-            # The device has failed; the training thread gets the same error and reports it.
-            open_calls, queued = [] if self._open is None else [self._open], []
-        # If several queues wait, take the collective that was enqueued first.
-        return next((each.call for each in open_calls if each not in queued), None), queued
+
+@contextmanager
+def observe_collectives(progress: RankProgress) -> Iterator[None]:
+    """While open, let `progress` record every collective of this process's groups and every wait for one."""
+    names: dict[int, str] = {}
+
+    def wrap(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        kind = "" if name == "wait" else INPUT_AT[name][0]
+
+        @functools.wraps(function)
+        def call(owner: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - a process group or work of one
+            if not kind:
+                with progress.waiting():
+                    return function(owner, *args, **kwargs)
+            if not (ranks := names.get(id(owner)) or _ranks_text(owner)):
+                return function(owner, *args, **kwargs)
+            names[id(owner)] = ranks
+            ranks = POINT_TO_POINT if kind in _SEND_RECEIVE else ranks
+            # Input sizes of these may differ between ranks, so they are not compared.
+            size = 0 if kind in (ALL_TO_ALL, "scatter") else _num_elements(input_of(name, args))
+            with progress.collective(kind, size, ranks):
+                return function(owner, *args, **kwargs)
+
+        return call
+
+    with wrapped_group_calls(tuple(INPUT_AT), wrap):
+        yield
+
+
+def _num_elements(value: Any) -> int:  # noqa: ANN401 - a tensor, lists of tensors to any depth, or none
+    if isinstance(value, torch.Tensor):
+        return value.numel()
+    return sum(map(_num_elements, value)) if isinstance(value, list | tuple) else 0
+
+
+def _ranks_text(group: dist.ProcessGroup) -> str:
+    """The ranks of a group as text, equal on all of them; empty for a group of a memory trace, unknown to torch."""
+    try:
+        ranks = dist.get_process_group_ranks(group)
+    except KeyError:
+        return ""
+    return "all" if len(ranks) == dist.get_world_size() else "ranks " + ",".join(map(str, ranks))

@@ -1,7 +1,6 @@
 """Stacks of a rank, written when it hangs, on a signal, or when another rank kills it."""
 
 import faulthandler
-import math
 import os
 import signal
 import threading
@@ -12,14 +11,11 @@ from pathlib import Path
 from typing import TextIO
 
 from ds_finetune.cluster.watchdog.heartbeats import RankProcess
-from ds_finetune.cluster.watchdog.progress import RankStatus
+from ds_finetune.cluster.watchdog.progress import RankProgress
 from ds_finetune.foreign.torch_distributed import flight_record
 from ds_finetune.runs.status import try_to_finish
 from ds_finetune.system.error_file import record_error
 from ds_finetune.system.processes import began_at
-
-_CALLS = 10
-_ARM_SECONDS = 30.0
 
 
 class StackFile:
@@ -29,38 +25,36 @@ class StackFile:
     process, so no core file is written.
     """
 
-    def __init__(self, folder: Path, rank: int) -> None:
-        self.path = folder / f"rank-{rank:05}.txt"
+    def __init__(self, folder: Path, progress: RankProgress) -> None:
+        self.path, self._progress = folder / f"rank-{progress.rank:05}.txt", progress
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file: TextIO = self.path.open("a", encoding="utf-8")
-        self._rank, self._armed_at = rank, -math.inf
         self._lock = threading.Lock()
         faulthandler.register(signal.SIGQUIT, file=self._file, all_threads=True)
 
-    def write(self, status: RankStatus) -> None:
+    def write(self) -> None:
         """Append the status and the stack of each thread; with NCCL also write a file for `torchfrtrace`."""
-        now = datetime.now().astimezone().isoformat(timespec="seconds")
-        # Another thread may have closed the file.
-        with suppress(ValueError):
-            self._file.write(f"{now} rank {self._rank} {status}\n")
-            self._file.writelines(f"  {call}\n" for call in status.recent[-_CALLS:])
-            self._file.flush()
-            faulthandler.dump_traceback(file=self._file, all_threads=True)
+        now, rank = datetime.now().astimezone().isoformat(timespec="seconds"), self._progress.rank
+        calls = "".join(f"  {call}\n" for call in self._progress.last_calls)
+        with self._lock:
+            if not self._file.closed:
+                self._file.write(f"{now} rank {rank} {self._progress.status()}\n{calls}")
+                self._file.flush()
+                faulthandler.dump_traceback(file=self._file, all_threads=True)
         if record := flight_record():
-            self.path.with_name(f"nccl_trace_rank_{self._rank}").write_bytes(record)
+            self.path.with_name(f"nccl_trace_rank_{rank}").write_bytes(record)
 
     def arm(self, seconds: float) -> None:
         """Set a timer that writes the stacks and ends this process after `seconds`; a new call replaces it.
 
         The timer is a C thread (Python 3.11, Modules/faulthandler.c). So it works while native code holds the GIL and
-        no other rank of the machine can kill this one. Calls within `_ARM_SECONDS` of the last one do nothing.
+        no other rank of the machine can kill this one.
         """
-        now = time.monotonic()
-        # There may be no memory for the timer's thread, e.g. with a limit of the address space.
-        with self._lock, suppress(RuntimeError):
-            if not self._file.closed and math.isfinite(seconds) and now > self._armed_at + _ARM_SECONDS:
+        # RuntimeError: there may be no memory for the timer's thread, e.g. with a limit of the address space.
+        # OverflowError: `seconds` is infinite where the watchdog detects no hang.
+        with self._lock, suppress(RuntimeError, OverflowError):
+            if not self._file.closed:
                 faulthandler.dump_traceback_later(seconds, file=self._file, exit=True)
-                self._armed_at = now
 
     def close(self) -> None:
         """Stop writing, and remove the file where it is empty."""
@@ -83,8 +77,7 @@ def kill_process(process: RankProcess, why: str) -> None:
     if process.error_file and began_at(process.pid) == process.began:
         try_to_finish(lambda: record_error(f"killed by the watchdog: {why}", file=process.error_file))
     for number, seconds in ((signal.SIGCONT, 0.0), (signal.SIGQUIT, 1.0), (signal.SIGKILL, 0.0)):
-        if not process.began or began_at(process.pid) != process.began:
-            return
         with suppress(OSError):
-            os.kill(process.pid, number)
-        time.sleep(seconds)
+            if process.began and began_at(process.pid) == process.began:
+                os.kill(process.pid, number)
+                time.sleep(seconds)

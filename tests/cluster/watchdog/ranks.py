@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -17,6 +16,7 @@ from ds_finetune.cluster.watchdog.progress import RankProgress
 from ds_finetune.config.sections import WatchdogConfig
 from ds_finetune.runs.folder import REPORT
 from ds_finetune.system.processes import began_at
+from ds_finetune.system.world import World
 
 LIMIT = 100.0
 LIMITS = WatchdogConfig(limit="100 seconds", start="100 seconds", other="100 seconds")
@@ -31,20 +31,21 @@ class Ranks:
     def __init__(self, folder: Path, machines: str = "aaa", pids: Sequence[int] = ()) -> None:
         self.folder = folder / "run"
         self.folder.mkdir(exist_ok=True)
-        store = dist.HashStore()
+        store, size = dist.HashStore(), len(machines)
         self.processes = [
             RankProcess(rank, f"host-{machine}", pid, began_at(pid), machine)
-            for rank, (machine, pid) in enumerate(zip(machines, pids or [os.getpid()] * len(machines), strict=True))
+            for rank, (machine, pid) in enumerate(zip(machines, pids or [os.getpid()] * size, strict=True))
         ]
-        with ThreadPoolExecutor(len(machines)) as pool:
-            known = list(pool.map(lambda own: join(store, own, len(machines)), self.processes))
-        assert known == [self.processes] * len(machines)
+        worlds = [World(rank, size, rank, size, "test") for rank in range(size)]
+        with ThreadPoolExecutor(size) as pool:
+            joined = list(pool.map(lambda world, own: join(store, world, own), worlds, self.processes))
+        assert joined == [self.processes] * size
         self.monitors = [
-            Monitor(RankProgress(rank, LIMITS), self.processes, store, self.folder) for rank in range(len(machines))
+            Monitor(RankProgress(rank, LIMITS), self.processes, store, self.folder) for rank in range(size)
         ]
         for monitor in self.monitors:
             monitor.progress.phase = "step"
-            monitor._beats.flush = lambda seconds=0.0, beats=monitor._beats: beats._exchange()  # type: ignore[method-assign]
+            monitor._beats.send = monitor._beats._exchange  # type: ignore[method-assign]
         self.beat()
         self.watch()
         self.beat()
@@ -69,6 +70,7 @@ class Ranks:
         self.watch(rank, after=LIMIT + 1)
         self.beat(0)
         self.watch(0)
+        self.monitors[0]._compare_at = time.monotonic()
         self.beat(*{0, *others})
 
     def fail(self, rank: int, line: str, *, is_secondary: bool, code: int = 1) -> RunEnding | None:
@@ -82,7 +84,7 @@ class Ranks:
         self.beat(rank)
         ending = self.monitors[rank]._beats.ending
         assert ending is not None
-        return replace(ending)
+        return ending
 
     def report(self) -> str:
         """The report of the watchdog, once rank zero has taken note."""

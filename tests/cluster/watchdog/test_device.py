@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_finetune.cluster.watchdog.diagnosis import Diagnosis, diagnose
-from ds_finetune.cluster.watchdog.progress import HostMarks, RankProgress, RankStatus
+from ds_finetune.cluster.watchdog.diagnosis import diagnose
+from ds_finetune.cluster.watchdog.progress import RankProgress
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.sections import REPORT_SECONDS, ParallelConfig, WatchdogConfig
 from ds_finetune.engine.groups.process_groups import open_groups
@@ -53,25 +53,18 @@ class Stream(threading.Thread):
         assert done.wait(SECONDS)
 
 
-class StreamMarks(HostMarks):
-    """Marks in a stream: a list that holds the time once it is reached."""
+class StreamEvent:
+    """An event in a stream, which holds the time once it is reached."""
 
     def __init__(self, stream: Stream) -> None:
-        self.stream = stream
+        self.times: list[float] = []
+        stream.enqueue(lambda: self.times.append(time.monotonic()))
 
-    def mark(self) -> list[float]:
-        found: list[float] = []
-        self.stream.enqueue(lambda: found.append(time.monotonic()))
-        return found
+    def query(self) -> bool:
+        return bool(self.times)
 
-    def is_reached(self, mark: list[float]) -> bool:
-        return bool(mark)
-
-    def seconds(self, begin: list[float], end: list[float]) -> float:
-        return end[0] - begin[0]
-
-    def is_computing(self) -> bool:
-        return True
+    def elapsed_time(self, end: "StreamEvent") -> float:
+        return (end.times[0] - self.times[0]) * 1000
 
 
 class Rank:
@@ -80,12 +73,11 @@ class Rank:
     def __init__(self, number: int, peers: threading.Barrier) -> None:
         self.stream, self.peers = Stream(), peers
         self.progress = RankProgress(number, NEVER)
-        self.progress.marks = StreamMarks(self.stream)
+        self.progress._event = lambda: StreamEvent(self.stream)  # type: ignore[method-assign]
 
     def all_reduce(self) -> None:
-        began = self.progress.enter("all_reduce", 2, "all")
-        self.stream.enqueue(lambda: self.peers.wait(SECONDS))
-        self.progress.leave(began)
+        with self.progress.collective("all_reduce", 2, "all"):
+            self.stream.enqueue(lambda: self.peers.wait(SECONDS))
 
     def steps(self, count: int, seconds: float) -> Iterator[StepRecord]:
         for number in range(1, count + 1):
@@ -121,10 +113,6 @@ def test_a_slow_device_is_found_although_collectives_return_at_once() -> None:
     assert ratio > 2
 
 
-def _asked(answers: dict[int, RankStatus]) -> Diagnosis:
-    return diagnose(dict(answers))
-
-
 def test_a_hung_kernel_names_its_rank() -> None:
     peers, released = threading.Barrier(2), threading.Event()
     ranks = [Rank(number, peers) for number in (0, 1)]
@@ -140,9 +128,9 @@ def test_a_hung_kernel_names_its_rank() -> None:
     while ranks[0].progress.status().inside is None and time.monotonic() < until:
         time.sleep(0.01)
     answers = {number: rank.progress.status() for number, rank in enumerate(ranks)}
-    found = _asked(answers)
+    found = diagnose(answers)
     released.set()
-    assert (found.at_fault, found.why) == ((1,), "has entered 1 collectives of all, others 2")
+    assert found == ((1,), "has entered 1 collectives of all, others 2")
     assert str(answers[0]).startswith("waits in all_reduce of 2 elements (number 2 of all)")
     assert str(answers[1]).startswith("has not reached all_reduce of 2 elements (number 2 of all) on its device")
 
@@ -150,14 +138,14 @@ def test_a_hung_kernel_names_its_rank() -> None:
 def test_a_device_that_has_failed_does_not_end_the_watchdog() -> None:
     """After an illegal access every question to CUDA raises; the thread that would end the run asks on."""
 
-    class FailedMarks(StreamMarks):
-        def is_reached(self, mark: list[float]) -> bool:
+    class FailedEvent(StreamEvent):
+        def query(self) -> bool:
             raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
-    progress = RankProgress(0, NEVER)
-    progress.marks = FailedMarks(Stream())
-    progress.enter("all_reduce", 2, "all")
-    status = progress.status()
+    progress, stream = RankProgress(0, NEVER), Stream()
+    progress._event = lambda: FailedEvent(stream)  # type: ignore[method-assign]
+    with progress.collective("all_reduce", 2, "all"):
+        status = progress.status()
     assert status.inside is not None
     assert (status.inside.name, status.queued) == ("all_reduce", None)
 

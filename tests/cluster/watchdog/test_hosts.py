@@ -68,7 +68,12 @@ FAULTS = {
         Fault("rank asleep", "sleep", rf"{RANK_1}: has entered"),
         Fault("host crashed", "mark", rf"{RANK_1}:? {SILENT}", _crash, within=45.0),
         Fault("cable pulled", "mark", rf"{RANK_1}:? {SILENT}", _pull_cable, within=45.0),
-        Fault("first rank killed", "kill", r"rank 0 \(host \S+, process \d+\) ended without a message", rank=0),
+        Fault(
+            "first rank killed",
+            "kill",
+            r"rank 0 \(host \S+, process \d+\), or the launcher that serves its store, has ended",
+            rank=0,
+        ),
         Fault("50% packet loss", "lose", r"no single rank: heartbeats came late from host", within=SECONDS),
         Fault("all ranks paused", "pause", "", _pause, within=SECONDS),
     )

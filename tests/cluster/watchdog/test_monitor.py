@@ -15,17 +15,14 @@ import torch.distributed as dist
 
 from ds_finetune.cluster.watchdog import heartbeats
 from ds_finetune.cluster.watchdog import monitor as module
-from ds_finetune.cluster.watchdog.diagnosis import SILENT
-from ds_finetune.cluster.watchdog.heartbeats import DONE, ENDED
 from ds_finetune.cluster.watchdog.monitor import (
-    CLOSED,
     PREPARING_SECONDS,
     ROUND_SECONDS,
+    SILENT,
     SILENT_SECONDS,
-    UNREACHABLE,
     start_monitor,
 )
-from ds_finetune.cluster.watchdog.progress import PREPARING, RankProgress
+from ds_finetune.cluster.watchdog.progress import DONE, PREPARING, RankProgress
 from ds_finetune.config.sections import WatchdogConfig
 from ds_finetune.runs.folder import REPORT
 from ds_finetune.system.processes import Pause
@@ -75,43 +72,6 @@ def test_ranks_that_are_done_leave_no_report(tmp_path: Path) -> None:
     assert list(ranks.folder.iterdir()) == []
 
 
-@HAS_PROC
-@pytest.mark.parametrize("killed", [0, 3])
-def test_a_process_that_has_ended_is_named_by_one_neighbours_it(
-    killed: int, tmp_path: Path, process: "subprocess.Popen[bytes]", monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "oom_kills", lambda: 4)
-    ranks = Ranks(tmp_path, pids=[os.getpid(), process.pid, os.getpid()])
-    monkeypatch.setattr(module, "oom_kills", lambda: 4 + killed)
-    ranks.watch(2)
-    ranks.beat(2)
-    assert ranks.monitors[2]._beats.ending is None
-    process.kill()
-    process.wait()
-    ranks.watch(2)
-    memory = f"; the kernel has killed {killed} processes of its machine for lack of memory since the start"
-    ending = ranks.ending(0)
-    assert (ending.at_fault, ending.code, ending.is_hang) == ((1,), 1, False)
-    assert ending.line == f"rank 1 (host host-a, process {process.pid}) {CLOSED}{memory if killed else ''}"
-    assert ending.line in ranks.report()
-
-
-@HAS_PROC
-@pytest.mark.parametrize("state", [DONE, ENDED])
-def test_a_process_that_ends_after_it_has_said_so_is_no_failure(
-    state: str, tmp_path: Path, process: "subprocess.Popen[bytes]"
-) -> None:
-    ranks = Ranks(tmp_path, pids=[os.getpid(), process.pid, os.getpid()])
-    process.kill()
-    process.wait()
-    ranks.monitors[1]._beats.state = state
-    ranks.beat(1)
-    # Rank 2 has read the heartbeat before that one last.
-    ranks.watch(2)
-    ranks.beat(2)
-    assert ranks.monitors[2]._beats.ending is None
-
-
 def test_the_first_failure_is_the_cause_and_its_code_everyones(tmp_path: Path) -> None:
     ranks = Ranks(tmp_path)
     ranks.fail(2, "ModelError: no weights", is_secondary=False, code=7)
@@ -145,8 +105,8 @@ def test_an_error_that_follows_waits_for_its_cause(tmp_path: Path) -> None:
 def test_an_error_without_a_cause_is_explained_by_what_all_do(tmp_path: Path) -> None:
     ranks = Ranks(tmp_path, "ab")
     for rank, monitor in enumerate(ranks.monitors):
-        monitor.progress.leave(monitor.progress.enter("all_reduce", 3 if rank else 2, "all"))
-        monitor.progress._collective_at = monitor.progress._progress_at = time.monotonic() - 10
+        with monitor.progress.collective("all_reduce", 3 if rank else 2, "all"):
+            pass
     ranks.fail(0, "RuntimeError: gloo: 24 vs 16", is_secondary=True)
     ranks.watch(0)
     ranks.monitors[0]._compare_at = time.monotonic()
@@ -159,12 +119,11 @@ def test_an_error_without_a_cause_is_explained_by_what_all_do(tmp_path: Path) ->
 
 
 def test_a_broken_connection_without_a_cause_is_the_networks(tmp_path: Path) -> None:
-    """All are in one collective; rank 1 has met an error of the network in it, and is in none afterwards."""
+    """All ranks have failed in the same collective."""
     ranks = Ranks(tmp_path)
     for monitor in ranks.monitors:
-        begun = monitor.progress.enter("all_reduce", 2, "all")
-        if monitor is ranks.monitors[1]:
-            monitor.progress.leave(begun)
+        with monitor.progress.collective("all_reduce", 2, "all"):
+            pass
     ranks.fail(1, "RuntimeError: gloo: Connection timed out", is_secondary=True)
     ranks.beat()
     ranks.watch(0)
@@ -172,13 +131,13 @@ def test_a_broken_connection_without_a_cause_is_the_networks(tmp_path: Path) -> 
     ranks.beat()
     ranks.watch(0)
     ending = ranks.ending(2)
-    assert (ending.at_fault, ending.silent) == ((), ())
+    assert (ending.at_fault, ending.is_silent) == ((), False)
     assert ending.line.startswith("no single rank: every rank waits at the same place; the connection between ranks")
-    assert ending.line.endswith("met RuntimeError: gloo: Connection timed out")
+    assert "met RuntimeError: gloo: Connection timed out" in ending.report
 
 
 @HAS_PROC
-def test_a_rank_that_hangs_without_heartbeats_is_ended_by_one_neighbours_it(
+def test_a_rank_that_hangs_without_heartbeats_is_ended_by_one_beside_it(
     left: list[int], tmp_path: Path, process: "subprocess.Popen[bytes]"
 ) -> None:
     process.send_signal(signal.SIGSTOP)
@@ -188,26 +147,27 @@ def test_a_rank_that_hangs_without_heartbeats_is_ended_by_one_neighbours_it(
     assert ranks.monitors[0]._beats.ending is None
     ranks.watch(0, after=ROUND)
     ending = ranks.ending(0)
-    assert (ending.at_fault, ending.silent, ending.is_hang) == ((1,), (1,), True)
+    assert (ending.at_fault, ending.is_silent, ending.is_hang) == ((1,), True, True)
     assert ending.line == f"rank 1 (host host-a, process {process.pid}): {SILENT}"
     assert f"rank 1 (host host-a, process {process.pid}): no heartbeat" in ending.report
-    assert "rank 2 has made no progress for 101 s, and its limit is 100 s" in ending.report
-    ranks.monitors[2]._beats.state = ENDED
-    ranks.beat(2)
+    assert f"{ranks.processes[2]} has made no progress for 101 s, and its limit is 100 s" in ending.report
     with pytest.raises(LeftError):
         ranks.watch(0, 0)
     assert left == [1]
     assert process.wait(60) in (-signal.SIGKILL, -signal.SIGQUIT)
 
 
-def test_a_rank_of_another_machine_that_is_stuck_is_named_and_not_killed(tmp_path: Path) -> None:
+def test_a_rank_of_another_machine_that_is_stuck_is_named_and_not_killed(
+    left: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "kill_process", lambda process, why: pytest.fail(why))
     ranks = Ranks(tmp_path, "aabb")
     ranks.hang(1, others=[1, 2])
     ranks.watch(0, after=ROUND)
-    ending = ranks.ending(0)
-    assert ending.at_fault == (3,)
-    assert ending.line == f"{ranks.processes[3]}: {UNREACHABLE}"
-    assert not any(each.rank in ending.silent for each in ranks.monitors[0]._neighbours)
+    assert (ranks.ending(0).at_fault, ranks.ending(0).line) == ((3,), f"{ranks.processes[3]}: {SILENT}")
+    with pytest.raises(LeftError):
+        ranks.watch(0, 0)
+    assert left == [1]
 
 
 def test_a_machine_without_heartbeats_is_named(tmp_path: Path) -> None:
@@ -215,8 +175,8 @@ def test_a_machine_without_heartbeats_is_named(tmp_path: Path) -> None:
     ranks.monitors[0]._beats.heard_at |= dict.fromkeys((0, 1), time.monotonic() + OVER)
     ranks.watch(0, after=OVER)
     ending = ranks.ending(0)
-    assert (ending.at_fault, ending.silent) == ((2, 3), ())
-    assert ending.line == f"2 ranks of host host-b {UNREACHABLE}, as seen from rank 0 (host host-a)"
+    assert (ending.at_fault, ending.is_silent) == ((2, 3), False)
+    assert ending.line == f"ranks 2-3 (host host-b) {SILENT}, as seen from rank 0 (host host-a)"
     assert ending.line in ranks.report()
 
 
@@ -237,16 +197,6 @@ def test_a_machine_is_not_silent_while_one_of_its_ranks_is_heard_or_prepares(
     assert ranks.monitors[0]._beats.ending is None
 
 
-def test_where_all_other_machines_are_silent_it_is_rank_zeros_network(tmp_path: Path) -> None:
-    ranks = Ranks(tmp_path, "abc")
-    ranks.monitors[0]._beats.heard_at[0] = time.monotonic() + OVER
-    ranks.monitors[0]._beats.heard_at[2] += 1
-    ranks.watch(0, after=OVER)
-    ending = ranks.ending(0)
-    assert ending.at_fault == (0,)
-    assert "rank 0 (host host-a) hears none of the other 2 hosts; its own connection is the likely" in ending.line
-
-
 @pytest.mark.parametrize("late_on", ["b", "ab"])
 def test_late_heartbeats_are_the_networks_fault_and_end_no_rank(late_on: str, tmp_path: Path) -> None:
     """Rank 3 was heard last before its packets were lost; what it does is not known. A slow rank zero is no network."""
@@ -258,7 +208,7 @@ def test_late_heartbeats_are_the_networks_fault_and_end_no_rank(late_on: str, tm
     ranks.watch(0, after=ROUND)
     ending = ranks.ending(0)
     if late_on == "b":
-        assert (ending.at_fault, ending.silent) == ((), ())
+        assert (ending.at_fault, ending.is_silent) == ((), False)
         text = "heartbeats came late from host host-b (up to 2.7 s): the network loses packets"
         assert ending.line == f"no single rank: {text}"
     else:
@@ -274,7 +224,7 @@ def test_a_rank_that_is_stopped_is_named_although_its_heartbeats_came_late_befor
     ranks.monitors[0]._beats.heard_at[3] -= 20
     ranks.watch(0, after=ROUND)
     ending = ranks.ending(0)
-    assert (ending.at_fault, ending.line) == ((3,), f"{ranks.processes[3]}: {UNREACHABLE}")
+    assert (ending.at_fault, ending.line) == ((3,), f"{ranks.processes[3]}: {SILENT}")
 
 
 @pytest.mark.parametrize("late", [(0.6, 2.0), (3.1,), (1.6, 1.6)])
@@ -283,9 +233,7 @@ def test_a_few_late_heartbeats_are_chance(late: tuple[float, ...], tmp_path: Pat
     now = time.monotonic()
     ranks.monitors[1]._beats._late.extend([*((now, seconds) for seconds in late), (now - 61, 2.0)])
     ranks.beat()
-    status = ranks.monitors[0]._beats.status_of(1)
-    assert status is not None
-    assert status.late == ()
+    assert ranks.monitors[0]._beats.latest[1].late_seconds == 0
 
 
 def test_a_pause_of_rank_zero_is_no_silence_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,28 +254,27 @@ def test_a_pause_of_rank_zero_is_no_silence_of_others(tmp_path: Path, monkeypatc
     assert lines == ["watchdog: rank 0 was paused for 100 s and runs again"]
 
 
-@pytest.mark.parametrize(("machines", "why", "silent"), [("aa", SILENT, (0,)), ("ab", UNREACHABLE, ())])
+@pytest.mark.parametrize("machines", ["aa", "ab"])
 def test_a_rank_zero_that_names_nobody_is_stuck_itself(
-    machines: str, why: str, silent: tuple[int, ...], left: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    machines: str, left: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "kill_process", lambda process, why: killed.append(process.pid))
     killed: list[int] = []
     ranks = Ranks(tmp_path, machines, pids=[os.getppid(), os.getpid()])
     ranks.watch(1, after=101)
-    ranks.monitors[1]._beats.answered_at = time.monotonic()
-    ranks.watch(1, after=2 * ROUND_SECONDS - 1, is_answered=False)
+    ranks.watch(1, after=2 * ROUND_SECONDS - 1)
     assert ranks.monitors[1]._ending is None
-    if not silent:
-        # An answer that is older than the hang says nothing of what rank zero makes of it.
-        ranks.watch(1, after=2 * ROUND_SECONDS + 1, is_answered=False)
-        assert ranks.monitors[1]._ending is None
+    # A store that has not answered since says nothing of rank zero, which is also not heard over a slow network.
+    ranks.monitors[1]._beats.answered_at = time.monotonic()
+    ranks.watch(1, after=2 * ROUND_SECONDS + 1, is_answered=False)
+    assert ranks.monitors[1]._ending is None
     with pytest.raises(LeftError):
         ranks.watch(1, after=2 * ROUND_SECONDS + 3)
     ending = ranks.monitors[1]._ending
     assert ending is not None
-    assert (ending.line, ending.silent) == (f"{ranks.processes[0]} {why}", silent)
+    assert ending.line == f"{ranks.processes[0]} {SILENT}"
     assert (ranks.folder / REPORT).read_text() == f"{ending.line}\n"
-    assert killed == ([os.getppid()] if silent else [])
+    assert killed == ([os.getppid()] if machines == "aa" else [])
 
 
 def test_a_rank_that_loses_the_store_names_rank_zero(tmp_path: Path) -> None:
@@ -336,11 +283,13 @@ def test_a_rank_that_loses_the_store_names_rank_zero(tmp_path: Path) -> None:
     with pytest.raises(LeftError):
         ranks.watch(1, after=OVER, is_answered=False)
     assert own._ending is not None
-    assert own._ending.line.startswith(f"{ranks.processes[0]} has not answered for 30 s: its host or this one, host-b")
+    assert own._ending.line.startswith(f"{ranks.processes[0]} has not answered for 25 s: it is stopped, or its host or")
     own._ending, own._beats.is_lost = None, True
     ranks.watch(1)
     assert own._ending is not None
-    assert own._ending.line == f"{ranks.processes[0]} {CLOSED}"
+    assert (
+        own._ending.line == f"{ranks.processes[0]}, or the launcher that serves its store, has ended without a message"
+    )
     # What was written first of this run remains, and rank zero's word replaces it.
     assert "has not answered" in (ranks.folder / REPORT).read_text()
 
@@ -348,7 +297,7 @@ def test_a_rank_that_loses_the_store_names_rank_zero(tmp_path: Path) -> None:
 def test_a_store_whose_process_ends_is_noticed_at_once(tmp_path: Path) -> None:
     code = (
         "import torch.distributed as dist, sys; s = dist.TCPStore('127.0.0.1', 0, is_master=True, "
-        "wait_for_workers=False); s.set('heartbeat/0', ''); s.set('ending', 'none'); print(s.port, flush=True); "
+        "wait_for_workers=False); s.set('heartbeat/0', '{}'); s.set('ending', 'none'); print(s.port, flush=True); "
         "sys.stdin.read()"
     )
     with subprocess.Popen(
@@ -357,8 +306,11 @@ def test_a_store_whose_process_ends_is_noticed_at_once(tmp_path: Path) -> None:
         assert server.stdout is not None
         store = dist.TCPStore("127.0.0.1", int(server.stdout.readline()), wait_for_workers=False)
         beats = heartbeats.Heartbeats(store, 1, [0], RankProgress(1, NEVER).status)
+        began = beats.answered_at
         beats.start()
-        beats.flush(60)
+        until = time.monotonic() + 60
+        while beats.answered_at == began and time.monotonic() < until:
+            time.sleep(0.01)
         assert not beats.is_lost
         server.kill()
     beats.join(60)

@@ -33,8 +33,10 @@ threading.Thread(target=ctypes.PyDLL(None).sleep, args=(6,), daemon=True).start(
 ARM = """
 import ctypes, sys
 from pathlib import Path
+from ds_finetune.cluster.watchdog.progress import RankProgress
 from ds_finetune.cluster.watchdog.stacks import StackFile
-file = StackFile(Path(sys.argv[1]) / "watchdog", 0)
+from ds_finetune.config.sections import WatchdogConfig
+file = StackFile(Path(sys.argv[1]) / "watchdog", RankProgress(0, WatchdogConfig()))
 file.arm(1.0)
 print("ready", flush=True)
 mutex = ctypes.create_string_buffer(64)
@@ -45,16 +47,17 @@ FULL = """
 import faulthandler, sys
 from pathlib import Path
 from ds_finetune.cluster.watchdog import stacks
-stacks._ARM_SECONDS, refusals = 0.0, [True]
+from ds_finetune.cluster.watchdog.progress import RankProgress
+from ds_finetune.config.sections import WatchdogConfig
+refusals = [True]
 def refuse_once(*args, **options):
     if refusals:
         refusals.pop()
         raise RuntimeError("unable to start watchdog thread")
     print("armed", flush=True)
 faulthandler.dump_traceback_later = refuse_once
-file = stacks.StackFile(Path(sys.argv[1]) / "watchdog", 0)
+file = stacks.StackFile(Path(sys.argv[1]) / "watchdog", RankProgress(0, WatchdogConfig()))
 print("ready", flush=True)
-file.arm(float("inf"))
 file.arm(100.0)
 assert not refusals
 file.arm(100.0)

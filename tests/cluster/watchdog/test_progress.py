@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_finetune.cluster.watchdog.collectives import observe_collectives
-from ds_finetune.cluster.watchdog.progress import RankProgress
+from ds_finetune.cluster.watchdog.progress import RankProgress, observe_collectives
 from ds_finetune.config.schedule import seconds_of
 from ds_finetune.config.sections import WatchdogConfig
 from ds_finetune.model.parallel.tensor import TensorParallelGroup
@@ -65,17 +64,20 @@ def test_collectives_are_progress_where_tensors_go_one_by_one_and_in_no_step() -
     assert list(progress.count_steps(_steps(1)))
     began = progress.last_progress_at()
     time.sleep(0.01)
-    progress.leave(progress.enter("all_reduce", 1, "all"))
+    with progress.collective("all_reduce", 1, "all"):
+        pass
     assert progress.last_progress_at() == began
     with progress.during("export"):
         entered = progress.last_progress_at()
         time.sleep(0.01)
-        progress.leave(progress.enter("all_reduce", 1, "all"))
+        with progress.collective("all_reduce", 1, "all"):
+            pass
         assert progress.last_progress_at() > entered
     with progress.during("save"):
         entered = progress.last_progress_at()
         time.sleep(0.01)
-        progress.leave(progress.enter("all_reduce", 1, "all"))
+        with progress.collective("all_reduce", 1, "all"):
+            pass
         assert progress.last_progress_at() == entered
 
 
@@ -86,11 +88,9 @@ def test_own_time_is_without_that_in_collectives(monkeypatch: pytest.MonkeyPatch
     def steps() -> Iterator[StepRecord]:
         nonlocal clock
         for number in (1, 2):
-            began = progress.enter("all_reduce", 1, "all")
-            clock += 5
             # A synchronous collective waits inside; that is not counted twice.
-            progress.leave(progress.wait())
-            progress.leave(began)
+            with progress.collective("all_reduce", 1, "all"), progress.waiting():
+                clock += 5
             yield StepRecord(number, {"perf/step_seconds": 8})
 
     assert list(progress.count_steps(steps()))
@@ -130,7 +130,7 @@ def test_collectives_are_seen_by_name_size_and_number() -> None:
         silent_group(TensorParallelGroup, 2).all_reduce(torch.zeros(7))
         dist.barrier(dist.group.WORLD)
         dist.destroy_process_group()
-    assert [(call.name, call.size, call.number) for call in progress.status().recent] == [
+    assert [(call.name, call.size, call.number) for call in progress.last_calls] == [
         ("all_reduce", 3, 1),
         ("all_gather", 5, 2),
         ("broadcast", 2, 3),

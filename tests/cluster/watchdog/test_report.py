@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from ds_finetune.cluster.watchdog.diagnosis import Diagnosis, status_lines
-from ds_finetune.cluster.watchdog.failure import ending_by, is_secondary
+from ds_finetune.cluster.watchdog.diagnosis import status_lines
 from ds_finetune.cluster.watchdog.heartbeats import RankProcess, RunEnding
-from ds_finetune.cluster.watchdog.progress import CollectiveCall, RankStatus
+from ds_finetune.cluster.watchdog.monitor import ending_by, is_secondary
+from ds_finetune.cluster.watchdog.progress import CollectiveCall, RankProgress, RankStatus
 from ds_finetune.cluster.watchdog.stacks import StackFile, kill_process
+from ds_finetune.config.sections import WatchdogConfig
 from ds_finetune.errors import ConfigError, RunError
 from ds_finetune.system.processes import began_at
 from tests.cluster.watchdog.ranks import Ranks
@@ -61,14 +62,12 @@ def test_a_failure_at_a_file_name_that_is_no_text_reaches_the_other_ranks(tmp_pa
 def test_ranks_that_do_the_same_are_one_line() -> None:
     members = [RankProcess(rank, f"host-{rank // 8}", 100 + rank, "1", "") for rank in range(64)]
     call = CollectiveCall("all_reduce", 2, "all", 9)
-    answers: dict[int, RankStatus | None] = {
-        rank: RankStatus(rank, "step", 4, 60.0, call, call, {"all": 9}, (call,)) for rank in range(64)
-    }
-    answers[5] = None
-    lines = status_lines(members, answers, Diagnosis((5,), ""))
-    assert lines[0] == "  rank 5 (host host-0, process 105): no heartbeat"
+    statuses = {rank: RankStatus("step", 4, 60.0, call, call, {"all": 9}) for rank in range(64)}
+    statuses[5] = RankStatus("step", 4, 60.0, None, call, {"all": 8})
+    lines = status_lines(members, statuses, (5,))
+    assert lines[0].startswith("  rank 5 (host host-0, process 105): is in no collective; the last was all_reduce of 2")
     assert lines[1].startswith(
-        "  rank 0 (host host-0, process 100) and 62 more: waits in all_reduce of 2 elements (number 9 of all)"
+        "  ranks 0-4,6-63 (host host-0, host-1, host-2, host-3, host-4, host-5, host-6, host-7): waits in all_reduce of 2"
     )
     assert len(lines) == 2
 
@@ -95,12 +94,12 @@ def test_the_stacks_of_a_rank_come_with_what_torchfrtrace_reads(
     from torch.distributed.flight_recorder.components.loader import read_dump
 
     c10d = torch._C._distributed_c10d
-    file, status = StackFile(tmp_path, 3), RankStatus(3, "step", 4, 60.0, None, None, {}, ())
+    file = StackFile(tmp_path, RankProgress(3, WatchdogConfig()))
     if not hasattr(c10d, "_dump_nccl_trace"):
-        file.write(status)
+        file.write()
         assert [path.name for path in tmp_path.iterdir()] == ["rank-00003.txt"]
         monkeypatch.setattr(c10d, "_dump_nccl_trace", c10d._dump_fr_trace, raising=False)
-    file.write(status)
+    file.write()
     file.close()
     assert "in test_the_stacks_of_a_rank" in (tmp_path / "rank-00003.txt").read_text()
     prefix = "nccl_trace_rank_"
