@@ -72,7 +72,7 @@ def test_what_is_wrong_is_said_for_each_host_and_nothing_is_started(bed: Bed, ta
     cases = [
         (
             _launch(bed, task, two, ssh=f"-F {other}"),
-            r"10\.77\.0\.2 \(line 2\): it does not accept our key: .*Permission denied",
+            r"10\.77\.0\.2 \(line 2\): ssh: .*Permission denied",
         ),
         (
             _launch(bed, task, two, "--env", "GLOO_SOCKET_IFNAME=e9"),

@@ -3,18 +3,17 @@
 import json
 from collections.abc import Iterator, Mapping
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any
 
 from ds_finetune.cluster.host_checks import Check, State
 from ds_finetune.config.units import MIB
 
-Key = TypeVar("Key", str, tuple[str, str])
 Ended = tuple[int | None, str]
 """How a program on a host ended: its exit code (None: killed after its time limit) and the end of its output."""
 _SLOW_FACTOR, _BROKEN_FACTOR = 3, 10
-"""A host or link is slow, or broken, if the median of the others is more than this many times as fast."""
+"""A host is slow, or broken, inside if the median of the other hosts is more than this many times as fast."""
 _UNREACHED = "look at firewalls between hosts (all ports are needed), and at GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
-_SLOW_HINT = "compare its link speed (ethtool), cable, switch port and driver with the others'"
+_SLOW_HINT = "compare its topology (nvidia-smi topo -m), driver and load with those of the other hosts"
 
 
 def folder_checks(folder: str, by_host: Mapping[str, tuple[bool, bool]], node_local: bool | None) -> Iterator[Check]:
@@ -64,42 +63,18 @@ def network_checks(ended: Mapping[str, Ended], endpoint: str) -> Iterator[Check]
 
 
 def rate_checks(results: Mapping[str, Mapping[str, Any]]) -> Iterator[Check]:
-    """Checks of slow hosts and links, and of rates inside hosts, between neighbouring hosts and over all ranks.
-
-    A host is slow if its fastest link is slow compared with the fastest links of the others; otherwise one link may be.
-    """
+    """Checks of the bus bandwidths inside each host, which are compared between hosts, and over all ranks."""
     inside = {host: result["inside"] for host, result in results.items() if result["inside"]}
-    both = {(host, to): rate for host, result in results.items() for to, rate in result["links"].items()}
-    links = {(host, to): rate for (host, to), rate in both.items() if host < to}
-    best = {host: max(rate for (end, _), rate in both.items() if end == host) for host in results if both}
-    slow = set()
-    for where, rates in (("inside", inside), ("to other hosts", best)):
-        for host, state, usual in _slow(rates):
-            slow.add(host)
-            yield Check("links", host, state, f"{_speed(rates[host])} {where}, others {_speed(usual)}", _SLOW_HINT)
-    for (host, to), state, usual in _slow(links):
-        if not slow & {host, to}:
-            found = f"{_speed(links[host, to])} to {to}, other links {_speed(usual)}"
-            yield Check("links", host, state, found, _SLOW_HINT)
-    between = {f"{host} to {to}": rate for (host, to), rate in links.items()}
-    for where, rates in (("inside hosts", inside), ("between hosts", between)):
-        if rates:
-            low, high = min(rates, key=rates.__getitem__), max(rates, key=rates.__getitem__)
-            found = f"{where} {_speed(rates[low])} ({low}) to {_speed(rates[high])} ({high})"
-            yield Check("links", "", "ok", found)
+    for host, rate in inside.items():
+        usual = median([other for name, other in inside.items() if name != host] or [rate])
+        state: State = "fail" if rate * _BROKEN_FACTOR < usual else "warn" if rate * _SLOW_FACTOR < usual else "ok"
+        found = f"inside {_speed(rate)}" + ("" if state == "ok" else f", other hosts {_speed(usual)}")
+        yield Check("links", host, state, found, "" if state == "ok" else _SLOW_HINT)
     first = next(iter(results.values()))
     if first["ranks"] > 1:
         values = {"bytes_per_second": first["all"], "ranks": first["ranks"], "hosts": len(results)}
         found = f"{_speed(first['all'])} bus bandwidth, {first['bytes'] / MIB:,.3g} MiB over {first['ranks']} ranks"
         yield Check("all-reduce", "", "ok", found, values=values)
-
-
-def _slow(rates: Mapping[Key, float]) -> Iterator[tuple[Key, State, float]]:
-    """Slow or broken hosts or links with their state and the median rate (bytes/s) of the others."""
-    for key, rate in rates.items() if len(rates) > 1 else ():
-        usual = median(other for name, other in rates.items() if name != key)
-        if rate * _SLOW_FACTOR < usual:
-            yield key, "fail" if rate * _BROKEN_FACTOR < usual else "warn", usual
 
 
 def _speed(rate: float) -> str:

@@ -1,4 +1,4 @@
-"""One rank that measures all-reduces inside each host, between neighbouring hosts and over all ranks.
+"""One rank that measures an all-reduce inside its host and one over all ranks.
 
 The doctor starts it under torch's elastic agent. The first rank of each host prints what it measured, and any rank what
 went wrong, as a line of JSON.
@@ -29,25 +29,13 @@ _NUM_REPEATS = 5
 
 
 def measure(host: str, device: torch.device) -> dict[str, Any] | None:
-    """Bus bandwidths in bytes/s, in the default process group; None on all but the first rank of each host."""
+    """Bus bandwidths in bytes/s inside this host and over all ranks; None on all but the first rank of each host."""
     names: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(names, host)
-    ranks = {name: [rank for rank, other in enumerate(names) if other == name] for name in names}
-    leaders = {name: of_host[0] for name, of_host in ranks.items()}
-    inside, links = bus_bandwidth(list(ranks.values()), device), dict[str, float]()
-    for pairs in rounds(list(ranks)):
-        rate = bus_bandwidth([[leaders[name] for name in pair] for pair in pairs], device)
-        links |= {name: rate for pair in pairs if host in pair for name in pair if name != host}
-    everywhere = bus_bandwidth([list(range(len(names)))], device)
-    result = {"inside": inside, "links": links, "all": everywhere, "ranks": len(names), "bytes": _SIZES[device.type]}
-    return result if dist.get_rank() == leaders[host] else None
-
-
-def rounds(hosts: list[str]) -> list[list[tuple[str, str]]]:
-    """Pairs of neighbours in a ring of hosts, in rounds; in a round each host is in at most one pair."""
-    ring = list(zip(hosts, [*hosts[1:], hosts[0]], strict=True))[: len(hosts) if len(hosts) > 2 else -1]
-    odd = [ring.pop()] if len(ring) > 1 and len(ring) % 2 else []
-    return [pairs for pairs in (ring[::2], ring[1::2], odd) if pairs]
+    by_host = {name: [rank for rank, other in enumerate(names) if other == name] for name in names}
+    inside, everywhere = (bus_bandwidth(groups, device) for groups in (list(by_host.values()), [[*range(len(names))]]))
+    result = {"inside": inside, "all": everywhere, "ranks": len(names), "bytes": _SIZES[device.type]}
+    return result if dist.get_rank() == by_host[host][0] else None
 
 
 def bus_bandwidth(groups: list[list[int]], device: torch.device) -> float:
