@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ds_finetune.cluster.launch.commands import Job
     from ds_finetune.cluster.launch.environment import CarriedVariables
 
-_LAUNCHERS = ("torchrun", "deepspeed", "mpirun", "slurm")
+_LAUNCHERS = ("torchrun", "mpirun", "slurm")
 
 
 def add_commands(commands: Commands) -> None:
@@ -30,7 +30,7 @@ def add_commands(commands: Commands) -> None:
     launch.add_argument("run", metavar="RUN.yaml")
     add_overrides(launch)
     add_host_options(launch)
-    text = "program that starts the ranks (default torchrun: torch's agent, over ssh); deepspeed with --dry-run only"
+    text = "program that starts the ranks (default torchrun: torch's agent, over ssh)"
     launch.add_argument("--launcher", choices=_LAUNCHERS, default="torchrun", help=text)
     launch.add_argument("--nproc", type=int, help="number of ranks on this machine, instead of a hostfile")
     text = "set one more environment variable for every rank"
@@ -43,16 +43,11 @@ def add_commands(commands: Commands) -> None:
     launch.add_argument("--dry-run", action="store_true", help=text)
     text = "write a file for a service that starts the ranks itself, and start nothing"
     launch.add_argument("--emit", choices=("slurm", "k8s", "docker"), help=text)
-    launch.add_argument("-o", "--out", metavar="FILE", help="where --emit writes (default: standard output)")
     launch.add_argument("--name", default="ds-finetune", help="name of the emitted job (default ds-finetune)")
     text = "time limit of the emitted job (default 24:00:00)"
     launch.add_argument("--time", default="24:00:00", metavar="[D-]HH:MM:SS", help=text)
     text = "CPU cores for each rank of the emitted job (default 8)"
     launch.add_argument("--cpus", type=positive, default=8, help=text)
-    text = "container image of emitted pods (default ds-finetune:latest)"
-    launch.add_argument("--image", default="ds-finetune:latest", help=text)
-    text = "volume claim of emitted pods, mounted as /workspace/runs (default runs)"
-    launch.add_argument("--claim", default="runs", help=text)
 
 
 def _hosts(arguments: Arguments, nproc: int | None) -> tuple[Host, ...]:
@@ -86,13 +81,6 @@ def _launch(arguments: Arguments) -> None:
     whole_allocation = arguments.launcher == "slurm" and not arguments.hostfile and not arguments.emit
     is_local = not (arguments.hostfile or arguments.emit or whole_allocation)
     environment = carried_variables(os.environ, arguments.env, files, is_local=is_local)
-    visible = environment.values.get("CUDA_VISIBLE_DEVICES")
-    has_gpus = os.environ.get("DS_ACCELERATOR") != "cpu"
-    if visible is not None and has_gpus and arguments.launcher == "deepspeed":
-        raise LaunchError(
-            f"CUDA_VISIBLE_DEVICES is `{visible}`, and DeepSpeed's launcher replaces it by the host's first devices",
-            hint="use --launcher torchrun, or give --hostfile and choose devices with --include",
-        )
     hosts = () if whole_allocation else _hosts(arguments, arguments.nproc)
     job = _job(arguments, hosts, environment)
     if arguments.emit:
@@ -103,11 +91,6 @@ def _launch(arguments: Arguments) -> None:
             show_line(line)
         _show(config, job, arguments)
         return
-    if arguments.launcher == "deepspeed":
-        raise LaunchError(
-            f"--launcher deepspeed starts nothing for {arguments.run}: the ranks are started by `deepspeed` itself",
-            hint="run the command that --dry-run prints, or use --launcher torchrun",
-        )
     from ds_finetune.cluster.launch.run import show_if_open
 
     # Another thread prints, so that a slow disk or a stopped pager does not hold up the run.
@@ -144,24 +127,8 @@ def _emit(arguments: Arguments, job: "Job") -> None:
     from ds_finetune.cluster.launch.emit import EmitRequest, render_file
 
     named = frozenset(text.partition("=")[0] for text in arguments.env)
-    request = EmitRequest(
-        job=job,
-        name=arguments.name,
-        named=named,
-        time=arguments.time,
-        cpus=arguments.cpus,
-        image=arguments.image,
-        claim=arguments.claim,
-    )
-    text = render_file(arguments.emit, request)
-    if arguments.out is None:
-        show_line(text.rstrip("\n"))
-        return
-    try:
-        Path(arguments.out).write_text(text, encoding="utf-8")
-    except OSError as full:
-        raise LaunchError(f"`{arguments.out}` cannot be written: {full.strerror}", hint="name another file") from None
-    show_line(f"wrote {arguments.out}")
+    request = EmitRequest(job=job, name=arguments.name, named=named, time=arguments.time, cpus=arguments.cpus)
+    show_line(render_file(arguments.emit, request).rstrip("\n"))
 
 
 def _show(config: RunConfig, job: "Job", arguments: Arguments) -> None:
@@ -176,9 +143,7 @@ def _show(config: RunConfig, job: "Job", arguments: Arguments) -> None:
         check_plan(RunSettings.of(config), job.hosts, "cpu" if job.variables.get("DS_ACCELERATOR") == "cpu" else "cuda")
         for line in rank_map(job.hosts, Mesh.of(config.parallel, world_size=job.world_size, rank=0)):
             show_line(line)
-    for line in dry_run_lines(
-        job, arguments.launcher, hostfile=arguments.hostfile or "hosts", environ=os.environ, ssh_args=remote.ssh_args
-    ):
+    for line in dry_run_lines(job, arguments.launcher, environ=os.environ, ssh_args=remote.ssh_args):
         show_line(line)
     if arguments.launcher == "torchrun":
         show_line("started by torch's agent on each host over ssh, at a free port (docs/how-to/several-machines.md)")

@@ -16,7 +16,6 @@ from ds_finetune.config.hostfile import Host
 from ds_finetune.config.units import spans_text
 from ds_finetune.errors import LaunchError
 from ds_finetune.plan.mesh import Axis, Mesh
-from ds_finetune.system.world import slurm_nodes
 
 ENTRY_MODULE = "ds_finetune.cluster.worker"
 """Module that every rank runs, under every launcher."""
@@ -101,15 +100,13 @@ def mpirun_command(job: Job, ssh_args: Sequence[str] = ()) -> list[str]:
     Each host is named once per rank and mapped by `seq`: with `--host a:8,b:8` mpirun puts its own host first, so that
     rank 0 is not at MASTER_ADDR [ran]. Values are passed by `-x NAME`, so that no command line shows them. Ranks
     use no MPI: the interface here is that of mpirun's own daemons (oob); gloo and NCCL get theirs by variables.
-    LaunchError for hosts that Open MPI has no options for.
+    LaunchError for lines of the hostfile that Open MPI has no options for.
     """
-    for host in job.hosts:
-        _check_host_for_mpi(host)
-    bad = [word for word in ssh_args if re.search(r"\s", word)]
-    if bad:
+    _check_whole_hosts(job, "mpirun")
+    if any(re.search(r"\s", word) for word in ssh_args):
         raise LaunchError(
-            f"mpirun splits the arguments of ssh at blanks, so `{bad[0]}` cannot be one",
-            hint="write it into a file for `ssh -F`",
+            f"mpirun splits the arguments of ssh at blanks: `{shlex.join(ssh_args)}`",
+            hint="write them into a file for `ssh -F`",
         )
     settings = {"plm_rsh_agent": " ".join(["ssh", *ssh_args]), "plm_rsh_no_tree_spawn": "1", **_KEEPALIVE_SETTINGS}
     settings |= {"oob_tcp_if_include": job.interface} if job.interface else {}
@@ -128,17 +125,14 @@ def srun_command(job: Job, environ: Mapping[str, str]) -> list[str]:
 
     Without hosts the ranks are the allocation's tasks in Slurm's order. With hosts, each host is named once per rank
     under the distribution `arbitrary`, which preserves the order and the ranks per host [Slurm 22.05, ran; `--nodelist`
-    alone is sorted]. The first rank that fails ends all ranks. LaunchError outside an allocation, and for hosts that
-    are not in it.
+    alone is sorted]. The first rank that fails ends all ranks. LaunchError outside an allocation.
     """
     if "SLURM_JOB_ID" not in environ:
         raise LaunchError(
             f"--launcher slurm needs an allocation, and SLURM_JOB_ID is not among {len(environ)} variables",
             hint="run it under salloc or sbatch; `ds-finetune launch --emit slurm` writes the script",
         )
-    nodes = slurm_nodes(environ, "SLURM_JOB_NODELIST")
-    for host in job.hosts:
-        _check_host_for_slurm(host, nodes)
+    _check_whole_hosts(job, "slurm")
     placement = ["--distribution=block"]
     if job.hosts:
         placement = [f"--ntasks={job.world_size}", f"--nodelist={','.join(job.names)}", "--distribution=arbitrary"]
@@ -171,15 +165,6 @@ def starting_environment(job: Job, environ: Mapping[str, str], *, slurm: bool = 
     return needed | job.environment
 
 
-def deepspeed_command(job: Job, hostfile: str) -> list[str]:
-    """The command of `deepspeed` 0.19.8 for the same ranks; it is only printed."""
-    chosen = [f"{host.name}:{','.join(map(str, host.devices))}" if host.devices else host.name for host in job.hosts]
-    include = ["--include", "@".join(chosen)] if any(host.devices for host in job.hosts) else []
-    meeting = ["--master_addr", job.master_addr, "--master_port", str(job.master_port)]
-    started = ["--no_local_rank", "--module", *job.entry[1:], job.run, *job.overrides]
-    return ["deepspeed", "--hostfile", hostfile, *include, *meeting, *started]
-
-
 def torchrun_commands(job: Job) -> list[list[str]]:
     """The command of `torchrun` for the same ranks on each host, in the order of the hosts; it is only printed."""
     started = [f"--master-addr={job.master_addr}", f"--master-port={job.master_port}"]
@@ -190,48 +175,21 @@ def torchrun_commands(job: Job) -> list[list[str]]:
     ]
 
 
-def _check_host_for_mpi(host: Host) -> None:
-    if host.user or host.port:
-        raise LaunchError(
-            f"mpirun cannot be told to reach `{host.target}` with user `{host.user}` and port {host.port} (line "
-            f"{host.line} of the hostfile)",
-            hint="write User and Port into a file for ssh and name it with --ssh-args '-F FILE', or use --launcher "
-            "torchrun",
-        )
-    if host.devices:
-        raise LaunchError(
-            f"mpirun cannot be told devices {','.join(map(str, host.devices))} of `{host.name}`",
-            hint="use whole hosts, or --launcher torchrun",
-        )
-    if ":" in host.name:
-        raise LaunchError(
-            f"mpirun takes `{host.name}` for a host with slots",
-            hint="write a name for the IPv6 address, or use --launcher torchrun",
-        )
+def _check_whole_hosts(job: Job, launcher: str) -> None:
+    """LaunchError for a line of the hostfile with what mpirun and srun have no options for; they would ignore it."""
+    for host in job.hosts:
+        if host.user or host.port or host.devices:
+            raise LaunchError(
+                f"--launcher {launcher} cannot be told the user, port or devices of line {host.line} of the hostfile: "
+                f"`{host.target}`, port {host.port}, devices {','.join(map(str, host.devices)) or 'all'}",
+                hint="write User and Port into a file for ssh (--ssh-args '-F FILE'), use whole hosts, or use "
+                "--launcher torchrun",
+            )
 
 
-def _check_host_for_slurm(host: Host, nodes: Sequence[str]) -> None:
-    if host.user or host.port or host.devices:
-        raise LaunchError(
-            f"Slurm starts ranks as the job's user on the job's devices, and cannot be told line {host.line} of the "
-            f"hostfile for `{host.target}` "
-            f"with port {host.port} and devices {host.devices}",
-            hint="leave them out, or use --launcher torchrun",
-        )
-    if host.name not in nodes:
-        raise LaunchError(
-            f"host `{host.name}` is not among the {len(nodes)} nodes of the allocation: {', '.join(nodes[:8])}",
-            hint="write Slurm's names of nodes, or leave --hostfile out to use all",
-        )
-
-
-def dry_run_lines(
-    job: Job, launcher: str, *, hostfile: str = "hosts", environ: Mapping[str, str], ssh_args: Sequence[str] = ()
-) -> list[str]:
-    """Lines with the number of ranks, the address where they meet, and the commands.
-
-    For mpirun and slurm this is the command that `launch` runs; for the others it is what a person would type.
-    `environ` has the variables of this process, which describe Slurm's allocation.
+def dry_run_lines(job: Job, launcher: str, *, environ: Mapping[str, str], ssh_args: Sequence[str] = ()) -> list[str]:
+    """Lines with the number of ranks, the address where they meet, and the commands: those that `launch` runs for
+    mpirun and slurm, and what a person would type for torchrun. `environ` has the variables of Slurm's allocation.
     """
     where = f"{job.master_addr}:{job.master_port}" if job.master_addr else "the first node of the allocation"
     head = [
@@ -239,14 +197,11 @@ def dry_run_lines(
         f"0 at {where}"
     ]
     head += [f"network interface {job.interface} on every host"] if job.interface else []
-    if launcher == "mpirun":
-        return [*head, _typed(mpirun_command(job, ssh_args))]
-    if launcher == "slurm":
-        return [*head, _typed(srun_command(job, environ))]
-    if launcher == "deepspeed":
-        return [*head, f"as if typed: {_typed(deepspeed_command(job, hostfile))}"]
+    if launcher != "torchrun":
+        argv = mpirun_command(job, ssh_args) if launcher == "mpirun" else srun_command(job, environ)
+        return [*head, shlex.join(redacted(argv))]
     typed = zip(job.hosts, torchrun_commands(job), strict=True)
-    lines = [f"as if typed on {host.name}: {_typed(argv)}" for host, argv in typed]
+    lines = [f"as if typed on {host.name}: {shlex.join(redacted(argv))}" for host, argv in typed]
     if (num_omitted := len(lines) - 2 * _COMMANDS) > 0:
         lines[_COMMANDS:-_COMMANDS] = [f"... and on {num_omitted} more hosts"]
     return head + lines
@@ -271,10 +226,6 @@ def rank_map(hosts: Sequence[Host], mesh: Mesh) -> list[str]:
         where = f"{across} of them across hosts" if across else "each within a host"
         lines.append(f"{axis}: {len(groups)} groups of {len(groups[0])}, {where}")
     return lines
-
-
-def _typed(argv: Sequence[str]) -> str:
-    return shlex.join(redacted(argv))
 
 
 def _axis_indices(mesh: Mesh, ranks: Sequence[int]) -> str:

@@ -50,10 +50,6 @@ class EmitRequest:
     """Time limit, `[D-]HH:MM:SS`."""
     cpus: int = 8
     """Cores of each rank."""
-    image: str = "ds-finetune:latest"
-    """Container image, built from what `--emit docker` writes."""
-    claim: str = "runs"
-    """Kubernetes volume claim that is mounted as the folder `runs`; all pods have to be able to write it."""
 
 
 def render_file(kind: str, request: EmitRequest) -> str:

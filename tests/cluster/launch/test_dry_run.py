@@ -23,15 +23,13 @@ def test_commands() -> None:
     assert lines[:2] == head
     assert lines[2].startswith("mpirun --allow-run-as-root -np 2 --host long-name,long-name")
     assert shlex.split(lines[2]) == mpirun_command(JOB, ["-F", "cfg"])
-    (line,) = dry_run_lines(replace(JOB, interface=""), "deepspeed", hostfile="my hosts", environ={})[1:]
-    assert line.startswith("as if typed: deepspeed --hostfile 'my hosts' --master_addr 10.0.0.2")
     allocated = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
     lines = dry_run_lines(replace(JOB, hosts=(), master_addr="", interface=""), "slurm", environ=allocated)
     assert lines[0] == "run r-1: all ranks on all hosts by slurm, rank 0 at the first node of the allocation"
     assert lines[1].startswith("srun --distribution=block --kill-on-bad-exit=1")
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "mpirun", "slurm"])
+@pytest.mark.parametrize("launcher", ["torchrun", "mpirun", "slurm"])
 def test_commands_are_shown_without_secrets(launcher: str) -> None:
     job = replace(JOB, overrides=("data.train=https://me:hunter2@host/x",), interface="")
     environ = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "long-name"}

@@ -162,7 +162,7 @@ def test_devices_of_this_host_stay_here() -> None:
 def test_ranks_of_this_host_use_the_devices_that_are_visible_here(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """On a shared machine the first GPUs may be another user's; DeepSpeed's launcher would take them."""
+    """On a shared machine the first GPUs may be another user's."""
     run_file = tmp_path / "run.yaml"
     run_file.write_text(
         "model: m\ndata: {train: t}\noutput_dir: o\ntrain: {global_batch_size: 2, micro_batch_size: 1}\n"
@@ -171,11 +171,6 @@ def test_ranks_of_this_host_use_the_devices_that_are_visible_here(
     words = ["launch", str(run_file), "--nproc", "2", "--dry-run"]
     assert main(words) == 0
     assert "CUDA_VISIBLE_DEVICES=2,MIG-3\n" in capsys.readouterr().out
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    assert main([*words, "--launcher", "deepspeed"]) == 0
-    monkeypatch.setenv("DS_ACCELERATOR", "cuda")
-    assert main([*words, "--launcher", "deepspeed"]) == 2
-    assert "CUDA_VISIBLE_DEVICES is `2,MIG-3`, and DeepSpeed's launcher replaces it" in capsys.readouterr().err
     (tmp_path / "hosts").write_text("localhost slots=2\n")
     assert main([*words[:2], "--hostfile", str(tmp_path / "hosts"), "--dry-run"]) == 0
     assert "withheld: CUDA_VISIBLE_DEVICES" in capsys.readouterr().out
@@ -209,9 +204,8 @@ LINES = """\ufeff# a comment, on which DeepSpeed's own reader fails
   # another
 PLAIN=1
 export  EXPORTED=/a/b:/c
-SPACED = two words
 SINGLE='$HOME is "kept"'   # with a comment
-DOUBLE="say \\"hi\\" to \\\\ and \\$1"
+DOUBLE="say \\"hi\\" to \\\\ and"
 EMPTY=
 EQUALS=a=b
 HASH=a#b
@@ -224,9 +218,8 @@ def test_environment_file(tmp_path: Path) -> None:
     assert read_environment_file(path) == {
         "PLAIN": "1",
         "EXPORTED": "/a/b:/c",
-        "SPACED": "two words",
         "SINGLE": '$HOME is "kept"',
-        "DOUBLE": 'say "hi" to \\ and $1',
+        "DOUBLE": 'say "hi" to \\ and',
         "EMPTY": "",
         "EQUALS": "a=b",
         "HASH": "a#b",
@@ -235,7 +228,7 @@ def test_environment_file(tmp_path: Path) -> None:
 
 
 def test_quotes_mean_what_a_shell_says(tmp_path: Path) -> None:
-    lines = [line for line in LINES.splitlines()[1:] if not line.startswith("SPACED")]
+    lines = LINES.splitlines()[1:]
     (tmp_path / "env").write_text("\n".join(lines))
     shown = subprocess.run(
         ["env", "-i", "bash", "-c", "set -a; . ./env; env -0"], cwd=tmp_path, capture_output=True, text=True, check=True
@@ -250,9 +243,9 @@ def test_quotes_mean_what_a_shell_says(tmp_path: Path) -> None:
     [
         ("A=1\nnonsense\n", "line 2: `nonsense` is not `NAME=VALUE`"),
         ("\n\n1A=1\n", "line 3: `1A` is not the name of a variable"),
-        ("A='open\n", "line 1: the value of A has an unmatched quote"),
-        ('A="x" y\n', "line 1: the value of A has an unmatched quote"),
-        ("A=b # c\n", "line 1: the value of A has an unmatched quote, or a `#`"),
+        ("A='open\n", "line 1: A: No closing quotation"),
+        ('A="x" y\n', "line 1: `A` is not `NAME=VALUE` without blanks"),
+        ("A = two words\n", "line 1: `A` is not `NAME=VALUE` without blanks"),
         ("A=/x:$PATH\n", "line 1: the value of A has `$`"),
         ('A="$HOME"\n', "line 1: the value of A has `$`"),
         ("A=`id`\n", "line 1: the value of A has `$` or a backtick"),
