@@ -606,8 +606,6 @@ class LaunchConfig(Section):
     """How often a run restarts from its newest checkpoint after a rank or a host has failed, before it is given up."""
     min_hosts: int | None = Field(default=None, ge=1)
     """Fewest hosts to resume with. Left out, it is all hosts of the hostfile. The global batch stays the same."""
-    wait_seconds: float = Field(default=600, ge=0)
-    """Seconds that a restart waits for hosts to return where there are too few."""
     greeting_seconds: float = Field(default=30, gt=0)
     """Seconds that a host has to answer, including the start of ssh and Python."""
     silent_seconds: float = Field(default=10, ge=3)

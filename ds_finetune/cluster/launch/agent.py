@@ -32,10 +32,6 @@ from ds_finetune.system.error_file import ERROR_FILE
 from ds_finetune.system.info import interface_towards
 from ds_finetune.system.processes import oom_kills
 
-_SAVE_SECONDS = 600.0
-"""How long ranks may take to save before they are killed, when a host joins."""
-_JOIN_SECONDS = 3.0
-"""How long the agent waits, after its ranks have saved and ended, for a host that joins and so explains their end."""
 _DONE_SECONDS = 60.0
 """How long an agent whose ranks are done waits for agents of other hosts, which may have to restart theirs."""
 _TAIL_LINES, _TAIL_BYTES = 50, 20_000
@@ -75,7 +71,7 @@ class HostAgent(LocalElasticAgent):
         self._logs = RankLogs(Path(order.logs))
         self._members = frozenset[str]()
         self._lost = set[str]()
-        self._is_saving = self._is_joined = False
+        self._is_saving = False
         self._pids: list[int] = []
         self._oom_kills = 0
         handler = get_rendezvous_handler(RendezvousParameters(backend="c10d", **order.rendezvous))
@@ -122,17 +118,8 @@ class HostAgent(LocalElasticAgent):
     def _end_ranks(self, close: Callable[..., None], *_: object, **__: object) -> None:
         """End the ranks; torch would send SIGTERM and wait 30 s, also for ranks that hang."""
         # SIGCONT does nothing: ranks that can end by themselves get the time to do so.
-        if self._is_joined:
-            close(signal.SIGTERM, _SAVE_SECONDS)
-        else:
-            close(signal.SIGCONT, float("inf") if self._is_saving else GRACE_SECONDS)
+        close(signal.SIGCONT, float("inf") if self._is_saving else GRACE_SECONDS)
         kill_children()
-
-    def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        # Ranks of a group without a failure can save.
-        self._is_joined = worker_group.state is WorkerState.HEALTHY and not self._is_group_failed(worker_group)
-        super()._restart_workers(worker_group)
-        self._is_joined = False
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
@@ -154,8 +141,6 @@ class HostAgent(LocalElasticAgent):
     def _after_failure(self, worker_group: WorkerGroup, result: RunResult) -> RunResult:
         assert worker_group.store is not None
         rank, first = min(result.failures.items(), key=lambda item: _time_of(item[1]))
-        if first.exitcode == INTERRUPTED_EXIT_CODE and not self._is_saving and self._does_host_join():
-            return RunResult(state=WorkerState.HEALTHY)
         # A user's mistake fails the first attempt; in later attempts the host causes this code, e.g. by a full disk.
         is_final = first.exitcode == INTERRUPTED_EXIT_CODE or (
             first.exitcode == USER_ERROR_EXIT_CODE and self._logs.attempt == 1
@@ -165,15 +150,6 @@ class HostAgent(LocalElasticAgent):
         worker_group.store.set("failed", "again" if self._remaining_restarts else "for good")
         self._emit(self._described(rank, first))
         return result
-
-    def _does_host_join(self) -> bool:
-        """Whether the ranks ended because another host's agent ended its ranks, since a host joins."""
-        until = time.monotonic() + _JOIN_SECONDS
-        while time.monotonic() < until:
-            if self._rdzv_handler.num_nodes_waiting():
-                return True
-            time.sleep(0.2)
-        return False
 
     def _described(self, rank: int, failure: ProcessFailure) -> Event:
         code, message = failure.exitcode, failure.error_file_data["message"]

@@ -17,8 +17,6 @@ class AgentOrder:
     environ: dict[str, str]
     """Environment variables of the ranks of this host only."""
     rendezvous: dict[str, Any]
-    """Arguments of torch's RendezvousParameters. `local_addr` is the name of this agent: names sort in hostfile order,
-    and a host that comes back gets a new name.
-    """
+    """Arguments of torch's RendezvousParameters. `local_addr` is this agent's name; names sort in hostfile order."""
     workers: dict[str, Any]
     """Arguments of torch's WorkerSpec. `master_addr` is the address of the first host, where agents and ranks meet."""

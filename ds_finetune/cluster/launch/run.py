@@ -4,10 +4,11 @@ import os
 import queue
 import signal
 import subprocess
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -48,12 +49,12 @@ SAVE_NOTICE = "asked the ranks to save and stop; signal again to kill them"
 KILL_NOTICE = "killing every rank"
 _TICK_SECONDS = 0.25
 """Interval of the keep-alive messages to the hosts, and of looks at what they have reported."""
-_RETRY_SECONDS = 5.0
-"""Time between two attempts to reach a host that may come back."""
 _ENDING_SECONDS = GRACE_SECONDS + 4.0
 """How long the agents of other hosts may take to end and report after one agent has failed for good."""
 _LOAD_SECONDS = 120.0
 """How long a host may take to import torch."""
+_MEET_SECONDS = 600
+"""How long the agents of a restart wait for each other: ranks of other hosts may take long to end."""
 _JOIN_SECONDS = 10
 """How long a restart with enough hosts waits for hosts whose ranks are still ending."""
 _PRINTED_LINES = 500
@@ -161,15 +162,11 @@ class _Member:
     """A host that takes part in the run, and its agent."""
 
     host: Host
-    cluster: Cluster
     name: str
     """Name of the agent."""
     future: "Future[Reply | str]"
     ended: str = ""
     """How the agent ended; empty while it runs."""
-
-    def order(self, name: str, /, **arguments: str) -> None:
-        self.cluster.order(label(self.host), {name: arguments})
 
 
 @dataclass(frozen=True)
@@ -193,35 +190,28 @@ class _Failure:
 
 
 class _LaunchedRun:
-    """A running launch: the agents' reports, hosts that are lost and come back, and signals."""
+    """A running launch: the agents' reports, lost hosts, and signals."""
 
     def __init__(self, request: LaunchRequest, say: Say) -> None:
         self._request, self._say, self._settings = request, say, request.launch
-        self._clusters: list[Cluster] = []
+        self._cluster = Cluster(request.hosts, request.remote, PROGRAM, name=request.job.run_id)
         self._members: dict[Host, _Member] = {}
-        self._returning: dict[Host, Future[Cluster | str]] = {}
-        """Attempts to reach lost hosts again; the result is the program there, or why the host cannot take part."""
-        self._left_out: dict[Host, str] = {}
-        """Printed reasons why hosts cannot take part."""
-        self._pool = ThreadPoolExecutor(max_workers=len(request.hosts))
         self._events = queue.SimpleQueue[tuple[_Member, Event]]()
         self._failures: list[_Failure] = []
         self._printed = deque[str](maxlen=_PRINTED_LINES)
         self._signals: list[int] = []
-        self._num_passed_on = self._num_opened = 0
+        self._num_passed_on = 0
         self._attempt, self._started, self._began = 0, dict[Host, Mapping[str, Any]](), time.monotonic()
         self._failed_since: float | None = None
         self._ending_since: float | None = None
         self._is_failure_printed = False
-        self._last_retry = 0.0
         self._is_killed = False
         self._device = self._address = ""
         self._port = 0
 
     def start(self) -> None:
         """Check every host and start its agent; LaunchError or ConfigError where a host is not ready."""
-        request, first = self._request, self._request.hosts[0]
-        cluster = self._open(request.hosts)
+        request, cluster, first = self._request, self._cluster, self._request.hosts[0]
         infos = cluster.infos(request.env, request.port, seconds=self._settings.greeting_seconds)
         check_hosts(cluster.preflight(infos, request.env), len(request.hosts), self._say)
         facts = {host: infos[label(host)] for host in request.hosts}
@@ -242,7 +232,7 @@ class _LaunchedRun:
         if cluster.lost:
             check_hosts(cluster.preflight(infos, request.env), len(request.hosts), self._say)
         for host in request.hosts:
-            self._start_agent(host, cluster)
+            self._start_agent(host)
 
     def signal(self, number: int) -> None:
         """Record a signal to this program."""
@@ -251,37 +241,25 @@ class _LaunchedRun:
     def finish(self) -> int:
         """Wait for the end of the run, and return its exit code."""
         while not self._is_over():
-            for cluster in self._clusters:
-                cluster.beat()
+            self._cluster.beat()
             self._handle_events()
             for member in [each for each in self._members.values() if not each.ended and each.future.done()]:
                 self._record_end(member)
             self._pass_on_signals()
-            self._regain_hosts()
             if self._failed_since is not None and time.monotonic() - self._failed_since > _ENDING_SECONDS:
                 self._print_failure()
             time.sleep(_TICK_SECONDS)
         self._handle_events()
-        return self._report_end(self.close())
+        return self._report_end(set(self._cluster.close()))
 
-    def close(self) -> set[str]:
-        """End the programs on all hosts with all processes that they started; returns the hosts that took too long."""
-        with ThreadPoolExecutor(max_workers=max(1, len(self._clusters))) as pool:
-            late = {name for names in pool.map(Cluster.close, self._clusters) for name in names}
-        self._clusters.clear()
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        return late
+    def close(self) -> None:
+        """End the programs on all hosts with all processes that they started."""
+        self._cluster.close()
 
-    def _open(self, hosts: Sequence[Host]) -> Cluster:
-        cluster = Cluster(hosts, self._request.remote, PROGRAM, name=self._request.job.run_id)
-        self._clusters.append(cluster)
-        return cluster
-
-    def _start_agent(self, host: Host, cluster: Cluster) -> None:
+    def _start_agent(self, host: Host) -> None:
         request, settings, most = self._request, self._settings, len(self._request.hosts)
-        self._num_opened += 1
         devices = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, host.devices))} if host.devices else {}
-        name = f"{request.hosts.index(host):05}.{self._num_opened}"
+        name = f"{request.hosts.index(host):05}"
         address = f"[{self._address}]" if ":" in self._address else self._address
         rendezvous = {
             "endpoint": f"{address}:{self._port}",
@@ -290,7 +268,7 @@ class _LaunchedRun:
             "max_nodes": most,
             "local_addr": name,
             "is_host": host == request.hosts[0],
-            "join_timeout": max(1, int(settings.wait_seconds)),
+            "join_timeout": _MEET_SECONDS,
             "last_call_timeout": _JOIN_SECONDS,
         }
         entrypoint, *args = request.job.rank_command
@@ -306,9 +284,9 @@ class _LaunchedRun:
         def take(event: Event) -> None:
             self._events.put((member, event))
 
-        cluster.order(label(host), {"limit_silence": {"seconds": settings.silent_seconds}})
-        future = cluster.start(label(host), {"run": asdict(order)}, take)
-        member = self._members[host] = _Member(host, cluster, name, future)
+        self._cluster.order(label(host), {"limit_silence": {"seconds": settings.silent_seconds}})
+        future = self._cluster.start(label(host), {"run": asdict(order)}, take)
+        member = self._members[host] = _Member(host, name, future)
 
     def _handle_events(self) -> None:
         while not self._events.empty():
@@ -334,8 +312,6 @@ class _LaunchedRun:
             self._print_failure()
             if self._failures:
                 self._say(f"starting again, restart {event['restart']} of {self._settings.restarts}")
-            elif self._attempt:
-                self._say("a host has joined: the ranks have saved, and start again")
             self._attempt, self._began = event["started"], time.monotonic()
             self._started, self._failures, self._failed_since, self._is_failure_printed = {}, [], None, False
         self._started[host] = event
@@ -353,7 +329,7 @@ class _LaunchedRun:
             member.ended = str(result[0]["run"])
             is_ending = member.ended != DONE
         else:
-            check, tail = member.cluster.lose(label(member.host), result), result.splitlines()[-_TAIL_LINES:]
+            check, tail = self._cluster.lose(label(member.host), result), result.splitlines()[-_TAIL_LINES:]
             text = check.found if tail else "its agent or the connection has ended"
             # A lost host is noticed late: failures that ranks of other hosts reported meanwhile are its consequences.
             at = time.monotonic() - self._settings.silent_seconds
@@ -368,7 +344,7 @@ class _LaunchedRun:
         """Remove a member; the agents of the other hosts restart without its host."""
         del self._members[member.host]
         for other in self._members.values():
-            other.order("lose", name=member.name)
+            self._cluster.order(label(other.host), {"lose": {"name": member.name}})
 
     def _pass_on_signals(self) -> None:
         """At the first signal, ask the ranks to save; at the second, or if ranks are not running, kill them."""
@@ -379,7 +355,7 @@ class _LaunchedRun:
         self._is_killed = self._num_passed_on > 1 or not is_running
         self._say(KILL_NOTICE if self._is_killed else SAVE_NOTICE)
         for member in () if self._is_killed else self._members.values():
-            member.order("save")
+            self._cluster.order(label(member.host), {"save": {}})
 
     def _is_over(self) -> bool:
         """Whether every agent has ended, or the time for the other agents to end is over."""
@@ -390,48 +366,17 @@ class _LaunchedRun:
         codes = {failure.code for failure in self._failures}
         return codes != {INTERRUPTED_EXIT_CODE} and time.monotonic() - self._ending_since > _ENDING_SECONDS
 
-    def _regain_hosts(self) -> None:
-        is_ending = self._ending_since is not None or self._signals
-        if is_ending or not self._settings.restarts or time.monotonic() - self._last_retry < _RETRY_SECONDS:
-            return
-        self._last_retry = time.monotonic()
-        for host in [host for host in self._request.hosts if host not in self._members]:
-            if (future := self._returning.get(host)) is not None:
-                if not future.done() or isinstance(why := future.result(), Cluster):
-                    continue
-                if self._left_out.get(host) != why:
-                    self._left_out[host] = why
-                    self._say(f"left out: {why}")
-            self._returning[host] = self._pool.submit(self._reopen, host)
-        self._regroup()
-
-    def _reopen(self, host: Host) -> Cluster | str:
-        """A program started on a lost host, or why the host cannot take part."""
-        cluster = self._open([host])
-        infos = cluster.infos(self._request.env, 0, seconds=self._settings.greeting_seconds)
-        cluster.ask({name: {"load": {}} for name in infos}, seconds=_LOAD_SECONDS)
-        checks = cluster.preflight(infos, self._request.env)
-        failed = [describe(host, check) for _, check in checks if check.state == "fail"]
-        if failed:
-            cluster.close()
-        return "\n  ".join(failed) or cluster
-
     def _regroup(self) -> None:
-        """Let as many hosts take part as the layout and the batch allow."""
-        done = {host: future.result() for host, future in self._returning.items() if future.done()}
-        ready = {host: cluster for host, cluster in done.items() if isinstance(cluster, Cluster)}
-        there = [host for host in self._request.hosts if host in self._members or host in ready]
-        fit = largest_fit(self._request, there, device=self._device)
-        if self._ending_since is not None or not fit:
-            return
-        for host in [host for host in self._members if host not in fit]:
-            self._say(f"left out: {host.target}: layout and batch allow {len(fit)} of {len(there)} hosts")
-            member = self._members[host]
-            self._remove(member)
-            self._pool.submit(member.cluster.end, label(host))
-        for host in [host for host in fit if host in ready]:
-            del self._returning[host]
-            self._start_agent(host, ready[host])
+        """After a host was lost, leave out hosts that layout and batch do not allow; end the run with too few hosts."""
+        present = [host for host in self._request.hosts if host in self._members]
+        fitting = largest_fit(self._request, present, device=self._device)
+        if self._ending_since is None and not fitting:
+            self._say(f"gave up: {len(present)} hosts are left; the same command resumes the run")
+            self._ending_since = time.monotonic()
+        for host in [host for host in present if host not in fitting] if self._ending_since is None else ():
+            self._say(f"left out: {host.target}: layout and batch allow {len(fitting)} of {len(present)} hosts")
+            self._remove(self._members[host])
+            threading.Thread(target=self._cluster.end, args=(label(host),), daemon=True).start()
 
     def _report_end(self, late: Set[str]) -> int:
         ends = {member.ended for member in self._members.values()}
