@@ -44,17 +44,23 @@ class HostProgram:
 
     def __init__(self) -> None:
         self._silent_seconds = _IDLE_SECONDS
+        self.orders: dict[str, Callable[..., object]] = {
+            "limit_silence": self.limit_silence,
+            "save": lambda: None,
+            "lose": lambda name: None,
+        }
+        """Functions that are executed at once and have no reply; `launch` replaces the last two by its agent's."""
         self._lines: queue.Queue[dict[str, Any]] = queue.Queue()
         self.output: TextIO = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8", errors="replace")
         # Whatever libraries print to standard output goes to standard error, since it is no reply.
         os.dup2(2, 1)
 
-    def serve(self, functions: Functions, orders: Functions) -> None:
-        """Answer requests for `functions` one after another; `orders` are executed at once and have no reply."""
+    def serve(self, functions: Functions) -> None:
+        """Answer requests for `functions` one after another, until standard input ends."""
         with suppress(AttributeError):
             ctypes.CDLL(None).prctl(_BECOME_SUBREAPER, 1, 0, 0, 0)
         atexit.register(_clean_up)
-        threading.Thread(target=self._read, args=(orders,), daemon=True).start()
+        threading.Thread(target=self._read, daemon=True).start()
         while True:
             results = {name: functions[name](**arguments) for name, arguments in self._lines.get().items()}
             self._tell("reply", [time.time(), results])
@@ -71,13 +77,13 @@ class HostProgram:
         # One write, so that text of other threads cannot come between; the line before may lack its newline.
         self.output.write(f"{sys.argv[-1]} {json.dumps([kind, value])}\n")
 
-    def _read(self, orders: Functions) -> None:
+    def _read(self) -> None:
         # Not sys.stdin: the interpreter needs its lock at exit.
         with open(0, "rb", buffering=0) as file:
             while self._is_readable() and (line := file.readline()):
                 request = json.loads(line.strip() or b"{}")
-                for name in orders.keys() & request.keys():
-                    orders[name](**request.pop(name))
+                for name in self.orders.keys() & request.keys():
+                    self.orders[name](**request.pop(name))
                 if request:
                     self._lines.put(request)
         _clean_up()

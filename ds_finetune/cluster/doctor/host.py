@@ -118,4 +118,4 @@ def run(module: Sequence[str], seconds: float) -> tuple[int | None, str]:
 
 if __name__ == "__main__":
     functions = (facts, gpus, compiler, memory, disk, digests, create_marker, find_marker, run)
-    HostProgram().serve({function.__name__: function for function in functions}, {})
+    HostProgram().serve({function.__name__: function for function in functions})

@@ -11,7 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,17 +21,18 @@ from torch.distributed.elastic.agent.server.api import RunResult, Worker, Worker
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from ds_finetune.cluster.host_program import kill_children
-from ds_finetune.cluster.launch.agent_order import GRACE_SECONDS, AgentOrder
+from ds_finetune.cluster.host_program import HostProgram, kill_children
 from ds_finetune.cluster.launch.rank_logs import log_name
 from ds_finetune.errors import INTERRUPTED_EXIT_CODE, USER_ERROR_EXIT_CODE
 from ds_finetune.system.error_file import ERROR_FILE
 from ds_finetune.system.info import interface_towards
 from ds_finetune.system.processes import oom_kills
 
+_GRACE_SECONDS = 4.0
+"""Time between a rank's first failure and the kill of the others, which meanwhile record what they wait for."""
 _DONE_SECONDS = 60.0
 """How long an agent whose ranks are done waits for agents of other hosts, which may have to restart theirs."""
 _TAIL_LINES, _TAIL_BYTES = 50, 20_000
@@ -66,16 +67,18 @@ class RankLogs(LogsSpecs):
 class HostAgent(LocalElasticAgent):
     """The elastic agent of this host; `emit` sends an event to the launching program."""
 
-    def __init__(self, order: AgentOrder, emit: Callable[[Event], None]) -> None:
-        self._name, self._emit = order.rendezvous["local_addr"], emit
-        self._logs = RankLogs(Path(order.logs))
+    def __init__(
+        self, logs: Path, rendezvous: Mapping[str, Any], workers: Mapping[str, Any], emit: Callable[[Event], None]
+    ) -> None:
+        self._name, self._emit = rendezvous["local_addr"], emit
+        self._logs = RankLogs(logs)
         self._members = frozenset[str]()
         self._lost = set[str]()
         self._is_saving = False
         self._pids: list[int] = []
         self._oom_kills = 0
-        handler = get_rendezvous_handler(RendezvousParameters(backend="c10d", **order.rendezvous))
-        spec = WorkerSpec(role="", rdzv_handler=handler, monitor_interval=0.2, **order.workers)
+        handler = get_rendezvous_handler(RendezvousParameters(backend="c10d", **rendezvous))
+        spec = WorkerSpec(role="", rdzv_handler=handler, monitor_interval=0.2, **workers)
         # The line prefix is the role, which is empty, so the output of rank 0 has no prefix.
         super().__init__(spec, self._logs, exit_barrier_timeout=_DONE_SECONDS, log_line_prefix_template="${role_name}")
 
@@ -118,7 +121,7 @@ class HostAgent(LocalElasticAgent):
     def _end_ranks(self, close: Callable[..., None], *_: object, **__: object) -> None:
         """End the ranks; torch would send SIGTERM and wait 30 s, also for ranks that hang."""
         # SIGCONT does nothing: ranks that can end by themselves get the time to do so.
-        close(signal.SIGCONT, float("inf") if self._is_saving else GRACE_SECONDS)
+        close(signal.SIGCONT, float("inf") if self._is_saving else _GRACE_SECONDS)
         kill_children()
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -183,16 +186,34 @@ def _last_lines(log: Path) -> list[str]:
     return []
 
 
-def prepare(order: AgentOrder) -> None:
-    """Set the environment variables of the ranks, and redirect torch's messages to a log on this host."""
-    folder = Path(order.logs)
+def run_ranks(
+    program: HostProgram, *, logs: str, environ: Mapping[str, str], rendezvous: dict[str, Any], workers: dict[str, Any]
+) -> bool | str:
+    """Run the ranks of this host until they end for good; returns whether they are done, or why no host was met.
+
+    `logs` is the folder of the ranks' logs, and `environ` has variables of this host's ranks only. `rendezvous` has
+    arguments of torch's RendezvousParameters: agents are numbered in the order of their names `local_addr`. `workers`
+    has arguments of torch's WorkerSpec, with the first host's address as `master_addr`.
+    """
+    folder = Path(logs)
     folder.mkdir(parents=True, exist_ok=True)
     log = os.open(folder / f"agent-{socket.gethostname()}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     sys.stderr.flush()
     os.dup2(log, 2)
-    os.environ.update(order.environ)
+    os.environ.update(environ)
     # A new port for each attempt: torch 2.13 would otherwise give a restart the store keys of an earlier attempt.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    if order.rendezvous["max_nodes"] > 1 and (interface := interface_towards(order.workers["master_addr"])):
+    if rendezvous["max_nodes"] > 1 and (interface := interface_towards(workers["master_addr"])):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+    try:
+        # The output of rank 0 goes to the launching program.
+        with redirect_stdout(program.output):
+            agent = HostAgent(folder, rendezvous, workers, program.emit)
+            program.orders.update(save=agent.save, lose=agent.lose)
+            result = agent.run()
+    except RendezvousError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        kill_children()
+    return result is not None and result.state is WorkerState.SUCCEEDED

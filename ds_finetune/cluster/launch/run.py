@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from ds_finetune.cluster.host_checks import (
     world_of,
 )
 from ds_finetune.cluster.hosts import Cluster, Event, Reply
-from ds_finetune.cluster.launch.agent_order import DONE, FAILED, GRACE_SECONDS, AgentOrder
 from ds_finetune.cluster.launch.commands import Job
 from ds_finetune.cluster.launch.environment import interface_variables
 from ds_finetune.cluster.launch.rank_logs import RUN_ID, log_name, logs_folder
@@ -49,8 +48,10 @@ SAVE_NOTICE = "asked the ranks to save and stop; signal again to kill them"
 KILL_NOTICE = "killing every rank"
 _TICK_SECONDS = 0.25
 """Interval of the keep-alive messages to the hosts, and of looks at what they have reported."""
-_ENDING_SECONDS = GRACE_SECONDS + 4.0
-"""How long the agents of other hosts may take to end and report after one agent has failed for good."""
+_ENDING_SECONDS = 8.0
+"""How long the agents of other hosts may take to end and report after one agent has failed for good: an agent gives its
+other ranks four seconds.
+"""
 _LOAD_SECONDS = 120.0
 """How long a host may take to import torch."""
 _MEET_SECONDS = 600
@@ -157,18 +158,6 @@ def largest_fit(request: LaunchRequest, fit: Sequence[Host], *, device: str) -> 
     return ()
 
 
-@dataclass
-class _Member:
-    """A host that takes part in the run, and its agent."""
-
-    host: Host
-    name: str
-    """Name of the agent."""
-    future: "Future[Reply | str]"
-    ended: str = ""
-    """How the agent ended; empty while it runs."""
-
-
 @dataclass(frozen=True)
 class _Failure:
     """The first failure of a rank of a host, or of the host itself."""
@@ -195,8 +184,11 @@ class _LaunchedRun:
     def __init__(self, request: LaunchRequest, say: Say) -> None:
         self._request, self._say, self._settings = request, say, request.launch
         self._cluster = Cluster(request.hosts, request.remote, PROGRAM, name=request.job.run_id)
-        self._members: dict[Host, _Member] = {}
-        self._events = queue.SimpleQueue[tuple[_Member, Event]]()
+        self._agents: dict[Host, Future[Reply | str]] = {}
+        """Replies of the agents by host, without lost hosts and hosts that were left out."""
+        self._ends: dict[Host, bool | str] = {}
+        """Whether the ranks of a host whose agent has ended are done, or why the agents did not meet."""
+        self._events = queue.SimpleQueue[tuple[Host, Event]]()
         self._failures: list[_Failure] = []
         self._printed = deque[str](maxlen=_PRINTED_LINES)
         self._signals: list[int] = []
@@ -243,8 +235,8 @@ class _LaunchedRun:
         while not self._is_over():
             self._cluster.beat()
             self._handle_events()
-            for member in [each for each in self._members.values() if not each.ended and each.future.done()]:
-                self._record_end(member)
+            for host in [host for host, reply in self._agents.items() if host not in self._ends and reply.done()]:
+                self._record_end(host, self._agents[host].result())
             self._pass_on_signals()
             if self._failed_since is not None and time.monotonic() - self._failed_since > _ENDING_SECONDS:
                 self._print_failure()
@@ -259,14 +251,13 @@ class _LaunchedRun:
     def _start_agent(self, host: Host) -> None:
         request, settings, most = self._request, self._settings, len(self._request.hosts)
         devices = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, host.devices))} if host.devices else {}
-        name = f"{request.hosts.index(host):05}"
         address = f"[{self._address}]" if ":" in self._address else self._address
         rendezvous = {
             "endpoint": f"{address}:{self._port}",
             "run_id": request.job.run_id,
             "min_nodes": (settings.min_hosts or most) if settings.restarts else most,
             "max_nodes": most,
-            "local_addr": name,
+            "local_addr": self._agent_name(host),
             "is_host": host == request.hosts[0],
             "join_timeout": _MEET_SECONDS,
             "last_call_timeout": _JOIN_SECONDS,
@@ -279,28 +270,31 @@ class _LaunchedRun:
             "max_restarts": settings.restarts,
             "master_addr": self._address,
         }
-        order = AgentOrder(str(request.logs), devices | {RUN_ID: request.job.run_id}, rendezvous, workers)
+        environ = devices | {RUN_ID: request.job.run_id}
+        order = {"logs": str(request.logs), "environ": environ, "rendezvous": rendezvous, "workers": workers}
 
         def take(event: Event) -> None:
-            self._events.put((member, event))
+            self._events.put((host, event))
 
         self._cluster.order(label(host), {"limit_silence": {"seconds": settings.silent_seconds}})
-        future = self._cluster.start(label(host), {"run": asdict(order)}, take)
-        member = self._members[host] = _Member(host, name, future)
+        self._agents[host] = self._cluster.start(label(host), {"run": order}, take)
+
+    def _agent_name(self, host: Host) -> str:
+        return f"{self._request.hosts.index(host):05}"
 
     def _handle_events(self) -> None:
         while not self._events.empty():
-            member, event = self._events.get()
+            host, event = self._events.get()
             if isinstance(event, str):
                 # The output of ranks on other hosts goes only to their logs.
-                if member.host == self._request.hosts[0]:
+                if host == self._request.hosts[0]:
                     self._printed.append(event)
                     self._say(event)
             elif "started" in event:
-                self._record_start(member.host, event)
+                self._record_start(host, event)
             else:
                 fields = {name: value for name, value in event.items() if name != "age"}
-                self._fail(_Failure(host=member.host, at=time.monotonic() - event["age"], **fields))
+                self._fail(_Failure(host=host, at=time.monotonic() - event["age"], **fields))
 
     def _fail(self, failure: _Failure) -> None:
         self._failed_since = self._failed_since or time.monotonic()
@@ -323,43 +317,42 @@ class _LaunchedRun:
             for line in table(("host", "ranks", "devices", "interface"), rows):
                 self._say(line)
 
-    def _record_end(self, member: _Member) -> None:
-        result = member.future.result()
+    def _record_end(self, host: Host, result: Reply | str) -> None:
         if not isinstance(result, str):
-            member.ended = str(result[0]["run"])
-            is_ending = member.ended != DONE
+            self._ends[host] = result[0]["run"]
+            is_ending = self._ends[host] is not True
         else:
-            check, tail = self._cluster.lose(label(member.host), result), result.splitlines()[-_TAIL_LINES:]
+            check, tail = self._cluster.lose(label(host), result), result.splitlines()[-_TAIL_LINES:]
             text = check.found if tail else "its agent or the connection has ended"
             # A lost host is noticed late: failures that ranks of other hosts reported meanwhile are its consequences.
             at = time.monotonic() - self._settings.silent_seconds
-            self._fail(_Failure(member.host, None, text, RUN_ERROR_EXIT_CODE, at, tail=tail))
-            is_ending = member.host == self._request.hosts[0] or not self._settings.restarts
-            self._remove(member)
+            self._fail(_Failure(host, None, text, RUN_ERROR_EXIT_CODE, at, tail=tail))
+            is_ending = host == self._request.hosts[0] or not self._settings.restarts
+            self._remove(host)
         if is_ending:
             self._ending_since = self._ending_since or time.monotonic()
         self._regroup()
 
-    def _remove(self, member: _Member) -> None:
-        """Remove a member; the agents of the other hosts restart without its host."""
-        del self._members[member.host]
-        for other in self._members.values():
-            self._cluster.order(label(other.host), {"lose": {"name": member.name}})
+    def _remove(self, host: Host) -> None:
+        """Let the agents of the other hosts restart without `host`."""
+        del self._agents[host]
+        for other in self._agents:
+            self._cluster.order(label(other), {"lose": {"name": self._agent_name(host)}})
 
     def _pass_on_signals(self) -> None:
         """At the first signal, ask the ranks to save; at the second, or if ranks are not running, kill them."""
         if self._num_passed_on == len(self._signals):
             return
         self._num_passed_on += 1
-        is_running = len(self._started) == len(self._members) and not self._failures
+        is_running = len(self._started) == len(self._agents) and not self._failures
         self._is_killed = self._num_passed_on > 1 or not is_running
         self._say(KILL_NOTICE if self._is_killed else SAVE_NOTICE)
-        for member in () if self._is_killed else self._members.values():
-            self._cluster.order(label(member.host), {"save": {}})
+        for host in () if self._is_killed else self._agents:
+            self._cluster.order(label(host), {"save": {}})
 
     def _is_over(self) -> bool:
         """Whether every agent has ended, or the time for the other agents to end is over."""
-        if self._is_killed or all(member.ended for member in self._members.values()):
+        if self._is_killed or self._agents.keys() <= self._ends.keys():
             return True
         if self._ending_since is None:
             return False
@@ -368,25 +361,25 @@ class _LaunchedRun:
 
     def _regroup(self) -> None:
         """After a host was lost, leave out hosts that layout and batch do not allow; end the run with too few hosts."""
-        present = [host for host in self._request.hosts if host in self._members]
+        present = [host for host in self._request.hosts if host in self._agents]
         fitting = largest_fit(self._request, present, device=self._device)
         if self._ending_since is None and not fitting:
             self._say(f"gave up: {len(present)} hosts are left; the same command resumes the run")
             self._ending_since = time.monotonic()
         for host in [host for host in present if host not in fitting] if self._ending_since is None else ():
             self._say(f"left out: {host.target}: layout and batch allow {len(fitting)} of {len(present)} hosts")
-            self._remove(self._members[host])
+            self._remove(host)
             threading.Thread(target=self._cluster.end, args=(label(host),), daemon=True).start()
 
     def _report_end(self, late: Set[str]) -> int:
-        ends = {member.ended for member in self._members.values()}
-        if ends == {DONE} and not self._failures:
+        ends = [self._ends.get(host, False) for host in self._agents]
+        if ends and all(end is True for end in ends) and not self._failures:
             self._say(f"attempt {self._attempt} done in {time.monotonic() - self._began:.0f} s")
             return 0
         self._print_failure()
-        for end in ends - {DONE, FAILED, ""}:
+        for end in {end for end in ends if isinstance(end, str)}:
             self._say(f"gave up: {end}; the same command resumes the run")
-        hosts = [host for host in self._request.hosts if host not in self._members or label(host) in late]
+        hosts = [host for host in self._request.hosts if host not in self._agents or label(host) in late]
         where = (
             f" on all hosts but {', '.join(host.target for host in hosts)}, which cannot be reached" if hosts else ""
         )

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from ds_finetune.config.schedule import seconds_of
 from ds_finetune.config.sections import REPORT_SECONDS, WatchdogConfig
-from ds_finetune.engine.groups.communication import ALL_TO_ALL, INPUT_AT, input_of
+from ds_finetune.engine.groups.communication import ALL_TO_ALL, INPUT_AT, bytes_of, input_of
 from ds_finetune.engine.groups.communication import POINT_TO_POINT as _SEND_RECEIVE
 from ds_finetune.foreign.torch_distributed import wrapped_group_calls
 from ds_finetune.observers.record import StepRecord
@@ -38,7 +38,7 @@ PREPARING = "preparation"
 
 
 class CollectiveCall(NamedTuple):
-    """A call of the collective `name` with `size` input elements (0: not known) in the group `ranks`.
+    """A call of the collective `name` with `size` bytes of input (0: not known) in the group `ranks`.
 
     `number` counts the calls in that group, from 1.
     """
@@ -49,7 +49,7 @@ class CollectiveCall(NamedTuple):
     number: int
 
     def __str__(self) -> str:
-        size = f" of {self.size:,} elements" if self.size else ""
+        size = f" of {self.size:,} bytes" if self.size else ""
         return f"{self.name}{size} (number {self.number:,} of {self.ranks})"
 
 
@@ -280,7 +280,7 @@ def observe_collectives(progress: RankProgress) -> Iterator[None]:
             names[id(owner)] = ranks
             ranks = POINT_TO_POINT if kind in _SEND_RECEIVE else ranks
             # Input sizes of these may differ between ranks, so they are not compared.
-            size = 0 if kind in (ALL_TO_ALL, "scatter") else _num_elements(input_of(name, args))
+            size = 0 if kind in (ALL_TO_ALL, "scatter") else bytes_of(input_of(name, args))
             with progress.collective(kind, size, ranks):
                 return function(owner, *args, **kwargs)
 
@@ -288,12 +288,6 @@ def observe_collectives(progress: RankProgress) -> Iterator[None]:
 
     with wrapped_group_calls(tuple(INPUT_AT), wrap):
         yield
-
-
-def _num_elements(value: Any) -> int:  # noqa: ANN401 - a tensor, lists of tensors to any depth, or none
-    if isinstance(value, torch.Tensor):
-        return value.numel()
-    return sum(map(_num_elements, value)) if isinstance(value, list | tuple) else 0
 
 
 def _ranks_text(group: dist.ProcessGroup) -> str:

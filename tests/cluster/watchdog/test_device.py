@@ -131,8 +131,8 @@ def test_a_hung_kernel_names_its_rank() -> None:
     found = diagnose(answers)
     released.set()
     assert found == ((1,), "has entered 1 collectives of all, others 2")
-    assert str(answers[0]).startswith("waits in all_reduce of 2 elements (number 2 of all)")
-    assert str(answers[1]).startswith("has not reached all_reduce of 2 elements (number 2 of all) on its device")
+    assert str(answers[0]).startswith("waits in all_reduce of 2 bytes (number 2 of all)")
+    assert str(answers[1]).startswith("has not reached all_reduce of 2 bytes (number 2 of all) on its device")
 
 
 def test_a_device_that_has_failed_does_not_end_the_watchdog() -> None:

@@ -36,7 +36,7 @@ def test_a_rank_that_sleeps_before_a_collective(tmp_path: Path) -> None:
     assert done.report.startswith("rank 1 (host")
     assert "rank 0 (host" in done.report
     assert (done.status.state, done.status.reason) == ("hung", done.report.splitlines()[0])
-    assert re.search(r"waits in all_reduce of [\d,]+ elements", done.report)
+    assert re.search(r"waits in all_reduce of [\d,]+ bytes", done.report)
     assert "faulty.py" in done.stacks(1)
     assert " in sleep" in done.stacks(1)
     assert " in all_reduce" in done.stacks(0)

@@ -131,9 +131,9 @@ def test_collectives_are_seen_by_name_size_and_number() -> None:
         dist.barrier(dist.group.WORLD)
         dist.destroy_process_group()
     assert [(call.name, call.size, call.number) for call in progress.last_calls] == [
-        ("all_reduce", 3, 1),
-        ("all_gather", 5, 2),
-        ("broadcast", 2, 3),
+        ("all_reduce", 12, 1),
+        ("all_gather", 20, 2),
+        ("broadcast", 8, 3),
         # Ranks may have inputs of other sizes.
         ("all_to_all", 0, 4),
         ("barrier", 0, 5),
