@@ -36,7 +36,6 @@ WITHOUT_CUDA = {
 }
 """Files that start threads, and what these do."""
 ON_A_DEVICE = {
-    "cluster/watchdog/heartbeats.py": "queries events of the device",
     "cluster/watchdog/monitor.py": "queries events of the device",
     "data/batches.py": "pins batches",
     # The model of a single process is on the current GPU, 0.

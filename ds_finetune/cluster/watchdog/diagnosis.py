@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from ds_finetune.cluster.watchdog.heartbeats import RankProcess
+from ds_finetune.cluster.watchdog.messages import RankProcess
 from ds_finetune.cluster.watchdog.progress import POINT_TO_POINT, CollectiveCall, RankStatus
 from ds_finetune.config.units import spans_text
 

@@ -1,12 +1,18 @@
-"""The watchdog of a rank: a thread that compares heartbeats, finds the ranks at fault, and ends its own rank."""
+"""The watchdog of a rank: two threads that exchange heartbeats, find the ranks at fault, and end their own rank.
+
+Rank zero reads the heartbeats of all ranks; other ranks read that of rank zero. So reads grow linearly with the number
+of ranks. A call of the store blocks while its server is stopped or cut off. Therefore a thread with its own connection
+to the store makes the calls, and the other thread judges how long they take.
+"""
 
 import math
 import os
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from itertools import count
@@ -16,7 +22,16 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from ds_finetune.cluster.watchdog.diagnosis import diagnose, names_of, status_lines
-from ds_finetune.cluster.watchdog.heartbeats import Heartbeats, RankProcess, RunEnding, join
+from ds_finetune.cluster.watchdog.messages import (
+    ENDING,
+    ENDING_JSON,
+    NONE,
+    STATUS_JSON,
+    RankProcess,
+    RunEnding,
+    heartbeat_key,
+    join,
+)
 from ds_finetune.cluster.watchdog.progress import DONE, FAILING, HUNG, PREPARING, RUNNING, RankProgress, RankStatus
 from ds_finetune.cluster.watchdog.stacks import StackFile, kill_process
 from ds_finetune.console.phase_line import Say, say_nothing
@@ -36,13 +51,18 @@ ROUND_SECONDS = 5.0
 """How long heartbeats may take to arrive once a rank has hung or failed; a rank without one then counts as silent."""
 _STOPPED_SECONDS = 15.0
 """A rank that has sent no heartbeat for so long is at fault, even if earlier heartbeats came late."""
+_LATE_SECONDS, _LATE_WITHIN, _LATE_IN_SUM, _FEWEST_LATE = 0.5, 60.0, 3.0, 3
+"""TCP resends a lost packet after 0.2 s, and after 0.6 s if it is lost again. A heartbeat that takes more than
+_LATE_SECONDS, instead of milliseconds, is late. The network is at fault if at least _FEWEST_LATE late heartbeats within
+_LATE_WITHIN s took more than _LATE_IN_SUM s in sum: a busy processor delays a few.
+"""
 _GRACE_SECONDS = 2.0
 """How long a rank that learns of the end of the run has to end by itself, and how long rank zero, whose process may
 serve the store, lets the other ranks read why the run ends.
 """
 _LEAVING_SECONDS = 20.0
 """How long a failed rank has to end: its cleanup may wait for ranks that have ended."""
-_TICK_SECONDS, _PREPARED_WAIT, _REPORT_SECONDS = 0.2, timedelta(minutes=1), 3.0
+_TICK_SECONDS, _BEAT_SECONDS, _PREPARED_WAIT, _REPORT_SECONDS = 0.2, 1.0, timedelta(minutes=1), 3.0
 _MAX_LINES, _MAX_CHARACTERS = 50, 2_000
 _STDERR = 2
 _PEER_LOST_WORDS = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "TCPStore")
@@ -63,8 +83,20 @@ class Monitor(threading.Thread):
         self.log: Say = say_nothing
         """Adds a line to the run's log."""
         self._own, self._processes, self._report = processes[progress.rank], processes, output_dir / REPORT
-        watched = range(len(processes)) if self._own.rank == 0 else [0]
-        self._beats = Heartbeats(store, self._own.rank, watched, progress.status)
+        # The stubs of torch 2.13 lack `clone`.
+        self._store: dist.Store = store.clone()  # type: ignore[attr-defined]
+        self._state, self._trouble = RUNNING, ""
+        self._proposal: RunEnding | None = None
+        """How the run ends, unless another rank has proposed an ending before."""
+        self._stored_ending: RunEnding | None = None
+        self._is_store_lost = False
+        self._answered_at = now = time.monotonic()
+        self._heard_at = dict.fromkeys(range(len(processes)) if self._own.rank == 0 else [0], now)
+        """Monotonic time at which the last new heartbeat of each watched rank was read."""
+        self._latest = dict.fromkeys(self._heard_at, RankStatus())
+        """The last heartbeat of each watched rank."""
+        self._late: deque[tuple[float, float]] = deque(maxlen=round(_LATE_WITHIN))
+        self._number, self._overslept, self._wake = 0, False, threading.Event()
         self._stacks: StackFile | None = None
         self._ending: RunEnding | None = None
         self._ending_known, self._closed = threading.Event(), threading.Event()
@@ -74,10 +106,46 @@ class Monitor(threading.Thread):
 
     def run(self) -> None:
         """Send heartbeats and compare ranks until closed."""
-        self._beats.start()
+        heartbeats = threading.Thread(target=self._beat, name="watchdog-heartbeats", daemon=True)
+        heartbeats.start()
         while not self._closed.wait(_TICK_SECONDS):
             self._exclude_pause()
             self._watch(time.monotonic())
+        self._wake.set()
+        heartbeats.join(_GRACE_SECONDS)
+
+    def _beat(self) -> None:
+        """Exchange heartbeats until closed, the last one after that, or until the store's process has ended."""
+        is_last = False
+        with suppress(dist.DistError):
+            while not is_last:
+                is_last = self._closed.is_set()
+                self._exchange()
+                began = time.monotonic()
+                self._wake.wait(0.0 if is_last else _BEAT_SECONDS)
+                self._overslept = time.monotonic() > began + _BEAT_SECONDS + _LATE_SECONDS
+                self._wake.clear()
+        self._is_store_lost = not is_last
+
+    def _exchange(self) -> None:
+        began, self._number = time.monotonic(), self._number + 1
+        late = [seconds for at, seconds in self._late if at > began - _LATE_WITHIN]
+        worst = max(late) if len(late) >= _FEWEST_LATE and sum(late) > _LATE_IN_SUM else 0.0
+        status = replace(self.progress.status(), state=self._state, trouble=self._trouble)
+        status = replace(status, number=self._number, late_seconds=worst)
+        self._store.set(heartbeat_key(self._own.rank), STATUS_JSON.dump_json(status).decode())
+        if self._proposal is not None:
+            self._store.compare_set(ENDING, NONE, ENDING_JSON.dump_json(self._proposal).decode())
+        ending, *texts = self._store.multi_get([ENDING, *map(heartbeat_key, self._heard_at)])
+        now = time.monotonic()
+        for rank, text in zip(self._heard_at, texts, strict=True):
+            if (latest := STATUS_JSON.validate_json(text)).number != self._latest[rank].number:
+                self._latest[rank], self._heard_at[rank] = latest, now
+        if self._stored_ending is None and ending != NONE.encode():
+            self._stored_ending = ENDING_JSON.validate_json(ending)
+        if now > began + _LATE_SECONDS and not self._overslept:
+            self._late.append((now, now - began))
+        self._answered_at = now
 
     @contextmanager
     def report_errors(self) -> Iterator[None]:
@@ -95,10 +163,10 @@ class Monitor(threading.Thread):
             if cause is None or not is_consequence or self._own.rank in cause.at_fault:
                 raise
             line = f"{cause.line}; rank {self._own.rank} then met {failure.line}"
-            secondary = RunError(line, hint=f"see {self._report} for more")
             # Every rank exits with the same code, e.g. the one for a user's mistake.
+            secondary = RunError(line, hint=f"see {self._report} for more")
             secondary.exit_code = cause.code or RUN_ERROR_EXIT_CODE
-            record_error(secondary.message, cause=cause.line)
+            record_error(line, cause=cause.line)
             # torchrun reports the rank that exits first as the cause, so let the other rank exit first.
             time.sleep(_GRACE_SECONDS)
             raise secondary from None
@@ -107,13 +175,8 @@ class Monitor(threading.Thread):
     def watch_from_start(self, store: dist.Store) -> Iterator[None]:
         """Wait for every rank, without a time limit; then, while open, detect hangs and write stacks."""
         self.wait_until_prepared(store)
-        self._stacks = stacks = StackFile(self._report.parent, self.progress)
-        try:
-            with self.progress.during("start"):
-                yield
-        finally:
-            self._stacks = None
-            stacks.close()
+        with closing(StackFile(self._report.parent, self.progress)) as self._stacks, self.progress.during("start"):
+            yield
 
     def wait_until_prepared(self, store: dist.Store) -> None:
         """Wait, without a limit, until every rank has called this as often; rank zero prints each minute who has not.
@@ -135,15 +198,14 @@ class Monitor(threading.Thread):
         """Announce that this rank is done, unless it has failed, and stop; rank zero waits until every rank is done."""
         self._is_closing = True
         if not self._is_failing and self._ending is None:
-            self._beats.state = DONE
+            self._state = DONE
             others = self._processes[1:] if self._own.rank == 0 else []
-            while self._ending is None and any(self._beats.latest[each.rank].state != DONE for each in others):
-                self._beats.send()
+            while self._ending is None and any(self._latest[each.rank].state != DONE for each in others):
+                self._wake.set()
                 time.sleep(_TICK_SECONDS / 4)
         self._let_others_read()
         self._closed.set()
         self.join(_LEAVING_SECONDS)
-        self._beats.close()
 
     def _let_others_read(self) -> None:
         if self._own.rank == 0 and len(self._processes) > 1 and self._ending is not None:
@@ -154,7 +216,9 @@ class Monitor(threading.Thread):
         if (pause := self._pauses.last_pause()) is None:
             return
         self.progress.exclude_pause(pause.monotonic_seconds)
-        self._beats.forget_pause()
+        self._answered_at = now = time.monotonic()
+        self._heard_at = dict.fromkeys(self._heard_at, now)
+        self._late.clear()
         self._ends_at += pause.monotonic_seconds
         self._trouble_at += pause.monotonic_seconds
         self._compare_at = math.inf
@@ -164,16 +228,16 @@ class Monitor(threading.Thread):
             try_to_finish(lambda: self.log(line))
 
     def _watch(self, now: float) -> None:
-        if (stacks := self._stacks) is not None:
-            stacks.arm(self.progress.longest_step)
-        if self._ending is None and (ending := self._beats.ending or self._ending_without_store(now)) is not None:
+        if self._stacks is not None:
+            self._stacks.arm(self.progress.longest_step)
+        if self._ending is None and (ending := self._stored_ending or self._ending_without_store(now)) is not None:
             self._accept(ending)
         if self._ending is not None:
             if now > self._ends_at and not self._is_closing:
                 self._leave(self._ending)
             return
         limit, seconds = self.progress.limit_seconds(), now - self.progress.last_progress_at()
-        if seconds > limit and self._beats.state == RUNNING:
+        if seconds > limit and self._state == RUNNING:
             why = f"has made no progress for {seconds:,.0f} s, and its limit is {limit:,.0f} s"
             self._report_trouble(HUNG, f"  {self._own} {why}")
         if self._own.rank == 0:
@@ -181,10 +245,10 @@ class Monitor(threading.Thread):
 
     def _ending_without_store(self, now: float) -> RunEnding | None:
         """The run's ending if the process that serves the store is gone or cut off, or if rank zero is stuck."""
-        zero, beats, silent = self._processes[0], self._beats, now - self._beats.answered_at
-        if beats.is_lost and not self._is_closing:
+        zero, silent = self._processes[0], now - self._answered_at
+        if self._is_store_lost and not self._is_closing:
             return RunEnding((0,), f"{zero}, or the launcher that serves its store, has ended without a message")
-        if beats.answered_at > max(beats.heard_at[0], self._trouble_at) + 2 * ROUND_SECONDS:
+        if self._answered_at > max(self._heard_at[0], self._trouble_at) + 2 * ROUND_SECONDS:
             return RunEnding((0,), f"{zero} {SILENT}", is_hang=True, is_silent=True)
         if silent > _silent_limit(self.progress.phase):
             why = f"it is stopped, or its host or this one, {self._own.host}, is cut off"
@@ -193,8 +257,8 @@ class Monitor(threading.Thread):
 
     def _compare(self, now: float) -> None:
         """On rank zero: end the run if a machine is silent, or soon after a rank has hung or failed."""
-        heard_at = self._beats.heard_at
-        active = {rank: status for rank, status in self._beats.latest.items() if status.state != DONE}
+        heard_at = self._heard_at
+        active = {rank: status for rank, status in self._latest.items() if status.state != DONE}
         excess: dict[str, float] = {}
         for rank, status in active.items():
             machine, seconds = self._processes[rank].machine, now - heard_at[rank] - _silent_limit(status.phase)
@@ -216,7 +280,7 @@ class Monitor(threading.Thread):
         """The ending that names the network if heartbeats came late, else the ranks without heartbeats, else the ranks
         that differ from the others.
         """
-        heard_at, compare_at = self._beats.heard_at, self._compare_at
+        heard_at, compare_at = self._heard_at, self._compare_at
         at_fault: Sequence[int] = ()
         silent = [rank for rank in statuses if heard_at[rank] < compare_at]
         # Lost packets delay heartbeats; only a rank that is stopped or dead sends none for so long.
@@ -249,13 +313,13 @@ class Monitor(threading.Thread):
     def _report_trouble(self, state: str, trouble: str) -> None:
         """Make rank zero compare the ranks, because this rank has hung or failed."""
         self._trouble_at = time.monotonic()
-        self._beats.trouble, self._beats.state = trouble, state
-        self._beats.send()
+        self._trouble, self._state = trouble, state
+        self._wake.set()
 
     def _propose(self, ending: RunEnding) -> None:
         """Propose how the run ends; the first proposal of all ranks counts."""
-        self._beats.proposal = ending
-        self._beats.send()
+        self._proposal = ending
+        self._wake.set()
 
     def _report_failure(self, failure: RunEnding, *, is_secondary: bool) -> RunEnding | None:
         """Report a failure of this rank; returns why the run ends, or None if that is not known in time."""
@@ -278,7 +342,7 @@ class Monitor(threading.Thread):
             # At once: when another rank leaves, a collective of this one may raise, and its stacks would be those.
             self._write_stacks()
         self._ending = ending
-        if self._own.rank == 0 or self._is_reporter(ending) or ending is not self._beats.ending:
+        if self._own.rank == 0 or self._is_reporter(ending) or ending is not self._stored_ending:
             mark_ended(self._report.parents[1], "hung" if ending.is_hang else "failed", ending.line)
             if ending.code != USER_ERROR_EXIT_CODE:
                 try_to_finish(lambda: self._write_report(ending))
@@ -290,7 +354,7 @@ class Monitor(threading.Thread):
 
     def _write_report(self, ending: RunEnding) -> None:
         # A rank that cannot reach the store does not replace a report that another rank has written of this run.
-        if ending is self._beats.ending or not self._report.exists():
+        if ending is self._stored_ending or not self._report.exists():
             with suppress(OSError):
                 self._report.parent.mkdir(parents=True, exist_ok=True)
                 replace_file(self._report, ending.report + "\n")
@@ -315,8 +379,8 @@ class Monitor(threading.Thread):
         os._exit(ending.code or RUN_ERROR_EXIT_CODE)
 
     def _write_stacks(self) -> None:
-        if (stacks := self._stacks) is not None:
-            try_to_finish(stacks.write)
+        if self._stacks is not None:
+            try_to_finish(self._stacks.write)
 
 
 def _silent_limit(phase: str) -> float:

@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TextIO
 
-from ds_finetune.cluster.watchdog.heartbeats import RankProcess
+from ds_finetune.cluster.watchdog.messages import RankProcess
 from ds_finetune.cluster.watchdog.progress import RankProgress
 from ds_finetune.foreign.torch_distributed import flight_record
 from ds_finetune.runs.status import try_to_finish

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ds_finetune.cluster.watchdog.heartbeats import RankProcess, RunEnding, join
+from ds_finetune.cluster.watchdog.messages import RankProcess, RunEnding, join
 from ds_finetune.cluster.watchdog.monitor import Monitor
 from ds_finetune.cluster.watchdog.progress import RankProgress
 from ds_finetune.config.sections import WatchdogConfig
@@ -45,7 +45,7 @@ class Ranks:
         ]
         for monitor in self.monitors:
             monitor.progress.phase = "step"
-            monitor._beats.send = monitor._beats._exchange  # type: ignore[method-assign]
+            monitor._wake.set = monitor._exchange  # type: ignore[method-assign]
         self.beat()
         self.watch()
         self.beat()
@@ -53,7 +53,7 @@ class Ranks:
     def beat(self, *ranks: int) -> None:
         """Let ranks, all where none is given, send a heartbeat and read those of others; rank zero reads last."""
         for rank in sorted(ranks or range(len(self.monitors)), reverse=True):
-            self.monitors[rank]._beats._exchange()
+            self.monitors[rank]._exchange()
 
     def watch(self, *ranks: int, after: float = 0.0, is_answered: bool = True) -> None:
         """Let ranks, all where none is given, look at the others `after` seconds from now, until when the store has
@@ -62,7 +62,7 @@ class Ranks:
         for rank in ranks or range(len(self.monitors)):
             now = time.monotonic() + after
             if is_answered:
-                self.monitors[rank]._beats.answered_at = now
+                self.monitors[rank]._answered_at = now
             self.monitors[rank]._watch(now)
 
     def hang(self, rank: int, *, others: Sequence[int]) -> None:
@@ -82,7 +82,7 @@ class Ranks:
     def ending(self, rank: int) -> RunEnding:
         """How the run ends, as a rank reads it in the store."""
         self.beat(rank)
-        ending = self.monitors[rank]._beats.ending
+        ending = self.monitors[rank]._stored_ending
         assert ending is not None
         return ending
 

@@ -13,13 +13,14 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from ds_finetune.cluster.watchdog import heartbeats
 from ds_finetune.cluster.watchdog import monitor as module
+from ds_finetune.cluster.watchdog.messages import RankProcess
 from ds_finetune.cluster.watchdog.monitor import (
     PREPARING_SECONDS,
     ROUND_SECONDS,
     SILENT,
     SILENT_SECONDS,
+    Monitor,
     start_monitor,
 )
 from ds_finetune.cluster.watchdog.progress import DONE, PREPARING, RankProgress
@@ -64,11 +65,11 @@ def process() -> Iterator["subprocess.Popen[bytes]"]:
 def test_ranks_that_are_done_leave_no_report(tmp_path: Path) -> None:
     ranks = Ranks(tmp_path)
     for monitor in ranks.monitors:
-        monitor._beats.state = DONE
+        monitor._state = DONE
         monitor._is_closing = True
     ranks.beat()
     ranks.watch(after=10 * PREPARING_SECONDS)
-    assert ranks.monitors[0]._beats.ending is None
+    assert ranks.monitors[0]._stored_ending is None
     assert list(ranks.folder.iterdir()) == []
 
 
@@ -144,7 +145,7 @@ def test_a_rank_that_hangs_without_heartbeats_is_ended_by_one_beside_it(
     ranks = Ranks(tmp_path, pids=[os.getpid(), process.pid, os.getpid()])
     ranks.hang(2, others=[2])
     ranks.watch(0)
-    assert ranks.monitors[0]._beats.ending is None
+    assert ranks.monitors[0]._stored_ending is None
     ranks.watch(0, after=ROUND)
     ending = ranks.ending(0)
     assert (ending.at_fault, ending.is_silent, ending.is_hang) == ((1,), True, True)
@@ -172,7 +173,7 @@ def test_a_rank_of_another_machine_that_is_stuck_is_named_and_not_killed(
 
 def test_a_machine_without_heartbeats_is_named(tmp_path: Path) -> None:
     ranks = Ranks(tmp_path, "aabb")
-    ranks.monitors[0]._beats.heard_at |= dict.fromkeys((0, 1), time.monotonic() + OVER)
+    ranks.monitors[0]._heard_at |= dict.fromkeys((0, 1), time.monotonic() + OVER)
     ranks.watch(0, after=OVER)
     ending = ranks.ending(0)
     assert (ending.at_fault, ending.is_silent) == ((2, 3), False)
@@ -191,10 +192,10 @@ def test_a_machine_is_not_silent_while_one_of_its_ranks_is_heard_or_prepares(
     ranks.watch()
     ranks.beat()
     heard = (0,) if is_preparing else (0, 1)
-    ranks.monitors[0]._beats.heard_at |= dict.fromkeys(heard, time.monotonic() + OVER)
+    ranks.monitors[0]._heard_at |= dict.fromkeys(heard, time.monotonic() + OVER)
     ranks.watch(0, after=OVER)
     ranks.beat(0)
-    assert ranks.monitors[0]._beats.ending is None
+    assert ranks.monitors[0]._stored_ending is None
 
 
 @pytest.mark.parametrize("late_on", ["b", "ab"])
@@ -202,7 +203,7 @@ def test_late_heartbeats_are_the_networks_fault_and_end_no_rank(late_on: str, tm
     """Rank 3 was heard last before its packets were lost; what it does is not known. A slow rank zero is no network."""
     ranks = Ranks(tmp_path, "aabb")
     for rank in (0, 1, 2, 3) if "a" in late_on else (2, 3):
-        ranks.monitors[rank]._beats._late.extend([(time.monotonic(), 0.7 + seconds) for seconds in range(3)])
+        ranks.monitors[rank]._late.extend([(time.monotonic(), 0.7 + seconds) for seconds in range(3)])
     ranks.beat()
     ranks.hang(1, others=[1, 2])
     ranks.watch(0, after=ROUND)
@@ -218,10 +219,10 @@ def test_late_heartbeats_are_the_networks_fault_and_end_no_rank(late_on: str, tm
 def test_a_rank_that_is_stopped_is_named_although_its_heartbeats_came_late_before(tmp_path: Path) -> None:
     ranks = Ranks(tmp_path, "aabb")
     for rank in (2, 3):
-        ranks.monitors[rank]._beats._late.extend([(time.monotonic(), 3.1)] * 3)
+        ranks.monitors[rank]._late.extend([(time.monotonic(), 3.1)] * 3)
     ranks.beat()
     ranks.hang(1, others=[1, 2])
-    ranks.monitors[0]._beats.heard_at[3] -= 20
+    ranks.monitors[0]._heard_at[3] -= 20
     ranks.watch(0, after=ROUND)
     ending = ranks.ending(0)
     assert (ending.at_fault, ending.line) == ((3,), f"{ranks.processes[3]}: {SILENT}")
@@ -231,9 +232,9 @@ def test_a_rank_that_is_stopped_is_named_although_its_heartbeats_came_late_befor
 def test_a_few_late_heartbeats_are_chance(late: tuple[float, ...], tmp_path: Path) -> None:
     ranks = Ranks(tmp_path, "ab")
     now = time.monotonic()
-    ranks.monitors[1]._beats._late.extend([*((now, seconds) for seconds in late), (now - 61, 2.0)])
+    ranks.monitors[1]._late.extend([*((now, seconds) for seconds in late), (now - 61, 2.0)])
     ranks.beat()
-    assert ranks.monitors[0]._beats.latest[1].late_seconds == 0
+    assert ranks.monitors[0]._latest[1].late_seconds == 0
 
 
 def test_a_pause_of_rank_zero_is_no_silence_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,10 +247,10 @@ def test_a_pause_of_rank_zero_is_no_silence_of_others(tmp_path: Path, monkeypatc
     lines: list[str] = []
     zero.log = lines.append
     # All that was heard before the pause is old now.
-    zero._beats.heard_at = dict.fromkeys((0, 1), time.monotonic() - 100)
+    zero._heard_at = dict.fromkeys((0, 1), time.monotonic() - 100)
     zero._exclude_pause()
     ranks.watch(0)
-    assert zero._beats.ending is None
+    assert zero._stored_ending is None
     assert zero._trouble_at == 150.0
     assert lines == ["watchdog: rank 0 was paused for 100 s and runs again"]
 
@@ -265,7 +266,7 @@ def test_a_rank_zero_that_names_nobody_is_stuck_itself(
     ranks.watch(1, after=2 * ROUND_SECONDS - 1)
     assert ranks.monitors[1]._ending is None
     # A store that has not answered since says nothing of rank zero, which is also not heard over a slow network.
-    ranks.monitors[1]._beats.answered_at = time.monotonic()
+    ranks.monitors[1]._answered_at = time.monotonic()
     ranks.watch(1, after=2 * ROUND_SECONDS + 1, is_answered=False)
     assert ranks.monitors[1]._ending is None
     with pytest.raises(LeftError):
@@ -284,7 +285,7 @@ def test_a_rank_that_loses_the_store_names_rank_zero(tmp_path: Path) -> None:
         ranks.watch(1, after=OVER, is_answered=False)
     assert own._ending is not None
     assert own._ending.line.startswith(f"{ranks.processes[0]} has not answered for 25 s: it is stopped, or its host or")
-    own._ending, own._beats.is_lost = None, True
+    own._ending, own._is_store_lost = None, True
     ranks.watch(1)
     assert own._ending is not None
     assert (
@@ -305,16 +306,17 @@ def test_a_store_whose_process_ends_is_noticed_at_once(tmp_path: Path) -> None:
     ) as server:
         assert server.stdout is not None
         store = dist.TCPStore("127.0.0.1", int(server.stdout.readline()), wait_for_workers=False)
-        beats = heartbeats.Heartbeats(store, 1, [0], RankProgress(1, NEVER).status)
-        began = beats.answered_at
+        processes = [RankProcess(rank, "host", 1, "", "") for rank in (0, 1)]
+        monitor = Monitor(RankProgress(1, NEVER), processes, store, tmp_path)
+        began, beats = monitor._answered_at, threading.Thread(target=monitor._beat)
         beats.start()
         until = time.monotonic() + 60
-        while beats.answered_at == began and time.monotonic() < until:
+        while monitor._answered_at == began and time.monotonic() < until:
             time.sleep(0.01)
-        assert not beats.is_lost
+        assert not monitor._is_store_lost
         server.kill()
     beats.join(60)
-    assert beats.is_lost
+    assert monitor._is_store_lost
 
 
 def test_a_full_disk_behind_standard_error_does_not_end_the_thread(

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from ds_finetune.cluster.watchdog.diagnosis import status_lines
-from ds_finetune.cluster.watchdog.heartbeats import RankProcess, RunEnding
+from ds_finetune.cluster.watchdog.messages import RankProcess, RunEnding
 from ds_finetune.cluster.watchdog.monitor import ending_by, is_secondary
 from ds_finetune.cluster.watchdog.progress import CollectiveCall, RankProgress, RankStatus
 from ds_finetune.cluster.watchdog.stacks import StackFile, kill_process

@@ -1,0 +1,85 @@
+"""What the ranks of a run tell each other through torch's store: their processes, and why the run ends."""
+
+import os
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Self
+
+import torch.distributed as dist
+from pydantic import TypeAdapter
+
+from ds_finetune.cluster.watchdog.progress import RankStatus
+from ds_finetune.engine.devices import exchange
+from ds_finetune.errors import RUN_ERROR_EXIT_CODE
+from ds_finetune.system.error_file import ERROR_FILE
+from ds_finetune.system.processes import began_at, own_pid_namespace
+from ds_finetune.system.world import World
+
+_JOIN_TIMEOUT = timedelta(minutes=10)
+ENDING, NONE = "ending", "none"
+"""The key of the store with the RunEnding, and its value while the run does not end."""
+
+
+@dataclass(frozen=True)
+class RankProcess:
+    """The process of a rank. `began` is its start time from the kernel, empty where there is no /proc; `machine`
+    identifies the host together with its pid and network namespaces.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    began: str
+    machine: str
+    error_file: str = ""
+    """Path at which torch's elastic agent looks for this rank's error; empty without an agent."""
+
+    @classmethod
+    def here(cls, rank: int) -> Self:
+        """The `RankProcess` of this process."""
+        host, pid, network = socket.gethostname(), os.getpid(), Path("/proc/self/ns/net")
+        machine = f"{host} {own_pid_namespace()} {network.readlink() if network.exists() else ''}"
+        return cls(rank, host, pid, began_at(pid), machine, os.environ.get(ERROR_FILE, ""))
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (host {self.host}, process {self.pid})"
+
+
+@dataclass(frozen=True)
+class RunEnding:
+    """Why a run ends: the ranks at fault, the reason in one line, details for the report, and the exit code.
+
+    `is_hang`: a hang ended the run. `is_silent`: the ranks at fault send no heartbeats, so ranks on the same machine
+    kill them.
+    """
+
+    at_fault: tuple[int, ...]
+    line: str
+    text: str = ""
+    code: int = RUN_ERROR_EXIT_CODE
+    is_hang: bool = False
+    is_silent: bool = False
+
+    @property
+    def report(self) -> str:
+        """The line, followed by the text."""
+        return f"{self.line}\n{self.text}".rstrip()
+
+
+_PROCESS_JSON, ENDING_JSON, STATUS_JSON = TypeAdapter(RankProcess), TypeAdapter(RunEnding), TypeAdapter(RankStatus)
+
+
+def join(store: dist.Store, world: World, own: RankProcess) -> list[RankProcess]:
+    """The processes of all ranks; a collective through `store`, after which each rank can read all heartbeats."""
+    if own.rank == 0:
+        store.set(ENDING, NONE)
+    store.set(heartbeat_key(own.rank), STATUS_JSON.dump_json(RankStatus()).decode())
+    texts = exchange(store, world, "process", _PROCESS_JSON.dump_json(own).decode(), timeout=_JOIN_TIMEOUT)
+    return [_PROCESS_JSON.validate_json(text) for text in texts]
+
+
+def heartbeat_key(rank: int) -> str:
+    """The key of the store with the last heartbeat of a rank, which is a RankStatus."""
+    return f"heartbeat/{rank}"
