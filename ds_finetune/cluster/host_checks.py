@@ -1,6 +1,6 @@
-"""Checks of hosts, which `launch` runs before it starts ranks and `doctor` reports: pure functions of host facts.
+"""Checks of hosts that `launch` makes before it starts ranks, and that `doctor` reports.
 
-The module also has the checks of unreachable hosts, and finds the address at which other hosts reach the first one.
+They are functions of facts that each host has sent (HostInfo), and contact no host.
 """
 
 import ipaddress
@@ -18,14 +18,16 @@ from ds_finetune.system.world import World
 
 State = Literal["ok", "warn", "fail"]
 _CLOCK_WARN_SECONDS, _CLOCK_FAIL_SECONDS = 1, 7
-"""torch's elastic agents consider a host lost if its heartbeat is 15 s old by their own clock."""
+"""Clocks may differ by this much before a warning or a failure: an elastic agent of torch considers another host lost
+if its heartbeat is 15 s old by the agent's own clock.
+"""
 _SSH_FAILED = 255
 _SAME_ENVIRONMENT = "install the same environment at the same path on every host"
 
 
 @dataclass(frozen=True)
 class Check:
-    """One check of one host: its name, the host (empty: all hosts), the state, what was found, and a hint."""
+    """A check: its name, the host (empty: all hosts), whether it passed, what was observed, and what to do."""
 
     name: str
     host: str
@@ -33,7 +35,7 @@ class Check:
     found: str
     hint: str = ""
     values: Mapping[str, float] = field(default_factory=dict, compare=False)
-    """Measured numbers for programs; their names include the unit."""
+    """Measured numbers, for programs that read `doctor --json`; their names include the unit."""
 
 
 Answer = HostInfo | Check
@@ -41,7 +43,7 @@ Answer = HostInfo | Check
 
 
 def label(host: Host) -> str:
-    """The name of a host in reports: the host name of its hostfile line, with the port where the line has one."""
+    """The name of a host in reports: `HOST` or `HOST:PORT`, as in its line of the hostfile."""
     return f"{host.name}:{host.port}" if host.port else host.name
 
 
@@ -69,13 +71,13 @@ def world_of(hosts: Sequence[Host], launcher: str) -> World:
 
 
 def ranks_of(hosts: Sequence[Host]) -> list[range]:
-    """Ranks of each host; as in every launcher, ranks are numbered in the order of the hostfile."""
+    """The ranks of each host: ranks are numbered in the order of the hostfile."""
     ends = list(accumulate(host.slots for host in hosts))
     return [range(end - host.slots, end) for host, end in zip(hosts, ends, strict=True)]
 
 
 def groups_of(mesh: Mesh, axes: Sequence[Axis]) -> dict[str, list[list[int]]]:
-    """Rank groups along each of `axes` and of expert parallelism; axes of length one are left out."""
+    """Groups of ranks on each of the parallel `axes` and of expert parallelism, without groups of one rank."""
     groups = {str(axis): mesh.lines(axis) for axis in axes if getattr(mesh, axis) > 1}
     return groups | ({"ep": mesh.expert_lines()} if mesh.ep > 1 else {})
 
@@ -89,12 +91,12 @@ def rank_device(infos: Mapping[str, HostInfo], environ: Mapping[str, str]) -> st
 
 
 def range_checks(infos: Mapping[str, HostInfo], environ: Mapping[str, str]) -> Iterator[Check]:
-    """Packages of each host outside their tested ranges; an extra's package prevents only what uses the extra."""
+    """Checks of each host's packages against their tested versions. An optional package outside them is a warning."""
     is_refused = environ.get(UNTESTED) != "1"
     for host, info in infos.items():
         if not info.packages:
-            found = "tested ranges are not known there: neither metadata of ds_finetune nor its pyproject.toml"
-            yield Check("versions", host, "warn", found, _SAME_ENVIRONMENT)
+            text = "tested ranges are not known there: neither metadata of ds_finetune nor its pyproject.toml"
+            yield Check("versions", host, "warn", text, _SAME_ENVIRONMENT)
             continue
         for extra in ("", *EXTRAS):
             if wrong := outside_ranges(info.packages, extra):
@@ -103,7 +105,7 @@ def range_checks(infos: Mapping[str, HostInfo], environ: Mapping[str, str]) -> I
 
 
 def version_checks(here: HostInfo, infos: Mapping[str, HostInfo]) -> Iterator[Check]:
-    """Differences of Python, packages, this program and CUDA between each host and `here`; of drivers between hosts."""
+    """Checks that Python, packages, this program and CUDA equal those `here`, and that hosts have the same driver."""
     for host, info in infos.items():
         pairs = {name: (mine, info.versions.get(name, "")) for name, mine in here.versions.items() if name != "driver"}
         other = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
@@ -130,7 +132,7 @@ def version_checks(here: HostInfo, infos: Mapping[str, HostInfo]) -> Iterator[Ch
 def identity_checks(
     hosts: Mapping[str, Host], infos: Mapping[str, HostInfo], *, addresses: Mapping[str, str]
 ) -> Iterator[Check]:
-    """Report two hostfile lines that name one address or one machine.
+    """Checks that no two lines of the hostfile name the same address or the same machine.
 
     Containers of one machine share its address and differ in the ports of their sshd.
     """
@@ -143,21 +145,21 @@ def identity_checks(
 
 
 def device_checks(hosts: Mapping[str, Host], infos: Mapping[str, HostInfo], *, device: str) -> Iterator[Check]:
-    """Slots of each host compared with its GPUs, or with its cores where ranks run on CPUs."""
+    """Checks that each host has a GPU for each slot, or a core where ranks run on CPUs."""
     for name, info in infos.items():
         host = hosts[name]
         count = len(info.gpus) if device == "cuda" else info.cores
         models = ", ".join(sorted(set(info.gpus))) or "GPUs"
-        found = f"slots={host.slots}, {count} {models if device == 'cuda' else 'CPU cores'}"
+        text = f"slots={host.slots}, {count} {models if device == 'cuda' else 'CPU cores'}"
         if max(host.devices, default=host.slots - 1) < count:
-            yield Check("devices", name, "ok", found)
+            yield Check("devices", name, "ok", text)
         elif device == "cpu":
-            yield Check("devices", name, "warn", found, "ranks will share cores")
+            yield Check("devices", name, "warn", text, "ranks will share cores")
         else:
             chosen = f", devices {','.join(map(str, host.devices))} chosen" if host.devices else ""
             missing = f"write slots={count}, or find the missing GPUs"
             hint = missing if count else "exclude the host, or install the driver"
-            yield Check("devices", name, "fail", found + chosen, hint)
+            yield Check("devices", name, "fail", text + chosen, hint)
 
 
 def interface_checks(infos: Mapping[str, HostInfo], environ: Mapping[str, str]) -> Iterator[Check]:
@@ -173,13 +175,13 @@ def interface_checks(infos: Mapping[str, HostInfo], environ: Mapping[str, str]) 
             if any(name in names if is_exact else name.startswith(tuple(names)) for name in usable):
                 yield Check("interface", host, "ok", f"{variable} {value}")
             else:
-                found = f"{variable} {value}: no interface `{value}` that is up and has an address"
+                text = f"{variable} {value}: no interface `{value}` that is up and has an address"
                 hint = f"set {variable} to one of {', '.join(usable)}, or unset it"
-                yield Check("interface", host, "fail", found, hint)
+                yield Check("interface", host, "fail", text, hint)
 
 
 def clock_check(host: str, ahead: float, error: float) -> Check:
-    """The clock of a host compared with that of this machine, in seconds."""
+    """Check of a host's clock, which is `ahead` seconds of this machine's, give or take `error` seconds."""
     wrong = abs(ahead) - error
     if wrong <= _CLOCK_WARN_SECONDS:
         return Check("clock", host, "ok", f"at most {_CLOCK_WARN_SECONDS} s off")
@@ -192,8 +194,8 @@ def port_check(first: str, info: HostInfo, port: int) -> Check:
     """Check that `port` of the first host, at which rank 0 listens for the other ranks, is free."""
     if info.port_holder is None:
         return Check("port", first, "ok", f"port {port} is free")
-    found = f"port {port} is taken: {info.port_holder}"
-    return Check("port", first, "fail", found, "end that process, or choose another port with --port")
+    text = f"port {port} is taken: {info.port_holder}"
+    return Check("port", first, "fail", text, "end that process, or choose another port with --port")
 
 
 def unreachable_check(host: str, code: int | None, stderr: str, python: str) -> Check:
@@ -211,16 +213,17 @@ def unreachable_check(host: str, code: int | None, stderr: str, python: str) -> 
 
 def other_program_check(host: str) -> Check:
     """The failed check of a host whose answer has other fields than this version of the program expects."""
-    found, hint = "it has another version of ds_finetune", "install the same source on every host"
-    return Check("versions", host, "fail", found, hint)
+    text, hint = "it has another version of ds_finetune", "install the same source on every host"
+    return Check("versions", host, "fail", text, hint)
 
 
 def preflight_checks(
     answers: Mapping[Host, Answer], here: HostInfo, env: Mapping[str, str], others: Sequence[Check] = ()
 ) -> list[tuple[Host, Check]]:
-    """Warnings and failures for a run with the variables `env`, in the order of the hosts; `here`: facts of this host.
+    """The checks that did not pass, in the order of the hosts, for ranks with the environment variables `env`.
 
-    `others` are checks that have been made already. Warnings about all hosts come with the first host.
+    `here` has the facts of this machine, and `others` are checks that have been made before. A check of all hosts is
+    listed with the first host.
     """
     hosts = {label(host): host for host in answers}
     infos = {label(host): answer for host, answer in answers.items() if isinstance(answer, HostInfo)}
@@ -231,12 +234,12 @@ def preflight_checks(
 
 
 def describe(host: Host, check: Check) -> str:
-    """The text of a check: the host with its hostfile line, what was found, and the hint."""
+    """Text of a check: the host with its line of the hostfile, what was observed, and the hint."""
     return f"{host.target} (line {host.line}): {check.found}\n    hint: {check.hint}"
 
 
 def meeting_address(hosts: Sequence[Host], infos: Mapping[Host, HostInfo]) -> str:
-    """The address of the first host at which the other hosts reach it; empty where it has no such address."""
+    """Address at which the other hosts reach the first host; empty where it has none."""
     first, info = hosts[0], infos[hosts[0]]
     if len(hosts) == 1:
         return "127.0.0.1"

@@ -1,11 +1,11 @@
-"""The program that `doctor` and `launch` start on each host by a remote shell, each with its own functions.
+"""A program that `doctor` and `launch` start on each host over ssh, and that calls functions for them.
 
-A request is a line of JSON on standard input with functions to call and their arguments. The reply is a line with their
-results. Replies and events begin with a token, the last argument of the program, because a login shell may print lines
-of its own.
+A request is a line of JSON on standard input: functions to call, with arguments. The reply is a line with the results.
+Replies and events begin with a token, the last argument of the program, because a login shell may print other lines.
 
-The program ends with its standard input, so when the asking program, ssh or the connection ends. It also ends when no
-line arrives for some time, as from a suspended laptop. It then kills every process below it, and removes its files.
+The program ends when its standard input ends, that is when the requesting program, ssh or the connection ends, or when
+no line arrives for some time, as from a suspended laptop. It then kills every process that it has started, with their
+children, and removes its files.
 """
 
 import atexit
@@ -34,13 +34,13 @@ _BECOME_SUBREAPER = 36
 """PR_SET_CHILD_SUBREAPER of prctl(2): orphaned descendants become children of this process."""
 Functions = Mapping[str, Callable[..., Any]]
 starting = threading.Lock()
-"""Held while a process or file is created; the ending program never releases it, so that nothing is created after."""
-made: list[Path] = []
+"""Lock that is held while a process or file is created. The ending program keeps it, so that nothing new is made."""
+created_paths: list[Path] = []
 """Files and folders that are removed at the end."""
 
 
 class HostProgram:
-    """The connection to the asking program, `doctor` or `launch`."""
+    """The connection to `doctor` or `launch`: reads requests, and sends replies and events."""
 
     def __init__(self) -> None:
         self._silent_seconds = _IDLE_SECONDS
@@ -49,10 +49,10 @@ class HostProgram:
             "save": lambda: None,
             "lose": lambda name: None,
         }
-        """Functions that are executed at once and have no reply; `launch` replaces the last two by its agent's."""
+        """Functions that are called at once and have no reply. An agent of `launch` replaces the last two."""
         self._lines: queue.Queue[dict[str, Any]] = queue.Queue()
         self.output: TextIO = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8", errors="replace")
-        # Whatever libraries print to standard output goes to standard error, since it is no reply.
+        # Standard output is for replies only: what libraries print there goes to standard error.
         os.dup2(2, 1)
 
     def serve(self, functions: Functions) -> None:
@@ -74,11 +74,11 @@ class HostProgram:
         self._tell("event", event)
 
     def _tell(self, kind: str, value: object) -> None:
-        # One write, so that text of other threads cannot come between; the line before may lack its newline.
+        # A single write, so that no text of another thread comes between. The line may begin after other text.
         self.output.write(f"{sys.argv[-1]} {json.dumps([kind, value])}\n")
 
     def _read(self) -> None:
-        # Not sys.stdin: the interpreter needs its lock at exit.
+        # sys.stdin is not used, because the interpreter would wait at exit for the lock of a thread that reads it.
         with open(0, "rb", buffering=0) as file:
             while self._is_readable() and (line := file.readline()):
                 request = json.loads(line.strip() or b"{}")
@@ -90,7 +90,7 @@ class HostProgram:
         os._exit(0)
 
     def _is_readable(self) -> bool:
-        """Wait for input or its end; False after the time limit, in which a pause of this process does not count."""
+        """Wait for a line or the end of the input; False if none came in time, without pauses of this process."""
         while True:
             began = time.monotonic()
             if select.select([0], [], [], self._silent_seconds)[0]:
@@ -100,7 +100,7 @@ class HostProgram:
 
 
 def facts(environ: dict[str, str], port: int) -> dict[str, Any]:
-    """The fields of HostInfo; the environment variables stay set for later requests."""
+    """Set environment variables of this process, and return the facts of this host as fields of HostInfo."""
     os.environ.update(environ)
     return asdict(gather_host_info(port))
 
@@ -119,6 +119,6 @@ def kill_children() -> None:
 def _clean_up() -> None:
     starting.acquire()
     kill_children()
-    for path in made:
+    for path in created_paths:
         shutil.rmtree(path, ignore_errors=True)
         path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Sends requests to a program on every host (host_program.py), to all hosts at the same time."""
+"""Starts the program of host_program.py on every host over ssh, and sends requests to all of them at once."""
 
 import json
 import secrets
@@ -29,15 +29,15 @@ _LINES = 200
 """Last lines of output that are stored for a report."""
 
 Reply = tuple[dict[str, Any], float, float]
-"""Results by function; seconds by which the host's clock is ahead of this machine's; error of these seconds."""
+"""Reply of a host: results by function, the seconds that its clock is ahead of this machine's, and their error."""
 Event = Mapping[str, Any] | str
-"""An event of a host, or a line of output from its program."""
+"""An event that the program on a host has sent, or a line of text that it has printed."""
 
 
 class Cluster:
-    """The programs on `hosts`; `lost` has the failed checks of hosts that stopped answering.
+    """The programs that run on `hosts`. `lost` has a failed check for each host that no longer answers.
 
-    `program` is a Python module; `name` is in the command line of its processes.
+    `program` is the Python module to start, and `name` appears in the command line of its processes.
     """
 
     def __init__(self, hosts: Sequence[Host], remote: Remote, program: str, *, name: str) -> None:
@@ -54,7 +54,7 @@ class Cluster:
             raise LaunchError(f"`{absent.filename}` is not installed here", hint=hint) from None
 
     def infos(self, environ: Mapping[str, str], port: int, *, seconds: float) -> dict[str, HostInfo]:
-        """The facts of the hosts that answer with this version of the program; the first host also checks the port."""
+        """The facts of the hosts that answer with this version of the program; the first host also examines `port`."""
         first, infos = next(iter(self.hosts)), {}
         queries = {name: {"facts": {"environ": environ, "port": port * (name == first)}} for name in self.hosts}
         for name, (results, ahead, error) in self.ask(queries, seconds=seconds).items():
@@ -66,7 +66,7 @@ class Cluster:
         return infos
 
     def preflight(self, infos: Mapping[str, HostInfo], environ: Mapping[str, str]) -> list[tuple[Host, Check]]:
-        """Warnings and failures of the hosts, from their facts and clocks, for a run with the variables `environ`."""
+        """The checks of all hosts that did not pass, for ranks with the environment variables `environ`."""
         answers = {host: self.lost[name] if name in self.lost else infos[name] for name, host in self.hosts.items()}
         return preflight_checks(answers, gather_host_info(), environ, self._clock_checks)
 
@@ -88,7 +88,7 @@ class Cluster:
     def start(
         self, name: str, request: Mapping[str, Any], on_event: Callable[[Event], None] | None = None
     ) -> "Future[Reply | str]":
-        """Send one host a request; the result is the reply, or the last output where the program ends first.
+        """Send one host a request. The future has the reply, or the program's last output if the program ends before.
 
         Events and other lines of output are passed to `on_event`, in another thread.
         """
@@ -109,7 +109,7 @@ class Cluster:
         _end([self._processes[name]])
 
     def lose(self, name: str, output: str) -> Check:
-        """Record a host whose program has ended as lost; returns its failed check, which quotes its last output."""
+        """Record that the program on a host has ended; returns a failed check, which quotes the last output."""
         self.lost[name] = self._unreachable(name, output, is_late=False)
         return self.lost[name]
 
@@ -122,7 +122,7 @@ class Cluster:
     def _unreachable(self, name: str, output: str, *, is_late: bool) -> Check:
         code = None
         if not is_late:
-            # A program may close its output without ending.
+            # A program that has closed its output may still run.
             with suppress(subprocess.TimeoutExpired):
                 code = self._processes[name].wait(_END_SECONDS)
         return unreachable_check(name, code, output, self._remote.python)
@@ -161,7 +161,7 @@ def _send(process: "subprocess.Popen[bytes]", request: Mapping[str, Any]) -> Non
 
 
 def _end(processes: "Iterable[subprocess.Popen[bytes]]") -> "list[subprocess.Popen[bytes]]":
-    """End programs by closing their standard input; returns those whose local process had to be killed."""
+    """End programs by closing their standard input; returns the programs that had to be killed."""
     late = []
     for process in processes:
         assert process.stdin

@@ -16,14 +16,14 @@ from ds_finetune.system.world import World
 
 
 def main() -> NoReturn:
-    """Train with the arguments of this process."""
+    """Train as one rank, with the run file and overrides in the arguments of this process."""
     parent = os.getppid()
     die_with_parent()
     if os.getppid() != parent:
         # The parent ended before `die_with_parent` took effect.
         os._exit(1)
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        # Until here standard error goes to the agent's log, with messages of the interpreter itself.
+        # From here on, errors go to the log of this rank; before, they went to the log of torch's agent.
         os.dup2(1, 2)
     elif (rank := World.from_environment(os.environ).rank) and RUN_ID in os.environ:
         _redirect_output(rank, os.environ[RUN_ID])
@@ -31,9 +31,10 @@ def main() -> NoReturn:
 
 
 def _redirect_output(rank: int, run_id: str) -> None:
-    """Redirect the output of a rank other than 0, because mpirun and srun show the output of all ranks.
+    """Write the output of a rank other than 0 to a file, because mpirun and srun print the output of all ranks.
 
-    An invalid run file is left to the training to report."""
+    Nothing is done for an invalid run file, which the training reports.
+    """
     try:
         folder = logs_folder(read_config(sys.argv[1], sys.argv[2:]).output_dir, run_id)
     except (FinetuneError, IndexError):

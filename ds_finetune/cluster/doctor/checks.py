@@ -1,4 +1,4 @@
-"""The doctor's checks that compare hosts, or that parse the output of programs on the hosts."""
+"""Checks of `ds-finetune doctor` that compare hosts: shared folders and the speed of the network."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -9,17 +9,18 @@ from ds_finetune.cluster.host_checks import Check, State
 from ds_finetune.config.units import MIB
 
 Ended = tuple[int | None, str]
-"""How a program on a host ended: its exit code (None: killed after its time limit) and the end of its output."""
+"""Exit code of a program on a host (None: killed after its time limit), and the end of what the program printed."""
 _SLOW_FACTOR, _BROKEN_FACTOR = 3, 10
-"""A host is slow, or broken, inside if the median of the other hosts is more than this many times as fast."""
+"""A warning or a failure if all-reduces of the other hosts are more than this many times as fast (median)."""
 _UNREACHED = "look at firewalls between hosts (all ports are needed), and at GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
 _SLOW_HINT = "compare its topology (nvidia-smi topo -m), driver and load with those of the other hosts"
 
 
 def folder_checks(folder: str, by_host: Mapping[str, tuple[bool, bool]], node_local: bool | None) -> Iterator[Check]:
-    """Check on which hosts a folder is writable, and which hosts share it: they see the first host's marker file.
+    """Checks of a folder on all hosts: whether each host may write there, and whether the hosts share the folder.
 
-    `by_host` has (is writable, sees the marker) by host. `node_local` is checkpoint.node_local; None for other folders.
+    `by_host` says of each host whether it may write there, and whether it sees the marker file of the first host, which
+    shows that both share the folder. `node_local` is checkpoint.node_local, or None for a folder without checkpoints.
     """
     for host in (host for host, (is_writable, _) in by_host.items() if not is_writable):
         hint = "change the permissions, or name another folder"
@@ -29,8 +30,8 @@ def folder_checks(folder: str, by_host: Mapping[str, tuple[bool, bool]], node_lo
     if not others or not by_host[first][1]:
         return
     if not separate:
-        found, hint = f"{folder} is shared by all hosts", "set checkpoint.node_local false" if node_local else ""
-        yield Check("folders", "", "warn" if hint else "ok", found + " and node-local" * bool(hint), hint)
+        text, hint = f"{folder} is shared by all hosts", "set checkpoint.node_local false" if node_local else ""
+        yield Check("folders", "", "warn" if hint else "ok", text + " and node-local" * bool(hint), hint)
     elif separate == others and node_local is not False:
         yield Check("folders", "", "ok", f"{folder} is another on each host")
     else:
@@ -40,7 +41,7 @@ def folder_checks(folder: str, by_host: Mapping[str, tuple[bool, bool]], node_lo
 
 
 def network_checks(ended: Mapping[str, Ended], endpoint: str) -> Iterator[Check]:
-    """Checks of the network: the rates that measure.py printed on each host, or why a host could not measure."""
+    """Checks of the network: the speeds that measure.py printed on each host, or why a host could not measure them."""
     results, causes, consequences = dict[str, Any](), dict[str, str](), dict[str, str]()
     for host, (code, output) in ended.items():
         lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
@@ -56,25 +57,25 @@ def network_checks(ended: Mapping[str, Ended], endpoint: str) -> Iterator[Check]
         else:
             last = next((line for line in reversed(output.splitlines()) if line.strip(" =-")), "no output")
             causes[host] = f"ended with exit code {code}: {last}"
-    for host, found in (causes or consequences).items():
-        yield Check("network", host, "fail", found, _UNREACHED)
+    for host, text in (causes or consequences).items():
+        yield Check("network", host, "fail", text, _UNREACHED)
     if not causes and not consequences:
         yield from rate_checks(results)
 
 
 def rate_checks(results: Mapping[str, Mapping[str, Any]]) -> Iterator[Check]:
-    """Checks of the bus bandwidths inside each host, which are compared between hosts, and over all ranks."""
+    """Checks of the speed of all-reduces: inside each host, compared with the other hosts, and over all ranks."""
     inside = {host: result["inside"] for host, result in results.items() if result["inside"]}
     for host, rate in inside.items():
         usual = median([other for name, other in inside.items() if name != host] or [rate])
         state: State = "fail" if rate * _BROKEN_FACTOR < usual else "warn" if rate * _SLOW_FACTOR < usual else "ok"
-        found = f"inside {_speed(rate)}" + ("" if state == "ok" else f", other hosts {_speed(usual)}")
-        yield Check("links", host, state, found, "" if state == "ok" else _SLOW_HINT)
+        text = f"inside {_speed(rate)}" + ("" if state == "ok" else f", other hosts {_speed(usual)}")
+        yield Check("links", host, state, text, "" if state == "ok" else _SLOW_HINT)
     first = next(iter(results.values()))
     if first["ranks"] > 1:
         values = {"bytes_per_second": first["all"], "ranks": first["ranks"], "hosts": len(results)}
-        found = f"{_speed(first['all'])} bus bandwidth, {first['bytes'] / MIB:,.3g} MiB over {first['ranks']} ranks"
-        yield Check("all-reduce", "", "ok", found, values=values)
+        text = f"{_speed(first['all'])} bus bandwidth, {first['bytes'] / MIB:,.3g} MiB over {first['ranks']} ranks"
+        yield Check("all-reduce", "", "ok", text, values=values)
 
 
 def _speed(rate: float) -> str:

@@ -1,4 +1,4 @@
-"""The functions that the doctor calls on each host, by requests (host_program.py)."""
+"""The program that `ds-finetune doctor` starts on each host: functions that examine the host (host_program.py)."""
 
 import hashlib
 import os
@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ds_finetune.cluster.host_checks import State
-from ds_finetune.cluster.host_program import HostProgram, facts, kill_children, made, starting
+from ds_finetune.cluster.host_program import HostProgram, created_paths, facts, kill_children, starting
 from ds_finetune.config.units import GIB
 from ds_finetune.plan.kernels import triton_problem
 from ds_finetune.system.disk import bytes_below, nearest_existing
@@ -22,11 +22,11 @@ from ds_finetune.system.processes import python_module, with_package
 _TAIL_BYTES = 20_000
 _MEMORY_MARGIN = 0.8
 Row = tuple[str, State, str, str]
-"""A check of this host: name, state, what was found, and a hint."""
+"""A check of this host: its name, its state, a text that says what was observed, and a hint."""
 
 
 def gpus() -> list[Row]:
-    """Warnings about GPUs (memory in use, exclusive compute mode) and about what Triton lacks to compile kernels."""
+    """Warnings about this host's GPUs: memory in use, exclusive compute mode, and no compiler for Triton's kernels."""
     listed, rows = query_gpus(), list[Row]()
     if busy := [str(number) for number, gpu in enumerate(listed) if (gpu.used_bytes or 0) > GIB]:
         text = f"GPU {', '.join(busy)} has more than 1 GiB in use"
@@ -41,7 +41,7 @@ def gpus() -> list[Row]:
 
 
 def compiler(operators: Sequence[str]) -> list[Row]:
-    """Check of the C++ compiler with which torch builds the DeepSpeed operators that a run needs."""
+    """Check that there is a C++ compiler, with which torch builds the DeepSpeed `operators` of the run."""
     program, names = shlex.split(os.environ.get("CXX", "c++"))[0], " and ".join(operators)
     if operators and not shutil.which(program):
         text = f"there is no C++ compiler `{program}` to build {names} of DeepSpeed"
@@ -50,7 +50,7 @@ def compiler(operators: Sequence[str]) -> list[Row]:
 
 
 def memory(host_bytes: int, gpu_bytes: int) -> list[Row]:
-    """Checks that the state of the run fits the available memory of the host and its smallest GPU's memory."""
+    """Checks that weights, gradients and optimizer states fit into this host's memory and into its smallest GPU."""
     totals = [gpu.total_bytes for gpu in query_gpus() if gpu.total_bytes is not None] if gpu_bytes else []
     rows = list[Row]()
     for what, needed, room in (("host", host_bytes, available_bytes()), ("GPU", gpu_bytes, min(totals, default=None))):
@@ -76,7 +76,7 @@ def disk(folder: str, num_bytes: int) -> list[Row]:
 
 
 def digests(paths: Sequence[str]) -> dict[str, str]:
-    """A digest of the names and sizes of the files at or below each path; empty for a path that does not exist."""
+    """For each path a digest of the names and sizes of its files; empty for a path that does not exist."""
     files = {path: sorted(file for file in (Path(path), *Path(path).rglob("*")) if file.is_file()) for path in paths}
     sizes = {path: "\n".join(f"{file} {file.stat().st_size}" for file in below) for path, below in files.items()}
     return {path: hashlib.sha256(text.encode()).hexdigest() if text else "" for path, text in sizes.items()}
@@ -88,20 +88,20 @@ def create_marker(folders: Sequence[str], marker: str) -> None:
         path = nearest_existing(Path(folder)) / marker
         with starting, suppress(OSError):
             path.touch()
-            made.append(path)
+            created_paths.append(path)
 
 
 def find_marker(folders: Sequence[str], marker: str) -> dict[str, tuple[bool, bool]]:
-    """By folder: whether it is writable, and whether it has the file `marker`, which another host has created."""
+    """For each folder: whether this host may write there, and whether the file `marker` of another host is there."""
     existing = {folder: nearest_existing(Path(folder)) for folder in folders}
     return {folder: (os.access(top, os.W_OK | os.X_OK), (top / marker).exists()) for folder, top in existing.items()}
 
 
 def run(module: Sequence[str], seconds: float) -> tuple[int | None, str]:
-    """Run a Python module: its exit code (None where it was killed after `seconds`), and the end of its output."""
+    """Run a Python module for at most `seconds`: returns its exit code (None if it was killed) and its last output."""
     with starting:
         folder = Path(tempfile.mkdtemp(prefix="ds_finetune-doctor-"))
-        made.append(folder)
+        created_paths.append(folder)
         # torch's elastic agent leaves temporary folders in TMPDIR.
         environ, command = {**with_package(os.environ), "TMPDIR": str(folder)}, python_module(*module)
         with (folder / "output").open("wb") as output:

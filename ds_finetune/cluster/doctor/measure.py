@@ -1,7 +1,7 @@
-"""One rank that measures an all-reduce inside its host and one over all ranks.
+"""The program of one rank with which `ds-finetune doctor` measures an all-reduce inside each host and over all ranks.
 
-The doctor starts it under torch's elastic agent. The first rank of each host prints what it measured, and any rank what
-went wrong, as a line of JSON.
+torch's elastic agent starts it. The first rank of each host prints the speeds as a line of JSON, and a rank that fails
+prints why.
 """
 
 import json
@@ -24,12 +24,12 @@ from ds_finetune.system.processes import die_with_parent
 _TIMEOUT = timedelta(seconds=30)
 """Time limit of a collective."""
 _SIZES = {"cpu": 1 << 22, "cuda": 1 << 28}
-"""Bytes of an all-reduce, by device type."""
+"""Size of the measured all-reduces in bytes, by device type."""
 _NUM_REPEATS = 5
 
 
 def measure(host: str, device: torch.device) -> dict[str, Any] | None:
-    """Bus bandwidths in bytes/s inside this host and over all ranks; None on all but the first rank of each host."""
+    """Bus bandwidths in bytes/s inside this host and over all ranks. Only the first rank of a host returns them."""
     names: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(names, host)
     by_host = {name: [rank for rank, other in enumerate(names) if other == name] for name in names}
@@ -65,12 +65,12 @@ def bus_bandwidth(groups: list[list[int]], device: torch.device) -> float:
 
 
 def main(host: str, gpus: str) -> None:
-    """Measure as one rank of `host`; `gpus` lists the GPU index of each local rank, and is empty for CPUs."""
+    """Measure as one rank of `host`. `gpus` lists the GPU index of each local rank; empty: measure on CPUs."""
     die_with_parent()
     if interface := interface_towards(os.environ["MASTER_ADDR"]):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
-    # Errors are raised on the rank, which reports them; otherwise NCCL's watchdog would end the process.
+    # With this setting NCCL raises errors in this thread, which reports them, instead of ending the process.
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
     device, is_cause = torch.device("cpu"), True
     try:
@@ -82,13 +82,13 @@ def main(host: str, gpus: str) -> None:
         dist.init_process_group("nccl" if gpus else "gloo", timeout=_TIMEOUT)
         result = measure(host, device)
     except (RuntimeError, FinetuneError) as failed:
-        # gloo's messages begin with a source file and line in brackets.
+        # Remove the source file and line with which gloo's messages begin.
         text = re.sub(r"^\[\S+\] *", "", str(failed).strip().splitlines()[0])
         sys.stdout.write(f"{json.dumps({'problem': text, 'is_cause': is_cause})}\n")
         raise SystemExit(1) from None
     if result is not None:
         print(json.dumps(result), flush=True)  # noqa: T201 - what the doctor reads
-    # All ranks have measured when connections close, so a rank that leaves first is no fault of this host.
+    # A rank that leaves before this barrier has measured too, so its closed connection is no fault.
     with suppress(RuntimeError):
         dist.barrier()
     dist.destroy_process_group()

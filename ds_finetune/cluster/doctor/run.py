@@ -1,4 +1,4 @@
-"""The doctor's procedure: facts and checks of every host, the run's operators, and the network between the hosts."""
+"""`ds-finetune doctor`: examines every host, what a run needs there, and the network between the hosts."""
 
 import os
 import secrets
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _PROGRAM = "ds_finetune.cluster.doctor.host"
 _HOST_SECONDS = 45.0
 _JOIN_SECONDS = 60
-"""How long the agent of a host waits for agents of other hosts, which may still be importing torch."""
+"""Seconds that torch's elastic agent of a host waits for the other hosts' agents, which may still import torch."""
 _NETWORK_SECONDS = _JOIN_SECONDS + 90.0
 _MARGIN = 10.0
 _AGAIN = "correct that and run doctor again"
@@ -44,7 +44,7 @@ _NEEDED_BY_NETWORK = ("address", "interface", "devices", "port")
 
 
 Resolve = Callable[[World, str], "ResolvedRun"]
-"""Resolves the run for a world and a device kind (`cpu`, `cuda`); FinetuneError where it cannot be trained there."""
+"""Function that plans the run for a World and a device type (`cpu`, `cuda`); FinetuneError where it cannot."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class DoctorRequest:
 
 
 def examine(request: DoctorRequest, say: Say) -> list[Check]:
-    """Check all hosts, and return the checks; `say` announces the measurement of the network, which takes a minute."""
+    """Check all hosts, and return the checks. `say` prints a line before the network is measured for up to a minute."""
     with closing(Cluster(request.hosts, request.remote, _PROGRAM, name="doctor")) as cluster:
         checks = list(_checks(request, cluster, say))
         return [*cluster.lost.values(), *checks]
@@ -91,8 +91,8 @@ def _checks(request: DoctorRequest, cluster: Cluster, say: Say) -> Iterator[Chec
     wrong = [check for check in checks if check.state == "fail" and check.name in _NEEDED_BY_NETWORK]
     infos = {name: info for name, info in infos.items() if name not in cluster.lost}
     if wrong:
-        found = f"not measured: the check `{wrong[0].name}` of {wrong[0].host} fails"
-        yield Check("network", "", "warn", found, _AGAIN)
+        text = f"not measured: the check `{wrong[0].name}` of {wrong[0].host} fails"
+        yield Check("network", "", "warn", text, _AGAIN)
     elif device == "cuda" or len(infos) > 1:
         say("measuring the network")
         yield from _network_checks(cluster, infos, device)
@@ -105,21 +105,21 @@ def _checks(request: DoctorRequest, cluster: Cluster, say: Say) -> Iterator[Chec
 
 
 def resolve_on(resolve: Resolve, hosts: Sequence[Host], device: str) -> tuple["ResolvedRun | None", Check]:
-    """The run resolved for all slots of `hosts`, and the check of its plan; None where the plan is refused."""
+    """Plan the run with a rank for each slot of `hosts`: returns the plan (None if it is refused) and its check."""
     try:
         check_versions()
         resolved = resolve(world_of(hosts, "the doctor"), device)
     except FinetuneError as refused:
         return None, Check("plan", "", "fail", refused.message, refused.hint)
     plan = resolved.plan
-    found = f"{plan.mesh}, ZeRO-{plan.zero_stage}, {plan.world.world_size} ranks on {device}"
-    return resolved, Check("plan", "", "ok", found)
+    text = f"{plan.mesh}, ZeRO-{plan.zero_stage}, {plan.world.world_size} ranks on {device}"
+    return resolved, Check("plan", "", "ok", text)
 
 
 def _single_host_checks(
     request: DoctorRequest, cluster: Cluster, resolved: "ResolvedRun | None", device: str
 ) -> Iterator[Check]:
-    """Checks that each host makes of itself, and comparisons of its files with those of this machine."""
+    """Checks of each host alone: GPUs, compiler, disk, memory, and whether its files equal those of this machine."""
     here, queries = digests(request.files if len(request.hosts) > 1 else ()), {}
     for number, (name, host) in enumerate(cluster.hosts.items()):
         query: dict[str, Any] = {"digests": {"paths": list(here)}} | ({"gpus": {}} if device == "cuda" else {})
@@ -136,16 +136,16 @@ def _single_host_checks(
     for name, (results, _, _) in cluster.ask(queries, seconds=_HOST_SECONDS).items():
         rows = [row for group in ("gpus", "compiler", "disk", "memory") for row in results.get(group, ())]
         for path, there in results["digests"].items():
-            found = "is the same as here" if there == here[path] else "differs from the one here (names or sizes)"
+            text = "is the same as here" if there == here[path] else "differs from the one here (names or sizes)"
             hint = "" if there == here[path] else "copy it to the same path, or use a folder that all hosts share"
             rows.append(
-                ("files", "fail" if hint else "ok", f"{path} {found if there else 'does not exist there'}", hint)
+                ("files", "fail" if hint else "ok", f"{path} {text if there else 'does not exist there'}", hint)
             )
         yield from (Check(row[0], name, *row[1:]) for row in rows)
 
 
 def _network_checks(cluster: Cluster, infos: Mapping[str, HostInfo], device: str) -> list[Check]:
-    """Measure the network by a program under torch's elastic agent: a rank for each GPU, or up to two on CPUs."""
+    """Measure the network by measure.py under torch's elastic agent, with a rank per GPU or up to two ranks on CPUs."""
     hosts = {name: cluster.hosts[name] for name in infos}
     by_host = {hosts[name]: info for name, info in infos.items()}
     addresses = {

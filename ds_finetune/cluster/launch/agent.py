@@ -1,8 +1,8 @@
-"""torch's elastic agent of one host, which starts, watches and restarts the ranks there.
+"""torch's elastic agent of one host, which starts, watches and restarts the ranks of that host.
 
-Beyond torch's own agent (2.13, elastic/agent/server), it names ranks by the order of the hostfile, agrees with the
-agents of the other hosts on the number of restarts, ends its ranks where those of another host have failed, and reports
-each failure to the launching program.
+In addition to torch's agent (2.13, elastic/agent/server), it numbers ranks in the order of the hostfile, agrees with
+the agents of other hosts on the restarts that are left, ends its ranks when ranks of another host have failed, and
+reports each failure to `ds-finetune launch`.
 """
 
 import os
@@ -32,15 +32,15 @@ from ds_finetune.system.info import interface_towards
 from ds_finetune.system.processes import oom_kills
 
 _GRACE_SECONDS = 4.0
-"""Time between a rank's first failure and the kill of the others, which meanwhile record what they wait for."""
+"""Seconds from the first failure of a rank until its host's other ranks are killed. Meanwhile they write reports."""
 _DONE_SECONDS = 60.0
-"""How long an agent whose ranks are done waits for agents of other hosts, which may have to restart theirs."""
+"""Seconds that an agent whose ranks are done waits for the other agents, whose ranks may fail and restart."""
 _TAIL_LINES, _TAIL_BYTES = 50, 20_000
 Event = dict[str, Any]
 
 
 class RankLogs(LogsSpecs):
-    """A log and an error file for each rank; the output of rank 0 is also shown."""
+    """Names a log and an error file for each rank of the host; the output of rank 0 is also printed."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(str(folder))
@@ -52,7 +52,7 @@ class RankLogs(LogsSpecs):
         return str(self.folder)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Log paths by local rank; sets the environment variable of each rank that names its error file."""
+        """Paths of logs and error files by local rank; each rank finds its error file by an environment variable."""
         folder = self.folder / f"attempt-{self.attempt}"
         folder.mkdir(parents=True, exist_ok=True)
         logs = {local: str(folder / log_name(int(env["RANK"]))) for local, env in envs.items()}
@@ -65,7 +65,7 @@ class RankLogs(LogsSpecs):
 
 
 class HostAgent(LocalElasticAgent):
-    """The elastic agent of this host; `emit` sends an event to the launching program."""
+    """The elastic agent of this host. `emit` sends an event to `ds-finetune launch`."""
 
     def __init__(
         self, logs: Path, rendezvous: Mapping[str, Any], workers: Mapping[str, Any], emit: Callable[[Event], None]
@@ -79,7 +79,7 @@ class HostAgent(LocalElasticAgent):
         self._oom_kills = 0
         handler = get_rendezvous_handler(RendezvousParameters(backend="c10d", **rendezvous))
         spec = WorkerSpec(role="", rdzv_handler=handler, monitor_interval=0.2, **workers)
-        # The line prefix is the role, which is empty, so the output of rank 0 has no prefix.
+        # The output of rank 0 is printed without a prefix: the prefix is the role of the ranks, which is empty.
         super().__init__(spec, self._logs, exit_barrier_timeout=_DONE_SECONDS, log_line_prefix_template="${role_name}")
 
     def save(self) -> None:
@@ -90,13 +90,13 @@ class HostAgent(LocalElasticAgent):
                 os.kill(pid, signal.SIGTERM)
 
     def lose(self, name: str) -> None:
-        """Restart the ranks without host `name`, which is gone."""
+        """Restart the ranks of this host without the agent `name`, whose host is gone."""
         self._lost.add(name)
 
     def _assign_worker_ranks(
         self, store: Store, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> list[Worker]:
-        """Agree with the other hosts' agents on agent names, restarts left (least) and attempt number (greatest)."""
+        """Agree with the other agents on the restarts that are left (the least counts) and on the attempt's number."""
         store.set(f"agents/{group_rank}", f"{self._name} {self._remaining_restarts} {self._logs.attempt + 1}")
         agents = [store.get(f"agents/{number}").decode().split() for number in range(group_world_size)]
         self._members = frozenset(name for name, _, _ in agents)
@@ -119,8 +119,8 @@ class HostAgent(LocalElasticAgent):
         return pids
 
     def _end_ranks(self, close: Callable[..., None], *_: object, **__: object) -> None:
-        """End the ranks; torch would send SIGTERM and wait 30 s, also for ranks that hang."""
-        # SIGCONT does nothing: ranks that can end by themselves get the time to do so.
+        """End the ranks of this host within seconds. torch would wait 30 s after SIGTERM, also for ranks that hang."""
+        # SIGCONT changes nothing for a rank that runs, so ranks have this time to end by themselves.
         close(signal.SIGCONT, float("inf") if self._is_saving else _GRACE_SECONDS)
         kill_children()
 
@@ -144,7 +144,7 @@ class HostAgent(LocalElasticAgent):
     def _after_failure(self, worker_group: WorkerGroup, result: RunResult) -> RunResult:
         assert worker_group.store is not None
         rank, first = min(result.failures.items(), key=lambda item: _time_of(item[1]))
-        # A user's mistake fails the first attempt; in later attempts the host causes this code, e.g. by a full disk.
+        # In the first attempt this exit code is a mistake of the user; later a host causes it, e.g. by a full disk.
         is_final = first.exitcode == INTERRUPTED_EXIT_CODE or (
             first.exitcode == USER_ERROR_EXIT_CODE and self._logs.attempt == 1
         )
@@ -157,7 +157,7 @@ class HostAgent(LocalElasticAgent):
     def _described(self, rank: int, failure: ProcessFailure) -> Event:
         code, message = failure.exitcode, failure.error_file_data["message"]
         text = f"exited with code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
-        # Without an error file the message is a text.
+        # torch reports a text instead of a mapping for a rank that wrote no error file.
         recorded = {"message": "", "cause": ""} | (message if isinstance(message, dict) else {})
         if code < 0 and not recorded["message"] and (count := oom_kills() - self._oom_kills) > 0:
             text += f": the kernel killed {count} processes of the host for want of memory meanwhile"
@@ -173,7 +173,7 @@ class HostAgent(LocalElasticAgent):
 
 
 def _time_of(failure: ProcessFailure) -> float:
-    """When a rank failed: the time in its error file, else when the agent noticed."""
+    """Time (seconds since 1970) of a rank's failure: from its error file, else when the agent noticed the failure."""
     message = failure.error_file_data["message"]
     at = message.get("at") if isinstance(message, Mapping) else None
     return float(at or failure.timestamp)

@@ -1,7 +1,4 @@
-"""Commands that start the ranks of a run under each launcher, and the output of `launch --dry-run`.
-
-`launch` itself starts torch's elastic agent on each host; the commands here are those of the other launchers.
-"""
+"""Commands of mpirun, srun and torchrun that start the ranks of a run, and the output of `launch --dry-run`."""
 
 import re
 import shlex
@@ -18,30 +15,28 @@ from ds_finetune.errors import LaunchError
 from ds_finetune.plan.mesh import Axis, Mesh
 
 ENTRY_MODULE = "ds_finetune.cluster.worker"
-"""Module that every rank runs, under every launcher."""
+"""Python module that every rank runs."""
 ENTRY = ("-m", ENTRY_MODULE)
-"""Python's arguments in every rank, before the run file and the overrides."""
+"""First arguments of Python in every rank; the run file and its overrides follow."""
 _NEEDED_TO_START = re.compile(
     r"(?:HOME|USER|LOGNAME|SHELL|LANG|TERM|TMPDIR|KRB5CCNAME|SSH_AUTH_SOCK|PATH|LD_LIBRARY_PATH|OMPI_MCA_\w+)$"
 )
 """Environment variables that ssh, mpirun and srun need themselves; OMPI_MCA_* are the user's settings of Open MPI."""
 _SLURM_VARIABLE = re.compile(r"(?:SLURM|SRUN|SLURMD)_\w+$")
 _KEEPALIVE_SETTINGS = {"oob_tcp_keepalive_time": "5", "oob_tcp_keepalive_intvl": "5", "oob_tcp_keepalive_probes": "2"}
-"""Seconds, seconds and a count: mpirun and the daemon of a silent host notice the lost connection after 15 s instead
-of eight minutes [ran].
-"""
+"""Settings with which Open MPI notices a silent host after 15 s instead of eight minutes [ran]."""
 _LOGIN_VARIABLES = ("HOME", "USER", "LOGNAME")
-"""Ranks need these: `srun --export` passes only variables that it names, Slurm's own and TMPDIR [Slurm 22.05, ran]."""
+"""Login variables that ranks need: `srun --export` passes only named ones, Slurm's and TMPDIR [Slurm 22.05, ran]."""
 _COMMANDS = 2
-"""Commands of hosts that are printed from the start and from the end of a long list."""
+"""Number of hosts at the start and at the end of a long list whose commands are printed."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """The run, hosts and variables from which the command of every launcher is made."""
+    """A run to start: its run file, hosts and environment variables, for the command of any launcher."""
 
     run: str
-    """The run file, as the hosts see it."""
+    """Path of the run file on every host."""
     overrides: tuple[str, ...]
     """Overrides `section.name=value` of the run file."""
     hosts: tuple[Host, ...]
@@ -50,7 +45,7 @@ class Job:
     master_addr: str = ""
     """Address of rank 0, on the first host; empty for the first node of Slurm's list."""
     master_port: int = 0
-    """Port of rank 0; 0 computes the port from Slurm's job number."""
+    """Port of rank 0; 0: computed from Slurm's job number."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """Variables that every rank gets (environment.py)."""
     interface: str = ""
@@ -112,7 +107,7 @@ def mpirun_command(job: Job, ssh_args: Sequence[str] = ()) -> list[str]:
     settings |= {"oob_tcp_if_include": job.interface} if job.interface else {}
     chosen = [word for name, value in settings.items() for word in ("--mca", name, value)]
     names = [word for name in job.environment for word in ("-x", name)]
-    # Open MPI binds each of two ranks to one core, and more ranks to a socket; torch's threads need all cores.
+    # By default Open MPI binds a rank to one core or socket, but the threads of torch need all cores.
     fixed = ["--allow-run-as-root", "-np", str(job.world_size), "--host", ",".join(job.names)]
     fixed += ["--map-by", "seq", "--bind-to", "none"]
     return ["mpirun", *fixed, *chosen, "--wdir", job.directory, *names, *job.rank_command]
@@ -136,14 +131,14 @@ def srun_command(job: Job, environ: Mapping[str, str]) -> list[str]:
     placement = ["--distribution=block"]
     if job.hosts:
         placement = [f"--ntasks={job.world_size}", f"--nodelist={','.join(job.names)}", "--distribution=arbitrary"]
-    # Since 22.05 srun does not inherit --cpus-per-task from the job; without it Slurm may bind each rank to one core.
+    # srun (since 22.05) does not inherit --cpus-per-task from the job, and may then bind a rank to one core.
     cpus = [f"--cpus-per-task={environ['SLURM_CPUS_PER_TASK']}"] if "SLURM_CPUS_PER_TASK" in environ else []
     return [*srun_options(placement + cpus, job), *job.rank_command]
 
 
 def srun_options(placement: Sequence[str], job: Job) -> list[str]:
-    """`srun` with `placement` and the options that every srun command here has."""
-    # `--overlap`: a shell of `srun --pty` in the allocation holds its cores, and a second step would wait forever.
+    """`srun`, the options `placement`, and options that every srun command of this package has."""
+    # Without `--overlap` this step would wait forever for the cores of a shell that `srun --pty` has started.
     names = dict.fromkeys([*_LOGIN_VARIABLES, *job.environment])
     fixed = ["--kill-on-bad-exit=1", "--overlap", "--unbuffered", "--mpi=none"]
     fixed += [f"--chdir={job.directory}", f"--export={','.join(names)}"]
@@ -166,7 +161,7 @@ def starting_environment(job: Job, environ: Mapping[str, str], *, slurm: bool = 
 
 
 def torchrun_commands(job: Job) -> list[list[str]]:
-    """The command of `torchrun` for the same ranks on each host, in the order of the hosts; it is only printed."""
+    """The command of `torchrun` on each host, in the order of the hosts, for `launch --dry-run`, which prints them."""
     started = [f"--master-addr={job.master_addr}", f"--master-port={job.master_port}"]
     started += [*job.entry, job.run, *job.overrides]
     return [
@@ -176,7 +171,7 @@ def torchrun_commands(job: Job) -> list[list[str]]:
 
 
 def _check_whole_hosts(job: Job, launcher: str) -> None:
-    """LaunchError for a line of the hostfile with what mpirun and srun have no options for; they would ignore it."""
+    """LaunchError where the hostfile names a user, port or devices: mpirun and srun have no options for them."""
     for host in job.hosts:
         if host.user or host.port or host.devices:
             raise LaunchError(
@@ -208,9 +203,8 @@ def dry_run_lines(job: Job, launcher: str, *, environ: Mapping[str, str], ssh_ar
 
 
 def rank_map(hosts: Sequence[Host], mesh: Mesh) -> list[str]:
-    """A line for each host with its ranks, its devices and their indices on the axes of `mesh`.
-
-    Then a line for each axis with the number of groups that cross hosts. Axes of length one are left out.
+    """Lines of `launch --dry-run`: for each host its ranks, their devices and their coordinates on the axes of `mesh`,
+    such as `dp 0-1  tp 0-3`, and for each axis the number of groups that cross hosts.
     """
     assert mesh.world_size == sum(host.slots for host in hosts)
     width = max(len(host.name) for host in hosts)
@@ -229,7 +223,6 @@ def rank_map(hosts: Sequence[Host], mesh: Mesh) -> list[str]:
 
 
 def _axis_indices(mesh: Mesh, ranks: Sequence[int]) -> str:
-    """The indices of `ranks` on each axis, such as `dp 0-1  tp 0-3`."""
     axes: tuple[Axis, ...] = ("pp", "dp", "sp", "tp")
     indices = {axis: sorted({mesh.place(axis, rank) for rank in ranks}) for axis in axes if getattr(mesh, axis) > 1}
     texts = [f"{axis} {spans_text(numbers)}" for axis, numbers in indices.items()]

@@ -1,4 +1,4 @@
-"""Writes files for services that start the ranks: an sbatch script, Kubernetes manifests, and the container file."""
+"""`launch --emit`: an sbatch script for Slurm, manifests for Kubernetes, and a Dockerfile for training."""
 
 import re
 import shlex
@@ -38,7 +38,7 @@ _JOB_NAME = re.compile(r"[A-Za-z0-9._-]+")
 
 @dataclass(frozen=True, kw_only=True)
 class EmitRequest:
-    """The inputs of an emitted file."""
+    """What `launch --emit` writes into a file: the run, and options of the job."""
 
     job: Job
     """Run file, overrides, hosts (only their number and slots are used) and variables."""
@@ -49,11 +49,11 @@ class EmitRequest:
     time: str = "24:00:00"
     """Time limit, `[D-]HH:MM:SS`."""
     cpus: int = 8
-    """Cores of each rank."""
+    """CPU cores of each rank."""
 
 
 def render_file(kind: str, request: EmitRequest) -> str:
-    """The text of a file of `kind` (slurm, k8s, docker); LaunchError for hosts or names that it does not support."""
+    """Text of the emitted file of `kind` (slurm, k8s, docker); LaunchError for unsupported hosts or names."""
     # Secret overrides are refused: the file and every rank's command line would show them.
     pairs = zip(request.job.overrides, redacted(request.job.overrides), strict=True)
     secret = [hidden for override, hidden in pairs if override != hidden]
@@ -85,7 +85,7 @@ def sbatch_script(request: EmitRequest) -> str:
         )
     if not _TIME.fullmatch(request.time):
         raise LaunchError(f"--time {request.time!r} is not a time", hint="write e.g. 24:00:00 or 2-00:00:00")
-    # srun's --export lists the names of variables, so variables that the script sets must have a value here.
+    # srun --export lists names of variables; these placeholders add the names of variables that the script sets.
     job = replace(request.job, master_addr="first-node", master_port=DEFAULT_PORT, hosts=())
     placement = [f"--nodes={nodes}", f"--ntasks={nodes * slots}"]
     placement += ["--distribution=block", f"--cpus-per-task={request.cpus}"]
@@ -132,7 +132,7 @@ def kubernetes_manifests(request: EmitRequest) -> str:
 
 
 def _rendered(template: str, request: EmitRequest, variables: dict[str, str], **values: object) -> str:
-    """A template of this folder filled with the fields of `request`; a variable that may not be shown becomes None."""
+    """Text of a template of this folder, filled with the fields of `request`; secret variables are None there."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("ds_finetune.cluster", "launch"),
         undefined=jinja2.StrictUndefined,
@@ -143,7 +143,7 @@ def _rendered(template: str, request: EmitRequest, variables: dict[str, str], **
     # Kubernetes replaces `$(NAME)` in arguments and values, and writes `$$(` as `$(`.
     environment.filters |= {"shell": shlex.quote, "yaml": _yaml, "pod": lambda text: _yaml(text.replace("$(", "$$("))}
     shown = {name: value if may_show(name, value) else None for name, value in variables.items()}
-    # DS_ACCELERATOR is unset, or cuda, in a job that requests GPUs.
+    # The job requests GPUs unless DS_ACCELERATOR is cpu.
     on_gpus = request.job.variables.get("DS_ACCELERATOR") != "cpu"
     nodes, slots = len(request.job.hosts), request.job.hosts[0].slots
     return environment.get_template(template).render(

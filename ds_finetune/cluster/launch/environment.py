@@ -1,4 +1,4 @@
-"""The environment variables of ranks: listed ones, ones that the user names, and those of `.deepspeed_env` files."""
+"""Environment variables that `launch` passes to ranks: listed ones, those of --env, and those of `.deepspeed_env`."""
 
 import re
 import shlex
@@ -36,9 +36,9 @@ _PER_RANK = re.compile(
 )
 """Variables that launchers set for each rank; values inherited from another launch would be wrong."""
 _LOCAL_ONLY = ("DS_ENV_FILE", "DS_FINETUNE_SSH_ARGS", "PYTHON_HISTORY", "PYTHONSTARTUP")
-"""Variables that only this command or a person at a terminal uses."""
+"""Variables that are never passed, because only `launch` or a person at a terminal uses them."""
 _DEVICES = "_VISIBLE_DEVICES"
-"""Suffix of the variables that choose devices of this host; on other hosts `--include` chooses devices."""
+"""End of the names of variables that choose GPUs of this host; on other hosts `--include` chooses GPUs."""
 _SECRET_WORD = re.compile(
     r"(?:.*(?:TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|PASSCODE|CREDENTIAL|PWD|APIKEY)"
     r"|(?:USER|DB)?PASS|CREDS?|AUTH|AUTHORIZATION|BEARER|COOKIE"
@@ -48,7 +48,7 @@ _SECRET_WORD = re.compile(
 """Matches words of a variable's name at their beginning, so NCCL_IB_PKEY and TOKENIZERS_PARALLELISM do not match."""
 _BETWEEN_WORDS = re.compile(r"[_.\-]")
 _FOLDERS = ("PWD", "OLDPWD")
-"""The shell's working directories."""
+"""Variables with the shell's working directories, whose names look secret (PWD)."""
 _SECRET_VALUE = re.compile(
     r"://[^/\s@]*:[^/\s@]+@|://[^/\s@:]{20,}@"
     r"|\b(?i:bearer|basic)\s+[\w.~+/=-]{8,}|(?i:\b(?:authorization|x-api-key)\s*:)"
@@ -59,14 +59,14 @@ _SECRET_VALUE = re.compile(
 )
 """Matches a password in an address, a header or an assignment, and known kinds of tokens."""
 HIDDEN = "***"
-"""Printed instead of a secret."""
+"""Text that is printed instead of a secret."""
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 _WORD = re.compile(r"-{0,2}[A-Za-z_][\w.\-]*")
 
 
 @dataclass(frozen=True)
 class CarriedVariables:
-    """The variables that ranks get, and the listed variables that are withheld from them."""
+    """Environment variables that ranks get, and variables of this shell that are withheld from them."""
 
     values: dict[str, str]
     """Values by name, in alphabetical order."""
@@ -172,12 +172,12 @@ def looks_secret(name: str, value: str = "") -> bool:
 
 
 def may_show(name: str, value: str) -> bool:
-    """Whether the value of a variable may be printed or written: its name is listed and nothing looks secret."""
+    """Whether a variable's value may be printed: its name is one that `launch` passes, and nothing looks secret."""
     return _is_listed(name) and not looks_secret(name, value)
 
 
 def redacted(words: Iterable[str]) -> list[str]:
-    """Words of a command line without the values that look secret."""
+    """The words of a command line, with `***` instead of values that look secret."""
     return [_redacted(word) for word in words]
 
 

@@ -29,7 +29,7 @@ _SILENT_SECONDS = 5
 
 @dataclass(frozen=True)
 class Remote:
-    """How to reach hosts, and the paths of Python and of the working directory, which are the same on all hosts."""
+    """Arguments and time limits of ssh, and the paths of Python and of the working directory on every host."""
 
     ssh_args: tuple[str, ...] = ()
     python: str = sys.executable
@@ -59,7 +59,7 @@ class Remote:
         return replace(self, connect_seconds=connect, alive_seconds=max(1, int(silent_seconds / 3)))
 
     def command(self, host: Host, argv: Sequence[str]) -> list[str]:
-        """The local command that runs `argv` on `host`, in the working directory, with this project importable.
+        """The command that runs `argv` on `host` over ssh, in the working directory, with this project importable.
 
         ssh prompts for nothing, gives up on a host that does not answer, and forwards standard input, output and error.
         """
@@ -74,14 +74,14 @@ class Remote:
         }
         settings = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
         variables = f"PYTHONPATH={with_package(os.environ).get('PYTHONPATH', '')}"
-        # `env`, because login shells differ in their syntax for variables.
+        # The program `env` sets the variables, because login shells differ in their syntax for variables.
         where = f"cd {shlex.quote(self.directory)} && exec {shlex.join(['env', variables, *argv])}"
         # The user's own arguments come first, because ssh takes the first value of an option.
         return ["ssh", *self.ssh_args, *settings, "-T", *port, host.target, where]
 
     def open(self, host: Host, name: str, *arguments: str) -> "subprocess.Popen[bytes]":
         """Start a Python module of this project on `host`, with pipes to its standard input and output."""
-        # A session of its own, so that Ctrl-C at the terminal reaches only this process, which tells the hosts.
+        # Ctrl-C at the terminal must not reach ssh, which is therefore in a session of its own: launch tells the hosts.
         login = {name: os.environ[name] for name in (*_LOGIN, "PYTHONPATH") if name in os.environ}
         env = with_package(login) if is_here(host) else None
         command, pipe = self.command(host, python_module(name, *arguments, python=self.python)), subprocess.PIPE

@@ -1,4 +1,4 @@
-"""`ds-finetune launch`: a run on the hosts of a hostfile, under torch's elastic agents, with the run's exit code."""
+"""`ds-finetune launch`: starts torch's elastic agent on each host, and reports how the run ended."""
 
 import os
 import queue
@@ -47,17 +47,15 @@ PROGRAM = "ds_finetune.cluster.launch.host"
 SAVE_NOTICE = "asked the ranks to save and stop; signal again to kill them"
 KILL_NOTICE = "killing every rank"
 _TICK_SECONDS = 0.25
-"""Interval of the keep-alive messages to the hosts, and of looks at what they have reported."""
+"""Interval in seconds at which hosts get a keep-alive message and their reports are read."""
 _ENDING_SECONDS = 8.0
-"""How long the agents of other hosts may take to end and report after one agent has failed for good: an agent gives its
-other ranks four seconds.
-"""
+"""Seconds that the other agents may take to end and report once an agent has failed and does not restart."""
 _LOAD_SECONDS = 120.0
 """How long a host may take to import torch."""
 _MEET_SECONDS = 600
-"""How long the agents of a restart wait for each other: ranks of other hosts may take long to end."""
+"""Seconds that the agents wait for each other at a start or restart."""
 _JOIN_SECONDS = 10
-"""How long a restart with enough hosts waits for hosts whose ranks are still ending."""
+"""Seconds that a restart with enough hosts waits for further hosts, whose ranks may still be ending."""
 _PRINTED_LINES = 500
 _TAIL_LINES = 50
 _QUOTED = "  | "
@@ -65,7 +63,7 @@ _QUOTED = "  | "
 
 @dataclass(frozen=True)
 class LaunchRequest:
-    """The run that `launch` starts, and how to reach its hosts."""
+    """A run to launch: the job, settings of the run file, and how to reach the hosts."""
 
     job: Job
     settings: RunSettings
@@ -169,13 +167,13 @@ class _Failure:
     code: int
     """Exit code for the whole run."""
     at: float
-    """Time of the failure on this machine's monotonic clock."""
+    """Time of the failure by this machine's monotonic clock."""
     cause: str = ""
-    """Why the run ended, if the rank only ended because the run did."""
+    """Why the run ended, if this rank ended only as a consequence."""
     error: str = ""
     """The error that the rank recorded."""
     tail: Sequence[str] = ()
-    """Last lines of the rank's output, or of the host's."""
+    """Last lines that the rank or the program on the host printed."""
 
 
 class _LaunchedRun:
@@ -185,9 +183,9 @@ class _LaunchedRun:
         self._request, self._say, self._settings = request, say, request.launch
         self._cluster = Cluster(request.hosts, request.remote, PROGRAM, name=request.job.run_id)
         self._agents: dict[Host, Future[Reply | str]] = {}
-        """Replies of the agents by host, without lost hosts and hosts that were left out."""
+        """The reply of each host's agent, which comes when the agent ends; lost and left-out hosts are missing."""
         self._ends: dict[Host, bool | str] = {}
-        """Whether the ranks of a host whose agent has ended are done, or why the agents did not meet."""
+        """By host whose agent has ended: whether its ranks finished training, or why the agents could not connect."""
         self._events = queue.SimpleQueue[tuple[Host, Event]]()
         self._failures: list[_Failure] = []
         self._printed = deque[str](maxlen=_PRINTED_LINES)
@@ -351,7 +349,6 @@ class _LaunchedRun:
             self._cluster.order(label(host), {"save": {}})
 
     def _is_over(self) -> bool:
-        """Whether every agent has ended, or the time for the other agents to end is over."""
         if self._is_killed or self._agents.keys() <= self._ends.keys():
             return True
         if self._ending_since is None:
@@ -360,11 +357,11 @@ class _LaunchedRun:
         return codes != {INTERRUPTED_EXIT_CODE} and time.monotonic() - self._ending_since > _ENDING_SECONDS
 
     def _regroup(self) -> None:
-        """After a host was lost, leave out hosts that layout and batch do not allow; end the run with too few hosts."""
+        """After a host was lost: leave out hosts that layout or batch cannot use; with too few hosts end the run."""
         present = [host for host in self._request.hosts if host in self._agents]
         fitting = largest_fit(self._request, present, device=self._device)
         if self._ending_since is None and not fitting:
-            self._say(f"gave up: {len(present)} hosts are left; the same command resumes the run")
+            self._say(f"gave up: {len(present)} hosts are left, too few; the same command resumes the run")
             self._ending_since = time.monotonic()
         for host in [host for host in present if host not in fitting] if self._ending_since is None else ():
             self._say(f"left out: {host.target}: layout and batch allow {len(fitting)} of {len(present)} hosts")
@@ -419,7 +416,7 @@ class _LaunchedRun:
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table with a heading."""
+    """The lines of a table with the column heads `heads`."""
     widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in (heads, *rows)]
 
@@ -435,7 +432,7 @@ def run_scheduler(command: Sequence[str], env: Mapping[str, str], say: Say) -> i
     def pass_on(_: int) -> None:
         nonlocal num_signals
         num_signals += 1
-        # Both pass SIGUSR1 on to the ranks, and kill them on SIGTERM.
+        # mpirun and srun pass SIGUSR1 on to the ranks, and kill the ranks on SIGTERM.
         scheduler.send_signal(signal.SIGUSR1 if num_signals == 1 else signal.SIGTERM)
         say(SAVE_NOTICE if num_signals == 1 else KILL_NOTICE)
 

@@ -9,11 +9,13 @@ from ds_finetune.config.units import spans_text
 
 _MAX_LISTED = 16
 Diagnosis = tuple[tuple[int, ...], str]
-"""The ranks at fault, and why. No rank is at fault where none differs from the others."""
+"""The ranks at fault in a hang, empty if none differs from the others, and the reason."""
 
 
 def diagnose(statuses: Mapping[int, RankStatus]) -> Diagnosis:
-    """Which ranks keep the others of a hanging run waiting, by the status of each. The first rule that applies decides:
+    """Find the ranks for which the others of a hanging run wait, from the status of each rank.
+
+    The first of these rules that finds a rank decides:
 
     1. ranks that have entered fewer collectives than other ranks of the same group; of these, only the ones in no
        collective if there are any, because the rest may wait for them;
@@ -33,7 +35,7 @@ def diagnose(statuses: Mapping[int, RankStatus]) -> Diagnosis:
 
 
 def _lag(status: RankStatus, statuses: Mapping[int, RankStatus]) -> str:
-    """How many collectives a rank is behind others of a group, as text; empty where it is not behind."""
+    """Text that says how many collectives the rank is behind other ranks of a group; empty if it is not behind."""
     for ranks, count in status.counts.items():
         most = max(other.counts.get(ranks, 0) for other in statuses.values())
         if ranks != POINT_TO_POINT and count < most:
@@ -69,7 +71,7 @@ def names_of(processes: Sequence[RankProcess]) -> str:
 def status_lines(
     processes: Sequence[RankProcess], statuses: Mapping[int, RankStatus], at_fault: Sequence[int]
 ) -> list[str]:
-    """The status of each rank as lines, ranks at fault first; ranks with the same status share a line."""
+    """Lines with the status of each rank, ranks at fault first; ranks with equal status share a line."""
     ranks_by_text: dict[str, list[int]] = {}
     for rank in sorted(statuses, key=lambda rank: rank not in at_fault):
         ranks_by_text.setdefault(str(statuses[rank]), []).append(rank)

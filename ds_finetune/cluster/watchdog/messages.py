@@ -19,7 +19,7 @@ from ds_finetune.system.world import World
 
 _JOIN_TIMEOUT = timedelta(minutes=10)
 ENDING, NONE = "ending", "none"
-"""The key of the store with the RunEnding, and its value while the run does not end."""
+"""Key of the store under which a RunEnding is written, and its value before."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class RunEnding:
 
     @property
     def report(self) -> str:
-        """The line, followed by the text."""
+        """Text of the report: the line with the reason, then the details."""
         return f"{self.line}\n{self.text}".rstrip()
 
 
@@ -72,7 +72,7 @@ _PROCESS_JSON, ENDING_JSON, STATUS_JSON = TypeAdapter(RankProcess), TypeAdapter(
 
 
 def join(store: dist.Store, world: World, own: RankProcess) -> list[RankProcess]:
-    """The processes of all ranks; a collective through `store`, after which each rank can read all heartbeats."""
+    """Exchange the processes of all ranks through `store`; afterwards a heartbeat of each rank can be read."""
     if own.rank == 0:
         store.set(ENDING, NONE)
     store.set(heartbeat_key(own.rank), STATUS_JSON.dump_json(RankStatus()).decode())
@@ -81,5 +81,5 @@ def join(store: dist.Store, world: World, own: RankProcess) -> list[RankProcess]
 
 
 def heartbeat_key(rank: int) -> str:
-    """The key of the store with the last heartbeat of a rank, which is a RankStatus."""
+    """Key of the store under which the last heartbeat (a RankStatus) of `rank` is written."""
     return f"heartbeat/{rank}"

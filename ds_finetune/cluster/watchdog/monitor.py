@@ -48,9 +48,9 @@ SILENT_SECONDS, PREPARING_SECONDS = 25.0, 600.0
 The limit is longer while ranks prepare, since native code that prepares data may hold the GIL.
 """
 ROUND_SECONDS = 5.0
-"""How long heartbeats may take to arrive once a rank has hung or failed; a rank without one then counts as silent."""
+"""Seconds in which each rank must send a heartbeat once a rank has hung or failed; else it counts as silent."""
 _STOPPED_SECONDS = 15.0
-"""A rank that has sent no heartbeat for so long is at fault, even if earlier heartbeats came late."""
+"""A rank without a heartbeat for this many seconds is at fault, even on a network that delays heartbeats."""
 _LATE_SECONDS, _LATE_WITHIN, _LATE_IN_SUM, _FEWEST_LATE = 0.5, 60.0, 3.0, 3
 """TCP resends a lost packet after 0.2 s, and after 0.6 s if it is lost again. A heartbeat that takes more than
 _LATE_SECONDS, instead of milliseconds, is late. The network is at fault if at least _FEWEST_LATE late heartbeats within
@@ -61,7 +61,7 @@ _GRACE_SECONDS = 2.0
 serve the store, lets the other ranks read why the run ends.
 """
 _LEAVING_SECONDS = 20.0
-"""How long a failed rank has to end: its cleanup may wait for ranks that have ended."""
+"""Seconds after which a failed rank is ended: its cleanup may wait for ranks that no longer run."""
 _TICK_SECONDS, _BEAT_SECONDS, _PREPARED_WAIT, _REPORT_SECONDS = 0.2, 1.0, timedelta(minutes=1), 3.0
 _MAX_LINES, _MAX_CHARACTERS = 50, 2_000
 _STDERR = 2
@@ -81,13 +81,13 @@ class Monitor(threading.Thread):
         super().__init__(name="watchdog", daemon=True)
         self.progress = progress
         self.log: Say = say_nothing
-        """Adds a line to the run's log."""
+        """Function that adds a line to the log of the run."""
         self._own, self._processes, self._report = processes[progress.rank], processes, output_dir / REPORT
         # The stubs of torch 2.13 lack `clone`.
         self._store: dist.Store = store.clone()  # type: ignore[attr-defined]
         self._state, self._trouble = RUNNING, ""
         self._proposal: RunEnding | None = None
-        """How the run ends, unless another rank has proposed an ending before."""
+        """The ending that this rank proposes; the first proposal of all ranks counts."""
         self._stored_ending: RunEnding | None = None
         self._is_store_lost = False
         self._answered_at = now = time.monotonic()
@@ -115,7 +115,7 @@ class Monitor(threading.Thread):
         heartbeats.join(_GRACE_SECONDS)
 
     def _beat(self) -> None:
-        """Exchange heartbeats until closed, the last one after that, or until the store's process has ended."""
+        """Exchange heartbeats until the process of the store ends, or until closed, and then once more."""
         is_last = False
         with suppress(dist.DistError):
             while not is_last:
@@ -149,7 +149,7 @@ class Monitor(threading.Thread):
 
     @contextmanager
     def report_errors(self) -> Iterator[None]:
-        """Report an error raised inside to the other ranks at once.
+        """Report an error that is raised in the `with` block to the other ranks at once.
 
         If another rank's failure caused the error, raise a RunError that names that rank instead.
         """
@@ -162,11 +162,12 @@ class Monitor(threading.Thread):
             cause = self._report_failure(failure, is_secondary=is_consequence)
             if cause is None or not is_consequence or self._own.rank in cause.at_fault:
                 raise
-            line = f"{cause.line}; rank {self._own.rank} then met {failure.line}"
+            secondary = RunError(
+                f"{cause.line}; rank {self._own.rank} then met {failure.line}", hint=f"see {self._report} for more"
+            )
             # Every rank exits with the same code, e.g. the one for a user's mistake.
-            secondary = RunError(line, hint=f"see {self._report} for more")
             secondary.exit_code = cause.code or RUN_ERROR_EXIT_CODE
-            record_error(line, cause=cause.line)
+            record_error(secondary.message, cause=cause.line)
             # torchrun reports the rank that exits first as the cause, so let the other rank exit first.
             time.sleep(_GRACE_SECONDS)
             raise secondary from None
@@ -179,7 +180,9 @@ class Monitor(threading.Thread):
             yield
 
     def wait_until_prepared(self, store: dist.Store) -> None:
-        """Wait, without a limit, until every rank has called this as often; rank zero prints each minute who has not.
+        """Wait, without a limit, until every rank has called this method as often as this rank.
+
+        Rank zero prints each minute which ranks are missing.
 
         If another rank fails meanwhile, the monitor's thread ends the process.
         """
@@ -244,7 +247,7 @@ class Monitor(threading.Thread):
             self._compare(now)
 
     def _ending_without_store(self, now: float) -> RunEnding | None:
-        """The run's ending if the process that serves the store is gone or cut off, or if rank zero is stuck."""
+        """The ending if the process of the store is gone or cut off, or if rank zero, which would decide, is stuck."""
         zero, silent = self._processes[0], now - self._answered_at
         if self._is_store_lost and not self._is_closing:
             return RunEnding((0,), f"{zero}, or the launcher that serves its store, has ended without a message")
@@ -264,21 +267,22 @@ class Monitor(threading.Thread):
             machine, seconds = self._processes[rank].machine, now - heard_at[rank] - _silent_limit(status.phase)
             excess[machine] = min(seconds, excess.get(machine, math.inf))
         if max(excess.values(), default=0.0) > 0:
-            # Machines that are almost over the limit have lost the same network.
+            # Machines that are silent for almost as long have probably lost the same network.
             silent = [rank for rank in active if excess[self._processes[rank].machine] > -ROUND_SECONDS]
             line = f"{self._names(silent)} {SILENT}, as seen from rank 0 (host {self._own.host})"
             self._propose(RunEnding(tuple(silent), line))
         elif not {HUNG, FAILING}.intersection(status.state for status in active.values()):
             self._compare_at = math.inf
         elif self._compare_at == math.inf:
-            # A rank with an error that another rank has caused may be the first that is heard.
+            # The error may be a consequence of another rank's error, which that rank reports in this time.
             self._compare_at = now + _GRACE_SECONDS
         elif now > self._compare_at + ROUND_SECONDS or all(heard_at[rank] > self._compare_at for rank in active):
             self._propose(self._diagnosed(active))
 
     def _diagnosed(self, statuses: Mapping[int, RankStatus]) -> RunEnding:
-        """The ending that names the network if heartbeats came late, else the ranks without heartbeats, else the ranks
-        that differ from the others.
+        """The ending of a run in which a rank has hung or failed.
+
+        It blames the network if heartbeats came late, else ranks without heartbeats, else ranks that differ.
         """
         heard_at, compare_at = self._heard_at, self._compare_at
         at_fault: Sequence[int] = ()
@@ -317,7 +321,6 @@ class Monitor(threading.Thread):
         self._wake.set()
 
     def _propose(self, ending: RunEnding) -> None:
-        """Propose how the run ends; the first proposal of all ranks counts."""
         self._proposal = ending
         self._wake.set()
 
@@ -339,7 +342,7 @@ class Monitor(threading.Thread):
         if not self._is_failing:
             self._ends_at = time.monotonic() + (0.0 if ending.is_hang else _GRACE_SECONDS)
         if ending.is_hang:
-            # At once: when another rank leaves, a collective of this one may raise, and its stacks would be those.
+            # Now, because a collective of this rank may raise once other ranks leave, and its stacks would change.
             self._write_stacks()
         self._ending = ending
         if self._own.rank == 0 or self._is_reporter(ending) or ending is not self._stored_ending:
@@ -372,7 +375,7 @@ class Monitor(threading.Thread):
         if not ending.is_hang and ending.code != USER_ERROR_EXIT_CODE:
             self._write_stacks()
         if silent:
-            # Do not exit at once: a launcher that sees this rank exit may signal other ranks, which are still killing.
+            # Wait: a launcher that sees this rank exit may end other ranks while they write stacks of the silent ones.
             time.sleep(1.5)
         self._let_others_read()
         try_to_finish(lambda: record_error(ending.line, cause=ending.line))

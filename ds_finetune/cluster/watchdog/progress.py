@@ -1,4 +1,4 @@
-"""The progress of a rank: phase, optimizer step, last collectives, and the time that it may take without progress.
+"""The progress of a rank: phase, optimizer step, last collectives, and how long it may go without progress.
 
 NCCL calls return as soon as they are enqueued. Therefore, on a GPU, CUDA events before and after each collective tell
 whether the device waits in it or still computes.
@@ -34,7 +34,7 @@ RUNNING, HUNG, FAILING, DONE = "running", "hung", "failing", "done"
 POINT_TO_POINT = "point to point"
 """Group of sends and receives, whose numbers are not compared between ranks."""
 PREPARING = "preparation"
-"""The phase before the first collective, which has no time limit: its time depends on the data."""
+"""Name of the phase in which a rank prepares data; it has no time limit."""
 
 
 class CollectiveCall(NamedTuple):
@@ -54,13 +54,13 @@ class CollectiveCall(NamedTuple):
 
 
 class HostEvent:
-    """A moment on a CPU, with the methods of `torch.cuda.Event`: a CPU's collective is done once its call returns."""
+    """A point in time on a CPU with the methods of `torch.cuda.Event`; it is reached when it is made."""
 
     def __init__(self) -> None:
         self._at = time.monotonic()
 
     def query(self) -> bool:
-        """Whether the moment has come: always."""
+        """Whether the event is reached: always."""
         return True
 
     def elapsed_time(self, end: "HostEvent") -> float:
@@ -75,7 +75,7 @@ class _TimedCall:
     call: CollectiveCall
     is_wait: bool
     is_computing: bool
-    """Whether the computation waits for it: collectives in side streams (`overlap_comm`) do not delay it."""
+    """Whether the computation waits for the collective; those in side streams (`overlap_comm`) do not delay it."""
     begin: Any
     end: Any = None
 
@@ -100,7 +100,7 @@ class RankStatus:
     number: int = 0
     """Number of the heartbeat that brought this status."""
     trouble: str = ""
-    """Why the rank is HUNG or FAILING."""
+    """Text that says why the rank is HUNG or FAILING; else empty."""
     late_seconds: float = 0.0
     """Longest round trip of a heartbeat in the last minute if many were late, else 0."""
 
@@ -131,14 +131,14 @@ class RankProgress:
 
     @contextmanager
     def collective(self, name: str, size: int, ranks: str) -> Iterator[None]:
-        """Record a collective, which is done or, if asynchronous, enqueued once this closes."""
+        """Record a collective; its call, which is made in the `with` block, returns once it is done or enqueued."""
         self._counts[ranks] += 1
         self.last_calls.append(CollectiveCall(name, size, ranks, self._counts[ranks]))
         with self._timed(is_wait=False):
             yield
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Record a wait for an asynchronous collective; a synchronous one waits within its own call."""
+        """Record that the `with` block waits for an asynchronous collective."""
         return nullcontext() if self._open is not None or not self.last_calls else self._timed(is_wait=True)
 
     @contextmanager
@@ -177,7 +177,7 @@ class RankProgress:
         return waited
 
     def count_steps(self, steps: Iterable[StepRecord]) -> Iterator[StepRecord]:
-        """Yield the records of `steps`; each counts as progress, and its time enters the limit."""
+        """Yield the records of `steps`. Each step is progress, and its time changes the limit `auto`."""
         self.take_waited()
         for record in steps:
             seconds, waited = record.values["perf/step_seconds"], self.take_waited()
@@ -201,7 +201,7 @@ class RankProgress:
             self.restart_limit()
 
     def finish_steps(self) -> None:
-        """Enter the last phase, in which the limit of other phases applies: no step follows."""
+        """Enter the phase after the last step, in which `watchdog.other` is the limit."""
         self.phase = "closing"
         self.restart_limit()
 
@@ -231,7 +231,7 @@ class RankProgress:
         return min(max(LEAST_SECONDS, STEP_FACTOR * statistics.median(self._step_seconds)), self.longest_step)
 
     def last_progress_at(self) -> float:
-        """Time (monotonic) of the last progress: a step or a change of phase, in some phases also a collective.
+        """Monotonic time of the last progress: a step, a change of phase or, in some phases, a collective.
 
         Evaluation and export run collectives as they advance, so each collective is progress. A save runs one every few
         milliseconds to ask whether it is done, so its collectives are not.
@@ -241,7 +241,7 @@ class RankProgress:
         return max(self._progress_at, self._collective_at)
 
     def status(self) -> RankStatus:
-        """The current status of this rank, without collectives that its device has not reached."""
+        """The current status of this rank. Collectives that its device has not reached are not counted as entered."""
         use_device(torch.device(self.device))
         try:
             unfinished = [call for call in tuple(self._pending) if not self._is_done(call)]
@@ -279,7 +279,7 @@ def observe_collectives(progress: RankProgress) -> Iterator[None]:
                 return function(owner, *args, **kwargs)
             names[id(owner)] = ranks
             ranks = POINT_TO_POINT if kind in _SEND_RECEIVE else ranks
-            # Input sizes of these may differ between ranks, so they are not compared.
+            # Inputs of an all-to-all or a scatter may differ in size between ranks, so 0 is recorded for all.
             size = 0 if kind in (ALL_TO_ALL, "scatter") else bytes_of(input_of(name, args))
             with progress.collective(kind, size, ranks):
                 return function(owner, *args, **kwargs)

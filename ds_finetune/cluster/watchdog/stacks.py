@@ -1,4 +1,4 @@
-"""Stacks of a rank, written when it hangs, on a signal, or when another rank kills it."""
+"""The file with the Python stacks of a rank, which is written when the rank hangs, on SIGQUIT, or before a kill."""
 
 import faulthandler
 import os
@@ -33,7 +33,7 @@ class StackFile:
         faulthandler.register(signal.SIGQUIT, file=self._file, all_threads=True)
 
     def write(self) -> None:
-        """Append the status and the stack of each thread; with NCCL also write a file for `torchfrtrace`."""
+        """Append the rank's status and the stack of each thread; with NCCL also write its flight recorder's file."""
         now, rank = datetime.now().astimezone().isoformat(timespec="seconds"), self._progress.rank
         calls = "".join(f"  {call}\n" for call in self._progress.last_calls)
         with self._lock:
@@ -65,7 +65,7 @@ class StackFile:
         with suppress(OSError):
             if not self.path.stat().st_size:
                 self.path.unlink()
-            # Fails, and is ignored, while files of other ranks are in the folder.
+            # Raises OSError, which is ignored, while the folder has files of other ranks.
             self.path.parent.rmdir()
 
 
