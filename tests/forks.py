@@ -171,7 +171,6 @@ _IMPORTED += (
     "ds_finetune.cli.main",
     "ds_finetune.console.tables",
     "ds_finetune.runs.report.write",
-    "ds_finetune.runs.report.figures",
     "ds_finetune.trainer.train",
     "ds_finetune.reference.selftest.run",
 )

@@ -1,4 +1,4 @@
-"""`ds-finetune sweep` and `scaling`: run one run file with several values, learning rates, or numbers of ranks."""
+"""`ds-finetune sweep` and `scaling`: train one run file with several values, learning rates, or numbers of ranks."""
 
 import argparse
 from pathlib import Path
@@ -53,13 +53,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 def _scaling(arguments: Arguments) -> None:
     require_extra("pages", "the page of `ds-finetune scaling`")
-    from ds_finetune.runs.experiments.scaling import (
-        COLUMNS,
-        ScalingRequest,
-        compare_scaling,
-        table_row,
-        write_scaling_page,
-    )
+    from ds_finetune.runs.experiments.scaling import COLUMNS, REPORT, ScalingRequest, compare_scaling, table_row
 
     request = ScalingRequest(
         run_file=Path(arguments.run),
@@ -77,7 +71,7 @@ def _scaling(arguments: Arguments) -> None:
     OUT.print(table)
     for name, reason in compared["failed"].items():
         show_line(f"FAILED: {name}: {reason}")
-    show_line(f"report: {write_scaling_page(request.folder, compared)}")
+    show_line(f"report: {request.folder / REPORT}")
 
 
 def _sweep(arguments: Arguments) -> None:
@@ -99,7 +93,7 @@ def _sweep(arguments: Arguments) -> None:
 
 def _lr_range(arguments: Arguments) -> None:
     require_extra("pages", "the page of --lr-range")
-    from ds_finetune.runs.experiments.lr_range import RangeRequest, range_lines, run_range_test, write_range_page
+    from ds_finetune.runs.experiments.lr_range import RangeRequest, run_range_test
 
     low, high = arguments.lr_range
     request = RangeRequest(
@@ -111,7 +105,6 @@ def _lr_range(arguments: Arguments) -> None:
         ranks=arguments.ranks or 1,
         folder=Path(arguments.out or "lr_range"),
     )
-    result = run_range_test(request, show_line)
-    page = write_range_page(request.folder, result)
+    rows = run_range_test(request, show_line)
     hint = "as a hint: rates are often best well below these; compare some by a sweep"
-    show_pairs("learning rates", [*range_lines(result), ("use", hint), ("report", str(page))])
+    show_pairs("learning rates", [*rows, ("use", hint)])

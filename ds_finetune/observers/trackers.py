@@ -1,21 +1,17 @@
-"""Sends the metrics of a run to TensorBoard, MLflow, and other trackers of accelerate. MLflow is called from a thread,
-so that no step waits for its server.
-"""
+"""Sends the metrics of a run to the trackers of accelerate, such as TensorBoard, MLflow and Weights & Biases."""
 
-import atexit
 import errno
 import json
 import math
 import os
 import posixpath
 import re
-import time
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from itertools import islice
 from pathlib import Path
-from threading import Lock, Thread
+from queue import Full, Queue
+from threading import Thread, current_thread
 from typing import Any, Self
 
 from ds_finetune.config.dotted_keys import values_by_key
@@ -41,107 +37,8 @@ PACKAGES = {
 _ROOM_BYTES = MIB
 """Minimum free bytes on the disk to write TensorBoard's records."""
 _PROJECT = "ds_finetune"
-"""Project name in wandb where WANDB_PROJECT is not set."""
-PAUSE_SECONDS = 2.0
-"""Seconds between two calls of MLflow: a call costs its SQLite store 6 ms and 0.1 ms per value."""
-_LONGEST_PAUSE = CLOSE_SECONDS = 60.0
-_LONGEST_NAME, _LONGEST_VALUE = 250, 6000
-
-
-class MlflowRun:
-    """A run in MLflow. A resumed run continues it: only values that it does not have yet are sent.
-
-    Uses MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME and MLFLOW_RUN_ID; without the first, the store is `mlflow.db` in
-    the run folder. `mlflow.json` there holds the run's id.
-    """
-
-    # MLflow's own asynchronous logging is not used: it drops a batch that fails, and at exit waits for its last retry
-    # (3.17, utils/async_logging/async_logging_queue.py:77), which takes minutes where the server is gone.
-
-    def __init__(
-        self, folder: Path, parameters: Mapping[str, str | float], earlier: Sequence[Record], say: Say
-    ) -> None:
-        self._folder, self._parameters, self._say = folder, parameters, say
-        self._is_resumed, self._earlier = bool(earlier), [(_now(), *record) for record in earlier]
-        self._waiting: deque[tuple[int, int, Mapping[str, float]]] = deque()
-        self._client: Any = None
-        self._sending, self._next, self._pause = Lock(), time.monotonic() + PAUSE_SECONDS, PAUSE_SECONDS
-        self._lost, self._is_failing = 0, True
-
-    def start(self) -> None:
-        """Find or create the run, and store the parameters; MlflowException where that fails."""
-        from mlflow import MlflowClient, is_tracking_uri_set
-        from mlflow.entities import Param, RunTag
-
-        client = MlflowClient(None if is_tracking_uri_set() else f"sqlite:///{self._folder.absolute()}/mlflow.db")
-        run = _find(client, self._folder if self._is_resumed else None)
-        if run is None:
-            run = client.create_run(_experiment(client), run_name=self._folder.absolute().name)
-            replace_file(self._folder / "mlflow.json", json.dumps({"run_id": run.info.run_id}) + "\n")
-        self._run_id, stored = run.info.run_id, run.data.params
-        client.update_run(self._run_id, status="RUNNING")
-        self._sent_until = {metric.key: metric.step for metric in run.data.to_proto().metrics}
-        texts = {_legal(name): str(value)[:_LONGEST_VALUE] for name, value in self._parameters.items()}
-        # MLflow never changes a parameter once it has a value.
-        changed = [RunTag(f"resumed.{name}", text) for name, text in texts.items() if stored.get(name, text) != text]
-        new = [Param(name, text) for name, text in texts.items() if name not in stored]
-        client.log_batch(self._run_id, params=new, tags=changed)
-        self._client, self._is_failing = client, False
-        # Called where the process exits before the run has finished.
-        atexit.register(self.close, "FAILED")
-
-    def put(self, record: Record) -> None:
-        """Queue the values of a step."""
-        if len(self._waiting) < MAX_WAITING:
-            self._waiting.append((_now(), *record))
-        else:
-            self._lost += 1
-        if time.monotonic() >= self._next and not self._sending.locked():
-            Thread(target=self._try, name="mlflow", daemon=True).start()
-
-    def close(self, status: str = "FINISHED") -> None:
-        """Send queued records, for at most a minute, set the status of the run, and report what was not sent."""
-        atexit.unregister(self.close)
-        last = Thread(target=self._try, args=(status,), name="mlflow", daemon=True)
-        last.start()
-        last.join(CLOSE_SECONDS)
-        if lost := self._lost + len(self._waiting):
-            self._say(f"mlflow LACKS {lost} RECORDS, which could not be written")
-
-    def _try(self, status: str = "") -> None:
-        with self._sending:
-            failed_before = self._is_failing
-            try:
-                self._send(status)
-            except Exception as failed:  # noqa: BLE001 - a server, a disk or the package fails; records wait
-                if not failed_before:
-                    self._say(f"mlflow CANNOT BE WRITTEN: {one_line(failed)}; training continues, and its records wait")
-                self._is_failing, self._pause = True, min(2 * self._pause, _LONGEST_PAUSE)
-            else:
-                if failed_before:
-                    self._say("mlflow is written again")
-                self._is_failing, self._pause = False, PAUSE_SECONDS
-            self._next = time.monotonic() + self._pause
-
-    def _send(self, status: str) -> None:
-        from mlflow.entities import Metric
-
-        if self._client is None:
-            self.start()
-        while records := [*self._earlier, *islice(self._waiting.copy(), 100)]:
-            metrics = [
-                Metric(_legal(name), float(value), at, step)
-                for at, step, values in records
-                for name, value in values.items()
-                if step > self._sent_until.get(_legal(name), -1)
-            ]
-            self._client.log_batch(self._run_id, metrics)
-            # Only the thread that holds the lock removes records, and only after MLflow has received them.
-            for _ in records[len(self._earlier) :]:
-                self._waiting.popleft()
-            self._earlier = []
-        if status:
-            self._client.set_terminated(self._run_id, status)
+"""Project in wandb without WANDB_PROJECT, and experiment in MLflow without MLFLOW_EXPERIMENT_NAME."""
+CLOSE_SECONDS = 60.0
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -163,7 +60,7 @@ def check_trackers(names: Sequence[str]) -> None:
 class Trackers:
     """The trackers of a run. A failing tracker does not end the run."""
 
-    def __init__(self, trackers: "Sequence[_Tracker | MlflowRun]") -> None:
+    def __init__(self, trackers: "Sequence[_Tracker]") -> None:
         self._trackers = trackers
 
     @classmethod
@@ -172,18 +69,15 @@ class Trackers:
     ) -> Self:
         """Start each tracker of `names`, which `check_trackers` has accepted, with the configuration as parameters.
 
-        A resumed run sends TensorBoard and MLflow the records of `metrics.jsonl` that they lack. ConfigError where a
-        tracker cannot be opened; a resumed run prints a line instead and retries.
+        A resumed run sends TensorBoard the records of `metrics.jsonl` that it lacks. ConfigError if a tracker cannot be
+        opened; a resumed run prints a line instead and retries.
         """
         parameters = flatten(config)
         earlier = read_records(folder / "metrics.jsonl") if is_resumed else []
-        trackers: list[_Tracker | MlflowRun] = []
+        trackers: list[_Tracker] = []
         for name in names:
-            if name == "mlflow":
-                trackers.append(MlflowRun(folder, parameters, earlier, say))
-            else:
-                kind = _TensorBoard if name == "tensorboard" else _Tracker
-                trackers.append(kind(name, folder, parameters, earlier, say))
+            kind = {"tensorboard": _TensorBoard, "mlflow": _Mlflow}.get(name, _Tracker)
+            trackers.append(kind(name, folder, parameters, earlier, say))
             with _opening(name, say, is_resumed=is_resumed):
                 trackers[-1].start()
         return cls(trackers)
@@ -247,7 +141,6 @@ class _Tracker:
         self._name, self._folder, self._parameters, self._earlier = name, folder, parameters, earlier
         self._open: Any = None
         self._outage = Outage(name, self._send, say)
-        self.put = self._outage.put
 
     def start(self) -> None:
         """Open the tracker and store the settings of the run."""
@@ -266,6 +159,10 @@ class _Tracker:
             opened.start()
         opened.store_init_configuration(dict(self._parameters))
         self._open = opened
+
+    def put(self, record: Record) -> None:
+        """Send the values of a step, or queue them if the tracker fails."""
+        self._outage.put(record)
 
     def close(self) -> None:
         """Send queued records a last time and finish; errors of finishing are ignored, because the run is complete."""
@@ -345,37 +242,81 @@ class _TensorBoard(_Tracker):
         self._open.close()
 
 
-def _now() -> int:
-    return int(time.time() * 1000)
+class _Mlflow(_Tracker):
+    """MLflow, which is called from a thread of its own, so that no step waits for its server.
+
+    Uses MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME and MLFLOW_RUN_ID; without the first, the store is `mlflow.db` in
+    the run folder. A resumed run continues the MLflow run whose id is in `mlflow.json`.
+    """
+
+    def __init__(
+        self, name: str, folder: Path, parameters: Mapping[str, str | float], earlier: Sequence[Record], say: Say
+    ) -> None:
+        super().__init__(name, folder, parameters, earlier, say)
+        self._say, self._is_resumed, self._has_own_store, self._lost = say, bool(earlier), False, 0
+        self._records: Queue[Record | None] = Queue(MAX_WAITING)
+        self._started = Future[None]()
+        self._thread = Thread(target=self._work, name="mlflow", daemon=True)
+
+    def start(self) -> None:
+        """Open MLflow in its thread, since MLflow's current run belongs to a thread."""
+        if current_thread() is not self._thread:
+            self._thread.start()
+            return self._started.result()
+        import mlflow
+        from accelerate.tracking import MLflowTracker
+
+        self._has_own_store = self._has_own_store or not mlflow.is_tracking_uri_set()
+        if self._has_own_store:
+            mlflow.set_tracking_uri(f"sqlite:///{self._folder.absolute()}/mlflow.db")
+        file = self._folder / "mlflow.json"
+        run_id = json.loads(file.read_text())["run_id"] if self._is_resumed and file.exists() else None
+        tracker = MLflowTracker(_PROJECT, run_id=run_id, run_name=self._folder.absolute().name)
+        tracker.start()
+        if run_id is None:
+            # MLflow never changes a parameter once it has a value.
+            tracker.store_init_configuration({_legal(name): value for name, value in self._parameters.items()})
+            replace_file(file, json.dumps({"run_id": tracker.tracker.info.run_id}) + "\n")
+        self._open = tracker
+
+    def put(self, record: Record) -> None:
+        """Queue the values of a step for the thread."""
+        try:
+            self._records.put_nowait(record)
+        except Full:
+            self._lost += 1
+
+    def close(self) -> None:
+        """Let the thread send queued records, for at most a minute, and report what was not sent."""
+        with suppress(Full):
+            self._records.put(None, timeout=CLOSE_SECONDS)
+        self._thread.join(CLOSE_SECONDS)
+        if lost := self._lost + self._records.qsize():
+            self._say(f"mlflow LACKS {lost} RECORDS, which could not be written")
+
+    def _work(self) -> None:
+        try:
+            self.start()
+        except Exception as failed:  # noqa: BLE001 - `start` raises it again in the thread of its caller
+            self._started.set_exception(failed)
+        else:
+            self._started.set_result(None)
+        while record := self._records.get():
+            self._outage.put(record)
+        super().close()
+
+    def _finish(self) -> None:
+        import mlflow
+
+        super()._finish()
+        if self._has_own_store:
+            # The next run of this process has a store of its own.
+            mlflow.set_tracking_uri(None)  # type: ignore[arg-type] # unsets it (mlflow 3.17)
+
+    def _log(self, step: int, values: Mapping[str, float]) -> None:
+        super()._log(step, {_legal(name): value for name, value in values.items()})
 
 
 def _legal(name: str) -> str:
-    """The name with the characters that MLflow allows, as a normalised path."""
-    return posixpath.normpath(re.sub(r"[^\w\-. /]", "_", name))[: _LONGEST_NAME - len("resumed.")]
-
-
-def _find(client: Any, folder: Path | None) -> Any:  # noqa: ANN401 - mlflow's client, and a run of it or None
-    """The run of MLFLOW_RUN_ID; else the run of the previous start in `folder`, None where this store lacks it."""
-    from mlflow.exceptions import MlflowException
-
-    if run_id := os.environ.get("MLFLOW_RUN_ID"):
-        return client.get_run(run_id)
-    file = None if folder is None else folder / "mlflow.json"
-    try:
-        return client.get_run(json.loads(file.read_text())["run_id"]) if file is not None and file.exists() else None
-    except MlflowException as failed:
-        if failed.error_code == "RESOURCE_DOES_NOT_EXIST":
-            return None
-        raise
-
-
-def _experiment(client: Any) -> str:  # noqa: ANN401 - mlflow's client
-    from mlflow.exceptions import MlflowException
-
-    name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "ds_finetune")
-    if (experiment := client.get_experiment_by_name(name)) is None:
-        # Another run may create it at the same time.
-        with suppress(MlflowException):
-            client.create_experiment(name)
-        experiment = client.get_experiment_by_name(name)
-    return str(experiment.experiment_id)
+    """The name with only characters that MLflow allows, as a normalised path."""
+    return posixpath.normpath(re.sub(r"[^\w\-. /]", "_", name))

@@ -1,6 +1,6 @@
-"""Reads run folders, which another process may be writing, another version may have written, or which are half removed.
+"""Reads run folders, also while a run writes them, if another version wrote them, or if files are missing.
 
-Unreadable files count as absent, and `RunFolder.problems` names them.
+An unreadable file counts as absent, and `RunFolder.problems` has a message about it.
 """
 
 import os
@@ -12,42 +12,29 @@ from typing import Any, Self
 
 import numpy as np
 import yaml
-from numpy.typing import NDArray
 
 from ds_finetune.checkpoint.commit import MANIFEST, Manifest, complete_steps, step_name
 from ds_finetune.config.dotted_keys import values_by_key
 from ds_finetune.config.run_file import parse_yaml
+from ds_finetune.config.units import MIB
 from ds_finetune.errors import CheckpointError, OutputError
-from ds_finetune.runs.metrics import (
-    METRICS,
-    ROLLOUTS,
-    SAMPLES,
-    Curve,
-    MetricsReader,
-    Sample,
-    read_expert_table,
-    read_rank_times,
-    read_rollouts,
-    read_samples,
-    read_tail,
-)
+from ds_finetune.runs.metrics import METRICS, Curve, MetricsReader, read_tail, record_of
 from ds_finetune.runs.status import STATUS, LastChange, RunStatus, parse_object, read_object, seen_status
 from ds_finetune.system.disk import bytes_below
 
 CONFIG, PLAN, EXPERTS, LOG, RANK_TIMES = "config.yaml", "plan.json", "experts.jsonl", "log.txt", "ranks.jsonl"
 STARTS = "starts.jsonl"
 REPORT = "watchdog/report.txt"
-_WHOLE_NUMBERS = ("after_step", "steps", "ranks", "ranks_per_host", "pid")
-"""Integer fields recorded by each start of a run; another version may store another type."""
-_MOST_BYTES = 2**22
+_INTEGERS = ("after_step", "steps", "ranks", "ranks_per_host", "pid")
+"""Keys of a line of `starts.jsonl` whose values must be integers."""
+_MOST_BYTES = 8 * MIB
 _LONGEST_VALUE = 160
-"""Maximum characters shown of a value of the run file."""
 _MOST_DEPTH, MOST_RUNS = 4, 1_000
 
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A complete checkpoint of a run: step, bytes, and `eval/loss` if known."""
+    """A complete checkpoint of a run: its step, its size in bytes, and its `eval/loss` if that was measured."""
 
     step: int
     num_bytes: int
@@ -55,9 +42,9 @@ class SavedCheckpoint:
 
 
 class RunFolder:
-    """The run in `path`; files outside `within` are not read, even if a symbolic link leads there.
+    """Reads the files of the run in `path`. Files outside of the folder `within` are not read, even through a link.
 
-    Properties read their files at each access, except those of metrics, which `update` reads.
+    `update` reads the metrics; each other property reads its file at every access.
     """
 
     def __init__(self, path: Path, *, within: Path | None = None) -> None:
@@ -69,7 +56,7 @@ class RunFolder:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """The run in `path` with its metrics; another process may be writing it.
+        """Open the run in `path` and read its metrics.
 
         Raises:
             OutputError: `path` is no run folder, or no line of its metrics has a step.
@@ -84,7 +71,7 @@ class RunFolder:
         return run
 
     def update(self) -> None:
-        """Read new metrics; OutputError if no line of them has a step."""
+        """Read new lines of the metrics; OutputError if the file has lines, but none of them has a step."""
         if self.file(METRICS) is not None:
             self.metrics.update()
         if self.metrics.problem and not self.metrics.curves:
@@ -102,7 +89,7 @@ class RunFolder:
         return name.encode(errors="backslashreplace").decode()
 
     def file(self, name: str) -> Path | None:
-        """A regular file of the run that may be read; None if there is none."""
+        """The path of a regular file of the run inside `within`; None if there is no such file."""
         path = self.path / name
         with suppress(OSError, RuntimeError):
             if not path.is_file():
@@ -112,16 +99,40 @@ class RunFolder:
             self._note(f"{name} is a link to a file outside of {self.within}, and not read")
         return None
 
+    def text(self, name: str) -> str | None:
+        """The first 8 MiB of a file as text, with bytes that are not UTF-8 replaced; None if it cannot be read."""
+        if (path := self.file(name)) is None:
+            return None
+        try:
+            with path.open("rb") as file:
+                return file.read(_MOST_BYTES).decode("utf-8", errors="replace")
+        except OSError as error:
+            self._note(f"{name} cannot be read: {error.strerror}")
+            return None
+
+    def tail(self, name: str, most_bytes: int = _MOST_BYTES) -> str:
+        """The complete lines in the last `most_bytes` of a file as text; empty if it cannot be read."""
+        path = self.file(name)
+        return "" if path is None else read_tail(path, most_bytes).decode("utf-8", errors="replace")
+
+    def recorded(self, name: str) -> dict[str, Any]:
+        """The JSON object in a file of the run; empty if the file is missing or has no JSON object."""
+        return {} if (path := self.file(name)) is None else read_object(path)
+
+    def records(self, name: str) -> list[dict[str, Any]]:
+        """The JSON objects with a key `step` in the last 8 MiB of a file of JSON lines; other lines are skipped."""
+        return [record for line in self.tail(name).split("\n") if (record := record_of(line)) is not None]
+
     @property
     def status(self) -> RunStatus:
-        """The run's state, or how it ended."""
+        """The state of the run, as seen from outside: a run that says it is running may hang or be dead."""
         if os.path.lexists(self.path / STATUS) and self.file(STATUS) is None:
             return RunStatus("unknown", f"{STATUS} is no file of this folder")
         return seen_status(self.path, change=self._status_change)
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The resolved run file as written, possibly by another version; empty if it cannot be read."""
+        """The run file with all defaults as written by the run; empty if it cannot be read."""
         text = self.text(CONFIG)
         if text is None:
             return {}
@@ -134,38 +145,35 @@ class RunFolder:
 
     @property
     def settings(self) -> dict[str, str]:
-        """Values of the run file by dotted key, as YAML on one line."""
+        """The values of the run file by dotted key, each as YAML on one line of at most 160 characters."""
         return {key: _yaml_text(value) for key, value in values_by_key(self.config).items()}
-
-    def recorded(self, name: str) -> dict[str, Any]:
-        """The JSON object in a file of the run; empty for a missing or unreadable file."""
-        return {} if (path := self.file(name)) is None else read_object(path)
 
     @property
     def plan(self) -> Mapping[str, Any]:
-        """Names and texts in `plan.json`."""
+        """The names and texts in `plan.json`."""
         return self.recorded(PLAN)
 
     @property
     def starts(self) -> list[Mapping[str, Any]]:
-        """Records of all starts of the run (trainer/run_records.py), oldest first.
+        """The records in `starts.jsonl` of all starts of the run, oldest first; values of a wrong type are left out."""
+        starts = list[Mapping[str, Any]]()
+        for line in (self.text(STARTS) or "").split("\n"):
+            start = parse_object(line)
+            for key in _INTEGERS:
+                if type(start.get(key, 0)) is not int:
+                    self._note(f"{STARTS}: {key} is {start.pop(key)!r:.40}, which is no whole number")
+            starts += [start] * bool(start)
+        return starts
 
-        Fields of an unknown type are left out.
-        """
-        lines = (self.text(STARTS) or "").splitlines()
-        return [self._known_fields(start) for line in lines if (start := parse_object(line))]
-
-    def _known_fields(self, start: Mapping[str, Any]) -> Mapping[str, Any]:
-        unknown = {key: start[key] for key in _WHOLE_NUMBERS if key in start and type(start[key]) is not int}
-        for key, value in unknown.items():
-            self._note(f"{STARTS}: {key} is {value!r:.40}, which is no whole number")
-        return {key: value for key, value in start.items() if key not in unknown}
+    @property
+    def last_start(self) -> Mapping[str, Any]:
+        """The record of the last start of the run; empty if no start is recorded."""
+        return (self.starts or [{}])[-1]
 
     @property
     def versions(self) -> Mapping[str, str]:
         """Versions of packages at the last start of the run."""
-        starts = self.starts
-        versions = starts[-1].get("versions") if starts else None
+        versions = self.last_start.get("versions")
         return {str(name): str(text) for name, text in versions.items()} if isinstance(versions, dict) else {}
 
     @property
@@ -189,7 +197,7 @@ class RunFolder:
 
     @property
     def exports(self) -> Mapping[str, str]:
-        """For each exported folder of the run, `verified` or the reason why it is not verified."""
+        """`verified`, or the reason why it is not verified, by the name of each exported folder of the run."""
         results = {}
         for name in ("export", "export-best", "adapter", "adapter-best"):
             if not (self.path / name).is_dir():
@@ -200,82 +208,26 @@ class RunFolder:
         return results
 
     @property
-    def samples(self) -> list[Sample]:
-        """Answers generated to held-out prompts, oldest first."""
-        return [] if (path := self.file(SAMPLES)) is None else read_samples(path)
-
-    @property
-    def rollouts(self) -> list[Sample]:
-        """Answers sampled to training prompts, oldest first."""
-        return [] if (path := self.file(ROLLOUTS)) is None else read_rollouts(path)
-
-    @property
-    def experts(self) -> tuple[list[int], dict[str, NDArray[Any]]] | None:
-        """Indices of the layers with routed experts, and their loads (`read_expert_table`); None without records."""
-        if (path := self.file(EXPERTS)) is None:
-            return None
-        try:
-            table = read_expert_table(path)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            self._note(f"{EXPERTS} cannot be read: {error}")
-            return None
-        return table if table[0] else None
-
-    @property
-    def data(self) -> Mapping[str, Any]:
-        """The summary of the training data; empty where the run has none."""
-        return self.recorded("data.json")
-
-    @property
-    def rank_times(self) -> tuple[NDArray[np.int64], NDArray[np.float64]] | None:
-        """Steps [n] and seconds without collectives [n, ranks]; None if not recorded."""
-        path = self.file(RANK_TIMES)
-        return None if path is None else read_rank_times(path)
-
-    @property
     def curves(self) -> Mapping[str, Curve]:
-        """Curves by name of the metric."""
+        """The curves of `metrics.jsonl` by name of the metric."""
         return self.metrics.curves
 
     @property
     def seconds(self) -> float:
-        """Total seconds of all steps in the metrics."""
+        """Sum of the durations of all steps in the metrics, in seconds."""
         curve = self.curves.get("perf/step_seconds")
         return 0.0 if curve is None else float(np.nansum(curve.values))
 
     def last(self, name: str) -> float | None:
-        """The last value of a metric; None without the metric."""
+        """The last value of a metric; None if the run has no such metric."""
         curve = self.curves.get(name)
         return curve.last if curve is not None and len(curve) else None
 
     def best(self, name: str) -> tuple[int, float] | None:
-        """Step and value of the lowest finite value of a metric; None without one."""
+        """Step and value of the lowest finite value of a metric; None if it has no finite value."""
         curve = self.curves.get(name)
-        if curve is None:
-            return None
-        values = np.where(np.isfinite(curve.values), curve.values, np.inf)
-        at = int(values.argmin())
-        return (int(curve.steps[at]), float(values[at])) if np.isfinite(values[at]) else None
-
-    def log_tail(self, most_bytes: int = 16_384) -> str:
-        """The last complete lines of `log.txt`; bytes that are not UTF-8 are replaced."""
-        path = self.file(LOG)
-        return "" if path is None else read_tail(path, most_bytes).decode("utf-8", errors="replace")
-
-    def watchdog_report(self) -> str:
-        """The watchdog's report of the last failure; empty without one."""
-        return self.text(REPORT) or ""
-
-    def text(self, name: str, most_bytes: int = _MOST_BYTES) -> str | None:
-        """The first `most_bytes` of a file, with bytes that are not UTF-8 replaced; None if it cannot be read."""
-        if (path := self.file(name)) is None:
-            return None
-        try:
-            with path.open("rb") as file:
-                return file.read(most_bytes).decode("utf-8", errors="replace")
-        except OSError as error:
-            self._note(f"{name} cannot be read: {error.strerror}")
-            return None
+        finite = [] if curve is None else [point for point in curve.points() if np.isfinite(point[1])]
+        return min(finite, key=lambda point: point[1], default=None)
 
     def _note(self, problem: str) -> None:
         if problem not in self.problems:
@@ -283,7 +235,7 @@ class RunFolder:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder looks like a run folder: it has metrics, or a resolved configuration and a plan."""
+    """Whether a folder has the files of a run: metrics, or a run file with all defaults and a plan."""
     try:
         return (folder / METRICS).is_file() or ((folder / CONFIG).is_file() and (folder / PLAN).is_file())
     except OSError:
@@ -291,28 +243,27 @@ def is_run(folder: Path) -> bool:
 
 
 def find_runs(root: Path) -> Iterator[RunFolder]:
-    """The runs in `root` and up to four levels below it, in the order of their paths, at most 1,000.
+    """Find at most 1,000 runs in `root` and up to four levels below it, in the order of their paths.
 
-    Symbolic links are not followed, and run folders are not searched.
+    Symbolic links are not followed, and folders inside of a run are not searched.
     """
     root = root.resolve()
     number = 0
     for parent, names, _ in os.walk(root):
         folder = Path(parent)
-        depth = len(folder.relative_to(root).parts)
         if is_run(folder):
             yield RunFolder(folder, within=root)
             number += 1
             if number == MOST_RUNS:
                 return
             names.clear()
-        if depth >= _MOST_DEPTH:
+        if len(folder.relative_to(root).parts) >= _MOST_DEPTH:
             names.clear()
         names[:] = sorted(name for name in names if not name.startswith("."))
 
 
 def base_model(config: Mapping[str, Any]) -> str:
-    """The path or id of the model in a run file; empty if there is none."""
+    """The path or Hub id of the model in a run file; empty if the run file has none."""
     model = config.get("model")
     path = model.get("path") if isinstance(model, dict) else model
     return path if isinstance(path, str) else ""

@@ -1,4 +1,4 @@
-"""Reads what a run appends step by step: metrics, expert loads, times of ranks, and answers."""
+"""Readers of the files of a run folder to which training appends a JSON line per step."""
 
 import json
 import math
@@ -16,7 +16,7 @@ from ds_finetune.config.units import MIB
 from ds_finetune.runs.status import parse_object
 
 METRICS, SAMPLES, ROLLOUTS = "metrics.jsonl", "samples.jsonl", "rollouts.jsonl"
-_MOST_LINE_BYTES, _MOST_BYTES = 4 * MIB, 8 * MIB
+_MOST_LINE_BYTES = 4 * MIB
 _TAIL_BYTES = 64 * 1024
 _COMPARED_BYTES = 256
 _STEP = "step"
@@ -24,7 +24,7 @@ _MOST_INTEGER = 2**53
 
 
 class Curve:
-    """Values of one metric with their steps, in the order of the file; NaN where the run wrote null."""
+    """The values of one metric and their steps, in the order of `metrics.jsonl`; NaN stands for null in the file."""
 
     def __init__(self) -> None:
         self._steps, self._values = array("q"), array("d")
@@ -34,36 +34,37 @@ class Curve:
 
     @property
     def steps(self) -> NDArray[np.int64]:
-        """Steps [n]."""
+        """Steps of the n values, int64 [n]."""
         return np.array(self._steps, dtype=np.int64)
 
     @property
     def values(self) -> NDArray[np.float64]:
-        """Values [n]."""
+        """All n values, fp64 [n]."""
         return np.array(self._values, dtype=np.float64)
 
     @property
     def last(self) -> float:
-        """The last value."""
+        """The value of the last step."""
         return float(self._values[-1])
 
     def append(self, step: int, value: float) -> None:
-        """Append a point."""
+        """Append the value of a later step."""
         self._steps.append(step)
         self._values.append(value)
 
     def points(self) -> list[tuple[int, float]]:
-        """Steps with their values."""
+        """Pairs of step and value."""
         return list(zip(self._steps, self._values, strict=True))
 
 
 class MetricsReader:
-    """Reads a run's metrics by name, its notices by step, and its slow ranks by step.
+    """Reads a growing `metrics.jsonl`: `curves` by name of the metric, and the `notices` and `slow` ranks with their
+    steps.
 
-    An incomplete last line is left for the next update. A file that was replaced, as by a resumed run, or truncated is
-    read again from the beginning. Since a file that was replaced twice may have its first inode again, the end of the
-    last line read is compared too. `problem` names lines that are no record of a step, which are skipped, or an
-    unreadable file; it is empty otherwise.
+    An incomplete last line is read by a later update. If the file was replaced or truncated, as by a run that resumed
+    from an earlier checkpoint, it is read again from its beginning. To notice that, its inode and the end of the last
+    line are compared, because a new file may have the inode of the old one. `problem` is a message about lines that
+    are no records of a step, or about an unreadable file; it is empty otherwise.
     """
 
     def __init__(self, path: Path) -> None:
@@ -80,7 +81,7 @@ class MetricsReader:
         self._line_end = b""
 
     def update(self) -> None:
-        """Read all appended lines."""
+        """Read all lines that were appended since the last update."""
         try:
             with self.path.open("rb") as file:
                 self._read(file)
@@ -104,7 +105,7 @@ class MetricsReader:
 
     def _add(self, line: bytes) -> None:
         self._num_lines += 1
-        record = _record_of(line)
+        record = record_of(line)
         if record is None:
             self._num_invalid += 1
             self.problem = (
@@ -121,21 +122,19 @@ class MetricsReader:
 
 
 def last_record(path: Path) -> Mapping[str, Any]:
-    """The last complete record of a metrics file, read from its end; empty if there is none.
-
-    Reads at most 64 KiB, whatever the length of the file.
-    """
+    """The last complete record in the last 64 KiB of a metrics file; empty if there is none."""
     lines = reversed(read_tail(path, _TAIL_BYTES).splitlines())
-    return next((record for line in lines if (record := _record_of(line)) is not None), {})
+    return next((record for line in lines if (record := record_of(line)) is not None), {})
 
 
-def _record_of(line: bytes) -> dict[str, Any] | None:
+def record_of(line: str | bytes) -> dict[str, Any] | None:
+    """The JSON object in a line if its key `step` is a whole number of at most 53 bits; None for any other line."""
     record = parse_object(line)
     return record if type(record.get(_STEP)) is int and 0 <= record[_STEP] < _MOST_INTEGER else None
 
 
 def _number(value: object) -> float | None:
-    """A metric's value as a float, NaN for null; None for other values, such as a text of a later version."""
+    """A metric as a float, where null is NaN; None for values that are no numbers, such as a text."""
     kind = type(value)
     if kind is float:
         return value  # type: ignore[return-value]
@@ -156,92 +155,33 @@ def read_tail(path: Path, most_bytes: int) -> bytes:
 
 
 def read_expert_table(path: Path) -> tuple[list[int], dict[str, NDArray[Any]]]:
-    """Indices of the layers with routed experts, and arrays with an entry for each line of `experts.jsonl`.
+    """Read `experts.jsonl`: the indices of the layers with routed experts, and arrays over its n lines.
 
-    The arrays are `step` and `num_tokens` [n], `entropy` [n, layers] and `counts` [n, layers, experts]. OSError for a
-    missing file, ValueError, KeyError or TypeError for another kind of file.
+    The arrays are `step` and `num_tokens` [n], `entropy` [n, layers] and `counts` [n, layers, experts]. Raises OSError
+    for a missing file, and ValueError, KeyError or TypeError for a file with other content.
     """
-    records = [record for line in path.read_bytes().splitlines() if (record := _record_of(line))]
+    records = [record for line in path.read_bytes().splitlines() if (record := record_of(line))]
     layers = [int(layer) for layer in records[-1]["layers"]] if records else []
     names = ("step", "num_tokens", "entropy", "counts")
     return layers, {name: np.array([np.array(record[name]) for record in records]) for name in names}
 
 
-def read_rank_times(path: Path) -> tuple[NDArray[np.int64], NDArray[np.float64]] | None:
-    """Steps [n] and seconds without collectives [n, ranks] from the last 8 MiB of `ranks.jsonl`; None without any.
-
-    Lines with another number of ranks than the last one are skipped, since a run may resume on another number.
-    """
-    records = [times for line in read_tail(path, _MOST_BYTES).splitlines() if (times := _times_of(line)) is not None]
-    if not records:
-        return None
-    ranks = len(records[-1][1])
-    steps, seconds = zip(*((step, seconds) for step, seconds in records if len(seconds) == ranks), strict=True)
-    return np.array(steps, dtype=np.int64), np.array(seconds)
-
-
-def _times_of(line: bytes) -> tuple[int, list[float]] | None:
-    record = _record_of(line)
-    try:
-        seconds = [] if record is None else [float(each) for each in record["seconds"]]
-    except (ValueError, TypeError, KeyError, OverflowError):
-        return None
-    return (record[_STEP], seconds) if record is not None and seconds else None
-
-
 @dataclass(frozen=True)
 class Sample:
-    """An answer of the model after `step` to a prompt of the held-out set `name`, empty for training prompts."""
+    """The model's answer to a held-out prompt after `step`; `name` is the held-out set, such as `eval` or `eval/math`.
+
+    `expected` is the row's own answer; it is empty if only reward functions judge answers. `scores` is a text with the
+    rewards of the answer, empty without reward functions.
+    """
 
     step: int
     name: str
     prompt: str
     answer: str
     expected: str
-    """Expected answer; empty if only rewards score answers."""
     scores: str = ""
-    """Rewards of the answer as text, if there are any; for a training prompt also its advantage, and why it ended."""
 
     def line(self) -> str:
         """The sample as a line of `samples.jsonl`."""
         tree = {name: value for name, value in asdict(self).items() if value or name != "scores"}
         return json.dumps(tree, ensure_ascii=False) + "\n"
-
-
-def read_rollouts(path: Path) -> list[Sample]:
-    """Answers sampled to training prompts before a step, in the last 8 MiB of a file, oldest first; invalid lines are
-    skipped.
-    """
-    return [answer for line in read_tail(path, _MOST_BYTES).splitlines() for answer in _answers_of(line)]
-
-
-def _answers_of(line: bytes) -> list[Sample]:
-    record = _record_of(line) or {"answers": []}
-    try:
-        return [
-            Sample(record[_STEP], "", str(record["prompt"]), str(each["text"]), "", _scores_text(each))
-            for each in record["answers"]
-        ]
-    except (KeyError, TypeError, AttributeError):
-        return []
-
-
-def _scores_text(answer: Mapping[str, Any]) -> str:
-    parts = ", ".join(f"{name} {score}" for name, score in answer["parts"].items())
-    return f"reward {answer['reward']} ({parts}), advantage {answer['advantage']}, {answer['finish']}"
-
-
-def read_samples(path: Path) -> list[Sample]:
-    """The samples in the last 8 MiB of a file, oldest first; invalid lines are skipped."""
-    lines = read_tail(path, _MOST_BYTES).splitlines()
-    return [sample for line in lines if (sample := _sample_of(line)) is not None]
-
-
-def _sample_of(line: bytes) -> Sample | None:
-    # pydantic would refuse half of a surrogate pair, which answers may contain.
-    try:
-        sample = Sample(**parse_object(line))
-    except TypeError:
-        return None
-    texts = (sample.name, sample.prompt, sample.answer, sample.expected, sample.scores)
-    return sample if isinstance(sample.step, int) and all(isinstance(text, str) for text in texts) else None

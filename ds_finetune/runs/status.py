@@ -1,19 +1,20 @@
-"""`status.json`: whether a run is running, and why it ended.
+"""The file `status.json` of a run folder: whether the run is running, and why it ended.
 
-Rank zero writes the file, and the watchdog when it ends a run. The file is replaced atomically, so a reader never sees
-a partial file. A running run rewrites it every few seconds: if the file gets old, its writer is gone.
+Rank zero rewrites the file every few seconds, so an old file means that rank zero is dead or hangs. The watchdog writes
+it too when it ends a run. The file is replaced atomically, so a reader never sees a partial file.
 """
 
 import json
-import math
 import socket
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import ConfigDict, Field, TypeAdapter
 
 from ds_finetune.system.processes import began_at, has_ended, own_pid_namespace
 from ds_finetune.system.whole_file import replace_file
@@ -21,39 +22,43 @@ from ds_finetune.system.whole_file import replace_file
 STATUS = "status.json"
 FORMAT = 1
 ALIVE_SECONDS = 5.0
-"""Seconds between status updates of a running run."""
+"""Seconds after which a running run writes its status again."""
 SILENT_SECONDS = 60.0
-"""Age in seconds of the status above which a running run counts as silent."""
+"""A run that says it is running counts as hung or dead if its status is older than this number of seconds."""
 _MOST_BYTES = 2**16
 _MOST_CLOCK_ERROR = 3600.0
-"""Clocks of two hosts are assumed to differ by less than this many seconds."""
+"""Clocks of two hosts are assumed to differ by less than this number of seconds."""
 WRITE_SECONDS = 3.0
-"""Seconds for which the end of a run waits for each of its files."""
+"""Seconds for which a run that ends waits until a file is written, since its file system may hang."""
 
 _WRITING = threading.Lock()
-"""Held while a thread reads and rewrites the status: an update of a running run must not replace its end."""
+"""Held while a thread reads and rewrites the status, so that no update of a running run replaces its end."""
 State = Literal["running", "hung", "finished", "stopped", "failed", "unknown"]
+
+
+Count = Annotated[int, Field(ge=0, lt=2**53)]
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """The state of a run; for a run that has ended, how it ended.
+    """The state of a run, and the reason for it if the run has failed, stopped or hangs.
 
-    `state` is `stopped` if a signal ended the run after it had saved; the same command resumes it. It is `unknown` only
-    for folders without this file. Times are seconds since 1970. Process `pid` of rank zero is valid in `pid_namespace`
-    of `host`; `began` is its start time from the kernel. `idle_seconds` had passed since the last progress, of which
-    the watchdog allows `limit_seconds` (None: no limit).
+    State `stopped` means that a signal ended the run after it had saved; the same command resumes it. State `unknown`
+    stands for folders without a readable status. Times are seconds since 1970. `pid` is the process id of rank zero in
+    the namespace `pid_namespace` on `host`, and `began` the start time of that process as the kernel gives it. The run
+    made its last progress `idle_seconds` ago, and the watchdog allows `limit_seconds` (None: without limit). `steps` is
+    the number of steps of the whole run, 0 if unknown.
     """
 
+    __pydantic_config__: ClassVar = ConfigDict(allow_inf_nan=False)
     state: State
     reason: str = ""
     phase: str = ""
-    step: int = 0
-    steps: int = 0
-    """Total steps of the run; 0 if unknown."""
-    ranks: int = 1
+    step: Count = 0
+    steps: Count = 0
+    ranks: Count = 1
     host: str = ""
-    pid: int = 0
+    pid: Count = 0
     pid_namespace: str = ""
     began: str = ""
     started_at: float = 0.0
@@ -63,35 +68,28 @@ class RunStatus:
 
     def write(self, folder: Path) -> None:
         """Write the status to the run folder; OSError if that fails."""
-        replace_file(folder / STATUS, json.dumps({"format": FORMAT, **asdict(self)}) + "\n")
+        text = json.dumps({"format": FORMAT, **asdict(self)}, ensure_ascii=False) + "\n"
+        # A path in the reason may have bytes that are not UTF-8, which JSON readers refuse.
+        replace_file(folder / STATUS, text.encode(errors="replace"))
 
-    @classmethod
-    def read(cls, folder: Path) -> Self | None:
-        """The status in a run folder; None without a readable one. Unknown keys are ignored."""
+    @staticmethod
+    def read(folder: Path) -> "RunStatus | None":
+        """Read the status in a run folder; None if it is missing or invalid. Unknown keys are ignored."""
         try:
             with (folder / STATUS).open("rb") as file:
-                tree = json.loads(file.read(_MOST_BYTES))
-            status = cls(**{each.name: tree[each.name] for each in fields(cls) if each.name in tree})
-            return status if status._is_valid() else None
-        except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
+                return _STATUS.validate_json(file.read(_MOST_BYTES))
+        except (OSError, ValueError):
             return None
 
-    def _is_valid(self) -> bool:
-        numbers = [self.step, self.steps, self.ranks, self.pid, self.started_at, self.updated_at, self.idle_seconds]
-        numbers += [] if self.limit_seconds is None else [self.limit_seconds]
-        texts = (self.reason, self.phase, self.host, self.pid_namespace, self.began)
-        return (
-            self.state in get_args(State)
-            and all(isinstance(number, int | float) and math.isfinite(number) for number in numbers)
-            and all(isinstance(text, str) for text in texts)
-        )
+
+_STATUS = TypeAdapter(RunStatus)
 
 
 def mark_ended(folder: Path, state: State, reason: str, *, step: int | None = None) -> None:
-    """Set the state of a running run to `state`; a run that has ended keeps its first reason.
+    """Change the status of a running run to `state`; the status of a run that has ended stays as it is.
 
-    Does nothing if the run has not written its status yet, or the file cannot be written. A file system that hangs
-    blocks the caller for some seconds at most; the status is written once it responds.
+    Nothing happens if the run has no status yet, or if the file cannot be written. If the file system hangs, the caller
+    waits for `WRITE_SECONDS`, and the status is written when the file system responds.
     """
 
     def mark() -> None:
@@ -107,7 +105,7 @@ def mark_ended(folder: Path, state: State, reason: str, *, step: int | None = No
 
 
 def write_running(folder: Path, status: RunStatus) -> bool:
-    """Write the status of a running run, unless its end is already written; returns whether the run still runs."""
+    """Write the status of a running run, unless the folder says that the run has ended; returns whether it has not."""
     with _WRITING:
         before = RunStatus.read(folder)
         if before is not None and before.started_at == status.started_at and before.state != "running":
@@ -118,25 +116,25 @@ def write_running(folder: Path, status: RunStatus) -> bool:
 
 
 class LastChange:
-    """When an observer last saw a file change, by the observer's clock."""
+    """Measures by the reader's own clock how long a file has not changed."""
 
     def __init__(self) -> None:
         self._changed_at: float | None = None
         self._seen_at = 0.0
 
     def seconds_since(self, changed_at: float, *, now: float) -> float:
-        """Seconds since this change time was first observed."""
+        """Seconds since the first call with this time of the file's last change."""
         if changed_at != self._changed_at:
             self._changed_at, self._seen_at = changed_at, now
         return now - self._seen_at
 
 
 def seen_status(folder: Path, *, now: float | None = None, change: LastChange | None = None) -> RunStatus:
-    """The status of a run as seen by an observer: a running run may hang, or its process may be gone.
+    """The status of a run as seen from outside: a run whose status says `running` may in fact hang or be dead.
 
-    A folder without the file has the state `unknown`. An observer that looks repeatedly passes its `change`: for runs
-    on other hosts, whose clocks may differ, the time between its observations then counts instead of the file's age,
-    unless that is more than an hour.
+    A reader that calls this function repeatedly passes the same `change` each time. Runs on other hosts, whose clocks
+    may be wrong, are then judged by the time between the calls instead of the age of the file, unless the file is more
+    than an hour old.
     """
     status = RunStatus.read(folder)
     if status is None:
@@ -156,7 +154,7 @@ def seen_status(folder: Path, *, now: float | None = None, change: LastChange | 
 
 
 def _seen_from_outside(status: RunStatus, silent: float, *, is_alive: bool | None) -> tuple[State, str]:
-    """State and reason of a run whose status says that it is running and was written `silent` seconds ago."""
+    """State and reason of a run whose status says `running` and was written `silent` seconds ago."""
     if is_alive is False:
         return "failed", "its process has ended without a message"
     if silent > SILENT_SECONDS:
@@ -170,7 +168,7 @@ def _seen_from_outside(status: RunStatus, silent: float, *, is_alive: bool | Non
 
 
 def changed_at(path: Path) -> float:
-    """Time of the last change of a file, in seconds since 1970; 0 without the file."""
+    """Time of the last change of a file, in seconds since 1970; 0 if the file is missing."""
     try:
         return path.stat().st_mtime
     except OSError:
@@ -178,8 +176,8 @@ def changed_at(path: Path) -> float:
 
 
 def _is_alive(status: RunStatus) -> bool | None:
-    """Whether rank zero's process is alive; None if that cannot be seen from here: on another host, in another
-    container, or if /proc hides the processes of other users.
+    """Whether rank zero's process is alive; None if the process is on another host or in another container, or if /proc
+    hides the processes of other users.
     """
     is_here = status.host == socket.gethostname() and status.pid_namespace == own_pid_namespace()
     if not is_here or not status.pid_namespace or not status.began:
@@ -190,7 +188,7 @@ def _is_alive(status: RunStatus) -> bool | None:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty if the file is missing, unreadable or something else."""
+    """The JSON object in a file; empty if the file is missing or unreadable, or has no JSON object."""
     try:
         return parse_object(path.read_bytes())
     except OSError:
@@ -198,7 +196,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def parse_object(text: str | bytes) -> dict[str, Any]:
-    """The JSON object in a text; empty for anything else, such as an incomplete line."""
+    """The JSON object in a text; empty if the text is no JSON object, such as an incomplete line."""
     try:
         tree = json.loads(text)
     except (ValueError, RecursionError):
@@ -207,9 +205,9 @@ def parse_object(text: str | bytes) -> dict[str, Any]:
 
 
 def try_to_finish(work: Callable[[], object]) -> bool:
-    """Run `work` in a new thread and wait at most `WRITE_SECONDS`; returns whether it finished.
+    """Run `work` in a new thread and wait at most `WRITE_SECONDS`; returns whether it finished in that time.
 
-    Unfinished work continues while the process lives. Without memory for a thread, the work is not started.
+    Unfinished work continues in its thread. If the system has no memory for a thread, the work is not started.
     """
     thread = threading.Thread(target=work, name="bounded-work", daemon=True)
     try:

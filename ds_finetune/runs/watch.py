@@ -1,4 +1,4 @@
-"""`ds-finetune watch`: serves live pages of the runs in a folder, and a table of the runs."""
+"""`ds-finetune watch`: serves a table of the runs in a folder, and the page of each run, while they train."""
 
 import hmac
 import secrets
@@ -11,60 +11,61 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import uvicorn
+from markupsafe import Markup
 from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
-from starlette.responses import FileResponse, HTMLResponse, PlainTextResponse, RedirectResponse, Response
+from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ds_finetune.console.phase_line import time_text
 from ds_finetune.errors import OutputError, ServeError
 from ds_finetune.runs.folder import MOST_RUNS, RunFolder, base_model, find_runs
-from ds_finetune.runs.metrics import METRICS, MetricsReader, last_record
-from ds_finetune.runs.report.blocks import (
+from ds_finetune.runs.metrics import METRICS, last_record
+from ds_finetune.runs.report.page import (
     NONE,
-    TEMPLATES,
+    Block,
     Page,
+    PageSection,
     Remark,
-    ReportSection,
-    RunTable,
-    Tile,
+    Row,
+    Table,
     ago_text,
     number_text,
-    state_tone,
+    render_page,
 )
-from ds_finetune.runs.report.figures import bokehjs
-from ds_finetune.runs.report.page import overlay_page, render_page, run_page
+from ds_finetune.runs.report.sections import overlay_page, run_page
 from ds_finetune.serving.http_guard import BoundedProtocol, HostRules, foreign_host, is_loopback
 
 MOST_COMPARED = 20
-"""Maximum number of runs shown together, and whose curves are kept in memory: 16 MB for a run of 100,000 steps."""
+"""Maximum number of runs that are compared, and whose metrics are in memory: 16 MB for a run of 100,000 steps."""
 _SEARCH_SECONDS = 2.0
 _CLOSING_SECONDS = 2
+_LEVEL = 4
+"""Level of gzip for pages, which have a megabyte of scripts."""
 COOKIE = "ds_finetune_watch"
+_COLUMNS = ("", "run", "state", "step", "eta", "loss", "tokens/s", "last sign")
 _HEADERS = {
-    "Content-Security-Policy": (
-        # BokehJS adds style elements to its charts.
-        "default-src 'none'; script-src 'self'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
-        "base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
-    ),
+    "Content-Security-Policy": "frame-ancestors 'none'",
     "Cache-Control": "no-cache",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
 }
+"""Headers of each answer. What scripts may do is in the policy of the page itself."""
 
 
 @dataclass(frozen=True)
 class AccessRules(HostRules):
-    """Allowed hosts, and the access token, which is empty if only this machine can reach the page."""
+    """The hosts that requests may name, and the access token, which is empty if only this machine can connect."""
 
     token: str = ""
 
@@ -76,8 +77,8 @@ class AccessRules(HostRules):
 class AccessCheck:
     """Refuses requests that the rules do not allow, before the application gets them.
 
-    The token comes once in the address (`?token=`). The response stores it in a cookie and redirects to the address
-    without it, so that it stays neither in the address bar nor in the history.
+    The address that is printed contains the token (`?token=`). The first response stores it in a cookie and redirects
+    to the address without it, so that it stays neither in the address bar nor in the history.
     """
 
     def __init__(self, app: ASGIApp, rules: AccessRules) -> None:
@@ -88,12 +89,12 @@ class AccessCheck:
         if scope["type"] != "http":
             return
 
-        async def send_confined(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message).update(_HEADERS)
             await send(message)
 
-        await (self._refusal(Request(scope)) or self._app)(scope, receive, send_confined)
+        await (self._refusal(Request(scope)) or self._app)(scope, receive, send_with_headers)
 
     def _refusal(self, request: Request) -> ASGIApp | None:
         if not self._rules.allows(request.headers):
@@ -115,7 +116,7 @@ def watch(
 
     Requests may name the server by `host`, by the names of this machine, and by `allowed_hosts`.
 
-    ServeError where `folder` is no folder, or the address cannot be used.
+    ServeError if `folder` is no folder, or if the address cannot be used.
     """
     if not folder.is_dir():
         raise ServeError(f"`{folder}` is not a folder", hint="name the folder of a run, or one with runs below it")
@@ -161,62 +162,48 @@ def _url(rules: AccessRules, port: int) -> str:
 def make_app(folder: Path, rules: AccessRules) -> AccessCheck:
     """The application that serves the runs of `folder`."""
     runs = _Runs(folder)
-    files = {path.name: path for path in (TEMPLATES / "page.js", bokehjs())}
-
-    def script(request: Request) -> Response:
-        if request.path_params["name"] not in files:
-            raise HTTPException(404)
-        return FileResponse(files[request.path_params["name"]], media_type="text/javascript")
-
-    routes = [Route("/", runs.table), Route("/run", runs.page), Route("/static/{name}", script)]
-    return AccessCheck(Starlette(routes=routes, middleware=[Middleware(GZipMiddleware)]), rules)
+    routes, gzip = [Route("/", runs.table), Route("/run", runs.page)], Middleware(GZipMiddleware, compresslevel=_LEVEL)
+    return AccessCheck(Starlette(routes=routes, middleware=[gzip]), rules)
 
 
 class _Runs:
-    """The runs below a folder. Threads answer requests, one at a time, so that each metrics reader has one user."""
+    """The runs below a folder. Requests are answered one at a time, so that each metrics reader has one user."""
 
     def __init__(self, root: Path) -> None:
         self._root = root.resolve()
         self._runs: dict[str, RunFolder] = {}
-        self._read_runs: list[str] = []
-        """Names of the runs whose metrics are in memory, the most recently used last."""
         self._searched_at = 0.0
         self._lock = threading.Lock()
+        self._with_metrics = lru_cache(MOST_COMPARED)(lambda path: RunFolder(path, within=self._root))
 
-    def table(self, _: Request) -> Response:
+    def table(self, request: Request) -> Response:
         """The page with a table of all runs; running ones come first."""
         with self._lock:
             self._search()
-            rows = [_row_of(run) for run in self._runs.values()]
-        rows.sort(key=lambda row: (row["state"] != "running", -row["updated_at"]))
-        running = sum(row["state"] == "running" for row in rows)
-        tiles = [Tile("runs", f"{len(rows):,}"), Tile("running", f"{running:,}")]
-        nothing = Remark("There is no run in this folder yet. A run appears here once its model is loaded.")
-        section = ReportSection("runs", "Runs", [RunTable(rows) if rows else nothing])
-        page = Page("Runs", str(self._root), "", tiles, [section])
-        return _html(render_page(page, is_live=True))
+            rows = sorted((_row_of(run) for run in self._runs.values()), key=lambda row: (row[0], -row[1]))
+        blocks: list[Block] = [Remark("There is no run in this folder yet. A run appears once its model is loaded.")]
+        if rows:
+            blocks = [Table("", _COLUMNS, [cells for *_, cells in rows], len(_COLUMNS))]
+        subtitle = f"{self._root}: {len(rows):,} runs, of which {sum(not row[0] for row in rows):,} train"
+        return _answer(request, Page("Runs", subtitle, "", [], [PageSection("runs", "All runs", blocks)]))
 
     def page(self, request: Request) -> Response:
-        """The page of one run, or of several runs overlaid; `figures=no` leaves out what the browser has drawn."""
+        """The page of one run, or of several runs compared."""
         names = list(dict.fromkeys(request.query_params.getlist("run")))
         if not 1 <= len(names) <= MOST_COMPARED:
             raise HTTPException(400, f"{len(names)} runs are named, and 1 to {MOST_COMPARED} are allowed")
         with self._lock:
             runs = [self._read(name) for name in names]
             page = run_page(runs[0], is_live=True) if len(runs) == 1 else overlay_page(runs)
-            return _html(render_page(page, is_live=True, has_figures=request.query_params.get("figures") != "no"))
+        return _answer(request, page)
 
     def _read(self, name: str) -> RunFolder:
-        """The run `name` with its metrics read; the metrics of the least recently read run are dropped from memory."""
+        """The run `name` with its metrics read."""
         self._search()
         if name not in self._runs:
             raise HTTPException(404, f"there is no run {name!r} in {self._root}")
-        folder = self._runs[name]
+        folder = self._with_metrics(self._runs[name].path)
         folder.problems.clear()
-        self._read_runs = [*(other for other in self._read_runs if other in self._runs and other != name), name]
-        if len(self._read_runs) > MOST_COMPARED:
-            oldest = self._runs[self._read_runs.pop(0)]
-            oldest.metrics = MetricsReader(oldest.path / METRICS)
         try:
             folder.update()
         except OutputError as unreadable:
@@ -224,54 +211,62 @@ class _Runs:
         return folder
 
     def _search(self) -> None:
-        """Look for new and removed runs, at most every few seconds."""
+        """Search the folder for new and removed runs, at most every two seconds."""
         if time.monotonic() < self._searched_at + _SEARCH_SECONDS:
             return
         self._runs = {run.name: self._runs.get(run.name, run) for run in find_runs(self._root)}
         self._searched_at = time.monotonic()
 
 
-def _row_of(run: RunFolder) -> dict[str, Any]:
-    """The texts of a run's row in the table; an unreadable run must not remove other runs from the table."""
+def _row_of(run: RunFolder) -> tuple[bool, float, Row]:
+    """Whether a run does not train, the time of its last sign of life, and the cells of its row in the table."""
     try:
         return _readable_row(run)
-    except Exception as error:  # noqa: BLE001 - files of other programs and versions; the row names it
-        texts = dict.fromkeys(("model", "tone", "step", "eta", "loss", "speed", "seen"), NONE)
+    except Exception as error:  # noqa: BLE001 - an unreadable run must not remove other runs from the table
         reason = f"the folder cannot be read: {type(error).__name__}"
-        return {**texts, "name": run.name, "state": "unknown", "reason": reason, "updated_at": 0.0}
+        return True, 0.0, (*_name_cells(run, ""), _state_cell("unknown", reason), *[NONE] * 5)
 
 
-def _readable_row(run: RunFolder) -> dict[str, Any]:
+def _readable_row(run: RunFolder) -> tuple[bool, float, Row]:
     status, path = run.status, run.file(METRICS)
     stat = None if path is None else path.stat()
-    last, model, steps = _facts_of(run, stat and (stat.st_ino, stat.st_mtime_ns, stat.st_size))
+    last, model, planned = _facts_of(run, stat and (stat.st_ino, stat.st_mtime_ns, stat.st_size))
     numbers = {name: float(value) for name, value in last.items() if isinstance(value, int | float)}
-    step, steps = max(status.step, last.get("step", 0)), status.steps or steps
+    step, steps = max(status.step, last.get("step", 0)), status.steps or planned
     eta = numbers.get("perf/eta_seconds") if status.state == "running" else None
     updated_at = max(status.updated_at, stat.st_mtime if stat else 0.0)
-    return {
-        "name": run.name,
-        "model": model,
-        "state": status.state,
-        "tone": state_tone(status.state),
-        "reason": status.reason if status.state != "unknown" else "",
-        "step": f"{step:,} of {steps:,}" if steps else f"{step:,}",
-        "eta": NONE if eta is None else time_text(eta),
-        "loss": number_text(numbers.get("train/loss")),
-        "speed": number_text(numbers.get("perf/tokens_per_second")),
-        "seen": ago_text(updated_at),
-        "updated_at": updated_at,
-    }
+    cells = (
+        *_name_cells(run, model),
+        _state_cell(status.state, status.reason if status.state != "unknown" else ""),
+        f"{step:,} of {steps:,}" if steps else f"{step:,}",
+        NONE if eta is None else time_text(eta),
+        number_text(numbers.get("train/loss")),
+        number_text(numbers.get("perf/tokens_per_second")),
+        ago_text(updated_at),
+    )
+    return status.state != "running", updated_at, cells
+
+
+def _name_cells(run: RunFolder, model: str) -> tuple[str, str]:
+    """The cell with the box to tick a run for a comparison, and the cell with its name."""
+    tick = '<input type="checkbox" name="run" value="{0}" id="tick-{0}" aria-label="Compare {0}">'
+    link = '<a href="/run?run={}">{}</a> <small>{}</small>'
+    return Markup(tick).format(run.name), Markup(link).format(quote(run.name), run.name, model)
+
+
+def _state_cell(state: str, reason: str) -> str:
+    return Markup('<span class="state">{}</span> <small>{}</small>').format(state, reason)
 
 
 @lru_cache(maxsize=2 * MOST_RUNS)
 def _facts_of(run: RunFolder, _version: object) -> tuple[Mapping[str, Any], str, int]:
     """Last record, model and number of steps of a run, read once for each version of its metrics file."""
     path = run.file(METRICS)
-    last = {} if path is None else last_record(path)
-    return last, base_model(run.config), (run.starts or [{}])[-1].get("steps", 0)
+    return {} if path is None else last_record(path), base_model(run.config), run.last_start.get("steps", 0)
 
 
-def _html(text: str) -> Response:
-    """A response with HTML; texts of a run may contain half a surrogate pair, which UTF-8 cannot represent."""
-    return HTMLResponse(text.encode(errors="backslashreplace"))
+def _answer(request: Request, page: Page) -> Response:
+    """The page as HTML; `library=no` in the address leaves out the chart library, which the browser already has."""
+    html = render_page(page, is_live=True, has_library=request.query_params.get("library") != "no")
+    # Texts of a run may contain half a surrogate pair, which UTF-8 cannot represent.
+    return HTMLResponse(html.encode(errors="backslashreplace"))

@@ -73,9 +73,10 @@ def test_what_a_run_leaves_is_read(tmp_path: Path) -> None:
     line = json.dumps(asdict(sample))
     (run.path / "samples.jsonl").write_text(f'{line}\n{{"step": 3}}\n{line[:10]}')
     (run.path / "starts.jsonl").write_text('{"versions": {"torch": "3"}}\n{"ver')
-    assert (run.samples, run.versions) == ([sample], {"torch": "3"})
+    assert run.records("samples.jsonl") == [json.loads(line), {"step": 3}]
+    assert run.versions == {"torch": "3"}
     (run.path / "log.txt").write_bytes(b"first\n" + b"x" * 20_000 + b"\nlast \xff\n")
-    assert run.log_tail() == "last \ufffd\n"
+    assert run.tail("log.txt", 16_384) == "last \ufffd\n"
     assert run.problems == []
 
 
@@ -83,11 +84,10 @@ def test_unreadable_files_are_absent_and_named(tmp_path: Path) -> None:
     run = RunFolder(make_run(tmp_path / "run"))
     (run.path / "config.yaml").write_text("a: [")
     (run.path / "plan.json").write_text("[]")
-    (run.path / "experts.jsonl").write_text('{"step": 1}\n')
     (run.path / "samples.jsonl").mkdir()
     os.mkfifo(run.path / "log.txt")
-    assert (run.config, run.plan, run.samples, run.log_tail(), run.experts) == ({}, {}, [], "", None)
-    assert [problem.split()[0] for problem in run.problems] == ["config.yaml", "experts.jsonl"]
+    assert (run.config, run.plan, run.records("samples.jsonl"), run.tail("log.txt")) == ({}, {}, [], "")
+    assert [problem.split()[0] for problem in run.problems] == ["config.yaml"]
 
 
 def test_a_configuration_that_would_grow_without_end_is_named(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_links_to_files_outside_are_not_read(tmp_path: Path) -> None:
         (run.path / name).unlink(missing_ok=True)
         (run.path / name).symlink_to(secret)
     (run.path / "checkpoints").symlink_to(tmp_path)
-    assert (run.config, run.plan, run.log_tail(), run.checkpoints) == ({}, {}, "", [])
+    assert (run.config, run.plan, run.tail("log.txt"), run.checkpoints) == ({}, {}, "", [])
     assert run.status.state == "unknown"
     assert len(run.problems) == 5
     assert "is a link to a file outside" in run.problems[0]
@@ -116,7 +116,7 @@ def test_links_to_files_outside_are_not_read(tmp_path: Path) -> None:
 
 def test_a_folder_that_vanishes_is_empty(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "gone")
-    assert (run.config, run.plan, run.samples, run.checkpoints, run.exports) == ({}, {}, [], [], {})
+    assert (run.config, run.plan, run.records("samples.jsonl"), run.checkpoints, run.exports) == ({}, {}, [], [], {})
     assert run.status.state == "unknown"
 
 

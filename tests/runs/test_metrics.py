@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from ds_finetune.runs import metrics
-from ds_finetune.runs.metrics import MetricsReader, Sample, last_record, read_rollouts
+from ds_finetune.runs.metrics import MetricsReader, last_record
 
 
 def _line(step: int, **values: object) -> str:
@@ -88,20 +88,3 @@ def test_a_line_without_an_end_does_not_fill_the_memory(tmp_path: Path, monkeypa
     reader = MetricsReader(path)
     reader.update()
     assert "line 1 of metrics.jsonl has more than 100 bytes" in reader.problem
-
-
-def test_answers_of_rollouts_are_read_and_other_lines_passed_over(tmp_path: Path) -> None:
-    answer = {"text": "5", "reward": 1.5, "parts": {"number": 1.0, "format": None}, "advantage": 0.5, "finish": "stop"}
-    path = tmp_path / "rollouts.jsonl"
-    damaged = [
-        _line(2),
-        _line(2, prompt="a", answers=[{}]),
-        _line(2, prompt="a", answers=3),
-        "{",
-        "[]\n",
-        '{"step": "x"}\n',
-    ]
-    path.write_text(_line(1, prompt="2 + 3", answers=[answer]) + "".join(damaged))
-    assert read_rollouts(path) == [
-        Sample(1, "", "2 + 3", "5", "", "reward 1.5 (number 1.0, format None), advantage 0.5, stop")
-    ]

@@ -1,7 +1,6 @@
-"""Runs experiments: processes of the ordinary command, several at once on separate GPUs or hosts."""
+"""Runs of experiments: processes of the ordinary command, several at once on separate GPUs or hosts."""
 
 import asyncio
-import fcntl
 import os
 import shutil
 import signal
@@ -20,9 +19,8 @@ import yaml
 from ds_finetune.config.hostfile import Host, read_hostfile
 from ds_finetune.config.run_file import apply_override, read_yaml, set_key
 from ds_finetune.config.schema import validate_tree
-from ds_finetune.console.tables import show_line
 from ds_finetune.errors import INTERRUPTED_EXIT_CODE, ConfigError, LaunchError, OutputError
-from ds_finetune.runs.metrics import MetricsReader
+from ds_finetune.runs.metrics import METRICS, MetricsReader
 from ds_finetune.system.processes import die_with_parent, handle_signals
 from ds_finetune.system.whole_file import replace_file
 
@@ -34,18 +32,20 @@ _POLL_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class RunSlot:
-    """Hardware of one run at a time: the command with its options that starts a run file on it, and its GPUs."""
+    """The hardware that one run at a time uses: the command and options that start a run there, and its GPUs.
+
+    `gpus` are names for CUDA_VISIBLE_DEVICES; it is empty on CPUs, and on hosts of a hostfile.
+    """
 
     command: str = "train"
     options: tuple[str, ...] = ()
     gpus: tuple[str, ...] = ()
-    """GPUs of this machine as CUDA_VISIBLE_DEVICES names them; empty on CPUs and on hosts of a hostfile."""
 
 
 def run_slots(*, ranks: int, parallel: int, hostfile: str | None) -> list[RunSlot]:
-    """Slots for runs of `ranks` ranks: `parallel` on this machine, or as many as the slots of `hostfile` suffice for.
+    """Slots for runs of `ranks` ranks: `parallel` slots on this machine, or all that the hosts of `hostfile` have.
 
-    LaunchError where there are too few GPUs or slots.
+    LaunchError if there are too few GPUs or slots of hosts.
     """
     if hostfile is not None:
         groups = _groups_of_slots(hostfile, read_hostfile(hostfile), ranks)
@@ -63,7 +63,7 @@ def run_slots(*, ranks: int, parallel: int, hostfile: str | None) -> list[RunSlo
 
 
 def _groups_of_slots(hostfile: str, hosts: Sequence[Host], ranks: int) -> list[str]:
-    """Groups of `ranks` slots in the form of `--include`: on one host with enough slots, else on full equal hosts."""
+    """Groups of `ranks` slots in the form of `--include`: slots of one host, or all slots of several equal hosts."""
     most = max(host.slots for host in hosts)
     if ranks <= most:
         return [
@@ -82,7 +82,7 @@ def _groups_of_slots(hostfile: str, hosts: Sequence[Host], ranks: int) -> list[s
 
 @dataclass(frozen=True, kw_only=True)
 class ShortRuns:
-    """An experiment of runs of `steps` steps of a run file with overrides; `folder` is new and gets the results."""
+    """An experiment with runs of `steps` steps of a run file with overrides; its results go to the new `folder`."""
 
     run_file: Path
     overrides: Sequence[str]
@@ -90,14 +90,14 @@ class ShortRuns:
     folder: Path
 
     def check(self, fewest_steps: int) -> None:
-        """ConfigError if a short run has fewer than `fewest_steps` steps; OutputError if its folder exists."""
+        """ConfigError if runs have fewer than `fewest_steps` steps; OutputError if `folder` exists."""
         if self.steps < fewest_steps:
             raise ConfigError(f"--steps is {self.steps}: too few to measure", hint=f"take {fewest_steps} or more")
         if self.folder.exists():
             raise OutputError(f"`{self.folder}` exists already", hint="name another folder")
 
     def run_tree(self, output_dir: Path) -> dict[str, Any]:
-        """The run file of one run, without evaluation, checkpoints, exports and trackers; ConfigError where invalid."""
+        """A run file without evaluation, checkpoints, exports and trackers; ConfigError if the given one is invalid."""
         tree, lines = read_yaml(self.run_file)
         for override in self.overrides:
             apply_override(tree, lines, override)
@@ -116,40 +116,34 @@ def yaml_text(tree: dict[str, Any]) -> str:
 
 
 class ExperimentRun:
-    """A run of the run file `tree` in `folder`, which gets `run.yaml`, `output.log` and the run folder `run`.
+    """A run of the run file `tree`; `folder` gets `run.yaml`, `output.log` and the run folder `run`.
 
-    If this process ends for any reason, even by kill -9, the kernel sends the run SIGTERM, so that it saves and ends.
-    An existing run in the folder is resumed from its checkpoints, or restarted if it has none.
+    A run that is there already is resumed from its checkpoints, or started again if it has none. If this process ends
+    for any reason, also by kill -9, the kernel sends the run SIGTERM, after which it saves and ends.
+
+    After `train`, `seconds` is the duration of the run, `code` its exit code, and `reason` why it failed, if it did.
     """
 
     def __init__(self, folder: Path, tree: dict[str, Any]) -> None:
         self.folder, self.tree = folder, tree
-        self.metrics = MetricsReader(folder / RUN / "metrics.jsonl")
+        self.metrics = MetricsReader(folder / RUN / METRICS)
         self.seconds, self.code, self.reason = 0.0, 0, ""
-        """Duration in seconds, exit code, and the reason of a failure."""
 
     async def train(self, slot: RunSlot, should_stop: Callable[[], bool] = lambda: False) -> None:
-        """Train a run on the devices of `slot`. Each time that new metrics were read, `should_stop` says whether the
-        run saves and ends.
+        """Train a run in `slot`. As soon as `should_stop` returns true, the run is asked to save and end; it is called
+        whenever new metrics were read.
 
-        If this coroutine is cancelled, the run saves and ends first; if it is cancelled again, the run is killed.
+        If this coroutine is cancelled, it waits until the run has saved and ended; a second cancellation kills the run.
         """
-        if (process := self._start(slot)) is None:
-            show_line(f"{self.folder / RUN} is still written by a run of an earlier process; waiting for its end")
-        while process is None:
-            await asyncio.sleep(_POLL_SECONDS)
-            process = self._start(slot)
-        began, is_stopped = time.monotonic(), False
+        process, began, is_stopped, is_running = self._start(slot), time.monotonic(), False, True
         try:
-            while True:
+            while is_running:
                 is_running = process.poll() is None
                 self.metrics.update()
                 if should_stop() and not is_stopped:
                     process.terminate()
                     is_stopped = True
-                if not is_running:
-                    break
-                await asyncio.sleep(_POLL_SECONDS)
+                await asyncio.sleep(_POLL_SECONDS * is_running)
         finally:
             if not is_stopped:
                 process.terminate()
@@ -162,24 +156,14 @@ class ExperimentRun:
         self.seconds, self.code = time.monotonic() - began, process.returncode
         self.reason = self._why_failed() if self.code else ""
 
-    def _start(self, slot: RunSlot) -> subprocess.Popen[bytes] | None:
-        """Start the run; None while a run of an earlier experiment still saves in this folder.
-
-        The process inherits the lock of its log. On a file system without locks, the lock of the checkpoint folder
-        keeps runs from overlapping.
-        """
+    def _start(self, slot: RunSlot) -> subprocess.Popen[bytes]:
+        """Start the run, which itself waits while a run of an earlier process still saves in its folder."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        if (self.folder / RUN).exists() and not (self.folder / RUN / CHECKPOINTS).is_dir():
+            # The command would refuse a folder without checkpoints.
+            shutil.rmtree(self.folder / RUN)
+        replace_file(self.folder / RUN_FILE, yaml_text(self.tree))
         with (self.folder / LOG).open("ab") as log:
-            try:
-                fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return None
-            except OSError:
-                pass
-            if (self.folder / RUN).exists() and not (self.folder / RUN / CHECKPOINTS).is_dir():
-                # The command would refuse a folder without checkpoints.
-                shutil.rmtree(self.folder / RUN)
-            replace_file(self.folder / RUN_FILE, yaml_text(self.tree))
             return subprocess.Popen(
                 [*_PROGRAM, slot.command, str(self.folder / RUN_FILE), *slot.options],
                 env={**os.environ, **({"CUDA_VISIBLE_DEVICES": ",".join(slot.gpus)} if slot.gpus else {})},
@@ -189,6 +173,15 @@ class ExperimentRun:
                 start_new_session=True,
                 preexec_fn=partial(die_with_parent, signal.SIGTERM),
             )
+
+    @property
+    def has_diverged(self) -> bool:
+        """Whether the run failed with a skipped step as its last one, whose gradient was not finite.
+
+        A run that skipped its last step and succeeded, as with fp16, has not diverged.
+        """
+        skipped = self.metrics.curves.get("train/skipped")
+        return self.code != 0 and skipped is not None and skipped.last > 0
 
     def _why_failed(self) -> str:
         """Exit code or signal of the run, with the last lines of its output."""
@@ -204,14 +197,14 @@ Job = Callable[[RunSlot], Awaitable[None]]
 
 
 class JobsInterruptedError(SystemExit):
-    """All runs have saved and ended after a signal. The program ends with the exit code of an interrupted run."""
+    """Raised after a signal when all runs have saved and ended; its exit code is that of an interrupted run."""
 
 
 def run_jobs(jobs: Iterator[Job], slots: Sequence[RunSlot]) -> None:
     """Run all jobs, each in the next free slot.
 
-    On SIGINT, SIGTERM or SIGHUP the runs save and end, and JobsInterruptedError is raised; a second signal kills them.
-    If the iterator or a job raises an error, the runs also save and end.
+    After SIGINT, SIGTERM or SIGHUP the runs save and end, and JobsInterruptedError is raised; a second signal kills
+    them. If the iterator or a job raises an error, the runs also save and end before it is raised.
     """
 
     async def work(slot: RunSlot) -> None:

@@ -1,4 +1,4 @@
-"""The sweep file, and optuna's sampler, pruner and study that it describes."""
+"""The sweep file, and the sampler and pruner of optuna that it names."""
 
 import copy
 import inspect
@@ -6,7 +6,6 @@ import json
 import math
 import warnings
 from collections.abc import Sequence
-from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -20,16 +19,16 @@ from ds_finetune.errors import ConfigError
 from ds_finetune.system.versions import require_extra
 
 _GRID_SAMPLERS = ("BruteForceSampler", "GridSampler")
-"""Samplers that train each point of a space of choices once."""
+"""Samplers that try each combination of choices once."""
 _ONE_SEED_SAMPLERS = (*_GRID_SAMPLERS, "QMCSampler")
-"""Samplers whose values of all trials are one sequence, determined by one seed."""
+"""Samplers that need the same seed in all trials, because one seed determines the values of all of them."""
 _SWEEP_KEYS = ("output_dir", "launch", "export", "eval.keep_best")
-"""Sections and keys of a trial's run file that the sweep sets itself, so that a space cannot have them."""
+"""Sections and keys of a trial's run file that the sweep sets itself; a search space cannot have them."""
 _Choice = bool | int | float | str | None | list[Any] | dict[str, Any]
 
 
 def import_optuna() -> Any:  # noqa: ANN401 - a module
-    """The package optuna; DependencyError if the extra `sweep` is not installed."""
+    """Import the package optuna; DependencyError if the extra `sweep` is not installed."""
     require_extra("sweep", "a sweep")
     import optuna
 
@@ -38,7 +37,7 @@ def import_optuna() -> Any:  # noqa: ANN401 - a module
 
 
 class Range(Section):
-    """Values of one key: `choices` of any kind, or numbers from `low` to `high`, integers if both are."""
+    """The values that a sweep tries for one key: `choices`, or numbers from `low` to `high`, integers if both are."""
 
     choices: Annotated[tuple[_Choice, ...] | None, Field(min_length=1)] = None
     low: int | float | None = None
@@ -47,7 +46,7 @@ class Range(Section):
     step: int | float | None = None
 
     @model_validator(mode="after")
-    def _is_one_kind(self) -> "Range":
+    def _check(self) -> "Range":
         given = self.model_fields_set - {"choices"}
         if (self.choices is not None and given) or (self.choices is None and None in (self.low, self.high)):
             raise ValueError("it should have either `choices`, or `low` and `high` (with `log` or `step`)")
@@ -56,12 +55,11 @@ class Range(Section):
 
     def distribution(self) -> Any:  # noqa: ANN401 - a class of optuna
         """The range as optuna's distribution; choices become JSON texts, because optuna accepts no lists."""
-        optuna = import_optuna()
+        distributions = import_optuna().distributions
         if self.choices is not None:
-            texts = dict.fromkeys(json.dumps(choice) for choice in self.choices)
-            return optuna.distributions.CategoricalDistribution(tuple(texts))
+            return distributions.CategoricalDistribution(tuple(dict.fromkeys(map(json.dumps, self.choices))))
         is_whole = all(isinstance(number, int) for number in (self.low, self.high, self.step or 1))
-        kind = optuna.distributions.IntDistribution if is_whole else optuna.distributions.FloatDistribution
+        kind = distributions.IntDistribution if is_whole else distributions.FloatDistribution
         with warnings.catch_warnings():
             # optuna would reduce `high` to a multiple of the step, with a warning.
             warnings.simplefilter("ignore")
@@ -70,18 +68,6 @@ class Range(Section):
         if distribution.high != self.high:
             raise ValueError(f"whole steps do not lead to `high`; the last value would be {distribution.high}")
         return distribution
-
-    def points(self) -> Sequence[Any] | None:
-        """All values that optuna may sample from the range; None for a range without a step."""
-        distribution = self.distribution()
-        if self.choices is not None:
-            return distribution.choices
-        if distribution.step is None or distribution.log:
-            return None
-        # Sums of floating-point numbers would exceed `high`: 0.1 + 6 * 0.1 > 0.7.
-        low, step = Decimal(str(distribution.low)), Decimal(str(distribution.step))
-        number = round((distribution.high - distribution.low) / distribution.step) + 1
-        return [type(distribution.low)(low + step * each) for each in range(number)]
 
 
 class Choose(Section):
@@ -112,17 +98,19 @@ class SweepConfig(Section):
     hostfile: str | None = None
     max_failed: int = Field(default=3, ge=1)
 
-    def num_points(self) -> float:
-        """Number of points of the space for a grid sampler; infinite for other samplers."""
-        points = [values.points() or () for values in self.space.values()]
-        return math.prod(map(len, points)) if self.sampler.name in _GRID_SAMPLERS else math.inf
+    @property
+    def most_trials(self) -> float:
+        """Number of trials, which for a grid is at most the number of combinations of choices."""
+        choices = (values.distribution().choices if values.choices else () for values in self.space.values())
+        is_grid = self.sampler.name in _GRID_SAMPLERS
+        return min(self.trials, math.prod(map(len, choices))) if is_grid else self.trials
 
     def values_of(self, parameters: dict[str, Any]) -> dict[str, Any]:
-        """The run file's values for the parameters of an optuna trial."""
+        """The values of keys of the run file in an optuna trial with these parameters."""
         return {key: json.loads(value) if self.space[key].choices else value for key, value in parameters.items()}
 
     def run_tree(self, values: dict[str, Any], output_dir: Path) -> dict[str, Any]:
-        """The run file with `values` and the trial's `output_dir`."""
+        """The run file with these values of its keys and another `output_dir`."""
         tree, _ = read_yaml(Path(self.run))
         for key, value in values.items():
             set_key(tree, {}, key, value, source=self.run)
@@ -130,18 +118,13 @@ class SweepConfig(Section):
 
 
 def read_sweep(path: Path, overrides: Sequence[str] = ()) -> SweepConfig:
-    """Read a sweep file; ConfigError names key and line, and the nearest valid key of the run file.
+    """Read a sweep file; ConfigError names the wrong key with its line, and the nearest valid key.
 
-    Each choice and each end of a range is set in the run file alone, and the result is validated as a run file.
+    Each choice and each end of a range is set in the run file, which is then checked like any run file.
     """
     tree, lines = read_yaml(path)
     for override in overrides:
         apply_override(tree, lines, override)
-    if "run" not in tree and {"model", "data"} <= tree.keys():
-        raise ConfigError(
-            f"{path} is a run file, and a sweep needs a sweep file that names it",
-            hint=f"write one with `run: {path}`, `trials: 12` and `space: {{optim.lr: {{low: 1.0e-6, high: 1.0e-3}}}}`",
-        )
     try:
         sweep = SweepConfig.model_validate(tree)
     except ValidationError as invalid:
@@ -165,7 +148,7 @@ def read_sweep(path: Path, overrides: Sequence[str] = ()) -> SweepConfig:
 
 
 def _check_metric(sweep: SweepConfig, config: RunConfig) -> None:
-    """ConfigError where no trial will record the metric, or a pruner would never get a value of it."""
+    """ConfigError if no trial will record the metric, or if the pruner would never get a value of it."""
     if not sweep.metric.startswith("eval/"):
         return
     if not config.data.held_out_sets:
@@ -182,39 +165,39 @@ def _check_metric(sweep: SweepConfig, config: RunConfig) -> None:
 
 
 def make_sampler(sweep: SweepConfig, number: int) -> Any:  # noqa: ANN401 - of optuna
-    """The sampler of trial `number`.
+    """The sampler of trial `number`; ConfigError if optuna has no such sampler or option.
 
     Its seed is the sweep's plus `number`, so that a resumed sweep samples the values of an uninterrupted one.
     """
-    seed = sweep.seed if sweep.sampler.name in _ONE_SEED_SAMPLERS else sweep.seed + number
-    own_options: dict[str, Any] = {"seed": seed}
-    if sweep.sampler.name in _GRID_SAMPLERS:
-        own_options["search_space"] = {key: values.points() for key, values in sweep.space.items()}
-        if ranges := [key for key, points in own_options["search_space"].items() if points is None]:
-            raise ConfigError(
-                f"`sampler: {sweep.sampler.name}` needs lists of values, and `{ranges[0]}` of the space is a range",
-                hint=f"write `choices` for `{ranges[0]}`, or give it a `step`",
-            )
+    is_grid = sweep.sampler.name in _GRID_SAMPLERS
+    if is_grid and (ranges := [key for key, values in sweep.space.items() if values.choices is None]):
+        raise ConfigError(
+            f"`sampler: {sweep.sampler.name}` needs lists of values, and `{ranges[0]}` of the space is a range",
+            hint=f"write `choices` for `{ranges[0]}`",
+        )
+    own_options: dict[str, Any] = {"seed": sweep.seed + number * (sweep.sampler.name not in _ONE_SEED_SAMPLERS)}
+    if is_grid:
+        own_options["search_space"] = {key: values.distribution().choices for key, values in sweep.space.items()}
     return _make(sweep.sampler, "sampler", own_options)
 
 
 def make_pruner(sweep: SweepConfig) -> Any:  # noqa: ANN401 - of optuna
-    """The sweep's pruner."""
+    """The sweep's pruner; ConfigError if optuna has no such pruner or option."""
     return _make(sweep.pruner, "pruner", {})
 
 
 def _make(choose: Choose, kind: str, own_options: dict[str, Any]) -> Any:  # noqa: ANN401 - of either base class
-    """An instance of the class that `choose` names; ConfigError for an unknown name or option."""
     optuna = import_optuna()
     classes, options = getattr(optuna, f"{kind}s"), choose.model_extra or {}
     names = [name for name in dir(classes) if name.lower().endswith(kind) and not name.startswith("Base")]
     if choose.name not in names:
         raise ConfigError(f"`{kind}: {choose.name}` is not in optuna.{kind}s", hint=f"known: {', '.join(names)}")
-    signature = inspect.signature(made_of := getattr(classes, choose.name)).parameters
+    made_class = getattr(classes, choose.name)
+    parameters = inspect.signature(made_class).parameters
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            return made_of(**({name: value for name, value in own_options.items() if name in signature} | options))
+            return made_class(**{name: value for name, value in own_options.items() if name in parameters} | options)
     except (TypeError, ValueError, AttributeError) as wrong:
-        hint = f"its options: {', '.join(signature)}"
+        hint = f"its options: {', '.join(parameters)}"
         raise ConfigError(f"`{kind}: {choose.name}` does not take {options}: {wrong}", hint=hint) from None

@@ -1,21 +1,38 @@
-"""Data of charts, lines or a heat map, which report/figures.py draws."""
+"""Charts of the metrics of one run or of several runs, as data that `templates/page.js` draws."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-PALETTE = ("#3b7ddd", "#e0701a", "#17966b", "#9460d8", "#d8446a", "#128fa6", "#a67c1b", "#6b7685")
-"""Line colours, each with a contrast of 3 or more to the page's light and dark background."""
+from ds_finetune.runs.folder import RANK_TIMES, RunFolder
+from ds_finetune.runs.metrics import Curve
+
+MOST_POINTS, _FEWEST_POINTS, _PAGE_POINTS = 1200, 16, 60_000
+"""Maximum and minimum number of points of a line, and the number that the lines of a page share."""
+POINTS_PER_STRETCH = 4
+_SMOOTHING_FRACTION, _MOST_SMOOTHED_STEPS, _FEWEST_SMOOTHED_POINTS = 40, 100, 30
+"""A smoothed curve averages over a fortieth of the run, at most 100 steps, before and after each step. A curve with
+fewer than 30 points is not smoothed.
+"""
+_MOST_RANKS = 8
+_FIRST_TITLES = ("reward", "answer_tokens", "reward_accuracy", "reward_margin", "loss", "accuracy", "grad_norm")
+"""Titles of the charts that come first, if a run has their metrics: those of its objective, and the loss."""
+_WITHOUT_CHART = ("skipped", "skipped_steps", "tokens_seen", "predicted_gib", "measured_gib", "eta_seconds")
+"""Last parts of the names of metrics that have no chart, because the page shows them in another form."""
+_PERCENTAGES = ("accuracy", "exact_match", "reward_accuracy", "mfu", "mtp_accuracy")
+_KIND_SUFFIXES = ("_mean", "_min", "_max")
 
 
 @dataclass(frozen=True)
 class Line:
-    """Values y [n] over ascending numbers x [n]; NaN leaves a gap.
+    """A line of a chart: y [n] over x [n], where NaN leaves a gap.
 
-    `role` is `line`, `faint` (behind a smoothed line), `points` (joined by a line), `dots` (not joined) or `dashed`.
-    `colour` is an index of the palette.
+    `role` is `line`, `faint` (drawn behind a mean), `mean`, `points` (joined by a line), `dots` (not joined), `dashed`
+    or `map` (n cells at integer x and y, coloured by `values` [n] from 1/4 to 4). `colour` is an index of the palette.
     """
 
     name: str
@@ -23,54 +40,178 @@ class Line:
     y: ArrayLike
     role: str = "line"
     colour: int = 0
+    values: ArrayLike = ()
 
-    @property
-    def hex_colour(self) -> str:
-        """The line's colour in HTML notation."""
-        return PALETTE[self.colour % len(PALETTE)]
+    def tree(self) -> dict[str, Any]:
+        """The line as a JSON object, with numbers of six digits, and null for a number that is not finite."""
+        numbers = {name: [_rounded(each) for each in np.asarray(getattr(self, name)).tolist()] for name in "xy"}
+        values = [_rounded(each) for each in np.asarray(self.values).tolist()]
+        return {"name": self.name, "role": self.role, "colour": self.colour, **numbers, "values": values}
 
 
-@dataclass(frozen=True)
-class HeatMap:
-    """A heat map of values [layers, columns], coloured by shades [layers, columns].
-
-    `ticks` are shades with their labels in the colour bar, whose ends are the first and the last tick. `is_diverging`
-    selects colours with grey in the middle.
-    """
-
-    x_name: str
-    columns: Sequence[str]
-    layers: Sequence[int]
-    values: NDArray[np.float64]
-    shades: NDArray[np.float64]
-    ticks: Sequence[tuple[float, str]]
-    is_diverging: bool = False
+def _rounded(value: object) -> object:
+    if not isinstance(value, float):
+        return value
+    return float(f"{value:.6g}") if np.isfinite(value) else None
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart of lines over steps or other numbers, or a heat map.
+    """A chart of lines over steps or over other numbers.
 
-    `number` is the format of numbers: `number`, `percent`, `seconds`, `gib` or `ratio`. `summary` is the text for
-    screen readers. Each marker is a step with the label of its vertical line. With `x_texts`, x is an index of them.
+    If there are `categories`, each x is one of these texts. `markers` are steps with a vertical dashed line.
     """
 
     title: str
     lines: Sequence[Line]
-    summary: str
-    number: str = "number"
     x_name: str = "step"
+    y_name: str = ""
     has_log_x: bool = False
-    x_texts: tuple[str, ...] = ()
-    markers: Sequence[tuple[int, str]] = ()
-    heat_map: HeatMap | None = None
-    can_be_logarithmic: bool = False
+    categories: Sequence[str] = ()
+    markers: Sequence[int] = ()
+    is_percent: bool = False
     is_wide: bool = False
-    height: int = 260
-    """Height in pixels."""
-    note: str = ""
 
-    @property
-    def legend(self) -> dict[str, str]:
-        """Colour of each name in the legend."""
-        return {line.name: line.hex_colour for line in self.lines}
+    def tree(self) -> dict[str, Any]:
+        """The chart as a JSON object."""
+        return {**vars(self), "lines": [line.tree() for line in self.lines]}
+
+
+def is_percentage(metric: str) -> bool:
+    """Whether a metric is a fraction that pages and model cards show in percent."""
+    return metric.rpartition("/")[2] in _PERCENTAGES
+
+
+def run_charts(run: RunFolder, markers: Sequence[int] = ()) -> list[Chart]:
+    """Charts of a run's metrics; `markers` are steps such as restarts.
+
+    Metrics of one quantity share a chart: `train/loss`, `eval/loss` and the loss of each held-out set.
+    """
+    by_title: dict[str, list[str]] = {}
+    for name in _metrics_of([run]):
+        by_title.setdefault(_title(name), []).append(name)
+    most = _points_of_a_line([run])
+    return [
+        _chart(title, [(name, run, name) for name in names], most, markers)
+        for title, names in sorted(by_title.items(), key=lambda item: _position(item[0]))
+    ]
+
+
+def overlay_charts(runs: Sequence[RunFolder]) -> list[Chart]:
+    """A chart for each metric of two or more runs, with a line for each run."""
+    labels, most = run_labels(runs), _points_of_a_line(runs)
+    names = sorted(_metrics_of(runs), key=lambda name: _position(_title(name)))
+    return [_chart(name, [(label, run, name) for label, run in zip(labels, runs, strict=True)], most) for name in names]
+
+
+def rank_charts(run: RunFolder) -> list[Chart]:
+    """The chart of step times by rank, with three lines if there are more than eight ranks; empty for one rank."""
+    records = run.records(RANK_TIMES)
+    # A run may have resumed on another number of ranks.
+    ranks = len(records[-1]["seconds"]) if records else 0
+    records = [record for record in records if len(record["seconds"]) == ranks]
+    if ranks < 2:
+        return []
+    steps = np.array([record["step"] for record in records])
+    seconds = np.array([record["seconds"] for record in records], dtype=np.float64)
+    times = {f"rank {rank}": seconds[:, rank] for rank in range(ranks)}
+    if ranks > _MOST_RANKS:
+        median = np.median(seconds, axis=1)
+        times = {"slowest rank": seconds.max(axis=1), "median": median, "fastest rank": seconds.min(axis=1)}
+    indices = drawn_points(seconds.max(axis=1), MOST_POINTS)
+    lines = [Line(name, steps[indices], each[indices], colour=at) for at, (name, each) in enumerate(times.items())]
+    return [Chart("seconds of a step by rank", lines, is_wide=True)]
+
+
+def _metrics_of(runs: Sequence[RunFolder]) -> list[str]:
+    names = dict.fromkeys(name for run in runs for name, curve in run.curves.items() if len(curve))
+    return [name for name in names if name.rpartition("/")[2] not in _WITHOUT_CHART]
+
+
+def _points_of_a_line(runs: Sequence[RunFolder]) -> int:
+    lines = sum(len(run.curves) for run in runs)
+    return max(_FEWEST_POINTS, min(MOST_POINTS, _PAGE_POINTS // max(lines, 1)))
+
+
+def _title(metric: str) -> str:
+    """Title of the chart of a metric, which other metrics of the same quantity share."""
+    section, *middle, last = metric.split("/")
+    if section == "comm":
+        return f"comm/*_{last.rpartition('_')[2]}"
+    if section == "rollout" and middle:
+        return f"rollout/{middle[0]}"
+    for suffix in _KIND_SUFFIXES:
+        last = last.removesuffix(suffix)
+    return last if section in ("train", "eval", "rollout") else "/".join([section, *middle, last])
+
+
+def _position(title: str) -> int:
+    return _FIRST_TITLES.index(title) if title in _FIRST_TITLES else len(_FIRST_TITLES)
+
+
+def _chart(title: str, series: Sequence[tuple[str, RunFolder, str]], most: int, markers: Sequence[int] = ()) -> Chart:
+    """A chart with a line for each of `series`, which are name of the line, run and metric."""
+    lines: list[Line] = []
+    for colour, (label, run, name) in enumerate(series):
+        if name in run.curves:
+            lines += _lines_of(run.curves[name], name, Line(label, (), (), colour=colour), most)
+    return Chart(title, lines, markers=markers, is_percent=is_percentage(title))
+
+
+def run_labels(runs: Sequence[RunFolder]) -> list[str]:
+    """A name for each run: its path relative to the folder that all runs are in."""
+    common = os.path.commonpath([run.path.parent for run in runs])
+    return [os.path.relpath(run.path, common) for run in runs]
+
+
+def _lines_of(curve: Curve, name: str, line: Line, most: int) -> Iterator[Line]:
+    """The lines of a metric: points for evaluations and saves; else its values, and their mean if they are many."""
+    steps, values = curve.steps, curve.values
+    indices = drawn_points(values, most)
+    line = replace(line, x=steps[indices], y=values[indices])
+    if name.startswith(("eval/", "checkpoint/")):
+        yield replace(line, role="points")
+    elif len(curve) < _FEWEST_SMOOTHED_POINTS or not name.startswith(("train/", "rollout/")):
+        yield line
+    else:
+        means = smooth(values, min(_MOST_SMOOTHED_STEPS, max(1, len(curve) // _SMOOTHING_FRACTION)))
+        indices = drawn_points(means, most // 2)
+        yield replace(line, role="faint")
+        yield replace(line, role="mean", x=steps[indices], y=means[indices])
+
+
+def drawn_points(values: NDArray[np.float64], most: int) -> NDArray[np.intp]:
+    """Ascending indices [at most `most`] of values [n] with which a curve looks as if all its values were drawn.
+
+    Of each of several equal stretches the lowest, the highest and the last value are drawn, and the first one that is
+    not finite, so that no spike, dip or gap is lost. The first value is drawn too. `most` is at least 8.
+    """
+    assert most >= 2 * POINTS_PER_STRETCH, most
+    n = len(values)
+    if n <= most:
+        return np.arange(n)
+    size = -(-n // ((most - 1) // POINTS_PER_STRETCH))
+    starts = np.arange(0, n, size)
+    # Values that fill up the last stretch; their indices are limited to the last value.
+    padded = np.pad(values, (0, len(starts) * size - n), mode="edge").reshape(-1, size)
+    is_finite = np.isfinite(padded)
+    picked = [
+        np.where(is_finite, padded, np.inf).argmin(axis=1),
+        np.where(is_finite, padded, -np.inf).argmax(axis=1),
+        is_finite.argmin(axis=1),
+        np.full(len(starts), size - 1),
+    ]
+    return np.unique([0, *np.minimum(starts + np.stack(picked), n - 1).ravel()])
+
+
+def smooth(values: NDArray[np.float64], reach: int) -> NDArray[np.float64]:
+    """Centred moving average [n]: the mean of the finite values [n] up to `reach` before and after each value.
+
+    A centred average does not lag behind a falling curve. Windows are cut off at both ends. NaN and infinity become
+    NaN.
+    """
+    is_finite, window = np.isfinite(values), np.ones(2 * reach + 1)
+    sums, counts = (
+        np.convolve(part, window)[reach : reach + len(values)] for part in (np.where(is_finite, values, 0.0), is_finite)
+    )
+    return np.where(is_finite, sums / np.maximum(counts, 1), np.nan)

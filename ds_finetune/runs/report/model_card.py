@@ -12,13 +12,12 @@ from ds_finetune.export.kept_edits import CARD, MARK, is_generated_card, marked_
 from ds_finetune.families.table import BUILT_AS
 from ds_finetune.families.text_part import is_composite
 from ds_finetune.runs.folder import RunFolder, base_model, is_run
-from ds_finetune.runs.report.blocks import number_text, render_template
+from ds_finetune.runs.report.page import number_text, render_template
 from ds_finetune.runs.status import read_object
 from ds_finetune.system.whole_file import replace_file
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".zst")
-_FRACTIONS = ("accuracy", "exact_match", "reward_accuracy")
 _HYPERPARAMETERS = (
     "objective.name",
     "train.for",
@@ -38,20 +37,20 @@ _HYPERPARAMETERS = (
     "lora.alpha",
     "lora.target_modules",
 )
-"""Keys of the run file listed on a model card."""
+"""Keys of the run file that a model card lists with their values."""
 
 
 def write_model_cards(run: RunFolder) -> list[Path]:
-    """Write the model card of each export of a run; returns the cards written."""
+    """Write the model card of each export of a run; returns the paths of the written cards."""
     folders = [run.path / name for name in run.exports]
     return [card for folder in folders if (card := write_model_card(run, folder)) is not None]
 
 
 def write_card_of_source(source: Path, folder: Path, verified: Sequence[str] = ()) -> Path | None:
-    """Write the model card of a folder exported from a run, or from a checkpoint or adapter inside a run.
+    """Write the model card of `folder`, which was exported from the run, checkpoint or adapter `source`.
 
-    `verified` are lines on how close the folder is to the model. None if `source` belongs to no run, or a person has
-    written a card.
+    `verified` are lines about the verification of `folder`. Returns the path of the card; None if `source` belongs to
+    no run, or if the folder has a card that a person has written.
     """
     run_folder = next((each for each in (source, *source.absolute().parents[:2]) if is_run(each)), None)
     if run_folder is None:
@@ -60,7 +59,7 @@ def write_card_of_source(source: Path, folder: Path, verified: Sequence[str] = (
 
 
 def write_model_card(run: RunFolder, folder: Path, verified: Sequence[str] = ()) -> Path | None:
-    """Write `README.md` into an exported folder of a run; None if a person has written one."""
+    """Write `README.md` into an exported folder of a run; returns its path, None if it has one that a person wrote."""
     card = folder / CARD
     if card.exists() and not is_generated_card(card):
         return None
@@ -69,11 +68,14 @@ def write_model_card(run: RunFolder, folder: Path, verified: Sequence[str] = ())
 
 
 def model_card(run: RunFolder, folder: Path, verified: Sequence[str] = ()) -> str:
-    """A folder's model card; without paths of this machine or times, so that equal exports have equal cards."""
+    """The text of the model card of an exported folder.
+
+    It has neither times nor paths of this machine, so that equal exports have equal cards.
+    """
     from huggingface_hub import EvalResult, ModelCardData
 
     is_adapter, settings = (folder / "adapter_config.json").is_file(), run.settings
-    row = format_of(folder)
+    export_format = format_of(folder)
     step = _step_of(run, folder)
     results = dict(_results_at(run, step))
     base, objective = base_model(run.config), settings.get("objective.name", "sft")
@@ -119,17 +121,15 @@ def model_card(run: RunFolder, folder: Path, verified: Sequence[str] = ()) -> st
         auto_class="AutoModelForSequenceClassification" if is_scorer else auto_class,
         verified=verified,
         prompts=[] if is_scorer else _prompt_lines(run, folder),
-        uses=() if row.name == SAFETENSORS.name else row.uses,
+        uses=() if export_format.name == SAFETENSORS.name else export_format.uses,
         built_as=built_as,
         has_new_tokenizer=read_object(folder / "tokenizer_config.json").get("tokenizer_class") == "TokenizersBackend",
         type_argument=f', model_type="{built_as}"' if built_as else "",
         raw_score=', function_to_apply="none"' if objective == "reward" else "",
         step=step,
-        ranks=run.starts[-1].get("ranks", 0) if run.starts else 0,
-        results=[
-            (name, number_text(value, "percent" if name in _FRACTIONS else "number")) for name, value in results.items()
-        ],
-        data=str(run.data.get("summary", "")),
+        ranks=run.last_start.get("ranks", 0),
+        results=[(name, number_text(value, name)) for name, value in results.items()],
+        data=str(run.recorded("data.json").get("summary", "")),
         settings=[(key, settings[key]) for key in _HYPERPARAMETERS if settings.get(key, "null") != "null"],
         versions=run.versions,
     )
@@ -137,7 +137,7 @@ def model_card(run: RunFolder, folder: Path, verified: Sequence[str] = ()) -> st
 
 
 def _prompt_lines(run: RunFolder, folder: Path) -> list[str]:
-    """Lines on the prompt format, from the tokenizer of the folder, or else of the run's export."""
+    """Lines about the prompt format, from the tokenizer of `folder` or else from that of the run's export."""
     from ds_finetune.data.prompt_format import prompt_lines
     from ds_finetune.data.tokenizer_files import load_tokenizer
 
@@ -148,13 +148,13 @@ def _prompt_lines(run: RunFolder, folder: Path) -> list[str]:
 
 
 def _config_of(folder: Path) -> Mapping[str, Any]:
-    """The config.json of a folder, or of the merged export beside a folder of adapters, which has none itself."""
+    """The config.json of an exported folder; for an adapter, which has none, that of the merged export beside it."""
     merged = folder.with_name(folder.name.replace("adapter", "export"))
     return read_object(folder / "config.json") or read_object(merged / "config.json")
 
 
 def _step_of(run: RunFolder, folder: Path) -> int:
-    """The step after which the weights were exported, from the folder's record, or else the last step."""
+    """The step after which the weights of an exported folder were saved."""
     step = read_object(folder / "verification.json").get("step")
     if isinstance(step, int):
         return step
@@ -165,7 +165,7 @@ def _step_of(run: RunFolder, folder: Path) -> int:
 
 
 def _results_at(run: RunFolder, step: int) -> Iterator[tuple[str, float]]:
-    """Metrics on all held-out rows after `step`, by the last part of their names."""
+    """Metrics over all held-out rows after `step`, with names such as `loss` for `eval/loss`."""
     for name, curve in run.curves.items():
         metric = name.removeprefix("eval/")
         if metric == name or "/" in metric:
@@ -176,7 +176,7 @@ def _results_at(run: RunFolder, step: int) -> Iterator[tuple[str, float]]:
 
 
 def _training_data(config: Mapping[str, Any]) -> list[str]:
-    """The sources of the training data as texts."""
+    """The files and data sets that the run file names as training data."""
     section = config.get("data", {})
     sources = section.get("train", []) if isinstance(section, dict) else []
     sources = list(sources.values()) if isinstance(sources, dict) else sources

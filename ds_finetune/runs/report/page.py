@@ -1,134 +1,122 @@
-"""The page of a report, built from one or more runs and rendered as one HTML file."""
+"""Pages: sections of tables, texts and charts, rendered as one HTML file that needs no network."""
 
 import base64
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 
-import numpy as np
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from ds_finetune import __version__
+from ds_finetune.config.units import share_text
 from ds_finetune.console.phase_line import time_text
-from ds_finetune.runs.folder import RunFolder
-from ds_finetune.runs.report.blocks import (
-    NONE,
-    TEMPLATES,
-    Block,
-    Charts,
-    DataTable,
-    Facts,
-    Page,
-    ReportSection,
-    Tile,
-    ago_text,
-    number_text,
-    render_template,
-)
-from ds_finetune.runs.report.charts import Line
-from ds_finetune.runs.report.curves import overlay_charts, run_labels
-from ds_finetune.runs.report.sections import LEADS, SECTIONS, repeat_command
-from ds_finetune.runs.status import RunStatus, State
+from ds_finetune.errors import DependencyError
+from ds_finetune.runs.report.charts import Chart, is_percentage
 from ds_finetune.system.versions import require_extra
 
-_UNKNOWN_FORM = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, OSError)
-"""Errors that the functions of `SECTIONS` raise for files that another version wrote, or that cannot be read."""
+TEMPLATES = Path(__file__).parent / "templates"
+NONE = "-"
+"""Text that stands for an unknown number."""
+Row = Sequence[str]
 
 
-def run_page(run: RunFolder, *, state: State | None = None, is_live: bool = False) -> Page:
-    """The page of one run; `state` is the final state of a run that is ending, if its folder does not have it yet."""
-    status = run.status
-    if state is not None and status.state in ("running", "unknown"):
-        status = replace(status, state=state, reason="" if status.state == "unknown" else status.reason)
-    sections, unknown = _sections(run)
-    is_told = status.reason and status.state not in ("finished", "unknown")
-    subtitle = str(run.plan.get("model", run.path))
-    warnings = [*_warnings(run), *unknown]
-    if status.state == "running" and not is_live:
-        warnings.append("the run was still running when this page was written; make it again for later steps")
-    return Page(
-        run.name,
-        f"{subtitle}: {status.reason}" if is_told else subtitle,
-        status.state if status.state != "unknown" else "",
-        _tiles(run, status),
-        sections,
-        warnings,
-    )
+@dataclass(frozen=True)
+class Table:
+    """A table. Its first `text_columns` columns are texts, and the others are numbers, which are right-aligned.
 
-
-def _sections(run: RunFolder) -> tuple[list[ReportSection], list[str]]:
-    """The sections of a run's page, and warnings for sections whose files have an unknown format."""
-    sections, unknown = [], []
-    for name, title, make_blocks in SECTIONS:
-        try:
-            blocks = make_blocks(run)
-        except _UNKNOWN_FORM as error:
-            reason = " ".join(str(error).split())
-            unknown.append(
-                f"the section {title} is left out: its files have another form than this version knows "
-                f"({type(error).__name__}: {reason})"
-            )
-        else:
-            sections += [ReportSection(name, title, blocks, LEADS.get(name, ""))] * bool(blocks)
-    return sections, unknown
-
-
-def overlay_page(runs: Sequence[RunFolder]) -> Page:
-    """The page that compares two or more runs: results, differences of run files, and overlaid curves."""
-    labels = run_labels(runs)
-    named = list(zip(labels, runs, strict=True))
-    differences = [row for row in _differences([run.settings for run in runs]) if row[0] != "output_dir"]
-    versions = _differences([run.versions for run in runs])
-    keys: list[Block] = [
-        DataTable("Keys of the run files with different values", ("key", *labels), differences, len(labels) + 1)
-        if differences
-        else Facts([("run files", "all keys are equal, except output_dir")])
-    ]
-    keys += [DataTable("Versions that differ", ("package", *labels), versions, len(labels) + 1)] * bool(versions)
-    charts = overlay_charts(runs)
-    sections = [
-        ReportSection("results", "Results", [DataTable("At the end", ("", *labels), _result_rows(runs))]),
-        ReportSection("differences", "Differences of configuration", keys),
-        *([ReportSection("curves", "Curves", [Charts(charts)], "Click a name to hide its line.")] if charts else []),
-        ReportSection("repeat", "How to repeat the runs", [Facts([(n, repeat_command(run)) for n, run in named])]),
-    ]
-    warnings = [f"{label}: {text}" for label, run in named for text in _warnings(run)]
-    return Page(f"{len(runs)} runs compared", ", ".join(labels), "", [], sections, warnings)
-
-
-def _differences(parts: Sequence[Mapping[str, str]]) -> list[tuple[str, ...]]:
-    """A row for each name whose text differs between parts; a dash stands for a missing name."""
-    names = dict.fromkeys(name for part in parts for name in part)
-    rows = [(name, *(part.get(name, NONE) for part in parts)) for name in names]
-    return [row for row in rows if len(set(row[1:])) > 1]
-
-
-def render_page(page: Page, *, is_live: bool = False, has_figures: bool = True) -> str:
-    """The page as self-contained HTML, with styles, scripts and the plot library inside.
-
-    Its content security policy forbids all requests, and all scripts but these two. A live page, for `watch`, loads its
-    scripts instead, and requests itself again without figures for the points of its charts.
-
-    DependencyError where the extra `pages` is not installed.
+    Without the names in `columns` it is a list of names with texts. A folded table is shown when a reader opens it.
     """
-    charts, figures, library = list[dict[str, Any]](), list[Any](), ""
-    if page.charts:
-        require_extra("pages", "a page with charts")
-        from ds_finetune.runs.report.figures import UNITS, bokehjs, chart_items
 
-        for chart in page.charts:
-            items = chart_items(chart) if has_figures else []
-            figures += [item for item in items if not any(item is other for other in figures)]
-            indices = [index for item in items for index, other in enumerate(figures) if item is other]
-            lines = [_points(line) for line in chart.lines]
-            unit = UNITS.get(chart.number, "")
-            charts.append({"title": chart.title, "unit": unit, "figures": indices, "lines": lines})
-        library = "" if is_live else bokehjs().read_text(encoding="utf-8")
-    script = (TEMPLATES / "page.js").read_text(encoding="utf-8")
-    tree = {"charts": charts, "figures": figures, "isLive": is_live}
-    data = json.dumps(tree, separators=(",", ":"), allow_nan=False)
+    caption: str
+    columns: Row
+    rows: Sequence[Row]
+    text_columns: int = 1
+    is_folded: bool = False
+
+
+@dataclass(frozen=True)
+class Charts:
+    """Charts, as many beside each other as fit."""
+
+    charts: Sequence[Chart]
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text in spans, of which some are marked by a colour. A tail is shown in a box that is scrolled to its end."""
+
+    title: str
+    spans: Sequence[tuple[str, bool]]
+    is_folded: bool = False
+    is_tail: bool = False
+
+
+@dataclass(frozen=True)
+class Remark:
+    """A sentence or two; `tone` is `plain`, `good` or `bad`."""
+
+    text: str
+    tone: str = "plain"
+
+
+Block = Table | Charts | Text | Remark
+
+
+@dataclass(frozen=True)
+class PageSection:
+    """A part of a page with a heading; the list at the top of the page links to it by `name`."""
+
+    name: str
+    title: str
+    blocks: Sequence[Block]
+    lead: str = ""
+    """A sentence below the heading."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A number shown large at the top of the page."""
+
+    label: str
+    value: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Page:
+    """The content of a page; `state` is the state of its run, such as `finished`, and empty for several runs."""
+
+    title: str
+    subtitle: str
+    state: str
+    tiles: Sequence[Tile]
+    sections: Sequence[PageSection]
+    warnings: Sequence[str] = field(default_factory=tuple)
+
+    @property
+    def charts(self) -> list[Chart]:
+        """All charts, in the order of the page."""
+        blocks = [block for section in self.sections for block in section.blocks if isinstance(block, Charts)]
+        return [chart for block in blocks for chart in block.charts]
+
+
+def render_page(page: Page, *, is_live: bool = False, has_library: bool = True) -> str:
+    """The page as HTML with styles, scripts and the chart library inside.
+
+    The page's content security policy forbids all requests, and all scripts but its own. A live page, which `watch`
+    serves, may ask its server for new points; the answer is the page without library.
+
+    DependencyError if the page has charts and the extra `pages` is not installed.
+    """
+    charts = [chart.tree() for chart in page.charts]
+    library = [bokehjs()] if charts and has_library else []
+    scripts = [*library, (TEMPLATES / "page.js").read_text(encoding="utf-8")]
     return render_template(
         "page.html.j2",
         is_escaped=True,
@@ -136,107 +124,56 @@ def render_page(page: Page, *, is_live: bool = False, has_figures: bool = True) 
         version=__version__,
         is_live=is_live,
         style=(TEMPLATES / "page.css").read_text(encoding="utf-8"),
-        script=script,
-        library=library,
-        hashes=[_hash(text) for text in (library, script) if text],
+        scripts=scripts,
+        hashes=[base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts],
         # The HTML parser looks for `</script` and `<!--` in JSON too.
-        data=data.replace("<", "\\u003c"),
+        data=json.dumps(charts, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
     )
 
 
-def _points(line: Line) -> dict[str, Any]:
-    """A line with its points as JSON, which has null for a value that is not finite."""
-    x, y = ([_rounded(value) for value in np.asarray(part).tolist()] for part in (line.x, line.y))
-    return {"name": line.name, "role": line.role, "x": x, "y": y}
+@cache
+def bokehjs() -> str:
+    """The scripts of BokehJS with its plotting functions; DependencyError if bokeh or one of its scripts is missing."""
+    require_extra("pages", "a page with charts")
+    bokeh = find_spec("bokeh")
+    assert bokeh is not None
+    folder = Path(str(bokeh.origin)).parent / "server" / "static" / "js"
+    try:
+        return "\n".join((folder / f"{name}.min.js").read_text(encoding="utf-8") for name in ("bokeh", "bokeh-api"))
+    except FileNotFoundError as missing:
+        reason = f"bokeh is installed without `{missing.filename}`"
+        raise DependencyError(reason, hint="pip install --force-reinstall 'ds_finetune[pages]'") from None
 
 
-def _rounded(value: float) -> float | None:
-    """The value with six significant digits, a whole number unchanged; None for NaN and infinity."""
-    if isinstance(value, int):
-        return value
-    return float(f"{value:.6g}") if math.isfinite(value) else None
+def render_template(template: str, *, is_escaped: bool, **values: object) -> str:
+    """The text of a template with `values`; with `is_escaped`, texts are escaped for HTML."""
+    return _environment(is_escaped).get_template(template).render(values)
 
 
-def _hash(script: str) -> str:
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return f"'sha256-{digest}'"
+@cache
+def _environment(is_escaped: bool) -> Environment:
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES), autoescape=is_escaped, undefined=StrictUndefined, trim_blocks=True
+    )
+    environment.globals["tone_of"] = {"finished": "good", "failed": "bad", "hung": "bad"}.get
+    return environment
 
 
-_TILES = (
-    ("train/loss", "train loss", "number", "at the last step"),
-    ("rollout/reward", "reward", "number", "of the last rollout"),
-    ("rollout/answer_tokens", "answer length", "number", "tokens, last rollout"),
-    ("train/reward_accuracy", "reward accuracy", "percent", "at the last step"),
-    ("train/reward_margin", "reward margin", "number", "at the last step"),
-    ("eval/reward_accuracy", "eval reward accuracy", "percent", "last evaluation"),
-    ("eval/reward", "eval reward", "number", "greedy answers, last evaluation"),
-    ("eval/accuracy", "eval accuracy", "percent", "last evaluation"),
-    ("eval/exact_match", "exact match", "percent", "last evaluation"),
-    ("memory/peak_gib", "peak memory", "gib", "of rank 0"),
-)
-"""Metrics whose last value gets a tile, and a row where runs are compared: label, number format and note."""
+def number_text(value: float | None, metric: str = "") -> str:
+    """A number as text, in the unit that the name of its metric implies."""
+    if value is None:
+        return NONE
+    if not math.isfinite(value):
+        return "not finite"
+    if is_percentage(metric):
+        return share_text(value)
+    if unit := {"seconds": " s", "gib": " GiB"}.get(metric.rpartition("_")[2]):
+        return f"{value:.3g}{unit}"
+    size = abs(value)
+    is_whole = size >= 1000 or value == int(value)
+    return f"{value:{',.0f' if is_whole else '.3g' if size < 0.001 else '.4f' if size < 100 else '.1f'}}"
 
 
-def _tiles(run: RunFolder, status: RunStatus) -> list[Tile]:
-    steps = run.metrics.last_step
-    planned = run.starts[-1].get("steps", 0) if run.starts else status.steps
-    best, seen, seconds = run.best("eval/loss"), run.last("data/tokens_seen"), run.seconds
-    tiles = [Tile("steps", f"{steps:,}", f"of {planned:,}" if planned and planned != steps else "")]
-    if status.state == "running" and (eta := run.last("perf/eta_seconds")) is not None:
-        phase = f"{status.phase}, " if status.phase not in ("", "step") else ""
-        tiles.append(Tile("eta", time_text(eta), f"{phase}last sign {ago_text(status.updated_at)}"))
-    tiles += [
-        Tile(label, number_text(value, kind), note)
-        for name, label, kind, note in _TILES
-        if (value := run.last(name)) is not None
-    ]
-    tiles += [Tile("best eval loss", number_text(best[1]), f"at step {best[0]:,}")] if best is not None else []
-    tiles += [Tile("tokens", _short(seen), "without padding")] if seen else []
-    speed = f"{_short(seen / seconds)} tokens/s" if seen and seconds else ""
-    return [*tiles, Tile("training time", time_text(seconds), speed)] if seconds else tiles
-
-
-def _short(number: float) -> str:
-    """A large number with three digits and a unit suffix."""
-    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
-            return f"{number / size:.3g} {unit}"
-    return f"{number:.0f}"
-
-
-def _warnings(run: RunFolder) -> list[str]:
-    """Warnings at the top of the page: unreadable files, a run of another version, a run without steps."""
-    warnings = [text for text in (run.metrics.problem, *run.problems) if text]
-    written = run.versions.get("ds_finetune", "")
-    if written not in ("", "not installed", __version__):
-        warnings.append(
-            f"the run was written by ds_finetune {written}, and this report by {__version__}: what this version does "
-            "not know is left out"
-        )
-    if not run.curves:
-        warnings.append("no step is recorded yet")
-    return warnings
-
-
-def _result_rows(runs: Sequence[RunFolder]) -> list[tuple[str, ...]]:
-    """Rows of the table of results, with a column for each run; rows without any value are left out."""
-    best = [run.best("eval/loss") for run in runs]
-    rows: list[tuple[str, ...]] = [
-        ("steps", *(f"{run.metrics.last_step:,}" for run in runs)),
-        *((label, *(number_text(run.last(name), kind) for run in runs)) for name, label, kind, _ in _TILES),
-        ("eval loss", *(number_text(run.last("eval/loss")) for run in runs)),
-        ("best eval loss", *(number_text(None if pair is None else pair[1]) for pair in best)),
-        ("at step", *(number_text(None if pair is None else pair[0]) for pair in best)),
-        ("tokens", *(number_text(run.last("data/tokens_seen")) for run in runs)),
-        ("training time", *(time_text(run.seconds) if run.seconds else NONE for run in runs)),
-        ("tokens per second", *(_speed_text(run) for run in runs)),
-        ("skipped steps", *(number_text(run.last("train/skipped_steps")) for run in runs)),
-        ("state", *(run.status.state for run in runs)),
-    ]
-    return [row for row in rows if set(row[1:]) not in ({NONE}, {"unknown"})]
-
-
-def _speed_text(run: RunFolder) -> str:
-    """Tokens per second over all steps of the run, or at its last step."""
-    seen = run.last("data/tokens_seen")
-    return number_text(seen / run.seconds if seen and run.seconds else run.last("perf/tokens_per_second"))
+def ago_text(moment: float) -> str:
+    """The time since `moment`, which is in seconds since 1970, as text."""
+    return f"{time_text(max(time.time() - moment, 0.0))} ago" if moment else NONE

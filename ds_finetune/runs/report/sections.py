@@ -1,125 +1,157 @@
-"""The sections of a run's page, from the files in its folder."""
+"""The pages of reports: the sections of one run, from the files in its folder, or a comparison of several runs."""
 
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_finetune.config.units import bytes_text, share_text
-from ds_finetune.runs.folder import RunFolder
-from ds_finetune.runs.metrics import Sample
-from ds_finetune.runs.report.blocks import (
+from ds_finetune import __version__
+from ds_finetune.config.units import bytes_text
+from ds_finetune.console.phase_line import time_text
+from ds_finetune.runs.folder import CONFIG, EXPERTS, LOG, REPORT, RunFolder
+from ds_finetune.runs.metrics import ROLLOUTS, SAMPLES, read_expert_table
+from ds_finetune.runs.report.charts import Chart, Line, overlay_charts, rank_charts, run_charts, run_labels
+from ds_finetune.runs.report.page import (
     NONE,
     Block,
     Charts,
-    Code,
-    DataTable,
-    Facts,
-    MarkedText,
-    PromptAnswers,
+    Page,
+    PageSection,
     Remark,
+    Table,
+    Text,
+    Tile,
+    ago_text,
     number_text,
 )
-from ds_finetune.runs.report.charts import Chart, HeatMap
-from ds_finetune.runs.report.curves import rank_chart, run_charts
+from ds_finetune.runs.status import RunStatus, State
 
 T = TypeVar("T")
-_COMMUNICATION = "comm/"
-"""Prefix of metrics whose charts are collapsed at first: there are two for each kind of collective."""
-_MOST_EVENTS = 100
-_MOST_EVALUATIONS = 200
-_MOST_SAMPLES = 16
-_MOST_ANSWERS = 12
-_LONGEST_TEXT = 1500
-"""Maximum characters of a prompt or an answer."""
-_LONGEST_FILE = 100_000
-"""Maximum characters of a file."""
-_MOST_RANKS = 64
-"""Maximum rows on profiled steps."""
-_MOST_CELLS = 16_384
-"""Maximum cells of a heat map of loads: DeepSeek-V3 has 58 layers of 256 experts."""
-_MOST_COLUMNS = 60
-_ROW_PIXELS, _MANY_ROWS, _ROW_PIXELS_OF_MANY = 18, 24, 10
-_FRAME_PIXELS, _LEAST_PIXELS, _MOST_PIXELS = 90, 180, 1200
+_MOST_EVENTS, _MOST_SAMPLES, _MOST_ANSWERS, _MOST_RANKS = 100, 16, 12, 64
+"""Maximum number of events of a kind, of prompts or documents, of answers to a prompt, and of ranks in a table."""
+_LONGEST_TEXT, _LONGEST_FILE = 1500, 100_000
+"""Maximum number of characters of a prompt or an answer, and of a file."""
+_LOG_BYTES = 16_384
+_UNKNOWN_FORM = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, OSError)
+"""Errors of the functions of `SECTIONS` for files that another version wrote, or that cannot be read."""
+_RESULTS = (
+    *("train/loss", "rollout/reward", "rollout/answer_tokens", "train/reward_accuracy", "train/reward_margin"),
+    *("eval/reward_accuracy", "eval/reward", "eval/accuracy", "eval/exact_match", "memory/peak_gib"),
+)
+"""Metrics whose last value is shown at the top of the page of a run and in the results of a comparison."""
+
+
+def run_page(run: RunFolder, *, state: State | None = None, is_live: bool = False) -> Page:
+    """The page of one run; `state` is the final state of a run that is ending, if its folder does not have it yet."""
+    status = run.status
+    if state is not None and status.state in ("running", "unknown"):
+        status = replace(status, state=state, reason="" if status.state == "unknown" else status.reason)
+    sections, warnings = list[PageSection](), list[str]()
+    for name, title, make_blocks, lead in SECTIONS:
+        try:
+            blocks = make_blocks(run)
+        except _UNKNOWN_FORM as error:
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            warnings.append(f"the section {title} is left out: this version cannot read its files ({reason})")
+        else:
+            sections += [PageSection(name, title, blocks, lead)] * bool(blocks)
+    if status.state == "running" and not is_live:
+        warnings.append("the run was still running when this page was written; make it again for later steps")
+    subtitle = str(run.plan.get("model", run.path))
+    if status.reason and status.state not in ("finished", "unknown"):
+        subtitle = f"{subtitle}: {status.reason}"
+    shown_state = status.state if status.state != "unknown" else ""
+    return Page(run.name, subtitle, shown_state, _tiles(run, status), sections, [*_warnings(run), *warnings])
+
+
+def overlay_page(runs: Sequence[RunFolder]) -> Page:
+    """The page that compares two or more runs: results, different keys of run files and versions, and curves."""
+    labels = run_labels(runs)
+    named = list(zip(labels, runs, strict=True))
+    rows = _differences([run.settings for run in runs]) + _differences([run.versions for run in runs])
+    differences: list[Block] = [Table("Keys and versions that differ", ("", *labels), rows, len(labels) + 1)]
+    results = [_results(run) for run in runs]
+    commands = [(label, repeat_command(run)) for label, run in named]
+    sections = [
+        PageSection("results", "Results", [Table("At the end", ("", *labels), _rows(results))]),
+        PageSection("differences", "Differences", differences if rows else [Remark("There are none.")]),
+        PageSection("curves", "Curves", [Charts(overlay_charts(runs))]),
+        PageSection("repeat", "How to repeat the runs", [Table("", (), commands)]),
+    ]
+    warnings = [f"{label}: {text}" for label, run in named for text in _warnings(run)]
+    return Page(f"{len(runs)} runs compared", ", ".join(labels), "", [], sections, warnings)
+
+
+def _results(run: RunFolder) -> dict[str, str]:
+    status = run.status
+    return {tile.label: tile.value for tile in _tiles(run, status)} | {"state": status.state}
+
+
+def _rows(columns: Sequence[Mapping[str, str]]) -> list[tuple[str, ...]]:
+    """Rows of a table from the texts by name of each column; a dash stands for a missing text."""
+    names = dict.fromkeys(name for column in columns for name in column)
+    return [(name, *(column.get(name, NONE) for column in columns)) for name in names]
+
+
+def _differences(columns: Sequence[Mapping[str, str]]) -> list[tuple[str, ...]]:
+    return [row for row in _rows(columns) if len(set(row[1:])) > 1 and row[0] != "output_dir"]
+
+
+def _tiles(run: RunFolder, status: RunStatus) -> list[Tile]:
+    steps, planned = run.metrics.last_step, run.last_start.get("steps", status.steps)
+    best, tokens, seconds = run.best("eval/loss"), run.last("data/tokens_seen"), run.seconds
+    tiles = [Tile("steps", f"{steps:,}", f"of {planned:,}" if planned and planned != steps else "")]
+    if status.state == "running" and (eta := run.last("perf/eta_seconds")) is not None:
+        tiles.append(Tile("eta", time_text(eta), f"{status.phase}, last sign {ago_text(status.updated_at)}"))
+    values = ((name, run.last(name)) for name in _RESULTS)
+    tiles += [Tile(name, number_text(value, name)) for name, value in values if value is not None]
+    tiles += [Tile("best eval/loss", number_text(best[1]), f"at step {best[0]:,}")] if best else []
+    tiles += [Tile("tokens", number_text(tokens), "without padding")] if tokens else []
+    tiles += [Tile("training time", time_text(seconds))] if seconds else []
+    return tiles + ([Tile("tokens per second", number_text(tokens / seconds))] if tokens and seconds else [])
+
+
+def _warnings(run: RunFolder) -> list[str]:
+    """Warnings about unreadable files, about a run of another version, and about a run without steps."""
+    warnings = [text for text in (run.metrics.problem, *run.problems) if text]
+    written_by = run.versions.get("ds_finetune", "")
+    if written_by not in ("", "not installed", __version__):
+        text = f"the run was written by ds_finetune {written_by}, and this report by {__version__}"
+        warnings.append(f"{text}: what this version does not know is left out")
+    return warnings if run.curves else [*warnings, "no step is recorded yet"]
+
+
+def _curves(run: RunFolder) -> list[Block]:
+    charts = run_charts(run, [start["after_step"] for start in run.starts[1:] if "after_step" in start])
+    rows = []
+    for name, curve in run.curves.items():
+        steps, values = curve.steps, curve.values
+        if len(finite := np.flatnonzero(np.isfinite(values))):
+            lowest, highest = finite[values[finite].argmin()], finite[values[finite].argmax()]
+            ends = (number_text(float(values[at]), name) for at in (finite[0], finite[-1]))
+            extremes = (f"{number_text(float(values[at]), name)} at {steps[at]:,}" for at in (lowest, highest))
+            rows.append((name, *ends, *extremes))
+    columns = ("metric", "first", "last", "lowest", "highest")
+    return [Charts(charts), Table("All metrics as numbers", columns, rows, is_folded=True)] if charts else []
+
+
+def _ranks(run: RunFolder) -> list[Block]:
+    return [Charts(charts)] if (charts := rank_charts(run)) else []
 
 
 def _plan(run: RunFolder) -> list[Block]:
     plan = dict(run.plan)
     notes = plan.pop("notes", [])
-    rows = [(name, str(text)) for name, text in plan.items()]
-    expected, measured = run.last("memory/predicted_gib"), run.last("memory/measured_gib")
-    if expected is not None and measured is not None:
-        text = f"{number_text(expected, 'gib')} predicted, {number_text(measured, 'gib')} measured"
-        rows.append(("memory of the fullest rank", text))
-    blocks: list[Block] = [Facts(rows)] if rows else []
-    blocks += [Remark(str(note)) for note in notes] if isinstance(notes, list) else []
-    return blocks
-
-
-def _curves(run: RunFolder) -> list[Block]:
-    markers = [(start["after_step"], "restart") for start in run.starts[1:] if "after_step" in start]
-    all_charts = run_charts(run, markers)
-    if not all_charts:
-        return []
-    charts = [chart for chart in all_charts if not chart.title.startswith(_COMMUNICATION)] + rank_chart(run)
-    folded = [chart for chart in all_charts if chart.title.startswith(_COMMUNICATION)]
-    blocks: list[Block] = [Charts(charts), *_evaluation_table(run)]
-    blocks += [Charts(folded, "Communication of rank 0 by kind of collective")] * bool(folded)
-    return [*blocks, _metric_table(run)]
-
-
-def _evaluation_table(run: RunFolder) -> list[DataTable]:
-    values = {name: dict(curve.points()) for name, curve in run.curves.items() if name.startswith("eval/")}
-    steps = sorted({step for of_metric in values.values() for step in of_metric})
-    rows = [
-        (f"{step:,}", *(number_text(values[name].get(step), _kind(name)) for name in values))
-        for step in steps[-_MOST_EVALUATIONS:]
-    ]
-    table = DataTable("Evaluations", ("step", *values), rows, text_columns=0, is_folded=len(rows) > 8)
-    return [table] * bool(rows)
-
-
-def _metric_table(run: RunFolder) -> DataTable:
-    rows = []
-    for name, curve in run.curves.items():
-        values = curve.values
-        finite = np.flatnonzero(np.isfinite(values))
-        if not len(finite):
-            continue
-        indices = (finite[0], finite[-1], finite[values[finite].argmin()], finite[values[finite].argmax()])
-        first, last, *extremes = (number_text(float(values[index]), _kind(name)) for index in indices)
-        steps = [int(curve.steps[index]) for index in indices[2:]]
-        rows.append((name, first, last, *(f"{text} at {step:,}" for text, step in zip(extremes, steps, strict=True))))
-    columns = ("metric", "first", "last", "lowest", "highest")
-    return DataTable("All metrics as numbers", columns, rows, is_folded=True)
+    table = Table("", (), [(name, str(text)) for name, text in plan.items()])
+    return [*[table] * bool(plan), *(Remark(str(note)) for note in notes)]
 
 
 def _events(run: RunFolder) -> list[Block]:
-    blocks: list[Block] = [_start_table(run)] if run.starts else []
-    skipped, slow = run.metrics.notices, run.metrics.slow
-    if skipped:
-        caption = f"Skipped steps: {len(skipped):,}" + (", the first of them" if len(skipped) > _MOST_EVENTS else "")
-        blocks.append(_event_table(caption, "first parameter with a gradient that is not finite", skipped))
-    if slow:
-        blocks.append(_event_table(f"Stragglers: {len(slow):,}", "slow rank", slow))
-    quiet = [] if skipped or run.last("train/skipped_steps") else ["no step was skipped"]
-    quiet += [] if len(run.starts) != 1 else ["the run was not restarted"]
-    quiet += [] if slow or "perf/straggler_ratio" not in run.curves else ["no rank was slow"]
-    if quiet:
-        text = ", ".join(quiet)
-        blocks.append(Remark(f"{text[0].upper()}{text[1:]}.", "good"))
-    return blocks
-
-
-def _event_table(caption: str, column: str, events: Sequence[tuple[int, str]]) -> DataTable:
-    return DataTable(caption, ("step", column), [(f"{step:,}", text) for step, text in events[:_MOST_EVENTS]], 2)
-
-
-def _start_table(run: RunFolder) -> DataTable:
-    rows = [
+    starts = [
         (
             f"{datetime.fromtimestamp(start['time'], tz=UTC):%Y-%m-%d %H:%M:%S UTC}" if "time" in start else NONE,
             f"{start.get('after_step', 0):,}",
@@ -128,121 +160,161 @@ def _start_table(run: RunFolder) -> DataTable:
         )
         for start in run.starts[-_MOST_EVENTS:]
     ]
-    return DataTable("Starts", ("time", "after step", "ranks", "launcher", "host of rank 0", "device"), rows, 6)
+    columns = ("time", "after step", "ranks", "launcher", "host of rank 0", "device")
+    blocks = [Table("Starts", columns, starts, 6)] if starts else []
+    for caption, column, events in (
+        ("Skipped steps", "first parameter with a gradient that is not finite", run.metrics.notices),
+        ("Stragglers", "slow rank", run.metrics.slow),
+    ):
+        rows = [(f"{step:,}", text) for step, text in events[:_MOST_EVENTS]]
+        first = ", the first of them" if len(events) > _MOST_EVENTS else ""
+        blocks += [Table(f"{caption}: {len(events):,}{first}", ("step", column), rows, 2)] if events else []
+    return [*blocks]
+
+
+def _log(run: RunFolder) -> list[Block]:
+    report, log = run.text(REPORT) or "", run.tail(LOG, _LOG_BYTES)
+    blocks: list[Block] = [_code("Report of the watchdog", report)] * bool(report)
+    return blocks + [Text("End of log.txt", [(log, False)], is_tail=True)] * bool(log)
+
+
+def _profile(run: RunFolder) -> list[Block]:
+    if not (summary := run.recorded("profile/summary.json")):
+        return []
+    kinds = [str(name) for name in summary["categories"]]
+    means = [(f"rank {rank['rank']}", rank["mean"]) for rank in summary["ranks"][:_MOST_RANKS]]
+    rows = [
+        (name, *(f"{seconds:.4f}" for seconds in (mean["seconds"], *(mean["categories"][kind] for kind in kinds))))
+        for name, mean in [*means, ("mean", summary["mean"])]
+    ]
+    caption = f"Mean of steps {summary['steps'][0]:,} to {summary['steps'][-1]:,}, in seconds"
+    return [Table(caption, ("rank", "step", *kinds), rows)]
+
+
+def _experts(run: RunFolder) -> list[Block]:
+    """Heat maps of the loads of experts in the first and the last tenth of the recorded steps."""
+    if (path := run.file(EXPERTS)) is None:
+        return []
+    layers, table = read_expert_table(path)
+    tenth = max(len(table["counts"]) // 10, 1)
+    charts, loads = list[Chart](), np.zeros((1, 1))
+    for part, records in (("first", slice(0, tenth)), ("last", slice(-tenth, None))):
+        loads = relative_loads(table["counts"][records].astype(np.float64))
+        rows, experts = (indices.ravel() for indices in np.indices(loads.shape))
+        cells = Line("load", experts, np.array(layers)[rows], "map", values=loads.ravel())
+        title = f"Load of each expert in the {part} tenth of the steps, relative to the mean of its layer"
+        charts.append(Chart(title, [cells], x_name="expert", y_name="layer", is_wide=True))
+    row, expert = np.unravel_index(int(loads.argmax()), loads.shape)
+    busiest = f"the busiest expert is {expert} of layer {layers[row]}, with {loads.max():.2f} times the mean load"
+    unused = f"{int((loads == 0).sum()):,} of {loads.size:,} experts had no token."
+    return [Charts(charts), Remark(f"In the last tenth {busiest}; {unused}")]
+
+
+def relative_loads(counts: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Loads [layers, experts] relative to the mean load of the layer, from tokens [steps, layers, experts].
+
+    The loads of a layer without tokens are 0.
+    """
+    total = counts.sum(axis=0)
+    mean = total.mean(axis=1, keepdims=True)
+    return np.divide(total, mean, out=np.zeros_like(total), where=mean > 0)
 
 
 def _data(run: RunFolder) -> list[Block]:
-    data = run.data
+    data = run.recorded("data.json")
     if not data:
         return []
-    held_out = data.get("held_out")
     rows = [("training data", str(data.get("summary", NONE)))]
-    for name, text in held_out.items() if isinstance(held_out, dict) else ():
-        rows.append(("held-out data" if name == "eval" else str(name), str(text)))
-    rows += _used_tokens(run, data.get("tokens"))
+    rows += [(f"held-out data {name}", str(text)) for name, text in data.get("held_out", {}).items()]
     rows += [("mixture", str(line)) for line in data.get("mixture", [])]
-    blocks: list[Block] = [Facts(rows)]
+    blocks: list[Block] = [Table("", (), rows)]
     counts = [(str(name), str(text)) for name, text in data.get("counts", [])]
-    blocks += [DataTable("Counts of the training rows", ("count", "value"), counts, 2, is_folded=True)] * bool(counts)
+    blocks += [Table("Counts of the training rows", ("count", "value"), counts, 2, is_folded=True)] * bool(counts)
     blocks += [Remark(str(note)) for note in data.get("notes", [])]
-    samples = data.get("samples", [])[:_MOST_SAMPLES]
-    about = "The coloured text of the documents is trained; the rest is context without a loss."
-    blocks += [Remark(about)] * bool(samples)
-    for number, sample in enumerate(samples, start=1):
+    for number, sample in enumerate(data.get("samples", [])[:_MOST_SAMPLES], start=1):
         title = " ".join(str(sample.get(part, "")) for part in ("source", "title")).strip()
         spans = [(str(text), bool(is_supervised)) for text, is_supervised in sample["spans"]]
-        blocks.append(MarkedText(f"Document {number}" + (f": {title}" if title else ""), spans))
+        blocks.append(Text(f"Document {number}" + (f": {title}" if title else ""), spans))
     return blocks
 
 
-def _used_tokens(run: RunFolder, num_tokens: object) -> list[tuple[str, str]]:
-    seen = run.last("data/tokens_seen")
-    if not seen or not isinstance(num_tokens, int) or not num_tokens:
-        return []
-    times = seen / num_tokens
-    used = f"{share_text(times)} of" if times < 1 else f"{times:.2f} passes over"
-    return [("tokens used", f"{seen:,.0f}, {used} the {num_tokens:,} tokens of the training data")]
-
-
 def _answers(run: RunFolder) -> list[Block]:
-    by_prompt: dict[tuple[str, str], list[Sample]] = {}
-    for sample in run.samples:
-        by_prompt.setdefault((sample.name, sample.prompt), []).append(sample)
+    groups = _by_key(run.records(SAMPLES), ("name", "prompt"))
     return [
-        PromptAnswers(
-            f"Prompt {number}" + ("" if name == "eval" else f" of {name.removeprefix('eval/')}"),
-            _shortened(prompt),
-            _shortened(group[-1].expected),
+        _prompt_table(
+            f"Prompt {number} of {name}",
+            prompt,
             [
-                (f"step {sample.step:,} {sample.scores}".strip(), _shortened(sample.answer))
-                # The last of several samples at a step.
-                for sample in _spread([*{sample.step: sample for sample in group}.values()], _MOST_ANSWERS)
+                *[("expected", _shortened(str(group[-1]["expected"])))] * bool(group[-1]["expected"]),
+                # A step that was repeated after a resume has several answers, of which the last one counts.
+                *(
+                    (f"step {step:,} {answer.get('scores', '')}".strip(), _shortened(str(answer["answer"])))
+                    for step, answer in _spread([*{each["step"]: each for each in group}.items()], _MOST_ANSWERS)
+                ),
             ],
         )
-        for number, ((name, prompt), group) in enumerate(list(by_prompt.items())[:_MOST_SAMPLES], start=1)
+        for number, ((name, prompt), group) in enumerate(groups[:_MOST_SAMPLES], start=1)
     ]
 
 
 def _rollouts(run: RunFolder) -> list[Block]:
-    by_prompt: dict[tuple[int, str], list[Sample]] = {}
-    for answer in run.rollouts:
-        by_prompt.setdefault((answer.step, answer.prompt), []).append(answer)
+    groups = _by_key(run.records(ROLLOUTS), ("step", "prompt"))
     return [
-        PromptAnswers(
+        _prompt_table(
             f"Before step {step:,}",
-            _shortened(prompt),
-            "",
-            [(answer.scores, _shortened(answer.answer)) for answer in group],
+            prompt,
+            [(_scores(answer), _shortened(str(answer["text"]))) for each in group for answer in each["answers"]],
         )
-        for (step, prompt), group in _spread([*by_prompt.items()], _MOST_SAMPLES)
+        for (step, prompt), group in _spread(groups, _MOST_SAMPLES)
     ]
 
 
-def _log(run: RunFolder) -> list[Block]:
-    log, report = run.log_tail(), run.watchdog_report()
-    blocks: list[Block] = [Code("Report of the watchdog", _shortened(report, _LONGEST_FILE))] * bool(report)
-    return blocks + [Code("End of log.txt", log, is_tail=True)] * bool(log)
+def _scores(answer: Mapping[str, Any]) -> str:
+    parts = ", ".join(f"{name} {score}" for name, score in answer["parts"].items())
+    return f"reward {answer['reward']} ({parts}), advantage {answer['advantage']}, {answer['finish']}"
+
+
+def _by_key(records: Sequence[dict[str, Any]], key: tuple[str, str]) -> list[tuple[Any, list[dict[str, Any]]]]:
+    groups: dict[Any, list[dict[str, Any]]] = {}
+    for record in records:
+        groups.setdefault(tuple(record[name] for name in key), []).append(record)
+    return [*groups.items()]
+
+
+def _prompt_table(caption: str, prompt: object, rows: Sequence[tuple[str, str]]) -> Table:
+    return Table(caption, (), [("prompt", _shortened(str(prompt))), *rows])
 
 
 def _checkpoints(run: RunFolder) -> list[Block]:
-    rows = [
-        (f"step {saved.step:,}", bytes_text(saved.num_bytes), number_text(saved.eval_loss)) for saved in run.checkpoints
-    ]
-    return [DataTable("Complete checkpoints", ("step", "size", "eval loss"), rows)] * bool(rows)
+    rows = [(f"{saved.step:,}", bytes_text(saved.num_bytes), number_text(saved.eval_loss)) for saved in run.checkpoints]
+    return [Table("Complete checkpoints", ("step", "size", "eval/loss"), rows)] * bool(rows)
 
 
 def _exports(run: RunFolder) -> list[Block]:
-    results = [each for each in run.recorded("exports.json").get("exports", []) if isinstance(each, dict)]
-    verified = {str(result["folder"]): result for result in results if "folder" in result}
+    results = {each["folder"]: each for each in run.recorded("exports.json").get("exports", [])}
     blocks: list[Block] = []
     for name, state in run.exports.items():
-        result = verified.get(name, {})
+        result = results.get(name, {})
         blocks.append(Remark(f"{name}: {state}", {"verified": "good", "not verified": "plain"}.get(state, "bad")))
         lines = [str(line) for key in ("lines", "problems") for line in result.get(key, [])]
         lines += [str(result["skipped"])] if result.get("skipped") else []
-        blocks += [Code(f"What verifying {name} found", "\n".join(lines))] * bool(lines)
+        blocks += [_code(f"Results of verifying {name}", "\n".join(lines))] * bool(lines)
     return blocks
 
 
 def _repeat(run: RunFolder) -> list[Block]:
-    blocks: list[Block] = []
-    if run.versions:
-        blocks.append(Facts(list(run.versions.items())))
-    if run.starts and run.starts[-1].get("command"):
-        blocks.append(Code("Started as", str(run.starts[-1]["command"])))
-    blocks.append(Code("Command that repeats the run", repeat_command(run)))
-    if (text := run.text("config.yaml")) is not None:
-        title = "Run file with all defaults (config.yaml)"
-        blocks.append(Code(title, _shortened(text, _LONGEST_FILE), is_folded=True))
+    rows = [*run.versions.items(), ("started as", str(run.last_start.get("command", NONE)))]
+    blocks: list[Block] = [Table("", (), [*rows, ("repeat by", repeat_command(run))])]
+    if (text := run.text(CONFIG)) is not None:
+        blocks.append(_code("Run file with all defaults (config.yaml)", text, is_folded=True))
     return blocks
 
 
 def repeat_command(run: RunFolder) -> str:
-    """A command that repeats the run in another folder, with as many ranks."""
-    folder = run.path
-    ranks = int(run.starts[-1].get("ranks", 1)) if run.starts else run.status.ranks
-    per_host = int(run.starts[-1].get("ranks_per_host", ranks)) if run.starts else ranks
-    arguments = shlex.join([f"{folder}/config.yaml", f"output_dir={folder}-again"])
+    """A command that repeats the run in another folder, on the same number of ranks."""
+    ranks = run.last_start.get("ranks", run.status.ranks)
+    per_host = run.last_start.get("ranks_per_host", ranks)
+    arguments = shlex.join([f"{run.path}/config.yaml", f"output_dir={run.path}-again"])
     if ranks == 1:
         return f"ds-finetune train {arguments}"
     if ranks == per_host:
@@ -250,125 +322,41 @@ def repeat_command(run: RunFolder) -> str:
     return f"ds-finetune launch --hostfile HOSTFILE {arguments}   # {ranks} ranks, {per_host} on each host"
 
 
-def _spread(items: Sequence[T], most: int) -> list[T]:
+def _code(title: str, text: str, *, is_folded: bool = False) -> Text:
+    return Text(title, [(_shortened(text, _LONGEST_FILE), False)], is_folded=is_folded)
+
+
+def _spread(items: Sequence[T], most: int) -> Iterator[T]:
     """At most `most` of the items, evenly spread, with the first and the last one."""
     indices = np.unique(np.linspace(0, len(items) - 1, min(most, len(items))).round().astype(int))
-    return [items[index] for index in indices.tolist()]
+    return (items[index] for index in indices.tolist())
 
 
 def _shortened(text: str, most: int = _LONGEST_TEXT) -> str:
     return text if len(text) <= most else f"{text[:most]} …"
 
 
-def _kind(name: str) -> str:
-    last = name.rpartition("/")[2]
-    if last in ("accuracy", "exact_match", "reward_accuracy", "mfu", "mtp_accuracy"):
-        return "percent"
-    return "seconds" if last.endswith("_seconds") else "gib" if last.endswith("_gib") else "number"
-
-
-def _profile(run: RunFolder) -> list[Block]:
-    summary = run.recorded("profile/summary.json")
-    if not summary:
-        return []
-    categories = [str(name) for name in summary["categories"]]
-    named = [(f"rank {rank['rank']}", rank["mean"]) for rank in summary["ranks"][:_MOST_RANKS]]
-    rows = [
-        (
-            name,
-            f"{mean['seconds']:.4f}",
-            *(f"{mean['categories'][category]:.4f}" for category in categories),
-        )
-        for name, mean in [*named, ("mean", summary["mean"])]
-    ]
-    caption = f"Mean of steps {summary['steps'][0]:,} to {summary['steps'][-1]:,}, in seconds"
-    return [DataTable(caption, ("rank", "step", *categories), rows)]
-
-
-def expert_charts(run: RunFolder) -> list[Block]:
-    """Heat maps of expert loads; empty for a run without routed experts."""
-    if (table := run.experts) is None:
-        return []
-    layers, loads = table
-    counts, steps = loads["counts"].astype(np.float64), loads["step"]
-    tenth = max(len(counts) // 10, 1)
-    row = _ROW_PIXELS if len(layers) <= _MANY_ROWS else _ROW_PIXELS_OF_MANY
-    height = int(np.clip(_FRAME_PIXELS + row * len(layers), _LEAST_PIXELS, _MOST_PIXELS))
-    parts = {"first": slice(0, tenth), "last": slice(len(counts) - tenth, len(counts))}
-    maps = list[tuple[str, HeatMap, str]]()
-    if len(layers) * counts.shape[2] <= _MOST_CELLS:
-        for part, records in parts.items():
-            begin, end = steps[records][[0, -1]]
-            span = f"steps {begin:,} to {end:,}" if tenth > 1 else f"step {begin:,}"
-            title = f"Load of each expert, {part} tenth ({span})"
-            maps.append((title, *_load_map(relative_loads(counts[records]), layers)))
-    title = "Busiest expert of each layer over the run (largest load over the mean, less 1)"
-    maps.append((title, *_violation_map(counts, layers, steps)))
-    charts = [
-        Chart(title, (), summary, heat_map=heat_map, is_wide=True, height=height, note=summary)
-        for title, heat_map, summary in maps
-    ]
-    return [Charts(charts)]
-
-
-def relative_loads(counts: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Loads [layers, experts] relative to the layer's mean load, from counts [steps, layers, experts].
-
-    Loads are 0 for a layer without tokens.
-    """
-    total = counts.sum(axis=0)
-    mean = total.mean(axis=1, keepdims=True)
-    return np.divide(total, mean, out=np.zeros_like(total), where=mean > 0)
-
-
-def _load_map(loads: NDArray[np.float64], layers: list[int]) -> tuple[HeatMap, str]:
-    """Heat map of relative loads [layers, experts] on a scale of 1/4 to 4, and its summary."""
-    row, expert = np.unravel_index(int(loads.argmax()), loads.shape)
-    summary = (
-        f"The busiest expert is {expert} of layer {layers[row]}, with {loads.max():.2f} times the mean load; "
-        f"{int((loads == 0).sum()):,} of {loads.size:,} experts had no token."
-    )
-    experts = [str(expert) for expert in range(loads.shape[1])]
-    ticks = ((-2.0, "1/4"), (0.0, "mean load"), (2.0, "4x"))
-    shades = np.log2(np.clip(loads, 0.25, 4.0))
-    return HeatMap("expert", experts, layers, loads, shades, ticks, is_diverging=True), summary
-
-
-def _violation_map(counts: NDArray[np.float64], layers: list[int], steps: NDArray[Any]) -> tuple[HeatMap, str]:
-    """Heat map of each layer's MaxVio (equation 4 of arXiv 2408.15664) over spans of steps, and its summary."""
-    spans = np.array_split(np.arange(len(counts)), min(len(counts), _MOST_COLUMNS))
-    values = np.maximum(np.array([relative_loads(counts[span]).max(axis=1) - 1 for span in spans]).T, 0.0)
-    least_even = int(values[:, -1].argmax())
-    summary = (
-        f"At the end layer {layers[least_even]} is the least even one: its busiest expert has "
-        f"{values[:, -1].max() + 1:.2f} times the mean load."
-    )
-    top = max(round(float(values.max()), 2), 0.1)
-    columns = [f"{int(steps[span[0]]):,}" for span in spans]
-    return HeatMap("step", columns, layers, values, values, ((0.0, "0"), (top, f"{top:g}"))), summary
-
-
-SECTIONS: tuple[tuple[str, str, Callable[[RunFolder], list[Block]]], ...] = (
-    ("curves", "Curves", _curves),
-    ("plan", "Plan and layout", _plan),
-    ("events", "Starts, skipped steps and stragglers", _events),
-    ("log", "Log", _log),
-    ("profile", "Profiled steps", _profile),
-    ("experts", "Load of experts", expert_charts),
-    ("data", "Data", _data),
-    ("answers", "Generated answers over time", _answers),
-    ("rollouts", "Sampled answers and their rewards", _rollouts),
-    ("checkpoints", "Checkpoints", _checkpoints),
-    ("export", "Export and its verification", _exports),
-    ("repeat", "Versions and how to repeat the run", _repeat),
+SECTIONS: tuple[tuple[str, str, Callable[[RunFolder], list[Block]], str], ...] = (
+    ("curves", "Curves", _curves, "Points are evaluations on held-out data, and dashed lines are restarts."),
+    ("ranks", "Step times of ranks", _ranks, "Seconds of a step without the collectives."),
+    ("plan", "Plan and layout", _plan, ""),
+    ("events", "Starts, skipped steps and stragglers", _events, ""),
+    ("log", "Log", _log, ""),
+    (
+        "profile",
+        "Profiled steps",
+        _profile,
+        "Seconds of a step by kind of work; profile/trace.json.gz is the timeline.",
+    ),
+    ("experts", "Load of experts", _experts, "The load of an expert is the number of tokens sent to it."),
+    ("data", "Data", _data, "The coloured text of a document is trained; other text is context without a loss."),
+    ("answers", "Generated answers over time", _answers, "Greedy answers to held-out prompts at the evaluations."),
+    ("rollouts", "Sampled answers and their rewards", _rollouts, ""),
+    ("checkpoints", "Checkpoints", _checkpoints, ""),
+    ("export", "Export and its verification", _exports, ""),
+    ("repeat", "Versions and how to repeat the run", _repeat, ""),
 )
-"""Sections in the order of the page: name, heading, and function that returns the blocks; none without blocks."""
-LEADS = {
-    "curves": "Points are evaluations on held-out data. Click a name to hide it; drag over a part to enlarge it.",
-    "profile": "Seconds of a step by what the rank was doing; open profile/trace.json.gz in Perfetto for the timeline.",
-    "experts": "The load of an expert is the number of tokens sent to it. Colours show it relative to the mean of its "
-    "layer: grey is the mean, blue less and orange more.",
-    "answers": "Greedy answers to held-out prompts, at the evaluations of the run.",
-    "rollouts": "Answers that the model sampled to training prompts, and how they were scored.",
-}
-"""Sentences below the headings of sections, by name."""
+"""Sections in the order of the page: name, heading, function that returns the blocks, and sentence below the heading.
+
+A section without blocks is left out.
+"""

@@ -1,4 +1,4 @@
-"""Writes the files of reports: the page of one or more runs, and all reports at the end of a run."""
+"""Writes reports: the page of one run or several runs, and the page and model cards at the end of a run."""
 
 import shlex
 from collections.abc import Sequence
@@ -7,9 +7,9 @@ from pathlib import Path
 from ds_finetune.console.phase_line import Say
 from ds_finetune.errors import OutputError
 from ds_finetune.runs.folder import RunFolder
-from ds_finetune.runs.report.blocks import Page
 from ds_finetune.runs.report.model_card import write_model_cards
-from ds_finetune.runs.report.page import overlay_page, render_page, run_page
+from ds_finetune.runs.report.page import Page, render_page
+from ds_finetune.runs.report.sections import overlay_page, run_page
 from ds_finetune.runs.status import State
 from ds_finetune.system.whole_file import replace_file
 
@@ -27,27 +27,25 @@ def write_run_report(run_folder: Path, *, state: State | None = None) -> Path:
         OutputError: the folder holds no run, or the page cannot be written.
     """
     run = RunFolder.read(run_folder)
-    path = run_folder / REPORT
-    _check_replaceable(path)
-    # First the model cards: a failure of other reports must not prevent them.
+    _check_replaceable(run_folder / REPORT)
+    # The model cards come first, because they need no chart library.
     write_model_cards(run)
-    return write_page(run_page(run, state=state), path)
+    return write_page(run_page(run, state=state), run_folder / REPORT)
 
 
 def write_report(run_folders: Sequence[Path], out: Path) -> Path:
-    """Write the page of one run, or of several runs overlaid, to `out`; writes nothing else.
+    """Write the page of one run, or the page that compares several runs, to `out`, and nothing else.
 
-    OutputError where a folder has no run, or `out` is a file other than a report, or cannot be written.
+    OutputError if a folder holds no run, or if `out` cannot be written or is a file other than a report.
     """
     runs = [RunFolder.read(folder) for folder in run_folders]
-    _check_replaceable(out)
     return write_page(run_page(runs[0]) if len(runs) == 1 else overlay_page(runs), out)
 
 
 def write_page(page: Page, path: Path) -> Path:
-    """Write any page, such as that of an experiment; returns `path`.
+    """Write a page to a file; returns the path of the file.
 
-    OutputError where `path` is a file other than a report, or cannot be written.
+    OutputError if `path` cannot be written, or is a file other than a report.
     """
     _check_replaceable(path)
     # A text of the run may contain half a surrogate pair, which JSON can represent and UTF-8 cannot.
@@ -62,7 +60,7 @@ def write_page(page: Page, path: Path) -> Path:
 
 
 def try_run_report(run_folder: Path, say: Say, *, state: State) -> Path | None:
-    """Write the report of a run that ends. A failure only prints a line, since the run itself is done."""
+    """Write the report of a run that ends; a failure only prints a line, since the run itself has ended well."""
     try:
         return write_run_report(run_folder, state=state)
     except Exception as failed:  # noqa: BLE001 - a run that is trained and exported must not fail for its report
@@ -72,7 +70,7 @@ def try_run_report(run_folder: Path, say: Say, *, state: State) -> Path | None:
 
 
 def _check_replaceable(path: Path) -> None:
-    """OutputError where `path` is not a report, so that replacing it would lose data."""
+    """OutputError if `path` exists and is not a report, because writing a page would destroy its content."""
     if path.is_dir():
         raise OutputError(f"`{path}` is a folder", hint="name a file such as report.html")
     if not path.exists():

@@ -9,13 +9,12 @@ import yaml
 run = yaml.safe_load(Path(sys.argv[2]).read_text())
 ranks = int(sys.argv[sys.argv.index("--nproc") + 1]) if "--nproc" in sys.argv else 1
 folder, steps = Path(run["output_dir"]), int(run["train"]["for"].split()[0])
-first, last = map(int, run["profile"]["steps"].split("-"))
 if run.get("parallel", {}).get("tp", 1) > 1 and run.get("deepspeed", {}).get("zero_optimization", {}).get("stage") == 2:
     sys.exit("it fails")
 folder.mkdir(parents=True)
 with (folder / "metrics.jsonl").open("a") as metrics:
     for step in range(1, steps + 1):
-        is_timed = 2 < step < first
+        is_timed = step > 2
         seconds = ranks**-0.5 if is_timed else 100.0
         record = {
             "step": step,
@@ -25,6 +24,3 @@ with (folder / "metrics.jsonl").open("a") as metrics:
             "memory/peak_gib": 4.0 / ranks,
         }
         metrics.write(json.dumps(record) + "\n")
-mean = {"seconds": 2.0, "categories": {"communication": 0.5, "waiting": 0.1 * ranks}}
-(folder / "profile").mkdir()
-(folder / "profile" / "summary.json").write_text(json.dumps({"ranks": [{"mean": mean}] * ranks}))

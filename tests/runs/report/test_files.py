@@ -9,8 +9,8 @@ import pytest
 from huggingface_hub import ModelCard
 
 from ds_finetune.runs.folder import RunFolder
-from ds_finetune.runs.report.figures import bokehjs
 from ds_finetune.runs.report.model_card import write_card_of_source, write_model_cards
+from ds_finetune.runs.report.page import bokehjs
 from tests.runs.report.made_runs import make_run
 
 
@@ -84,4 +84,4 @@ def test_an_export_of_a_checkpoint_has_the_card_of_its_run(run: Path, tmp_path: 
 
 
 def test_the_chart_library_is_that_of_the_installed_package() -> None:
-    assert f'"{version("bokeh")}"' in bokehjs().read_text()
+    assert f'"{version("bokeh")}"' in bokehjs()

@@ -17,9 +17,8 @@ import pytest
 from ds_finetune.cli.main import main
 from ds_finetune.errors import OutputError
 from ds_finetune.runs.folder import RunFolder
-from ds_finetune.runs.report.blocks import TEMPLATES
-from ds_finetune.runs.report.page import overlay_page, render_page, run_page
-from ds_finetune.runs.report.sections import expert_charts, repeat_command
+from ds_finetune.runs.report.page import TEMPLATES, render_page
+from ds_finetune.runs.report.sections import overlay_page, relative_loads, repeat_command, run_page
 from ds_finetune.runs.report.write import try_run_report, write_report, write_run_report
 from ds_finetune.trainer.run_records import report_failure
 from tests.runs.report.made_runs import CONFIG, HOSTILE, make_run, metric_lines
@@ -81,10 +80,10 @@ def page(run: Path) -> PageParser:
 
 def test_a_report_has_each_part_of_the_run(page: PageParser) -> None:
     parts = {
-        "curves": "Loss Gradient norm Model FLOPs utilisation 2.3167",
+        "curves": "loss grad_norm perf/mfu 2.3167",
         "plan": "dp 2, ZeRO-1 a note",
         "events": "node1 w of layer 3 on rank 1 2.0x the median",
-        "experts": "5 of layer 2 8.00 times the mean load",
+        "experts": "5 of layer 2, with 8.00 times the mean load",
         "data": "600 rows rows read",
         "answers": "answer at 10 answer at 60",
         "export": "export: verified 47 tensors tensor x differs",
@@ -94,11 +93,11 @@ def test_a_report_has_each_part_of_the_run(page: PageParser) -> None:
     for name, words in parts.items():
         missing = [word for word in words.split() if word not in page.sections[name]]
         assert not missing, name
-    assert "best eval loss" in page.sections["top"]
+    assert "best eval/loss" in page.sections["top"]
 
 
 def test_trained_tokens_are_marked_and_texts_of_the_data_stay_texts(page: PageParser) -> None:
-    assert page.marked == [f"the answer {HOSTILE}", "2"]
+    assert page.marked == [f"the answer {HOSTILE}"]
     assert "img" not in page.tags
     assert "the question" in page.sections["data"]
 
@@ -121,18 +120,17 @@ def test_the_curves_have_the_numbers_of_the_run_and_restarts(page: PageParser) -
     charts = _charts(page)
     loss = charts[0]["lines"]
     names = [line["name"] for line in loss]
-    assert names == ["train", "smoothed", "eval", "eval math"]
+    assert names == ["train/loss", "train/loss", "eval/loss", "eval/math/loss"]
+    assert [line["role"] for line in loss] == ["faint", "mean", "points", "points"]
     assert (loss[0]["x"][0], loss[0]["y"][0]) == (1, 6.0)
     assert (loss[2]["x"][:2], loss[2]["y"][:2]) == ([10, 20], [2.65, 2.45])
-    figures = json.loads(page.scripts[0])["figures"]
-    assert '"restart"' in json.dumps(figures[charts[0]["figures"][0]])
-    assert len(figures) < len(charts), "figures that differ in names and values alone are shared"
-    norms = next(chart for chart in charts if chart["lines"][0]["name"] == "before clipping")
+    assert charts[0]["markers"] == [20], "the step of the restart"
+    norms = next(chart for chart in charts if chart["title"] == "grad_norm")
     assert norms["lines"][0]["y"][4] is None, "a step without a finite value is a gap"
 
 
 def _charts(page: PageParser) -> list[dict[str, Any]]:
-    return json.loads(page.scripts[0])["charts"]
+    return json.loads(page.scripts[0])
 
 
 def test_the_smoothed_loss_does_not_lag_behind_the_loss(page: PageParser) -> None:
@@ -144,10 +142,10 @@ def test_the_smoothed_loss_does_not_lag_behind_the_loss(page: PageParser) -> Non
 @pytest.mark.parametrize(
     ("metrics", "titles"),
     [
-        (("train/reward_accuracy", "train/reward_margin"), ["Reward accuracy", "Reward margin", "Loss"]),
-        (("rollout/reward", "rollout/answer_tokens"), ["Reward of sampled answers", "Length of sampled answers (tokens)", "Loss"]),
+        (("train/reward_accuracy", "train/reward_margin"), ["reward_accuracy", "reward_margin", "loss"]),
+        (("rollout/answer_tokens_max", "rollout/answer_tokens", "rollout/reward"), ["reward", "answer_tokens", "loss"]),
     ],
-)  # fmt: skip
+)
 def test_curves_of_the_objective_come_first(tmp_path: Path, metrics: tuple[str, ...], titles: list[str]) -> None:
     run = make_run(tmp_path / "run")
     records = [json.loads(line) | dict.fromkeys(metrics, 0.5) for line in metric_lines(3)]
@@ -155,24 +153,7 @@ def test_curves_of_the_objective_come_first(tmp_path: Path, metrics: tuple[str, 
     page = run_page(RunFolder.read(run))
     assert [chart.title for chart in page.charts][:3] == titles
     labels = [tile.label for tile in page.tiles]
-    assert all(label in labels for label in ("reward accuracy", "reward margin")[: 2 * ("train" in metrics[0])])
-
-
-def test_tokens_used_are_told_beside_those_of_the_data(page: PageParser) -> None:
-    assert "15,000, 25.0% of the 60,000 tokens of the training data" in page.sections["data"]
-
-
-def test_charts_of_collectives_have_to_be_opened(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "run")
-    records = [json.loads(line) | {"comm/all_gather_mib": 2.0, "mtp/loss": 3.0} for line in metric_lines(60)]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    html = write_run_report(folder).read_text()
-    folded = html[html.index("<summary>Communication of rank 0") :]
-    folded = folded[: folded.index("</details>")]
-    assert "comm/all_gather_mib" in folded
-    assert "mtp/loss" not in folded
-    assert html.count('<span class="chart-title">comm/') == 1
-    assert len(_charts(PageParser(html))) == html.count('class="plot"')
+    assert set(metrics) - {"rollout/answer_tokens_max"} <= set(labels)
 
 
 def test_words_on_coloured_ground_can_be_read() -> None:
@@ -200,13 +181,26 @@ def _luminance(colour: str) -> float:
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
-def test_a_heat_map_has_the_loads_relative_to_the_mean(run: Path) -> None:
-    (charts,) = expert_charts(RunFolder.read(run))
-    first, last, course = (chart.heat_map for chart in charts.charts)  # type: ignore[union-attr]
-    assert (first.values == 1.0).all()
-    assert np.argwhere(last.values == 8.0).tolist() == [[1, 5]], "row of layer 2, expert"
-    assert (last.shades[1, 5], last.shades[1, 0]) == (2.0, -2.0)
-    assert (course.values[0, 0], course.values[1, -1]) == (0.0, 7.0), "the row of layer 2 in the last column"
+def test_collectives_share_two_charts_and_units_stay_apart(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    names = ("comm/all_gather_mib", "comm/total_mib", "comm/total_share", "train/mismatch", "router/mismatch")
+    names += ("rollout/part/number", "rollout/scored/number", "router/max_violation_mean", "router/max_violation_max")
+    records = [json.loads(line) | dict.fromkeys(names, 0.5) for line in metric_lines(3)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    lines = {chart.title: [line.name for line in chart.lines] for chart in run_page(RunFolder.read(run)).charts}
+    assert lines["comm/*_mib"] == ["comm/all_gather_mib", "comm/total_mib"]
+    assert lines["comm/*_share"] == ["comm/total_share"]
+    assert lines["router/max_violation"] == ["router/max_violation_mean", "router/max_violation_max"]
+    for title in ("mismatch", "router/mismatch", "rollout/part", "rollout/scored"):
+        assert len(lines[title]) == 1, title
+
+
+def test_a_heat_map_has_the_loads_relative_to_the_mean(page: PageParser) -> None:
+    first, last = (chart["lines"][0] for chart in _charts(page) if chart["lines"][0]["role"] == "map")
+    assert set(first["values"]) == {1.0}
+    busiest = [(y, x) for x, y, value in zip(last["x"], last["y"], last["values"], strict=True) if value == 8.0]
+    assert busiest == [(2, 5)], "layer, expert"
+    assert relative_loads(np.zeros((3, 1, 4))).tolist() == [[0.0] * 4]
 
 
 @pytest.mark.parametrize("steps", [10_000, pytest.param(100_000, marks=pytest.mark.slow)])
@@ -217,7 +211,7 @@ def test_a_long_run_stays_small_and_keeps_its_spike(tmp_path: Path, steps: int) 
     (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     html = render_page(run_page(RunFolder.read(run)))
     assert len(html.encode()) < MOST_BYTES
-    norm = next(chart for chart in _charts(PageParser(html)) if chart["title"] == "Gradient norm")["lines"][0]
+    norm = next(chart for chart in _charts(PageParser(html)) if chart["title"] == "grad_norm")["lines"][0]
     assert dict(zip(norm["x"], norm["y"], strict=True))[4322] == 99.5
 
 
@@ -240,13 +234,37 @@ def test_the_command_that_repeats_a_run_is_quoted(tmp_path: Path) -> None:
     assert words[-2:] == [f"{run}/config.yaml", f"output_dir={run}-again"]
 
 
-def test_layers_of_a_table_of_experts_are_numbers(tmp_path: Path) -> None:
+def test_files_that_cannot_be_read_leave_out_their_section_alone(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    table = (run / "experts.jsonl").read_text()
-    (run / "experts.jsonl").write_text(table.replace("[1, 2, 3]", '[1, 2, "b"]'))
+    (run / "experts.jsonl").write_text((run / "experts.jsonl").read_text().replace("[1, 2, 3]", '[1, 2, "b"]'))
+    (run / "ranks.jsonl").write_text('{"step": 1, "seconds": [0.1, "a"]}\n')
     page = PageParser(render_page(run_page(RunFolder.read(run))))
-    assert "experts" not in page.sections
-    assert "experts.jsonl cannot be read: " in page.sections["top"]
+    assert not {"experts", "ranks"} & page.sections.keys()
+    assert "curves" in page.sections
+    for title in ("Load of experts", "Step times of ranks"):
+        assert (
+            f"the section {title} is left out: this version cannot read its files (ValueError" in page.sections["top"]
+        )
+
+
+def test_times_of_many_ranks_are_three_lines_from_the_last_number_of_ranks(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    records = [{"step": 1, "seconds": [1.0, 2.0]}]
+    records += [{"step": step, "seconds": [0.1 * (rank + 1) for rank in range(9)]} for step in (2, 3)]
+    (run / "ranks.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    chart = next(chart for chart in run_page(RunFolder.read(run)).charts if "by rank" in chart.title)
+    lines = {line.name: (list(line.x), list(line.y)) for line in chart.lines}  # type: ignore[call-overload,arg-type]
+    assert lines["slowest rank"] == ([2, 3], [pytest.approx(0.9)] * 2)
+    assert lines["median"] == ([2, 3], [0.5] * 2)
+
+
+def test_sampled_answers_have_their_scores(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    answer = {"text": "5", "reward": 1.5, "parts": {"number": 1.0, "format": None}, "advantage": 0.5, "finish": "stop"}
+    (run / "rollouts.jsonl").write_text(json.dumps({"step": 1, "prompt": "2 + 3", "answers": [answer]}) + "\n{\n")
+    text = PageParser(render_page(run_page(RunFolder.read(run)))).sections["rollouts"]
+    for part in ("Before step 1", "2 + 3", "reward 1.5 (number 1.0, format None), advantage 0.5, stop"):
+        assert part in text
 
 
 def test_profiled_steps_are_tabulated_and_an_unknown_form_is_told(tmp_path: Path) -> None:
@@ -260,16 +278,6 @@ def test_profiled_steps_are_tabulated_and_an_unknown_form_is_told(tmp_path: Path
     assert all(word in text for word in ("rank 0", "0.3000", "0.2000", "steps 10 to 11"))
     (run / "profile" / "summary.json").write_text('{"steps": []}')
     assert "the section Profiled steps is left out" in " ".join(run_page(RunFolder.read(run)).warnings)
-
-
-def test_a_forecast_is_beside_what_was_measured(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run")
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    forecast = {"memory/predicted_gib": 3.0, "memory/measured_gib": 2.5}
-    lines[19] = json.dumps(json.loads(lines[19]) | forecast)
-    (run / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
-    text = PageParser(render_page(run_page(RunFolder.read(run)))).sections["plan"]
-    assert "3.00 GiB predicted, 2.50 GiB measured" in text
 
 
 def test_sections_without_content_are_left_out(tmp_path: Path) -> None:

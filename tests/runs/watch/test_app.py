@@ -14,8 +14,7 @@ from starlette.testclient import TestClient
 
 from ds_finetune.cli.main import main
 from ds_finetune.runs.folder import RunFolder
-from ds_finetune.runs.report.blocks import TEMPLATES
-from ds_finetune.runs.report.figures import bokehjs
+from ds_finetune.runs.report.page import TEMPLATES, bokehjs
 from ds_finetune.runs.watch import MOST_COMPARED, AccessRules, make_app
 from tests.conftest import ROOT
 from tests.runs.report.test_page import PageParser
@@ -42,16 +41,16 @@ def _rows(root: Path) -> dict[str, str]:
     return {unescape(row.partition('value="')[2].partition('"')[0]): unescape(row) for row in rows}
 
 
-def _numbers(client: TestClient, *runs: str, **query: str) -> dict[str, Any]:
-    """What the page of runs has for its script."""
+def _charts(client: TestClient, *runs: str, **query: str) -> list[dict[str, Any]]:
+    """The charts of the page of runs."""
     answer = client.get("/run", params={"run": runs, **query})
     assert answer.status_code == 200, answer.text
     return json.loads(PageParser(answer.text).scripts[0])
 
 
-def _points(page: dict[str, Any]) -> dict[str, Any]:
+def _points(charts: list[dict[str, Any]]) -> dict[str, Any]:
     """The first line of the first chart."""
-    return page["charts"][0]["lines"][0]
+    return charts[0]["lines"][0]
 
 
 def _add(run: Path, *records: dict[str, Any]) -> None:
@@ -80,8 +79,7 @@ def test_the_page_is_that_of_the_report(runs: Path) -> None:
         assert text in page.sections["top"]
     assert "<b>step 2</b>" in page.sections["log"]
     assert "  stacks" in page.sections["log"]
-    assert "at the last step rank 1 is the slowest, with 0.4 s" in page.sections["curves"]
-    assert list(page.sections) == ["top", "curves", "plan", "events", "log", "repeat"]
+    assert list(page.sections) == ["top", "curves", "ranks", "plan", "log", "repeat"]
 
 
 def test_eta_of_the_page_is_that_of_the_line(runs: Path) -> None:
@@ -94,25 +92,24 @@ def test_eta_of_the_page_is_that_of_the_line(runs: Path) -> None:
 
 def test_later_points_are_in_the_same_lines(runs: Path) -> None:
     client = _client(runs)
-    first = _numbers(client, "a")
-    assert (first["isLive"], len(first["figures"]), _points(first)["x"]) == (True, 2, [1, 2, 3, 4, 5])
+    first = _charts(client, "a")
+    assert _points(first)["x"] == [1, 2, 3, 4, 5]
     _add(runs / "a", {"step": 6, "train/loss": 0.5}, {"step": 7, "train/loss": None})
-    later = _numbers(client, "a", figures="no")
-    assert (later["figures"], later["charts"][0]["figures"]) == ([], [])
+    later = _charts(client, "a", library="no")
     assert (_points(later)["x"], _points(later)["y"][-2:]) == ([1, 2, 3, 4, 5, 6, 7], [0.5, None])
     # A resumed run replaces the file.
     (runs / "a" / "new").write_text('{"step": 1, "train/loss": 3.0}\n{"step": 8, "train/loss": 2.0}\n')
     (runs / "a" / "new").rename(runs / "a" / "metrics.jsonl")
-    assert _points(_numbers(client, "a", figures="no"))["x"] == [1, 8]
+    assert _points(_charts(client, "a", library="no"))["x"] == [1, 8]
 
 
 def test_runs_are_compared_with_later_points_of_each(runs: Path) -> None:
     client = _client(runs)
     make_run(runs / "b", steps=3)
-    assert [line["name"] for line in _numbers(client, "a", "b")["charts"][0]["lines"]] == ["a", "b"]
+    assert [line["name"] for line in _charts(client, "a", "b")[0]["lines"]] == ["a", "b"]
     _add(runs / "b", {"step": 4, "train/loss": 7.0})
-    later = _numbers(client, "a", "b", figures="no")
-    assert [line["x"][-1] for line in later["charts"][0]["lines"]] == [5, 4]
+    later = _charts(client, "a", "b", library="no")
+    assert [line["x"][-1] for line in later[0]["lines"]] == [5, 4]
 
 
 @pytest.mark.parametrize("name", ["..", "../secret", "/etc", "deep", "", "a/../a", "a\0", "link", "deep/link"])
@@ -128,7 +125,7 @@ def test_a_run_that_becomes_a_link_to_elsewhere_is_read_no_more(runs: Path) -> N
     secret = make_run(runs.parent / "secret", steps=7)
     (secret / "log.txt").write_text("secret")
     (secret / "status.json").write_text('{"state": "failed", "reason": "secret"}')
-    assert _points(_numbers(client, "a"))["x"][-1] == 5
+    assert _points(_charts(client, "a"))["x"][-1] == 5
     shutil.rmtree(runs / "a")
     (runs / "a").symlink_to(secret)
     for path in ("/", "/run"):
@@ -143,9 +140,6 @@ def test_a_run_that_becomes_a_link_to_elsewhere_is_read_no_more(runs: Path) -> N
     [
         ("/run", 400),
         ("/run?" + "&".join(f"run={number}" for number in range(MOST_COMPARED + 1)), 400),
-        ("/static/..%2Fwatch.py", 404),
-        ("/static/../../watch.py", 404),
-        ("/static/page.css", 404),
         ("/nothing", 404),
     ],
 )
@@ -202,16 +196,15 @@ def test_a_folder_whose_metrics_have_no_steps_is_one_error(runs: Path, capsys: p
     assert "key `step`" in error
 
 
-def test_scripts_are_those_of_the_package(runs: Path) -> None:
+def test_scripts_are_those_of_the_package_and_the_policy_allows_no_other(runs: Path) -> None:
     client = _client(runs)
-    assert client.get("/static/bokeh.min.js").content == bokehjs().read_bytes()
-    script = (TEMPLATES / "page.js").read_bytes()
-    assert client.get("/static/page.js").content == script
-    assert b"innerHTML =" not in script
-    assert b"http" not in script
-    page = client.get("/run?run=a")
-    assert PageParser(page.text).addresses.count("/static/page.js") == 1
-    assert len(page.content) < 200_000, "the library is not in it"
+    text = client.get("/run?run=a").text
+    script = (TEMPLATES / "page.js").read_text()
+    assert PageParser(text).scripts[1:] == [bokehjs(), script]
+    assert "innerHTML =" not in script
+    assert "http" not in script
+    assert "default-src 'none'; base-uri 'none'; form-action 'self'; connect-src 'self';" in text
+    assert len(client.get("/run?run=a&library=no").content) < 50_000
 
 
 def test_watch_starts_without_torch() -> None:

@@ -1,168 +1,120 @@
-// The page of runs: charts that are drawn once they come into sight, their legends, the theme, and later steps.
+// Draws the charts of a page by BokehJS; a page of `watch` also asks for new points and texts every two seconds.
 "use strict";
 (() => {
-  const LEAST_PAUSE = 2000, END = 1e9;
-  const root = document.documentElement;
-  const { charts, figures, isLive } = JSON.parse(document.getElementById("numbers").textContent);
+  const PAUSE = 2000, GREY = "#74808f";
+  const PALETTE = ["#3b7ddd", "#e0701a", "#17966b", "#9460d8", "#d8446a", "#128fa6", "#a67c1b", "#6b7685"];
+  const SHADES = ["#2c5fa8", "#5a83bf", "#7fa8d9", "#acc0da", "#d9dce2", "#e3bfa8", "#eda36e", "#d97040", "#c2410c"];
+  const MAP = "map";
+  const content = document.getElementById("numbers");
+  let charts = content ? JSON.parse(content.textContent) : [];
   const boxes = [...document.querySelectorAll(".plot")];
-  const prefersDark = matchMedia("(prefers-color-scheme: dark)");
-  const drawings = boxes.map((box, at) => ({ box, chart: charts[at], hidden: new Set(), isLog: 0, plot: null, done: Promise.resolve() }));
+  const sources = boxes.map(() => []);
 
-  // The colours of the theme, and which lines are shown.
-  function adorn({ plot, chart, hidden }) {
-    const muted = getComputedStyle(document.querySelector(".subtitle")).color;
-    const line = getComputedStyle(document.querySelector("nav")).borderBottomColor;
-    const colours = { axis_label_text_color: muted, major_label_text_color: muted, axis_line_color: line, major_tick_line_color: line, grid_line_color: line };
-    for (const model of plot.references()) {
-      for (const [name, colour] of Object.entries(colours)) if (name in model) model[name] = colour;
-      if (model.type === "GlyphRenderer" && chart.lines[model.name]) model.visible = !hidden.has(chart.lines[model.name].name);
-    }
-  }
+  // Columns of a data source; JSON has null for a value that is not finite, which is a gap in the line.
+  const columnsOf = ({ x, y, role, values }) => ({ x, y: y.map((each) => each ?? NaN), ...(role === MAP ? { values } : {}) });
 
-  function fill({ plot, chart }) {
-    chart.lines.forEach(({ x, y }, at) => {
-      const source = plot.select_one(`line ${at}`);
-      if (source.data.x !== x) source.data = { x, y: y.map((value) => value ?? NaN) };
-    });
-  }
-
-  // Writes the values at the pointer into the legend: of each name the value at the nearest number of the last line.
-  function tell({ box, chart: { lines, unit } }, at) {
-    const digits = new Intl.NumberFormat("en", { maximumSignificantDigits: 5 });
-    for (const entry of box.parentElement.querySelectorAll(".entry")) {
-      const { x, y } = lines.findLast(({ name }) => name === entry.dataset.name);
-      const near = x.reduce((best, each, place) => (Math.abs(each - at) < Math.abs(x[best] - at) ? place : best), 0);
-      const value = y[near] === null ? "not finite" : digits.format(y[near] * (unit === "%" ? 100 : 1)) + unit;
-      entry.dataset.value = at === null || !x.length ? "" : `${value} at ${digits.format(x[near])}`;
-    }
-  }
-
-  function draw(drawing) {
-    drawing.done = drawing.done.then(async () => {
-      drawing.plot?.document.remove_root(drawing.plot);
-      const content = Bokeh.require("document").Document.from_json(figures[drawing.chart.figures[drawing.isLog]].doc);
-      const [plot] = content.roots();
-      drawing.plot = plot;
-      // The height around a value that never changes.
-      const most = drawing.chart.lines.reduce((all, { y }) => y.reduce((each, value) => Math.max(each, Math.abs(value)), all), 0);
-      plot.y_range.default_span = 2 * most || 2;
-      fill(drawing);
-      adorn(drawing);
-      // A finger that is dragged scrolls the page.
-      if (matchMedia("(pointer: coarse)").matches) plot.toolbar.active_drag = null;
-      await Bokeh.embed.add_document_standalone(content, drawing.box);
-      plot.on_event("doubletap", () => plot.reset.emit());
-      for (const event of ["mousemove", "tap"]) plot.on_event(event, ({ x }) => tell(drawing, x));
-      plot.on_event("mouseleave", () => tell(drawing, null));
-      root.dataset.drawn = String(drawings.filter((each) => each.plot).length);
-    });
-  }
-
-  const sight = new IntersectionObserver((entries) => entries.filter((entry) => entry.isIntersecting).forEach(({ target }) => {
-    sight.unobserve(target);
-    draw(drawings[boxes.indexOf(target)]);
-  }), { rootMargin: isLive ? "300px" : "100000px" });
-  if (drawings.length) Bokeh.logger.set_level("error");
-  for (const drawing of drawings) {
-    const figure = drawing.box.parentElement;
-    sight.observe(drawing.box);
-    figure.querySelector(".logarithmic")?.addEventListener("click", ({ target }) => {
-      drawing.isLog = 1 - drawing.isLog;
-      target.ariaPressed = String(Boolean(drawing.isLog));
-      draw(drawing);
-    });
-    for (const entry of figure.querySelectorAll(".entry")) entry.addEventListener("click", () => {
-      if (!drawing.hidden.delete(entry.dataset.name)) drawing.hidden.add(entry.dataset.name);
-      entry.ariaPressed = String(!drawing.hidden.has(entry.dataset.name));
-      if (drawing.plot) adorn(drawing);
-    });
-  }
-
-  const button = document.getElementById("theme");
-  const isDark = () => (root.dataset.theme ? root.dataset.theme === "dark" : prefersDark.matches);
-  function recolour() {
-    button.textContent = isDark() ? "Light" : "Dark";
-    button.setAttribute("aria-label", `Switch to the ${button.textContent.toLowerCase()} theme`);
-    drawings.filter(({ plot }) => plot).forEach(adorn);
-  }
-  function store(theme) {
-    try { return theme ? localStorage.setItem("theme", theme) : localStorage.getItem("theme"); } catch { return null; }
-  }
-  if (isLive && store()) root.dataset.theme = store();
-  button.hidden = false;
-  button.addEventListener("click", () => {
-    root.dataset.theme = isDark() ? "light" : "dark";
-    store(root.dataset.theme);
-    recolour();
-  });
-  prefersDark.addEventListener("change", recolour);
-  root.dataset.drawn = "0";
-  recolour();
-
-  function filterRuns() {
-    const words = (document.getElementById("filter")?.value ?? "").toLowerCase().split(/\s+/);
-    for (const row of document.querySelectorAll("form tbody tr")) {
-      row.hidden = !words.every((word) => row.textContent.toLowerCase().includes(word));
-    }
-  }
-  document.addEventListener("input", filterRuns);
-  document.querySelector("pre.tail")?.scrollTo(0, END);
-  if (!isLive) return;
-
-  // Takes over the texts of a newer page; what is open, ticked or in focus stays.
-  function takeTexts(newer) {
-    for (const part of document.querySelectorAll("[data-live]")) {
-      const later = newer.querySelector(`[data-live="${CSS.escape(part.dataset.live)}"]`);
-      later.querySelectorAll("details").forEach((each, at) => { each.open = part.querySelectorAll("details")[at]?.open ?? false; });
-      const ticked = [...part.querySelectorAll("input:checked")].map(({ value }) => value);
-      const tail = part.querySelector("pre.tail");
-      const scrolled = tail && tail.scrollTop + tail.clientHeight < tail.scrollHeight - 8 ? tail.scrollTop : END;
-      const focused = part.contains(document.activeElement) ? document.activeElement.id : "";
-      if (later.querySelector("tbody") && part.querySelector("#filter")) {
-        part.querySelector("tbody").replaceWith(later.querySelector("tbody"));
-      } else if (later.innerHTML !== part.innerHTML) part.replaceChildren(...later.childNodes);
-      for (const box of part.querySelectorAll("[name=run]")) box.checked = ticked.includes(box.value);
-      part.querySelector("pre.tail")?.scrollTo(0, scrolled);
-      if (focused) document.getElementById(focused)?.focus();
-    }
-    filterRuns();
-  }
-
-  function takePoints(newer) {
-    newer.forEach(({ lines }, at) => lines.forEach(({ x, y }, which) => {
-      const line = charts[at].lines[which];
-      // A line to which nothing was added is not drawn again.
-      if (x.length !== line.x.length || x.at(-1) !== line.x.at(-1)) Object.assign(line, { x, y });
+  function drawLine(plot, source, { name, role, colour }) {
+    const style = { source, name, color: PALETTE[colour % PALETTE.length] };
+    const glyphs = [];
+    if (role !== "dots") glyphs.push(plot.line({ field: "x" }, { field: "y" }, {
+      ...style, line_width: role === "line" || role === "mean" ? 2 : 1, line_alpha: role === "faint" ? 0.45 : 1, line_dash: role === "dashed" ? "dashed" : "solid",
     }));
-    drawings.filter(({ plot }) => plot).forEach(fill);
+    if (role === "points" || role === "dots") glyphs.push(plot.scatter({ field: "x" }, { field: "y" }, { ...style, size: 6 }));
+    return glyphs;
   }
 
-  const shapeOf = (page, all) => JSON.stringify([[...page.querySelectorAll("[data-live]")].map(({ dataset }) => dataset.live),
-    all.map(({ title, lines }) => [title, lines.map(({ name, role }) => [name, role])])]);
+  function drawMap(plot, source, { name }) {
+    const transform = new Bokeh.LogColorMapper({ palette: SHADES, low: 0.25, high: 4 });
+    const colour = { field: "values", transform };
+    const bar = new Bokeh.ColorBar({ color_mapper: transform, width: 8, background_fill_color: null, major_label_text_color: GREY });
+    plot.add_layout(bar, "right");
+    return [plot.rect({ field: "x" }, { field: "y" }, 1, 1, { source, name, fill_color: colour, line_color: null })];
+  }
+
+  function draw(at) {
+    const { x_name, y_name, has_log_x, categories, is_percent, markers, lines } = charts[at];
+    const isMap = lines.some(({ role }) => role === MAP);
+    const tooltips = [["", isMap ? "@values{0.00} of expert @x in layer @y" : `$name: ${is_percent ? "@y{0.0%}" : "@y"} at @x`]];
+    const hover = new Bokeh.HoverTool({ mode: isMap ? "mouse" : "vline", tooltips });
+    const zoom = new Bokeh.BoxZoomTool({ dimensions: "width" });
+    const plot = new Bokeh.Plotting.figure({
+      sizing_mode: "stretch_both", toolbar_location: null, x_axis_label: x_name, y_axis_label: y_name, x_axis_type: has_log_x ? "log" : "auto",
+      x_range: categories.length ? categories : undefined, background_fill_color: null, border_fill_color: null, outline_line_color: null,
+      tools: [hover, zoom],
+    });
+    // A finger that is dragged scrolls the page.
+    plot.toolbar.active_drag = matchMedia("(pointer: coarse)").matches ? null : zoom;
+    for (const axis of [...plot.xaxes, ...plot.yaxes]) {
+      if (isMap || axis.axis_label === "step") axis.ticker.min_interval = 1;
+      Object.assign(axis, { axis_label_text_color: GREY, major_label_text_color: GREY, axis_line_color: GREY, major_tick_line_color: GREY, minor_tick_line_color: null });
+    }
+    if (is_percent) plot.yaxis.formatter = new Bokeh.NumeralTickFormatter({ format: "0.[0]%" });
+    for (const grid of [...plot.xgrids, ...plot.ygrids]) Object.assign(grid, { grid_line_color: GREY, grid_line_alpha: 0.25 });
+    for (const location of markers) plot.add_layout(new Bokeh.Span({ location, dimension: "height", line_color: GREY, line_dash: "dashed" }));
+    sources[at] = lines.map((line) => new Bokeh.ColumnDataSource({ data: columnsOf(line) }));
+    const renderers = lines.map((line, number) => (line.role === MAP ? drawMap : drawLine)(plot, sources[at][number], line));
+    if (!isMap) {
+      // Values and mean of a metric have one name, which hides both.
+      const names = [...new Set(lines.map(({ name }) => name))];
+      const items = names.map((label) => new Bokeh.LegendItem({ label, renderers: renderers.filter((_, number) => lines[number].name === label).flat() }));
+      hover.renderers = renderers.filter((_, number) => lines[number].role !== "mean").flat();
+      plot.add_layout(new Bokeh.Legend({
+        items, click_policy: "hide", orientation: "horizontal", ncols: 2, location: "top_left", label_text_color: GREY, label_text_font_size: "12px",
+        background_fill_color: null, border_line_color: null, padding: 0, margin: 4,
+      }), "below");
+    }
+    return Bokeh.Plotting.show(plot, boxes[at]);
+  }
+
+  // Charts are drawn when they come into sight.
+  const sight = new IntersectionObserver((entries) => {
+    for (const { target } of entries.filter((entry) => entry.isIntersecting)) {
+      sight.unobserve(target);
+      draw(boxes.indexOf(target));
+    }
+  }, { rootMargin: "400px" });
+  boxes.forEach((box) => sight.observe(box));
+  if (boxes.length) Bokeh.logger.set_level("error");
+  addEventListener("beforeprint", () => boxes.forEach((box, at) => { if (!sources[at].length) draw(at); }));
+  if (!("live" in document.documentElement.dataset)) return;
+
+  // Names of the charts and lines and of the parts of the page whose texts change: a page with other ones is loaded anew.
+  const outline = (page, itsCharts) => JSON.stringify([[...page.querySelectorAll("[data-part]")].map(({ dataset }) => dataset.part),
+    itsCharts.map(({ title, lines }) => [title, lines.map(({ name }) => name)])]);
+
   async function look() {
     const query = new URLSearchParams(location.search);
-    query.set("figures", "no");
+    query.set("library", "no");
     const answer = await fetch(`${location.pathname}?${query}`);
     const newer = new DOMParser().parseFromString(await answer.text(), "text/html");
     if (!answer.ok) throw new Error(newer.body.textContent);
-    const data = JSON.parse(newer.getElementById("numbers").textContent);
-    if (shapeOf(newer, data.charts) !== shapeOf(document, charts)) return location.reload();
-    takePoints(data.charts);
-    takeTexts(newer);
+    const later = JSON.parse(newer.getElementById("numbers")?.textContent ?? "[]");
+    if (outline(newer, later) !== outline(document, charts)) return location.reload();
+    later.forEach(({ lines }, at) => lines.forEach((line, number) => {
+      const { x } = charts[at].lines[number];
+      // A line without a new point is not drawn again.
+      if (sources[at].length && (x.length !== line.x.length || x.at(-1) !== line.x.at(-1))) sources[at][number].data = columnsOf(line);
+    }));
+    charts = later;
+    const ticked = new Set([...document.querySelectorAll("input:checked")].map(({ value }) => value));
+    for (const part of document.querySelectorAll("[data-part]")) {
+      const text = newer.querySelector(`[data-part="${CSS.escape(part.dataset.part)}"]`);
+      const focused = part.contains(document.activeElement) ? document.activeElement.id : "";
+      if (text.innerHTML !== part.innerHTML) part.replaceChildren(...text.childNodes);
+      for (const box of part.querySelectorAll("input")) box.checked = ticked.has(box.value);
+      if (focused) document.getElementById(focused)?.focus();
+    }
   }
 
   async function follow() {
-    const began = performance.now();
-    const link = document.getElementById("link");
-    if (!document.hidden) {
-      try {
-        await look();
-        link.textContent = "live";
-      } catch (error) {
-        link.textContent = error instanceof TypeError ? "connection lost, trying again" : error.message;
-      }
+    const began = performance.now(), link = document.getElementById("link");
+    try {
+      if (!document.hidden) await look();
+      link.textContent = "live";
+    } catch (error) {
+      link.textContent = error instanceof TypeError ? "connection lost, trying again" : error.message;
     }
-    setTimeout(follow, Math.max(LEAST_PAUSE, 10 * (performance.now() - began)));
+    setTimeout(follow, Math.max(PAUSE, 10 * (performance.now() - began)));
   }
-  setTimeout(follow, LEAST_PAUSE);
+  setTimeout(follow, PAUSE);
 })();

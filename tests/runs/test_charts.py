@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ds_finetune.runs.report.curves import drawn_points, smooth
+from ds_finetune.runs.report.charts import drawn_points, smooth
 
 
 def test_short_curves_keep_all_points() -> None:
