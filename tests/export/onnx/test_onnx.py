@@ -353,7 +353,10 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
         partial(_edit, use_sliding_window=True, layer_types=["full_attention", "sliding_attention", "full_attention"]),
         r"layers \[1\]",
     ),
-    "sliding everywhere": (partial(_edit, model_type="mixtral", sliding_window=4), "only full attention, .* sliding_window 4"),
+    "sliding everywhere": (
+        partial(_edit, model_type="mixtral", sliding_window=4),
+        "only full attention, .* sliding_window 4",
+    ),
     "clipped": (partial(_edit, model_type="olmoe", clip_qkv=8.0), "clip_qkv 8.0"),
     "fp8": (
         partial(_edit, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]}),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ds_finetune.model.attention import indexed_attention
-from ds_finetune.model.attention.indexed_attention import _DocumentWeights, ScoreInputs, divergences
+from ds_finetune.model.attention.indexed_attention import ScoreInputs, _DocumentWeights, divergences
 
 DOCUMENTS = ((7, 5), (12,))
 CHOSEN = ((None, torch.eye(5, dtype=torch.bool) | (torch.arange(5) == 0)), (torch.ones(12, 12).tril().bool(),))
