@@ -6,6 +6,7 @@ Each command's parser and function are in a module of this package.
 import argparse
 import atexit
 import codecs
+import errno
 import io
 import locale
 import os
@@ -13,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import NoReturn
 
@@ -21,7 +23,7 @@ from ds_finetune.cli.arguments import BEGINNING, Arguments, CommandParser, add_c
 from ds_finetune.cli.interrupts import INTERRUPT_EXIT_CODE
 from ds_finetune.cluster.launch.rank_logs import RUN_ID
 from ds_finetune.console.quiet import quiet_packages
-from ds_finetune.console.tables import show_error, show_piece
+from ds_finetune.console.tables import LOST, show_error, show_piece
 from ds_finetune.errors import RUN_ERROR_EXIT_CODE, ConfigError, FinetuneError
 from ds_finetune.system.error_file import record_error
 from ds_finetune.system.versions import check_versions
@@ -33,6 +35,9 @@ _MODULES = (
 """Modules with commands, in the order in which `--help` lists them."""
 _WITHOUT_MODELS = ("launch", "report", "watch", "doctor", "config", "checkpoint", "init", "demo", "completion")
 """Commands that compute nothing in this process, and do not check the versions of model packages."""
+_LONG = ("train", "launch", "sweep", "scaling", "serve", "watch")
+"""Commands that go on where a line of their output is lost, because their work is elsewhere."""
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _QUIET_SECONDS = 5.0
 """Delay in seconds before other ranks of a host exit with the same error, so that local rank 0 can print it."""
 
@@ -55,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             check_versions()
         quiet_packages()
         arguments.command(arguments)
+        _check_printed(command_line[0])
     except FinetuneError as error:
         _print_once(str(error))
         return error.exit_code
@@ -64,11 +70,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BaseException as error:
         if isinstance(error, SystemExit):
             raise
+        if isinstance(error, OSError) and error.errno in _FULL and error.filename is None:
+            _print_once(f"standard output, or a file, cannot be written: {error.strerror}\n  hint: free some space")
+            return RUN_ERROR_EXIT_CODE
         text = "".join(traceback.format_exception(error))
         record_error(text)
         show_error(f"rank {os.environ.get('RANK', '0')}: {text}")
         return RUN_ERROR_EXIT_CODE
     return 0
+
+
+def _check_printed(command: str) -> None:
+    """Raise the error at which a line was lost whose printing was the command's work."""
+    if LOST and command not in _LONG:
+        raise LOST.pop()
 
 
 def _check_encoding() -> None:
@@ -98,8 +113,10 @@ def exit_process(code: int = 0) -> NoReturn:
     exception", exit code -6).
     """
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        # A closed stream is None; one whose disk is full cannot be flushed.
+        with suppress(AttributeError, OSError):
+            stream.flush()
     os._exit(code)
 
 

@@ -1,5 +1,7 @@
 """`ds-finetune ask`, `chat` and `serve`: generate answers with an exported folder."""
 
+import io
+import sys
 from pathlib import Path
 
 from ds_finetune.cli.arguments import (
@@ -63,6 +65,9 @@ def _chat(arguments: Arguments) -> None:
     from ds_finetune.serving.in_process import EXIT_WORD, ChatSession, run_chat
 
     session = ChatSession(folder, max_new_tokens=arguments.max_new_tokens)
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        # Other bytes than those of the encoding reach the session, which refuses them.
+        sys.stdin.reconfigure(errors="surrogateescape")
     show_line(f"`{EXIT_WORD}` ends the chat")
     run_chat(session, read=lambda: OUT.input("> "), write=show_piece)
 

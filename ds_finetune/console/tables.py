@@ -8,7 +8,6 @@ themselves.
 import re
 import sys
 from collections.abc import Iterable
-from contextlib import suppress
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -16,6 +15,8 @@ from rich.console import Console
 from ds_finetune.console.phase_line import CLEAR_LINE
 
 OUT = Console(highlight=False, soft_wrap=True)
+LOST: list[OSError] = []
+"""The last error at which `show_line` lost a line."""
 ERR = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
@@ -59,10 +60,12 @@ def show_line(text: str) -> None:
     """Print a line without markup, replacing a progress line on a terminal; a full disk behind standard output does not
     end the run.
     """
-    with suppress(OSError):
+    try:
         if OUT.is_terminal:
             OUT.file.write(CLEAR_LINE)
         OUT.print(text, markup=False)
+    except OSError as error:
+        LOST[:] = [error]
 
 
 def show_piece(text: str) -> None:

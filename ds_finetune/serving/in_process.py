@@ -18,15 +18,18 @@ def ask(folder: Path, prompts: Sequence[str], *, max_new_tokens: int = 128) -> l
     """Greedy answers of the model in `folder` to prompts, which are rendered by its chat template if it has one."""
     import torch
 
+    for prompt in prompts:
+        _check_text(prompt)
     model, tokenizer = _load(folder)
-    answers = []
+    context, answers = _context(model), []
     for prompt in prompts:
         if tokenizer.chat_template:
             inputs = _inputs(tokenizer, [{"role": "user", "content": prompt}])
         else:
             inputs = tokenizer(prompt, return_tensors="pt")
         ids = inputs["input_ids"].to(model.device)
-        settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": max_new_tokens}
+        limit = min(max_new_tokens, _room(ids.shape[1], context))
+        settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": limit}
         with torch.no_grad():
             out = model.generate(ids, **settings)
         answers.append(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True).strip())
@@ -50,6 +53,23 @@ def _inputs(tokenizer: Any, messages: Sequence[Message]) -> Any:  # noqa: ANN401
     return tokenizer(text, add_special_tokens=False, return_tensors="pt")
 
 
+def _context(model: Any) -> float:  # noqa: ANN401 - of transformers
+    """Number of positions of a model; infinite where its config has none."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+
+
+def _room(tokens: int, context: float) -> float:
+    """Number of positions after `tokens` of a prompt; ExportError where it has none, or no token."""
+    if not tokens:
+        raise ExportError("the prompt has no tokens", hint="write a text")
+    if tokens >= context:
+        raise ExportError(
+            f"the message has {tokens} tokens, and the model's context is {context} tokens",
+            hint="send a shorter one",
+        )
+    return context - tokens
+
+
 def classify(folder: Path, texts: Sequence[str]) -> list[dict[str, float]]:
     """Probability of each class by name, for each text. A regression has one number, under the name of its only label.
 
@@ -68,10 +88,22 @@ def classify(folder: Path, texts: Sequence[str]) -> list[dict[str, float]]:
     tokenizer, score = AutoTokenizer.from_pretrained(folder, trust_remote_code=False), load_scorer(folder)
     names, results = config.id2label, []
     for text in texts:
+        _check_text(text)
         logits = score(dict(tokenizer(text, return_tensors="pt")))[0]
         scores = logits if len(logits) == 1 else logits.softmax(-1)
         results.append({str(names[number]): score for number, score in enumerate(scores.tolist())})
     return results
+
+
+def _check_text(text: str) -> None:
+    """ExportError for a text from the command line or a terminal with bytes that are no characters."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ExportError(
+            f"the text {text!r:.60} has bytes that are no characters in the encoding of this terminal",
+            hint="write it in UTF-8, and let no PYTHONIOENCODING name another encoding",
+        ) from None
 
 
 class ChatSession:
@@ -86,7 +118,7 @@ class ChatSession:
                 hint="ask it single questions with `ds-finetune ask`",
             )
         self._max_new_tokens = max_new_tokens
-        self._context: int | None = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
+        self._context = _context(self._model)
         self.messages: list[Message] = []
 
     def _check_generates(self, folder: Path) -> None:
@@ -108,14 +140,11 @@ class ChatSession:
         Returns a line for the user, empty if all messages fit; ExportError if `text` alone does not fit.
         """
         context, messages = self._context, self.messages
+        _check_text(text)
         while context and messages and self._num_tokens(messages, text) + self._max_new_tokens > context:
             # A question is dropped together with its answer.
             messages = messages[2:]
-        if context and (tokens := self._num_tokens(messages, text)) >= context:
-            raise ExportError(
-                f"the message has {tokens} tokens, and the model's context is {context} tokens",
-                hint="send a shorter one",
-            )
+        _room(self._num_tokens(messages, text), context)
         dropped, self.messages = len(self.messages) - len(messages), messages
         return f"({dropped} earlier messages left out: the context is {context} tokens)\n" if dropped else ""
 
@@ -133,7 +162,7 @@ class ChatSession:
         inputs = _inputs(self._tokenizer, messages).to(self._model.device)
         streamer = TextIteratorStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True)
         ids, mask = inputs["input_ids"], inputs["attention_mask"]
-        limit = min(self._max_new_tokens, (self._context or math.inf) - ids.shape[1])
+        limit = min(self._max_new_tokens, _room(ids.shape[1], self._context))
         settings = {"attention_mask": mask, "streamer": streamer, "max_new_tokens": limit}
         # In a daemon thread, an answer does not keep Ctrl-C from ending the program at once.
         failures: list[Exception] = []

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -478,3 +479,23 @@ def test_a_locale_that_is_not_utf8_is_refused_by_name(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert b"holds no run" in done.stderr
     assert b"Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("command", ["config schema", "init ROWS --out OWN", "launch FILE --emit k8s --nproc 1"])
+def test_output_that_a_full_disk_loses_is_an_error(command: str, tmp_path: Path) -> None:
+    """`> FILE` on a full disk left an empty file behind an exit code of 0."""
+    file = write_demo(tmp_path, ranks=1, days=201)
+    paths = {"FILE": file, "ROWS": tmp_path / "train.jsonl", "OWN": tmp_path / "own.yaml"}
+    words = [str(paths.get(word, word)) for word in command.split()]
+    with Path("/dev/full").open("wb", buffering=0) as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "ds_finetune", *words], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: standard output, or a file, cannot be written: No space left on device")
+
+
+def test_a_closed_standard_output_prints_no_traceback() -> None:
+    command = f"{shlex.quote(sys.executable)} -m ds_finetune config schema >&-"
+    done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ds_finetune.cli.main import main
 from ds_finetune.errors import ExportError, ServeError
-from ds_finetune.serving.in_process import ChatSession, run_chat
+from ds_finetune.serving.in_process import ChatSession, ask, run_chat
 from ds_finetune.serving.serve import Address, ServeOptions, _start_server, choose_engine, server_command
 from tests.conftest import ROOT
 from tests.running import start, tiny_task
@@ -401,6 +401,25 @@ def test_a_chat_leaves_out_what_its_context_does_not_hold(folder: Path) -> None:
     question, answer = session.messages
     assert question["content"] == "4" * 500
     assert len(session._tokenizer(answer["content"])["input_ids"]) <= 12
+
+
+def test_texts_that_no_model_can_read_are_refused(folder: Path) -> None:
+    session, printed = ChatSession(folder, max_new_tokens=4), []
+    turns = iter([b"a\xff".decode(errors="surrogateescape"), "1", "exit"])
+    run_chat(session, read=lambda: next(turns), write=printed.append)
+    assert printed[0].startswith(r"the text 'a\udcff' has bytes that are no characters")
+    assert [message["content"] for message in session.messages if message["role"] == "user"] == ["1"]
+    for text, message in (("\udcff", "has bytes that are no characters"), ("9" * 600, "context is 512 tokens")):
+        with pytest.raises(ExportError, match=message):
+            ask(folder, [text])
+
+
+def test_bytes_of_another_encoding_in_a_chat_print_no_traceback(folder: Path) -> None:
+    command = [sys.executable, "-m", "ds_finetune", "chat", str(folder), "--max-new-tokens", "1"]
+    environ = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, input=b"\xe6\x97\nexit\n", capture_output=True, env=environ, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"has bytes that are no characters" in done.stdout
 
 
 def test_an_error_while_an_answer_is_generated_ends_the_chat(folder: Path) -> None:
