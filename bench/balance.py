@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.small_v3 import SMALL_V3
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.batches import Batch, BatchPlan, divide_rows, training_batches
-from ds_finetune.data.documents import Documents, KeptDocument
+from ds_finetune.data.documents import Documents, TokenisedDocument
 from ds_finetune.data.prepared_rows import PreparedRows, pack
 from ds_finetune.engine.devices import choose_device
 from ds_finetune.engine.engine import Engine
@@ -103,7 +103,7 @@ def _rows(documents: Lengths, row_len: int) -> PreparedRows:
     cut = [(min(length, row_len), min(supervised, row_len - 1)) for length, supervised in documents]
     kept = Documents.of(
         [
-            KeptDocument([3] * length, [False] * (length - supervised) + [True] * supervised)
+            TokenisedDocument([3] * length, [False] * (length - supervised) + [True] * supervised)
             for length, supervised in cut
         ]
     )

@@ -375,7 +375,7 @@ def _type(key: Mapping[str, Any]) -> str:
         return f"`{key['const']}`"
     kind = {"array": "list", "object": "mapping", "boolean": "boolean"}.get(key["type"], key["type"])
     limits = (
-        ("minimum", "at least"), ("exclusiveMinimum", "above"), ("maximum", "at most"), ("exclusiveMaximum", "below")
+        ("minimum", "≥"), ("exclusiveMinimum", ">"), ("maximum", "≤"), ("exclusiveMaximum", "<")
     )  # fmt: skip
     return " ".join([kind, *(f"{word} {key[limit]:g}" for limit, word in limits if limit in key)])
 

@@ -36,7 +36,7 @@ class RewardConfig(Section):
     reward: str
     """A built-in reward, or a function of a Python file as `file.py:function`."""
     name: str | None = None
-    """Name in metrics and tables; left out, that of the reward or of the function."""
+    """Name of the reward in metrics and tables; left out, the built-in reward's or function's own name."""
     weight: float = 1.0
     """Factor of the reward's scores in the sum of all rewards; with 0 the reward is only reported."""
     timeout: float = Field(default=30.0, gt=0)

@@ -65,7 +65,7 @@ TOKEN_ARRAYS = ("ids", "mask", "offsets", "digests")
 BAD_ROWS_SHOWN = 20
 
 
-class KeptDocument(NamedTuple):
+class TokenisedDocument(NamedTuple):
     """A tokenised document to be written, with the fields of `Documents`. Without a second text, `second` is None."""
 
     ids: Sequence[int]
@@ -160,7 +160,7 @@ class Documents:
     places: NDArray[np.uint8]
 
     @classmethod
-    def of(cls, documents: Sequence[KeptDocument]) -> Self:
+    def of(cls, documents: Sequence[TokenisedDocument]) -> Self:
         """Concatenate a list of tokenised documents."""
         lengths = [len(document.ids) for document in documents]
         ids = np.array([i for document in documents for i in document.ids], dtype=np.int32)

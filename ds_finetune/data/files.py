@@ -106,7 +106,7 @@ def _lines(path: str) -> Iterator[tuple[int, str | DataError]]:
             offset += len(line)
 
 
-def _whole_text(path: str) -> str:
+def _read_text(path: str) -> str:
     with _open(path) as file:
         is_compressed = Path(path).suffix.lower() in _COMPRESSED
         content = file.read(_MOST_WHOLE_BYTES + 1 if is_compressed else -1)
@@ -165,7 +165,7 @@ def _parse_line(line: str, where: str) -> ReadRecord:
 
 
 def _read_json(path: str) -> Iterator[tuple[str, ReadRecord]]:
-    text = _whole_text(path)
+    text = _read_text(path)
     try:
         records = json.loads(text, object_pairs_hook=unique_keys)
     except json.JSONDecodeError as broken:
@@ -326,7 +326,7 @@ def _read_parquet(path: str) -> Iterator[tuple[str, ReadRecord]]:
 _READERS: Mapping[str, Callable[[str], Iterator[tuple[str, ReadRecord]]]] = {
     "json": _read_json,
     "jsonl": _read_jsonl,
-    "text": lambda path: iter([(path, {"text": _whole_text(path)})]),
+    "text": lambda path: iter([(path, {"text": _read_text(path)})]),
     "csv": _read_csv,
     "parquet": _read_parquet,
 }

@@ -205,7 +205,7 @@ def _fingerprint(sources: Sequence[Source], tokenisation: Tokenisation, choice: 
         "format": FORMAT_VERSION,
         "rules": RULES_VERSION,
         "sources": [source.fingerprint for source in sources],
-        "choice": [choice.rows, str(choice.share), choice.seed, choice.is_held_out],
+        "choice": [choice.rows, str(choice.fraction), choice.seed, choice.is_held_out],
         "tokenizer": tokenizer_digest(tokenisation.tokenizer),
         "special": [
             tokenisation.tokenizer.bos_token,
@@ -248,8 +248,8 @@ def _tokenise(
         shutil.rmtree(part)
     if not counts.read:
         names = ", ".join(source.path for source in sources)
-        if choice.share:
-            purpose, percent = "data.eval" if choice.is_held_out else "data.train", f"{float(choice.share * 100):g}%"
+        if choice.fraction:
+            purpose, percent = "data.eval" if choice.is_held_out else "data.train", f"{float(choice.fraction * 100):g}%"
             raise DataError(
                 f"{purpose} has no row: {names} have too few to hold out {percent} of them",
                 hint="give more rows, or name a file as data.eval",

@@ -70,7 +70,7 @@ class RenderedConversation:
         if probes.reasoning in ("", "tags") and any(message.get("reasoning_content") for message in self._messages):
             raise UnrenderedTextError("reasoning")
         self._with_placeholders = [
-            _with_placeholders(message, number, template) if self._is_found(number) else message
+            _with_placeholders(message, number, template) if self._is_turn(number) else message
             for number, message in enumerate(self._messages)
         ]
 
@@ -78,7 +78,7 @@ class RenderedConversation:
         """For each assistant message in `numbers`: the conversation that ends with this message, its only turn."""
         return [RenderedConversation(self._template, self._messages, self._tools, self._where, only=n) for n in numbers]
 
-    def _is_found(self, number: int) -> bool:
+    def _is_turn(self, number: int) -> bool:
         return self._messages[number]["role"] == "assistant" and self._only in (None, number)
 
     def turns(self) -> list[Turn]:
@@ -92,7 +92,7 @@ class RenderedConversation:
         turns: list[Turn] = []
         done = ""
         for number in range(len(self._messages)):
-            if not self._is_found(number):
+            if not self._is_turn(number):
                 continue
             try:
                 turn, done = self._turn(number, done)
@@ -147,7 +147,7 @@ class RenderedConversation:
         names = [
             [name for name, _, kind in _placeholders(message, n, self._template) if kind != "reasoning"]
             for n, message in enumerate(messages)
-            if message["role"] != "assistant" or self._is_found(n)
+            if message["role"] != "assistant" or self._is_turn(n)
         ]
         positions = [min(_find(rendered, name) for name in of_message) for of_message in names]
         if -1 in positions or positions != sorted(positions):
@@ -210,7 +210,7 @@ class RenderedConversation:
         texts = {name: text for name, text, _ in placeholders}
         rest = _fill_in(middle + last_name + tail[:end], texts)
         prompt, body = self._split(number, done, closed[:first], rest)
-        if not all(_is_whole(call, body) for call in message.get("tool_calls") or ()):
+        if not all(_has_call(call, body) for call in message.get("tool_calls") or ()):
             raise UnrenderedTextError("calls")
         stop = "" if self._template.probes.turn_end else self._next_header(number, last_name + tail)
         turn = Turn(number, self._with_texts(prompt), body, tail[end:] + stop, is_open and not stop)
@@ -223,7 +223,7 @@ class RenderedConversation:
         texts = {
             name: text
             for number, message in enumerate(self._messages)
-            if RESERVED_CHARACTERS[0] in prompt and self._is_found(number)
+            if RESERVED_CHARACTERS[0] in prompt and self._is_turn(number)
             for name, text, _ in _placeholders(message, number, self._template)
         }
         return _fill_in(prompt, texts)
@@ -324,7 +324,7 @@ def _fill_in(text: str, texts: Mapping[str, str]) -> str:
     return text
 
 
-def _is_whole(call: Mapping[str, Any], text: str) -> bool:
+def _has_call(call: Mapping[str, Any], text: str) -> bool:
     """Whether `text` has the name and the arguments of a tool call, as JSON or as separate keys, texts and numbers."""
     if call["function"]["name"] not in text:
         return False

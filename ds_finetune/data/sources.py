@@ -98,12 +98,12 @@ class RecordChoice:
     """Selects which records of the training files are read: the first `rows` records (None: all), without those that
     are held out for evaluation, or with `is_held_out` only those.
 
-    In each block of 1 / `share` records one is held out, chosen by a hash of `seed` and block number. So the choice
+    In each block of 1 / `fraction` records one is held out, chosen by a hash of `seed` and block number. So the choice
     depends on neither the number of records nor that of processes.
     """
 
     rows: int | None = None
-    share: Fraction = Fraction(0)
+    fraction: Fraction = Fraction(0)
     seed: int = 0
     is_held_out: bool = False
 
@@ -117,10 +117,10 @@ class RecordChoice:
             yield source, (record for record, number in numbered if self._takes(number))
 
     def _takes(self, number: int) -> bool:
-        if not self.share:
+        if not self.fraction:
             return True
-        block = int(number * self.share)
-        first, end = (math.ceil(edge / self.share) for edge in (block, block + 1))
+        block = int(number * self.fraction)
+        first, end = (math.ceil(edge / self.fraction) for edge in (block, block + 1))
         held_out = first + xxhash.xxh64_intdigest(f"{self.seed} {block}".encode()) % (end - first)
         return (number == held_out) == self.is_held_out
 
@@ -219,8 +219,8 @@ def _hub_source(path: str, names: Sequence[str], purpose: str) -> Source:
 def _files_of(path: str, split: str, purpose: str) -> Iterator[Source]:
     """Data files of a folder as sources; if file names contain splits, only the files of one split."""
     folder = Path(path)
-    every_file = {file: FileFormat.of(file) for file in sorted(folder.rglob("*")) if file.is_file()}
-    formats = {file: file_format for file, file_format in every_file.items() if file_format is not None}
+    all_files = {file: FileFormat.of(file) for file in sorted(folder.rglob("*")) if file.is_file()}
+    formats = {file: file_format for file, file_format in all_files.items() if file_format is not None}
     if not formats:
         raise DataError(
             f"data folder `{path}` has no file that ends in {known_endings()}", hint="name a folder with data files"

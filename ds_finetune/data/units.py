@@ -20,9 +20,9 @@ from ds_finetune.data.documents import (
     BAD_ROWS_SHOWN,
     Counts,
     Documents,
-    KeptDocument,
     LengthLimit,
     NamedCounts,
+    TokenisedDocument,
 )
 from ds_finetune.data.files import ReadRecord, Record
 from ds_finetune.data.preferences import Preference
@@ -53,7 +53,7 @@ _Ids = tuple[list[int], list[bool]]
 class MadeRow(NamedTuple):
     """Documents made of one row; none if the row is dropped."""
 
-    documents: Sequence[KeptDocument]
+    documents: Sequence[TokenisedDocument]
     tokens: Tokens
     """Remarks on the row and its unused fields; ids and mask of this value are not used."""
     counts: Sequence[Counts] = ()
@@ -200,7 +200,7 @@ def _fit(row: Tokens, rule: str, size: int, target: float) -> MadeRow:
     """
     if rule == "truncate" and not row.dropped and any(row.mask[1:]) and not any(row.mask[1:size]):
         row = replace(row, dropped="no_answer_left")
-    documents: list[KeptDocument] = []
+    documents: list[TokenisedDocument] = []
     counts: list[Counts] = []
     for document in (*row.earlier, row):
         ids, mask, excess = document.ids, document.mask, len(document.ids) - size
@@ -208,7 +208,7 @@ def _fit(row: Tokens, rule: str, size: int, target: float) -> MadeRow:
         if pieces and excess > 0:
             pieces, change = _shorten(ids, mask, rule, size)
             counts.append(change)
-        supervised = [KeptDocument(*piece, target) for piece in pieces if any(piece[1][1:])]
+        supervised = [TokenisedDocument(*piece, target) for piece in pieces if any(piece[1][1:])]
         if len(supervised) < len(pieces):
             counts.append(Counts(nothing_supervised=len(pieces) - len(supervised)))
         documents += supervised
@@ -246,7 +246,7 @@ def _make_pairs(samples: Sequence[tuple[str, Preference]], how: Tokenisation) ->
             notes=tuple(dict.fromkeys((*first.notes, *second.notes))),
             unread=tuple(dict.fromkeys((*first.unread, *second.unread))),
         )
-        yield MadeRow([KeptDocument(ids, mask, pair.margin) for ids, mask in documents], merged, counts)
+        yield MadeRow([TokenisedDocument(ids, mask, pair.margin) for ids, mask in documents], merged, counts)
 
 
 def _join_alike(pair: Preference, separator: str) -> tuple[Sample, Sample]:
@@ -309,7 +309,7 @@ def _make_labelled_texts(samples: Sequence[tuple[str, LabelledText]], how: Token
         notes = ("control_plain",) * control.check_plain((sample.text, sample.text_pair or ""), where)
         notes += ("empty_text",) * (not all(text.strip() for text in (sample.text, sample.text_pair or "x")))
         ids, second, lost = encode_labelled(sample, how.tokenizer, how.settings.separator, how.limits.max_seq_len)
-        document = KeptDocument(ids, [False] * len(ids), sample.target, second)
+        document = TokenisedDocument(ids, [False] * len(ids), sample.target, second)
         if lost and how.limits.rule(is_text=False) == "drop":
             yield MadeRow([], Tokens([], [], notes=notes), [Counts(too_long_dropped=1)])
         else:
@@ -348,7 +348,7 @@ def _make_prompts(samples: Sequence[tuple[str, Prompt]], how: Tokenisation) -> I
             yield MadeRow([] if row.dropped else [_prompt_document(row.ids, prompt, where)], row)
 
 
-def _prompt_document(ids: list[int], prompt: Prompt, where: str) -> KeptDocument:
+def _prompt_document(ids: list[int], prompt: Prompt, where: str) -> TokenisedDocument:
     try:
         record = json.dumps(dict(prompt.record), default=_plain)
     except (TypeError, ValueError, RecursionError) as broken:
@@ -356,7 +356,7 @@ def _prompt_document(ids: list[int], prompt: Prompt, where: str) -> KeptDocument
             f"{where}: its columns {', '.join(prompt.record)} cannot be written as JSON for the rewards: {broken}",
             hint="remove the column, or write it as text",
         ) from None
-    return KeptDocument(ids, [False] * len(ids), record=record, where=where)
+    return TokenisedDocument(ids, [False] * len(ids), record=record, where=where)
 
 
 def _plain(value: object) -> str:

@@ -116,20 +116,20 @@ class RequestQueue:
         self.check_room()
         request = object()
         self._waiting.append(request)
-        client_left = asyncio.create_task(disconnected())
+        disconnection = asyncio.create_task(disconnected())
         until = asyncio.get_running_loop().time() + self._limits.request_seconds
         try:
-            if await self._wait(request, client_left, until):
-                await self._answer(asyncio.create_task(answer()), client_left, until)
+            if await self._wait(request, disconnection, until):
+                await self._answer(asyncio.create_task(answer()), disconnection, until)
         finally:
-            client_left.cancel()
+            disconnection.cancel()
             self._waiting.remove(request)
 
-    async def _wait(self, request: object, client_left: "asyncio.Task[None]", until: float) -> bool:
+    async def _wait(self, request: object, disconnection: "asyncio.Task[None]", until: float) -> bool:
         """Wait until this request is first in the queue; false if its client disconnects before that."""
         while self._waiting[0] is not request:
-            await asyncio.wait({client_left}, timeout=_POLL_SECONDS)
-            if client_left.done():
+            await asyncio.wait({disconnection}, timeout=_POLL_SECONDS)
+            if disconnection.done():
                 return False
             if self._is_closed:
                 raise _stopping()
@@ -137,18 +137,18 @@ class RequestQueue:
                 raise self._too_long()
         return True
 
-    async def _answer(self, answer: "asyncio.Task[None]", client_left: "asyncio.Task[None]", until: float) -> None:
+    async def _answer(self, answer: "asyncio.Task[None]", disconnection: "asyncio.Task[None]", until: float) -> None:
         """Wait for `answer`, and stop the model if the client disconnects or the time is over.
 
         It returns when the model is idle again.
         """
-        seconds_left = until - asyncio.get_running_loop().time()
+        remaining = until - asyncio.get_running_loop().time()
         try:
-            await asyncio.wait({answer, client_left}, timeout=seconds_left, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({answer, disconnection}, timeout=remaining, return_when=asyncio.FIRST_COMPLETED)
         finally:
             is_stopped = not answer.done()
             if is_stopped:
-                self._stopper.stop("the client disconnected" if client_left.done() else str(self._too_long()))
+                self._stopper.stop("the client disconnected" if disconnection.done() else str(self._too_long()))
         await asyncio.wait({answer})
         await self._idle()
         is_cut_off = self._stopper.reason == _STOPPING
@@ -158,7 +158,7 @@ class RequestQueue:
             raise _stopping()
         if error is not None and not is_stopped:
             raise error
-        if error is not None and not client_left.done():
+        if error is not None and not disconnection.done():
             raise self._too_long()
 
     def _too_long(self) -> RequestError:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ds_finetune.data.batches import Batch, BatchPlan, divide_rows, training_batches
-from ds_finetune.data.documents import Documents, KeptDocument
+from ds_finetune.data.documents import Documents, TokenisedDocument
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.families.configs import VOCAB
 from ds_finetune.plan.model_shape import RowCost, Shape
@@ -28,7 +28,7 @@ def prepared() -> PreparedRows:
     per_row = rng.integers(1, 4, size=TOTAL)
     documents = []
     for length in rng.integers(2, 21, size=per_row.sum()).tolist():
-        documents.append(KeptDocument(list(range(1, length + 1)), (rng.random(length) < 0.5).tolist()))
+        documents.append(TokenisedDocument(list(range(1, length + 1)), (rng.random(length) < 0.5).tolist()))
     kept = Documents.of(documents)
     return PreparedRows(kept, np.arange(per_row.sum()), np.concatenate([[0], np.cumsum(per_row)]), kept.counts)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ds_finetune.data.batches import Batch, BatchPlan, MicroBatch, eval_baseline, training_batches
-from ds_finetune.data.documents import Documents, KeptDocument
+from ds_finetune.data.documents import Documents, TokenisedDocument
 from ds_finetune.data.mismatched import MismatchedAnswers
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.row_kind import RowKind
@@ -31,7 +31,7 @@ def examples(per_row: int = 1, number: int = 40, prompts: int = 20) -> list[Exam
 
 
 def prepared(parts: Sequence[Example], per_row: int = 1) -> PreparedRows:
-    documents = Documents.of([KeptDocument([*p, *a], [False] * len(p) + [True] * len(a)) for p, a in parts])
+    documents = Documents.of([TokenisedDocument([*p, *a], [False] * len(p) + [True] * len(a)) for p, a in parts])
     offsets = np.arange(0, len(parts) + per_row, per_row).clip(max=len(parts))
     return PreparedRows(documents, np.arange(len(parts)), offsets, documents.counts, kind=RowKind("marked", "kto"))
 

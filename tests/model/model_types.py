@@ -102,8 +102,7 @@ configuration is in parentheses; your config.json may have another.
 The results below are for transformers {version}, `train.max_seq_len` {row_tokens} and `model.attention: sdpa`, or
 `eager` (marked) if there is no other. They hold for transformers' default configurations, with {settings} that
 get the layers of published models or could not be built (`SETTINGS` in `tests/model/model_types.py`). A run tries your
-own `config.json`. This page is written by `python -m tests.model.model_types > docs/reference/model-types.md`, and a
-slow test compares it.
+own `config.json`. This page is written by `python -m tests.model.model_types > docs/reference/model-types.md`.
 """
 
 
@@ -207,7 +206,7 @@ def page(found: list[Row]) -> str:
         version=transformers.__version__,
         settings=f"{len(SETTINGS)} exceptions",
         row_tokens=ROW_TOKENS,
-        trained=textwrap.fill(", ".join(composite_types()), 120),
+        trained=textwrap.fill(f"Types with a text part are {', '.join(composite_types())}.", 120),
     )
     return head + "".join(_section(verdict, heading, found) for verdict, heading in _HEADINGS.items())
 
@@ -218,10 +217,9 @@ def _section(verdict: str, heading: str, found: list[Row]) -> str:
     for row in found:
         if row.verdict == verdict:
             reasons.setdefault(row.reason, []).append(row.name)
-    texts = [
-        f"| {reason} | {', '.join(names)} |" if reason else textwrap.fill(", ".join(names), 120, break_on_hyphens=False)
-        for reason, names in reasons.items()
-    ]
+    texts = [f"| {reason} | {', '.join(names)} |" for reason, names in reasons.items()]
+    if "" in reasons:
+        texts = [textwrap.fill(f"{heading} are {', '.join(reasons[''])}.", 120, break_on_hyphens=False)]
     head = ["| reason | model types |", "| --- | --- |"] if "" not in reasons else []
     return f"\n### {heading}: {sum(map(len, reasons.values()))}\n\n" + "\n".join([*head, *texts]) + "\n"
 

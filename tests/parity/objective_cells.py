@@ -13,7 +13,7 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from ds_finetune.config.objectives import ObjectiveConfig, ObjectiveField
-from ds_finetune.data.documents import Documents, KeptDocument
+from ds_finetune.data.documents import Documents, TokenisedDocument
 from ds_finetune.data.mismatched import MismatchedAnswers
 from ds_finetune.data.prepared_rows import PreparedRows, Row, RowDocuments
 from ds_finetune.families.configs import VOCAB
@@ -108,7 +108,9 @@ def mismatched_documents() -> tuple[Document, ...]:
 def mismatched(*, packing: bool) -> MismatchedAnswers:
     """What the program makes of the documents, each of which is a unit."""
     bins = _bins(1, packing=packing)
-    kept = Documents.of([KeptDocument(d.ids.tolist(), [n >= d.prompt for n in range(len(d.ids))]) for d in documents()])
+    kept = Documents.of(
+        [TokenisedDocument(d.ids.tolist(), [n >= d.prompt for n in range(len(d.ids))]) for d in documents()]
+    )
     order, offsets = np.concatenate(bins), np.cumsum([0, *map(len, bins)])
     rows = PreparedRows(kept, order, offsets, kept.counts)
     return MismatchedAnswers(rows, seed=0, max_seq_len=ROW_LEN, is_packed=packing)

@@ -14,7 +14,7 @@ import torch
 from ds_finetune.cli.main import exit_process
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.batches import eval_batches, training_batches
-from ds_finetune.data.documents import Documents, KeptDocument
+from ds_finetune.data.documents import Documents, TokenisedDocument
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.engine.devices import choose_device
 from ds_finetune.engine.engine import Engine
@@ -95,7 +95,7 @@ def _config(model: Path, stage: int, parallel: dict[str, int], *, packing: bool)
 
 
 def _rows(documents: list[Document]) -> PreparedRows:
-    kept = Documents.of([KeptDocument(ids, mask) for ids, mask in documents])
+    kept = Documents.of([TokenisedDocument(ids, mask) for ids, mask in documents])
     return PreparedRows(kept, np.arange(len(documents)), np.arange(len(documents) + 1), kept.counts)
 
 

@@ -17,7 +17,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ds_finetune.data.batches import Batch, BatchPlan, eval_batches, training_batches
-from ds_finetune.data.documents import Documents, KeptDocument
+from ds_finetune.data.documents import Documents, TokenisedDocument
 from ds_finetune.data.prepared_rows import PreparedRows, pack
 from ds_finetune.engine.rank_rows import host_rows
 from ds_finetune.families.table import family_of
@@ -85,7 +85,7 @@ def ours(model: TrainedModel, batches: Iterator[Batch]) -> tuple[float, int]:
 
 
 def rows_of(documents: list[tuple[list[int], list[bool]]], *, packing: bool) -> PreparedRows | None:
-    kept = Documents.of([KeptDocument(ids[:ROW], mask[:ROW]) for ids, mask in documents if any(mask[1:ROW])])
+    kept = Documents.of([TokenisedDocument(ids[:ROW], mask[:ROW]) for ids, mask in documents if any(mask[1:ROW])])
     counts = kept.counts
     if not counts.documents:
         return None

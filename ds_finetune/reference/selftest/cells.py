@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 
 from ds_finetune.config.objectives import ObjectiveField
 from ds_finetune.config.sections import ParallelConfig
-from ds_finetune.data.documents import Documents, KeptDocument
+from ds_finetune.data.documents import Documents, TokenisedDocument
 from ds_finetune.data.mismatched import MismatchedAnswers
 from ds_finetune.data.prepared_rows import PreparedRows, Row, RowDocuments
 from ds_finetune.families.configs import VOCAB
@@ -291,8 +291,8 @@ def mismatched_answers(*, packing: bool) -> MismatchedAnswers:
     return MismatchedAnswers(rows, seed=0, max_seq_len=ROW_LEN, is_packed=packing)
 
 
-def _kept(ids: np.ndarray, labels: np.ndarray) -> KeptDocument:
-    return KeptDocument(ids.tolist(), [False, *(labels[:-1] != IGNORE_INDEX).tolist()])
+def _kept(ids: np.ndarray, labels: np.ndarray) -> TokenisedDocument:
+    return TokenisedDocument(ids.tolist(), [False, *(labels[:-1] != IGNORE_INDEX).tolist()])
 
 
 @cache
