@@ -117,13 +117,9 @@ class BatchPlan:
     pad_token_id: int
     row_len: int | None
     multiple: int = 1
-    """Unpacked rows are padded to a multiple of this number of tokens, so that sequence parallel ranks
-    get equal parts.
-    """
+    """Unpacked rows are padded to a multiple of this number of tokens, which sequence parallel ranks can share."""
     documents_per_unit: int = 0
-    """Documents that the loss takes as one example: 2 for pairs, 1 for others, 0 where the loss is a sum
-    over tokens.
-    """
+    """Documents that the loss takes as one example: 2 for pairs, 1 for others, 0 for a loss that sums over tokens."""
     reference: NDArray[np.float64] | None = None
     """Log-probability of each document under the reference model, by document index; None without a reference model."""
     mixture: Mixture | None = None

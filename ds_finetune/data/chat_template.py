@@ -31,8 +31,8 @@ _STATM = Path("/proc/self/statm")
 
 
 class _TimeIsUpError(BaseException):
-    """Rendering a template took too long. It is no Exception, which jinja2 3.1.6 ignores in constant expressions
-    (nodes.py:511).
+    """Rendering took too long. It is no Exception, which jinja2 ignores in expressions of constants (3.1.6,
+    nodes.py:511).
     """
 
 
@@ -201,9 +201,7 @@ class Probes:
     tools: bool
     """Whether the template renders the list of tools."""
     reasoning: str
-    """Where the template reads reasoning: `reasoning_content`, `thinking`, `</think>` in contents (`tags`), nowhere
-    ('').
-    """
+    """Where the template reads reasoning: `reasoning_content`, `thinking`, `tags` (`</think>` in texts) or nowhere."""
     is_named_by_id: bool
     """Whether the template writes the id of a tool call, as Kimi K2's does, instead of the function's name."""
     changed: str

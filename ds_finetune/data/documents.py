@@ -88,9 +88,7 @@ class Counts:
     truncated_tokens: int = 0
     split: int = 0
     server_prompt_differs: int = 0
-    """Number of rows whose tokenised prompt differs from the one that an inference server makes of the
-    same messages.
-    """
+    """Number of rows whose tokenised prompt differs from the one that an inference server makes of its messages."""
     documents: int = 0
     tokens: int = 0
     supervised: int = 0
@@ -190,9 +188,7 @@ class Documents:
         return cls(*(np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r")) for name in _ARRAYS))
 
     def write(self, folder: Path, counts: Counts) -> None:
-        """Write documents and `counts` to the new `folder`, which is complete as soon as it exists; OutputError on
-        failure.
-        """
+        """Write documents and `counts` to the new `folder`, which exists once complete; OutputError on failure."""
         write_folder(folder, {name: ArrayParts.of(getattr(self, name)) for name in _ARRAYS}, _texts(counts))
 
 

@@ -98,9 +98,7 @@ class MismatchedAnswers:
         )
 
     def document(self, number: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Ids and shifted labels, [tokens] each, of the mismatched document that has the prompt of
-        document `number`.
-        """
+        """Ids and shifted labels, [tokens] each, of the mismatched document with the prompt of document `number`."""
         other = self.partner(number)
         ids, answer = self._ids(other)
         span = slice(self.rows.documents.offsets[other], self.rows.documents.offsets[other + 1])

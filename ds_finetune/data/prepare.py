@@ -134,9 +134,7 @@ def _choice_notes(choice: RecordChoice, counts: Counts, sources: Sequence[Source
 def _units_of_paths(
     counts: Counts, weights: Mapping[str, float], sources: Sequence[Source], kind: RowKind
 ) -> list[int]:
-    """Number of training examples by path in `weights`, or of all data without weights; DataError where a path has
-    none.
-    """
+    """Number of training examples by path in `weights`, or of all data; DataError where a path has none."""
     size = max(kind.documents_per_unit, 1)
     if len(weights) < 2:
         return [counts.documents // size]
@@ -319,9 +317,7 @@ def _write_parts(tasks: Iterable[_Task], tokenisation: Tokenisation, workers: in
 
 @contextmanager
 def _terminated_early(pool: ProcessPoolExecutor) -> Iterator[None]:
-    """Context manager that terminates the worker processes on an exception, as from Ctrl-C, before their parts are
-    done.
-    """
+    """Context manager that terminates the worker processes early on an exception, as from Ctrl-C."""
     try:
         yield
     except BaseException:

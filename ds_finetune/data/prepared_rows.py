@@ -92,9 +92,7 @@ class CountedRows(Rows, Protocol):
     """Training rows of which tokens, documents and pairs can be counted without reading the tokens."""
 
     def count_units(self, ids: Sequence[int], documents_per_unit: int) -> dict[str, int]:
-        """Count supervised tokens, pairs, documents and so on in the rows `ids`, with the keys of
-        `batches.count_rows`.
-        """
+        """Count supervised tokens, pairs, documents and so on in the rows `ids`, by the keys of `count_rows`."""
         ...
 
 

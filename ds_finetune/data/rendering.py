@@ -171,9 +171,7 @@ class RenderedConversation:
         return self._render(self._messages, opens=True) if prompt is None else prompt
 
     def tools_note(self, document: str) -> str:
-        """Remark on the row (in `row_report.NOTED`) if the template leaves out its tools or parts of
-        them; else empty.
-        """
+        """Remark on the row (in `row_report.NOTED`) if the template leaves out tools or parts of them; else empty."""
         if not self._tools:
             return ""
         if not self._template.probes.tools:
@@ -189,9 +187,7 @@ class RenderedConversation:
             raise template_error(self._where, broken) from broken
 
     def _after(self, done: str, rendered: str) -> str:
-        """The part of `rendered` after `done`, the text of earlier turns; RewrittenTurnError where that
-        text differs.
-        """
+        """The part of `rendered` after `done`, the text of earlier turns; RewrittenTurnError if that differs."""
         _, separator, rest = rendered.partition(done) if done else ("", "", rendered)
         if separator == done:
             return rest
@@ -217,9 +213,7 @@ class RenderedConversation:
         return turn, last_name + tail + stop
 
     def _with_texts(self, prompt: str) -> str:
-        """Replace placeholders of earlier turns by their texts: gpt-oss's template repeats a call's name with its
-        result.
-        """
+        """Replace placeholders of earlier turns by texts: gpt-oss's template repeats a call's name with its result."""
         texts = {
             name: text
             for number, message in enumerate(self._messages)
@@ -245,9 +239,7 @@ class RenderedConversation:
         return header.partition(token)[0] + token if token else ""
 
     def _call_end(self, middle: str, tail: str) -> tuple[int, bool]:
-        """Index in `tail`, the rendering after a call, where the turn ends, and whether the template lacks an end token
-        there.
-        """
+        """Index in `tail`, the text after a tool call, where the turn ends, and whether it lacks an end token."""
         token = self._template.probes.turn_end
         ends = find_token(token, tail)
         if len(ends) > 1 or find_token(token, middle):

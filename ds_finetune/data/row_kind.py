@@ -59,9 +59,7 @@ class RowKind:
 
     @property
     def documents_per_unit(self) -> int:
-        """Documents that the loss takes as one example: 2 for pairs, 1 for others, 0 where the loss is a sum over
-        tokens.
-        """
+        """Documents that the loss takes as one example: 2 for pairs, 1 for others, 0 for a loss over tokens."""
         return {"dialogue": 0, "text": 0, "pairs": 2}.get(self.name, 1)
 
     @property
@@ -87,9 +85,7 @@ class RowKind:
 
     @property
     def fingerprint(self) -> list[Any]:
-        """Properties that change documents, as part of the data cache's key; the objective's name does
-        not change them.
-        """
+        """Properties that change documents, for the key of the data cache; the objective's name is not one of them."""
         ends = [self.bos, self.has_eos] if self.name == "text" else []
         return [self.name, self.has_margin, list(self.labels), self.num_labels, *ends]
 

@@ -105,9 +105,7 @@ def read_row(
 
 
 def _read_label(label: object, column: str, where: str) -> bool:
-    """Whether a label says that an answer is good (true, 1) or bad (false, 0), also as text; DataError for other
-    labels.
-    """
+    """Whether a label says that an answer is good: true or 1, not false or 0, also as text; else DataError."""
     if isinstance(label, int | str) and str(label).lower() in ("0", "1", "true", "false"):
         return str(label).lower() in ("1", "true")
     raise DataError(

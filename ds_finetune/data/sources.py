@@ -70,9 +70,7 @@ class Source:
 
     @property
     def fingerprint(self) -> tuple[str, int, int]:
-        """Identity of a source: a file's path, size and modification time; for hub data its id, subset,
-        split and 0, 0.
-        """
+        """Identity of a source: a file's path, size and modification time; hub data's id, subset, split, then 0, 0."""
         if self.format == "hub":
             return f"{self.path}:{self.subset}:{self.split or DEFAULT_SPLITS[self.purpose]}", 0, 0
         stat = Path(self.path).stat()
@@ -108,9 +106,7 @@ class RecordChoice:
     is_held_out: bool = False
 
     def read(self, sources: Sequence[Source]) -> Iterator[tuple[Source, Iterator[tuple[str, ReadRecord]]]]:
-        """Yield each source with its chosen records, each with its location; an error takes the place of an unreadable
-        record.
-        """
+        """Yield each source with its chosen records and their locations; an error stands for an unreadable record."""
         numbers = iter(range(self.rows)) if self.rows else count()
         for source in sources:
             numbered = zip(read_or_errors(source), numbers, strict=False)

@@ -71,7 +71,6 @@ class TextEncoder:
         return "" if stop == len(end) and self._is_cut_after_added else end[start:]
 
     def _encode_separately(self, text: str) -> list[int]:
-        """Token ids of a text that shares no token with the text before it; no space is added in front."""
         core = self._without_added_space if self._adds_space else self._core
         return core.encode(text, add_special_tokens=False).ids
 
@@ -209,7 +208,6 @@ def find_token(token: str, text: str) -> list[int]:
 
 
 def _any_of(tokens: Sequence[str]) -> re.Pattern[str]:
-    """A pattern that matches any of the tokens; where several match, it takes the longest."""
     longest_first = sorted(set(tokens), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 

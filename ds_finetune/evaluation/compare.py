@@ -21,9 +21,7 @@ class UnitScores(Protocol):
         ...
 
     def metrics(self, counts: NDArray[np.float64]) -> Mapping[str, NDArray[np.float64]]:
-        """Metrics of bootstrap samples by name, [samples] each; sample s has document or pair u
-        `counts[s, u]` times.
-        """
+        """Metrics of bootstrap samples by name, [samples] each; sample s has document u `counts[s, u]` times."""
         ...
 
 

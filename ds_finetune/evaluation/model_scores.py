@@ -85,7 +85,6 @@ def load_drafter(folder: Path, model: PreTrainedModel) -> Drafter | None:
 
 
 def _own(hub: HubFolder, copy: str, original: str, weight: torch.Tensor) -> torch.Tensor:
-    """The MTP layer's own copy of a tensor if it differs from the model's `weight`, else `weight`."""
     if copy not in hub.shapes or hub.is_same(copy, original):
         return weight
     return hub.full_tensor(copy).to(weight)

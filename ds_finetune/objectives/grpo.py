@@ -20,9 +20,7 @@ _ROUNDING = 8 * np.finfo(np.float64).eps
 
 
 def has_spread(rewards: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Whether answers of a group have different rewards, bool [groups]; `rewards` fp64 [groups, size] are NaN if
-    missing.
-    """
+    """Whether answers of a group have different rewards, bool [groups]; `rewards` fp64 [groups, size], else NaN."""
     is_scored = ~np.isnan(rewards)
     top = np.where(is_scored, rewards, -np.inf).max(axis=1)
     bottom = np.where(is_scored, rewards, np.inf).min(axis=1)

@@ -268,9 +268,7 @@ class AnswerNumbers:
     sampled: torch.Tensor
     """Log-probabilities that the sampler reported."""
     experts: torch.Tensor | None = None
-    """Experts that computed the logits of each sampled token, encoded by `model.routers`, int16 [rows,
-    tokens, layers].
-    """
+    """Experts that computed each sampled token's logits, encoded by `model.routers`, int16 [rows, tokens, layers]."""
 
 
 @dataclass(frozen=True)

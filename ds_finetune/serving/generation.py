@@ -204,9 +204,7 @@ class AnswerText:
         return text if self.is_stopped else text + self._unsent
 
     def _undecoded(self, tokenizer: Tokenizer) -> str:
-        """Text of tokens that are not decoded yet. Earlier ones are decoded too: tokenizers may drop a
-        leading space.
-        """
+        """Text of tokens not decoded yet. Earlier ones are decoded too, as tokenizers may drop a leading space."""
         before = tokenizer.decode(self._ids[self._begin : self._end], skip_special_tokens=self._skip)
         return str(tokenizer.decode(self._ids[self._begin :], skip_special_tokens=self._skip)[len(before) :])
 
@@ -277,9 +275,7 @@ class AnswerManager(GenerateManager):
         return queue, streamer
 
     async def generate_non_streaming(self, *given: Any, **_: object) -> tuple[str, int, torch.Tensor]:  # noqa: ANN401 - of transformers
-        """The answer's text before it is cut at a stop text, the number of prompt tokens, and the
-        answer's token ids.
-        """
+        """The answer's text before it is cut at a stop text, the number of prompt tokens, and the token ids."""
         done, _streamer = self._start(*given, asyncio.Queue(), None)
         length = given[2]["input_ids"].shape[-1]
         ids = (await done)[0, length:]

@@ -101,7 +101,6 @@ def _choice(answer: AnswerToScore, reference: str, settings: Settings) -> Outcom
 
 
 def _regex(answer: AnswerToScore, _: object, settings: Settings) -> Outcome:
-    """Score 1 where the regular expression matches anywhere in the answer."""
     return Outcome(float(bool(answer.text) and re.search(settings["pattern"], answer.text) is not None))
 
 
@@ -136,7 +135,6 @@ def _no_constant(name: str) -> float:
 
 
 def _parsed_json(text: str) -> Any:  # noqa: ANN401 - any JSON value
-    """Parse a JSON text, which may be in a fenced code block; ValueError where it is none."""
     fenced = _FENCED.findall(text)
     return json.loads(fenced[-1] if fenced else text, parse_constant=_no_constant)
 

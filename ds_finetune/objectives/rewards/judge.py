@@ -94,7 +94,6 @@ def _forwarded(name: str) -> Callable[..., Any]:
 
 
 def _marked(result: Any, is_difference: bool) -> Any:  # noqa: ANN401
-    """The result of an operation, marked as a difference if it is a proxy that was computed from one."""
     if is_difference and isinstance(result, Proxy):
         object.__setattr__(result, "_is_difference", True)
     return result
@@ -121,7 +120,6 @@ def _operator(name: str, is_reflected: bool) -> Callable[[Proxy, Any], Any]:
 
 
 def _data(value: Any) -> Any:  # noqa: ANN401
-    """The value as a built-in type if its class derives from one, else the value itself."""
     kinds: Sequence[Callable[[Any], Any]] = [kind for kind in _PLAIN if isinstance(value, kind)]
     return kinds[0](value) if kinds else value
 

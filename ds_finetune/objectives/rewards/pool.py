@@ -90,9 +90,7 @@ class _Worker:
             raise RewardFaultError(reply["error"])
 
     def score(self, at: int, answer: str) -> Part:
-        """Result of reward number `at` on an answer in JSON; TimeoutError where the process was killed
-        for being late.
-        """
+        """Result of reward number `at` on an answer in JSON; TimeoutError if the process was killed for being late."""
         self.at = at
         self.start()
         reply = self._reply(f"[{at}, {answer}]", seconds_of(self._settings[at]) + GRACE_SECONDS)
@@ -198,9 +196,7 @@ class PendingScores:
         return self._array("score")
 
     def has_result(self) -> NDArray[np.float64]:
-        """fp64 [answers, rewards]: 1 where a reward parsed a result from an answer, else 0; NaN for rewards that parse
-        none.
-        """
+        """fp64 [answers, rewards]: 1 where a reward parsed a result from an answer, else 0; NaN if it parses none."""
         return self._array("has_result")
 
     def _array(self, key: str) -> NDArray[np.float64]:
