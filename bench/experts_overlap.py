@@ -52,7 +52,7 @@ def main() -> None:
         AutoConfig.for_model("deepseek_v3", **MODEL).save_pretrained(folder)
         config = _config(folder, world.world_size)
         plan = make_plan(RunSettings.of(config), world=world, device=device)
-        shares = BatchPlan(ROWS, ROWS // world.world_size, plan.mesh.place("dp"), plan.dp, 0, False, 0, TOKENS)
+        shares = BatchPlan(ROWS, ROWS // world.world_size, plan.mesh.coordinate("dp"), plan.dp, 0, False, 0, TOKENS)
         (batch,) = training_batches(_rows(), shares, start_step=0, total_rows=ROWS)
         with start_engine(plan, plan_model(read_hf_config(folder), RunSettings.of(config))) as engine:
             _step(engine, batch)

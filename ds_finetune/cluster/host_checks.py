@@ -78,8 +78,8 @@ def ranks_of(hosts: Sequence[Host]) -> list[range]:
 
 def groups_of(mesh: Mesh, axes: Sequence[Axis]) -> dict[str, list[list[int]]]:
     """Groups of ranks on each of the parallel `axes` and of expert parallelism, without groups of one rank."""
-    groups = {str(axis): mesh.lines(axis) for axis in axes if getattr(mesh, axis) > 1}
-    return groups | ({"ep": mesh.expert_lines()} if mesh.ep > 1 else {})
+    groups = {str(axis): mesh.groups(axis) for axis in axes if getattr(mesh, axis) > 1}
+    return groups | ({"ep": mesh.expert_groups()} if mesh.ep > 1 else {})
 
 
 def rank_device(infos: Mapping[str, HostInfo], environ: Mapping[str, str]) -> str:

@@ -216,7 +216,7 @@ class Engine:
                 assert micro.examples is not None
                 numbers.append(micro.examples.numbers.numpy())
         mesh = self.plan.mesh
-        is_first = mesh.place("tp") == mesh.place("sp") == mesh.place("pp") == 0
+        is_first = mesh.coordinate("tp") == mesh.coordinate("sp") == mesh.coordinate("pp") == 0
         own = (np.concatenate(numbers), np.concatenate(logps)) if is_first else (numbers[0], logps[0])
         merged = [np.concatenate(parts) for parts in zip(*all_gather_object(own), strict=True)]
         order = np.argsort(merged[0], kind="stable")
@@ -243,7 +243,7 @@ class Engine:
                     ends = index.bincount(minlength=len(examples.numbers)).cumsum(0)
                     own += zip(examples.numbers.tolist(), np.split(logp, ends.tolist()[:-1]), strict=False)
         mesh = self.plan.mesh
-        of_ranks = all_gather_object((mesh.place("sp"), own if mesh.place("tp") == 0 else []))
+        of_ranks = all_gather_object((mesh.coordinate("sp"), own if mesh.coordinate("tp") == 0 else []))
         parts_of_document: dict[int, list[NDArray[np.float32]]] = {}
         for _, of_rank in sorted(of_ranks, key=itemgetter(0)):
             for number, part in of_rank:
@@ -264,11 +264,9 @@ class Engine:
         return not is_balanced and self._ds.module.continues_documents(self._device)
 
     def allow_only(self, allowed: torch.Tensor | None) -> None:
-        """Restrict the softmax over answer tokens to the ids `allowed`, bool [vocabulary], as in
-        sampling; None: all.
-        """
-        head, tp = self._ds.module.lm.get_output_embeddings(), self.plan.mesh.tp
-        head.forbidden = None if allowed is None else ~allowed.chunk(tp)[self.plan.mesh.place("tp")].to(self._device)
+        """Restrict the softmax of answers to the `allowed` ids, bool [vocabulary], as in sampling; None allows all."""
+        head, mesh = self._ds.module.lm.get_output_embeddings(), self.plan.mesh
+        head.forbidden = None if allowed is None else ~allowed.chunk(mesh.tp)[mesh.coordinate("tp")].to(self._device)
 
     def generate(
         self, prompts: list[list[int]], limits: SamplingLimits, *, is_over: Callable[[], bool] = _never
@@ -292,7 +290,7 @@ class Engine:
         self._ds.train(was_training)
         if own is None:
             return None
-        is_first = self.plan.mesh.place("tp") == self.plan.mesh.place("pp") == 0
+        is_first = self.plan.mesh.coordinate("tp") == self.plan.mesh.coordinate("pp") == 0
         of_ranks = all_gather_object(own if is_first else {})
         answers = {index: answer for of_rank in of_ranks for index, answer in of_rank.items()}
         check_answers(answers.values())

@@ -36,7 +36,7 @@ def answer_prompts(
     answers, device = {}, torch.device(wrapped.device)
     with weights_for_answers(wrapped, plan) as is_collective:
         mesh, lm = plan.mesh, wrapped.module.lm
-        ranks, rank = plan.zero_ranks, mesh.place("dp") * mesh.sp + mesh.place("sp")
+        ranks, rank = plan.zero_ranks, mesh.coordinate("dp") * mesh.sp + mesh.coordinate("sp")
         for turn in range(math.ceil(len(prompts) / ranks)):
             if is_over():
                 return None

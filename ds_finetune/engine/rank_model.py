@@ -181,7 +181,7 @@ def build_modules(plan: Plan, model: ModelPlan, groups: Groups) -> PreTrainedMod
     )
     partitioned = zero_init(plan.deepspeed_config, data_parallel_group=groups.same_shard, mpu=groups.mpu)
     without_linears = linears_without_memory() if model.quantised else nullcontext()
-    with local_experts, build_only_layers(kind, model.stages[plan.mesh.place("pp")]):
+    with local_experts, build_only_layers(kind, model.stages[plan.mesh.coordinate("pp")]):
         lm = build_skeleton(
             local_config(hf_config, plan.mesh.tp),
             attention=model.attention,

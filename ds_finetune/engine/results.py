@@ -35,7 +35,7 @@ def scores_of(out: LossAndSums | StageOutput, micro: MicroBatch) -> DocumentScor
 
 def gather_scores(parts: list[DocumentScores], mesh: Mesh) -> DocumentScores:
     """Gather the scores of all ranks on every rank. Ranks with the same rows contribute once."""
-    is_first = mesh.place("tp") == mesh.place("sp") == 0
+    is_first = mesh.coordinate("tp") == mesh.coordinate("sp") == 0
     own = np.concatenate([NO_SCORES, *parts]) if is_first else NO_SCORES
     return np.concatenate(all_gather_object(own))
 

@@ -75,7 +75,7 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
         # Dropout uses torch's generator. Seeds differ between ranks with other tokens or layers, and are equal on
         # tensor parallel ranks, which generate masks of whole activations. A resumed run restores the generator's
         # state.
-        coordinates = ".".join(str(plan.mesh.place(axis)) for axis in ("dp", "sp", "pp"))
+        coordinates = ".".join(str(plan.mesh.coordinate(axis)) for axis in ("dp", "sp", "pp"))
         torch.manual_seed(seed_of(plan.train.seed, f"dropout.{coordinates}"))
         with engine.meter.counting():
             yield engine

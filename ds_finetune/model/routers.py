@@ -196,7 +196,7 @@ def table_of_choices(routers: RouterCollector, mesh: Mesh) -> torch.Tensor:
     plan = routers.plan
     # Counts are exact in fp64 up to 2**53.
     table = torch.zeros(len(plan.layers), plan.experts + 4, dtype=torch.float64, device=routers.counts.device)
-    if mesh.place("tp") == 0:
+    if mesh.coordinate("tp") == 0:
         # Tensor parallel ranks count the same tokens; pipeline stages count different layers.
         for number, layer in enumerate(routers.layers):
             row = table[plan.layers.index(layer)]

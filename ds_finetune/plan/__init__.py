@@ -1,1 +1,1 @@
-"""Decides a run before anything is loaded: batch sizes, refused settings, and the finished DeepSpeed configuration."""
+"""Plans a run before anything is loaded: batch sizes, refused settings, and the DeepSpeed configuration."""

@@ -13,15 +13,15 @@ AUTO = "auto"
 
 
 def rows_of_forward(train: TrainConfig) -> int:
-    """Rows of a forward on a rank; 1, the minimum, while `train.micro_batch_size: auto` is undecided."""
+    """Micro-batch size in rows. While `train.micro_batch_size: auto` is undecided, it is 1."""
     size = train.micro_batch_size
     return size if isinstance(size, int) else 1
 
 
 @lru_cache(maxsize=4096)
 def divisors(number: int, *, most: int | None = None) -> tuple[int, ...]:
-    """Divisors of a number up to `most`, ascending, found in pairs up to its square root: a search asks for thousands
-    of numbers, some as large as a vocabulary.
+    """Divisors of `number` that are at most `most`, ascending. They are searched up to the square root, because a
+    search of layouts asks for thousands of numbers.
     """
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return tuple(n for n in sorted({*small, *(number // n for n in small)}) if most is None or n <= most)

@@ -34,9 +34,9 @@ _TESTED_OPTIONS: Mapping[str, tuple[object, ...]] = {
     "gradient_predivide_factor": (1, 1.0),
     "prescale_gradients": (False,),
 }
-"""DeepSpeed options with the values that the layouts are tested with.
+"""DeepSpeed options, each with the values with which tests compare parallel layouts with a reference loop.
 
-With other values, some layouts fail after weights are read, and some compute with another rank's experts.
+With other values some parallel layouts fail after weights are read, and some compute with another rank's experts.
 """
 _ATTENTION = Conflict(
     "model.attention {model.attention}",
@@ -44,8 +44,8 @@ _ATTENTION = Conflict(
     lambda run: run.model.attention not in OWN_ATTENTIONS,
 )
 _ONE_NORM = Conflict(
-    # DeepSpeed 0.19.8 then takes the norm of all gradients, including those of the auxiliary-loss parameter group
-    # (fp16/unfused_optimizer.py:214).
+    # At stage 0 in 16 bits, DeepSpeed 0.19.8 takes one norm of all gradients, although those of an auxiliary loss are
+    # clipped by their own norm (fp16/unfused_optimizer.py:214).
     "zero stage {zero_stage} in {precision}",
     "use zero stage 1, or fp32",
     lambda run: run.zero_stage == 0 and run.precision != "fp32",
@@ -113,7 +113,7 @@ _OBJECTIVE: tuple[Refusal[RunSettings], ...] = (
         "objective {objective.name} with train.global_batch_size 1: z0 is a mean over the examples of the global batch",
         "set train.global_batch_size to 8 or more",
     ),
-    # DeepSpeed 0.19.8 recognises heads by the name `lm_head` (__init__.py:369).
+    # DeepSpeed 0.19.8 leaves only a head of the name `lm_head` out of Muon (__init__.py:369).
     Refusal(
         lambda run: run.optimizer == "muon" and run.objective.row.head == "scores",
         "optim.name {optim.name} with objective {objective.name} would orthogonalise the score head",
@@ -131,7 +131,7 @@ _OBJECTIVE: tuple[Refusal[RunSettings], ...] = (
         "stored scores are looked up",
         "set data.streaming to false, or name a teacher",
     ),
-    # Only the ranks of the last stage run the teacher, but all ranks would hold its weights.
+    # Only the ranks of the last pipeline stage run the teacher, but with offload all ranks would hold its weights.
     Refusal(
         lambda run: is_distillation(run.objective) and run.mesh.pp > 1 and run.objective.teacher_offload != "none",
         "objective distill with teacher_offload {objective.teacher_offload} and parallel {mesh} is not tested",
@@ -207,8 +207,8 @@ _LAYOUT: tuple[Refusal[RunSettings], ...] = (
         "parallel {mesh} with zero stage {zero_stage} is not tested",
         "nearest: {nearest}",
     ),
-    # DeepSpeed 0.19.8 then computes the norm of each rank's own shard (fp16/unfused_optimizer.py): 0.78 of the true
-    # norm on the tiny DeepSeek-V3.
+    # At stage 0 in 16 bits, DeepSpeed 0.19.8 clips by the gradient norm of each rank's own shard
+    # (fp16/unfused_optimizer.py). On the tiny DeepSeek-V3 that is 0.78 of the true norm.
     Refusal(
         lambda run: run.mesh.pp * run.mesh.tp * run.mesh.ep > 1 and run.zero_stage == 0 and run.precision != "fp32",
         "parallel {mesh} with zero stage 0 in {precision} clips by a wrong norm",
@@ -249,7 +249,8 @@ _REDUCTION: tuple[Refusal[RunSettings], ...] = (
         "sum to bf16 below stage 2",
         "set zero_optimization.stage to 2 or 3, or leave train.reduction_dtype out",
     ),
-    # DeepSpeed 0.19.8 then uses its BF16_Optimizer (runtime/engine.py:2305), whose state is not supported here.
+    # With a `grad_accum_dtype` below stage 2, DeepSpeed 0.19.8 uses its BF16_Optimizer (runtime/engine.py:2305), whose
+    # state this program cannot save.
     Refusal(
         lambda run: run.accumulation_dtype and run.zero_stage < 2 and run.precision == "bf16",
         "data_types.grad_accum_dtype {accumulation_dtype!r} with zero stage {zero_stage} in bf16 is not tested",
@@ -291,10 +292,10 @@ _LORA: tuple[Refusal[RunSettings], ...] = (
         (
             *UNTESTED_STATES,
             setting("model.weights random", "load weights, or leave `lora` out"),
-            # Embedding and head are frozen and not in the adapter: a new row would keep its random values and not be
-            # exported.
+            # With LoRA the embedding and the head are frozen and not exported, so that new rows of them would stay
+            # random and be lost.
             setting("model.resize_vocabulary true", "train all weights, or use a tokenizer that fits the model"),
-            # An adapter folder names its base model, whose config.json has other positions and rotary scaling.
+            # A server loads an adapter with its base model, whose config.json would not have the extended context.
             Conflict(
                 "model.context {model.context}",
                 "write the extension into the config.json of a copy of the model's folder",
@@ -489,8 +490,8 @@ _OPTIONS: tuple[Refusal[RunSettings], ...] = (
         "stage 0 has no partitioned optimizer to offload",
         "zero_optimization.stage 1, 2 or 3",
     ),
-    # Only the gathering of whole small weights after a step waits for the step's writes (zero/stage3.py:2840,
-    # zero/partition_parameters.py:2128); other gathers start on a separate stream.
+    # ZeRO-3 gathers small weights after a step, and only that waits for the writes of the step (zero/stage3.py:2840,
+    # zero/partition_parameters.py:2128). Other gathers start on a separate stream.
     _option(
         "ZeRO-3 with overlap_comm and no weights that stay whole",
         lambda run: (
@@ -625,11 +626,13 @@ BEFORE_MODEL: dict[str, tuple[Refusal[RunSettings], ...]] = {
     "inexact options": tuple(inexact_checks()),
     "options of DeepSpeed": _OPTIONS,
 }
-"""Checks that need no config.json, by subject, in the order in which they are made."""
+"""Refused settings that need no config.json, by subject. They are checked in this order."""
 
 
 def check(run: RunSettings, *subjects: str) -> None:
-    """ConfigError or ModelError for the first refused combination of settings among these subjects, or all."""
+    """Raise the ConfigError or ModelError of the first refused combination of settings. `subjects` limits the check to
+    some keys of `BEFORE_MODEL`.
+    """
     for subject in subjects or BEFORE_MODEL:
         for row in BEFORE_MODEL[subject]:
             row.raise_for(run)

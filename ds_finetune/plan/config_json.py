@@ -14,8 +14,8 @@ from ds_finetune.families.table import family_of
 from ds_finetune.families.text_part import text_tree
 
 MAX_LAYERS = 1000
-"""Maximum number of layers: each is built as Python objects before its weights are read. The deepest published models
-have 126.
+"""Maximum number of layers of a model: a config.json with a million layers would fill the memory with Python objects.
+The deepest published models have 126.
 """
 MAX_CONFIG_BYTES = 16 * MIB
 """Maximum size of a config.json; published ones have a few KiB."""
@@ -33,19 +33,21 @@ _KNOWN_OF_V4: Mapping[str, Any] = {
     "norm_topk_prob": True,
     "n_shared_experts": 1,
 }
-"""Values that transformers 5.23 and this program compute with, mostly without reading the key."""
+"""Keys of a DeepSeek-V4 config.json with the only value that transformers 5.23 and this program compute with."""
 _LISTS_OF_V4: Mapping[str, tuple[Any, ...]] = {
     "compress_ratios": tuple(RATIOS),
     "layer_types": tuple(RATIOS.values()),
     "mlp_layer_types": ("hash_moe", "moe"),
 }
-"""Valid items of the lists with one item for each layer."""
+"""Lists of a DeepSeek-V4 config.json that have one item for each layer, with the valid items."""
 _NEEDED_BY_V4 = (
     *((key,) for key in (*_SIZES_OF_V4, "hidden_size", "vocab_size", "num_attention_heads", "head_dim")),
     *(("num_hidden_layers",), ("swiglu_limit",), ("compress_ratios", "layer_types")),
     *(("num_hash_layers", "mlp_layer_types"), ("qk_rope_head_dim", "partial_rotary_factor")),
 )
-"""Groups of keys of which at least one is required: else transformers would use DeepSeek-V4-Flash's values."""
+"""Groups of keys of a DeepSeek-V4 config.json. At least one key of each group is required, because transformers would
+fill in the values of DeepSeek-V4-Flash.
+"""
 _SIZES = (
     "hidden_size",
     "intermediate_size",
@@ -58,12 +60,12 @@ _SIZES = (
     "qk_rope_head_dim",
     "v_head_dim",
 )
-"""Keys whose values, unless missing or null, must be integers of at least 1."""
+"""Keys of config.json whose values must be integers of at least 1; they may be missing or null."""
 _POSITIVE = (
     *("rms_norm_eps", "layer_norm_eps", "hc_eps", "rope_theta", "compress_rope_theta", "factor", "swiglu_limit"),
     *("routed_scaling_factor", "partial_rotary_factor", "original_max_position_embeddings"),
 )
-"""Keys, also in the section of the rotary embedding, whose values must be above 0."""
+"""Keys of config.json, and of its rotary sections, whose values must be above 0."""
 _DTYPES = (
     *("auto", "bfloat16", "float16", "float32", "float64", "half", "float", "double"),
     *("float8_e4m3fn", "float8_e5m2"),
@@ -74,8 +76,8 @@ _NAME = "config.json"
 
 
 def read_config_json(path: str) -> dict[str, Any]:
-    """Read config.json of a model folder or hub id, downloading only that file; ModelError where it is missing or no
-    model's.
+    """Read the config.json of a model folder or hub id; of a hub id only that file is downloaded. ModelError where it
+    is missing, unreadable or invalid.
     """
     file = _config_file(path)
     check_sizes(file)
@@ -96,7 +98,7 @@ def check_sizes(file: Path) -> None:
     try:
         tree = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
-        # The next reader of the file reports the error in more detail.
+        # Whoever reads the file next reports the syntax error with its line.
         return
     for key, value in _counts(tree):
         least = 0 if key.endswith("num_nextn_predict_layers") else 1
@@ -104,7 +106,7 @@ def check_sizes(file: Path) -> None:
             raise ModelError(f"{file}: {key} is {value!r}, not a number from {least} to {MAX_LAYERS}", hint=_PUBLISHED)
     for name, dtype in _dtypes(tree):
         if dtype is not None and str(dtype) not in _DTYPES:
-            # transformers 5.23 accepts any attribute of torch.
+            # transformers 5.23 would take any attribute of torch, such as `torch.save`, as a dtype.
             raise ModelError(f"{file}: {name} is {dtype!r}, not one of {', '.join(_DTYPES)}", hint=_PUBLISHED)
     if isinstance(tree, Mapping):
         _check_widths(file, text_tree(tree))
@@ -121,7 +123,9 @@ def check_sizes(file: Path) -> None:
 
 
 def _problems_of_v4(tree: Mapping[str, Any]) -> Iterator[str]:
-    """Faults of a DeepSeek-V4 config.json whose sizes are already checked; later faults may fail after the first."""
+    """Messages on the faults of a DeepSeek-V4 config.json, after its sizes are checked. Read only the first: computing
+    the next ones may raise an error.
+    """
     for keys in _NEEDED_BY_V4:
         if all(tree.get(key) is None for key in keys):
             yield f"it has no {' or '.join(keys)}"
@@ -150,14 +154,14 @@ def _problems_of_v4(tree: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _said_twice(tree: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """Pairs of DeepSeek-V4 keys with one meaning: the published key, the key that transformers prefers, and the first
-    one's value computed from the second.
+    """Keys of DeepSeek-V4 that state one fact twice: the published key, the key that transformers prefers, and the
+    value that the published key should then have.
     """
     if kinds := tree.get("mlp_layer_types"):
         yield "num_hash_layers", "mlp_layer_types", kinds.count("hash_moe")
     if kinds := tree.get("layer_types"):
         numbers = {kind: ratio for ratio, kind in RATIOS.items()}
-        # The rest belongs to prediction layers.
+        # The items after those of the layers belong to multi-token prediction layers.
         others = (tree.get("compress_ratios") or [])[len(kinds) :]
         yield "compress_ratios", "layer_types", [*(numbers[kind] for kind in kinds), *others]
     if factor := tree.get("partial_rotary_factor"):
@@ -165,7 +169,9 @@ def _said_twice(tree: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
 
 
 def _check_widths(file: Path, tree: Mapping[str, Any]) -> None:
-    """ModelError where a size is no integer of at least 1, or heads cannot share keys and values or be rotated."""
+    """ModelError where a size is no integer of at least 1, attention heads are no multiple of key and value heads, or a
+    rotated width is odd.
+    """
     if not isinstance(quantised := tree.get("quantization_config") or {}, Mapping):
         raise ModelError(f"{file}: quantization_config is {quantised!r:.60}, not an object", hint=_PUBLISHED)
     of_v4 = _SIZES_OF_V4 if family_of(str(tree.get("model_type"))).compresses else ()
@@ -181,8 +187,8 @@ def _check_widths(file: Path, tree: Mapping[str, Any]) -> None:
     heads, groups = tree.get("num_attention_heads"), tree.get("num_key_value_heads")
     if isinstance(heads, int) and isinstance(groups, int) and heads % groups:
         raise ModelError(
-            f"{file}: num_attention_heads {heads} is no multiple of num_key_value_heads {groups}, and each key and "
-            "value head serves as many of them as the others",
+            f"{file}: num_attention_heads {heads} is no multiple of num_key_value_heads {groups}, so key and "
+            "value heads cannot serve equally many of them",
             hint=_PUBLISHED,
         )
     if any(isinstance(tree.get(key), list) for key in _SIZES):
@@ -190,7 +196,7 @@ def _check_widths(file: Path, tree: Mapping[str, Any]) -> None:
     name, width = _rotary_width(tree)
     if width % 2:
         raise ModelError(
-            f"{file}: {name} {width} is an odd number, and a rotary embedding turns pairs of columns", hint=_PUBLISHED
+            f"{file}: {name} {width} is an odd number, and a rotary embedding rotates pairs of columns", hint=_PUBLISHED
         )
 
 
@@ -202,7 +208,9 @@ def _numbers(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _rotary_width(tree: Mapping[str, Any]) -> tuple[str, int]:
-    """Key and number of the columns of a head that the rotary embedding rotates; 0 where the number is not known."""
+    """Key of config.json that gives the rotated columns of an attention head, and their number; 0 where it is not
+    known.
+    """
     family, rope = family_of(str(tree.get("model_type"))), tree.get("rope_parameters")
     # transformers 5.23 rounds the number of rotated columns up (modeling_rope_utils.py:902).
     is_partial = any("partial_rotary_factor" in part for part in (tree, rope) if isinstance(part, Mapping))
@@ -233,7 +241,7 @@ def _dtypes(tree: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401 - as above
 
 
 def max_positions(model: Mapping[str, Any]) -> int | None:
-    """Maximum tokens of a document by config.json; None where it names none."""
+    """Maximum number of tokens of a document by the model's config.json; None where that sets no limit."""
     positions, encoder = model.get("max_position_embeddings"), family_of(str(model.get("model_type"))).encoder
     if not positions:
         return None
@@ -277,7 +285,7 @@ def check_model_path(path: str) -> None:
 
 
 def _hub_file(path: str) -> Path:
-    """config.json of a hub id, from the hub's cache where the hub cannot be reached."""
+    """Path of the config.json of a hub id, downloaded or from the hub's cache where the hub cannot be reached."""
     from huggingface_hub import constants, hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 

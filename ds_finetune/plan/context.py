@@ -9,8 +9,9 @@ from ds_finetune.families.table import WITH_CONTEXT
 
 _POSITIONS, _ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
 _LATENT_SCALES = {"mscale": 1.0, "mscale_all_dim": 1.0}
-"""Keys as in DeepSeek-V3's config.json: with them YaRN scales the whole attention logits. Without them it scales
-cosines and sines, which latent attention applies only to a few columns."""
+"""YaRN keys as in DeepSeek-V3's config.json, with which YaRN scales attention logits. Without these keys it scales
+cosines and sines, which in latent attention affect only a few columns.
+"""
 
 
 @dataclass(frozen=True)
@@ -18,14 +19,15 @@ class ContextPlan:
     """Positions and rotary scaling of a model, before and after applying `model.context`."""
 
     context: int
-    """`model.context` in tokens."""
+    """Context that the run file asks for by `model.context`, in tokens."""
     published: int
-    """Positions by the published config.json."""
+    """Maximum positions by the published config.json."""
     rope_before: Mapping[str, Any]
     rope: Mapping[str, Any]
     """Rotary settings of the trained model, in the schema of transformers' `rope_parameters`."""
     head_dim: int | None = None
-    """`head_dim` to write where config.json has null, as Mixtral's: transformers 5.23 computes YaRN from that key
+    """Value to write for `head_dim` where config.json has null, as Mixtral's, because transformers 5.23 computes YaRN
+    from that key
     (modeling_rope_utils.py:415)."""
 
     @property
@@ -35,15 +37,15 @@ class ContextPlan:
 
     @property
     def is_extended(self) -> bool:
-        """Whether the model's configuration changes."""
+        """Whether `model.context` is more than the published positions, so that the model's configuration changes."""
         return self.context > self.published
 
     def settings(self) -> dict[str, int]:
-        """Changed keys of the configuration other than rotary settings."""
+        """Changed keys of the model's configuration with their values, without rotary settings."""
         return {_POSITIONS: self.positions, **({"head_dim": self.head_dim} if self.head_dim is not None else {})}
 
     def lines(self) -> list[tuple[str, str]]:
-        """Plan line about the context."""
+        """Plan line about positions and rotary scaling of the model."""
         if not self.is_extended:
             text = f"{self.context} tokens; the model has {self.published} positions, and nothing of it is changed"
         else:
@@ -51,7 +53,7 @@ class ContextPlan:
         return [("context", text)]
 
     def notes(self) -> tuple[str, ...]:
-        """A note where the extension also changes the results on short texts."""
+        """Note of the plan where YaRN also changes the results on short texts; empty otherwise."""
         if not self.is_extended or self.rope == self.rope_before:
             return ()
         return (
@@ -120,7 +122,8 @@ def _new_factor(rope: Mapping[str, Any], original: int, context: int) -> float:
         below = context // original * original
         legal = [size for size in (below, below + original) if size >= scaled]
         raise ConfigError(
-            f"model.context {context} is not {original} positions x the factor {factor!r} in floating point",
+            f"model.context {context} is not {original} positions x the factor {factor!r} in floating point, by which "
+            "vLLM computes it",
             hint=f"set it to {' or '.join(map(str, legal))}",
         )
     return factor

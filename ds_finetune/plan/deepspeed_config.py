@@ -51,7 +51,9 @@ def choose_deepspeed(
 
 
 def _check_same_file(given: str | Mapping[str, Any] | None, file: str) -> None:
-    """ConfigError where the two configurations differ; a value of "auto" counts as absent."""
+    """ConfigError where the run file's DeepSpeed configuration differs from accelerate's. A value of "auto" counts as
+    absent.
+    """
     ours, source = read_choices(given)
     theirs, _ = read_choices(file)
     run_file, accelerate = (
@@ -67,7 +69,8 @@ def _check_same_file(given: str | Mapping[str, Any] | None, file: str) -> None:
 
 
 def read_choices(given: str | Mapping[str, Any] | None) -> tuple[Tree, str]:
-    """Read the DeepSpeed configuration from a JSON file, an inline section or the default, with the name of its source.
+    """Read and check the DeepSpeed configuration, from a JSON file, an inline section or the default. Returns it with
+    the name of its source.
 
     ConfigError for keys that DeepSpeed does not know or that are set in another place.
     """
@@ -173,7 +176,7 @@ def _check_torch_adam(tree: Tree, optim: OptimConfig, source: str, *, on_cpu: bo
 
 
 def with_reduction_dtype(tree: Mapping[str, Any], train: TrainConfig, *, source: str) -> dict[str, Any]:
-    """Add the keys that `train.reduction_dtype` stands for; ConfigError where the tree sets them otherwise."""
+    """Add the DeepSpeed keys that `train.reduction_dtype` sets; ConfigError where `tree` has other values."""
     own = {}
     if train.reduction_dtype not in ("auto", train.precision):
         is_bf16 = train.reduction_dtype == "bf16"
@@ -225,7 +228,7 @@ def finish(
         derived[key] = given | derived[key] if derived[key]["enabled"] else derived[key]
     zero = _without_auto(zero)
     if zero.get("stage"):
-        # DeepSpeed's default (0.19.8, zero/config.py), written out
+        # DeepSpeed's own default (0.19.8, zero/config.py), written out so that a report shows it
         zero.setdefault("overlap_comm", zero["stage"] == 3)
     finished |= derived | {"zero_optimization": zero}
     # DeepSpeed 0.19.8's throughput timer synchronises the device twice per micro-batch (utils/timer.py:238, 256).
@@ -251,7 +254,7 @@ def _check_equal(pairs: Iterable[tuple[str, object, str, object]], hint: str, *,
 def _values_given_twice(
     tree: Tree, train: TrainConfig, optim: OptimConfig, derived: Tree
 ) -> Iterator[tuple[str, object, str, object]]:
-    """Pairs for `_check_equal` of a DeepSpeed configuration and the run file."""
+    """Values that both a DeepSpeed configuration and the run file give, as pairs for `_check_equal`."""
     for key, own in (
         ("train_batch_size", "train.global_batch_size"),
         ("train_micro_batch_size_per_gpu", "train.micro_batch_size"),
@@ -307,7 +310,9 @@ _OVERLAP = (
 
 
 def turn_off_wrong_options(zero: Tree, *, device: str) -> list[str]:
-    """Turn off, in place, options of a ZeRO section that compute wrong numbers on an accelerator; a line for each."""
+    """Turn off, in place, options of a ZeRO section that compute wrong numbers on the accelerator. Returns a note for
+    each option.
+    """
     if device != "cpu":
         return []
     stage, lines = zero.get("stage", 0), []

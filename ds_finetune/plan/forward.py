@@ -1,6 +1,5 @@
-"""Implementation of a forward: kernels of attention and experts, tiles of MLPs, chunks of the head, and batches of
-sampled answers. On GPUs one attention call serves all packed documents of a forward; elsewhere there is a call for each
-document or for several short ones.
+"""Decides how a forward computes: kernels of attention and experts, tiles of MLPs, chunks of the head, and batches of
+sampled answers.
 """
 
 import math
@@ -55,7 +54,7 @@ def head_widths(tree: Mapping[str, Any]) -> HeadWidths:
 def varlen_problem(tree: Mapping[str, Any], *, precision: str, capability: Arch = _OLDEST) -> str:
     """Why FlashAttention cannot attend to all documents of a forward in one call; empty where it can.
 
-    `tree` is config.json, `capability` the GPU's.
+    `tree` is the model's config.json, `capability` the GPU's compute capability.
     """
     family = family_of(tree["model_type"])
     if family.is_generic:
@@ -133,7 +132,7 @@ _OLDEST_GROUPED = (8, 0)
 """Compute capability from which transformers calls torch's grouped product; on older GPUs it loops over experts
 (transformers 5.23, integrations/moe.py:338-348)."""
 TORCH_ONLY = "model.kernels is torch"
-"""Reason in plan lines why FlashAttention 3 and the Triton kernel of experts are not used."""
+"""Text of plan lines: why FlashAttention 3 and the Triton kernel of experts are not used."""
 _LOOP = "a product for each expert, whose numbers of rows the host reads first"
 
 
@@ -234,9 +233,11 @@ def head_line(vocabulary: int, *, precision: str, device: str) -> tuple[str, str
 WEIGHTS_SHARE = 0.5
 """Fraction of a rank's free memory that gathered ZeRO-3 weights may take while answers are sampled."""
 _CACHE_SHARE = 0.4
-"""Fraction of the memory that is free beside these weights for keys, values and logits of a batch of answers."""
+"""Fraction of a rank's free memory, without gathered weights, that keys, values and logits of a batch of answers may
+take.
+"""
 _MOST_ANSWERS = 256
-"""Maximum answers of a batch whose size follows from memory."""
+"""Maximum number of answers in a batch when `rollout.batch_rows` is auto."""
 _COPIES_OF_LOGITS = 6
 """fp32 copies of the logits that exist while tokens are sampled."""
 PROMPT_TOKENS = 2**14

@@ -1,4 +1,4 @@
-"""Which parameters a run trains by `train.only` and `train.freeze`."""
+"""Parameters that a run trains and freezes by `train.only` and `train.freeze`."""
 
 from collections.abc import Mapping
 from typing import NamedTuple

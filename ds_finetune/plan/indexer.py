@@ -13,7 +13,7 @@ class IndexerPlan:
     """Indexers that a run trains."""
 
     layers: tuple[int, ...]
-    """Indices in the whole model of the layers with an indexer."""
+    """Indices of the layers that have an indexer, counted over all pipeline stages."""
     section: IndexerConfig
 
     @property

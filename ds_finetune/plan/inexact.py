@@ -53,7 +53,7 @@ _PLAIN_RANKS = (
     Conflict("lora", "train all weights", lambda run: run.lora is not None),
     Conflict("train.only or train.freeze", "train all weights", lambda run: run.train.only or run.train.freeze),
 )
-"""Settings that all options but one conflict with."""
+"""Settings that conflict with every inexact option except `bf16_reduction`."""
 _NVME, _ADAM = UNTESTED_STATES
 _NO_GPU = "run it on GPUs: DeepSpeed 0.19.8"
 _PARTITIONED = (
@@ -293,7 +293,7 @@ def _why(option: InexactOption, run: RunSettings) -> str:
 
 
 def without_inexact(tree: Tree) -> Tree:
-    """A copy of a DeepSpeed configuration without options that change results, such as compressed communication."""
+    """A copy of a DeepSpeed configuration without the inexact options, such as compressed communication."""
     zero = dict(tree.get("zero_optimization") or {})
     for key in ("zero_quantized_weights", "zero_quantized_gradients", "zero_hpz_partition_size", "zenflow"):
         zero.pop(key, None)

@@ -35,7 +35,7 @@ class ChosenKernels:
         return self.name if family.fused else "torch"
 
     def lines(self, family: Family) -> Iterator[tuple[str, str]]:
-        """Plan line about the kernels."""
+        """Plan line about the kernels of RMSNorm, rotary embedding and SwiGLU."""
         if self.of(family) != self.name:
             yield "kernels", f"torch: fused kernels {_NOTHING[family.is_generic]} {family.model_type}"
         elif self.name == "torch":
@@ -74,7 +74,9 @@ def choose_kernels(name: str, *, device: str, stage: int) -> ChosenKernels:
 
 
 def kernels_problem(name: str, device: str, stage: int) -> tuple[str, str] | None:
-    """Why these kernels cannot run, and a hint; None where they can."""
+    """Why the kernels `name` (`liger` or `compile`) cannot run on the device at this ZeRO stage, and a hint; None where
+    they can.
+    """
     is_cpu, is_interpreted = device == "cpu", os.environ.get("TRITON_INTERPRET") == "1"
     compilers = [os.environ["CXX"]] if "CXX" in os.environ else ["g++", "clang++", "c++"]
     no_triton, install = triton_problem()

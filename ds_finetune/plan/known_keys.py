@@ -52,7 +52,7 @@ _REFUSED = {
     "tensorboard": "trackers belong to log.trackers",
     "wandb": "trackers belong to log.trackers",
     "managed_gradient_accumulation": "accumulation is derived from train.global_batch_size",
-    # Deprecated: DeepSpeed 0.19.8 would replace them only after this program has read the configuration.
+    # Deprecated keys, which DeepSpeed 0.19.8 translates after this program has read the configuration without them.
     "cpu_offload": 'write offload_optimizer: {"device": "cpu"}',
     "cpu_offload_param": 'write offload_param: {"device": "cpu"}',
     "cpu_offload_use_pin_memory": "write offload_optimizer.pin_memory and offload_param.pin_memory",
@@ -71,8 +71,8 @@ _REFUSED = {
 _TYPES: Mapping[str, Mapping[str, str]] = json.loads(
     Path(__file__).with_name("deepspeed_keys.json").read_text(encoding="utf-8")
 )
-"""By section, keys with the type of their values (int, float, bool or other). DeepSpeed 0.19.8 checks these only when
-it builds the engine, with a traceback. scripts/deepspeed_keys.py writes the file from DeepSpeed's own models.
+"""Keys of each section of a DeepSpeed JSON with the types of their values (int, float, bool or other), from a file that
+scripts/deepspeed_keys.py writes. DeepSpeed 0.19.8 itself checks types only when it builds the engine, with a traceback.
 """
 _SECTIONS = (
     "optimizer",
@@ -83,7 +83,7 @@ _SECTIONS = (
     "comms_logger",
     "flops_profiler",
 )
-"""Sections whose keys are checked elsewhere or not at all."""
+"""Sections of a DeepSpeed JSON that must be mappings; their keys are checked elsewhere or not at all."""
 _DEVICES = ("none", "cpu", "nvme")
 
 
@@ -133,7 +133,7 @@ def _section(tree: Mapping[str, Any], path: Sequence[str], source: str) -> Mappi
 def _check_key(where: str, key: str, value: object, known_keys: Collection[str]) -> None:
     if key in _REFUSED:
         raise ConfigError(
-            f"{where}`{key}` = {value!r} does not belong into the DeepSpeed configuration", hint=_REFUSED[key]
+            f"{where}`{key}` = {value!r} does not belong in the DeepSpeed configuration", hint=_REFUSED[key]
         )
     if key not in known_keys:
         near = difflib.get_close_matches(key, [*known_keys, *_REFUSED], n=1)

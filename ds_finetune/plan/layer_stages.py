@@ -96,7 +96,9 @@ def balance_layers(weights: tuple[int, ...], stages: int) -> tuple[range, ...]:
 
 
 _Split = tuple[int, int, tuple[int, ...]]
-"""Largest part's sum of weights, sum of the squared sums, and end index of each part."""
+"""A split of layers into parts: the largest sum of weights of a part, the sum of the squared sums, and the end index of
+each part.
+"""
 
 
 @lru_cache(maxsize=1024)
@@ -114,7 +116,7 @@ def _best_split(shorter: Mapping[int, _Split], sums: Sequence[int], *, parts: in
     for begin in range(end - 1, parts - 2, -1):
         last = sums[end] - sums[begin]
         if best is not None and last > best[0]:
-            # An even longer last part has an even larger sum.
+            # Every longer last part has a larger sum, so no better split follows.
             break
         largest, squares, ends = shorter[begin]
         split = (max(largest, last), squares + last**2, (*ends, end))

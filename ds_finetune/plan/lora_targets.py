@@ -14,13 +14,14 @@ from ds_finetune.plan.name_patterns import last_part, matching, parameter_names
 Shape = tuple[int, ...]
 ROUTED, ROUTER = "routed experts", "router"
 LINEAR = "linear modules"
-"""Kind of all adaptable modules in model types without a row in the table of families."""
+"""Kind of every adaptable module of a model type that the table of families does not have."""
 FOUR_BIT = ("attention", "dense MLP", "shared experts", LINEAR)
 """Kinds of modules whose weights `lora.quantize` holds in four bits."""
 _ADAPTABLE = ("attention", "dense MLP", "shared experts", ROUTED, ROUTER, "multi-token prediction")
 _WEIGHTS = ("weight", "gate_up_proj", "down_proj")
 _NOT_ADAPTABLE = re.compile(r"\.o_a_proj$|\.compressor\.|\.[eh]_proj$|\.router$")
-"""Modules of adaptable parts without adapters. The groups of outputs of DeepSeek-V4's `o_a_proj` have separate inputs.
+"""Modules that get no adapters although their part of the model is adaptable. The output groups of DeepSeek-V4's
+`o_a_proj`, for example, have separate inputs.
 """
 _REWRITTEN = ("gate_proj", "up_proj", "down_proj", "gate")
 """Last parts of module names that peft, in a model with fused experts, takes for experts or routers when they are
@@ -29,13 +30,14 @@ _REWRITTEN = ("gate_proj", "up_proj", "down_proj", "gate")
 _ROUTERS = ("gate", "router")
 """Last parts of the names of routers."""
 _REFUSED_WHOLE = {
-    # peft would also save the router's bias, which is no parameter.
+    # peft would also save the router's bias, which is a buffer and no parameter.
     **dict.fromkeys(("routed experts", "router"), "are not tested there"),
     "indexer": "stay as they are with lora",
 }
-"""Parts of a model that `modules_to_save` must not name, and why."""
+"""Parts of a model that `lora.modules_to_save` must not name, each with the end of the error message."""
 _ALIGNED = 8
-"""Ranks of experts' adapters are multiples of this: their grouped products need rows of a multiple of 16 bytes (torch
+"""LoRA ranks of experts' adapters must be multiples of this number, because grouped products need rows of a multiple of
+16 bytes (torch
 2.13, native/GroupedMMUtils.h).
 """
 
@@ -84,7 +86,7 @@ def adapted_targets(adaptable: Sequence[LoraTarget], lora: LoraConfig) -> tuple[
     if lora.rank % _ALIGNED and any(target.kind == ROUTED for target in chosen):
         raise ConfigError(
             f"lora.rank {lora.rank} of routed experts is not a multiple of {_ALIGNED}",
-            hint="take a multiple, or leave `experts` out of target_modules",
+            hint="set lora.rank to a multiple of 8, or leave `experts` out of lora.target_modules",
         )
     return chosen
 
@@ -128,7 +130,9 @@ def is_peft_parameter(weight: str, family: Family) -> bool:
 
 
 def is_transposed(weight: str, family: Family) -> bool:
-    """Whether the family stores the parameter `weight` as [experts, in, out], as gpt_oss does."""
+    """Whether the family stores the weight of experts named `weight` as [experts, in, out], as gpt_oss does, instead of
+    [experts, out, in].
+    """
     return family.transposed_experts and part_of(weight) == ROUTED
 
 
@@ -173,8 +177,8 @@ def quantised_targets(adaptable: Sequence[LoraTarget], lora: LoraConfig) -> tupl
     if not fitting:
         first = candidates[0]
         raise ConfigError(
-            f"lora.quantize {lora.quantize}: none of {len(candidates)} weights has rows of a multiple of 64 numbers, "
-            f"as {first.name} {first.shapes['weight']}",
+            f"lora.quantize {lora.quantize}: none of the {len(candidates)} weights has rows of a multiple of 64 "
+            f"numbers, such as {first.name} {first.shapes['weight']}",
             hint="leave lora.quantize out",
         )
     return fitting

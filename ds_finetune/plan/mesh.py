@@ -55,41 +55,41 @@ class Mesh:
         return " x ".join(f"{axis} {getattr(self, axis)}" for axis in sizes if axis == "dp" or getattr(self, axis) > 1)
 
     @property
-    def expert_place(self) -> int:
-        """Index of this rank in its expert parallel group, and thereby of its shard of the experts."""
-        return self.expert_place_of(self.rank)
+    def expert_index(self) -> int:
+        """Index of this rank in its expert parallel group, which is also the index of its shard of the experts."""
+        return self.expert_index_of(self.rank)
 
-    def expert_place_of(self, rank: int) -> int:
+    def expert_index_of(self, rank: int) -> int:
         """Index of `rank` in its expert parallel group."""
-        return (self.place("dp", rank) * self.sp + self.place("sp", rank)) % self.ep
+        return (self.coordinate("dp", rank) * self.sp + self.coordinate("sp", rank)) % self.ep
 
-    def expert_lines(self) -> list[list[int]]:
+    def expert_groups(self) -> list[list[int]]:
         """The expert parallel groups, which partition all ranks."""
         return [
-            line[start : start + self.ep] for line in self.lines("dp", "sp") for start in range(0, len(line), self.ep)
+            line[start : start + self.ep] for line in self.groups("dp", "sp") for start in range(0, len(line), self.ep)
         ]
 
-    def expert_part_lines(self) -> list[list[int]]:
+    def expert_holders(self) -> list[list[int]]:
         """Groups of ranks that together hold every expert of a stage once: an expert parallel group with its tensor
         parallel ranks.
         """
         groups: dict[tuple[int, int], list[int]] = {}
-        for line in self.expert_lines():
-            groups.setdefault((self.place("pp", line[0]), line[0] // self.tp), []).extend(line)
+        for line in self.expert_groups():
+            groups.setdefault((self.coordinate("pp", line[0]), line[0] // self.tp), []).extend(line)
         return [sorted(ranks) for ranks in groups.values()]
 
     @property
     def leader(self) -> int:
         """First rank of this rank's pipeline stage."""
-        return self.place("pp") * self.dp * self.sp * self.tp
+        return self.coordinate("pp") * self.dp * self.sp * self.tp
 
-    def parts_of_leader(self) -> list[int]:
-        """Ranks, including the leader, that together hold the parameters of the leader's stage once."""
-        return next(line for line in self.expert_part_lines() if self.leader in line)
+    def holders_of_leader(self) -> list[int]:
+        """Ranks, the stage's leader included, that together hold each parameter of this rank's stage once."""
+        return next(line for line in self.expert_holders() if self.leader in line)
 
-    def same_expert_lines(self) -> list[list[int]]:
+    def same_expert_groups(self) -> list[list[int]]:
         """Groups of ranks that hold the same experts, which partition all ranks."""
-        return [line[start :: self.ep] for line in self.lines("dp", "sp") for start in range(self.ep)]
+        return [line[start :: self.ep] for line in self.groups("dp", "sp") for start in range(self.ep)]
 
     @property
     def world_size(self) -> int:
@@ -102,27 +102,27 @@ class Mesh:
         return self.sp * self.tp * self.pp
 
     def num_groups(self, *, vpp: int = 1) -> int:
-        """Number of process groups of a rank: the default group, those of `open_groups` with `vpp` chunks per rank, and
-        DeepSpeed's copy of the default group, which it makes unless the model is divided.
+        """Number of process groups of a rank with `vpp` model chunks: the default group, those that `open_groups`
+        opens, and DeepSpeed's copy of the default group, which DeepSpeed makes unless tp or pp divides the model.
         """
         sizes = dict(zip(AXES, self._sizes, strict=True))
         asked: list[tuple[Axis, ...]] = [(axis,) for axis in ("pp", "sp", "tp") if sizes[axis] > 1]
         is_divided = self.tp * self.pp > 1
         asked += [("pp", "tp"), ("dp", "sp")] if is_divided else []
-        # Axes of size 1 add no group.
+        # Axes of size 1 need no group.
         lines = {tuple(axis for axis in axes if sizes[axis] > 1) for axes in asked}
         return 1 + len(lines) + (not is_divided) + 2 * (self.ep > 1) + 4 * (vpp > 1)
 
-    def place(self, axis: Axis, rank: int | None = None) -> int:
+    def coordinate(self, axis: Axis, rank: int | None = None) -> int:
         """Coordinate of a rank (this one by default) along an axis."""
         inner = math.prod(self._sizes[AXES.index(axis) + 1 :])
         return (self.rank if rank is None else rank) // inner % self._sizes[AXES.index(axis)]
 
-    def lines(self, *axes: Axis) -> list[list[int]]:
+    def groups(self, *axes: Axis) -> list[list[int]]:
         """Groups of ranks whose coordinates differ only along `axes`, in ascending order; they partition all ranks."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
-            groups.setdefault(tuple(self.place(axis, rank) for axis in AXES if axis not in axes), []).append(rank)
+            groups.setdefault(tuple(self.coordinate(axis, rank) for axis in AXES if axis not in axes), []).append(rank)
         return list(groups.values())
 
     @property

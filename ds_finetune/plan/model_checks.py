@@ -59,7 +59,7 @@ def _undivided(run: ModelSettings) -> MessageFields:
 
 
 def _divided_dimensions(run: ModelSettings) -> Iterator[tuple[str, str, int]]:
-    """For each axis, the dimensions of the model that it divides, with their sizes."""
+    """Dimensions of the model that parallel axes divide: the axis, the name of the dimension, and its size."""
     model, tp, keys = run.model_json, run.mesh.tp, run.family.expert_keys
     heads = int(model["num_attention_heads"])
     yield "tp", "attention heads", heads
@@ -107,8 +107,8 @@ _SIZES: tuple[Refusal[ModelSettings], ...] = (
         "parallel {mesh} of a model with rope_type longrope is not tested",
         "set parallel.sp to 1",
     ),
-    # Each rank would add the bias of shared experts, whose outputs are summed over ranks with the routed ones, or draw
-    # its own noise.
+    # Outputs of shared experts are summed over tensor parallel ranks, so each rank would add their bias again; and each
+    # rank would draw its own router noise.
     _in_each_rank("mlp_bias"),
     _in_each_rank("router_jitter_noise"),
     Refusal(
@@ -401,7 +401,8 @@ def _is_held_twice(run: ModelSettings) -> bool:
 
 
 _STAGES: tuple[Refusal[ModelSettings], ...] = (
-    # The last stage would read the embedding's state from a folder that only hosts of the first stage may see.
+    # With folders of their own, hosts of the last stage could not read the embedding's state, which hosts of the first
+    # stage save.
     Refusal(
         lambda run: run.checkpoint.node_local and _is_held_twice(run),
         "checkpoint.node_local true with parallel.pp {parallel.pp} of a model whose first and last stage both hold the "
@@ -445,7 +446,9 @@ WITHOUT_MESH: dict[str, tuple[Refusal[ModelSettings], ...]] = {
     "sampled answers of the model": ROLLOUT_MODEL,
     "attention of the model": _KERNEL,
 }
-"""Checks of config.json that do and do not depend on the layout of the run."""
+"""Refused settings that depend on config.json: `WITH_MESH` also depends on the parallel layout, `WITHOUT_MESH` does
+not.
+"""
 MODEL_CHECKS: dict[str, tuple[Refusal[ModelSettings], ...]] = {
     **WITH_MESH,
     **WITHOUT_MESH,
@@ -454,11 +457,13 @@ MODEL_CHECKS: dict[str, tuple[Refusal[ModelSettings], ...]] = {
     "stages": _STAGES,
     "length of documents": _DOCUMENTS,
 }
-"""The checks that need config.json, by subject."""
+"""Refused settings that need the model's config.json, by subject."""
 
 
 def check_model(run: ModelSettings, *subjects: str) -> None:
-    """ConfigError or ModelError for the first refused setting among these subjects."""
+    """Raise the ConfigError or ModelError of the first refused setting of these subjects, which are keys of
+    `MODEL_CHECKS`.
+    """
     for subject in subjects:
         for row in MODEL_CHECKS[subject]:
             row.raise_for(run)

@@ -1,5 +1,5 @@
-"""Parameters, active parameters and FLOPs per token of a model, and the cost of a row, by which rows are balanced over
-ranks.
+"""Number of parameters and FLOPs per token of a model, and the cost of a row, by which rows are balanced over data
+parallel ranks.
 """
 
 from collections import Counter
@@ -31,7 +31,7 @@ class Shape:
     """Parameters of a model by part, in elements over all layers, and the cost of its attention."""
 
     parts: Mapping[str, int]
-    """Elements by the names of `part_of`; indexers do not count as active."""
+    """Number of elements of each part of the model, by the names that `part_of` gives."""
     active_routed_experts: int
     layers: int
     """Number of layers, including trained multi-token prediction layers."""
@@ -76,7 +76,9 @@ class Shape:
 
     @property
     def multiplied(self) -> int:
-        """Parameters of the layers' matrix products for one token."""
+        """Parameters of the layers that are multiplied with one token: without norms, embedding, head and experts that
+        are not chosen.
+        """
         return self.active_params - sum(self.parts[part] for part in ("norms", "embedding", "head"))
 
     @property
@@ -137,7 +139,7 @@ class RowCost:
     per_token: float
     per_supervised_token: float
     per_pair: float
-    """Cost in one layer."""
+    """Multiply-adds of attention in one layer, for a pair of tokens of which one attends to the other."""
     limits: tuple[int | None, ...]
     """Maximum positions that a token attends to, for each layer."""
 

@@ -62,7 +62,7 @@ class FullTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerKind:
-    """Kind of layers: layers with the same tensors have one kind."""
+    """A kind of layers: all layers with equal tensors."""
 
     stack: str
     """Name of the list of layers, such as `model.layers`."""
@@ -93,7 +93,7 @@ class ModelTensors:
     num_predictions: int = 0
     """Number of multi-token prediction layers, which come last."""
     linears: Collection[str] = ()
-    """Names of the weights of linear modules but the head, in model types without a row in the table of families."""
+    """Names of the weights of linear modules except the head; empty for model types in the table of families."""
 
     @property
     def numel(self) -> int:

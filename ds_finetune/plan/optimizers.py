@@ -43,4 +43,6 @@ OPTIMIZERS: Mapping[str, OptimizerRow] = {
         "AdamW8bit", _ADAM, 2 + 8 / 256, "bitsandbytes", "blocks of 256 numbers of a parameter have one scale"
     ),
 }
-"""Optimizers by lower-case name. Those without the key `weight_decay` would add decay to the gradient."""
+"""Optimizers by lower-case name. A row without the key `weight_decay` is an optimizer that would add decay to the
+gradient.
+"""

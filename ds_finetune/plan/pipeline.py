@@ -14,7 +14,7 @@ class PipelineTurn(NamedTuple):
 
 
 def forwards_multiple(parallel: ParallelConfig) -> int:
-    """Number that must divide the forwards of a step."""
+    """Number of which the forwards of a step must be a multiple, as interleaved pipeline stages need."""
     return parallel.pp if parallel.vpp > 1 else 1
 
 

@@ -41,7 +41,9 @@ Recomputation = Literal["full", "selective", "none"]
 """Which operations of layers are recomputed in backward."""
 
 _HIGH_RATE = 0.1
-"""Learning rate from which the plan has a note, except for SGD, whose steps are proportional to the gradient."""
+"""Learning rates from this value on get a note in the plan. SGD gets none, since its steps are proportional to the
+gradient.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +59,9 @@ class Plan(RunSettings):
     notes: tuple[str, ...] = ()
     """Notes about decisions that a user might not expect."""
     frozen: tuple[str, ...] = ()
-    """Names of untrained parameters, frozen by the run file or not reached by the loss; exports keep them."""
+    """Names of the parameters that are not trained, because the run file freezes them or no loss reaches them. Exports
+    have their initial values.
+    """
 
     @property
     def decisions(self) -> tuple[tuple[str, str], ...]:
@@ -84,7 +88,7 @@ class Plan(RunSettings):
 
     @property
     def home(self) -> Literal["gpu", "host"]:
-        """The memory of a rank's device; CPU ranks compute in host memory."""
+        """Memory in which a rank computes: `gpu`, or `host` for CPU ranks."""
         return "host" if self.device == "cpu" else "gpu"
 
     @property
@@ -155,7 +159,7 @@ class Plan(RunSettings):
         return replace(self, train=train, accumulation=accumulation, deepspeed_config=tree)
 
     def with_recomputation(self, chosen: Recomputation) -> "Plan":
-        """The plan with another `train.activation_checkpointing`."""
+        """The plan with `train.activation_checkpointing` set to `chosen`."""
         return replace(self, train=self.train.model_copy(update={"activation_checkpointing": chosen}))
 
     def with_lines(self, *lines: tuple[str, str]) -> "Plan":
@@ -259,7 +263,7 @@ def check_largest_slice(plan: Plan, tensors: Iterable[tuple[int, str]]) -> None:
     needed, buffer_size = -(-numel // plan.zero_ranks), int(float(section.get("buffer_size", _DEFAULT_BUFFER)))
     if needed > buffer_size:
         raise ConfigError(
-            f"offload_param.buffer_size {buffer_size:,} elements is smaller than a rank's slice of `{name}`, "
+            f"offload_param.buffer_size {buffer_size:,} elements is smaller than a rank's shard of `{name}`, "
             f"{needed:,}",
             hint=f"set offload_param.buffer_size to {needed} or more, or train on more ranks than {plan.zero_ranks}",
         )
@@ -284,8 +288,8 @@ def make_plan(given: RunSettings, *, world: World, device: str, accelerate: Acce
     # batch is larger by that factor.
     finished["train_batch_size"] = run.micro_batch_size * run.accumulation * mesh.dp * mesh.sp
     if run.zero_stage == 0 and train.precision == "fp32":
-        # This program's engine clips: DeepSpeed 0.19.8 counts tied weights twice in the norm (runtime/utils.py:393),
-        # and takes the norm of each rank's experts separately.
+        # DeepSpeed's clipping is off and this program's engine clips, because DeepSpeed 0.19.8 counts tied weights
+        # twice in the norm (runtime/utils.py:393) and takes the norm of each rank's experts separately.
         finished["gradient_clipping"] = 0.0
     notes = inexact_lines(run) + turn_off_wrong_options(run.zero, device=device)
     if optim.lr >= _HIGH_RATE and run.optimizer != "sgd" and optim.lr_scheduler != "exponential_rise":

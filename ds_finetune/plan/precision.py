@@ -27,7 +27,7 @@ _ASSUMED = Bf16Support("a GPU of compute capability 8.0 or later, as is assumed,
 
 @cache
 def cpu_support(cpuinfo: Path = Path("/proc/cpuinfo")) -> Bf16Support:
-    """Support of this machine's CPU; none without the file."""
+    """bf16 support of this machine's CPU, read from `cpuinfo`; without that file the CPU counts as having none."""
     flags = set(cpuinfo.read_text().split()) if cpuinfo.exists() else set()
     instructions = [name for flag, name in _CPU_FLAGS.items() if flag in flags]
     return Bf16Support(

@@ -84,7 +84,7 @@ def _sampling_checks() -> Iterator[Refusal[RunSettings]]:
 
 
 def rollout_checks() -> Iterator[Refusal[RunSettings]]:
-    """Refusals that depend on the run file and the layout only."""
+    """Refusals for runs with sampled answers (rollouts) that need no config.json of the model."""
     yield _refused(
         _other_batch,
         "train.global_batch_size {train.global_batch_size} is not rollout.prompts_per_step "

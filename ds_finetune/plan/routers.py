@@ -17,7 +17,7 @@ class RouterPlan:
 
     kind: RouterKind
     layers: tuple[int, ...]
-    """Indices in the whole model of the layers with a router."""
+    """Indices of the layers that have a router, counted over all pipeline stages."""
     experts: int
     """Experts per layer."""
     per_token: int
@@ -32,14 +32,16 @@ class RouterPlan:
         return tuple(layer for layer in self.layers if layer not in self.by_id)
 
     def parameters(self, beyond: range = range(0), module: str = "") -> tuple[str, ...]:
-        """Parameter names of the routers, including layers `beyond` the last one, with routers inside `module`."""
+        """Full names of the routers' parameters. `beyond` are layers after the last one (multi-token prediction), whose
+        routers are inside `module`.
+        """
         layers = (*map(str, self.layers), *(f"{layer}.{module}".rstrip(".") for layer in beyond))
         return tuple(
             f"model.layers.{layer}.{self.kind.module}.{leaf}" for layer in layers for leaf in self.kind.parameters
         )
 
     def lines(self) -> list[tuple[str, str]]:
-        """Plan line about routers; none where they are trained like all weights."""
+        """Plan line about routers; none without a section `router`."""
         return [("routers", ", ".join(self._texts()))] if self.section != RouterConfig() else []
 
     def _texts(self) -> Iterator[str]:

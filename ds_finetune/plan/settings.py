@@ -1,4 +1,4 @@
-"""The settings of a run that checks read, and the form of a refusal."""
+"""Settings of a run as checks read them, before and after its model is known, and the form of a refused setting."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -65,7 +65,7 @@ class Sections:
 
 
 def sections_of(given: RunConfig | Sections) -> dict[str, Any]:
-    """Sections of a run file or of settings, by name."""
+    """Sections of a run file, or of a run's settings, by their names."""
     return {name: value for name, value in vars(given).items() if name in Sections.__dataclass_fields__}
 
 
@@ -143,7 +143,7 @@ class RunSettings(Sections):
 
     @property
     def micro_batch_size(self) -> int:
-        """Rows of a forward on a rank; 1, the minimum, while `train.micro_batch_size: auto` is undecided."""
+        """Micro-batch size in rows. While `train.micro_batch_size: auto` is undecided, it is 1."""
         return rows_of_forward(self.train)
 
     @property
@@ -164,7 +164,7 @@ class ModelSettings(RunSettings):
     model_json: Mapping[str, Any]
     """config.json of the model or of a teacher."""
     positions: int | None = None
-    """Maximum positions of the model; None for no limit."""
+    """Maximum number of positions of the model; None for no limit."""
     stages: tuple[StageLayers | None, ...] = ()
     """Layers of each pipeline stage."""
 
@@ -196,9 +196,11 @@ class LengthSettings(Sections):
 S = TypeVar("S", bound=Sections, contravariant=True)
 R = TypeVar("R", bound=RunSettings)
 MessageFields = dict[str, object] | None
-"""Fields for the message of a refusal; None where a run is not refused."""
+"""Result of a condition: values for the placeholders of the refusal's message; None where the run is not refused."""
 Condition = Callable[[S], object]
-"""Tests whether a run is refused: a true result refuses it. The items of a mapping fill fields of the message."""
+"""Function that tests whether a run is refused. A true result refuses it; if the result is a mapping, its items fill
+the placeholders of the message.
+"""
 
 
 @dataclass(frozen=True)
@@ -215,7 +217,7 @@ class Refusal(Generic[S]):
     error: type[ConfigError | ModelError] = ConfigError
 
     def raise_for(self, run: S) -> None:
-        """Raise the error where the settings are refused."""
+        """Raise the refusal's error if its condition applies to the run."""
         if result := self.applies(run):
             fields = _Fields(result if isinstance(result, Mapping) else {})
             fields.run = run
@@ -238,7 +240,7 @@ class Conflict(NamedTuple):
 
 
 def setting(text: str, hint: str) -> Conflict:
-    """Conflict from the text `key value` of a setting, such as `mtp.train true`."""
+    """The conflict with a setting that is written as `section.key value`, such as `mtp.train true`."""
     key, _, value = text.partition(" ")
     section, name = key.split(".")
     return Conflict(text, hint, lambda run: str(getattr(getattr(run, section), name)).lower() == value.lower())

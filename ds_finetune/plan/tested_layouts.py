@@ -8,7 +8,7 @@ from ds_finetune.families.table import FAMILIES
 AXES = ("pp", "sp", "tp", "ep")
 """Parallel axes besides data parallelism."""
 ROW_BYTES = 16
-"""Rows of an expert's matrix must be a multiple of this number of bytes for torch's grouped product."""
+"""Number of bytes of which each row of an expert's matrix must be a multiple, for torch's grouped product."""
 WEIGHT_BYTES: Mapping[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
 """Bytes of a weight by precision."""
 
@@ -40,7 +40,7 @@ TESTED_LAYOUTS = (
     ParallelLayout(frozenset({"pp", "tp", "ep"}), (0, 1)),
     ParallelLayout(frozenset({"pp", "sp", "ep"}), (0, 1)),
 )
-"""tests/parity/test_parallel.py compares each row with a PyTorch reference loop."""
+"""Layouts that tests/parity/test_parallel.py compares with a PyTorch reference loop."""
 
 
 def nearest_layout(axes: frozenset[str], stage: int) -> str:

@@ -72,7 +72,7 @@ def batch_plan(run: PreparedRun) -> BatchPlan:
     return BatchPlan(
         global_batch_size=plan.train.global_batch_size,
         micro_batch_size=plan.micro_batch_size,
-        rank=plan.mesh.place("dp"),
+        rank=plan.mesh.coordinate("dp"),
         dp=plan.dp,
         seed=plan.train.seed,
         shuffle=run.config.data.shuffle,

@@ -99,10 +99,10 @@ def _rank_map(mesh: Mesh, per_node: int) -> Table:
         table.add_column(head)
     for node in shown:
         ranks = range(node * per_node, (node + 1) * per_node)
-        coordinates = [_range({mesh.place(axis, rank) for rank in ranks}) for axis in axes]
-        parts = [_range({replace(mesh, rank=rank).expert_place for rank in ranks})] if mesh.ep > 1 else []
+        coordinates = [_range({mesh.coordinate(axis, rank) for rank in ranks}) for axis in axes]
+        parts = [_range({replace(mesh, rank=rank).expert_index for rank in ranks})] if mesh.ep > 1 else []
         table.add_row(str(node), _range(set(ranks)), *coordinates, *parts)
-    lines = [(axis, mesh.lines(axis)) for axis in axes] + ([("experts", mesh.expert_lines())] if mesh.ep > 1 else [])
+    lines = [(axis, mesh.groups(axis)) for axis in axes] + ([("experts", mesh.expert_groups())] if mesh.ep > 1 else [])
     table.caption = "; ".join(f"a group along {axis} spans {_nodes(groups, per_node)}" for axis, groups in lines)
     table.caption_justify = "left"
     return table

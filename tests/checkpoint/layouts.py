@@ -132,7 +132,7 @@ def batches(engine: Engine, *, start_step: int, steps: int) -> Iterator[Batch]:
     plan = BatchPlan(
         global_batch_size=train.global_batch_size,
         micro_batch_size=train.micro_batch_size,
-        rank=engine.plan.mesh.place("dp"),
+        rank=engine.plan.mesh.coordinate("dp"),
         dp=engine.plan.dp,
         seed=0,
         shuffle=True,

@@ -184,7 +184,7 @@ def test_a_slice_that_no_nvme_buffer_holds_is_refused(
     nvme = "{zero_optimization: {stage: 3, offload_param: {device: nvme, nvme_path: /nvme}}}"
     options = [f"deepspeed={nvme}", "--gpu", "h100-80g"]
     assert main(["plan", run_file, *model, *options, "--gpus", "4"]) == 2
-    assert "a rank's slice of `model.embed_tokens.weight`, 155,582,464" in " ".join(capsys.readouterr().err.split())
+    assert "a rank's shard of `model.embed_tokens.weight`, 155,582,464" in " ".join(capsys.readouterr().err.split())
     assert main(["plan", run_file, *model, *options, "--gpus", "8"]) == 0
 
 

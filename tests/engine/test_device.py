@@ -89,14 +89,14 @@ def _groups(plan: Plan) -> Groups:
     def group(kind: Any, size: int, place: int) -> Any:
         return kind(ImaginaryGroup(size, place), size, place) if size > 1 else None
 
-    stage = group(PipelineGroup, mesh.pp, mesh.place("pp"))
+    stage = group(PipelineGroup, mesh.pp, mesh.coordinate("pp"))
     if stage is not None:
         stage.embedding_group = ImaginaryGroup(2 * mesh.dp)
     return Groups(
         stage=stage,
-        sequence=group(SequenceParallelGroup, mesh.sp, mesh.place("sp")),
-        tensor=group(TensorParallelGroup, mesh.tp, mesh.place("tp")),
-        experts=group(ExpertParallelGroup, mesh.ep, mesh.expert_place),
+        sequence=group(SequenceParallelGroup, mesh.sp, mesh.coordinate("sp")),
+        tensor=group(TensorParallelGroup, mesh.tp, mesh.coordinate("tp")),
+        experts=group(ExpertParallelGroup, mesh.ep, mesh.expert_index),
         mpu=None,
         same_experts=ImaginaryGroup(mesh.dp * mesh.sp // mesh.ep),  # type: ignore[arg-type]
     )

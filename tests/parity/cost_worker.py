@@ -105,7 +105,7 @@ def _measured(
     config = RunConfig.model_validate(tree)
     plan = make_plan(RunSettings.of(config), world=world, device=device)
     with start_engine(plan, model_of(config)) as engine:
-        shares = BatchPlan(rows, micro, plan.mesh.place("dp"), plan.dp, 0, False, 0, TOKENS)
+        shares = BatchPlan(rows, micro, plan.mesh.coordinate("dp"), plan.dp, 0, False, 0, TOKENS)
         seconds = []
         for step, batch in enumerate(training_batches(_rows(), shares, start_step=0, total_rows=rows * (STEPS + 1))):
             began = time.perf_counter()

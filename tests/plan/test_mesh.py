@@ -21,14 +21,14 @@ from tests.checking import check, settings_of
 def test_ranks_are_numbered_row_major_and_tensor_ranks_stand_together() -> None:
     mesh = Mesh(rank=13, dp=3, pp=2, sp=2, tp=2)
     assert mesh.world_size == 24
-    assert [mesh.place(axis) for axis in ("pp", "dp", "sp", "tp")] == [1, 0, 0, 1]
-    assert mesh.lines("tp")[:2] == [[0, 1], [2, 3]]
-    assert mesh.lines("sp")[0] == [0, 2]
-    assert mesh.lines("dp", "sp")[1] == [1, 3, 5, 7, 9, 11]
-    assert sorted(rank for line in mesh.lines("pp") for rank in line) == list(range(24))
+    assert [mesh.coordinate(axis) for axis in ("pp", "dp", "sp", "tp")] == [1, 0, 0, 1]
+    assert mesh.groups("tp")[:2] == [[0, 1], [2, 3]]
+    assert mesh.groups("sp")[0] == [0, 2]
+    assert mesh.groups("dp", "sp")[1] == [1, 3, 5, 7, 9, 11]
+    assert sorted(rank for line in mesh.groups("pp") for rank in line) == list(range(24))
     assert str(mesh) == "dp 3 x pp 2 x sp 2 x tp 2"
     assert mesh.leader == 12
-    assert mesh.parts_of_leader() == [12, 13]
+    assert mesh.holders_of_leader() == [12, 13]
 
 
 def test_ranks_that_do_not_factor_are_refused() -> None:
@@ -155,10 +155,10 @@ def test_fp16_is_refused() -> None:
 
 def test_ranks_of_experts() -> None:
     mesh = Mesh(rank=6, dp=4, tp=2, ep=2)
-    assert mesh.expert_lines() == [[0, 2], [4, 6], [1, 3], [5, 7]]
-    assert mesh.same_expert_lines() == [[0, 4], [2, 6], [1, 5], [3, 7]]
-    assert mesh.expert_part_lines() == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert mesh.expert_place == 1
+    assert mesh.expert_groups() == [[0, 2], [4, 6], [1, 3], [5, 7]]
+    assert mesh.same_expert_groups() == [[0, 4], [2, 6], [1, 5], [3, 7]]
+    assert mesh.expert_holders() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert mesh.expert_index == 1
     with pytest.raises(ConfigError) as caught:
         Mesh.of(ParallelConfig(ep=4, tp=2), world_size=12, rank=0)
     assert (caught.value.message, caught.value.hint) == (

@@ -110,7 +110,7 @@ def test_the_batch_triple_is_derived_and_written() -> None:
             "`scheduler` = {'type': 'WarmupLR'} does not belong",
             "optim.lr_scheduler",
         ),
-        ({"elasticity": {}}, {}, "`elasticity` = {} does not belong into the DeepSpeed configuration", "delete"),
+        ({"elasticity": {}}, {}, "`elasticity` = {} does not belong in the DeepSpeed configuration", "delete"),
         ({"zero_optimisation": {}}, {}, "unknown key `zero_optimisation`", "did you mean `zero_optimization`?"),
         ({"zero_optimization": {"stage": 4}}, {}, "zero_optimization.stage is 4", "0, 1, 2 or 3"),
         (zero(2, offload_param={"device": "cpu"}), {}, "offload_param below ZeRO-3 is refused", "stage 3"),
@@ -195,7 +195,7 @@ def test_the_batch_triple_is_derived_and_written() -> None:
         (
             zero(3, mics_shard_size=2),
             {},
-            "`mics_shard_size` = 2 does not belong into the DeepSpeed configuration",
+            "`mics_shard_size` = 2 does not belong in the DeepSpeed configuration",
             "delete",
         ),
         ({"zero_optimization": 3}, {}, "`zero_optimization` is 3, not a section", "zero3_offload.json"),

@@ -170,14 +170,14 @@ def test_a_plan_decides_by_the_accelerator_that_it_is_made_for(
     assert main(["plan", file, "--gpus", "8", "--gpu", "v100-32g", "train.precision=fp16"]) == 0
 
 
-def test_what_is_searched_for_is_written_with_auto(
+def test_overrides_of_a_search_leave_the_precision_as_it_is(
     tmp_path: Path, shared_data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = str(_run_file(tmp_path, shared_data / "configs" / "deepseek-ai--DeepSeek-R1-Distill-Qwen-1.5B"))
-    written = tmp_path / "best.yaml"
-    command = ["plan", file, "--gpus", "8", "--gpu", "h100-80g", "--search", "--write", str(written)]
-    assert main(command) == 0, capsys.readouterr().err
-    assert "precision" not in written.read_text()
+    assert main(["plan", file, "--gpus", "8", "--gpu", "h100-80g", "--search", "--json"]) == 0
+    layouts = json.loads(capsys.readouterr().out)["layouts"]
+    assert layouts
+    assert not [text for layout in layouts for text in layout["overrides"] if "precision" in text]
 
 
 def test_a_resolved_run_has_one_precision(tmp_path: Path) -> None:

@@ -224,7 +224,9 @@ def rank_map(hosts: Sequence[Host], mesh: Mesh) -> list[str]:
 
 def _axis_indices(mesh: Mesh, ranks: Sequence[int]) -> str:
     axes: tuple[Axis, ...] = ("pp", "dp", "sp", "tp")
-    indices = {axis: sorted({mesh.place(axis, rank) for rank in ranks}) for axis in axes if getattr(mesh, axis) > 1}
+    indices = {
+        axis: sorted({mesh.coordinate(axis, rank) for rank in ranks}) for axis in axes if getattr(mesh, axis) > 1
+    }
     texts = [f"{axis} {spans_text(numbers)}" for axis, numbers in indices.items()]
-    experts = sorted({replace(mesh, rank=rank).expert_place for rank in ranks})
+    experts = sorted({replace(mesh, rank=rank).expert_index for rank in ranks})
     return "  ".join(texts + ([f"ep {spans_text(experts)}"] if mesh.ep > 1 else []))

@@ -41,7 +41,7 @@ class ModelParallel:
 
     def get_model_parallel_rank(self) -> int:
         """This rank's tensor parallel rank. Only rank 0 counts parameters that are not sharded."""
-        return self._mesh.place("tp")
+        return self._mesh.coordinate("tp")
 
     def get_model_parallel_world_size(self) -> int:
         """Number of shards of the model: pipeline stages x tensor parallel ranks."""
@@ -93,7 +93,7 @@ class _GroupMaker:
 
     def line(self, *axes: Axis) -> dist.ProcessGroup:
         """This rank's group along `axes`. Axes with the same ranks share a group."""
-        return self.shared(self.mesh.lines(*axes))
+        return self.shared(self.mesh.groups(*axes))
 
     def shared(self, lines: list[list[int]]) -> dist.ProcessGroup:
         """This rank's group among `lines` (lists of ranks). The same lines share a group."""
@@ -129,17 +129,19 @@ def open_groups(
     pool = _GroupMaker(mesh, timeout)
     groups = Groups(
         stage=_stage(pool, shares_embedding=shares_embedding, vpp=vpp) if mesh.pp > 1 else None,
-        sequence=SequenceParallelGroup(pool.line("sp"), mesh.sp, mesh.place("sp")) if mesh.sp > 1 else None,
-        tensor=TensorParallelGroup(pool.line("tp"), mesh.tp, mesh.place("tp")) if mesh.tp > 1 else None,
-        experts=ExpertParallelGroup(pool.own(mesh.expert_lines()), mesh.ep, mesh.expert_place) if mesh.ep > 1 else None,
+        sequence=SequenceParallelGroup(pool.line("sp"), mesh.sp, mesh.coordinate("sp")) if mesh.sp > 1 else None,
+        tensor=TensorParallelGroup(pool.line("tp"), mesh.tp, mesh.coordinate("tp")) if mesh.tp > 1 else None,
+        experts=ExpertParallelGroup(pool.own(mesh.expert_groups()), mesh.ep, mesh.expert_index)
+        if mesh.ep > 1
+        else None,
         mpu=ModelParallel(pool) if mesh.tp * mesh.pp > 1 else None,
-        same_experts=pool.own(mesh.same_expert_lines()) if mesh.ep > 1 else None,
+        same_experts=pool.own(mesh.same_expert_groups()) if mesh.ep > 1 else None,
     )
     if groups.experts is not None:
         register_expert_groups(
             groups.expert_name,
-            parts=(groups.experts.group, mesh.expert_lines()),
-            same_shard=(groups.same_experts, mesh.same_expert_lines()),
+            parts=(groups.experts.group, mesh.expert_groups()),
+            same_shard=(groups.same_experts, mesh.same_expert_groups()),
         )
     yield groups
     # After an error this is not reached: destroying a group waits for ranks that may have ended.
@@ -153,17 +155,17 @@ def open_groups(
 
 def _stage(pool: _GroupMaker, *, shares_embedding: bool, vpp: int) -> PipelineGroup:
     mesh = pool.mesh
-    stage = PipelineGroup(pool.line("pp"), mesh.pp, mesh.place("pp"))
+    stage = PipelineGroup(pool.line("pp"), mesh.pp, mesh.coordinate("pp"))
     stage.num_chunks = vpp
     if vpp > 1:
         ways = (Link(is_forward, wraps) for is_forward in (True, False) for wraps in (True, False))
-        stage.links = {way: pool.own(mesh.lines("pp")) for way in ways}
+        stage.links = {way: pool.own(mesh.groups("pp")) for way in ways}
     if shares_embedding:
         ends = [
-            [rank for rank in line if mesh.place("pp", rank) in (0, mesh.pp - 1)]
-            for line in mesh.lines("pp", "dp", "sp")
+            [rank for rank in line if mesh.coordinate("pp", rank) in (0, mesh.pp - 1)]
+            for line in mesh.groups("pp", "dp", "sp")
         ]
         group = pool.shared(ends)
         stage.embedding_group = group if stage.is_end else None
-        stage.adds_embedding = mesh.place("dp") == mesh.place("sp") == 0
+        stage.adds_embedding = mesh.coordinate("dp") == mesh.coordinate("sp") == 0
     return stage

@@ -249,7 +249,7 @@ def _batches(request: SamplingRequest, plan: Plan, rows: int) -> Iterator[list[P
     prompt stay together unless they are more than a batch.
     """
     prompts, group_size, ranks = request.prompts, request.group_size, plan.zero_ranks
-    rank = plan.mesh.place("dp") * plan.mesh.sp + plan.mesh.place("sp")
+    rank = plan.mesh.coordinate("dp") * plan.mesh.sp + plan.mesh.coordinate("sp")
     order = sorted(range(len(prompts)), key=lambda index: (len(prompts[index].ids), index))
     size = min(group_size, rows)
     samples = [range(first, min(first + size, group_size)) for first in range(0, group_size, size)]

@@ -56,7 +56,7 @@ class FullTensors:
         """
         here = dict(named_parameters(self._module)) | dict(persistent_buffers(self._module)) | self._in_fp32
         for stage, specs in enumerate(self._specs):
-            tensors = here if stage == self._plan.mesh.place("pp") else {}
+            tensors = here if stage == self._plan.mesh.coordinate("pp") else {}
             for name, spec in ((name, spec) for name, spec in specs.items() if is_wanted(name)):
                 dist.barrier()
                 with gather_zero3(tensors.get(name)):
@@ -70,10 +70,10 @@ class FullTensors:
         shard = self._model_shard.tensor_shard(name, tuple(part.shape))
         box = part.reshape(shard.local_shape)
         mesh = self._plan.mesh
-        if mesh.rank not in mesh.parts_of_leader():
+        if mesh.rank not in mesh.holders_of_leader():
             return box
         # NCCL needs tensors on the GPU, while states of an offloaded optimizer are on the CPU.
-        experts = self._groups.experts if shard.is_expert_parallel and mesh.place("tp") == 0 else None
+        experts = self._groups.experts if shard.is_expert_parallel and mesh.coordinate("tp") == 0 else None
         if self._groups.tensor is not None and shard.dim is not None:
             end = torch.device("cpu") if experts is None else self._device
             box = _gather_on_first(box.to(self._device), self._groups.tensor, dim=shard.dim, end=end)
@@ -86,7 +86,7 @@ class FullTensors:
         mesh = self._plan.mesh
         is_rank_zero = self._plan.world.rank == 0
         if self._stage is not None and stage and mesh.rank == mesh.leader:
-            if mesh.place("pp") == stage:
+            if mesh.coordinate("pp") == stage:
                 assert tensor is not None
                 for piece in tensor.reshape(-1).split(_PIECE):
                     self._stage.send(piece.to(self._device), to=0)

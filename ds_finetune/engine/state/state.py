@@ -377,8 +377,8 @@ class EngineState:
         same elements differ from it only along `axes` and, with `same_experts`, have the same experts.
         """
         mesh = self._plan.mesh
-        line = next(line for line in mesh.lines(*axes) if mesh.rank in line)
-        holders = [rank for rank in line if not same_experts or mesh.expert_place_of(rank) == mesh.expert_place]
+        line = next(line for line in mesh.groups(*axes) if mesh.rank in line)
+        holders = [rank for rank in line if not same_experts or mesh.expert_index_of(rank) == mesh.expert_index]
         return min(self._home.intersection(holders)) == mesh.rank
 
     def _buffers(self, restoring: bool) -> StateGroup:

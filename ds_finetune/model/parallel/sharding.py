@@ -77,7 +77,7 @@ class ModelShard:
     @classmethod
     def of(cls, mesh: Mesh, family: Family) -> Self:
         """Shard that this rank of the mesh holds of a model of the family."""
-        return cls(mesh.tp, mesh.place("tp"), mesh.ep, mesh.expert_place, family.transposed_experts)
+        return cls(mesh.tp, mesh.coordinate("tp"), mesh.ep, mesh.expert_index, family.transposed_experts)
 
     def tensor_shard(self, name: str, local_shape: Ints) -> "TensorShard":
         """This rank's shard of the tensor `name`, whose local shape is `local_shape`.

@@ -1,4 +1,6 @@
-"""Memory estimate of a run: what a rank holds on its device, in host memory and on disk, and which option lowers it."""
+"""Memory estimate of a run: rows with what a rank holds on its device, in host memory and on disk, and the option that
+lowers each row.
+"""
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -36,10 +38,9 @@ H100s (NCCL issue 1685).
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Memory of the rank with the highest peak on its device; the other ranks of its pipeline stage hold as much.
+    """Memory of the rank with the highest peak on its device. Other ranks of its pipeline stage need as much.
 
-    Rows are not all held at the same time: `MemoryRow.when` has the moments of a step. On CPU ranks the device is the
-    host.
+    The rows are held at different moments of a step (`MemoryRow.when`). The device of a CPU rank is the host.
     """
 
     rows: tuple[MemoryRow, ...]
@@ -54,7 +55,7 @@ class MemoryEstimate:
 
     @property
     def moment(self) -> Moment:
-        """The moment of the peak on the device."""
+        """The moment of a step in which the device holds most bytes."""
         return fullest_moment(self.rows, self.device)
 
     @property
@@ -64,7 +65,7 @@ class MemoryEstimate:
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes of all files of the run, as if they were on one disk."""
+        """Bytes of all files of the run, counted as if all hosts had one disk."""
         return peak(self.rows, "disk")
 
 
@@ -81,8 +82,8 @@ def estimate_memory(plan: Plan, model: DescribedModel, traces: Tracer, *, budget
 def estimate_stages(
     plan: Plan, model: DescribedModel, traces: Tracer, *, budget: int | None = None
 ) -> Iterator[MemoryEstimate]:
-    """Memory of a rank of each pipeline stage, in order. Of stages with equal contents only the first is given, which
-    holds the most micro-batches in flight. Errors as in `estimate_memory`.
+    """Memory of a rank of each pipeline stage, in order. Of stages with equal layers and tensors only the first is
+    estimated, because it holds activations of the most micro-batches. Errors as in `estimate_memory`.
     """
     stages, traced = weights_of_run(plan, model), traces(plan)
     expected, computed = len(model.tensors.layers) - model.tensors.num_predictions, len(traced.layers)
@@ -102,7 +103,7 @@ def estimate_stages(
         if kind in seen:
             continue
         seen.add(kind)
-        # The teacher runs on ranks with the head (engine/rank_model.py).
+        # The teacher of a distillation runs on the last pipeline stage, which has the head (engine/rank_model.py).
         others = (*last, *files) if is_last else files
         own = zero_rows(plan, rank_elements(plan, model, weights), weights)
         rows = (
@@ -140,9 +141,10 @@ def _rollout_rows(  # noqa: PLR0913 - what a rank holds, and what it knows of it
     budget: int | None,
     traces: Tracer,
 ) -> Iterator[MemoryRow]:
-    """Rows for sampling answers on a rank, in addition to the rows `others`."""
+    """Memory rows for sampling answers on a rank; `others` are its rows of training."""
     if samples_itself(plan):
-        # Traced with full recomputation, in which the forward of layers runs without gradients, as in sampling.
+        # With full recomputation the traced forward of layers runs without gradients, as it does while answers are
+        # sampled.
         layers = traces(plan.with_recomputation("full")).layers_of(weights.layers)
         forward = max(layer.forward for layer in layers) // (
             plan.micro_batch_size * -(-plan.train.max_seq_len // plan.mesh.sp)
@@ -190,7 +192,7 @@ def _activation_rows(
     backward = max(0, traced.backward_peak(layers) - own)
     yield MemoryRow("one layer in backward", home, backward, option, ("layers",))
     if plan.mesh.pp > 1:
-        # The output of each held forward, and one gradient.
+        # Each micro-batch in flight holds the output of its stage, and one gradient is received.
         between = int(traced.hidden * (in_flight * vpp + 1))
         yield MemoryRow("hidden states between stages", home, between, _MICRO_BATCH, KEPT_FOR_BACKWARD)
     if number == plan.mesh.pp - 1:

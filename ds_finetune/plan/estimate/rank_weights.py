@@ -1,5 +1,5 @@
-"""The tensors that a rank of each pipeline stage holds, and the number of elements that it trains: all, or LoRA
-adapters beside frozen weights.
+"""Tensors on a rank of each pipeline stage, and numbers of their elements: trained, frozen, sharded by ZeRO, and held
+in four bits.
 """
 
 from collections import Counter
@@ -34,14 +34,16 @@ from ds_finetune.plan.plan import Plan
 
 @dataclass(frozen=True)
 class TensorKind:
-    """Tensors of equal shape: name with `N` for the layer, count, and number of ranks over which ZeRO shards each."""
+    """Tensors of a stage with equal names and shapes: their name with `N` for the layer, their number, and the number
+    of ranks over which ZeRO shards each.
+    """
 
     name: str
     count: int
     full_shape: tuple[int, ...]
-    """Shape in the unsharded model."""
+    """Shape of the full tensor."""
     local: tuple[int, ...]
-    """Shape on a rank, before ZeRO shards it."""
+    """Shape of a rank's shard under tensor and expert parallelism, before ZeRO shards it."""
     sharers: int
     names: tuple[str, ...] = field(default=(), compare=False, repr=False)
     """Full names of the tensors; empty for adapters."""
@@ -64,13 +66,15 @@ class TensorKind:
 
 @dataclass(frozen=True)
 class RankWeights:
-    """Tensors of a rank of one pipeline stage, before ZeRO shards them; the other ranks of the stage hold as much."""
+    """Tensors on a rank of one pipeline stage, before ZeRO shards them. All ranks of a stage hold equally many
+    elements.
+    """
 
     kinds: tuple[TensorKind, ...]
     layers: tuple[int, ...]
     """Numbers of the stage's layers."""
     layer_kinds: tuple[LayerKind, ...]
-    """The kind of each of these layers."""
+    """The kind of each layer in `layers`."""
 
     @cached_property
     def numel(self) -> int:
@@ -126,10 +130,12 @@ def _stage_tensors(
 
 @dataclass(frozen=True)
 class RankElements:
-    """Numbers of elements on a rank, before and after ZeRO shards them (`sharded_`)."""
+    """Numbers of elements on a rank. Names that begin with `sharded_` count the rank's ZeRO shard, the others the
+    unsharded tensors.
+    """
 
     weights: int
-    """All weights in the run's precision, without 4-bit weights."""
+    """Elements of the weights in the run's precision, without 4-bit weights."""
     sharded_weights: int
     trained: int
     sharded_trained: int
@@ -148,7 +154,7 @@ class RankElements:
 
 
 def rank_elements(plan: Plan, model: DescribedModel, weights: RankWeights) -> RankElements:
-    """Numbers of parameters, by kind, on a rank of one pipeline stage."""
+    """Count trained, frozen and 4-bit elements on a rank of one pipeline stage."""
     lora, adapters, quantised = plan.lora, tuple[TensorKind, ...](), list[tuple[int, ...]]()
     if lora is None:
         freezing = plan_freezing(plan.train, model.tensors.by_name)
@@ -210,7 +216,9 @@ def is_trained(plan: Plan, model: DescribedModel, kind: TensorKind) -> bool:
 def _adapter_kinds(
     model: DescribedModel, lora: LoraConfig, sizes: tuple[int, int, int], layers: tuple[int, ...]
 ) -> tuple[TensorKind, ...]:
-    """The LoRA adapters of these layers on a rank; `sizes` are tp, ep, and the ranks over which ZeRO shards."""
+    """LoRA adapters on a rank that holds `layers`. `sizes` are the tensor and expert parallel sizes and the number of
+    ranks over which ZeRO shards.
+    """
     tp, ep, zero_ranks = sizes
     counts = Counter[TensorKind]()
     for target in lora_targets(model, lora):

@@ -15,7 +15,7 @@ from ds_finetune.plan.plan import Plan
 
 _WIDE = 4
 _DRAWING_BYTES = 30
-"""Bytes per logit of the rows whose random numbers are computed at once (engine/sampling/noise.py)."""
+"""Bytes per logit while the random numbers of sampling are computed (engine/sampling/noise.py)."""
 _OPTION = "rollout.batch_rows"
 
 
@@ -25,7 +25,7 @@ def samples_itself(plan: Plan) -> bool:
 
 
 def _cached_numbers(model: ModelConfig, weights: RankWeights, *, tp: int) -> int:
-    """Numbers per token in the KV cache, over all layers of a rank."""
+    """Elements of the KV cache per token, over all layers of a rank."""
     if (rank := model.get("kv_lora_rank")) is not None:
         each = rank + model["qk_rope_head_dim"]
     else:
@@ -37,15 +37,16 @@ def _cached_numbers(model: ModelConfig, weights: RankWeights, *, tp: int) -> int
 def sampling_rows(
     plan: Plan, model: ModelConfig, weights: RankWeights, *, forward: int, free: float
 ) -> Iterator[MemoryRow]:
-    """Rows for the moment in which answers are sampled, on a rank with `free` bytes between steps.
+    """Memory rows for sampling answers, on a rank whose device has `free` bytes free between steps.
 
-    `forward` are bytes per token in the forward of one layer.
+    `forward` is the peak of bytes per token in the forward of one layer.
     """
     assert isinstance(plan.objective, GrpoObjective)
     group_size, home, width, vocabulary = plan.objective.group_size, plan.home, plan.weight_bytes, model["vocab_size"]
     if plan.zero_stage == 3 and plan.zero_ranks > 1:
         rules = FetchingRules.of(plan.zero)
-        # Weights that fit are gathered once for all answers, others for each token.
+        # ZeRO-3 weights that fit into free memory are gathered once for all answers. Otherwise they are gathered again
+        # for each token.
         if plan.offload_param == "none" and width * weights.numel <= WEIGHTS_SHARE * free:
             free -= width * weights.numel
             gathered = max(weights.numel - weights.sharded - num_persistent(weights.kinds, rules), 0)
@@ -59,7 +60,7 @@ def sampling_rows(
     if rows == "auto":
         rows = rows_of_batch(free, tokens=plan.train.max_seq_len, token_bytes=token_bytes, vocabulary=vocabulary)
     if rows >= group_size:
-        # Groups stay together, and batches have equal sizes (engine/sampling/sampler.py).
+        # The answers to a prompt are in one batch, and all batches have equal sizes (engine/sampling/sampler.py).
         prompts = -(-plan.rollout.prompts_per_step * plan.rollout.steps_per_rollout // plan.zero_ranks)
         rows = group_size * -(-prompts // -(-prompts // (rows // group_size)))
     cache, logits = rows * plan.train.max_seq_len * token_bytes, rows * vocabulary

@@ -1,5 +1,5 @@
-"""Rows of a memory estimate: bytes with their memory, the moments of a step in which they are held, and the option of
-the run file that lowers them.
+"""Rows of a memory estimate. A row says which memory holds how many bytes, at which moments of a step, and which option
+of the run file lowers them.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ BACKWARD: tuple[Moment, ...] = ("head backward", "layers", "embedding")
 MICRO_BATCH: tuple[Moment, ...] = ("teacher", *FORWARD, *BACKWARD)
 """Moments in which a micro-batch is computed."""
 KEPT_FOR_BACKWARD: tuple[Moment, ...] = (*FORWARD, "head backward", "layers")
-"""Moments in which activations that layers keep for backward are held."""
+"""Moments of a step in which layers hold activations for their backward."""
 
 
 @dataclass(frozen=True)
@@ -36,15 +36,15 @@ class MemoryRow:
 
 
 def peak(rows: Sequence[MemoryRow], place: Place) -> int:
-    """Peak bytes in a place, over the moments of a step."""
+    """Peak over the moments of a step of the bytes that the rows hold in the memory `place`."""
     return held(rows, place, fullest_moment(rows, place))
 
 
 def fullest_moment(rows: Sequence[MemoryRow], place: Place) -> Moment:
-    """The moment in which most bytes are held in a place."""
+    """The moment of a step in which the rows hold most bytes in the memory `place`."""
     return max(MOMENTS, key=lambda moment: held(rows, place, moment))
 
 
 def held(rows: Sequence[MemoryRow], place: Place, moment: Moment) -> int:
-    """Bytes in a place at a moment."""
+    """Bytes that the rows hold in the memory `place` at a moment of a step."""
     return sum(row.num_bytes for row in rows if row.place == place and moment in row.when)

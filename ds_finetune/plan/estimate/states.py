@@ -1,6 +1,7 @@
-"""Memory and disk needs of a run without activations: states of a rank, host memory and files.
+"""Memory and disk that a run needs besides activations: DeepSpeed's states on a rank, host memory, and files.
 
-`train` checks the disk with it, `plan --tensors` prints it, and `doctor` compares it with the hosts.
+`train` compares the files with the free disk, `plan --tensors` prints the estimate, and `doctor` compares it with
+hosts.
 """
 
 from dataclasses import dataclass
@@ -59,7 +60,7 @@ class RunEstimate:
         return self.staging_bytes + peak(self.rows, "host")
 
     def disk(self, *, ranks: int, is_first_host: bool) -> DiskNeed:
-        """The files that a host with `ranks` ranks writes to its disk.
+        """Need for disk of a host with `ranks` ranks.
 
         The first host writes the exports and, where all hosts share the folder, the checkpoints.
         """

@@ -15,11 +15,11 @@ class TracedLayer:
     kept: int
     """Bytes that a layer holds on the device from its forward to its backward, including its output."""
     forward: int
-    """Peak bytes in its forward, in addition to what earlier layers keep."""
+    """Peak bytes in the forward of the layer, without what earlier layers keep."""
     backward: int
-    """Peak bytes in its backward, in addition to what earlier layers keep."""
+    """Peak bytes in the backward of the layer, without what earlier layers keep."""
     on_host: int
-    """Bytes held in host memory from its forward to its backward."""
+    """Bytes that the layer holds in host memory from its forward to its backward."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,9 @@ class TracedModel:
     """Peak bytes in the forward of a teacher; 0 without one."""
 
     def layers_of(self, numbers: Iterable[int]) -> tuple[TracedLayer, ...]:
-        """The layers with these numbers, without multi-token prediction layers."""
+        """Traces of the layers with these numbers. Multi-token prediction layers are left out, because the head's trace
+        counts them.
+        """
         return tuple(self.layers[number] for number in numbers if number < len(self.layers))
 
     def kept(self, layers: Iterable[TracedLayer] | None = None) -> int:
@@ -86,8 +88,8 @@ def without_activations(model: DescribedModel) -> Tracer:
 
 
 def by_rows(traces: Tracer) -> Tracer:
-    """Traces only forwards of one and two rows, and extrapolates linearly to more. The result is exact except for
-    chunks of the head, of which it is an upper bound.
+    """A tracer that traces forwards of one and two rows only, and extrapolates linearly to more rows. The result is
+    exact, but an upper bound where the head computes logits in chunks.
     """
 
     def trace(plan: Plan) -> TracedModel:

@@ -55,7 +55,7 @@ class FetchingRules(NamedTuple):
 
     @classmethod
     def of(cls, zero: Mapping[str, Any]) -> Self:
-        """The rules in a `zero_optimization` section."""
+        """The rules that a `zero_optimization` section sets, with DeepSpeed's defaults."""
         names = [name for name in _DEFAULTS if name.startswith("stage3_")]
         return cls(*(int(float(zero.get(name, _DEFAULTS[name]))) for name in names))
 
@@ -65,7 +65,7 @@ DEFAULT_RULES = FetchingRules.of({})
 
 @dataclass(frozen=True)
 class _Zero:
-    """The quantities of a run that determine DeepSpeed's memory on a rank."""
+    """A run's plan and numbers of elements, with the quantities that determine DeepSpeed's memory on a rank."""
 
     plan: Plan
     own: RankElements
@@ -108,7 +108,7 @@ class _Zero:
 
     @property
     def sub_group(self) -> int:
-        """Elements of this rank's share that ZeRO-3 updates at a time."""
+        """Elements that ZeRO-3's optimizer updates at a time on a rank."""
         smallest = -(-self.own.largest // self.plan.zero_ranks)
         return min(self.own.largest_group, max(int(self.option("sub_group_size")), smallest))
 
@@ -134,7 +134,7 @@ def bucket_bytes(plan: Plan) -> int:
 
 
 def zero_rows(plan: Plan, own: RankElements, weights: RankWeights) -> Iterator[MemoryRow]:
-    """Rows for DeepSpeed's memory on a rank."""
+    """Memory rows for DeepSpeed's weights, gradients, optimizer states and buffers on a rank."""
     run = _Zero(plan, own)
     yield from _four_bit_rows(run)
     if plan.reduces_once:
@@ -149,7 +149,7 @@ def zero_rows(plan: Plan, own: RankElements, weights: RankWeights) -> Iterator[M
 
 
 def place_of(offload: str, home: Place) -> Place:
-    """The place of a state with this offload setting."""
+    """The memory that holds a state whose offload device is `offload`; `home` is the memory of the rank's device."""
     memories: dict[str, Place] = {"none": home, "cpu": "host", "nvme": "nvme"}
     return memories[offload]
 
@@ -221,7 +221,7 @@ def _rows_of_stages_1_and_2(run: _Zero) -> Iterator[MemoryRow]:
     group = run.own.largest_group
     flat = run.accumulated * group + (_WIDE * group if run.accumulated < _WIDE else 0)
     if run.width < run.accumulated:
-        # They are summed in one fp32 tensor, which is the gradient for the update (1259-1321, 3107).
+        # Gradients are then summed in one fp32 tensor, which the update reads without a copy (1259-1321, 3107).
         flat = 0
     yield MemoryRow("fp32 gradients for the update", run.home, flat, _TP, ("step",))
 
@@ -303,7 +303,7 @@ class GatheredWeights(NamedTuple):
     when: tuple[Moment, ...]
     numel: int
     arriving: int
-    """Elements of the buffer in which several weights are received; they are copied out of it."""
+    """Elements of the buffer in which an all-gather receives several weights, before they are copied out of it."""
 
 
 def num_persistent(kinds: Sequence[TensorKind], rules: FetchingRules) -> int:
@@ -331,7 +331,7 @@ def gathered_weights(
         modules[_module_of(kind.name)] += kind.numel // kind.count
     head = modules.pop(_module_of(HEAD), 0)
     largest = max(modules.values(), default=0)
-    # Until a layer is passed again, forward and backward pass the head once each.
+    # Between two uses of a layer, the head is used once in forward and once in backward.
     near = max(rules.max_reuse - 2 * head, 0) // passes
     reused, ahead = near + largest, rules.max_live if rules.prefetch_bucket else 0
     with_head = min(total, max(reused + head, ahead + max(largest, head)))
@@ -350,7 +350,7 @@ def gathered_weights(
 
 
 def teacher_rows(plan: Plan, teacher: DescribedModel | None) -> Iterator[MemoryRow]:
-    """Rows for the weights of a teacher on a rank with the head; none without a teacher."""
+    """Memory rows for the weights of a live teacher, on a rank of the last pipeline stage; none without a teacher."""
     section = plan.objective
     if not is_distillation(section) or teacher is None:
         return

@@ -1,1 +1,1 @@
-"""Finds the layouts that a run may have on given machines, and those that fit, without torch."""
+"""Plans a run for given machines without importing torch: legal layouts, and layouts whose memory fits."""

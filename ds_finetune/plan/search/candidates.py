@@ -111,7 +111,7 @@ ACTIVATIONS = (
     Activations(activation_offload=True),
     Activations(tiled_mlp=True, activation_offload=True),
 )
-"""Settings of activations that a search tries, least recomputation first."""
+"""Combinations of recomputation, tiled MLPs and offloaded inputs that a search tries, least recomputation first."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class Ranks:
 
     @cached_property
     def world(self) -> World:
-        """The world of rank 0."""
+        """The world of rank 0 in a run on these ranks."""
         return World(0, self.number, 0, min(self.number, self.per_node), "a dry run")
 
 
@@ -154,8 +154,8 @@ class Candidates:
         return tuple(each for each in self._divided() if each.axes in tested and self.refusal(each) is None)
 
     def _divided(self) -> Iterator[ParallelConfig]:
-        """Parallel sizes that divide the ranks, the heads and the experts, with no more stages than layers. Layers of
-        stages in the run file are kept if the number of stages is.
+        """Parallel sizes that divide the ranks, the heads and the experts, with no more stages than layers.
+        `parallel.pp_layers` of the run file is used for its own number of stages only.
         """
         keys, ranks = family_of(str(self.model.get("model_type"))).expert_keys, self.ranks.number
         heads, layers = (int(self.model.get(key) or 1) for key in ("num_attention_heads", "num_hidden_layers"))
@@ -215,7 +215,7 @@ class Candidates:
         `parallel` cannot divide its model.
         """
         mesh = Mesh.of(run.parallel, world_size=self.ranks.number, rank=0)
-        # The number of forwards is decided later; `mesh.pp` is a legal one.
+        # The number of forwards of a step is decided later. Until then it is `mesh.pp`, which every pipeline accepts.
         run = replace(run, mesh=mesh, accumulation=mesh.pp)
         check_model(run.with_model(self.model), *WITH_MESH)
         if self.model.teacher is not None:
@@ -226,7 +226,9 @@ class Candidates:
         return settings
 
     def _check_search(self, run: RunSettings) -> None:
-        """As `check`, and a ConfigError where legality depends on the data or the built model, which a search lacks."""
+        """Check the run as `check` does; also ConfigError where only the data or the built model could show whether the
+        layout is legal.
+        """
         settings = self.check(run)
         stages, lora = settings.stages, settings.lora
         check_model(settings, "length of documents")
@@ -242,13 +244,15 @@ class Candidates:
 
     @cached_property
     def _decided(self) -> RunSettings:
-        """The run with its DeepSpeed choices inlined, so that no file is read for each layout."""
+        """The run with its DeepSpeed choices as a mapping instead of a file name, so that no file is read for each
+        layout.
+        """
         return replace(self.run, deepspeed=decided(given_choices(self.run.deepspeed)[0]))
 
 
 def check_run(run: RunSettings, model: Mapping[str, Any]) -> None:
     """ConfigError or ModelError where `train` would refuse the run in every layout."""
-    # With model.context the model gets as many positions as it needs.
+    # With model.context the model's positions are extended, so its published number is no limit.
     allowed = None if run.model.context is not None else max_positions(model)
     check_model(run.with_model(model, positions=allowed), *WITHOUT_MESH, "positions")
 

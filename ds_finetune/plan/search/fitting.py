@@ -1,5 +1,5 @@
-"""Comparison of the memory estimate with the memory of a rank: the largest micro-batch that fits, and changes to a run
-file with which a run would fit.
+"""Compares estimated with available memory: the largest micro-batch that fits, the recomputation that fits, and changes
+of a run file with which a run would fit.
 """
 
 from bisect import bisect_left
@@ -26,7 +26,7 @@ def largest_micro_batch(plan: Plan, model: DescribedModel, traces: Tracer, *, bu
     """Largest micro-batch that divides the global batch and leaves `SPARE` of the device's `budget` bytes free; 0 where
     one row does not fit.
 
-    `model` is the config.json of the model. Only the batch of `plan` depends on the result.
+    `plan` may have any micro-batch.
     """
     sizes = legal_sizes(plan)
     number = bisect_left(sizes, True, key=lambda rows: not fits(bytes_of(plan, model, traces, rows), budget))
@@ -40,12 +40,12 @@ def legal_sizes(plan: Plan) -> tuple[int, ...]:
 
 
 def fits(num_bytes: int, budget: int) -> bool:
-    """Whether `num_bytes` leave `SPARE` of `budget` free."""
+    """Whether `num_bytes` leave the fraction `SPARE` of `budget` bytes free."""
     return num_bytes <= usable(budget)
 
 
 def usable(num_bytes: int) -> int:
-    """Bytes of `num_bytes` that a run may take."""
+    """Bytes that a run may take of a memory of `num_bytes`: all but the fraction `SPARE`."""
     return int((1 - SPARE) * num_bytes)
 
 
@@ -81,7 +81,7 @@ HOST_SHARE = 3
 
 @dataclass(frozen=True)
 class Budget:
-    """Memory of a rank in bytes; `SPARE` of it is left free."""
+    """Memory of a rank in bytes, of which a run leaves the fraction `SPARE` free."""
 
     device_bytes: int
     """Memory of the rank's accelerator; for CPU ranks that of the host."""
@@ -119,7 +119,9 @@ class FittingChange(NamedTuple):
 
 
 def _changed_keys(plan: Plan, rows: int) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
-    """Text of a change, keys of the section `train`, and keys of DeepSpeed's `zero_optimization`."""
+    """Changes that may save memory: the text of a change, its keys of the section `train`, and its keys of DeepSpeed's
+    `zero_optimization`.
+    """
     own = {"micro_batch_size": plan.micro_batch_size}
     if rows < plan.micro_batch_size:
         yield f"train.micro_batch_size {rows}", {"micro_batch_size": rows}, {}

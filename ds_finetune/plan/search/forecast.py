@@ -26,7 +26,7 @@ UNCONFIRMED = "No GPU has confirmed the estimates of memory."
 
 @dataclass(frozen=True)
 class Forecast:
-    """Decisions and needs of a run on some ranks."""
+    """Plan of a run on the machines of `target`, with its memory."""
 
     model: DescribedModel
     plan: Plan
@@ -36,7 +36,7 @@ class Forecast:
     target: Target
 
     def lines(self) -> Iterator[tuple[str, str]]:
-        """Plan lines: name and text of each decision."""
+        """Lines of the plan: name and text of each decision."""
         model, plan = self.model, self.plan
         if (gpu := self.target.gpu) is not None:
             peak = f"{gpu.peak(plan.precision) / 1e12:,.4g} TFLOP/s in {plan.precision}"
@@ -122,7 +122,9 @@ def forecast_run(given: RunSettings, target: Target, model: DescribedModel, trac
 
 
 def _largest_rows(plan: Plan, model: DescribedModel, target: Target, traces: Tracer) -> tuple[int, str]:
-    """Resolved `train.micro_batch_size: auto` on the machines, with the reason; 1 where no size fits."""
+    """The micro-batch size that `train.micro_batch_size: auto` becomes on the machines, and the reason; 1 where no size
+    fits.
+    """
     if target.budget is None:
         return 1, "1 (auto: how many rows fit is known with --gpu NAME)"
     rows = largest_micro_batch(plan, model, traces, budget=target.budget.device_bytes)

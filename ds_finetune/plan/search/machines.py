@@ -18,7 +18,7 @@ GPUS_PER_NODE = 8
 
 @dataclass(frozen=True)
 class Request:
-    """Machines as requested on the command line; None for what is not given."""
+    """Machines that the command line describes; options that are not given are None."""
 
     gpu: str | None = None
     """Name of the GPU, or `cpu`."""
@@ -41,7 +41,7 @@ class Target:
     gpu: GpuModel | None = None
     budget: Budget | None = None
     notes: tuple[str, ...] = ()
-    """Assumptions about the machines."""
+    """Notes for the user on what is assumed about the machines."""
     is_named: bool = True
     """Whether the machines were requested or are this machine's GPUs, instead of its CPU for lack of a GPU."""
 
@@ -55,7 +55,7 @@ class Target:
 
     @property
     def bf16(self) -> Bf16Support | None:
-        """bf16 support of the GPU; None if that is not known, and for CPUs, which are tested later."""
+        """bf16 support of the GPU by the table; None for an unknown GPU, and for CPUs, which are tested later."""
         return None if self.gpu is None else Bf16Support(self.gpu.name, is_native=self.gpu.has_bf16)
 
 
@@ -72,7 +72,7 @@ def target_of(request: Request) -> Target:
     gpu = gpu_named(request.gpu) if request.gpu is not None else _gpu_here(models, request)
     memory = gpu.memory_bytes if gpu is not None else request.gpu_bytes
     if memory is None:
-        # Only the number of GPUs is known.
+        # Without a GPU's name or memory, only the number of GPUs is known.
         return Target(ranks)
     here = total_bytes() if models else HOST_SHARE * ranks.per_node * memory
     host = request.host_bytes or here
@@ -93,12 +93,12 @@ def _gpu_here(models: tuple[str, ...], request: Request) -> GpuModel | None:
 
 
 def _ranks(request: Request, *, usual: int, device: str = "cuda") -> Ranks:
-    """Ranks of a request, on nodes of `usual` GPUs unless it gives their number."""
+    """Ranks that a request describes. A node has `usual` GPUs unless the request says otherwise."""
     gpus = request.gpus or (request.nodes or 1) * (request.gpus_per_node or usual)
     per_node = min(gpus, request.gpus_per_node or (gpus // request.nodes if request.nodes else usual))
     if per_node < 1 or gpus % per_node or (request.nodes and gpus != request.nodes * per_node):
         what = f"{request.nodes} nodes" if request.nodes else f"nodes of {per_node}"
         raise ConfigError(
-            f"{gpus} GPUs do not fill {what}", hint="give a multiple, or say how many a node has by --gpus-per-node"
+            f"{gpus} GPUs do not fill {what}", hint="set --gpus to a multiple of them, or set --gpus-per-node"
         )
     return Ranks(gpus, per_node, device)

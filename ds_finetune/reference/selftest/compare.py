@@ -74,7 +74,7 @@ def batch_plan(plan: Plan, objective: Objective | None = None) -> BatchPlan:
     return BatchPlan(
         global_batch_size=plan.train.global_batch_size,
         micro_batch_size=plan.micro_batch_size,
-        rank=plan.mesh.place("dp"),
+        rank=plan.mesh.coordinate("dp"),
         dp=plan.dp,
         seed=0,
         shuffle=False,

@@ -171,7 +171,7 @@ class Sampler:
         began, mesh = time.perf_counter(), self.run.plan.mesh
         sampled = SampledGroups(self, rows, prompts, size)
         # Ranks with the same rows sample the same answers, and only one of them scores them.
-        is_first = mesh.place("tp") == mesh.place("pp") == 0
+        is_first = mesh.coordinate("tp") == mesh.coordinate("pp") == 0
         request = SamplingRequest(
             [PromptToSample(number, rows.prompt_ids(number), key=draw) for draw, number in prompts],
             group_size=size,

@@ -142,7 +142,7 @@ class VllmEngine:
         """Record the answers to prompt number `index`. One rank passes them to `on_answer`."""
         request, plan = begun.request, self._run.plan
         begun.answers[index] = [_cut(answer, request.limits) for answer in answers]
-        if index % plan.zero_ranks == plan.mesh.place("dp") * plan.mesh.sp + plan.mesh.place("sp"):
+        if index % plan.zero_ranks == plan.mesh.coordinate("dp") * plan.mesh.sp + plan.mesh.coordinate("sp"):
             for number, answer in enumerate(begun.answers[index]):
                 request.on_answer(index * request.group_size + number, answer)
 

@@ -74,6 +74,6 @@ def test_a_buffer_too_small_is_named(tmp_path: Path, disk: Path) -> None:
     zero = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": str(disk), "buffer_size": 1000}}
     done = start(torchrun("ds_finetune/train.py", str(_wide_task(tmp_path, zero))))
     assert (
-        "offload_param.buffer_size 1,000 elements is smaller than a rank's slice of `model.layers.1.mlp.experts.gate_up_proj`"
+        "offload_param.buffer_size 1,000 elements is smaller than a rank's shard of `model.layers.1.mlp.experts.gate_up_proj`"
         in done.stderr
     )

@@ -145,7 +145,7 @@ def _sample(
 def _check_error_on_every_rank(engine: Engine) -> None:
     """Where the first rank that samples, with those that share its rows, has logits that are not finite."""
     tokens = TokenChoice.tokens
-    if engine.plan.mesh.place("dp") == engine.plan.mesh.place("sp") == 0:
+    if engine.plan.mesh.coordinate("dp") == engine.plan.mesh.coordinate("sp") == 0:
         TokenChoice.tokens = lambda *args, **keys: (tokens(*args, **keys)[0], torch.full((len(args[1]),), torch.nan))  # type: ignore[method-assign]
     with pytest.raises(RunError, match="logits are not finite"):
         _sample(engine, prompts_of(LENGTHS), GROUP, batch_rows=4)

@@ -151,7 +151,7 @@ def test_heads_share_keys_and_values_evenly(tmp_path: Path) -> None:
     [
         (
             {"model_type": "llama", "head_dim": 13},
-            "head_dim 13 is an odd number, and a rotary embedding turns pairs of columns",
+            "head_dim 13 is an odd number, and a rotary embedding rotates pairs of columns",
         ),
         (
             {"model_type": "qwen2", "hidden_size": 52, "num_attention_heads": 4},
