@@ -775,7 +775,7 @@ MUTANTS = (
     Mutant(
         "NaN applied",
         "engine/engine.py",
-        "is_skipped = self.has_bad_gradient or not all(map(math.isfinite, (norm, *own)))",
+        "is_skipped = self.has_bad_gradient or not all(map(math.isfinite, (norm, *own_norms)))",
         "is_skipped = False",
         "tests/engine/test_steps.py",
     ),

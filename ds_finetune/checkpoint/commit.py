@@ -90,17 +90,17 @@ class Manifest:
 
     @property
     def parts(self) -> list[str]:
-        """File names of the parts that are in the folder."""
+        """Names of the files in this checkpoint folder that have state of ranks."""
         return [part_name(rank, self.world_size) for rank in self.ranks]
 
     @property
     def absent_parts(self) -> list[str]:
-        """File names of the parts of other ranks, which are in the folders of other nodes."""
+        """Names of the files with state of the other ranks, which are in checkpoint folders of other nodes."""
         return [part_name(rank, self.world_size) for rank in range(self.world_size) if rank not in self.ranks]
 
     @property
     def num_bytes(self) -> int:
-        """Total size of all files in bytes."""
+        """Total size of the checkpoint's files in bytes."""
         return sum(file.num_bytes for file in self.files.values())
 
     def text(self) -> str:
@@ -110,8 +110,8 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Read the manifest of a checkpoint folder. CheckpointError if there is none, if it is damaged, or if the
-        folder is named after another step.
+        """Read a checkpoint folder's manifest. CheckpointError if it is missing, damaged, or of another step than the
+        folder.
         """
         path = folder / MANIFEST
         try:
@@ -122,7 +122,7 @@ class Manifest:
             ) from absent
         if xxhash.xxh3_128_hexdigest(body).encode() != checksum:
             raise CheckpointError(
-                f"{path} is damaged: its text does not have its checksum", hint="use another checkpoint"
+                f"{path} is damaged: its checksum does not fit its text", hint="use another checkpoint"
             )
         tree = json.loads(body)
         if tree.pop("format") != FORMAT:
@@ -284,16 +284,16 @@ def damage_of(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[st
     """Lines on the damaged files of a complete checkpoint: missing files, and files of another size or checksum."""
     damage = []
     for name in names:
-        path, wanted = folder / name, manifest.files[name]
+        path, expected = folder / name, manifest.files[name]
         size = path.stat().st_size if path.is_file() else None
-        if size != wanted.num_bytes:
+        if size != expected.num_bytes:
             damage.append(
-                f"{path} has {size} bytes, the manifest says {wanted.num_bytes}"
+                f"{path} has {size} bytes, the manifest says {expected.num_bytes}"
                 if size is not None
                 else f"{path} is missing"
             )
-        elif (seen := checksum_of(path)) != wanted:
-            damage.append(f"{path} is damaged: checksum {seen.xxh3_128}, the manifest says {wanted.xxh3_128}")
+        elif (seen := checksum_of(path)) != expected:
+            damage.append(f"{path} is damaged: checksum {seen.xxh3_128}, the manifest says {expected.xxh3_128}")
     return damage
 
 

@@ -46,7 +46,7 @@ def lock_folder(folder: Path, *, seconds: float, say: Say) -> TextIO:
         except OSError as refused:
             say(f"{folder} cannot be locked ({refused}): see that no other run writes it")
         if os.fstat(file.fileno()).st_nlink:
-            # The file names the owner, for the message of runs that wait. On a full disk it stays empty.
+            # The lock file names its owner, for the message of runs that wait. On a full disk it stays empty.
             with suppress(OSError):
                 file.truncate(0)
                 file.write(_owner())
@@ -68,6 +68,5 @@ def _owner() -> str:
 
 
 def _is_dead(holder: str) -> bool:
-    """Whether the process named in the lock file ran on this host and has exited."""
     match = re.fullmatch(r"process (\d+) on (.*)", holder)
     return bool(match) and match[2] == socket.gethostname() and not Path(f"/proc/{match[1]}").exists()  # type: ignore[index]

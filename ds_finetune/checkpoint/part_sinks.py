@@ -67,7 +67,7 @@ class PinnedMap:
         self._address = address
 
     def release(self) -> None:
-        """Unpin the memory. This must precede unmapping it."""
+        """Unpin the memory that `register` pinned. This must precede unmapping it."""
         if self._address:
             self._cudart.cudaHostUnregister(self._address)
             self._address = 0
@@ -93,8 +93,8 @@ class WriterProcess:
 
     def start(self) -> None:
         """Start the writer process."""
-        self._pipe, theirs = Pipe()
-        arguments = str(self._memory), str(theirs.fileno())
+        self._pipe, child_end = Pipe()
+        arguments = str(self._memory), str(child_end.fileno())
         # The writer process inherits blocked signals. Launchers, schedulers and a closing terminal signal all processes
         # of a job, even while this one starts, and only the rank decides when it ends.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS_OF_A_JOB)
@@ -103,11 +103,11 @@ class WriterProcess:
                 python_module("ds_finetune.checkpoint.part_writer_process", *arguments),
                 env=with_package(os.environ),
                 stdin=subprocess.DEVNULL,
-                pass_fds=[self._memory, theirs.fileno(), *self._inherited],
+                pass_fds=[self._memory, child_end.fileno(), *self._inherited],
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        theirs.close()
+        child_end.close()
 
     def send(self, job: Job) -> None:
         """Send a job to the writer process. If the process has exited, `errors` reports it, not this method."""
@@ -166,7 +166,7 @@ class WriterProcess:
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes of the part that was copied last."""
+        """Number of bytes in the shared memory of the part that was copied last."""
         return self._filled
 
     def close(self) -> None:
@@ -187,7 +187,7 @@ class FilePartSink:
         self._file = ChecksummedFile(part)
 
     def begin(self, num_bytes: int) -> None:
-        """Do nothing, because the file grows with each write."""
+        """Do nothing: this sink needs no preparation, because its file grows with each write."""
 
     def write(self, values: torch.Tensor) -> None:
         """Append the bytes of a 1-D tensor on any device to the file."""

@@ -32,12 +32,12 @@ class Chunk:
 
     @property
     def numel(self) -> int:
-        """Number of elements in the box."""
+        """Number of elements of the chunk."""
         return math.prod(self.sizes)
 
     def moved(self, by: Ints) -> "Chunk":
         """The chunk in the coordinates of a larger tensor, in which the chunk's own tensor begins at index `by`."""
-        return Chunk(tuple(mine + more for mine, more in zip(self.offsets, by, strict=True)), self.sizes)
+        return Chunk(tuple(offset + more for offset, more in zip(self.offsets, by, strict=True)), self.sizes)
 
 
 def flat_range_chunks(shape: Ints, start: int, numel: int) -> Iterator[Chunk]:
@@ -159,7 +159,7 @@ class PartSink(Protocol):
     """Interface of objects that receive the bytes of a part, in order."""
 
     def begin(self, num_bytes: int) -> None:
-        """Prepare for a part of `num_bytes`."""
+        """Prepare to receive the bytes of a part of `num_bytes`."""
         ...
 
     def write(self, values: torch.Tensor) -> None:
@@ -210,12 +210,12 @@ class PartReader:
         """Stored chunks that may overlap `chunk`: their ranges of flat indices overlap. This preselection is fast,
         because a thousand ranks at ZeRO-3 store thousands of chunks of each tensor.
         """
-        held = self.held[key]
+        stored = self.held[key]
         if key not in self._bounds:
-            self._bounds[key] = np.array([flat_bounds(item.chunk, item.shape) for _, item in held], dtype=np.int64)
-        first, last = flat_bounds(chunk, held[0][1].shape)
+            self._bounds[key] = np.array([flat_bounds(item.chunk, item.shape) for _, item in stored], dtype=np.int64)
+        first, last = flat_bounds(chunk, stored[0][1].shape)
         bounds = self._bounds[key]
-        return [held[number] for number in np.flatnonzero((bounds[:, 0] <= last) & (bounds[:, 1] >= first))]
+        return [stored[number] for number in np.flatnonzero((bounds[:, 0] <= last) & (bounds[:, 1] >= first))]
 
 
 def serialise_part(
@@ -242,10 +242,10 @@ def serialise_part(
 def _chunks_of_group(group: StateGroup, portion: tuple[int, int]) -> list[tuple[StoredChunk, int]]:
     """The chunks of a group that this rank writes, each with its offset within the elements of its slice."""
     chunks = []
-    for held in group.slices:
-        piece = portion_of_slice(held, *portion) if held.is_replicated else held
+    for part in group.slices:
+        piece = portion_of_slice(part, *portion) if part.is_replicated else part
         for chunk, at in chunks_of_slice(piece):
-            chunks.append((StoredChunk(piece.key, piece.shape, chunk, piece.dtype, 0), piece.start - held.start + at))
+            chunks.append((StoredChunk(piece.key, piece.shape, chunk, piece.dtype, 0), piece.start - part.start + at))
     return chunks
 
 
@@ -261,11 +261,11 @@ def read_state_groups(groups: Sequence[StateGroup], reader: PartReader, *, absen
 
 
 def _check_shape(piece: Slice, reader: PartReader) -> None:
-    held = reader.held.get(piece.key)
-    if held is None or held[0][1].shape != piece.shape:
-        stored = "nothing" if held is None else f"shape {held[0][1].shape}"
+    stored = reader.held.get(piece.key)
+    if stored is None or stored[0][1].shape != piece.shape:
+        description = "nothing" if stored is None else f"shape {stored[0][1].shape}"
         raise CheckpointError(
-            f"`{piece.key}` has shape {piece.shape} here, the checkpoint holds {stored}",
+            f"`{piece.key}` has shape {piece.shape} here, the checkpoint holds {description}",
             hint="resume with the model from which the checkpoint was saved",
         )
 

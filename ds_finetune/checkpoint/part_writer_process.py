@@ -51,7 +51,7 @@ class _JobQueue:
 
 
 def main() -> None:
-    """Run jobs until the rank has exited."""
+    """Run the jobs that the rank sends, until the rank has exited."""
     memory = int(sys.argv[1])
     rank: Connection[JobDone, Job | StopWaiting] = Connection(int(sys.argv[2]))
     jobs = _JobQueue(rank)

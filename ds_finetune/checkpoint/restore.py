@@ -30,9 +30,7 @@ from ds_finetune.errors import CheckpointError
 
 @dataclass(frozen=True)
 class UsableCheckpoint:
-    """An undamaged checkpoint and the run's state. `passed_over` has a line for each newer checkpoint
-    that is unusable.
-    """
+    """An undamaged checkpoint and the run's state. `passed_over` has a line for each newer, unusable checkpoint."""
 
     folder: Path
     manifest: Manifest
@@ -98,16 +96,16 @@ def restore_engine(engine: Engine, checkpoints: CheckpointFolder, usable: Usable
         error = failed
     raise_on_every_rank(error)
     state.finish(saved.engine)
-    taken, wanted = state.scalars()["steps"], saved.engine["steps"]
-    if taken != wanted and any(_kinds(reader).values()):
+    taken, expected = state.scalars()["steps"], saved.engine["steps"]
+    if taken != expected and any(_kinds(reader).values()):
         error = CheckpointError(
-            f"the optimizer is at step {taken} after restoring {usable.folder}, which was saved at step {wanted}",
+            f"the optimizer is at step {taken} after restoring {usable.folder}, which was saved at step {expected}",
             hint="this is a fault of the program: please report it",
         )
     raise_on_every_rank(error)
-    own = [part.extra for part in reader.parts if part.extra["rank"] == checkpoints.rank]
+    own_parts = [part.extra for part in reader.parts if part.extra["rank"] == checkpoints.rank]
     is_same = manifest.world_size == checkpoints.world_size and saved.layout.get("mesh") == str(engine.plan.mesh)
-    return own[0] if own and is_same else {}
+    return own_parts[0] if own_parts and is_same else {}
 
 
 def _usable(folder: Path, skipped: tuple[str, ...]) -> UsableCheckpoint:
@@ -119,11 +117,11 @@ def _problems(checkpoints: CheckpointFolder, folder: Path) -> list[str]:
     try:
         manifest = Manifest.read(folder)
     except CheckpointError as error:
-        mine, token = [error.message], None
+        own_problems, token = [error.message], None
     else:
         index, count = checkpoints.portion
-        mine, token = damage_of(folder, manifest, sorted(manifest.files)[index::count]), manifest.token
-    of_ranks = all_gather_object((mine, token))
+        own_problems, token = damage_of(folder, manifest, sorted(manifest.files)[index::count]), manifest.token
+    of_ranks = all_gather_object((own_problems, token))
     problems = [problem for others, _ in of_ranks for problem in others]
     tokens = {token for _, token in of_ranks if token is not None}
     if len(tokens) > 1:
@@ -138,15 +136,14 @@ def _unfinished(folder: Path, *, newer_than: int) -> list[str]:
         for path in unfinished_folders(folder)
         if ".partial-" in path.name
     ]
-    mine = [str(path) for path, step in steps if step.isdigit() and int(step) > newer_than]
+    own_paths = [str(path) for path, step in steps if step.isdigit() and int(step) > newer_than]
     return [
         f"{path} passed over: it was never completed"
-        for path in dict.fromkeys(path for others in all_gather_object(mine) for path in others)
+        for path in dict.fromkeys(path for others in all_gather_object(own_paths) for path in others)
     ]
 
 
 def _kinds(reader: PartReader) -> dict[str, set[str]]:
-    """The kinds of optimizer state that the checkpoint has, by parameter name."""
     kinds: dict[str, set[str]] = {}
     for key in reader.held:
         kind, _, name = key.partition("/")

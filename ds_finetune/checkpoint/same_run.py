@@ -55,14 +55,15 @@ def changes_since_checkpoint(state: RunState, now: RunIdentity) -> list[str]:
             hint="restore the old values, or start a new run: set checkpoint.resume to never and another output_dir",
         )
     lines = [text for key, text in differ.items() if on_resume(key) is not OnResume.FREE]
-    here = versions()
+    installed = versions()
     lines += [*_other_choices(state, now), *_other_evaluation(state, now)]
-    lines += [f"{name} {old} -> {here[name]}" for name, old in state.versions.items() if here.get(name, old) != old]
+    lines += [
+        f"{key} {old} -> {installed[key]}" for key, old in state.versions.items() if installed.get(key, old) != old
+    ]
     return [f"changed since the checkpoint: {text}" for text in lines]
 
 
 def _differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
-    """Lines on the keys whose values differ, sorted, by key."""
     return {
         key: f"{key} {then.get(key)!r} -> {now.get(key)!r}"
         for key in sorted(then.keys() | now.keys())
@@ -95,7 +96,7 @@ def _keys(config: Mapping[str, Any]) -> dict[str, Any]:
     # Adam and AdamW are the same optimizer in this program: both use decoupled weight decay.
     name = str(values["optim.name"]).lower()
     values["optim.name"] = "adamw" if name == "adam" else name
-    # Run files of older versions have a boolean for this key.
+    # In run files of older versions, train.activation_checkpointing is a boolean.
     key = "train.activation_checkpointing"
     return values | {key: {True: "full", False: "none"}.get(values[key], values[key])}
 
@@ -113,8 +114,8 @@ def _other_evaluation(state: RunState, now: RunIdentity) -> list[str]:
     if not (state.held_out and now.held_out) or state.held_out == now.held_out:
         return []
     best = float(state.observers.get("best", {}).get("best_loss", math.inf))
-    here = _keys(now.config)
-    comparing = [key for key in ("eval.keep_best", "eval.patience", "checkpoint.keep_best") if here[key]]
+    values = _keys(now.config)
+    comparing = [key for key in ("eval.keep_best", "eval.patience", "checkpoint.keep_best") if values[key]]
     text = f"evaluation rows {state.held_out} -> {now.held_out}"
     if math.isfinite(best) and comparing:
         raise CheckpointError(
@@ -139,7 +140,7 @@ _WITHOUT_EFFECT = frozenset(
         # base weights of adapters.
         "quantization_config",
         "initializer_range",
-        # Outputs of a forward, and settings of tasks other than language modelling.
+        # Keys on outputs of a forward, and on tasks other than language modelling.
         "output_hidden_states",
         "output_attentions",
         "return_dict",
@@ -147,7 +148,7 @@ _WITHOUT_EFFECT = frozenset(
         "label2id",
         "problem_type",
         "bos_token_id",
-        # Multi-token prediction layers, which this program does not build.
+        # A key on multi-token prediction layers, which this program does not build.
         "num_nextn_predict_layers",
     ]
 )
@@ -175,7 +176,6 @@ def model_mismatch(folder: Path, file: str, config: Mapping[str, Any]) -> Checkp
 
 
 def _compared(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a config.json that affect results, by dotted key. Tuples become lists."""
     resolved = CONFIG_MAPPING[config["model_type"]].from_dict(dict(config)).to_dict()
     return {
         key: list(value) if isinstance(value, tuple) else value

@@ -138,7 +138,7 @@ class Saver:
         self.remove([self.folder.path / partial_name(pending.step, self.folder.token)])
 
     def close(self) -> None:
-        """Let the writer process end."""
+        """Let the writer process of this saver end after its last job."""
         self._process.close()
 
     def _commit_synchronously(self, job: CommitJob) -> None:

@@ -90,32 +90,32 @@ def gather_checkpoint(folders: Sequence[Path], out: Path) -> str:
     """Assemble one complete checkpoint `out` from the folders of several nodes. Files are hard-linked if the file
     system allows it. CheckpointError if `folders` are not of one save, or none of them has the part of some rank.
     """
-    found = [(folder, Manifest.read(folder)) for folder in map(find_checkpoint, folders)]
-    kinds = {(manifest.step, manifest.world_size, manifest.token) for _, manifest in found}
+    saves = [(folder, Manifest.read(folder)) for folder in map(find_checkpoint, folders)]
+    kinds = {(manifest.step, manifest.world_size, manifest.token) for _, manifest in saves}
     if len(kinds) > 1:
-        texts = ", ".join(f"{folder}: step {m.step} of {m.world_size} ranks, start {m.token}" for folder, m in found)
+        texts = ", ".join(f"{folder}: step {m.step} of {m.world_size} ranks, start {m.token}" for folder, m in saves)
         raise CheckpointError(
             f"the folders belong to different saves: {texts}", hint="name the folders of one checkpoint, one per node"
         )
-    first = found[0][1]
+    first = saves[0][1]
     missing = [
         part_name(rank, first.world_size)
         for rank in range(first.world_size)
-        if not any(rank in m.ranks for _, m in found)
+        if not any(rank in m.ranks for _, m in saves)
     ]
     if missing:
         raise CheckpointError(
             f"{', '.join(missing)} of {first.world_size} ranks are in none of {', '.join(map(str, folders))}",
             hint="name the checkpoint folders of all nodes",
         )
-    damage = [problem for folder, manifest in found for problem in damage_of(folder, manifest, manifest.files)]
+    damage = [problem for folder, manifest in saves for problem in damage_of(folder, manifest, manifest.files)]
     if damage or out.exists():
         raise CheckpointError(
             "; ".join(damage) or f"{out} exists already",
             hint="name undamaged checkpoints, and a new folder to write to",
         )
     partial = out.with_name(f"{out.name}.partial-{os.getpid():x}")
-    files = {name: (folder, file) for folder, manifest in reversed(found) for name, file in manifest.files.items()}
+    files = {name: (folder, file) for folder, manifest in reversed(saves) for name, file in manifest.files.items()}
     for name, (folder, _) in files.items():
         link_or_copy(folder / name, partial / name)
     sums = {name: file for name, (_, file) in sorted(files.items())}

@@ -148,9 +148,9 @@ class Engine:
             for extra in loss.extras
             if extra.name in reading.counted
         }
-        own = {f"{name}_grad_norm": math.inf if is_skipped else own for name, own in self.own_norms.items()}
+        own_norms = {f"{name}_grad_norm": math.inf if is_skipped else norm for name, norm in self.own_norms.items()}
         return StepResult(
-            metrics={**loss.metrics(loss.named(reading.sums), reading.counts), **own},
+            metrics={**loss.metrics(loss.named(reading.sums), reading.counts), **own_norms},
             grad_norm=norm,
             num_tokens=number["tokens"],
             num_supervised_tokens=number["supervised_tokens"],
@@ -194,7 +194,7 @@ class Engine:
         return self._scores(self._total_loss.named(totals), everywhere, all_scores)
 
     def pool(self, scores: Iterable[HeldOutScores]) -> HeldOutScores:
-        """Metrics over the rows of several evaluations together."""
+        """Combine several evaluations: metrics over the rows of all of them."""
         sums, counts, all_scores = Counter[str](), Counter[str](), NO_SCORES
         for part in scores:
             sums.update(part.sums)
@@ -217,8 +217,8 @@ class Engine:
                 numbers.append(micro.examples.numbers.numpy())
         mesh = self.plan.mesh
         is_first = mesh.coordinate("tp") == mesh.coordinate("sp") == mesh.coordinate("pp") == 0
-        own = (np.concatenate(numbers), np.concatenate(logps)) if is_first else (numbers[0], logps[0])
-        merged = [np.concatenate(parts) for parts in zip(*all_gather_object(own), strict=True)]
+        own_results = (np.concatenate(numbers), np.concatenate(logps)) if is_first else (numbers[0], logps[0])
+        merged = [np.concatenate(parts) for parts in zip(*all_gather_object(own_results), strict=True)]
         order = np.argsort(merged[0], kind="stable")
         return merged[0][order], merged[1][order]
 
@@ -231,7 +231,7 @@ class Engine:
         `keep_as_reference` copied, or else the model with its adapters disabled.
         """
         self._ds.eval()
-        own = list[tuple[int, NDArray[np.float32]]]()
+        own_results = list[tuple[int, NDArray[np.float32]]]()
         reference = turn_adapters_off(self.lm) if self._kept is None else self._kept.used()
         with reference if of_reference else nullcontext():
             for batch in batches:
@@ -241,9 +241,9 @@ class Engine:
                     assert supervised is not None
                     index = examples.index.reshape(-1)[supervised]
                     ends = index.bincount(minlength=len(examples.numbers)).cumsum(0)
-                    own += zip(examples.numbers.tolist(), np.split(logp, ends.tolist()[:-1]), strict=False)
+                    own_results += zip(examples.numbers.tolist(), np.split(logp, ends.tolist()[:-1]), strict=False)
         mesh = self.plan.mesh
-        of_ranks = all_gather_object((mesh.coordinate("sp"), own if mesh.coordinate("tp") == 0 else []))
+        of_ranks = all_gather_object((mesh.coordinate("sp"), own_results if mesh.coordinate("tp") == 0 else []))
         parts_of_document: dict[int, list[NDArray[np.float32]]] = {}
         for _, of_rank in sorted(of_ranks, key=itemgetter(0)):
             for number, part in of_rank:
@@ -276,22 +276,22 @@ class Engine:
         returns True, generation ends and the result is None.
         """
         self._ds.eval()
-        own = answer_prompts(self._ds, self.plan, prompts, limits, is_over=is_over)
-        if own is None:
+        own_answers = answer_prompts(self._ds, self.plan, prompts, limits, is_over=is_over)
+        if own_answers is None:
             return None
-        merged = {index: answer for part in all_gather_object(own) for index, answer in part.items()}
+        merged = {index: answer for part in all_gather_object(own_answers) for index, answer in part.items()}
         return [merged[index] for index in range(len(prompts))]
 
     def sample(self, request: SamplingRequest) -> list[list[SampledAnswer]] | None:
         """Sample answers to each prompt of `request`, distributed over the ranks. Every rank gets all answers."""
         was_training = self._ds.training
         self._ds.eval()
-        own = sample_prompts(self._ds, self.plan, self._groups.tensor, request)
+        own_answers = sample_prompts(self._ds, self.plan, self._groups.tensor, request)
         self._ds.train(was_training)
-        if own is None:
+        if own_answers is None:
             return None
         is_first = self.plan.mesh.coordinate("tp") == self.plan.mesh.coordinate("pp") == 0
-        of_ranks = all_gather_object(own if is_first else {})
+        of_ranks = all_gather_object(own_answers if is_first else {})
         answers = {index: answer for of_rank in of_ranks for index, answer in of_rank.items()}
         check_answers(answers.values())
         size = request.group_size
@@ -345,7 +345,6 @@ class Engine:
         return self._stage.broadcast_from_last(out if self._stage.is_last else logps)  # type: ignore[arg-type]
 
     def _with_reference(self, rows: ForwardRows) -> ForwardRows:
-        """Add reference log-probabilities to the rows, if the reference is the model with its adapters disabled."""
         if not self.objective.reference_from_adapters:
             return rows
         self._ds.eval()
@@ -353,7 +352,6 @@ class Engine:
             return replace(rows, examples=replace(_examples_of(rows), reference=self._log_probs(rows)))
 
     def _baseline(self, forwards: Iterable[ForwardRows]) -> float:
-        """The objective's baseline for the global batch, from the log-ratios of the documents of all ranks."""
         if not self.objective.needs_baseline:
             return 0.0
         self._ds.eval()
@@ -426,9 +424,9 @@ class Engine:
         if self.plan.is_engine_clipping:
             params = [param for param in self._ds.module.parameters() if param.grad is not None]
             limit = self.plan.train.max_grad_norm
-            norm, *own = clip_gradients(params, limit, self._groups, losses=self.own_norms, device=self._device)
-            self.own_norms = dict(zip(self.own_norms, own, strict=True))
-            is_skipped = self.has_bad_gradient or not all(map(math.isfinite, (norm, *own)))
+            norm, *own_norms = clip_gradients(params, limit, self._groups, losses=self.own_norms, device=self._device)
+            self.own_norms = dict(zip(self.own_norms, own_norms, strict=True))
+            is_skipped = self.has_bad_gradient or not all(map(math.isfinite, (norm, *own_norms)))
             if is_skipped:
                 # At stage 0 in fp32, DeepSpeed 0.19.8 would apply NaN. Without gradients, torch's optimizer changes
                 # nothing.

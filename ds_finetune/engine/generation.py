@@ -102,12 +102,10 @@ def _report(plan: Plan, line: str) -> None:
 
 @lru_cache(maxsize=1)
 def _write_new_line(line: str) -> None:
-    """Write a line to standard error, unless it equals the last one."""
     write_now(sys.stderr, f"{line}\n")
 
 
 def _obstacle_to_full_weights(lm: nn.Module, plan: Plan) -> str:
-    """The reason why the weights of `lm` cannot be gathered on each rank, or an empty text; collective."""
     if plan.offload_param != "none":
         return f"offload_param keeps them on {plan.offload_param}"
     need = sum(math.prod(local_shape(param)) * param.element_size() for param in lm.parameters())

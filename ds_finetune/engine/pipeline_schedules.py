@@ -94,7 +94,7 @@ def scalar_of(done: StageForward, grad: torch.Tensor | None) -> torch.Tensor:
 
 
 def grad_of(tensor: torch.Tensor | None) -> torch.Tensor:
-    """The gradient of received hidden states, after their backward."""
+    """The gradient of hidden states received from the previous stage, after their backward."""
     assert tensor is not None
     assert tensor.grad is not None, "no gradient reached the hidden states from the stage before"
     return tensor.grad
@@ -146,7 +146,7 @@ class _InterleavedStep:
     """Tensors that a rank keeps during an optimizer step, by chunk and micro-batch."""
 
     def __init__(self, stage: PipelineGroup, batches: Sequence[ForwardRows]) -> None:
-        self._stage, self._every = stage, batches
+        self._stage, self._batches = stage, batches
         self._arrived: dict[tuple[int, int], torch.Tensor | None] = {}
         self._done: dict[tuple[int, int], StageForward] = {}
         self._sent: dict[tuple[int, int], _TensorMessage] = {}
@@ -158,7 +158,7 @@ class _InterleavedStep:
         is_edge = (stage.is_first and turn.chunk == 0) if turn.is_forward else self._is_last_of_model(turn)
         if is_edge:
             return None
-        into = stage.empty_hidden(self._every[turn.micro].input_ids)
+        into = stage.empty_hidden(self._batches[turn.micro].input_ids)
         source = stage.previous_rank if turn.is_forward else stage.next_rank
         group = stage.links[self._link(turn.is_forward, after=not turn.is_forward)]
         return _TensorMessage(into, dist.irecv(into, group=group, group_src=source))
@@ -168,7 +168,7 @@ class _InterleavedStep:
         key, stage = (turn.chunk, turn.micro), self._stage
         stage.running_chunk = turn.chunk
         stage.input_hidden_states = self._arrived[key] = arrived.requires_grad_() if arrived is not None else None
-        self._done[key] = forward(self._every[turn.micro])
+        self._done[key] = forward(self._batches[turn.micro])
         if not self._is_last_of_model(turn):
             self._sent[key] = self._send(hidden_of(self._done[key]).detach(), is_forward=True)
 
@@ -187,7 +187,7 @@ class _InterleavedStep:
             self._sent_grads.popleft().wait()
 
     def wait_for_sends(self) -> None:
-        """Wait until all sends are complete."""
+        """Wait until all hidden states and gradients have been sent."""
         assert not self._done
         assert not self._sent
         while self._sent_grads:
@@ -200,7 +200,6 @@ class _InterleavedStep:
         return _TensorMessage(tensor, dist.isend(tensor, group=group, group_dst=to))
 
     def _link(self, is_forward: bool, *, after: bool) -> Link:
-        """The link to the next rank if `after`, else to the previous rank."""
         return Link(is_forward, self._stage.is_last if after else self._stage.is_first)
 
     def _is_last_of_model(self, turn: PipelineTurn) -> bool:

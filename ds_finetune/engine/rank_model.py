@@ -145,8 +145,8 @@ def fill_weights(
     family = family_of(lm.config.model_type)
     model_shard = ModelShard.of(plan.mesh, family)
     for name, param in lm.named_parameters():
-        # For norms, DeepSpeed 0.19.8 counts parameters without this attribute once per tensor parallel group
-        # (runtime/utils.py:134).
+        # For norms, DeepSpeed 0.19.8 counts parameters without the attribute `model_parallel` once per tensor parallel
+        # group (runtime/utils.py:134).
         param.model_parallel = model_shard.tensor_shard(name, tuple(local_shape(param))).dim is not None  # type: ignore[attr-defined]
     if not loads_weights and all(param.requires_grad for param in lm.parameters()):
         clear_weights(lm, where=where)
@@ -230,19 +230,18 @@ def arrange_forward(lm: PreTrainedModel, plan: Plan, model: ModelPlan) -> None:
     if plan.train.activation_offload:
         offload_layer_inputs(lm)
     for module in install_tiled_mlps(lm, tiles=model.mlp_tiles) if model.mlp_tiles > 1 else ():
-        # ZeRO-3 then gathers all weights of an MLP before its first tile, and releases them after its last tile.
+        # As a leaf module, an MLP is gathered by ZeRO-3 before its first tile, and released after its last tile.
         set_z3_leaf_module(module, True)
     if model.mlp_tiles == 1 and not family_of(model.hf_config.model_type).is_generic:
-        # Tiles compute routed experts without shared ones, and again in backward, so this is left out with tiles.
+        # Shared experts are not computed ahead with tiles, which compute routed experts without them, and again in
+        # backward.
         compute_shared_experts_ahead(lm)
 
 
 def trained_model(
     lm: PreTrainedModel, plan: Plan, model: ModelPlan, groups: Groups, features: Sequence[Feature]
 ) -> TrainedModel:
-    """Build the module that DeepSpeed wraps: `lm` of `build_rank_model`, with the losses of objective and
-    `features`.
-    """
+    """Build the module that DeepSpeed wraps: `lm` with the losses of objective and `features`."""
     trained = TrainedModel(lm, groups.sequence, groups.stage)
     for feature in features:
         trained = feature.wrap(trained)
@@ -282,7 +281,7 @@ def start_teacher(plan: Plan, model: ModelPlan, groups: Groups) -> Iterator[Teac
     zero: dict[str, Any] = {"stage": 3}
     if model.teacher.offload != "none":
         zero["offload_param"] = {"device": model.teacher.offload, "pin_memory": plan.device != "cpu"}
-    # This configuration is ZeRO stage 3 for inference, without an optimizer.
+    # The teacher's engine is ZeRO stage 3 for inference, without an optimizer.
     tree: dict[str, Any] = {"zero_optimization": zero, "train_micro_batch_size_per_gpu": 1}
     if plan.precision != "fp32":
         tree[plan.precision] = {"enabled": True}

@@ -17,7 +17,7 @@ from ds_finetune.objectives.objective import AnswerNumbers, Examples
 
 @dataclass(frozen=True)
 class RankBatch(Batch):
-    """A batch with the rows of all its forwards."""
+    """A batch with the rows of all its forwards, as this rank uses them."""
 
     rows: tuple[ForwardRows, ...] = ()
     """The rows of each forward, one for each micro-batch in `micro`."""
@@ -42,12 +42,12 @@ def pins_memory(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _share_examples(examples: Examples, share: Callable[[torch.Tensor], torch.Tensor]) -> Examples:
+def _share_examples(examples: Examples, shard: Callable[[torch.Tensor], torch.Tensor]) -> Examples:
     answers = examples.answers
     if answers is not None:
-        experts = None if answers.experts is None else share(answers.experts)
-        answers = AnswerNumbers(share(answers.old), share(answers.reference), share(answers.sampled), experts)
-    return replace(examples, index=share(examples.index), answers=answers)
+        experts = None if answers.experts is None else shard(answers.experts)
+        answers = AnswerNumbers(shard(answers.old), shard(answers.reference), shard(answers.sampled), experts)
+    return replace(examples, index=shard(examples.index), answers=answers)
 
 
 def copy_to_device(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -63,22 +63,22 @@ def rows_on_device(rows: ForwardRows, device: torch.device) -> ForwardRows:
 def host_rows(micro: MicroBatch, sequence: SequenceParallelGroup | None) -> ForwardRows:
     """The rows of a micro-batch on the host. A rank of the sequence parallel group gets its tokens of each row."""
 
-    def share(rows: torch.Tensor) -> torch.Tensor:
+    def shard(rows: torch.Tensor) -> torch.Tensor:
         return rows if sequence is None else sequence.shard(rows).contiguous()
 
-    examples, ahead, labels = micro.examples, micro.ahead, share(micro.labels)
+    examples, ahead, labels = micro.examples, micro.ahead, shard(micro.labels)
     numbers, lengths = find_real_tokens(micro.lengths.tolist(), micro.documents, micro.input_ids.shape[1])
     return ForwardRows(
-        input_ids=share(micro.input_ids),
-        position_ids=share(micro.position_ids),
+        input_ids=shard(micro.input_ids),
+        position_ids=shard(micro.position_ids),
         labels=labels,
         documents=micro.documents,
         shared=micro.shared,
-        examples=None if examples is None else _share_examples(examples, share),
-        next_ids=None if ahead is None else share(ahead.input_ids),
-        next_labels=None if ahead is None else share(ahead.labels),
+        examples=None if examples is None else _share_examples(examples, shard),
+        next_ids=None if ahead is None else shard(ahead.input_ids),
+        next_labels=None if ahead is None else shard(ahead.labels),
         token_types=micro.token_types,
-        real=RealTokens(share(numbers).reshape(-1), lengths),
+        real=RealTokens(shard(numbers).reshape(-1), lengths),
         supervised=find_supervised(labels),
-        next_supervised=None if ahead is None else find_supervised(share(ahead.labels)),
+        next_supervised=None if ahead is None else find_supervised(shard(ahead.labels)),
     )

@@ -36,8 +36,8 @@ def scores_of(out: LossAndSums | StageOutput, micro: MicroBatch) -> DocumentScor
 def gather_scores(parts: list[DocumentScores], mesh: Mesh) -> DocumentScores:
     """Gather the scores of all ranks on every rank. Ranks with the same rows contribute once."""
     is_first = mesh.coordinate("tp") == mesh.coordinate("sp") == 0
-    own = np.concatenate([NO_SCORES, *parts]) if is_first else NO_SCORES
-    return np.concatenate(all_gather_object(own))
+    own_scores = np.concatenate([NO_SCORES, *parts]) if is_first else NO_SCORES
+    return np.concatenate(all_gather_object(own_scores))
 
 
 @dataclass(frozen=True)
@@ -66,14 +66,14 @@ def read_step(
     dist.all_reduce(numbers)
     sizes = [len(sums), 1, len(counts), *(table.numel() for table in tables.values())]
     totals, bad, units, *on_host = numbers.cpu().split(sizes)
-    here = numbers.split(sizes)[3:]
+    device_counts = numbers.split(sizes)[3:]
     return StepReading(
         sums=(totals / mesh.tp).tolist(),
         has_bad_gradient=bool(bad > 0),
         counts=dict(zip(UNITS, (units / mesh.sharing).tolist(), strict=True)),
         counted={
             name: (on_device.view_as(table), host_count.view(table.shape))
-            for (name, table), on_device, host_count in zip(tables.items(), here, on_host, strict=True)
+            for (name, table), on_device, host_count in zip(tables.items(), device_counts, on_host, strict=True)
         },
     )
 

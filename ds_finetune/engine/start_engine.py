@@ -61,7 +61,7 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
         trained.in_fp32 = in_fp32
         wrapped, optimizer = _start_deepspeed(trained, plan, groups)
         stack.enter_context(destroyed_at_end(wrapped, plan.world))
-        # This follows `deepspeed.initialize`, because DeepSpeed's hooks must run before those of features.
+        # Losses are added after `deepspeed.initialize`, because DeepSpeed's hooks must run before those of features.
         trained.extras = tuple(filter(None, (feature.extra_loss(trained, parts) for feature in features)))
         correct_start(trained, optimizer, plan, groups)
         engine = Engine(wrapped, plan, groups, model.objective)
@@ -69,7 +69,7 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
             engine.state.store_fp32()
         engine.own_norms = dict.fromkeys((feature.own_loss for feature in features if feature.own_loss), 0.0)
         if plan.zero_stage and engine.own_norms:
-            # At stage 0 the engine itself clips these parameters.
+            # At ZeRO stage 0 the engine itself clips parameters that only an auxiliary loss trains.
             OwnClipping(engine, optimizer, groups)
         engine.random_parameters = random_parameters
         # Dropout uses torch's generator. Seeds differ between ranks with other tokens or layers, and are equal on
@@ -88,14 +88,14 @@ def _start_deepspeed(trained: TrainedModel, plan: Plan, groups: Groups) -> tuple
     trains_experts = any(is_expert(param) and param.requires_grad for param in trained.parameters())
     if groups.experts is not None and plan.zero_stage < 3 and trains_experts:
         trained.has_experts = experts_marker(groups.experts.size)
-    own = None
+    make_optimizer = None
     if plan.optimizer == "adamw8bit":
         from bitsandbytes.optim import AdamW8bit
 
-        own = partial(AdamW8bit, **plan.deepspeed_config["optimizer"]["params"])
+        make_optimizer = partial(AdamW8bit, **plan.deepspeed_config["optimizer"]["params"])
     wrapped, optimizer, _, _ = deepspeed.initialize(
         model=trained,
-        optimizer=own,
+        optimizer=make_optimizer,
         model_parameters=parameter_groups(trained, plan, groups),
         config=plan.deepspeed_config,
         dist_init_required=False,

@@ -45,7 +45,7 @@ class AdapterBase:
     files: Sequence[Path] = ()
     """Tokenizer and generation files to copy. They may end and render answers otherwise than the base model's files."""
     texts: Mapping[str, str] = field(default_factory=dict)
-    """Further files as text, by name. They replace files of the same name in `files`."""
+    """Further files of the adapter's folder as text, by name. They replace files of the same name in `files`."""
 
 
 def write_adapter(factors: Mapping[str, Factors], lora: LoraConfig, out: Path, base: AdapterBase) -> None:

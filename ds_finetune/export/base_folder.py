@@ -1,6 +1,4 @@
-"""Reads the base model's folder, from which an export copies FP8 blocks and tensors without a module in
-transformers.
-"""
+"""Reads the base model's folder, from which exports copy FP8 blocks and tensors without a module in transformers."""
 
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -84,15 +82,15 @@ class BaseFolder:
             others = [*self.hub.others]
             notes.append(f"{len(others)} tensors of other parts are those of {self.hub.folder}: {_first_names(others)}")
         shapes = {key: self.hub.shapes[key] for key in self.unbuilt if key not in without and key not in parts.copies}
-        mine = replace(parts, fp8_base=self.hub if parts.is_fp8 and self.hub.has_fp8 else None)
-        parts = replace(parts, fp8_base=parts.fp8_base or mine.fp8_base)
+        own_parts = replace(parts, fp8_base=self.hub if parts.is_fp8 and self.hub.has_fp8 else None)
+        parts = replace(parts, fp8_base=parts.fp8_base or own_parts.fp8_base)
         if not shapes:
             return parts, notes
         line = (
             f"copied from {self.hub.folder}, since transformers' class has no module for them: {len(shapes)} tensors, "
             f"{_first_names([*shapes])}"
         )
-        conversion = Conversion(hub_source(self.hub, parts.family).select(shapes), mine, num_workers())
+        conversion = Conversion(hub_source(self.hub, parts.family).select(shapes), own_parts, num_workers())
         return replace(parts, base_tensors=conversion.tensors, copy_base_tensors=conversion.copy_to), [line, *notes]
 
     def with_copies(self, parts: FolderParts, keys: Iterable[str]) -> tuple[FolderParts, list[str]]:
@@ -121,9 +119,7 @@ class BaseFolder:
 
 
 def read_readable_config(folder: Path) -> dict[str, Any]:
-    """Read the config.json of `folder`. ExportError if it is not a model's, or names an unsupported
-    quantised format.
-    """
+    """Read the config.json of `folder`. ExportError if it is no model's, or names an unsupported quantised format."""
     file = folder / "config.json"
     try:
         config = dict(json.loads(file.read_text(encoding="utf-8")))

@@ -54,8 +54,6 @@ _SLACK = 2**-6
 
 @dataclass(frozen=True)
 class _Quantiser:
-    """How the weights of linear layers are quantised for one value of `--dtype`."""
-
     layout: str
     """Name of the compressor in the library compressed-tensors."""
     weights: QuantizationArgs
@@ -182,7 +180,6 @@ def _named(key: str, end: str) -> str:
 def _write_files(
     hub: HubFolder, out: Path, model: PreTrainedModel, weights: frozenset[str], quantiser: _Quantiser
 ) -> list[HubTensor]:
-    """Write weights, configuration and tokenizer to `out`. Returns the written tensors."""
     family = family_of(model.config.model_type)
     tensors = {key: _stored(hub, key, family, weights, quantiser) for key in hub.shapes}
     all_tensors = [tensor for parts in tensors.values() for tensor in parts]
@@ -232,7 +229,7 @@ def _compare(source: Path, folder: Path, out: Path, dtype: str, weights: frozens
     loaded, info = AutoModelForCausalLM.from_pretrained(
         out, dtype=torch.bfloat16, trust_remote_code=False, output_loading_info=True
     )
-    # This precedes the comparison of weights, because transformers dequantises the weights in the first forward.
+    # Loss is measured before weights are compared, because transformers dequantises weights in the first forward.
     sizes = [sum(file.stat().st_size for file in each.glob("*.safetensors")) for each in (folder, out)]
     cost = quantisation_loss(dtype, source, plain, loaded.eval(), (sizes[0], sizes[1]))
     family, problems = family_of(plain.config.model_type), [str(key) for key in info["missing_keys"]]
@@ -241,9 +238,9 @@ def _compare(source: Path, folder: Path, out: Path, dtype: str, weights: frozens
         keys = [piece.key for piece in hub_pieces(name, tuple(weight.shape), family)]
         limit = 0.0 if weights.isdisjoint(keys) else _QUANTISERS[dtype].error + _SLACK
         # transformers 5.24 loads routers in fp32, whatever `dtype` says (`_keep_in_fp32_modules_strict`).
-        wanted = weight if any(is_kept_in_fp32(key, family) for key in keys) else weight.bfloat16()
-        largest = wanted.abs().amax(-1, keepdim=True)
-        if name not in stored or ((stored[name] - wanted).abs() > limit * largest).any():
+        expected = weight if any(is_kept_in_fp32(key, family) for key in keys) else weight.bfloat16()
+        largest = expected.abs().amax(-1, keepdim=True)
+        if name not in stored or ((stored[name] - expected).abs() > limit * largest).any():
             problems.append(name)
     if problems or not math.isfinite(cost.loss_after):
         raise VerificationError(

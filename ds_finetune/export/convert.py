@@ -123,24 +123,21 @@ class Conversion:
         return 0, 0
 
     def _pack(self, item: "_WorkItem", values: torch.Tensor, writer: ShardWriter) -> Blocks:
-        """Write a chunk of a weight's rows in FP4, and the scales of these rows."""
         row = item.start // item.columns
         base = self.parts.fp8_base.fp4(item.key) if self.parts.fp8_base is not None else None
-        packed, scales, kept = pack(values, base.stored_rows(row, row + len(values)) if base is not None else None)
+        packed, scales, copied = pack(values, base.stored_rows(row, row + len(values)) if base is not None else None)
         writer.write(item.key, row * packed.shape[1], packed.view(-1))
         writer.write(self.parts.scale_key(item.key), row * scales.shape[1], scales.view(-1))
-        return scales.numel(), kept
+        return scales.numel(), copied
 
     def _quantise(self, item: "_WorkItem", values: torch.Tensor, writer: ShardWriter) -> Blocks:
-        """Write a chunk of a weight's rows as FP8 blocks, and their scales. `_COLUMNS` columns at a time
-        are in fp32.
-        """
+        """Write a chunk of a weight's rows as FP8 blocks, and their scales. `_COLUMNS` columns at a time are fp32."""
         parts, row = self.parts, item.start // item.columns
         base = parts.fp8_base if parts.fp8_base is not None and parts.fp8_base.is_fp8(item.key) else None
         rows = item.key, row, row + len(values)
         stored = None if base is None else (base.stored_rows(*rows), base.scales(*rows)[0])
         quantised, scale = torch.empty(values.shape, dtype=FP8), torch.empty(scale_shape(values.shape)[1])
-        kept = 0
+        num_copied = 0
         for first in range(0, item.columns, _COLUMNS):
             columns, blocks = slice(first, first + _COLUMNS), slice(first // BLOCK, (first + _COLUMNS) // BLOCK)
             part = values[:, columns].float()
@@ -150,10 +147,10 @@ class Conversion:
                 quantised[:, columns], scale[blocks], same = quantise_like(
                     part, stored[0][:, columns], stored[1][blocks], scales_of_two=parts.has_scales_of_two
                 )
-                kept += int(same.sum())
+                num_copied += int(same.sum())
         writer.write(item.key, item.start, quantised.view(-1))
         writer.write(parts.scale_key(item.key), row // BLOCK * len(scale), scale.to(parts.scale_dtype(item.key)))
-        return len(scale), kept
+        return len(scale), num_copied
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +172,7 @@ def _run_in_threads(work: Callable[[_WorkItem], Blocks], items: Iterable[_WorkIt
     """Call `work` for every item on several threads, roughly in order, with a progress line. Returns the sums of the
     results. An error in one thread ends all threads and is raised.
     """
-    remaining, lock, written, kept = deque(items), threading.Lock(), 0, 0
+    remaining, lock, written, copied = deque(items), threading.Lock(), 0, 0
     line = PhaseLine("converting tensors", len(remaining))
 
     def next_item() -> _WorkItem | None:
@@ -183,13 +180,13 @@ def _run_in_threads(work: Callable[[_WorkItem], Blocks], items: Iterable[_WorkIt
             return remaining.popleft() if remaining else None
 
     def drain() -> None:
-        nonlocal written, kept
+        nonlocal written, copied
         try:
             for item in iter(next_item, None):
                 blocks = work(item)
                 with lock:
                     line.advance()
-                    written, kept = written + blocks[0], kept + blocks[1]
+                    written, copied = written + blocks[0], copied + blocks[1]
         finally:
             remaining.clear()
 
@@ -200,4 +197,4 @@ def _run_in_threads(work: Callable[[_WorkItem], Blocks], items: Iterable[_WorkIt
                 future.result()
         finally:
             remaining.clear()
-    return written, kept
+    return written, copied

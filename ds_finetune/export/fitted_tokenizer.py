@@ -113,9 +113,7 @@ def fit_folder(
 def check_tokenizer(
     tokenizer: PreTrainedTokenizerBase, files: Mapping[str, Path], encode: Encode, *, config: Mapping[str, Any]
 ) -> FittedTokenizer:
-    """Compare the unchanged tokenizer files of an encoder with training. A note says if a pipeline
-    tokenises otherwise.
-    """
+    """Compare an encoder's unchanged tokenizer files with training. A note says if a pipeline tokenises otherwise."""
     texts = _agreeing(files, {CONFIG: json.dumps(config)}, encode, _SINGLE)
     notes = [] if len(texts) == len(_SINGLE) else [_note_on_texts(tokenizer, encode, len(texts))]
     return FittedTokenizer({}, tuple(text for text, _ in texts), tuple(notes))
@@ -154,7 +152,6 @@ def _template(tokenizer: PreTrainedTokenizerBase, encode: Encode) -> dict[str, l
 
 
 def _around(ids: Sequence[int], part: Sequence[int]) -> tuple[list[int], list[int]] | None:
-    """Split `ids` around the first occurrence of `part`: the ids before it and after it; None if it does not occur."""
     starts = (start for start in range(len(ids) - len(part) + 1) if list(ids[start : start + len(part)]) == list(part))
     begin = next(starts, None)
     return None if begin is None else (list(ids[:begin]), list(ids[begin + len(part) :]))

@@ -39,7 +39,7 @@ Scorer = Callable[[Mapping[str, "torch.Tensor"]], "torch.Tensor"]
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """Options of the command `ds-finetune export`."""
+    """The options of the command `ds-finetune export`, from the command line or from Python."""
 
     dtype: str = ""
     """Dtype of the exported weights. Empty means the format's first dtype."""
@@ -88,9 +88,7 @@ class FormatModule(Protocol):
         ...
 
     def verify(self, folder: Path, base: Path | None) -> "VerificationResult":
-        """Compare an exported folder with its record, and mark it as verified or not. `base` is the base model's
-        folder.
-        """
+        """Compare an exported folder with its record, and mark it as verified or not. `base` is the model's base."""
         ...
 
     def check_model(
@@ -121,7 +119,7 @@ class ExportFormat:
     name: str
     """Name of the format in `--format` and `export.formats`. The entry `format` in a folder's record begins with it."""
     title: str
-    """Name of the format in sentences for the user."""
+    """Name of the format as it appears in sentences for the user."""
     module: str
     """Name of the Python module with the functions of `FormatModule`."""
     weights: tuple[str, ...]
@@ -156,9 +154,7 @@ class ExportFormat:
         return f"'ds_finetune[{self.extra}]'" if self.extra else " ".join(self.packages).replace("_", "-")
 
     def resolved(self, options: ExportOptions) -> ExportOptions:
-        """Return `options` with the default dtype filled in. ConfigError or ExportError if an option is
-        not supported.
-        """
+        """Return `options` with the default dtype filled in. ConfigError or ExportError for unsupported options."""
         for name, given in options.given().items():
             if name not in self.options:
                 others = " or ".join(row.name for row in formats() if name in row.options)
@@ -193,9 +189,7 @@ class ExportFormat:
         return family
 
     def check_language_model(self, config: "PretrainedConfig", *, is_classifier: bool) -> Family:
-        """The family of a language model. ExportError for a classifier, or if the format does not support
-        the family.
-        """
+        """The family of a language model. ExportError for a classifier, or if the family is not supported."""
         family = self.check_model_type(config.model_type)
         if is_classifier:
             raise ExportError(
@@ -211,9 +205,7 @@ class ExportFormat:
         return sorted(name for name, row in rows if self.has_family(row) and (row.encoder is not None) == is_encoder)
 
     def check_not_composite(self, config: Mapping[str, Any]) -> None:
-        """Raise ExportError if `config` is a composite model's (text and images, for example), unless this is
-        safetensors.
-        """
+        """Raise ExportError for a composite model (text and images, for example), unless this is safetensors."""
         if is_composite(config) and self is not SAFETENSORS:
             raise ExportError(
                 f"model_type `{config.get('model_type')}` combines text with images or sound, and cannot be "
@@ -369,8 +361,8 @@ def format_named(name: str, where: str = "format") -> ExportFormat:
 
 
 def formats_of_run(names: Sequence[str]) -> list[ExportFormat]:
-    """The formats listed in `export.formats`. ConfigError if one is unknown or needs an adapter, or if the list does
-    not begin with safetensors.
+    """The formats in `export.formats`. ConfigError if one is unknown or needs an adapter, or safetensors
+    is not first.
     """
     if list(names) != list(dict.fromkeys((SAFETENSORS.name, *names))):
         raise ConfigError(

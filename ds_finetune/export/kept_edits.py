@@ -19,7 +19,7 @@ CARD = "README.md"
 MARK = "<!-- written by ds_finetune"
 """Beginning of the comment in generated model cards, which ends with a checksum of the rest of the card."""
 _WEIGHTS = "*model*.safetensors*"
-"""Glob pattern of the weight files and their index."""
+"""Glob pattern of a model's weight files and of their index."""
 _TEXTS = (".json", ".jinja", ".md", ".txt", "")
 
 
@@ -74,7 +74,6 @@ def is_generated_card(path: Path) -> bool:
 
 
 def _not_weights(out: Path) -> Iterator[str]:
-    """Names of the files in an export except weights, records, and a model card that this program wrote."""
     recorded = {}
     with suppress(OSError, ValueError, AttributeError):
         recorded = json.loads((out / RECORD).read_text(encoding="utf-8")).get("files", {})

@@ -48,7 +48,7 @@ def served_config(config: Mapping[str, Any], family: Family, keys: Collection[st
             served = {key: value for key, value in served.items() if key not in _KEYS_OF_KINDS}
     numbers = family.expert_keys.number_keys if family.expert_keys is not None else ()
     if given := [served[key] for key in numbers if key in served]:
-        # Published config.json files have this key, and other programs read it; transformers writes another key.
+        # transformers renames the key for the number of experts, but other programs read the published key.
         served.setdefault(numbers[0], given[0])
     if not family.is_generic:
         _add_rope_schemas(served)
@@ -109,7 +109,6 @@ def _code_changes(config: Mapping[str, Any], files: Iterable[Path]) -> list[str]
 
 
 def _config_with_code(file: Path) -> dict[str, Any]:
-    """The parsed tokenizer_config.json if it names Python code; else empty."""
     config = json.loads(file.read_text(encoding="utf-8"))
     return config if isinstance(config, dict) and CODE in config else {}
 

@@ -12,7 +12,7 @@ RECORD = "verification.json"
 """Name of a folder's verification record. It is JSON, because vLLM reads every `*.safetensors` file as weights."""
 _SHOWN = 5
 _PARTIAL = ".ds_finetune-partial"
-"""Suffix of a folder's name while it is incomplete."""
+"""Suffix of an output folder's name while it is incomplete."""
 
 
 def check_out_empty(out: Path, message: str = "", *, may_hold: Callable[[Path], bool] | None = None) -> None:

@@ -23,7 +23,7 @@ from ds_finetune.model.loss.score_config import is_classifier
 from ds_finetune.model.weights.load import open_weights
 
 SHARD_BYTES = 5 * 10**9
-"""Default size limit of a safetensors file in bytes."""
+"""Default limit of the size of one safetensors file, in bytes."""
 _PLAIN_COPY = "first make a bf16 copy of the model; for a model in FP8 blocks with `ds-finetune export SOURCE COPY`"
 
 

@@ -177,9 +177,7 @@ class FolderParts:
         return self.is_fp8 and self.fp8_base is not None and self.fp8_base.fp4(key) is not None
 
     def in_fp8(self, key: str, shape: tuple[int, ...]) -> bool:
-        """Whether the tensor `key` is written in FP8 blocks: by the family's rule, or if it has none, as
-        in the base.
-        """
+        """Whether the tensor `key` is written in FP8 blocks: by the family's rule, else as in the base."""
         if self.is_fp8 and self.family.fp8_linear is None:
             return self.fp8_base is not None and key in self.fp8_base.shapes and self.fp8_base.is_fp8(key)
         return self.is_fp8 and is_quantised(key, shape, self.family)
@@ -283,10 +281,10 @@ def link_folder(source: Path, out: Path) -> bool:
 
 def has_same_weights(folder: Path, other: Path) -> bool:
     """Whether the weight files of two folders are the same files on the disk, as hard links that `link_folder` made."""
-    mine, others = ({file.name: file for file in each.glob(f"*{_WEIGHTS}")} for each in (folder, other))
-    if not mine or mine.keys() != others.keys():
+    own_files, other_files = ({file.name: file for file in each.glob(f"*{_WEIGHTS}")} for each in (folder, other))
+    if not own_files or own_files.keys() != other_files.keys():
         return False
-    return all(file.samefile(others[name]) for name, file in mine.items())
+    return all(file.samefile(other_files[name]) for name, file in own_files.items())
 
 
 def _write_config_and_files(folder: Path, parts: FolderParts, tensors: Collection[HubTensor]) -> None:

@@ -163,7 +163,7 @@ class ShardWriter:
         }
 
     def close(self) -> None:
-        """Close files that are still open after an error."""
+        """Close weight files that an error left open."""
         for file in self._files:
             file.close()
 

@@ -40,9 +40,7 @@ class TensorSource:
     def select(
         self, shapes: Mapping[str, tuple[int, ...]], originals: Mapping[str, str] | None = None
     ) -> "TensorSource":
-        """The source with only the tensors in `shapes`. `originals` maps names to the tensors that are
-        read for them.
-        """
+        """The source with only the tensors in `shapes`. `originals` maps names to tensors that are read for them."""
         names = originals or {}
         return replace(self, shapes=shapes, read=lambda name, *part: self.read(names.get(name, name), *part))
 
@@ -64,7 +62,7 @@ class ModelSpec:
     tied: Mapping[str, str]
     """Names of tied parameters, each with the name of the parameter whose tensor it shares."""
     is_classifier: bool = False
-    """Whether the class is for sequence classification."""
+    """Whether the model class is for sequence classification."""
 
     def published_shapes(self) -> dict[str, tuple[int, ...]]:
         """Names and shapes that the class's tensors have in a published checkpoint."""
@@ -78,9 +76,7 @@ class ModelSpec:
         return frozenset({*self.shapes, *self.published_shapes()})
 
     def may_skip(self, key: str) -> bool:
-        """Whether the class lacks the tensor `key` and can ignore it, e.g. a tensor of a multi-token
-        prediction layer.
-        """
+        """Whether the model class lacks the tensor `key` and can ignore it, e.g. for multi-token prediction."""
         return key not in self._names and family_of(self.model_type).may_skip(key, layers=self.layers)
 
 

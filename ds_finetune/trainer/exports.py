@@ -79,11 +79,11 @@ def verify_run_exports(
         return ()
     interruption.check(folders)
     torch.cuda.empty_cache()
-    twins = [folder for folder in folders if folder != best and has_same_weights(folder, best)]
+    linked_to_best = [folder for folder in folders if folder != best and has_same_weights(folder, best)]
     results = verify_exports(
-        [folder for folder in folders if not twins or folder != best], available_bytes=available_bytes()
+        [folder for folder in folders if not linked_to_best or folder != best], available_bytes=available_bytes()
     )
-    for result in [result for result in results if result.folder in twins]:
+    for result in [result for result in results if result.folder in linked_to_best]:
         results.append(replace(result, folder=best))
         mark_folder(results[-1])
     return tuple(results)
@@ -101,7 +101,7 @@ def write_formats(names: Sequence[str], export: Path, say: Say, *, keeps_written
             continue
         with kept_edits(out, say):
             if (out / RECORD).is_file():
-                # This folder was exported at an earlier end of the same run.
+                # The existing folder was exported at an earlier end of the same run.
                 shutil.rmtree(out)
             written = row.load().write(export, out, row.resolved(ExportOptions()))
         for line in written.lines():
@@ -136,14 +136,12 @@ class Exports:
 
     @contextmanager
     def _edits_kept(self, ending: str) -> Iterator[None]:
-        """Context that saves a user's additions and changes in the export folders that are written in it."""
         with ExitStack() as stack:
             for name in ("export", "adapter") if self.engine.is_rank_zero else ():
                 stack.enter_context(kept_edits(self.run.output_dir / f"{name}{ending}", self.say))
             yield
 
     def _links_to_best(self, names: tuple[str, ...]) -> bool:
-        """Link to the files of the best export. Returns on every rank whether rank zero succeeded."""
         folder = self.run.output_dir
         links = (link_folder(folder / f"{name}-best", folder / name) for name in names)
         return all(all_gather_object(not self.engine.is_rank_zero or all(links)))
@@ -179,8 +177,8 @@ def export(run: PreparedRun, engine: Engine, out: Path, *, step: int | None) -> 
         parts, notes = base.with_base_tensors(parts, without=trained) if engine.is_rank_zero else (parts, [])
     keys = [*trained, *(tensor.key for tensor in parts.base_tensors)]
     notes = [*notes, *config_changes(parts.config, parts.files, keys)]
-    beside = None if step is None else out.with_name(out.name.replace("export", "adapter"))
-    factors = _write_adapters(run, engine, beside, parts)
+    adapter_folder = None if step is None else out.with_name(out.name.replace("export", "adapter"))
+    factors = _write_adapters(run, engine, adapter_folder, parts)
     in_four_bit = {f"{name}.weight" for name in model.quantised}
     tensors = engine.tensors()
     if in_four_bit:
@@ -218,7 +216,8 @@ def _write_adapters(run: PreparedRun, engine: Engine, out: Path | None, parts: F
     lora, inputs = run.config.lora, run.inputs
     if lora is None:
         return {}
-    # They are cloned: gathered tensors are released, and the model's own tensors (on CPUs) change with the next step.
+    # Adapters are cloned, because gathered tensors are released, and the model's own tensors (on CPUs) change in the
+    # next step.
     adapters = {name: tensor.clone() for name, tensor in engine.adapters() if tensor is not None}
     factors = factors_of(adapters, lora.scale)
     assert run.model.lora is not None

@@ -44,7 +44,7 @@ from ds_finetune.trainer.document_lengths import check_answers_fit, check_length
 from ds_finetune.trainer.resolve import limits_of
 
 _STRIP = 2**24
-"""Number of tokens that are scanned at a time."""
+"""Number of training tokens that are scanned at a time."""
 
 
 @dataclass(frozen=True)
@@ -209,14 +209,14 @@ def untrained_tokens(
     """
     if model.lora is None or EMBEDDING in model.lora.fully_trained or isinstance(rows, StreamedRows):
         return
-    own, seen, ids = tokenizer, np.zeros(model.hf_config.vocab_size, dtype=bool), rows.documents.ids
+    base_tokenizer, seen, ids = tokenizer, np.zeros(model.hf_config.vocab_size, dtype=bool), rows.documents.ids
     if tokenizer.name_or_path != str(folder) and has_vocabulary(folder):
         # If the base's own tokenizer cannot be read, the run's tokenizer is used instead.
         with suppress(DataError):
-            own = load_tokenizer(str(folder))
+            base_tokenizer = load_tokenizer(str(folder))
     for start in range(0, len(ids), _STRIP):
         seen[ids[start : start + _STRIP]] = True
-    named, used = set(own.get_vocab().values()), set(np.flatnonzero(seen).tolist())
+    named, used = set(base_tokenizer.get_vocab().values()), set(np.flatnonzero(seen).tolist())
     added = sorted(used & tokenizer.added_tokens_decoder.keys() & named)
     untrained = [*sorted(used - named), *untrained_rows(folder, added, named)]
     if untrained:

@@ -145,7 +145,6 @@ def _expert_loads_file(started: StartedRun) -> list[Observer]:
 
 
 def _sample_file(started: StartedRun) -> SampleFile | None:
-    """The writer of generated answers, on rank zero; None if evaluations generate no answers."""
     run = started.run
     is_answered = run.config.eval.generate.prompts or run.model.objective.head == "answers"
     if not (run.inputs.held_out and is_answered and started.engine.is_rank_zero):

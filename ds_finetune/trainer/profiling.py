@@ -51,7 +51,6 @@ def profiled(records: Iterator[StepRecord], started: StartedRun) -> Iterator[Ite
 def _steps(
     profiler: StepProfiler, records: Iterator[StepRecord], first: int, started: StartedRun
 ) -> Iterator[StepRecord]:
-    """Yield the records of profiled steps. The profile of a step lasts until the consumer asks for the next record."""
     assert started.run.config.profile is not None
     with started.rank_progress.during(FOLDER):
         profiler.start()

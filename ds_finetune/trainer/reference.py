@@ -46,8 +46,8 @@ def find_reference(run: PreparedRun) -> dict[str, LogProbs | None]:
     """
     cached: dict[str, LogProbs | None] = {}
     for name, rows in _rows(run).items():
-        own = _read(_folder(run, name, rows))
-        cached[name] = own if all(all_gather_object(own is not None)) else None
+        log_probs = _read(_folder(run, name, rows))
+        cached[name] = log_probs if all(all_gather_object(log_probs is not None)) else None
     return cached
 
 
@@ -65,7 +65,6 @@ def complete_reference(run: PreparedRun, engine: Engine, cached: Mapping[str, Lo
 
 
 def _rows(run: PreparedRun) -> dict[str, PreparedRows]:
-    """The rows for which the run needs cached reference log-probabilities, by name."""
     if getattr(run.config.objective, "reference", "") != "cache":
         return {}
     assert isinstance(run.inputs.train, PreparedRows), "a stream has no cached reference"
@@ -140,7 +139,6 @@ def _fingerprint(run: PreparedRun, name: str, rows: PreparedRows) -> str:
 
 
 def _start(lora: LoraConfig | None) -> dict[str, object]:
-    """Identity of the adapters from which a run starts; empty if they start at zero."""
     if lora is None or lora.start is None:
         return {}
     return {"start": [PeftAdapter.open(Path(lora.start)).digest(), lora.scale]}

@@ -234,7 +234,7 @@ def start_saver(run: PreparedRun, engine: Engine, point: ResumePoint) -> Iterato
         texts |= adapt_tokenizer(run).changed
         error = try_in_folder(checkpoints.path, lambda: _write_base(base, sources, texts))
     raise_on_every_rank(error)
-    beside = {f"{BASE}/{name}": base / name for name in (*sources, *texts)}
+    linked = {f"{BASE}/{name}": base / name for name in (*sources, *texts)}
     locks = [point.lock] if point.lock else []
     groups = partial(engine.state.groups, home=checkpoints.ranks)
 
@@ -242,7 +242,7 @@ def start_saver(run: PreparedRun, engine: Engine, point: ResumePoint) -> Iterato
         engine.check_replicas()
         return groups()
 
-    saver = Saver(checked_groups, checkpoints, run.plan.saves_asynchronously, beside, locks)
+    saver = Saver(checked_groups, checkpoints, run.plan.saves_asynchronously, linked, locks)
     num_bytes = int(num_weights(groups(), portion=checkpoints.portion) * run.plan.checkpoint_bytes_per_parameter)
     raise_on_every_rank(_memory_error(num_bytes, run.plan))
     saver.start(num_bytes)

@@ -114,7 +114,6 @@ def check_run_disk(output_dir: Path, need: DiskNeed) -> None:
 
 
 def _is_resumable(folder: Path, policy: CheckpointConfig) -> bool:
-    """Whether the run in `folder` has checkpoints, or ended before its first checkpoint and without an export."""
     if not policy.saves or policy.resume == "never":
         return False
     checkpoints = folder / CHECKPOINTS
@@ -186,7 +185,6 @@ def _missing_steps(folder: Path, after_step: int) -> str:
 
 
 def _start_of(line: bytes) -> int:
-    """The step after which a start began, from its line in starts.jsonl; 0 if the line is damaged."""
     try:
         return int(json.loads(line)["after_step"])
     except (ValueError, TypeError, KeyError, RecursionError):
@@ -194,7 +192,6 @@ def _start_of(line: bytes) -> int:
 
 
 def _step_of(line: bytes) -> int | None:
-    """The step of a record; None for an invalid line, such as the partial last line of a killed run."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -258,9 +255,7 @@ def _write(rows: Rows, name: str, folder: Path) -> str:
 
 
 def _with_classes(rows: Rows) -> bytes:
-    """Bytes of a Parquet file, if `rows` are a `datasets.Dataset` with class names, which JSON would
-    lose; else empty.
-    """
+    """Bytes of a Parquet file, if `rows` are a `datasets.Dataset` with class names (lost in JSON); else empty."""
     features: Any = getattr(rows, "features", None) or {}
     table: Any = rows
     if not any(type(kind).__name__ == "ClassLabel" for kind in features.values()) or not isinstance(rows, Sized):

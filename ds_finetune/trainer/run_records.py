@@ -41,7 +41,7 @@ _MOST_SOURCES = 8
 _LONGEST = 4000
 """Maximum number of characters recorded of a document."""
 Spans = list[tuple[str, bool]]
-"""Texts, each with whether its tokens are supervised."""
+"""Consecutive texts of a document, each with whether its tokens are supervised."""
 _MOST_WAITING = 1_000
 PAGE = REPORT
 """Name of the file with a run's report in its folder."""
@@ -280,7 +280,6 @@ def _data_summary(run: PreparedRun) -> dict[str, Any]:
 
 
 def _samples(run: PreparedRun, rows: PreparedRows) -> Iterator[dict[str, Any]]:
-    """Yield the first documents of each source, with the texts of their spans."""
     for source, units in islice(rows.units_of_sources().items(), _MOST_SOURCES):
         for document in documents_of(rows, units[:_SAMPLES]):
             spans = list(marked_spans(*rows.document(document), run.inputs.tokenizer))

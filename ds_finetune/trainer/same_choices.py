@@ -41,27 +41,25 @@ def check_same_kernels(kernels: ChosenKernels, device: str, world: World, store:
     """Raise ConfigError if `model.kernels: auto` gives different kernels on different ranks. Also if Triton or
     FlashAttention 3 is usable only on some ranks, e.g. because one host has no C compiler.
     """
-    own = {"model.kernels": (kernels.name, kernels.reason)}
+    choices = {"model.kernels": (kernels.name, kernels.reason)}
     if device == "cuda" and kernels.has_others:
         problem, has_flash_3 = triton_problem()[0], find_spec(FLASH_3_MODULE) is not None
-        own["Triton"] = ("unusable" if problem else "usable", problem)
-        own["FlashAttention 3"] = ("installed" if has_flash_3 else "not installed", "")
+        choices["Triton"] = ("unusable" if problem else "usable", problem)
+        choices["FlashAttention 3"] = ("installed" if has_flash_3 else "not installed", "")
     hint = "install the missing parts on every host, or set model.kernels to torch"
-    _check_same("kernels", own, world, store, hint=hint)
+    _check_same("kernels", choices, world, store, hint=hint)
 
 
 def _check_same(topic: str, own: Mapping[str, tuple[str, str]], world: World, store: dist.Store, *, hint: str) -> None:
-    """Raise ConfigError if a rank's values in `own` differ from rank zero's. `own` has a value and a reason for each
-    name. Reasons may differ.
-    """
+    """Raise ConfigError if values in `own` differ between ranks. They have reasons, which may differ."""
     record = json.dumps([socket.gethostname(), own])
     ranks = [json.loads(text) for text in exchange(store, world, topic, record, timeout=COLLECTIVE_TIMEOUT)]
     for rank, (_, of_rank) in enumerate(ranks):
         for name in ranks[0][1] | of_rank:
-            both = {number: (ranks[number][0], *ranks[number][1].get(name, ("", ""))) for number in (0, rank)}
-            if both[0][1] != both[rank][1]:
+            compared = {number: (ranks[number][0], *ranks[number][1].get(name, ("", ""))) for number in (0, rank)}
+            if compared[0][1] != compared[rank][1]:
                 texts = [
                     f"{value or 'absent'}{reason and f' ({reason})'} on rank {number} ({host})"
-                    for number, (host, value, reason) in both.items()
+                    for number, (host, value, reason) in compared.items()
                 ]
                 raise ConfigError(f"ranks differ in {name}: {' and '.join(texts)}", hint=hint)

@@ -29,7 +29,7 @@ class Stragglers(Observer):
     hosts: list[str] = field(default_factory=list)
 
     def after_step(self, record: StepRecord) -> StepRecord:
-        """Add the ratio to the record if it is due; collective at these steps."""
+        """Add the ratio to the record every `every` steps, at which this call is collective."""
         window = max(self.every, _LEAST_STEPS)
         if record.step % self.every or len(self.progress.own_seconds) < min(window, RECENT_STEPS):
             return record

@@ -43,7 +43,7 @@ SHARD_DOCUMENTS = 256
 
 @dataclass(frozen=True)
 class Lesson:
-    """What a teacher scores: the documents of `rows`. `identity` tells to what the scores belong."""
+    """Documents that a teacher scores, and the `identity` by which stored scores are recognised."""
 
     run: RunSettings
     rows: PreparedRows
@@ -78,7 +78,7 @@ def teach(run: RunSettings, teacher: str, out: Path, *, top_k: int, say: Say) ->
     missing = [number for number in rank_shards if not is_shard_complete(out, number, lesson.identity)]
     if missing:
         _write_shards(lesson, model, missing, world)
-    # A shard's folder gets this name when it is complete; the rank that writes it has verified it.
+    # A shard's folder gets its final name when it is complete; the rank that writes it has verified it.
     complete = sum((out / shard_name(number)).is_dir() for number in range(lesson.num_shards))
     if complete == lesson.num_shards:
         counts = lesson.rows.counts
@@ -90,7 +90,6 @@ def teach(run: RunSettings, teacher: str, out: Path, *, top_k: int, say: Say) ->
 
 
 def _of_teacher(run: RunSettings, teacher: str) -> RunSettings:
-    """The run with `teacher` as its teacher, and without settings that do not affect its training rows."""
     if run.data.streaming:
         raise ConfigError(
             f"data.streaming is {run.data.streaming}, but scores are stored by row number, which streamed rows lack",
@@ -149,7 +148,6 @@ def _write_shards(lesson: Lesson, model: ModelPlan, shards: Sequence[int], world
 
 
 def _forwards(lesson: Lesson, documents: range) -> Iterator[list[Row]]:
-    """Yield the documents of each forward, in order: as many as fit into a row, or one if rows are not packed."""
     limit, rows, tokens = lesson.run.train.max_seq_len, list[Row](), 0
     for number in documents:
         row = lesson.rows[number]

@@ -23,9 +23,9 @@ def all_gather_scalar(value: float) -> list[float]:
     return values.tolist()
 
 
-def all_reduce_max(*own: float) -> list[float]:
+def all_reduce_max(*own_values: float) -> list[float]:
     """Maximum of each value over all ranks. It is cheap enough for every step."""
-    values = torch.tensor(own, dtype=torch.float64, device=collective_device())
+    values = torch.tensor(own_values, dtype=torch.float64, device=collective_device())
     dist.all_reduce(values, dist.ReduceOp.MAX)
     return values.tolist()
 

@@ -75,12 +75,12 @@ def sent_bytes(name: str, args: Sequence[Any], *, size: int, group_rank: int) ->
     if kind == "all_gather":
         return bytes_of(own_input) * (size - 1)
     if kind == ALL_TO_ALL:
-        return bytes_of(own_input) - _kept_bytes(own_input, args, size, group_rank)
+        return bytes_of(own_input) - _bytes_staying_here(own_input, args, size, group_rank)
     times = 2 if kind == "all_reduce" else 1
     return times * bytes_of(own_input) * (size - 1) / size
 
 
-def _kept_bytes(own_input: Any, args: Sequence[Any], size: int, group_rank: int) -> float:  # noqa: ANN401
+def _bytes_staying_here(own_input: Any, args: Sequence[Any], size: int, group_rank: int) -> float:  # noqa: ANN401
     """Number of bytes of an all-to-all that stay on this rank: its own tensor of a list, or its part of the rows."""
     if isinstance(own_input, list | tuple):
         return bytes_of(own_input[group_rank])
@@ -133,7 +133,7 @@ class CommunicationMeter:
             yield
 
     def restart(self) -> None:
-        """Reset bytes and seconds to zero."""
+        """Reset the counted bytes and seconds of collectives to zero."""
         self._bytes.clear()
         self._seconds.clear()
 

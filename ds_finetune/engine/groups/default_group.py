@@ -81,7 +81,7 @@ class _RankWait:
         time.sleep(_PAUSE)
 
     def error(self, reason: str) -> RunError:
-        """The error to raise if the rendezvous fails."""
+        """The error to raise if the rendezvous has failed for `reason`, e.g. ranks that have not connected."""
         return RunError(
             f"rank {self.rank} has not reached the other ranks at {self.address} within {self.timeout}: {reason}",
             hint="see the logs of the other ranks for an earlier failure, check that the address is rank 0's, or raise "
@@ -110,7 +110,6 @@ def _store_at(address: str, port: str, rank: int, world_size: int, wait: _RankWa
 
 
 def _refused(address: str, port: int) -> str:
-    """The error of a connection to the address and port; empty if the connection succeeds."""
     try:
         socket.create_connection((address, port), timeout=2).close()
     except OSError as refused:

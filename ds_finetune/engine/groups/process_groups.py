@@ -144,7 +144,7 @@ def open_groups(
             same_shard=(groups.same_experts, mesh.same_expert_groups()),
         )
     yield groups
-    # After an error this is not reached: destroying a group waits for ranks that may have ended.
+    # Groups are not destroyed after an error, because that would wait for ranks that may have ended.
     for part in (groups.stage, groups.sequence, groups.tensor, groups.experts, groups.mpu):
         if part is not None:
             part.close()

@@ -100,9 +100,7 @@ class OwnClipping:
 
     def _clip(self, group: Any, total_norm: torch.Tensor) -> None:  # noqa: ANN401 - a number, or gradients
         """Replaces DeepSpeed's function. Its argument `group` is a number at stage 3, else the group's gradients."""
-        loss = self._losses[group if self._is_partitioned else self._group_of(group[0])]
+        partitions = [] if self._is_partitioned else self._optimizer.single_partition_of_fp32_groups
+        numbers = (number for number, partition in enumerate(partitions) if partition.grad is group[0])
+        loss = self._losses[group if self._is_partitioned else next(numbers)]
         self._clip_group(group, total_norm if loss is None else self._own[loss].to(total_norm))
-
-    def _group_of(self, grad: torch.Tensor) -> int:
-        partitions = self._optimizer.single_partition_of_fp32_groups
-        return next(number for number, partition in enumerate(partitions) if partition.grad is grad)

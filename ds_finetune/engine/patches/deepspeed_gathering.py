@@ -62,7 +62,7 @@ def full_weights(optimizer: Any, lm: nn.Module) -> Iterator[None]:  # noqa: ANN4
     offload = _HOOKS.attribute(optimizer, "parameter_offload")
     handles = [*_HOOKS.attribute(offload, "forward_hooks"), *_HOOKS.attribute(offload, "backward_hooks")]
     status = _HOOKS.attribute(parameter_offload, "ZeroParamStatus").NOT_AVAILABLE
-    # Small parameters always stay gathered; partitioning them here would cost another gather in training.
+    # Small parameters always stay gathered, because partitioning them would cost another gather in training.
     partitioned = [param for param in lm.parameters() if getattr(param, "ds_status", None) is status]
     with (
         deepspeed.zero.GatheredParameters(partitioned, enabled=bool(partitioned)),
@@ -78,7 +78,7 @@ class KeptWeights:
 
     def __init__(self, module: Any) -> None:  # noqa: ANN401 - the module that DeepSpeed wraps
         self._lm: nn.Module = module.lm
-        # DeepSpeed stores a rank's partition of a parameter in this attribute.
+        # DeepSpeed stores a rank's partition of a parameter in the attribute ds_tensor.
         params = [getattr(param, "ds_tensor", param) for param in module.lm.parameters()]
         self._tensors: list[torch.Tensor] = [*params, *module.lm.buffers(), *module.in_fp32.values.values()]
         self._values = [tensor.detach().to("cpu", copy=True) for tensor in self._tensors]
@@ -86,12 +86,12 @@ class KeptWeights:
     @contextmanager
     def used(self) -> Iterator[None]:
         """Context in which the model has the copied weights, on its device; collective under ZeRO-3."""
-        own = [tensor.data for tensor in self._tensors]
-        self._set([value.to(now.device) for value, now in zip(self._values, own, strict=True)])
+        current = [tensor.data for tensor in self._tensors]
+        self._set([value.to(now.device) for value, now in zip(self._values, current, strict=True)])
         try:
             yield
         finally:
-            self._set(own)
+            self._set(current)
 
     def _set(self, values: Sequence[torch.Tensor]) -> None:
         """Overwrite the weights. Parameters that ZeRO-3 had gathered, such as small ones, are gathered again."""
@@ -110,7 +110,7 @@ class KeptWeights:
 
 @contextmanager
 def _without_hooks(lm: nn.Module, numbers: Collection[int]) -> Iterator[None]:
-    """Context in which the modules of `lm` lack the hooks with these ids. The order of the other hooks stays."""
+    """Context in which the modules of `lm` lack the hooks with the ids `numbers`. Other hooks keep their order."""
     with ExitStack() as stack:
         for module in lm.modules():
             for name in ("_forward_pre_hooks", "_forward_hooks"):

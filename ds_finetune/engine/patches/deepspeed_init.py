@@ -22,7 +22,7 @@ def without_shared_memory_op() -> Iterator[None]:
     minutes on a CPU, and only inference uses the op. DeepSpeed would also compile a program for each of its operators
     to find out which ones it can build.
     """
-    # `from deepspeed.comm import torch` would import torch itself.
+    # The module is imported by name: `from deepspeed.comm import torch` would give torch itself.
     backend = importlib.import_module("deepspeed.comm.torch")
     _SHARED_MEMORY.source(_SHARED_MEMORY.attribute(backend, "build_shm_op"), "return None")
     with replaced(backend, "build_shm_op", lambda: None):

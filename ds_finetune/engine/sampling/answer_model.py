@@ -82,7 +82,7 @@ class AnswerModel:
         return [ReadPrompt(cache, 0, tokens) for tokens in ranges], logits
 
     def reading_tokens(self) -> AbstractContextManager[None]:
-        """Context in which `read_tokens` may be called."""
+        """Context in which tokens are decoded, by `read_tokens`."""
         # If forwards are collective, ZeRO-3 may gather the weights again for each of them, so that no weights are kept.
         return attending_to_latents(self.lm, keeps_weights=not self.is_collective)
 
@@ -107,9 +107,7 @@ class AnswerModel:
         cache: Cache,
         **arguments: Any,  # noqa: ANN401
     ) -> torch.Tensor:
-        """Next-token logits, fp32 [tokens, vocabulary], after the flattened rows' tokens at `last`; None:
-        all tokens.
-        """
+        """Next-token logits, fp32 [tokens, vocabulary], after the tokens at `last` of the flattened rows, or all."""
         self.on_forward()
         if self.is_collective:
             all_reduce_max(1.0)

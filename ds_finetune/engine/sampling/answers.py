@@ -22,9 +22,7 @@ class SamplingLimits:
     allowed: torch.Tensor | None = None
     """Mask of ids that may be sampled, bool [vocabulary]: the ids of the tokenizer; None allows all."""
     stops: Callable[[list[int]], bool] | None = None
-    """Function that gets an answer's ids after each token. The answer ends when it returns True, e.g. at
-    a stop text.
-    """
+    """Function that gets an answer's ids after each token, and ends it by returning True, e.g. at a stop text."""
 
     def __post_init__(self) -> None:
         assert self.max_new_tokens > 0, self.max_new_tokens
@@ -58,7 +56,7 @@ OnAnswer = Callable[[int, SampledAnswer], object]
 
 
 def ignore(_place: int, _answer: SampledAnswer) -> None:
-    """Do nothing with an answer."""
+    """Callback for finished answers that does nothing."""
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ class RowCache(Cache):
     """
 
     def __init__(self, prompts: Iterable[tuple[ReadPrompt, slice]], *, rows: int, columns: int, longest: int) -> None:
-        """Copy prompts of at most `columns` tokens, each to a range of rows. `longest` is the largest number of
+        """Copy prompts of at most `columns` tokens, each to a range of rows. There are never more than `longest`
         columns.
         """
         super().__init__(layers=[])
@@ -110,7 +110,7 @@ class RowCache(Cache):
         self._replace(lambda part: functional.pad(part, (0, 0, 0, self._reserved - self.columns)))
 
     def end_column(self) -> None:
-        """Count the column that a forward has written."""
+        """Count the cache column that the latest forward has written."""
         self.columns += 1
 
     def keep_rows(self, rows: torch.Tensor) -> None:

@@ -31,7 +31,7 @@ from ds_finetune.model.parallel.tensor import TensorParallelGroup
 from ds_finetune.plan.forward import PROMPT_TOKENS, rows_of_batch
 from ds_finetune.plan.plan import Plan
 
-_KEPT_SHARE = 7 / 8
+_MIN_RUNNING_FRACTION = 7 / 8
 """Fraction of running rows down to which ended rows stay in the batch, since dropping rows copies the cache."""
 _BROKEN = -1
 """Token that ends an answer whose logits are not finite, so that no token can be sampled."""
@@ -73,7 +73,7 @@ class _RunningAnswer:
         self.ids.append(token)
         self.log_probs.append(log_prob)
         if token == _BROKEN:
-            # This raises no exception, because other ranks wait for this rank's forwards.
+            # A non-finite answer raises no exception yet, because other ranks wait for this rank's forwards.
             self.finish = "length"
         elif token in limits.stop_ids or (limits.stops is not None and limits.stops(self.ids)):
             self.finish = "stop"
@@ -163,7 +163,6 @@ class BatchOfAnswers:
         return self._ended
 
     def _sample(self, logits: torch.Tensor, position: int, on_answer: OnAnswer) -> torch.Tensor:
-        """Sample a token for each running answer. Returns the tokens of all rows, int64 [rows]."""
         sampled, log_probs = self._choice.tokens(logits, self._keys, position=position)
         ids = self._model.agreed(sampled.where(log_probs.isfinite(), _BROKEN))
         for row, (answer, token, log_prob) in enumerate(
@@ -180,9 +179,8 @@ class BatchOfAnswers:
         return ids.clamp(min=0)
 
     def _drop_ended(self, ids: torch.Tensor) -> torch.Tensor:
-        """Drop rows whose answers have ended, if there are enough of them. Returns the tokens of the other rows."""
         running = [row for row, answer in enumerate(self._running) if answer.finish is None]
-        if len(running) > _KEPT_SHARE * len(self._running):
+        if len(running) > _MIN_RUNNING_FRACTION * len(self._running):
             return ids
         self._running = [self._running[row] for row in running]
         rows = torch.tensor(running, device=ids.device)
@@ -236,7 +234,6 @@ def sample_prompts(
 
 
 def _rows_in_memory(model: AnswerModel, plan: Plan, request: SamplingRequest) -> int:
-    """Number of rows that fit in the memory of the rank with the least free memory; collective."""
     (prompt,), logits = model.read_prompts([request.prompts[0].ids[:1]])
     tokens = max(len(other.ids) for other in request.prompts) + request.limits.max_new_tokens
     free = least_free_bytes(plan)

@@ -42,8 +42,8 @@ class FullTensors:
                 whole_shape = self._model_shard.tensor_shard(name, shape).full_shape
                 dtype = torch.float32 if name in self._in_fp32 else dtype_of(param)
                 specs[name] = torch.empty(whole_shape, dtype=dtype, device="meta")
-        own = specs | {name: buffer.to("meta") for name, buffer in persistent_buffers(self._module)}
-        self._specs = [own] if self._stage is None else self._stage.all_gather_object(own)
+        own_specs = specs | {name: buffer.to("meta") for name, buffer in persistent_buffers(self._module)}
+        self._specs = [own_specs] if self._stage is None else self._stage.all_gather_object(own_specs)
 
     def specs(self) -> dict[str, torch.Tensor]:
         """Shapes and dtypes of the full tensors of all stages by Hugging Face name, as meta tensors."""
@@ -54,9 +54,9 @@ class FullTensors:
         every rank must exhaust the iterator. A barrier precedes each tensor, so that no rank waits in a collective for
         longer than rank zero needs for one tensor.
         """
-        here = dict(named_parameters(self._module)) | dict(persistent_buffers(self._module)) | self._in_fp32
+        own_tensors = dict(named_parameters(self._module)) | dict(persistent_buffers(self._module)) | self._in_fp32
         for stage, specs in enumerate(self._specs):
-            tensors = here if stage == self._plan.mesh.coordinate("pp") else {}
+            tensors = own_tensors if stage == self._plan.mesh.coordinate("pp") else {}
             for name, spec in ((name, spec) for name, spec in specs.items() if is_wanted(name)):
                 dist.barrier()
                 with gather_zero3(tensors.get(name)):
@@ -154,5 +154,5 @@ def _swap_in(param: Any) -> Iterator[torch.Tensor]:  # noqa: ANN401 - a paramete
     try:
         yield param.ds_tensor.data.view(-1)
     finally:
-        # The call is synchronous. It also releases the buffer and marks the partition as not in memory.
+        # Swapping out is synchronous. It also releases the buffer and marks the partition as not in memory.
         swapper.swap_out_and_release([param])

@@ -76,9 +76,9 @@ def check_replicas(
     (any_differs,) = all_reduce_max(bool(differing))
     if any_differs:
         # Every rank handles one kind of group before the next kind, since a rank may be in groups of several kinds.
-        own = next(filter(None, [_first_difference(copies, key, state) for copies, key in differing]), "")
+        difference = next(filter(None, [_first_difference(copies, key, state) for copies, key in differing]), "")
         raise RunError(
-            f"copies of a weight on several ranks differ: {next(filter(None, all_gather_object(own)))}",
+            f"copies of a weight on several ranks differ: {next(filter(None, all_gather_object(difference)))}",
             hint="this step is neither saved nor exported; test the devices of these ranks, and start the same command "
             "again to resume from the last checkpoint, with NCCL_ALGO=Ring if copies differ again",
         )
@@ -109,7 +109,6 @@ def _copies(module: Any, plan: Plan, groups: Groups, embedding: str | None) -> I
 
 
 def _read(state: EngineState, keys: Container[str], use: Callable[[str, int, torch.Tensor], None]) -> None:
-    """Call `use` with key, first index and elements of the part of each wanted tensor that this rank has."""
     groups = [(group, [part for part in group.slices if part.key in keys]) for group in state.groups(restoring=True)]
     for group, slices in filter(itemgetter(1), groups):
         with group.opened(False) as read:
@@ -136,11 +135,11 @@ def _checksum(elements: torch.Tensor, start: int) -> torch.Tensor:
 
 def _unequal(copies: _Copies, sums: Mapping[str, torch.Tensor]) -> list[str]:
     """Keys of the tensors that differ between ranks of the group. The result is identical on these ranks."""
-    own = torch.stack([sums[key].to(collective_device()) for key in copies.sizes])
+    own_sums = torch.stack([sums[key].to(collective_device()) for key in copies.sizes])
     if copies.is_divided:
-        dist.all_reduce(own, group=copies.shards)
+        dist.all_reduce(own_sums, group=copies.shards)
     # One all-reduce gives minimum and maximum: ~x falls as x rises, without overflow.
-    extremes = torch.cat([own, ~own])
+    extremes = torch.cat([own_sums, ~own_sums])
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group=copies.group)
     largest, smallest = extremes.chunk(2)
     return [key for key, differs in zip(copies.sizes, (largest != ~smallest).tolist(), strict=True) if differs]

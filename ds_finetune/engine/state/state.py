@@ -207,8 +207,8 @@ class EngineState:
         if self._plan.device == "cuda":
             torch.cuda.synchronize()
         swapped = [[master] for master in self._masters if master.is_swapped]
-        here = [master for master in self._masters if not master.is_swapped]
-        trained = [self._group(masters, restoring) for masters in [here, *swapped] if masters]
+        in_memory = [master for master in self._masters if not master.is_swapped]
+        trained = [self._group(masters, restoring) for masters in [in_memory, *swapped] if masters]
         return [*trained, *self._frozen(restoring), self._buffers(restoring)]
 
     def scalars(self) -> dict[str, Any]:
@@ -243,8 +243,8 @@ class EngineState:
                 self._zero_step(masters)
         for master in fresh:
             for kind in missing_kinds[master] - self._kinds(master).keys():
-                # Muon's momentum below stage 3 is only created by a step with a gradient. With an offloaded optimizer
-                # it is a partition.
+                # Below stage 3, only a step with a gradient creates Muon's momentum. With an offloaded optimizer the
+                # momentum is a partition.
                 is_whole = kind == _MUON and master.full_parts and self._plan.offload_optimizer == "none"
                 size = sum(part.numel for part in master.full_parts) if is_whole else master.flat.numel()
                 self._optimizers[0].state[master.flat][kind] = torch.zeros(size, device=master.flat.device)
@@ -286,13 +286,12 @@ class EngineState:
         for part, flat in self._parts_in_fp32():
             flat_of[part.name][part.start : part.start + part.numel] = flat
         if self._plan.zero_stage:
-            # Each element belongs to one rank, and is zero on the others.
+            # Each element of the values belongs to one rank, and is zero on the others.
             dist.all_reduce(flat_values, group=self._same_part)
         for name, flat in flat_of.items():
             in_fp32.values[name].view(-1).copy_(flat)
 
     def _parts_in_fp32(self) -> Iterator[tuple[Part, torch.Tensor]]:
-        """The parts of this rank's masters whose weights forwards use in fp32, with their elements."""
         names = self._ds.module.in_fp32.params
         for master in self._masters:
             for part in master.parts:
@@ -315,9 +314,7 @@ class EngineState:
         return states[0] if states else {}
 
     def _kinds(self, master: Master) -> dict[str, torch.Tensor]:
-        """Optimizer states with a value per element of the master (or of `full_parts`), by kind; empty
-        while on NVMe.
-        """
+        """Optimizer states with a value per element of the master (or its `full_parts`), by kind; empty on NVMe."""
         sizes = (master.flat.numel(), sum(part.numel for part in master.full_parts))
         tensors = {
             kind: value for kind, value in self._state(master).items() if torch.is_tensor(value) and kind != "step"
@@ -350,7 +347,7 @@ class EngineState:
 
     def _slice(self, key: str, part: Part, dtype: torch.dtype) -> Slice:
         if part.is_state:
-            # Optimizers with such states train full parameters on every rank.
+            # Optimizers whose states differ in shape from the parameter train full parameters on every rank.
             return Slice(key, part.shape, 0, part.numel, dtype, is_replicated=True)
         shard = self._model_shard.tensor_shard(part.name, part.shape)
         is_replicated = self._plan.zero_stage == 0 and shard.is_full and self._plan.mesh.pp == 1
@@ -359,8 +356,8 @@ class EngineState:
         )
 
     def _is_saved_here(self, part: Slice) -> bool:
-        """Whether this rank saves a slice that other ranks have too: replicated over tensor parallel ranks, or at stage
-        0.
+        """Whether this rank saves a slice that other ranks have too: any at stage 0, or replicated by tensor
+        parallelism.
         """
         name = part.key.partition("/")[2]
         if part.is_replicated:
@@ -458,9 +455,9 @@ class EngineState:
                 master.flat.grad = grad
 
     def _steps(self, master: Master) -> int:
-        own = self._state(master).get("step")
+        steps = self._state(master).get("step")
         shared = max((int(group["step"]) for group in self._optimizers[0].param_groups if "step" in group), default=0)
-        return shared if own is None else int(own)
+        return shared if steps is None else int(steps)
 
     def _set_steps(self, master: Master, steps: int) -> None:
         state = self._state(master)

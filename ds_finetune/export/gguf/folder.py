@@ -65,9 +65,7 @@ verify = partial(verify_files, kind=_FORMAT, parts_at=_tensors_at)
 def check_model(
     config: PretrainedConfig, *, is_classifier: bool, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> None:
-    """Raise ExportError if llama.cpp does not support the model type, a setting, the tokenizer or its chat template, or
-    if the model is a classifier.
-    """
+    """Raise ExportError if llama.cpp does not support the model type, a setting, the tokenizer or chat template."""
     check_settings(config, GGUF.check_language_model(config, is_classifier=is_classifier))
     if tokenizer is not None:
         splitting(tokenizer)

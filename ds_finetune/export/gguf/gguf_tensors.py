@@ -40,7 +40,7 @@ class GgufTensor:
     kind: Kind
     keys: tuple[str, ...]
     group: int = 1
-    """Number of rows that `change` gets as one group."""
+    """Number of consecutive rows that the function `change` reorders together."""
     change: Change | None = None
     values: torch.Tensor | None = None
     """Values of a tensor that is computed from the configuration instead of read from the published ones."""
@@ -124,7 +124,6 @@ _View = tuple[str, tuple[int, ...], int, Change | None]
 
 
 def _views(key: str, shape: tuple[int, ...], config: PretrainedConfig, family: Family) -> list[_View]:
-    """The GGUF tensors that are made from one published tensor."""
     assert family.gguf is not None
     module, _, leaf = key.rpartition(".self_attn.")
     if leaf == "kv_b_proj.weight":
@@ -140,11 +139,11 @@ def _views(key: str, shape: tuple[int, ...], config: PretrainedConfig, family: F
 def _keys_and_values(prefix: str, shape: tuple[int, ...], config: PretrainedConfig) -> list[_View]:
     """Split kv_b_proj into keys and values. llama.cpp multiplies queries by the key part, so it is transposed."""
     nope, rank = config.qk_nope_head_dim, shape[1]
-    both = nope + config.v_head_dim
-    heads = shape[0] // both
+    head_rows = nope + config.v_head_dim
+    heads = shape[0] // head_rows
     return [
-        (prefix + "k_b_proj.weight", (heads, rank, nope), both, lambda rows: rows[:, :nope].mT),
-        (prefix + "v_b_proj.weight", (heads, both - nope, rank), both, lambda rows: rows[:, nope:]),
+        (prefix + "k_b_proj.weight", (heads, rank, nope), head_rows, lambda rows: rows[:, :nope].mT),
+        (prefix + "v_b_proj.weight", (heads, head_rows - nope, rank), head_rows, lambda rows: rows[:, nope:]),
     ]
 
 

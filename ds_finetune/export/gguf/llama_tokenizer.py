@@ -140,7 +140,7 @@ def _type_of(text: str | None, added: Mapping[str, Any] | None, core: Mapping[st
     if text == core["unk_token"]:
         return Type.UNKNOWN
     if added is not None:
-        # llama.cpp's converter, too, treats texts of this form as control tokens (does_token_look_special).
+        # llama.cpp's converter also treats texts such as <|end|> as control tokens (does_token_look_special).
         is_control = added["special"] or re.match(r"^<[|｜].*[|｜]>$", text)  # noqa: RUF001
         return Type.CONTROL if is_control else Type.USER_DEFINED
     return Type.BYTE if core["byte_fallback"] and re.match(r"^<0x[0-9A-F]{2}>$", text) else Type.NORMAL

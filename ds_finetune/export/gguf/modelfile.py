@@ -35,9 +35,7 @@ def modelfile(name: str, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]
 
 
 def _go_template(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The chat template in Go, for dialogues without tools; empty if a message's rendering depends on
-    other messages.
-    """
+    """The chat template in Go, for dialogues without tools; empty if a message's rendering depends on others."""
     given = tokenizer.chat_template
     try:
         template = ChatTemplate(tokenizer, given["default"] if isinstance(given, dict) else given)

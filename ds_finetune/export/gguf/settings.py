@@ -24,7 +24,7 @@ def check_settings(config: PretrainedConfig, family: Family) -> None:
     rope = config.rope_parameters
     kinds = ("default", *_SCALED, *(["llama3"] if family.gguf.rotates_pairs else []))
     allowed: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu",), **family.gguf.computes}
-    values = [(name, getattr(config, name, usual[0]), usual) for name, usual in allowed.items()]
+    values = [(name, getattr(config, name, supported[0]), supported) for name, supported in allowed.items()]
     values.append(("rope_type", rope["rope_type"], kinds))
     if hasattr(config, "kv_lora_rank") and rope["rope_type"] == "yarn":
         # llama.cpp scales attention scores by mscale_all_dim, but not cosines and sines, so both factors must be equal.
@@ -34,10 +34,10 @@ def check_settings(config: PretrainedConfig, family: Family) -> None:
         # llama.cpp always rounds the limits of YaRN's ramp. Without rounding, gpt_oss's logits would differ by up to
         # 0.9.
         values.append(("YaRN's truncate", rope.get("truncate", True), (True,)))
-    for name, value, usual in values:
-        if value not in usual:
+    for name, value, supported in values:
+        if value not in supported:
             raise ExportError(
-                f"{name} is {value} in config.json, and llama.cpp computes {config.model_type} with {usual[0]}",
+                f"{name} is {value} in config.json, and llama.cpp computes {config.model_type} with {supported[0]}",
                 hint="export with --format safetensors or onnx",
             )
     for name in ("num_experts_per_tok", *(["sliding_window"] if family.has_sinks else [])):
@@ -60,7 +60,7 @@ def notes_on(config: PretrainedConfig) -> list[str]:
 
 
 def head_dim(config: PretrainedConfig) -> int:
-    """Width of an attention head's query."""
+    """Width of one attention head."""
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
@@ -103,7 +103,7 @@ def _latent_heads(config: PretrainedConfig) -> dict[str, Any]:
     """Settings of multi-head latent attention. In llama.cpp it has one key/value head, as wide as the cached latent."""
     return {
         "head_count_kv": 1,
-        # Without this key llama.cpp reads only models of 26, 27 and 48 layers (src/models/deepseek2.cpp, is_lite).
+        # Without q_lora_rank llama.cpp reads only models of 26, 27 and 48 layers (src/models/deepseek2.cpp, is_lite).
         "q_lora_rank": config.q_lora_rank or 0,
         "kv_lora_rank": config.kv_lora_rank,
         "key_length": config.kv_lora_rank + config.qk_rope_head_dim,
@@ -128,16 +128,15 @@ def _rope(config: PretrainedConfig) -> dict[str, Any]:
         "rope_scaling_yarn_beta_slow": rope.get("beta_slow") or 1.0,
     }
     if hasattr(config, "kv_lora_rank"):
-        # llama.cpp divides this setting by a tenth (src/models/deepseek2.cpp, TAG_DEEPSEEK2_YARN_LOG_MUL_FIX).
+        # llama.cpp divides yarn_log_mul by 0.1 (src/models/deepseek2.cpp, TAG_DEEPSEEK2_YARN_LOG_MUL_FIX).
         return base | {"rope_scaling_yarn_log_mul": 0.1 * rope["mscale_all_dim"]}
-    # llama.cpp multiplies this factor by YaRN's default factor, so it is divided out (src/llama-context.cpp,
+    # llama.cpp multiplies attn_factor by YaRN's default factor, which is therefore divided out (src/llama-context.cpp,
     # yarn_attn_factor).
-    own = 0.1 * math.log(max(rope["factor"], 1.0)) + 1.0
-    return base | {"rope_scaling_attn_factors": _yarn_factor(config) / own}
+    default_factor = 0.1 * math.log(max(rope["factor"], 1.0)) + 1.0
+    return base | {"rope_scaling_attn_factors": _yarn_factor(config) / default_factor}
 
 
 def _yarn_factor(config: PretrainedConfig) -> float:
-    """Factor by which YaRN in transformers scales cosines and sines."""
     return float(ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))[1])
 
 

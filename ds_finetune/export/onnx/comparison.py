@@ -1,7 +1,7 @@
 """Compares ONNX Runtime with plain transformers: batch sizes, lengths, padding, a growing cache and greedy decoding."""
 
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,7 +24,7 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
 TOLERANCES = {np.dtype(np.float32): 1e-4, np.dtype(np.float16): 2e-2}
 """Largest accepted difference of logits, relative to the largest logit, by dtype of the ONNX graph."""
-FLIPPED_SHARE = 0.1
+FLIPPED_FRACTION = 0.1
 """Fraction of positions that may exceed the tolerance in fp16 models with routed experts, where rounding can change the
 choice of experts.
 """
@@ -58,11 +58,11 @@ class Case:
     """Rows of random tokens, and the fp32 logits that plain transformers computes for them."""
 
     name: str
-    """Name of the test input in messages."""
+    """Name of this test input in messages."""
     ids: Ints
-    """Token ids [rows, length]."""
+    """Token ids of the test input, [rows, length]."""
     mask: Ints
-    """Attention mask [rows, length], 0 for padding."""
+    """Attention mask of the test input, [rows, length], 0 for padding."""
     chunks: tuple[int, ...] = ()
     """Sizes of the chunks in which the tokens are fed to a language model; empty for a classifier."""
     logits: Floats = field(default_factory=lambda: np.zeros((0, 0), dtype=np.float32))
@@ -95,7 +95,7 @@ class Reference:
     chosen: Ints | None = None
     """Best token at the position of each generated token, [rows, NEW_TOKENS]. A quantised graph may choose others."""
     program: str = "transformers"
-    """Name in messages of the program that computed these results."""
+    """Name in messages of the program that computed the reference, by default transformers."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class OnnxComparison:
     beyond: int
     """Number of positions whose difference exceeds `tolerance`."""
     largest: float
-    """Largest difference of a logit."""
+    """Largest difference between a logit of ONNX Runtime and of the reference, relative to the largest logit."""
     tolerance: float
     allowed_share: float
     """Fraction of positions, and of generated tokens, that may exceed the tolerance."""
@@ -158,7 +158,9 @@ def make_reference(folder: Path) -> Reference:
             tokens, logits = generate_tokens(model)
             decoded = tokens, leads_of(logits), tokens[:, -NEW_TOKENS:]
         cases = [with_logits(case, model) for case in cases]
-    reference = Reference(tuple(cases), _experts_text(model, reached), *decoded)
+    counts, routers = [len(experts) for experts in reached.values()], (model.get_submodule(name) for name in reached)
+    experts = f"{min(counts)} to {max(counts)} of {len(next(routers).weight)} experts a layer" if counts else ""
+    reference = Reference(tuple(cases), experts, *decoded)
     # The model's modules refer to each other, so only the garbage collector frees its memory.
     del model
     gc.collect()
@@ -208,13 +210,13 @@ def scored_case(config: PretrainedConfig, pads: tuple[int, ...], length: int, si
 
 def compare(folder: Path, reference: Reference) -> OnnxComparison:
     """Run the ONNX graph of `folder` on all test inputs of `reference` with ONNX Runtime on the CPU, and compare the
-    results. Every position must be within the tolerance. In fp16 with routed experts, the fraction `FLIPPED_SHARE` of
+    results. Every position must be within the tolerance. In fp16 with routed experts, `FLIPPED_FRACTION` of all
     positions may exceed it: if two experts have nearly equal scores, rounding can select another expert than in fp32.
     """
     engine = None if reference.tokens is None else OnnxCausalLM.from_pretrained(folder, is_mapped=True)
     model = OnnxScorer(folder) if engine is None else engine.runtime
     tolerance = TOLERANCES[model.dtype]
-    allowed = FLIPPED_SHARE if reference.experts and model.dtype == np.float16 else 0.0
+    allowed = FLIPPED_FRACTION if reference.experts and model.dtype == np.float16 else 0.0
     # A graph without a cache cannot be fed in chunks.
     cases = [case for case in reference.cases if len(case.chunks) < 2 or getattr(model, "has_cache", False)]
     distances = [_distances(model, case) for case in cases]
@@ -289,22 +291,14 @@ def generate_tokens(model: PreTrainedModel, tokens: Ints | None = None) -> tuple
 
 
 def leads_of(logits: torch.Tensor) -> Floats:
-    """Compute `Reference.leads` from `logits` [rows, NEW_TOKENS, vocabulary]."""
+    """(Best - second best logit) / largest |logit| for each generated token; `logits` is [rows, tokens, vocabulary]."""
     best = logits.topk(2).values
     leads: Floats = ((best[..., 0] - best[..., 1]) / logits.abs().amax(dim=-1)).numpy()
     return leads
 
 
-def _experts_text(model: PreTrainedModel, reached: Mapping[str, set[int]]) -> str:
-    """For messages: how many experts of a layer the tokens chose; empty for a model without experts."""
-    counts = [len(experts) for experts in reached.values()]
-    routers = (model.get_submodule(name) for name in reached)
-    return f"{min(counts)} to {max(counts)} of {len(next(routers).weight)} experts a layer" if counts else ""
-
-
 @contextmanager
 def _recorded_experts(model: PreTrainedModel) -> Iterator[dict[str, set[int]]]:
-    """Context that records the experts that tokens choose, as a set for each router by name."""
     routers = {name: module for name, module in model.named_modules() if name.endswith("mlp.gate")}
     experts: dict[str, set[int]] = {name: set() for name in routers}
 

@@ -35,9 +35,6 @@ def write_settings(folder: Path, config: PretrainedConfig, *, dtype: str, with_c
 
 
 def _tell_transformers_js(folder: Path, dtype: str) -> None:
-    """Write transformers.js's settings to config.json: whether weights are in a separate file, and the
-    cache's dtype.
-    """
     settings: dict[str, Any] = {"use_external_data_format": 1} if (folder / DATA).is_file() else {}
     settings |= {"kv_cache_dtype": "float16"} if dtype == "fp16" else {}
     if settings:
@@ -48,9 +45,9 @@ def _tell_transformers_js(folder: Path, dtype: str) -> None:
 
 def _genai_config(folder: Path, config: PretrainedConfig) -> dict[str, Any]:
     file = folder / "generation_config.json"
-    own = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    saved = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     ids = {
-        name: own.get(f"{name}_token_id", getattr(config, f"{name}_token_id", None)) for name in ("bos", "eos", "pad")
+        name: saved.get(f"{name}_token_id", getattr(config, f"{name}_token_id", None)) for name in ("bos", "eos", "pad")
     }
     end = ids["eos"][0] if isinstance(ids["eos"], list) else ids["eos"]
     past, present = "past_key_values.%d", "present.%d"
@@ -82,7 +79,9 @@ def _genai_config(folder: Path, config: PretrainedConfig) -> dict[str, Any]:
         "pad_token_id": end if ids["pad"] is None else ids["pad"],
         "decoder": decoder,
     }
-    search = {name: own[name] for name in ("do_sample", "temperature", "top_k", "top_p") if own.get(name) is not None}
+    search = {
+        name: saved[name] for name in ("do_sample", "temperature", "top_k", "top_p") if saved.get(name) is not None
+    }
     return {
         "model": model,
         "search": {"max_length": config.max_position_embeddings, "past_present_share_buffer": False, **search},

@@ -62,8 +62,8 @@ def scoring_graph(model: PreTrainedModel, read: Read, *, dtype: np.dtype) -> tup
 
 
 def _last_hidden_states(layers: Layers, positions: str, *, with_cache: bool) -> str:
-    """Add all layers and the final norm. Returns hidden states [batch, length, width]; `positions` is
-    [batch, length].
+    """Add all layers and the final norm, for `positions` [batch, length]. Returns hidden states [batch,
+    length, width].
     """
     graph, config = layers.graph, layers.model.config
     attention, _ = ATTENTION[parts_of(config).attention](config)
@@ -72,7 +72,7 @@ def _last_hidden_states(layers: Layers, positions: str, *, with_cache: bool) -> 
     for number in range(config.num_hidden_layers):
         name = f"model.layers.{number}"
         normed = layers.norm(hidden, f"{name}.input_layernorm")
-        update_cache = _append_to_cache(graph, number) if with_cache else _without_cache
+        update_cache = _append_to_cache(graph, number) if with_cache else lambda key, value_: (key, value_)
         scope = _AttentionScope(layers, config, mask, rotary, update_cache)
         hidden = graph.op("Add", hidden, attention(scope, normed, f"{name}.self_attn"))
         normed = layers.norm(hidden, f"{name}.post_attention_layernorm")
@@ -132,11 +132,7 @@ def check_config(config: PretrainedConfig) -> None:
 
 
 CacheUpdate = Callable[[str, str], tuple[str, str]]
-"""Function that appends a layer's new keys and values to the cached ones, and returns those of all tokens."""
-
-
-def _without_cache(key: str, value_: str) -> tuple[str, str]:
-    return key, value_
+"""Function from a layer's new keys and values to the keys and values of all tokens, cached ones included."""
 
 
 def _append_to_cache(graph: Graph, number: int) -> CacheUpdate:
@@ -148,7 +144,7 @@ def _append_to_cache(graph: Graph, number: int) -> CacheUpdate:
 
 @dataclass(frozen=True)
 class _AttentionScope:
-    """Inputs of an attention layer other than its hidden states."""
+    """What an attention layer in an ONNX graph needs besides its hidden states: mask, rotary embedding, cache."""
 
     layers: Layers
     config: PretrainedConfig
@@ -194,7 +190,11 @@ def _latent(config: PretrainedConfig) -> tuple[Callable[[_AttentionScope, str, s
     def attention(scope: _AttentionScope, x: str, name: str) -> str:
         layers, graph = scope.layers, scope.layers.graph
         module = layers.module(name)
-        query = layers.linear(x, f"{name}.q_proj") if config.q_lora_rank is None else _low_rank_query(layers, x, name)
+        if config.q_lora_rank is None:
+            query = layers.linear(x, f"{name}.q_proj")
+        else:
+            compressed = layers.norm(layers.linear(x, f"{name}.q_a_proj"), f"{name}.q_a_layernorm")
+            query = layers.linear(compressed, f"{name}.q_b_proj")
         query = layers.heads_first(layers.heads(query, heads, nope + rope))
         plain, rotated = graph.ops("Split", query, graph.ints(nope, rope), names=2, axis=-1)
         latent, shared = graph.ops(
@@ -211,10 +211,6 @@ def _latent(config: PretrainedConfig) -> tuple[Callable[[_AttentionScope, str, s
         return layers.linear(layers.merge_heads(mixed), f"{name}.o_proj")
 
     return attention, Cache(1, rank, rope)
-
-
-def _low_rank_query(layers: Layers, x: str, name: str) -> str:
-    return layers.linear(layers.norm(layers.linear(x, f"{name}.q_a_proj"), f"{name}.q_a_layernorm"), f"{name}.q_b_proj")
 
 
 def _split_kv_b(layers: Layers, name: str, heads: int, widths: tuple[int, int]) -> tuple[str, str]:
@@ -250,7 +246,6 @@ def _mask(graph: Graph) -> Mask:
 
 
 def _rotary(graph: Graph, model: PreTrainedModel, position_ids: str) -> Rotary:
-    """The rotary embedding of the model, with the frequencies that transformers' own class computes."""
     config = model.config
     # The model may be on the meta device, so its rotary embedding is built again from the config.
     embedding = type(model.model.rotary_emb)(config)

@@ -79,9 +79,7 @@ class _EncoderModules:
         return graph.cast(y, graph.dtype) if graph.is_half() else y
 
     def attend(self, parts: tuple[str, str, str], mask: Mask) -> str:
-        """Bidirectional attention. Query, key and value are [batch, heads, length, width], the result has
-        merged heads.
-        """
+        """Bidirectional attention on query, key and value [batch, heads, length, width]; merges heads in the result."""
         query, key, states = parts
         heads = self.config.num_attention_heads
         scale = self.graph.scalar((self.config.hidden_size // heads) ** -0.5)
@@ -130,7 +128,6 @@ def _post_norm(encoder: _EncoderModules) -> str:
 
 
 def _post_norm_states(encoder: _EncoderModules, positions: str, token_types: str) -> str:
-    """Last hidden states of a BERT-like encoder, [batch, length, width]."""
     graph, layers = encoder.graph, encoder.layers
     prefix = encoder.layers.model.base_model_prefix
     mask = encoder.mask()
@@ -184,7 +181,6 @@ def _pre_norm(encoder: _EncoderModules) -> str:
 
 
 def _mean(encoder: _EncoderModules, hidden: str) -> str:
-    """Mean over the tokens of a row that are not padding, summed in fp32, [batch, width]."""
     graph = encoder.graph
     wide = graph.cast(hidden, np.float32) if graph.is_half() else hidden
     mask = graph.cast(graph.op("Unsqueeze", "attention_mask", graph.ints(2)), np.float32)
@@ -194,7 +190,6 @@ def _mean(encoder: _EncoderModules, hidden: str) -> str:
 
 
 def _layer_rotary(encoder: _EncoderModules, kind: str) -> Rotary:
-    """Rotary embedding of layers of the type `kind`, with the frequencies that transformers' own class computes."""
     graph = encoder.graph
     embedding = type(encoder.layers.module("model.rotary_emb"))(encoder.config)
     frequencies = getattr(embedding, f"{kind}_inv_freq").float().numpy()

@@ -94,9 +94,7 @@ def _in_groups(graph: Graph, scores: str, groups: int, experts: int) -> str:
 
 
 def _in_best_groups(graph: Graph, group_scores: str, config: PretrainedConfig, experts: int) -> str:
-    """Mask [tokens, experts] of the experts in each token's `topk_group` best groups; `group_scores` is [tokens,
-    groups].
-    """
+    """Mask [tokens, experts] of experts in each token's `topk_group` best groups; `group_scores`: [tokens, groups]."""
     groups = config.n_group
     _, index = _top(graph, group_scores, config.topk_group)
     none = graph.op("ConstantOfShape", graph.op("Shape", group_scores))
@@ -142,8 +140,8 @@ def _one_expert(graph: Graph, x: str, weights: str, stacks: tuple[str, str], sta
     gate_up, down = (graph.op("Gather", stack, expert, axis=0) for stack in stacks)
     column = graph.op("Gather", weights, expert, axis=1)
     rows = graph.op("Squeeze", graph.op("NonZero", column), graph.ints(0))
-    both = graph.op("MatMul", graph.op("Gather", x, rows, axis=0), gate_up)
-    gate, up = graph.ops("Split", both, names=2, axis=-1, num_outputs=2)
+    gate_and_up = graph.op("MatMul", graph.op("Gather", x, rows, axis=0), gate_up)
+    gate, up = graph.ops("Split", gate_and_up, names=2, axis=-1, num_outputs=2)
     y = graph.op("MatMul", graph.op("Mul", silu(graph, gate), up), down)
     y = graph.cast(y, np.float32) if graph.is_half() else y
     scale = graph.op("Unsqueeze", graph.op("Gather", column, rows, axis=0), graph.ints(1))

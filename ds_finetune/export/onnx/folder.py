@@ -1,6 +1,4 @@
-"""Command `ds-finetune export --format onnx`: writes a folder for ONNX Runtime, which is verified before
-it is named.
-"""
+"""Command `ds-finetune export --format onnx`: writes a folder for ONNX Runtime, verified before it gets its name."""
 
 import json
 import shutil
@@ -37,9 +35,7 @@ from ds_finetune.model.build.hub_folder import HubFolder, check_index
 from ds_finetune.model.loss.score_config import is_classifier
 
 INLINE_BYTES = 256 * MIB
-"""Weights of more bytes than this are stored in a separate file. A protobuf message must be smaller than 2 GiB, and is
-held in memory.
-"""
+"""Weights of more bytes than this get a file of their own, since a protobuf message must be smaller than 2 GiB."""
 _NUMBERS = {"fp32": "float32", "fp16": "float16", "int8": "float32", "int4": "float32"}
 """Dtype of activations and unquantised weights in numpy's terms, by the value of `--dtype`."""
 
@@ -104,7 +100,6 @@ def load_scorer(folder: Path) -> Scorer:
 def _write_and_compare(
     source: Path, folder: Path, out: Path, options: ExportOptions
 ) -> tuple[OnnxComparison, list[str]]:
-    """Write the model of `folder`, the export of `source`, to `out`. Returns the comparison and notes for the user."""
     model, hub = plain_model(folder, check_model)
     check_index(folder)
     if options.dtype in BITS and is_classifier(model.config):

@@ -23,7 +23,7 @@ Pieces = Callable[[], Iterator[np.ndarray]]
 GraphEnds = tuple[list[onnx.ValueInfoProto], list[onnx.ValueInfoProto]]
 """The inputs and the outputs of an ONNX graph."""
 BATCH, LENGTH = "batch_size", "sequence_length"
-"""Names of the two dimensions of input_ids."""
+"""Names of the variable sizes of an ONNX graph: number of rows, and tokens per row."""
 
 
 @dataclass(frozen=True)
@@ -94,11 +94,11 @@ class Graph:
         return self.op("Cast", value, to=helper.np_dtype_to_tensor_dtype(np.dtype(dtype)))
 
     def is_half(self) -> bool:
-        """Whether activations are float16. Sums are then cast to fp32."""
+        """Whether the graph's activations are float16; layers then cast sums to fp32."""
         return bool(self.dtype == np.float16)
 
     def new_name(self, kind: str) -> str:
-        """A name that no other value of the graph has."""
+        """Make a name that no other value of the graph has."""
         return f"{kind.lower()}_{next(self.numbers)}_out"
 
 

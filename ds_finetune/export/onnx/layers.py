@@ -41,7 +41,7 @@ class Layers:
 
     @property
     def family(self) -> Family:
-        """The row of the families' table for the model's type."""
+        """The model's family, by its model type."""
         return family_of(self.model.config.model_type)
 
     def module(self, name: str) -> Any:  # noqa: ANN401 - each class of transformers has attributes of its own
@@ -143,9 +143,7 @@ class Rotary:
 
     @classmethod
     def of(cls, graph: Graph, positions: str, frequencies: np.ndarray, scaling: float = 1.0, **pairs: bool) -> "Rotary":
-        """The rotary embedding of `positions`, int64 [rows, 1, length, 1], computed in fp32 from transformers'
-        frequencies.
-        """
+        """The rotary embedding of `positions`, int64 [rows, 1, length, 1], in fp32 from transformers' frequencies."""
         angles = graph.op("Mul", graph.cast(positions, np.float32), graph.constant(frequencies))
         tables = [graph.op(kind, angles) for kind in ("Cos", "Sin")]
         if scaling != 1:

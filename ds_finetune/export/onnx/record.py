@@ -79,7 +79,6 @@ def _case_tree(case: Case, longest: int) -> dict[str, Any]:
 
 
 def _case_from(tree: Mapping[str, Any]) -> Case:
-    """Parse the JSON that `_case_tree` made. Logits that were not recorded are 0."""
     logits = np.zeros(tree["shape"], dtype=np.float32)
     logits[is_sampled(logits.shape, tree["stride"])] = np.frombuffer(base64.b64decode(tree["logits"]), dtype="<f4")
     ids, mask = (np.array(tree[name], dtype=np.int64) for name in ("ids", "mask"))

@@ -128,7 +128,7 @@ class OnnxCausalLM(PreTrainedModel, GenerationMixin):
 
     @property
     def device(self) -> torch.device:
-        """The CPU. Inputs must be on it."""
+        """Device of the model, which is always the CPU; inputs must be there too."""
         return torch.device("cpu")
 
     @property
@@ -168,7 +168,6 @@ class OnnxCausalLM(PreTrainedModel, GenerationMixin):
 
 
 def _replace_states(cache: Cache, new_cache: list[np.ndarray]) -> None:
-    """Replace the keys and values in `cache` by `new_cache`, which has the keys and values of all tokens."""
     for layer, (keys, values) in zip(cache.layers, zip(new_cache[::2], new_cache[1::2], strict=True), strict=True):
         states = torch.from_numpy(keys), torch.from_numpy(values)
         layer.lazy_initialization(*states)

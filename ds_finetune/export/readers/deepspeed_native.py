@@ -73,9 +73,7 @@ class FileSpan:
     dtype: torch.dtype
 
     def read_into(self, view: memoryview) -> memoryview:
-        """Read the range into the beginning of `view`, and return the rest of it. ExportError if the file
-        is too short.
-        """
+        """Read the range into the beginning of `view`, and return the rest. ExportError if the file is too short."""
         size = self.numel * self.dtype.itemsize
         try:
             self.file.read_into(view[:size], self.offset)
@@ -104,7 +102,7 @@ Vector = Sequence[FileSpan]
 
 
 def numel_of(vector: Vector) -> int:
-    """Number of elements of a vector."""
+    """Number of elements of a flat vector that is stored in ranges of files."""
     return sum(span.numel for span in vector)
 
 
@@ -130,7 +128,7 @@ class SplitTensor:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the stored elements; fp32 if there are none."""
+        """Dtype of the tensor's stored elements; fp32 if it has no elements."""
         return next((span.dtype for vector in self.vectors for span in vector if span.numel), torch.float32)
 
     def spans(self, start: int, numel: int) -> Iterator[FileSpan]:
@@ -189,7 +187,9 @@ def read_deepspeed_checkpoint(folder: Path) -> TensorSource:
                 raise ExportError(f"{step} holds `{path.name}`: {meaning}, which is not supported", hint=_ELSEWHERE)
     model = _read_model_states(step)
     optim = _read_optim_states(step, model)
-    stored = dict((*_trained_weights(step, model, optim), *_frozen_weights(model), *_buffers(model)))
+    stored = dict((*_trained_weights(step, model, optim), *_frozen_weights(model)))
+    module = model[0].values["module"]
+    stored |= {name: _full(model[0], module[name]) for name in model[0].values["buffer_names"]}
     for alias, owner in (model[0].values.get("shared_params") or {}).items():
         if owner in stored:
             stored[alias] = stored[owner]
@@ -378,17 +378,11 @@ def _frozen_weights(model: Sequence[_States]) -> Iterator[_NamedTensor]:
             yield name, _full(model[0], tensor)
 
 
-def _buffers(model: Sequence[_States]) -> Iterator[_NamedTensor]:
-    module = model[0].values["module"]
-    return ((name, _full(model[0], module[name])) for name in model[0].values["buffer_names"])
-
-
 def _full(states: _States, tensor: torch.Tensor) -> SplitTensor:
     return SplitTensor(tuple(tensor.shape), [[states.span(tensor)]], 0, tensor.numel())
 
 
 def _common_prefix(names: Collection[str]) -> str:
-    """Prefix of all parameter names that model wrappers have added."""
     prefix = ""
     while more := next((p for p in _PREFIXES if names and all(name.startswith(prefix + p) for name in names)), ""):
         prefix += more

@@ -115,15 +115,17 @@ def open_checkpoint(path: Path, base: Path | None) -> OpenedSource:
     sides = {weight_of(name): name for name in source.shapes if is_adapter(name)}
     train = state.config["train"]
     if not sides and not (train.get("only") or train.get("freeze")):
-        trained_from, why = _base_of_run(state)
-        changed = any(state.config["model"].get(key) for key in ("resize_vocabulary", "context"))
+        model = state.config["model"]
+        is_random = model["weights"] == "random"
+        missing = f"the weights of {model['path']} are not here (--base FOLDER names them)"
+        changed = any(model.get(key) for key in ("resize_vocabulary", "context"))
         return OpenedSource(
             source,
             (folder / BASE,),
             trained=folder / BASE,
             record=_record_of_run(folder),
-            base=trained_from,
-            why_no_base=why,
+            base=None if is_random else find_base(model["path"]),
+            why_no_base="its weights were initialised at random" if is_random else missing,
             has_own_config=changed or holds_classifier(folder / BASE),
         )
     lora, dtype = LoraConfig.model_validate(state.config["lora"] or {}), PRECISION_DTYPES[train["precision"]]
@@ -141,15 +143,7 @@ def open_checkpoint(path: Path, base: Path | None) -> OpenedSource:
     trained = [weight for weight, side in sides if side == "A"]
     heads = {name: shape for name, shape in source.shapes.items() if not is_adapter(name) and name not in buffers}
     adapters = _Adapters(trained, factors, source.select(heads) if heads else None)
-    return _open_merged(base_folder, adapters, beside=folder / BASE, label=str(path))
-
-
-def _base_of_run(state: RunState) -> tuple[Path | None, str]:
-    """The folder of published weights from which a run started; if there is none, None and the reason."""
-    model = state.config["model"]
-    if model["weights"] == "random":
-        return None, "its weights were initialised at random"
-    return find_base(model["path"]), f"the weights of {model['path']} are not here (--base FOLDER names them)"
+    return _open_merged(base_folder, adapters, config_folder=folder / BASE, label=str(path))
 
 
 def open_model(path: Path, _: Path | None) -> OpenedSource:
@@ -188,7 +182,9 @@ def open_adapter(path: Path, base: Path | None) -> OpenedSource:
         trained = source.select(
             {name: source.shapes[key] for name, key in adapter.fully_trained.items()}, adapter.fully_trained
         )
-    return _open_merged(base_folder, _Adapters(adapter.names, adapter.factors, trained), beside=path, label=str(path))
+    return _open_merged(
+        base_folder, _Adapters(adapter.names, adapter.factors, trained), config_folder=path, label=str(path)
+    )
 
 
 def _resolve_base(name: str, path: Path) -> Path:
@@ -262,8 +258,8 @@ def _merged_source(
 
     def read(name: str, start: int, numel: int) -> torch.Tensor:
         if adapters.trained is not None and name in replaced:
-            own, begin, _ = replaced[name]
-            return adapters.trained.read(own, begin + start, numel)
+            trained_name, begin, _ = replaced[name]
+            return adapters.trained.read(trained_name, begin + start, numel)
         flat = base.read(name, start, numel)
         if name not in adapted:
             return flat
@@ -275,16 +271,16 @@ def _merged_source(
     return TensorSource(shapes, base.fp32_names, read)
 
 
-def _open_merged(base: Path, adapters: _Adapters, *, beside: Path, label: str) -> OpenedSource:
+def _open_merged(base: Path, adapters: _Adapters, *, config_folder: Path, label: str) -> OpenedSource:
     family, hub = family_of(read_model_spec(base).model_type), HubFolder(base)
-    is_own = holds_classifier(beside)
+    is_own = holds_classifier(config_folder)
     unused: set[str] = set()
     if is_own:
         # The base's language-model head and multi-token prediction layers, which a classifier does not use.
-        spec = read_model_spec(beside)
+        spec = read_model_spec(config_folder)
         unused = hub.shapes.keys() - spec.shapes.keys() - spec.published_shapes().keys()
     source = _merged_source(hub_source(hub, family), adapters, family, label=label, without=unused)
-    return OpenedSource(source, (beside, base), trained=beside, hub=hub, base=base, has_own_config=is_own)
+    return OpenedSource(source, (config_folder, base), trained=config_folder, hub=hub, base=base, has_own_config=is_own)
 
 
 def is_peft_adapter(path: Path) -> bool:
@@ -293,7 +289,6 @@ def is_peft_adapter(path: Path) -> bool:
 
 
 def _record_of_run(checkpoint: Path) -> ExportRecord | None:
-    """Record of the export that the same run wrote at the step of `checkpoint`; None if there is none."""
     run = checkpoint.absolute().parent.parent
     records = (
         ExportRecord.read(folder) for folder in (run / "export", run / "export-best") if (folder / RECORD).is_file()

@@ -46,7 +46,7 @@ class LoadedFolder:
 
     @classmethod
     def read(cls, results: Path, number: int) -> "LoadedFolder":
-        """Read the results for folder `number` from the folder `results`."""
+        """Read what plain_transformers.py wrote to `results` for exported folder number `number`."""
         report = json.loads((results / f"{number}.json").read_text(encoding="utf-8"))
         assert not report["ours"], report["ours"]
         files = {name: results / f"{number}.{name}.npy" for name in ("logits", "fp32", "perturbed", "padded")}
@@ -76,7 +76,6 @@ def load_folders(folders: Sequence[Path]) -> Iterator[tuple[Path, LoadedFolder]]
 
 
 def _run(command: list[str], environ: dict[str, str], line: PhaseLine) -> subprocess.CompletedProcess[str]:
-    """Run a process and return its output. Meanwhile the progress line `line` is refreshed."""
     with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         while True:
             try:
@@ -145,12 +144,12 @@ def compare_tokens(record: ExportRecord, loaded: LoadedFolder) -> tuple[list[str
         expected = [list(ids) for ids in ids_of_run]
         wrong = [number for number, ids in enumerate(expected) if ids_of_folder[number] != ids]
         if wrong:
-            text, ours, its = (each[wrong[0]] for each in (record.texts, ids_of_folder, expected))
-            pairs = enumerate(zip(ours, its, strict=False))
-            at = next((at for at, (a, b) in pairs if a != b), min(len(ours), len(its)))
+            text, ids_here, expected_ids = (each[wrong[0]] for each in (record.texts, ids_of_folder, expected))
+            pairs = enumerate(zip(ids_here, expected_ids, strict=False))
+            at = next((at for at, (a, b) in pairs if a != b), min(len(ids_here), len(expected_ids)))
             problems.append(
                 f"the tokenizer gives other ids than the run for {len(wrong)} of {count} {kind}: {text!r:.60} has "
-                f"{ours[at : at + 3]} from token {at} on, in the run {its[at : at + 3]}"
+                f"{ids_here[at : at + 3]} from token {at} on, in the run {expected_ids[at : at + 3]}"
             )
         elif expected:
             lines.append(f"the tokenizer gives the ids of the run for {count} {kind}")

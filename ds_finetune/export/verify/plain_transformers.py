@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    # This precedes the slow imports: PR_SET_PDEATHSIG of prctl(2) ends this process when the process that started it
+    # Before the slow imports, PR_SET_PDEATHSIG of prctl(2) makes this process end when the process that started it
     # ends.
     ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != int(sys.argv[1]):
@@ -58,7 +58,7 @@ _MANTISSA, _SMALLEST_STEP = 3, 2.0**-9
 
 
 def main() -> None:
-    """Load every folder, and write its results."""
+    """Load every exported folder of the command line, and write the report and logits of each."""
     # The tolerance for fp32 does not hold for TF32, which NVIDIA's containers enable.
     torch.set_float32_matmul_precision("highest")
     out, built_as, folders = Path(sys.argv[2]), json.loads(sys.argv[3]), map(Path, sys.argv[4:])
@@ -210,7 +210,6 @@ def _tokenise(folder: Path, config: PretrainedConfig, record: dict[str, Any]) ->
 
 
 def _logits(model: PreTrainedModel, record: dict[str, Any]) -> np.ndarray:
-    """The compared logits of the record's prompts, as one flat array."""
     if not record.get("num_labels"):
         return _sampled_logits(model, record)
     rows = [torch.tensor([prompt], device=model.device) for prompt in record["prompts"]]
@@ -220,7 +219,6 @@ def _logits(model: PreTrainedModel, record: dict[str, Any]) -> np.ndarray:
 
 
 def _padded_logits(model: PreTrainedModel, prompts: list[list[int]]) -> np.ndarray:
-    """Logits of one batch of all prompts with padding on the right, as one flat array."""
     longest = max(map(len, prompts))
     ids = torch.full((len(prompts), longest), model.config.pad_token_id, device=model.device)
     mask = torch.zeros_like(ids)

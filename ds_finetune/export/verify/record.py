@@ -62,7 +62,7 @@ class Digest:
         return cls(tuple(runs), total.hexdigest())
 
     def lengths(self) -> list[int]:
-        """Number of elements of each segment."""
+        """Number of elements of each segment of the tensor."""
         return [numel for numel, times in self.runs for _ in range(times)]
 
 

@@ -92,14 +92,14 @@ def compare_with_base(
     ]
     names = SAFETENSORS_NAMES
     dtypes = {key: (names[tensors[key].dtype], names[base_tensors[key].dtype]) for key in common}
-    for ours, its in sorted({pair for pair in dtypes.values() if pair[0] != pair[1]}):
-        kinds.append((f"are {ours} here and {its} in the base", [key for key in common if dtypes[key] == (ours, its)]))
+    for pair in sorted({pair for pair in dtypes.values() if pair[0] != pair[1]}):
+        kinds.append((f"are {pair[0]} here and {pair[1]} in the base", [key for key in common if dtypes[key] == pair]))
     lines = [f"{len(keys)} tensors {text}: {first_names(keys)}" for text, keys in kinds if keys]
     return lines or [f"names, shapes and dtypes of all {len(common)} tensors are those of the base"]
 
 
 def first_names(names: Sequence[str]) -> str:
-    """The first names of a list, for a message."""
+    """The first of a list of names as text for a message, followed by `...` if there are more."""
     return ", ".join(names[:_SHOWN]) + (" ..." if len(names) > _SHOWN else "")
 
 
@@ -115,9 +115,9 @@ class VerificationResult:
 
     folder: Path
     problems: tuple[str, ...] = ()
-    """Lines on differences from the trained model."""
+    """Lines for the user on differences from the trained model; empty if there are none."""
     lines: tuple[str, ...] = ()
-    """Lines on what was compared."""
+    """Lines for the user on what was compared."""
     skipped: str = ""
     """Why the folder could not be loaded on this machine; empty if it was loaded."""
 

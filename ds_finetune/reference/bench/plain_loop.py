@@ -37,7 +37,7 @@ from ds_finetune.reference.selftest.plain_losses import distill_loss
 from ds_finetune.system.versions import pip_install, requirements_of
 
 PADDED_DOCUMENTS = 8
-"""Number of documents in one forward of the padded loop."""
+"""Number of documents in one forward of the PyTorch loop that pads rows."""
 
 
 @dataclass(frozen=True)
@@ -101,15 +101,15 @@ def _documents(micro: MicroBatch) -> Iterator[_PlainDocument]:
             continue
         examples, index = micro.examples, micro.examples.index[number]
         for document in index[index >= 0].unique_consecutive().tolist():
-            here = index == document
+            mask = index == document
             top, types = examples.top, micro.token_types
             yield _PlainDocument(
-                ids[here],
-                labels[here],
+                ids[mask],
+                labels[mask],
                 examples.targets[document].item(),
                 examples.reference[document].item(),
-                None if top is None else TopLogProbs(top.ids[number, here], top.log_probs[number, here]),
-                None if types is None else types[number, here],
+                None if top is None else TopLogProbs(top.ids[number, mask], top.log_probs[number, mask]),
+                None if types is None else types[number, mask],
             )
 
 
@@ -188,7 +188,6 @@ def _config(model: ModelPlan) -> Any:  # noqa: ANN401 - of transformers
 
 
 def _four_bit_model(model: ModelPlan, engine: Engine) -> Any:  # noqa: ANN401 - of transformers
-    """Build transformers' model with the engine's NF4 weights; it computes in the run's precision."""
     from transformers import BitsAndBytesConfig
 
     dtype = PRECISION_DTYPES[engine.plan.precision]
@@ -210,7 +209,6 @@ def _four_bit_model(model: ModelPlan, engine: Engine) -> Any:  # noqa: ANN401 - 
 
 
 def _in_peft(lm: Any, engine: Engine, model: ModelPlan, lora: LoraConfig) -> nn.Module:  # noqa: ANN401
-    """Add the engine's adapters to `lm` as trainable adapters of peft."""
     from peft import PeftModel
 
     adapters = {name: tensor.clone() for name, tensor in engine.adapters() if tensor is not None}
@@ -277,8 +275,8 @@ class PlainLoop:
         if not self._objective.needs_baseline:
             return 0.0
         parts = map(self._with_reference, self._layout(replace(batch, micro=batch.baseline)))
-        every = [self._documents(self._logits(part), part) for part in parts]
-        ratios = torch.cat([documents.logp - documents.reference for documents in every])
+        document_log_probs = [self._documents(self._logits(part), part) for part in parts]
+        ratios = torch.cat([documents.logp - documents.reference for documents in document_log_probs])
         return self._objective.baseline(ratios.sum().item(), len(ratios))
 
     @torch.no_grad()

@@ -97,9 +97,7 @@ def compare_step_speed(resolved: ResolvedRun, *, steps: int, say: Say) -> SpeedC
 
 
 def with_reference(engine: Engine, batches: Iterator[Batch]) -> Iterator[Batch]:
-    """Add the current model's log-probabilities to the batches as those of the reference, if the
-    objective needs them.
-    """
+    """Add the current model's log-probabilities to the batches as the reference's, if the objective needs them."""
     if not engine.objective.needs_reference or engine.objective.reference_from_adapters:
         return batches
     all_batches = list(batches)
@@ -126,9 +124,7 @@ def _nothing() -> None:
 def time_by_turns(
     candidates: dict[str, Callable[[Batch], float]], batches: Iterator[Batch], *, finish: Callable[[], None]
 ) -> SpeedComparison:
-    """Time each candidate on each batch, after a warm-up with the first. `finish` waits for queued work
-    of the device.
-    """
+    """Time each candidate on each batch, after a warm-up on the first. `finish` waits for the device's work."""
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
     tokens, largest_difference = 0, 0.0
     for number, batch in enumerate(batches):

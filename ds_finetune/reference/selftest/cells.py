@@ -92,7 +92,7 @@ class Cell:
 
     @property
     def sharing(self) -> int:
-        """Number of ranks that process the same rows."""
+        """Number of ranks that process the same rows: pipeline x sequence x tensor parallel size."""
         return self.pp * self.sp * self.tp
 
     @property
@@ -165,7 +165,7 @@ def reference_log_probs() -> np.ndarray:
 
 
 def log_prob_of_random_weights(labels: np.ndarray) -> float:
-    """Approximate log-probability that randomly initialised weights give to a sample with these labels."""
+    """Approximate log-probability under random weights of a sample with `labels`, int64 [tokens]."""
     return -math.log(VOCAB) * int((labels != IGNORE_INDEX).sum())
 
 
@@ -180,7 +180,7 @@ def answer_log_probs(number: int) -> np.ndarray:
 
 
 def answer_advantages() -> np.ndarray:
-    """Made-up advantages of the samples as sampled answers, fp64."""
+    """Made-up advantages of the samples, which GRPO treats as sampled answers, fp64."""
     return 2 * targets() - 1
 
 
@@ -193,7 +193,7 @@ def rows(packing: bool, documents_per_unit: int = 0) -> list[Row]:
 
 
 def row_numbers(packing: bool, documents_per_unit: int = 0) -> list[list[int]]:
-    """Numbers of the samples in each row."""
+    """For each row, the numbers of the samples that it has."""
     bins: list[list[int]] = []
     for unit in units(documents_per_unit):
         if not packing or not bins or sum(len(samples()[n][0]) for n in [*bins[-1], *unit]) > ROW_LEN:
@@ -228,9 +228,7 @@ def router_section(family: str) -> dict[str, float]:
 
 
 def run_tree(cell: Cell, model: Path, out: Path, *, dp: int) -> dict[str, Any]:
-    """The run file of a cell with data parallel size `dp`. An optimizer step has all samples, and may
-    have empty rows.
-    """
+    """The run file of a cell with data parallel size `dp`. An optimizer step has all samples."""
     rows_per_rank = dp * cell.accumulation
     per_unit = objective_of(cell.objective).documents_per_unit
     size = -(-(PACKED_ROWS if cell.packing else len(units(per_unit))) // rows_per_rank)
@@ -284,15 +282,13 @@ An untrained tiny model finds them 1 to 2 nats less likely, so KTO's z0 is above
 
 @cache
 def mismatched_answers(*, packing: bool) -> MismatchedAnswers:
-    """The program's own mismatched answers for the samples, whose rows are those of `rows`."""
-    documents = Documents.of([_kept(ids, labels) for ids, labels in samples()])
+    """Mismatched answers for the samples (prompts with other samples' answers), made by the program itself."""
+    documents = Documents.of(
+        [TokenisedDocument(ids.tolist(), [False, *(labels[:-1] != IGNORE_INDEX).tolist()]) for ids, labels in samples()]
+    )
     bins = row_numbers(packing)
     rows = PreparedRows(documents, np.concatenate(bins), np.cumsum([0, *map(len, bins)]), documents.counts)
     return MismatchedAnswers(rows, seed=0, max_seq_len=ROW_LEN, is_packed=packing)
-
-
-def _kept(ids: np.ndarray, labels: np.ndarray) -> TokenisedDocument:
-    return TokenisedDocument(ids.tolist(), [False, *(labels[:-1] != IGNORE_INDEX).tolist()])
 
 
 @cache

@@ -152,7 +152,6 @@ def _mismatched(engine: Engine) -> MismatchedAnswers | None:
 
 
 def _with_scores(engine: Engine, batches: Iterator[Batch]) -> Iterator[Batch]:
-    """Add a teacher's stored distributions to the batches, if the objective uses them."""
     objective = engine.objective
     if not isinstance(objective, Distillation) or objective.section.scores is None:
         return batches
@@ -160,9 +159,7 @@ def _with_scores(engine: Engine, batches: Iterator[Batch]) -> Iterator[Batch]:
 
 
 def first_moments(engine: Engine) -> dict[str, torch.Tensor]:
-    """Adam's first moments by parameter name, fp32 on the CPU. Only the first rank of each pipeline stage has the
-    moments of the whole stage.
-    """
+    """Adam's first moments by parameter name, fp32 on the CPU; a stage's first rank has those of the whole stage."""
     moments = {}
     for name, param in engine.lm.named_parameters():
         assert isinstance(param, nn.Parameter)
@@ -208,7 +205,7 @@ _cached_steps = cache(reference_loop)
 _FEW_STEPS = 3
 _LONG_RUN = 2e-4
 """Tolerance for losses over more than _FEW_STEPS steps, over which rounding errors grow."""
-_LEAST_SHARE = 1e-3
+_LEAST_FRACTION = 1e-3
 """Fraction of the global gradient norm below which the error of a single-number gradient is measured relative to that
 fraction. The gradient of a single number, such as `hc_head.hc_scale` of DeepSeek-V4, is a sum over tokens and columns
 that may cancel.
@@ -365,7 +362,7 @@ def _gradient_difference(gradients: dict[str, torch.Tensor], reference: dict[str
     total = torch.stack([other.norm() for other in reference.values()]).norm()
     differences = []
     for name, other in reference.items():
-        least = _LEAST_SHARE * total if other.numel() == 1 else 1e-12
+        least = _LEAST_FRACTION * total if other.numel() == 1 else 1e-12
         differences.append(float((gradients[name] - other).norm() / other.norm().clamp_min(least)))
     return _largest(differences)
 
@@ -408,7 +405,6 @@ def _steps_after_resume(engine: Engine, folder: Path, steps: int) -> Steps:
 
 
 def _export(engine: Engine, model: Path, lora: LoraConfig | None, out: Path) -> None:
-    """Write the trained weights, with adapters merged, to `out`. 4-bit weights are written as read from `model`."""
     tree = json.loads((model / "config.json").read_text(encoding="utf-8"))
     parts = FolderParts(
         family=family_of(tree["model_type"]),

@@ -41,7 +41,7 @@ def add_layer(model: PreTrainedModel) -> nn.Module:
     config: Any = model.config
     if family_of(config.model_type).compresses:
         return _add_compressed_layer(model)
-    # The prediction layer reads these keys, which transformers 5.23 sets only for some model types.
+    # transformers 5.23 has the keys of a multi-token prediction layer only for some model types.
     config.num_mtp_layers = 1
     for key in ("layer_types", "mlp_layer_types"):
         if getattr(config, key, None):
@@ -109,7 +109,8 @@ class PlainMtp:
         self._layer = add_layer(model)
         self.prefix = f"model.layers.{model.config.num_hidden_layers}."
         self._load(folder)
-        # With this key, adapters of the prediction layer are planned and named like those of other layers.
+        # The config gets the number of prediction layers, so that their adapters are planned like those of other
+        # layers.
         set_mtp_layers(model.config, 1)
         if family_of(model.config.model_type).compresses:
             model.get_decoder().hc_head.register_forward_pre_hook(self._keep_streams)
@@ -150,16 +151,14 @@ class PlainMtp:
         return functional.linear(self.states(ids), head.detach() if self._section.detach else head)
 
     def states(self, ids: torch.Tensor) -> torch.Tensor:
-        """Output of the prediction layer before the head, [tokens - 1, width]; `ids` are the latest
-        forward's tokens.
-        """
+        """Output of the prediction layer before the head, [tokens - 1, width]; `ids` are the latest forward's."""
         embedded, hidden = self._model.get_input_embeddings()(ids[None, 1:]), self._hidden[:, :-1]
         if self._section.detach:
             embedded, hidden = embedded.detach(), hidden.detach()
         if family_of(self._model.config.model_type).compresses:
             return _compressed_states(self._model, self._layer, embedded, hidden)
         positions = torch.arange(len(ids) - 1)[None]
-        # Only indexers read this mask.
+        # This causal mask is read only by indexers (DeepSeek sparse attention).
         mask = torch.ones(len(ids) - 1, len(ids) - 1, dtype=torch.bool).tril()[None, None]
         out: torch.Tensor = self._layer(
             inputs_embeds=embedded,
@@ -258,7 +257,7 @@ class PlainAdapters:
             weight.data = _rounded_to_four_bits(weight.data)
 
     def add(self, model: PreTrainedModel, task: Task) -> None:
-        """Add the adapters, in their initial state, to the model."""
+        """Add LoRA adapters, in their initial state, to `model`."""
         for target in plan_lora(model.config, self.section, task).targets:
             self._add_to(model.get_submodule(target.name), target)
 
@@ -277,7 +276,7 @@ class _LowRankSum(nn.Module):
         self._scale = scale
 
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        """The weight merged with its adapter."""
+        """Return `weight` with the LoRA adapter added."""
         return weight + self._scale * (self.lora_B @ self.lora_A)
 
 
@@ -287,7 +286,6 @@ def trained_name(name: str) -> str:
 
 
 def _rounded_to_four_bits(weight: torch.Tensor) -> torch.Tensor:
-    """Quantise a weight to NF4 with double quantisation by bitsandbytes, and dequantise it."""
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
     quantised: Any = quantize_4bit(weight, blocksize=64, compress_statistics=True, quant_type="nf4")

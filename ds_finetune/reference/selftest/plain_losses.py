@@ -30,7 +30,7 @@ class Answer(NamedTuple):
     logp: torch.Tensor
     """Summed log-probability of the supervised tokens in nats, fp64 scalar."""
     tokens: int
-    """Number of supervised tokens."""
+    """Number of supervised tokens of the answer."""
     reference: float
     """Log-probability of the answer under the reference model, in nats."""
     target: float
@@ -38,7 +38,7 @@ class Answer(NamedTuple):
 
     @property
     def ratio(self) -> torch.Tensor:
-        """log p - log p_reference of the answer."""
+        """Log-ratio of the answer: log p - log p_reference."""
         return self.logp - self.reference
 
 
@@ -47,9 +47,9 @@ class SampledTokens(NamedTuple):
 
     logp: torch.Tensor
     old: torch.Tensor
-    """Log-probabilities under the weights that sampled the answer."""
+    """Log-probabilities of the answer's tokens under the weights that sampled it."""
     sampled: torch.Tensor
-    """Log-probabilities that the sampler reported."""
+    """Log-probabilities of the answer's tokens that the sampler reported."""
     reference: torch.Tensor
     advantage: float
 
@@ -128,12 +128,12 @@ def sampled_loss(section: GrpoObjective, answer: SampledTokens, counts: Mapping[
     """Contribution of a sampled answer to the mean loss over all answers."""
     losses = _policy_losses(section, answer)
     # The KL estimator k3 (Schulman, 2020) times the probability ratio (DeepSeek-V3.2, arXiv 2512.02556)
-    away = answer.reference - answer.logp
-    losses = losses + section.kl_weight * torch.exp(answer.logp - answer.old) * (torch.exp(away) - away - 1)
-    behind = answer.old - answer.sampled
+    log_ratio = answer.reference - answer.logp
+    losses = losses + section.kl_weight * torch.exp(answer.logp - answer.old) * (torch.exp(log_ratio) - log_ratio - 1)
+    mismatch = answer.old - answer.sampled
     if section.mismatch != "none":
-        behind = behind if section.mismatch == "token" else behind.mean().expand(len(behind))
-        losses = losses * torch.clamp(torch.exp(behind), max=section.mismatch_cap)
+        mismatch = mismatch if section.mismatch == "token" else mismatch.mean().expand(len(mismatch))
+        losses = losses * torch.clamp(torch.exp(mismatch), max=section.mismatch_cap)
     match section.aggregation:
         case "token":
             # Mean over all tokens, as in DAPO, arXiv 2503.14476
@@ -151,10 +151,10 @@ def _policy_losses(section: GrpoObjective, answer: SampledTokens) -> torch.Tenso
     a, ratio = answer.advantage, torch.exp(answer.logp - answer.old)
     match section.ratio:
         case "capped":
-            # CISPO, arXiv 2506.13585, caps the ratio
+            # CISPO, arXiv 2506.13585, caps the probability ratio
             return -torch.clamp(ratio.detach(), max=section.ratio_cap) * a * answer.logp
         case "sequence":
-            # GSPO, arXiv 2507.18071, has one ratio per answer
+            # GSPO, arXiv 2507.18071, has one probability ratio per answer
             ratio = torch.exp((answer.logp - answer.old).mean()).expand(len(ratio))
     gain = torch.minimum(ratio * a, torch.clamp(ratio, 1 - section.clip_low, 1 + section.clip_high) * a)
     return -(torch.clamp(gain, min=section.dual_clip * a) if section.dual_clip and a < 0 else gain)

@@ -178,7 +178,6 @@ def reference_steps(  # noqa: PLR0913
 
 
 def _clip(model: nn.Module, max_grad_norm: float, results: Steps, mtp: PlainMtp | None) -> None:
-    """Clip the gradients of a step. Records their norms and the multi-token prediction loss in `results`."""
     auxiliary = [] if mtp is None else [*mtp.parameters_apart()]
     others = [param for param in model.parameters() if not any(param is other for other in auxiliary)]
     results.norms.append(float(torch.nn.utils.clip_grad_norm_(others, max_grad_norm)))
@@ -245,13 +244,11 @@ def _unit_loss(model: nn.Module, unit: Sequence[int], problem: _Problem, *, base
 
 
 def _log_probs(model: nn.Module, ids: np.ndarray, labels: np.ndarray) -> torch.Tensor:
-    """Log-probabilities of the supervised tokens of a sample in nats, fp32 [tokens]."""
     logits, targets = _supervised_logits(model, ids, labels)
     return -functional.cross_entropy(logits, targets, reduction="none")
 
 
 def _divergence(model: nn.Module, number: int, objective: DistillObjective) -> torch.Tensor:
-    """The distillation loss summed over the supervised tokens of a sample (scalar)."""
     logits, labels = _supervised_logits(model, *samples()[number])
     log_q, ids = soft_targets(objective)[number]
     return distill_loss(objective, logits.double(), labels, log_q.double(), ids)

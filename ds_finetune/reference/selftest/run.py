@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from ds_finetune.config.objectives import ObjectiveConfig, is_distillation, is_grpo, read_objective
+from ds_finetune.config.objectives import is_distillation, is_grpo, read_objective
 from ds_finetune.config.sections import LoraConfig, ParallelConfig
 from ds_finetune.console.phase_line import Say
 from ds_finetune.console.quiet import quiet_packages, show_loading_as_phase
@@ -205,7 +205,6 @@ def selftest(run: RunSettings | None, extent: Extent, *, say: Say) -> None:
 
 
 def _build_first(plan: Plan, say: Say) -> None:
-    """Compile the ops that the layouts need, and print notes on ops that are replaced since they cannot be compiled."""
     built = build_ops(plan, all_gather_object, say)
     for note in built.notes[len(plan.notes) :] if plan.world.rank == 0 else ():
         say(note)
@@ -215,7 +214,7 @@ def _is_equal(case: LayoutCase, world: World, device: str, folder: Path, steps: 
     model = enlarged_config(case.model, ParallelConfig.model_validate(case.tree["parallel"]))
     section = read_objective(case.tree["objective"])
     if section.row.head == "scores":
-        # No sample has this padding token: transformers classifies by the last token that is not the padding token.
+        # No sample has the padding token 0: transformers classifies by the last token that is not the padding token.
         model.num_labels, model.pad_token_id = section.num_outputs, 0
     # All layouts of a model share a folder, so that the reference loop runs once for each model.
     has_mtp = case.tree.get("mtp", {}).get("train", False)
@@ -331,7 +330,8 @@ def _cases_of_run(run: RunSettings, world: World, device: str) -> list[LayoutCas
         attention = run.model.attention if precision == chosen else "sdpa"
         tree |= {"model": {"path": "", "attention": attention, "loss": run.model.loss}, "deepspeed": choices}
         tree |= {
-            "objective": _small_groups(run.objective).model_dump(),
+            # Groups of two answers divide the batch of any cell.
+            "objective": run.objective.model_dump() | ({"group_size": 2} if is_grpo(run.objective) else {}),
             "router": run.router and run.router.model_dump(),
         }
         lora = run.lora and run.lora.model_dump() | {"start": None, "dropout": 0.0}
@@ -346,11 +346,6 @@ def _cases_of_run(run: RunSettings, world: World, device: str) -> list[LayoutCas
         check_model(run.with_model(hub.to_dict()), "type of the model")
         _check_targets(tiny, run.lora, has_mtp=run.mtp.train)
     return cases
-
-
-def _small_groups(objective: ObjectiveConfig) -> ObjectiveConfig:
-    """The objective with groups of two answers, which divide the batch of any cell."""
-    return objective.model_copy(update={"group_size": 2}) if is_grpo(objective) else objective
 
 
 def _left_out(run: RunSettings) -> list[str]:
@@ -408,8 +403,8 @@ def _scale_choices(choices: dict[str, Any]) -> dict[str, Any]:
 def _shared_folder(world: World) -> Iterator[Path]:
     """Context with a new folder for all ranks; with several hosts it is in the working directory, which they share."""
     is_one_host = world.local_world_size == world.world_size
-    mine = tempfile.mkdtemp(prefix="selftest-", dir=None if is_one_host else Path.cwd()) if world.rank == 0 else ""
-    folder = Path(all_gather_object(mine)[0])
+    path = tempfile.mkdtemp(prefix="selftest-", dir=None if is_one_host else Path.cwd()) if world.rank == 0 else ""
+    folder = Path(all_gather_object(path)[0])
     try:
         yield folder
     finally:

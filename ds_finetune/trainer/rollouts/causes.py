@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 MANY = 0.8
-"""Fraction of groups from which a hint applies."""
+"""Fraction of groups of answers above which a hint applies."""
 
 
 Metrics = Mapping[str, float]
@@ -89,7 +89,7 @@ CAUSES = (
 
 
 def cause_line(steps: str, now: Metrics, start: Metrics) -> str:
-    """One line about the rollouts of some steps."""
+    """One line for the user about the rollouts of some steps: metrics, and a hint on the reward."""
     between, clipped = max(1 - now["all_right"] - now["all_wrong"], 0.0), now["clipped_low"] + now["clipped_high"]
     hint = next((cause.hint for cause in CAUSES if cause.applies(now, start)), "")
     line = (

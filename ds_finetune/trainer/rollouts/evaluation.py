@@ -30,9 +30,7 @@ class RewardEvaluation:
     """Function that receives the first greedy answers of each set."""
 
     def scores(self) -> Mapping[str, HeldOutScores] | None:
-        """Scores of each held-out set, and of all together. None if a signal, lost server or failing
-        reward ended it.
-        """
+        """Scores of each held-out set and of all; None if a signal, lost server or failing reward ended them."""
         samples = self.source.run.config.rollout.eval_samples
         try:
             greedy = self._groups(0)
@@ -58,8 +56,8 @@ class RewardEvaluation:
         """
         run, groups_of = self.source.run, dict[str, list[AnswerGroup]]()
         for name, rows in run.inputs.held_out.items():
-            # Training numbers its sampled prompts from 0 on, so negative numbers give these answers other random
-            # numbers.
+            # Training numbers its sampled prompts from 0 on. Negative numbers give the answers of evaluations other
+            # random numbers.
             prompts = [(-1 - number, number) for number in range(num_eval_rows(rows, run.config.eval.limit))]
             sampled = self.source.sampler.sample(
                 rows, prompts, size or 1, greedy=not size, is_over=self.is_stop_requested

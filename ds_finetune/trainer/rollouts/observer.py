@@ -106,7 +106,7 @@ class RolloutSamples(LineFile):
     def _sample(self, group: AnswerGroup) -> dict[str, Any]:
         sampler, rows = self._source.sampler, self._source.rows
         order = np.argsort(-np.nan_to_num(group.rewards), kind="stable")
-        # These are the answers with the highest and the lowest rewards.
+        # The answers with the highest and the lowest rewards are written.
         extremes = [*order[: _SAMPLED_ANSWERS // 2], *order[_SAMPLED_ANSWERS // 2 :][-(_SAMPLED_ANSWERS // 2) :]]
         return {
             "row": rows.where(group.number),

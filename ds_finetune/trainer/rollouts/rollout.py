@@ -53,7 +53,7 @@ class AnswerGroup:
     parts: Floats
     """Scores of each reward, fp64 [answers, rewards]; NaN if a reward does not apply."""
     rewards: Floats
-    """Weighted sums of the scores, fp64 [answers]."""
+    """Reward of each answer, the weighted sum of its scores, fp64 [answers]."""
     advantages: Floats
     has_spread: bool
     """Whether the rewards from which the advantages are computed differ."""
@@ -74,20 +74,20 @@ class AnswerGroup:
 
     @property
     def verdicts(self) -> Floats:
-        """Each answer's score under the first reward of the run file that applies, fp64 [answers]. 1 or more means
-        right, 0 or less means wrong.
+        """Each answer's score under the first reward that applies, fp64 [answers]: 1 or more is right, 0 or less is
+        wrong.
         """
         first = np.argmax(~np.isnan(self.parts), axis=1)
         return self.parts[np.arange(len(self.parts)), first]
 
     @property
     def is_all_right(self) -> bool:
-        """Whether every answer is right."""
+        """Whether every answer of the group is right."""
         return bool((self.verdicts >= 1).all())
 
     @property
     def is_all_wrong(self) -> bool:
-        """Whether no answer has a score above 0."""
+        """Whether every answer of the group is wrong, with a score of 0 or less."""
         return bool((self.verdicts <= 0).all())
 
 
@@ -114,9 +114,7 @@ class Rollout:
     """Log-probabilities of the answers under the reference model."""
 
     def groups_of_step(self, step: int) -> Sequence[int]:
-        """Indices of the groups for step number `step` of the rollout. Steps get whole groups, as evenly
-        as they can.
-        """
+        """Indices of the groups for step number `step` of the rollout. Steps have about equally many groups."""
         number = len(self.trained)
         return self.trained[step * number // self.steps : (step + 1) * number // self.steps]
 
@@ -156,9 +154,7 @@ class RolloutFiles:
         return all_gather_object(digest)[0]
 
     def read(self, step: int, digest: str) -> Rollouts:
-        """Read the rollouts for the checkpoint of `step`. CheckpointError on every rank if their hash is
-        not `digest`.
-        """
+        """Read the rollouts for the checkpoint of `step`. CheckpointError if their hash is not `digest`."""
         path, content, error = self._path(step), b"", None
         if self._is_rank_zero:
             with suppress(OSError):
@@ -170,7 +166,7 @@ class RolloutFiles:
                     hint="restore the file, or resume from another checkpoint",
                 )
         raise_on_every_rank(error)
-        # Unpickling is restricted to these classes, so that the file cannot run code.
+        # Only the classes of rollouts may be unpickled, so that the file cannot run code.
         with torch.serialization.safe_globals([Rollout, AnswerGroup, SampledAnswer, *_NUMPY]):
             rollouts: Rollouts = torch.load(io.BytesIO(all_gather_object(content)[0]), weights_only=True)
         return rollouts

@@ -102,7 +102,7 @@ class SampledGroups:
         """
 
     def score(self, index: int, answer: SampledAnswer) -> None:
-        """Start to score an answer on this rank."""
+        """Start to compute the rewards of an answer on this rank."""
         self._indices.append(index)
         prompt, at = divmod(index, self._size)
         self._pending.add(self._sampler.texts.to_score(self._rows, self._prompts[prompt][1], answer, at))
@@ -137,9 +137,7 @@ class SampledGroups:
         ]
 
     def _share(self) -> tuple[Floats | None, int, FinetuneError | None]:
-        """Scores of the answers on this rank, how many could not be parsed, and the error of a reward
-        function, if any.
-        """
+        """Scores of this rank's answers, how many could not be parsed, and the error of a reward function, if any."""
         try:
             scores = self._pending.result()
         except FinetuneError as error:

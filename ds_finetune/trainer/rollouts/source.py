@@ -41,7 +41,7 @@ class RolloutSource:
         assert isinstance(run.inputs.train, PreparedRows)
         self.run, self.rows, self.sampler = run, run.inputs.train, sampler
         self.latest: Rollout | None = None
-        """The rollout of the latest batch."""
+        """The rollout to which the latest batch belongs."""
         self.lost: FinetuneError | None = None
         """The error (one of `LOST`) after which no more scored answers can be made; None before."""
         self._steps_left = 0
@@ -58,7 +58,7 @@ class RolloutSource:
     def state(self) -> dict[str, Any]:
         """The state to save: step and hash of the rollout file; empty without an unfinished rollout. Collective."""
         if self.latest is None:
-            # Before the first batch, this is the state of the checkpoint from which the run resumed.
+            # Before the first batch, the state is the one of the checkpoint from which the run resumed.
             return self._resumed
         current, ahead = self.latest if self._steps_left else None, self._scored_ahead()
         if self._files is None or (current is None and ahead is None):
@@ -78,7 +78,7 @@ class RolloutSource:
         return ahead
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore `state` when a run resumes."""
+        """Remember `state`, from the checkpoint from which the run resumes."""
         self._resumed = dict(state)
 
     def batches(self, after: Progress, position: Position) -> Iterator[Batch]:
@@ -100,7 +100,8 @@ class RolloutSource:
         for step in range(after.step, self.run.schedule.steps):
             if self.latest is None or step >= self.latest.first + self.latest.steps:
                 rollout = self._complete(self._ahead or self._begin(step, cursor, done=step))
-                # Until the next rollout is sampled, this one is saved as the rollout ahead of the completed steps.
+                # Until the next rollout is sampled, the current one is saved as the rollout ahead of the completed
+                # steps.
                 self._ahead, following = rollout, step + rollout.steps
                 has_next = self.run.config.rollout.ahead and following < self.run.schedule.steps
                 self._ahead = self._begin(following, rollout.until, done=step) if has_next else None

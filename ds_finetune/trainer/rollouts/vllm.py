@@ -89,9 +89,7 @@ class VllmEngine:
         self._attempt(self._connect)
         name = all_gather_object(uuid.uuid4().hex[:8])[0]
         self._folder = run.output_dir / FOLDER / f"weights-{name}"
-        """Folder for exported weights, new at each start, because a server may reuse cached weights of a
-        known folder.
-        """
+        """Folder for exported weights, new at each start, because a server may reuse weights of a known folder."""
         self._step = -1
         """Optimizer step of the weights that the server has."""
         self._has_answered = False
@@ -139,7 +137,6 @@ class VllmEngine:
             begun.error = failed
 
     def _take(self, begun: "_Answers", index: int, answers: Sequence[SampledAnswer]) -> None:
-        """Record the answers to prompt number `index`. One rank passes them to `on_answer`."""
         request, plan = begun.request, self._run.plan
         begun.answers[index] = [_cut(answer, request.limits) for answer in answers]
         if index % plan.zero_ranks == plan.mesh.coordinate("dp") * plan.mesh.sp + plan.mesh.coordinate("sp"):
@@ -163,7 +160,6 @@ class VllmEngine:
         self._server = check_server(self._run)
 
     def _attempt(self, work: Callable[[VllmServer], object]) -> None:
-        """Run `work` on rank zero. An error of the server is raised on every rank."""
         raise_on_every_rank(self._tried(work)[1])
 
     def _tried(self, work: Callable[[VllmServer], T]) -> tuple[T | None, FinetuneError | None]:
@@ -177,7 +173,6 @@ class VllmEngine:
             return None, lost if self._has_answered else failed
 
     def _update(self) -> None:
-        """Make the server load the current weights unless it has them, and compare log-probabilities."""
         step = self._progress.step
         if self._step == step:
             self._attempt(lambda server: server.check_version(self._version))
@@ -185,15 +180,15 @@ class VllmEngine:
         self._step = step
         folder = self._folder / f"export-{step:06d}"
         export(self._run, self._engine, folder, step=None)
-        own = self._own_log_probs()
-        self._attempt(lambda server: self._load(server, folder, own))
+        own_log_probs = self._own_log_probs()
+        self._attempt(lambda server: self._load(server, folder, own_log_probs))
         if self._engine.is_rank_zero:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _load(self, server: VllmServer, folder: Path, own: Floats) -> None:
+    def _load(self, server: VllmServer, folder: Path, own_log_probs: Floats) -> None:
         server.load(folder.absolute(), self._version)
         served = np.concatenate([server.log_probs(prompt) for prompt in self._prompts])
-        difference = float(np.median(np.abs(served - own)))
+        difference = float(np.median(np.abs(served - own_log_probs)))
         limit = _MOST_NATS[self._run.plan.precision == "fp32" and "float32" in server.dtype]
         if not difference <= limit:
             raise ServeError(
@@ -202,8 +197,8 @@ class VllmEngine:
                 hint="it may serve another model, or have loaded only half of the weights: restart the server with the "
                 "model of this run, then start the same command again to resume",
             )
-        before, self._before = self._before, (served, own)
-        if before is not None and (served == before[0]).all() and (own != before[1]).mean() > _MOVED:
+        before, self._before = self._before, (served, own_log_probs)
+        if before is not None and (served == before[0]).all() and (own_log_probs != before[1]).mean() > _MOVED:
             raise ServeError(
                 f"the vLLM server at {server.address} has not loaded the weights of step {self._step}: it gives the "
                 "same log-probabilities of fixed prompts as with the earlier weights",
@@ -234,7 +229,7 @@ class _Answers:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every rank has all answers."""
+        """Whether every rank has all answers to the request."""
         return len(self.answers) == len(self.request.prompts)
 
     def take(self) -> dict[int, list[SampledAnswer]]:

@@ -92,9 +92,7 @@ class VllmServer:
         self.check_version(version)
 
     def check_version(self, version: str) -> None:
-        """Check that the server's weights are named `version`. Another name means that loading has failed, or that
-        another run uses the server.
-        """
+        """Check that the server's weights are named `version`; another name means a failed load, or another run."""
         served = self._request("/weight_info").get("weight_version")
         if served != version:
             raise self._error(
@@ -122,7 +120,7 @@ class VllmServer:
             logprobs=0,
             stop=list(stop),
             stop_token_ids=list(limits.stop_ids),
-            # With this, only the `stop_token_ids` above end an answer.
+            # With ignore_eos, only the ids in `stop_token_ids` end an answer.
             ignore_eos=True,
             skip_special_tokens=False,
             logit_bias={str(number): _NEVER_SAMPLED for number in forbidden},
@@ -168,9 +166,7 @@ class VllmServer:
         return choices
 
     def _request(self, route: str, body: object = None, *, seconds: float | None = None, missing: str = "") -> Any:  # noqa: ANN401 - JSON
-        """GET a route, or POST `body` to it, and return the response. `missing` is the error text for an
-        unknown route.
-        """
+        """GET a route, or POST `body` to it; returns the response. `missing` is the error for an unknown route."""
         data, hint = (None, START) if body is None else (json.dumps(body).encode(), "see its output")
         seconds = seconds or (_SECONDS if body is None else _LONG_SECONDS)
         key = os.environ.get(API_KEY)
@@ -197,7 +193,6 @@ class VllmServer:
 
 
 def _config_of(folder: Path) -> Mapping[str, Any]:
-    """The config.json of the language model in a folder; empty if it cannot be read, e.g. for a Hub id."""
     try:
         tree = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -207,7 +202,7 @@ def _config_of(folder: Path) -> Mapping[str, Any]:
 
 def results_of(jobs: Sequence[Callable[[], T]], *, at_once: int) -> "Queue[tuple[int, T | Exception]]":
     """Run jobs in daemon threads. Returns a queue that receives the index and the result (or exception) of each job."""
-    # The threads share this iterator, which is safe for a list.
+    # The threads share one iterator of jobs, which is safe for an iterator of a list.
     todo, done = iter(list(enumerate(jobs))), Queue[tuple[int, T | Exception]]()
 
     def work() -> None:
