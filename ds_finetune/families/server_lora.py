@@ -1,7 +1,7 @@
 """Modules for which vLLM computes adapters, by model type.
 
-vLLM 0.32 wraps every linear layer of a class that has `SupportsLoRA` (vllm/lora/utils.py:232), finds adapters under the
-published names of weights, one for each routed expert (vllm/lora/utils.py:385), and silently ignores other adapters
+vLLM 0.32 wraps every linear layer of a class that has `SupportsLoRA` (vllm/lora/utils.py:232). It finds adapters under
+the published names of weights, one for each routed expert (vllm/lora/utils.py:385), and silently ignores other adapters
 (vllm/lora/model_manager.py:396).
 """
 

@@ -1,4 +1,4 @@
-"""The model families: a new family is a row here, plus the code of its capabilities."""
+"""The table of model families. A new family needs a row in this table, and the code of its capabilities."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -52,8 +52,8 @@ from ds_finetune.families.layer_rules import (
 _DENSE_AXES = frozenset({"tp", "sp", "pp"})
 _ALL_AXES = _DENSE_AXES | {"ep"}
 _ROUTER_BIASES = ("e_score_correction_bias", "expert_bias")
-"""Buffers that are added to expert scores for choosing experts. They need fp32, because published values differ by less
-than bf16 can represent.
+"""Buffers that are added to expert scores for choosing experts. They need fp32, because bf16 cannot represent published
+differences.
 """
 _POSITION_IDS = r"(^|\.)embeddings\.position_ids$"
 """Pattern of a constant that older versions of transformers saved in checkpoints."""
@@ -346,8 +346,7 @@ _ROWS = (
         may_be_unexpected=(r"\.self_attn\.([kv]_proj|[kv]_norm)\.weight$",),
         extends_context=False,
         fused="RMSNorm is one kernel, and rotary embedding and GELU are not",
-        # Axes other than sp are missing, because later stages and shards would need embeddings, keys and values of the
-        # first.
+        # Axes other than sp are missing, because later stages would need embeddings, keys and values of the first.
         parallel_axes=frozenset({"sp"}),
         tiny_models=TinyModels(GEMMA4, {"gemma4_text_inputs": GEMMA4_INPUTS, "gemma4_text_experts": GEMMA4_EXPERTS}),
     ),
@@ -381,8 +380,8 @@ FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ROWS}
 BUILT_AS: Mapping[str, str] = {name: family.built_as for name, family in FAMILIES.items() if family.built_as}
 """Model types for which transformers has no classes, with the types whose classes are used instead."""
 TEXT_PARTS: Mapping[str, str] = {"qwen3_vl_text": "qwen3"}
-"""Text parts of composite models for which transformers has no causal LM, with types that compute the same on texts,
-where rotary sections for time, height and width have equal positions.
+"""Model types of text parts that transformers has no causal LM for, with the types that replace them. Both compute the
+same on texts, where rotary sections for time, height and width have equal positions.
 """
 WITH_TINY_MODELS = tuple(name for name, family in FAMILIES.items() if family.tiny_models is not None)
 """Model types whose tiny models are compared with transformers."""
@@ -398,7 +397,7 @@ STANDARD_SELFTEST = tuple(
 
 def family_of(model_type: str) -> Family:
     """Row of a model type in the table of families. Other types get a generic row: checkpoint and model have equal
-    tensor names, no tensor is skipped, and there is no further capability.
+    tensor names, no tensor is skipped, and no further capability is supported.
     """
     family = FAMILIES.get(model_type)
     return family or Family(model_type, fp32_buffers=_ROUTER_BIASES, fp8_linear=None, is_generic=True, fused="")

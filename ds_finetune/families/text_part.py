@@ -1,4 +1,4 @@
-"""The text part of a composite model, which has other media too: its config.json section, and the names of its tensors.
+"""The text part of a composite model (of text and other media): its config.json section, and names of tensors.
 
 Only the text part is trained, as a model of the type that its section names.
 """

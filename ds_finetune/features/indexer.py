@@ -96,8 +96,7 @@ class IndexerFeature(Feature):
 
     def extra_loss(self, trained: TrainedModel, parts: RankParts) -> ExtraLoss:
         """Make the loss from the divergence between the indexers' scores and attention weights."""
-        # With compressed entries, a sequence parallel rank holds all heads of its own tokens, so these ranks do not sum
-        # weights.
+        # With compressed entries, sequence parallel ranks hold all heads of their tokens and sum no weights.
         others = None if family_of(self.model.hf_config.model_type).compresses else parts.groups.sp
         ranks = tuple(group for group in (parts.groups.tp, others) if group is not None)
         collector = DivergenceCollector(ranks, attends_to_all=self.settings.trains_only_indexers)

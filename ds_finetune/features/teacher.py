@@ -38,8 +38,7 @@ class DistillationHead(LossHead):
         supervised: torch.Tensor | None = None,
     ) -> Any:  # noqa: ANN401 - logits or LossAndSums
         """Map `hidden` [..., width] to logits [..., vocabulary] or, with `labels` [...] (already shifted, int64) and
-        `open_targets`, to LossAndSums. `supervised` are the positions of supervised labels; None derives them from
-        `labels`.
+        `open_targets`, to LossAndSums. `supervised` are the positions of supervised labels (None: from `labels`).
         """
         if labels is None or open_targets is None:
             return super().forward(hidden)

@@ -45,8 +45,7 @@ def register_models(name: str, *, built_as: str) -> None:
     if _CONVERSIONS.attribute(conversion_mapping, "_checkpoint_conversion_mapping_cache") is not None:
         _add_conversions(conversion_mapping, name, built_as)
         return
-    # transformers' mapping of conversions is extended when it is first built. Runs do not read it, and building it
-    # compiles 900 expressions.
+    # transformers' mapping is extended when first built: runs do not read it, and it compiles 900 expressions.
     build = _CONVERSIONS.attribute(conversion_mapping, "_build_checkpoint_conversion_mapping")
 
     @wraps(build)

@@ -17,11 +17,11 @@ _PROBE_SECONDS = 8.0
 
 
 def hub_problem() -> str:
-    """Reason why the Hugging Face hub cannot be used: HF_HUB_OFFLINE is set, or it does not answer. Empty if it can be
-    used.
+    """Reason why the Hugging Face hub cannot be used: HF_HUB_OFFLINE is set, or it does not answer. Else empty.
 
-    huggingface_hub 2.4 has no timeout on its client (utils/_http.py:341-350) and datasets 5.2 repeats a request for 23
-    seconds where the host name is unknown, longer where nothing answers.
+    The hub is probed first, because libraries wait long: huggingface_hub 2.4 has no timeout on its client
+    (utils/_http.py:341-350), and datasets 5.2 repeats a request for 23 seconds if the host name is unknown, longer if
+    nothing answers.
     """
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"

@@ -39,9 +39,8 @@ def abort_groups() -> None:
 def wrapped_group_calls(names: Sequence[str], wrap: Wrap) -> Iterator[None]:
     """Context in which the methods `names` of process groups, and `Work.wait`, are replaced by `wrap(name, function)`.
 
-    torch has no hook that runs before and after collectives on every backend. Every function of torch.distributed ends
-    in one of these methods, even if it is called by a saved reference, and so do `isend`, `irecv` and collectives of
-    objects.
+    torch has no hook that runs before and after collectives on every backend. Every function of torch.distributed, also
+    `isend`, `irecv` and collectives of objects, ends in one of these methods, even by a saved reference.
     """
     group, work = dist.ProcessGroup, dist.Work
     _GROUP.attribute(group, "allreduce")

@@ -44,8 +44,7 @@ def take_cache(arguments: dict[str, Any]) -> Cache | None:
 def register_attention(name: str, attend: Callable[..., Any]) -> None:
     """Register `attend` as the attention implementation `name`, for the life of the process.
 
-    The implementation gets masks like FlashAttention: none for rows without masked tokens, else the attention mask
-    itself.
+    The implementation gets masks like FlashAttention: none for rows without masked tokens, else the mask.
     """
     _REGISTRY.parameters(flash_attention_mask, "attention_mask")
     for registry, function in ((AttentionInterface, attend), (AttentionMaskInterface, flash_attention_mask)):

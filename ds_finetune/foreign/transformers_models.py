@@ -60,8 +60,8 @@ def changed_experts(
 
 
 def keep_in_fp32(model: PreTrainedModel, names: Collection[str]) -> None:
-    """Keep buffers of `model` whose name contains one of `names` in fp32 under DeepSpeed, which casts all buffers that
-    are not in this list (0.19.8, runtime/keep_in_fp32.py).
+    """Keep buffers of `model` whose name contains one of `names` in fp32 under DeepSpeed. DeepSpeed casts all buffers
+    that a model does not list (0.19.8, runtime/keep_in_fp32.py).
     """
     listed = _KEPT.attribute(model, "_keep_in_fp32_modules_strict")
     model._keep_in_fp32_modules_strict = {*(listed or ()), *names}

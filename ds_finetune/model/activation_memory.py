@@ -28,8 +28,8 @@ def recompute_layers(lm: PreTrainedModel, *, is_selective: bool) -> None:
     """Recompute the layers of `lm` in backward, in place, with the experts chosen in forward. With `is_selective`, the
     outputs of some operations are saved too (kept_outputs.py).
 
-    The random state is saved only where layers use random numbers. torch would read it from the device for each layer,
-    and the host would wait.
+    The random state is saved only where layers use random numbers. Reading it from the device for each layer makes the
+    host wait.
     """
     drops = is_random(lm.config) or any(getattr(module, "lora_dropout", 0) for module in lm.modules())
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": drops}
@@ -77,12 +77,10 @@ def _checkpoint_on_host(
     *others: Any,  # noqa: ANN401
 ) -> Any:  # noqa: ANN401
     """Recompute a layer with torch's `checkpoint`, and move its input `hidden` to host memory with torch's
-    `save_on_cpu`. Copies to and from pinned memory are enqueued in the compute stream, so nothing is read before it has
-    arrived.
+    `save_on_cpu`. Copies to and from pinned memory are enqueued in the compute stream, so nothing is read too early.
     """
     copies = save_on_cpu(pin_memory=True)
-    # Autograd keeps the two hooks below until backward. They must not reference the input, or it would stay on the
-    # device.
+    # Autograd keeps the two hooks below until backward. They must not reference the input, to free it.
     host_copy = _identity(hidden)
 
     def pack(saved: torch.Tensor) -> Any:  # noqa: ANN401

@@ -117,18 +117,18 @@ class SortedRows(NamedTuple):
     """Copies of hidden states, one for each chosen expert of each token, sorted by expert."""
 
     experts: torch.Tensor
-    """The expert of each row, int64 [tokens x k]."""
+    """Expert of each sorted row, int64 [tokens x k]."""
     choices: torch.Tensor
-    """Index of each row in the flattened choices [tokens, k], int64 [tokens x k]."""
+    """For each sorted row, the index of its choice in the flattened choices [tokens, k], int64 [tokens x k]."""
     choice_rows: torch.Tensor
-    """Index of the row of each flattened choice, int64 [tokens x k]."""
+    """For each flattened choice of an expert, the index of its sorted row, int64 [tokens x k]."""
     tokens: torch.Tensor
-    """The token of each row, int32."""
+    """Token of each sorted row, int32 [tokens x k]."""
     k: int
 
     @classmethod
     def of(cls, top_k_index: torch.Tensor) -> "SortedRows":
-        """Sort the rows of the chosen experts `top_k_index` [tokens, k]."""
+        """Sort copies of the tokens by the experts chosen for them, `top_k_index` [tokens, k]."""
         experts, choices = top_k_index.reshape(-1).sort(stable=True)
         choice_rows = torch.empty_like(choices)
         choice_rows[choices] = torch.arange(len(choices), device=choices.device)
@@ -170,8 +170,7 @@ def run_experts(
     product: Project | None = None,
 ) -> torch.Tensor:
     """Run the routed experts `module` on tokens [tokens, width], with chosen experts [tokens, k] and their weights.
-    Returns [tokens, width]. By default `product` multiplies rows with the weights of `module`; adapters pass another
-    function.
+    Returns [tokens, width]. By default `product` multiplies rows with the weights of `module`; adapters pass another.
     """
     if not module.has_gate or module.has_post_expert_norm or module._is_expert_parallel:
         return grouped_mm_experts_forward(module, hidden, top_k_index, top_k_weights)  # type: ignore[no-any-return]

@@ -1,10 +1,10 @@
 """Triton kernels for the grouped product of rows, sorted by expert, with the experts' weights. They serve GPUs and
-dtypes for which torch has no such kernel: torch would multiply expert by expert, and the host would wait for the
-numbers of rows.
+dtypes for which torch has no such kernel: torch would multiply expert by expert, while the host waits for row
+counts.
 
 The ends of experts' rows stay on the device. The grid has as many programs as tiles of rows could be needed. Each
-program finds its expert from the ends, and programs beyond the last tile return. Products are summed in fp32. Importing
-this module needs triton.
+program finds its expert from the ends, and programs beyond the last tile return. Products are summed in fp32. The
+import needs triton.
 """
 
 # ruff: noqa: ANN001, ANN202, N803, PLR0913 - kernels of Triton
@@ -23,8 +23,8 @@ stages fit into the shared memory of any GPU with compute capability 8.x.
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _tile(ends, number, experts, PADDED: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Find the expert of a tile of rows, the tile's first row, and the end of the expert's rows. The expert is PADDED
-    if there is no such tile.
+    """Find the expert of a tile of rows, the tile's first row, and the end of the expert's rows. Without such a tile
+    the expert is PADDED.
     """
     index = tl.arange(0, PADDED)
     is_expert = index < experts

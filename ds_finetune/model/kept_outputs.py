@@ -67,8 +67,8 @@ class KeptOutputs(TorchDispatchMode):
         return self.keep(compute) if func.name() in KEPT_OPERATIONS else compute()
 
     def keep(self, compute: Callable[[], T]) -> T:
-        """Return the result of `compute` and save it in forward; in recomputation return the saved result. Its tensors
-        have no autograd history.
+        """Return the result of `compute` and save it in forward; in recomputation return the saved result. It has no
+        autograd history.
         """
         if self._is_recomputing:
             return tree_map_only(_Kept, _Kept.unchanged, self._outputs.popleft())  # type: ignore[no-any-return]
@@ -91,8 +91,7 @@ class _KeptChoices(TorchDispatchMode):
             return func(*args, **options)
         scores, dim = args[0], args[2] if len(args) > 2 else options.get("dim", -1)
         small = torch.int16 if scores.shape[dim] <= 2**15 else torch.int32
-        # Dispatch modes run below autograd, which sends the gradient of the values to the scores at `chosen`, as in
-        # forward.
+        # Dispatch modes run below autograd, which sends the values' gradient to the scores at `chosen`.
         chosen = self._kept.keep(lambda: func(*args, **options)[1].to(small)).long()
         return scores.gather(dim, chosen), chosen
 

@@ -58,8 +58,8 @@ def is_mtp_tensor(name: str, hf_config: PretrainedConfig) -> bool:
 
 
 def published_copies(hf_config: PretrainedConfig) -> dict[str, str]:
-    """Published tensors of multi-token prediction layers that copy the model's embedding and head. Each name is mapped
-    to the original, which the layers use here.
+    """Published tensors of multi-token prediction layers that copy the model's embedding and head, with the names of
+    the originals. This program's prediction layers use the originals.
     """
     return {
         f"model.layers.{layer}.{copy}": original

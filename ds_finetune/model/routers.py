@@ -47,8 +47,8 @@ class RouterCollector:
     num_tokens: torch.Tensor
     """Number of tokens since `clear`, without padding, int64 scalar."""
     compared: torch.Tensor
-    """Two numbers of tokens of sampled answers, int64 [layers, 2]: tokens whose experts differ from those of sampling,
-    and all compared tokens.
+    """Two numbers of tokens of sampled answers, int64 [layers, 2]: tokens whose experts differ from sampling, and all
+    compared.
     """
     marks: NDArray[np.int16]
     """Hash of the set of experts of each token and layer, for the tokens passed to `watch`, [tokens, layers]."""
@@ -105,16 +105,13 @@ class RouterCollector:
         self._outputs.clear()
 
     def _mark(self, chosen: torch.Tensor) -> torch.Tensor:
-        """Hash sets of experts, given as indices int64 [..., chosen], to int16 [...]. Two sets collide in 1 of 32,768
-        cases.
-        """
+        """Hash sets of experts, given as indices int64 [..., chosen], to int16 [...]. Collisions: 1 in 32,768."""
         return (self._marks[chosen].sum(-1) % _MARKS).to(torch.int16)
 
     @contextmanager
     def listen(self, rows: ForwardRows, *, is_counting: bool, counts_tokens: bool = True) -> Iterator[None]:
         """Context that collects router outputs of the forward of `rows`. `is_counting` adds its choices to `counts`,
-        and `counts_tokens` its tokens to `num_tokens`. If several forwards run parts of a model, only one counts
-        tokens.
+        and `counts_tokens` its tokens to `num_tokens`. Of several forwards of a model's parts, one counts tokens.
 
         Backward runs outside of this context, so recomputed forwards are not collected.
         """
@@ -183,8 +180,8 @@ class RouterChoices:
     """Mean over tokens of the entropy (nats) of experts' shares of the scores, fp64 [layers]."""
     num_tokens: int
     mismatch: float | None = None
-    """Fraction of the tokens of sampled answers whose set of experts differs from that of sampling, as a mean over
-    layers. None if no tokens were compared.
+    """Fraction of tokens of sampled answers whose experts differ from those of sampling, as a mean over layers. None if
+    no tokens were compared.
     """
 
 
@@ -237,9 +234,10 @@ def finish_step(
 
 @torch.no_grad()
 def update_biases(routers: RouterCollector, table: torch.Tensor) -> None:
-    """Lower the bias of experts with more choices than their layer's mean by `router.bias_update`, and raise the bias
-    of experts with fewer (arXiv 2408.15664, algorithm 1), in fp32. `table` has the counts of all ranks, on the device
-    of the biases.
+    """Lower the router biases of experts with more choices than their layer's mean by `router.bias_update`, and raise
+    those of experts with fewer, in fp32 (arXiv 2408.15664, algorithm 1).
+
+    `table` has the counts of all ranks, on the device of the biases.
     """
     kind, rate = routers.plan.kind, routers.plan.section.bias_update
     assert kind.bias is not None

@@ -64,7 +64,7 @@ class _AdaptedLinear(_LowRankLinear):
 
 
 class _AdaptedParallelLinear(_LowRankLinear):
-    """A `ParallelLinear` with an adapter: its communication surrounds the sum of weight and adapter."""
+    """A `ParallelLinear` with an adapter. Communication follows the sum of the products with weight and adapter."""
 
     def multiply(self, hidden: torch.Tensor) -> torch.Tensor:
         """Compute this rank's part of the product with weight and adapter, without communication."""
@@ -95,8 +95,7 @@ class _LowRankExperts(_Adapted):
     def _run(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """Run experts with adapters on [tokens, width], with chosen experts [tokens, k] and their weights.
 
-        peft instead merges adapters into a copy of all experts in each forward, and needs a gradient as large as this
-        copy.
+        peft instead merges adapters into a copy of all experts in each forward, and needs a gradient of that size.
         """
         return run_experts(self, hidden, top_k_index, top_k_weights, self._project)
 
@@ -143,8 +142,7 @@ class AdapterPlacement:
     """
 
     def prepare(self, param: nn.Parameter, shard: TensorShard, *, of: TensorShard) -> None:
-        """Mark an adapter parameter, so that its gradient is summed over the right ranks and counts once in the
-        gradient norm.
+        """Mark an adapter parameter, so that its gradient is summed over the right ranks and counted once in norms.
 
         `shard` is this rank's part of the parameter, and `of` its part of the adapted weight.
         """
@@ -182,8 +180,7 @@ def install_lora(  # noqa: PLR0913
     targets in layers of other stages.
 
     Initial values come from `start`. Without it B is zero and A uniform within 1 / sqrt(in), as kaiming_uniform with a
-    = sqrt(5) (peft 0.21, tuners/lora/layer.py, reset_lora_parameters). The seed of A depends on `seed` and the weight's
-    name.
+    = sqrt(5) (peft 0.21, tuners/lora/layer.py, reset_lora_parameters). The seed of A depends on the weight's name.
     """
     lm.requires_grad_(False)
     here, initial = dict(lm.named_modules()), start or partial(initial_factors, rank=lora.rank, seed=seed)

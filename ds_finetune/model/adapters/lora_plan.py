@@ -20,7 +20,6 @@ from ds_finetune.plan.lora_targets import (
     FOUR_BIT,
     ROUTED,
     LoraTarget,
-    Shape,
     adapted_targets,
     fully_trained_parameters,
     is_peft_parameter,
@@ -57,11 +56,6 @@ class LoraPlan:
     def _whole_params(self) -> int:
         return sum(tensor.numel for tensor in self.fully_trained.values())
 
-    @property
-    def quantised_shapes(self) -> tuple[Shape, ...]:
-        """Shapes of the weights stored in four bits."""
-        return tuple(shape for target in self.quantised for shape in target.shapes.values())
-
     def lines(self) -> list[tuple[str, str]]:
         """Lines of the plan about adapters as (name, text), with a line for each kind of module."""
         lora = self.section
@@ -81,7 +75,7 @@ class LoraPlan:
         return rows if lora.quantize is None else [*rows, self._quantised_line()]
 
     def _quantised_line(self) -> tuple[str, str]:
-        shapes = self.quantised_shapes
+        shapes = [shape for target in self.quantised for shape in target.shapes.values()]
         numel, size = sum(map(prod, shapes)), sum(map(nf4_bytes, shapes))
         experts = [target for target in self.adaptable if target.kind == ROUTED]
         routed = sum(prod(shape) for target in experts for shape in target.shapes.values())
@@ -95,8 +89,8 @@ class LoraPlan:
 
 
 def plan_lora(hf_config: PretrainedConfig, lora: LoraConfig, task: Task = "causal_lm") -> LoraPlan:
-    """Decide which modules the section `lora` adapts (those that its patterns match, or all but routers) and
-    quantises.
+    """Decide which modules the run file's `lora` section adapts and which weights it quantises. It adapts the modules
+    that its patterns match, or all but routers.
 
     ConfigError if a pattern matches no module or one that cannot be adapted, if experts get a rank that grouped
     products do not support, or if no weight can be stored in four bits.
@@ -141,8 +135,9 @@ def _check_droppable(targets: Sequence[LoraTarget], family: Family) -> None:
 
 
 def _check_all_linear(hf_config: PretrainedConfig, task: Task, all_targets: Sequence[LoraTarget]) -> None:
-    """ConfigError where the model has linear layers, besides its head, that cannot be adapted, or experts that peft
-    leaves out of all-linear (peft 0.21, utils/transformers_weight_conversion.py has no rule for gpt_oss).
+    """ConfigError if all-linear would mean other modules than in peft: linear layers, besides the head, that cannot be
+    adapted, or experts that peft leaves out (peft 0.21, utils/transformers_weight_conversion.py has no rule for
+    gpt_oss).
     """
     if family_of(hf_config.model_type).transposed_experts:
         raise ConfigError(

@@ -31,7 +31,7 @@ _READ = {
     *("exclude_modules", "target_parameters", "modules_to_save", "layers_to_transform", "layers_pattern"),
     *("lora_dropout", "runtime_config", "eva_config", "megatron_core", "qalora_group_size"),
 }
-"""Settings of peft's LoraConfig that are read here, or that do not change the base model's weights."""
+"""Settings of peft's LoraConfig that this module reads, or that do not change the base model's weights."""
 _ONLY_SUPPORTED: Mapping[str, tuple[object, ...]] = {
     "bias": ("none",),
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal", "mica"),
@@ -156,7 +156,7 @@ class PeftAdapter:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     def initial(self, name: str, shape: Shape) -> dict[str, torch.Tensor]:
-        """Both factors of the adapter of a weight of `shape`, as initial values of training."""
+        """Factors of the adapter of a weight, as initial values of training."""
         factors = self.factors(name)
         assert factors.shape == shape, (name, factors.shape, shape)
         return {"A": factors.a, "B": factors.b}

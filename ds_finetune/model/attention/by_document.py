@@ -88,8 +88,7 @@ class _DocumentAttention:
             mask = None if mask is None else functional.pad(mask, (1, 0), value=True)
             query, key, value = _with_sinks(query, key, value, self.sinks / self.scaling)
             if mask is None and is_whole:
-                # The sink's key needs a query too, so that the kernel's causal mask is that of a document one token
-                # longer.
+                # The sink's key needs a query too, so that the kernel's causal mask is one token longer.
                 query = functional.pad(query, (0, 0, 1, 0))
         out = attend_document(
             query,
@@ -114,8 +113,8 @@ class _DocumentAttention:
             is_key = None if is_key is None else is_key[..., -self.window :]
         rows, heads, _, _ = query.shape
         if self.sinks is None:
-            # In grouped-query attention the query heads of a key head become further queries of this head, so that keys
-            # need not be copied for each query head.
+            # In grouped-query attention, query heads that share a key head become further queries of this head. Keys
+            # then need not be copied for each query head.
             query = query.reshape(rows, key.shape[1], -1, query.shape[3])
             out = attend_document(
                 query, key, value, is_padded=False, scale=self.scaling, mask=is_key, dropout=self.dropout
@@ -131,8 +130,8 @@ class _DocumentAttention:
         return out[..., :width]
 
     def _in_blocks(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, size: int) -> torch.Tensor:
-        """Compute sliding-window attention in blocks of `size` queries, each with the keys in its window. This avoids a
-        mask of tokens x tokens.
+        """Compute sliding-window attention in blocks of `size` queries, each with the keys in its window. A mask of
+        tokens x tokens is avoided.
         """
         assert self.window is not None
         earlier, outs = key.shape[2] - query.shape[2], []

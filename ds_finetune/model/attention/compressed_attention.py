@@ -1,5 +1,4 @@
-"""Attention of DeepSeek-V4 within documents. A query attends to a sliding window of earlier tokens and to compressed
-entries.
+"""DeepSeek-V4's attention within documents. A query attends to a window of earlier tokens and to compressed entries.
 
 An entry is a weighted mean of the keys of `compress_rate` consecutive tokens. In layers with overlap the mean includes
 as many tokens before them. Tokens at the end of a document that are too few for an entry belong to none. An indexer
@@ -404,8 +403,8 @@ class CompressedAttention(nn.Module):
     ) -> tuple[torch.Tensor, None]:
         """Map hidden states [batch, tokens, width] to hidden states and, in place of attention weights, None.
 
-        With a cache, transformers' own attention runs. It needs a mask, which is made here, since models with
-        BY_DOCUMENT make none.
+        With a cache, transformers' own attention runs. This method then makes the mask, which models with BY_DOCUMENT
+        lack.
         """
         cached = take_cache(others)
         if not self.by_document or cached is not None:

@@ -1,5 +1,5 @@
-"""Index ranges of the tokens and entries that queries of DeepSeek-V4's attention may attend to, for packed rows and
-sequence parallel ranks.
+"""Index ranges of the tokens and compressed entries that queries of DeepSeek-V4's attention may attend to, for packed
+rows and sequence parallel ranks.
 
 Rows are flattened, and the entries of all documents are in the order of their tokens. So each query attends to a
 contiguous range of tokens and of entries, and a block of queries is multiplied with the union of their ranges.

@@ -17,8 +17,7 @@ _Batches = tuple[tuple[tuple[int, int], ...], torch.Tensor, torch.Tensor]
 def install_gated_delta(lm: PreTrainedModel) -> None:
     """Make gated delta nets of a model with attention by document compute each document separately, in place.
 
-    Documents of similar length are computed in one call. They are padded at their ends, which earlier tokens do not
-    see.
+    Documents of similar length share a call, padded at their ends, which earlier tokens do not see.
     """
     for module in lm.modules() if lm.config._attn_implementation == BY_DOCUMENT else ():
         kind: Any = type(module)

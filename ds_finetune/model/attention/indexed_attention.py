@@ -59,8 +59,8 @@ class FollowedWeights(Protocol):
         """Split all queries into blocks."""
 
     def weights(self, part: KeyPart, tensors: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention weights of the keys of a block, summed over this rank's heads, fp32 [queries, keys], and a mask of
-        the keys that each query sees, bool [queries, keys].
+        """Attention weights of a block's keys, fp32 [queries, keys], summed over this rank's heads. The second result
+        is a mask of the keys that each query sees, bool [queries, keys].
         """
 
 
@@ -99,8 +99,7 @@ def divergences(
 
 def divergence_from(followed: FollowedWeights, scored: ScoreInputs, *tensors: torch.Tensor | None) -> torch.Tensor:
     """KL divergence D_KL(p || softmax(I)) of each query in nats, fp32 [queries]. p are the attention weights computed
-    from `tensors`, normalised over keys, and I the indexer's scores. Only the inputs `scored` of the scores get a
-    gradient.
+    from `tensors`, normalised over keys, and I the indexer's scores. Only the scores' inputs `scored` get a gradient.
     """
     return _Divergence.apply(followed, *scored, *tensors)  # type: ignore[no-any-return]
 
@@ -155,8 +154,7 @@ def _divergence(
         # A query without any visible key has weights that sum to 0, by which they must not be divided.
         weights = weights / weights.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
     scores = index_scores(index, followed.scale).masked_fill(~is_seen, float("-inf"))
-    # An invisible key has weight 0 and log-probability -inf. Their product would be NaN, so the log-probability is set
-    # to 0.
+    # An invisible key has weight 0 and log-probability -inf. Their product is NaN, so the latter is set to 0.
     logs = scores.log_softmax(dim=-1).masked_fill(~is_seen, 0.0)
     return (torch.xlogy(weights, weights) - weights * logs).sum(dim=-1)
 
@@ -308,9 +306,7 @@ class IndexedAttention(nn.Module):
     def _divergences(
         self, choice: Choice | None, query: torch.Tensor, key: torch.Tensor, others: dict[str, Any]
     ) -> torch.Tensor:
-        """Divergence of the indexer's scores from attention in nats, for each token of this rank, fp32 [rows,
-        tokens].
-        """
+        """Divergence of the indexer's scores from attention in nats, for this rank's tokens, fp32 [rows, tokens]."""
         assert self.collector is not None
         assert choice is not None, self.layer_idx
         assert choice.scored is not None, self.layer_idx

@@ -1,6 +1,6 @@
-"""Attention kernels. torch's scaled_dot_product_attention computes one document, also with values narrower than keys
-(128 and 192 columns in multi-head latent attention). FlashAttention's variable-length kernel computes all documents of
-a forward in one call.
+"""Attention kernels. torch's scaled_dot_product_attention computes the attention of one document, also with values
+narrower than keys (128 and 192 columns in multi-head latent attention). FlashAttention's variable-length kernel
+computes the attention of all documents of a forward in one call.
 """
 
 import inspect
@@ -122,8 +122,8 @@ def pack_documents(
 
 
 def find_origins(documents: Sequence[Documents], shared: Sequence[Documents]) -> tuple[Places, Places, Places]:
-    """For each document: index of its first token in the flattened rows, index of the first token of the document that
-    it continues, and the number of tokens of that document that it continues.
+    """Three numbers for each document: the index of its first token in the flattened rows, the index of the first token
+    of the document that it continues, and how many tokens of that document it continues.
     """
     lengths, continued = (np.fromiter(chain.from_iterable(each), dtype=np.int64) for each in (documents, shared))
     begins = lengths.cumsum() - lengths
@@ -195,8 +195,7 @@ def _flatten(part: torch.Tensor, *, width: int) -> torch.Tensor:
 
 _PAD_FROM = 1024
 """On CPUs, values of documents with at least this many tokens are padded to the width of keys, since torch 2.13's fused
-kernel needs equal widths. The fused kernel took 0.26 to 0.5 of the unfused time from 1,024 tokens on, and all of it at
-512.
+kernel needs equal widths. It took 0.26 to 0.5 of the unfused time from 1,024 tokens on, not less at 512.
 """
 
 

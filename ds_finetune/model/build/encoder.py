@@ -96,8 +96,7 @@ def encoder_scores(lm: PreTrainedModel, hidden: torch.Tensor, examples: Examples
 def _mean_states(hidden: torch.Tensor, examples: Examples) -> torch.Tensor:
     """Mean hidden state of each document, [documents, width], summed in fp32."""
     index = examples.index.flatten()
-    # Padding is summed into an additional row, which is dropped. A GPU would have to wait for the number of other
-    # tokens to select them.
+    # Padding is summed into an additional row. To drop padding first, the host would wait for its number.
     documents = index.where(index >= 0, len(examples.starts))
     zeros = hidden.new_zeros(len(examples.starts) + 1, hidden.shape[-1], dtype=torch.float32)
     sums = zeros.index_add(0, documents, hidden.flatten(0, 1).float())[:-1]

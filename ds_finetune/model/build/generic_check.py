@@ -1,9 +1,8 @@
-"""Tests whether a model type outside the table of families is trained correctly, on a tiny copy, before training
-starts.
+"""Tests whether a model type outside the table of families is trained correctly. The test runs a tiny copy of the
+model before training starts.
 
-Two documents in one row are compared with each document in a row of its own, a padded row with an unpadded one, and
-this program's loss with the loss of the model's own logits. Differences are relative. Equal results differ by about
-1e-6 in fp32.
+It compares two documents in one row with each document in a row of its own, a padded row with an unpadded one, and this
+program's loss with the loss of the model's own logits. Relative differences are about 1e-6 in fp32 for equal results.
 """
 
 import copy

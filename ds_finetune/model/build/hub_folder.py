@@ -46,14 +46,14 @@ from ds_finetune.model.weights.safetensors_file import (
 from ds_finetune.plan.config_json import check_sizes
 
 _COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.codes", "additional_chat_templates/*.jinja")
-"""Files of a model folder that are copied to checkpoints and exports, or written there by transformers."""
+"""Files of a model folder that checkpoints and exports copy, or that transformers writes there."""
 _INDEX = ".index.json"
 """Suffix of the index files of weights."""
 
 
 def check_folder(folder: Path) -> None:
-    """ModelError if `folder` has an entry that is neither file nor folder, a link out of the folder in place of a file
-    to copy, implausible sizes, or two sets of weights.
+    """ModelError if `folder` is harmful or ambiguous: an entry is neither file nor folder, a file to copy is a link
+    out of the folder, sizes are implausible, or there are two sets of weights.
 
     Reading a FIFO would hang. A chat template, vocabulary or configuration that links out of the folder would render
     and export a private file of this machine. Weights and their index may be links. The checked sizes are the number of
@@ -122,8 +122,7 @@ class HubFolder:
     """Tensors of a folder of published weights, by name. `shapes` gives the shapes that they have in the model, and
     leaves out the scales of quantised weights.
 
-    Of a composite model, only the tensors of its text part are read, under their names in a model of the text part
-    alone.
+    Of a composite model, only its text part's tensors are read, with their names in a model of this part.
 
     `rename` maps stored names to the model's. ModelError if the folder has no safetensors, if a file is missing,
     incomplete or outside the folder, or if a quantised weight has no scale or a scale no weight.
@@ -185,13 +184,13 @@ class HubFolder:
 
     def read(self, key: str, start: int, numel: int) -> torch.Tensor:
         """Read elements `start` to `start + numel` of the row-major flattened tensor, 1-D. They are valid until the
-        same thread's next read. FP8 is read in full rows, MXFP4 in full experts.
+        same thread's next read. FP8 and FP4 are read in full rows, MXFP4 in full experts.
         """
-        if key in self._packed:
-            return self._packed[key].read(start, numel)
-        if not self.is_fp8(key):
+        if isinstance(packed := self._packed.get(key), Mxfp4Experts):
+            return packed.read(start, numel)
+        if not self.is_quantised(key):
             return self._stored[key].read(start, numel, into=self._scratch)
-        width = self._stored[key].shape[1]
+        width = self.shapes[key][1]
         first, last = start // width, -(-(start + numel) // width)
         return self.rows(key, first, last).view(-1)[start - first * width :][:numel]
 
@@ -232,8 +231,7 @@ class HubFolder:
     def left_over(self, expected: Mapping[str, Shape], *, model: str, may_be: Callable[[str], bool]) -> list[str]:
         """Sorted names of stored tensors that are not `expected` but allowed by `may_be`.
 
-        ModelError lists tensors that are missing, neither expected nor allowed, of another shape, or not of a floating
-        dtype.
+        ModelError lists tensors that are missing, not allowed, of another shape, or not of a floating dtype.
         """
         unused = [key for key in sorted(self.shapes.keys() - expected.keys()) if may_be(key)]
         wrong = differences(expected, {key: shape for key, shape in self.shapes.items() if key not in set(unused)})
@@ -326,8 +324,7 @@ def _read_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def bin_conversion(folder: Path) -> str:
-    """Hint with the command that adds safetensors to a folder with pytorch_model*.bin weights. Empty for other
-    folders.
+    """Hint with the command that adds safetensors to a folder with pytorch_model*.bin weights. Else empty.
 
     Such files are pickles. The command makes transformers read them with `weights_only`, so that they run no code.
     """

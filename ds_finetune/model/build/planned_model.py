@@ -1,5 +1,5 @@
-"""The model of a run that is only planned. Its config.json and the names and shapes of its tensors come from a cache
-file of an earlier plan, since torch and transformers, which read them from the model, take seconds to import.
+"""The model of a run that is only planned: its config.json, and the names and shapes of its tensors. They come from a
+cache file of an earlier plan, because importing torch and transformers to read them takes seconds.
 """
 
 import hashlib

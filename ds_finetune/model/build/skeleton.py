@@ -86,12 +86,12 @@ Where = Callable[[torch.Tensor], Fragment]
 
 
 def in_memory(flat: torch.Tensor, *, start: int, shape: tuple[int, ...]) -> Fragment:
-    """Describe a fragment whose elements are the tensor `flat` (1-D)."""
+    """The fragment whose elements are the tensor `flat` (1-D)."""
     return Fragment(start, flat.numel(), shape, lambda: nullcontext(flat))
 
 
 def full_fragment(tensor: torch.Tensor) -> Fragment:
-    """Describe a tensor that this rank holds in full."""
+    """The fragment of a tensor that this rank holds in full."""
     return in_memory(tensor.data.view(-1), start=0, shape=tuple(tensor.shape))
 
 

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 VOCABULARY = 256
 """Number of tokens of a tiny model's vocabulary."""
 WINDOW = 8
-"""Number of tokens of a tiny model's attention window, and of its chunks of attention or of a recurrence."""
+"""Size in tokens of a tiny model's attention window, and of its chunks of attention or recurrence."""
 
 _MAIN_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "attention_heads")
 _DEPTH = re.compile(

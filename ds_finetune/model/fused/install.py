@@ -29,7 +29,7 @@ from ds_finetune.model.fused.operations import Kernels, gate, kernels_of, norm, 
 
 
 def install_fused(lm: PreTrainedModel, name: str) -> None:
-    """Make `lm` use the kernels that `model.kernels` in the run file names, in place. `torch` means transformers' own
+    """Make `lm` use the kernels that `model.kernels` in the run file names, in place. `torch` keeps transformers'
     forward.
 
     Modules with another formula are unchanged (`Family.fused` names the fused ones).

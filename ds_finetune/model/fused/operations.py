@@ -1,6 +1,5 @@
 """Autograd functions of fused RMSNorm, rotary embedding and SwiGLU. A norm saves its input and one number per row for
-backward, a rotary embedding saves cosines and sines, and SwiGLU saves gate and up. Backward's kernel recomputes the
-rest.
+backward, a rotary embedding saves cosines and sines, and SwiGLU saves gate and up. Backward recomputes the rest.
 """
 
 import inspect
@@ -62,7 +61,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Norm(torch.autograd.Function):
-    """RMSNorm of the last dimension. Its inputs are hidden states [..., width], weight, epsilon, and `rounds_last`."""
+    """RMSNorm of the last dimension, from hidden states [..., width], weight, epsilon, and when to round."""
 
     @staticmethod
     def forward(ctx: Any, kernels: Kernels, *inputs: Any) -> torch.Tensor:  # noqa: ANN401

@@ -1,6 +1,4 @@
-"""Summed cross entropy of a language model head and its gradients, computed in chunks of tokens: in plain PyTorch, and
-with Liger's fused kernel.
-"""
+"""Cross entropy of a language model head and its gradients in chunks of tokens, in PyTorch and with Liger's kernel."""
 
 from collections.abc import Callable
 from typing import NamedTuple

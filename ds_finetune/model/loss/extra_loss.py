@@ -43,25 +43,26 @@ class ExtraLoss(ABC):
         """Compute the contribution of a forward to the loss of the step, after the forward of the layers.
 
         `hidden` [rows, tokens, width] are the states after the final norm, or the states that a pipeline stage sends
-        on. `weights` fp64 [terms] multiply the sums of the terms over their units. None means that the layers of this
-        stage do not contribute.
+        on. `weights` fp64 [terms] multiply the sums of the terms over their units. None means that this stage does not
+        contribute.
         """
 
     def counted(self, mesh: Mesh) -> torch.Tensor | None:
         """Counts of this rank's forwards since the last call, fp64 on its device, to be summed over all ranks. None
-        where nothing is counted.
+        without counts.
         """
         return None
 
     def finish_step(self, here: torch.Tensor, on_host: torch.Tensor, *, num_tokens: int, is_skipped: bool) -> object:
-        """Called after a step on a global batch of `num_tokens` tokens. The counts of `counted`, summed over all ranks,
-        are in `here` on the device and in `on_host`. The result is passed to observers as `StepRecord.counted[name]`.
+        """Called after a step on a global batch of `num_tokens` tokens, with the counts of `counted` summed over all
+        ranks: `here` on the device, `on_host` on the CPU. The result is passed to observers as
+        `StepRecord.counted[name]`.
         """
         return None
 
 
 def numbers_of_parts(numbers: StepNumbers, extras: Sequence[ExtraLoss]) -> tuple[StepNumbers, list[torch.Tensor]]:
-    """Split the numbers of a step into those for the objective and the weights of the terms of each auxiliary loss."""
+    """Split a step's weights of loss terms into those of the objective and those of each auxiliary loss."""
     sizes = [len(extra.terms) for extra in extras]
     main_weights, *others = numbers.weights.split([len(numbers.weights) - sum(sizes), *sizes])
     return numbers._replace(weights=main_weights), others

@@ -32,8 +32,8 @@ def needed_gradients(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Ten
 
 
 class HeadGradients(NamedTuple):
-    """Gradients of a head with the shapes of `hidden`, `weight` and `bias`, filled chunk by chunk. None where not
-    needed.
+    """Gradients of a head with the shapes of `hidden`, `weight` and `bias`, filled chunk by chunk; None where
+    unneeded.
 
     `d_weight` and `d_bias` are fp32. With a sharded vocabulary, `d_hidden` is this rank's partial sum.
     """
@@ -100,9 +100,9 @@ def loss_with_gradients(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute loss and sums with `compute`, as an autograd function with the gradients that `compute` returns.
 
-    Gradients are computed chunk by chunk in forward, while a chunk's logits exist, and only scaled in backward.
-    This takes three matrix products instead of the four of recomputation, and the memory of one gradient of the head,
-    which backward needs soon after anyway.
+    Gradients are computed chunk by chunk in forward, while a chunk's logits exist, and only scaled in backward. This
+    takes three matrix products; recomputing logits in backward would take four. It needs memory for one gradient of the
+    head, which backward needs soon after anyway.
     """
     return _ScaledGradients.apply(hidden, weight, bias, compute)  # type: ignore[no-any-return]
 
@@ -192,8 +192,7 @@ class ChunkBlocks:
 
     def split(self, products: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield each block's rows and their logits, fp32 [rows, vocabulary], from `products` [tokens, vocabulary] =
-        `hidden @ weight.T`. Logits are in place where products are fp32, else in a buffer that the next block
-        overwrites.
+        `hidden @ weight.T`. Logits are in place if products are fp32, else in a buffer that the next block reuses.
         """
         for start in range(0, len(products), self._rows):
             rows = slice(start, min(start + self._rows, len(products)))
@@ -242,8 +241,9 @@ def subtract_one_hot(
 def columns_in_shard(
     ids: torch.Tensor, size: int, tp_group: TensorParallelGroup | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The column of each id in this rank's vocabulary shard of `size` columns, int64 (0 for an id of another shard),
-    and whether the id is in the shard. A mask is used, since a list of the ids would synchronise the GPU.
+    """Find the column of each id in this rank's vocabulary shard of `size` columns: int64, 0 for an id of another
+    shard. The second result says whether each id is in the shard. A mask is used, since a list of the ids would
+    synchronise host and GPU.
     """
     if tp_group is None:
         return ids.long(), torch.ones_like(ids, dtype=torch.bool)

@@ -1,5 +1,4 @@
-"""Log-probabilities of tokens and documents, and gradients of any loss of them, without holding [tokens, vocabulary]
-logits.
+"""Log-probabilities of tokens and documents, and gradients of any loss of them, without all logits in memory.
 
 With logits z_t = W h_t + b and the log-probability lp_t = z_t[y_t] - log sum exp z_t, a loss L(lp) has the gradient
 dL/dz_t = g_t (onehot(y_t) - softmax(z_t)) with g_t = dL/dlp_t. The g_t depend on the log-probabilities of full
@@ -167,8 +166,7 @@ class DocumentTokens:
     sp_group: SequenceParallelGroup | None = None
 
     def sums(self, logp: torch.Tensor) -> DocumentLogProbs:
-        """Log-probabilities of documents from `logp`, fp32 [tokens] of this rank. The result is identical on every
-        rank.
+        """Log-probabilities of documents from `logp`, fp32 [tokens] of this rank. Every rank gets the same.
 
         All ranks of the sequence parallel group take part, even without a supervised token.
         """
@@ -210,7 +208,7 @@ class AnswerPositions:
 
 
 class LossOfDocuments:
-    """Computes a forward's loss from log-probabilities, for an objective on documents and the numbers of one step."""
+    """Computes a forward's loss from log-probabilities, for an objective on documents and the weights of one step."""
 
     def __init__(self, objective: DocumentObjective, tokens: DocumentTokens, numbers: StepNumbers | None) -> None:
         self._objective, self._tokens = objective, tokens
@@ -236,7 +234,7 @@ class LossOfDocuments:
 
 
 class LossOfAnswers:
-    """Computes a forward's loss from log-probabilities, for an objective on answer tokens and the numbers of one step.
+    """Computes a forward's loss from log-probabilities, for an objective on answer tokens and the weights of one step.
     `head` provides the entropies.
     """
 
@@ -279,8 +277,7 @@ class _DocumentLoss(torch.autograd.Function):
         if needed.weight or needed.bias:
             values, d_logp = loss.of_tokens(head.log_probs(), has_gradient=True)
             assert d_logp is not None
-            # Gradients are scaled to a largest value of one, so that small ones do not underflow in the dtype of hidden
-            # states.
+            # Gradients are scaled to a largest value of one, so that small ones do not underflow in 16 bits.
             factors = torch.cat([d_logp.abs(), d_logp.new_full((1,), torch.finfo(torch.float32).tiny)]).max()[None]
             gradients = head.gradients((d_logp / factors).float(), needed)
         elif needed.hidden:

@@ -1,7 +1,8 @@
 """The head of a classifier or reward model, which scores the last token of each document.
 
 Documents are located by their lengths, never by padding tokens. transformers' own classes search the last token that is
-not `pad_token_id`, which gives one score for a packed row, and drops the end of a document that ends in that token.
+not `pad_token_id`. They would give one score for a packed row, and ignore the end of a document that ends in
+`pad_token_id`.
 """
 
 import math

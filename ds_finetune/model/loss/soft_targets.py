@@ -1,8 +1,7 @@
 """Distillation: summed KL divergence of a model's next-token distributions from a teacher's, with its gradients.
 
 Logits of model and teacher are held for one chunk of tokens at a time. The divergence is KL(teacher || model). Its
-gradient with respect to the model's logits is p_model - p_teacher, so that one pass with three matrix products is
-enough.
+gradient with respect to the model's logits is p_model - p_teacher, so one pass with three matrix products is enough.
 """
 
 from dataclasses import dataclass
@@ -82,8 +81,7 @@ _NEVER = -1e30
 class TeacherStates:
     """Target distributions from a teacher's hidden states and head, whose width may differ from the model's.
 
-    Two vocabularies of one tokenizer may be padded to different sizes. An id that only one of both models has gets
-    probability 0.
+    Two vocabularies of one tokenizer may be padded to different sizes. An id that one of them lacks gets probability 0.
     """
 
     hidden: torch.Tensor

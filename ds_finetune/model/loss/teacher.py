@@ -117,7 +117,7 @@ class Teacher:
     """A teacher model that is ready to run. It is not part of the trained module."""
 
     run: Callable[..., torch.Tensor]
-    """Forward of `HiddenStates`, or of the DeepSpeed engine around it."""
+    """Runs the teacher and returns hidden states: `HiddenStates`, or the DeepSpeed engine around it."""
     head: nn.Linear
     open_weights: Callable[[list[nn.Parameter]], AbstractContextManager[Any]]
     """Returns a context in which ZeRO-3 parameters of the head are gathered."""

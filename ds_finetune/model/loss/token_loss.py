@@ -74,7 +74,7 @@ class LossHead(nn.Linear):
     objective: Objective = TokenObjective("sft")
     groups = HeadGroups()
     cap: float | None = None
-    """Soft cap of the logits, applied here in the loss only: to returned logits the model applies it itself."""
+    """Soft cap of the logits that the loss applies. The model itself applies it to logits that this module returns."""
     forbidden: torch.Tensor | None = None
     """Mask of ids that are never sampled, bool [vocabulary] or its shard. Softmax over answer tokens excludes them."""
 

@@ -27,8 +27,8 @@ class ExpertParallelGroup(RankGroup):
 
 
 class _Exchange:
-    """An asynchronous all-to-all of rows in forward, and of their gradients in backward. Computation between start and
-    wait overlaps with it.
+    """An asynchronous all-to-all of rows in forward, and of their gradients in backward. Computation in between
+    overlaps with it.
     """
 
     def __init__(

@@ -30,8 +30,7 @@ T = TypeVar("T")
 
 
 class Link(NamedTuple):
-    """One direction between neighbouring ranks of an interleaved pipeline. Messages arrive in the order in which they
-    are sent.
+    """One direction between neighbouring ranks of an interleaved pipeline. Messages arrive in the order of sending.
 
     Each link has its own process group: NCCL ignores tags, and two ranks that both send before they receive would hang
     within one group.
@@ -60,9 +59,8 @@ class PipelineGroup(RankGroup):
     adds_embedding: bool = True
     """Whether this rank keeps the summed gradient of the embedding. The other ranks of its stage get zeros."""
     input_hidden_states: torch.Tensor | None = None
-    """Hidden states received from the previous stage for the latest forward, a leaf that requires a gradient if
-    gradients are enabled. With several chunks per rank they belong to the running chunk. None for the model's first
-    chunk.
+    """Hidden states that the previous stage sent for the latest forward. In training they are a leaf that requires a
+    gradient. With several chunks per rank they belong to the running chunk. None for the model's first chunk.
     """
 
     @property
@@ -160,9 +158,7 @@ class MissingLayer(nn.Module):
         *_: Any,  # noqa: ANN401 - what layers take
         **arguments: Any,  # noqa: ANN401
     ) -> torch.Tensor | tuple[torch.Tensor, None]:
-        """Return the hidden states unchanged, and add a number per token to the cache, whose first layer counts
-        tokens.
-        """
+        """Return the hidden states unchanged, and add a number per token to the cache, which counts tokens."""
         cache = take_cache(arguments)
         if cache is not None:
             # The cache counts the tokens of this tensor, so it must not be empty (transformers 5.23, cache_utils.py,
@@ -324,8 +320,7 @@ class HandOver(MissingLayer):
 class ModelChunks:
     """The model chunks of a rank in an interleaved pipeline, installed in `lm` after `install_pipeline_stage`.
 
-    Outside the context `only`, a forward runs all chunks in order and sends hidden states around the ranks between
-    them.
+    Outside the context `only`, a forward runs all chunks in order and sends hidden states between them.
     """
 
     def __init__(self, lm: PreTrainedModel, pp_group: PipelineGroup, chunks: Sequence[range]) -> None:

@@ -64,8 +64,8 @@ def tensor_of(name: str, shape: Ints, *, has_transposed_experts: bool) -> FullTe
 
 @dataclass(frozen=True)
 class ModelShard:
-    """This rank's shard of a model: shard `tp_rank` of `tp_size` of each tensor parallel tensor, and shard `ep_rank` of
-    `ep_size` of the routed experts.
+    """This rank's shard of a model: number `tp_rank` of the `tp_size` tensor parallel shards, and number `ep_rank` of
+    the `ep_size` shards of the routed experts.
     """
 
     tp_size: int = 1
@@ -115,7 +115,7 @@ UNSHARDED = ModelShard()
 
 @dataclass(frozen=True)
 class TensorShard:
-    """A shard of a tensor: the box of `local_shape` at index `offsets` in the full tensor of `global_shape`.
+    """A shard of a tensor: a box of shape `local_shape`, whose first element is at index `offsets` of the full tensor.
 
     A fused `gate_up_proj` [experts, 2 x inner, hidden] is viewed as [experts, 2, inner, hidden], in which a shard is
     one box.

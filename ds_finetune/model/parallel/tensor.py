@@ -143,7 +143,7 @@ class VocabParallelEmbedding(nn.Embedding):
 
 
 class ReceiveOrEmbed(ReceiveHiddenStates):
-    """The embedding on later pipeline stages. If its weight stays there, it is sharded along the vocabulary."""
+    """The embedding on later pipeline stages. If it keeps its weight, the weight is sharded along the vocabulary."""
 
     tp_group: TensorParallelGroup
 
@@ -178,8 +178,7 @@ def local_config(hf_config: PretrainedConfig, tp_size: int) -> PretrainedConfig:
     if hasattr(config, "num_key_value_heads") and not hasattr(config, "kv_lora_rank"):
         config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     for name in _SHARDED_SIZES:
-        # `attribute_map` lists aliases of other sizes, which must not be divided again. A single key-value head is
-        # replicated.
+        # `attribute_map` lists aliases of other sizes, not to divide again. A single key-value head is replicated.
         if name not in config.attribute_map and (getattr(config, name, None) or 0) > 1:
             setattr(config, name, getattr(config, name) // tp_size)
     config.pad_token_id = None

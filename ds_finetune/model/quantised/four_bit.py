@@ -1,5 +1,4 @@
-"""Frozen weights of linear modules in four bits (Dettmers et al., QLoRA, arXiv 2305.14314), stored and multiplied by
-bitsandbytes 0.50.
+"""Frozen weights of linear modules in four bits (Dettmers et al., QLoRA, arXiv 2305.14314), with bitsandbytes 0.50.
 
 The format is NF4 with a scale per block of 64 numbers. The scales of 256 blocks are quantised to eight bits with a
 common scale (double quantisation, the default of `Linear4bit`). A weight is quantised on its final device as soon as

@@ -1,9 +1,9 @@
 """Weights in MXFP4 as gpt-oss publishes its experts: E2M1 numbers of four bits, 32 to a scale that is a power of two.
 
-The format is that of OCP's Microscaling Formats 1.0 (MXFP4), laid out as transformers 5.23 reads it
-(integrations/mxfp4.py:_convert_moe_packed_tensors). The tensor `X` [experts, inputs, outputs] of the model is published
-as bytes `X_blocks` [experts, outputs, inputs / 32, 16] and exponents `X_scales` [experts, outputs, inputs / 32]. A byte
-has the earlier number in its lower half.
+The format is MXFP4 of OCP's Microscaling Formats 1.0, laid out as transformers 5.23 reads it
+(integrations/mxfp4.py:_convert_moe_packed_tensors). The model's tensor `X` [experts, inputs, outputs] is published as
+two tensors: bytes `X_blocks` [experts, outputs, inputs / 32, 16] and exponents `X_scales` [experts, outputs, inputs /
+32]. A byte has the earlier number in its lower half.
 """
 
 import threading
@@ -194,12 +194,6 @@ class Fp4Matrix:
         """Numbers of rows and columns of the matrix in the model."""
         rows, width = self.packed.shape
         return (rows, width * _PER_BYTE)
-
-    def read(self, start: int, numel: int) -> torch.Tensor:
-        """Read elements `start` to `start + numel` of the row-major flattened matrix, 1-D, from full rows."""
-        width = self.shape[1]
-        first, last = start // width, -(-(start + numel) // width)
-        return self.rows(first, last).view(-1)[start - first * width :][:numel]
 
     def stored_rows(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Read the packed bytes and the scales of rows `first` to `last` of the matrix."""

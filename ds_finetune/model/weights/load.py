@@ -37,8 +37,8 @@ _DIGESTED = 256
 
 @dataclass(frozen=True)
 class LoadReport:
-    """Number of checkpoint tensors loaded, names of those that the model lacks, and names of this rank's parameters
-    that the checkpoint lacks.
+    """Number of checkpoint tensors loaded, names of those that the model lacks, and of this rank's parameters that the
+    file lacks.
     """
 
     num_tensors: int
@@ -112,8 +112,7 @@ def open_weights(model: PreTrainedModel, folder: Path, *, family: Family) -> Hub
 
 
 def weights_digest(folder: Path) -> str:
-    """Sixteen hexadecimal digits that identify the weights of `folder`: a hash of the first rows of tensors from the
-    whole model.
+    """Sixteen hexadecimal digits that identify the weights of `folder`: a hash of the first rows of many tensors.
 
     An fp32 copy of a bf16 model has the same digest, and so has a bf16 copy of an FP8 model.
     """
@@ -294,8 +293,7 @@ def _copy_piece(hub: HubFolder, target: _ModelTensor, flat: torch.Tensor, piece:
     step = max(1, _STRIP_NUMEL // width)
     for low in range(first, last, step):
         values = _read_rows(hub, piece, slice(low, min(low + step, last)), target.offsets)
-        # Minimum and maximum are NaN for data with NaN. Checking them is several times faster than isfinite on all
-        # elements.
+        # Minimum and maximum are NaN for data with NaN, and faster to check than isfinite of all elements.
         if not all(map(math.isfinite, map(float, torch.aminmax(values)))):
             raise ModelError(
                 f"tensor `{piece.key}` of {hub.folder} holds NaN or infinity",

@@ -26,9 +26,7 @@ class Piece:
     shape: tuple[int, ...]
 
     def first_element(self, shape: tuple[int, ...]) -> int:
-        """Index of the piece's first element in the flattened model tensor of `shape`, in which the piece is
-        contiguous.
-        """
+        """Index of the piece's first element in the flattened model tensor of `shape`; the others follow it."""
         begin, stride = 0, math.prod(shape)
         for size, part in zip(shape, self.index, strict=False):
             stride //= size

@@ -64,9 +64,9 @@ def header_bytes(path: Path) -> int:
 def read_header(path: Path, *, is_complete: bool = True) -> Header:
     """Read the header of the safetensors file `path`.
 
-    OSError if it cannot be read. ValueError if it is no regular file, if the header is longer than `MAX_HEADER_BYTES`,
-    is invalid or names unknown dtypes, if tensors overlap or leave gaps, or, with `is_complete`, if the data does not
-    end with the file.
+    OSError if it cannot be read. ValueError if the file is no regular file, if the header is invalid, names unknown
+    dtypes or is longer than `MAX_HEADER_BYTES`, or if tensors overlap or leave gaps. With `is_complete` also if the
+    data does not end with the file.
     """
     if not path.is_file():
         raise ValueError("it is no regular file")

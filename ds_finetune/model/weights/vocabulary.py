@@ -76,8 +76,8 @@ class GrownFolder(HubFolder):
     """Published weights with the shapes of a model with more tokens. `rows` reads published rows and samples new ones.
 
     Each column of the new rows is normally distributed, with mean and standard deviation of the published rows. Samples
-    depend on the tensor's name and the seed, so they are the same for any layout. Tensors that grow are recognised by
-    their shapes.
+    depend on the tensor's name and the seed, so they are equal for any layout. Tensors that grow are known by their
+    shapes.
     """
 
     def __init__(
