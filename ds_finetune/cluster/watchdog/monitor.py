@@ -39,7 +39,7 @@ from ds_finetune.errors import RUN_ERROR_EXIT_CODE, USER_ERROR_EXIT_CODE, Finetu
 from ds_finetune.runs.folder import REPORT
 from ds_finetune.runs.status import mark_ended, try_to_finish
 from ds_finetune.system.error_file import record_error
-from ds_finetune.system.processes import PauseDetector
+from ds_finetune.system.processes import PauseDetector, has_ended
 from ds_finetune.system.whole_file import replace_file
 from ds_finetune.system.world import World
 
@@ -69,6 +69,7 @@ _PEER_LOST_WORDS = ("gloo", "NCCL", "Connection closed by peer", "Connection res
 """Words in errors that torch raises when another rank has exited (torch 2.13: RuntimeError from gloo, DistBackendError
 from NCCL).
 """
+CLOSED = "ended without a message: its process was killed by a signal, crashed in native code, or left by os._exit"
 SILENT = "sends no heartbeats: its process was killed or is stopped, it holds Python's lock, or its host is cut off"
 
 
@@ -102,7 +103,9 @@ class Monitor(threading.Thread):
         self._ending_known, self._closed = threading.Event(), threading.Event()
         self._is_failing = self._is_closing = False
         self._ends_at = self._trouble_at = self._compare_at = math.inf
-        self._pauses, self._preparations = PauseDetector(), count()
+        self._pauses, self._preparations, self._began = PauseDetector(), count(), time.time()
+        self._dead: dict[int, int] = {}
+        """Number of the exchange of heartbeats after which the process of a rank was seen to have ended."""
 
     def run(self) -> None:
         """Send heartbeats and compare ranks until closed."""
@@ -259,14 +262,20 @@ class Monitor(threading.Thread):
         return None
 
     def _compare(self, now: float) -> None:
-        """On rank zero: end the run if a machine is silent, or soon after a rank has hung or failed."""
+        """On rank zero: end the run if a rank or a machine is gone, or soon after a rank has hung or failed."""
         heard_at = self._heard_at
         active = {rank: status for rank, status in self._latest.items() if status.state != DONE}
         excess: dict[str, float] = {}
         for rank, status in active.items():
             machine, seconds = self._processes[rank].machine, now - heard_at[rank] - _silent_limit(status.phase)
             excess[machine] = min(seconds, excess.get(machine, math.inf))
-        if max(excess.values(), default=0.0) > 0:
+        for process in (self._processes[rank] for rank in active):
+            if process.machine == self._own.machine and has_ended(process.pid, process.began):
+                self._dead.setdefault(process.rank, self._number)
+        # The exchange after the next one knows whether the rank was done, which it writes before it ends.
+        if dead := [rank for rank in active if self._number > self._dead.get(rank, self._number) + 1]:
+            self._propose(RunEnding(tuple(dead), f"{self._names(dead)} {CLOSED}"))
+        elif max(excess.values(), default=0.0) > 0:
             # Machines that are silent for almost as long have probably lost the same network.
             silent = [rank for rank in active if excess[self._processes[rank].machine] > -ROUND_SECONDS]
             line = f"{self._names(silent)} {SILENT}, as seen from rank 0 (host {self._own.host})"
@@ -356,9 +365,10 @@ class Monitor(threading.Thread):
         return self._own.rank == min({each.rank for each in self._processes}.difference(ending.at_fault), default=-1)
 
     def _write_report(self, ending: RunEnding) -> None:
-        # A rank that cannot reach the store does not replace a report that another rank has written of this run.
-        if ending is self._stored_ending or not self._report.exists():
-            with suppress(OSError):
+        with suppress(OSError):
+            is_written = self._report.exists() and self._report.stat().st_mtime > self._began
+            # A rank that cannot reach the store does not replace a report that another rank has written of this run.
+            if ending is self._stored_ending or not is_written:
                 self._report.parent.mkdir(parents=True, exist_ok=True)
                 replace_file(self._report, ending.report + "\n")
 
@@ -393,8 +403,6 @@ def _silent_limit(phase: str) -> float:
 @contextmanager
 def start_monitor(progress: RankProgress, world: World, store: dist.Store, output_dir: Path) -> Iterator[Monitor]:
     """While open, watch this rank and compare it with the others. Every rank opens it, with the run's store."""
-    if world.rank == 0:
-        (output_dir / REPORT).unlink(missing_ok=True)
     monitor = Monitor(progress, join(store, world, RankProcess.here(world.rank)), store, output_dir)
     monitor.start()
     try:

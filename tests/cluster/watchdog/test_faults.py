@@ -23,7 +23,7 @@ def test_a_rank_that_is_killed(tmp_path: Path) -> None:
     assert done.codes == [1, KILLED]
     assert done.seconds[0] < GIVEN_SECONDS
     assert "rank 1 (host" in done.report
-    assert "sends no heartbeats: its process was killed or is stopped" in done.report
+    assert "ended without a message: its process was killed by a signal" in done.report
     assert (done.status.state, done.status.reason) == ("failed", done.report.splitlines()[0])
     assert "error: rank 1 (host" in done.printed[0]
     assert "Traceback" not in done.printed[0]

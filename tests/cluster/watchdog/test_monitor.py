@@ -16,6 +16,7 @@ import torch.distributed as dist
 from ds_finetune.cluster.watchdog import monitor as module
 from ds_finetune.cluster.watchdog.messages import RankProcess
 from ds_finetune.cluster.watchdog.monitor import (
+    CLOSED,
     PREPARING_SECONDS,
     ROUND_SECONDS,
     SILENT,
@@ -23,7 +24,7 @@ from ds_finetune.cluster.watchdog.monitor import (
     Monitor,
     start_monitor,
 )
-from ds_finetune.cluster.watchdog.progress import DONE, PREPARING, RankProgress
+from ds_finetune.cluster.watchdog.progress import DONE, PREPARING, RUNNING, RankProgress
 from ds_finetune.config.sections import WatchdogConfig
 from ds_finetune.runs.folder import REPORT
 from ds_finetune.system.processes import Pause
@@ -71,6 +72,45 @@ def test_ranks_that_are_done_leave_no_report(tmp_path: Path) -> None:
     ranks.watch(after=10 * PREPARING_SECONDS)
     assert ranks.monitors[0]._stored_ending is None
     assert list(ranks.folder.iterdir()) == []
+
+
+@HAS_PROC
+@pytest.mark.parametrize("state", [RUNNING, DONE])
+def test_a_process_that_has_ended_is_named_unless_its_rank_was_done(
+    state: str, tmp_path: Path, process: "subprocess.Popen[bytes]"
+) -> None:
+    ranks = Ranks(tmp_path, pids=[os.getpid(), process.pid, os.getpid()])
+    process.kill()
+    process.wait()
+    ranks.watch(0)
+    # Rank zero reads the last heartbeat of rank 1 after it has seen that the process is gone.
+    ranks.monitors[1]._state = state
+    ranks.beat(1)
+    ranks.beat(0)
+    ranks.watch(0)
+    ranks.beat(0)
+    ranks.watch(0)
+    if state == DONE:
+        assert ranks.monitors[0]._stored_ending is None
+        return
+    ending = ranks.ending(0)
+    assert (ending.at_fault, ending.code, ending.is_hang) == ((1,), 1, False)
+    assert ending.line == f"rank 1 (host host-a, process {process.pid}) {CLOSED}"
+    assert ending.line in ranks.report()
+
+
+def test_each_wait_for_preparation_waits_for_every_rank(tmp_path: Path) -> None:
+    ranks, store = Ranks(tmp_path, "ab"), dist.HashStore()
+    first = threading.Thread(
+        target=lambda: [ranks.monitors[0].wait_until_prepared(store) for _ in range(2)], daemon=True
+    )
+    first.start()
+    ranks.monitors[1].wait_until_prepared(store)
+    first.join(1)
+    assert first.is_alive()
+    ranks.monitors[1].wait_until_prepared(store)
+    first.join(60)
+    assert not first.is_alive()
 
 
 def test_the_first_failure_is_the_cause_and_its_code_everyones(tmp_path: Path) -> None:
