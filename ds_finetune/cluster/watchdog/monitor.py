@@ -185,9 +185,7 @@ class Monitor(threading.Thread):
     def wait_until_prepared(self, store: dist.Store) -> None:
         """Wait, without a limit, until every rank has called this method as often as this rank.
 
-        Rank zero prints each minute which ranks are missing.
-
-        If another rank fails meanwhile, the monitor's thread ends the process.
+        Rank zero prints each minute which ranks are missing. If another rank fails, the monitor ends this process.
         """
         number = next(self._preparations)
         keys = [f"watchdog/prepared/{number}/{each.rank}" for each in self._processes]
@@ -252,7 +250,9 @@ class Monitor(threading.Thread):
     def _ending_without_store(self, now: float) -> RunEnding | None:
         """The ending if the process of the store is gone or cut off, or if rank zero, which would decide, is stuck."""
         zero, silent = self._processes[0], now - self._answered_at
-        if self._is_store_lost and not self._is_closing:
+        if self._is_closing:
+            return None
+        if self._is_store_lost:
             return RunEnding((0,), f"{zero}, or the launcher that serves its store, has ended without a message")
         if self._answered_at > max(self._heard_at[0], self._trouble_at) + 2 * ROUND_SECONDS:
             return RunEnding((0,), f"{zero} {SILENT}", is_hang=True, is_silent=True)
@@ -296,10 +296,16 @@ class Monitor(threading.Thread):
         heard_at, compare_at = self._heard_at, self._compare_at
         at_fault: Sequence[int] = ()
         silent = [rank for rank in statuses if heard_at[rank] < compare_at]
+        # A rank with an error was in its last collective when that failed.
+        heard = {
+            rank: replace(status, inside=status.last) if status.state == FAILING else status
+            for rank, status in statuses.items()
+            if rank not in silent
+        }
         # Lost packets delay heartbeats; only a rank that is stopped or dead sends none for so long.
         is_stopped = any(heard_at[rank] < compare_at - _STOPPED_SECONDS for rank in silent)
         late = {self._processes[rank].host for rank, status in statuses.items() if status.late_seconds}
-        is_network = bool(late) and not is_stopped and not statuses[0].late_seconds
+        is_network = bool(late) and not is_stopped and not self._latest[0].late_seconds
         is_error = any(status.state == FAILING for status in statuses.values())
         if is_network:
             worst = max(status.late_seconds for status in statuses.values())
@@ -308,11 +314,10 @@ class Monitor(threading.Thread):
         elif silent:
             at_fault, why = silent, SILENT
         else:
-            at_fault, why = diagnose(statuses)
+            at_fault, why = diagnose(heard)
             if is_error and not at_fault:
                 why += "; the connection between ranks broke, so the network is at fault"
         lines = [f"  {self._names(silent)}: no heartbeat"] if silent else []
-        heard = {rank: status for rank, status in statuses.items() if rank not in silent}
         lines += status_lines(self._processes, heard, at_fault)
         lines += [status.trouble for status in statuses.values() if status.trouble][:1]
         text = "\n".join([*lines, f"  stacks: {self._report.parent}/rank-*.txt"])
@@ -376,11 +381,11 @@ class Monitor(threading.Thread):
         """End the process from this thread: the other threads may wait in a collective forever."""
         silent = ending.at_fault if ending.is_silent else ()
         beside = [each for each in self._processes if each.machine == self._own.machine]
-        if self._own == next(each for each in beside if each.rank not in silent):
+        if not any(each.rank < self._own.rank and each.rank not in silent for each in beside):
             text = ending.report if self._is_reporter(ending) else f"rank {self._own.rank} ends: {ending.line}"
             _print(f"watchdog: {text}\n")
             for each in beside:
-                if each.rank in silent:
+                if each.rank in silent and each != self._own:
                     kill_process(each, ending.line)
         if not ending.is_hang and ending.code != USER_ERROR_EXIT_CODE:
             self._write_stacks()

@@ -1,5 +1,6 @@
 """What ranks make of each other's heartbeats: who is named, what is reported, and who ends whom."""
 
+import contextlib
 import math
 import os
 import signal
@@ -14,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from ds_finetune.cluster.watchdog import monitor as module
-from ds_finetune.cluster.watchdog.messages import RankProcess
+from ds_finetune.cluster.watchdog.messages import RankProcess, RunEnding
 from ds_finetune.cluster.watchdog.monitor import (
     CLOSED,
     PREPARING_SECONDS,
@@ -160,18 +161,23 @@ def test_an_error_without_a_cause_is_explained_by_what_all_do(tmp_path: Path) ->
 
 
 def test_a_broken_connection_without_a_cause_is_the_networks(tmp_path: Path) -> None:
-    """All ranks have failed in the same collective."""
+    """All are in one collective; rank 1 has met an error of the network in it, and is in none afterwards."""
     ranks = Ranks(tmp_path)
-    for monitor in ranks.monitors:
-        with monitor.progress.collective("all_reduce", 2, "all"):
-            pass
-    ranks.fail(1, "RuntimeError: gloo: Connection timed out", is_secondary=True)
-    ranks.beat()
-    ranks.watch(0)
-    ranks.monitors[0]._compare_at = time.monotonic()
-    ranks.beat()
-    ranks.watch(0)
-    ending = ranks.ending(2)
+    with contextlib.ExitStack() as waiting:
+        for rank, monitor in enumerate(ranks.monitors):
+            collective = monitor.progress.collective("all_reduce", 2, "all")
+            if rank == 1:
+                with collective:
+                    pass
+            else:
+                waiting.enter_context(collective)
+        ranks.fail(1, "RuntimeError: gloo: Connection timed out", is_secondary=True)
+        ranks.beat()
+        ranks.watch(0)
+        ranks.monitors[0]._compare_at = time.monotonic()
+        ranks.beat()
+        ranks.watch(0)
+        ending = ranks.ending(2)
     assert (ending.at_fault, ending.is_silent) == ((), False)
     assert ending.line.startswith("no single rank: every rank waits at the same place; the connection between ranks")
     assert "met RuntimeError: gloo: Connection timed out" in ending.report
@@ -209,6 +215,25 @@ def test_a_rank_of_another_machine_that_is_stuck_is_named_and_not_killed(
     with pytest.raises(LeftError):
         ranks.watch(0, 0)
     assert left == [1]
+
+
+def test_a_rank_that_was_stopped_ends_itself_once_it_runs_again(left: list[int], tmp_path: Path) -> None:
+    """It reads that it was at fault, and kills nobody."""
+    ranks = Ranks(tmp_path, "ab")
+    ranks.monitors[0]._propose(RunEnding((1,), "rank 1 is silent", is_hang=True, is_silent=True))
+    ranks.beat(1)
+    with pytest.raises(LeftError):
+        ranks.watch(1, 1)
+    assert left == [1]
+
+
+def test_ranks_that_hang_after_rank_zero_is_done_are_compared(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path)
+    ranks.monitors[0]._is_closing, ranks.monitors[0]._state = True, DONE
+    ranks.beat()
+    ranks.hang(2, others=[1, 2])
+    ranks.watch(0)
+    assert ranks.ending(0).line == "no single rank: every rank waits at the same place"
 
 
 def test_a_machine_without_heartbeats_is_named(tmp_path: Path) -> None:
