@@ -6,21 +6,18 @@ An unreadable file counts as absent, and `RunFolder.problems` has a message abou
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 import yaml
 
-from ds_finetune.checkpoint.commit import MANIFEST, Manifest, complete_steps, step_name
 from ds_finetune.config.dotted_keys import values_by_key
 from ds_finetune.config.run_file import parse_yaml
 from ds_finetune.config.units import MIB
-from ds_finetune.errors import CheckpointError, OutputError
+from ds_finetune.errors import OutputError
 from ds_finetune.runs.metrics import METRICS, Curve, MetricsReader, read_tail, record_of
 from ds_finetune.runs.status import STATUS, LastChange, RunStatus, parse_object, read_object, seen_status
-from ds_finetune.system.disk import bytes_below
 
 CONFIG, PLAN, EXPERTS, LOG, RANK_TIMES = "config.yaml", "plan.json", "experts.jsonl", "log.txt", "ranks.jsonl"
 STARTS = "starts.jsonl"
@@ -30,15 +27,6 @@ _INTEGERS = ("after_step", "steps", "ranks", "ranks_per_host", "pid")
 _MOST_BYTES = 8 * MIB
 _LONGEST_VALUE = 160
 _MOST_DEPTH, MOST_RUNS = 4, 1_000
-
-
-@dataclass(frozen=True)
-class SavedCheckpoint:
-    """A complete checkpoint of a run: its step, its size in bytes, and its `eval/loss` if that was measured."""
-
-    step: int
-    num_bytes: int
-    eval_loss: float | None
 
 
 class RunFolder:
@@ -175,25 +163,6 @@ class RunFolder:
         """Versions of packages at the last start of the run."""
         versions = self.last_start.get("versions")
         return {str(name): str(text) for name, text in versions.items()} if isinstance(versions, dict) else {}
-
-    @property
-    def checkpoints(self) -> list[SavedCheckpoint]:
-        """Complete checkpoints, oldest first."""
-        folder = self.path / "checkpoints"
-        if not folder.resolve().is_relative_to(self.within):
-            self._note(f"checkpoints is a link to a folder outside of {self.within}, and not read")
-            return []
-        try:
-            return [self._checkpoint(folder / step_name(step), step) for step in complete_steps(folder)]
-        except OSError:
-            return []
-
-    def _checkpoint(self, folder: Path, step: int) -> SavedCheckpoint:
-        loss = None
-        if self.file(os.path.relpath(folder / MANIFEST, self.path)) is not None:
-            with suppress(CheckpointError, TypeError):
-                loss = Manifest.read(folder).eval_loss
-        return SavedCheckpoint(step, bytes_below(folder), loss)
 
     @property
     def exports(self) -> Mapping[str, str]:

@@ -27,7 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ds_finetune.console.phase_line import time_text
 from ds_finetune.errors import OutputError, ServeError
-from ds_finetune.runs.folder import MOST_RUNS, RunFolder, base_model, find_runs
+from ds_finetune.runs.folder import MOST_RUNS, RunFolder, find_runs
 from ds_finetune.runs.metrics import METRICS, last_record
 from ds_finetune.runs.report.page import (
     NONE,
@@ -220,49 +220,33 @@ class _Runs:
 
 def _row_of(run: RunFolder) -> tuple[bool, float, Row]:
     """Whether a run does not train, the time of its last sign of life, and the cells of its row in the table."""
-    try:
-        return _readable_row(run)
-    except Exception as error:  # noqa: BLE001 - an unreadable run must not remove other runs from the table
-        reason = f"the folder cannot be read: {type(error).__name__}"
-        return True, 0.0, (*_name_cells(run, ""), _state_cell("unknown", reason), *[NONE] * 5)
-
-
-def _readable_row(run: RunFolder) -> tuple[bool, float, Row]:
-    status, path = run.status, run.file(METRICS)
-    stat = None if path is None else path.stat()
-    last, model, planned = _facts_of(run, stat and (stat.st_ino, stat.st_mtime_ns, stat.st_size))
-    numbers = {name: float(value) for name, value in last.items() if isinstance(value, int | float)}
-    step, steps = max(status.step, last.get("step", 0)), status.steps or planned
-    eta = numbers.get("perf/eta_seconds") if status.state == "running" else None
-    updated_at = max(status.updated_at, stat.st_mtime if stat else 0.0)
-    cells = (
-        *_name_cells(run, model),
-        _state_cell(status.state, status.reason if status.state != "unknown" else ""),
-        f"{step:,} of {steps:,}" if steps else f"{step:,}",
-        NONE if eta is None else time_text(eta),
-        number_text(numbers.get("train/loss")),
-        number_text(numbers.get("perf/tokens_per_second")),
-        ago_text(updated_at),
-    )
-    return status.state != "running", updated_at, cells
-
-
-def _name_cells(run: RunFolder, model: str) -> tuple[str, str]:
-    """The cell with the box to tick a run for a comparison, and the cell with its name."""
     tick = '<input type="checkbox" name="run" value="{0}" id="tick-{0}" aria-label="Compare {0}">'
-    link = '<a href="/run?run={}">{}</a> <small>{}</small>'
-    return Markup(tick).format(run.name), Markup(link).format(quote(run.name), run.name, model)
-
-
-def _state_cell(state: str, reason: str) -> str:
-    return Markup('<span class="state">{}</span> <small>{}</small>').format(state, reason)
+    names = (Markup(tick).format(run.name), Markup('<a href="/run?run={}">{}</a>').format(quote(run.name), run.name))
+    try:
+        status, path = run.status, run.file(METRICS)
+        stat = None if path is None else path.stat()
+        last = {} if path is None or stat is None else _last_record(path, (stat.st_ino, stat.st_mtime_ns, stat.st_size))
+        numbers = {name: float(value) for name, value in last.items() if isinstance(value, int | float)}
+        step, steps = max(status.step, last.get("step", 0)), status.steps or run.last_start.get("steps", 0)
+        eta = numbers.get("perf/eta_seconds") if status.state == "running" else None
+        updated_at = max(status.updated_at, stat.st_mtime if stat else 0.0)
+        cells = (
+            Markup("{} <small>{}</small>").format(status.state, status.reason if status.state != "unknown" else ""),
+            f"{step:,} of {steps:,}" if steps else f"{step:,}",
+            NONE if eta is None else time_text(eta),
+            number_text(numbers.get("train/loss")),
+            number_text(numbers.get("perf/tokens_per_second")),
+            ago_text(updated_at),
+        )
+    except Exception as error:  # noqa: BLE001 - an unreadable run must not remove other runs from the table
+        return True, 0.0, (*names, f"unknown; the folder cannot be read: {type(error).__name__}", *[NONE] * 5)
+    return status.state != "running", updated_at, (*names, *cells)
 
 
 @lru_cache(maxsize=2 * MOST_RUNS)
-def _facts_of(run: RunFolder, _version: object) -> tuple[Mapping[str, Any], str, int]:
-    """Last record, model and number of steps of a run, read once for each version of its metrics file."""
-    path = run.file(METRICS)
-    return {} if path is None else last_record(path), base_model(run.config), run.last_start.get("steps", 0)
+def _last_record(path: Path, _version: object) -> Mapping[str, Any]:
+    """The last record of a metrics file, read once for each version of the file."""
+    return last_record(path)
 
 
 def _answer(request: Request, page: Page) -> Response:

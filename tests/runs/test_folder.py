@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from ds_finetune.checkpoint.commit import Manifest
 from ds_finetune.runs import folder
 from ds_finetune.runs.folder import RunFolder, find_runs
 from ds_finetune.runs.metrics import Sample
@@ -63,11 +62,6 @@ def test_a_folder_with_many_runs_shows_the_first_of_them(tmp_path: Path, monkeyp
 def test_what_a_run_leaves_is_read(tmp_path: Path) -> None:
     run = RunFolder(make_run(tmp_path / "run"))
     assert (run.config, run.plan["layout"]) == ({"optim": {"lr": 0.001}}, "dp 1")
-    checkpoint = run.path / "checkpoints" / "step-000002"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "manifest.json").write_text(Manifest(2, 1, (0,), "host", "token", 1.5, {}).text())
-    (run.path / "checkpoints" / "step-000003.partial-1").mkdir()
-    assert [(found.step, found.eval_loss) for found in run.checkpoints] == [(2, 1.5)]
     assert run.versions == {}
     sample = Sample(2, "eval", "1 + 1 = <", "2", "2")
     line = json.dumps(asdict(sample))
@@ -107,16 +101,15 @@ def test_links_to_files_outside_are_not_read(tmp_path: Path) -> None:
     for name in ("config.yaml", "plan.json", "log.txt", "status.json"):
         (run.path / name).unlink(missing_ok=True)
         (run.path / name).symlink_to(secret)
-    (run.path / "checkpoints").symlink_to(tmp_path)
-    assert (run.config, run.plan, run.tail("log.txt"), run.checkpoints) == ({}, {}, "", [])
+    assert (run.config, run.plan, run.tail("log.txt")) == ({}, {}, "")
     assert run.status.state == "unknown"
-    assert len(run.problems) == 5
+    assert len(run.problems) == 4
     assert "is a link to a file outside" in run.problems[0]
 
 
 def test_a_folder_that_vanishes_is_empty(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "gone")
-    assert (run.config, run.plan, run.records("samples.jsonl"), run.checkpoints, run.exports) == ({}, {}, [], [], {})
+    assert (run.config, run.plan, run.records("samples.jsonl"), run.exports) == ({}, {}, [], {})
     assert run.status.state == "unknown"
 
 

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from ds_finetune.config.run_file import set_key
 from ds_finetune.config.schema import validate_tree
 from ds_finetune.console.phase_line import Say
@@ -128,8 +130,8 @@ def _apply_layout(tree: dict[str, Any], part: str) -> None:
 
 def largest_difference(losses: Sequence[float], expected: Sequence[float]) -> float:
     """Largest relative difference between the losses of two runs at a step; infinite if a loss is not finite."""
-    differences = [abs(a - b) / max(abs(b), _LEAST_LOSS) for a, b in zip(losses, expected, strict=True)]
-    return max((each if math.isfinite(each) else math.inf for each in differences), default=0.0)
+    differences = np.abs(np.subtract(losses, expected)) / np.maximum(np.abs(expected), _LEAST_LOSS)
+    return float(np.nan_to_num(differences, nan=math.inf).max(initial=0.0))
 
 
 def table_row(row: dict[str, Any]) -> tuple[str, ...]:

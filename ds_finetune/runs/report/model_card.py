@@ -18,26 +18,8 @@ from ds_finetune.system.whole_file import replace_file
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".zst")
-_HYPERPARAMETERS = (
-    "objective.name",
-    "train.for",
-    "train.global_batch_size",
-    "train.max_seq_len",
-    "train.precision",
-    "train.max_grad_norm",
-    "train.seed",
-    "optim.name",
-    "optim.lr",
-    "optim.lr_scheduler",
-    "optim.warmup",
-    "optim.weight_decay",
-    "optim.betas",
-    "data.packing",
-    "lora.rank",
-    "lora.alpha",
-    "lora.target_modules",
-)
-"""Keys of the run file that a model card lists with their values."""
+_SETTINGS = ("objective.name", "train.", "optim.", "data.packing", "lora.rank", "lora.alpha", "lora.target_modules")
+"""Beginnings of the keys of the run file that a model card lists with their values; none of them holds a path."""
 
 
 def write_model_cards(run: RunFolder) -> list[Path]:
@@ -130,7 +112,7 @@ def model_card(run: RunFolder, folder: Path, verified: Sequence[str] = ()) -> st
         ranks=run.last_start.get("ranks", 0),
         results=[(name, number_text(value, name)) for name, value in results.items()],
         data=str(run.recorded("data.json").get("summary", "")),
-        settings=[(key, settings[key]) for key in _HYPERPARAMETERS if settings.get(key, "null") != "null"],
+        settings=[(key, value) for key, value in settings.items() if key.startswith(_SETTINGS) and value != "null"],
         versions=run.versions,
     )
     return marked_card(card)

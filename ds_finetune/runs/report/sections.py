@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds_finetune import __version__
-from ds_finetune.config.units import bytes_text
 from ds_finetune.console.phase_line import time_text
 from ds_finetune.runs.folder import CONFIG, EXPERTS, LOG, REPORT, RunFolder
 from ds_finetune.runs.metrics import ROLLOUTS, SAMPLES, read_expert_table
@@ -239,55 +238,37 @@ def _data(run: RunFolder) -> list[Block]:
 
 
 def _answers(run: RunFolder) -> list[Block]:
-    groups = _by_key(run.records(SAMPLES), ("name", "prompt"))
+    groups: dict[tuple[str, str], dict[int, Mapping[str, Any]]] = {}
+    for sample in run.records(SAMPLES):
+        # A step that was repeated after a resume has several answers, of which the last one counts.
+        groups.setdefault((sample["name"], sample["prompt"]), {})[sample["step"]] = sample
     return [
-        _prompt_table(
+        Table(
             f"Prompt {number} of {name}",
-            prompt,
+            (),
             [
-                *[("expected", _shortened(str(group[-1]["expected"])))] * bool(group[-1]["expected"]),
-                # A step that was repeated after a resume has several answers, of which the last one counts.
-                *(
-                    (f"step {step:,} {answer.get('scores', '')}".strip(), _shortened(str(answer["answer"])))
-                    for step, answer in _spread([*{each["step"]: each for each in group}.items()], _MOST_ANSWERS)
-                ),
+                ("prompt", _shortened(prompt)),
+                *[
+                    (f"step {step:,} {sample.get('scores', '')}".strip(), _shortened(sample["answer"]))
+                    for step, sample in _spread([*samples.items()], _MOST_ANSWERS)
+                ],
+                *[("expected", _shortened(sample["expected"])) for sample in [*samples.values()][-1:]],
             ],
         )
-        for number, ((name, prompt), group) in enumerate(groups[:_MOST_SAMPLES], start=1)
+        for number, ((name, prompt), samples) in enumerate([*groups.items()][:_MOST_SAMPLES], start=1)
     ]
 
 
 def _rollouts(run: RunFolder) -> list[Block]:
-    groups = _by_key(run.records(ROLLOUTS), ("step", "prompt"))
-    return [
-        _prompt_table(
-            f"Before step {step:,}",
-            prompt,
-            [(_scores(answer), _shortened(str(answer["text"]))) for each in group for answer in each["answers"]],
-        )
-        for (step, prompt), group in _spread(groups, _MOST_SAMPLES)
-    ]
-
-
-def _scores(answer: Mapping[str, Any]) -> str:
-    parts = ", ".join(f"{name} {score}" for name, score in answer["parts"].items())
-    return f"reward {answer['reward']} ({parts}), advantage {answer['advantage']}, {answer['finish']}"
-
-
-def _by_key(records: Sequence[dict[str, Any]], key: tuple[str, str]) -> list[tuple[Any, list[dict[str, Any]]]]:
-    groups: dict[Any, list[dict[str, Any]]] = {}
-    for record in records:
-        groups.setdefault(tuple(record[name] for name in key), []).append(record)
-    return [*groups.items()]
-
-
-def _prompt_table(caption: str, prompt: object, rows: Sequence[tuple[str, str]]) -> Table:
-    return Table(caption, (), [("prompt", _shortened(str(prompt))), *rows])
-
-
-def _checkpoints(run: RunFolder) -> list[Block]:
-    rows = [(f"{saved.step:,}", bytes_text(saved.num_bytes), number_text(saved.eval_loss)) for saved in run.checkpoints]
-    return [Table("Complete checkpoints", ("step", "size", "eval/loss"), rows)] * bool(rows)
+    tables = []
+    for rollout in _spread(run.records(ROLLOUTS), _MOST_SAMPLES):
+        rows = [("prompt", _shortened(rollout["prompt"]))]
+        for answer in rollout["answers"]:
+            parts = ", ".join(f"{name} {score}" for name, score in answer["parts"].items())
+            scores = f"reward {answer['reward']} ({parts}), advantage {answer['advantage']}, {answer['finish']}"
+            rows.append((scores, _shortened(answer["text"])))
+        tables.append(Table(f"Before step {rollout['step']:,}", (), rows))
+    return [*tables]
 
 
 def _exports(run: RunFolder) -> list[Block]:
@@ -352,7 +333,6 @@ SECTIONS: tuple[tuple[str, str, Callable[[RunFolder], list[Block]], str], ...] =
     ("data", "Data", _data, "The coloured text of a document is trained; other text is context without a loss."),
     ("answers", "Generated answers over time", _answers, "Greedy answers to held-out prompts at the evaluations."),
     ("rollouts", "Sampled answers and their rewards", _rollouts, ""),
-    ("checkpoints", "Checkpoints", _checkpoints, ""),
     ("export", "Export and its verification", _exports, ""),
     ("repeat", "Versions and how to repeat the run", _repeat, ""),
 )
