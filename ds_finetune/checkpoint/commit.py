@@ -110,9 +110,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Read a checkpoint folder's manifest. CheckpointError if it is missing, damaged, or of another step than the
-        folder.
-        """
+        """Read a checkpoint folder's manifest. CheckpointError if it is missing, damaged, or of another step."""
         path = folder / MANIFEST
         try:
             body, _, checksum = path.read_bytes().rstrip(b"\n").rpartition(b"\n")

@@ -28,7 +28,7 @@ class Agreement:
     chats: int
     texts: int
     note: str
-    """What differs, for the user; empty where nothing does."""
+    """For the user: which texts the program tokenises otherwise than transformers; empty if there are none."""
 
 
 def is_sentencepiece(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -68,20 +68,20 @@ def compare_tokens(
 
 
 def genai_note(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Note for the user where ONNX Runtime GenAI makes other tokens than transformers; empty where it does not."""
+    """Note for the user if ONNX Runtime GenAI makes other tokens than transformers; else empty."""
     steps = _steps(json.loads(tokenizer.backend_tokenizer.to_str()))
     adds_space = is_sentencepiece(tokenizer) and bool(steps & {"Prepend", "Metaspace"})
     return compare_tokens(tokenizer, probe_chats(tokenizer), "ONNX Runtime GenAI", adds_space=adds_space).note
 
 
 def probe_chats(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """A rendered dialogue about each text of PROBES; empty without a chat template, or where it refuses dialogues."""
+    """A rendered dialogue about each text of PROBES; empty if no chat template exists, or if it fails on dialogues."""
     given = tokenizer.chat_template
     source = given.get("default") if isinstance(given, dict) else given
     if not source:
         return []
     template, roles = ChatTemplate(tokenizer, source), ("user", "assistant", "user")
-    # The template of completions writes single prompts.
+    # A template for completions renders a single prompt, and no dialogue.
     for number in (1,) if PlainFormat.of(source) else (3, 1):
         try:
             return [
@@ -94,7 +94,7 @@ def probe_chats(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 
 def _as_elsewhere(tokenizer: PreTrainedTokenizerBase, *, adds_space: bool) -> Tokenizer:
-    """The tokenizer with the steps of llama.cpp and ONNX Runtime GenAI."""
+    """A copy of the tokenizer that normalises and splits texts as llama.cpp and ONNX Runtime GenAI do."""
     tree = json.loads(tokenizer.backend_tokenizer.to_str())
     tree |= {"added_tokens": [token | _FLAGS for token in tree["added_tokens"]], "normalizer": None}
     if is_sentencepiece(tokenizer):

@@ -99,7 +99,7 @@ def fit_beginning(
 def fit_folder(
     files: Sequence[Path], config: Mapping[str, Any]
 ) -> tuple[PreTrainedTokenizerBase, dict[str, str]] | None:
-    """Load the tokenizer from its `files`, and change them by `fit_beginning`. None if training would load none."""
+    """Load the tokenizer from its `files`, and apply `fit_beginning`. Returns None if no tokenizer can be loaded."""
     try:
         tokenizer = load_tokenizer(str(files[0].parent)) if files else None
     except DataError:

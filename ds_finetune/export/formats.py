@@ -50,7 +50,7 @@ class ExportOptions:
     verify: bool = True
 
     def given(self) -> dict[str, str]:
-        """The options given by the user that some formats lack, by name on the command line."""
+        """Options that the user gave and that not every format supports, by name on the command line."""
         size = {} if self.max_shard_size is None else {"--max-shard-size": f"--max-shard-size {self.max_shard_size}"}
         flags = {"--no-cache": not self.with_cache, "--no-verify": not self.verify}
         return size | {name: name for name, is_given in flags.items() if is_given}
@@ -144,7 +144,7 @@ class ExportFormat:
     """Function that says whether the format supports models of a family; for encoders, whether it supports classifiers.
     """
     is_of_model: bool = True
-    """Whether the format has the full model. Only such formats can be listed in `export.formats`."""
+    """Whether the format contains the full model, and not only adapters. `export.formats` accepts only such formats."""
     has_card: bool = False
     """Whether a model card is written to the folder."""
 
@@ -361,9 +361,7 @@ def format_named(name: str, where: str = "format") -> ExportFormat:
 
 
 def formats_of_run(names: Sequence[str]) -> list[ExportFormat]:
-    """The formats in `export.formats`. ConfigError if one is unknown or needs an adapter, or safetensors
-    is not first.
-    """
+    """The formats in `export.formats`. ConfigError if one is unknown, needs an adapter, or safetensors is not first."""
     if list(names) != list(dict.fromkeys((SAFETENSORS.name, *names))):
         raise ConfigError(
             f"export.formats is {list(names)}",

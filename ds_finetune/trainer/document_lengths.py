@@ -86,7 +86,7 @@ def check_lengths(
 
 
 def _limits(model: ModelPlan) -> Iterator[DocumentLimit]:
-    """Limits on the length of documents, where sparse attention is not tested against transformers' own."""
+    """Maximum lengths of documents for a model with an indexer. Longer documents are untested with its settings."""
     tokens = longest_document(model.hf_config)
     if tokens is not None:
         if model.attention not in OWN_ATTENTIONS:

@@ -212,7 +212,9 @@ def _folder_parts(run: PreparedRun, engine: Engine, tokenizer: FittedTokenizer, 
 
 
 def _write_adapters(run: PreparedRun, engine: Engine, out: Path | None, parts: FolderParts) -> dict[str, Factors]:
-    """All adapters by the weight that they adapt, on rank zero; empty on other ranks. Written to `out`, if given."""
+    """Gather all adapters by the weight that they adapt, on rank zero; empty on other ranks. If `out` is given, they
+    are also written to this folder in peft's format.
+    """
     lora, inputs = run.config.lora, run.inputs
     if lora is None:
         return {}

@@ -61,7 +61,7 @@ class RunInputs:
     train: PreparedRows | StreamedRows
     prompts: PromptFormat
     held_out: Mapping[str, PreparedRows]
-    """Held-out sets by the first part of their metric names: `eval`, or `eval/NAME` for a named set."""
+    """Held-out sets by the prefix of their metric names: `eval`, or `eval/NAME` for a named set."""
     scores: StoredScores | None = None
     """Stored distributions of a teacher for the training rows; None without them."""
     teacher: str = ""

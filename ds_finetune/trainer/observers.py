@@ -53,7 +53,7 @@ Answered = Callable[[], Mapping[str, float] | None]
 Collect = Callable[[Sequence[Sample]], None]
 """Function that receives the first answers of an evaluation."""
 _ALL = "eval"
-"""First part of the names of metrics over all held-out sets together."""
+"""Prefix of the names of metrics over all held-out sets together."""
 
 
 @dataclass(frozen=True)

@@ -92,11 +92,11 @@ class _GroupMaker:
         self._by_ranks: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
 
     def line(self, *axes: Axis) -> dist.ProcessGroup:
-        """This rank's group along `axes`. Axes with the same ranks share a group."""
+        """This rank's process group along mesh `axes`. Axes that have the same ranks share one group."""
         return self.shared(self.mesh.groups(*axes))
 
     def shared(self, lines: list[list[int]]) -> dist.ProcessGroup:
-        """This rank's group among `lines` (lists of ranks). The same lines share a group."""
+        """This rank's process group in `lines`, the ranks of all groups. Equal `lines` share one group."""
         ranks = tuple(map(tuple, lines))
         if ranks not in self._by_ranks:
             self._by_ranks[ranks] = self.own(lines)

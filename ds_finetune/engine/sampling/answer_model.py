@@ -24,7 +24,7 @@ from ds_finetune.model.loss.head_chunks import cap_logits
 from ds_finetune.model.parallel.tensor import TensorParallelGroup
 from ds_finetune.model.routers import RouterCollector
 
-_KEPT = {"full_attention", "sliding_attention"}
+_CACHED_ONLY = {"full_attention", "sliding_attention"}
 """Types of layers whose only state is the keys and values of tokens."""
 _TOKENS, _READ = 9, 4
 """Number of tokens of each text in `check_cache`, and how many of them are decoded one by one."""
@@ -142,7 +142,7 @@ def check_cache(model: AnswerModel) -> None:
     family = family_of(config.model_type)
     if not (family.is_generic or family.has_state) or lm in _checked:
         return
-    other_kinds = set(getattr(config, "layer_types", None) or ()) - _KEPT
+    other_kinds = set(getattr(config, "layer_types", None) or ()) - _CACHED_ONLY
     if other_kinds or getattr(lm, "_is_stateful", False):
         kinds = ", ".join(sorted(other_kinds)) or "a state of its own"
         raise ModelError(f"answers of model_type `{config.model_type}` cannot be sampled: it has {kinds}", hint=_HINT)

@@ -54,7 +54,7 @@ class _RowLayer(DynamicIndexedLayer):
         return self._write(0, key_states), self._write(1, value_states)
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
-        """Write the indexer's key of each row's new token, [rows, 1, width]. Returns the keys of all tokens so far."""
+        """Append the indexer's key of each new token, [rows, 1, width]. Returns its keys of all tokens."""
         return self._write(2, indexer_key_states)
 
     def _write(self, index: int, token: torch.Tensor) -> torch.Tensor:
@@ -79,9 +79,7 @@ class RowCache(Cache):
     """
 
     def __init__(self, prompts: Iterable[tuple[ReadPrompt, slice]], *, rows: int, columns: int, longest: int) -> None:
-        """Copy prompts of at most `columns` tokens, each to a range of rows. There are never more than `longest`
-        columns.
-        """
+        """Copy prompts of at most `columns` tokens, each to a range of rows. The cache grows to at most `longest`."""
         super().__init__(layers=[])
         self.columns = self._reserved = columns
         """Number of columns with tokens, and number of reserved columns."""

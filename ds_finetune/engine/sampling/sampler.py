@@ -49,7 +49,9 @@ def check_answers(answers: Iterable[SampledAnswer]) -> None:
 
 @dataclass(frozen=True)
 class PromptPart:
-    """Some of the answers to one prompt: their numbers in its group, and the index of the first among all answers."""
+    """Some of the answers to one prompt. Their numbers in the prompt's group are `samples`, and the first one has
+    `index` among the answers to all prompts.
+    """
 
     prompt: PromptToSample
     samples: range

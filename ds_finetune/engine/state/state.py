@@ -72,7 +72,7 @@ class Master:
 
 
 def master_weights(wrapped: Any, plan: Plan) -> list[Master]:  # noqa: ANN401 - a DeepSpeedEngine
-    """The master tensors of this rank, with parts by Hugging Face name. A parameter without a master is frozen."""
+    """This rank's fp32 master tensors, each with the names of its parameters. Frozen parameters have no master."""
     names = {id(param): name for name, param in named_parameters(wrapped.module)}
     optimizer = wrapped.optimizer
     if plan.zero_stage == 3:

@@ -122,15 +122,18 @@ def add_tokenizer(
 
 
 def _space_prefix(tokenizer: PreTrainedTokenizerBase, chats: Sequence[str]) -> tuple[bool, str]:
-    """Whether llama.cpp is to put a space before a text and behind each control token, by which it makes transformers'
-    tokens of most `chats` and texts, and a note on the others. ExportError where it makes them of none.
+    """Whether llama.cpp must put a space before a text and behind each control token to tokenise most `chats` and texts
+    as transformers does, and a note on the others. ExportError if it tokenises all of them otherwise.
     """
     usual = tokenizer.tokenize("a")[0].startswith("▁")
     choices = {adds: compare_tokens(tokenizer, chats, "llama.cpp", adds_space=adds) for adds in (usual, not usual)}
     best = max(choices, key=lambda adds: (choices[adds].chats, choices[adds].texts))
     agreement = choices[best]
     if not (agreement.chats if chats else agreement.texts):
-        raise ExportError(agreement.note, hint="export with --format safetensors, which keeps tokenizer.json")
+        raise ExportError(
+            f"the tokenizer cannot be exported: {agreement.note}",
+            hint="export with --format safetensors, which keeps tokenizer.json",
+        )
     return best, agreement.note
 
 

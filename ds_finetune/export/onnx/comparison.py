@@ -38,11 +38,11 @@ GENERATED = (
     ((0,), 12, (8, 4)),
     ((2, 0), 21, (1, 9, 1, 1, 4, 1, 4)),
 )
-"""Test inputs of a language model: padding tokens at the start of each row, row length with padding, and chunk lengths.
-A row is fed to the model chunk by chunk, each chunk with the cache of the earlier ones.
+"""Test inputs of a language model. Each has the number of padding tokens at the start of each row, the row length with
+padding, and the lengths of the chunks in which a row is fed to the model, each with the cache of earlier chunks.
 """
 PROMPTS = ((0, 4, 1, 7), 11)
-"""Prompts for greedy decoding: number of padding tokens at the start of each row, and row length with padding."""
+"""Inputs for greedy decoding: number of padding tokens at the start of each row, and row length with padding."""
 SCORED = (
     ((0,), 1, "right"),
     ((0,), 23, "right"),
@@ -50,7 +50,7 @@ SCORED = (
     ((0, 11, 5), 33, "right"),
     ((2, 0), 12, "left"),
 )
-"""Test inputs of a classifier: padding tokens of each row, row length with padding, and side of the padding."""
+"""Test inputs of a classifier: number of padding tokens of each row, row length with padding, side of padding."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -62,9 +62,7 @@ def scoring_graph(model: PreTrainedModel, read: Read, *, dtype: np.dtype) -> tup
 
 
 def _last_hidden_states(layers: Layers, positions: str, *, with_cache: bool) -> str:
-    """Add all layers and the final norm, for `positions` [batch, length]. Returns hidden states [batch,
-    length, width].
-    """
+    """Add all layers and the final norm for `positions` [batch, length]. Returns states [batch, length, width]."""
     graph, config = layers.graph, layers.model.config
     attention, _ = ATTENTION[parts_of(config).attention](config)
     mask, rotary = _mask(graph), _rotary(graph, layers.model, positions)

@@ -69,7 +69,7 @@ _DERIVED = (
 )
 """Keys of a DeepSpeed configuration that follow from the run file. The selftest's run sets its own values."""
 _ROUNDING = ("data_types",)
-"""Keys of a DeepSpeed configuration that change rounding. They are left out, like options that `inexact` allows."""
+"""Keys of a DeepSpeed configuration that change rounding. The selftest leaves them out."""
 _SMALL = {
     "stage3_param_persistence_threshold": 40,
     "reduce_bucket_size": 20_000,
@@ -330,7 +330,7 @@ def _cases_of_run(run: RunSettings, world: World, device: str) -> list[LayoutCas
         attention = run.model.attention if precision == chosen else "sdpa"
         tree |= {"model": {"path": "", "attention": attention, "loss": run.model.loss}, "deepspeed": choices}
         tree |= {
-            # Groups of two answers divide the batch of any cell.
+            # The number of samples in a batch of any layout is a multiple of a group of two answers.
             "objective": run.objective.model_dump() | ({"group_size": 2} if is_grpo(run.objective) else {}),
             "router": run.router and run.router.model_dump(),
         }

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 MANY = 0.8
-"""Fraction of groups of answers above which a hint applies."""
+"""Fraction of groups above which a metric such as `all_wrong` is a cause: then the user gets its hint."""
 
 
 Metrics = Mapping[str, float]

@@ -74,8 +74,8 @@ class AnswerGroup:
 
     @property
     def verdicts(self) -> Floats:
-        """Each answer's score under the first reward that applies, fp64 [answers]: 1 or more is right, 0 or less is
-        wrong.
+        """Each answer's score under its first reward that applies, fp64 [answers]. At least 1 is right, at
+        most 0 is wrong.
         """
         first = np.argmax(~np.isnan(self.parts), axis=1)
         return self.parts[np.arange(len(self.parts)), first]

@@ -100,8 +100,8 @@ class RolloutSource:
         for step in range(after.step, self.run.schedule.steps):
             if self.latest is None or step >= self.latest.first + self.latest.steps:
                 rollout = self._complete(self._ahead or self._begin(step, cursor, done=step))
-                # Until the next rollout is sampled, the current one is saved as the rollout ahead of the completed
-                # steps.
+                # A checkpoint may be saved before the next rollout is sampled. Until then this rollout counts as
+                # sampled ahead of the completed steps.
                 self._ahead, following = rollout, step + rollout.steps
                 has_next = self.run.config.rollout.ahead and following < self.run.schedule.steps
                 self._ahead = self._begin(following, rollout.until, done=step) if has_next else None

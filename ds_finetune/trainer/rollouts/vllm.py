@@ -163,7 +163,7 @@ class VllmEngine:
         raise_on_every_rank(self._tried(work)[1])
 
     def _tried(self, work: Callable[[VllmServer], T]) -> tuple[T | None, FinetuneError | None]:
-        """The result of `work` on rank zero, and the server's error, a ServerLostError if it has answered before."""
+        """Run `work` on rank zero. Returns its result and its error: ServerLostError if the server had answered."""
         if not self._engine.is_rank_zero:
             return None, None
         try:
