@@ -109,7 +109,7 @@ def placement_of(lm: PreTrainedModel, plan: Plan, groups: Groups) -> AdapterPlac
         tp_group=groups.tensor,
         mark_expert=partial(tag_expert, groups=groups),
     )
-    return placement if partition_like is None else replace(placement, share=partition_like)
+    return placement if partition_like is None else replace(placement, partition=partition_like)
 
 
 def _partition_like_model(lm: PreTrainedModel, params: list[nn.Parameter]) -> None:

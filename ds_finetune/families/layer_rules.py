@@ -51,9 +51,9 @@ def published_layers(c: ModelConfig) -> dict[str, Any]:
     if c.get("mlp_layer_types"):
         layers["num_hash_layers"] = list(c["mlp_layer_types"]).count("hash_moe")
     if scaling := rope.get("compress"):
-        kept = ("factor", "beta_fast", "beta_slow", "original_max_position_embeddings", "truncate")
+        scaling_keys = ("factor", "beta_fast", "beta_slow", "original_max_position_embeddings", "truncate")
         kind = scaling.get("rope_type", "default")
-        scaled = {"type": kind, **{key: scaling[key] for key in kept if key in scaling}}
+        scaled = {"type": kind, **{key: scaling[key] for key in scaling_keys if key in scaling}}
         layers["rope_scaling"] = None if kind == "default" else scaled
     return layers
 

@@ -71,11 +71,11 @@ class BalanceLoss(ExtraLoss):
         return table
 
     def finish_step(
-        self, here: torch.Tensor, on_host: torch.Tensor, *, num_tokens: int, is_skipped: bool
+        self, on_device: torch.Tensor, on_host: torch.Tensor, *, num_tokens: int, is_skipped: bool
     ) -> RouterChoices:
         """Update router biases from the choices of all routers, and return these choices."""
         choices = choices_of(on_host, self.routers.plan)
-        finish_step(self.routers, choices, here, num_tokens=num_tokens, is_skipped=is_skipped)
+        finish_step(self.routers, choices, on_device, num_tokens=num_tokens, is_skipped=is_skipped)
         return choices
 
     def loss(self, rows: ForwardRows, hidden: torch.Tensor, weights: torch.Tensor) -> LossAndSums | None:

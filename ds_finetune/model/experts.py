@@ -18,7 +18,7 @@ from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear, grouped_mm_experts_forward
 
 from ds_finetune.model.build.dtypes import PRECISION_DTYPES
-from ds_finetune.model.kept_outputs import current_outputs, kept
+from ds_finetune.model.kept_outputs import current_outputs, save_outputs
 from ds_finetune.model.weights.names import is_table
 from ds_finetune.plan.forward import product_of_experts
 
@@ -59,7 +59,7 @@ def multiply(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, *, is
     return by_kernel(rows.to(weight.dtype), weight if is_transposed else weight.transpose(1, 2), ends)
 
 
-_kept_multiply = kept(multiply)
+_saved_multiply = save_outputs(multiply)
 
 
 def rows_up_to(experts: torch.Tensor, number: int) -> torch.Tensor:
@@ -153,7 +153,7 @@ def grouped_product(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor
     """Grouped product of `rows` [rows, in] with the fused `weight` named `leaf`. Selective recomputation saves the
     output of the first projection only, because no gradient needs the output of the second.
     """
-    return (_kept_multiply if leaf == "gate_up_proj" else multiply)(rows, weight, ends, **options)
+    return (_saved_multiply if leaf == "gate_up_proj" else multiply)(rows, weight, ends, **options)
 
 
 def project(module: Any, rows: torch.Tensor, ends: torch.Tensor, leaf: str) -> torch.Tensor:  # noqa: ANN401 - a module of any family

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_map_only
 P = ParamSpec("P")
 T = TypeVar("T")
 
-KEPT_OPERATIONS = frozenset(
+SAVED_OPERATIONS = frozenset(
     {
         "aten::_scaled_dot_product_flash_attention",
         "aten::_scaled_dot_product_efficient_attention",
@@ -64,7 +64,7 @@ class KeptOutputs(TorchDispatchMode):
         def compute() -> Any:  # noqa: ANN401
             return func(*args, **(kwargs or {}))
 
-        return self.keep(compute) if func.name() in KEPT_OPERATIONS else compute()
+        return self.keep(compute) if func.name() in SAVED_OPERATIONS else compute()
 
     def keep(self, compute: Callable[[], T]) -> T:
         """Return the result of `compute` and save it in forward; in recomputation return the saved result. It has no
@@ -161,8 +161,8 @@ def keep_choices(module: nn.Module) -> None:
     module.forward = forward_or_repeat
 
 
-def kept(compute: Callable[P, T]) -> Callable[P, T]:
-    """Wrap `compute` so that its operations in `KEPT_OPERATIONS` save their outputs in selectively recomputed layers.
+def save_outputs(compute: Callable[P, T]) -> Callable[P, T]:
+    """Wrap `compute` so that its operations in `SAVED_OPERATIONS` save their outputs in selectively recomputed layers.
 
     Attention with dropout is recomputed; otherwise later dropouts of the layer would use the random numbers that
     attention used in forward.

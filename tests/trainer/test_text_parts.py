@@ -190,7 +190,7 @@ def test_a_text_part_has_the_layouts_of_its_row(tmp_path: Path) -> None:
         ({"model_type": "gemma3"}, "whose text part `gemma3_text` cannot be exported"),
         (
             {**CONFIGS["mistral3"], "quantization_config": {"quant_method": "fp8"}},
-            "weights of models of text and other",
+            "with a quantization_config, which is not supported",
         ),
     ],
     ids=["class", "moe", "section", "quantised"],

@@ -137,7 +137,7 @@ class AdapterPlacement:
     """Tensor parallel group; None without tensor parallelism."""
     mark_expert: MarkParameter | None = None
     """Called with each parameter of experts that only some ranks hold."""
-    share: Callable[[list[nn.Parameter]], None] = lambda _: None
+    partition: Callable[[list[nn.Parameter]], None] = lambda _: None
     """Called with the new parameters of a module, to partition them under ZeRO-3. The default leaves them full tensors.
     """
 
@@ -183,10 +183,10 @@ def install_lora(  # noqa: PLR0913
     = sqrt(5) (peft 0.21, tuners/lora/layer.py, reset_lora_parameters). The seed of A depends on the weight's name.
     """
     lm.requires_grad_(False)
-    here, initial = dict(lm.named_modules()), start or partial(initial_factors, rank=lora.rank, seed=seed)
+    modules, initial = dict(lm.named_modules()), start or partial(initial_factors, rank=lora.rank, seed=seed)
     for target in targets:
-        if target.name in here:
-            _adapt(here[target.name], target, lora, initial=initial, placement=placement)
+        if target.name in modules:
+            _adapt(modules[target.name], target, lora, initial=initial, placement=placement)
 
 
 def _adapt(
@@ -201,7 +201,7 @@ def _adapt(
     module.__class__ = type(f"Adapted{kind.__name__}", (_adapted_class(module, target.kind), kind), {})
     module.lora_scale = lora.scale
     module.lora_dropout = lora.dropout
-    made = []
+    new_parameters = []
     for leaf, shape in target.shapes.items():
         weight = module._parameters[leaf]
         local_shape = shape_of(weight) if is_four_bit(weight) else placement.where(weight).shape
@@ -223,8 +223,8 @@ def _adapt(
             if side == "A":
                 module.lora_columns = shard.offsets[-1], shard.global_shape[-1]
             module.register_parameter(leaf_name, param)
-            made.append(param)
-    placement.share(made)
+            new_parameters.append(param)
+    placement.partition(new_parameters)
 
 
 def initial_factors(name: str, shape: Shape, rank: int, seed: int) -> dict[str, torch.Tensor]:

@@ -25,7 +25,7 @@ from ds_finetune.model.attention.kernels import (
     pack_documents,
     pads_values,
 )
-from ds_finetune.model.kept_outputs import kept
+from ds_finetune.model.kept_outputs import save_outputs
 from ds_finetune.model.parallel.sequence import SequenceParallelGroup
 
 BY_DOCUMENT = "ds_finetune_by_document"
@@ -309,8 +309,8 @@ def _unknown(others: Mapping[str, Any]) -> list[str]:
 
 def mask_context(lm: PreTrainedModel) -> AbstractContextManager[None]:
     """Context in which `lm` makes attention masks, without searching rows for documents if attention gets them."""
-    is_told = lm.config._attn_implementation in KNOWS_DOCUMENTS
-    return without_search_for_documents() if is_told else nullcontext()
+    knows_documents = lm.config._attn_implementation in KNOWS_DOCUMENTS
+    return without_search_for_documents() if knows_documents else nullcontext()
 
 
 def flash_arguments(documents: Sequence[Documents], device: torch.device) -> dict[str, Any]:
@@ -367,4 +367,4 @@ def _row(
 register_attention(BY_DOCUMENT, attend_by_document)
 register_attention(BY_LENGTHS, attend_by_lengths)
 for _name in ("sdpa", FLASH):
-    wrap_attention(_name, kept)
+    wrap_attention(_name, save_outputs)

@@ -123,8 +123,10 @@ def entries_of(shards: RowShards, rate: int, before: int, device: torch.device) 
     first, positions = np.repeat(first_entries, sizes), np.arange(sizes.sum()) - _begins(shards.documents)
     ranges = shards.own(first), shards.own(first + (positions + 1) // rate)
     parts = (shards.local_indices(windows[is_own], before), in_document[is_own] == 0, in_document[is_own] * rate, order)
-    at, is_first, places, order_of, first_of, end = (torch.from_numpy(part).to(device) for part in (*parts, *ranges))
-    return Entries(at, is_first, places, order_of, int(made.max()), first_of, end, ranges)
+    at, is_first, token_positions, order_of, first_of, end = (
+        torch.from_numpy(part).to(device) for part in (*parts, *ranges)
+    )
+    return Entries(at, is_first, token_positions, order_of, int(made.max()), first_of, end, ranges)
 
 
 @dataclass(eq=False)

@@ -127,15 +127,15 @@ class _Divergence(torch.autograd.Function):
         # Saved tensors are read only once, because activation checkpointing allows no second read.
         saved, followed = ctx.saved_tensors, ctx.followed
         index, tensors = ScoreInputs(*saved[:3]), saved[3:]
-        found = ScoreInputs(*(torch.zeros_like(tensor, dtype=torch.float32) for tensor in index))
+        index_grads = ScoreInputs(*(torch.zeros_like(tensor, dtype=torch.float32) for tensor in index))
         for part in followed.parts(index, tensors):
             with torch.enable_grad():
                 leaves = ScoreInputs(*(tensor.detach().requires_grad_() for tensor in _of_part(index, part)))
                 values = _divergence(leaves, followed, part, tensors)
                 grads = torch.autograd.grad(values, leaves, grad[part.queries])
-            for total, of_part in zip(_of_part(found, part), grads, strict=True):
+            for total, of_part in zip(_of_part(index_grads, part), grads, strict=True):
                 total += of_part
-        of_index = (total.to(tensor.dtype) for total, tensor in zip(found, index, strict=True))
+        of_index = (total.to(tensor.dtype) for total, tensor in zip(index_grads, index, strict=True))
         return (None, *of_index, *(None for _ in tensors))
 
 
@@ -380,11 +380,13 @@ def _inputs_of_scores(
     indexer, rope = attention.indexer, attention.indexer.qk_rope_head_dim
     query = indexer.wq_b(low_rank).unflatten(-1, (indexer.n_heads, indexer.head_dim))
     key = indexer.k_norm(indexer.wk(hidden))[:, :, None]
-    turn, both = "pairs" if attention.rotates_pairs else "halves", (query, key)
-    turned = attention.rotate(turn, *(each[..., :rope].transpose(1, 2) for each in both), *position_embeddings)
+    turn, query_and_key = "pairs" if attention.rotates_pairs else "halves", (query, key)
+    rotated = attention.rotate(
+        turn, *(each[..., :rope].transpose(1, 2) for each in query_and_key), *position_embeddings
+    )
     query, key = (
         torch.cat([part.transpose(1, 2), original[..., rope:]], dim=-1)
-        for part, original in zip(turned, both, strict=True)
+        for part, original in zip(rotated, query_and_key, strict=True)
     )
     weight = indexer.weights_proj(hidden.to(indexer.weights_proj.weight.dtype)).float() * indexer.n_heads**-0.5
     return ScoreInputs(query, key[:, :, 0], weight)

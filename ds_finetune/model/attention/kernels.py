@@ -19,7 +19,7 @@ from transformers import PretrainedConfig
 
 from ds_finetune.config.sections import OWN_ATTENTIONS
 from ds_finetune.errors import DependencyError, ModelError
-from ds_finetune.model.kept_outputs import kept
+from ds_finetune.model.kept_outputs import save_outputs
 from ds_finetune.plan.forward import MAX_WIDTH, flash_3_problem, varlen_problem
 
 Documents = tuple[int, ...]
@@ -130,7 +130,7 @@ def find_origins(documents: Sequence[Documents], shared: Sequence[Documents]) ->
     return begins, begins[np.maximum.accumulate(np.where(continued == 0, np.arange(len(begins)), 0))], continued
 
 
-@kept
+@save_outputs
 def varlen_attn(*parts: Any, **options: Any) -> object:  # noqa: ANN401 - what torch's takes
     """torch's variable-length kernel, imported at the first call, because the import loads torch's compiler."""
     from torch.nn.attention import varlen
@@ -213,7 +213,7 @@ def pads_values(query: torch.Tensor, value: torch.Tensor, *, is_masked: bool) ->
     return query.dtype in (torch.float16, torch.bfloat16) and not is_masked and query.shape[3] <= MAX_WIDTH
 
 
-_attend = kept(functional.scaled_dot_product_attention)
+_attend = save_outputs(functional.scaled_dot_product_attention)
 
 
 def attend_document(  # noqa: PLR0913 - the arguments of torch's attention

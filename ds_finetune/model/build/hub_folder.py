@@ -295,9 +295,9 @@ def _renamed(stored: Mapping[str, StoredTensor], rename: Callable[[str], str], f
     for key, tensor in stored.items():
         name = rename(key)
         if name in tensors:
-            both = sorted(other for other in stored if rename(other) == name)
+            same_name = sorted(other for other in stored if rename(other) == name)
             raise ModelError(
-                f"{folder} has the tensors `{both[0]}` and `{both[1]}`, which are both `{name}` of the model",
+                f"{folder} has the tensors `{same_name[0]}` and `{same_name[1]}`, which are both `{name}` of the model",
                 hint="remove one of them",
             )
         tensors[name] = tensor
@@ -366,14 +366,14 @@ def _read_indexed(folder: Path) -> dict[str, StoredTensor]:
             hint="download the model again",
         )
     tensors = _merge_files([folder / name for name in names], weight_map)
-    lost = [
+    missing_tensors = [
         f"`{key}` in {file}"
         for key, file in sorted(weight_map.items())
         if key not in tensors or tensors[key].file.path.name != file
     ]
-    if lost:
+    if missing_tensors:
         raise ModelError(
-            f"{index} names {len(lost)} tensors that are not there: {', '.join(lost[:_SHOWN])}",
+            f"{index} names {len(missing_tensors)} tensors that are not there: {', '.join(missing_tensors[:_SHOWN])}",
             hint="download the model again",
         )
     return tensors
@@ -412,10 +412,12 @@ def _check_scales(folder: Path, stored: Mapping[str, StoredTensor], fp8: Iterabl
             hint="give a bf16 copy",
         )
     packed = {key for key, tensor in stored.items() if tensor.dtype == PACKED}
-    lost = sorted(key for key in stored if key.endswith(SCALE) and key.removesuffix(SCALE) not in weights | packed)
-    if lost:
+    unused_scales = sorted(
+        key for key in stored if key.endswith(SCALE) and key.removesuffix(SCALE) not in weights | packed
+    )
+    if unused_scales:
         raise ModelError(
-            f"{folder} holds {len(lost)} scales without an FP8 weight: {', '.join(lost[:_SHOWN])}",
+            f"{folder} holds {len(unused_scales)} scales without an FP8 weight: {', '.join(unused_scales[:_SHOWN])}",
             hint="give a bf16 copy",
         )
     for key in sorted(weights):

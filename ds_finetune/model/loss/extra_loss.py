@@ -53,10 +53,11 @@ class ExtraLoss(ABC):
         """
         return None
 
-    def finish_step(self, here: torch.Tensor, on_host: torch.Tensor, *, num_tokens: int, is_skipped: bool) -> object:
+    def finish_step(
+        self, on_device: torch.Tensor, on_host: torch.Tensor, *, num_tokens: int, is_skipped: bool
+    ) -> object:
         """Called after a step on a global batch of `num_tokens` tokens, with the counts of `counted` summed over all
-        ranks: `here` on the device, `on_host` on the CPU. The result is passed to observers as
-        `StepRecord.counted[name]`.
+        ranks: `on_device`, and `on_host` on the CPU. The result is passed to observers as `StepRecord.counted[name]`.
         """
         return None
 

@@ -101,29 +101,33 @@ class TwoPassHead:
         hidden, weight, bias, targets, _ = self._inputs
         gradients = HeadGradients.zeros(hidden, weight, bias, needed)
         for start in reversed(self._starts):
-            here = slice(start, start + self._chunk)
+            chunk_rows = slice(start, start + self._chunk)
             probabilities, slope = self._probabilities(start)
-            d_logits = subtract_one_hot(probabilities, targets[here], self._tp_group).mul_(-d_logp[here, None])
-            gradients.add_chunk(d_logits if slope is None else d_logits.mul_(slope), hidden[here], weight, start)
+            d_logits = subtract_one_hot(probabilities, targets[chunk_rows], self._tp_group).mul_(
+                -d_logp[chunk_rows, None]
+            )
+            gradients.add_chunk(d_logits if slope is None else d_logits.mul_(slope), hidden[chunk_rows], weight, start)
         return gradients
 
     def _first_pass(self, directions: torch.Tensor | None) -> torch.Tensor:
         hidden, weight, _, targets, _ = self._inputs
         logp = torch.zeros_like(self._log_sum)
         for start in self._starts:
-            here, is_last = slice(start, start + self._chunk), start == self._starts[-1]
+            chunk_rows, is_last = slice(start, start + self._chunk), start == self._starts[-1]
             logits, slope = self._logits(start, needs_slope=directions is not None or is_last)
-            softmax = softmax_of_chunk(logits, targets[here], self._tp_group)
-            logp[here], self._log_sum[here] = softmax.logp, softmax.log_sum
+            softmax = softmax_of_chunk(logits, targets[chunk_rows], self._tp_group)
+            logp[chunk_rows], self._log_sum[chunk_rows] = softmax.logp, softmax.log_sum
             if self.entropy is not None:
                 # With e = `exps` and their sum n, the entropy -sum e/n log(e/n) is log n - 1/n sum e log e.
                 weighted = torch.special.entr(softmax.exps).sum(-1)
                 weighted = weighted if self._tp_group is None else self._tp_group.all_reduce(weighted)
-                self.entropy[here] = softmax.norm.log() + weighted / softmax.norm
+                self.entropy[chunk_rows] = softmax.norm.log() + weighted / softmax.norm
             if directions is not None:
-                direction = subtract_one_hot(softmax.exps.div_(softmax.norm[:, None]), targets[here], self._tp_group)
+                direction = subtract_one_hot(
+                    softmax.exps.div_(softmax.norm[:, None]), targets[chunk_rows], self._tp_group
+                )
                 direction = direction if slope is None else direction.mul_(slope)
-                torch.mm(direction.neg_().to(hidden.dtype), weight, out=directions[here])
+                torch.mm(direction.neg_().to(hidden.dtype), weight, out=directions[chunk_rows])
             elif is_last:
                 self._last = _CappedChunk(softmax.exps.div_(softmax.norm[:, None]), slope)
         return logp

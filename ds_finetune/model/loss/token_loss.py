@@ -192,8 +192,10 @@ class TrainedModel(nn.Module):
         attention by document, and no other layer that reads several tokens of a document.
         """
         family = family_of(self.config.model_type)
-        is_told = self.config._attn_implementation == BY_DOCUMENT and (self.packs_documents or device.type == "cpu")
-        return is_told and not (family.is_generic or family.indexer or family.has_state)
+        is_by_document = self.config._attn_implementation == BY_DOCUMENT and (
+            self.packs_documents or device.type == "cpu"
+        )
+        return is_by_document and not (family.is_generic or family.indexer or family.has_state)
 
     @property
     def has_head(self) -> bool:

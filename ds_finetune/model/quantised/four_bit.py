@@ -27,10 +27,10 @@ def install_four_bit(lm: PreTrainedModel, names: Iterable[str], *, device: str) 
     Either `lm` was built inside `linears_without_memory` (foreign/torch_nn.py), and its other linear modules get
     uninitialised memory here, or ZeRO-3 partitioned its parameters at construction.
     """
-    here = dict(lm.named_modules())
+    modules = dict(lm.named_modules())
     for name in names:
-        if name in here:
-            lm.set_submodule(name, _four_bit(here[name], device))
+        if name in modules:
+            lm.set_submodule(name, _four_bit(modules[name], device))
     for module in lm.modules():
         for leaf, param in module.named_parameters(recurse=False):
             if param.is_meta and not is_four_bit(param):
@@ -44,16 +44,16 @@ def _four_bit(linear: Any, device: str) -> nn.Module:  # noqa: ANN401 - a linear
     dtype, width, out = linear.weight.dtype, linear.in_features, linear.out_features
     # ZeRO-3 gives this attribute to a weight that it has partitioned.
     is_partitioned = hasattr(linear.weight, "ds_tensor")
-    made = Linear4bit(width, out, bias=False, compute_dtype=dtype, quant_type="nf4", device="meta")
+    quantised = Linear4bit(width, out, bias=False, compute_dtype=dtype, quant_type="nf4", device="meta")
     if is_partitioned:
-        made.__class__ = type("PartitionedLinear4bit", (_RegatheredLinear, Linear4bit), {})
+        quantised.__class__ = type("PartitionedLinear4bit", (_RegatheredLinear, Linear4bit), {})
     empty = torch.empty(out, width, dtype=dtype, device="meta")
-    made.weight = Params4bit(empty, requires_grad=False, quant_type="nf4", module=made)
-    made.weight.meant_for = torch.device(device)
+    quantised.weight = Params4bit(empty, requires_grad=False, quant_type="nf4", module=quantised)
+    quantised.weight.meant_for = torch.device(device)
     if linear.bias is not None:
-        made.bias = linear.bias if is_partitioned else nn.Parameter(torch.empty_like(linear.bias, device=device))
-    without_cpu_packing(made)
-    return made
+        quantised.bias = linear.bias if is_partitioned else nn.Parameter(torch.empty_like(linear.bias, device=device))
+    without_cpu_packing(quantised)
+    return quantised
 
 
 class _RegatheredProduct(torch.autograd.Function):
@@ -93,28 +93,28 @@ def is_four_bit(param: torch.Tensor) -> bool:
     return hasattr(param, "quant_state")
 
 
-Share = Callable[[list[nn.Parameter]], None]
+Partition = Callable[[list[nn.Parameter]], None]
 """Function that partitions full parameters under ZeRO-3."""
 
 
-def four_bit_or(other: Where, share: Share | None = None) -> Where:
+def four_bit_or(other: Where, partition: Partition | None = None) -> Where:
     """Make a function that returns the fragment of a tensor that this rank holds.
 
     A tensor that will be stored in four bits has its full tensor as fragment, which is quantised when the fragment
-    closes and then passed to `share`. For other tensors `other` returns the fragment.
+    closes and then passed to `partition`. For other tensors `other` returns the fragment.
     """
 
     def where(tensor: torch.Tensor) -> Fragment:
         if not is_four_bit(tensor):
             return other(tensor)
         shape = shape_of(tensor)
-        return Fragment(0, prod(shape), shape, partial(_quantise_when_closed, tensor, share))
+        return Fragment(0, prod(shape), shape, partial(_quantise_when_closed, tensor, partition))
 
     return where
 
 
 @contextmanager
-def _quantise_when_closed(param: Any, share: Share | None) -> Iterator[torch.Tensor]:  # noqa: ANN401 - bitsandbytes' Params4bit
+def _quantise_when_closed(param: Any, partition: Partition | None) -> Iterator[torch.Tensor]:  # noqa: ANN401 - bitsandbytes' Params4bit
     assert param.quant_state is None, "a weight is quantised once"
     from bitsandbytes.nn import Params4bit
 
@@ -123,8 +123,8 @@ def _quantise_when_closed(param: Any, share: Share | None) -> Iterator[torch.Ten
     module = param.module
     module.weight = Params4bit(values, requires_grad=False, quant_type="nf4", module=module).to(param.meant_for)
     module.weight.model_parallel = False
-    if share is not None:
-        share([module.weight])
+    if partition is not None:
+        partition([module.weight])
 
 
 def shape_of(param: Any) -> tuple[int, ...]:  # noqa: ANN401 - bitsandbytes' Params4bit, or any tensor

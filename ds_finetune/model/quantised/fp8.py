@@ -99,15 +99,15 @@ def quantise_like(
     fp16. `quantise` alone would restore the stored bytes only if their scales were computed as it does, from bf16
     numbers.
     """
-    made, made_scale = quantise(values, scales_of_two=scales_of_two)
+    quantised, new_scale = quantise(values, scales_of_two=scales_of_two)
     plain = dequantise(stored, scale[None])
-    is_kept = torch.zeros(len(scale), dtype=torch.bool)
+    is_unchanged = torch.zeros(len(scale), dtype=torch.bool)
     for dtype in (torch.bfloat16, torch.float32, torch.float16):
         differ = torch.nn.functional.pad(values != plain.to(dtype).float(), (0, -values.shape[1] % BLOCK))
-        is_kept |= ~differ.view(len(values), -1, BLOCK).any(2).any(0)
-    spread = is_kept.repeat_interleave(BLOCK)[: values.shape[1]]
+        is_unchanged |= ~differ.view(len(values), -1, BLOCK).any(2).any(0)
+    spread = is_unchanged.repeat_interleave(BLOCK)[: values.shape[1]]
     return (
-        torch.where(spread, stored.view(torch.uint8), made.view(torch.uint8)).view(FP8),
-        torch.where(is_kept, scale, made_scale),
-        is_kept,
+        torch.where(spread, stored.view(torch.uint8), quantised.view(torch.uint8)).view(FP8),
+        torch.where(is_unchanged, scale, new_scale),
+        is_unchanged,
     )

@@ -65,11 +65,11 @@ def untrained_rows(folder: Path, candidates: Collection[int], used: Collection[i
         return torch.cat([hub.rows(table, number, number + 1).double() for number in ids])
 
     unused = [number for number in range(hub.shapes[table][0]) if number not in used][:_COMPARED]
-    usual = sorted({*used} - {*candidates})
-    others = read(unused or usual[:: -(-len(usual) // _COMPARED)])
-    distances = (others - others.mean(0)).norm(dim=1)
+    used_ids = sorted({*used} - {*candidates})
+    embeddings = read(unused or used_ids[:: -(-len(used_ids) // _COMPARED)])
+    distances = (embeddings - embeddings.mean(0)).norm(dim=1)
     limit = _MARGIN * distances.max() if unused else distances.median() / 2
-    return [number for number in candidates if (read([number]) - others.mean(0)).norm() <= limit]
+    return [number for number in candidates if (read([number]) - embeddings.mean(0)).norm() <= limit]
 
 
 class GrownFolder(HubFolder):
@@ -114,12 +114,12 @@ class GrownFolder(HubFolder):
 
     def check_left(self, keys: Iterable[str]) -> None:
         """ModelError if a tensor of `keys`, which no module loads, has a row per token and would have to grow."""
-        stuck = [key for key in keys if self.shapes[key][:1] == (self._growth.before,)]
-        if stuck:
+        growing = [key for key in keys if self.shapes[key][:1] == (self._growth.before,)]
+        if growing:
             raise ModelError(
                 f"model.resize_vocabulary makes {self._growth.after} rows of {self._growth.before}, and "
-                f"{self.folder} has {len(stuck)} tensors of {self._growth.before} rows for which transformers' class "
-                f"has no module and which an export would copy: {', '.join(stuck)}",
+                f"{self.folder} has {len(growing)} tensors of {self._growth.before} rows for which transformers' class "
+                f"has no module and which an export would copy: {', '.join(growing)}",
                 hint="train a copy of the model without its multi-token prediction layers",
             )
 

@@ -18,7 +18,7 @@ from ds_finetune.model.activation_memory import install_tiled_mlps, is_random, r
 from ds_finetune.model.adapters.lora import AdapterPlacement, install_lora
 from ds_finetune.model.build.meta_model import read_tensors
 from ds_finetune.model.build.skeleton import build_skeleton, full_fragment
-from ds_finetune.model.kept_outputs import KEPT_OPERATIONS, kept, layer_contexts
+from ds_finetune.model.kept_outputs import SAVED_OPERATIONS, layer_contexts, save_outputs
 from ds_finetune.model.parallel.expert import compute_shared_experts_ahead
 from ds_finetune.plan.lora_targets import adapted_targets, targets_among
 from tests.model.tiny import CONFIGS
@@ -101,7 +101,7 @@ def test_what_is_kept_is_not_computed_again(family: str) -> None:
     grouped = forward[GROUPED] // 2
     assert (full[GROUPED], selective[GROUPED]) == (5 * grouped, 4 * grouped)
     assert grouped == {"llama": 0, "qwen3_moe": LAYERS, "deepseek_v2": LAYERS - 1}[family]
-    rest = {name: count for name, count in full.items() if name not in KEPT_OPERATIONS and name != DETACH}
+    rest = {name: count for name, count in full.items() if name not in SAVED_OPERATIONS and name != DETACH}
     assert {name: selective[name] for name in rest} == rest
 
 
@@ -136,7 +136,7 @@ def test_tiles_keep_nothing_of_experts() -> None:
 
 
 def test_a_kept_output_that_is_changed_in_place_is_an_error() -> None:
-    attend = kept(torch.nn.functional.scaled_dot_product_attention)
+    attend = save_outputs(torch.nn.functional.scaled_dot_product_attention)
 
     def layer(hidden: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = attend(hidden, hidden, hidden) * 1
@@ -182,8 +182,8 @@ def test_dropouts_after_attention_draw_what_they_drew_in_forward(
     def attend(*inputs: torch.Tensor, dropout_p: float = 0.0, **_: Any) -> torch.Tensor:
         return attend_at_random(*inputs[:3], dropout_p)[0]
 
-    monkeypatch.setattr(kept_outputs, "KEPT_OPERATIONS", KEPT_OPERATIONS | {"ds_finetune_tests::attend"})
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", kept(attend))
+    monkeypatch.setattr(kept_outputs, "SAVED_OPERATIONS", SAVED_OPERATIONS | {"ds_finetune_tests::attend"})
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", save_outputs(attend))
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     dropouts = {"attention_probs_dropout_prob": attention, "hidden_dropout_prob": hidden}
     config = AutoConfig.for_model("bert", vocab_size=64, attn_implementation="sdpa", **sizes, **dropouts)
