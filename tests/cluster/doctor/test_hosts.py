@@ -165,7 +165,7 @@ def test_a_host_without_the_program_is_named(tmp_path: Path) -> None:
     assert (check.name, check.host, check.found) == (
         "python",
         "localhost",
-        "/opt/bin/python: No module named ds_finetune",
+        "exit code 1: /opt/bin/python: No module named ds_finetune",
     )
 
 
