@@ -53,25 +53,19 @@ def _names(text: str) -> tuple[str, ...]:
 
 def _scaling(arguments: Arguments) -> None:
     require_extra("pages", "the page of `ds-finetune scaling`")
-    from ds_finetune.runs.experiments.scaling import COLUMNS, REPORT, ScalingRequest, compare_scaling, table_row
+    from ds_finetune.runs.experiments.jobs import ShortRuns
+    from ds_finetune.runs.experiments.scaling import COLUMNS, REPORT, compare_scaling, table_row
 
-    request = ScalingRequest(
-        run_file=Path(arguments.run),
-        overrides=tuple(arguments.overrides),
-        ranks=arguments.ranks,
-        layouts=arguments.layouts,
-        steps=arguments.steps,
-        hostfile=arguments.hostfile,
-        folder=Path(arguments.out),
-    )
-    compared = compare_scaling(request, show_line)
+    runs = ShortRuns(Path(arguments.run), tuple(arguments.overrides), arguments.steps, Path(arguments.out))
+    variants = [(ranks, layout) for layout in arguments.layouts or ("",) for ranks in arguments.ranks]
+    compared = compare_scaling(runs, variants, hostfile=arguments.hostfile, say=show_line)
     table = Table(*COLUMNS, box=None, padding=(0, 2, 0, 0))
     for row in compared["rows"]:
         table.add_row(*table_row(row))
     OUT.print(table)
     for name, reason in compared["failed"].items():
         show_line(f"FAILED: {name}: {reason}")
-    show_line(f"report: {request.folder / REPORT}")
+    show_line(f"report: {runs.folder / REPORT}")
 
 
 def _sweep(arguments: Arguments) -> None:
@@ -93,18 +87,11 @@ def _sweep(arguments: Arguments) -> None:
 
 def _lr_range(arguments: Arguments) -> None:
     require_extra("pages", "the page of --lr-range")
-    from ds_finetune.runs.experiments.lr_range import RangeRequest, run_range_test
+    from ds_finetune.runs.experiments.jobs import ShortRuns
+    from ds_finetune.runs.experiments.lr_range import run_range_test
 
-    low, high = arguments.lr_range
-    request = RangeRequest(
-        run_file=Path(arguments.file),
-        overrides=tuple(arguments.overrides),
-        low=low,
-        high=high,
-        steps=arguments.steps or 100,
-        ranks=arguments.ranks or 1,
-        folder=Path(arguments.out or "lr_range"),
-    )
-    rows = run_range_test(request, show_line)
+    folder, steps = Path(arguments.out or "lr_range"), arguments.steps or 100
+    runs = ShortRuns(Path(arguments.file), tuple(arguments.overrides), steps, folder)
+    rows = run_range_test(runs, *arguments.lr_range, ranks=arguments.ranks or 1, say=show_line)
     hint = "as a hint: rates are often best well below these; compare some by a sweep"
     show_pairs("learning rates", [*rows, ("use", hint)])

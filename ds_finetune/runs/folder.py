@@ -16,7 +16,7 @@ from ds_finetune.config.dotted_keys import values_by_key
 from ds_finetune.config.run_file import parse_yaml
 from ds_finetune.config.units import MIB
 from ds_finetune.errors import OutputError
-from ds_finetune.runs.metrics import METRICS, Curve, MetricsReader, read_tail, record_of
+from ds_finetune.runs.metrics import METRICS, Curve, MetricsReader, record_of
 from ds_finetune.runs.status import STATUS, LastChange, RunStatus, parse_object, read_object, seen_status
 
 CONFIG, PLAN, EXPERTS, LOG, RANK_TIMES = "config.yaml", "plan.json", "experts.jsonl", "log.txt", "ranks.jsonl"
@@ -100,16 +100,22 @@ class RunFolder:
 
     def tail(self, name: str, most_bytes: int = _MOST_BYTES) -> str:
         """The complete lines in the last `most_bytes` of a file as text; empty if it cannot be read."""
-        path = self.file(name)
-        return "" if path is None else read_tail(path, most_bytes).decode("utf-8", errors="replace")
+        if (path := self.file(name)) is None:
+            return ""
+        with suppress(OSError), path.open("rb") as file:
+            start = max(path.stat().st_size - most_bytes, 0)
+            file.seek(start)
+            text = file.read(most_bytes).decode("utf-8", errors="replace")
+            return text.partition("\n")[2] if start else text
+        return ""
 
     def recorded(self, name: str) -> dict[str, Any]:
         """The JSON object in a file of the run; empty if the file is missing or has no JSON object."""
         return {} if (path := self.file(name)) is None else read_object(path)
 
-    def records(self, name: str) -> list[dict[str, Any]]:
-        """The JSON objects with a key `step` in the last 8 MiB of a file of JSON lines; other lines are skipped."""
-        return [record for line in self.tail(name).split("\n") if (record := record_of(line)) is not None]
+    def records(self, name: str, most_bytes: int = _MOST_BYTES) -> list[dict[str, Any]]:
+        """The JSON objects with a key `step` in the last `most_bytes` of a file of JSON lines; others are skipped."""
+        return [record for line in self.tail(name, most_bytes).split("\n") if (record := record_of(line)) is not None]
 
     @property
     def status(self) -> RunStatus:

@@ -4,7 +4,6 @@ import json
 import math
 import os
 from array import array
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,7 +16,6 @@ from ds_finetune.runs.status import parse_object
 
 METRICS, SAMPLES, ROLLOUTS = "metrics.jsonl", "samples.jsonl", "rollouts.jsonl"
 _MOST_LINE_BYTES = 4 * MIB
-_TAIL_BYTES = 64 * 1024
 _COMPARED_BYTES = 256
 _STEP = "step"
 _MOST_INTEGER = 2**53
@@ -121,12 +119,6 @@ class MetricsReader:
                 self.curves.setdefault(name, Curve()).append(step, number)
 
 
-def last_record(path: Path) -> Mapping[str, Any]:
-    """The last complete record in the last 64 KiB of a metrics file; empty if there is none."""
-    lines = reversed(read_tail(path, _TAIL_BYTES).splitlines())
-    return next((record for line in lines if (record := record_of(line)) is not None), {})
-
-
 def record_of(line: str | bytes) -> dict[str, Any] | None:
     """The JSON object in a line if its key `step` is a whole number of at most 53 bits; None for any other line."""
     record = parse_object(line)
@@ -141,17 +133,6 @@ def _number(value: object) -> float | None:
     if value is None:
         return math.nan
     return float(value) if kind is int and abs(value) < _MOST_INTEGER else None  # type: ignore[call-overload,arg-type]
-
-
-def read_tail(path: Path, most_bytes: int) -> bytes:
-    """The complete lines in the last `most_bytes` of a file; empty if it cannot be read."""
-    try:
-        with path.open("rb") as file:
-            start = max(os.fstat(file.fileno()).st_size - most_bytes, 0)
-            tail = os.pread(file.fileno(), most_bytes, start)
-    except OSError:
-        return b""
-    return tail[tail.find(b"\n") + 1 :] if start else tail
 
 
 def read_expert_table(path: Path) -> tuple[list[int], dict[str, NDArray[Any]]]:

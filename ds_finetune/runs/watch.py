@@ -5,30 +5,28 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 import uvicorn
 from markupsafe import Markup
 from starlette.applications import Starlette
-from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from ds_finetune.console.phase_line import time_text
 from ds_finetune.errors import OutputError, ServeError
-from ds_finetune.runs.folder import MOST_RUNS, RunFolder, find_runs
-from ds_finetune.runs.metrics import METRICS, last_record
+from ds_finetune.runs.folder import RunFolder, find_runs
+from ds_finetune.runs.metrics import METRICS
 from ds_finetune.runs.report.page import (
     NONE,
     Block,
@@ -42,10 +40,13 @@ from ds_finetune.runs.report.page import (
     render_page,
 )
 from ds_finetune.runs.report.sections import overlay_page, run_page
+from ds_finetune.runs.status import changed_at
 from ds_finetune.serving.http_guard import BoundedProtocol, HostRules, foreign_host, is_loopback
 
 MOST_COMPARED = 20
 """Maximum number of runs that are compared, and whose metrics are in memory: 16 MB for a run of 100,000 steps."""
+_TAIL_BYTES = 16 * 1024
+"""Bytes at the end of a metrics file in which its last record is searched for the table of runs."""
 _SEARCH_SECONDS = 2.0
 _CLOSING_SECONDS = 2
 _LEVEL = 4
@@ -63,49 +64,36 @@ _HEADERS = {
 """Headers of each answer. What scripts may do is in the policy of the page itself."""
 
 
-@dataclass(frozen=True)
-class AccessRules(HostRules):
-    """The hosts that requests may name, and the access token, which is empty if only this machine can connect."""
+class AccessCheck(BaseHTTPMiddleware):
+    """Refuses requests that the rules do not allow, or that lack the token, before the application gets them.
 
-    token: str = ""
-
-    def has_token(self, token: str) -> bool:
-        """Whether `token` is the access token."""
-        return hmac.compare_digest(token.encode(), self.token.encode())
-
-
-class AccessCheck:
-    """Refuses requests that the rules do not allow, before the application gets them.
-
-    The address that is printed contains the token (`?token=`). The first response stores it in a cookie and redirects
-    to the address without it, so that it stays neither in the address bar nor in the history.
+    The token is empty if only this machine can connect. Else the printed address contains it (`?token=`). The first
+    response stores it in a cookie and redirects to the address without it, so that it stays neither in the address bar
+    nor in the history.
     """
 
-    def __init__(self, app: ASGIApp, rules: AccessRules) -> None:
-        self._app, self._rules = app, rules
+    def __init__(self, app: ASGIApp, rules: HostRules, token: str = "") -> None:
+        super().__init__(app)
+        self._rules, self._token = rules, token
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def dispatch(self, request: Request, call_next: RequestResponseEndpoint) -> Response:
         """Answer a request, or refuse it."""
-        if scope["type"] != "http":
-            return
+        answer = self._refusal(request) or await call_next(request)
+        answer.headers.update(_HEADERS)
+        return answer
 
-        async def send_with_headers(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).update(_HEADERS)
-            await send(message)
-
-        await (self._refusal(Request(scope)) or self._app)(scope, receive, send_with_headers)
-
-    def _refusal(self, request: Request) -> ASGIApp | None:
+    def _refusal(self, request: Request) -> Response | None:
         if not self._rules.allows(request.headers):
             return foreign_host()
-        if not self._rules.token or self._rules.has_token(request.cookies.get(COOKIE, "")):
+        given = (request.cookies.get(COOKIE, ""), request.query_params.get("token", ""))
+        has_cookie, has_token = (hmac.compare_digest(each.encode(), self._token.encode()) for each in given)
+        if not self._token or has_cookie:
             return None
-        if not self._rules.has_token(request.query_params.get("token", "")):
+        if not has_token:
             text = "The page needs its token: open the address that `ds-finetune watch` has printed.\n"
             return PlainTextResponse(text, status_code=401)
         answer = RedirectResponse("/", status_code=303)
-        answer.set_cookie(COOKIE, self._rules.token, httponly=True, samesite="strict")
+        answer.set_cookie(COOKIE, self._token, httponly=True, samesite="strict")
         return answer
 
 
@@ -121,14 +109,14 @@ def watch(
     if not folder.is_dir():
         raise ServeError(f"`{folder}` is not a folder", hint="name the folder of a run, or one with runs below it")
     token = "" if is_loopback(host) else secrets.token_urlsafe(24)
-    rules = AccessRules(host, token, allowed=tuple(allowed_hosts))
+    rules = HostRules(host, allowed=tuple(allowed_hosts))
     with _listen(host, port) as listener:
         show(f"watching {folder.resolve()}")
-        show(f"open {_url(rules, listener.getsockname()[1])}   (Ctrl-C ends it)")
-        if rules.token:
+        show(f"open {_url(host, listener.getsockname()[1], token)}   (Ctrl-C ends it)")
+        if token:
             show("other machines reach this page: whoever has this address can read the runs")
         config = uvicorn.Config(
-            make_app(folder, rules),
+            make_app(folder, rules, token),
             http=BoundedProtocol,
             ws="none",
             log_level="warning",
@@ -153,17 +141,17 @@ def _listen(host: str, port: int) -> socket.socket:
         ) from refused
 
 
-def _url(rules: AccessRules, port: int) -> str:
-    host = {"0.0.0.0": socket.gethostname(), "::": socket.gethostname()}.get(rules.host, rules.host)
+def _url(host: str, port: int, token: str) -> str:
+    host = socket.gethostname() if host in ("0.0.0.0", "::") else host
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
-    return f"{address}?token={rules.token}" if rules.token else address
+    return f"{address}?token={token}" if token else address
 
 
-def make_app(folder: Path, rules: AccessRules) -> AccessCheck:
+def make_app(folder: Path, rules: HostRules, token: str = "") -> AccessCheck:
     """The application that serves the runs of `folder`."""
     runs = _Runs(folder)
     routes, gzip = [Route("/", runs.table), Route("/run", runs.page)], Middleware(GZipMiddleware, compresslevel=_LEVEL)
-    return AccessCheck(Starlette(routes=routes, middleware=[gzip]), rules)
+    return AccessCheck(Starlette(routes=routes, middleware=[gzip]), rules, token)
 
 
 class _Runs:
@@ -223,13 +211,11 @@ def _row_of(run: RunFolder) -> tuple[bool, float, Row]:
     tick = '<input type="checkbox" name="run" value="{0}" id="tick-{0}" aria-label="Compare {0}">'
     names = (Markup(tick).format(run.name), Markup('<a href="/run?run={}">{}</a>').format(quote(run.name), run.name))
     try:
-        status, path = run.status, run.file(METRICS)
-        stat = None if path is None else path.stat()
-        last = {} if path is None or stat is None else _last_record(path, (stat.st_ino, stat.st_mtime_ns, stat.st_size))
+        status, last = run.status, (run.records(METRICS, _TAIL_BYTES) or [{}])[-1]
         numbers = {name: float(value) for name, value in last.items() if isinstance(value, int | float)}
         step, steps = max(status.step, last.get("step", 0)), status.steps or run.last_start.get("steps", 0)
         eta = numbers.get("perf/eta_seconds") if status.state == "running" else None
-        updated_at = max(status.updated_at, stat.st_mtime if stat else 0.0)
+        updated_at = max(status.updated_at, changed_at(run.path / METRICS))
         cells = (
             Markup("{} <small>{}</small>").format(status.state, status.reason if status.state != "unknown" else ""),
             f"{step:,} of {steps:,}" if steps else f"{step:,}",
@@ -241,12 +227,6 @@ def _row_of(run: RunFolder) -> tuple[bool, float, Row]:
     except Exception as error:  # noqa: BLE001 - an unreadable run must not remove other runs from the table
         return True, 0.0, (*names, f"unknown; the folder cannot be read: {type(error).__name__}", *[NONE] * 5)
     return status.state != "running", updated_at, (*names, *cells)
-
-
-@lru_cache(maxsize=2 * MOST_RUNS)
-def _last_record(path: Path, _version: object) -> Mapping[str, Any]:
-    """The last record of a metrics file, read once for each version of the file."""
-    return last_record(path)
 
 
 def _answer(request: Request, page: Page) -> Response:

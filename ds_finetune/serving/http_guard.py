@@ -74,7 +74,7 @@ class HostCheck:
         await (foreign_host() if is_refused else self._app)(scope, receive, send)
 
 
-def foreign_host() -> ASGIApp:
+def foreign_host() -> PlainTextResponse:
     """Response to a request whose Host or Origin header names another server."""
     return PlainTextResponse(_REFUSED, status_code=421)
 

@@ -80,7 +80,7 @@ def _groups_of_slots(hostfile: str, hosts: Sequence[Host], ranks: int) -> list[s
     return ["@".join(names[first : first + number]) for first in range(0, len(names) - number + 1, number)]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ShortRuns:
     """An experiment with runs of `steps` steps of a run file with overrides; its results go to the new `folder`."""
 

@@ -3,8 +3,6 @@
 L. N. Smith, Cyclical Learning Rates for Training Neural Networks (arXiv 1506.01186), section 3.3.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -20,32 +18,23 @@ _SMOOTHING = 0.9
 _LEAST_STEPS = 10
 
 
-@dataclass(frozen=True, kw_only=True)
-class RangeRequest(ShortRuns):
-    """A range test on `ranks` ranks, whose learning rate rises from `low` to `high`."""
-
-    low: float
-    high: float
-    ranks: int
-
-
-def run_range_test(request: RangeRequest, say: Say) -> list[tuple[str, str]]:
-    """Train with an exponentially rising rate in a process that saves nothing, and write the page.
+def run_range_test(runs: ShortRuns, low: float, high: float, *, ranks: int, say: Say) -> list[tuple[str, str]]:
+    """Train on `ranks` ranks while the rate rises exponentially from `low` to `high`, and write the page.
 
     Returns names and texts of the result. ConfigError and OutputError before anything is written; RunError if the run
     fails for another reason than a diverged loss, or ConfigError if it refuses its settings.
     """
-    low, high, folder = request.low, request.high, request.folder
+    folder = runs.folder
     if not 0 < low < high:
         hint = "choose LOW above 0 and HIGH above LOW"
         raise ConfigError(f"the learning rate would rise from {low:g} to {high:g}", hint=hint)
-    request.check(_LEAST_STEPS)
-    tree = request.run_tree(folder / RUN)
+    runs.check(_LEAST_STEPS)
+    tree = runs.run_tree(folder / RUN)
     rising_lr = {"lr": high, "lr_scheduler": "exponential_rise", "min_lr_ratio": low / high}
     tree["optim"] = {**{key: value for key, value in tree.get("optim", {}).items() if key != "warmup"}, **rising_lr}
-    validate_tree(tree, {}, str(request.run_file))
-    slots = run_slots(ranks=request.ranks, parallel=1, hostfile=None)
-    say(f"{request.steps} steps from {low:g} to {high:g}, in {folder}")
+    validate_tree(tree, {}, str(runs.run_file))
+    slots = run_slots(ranks=ranks, parallel=1, hostfile=None)
+    say(f"{runs.steps} steps from {low:g} to {high:g}, in {folder}")
     run = ExperimentRun(folder, tree)
     run_jobs(iter([run.train]), slots)
     if run.reason and not run.has_diverged:
@@ -67,7 +56,7 @@ def run_range_test(request: RangeRequest, say: Say) -> list[tuple[str, str]]:
     chart = Chart("Loss over the learning rate", lines, x_name="learning rate", has_log_x=True, is_wide=True)
     lead = "A range test sets nothing. With AdamW and warm-up it often points at too high a rate."
     section = PageSection("curve", "Range test", [Charts([chart]), Table("", (), rows)], lead)
-    page = Page(f"Learning rates of {request.run_file}", "train/loss", "", [], [section])
+    page = Page(f"Learning rates of {runs.run_file}", "train/loss", "", [], [section])
     return [*rows, ("report", str(write_page(page, folder / REPORT)))]
 
 

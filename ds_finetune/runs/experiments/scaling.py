@@ -5,7 +5,6 @@ import math
 import re
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -31,36 +30,24 @@ _LEAST_LOSS = 1e-12
 _AXIS = re.compile(r"(zero|tp|pp|sp|ep)(\d+)")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ScalingRequest(ShortRuns):
-    """A comparison of numbers of ranks and of layouts, on the hosts of a hostfile or on this machine.
+class Variant(ExperimentRun):
+    """A run of a comparison on `ranks` ranks; `layout` is empty for that of the run file.
 
-    A layout is a text such as `zero1`, `tp2` or `tp2+zero3`; without layouts, that of the run file is used.
+    ConfigError or LaunchError, which name the variant, if it cannot run.
     """
 
-    ranks: Sequence[int]
-    layouts: Sequence[str]
-    hostfile: str | None
-
-
-class Variant(ExperimentRun):
-    """A run of a comparison on `ranks` ranks; `layout` is empty for that of the run file."""
-
-    def __init__(self, request: ScalingRequest, ranks: int, layout: str) -> None:
-        self.request, self.ranks, self.layout = request, ranks, layout
+    def __init__(self, runs: ShortRuns, ranks: int, layout: str, hostfile: str | None) -> None:
+        self.ranks, self.layout = ranks, layout
         self.name = f"{ranks} rank{'s' * (ranks > 1)}" + (f", {layout}" if layout else "")
-        folder = request.folder / (f"{ranks}-ranks" + (f"-{layout}" if layout else ""))
-        tree = request.run_tree(folder / RUN)
+        folder = runs.folder / (f"{ranks}-ranks" + (f"-{layout}" if layout else ""))
+        tree = runs.run_tree(folder / RUN)
         for part in filter(None, layout.split("+")):
             _apply_layout(tree, part)
         super().__init__(folder, tree)
-
-    def check(self) -> None:
-        """ConfigError or LaunchError, which name the variant, if it cannot run."""
-        config = validate_tree(self.tree, {}, f"{self.request.run_file} with {self.name}")
+        config = validate_tree(tree, {}, f"{runs.run_file} with {self.name}")
         try:
-            make_plan(RunSettings.of(config), world=World(0, self.ranks, 0, self.ranks, "scaling"), device="cpu")
-            run_slots(ranks=self.ranks, parallel=1, hostfile=self.request.hostfile)
+            make_plan(RunSettings.of(config), world=World(0, ranks, 0, ranks, "scaling"), device="cpu")
+            self.slots = run_slots(ranks=ranks, parallel=1, hostfile=hostfile)[:1]
         except FinetuneError as illegal:
             raise type(illegal)(f"{self.name}: {illegal.message}", hint=illegal.hint) from None
 
@@ -87,31 +74,31 @@ class Variant(ExperimentRun):
         }
 
 
-def compare_scaling(request: ScalingRequest, say: Say) -> dict[str, Any]:
-    """Run the variants one after another, and write `scaling.json` after each one and the page at the end.
+def compare_scaling(
+    runs: ShortRuns, variants: Sequence[tuple[int, str]], *, hostfile: str | None, say: Say
+) -> dict[str, Any]:
+    """Run the variants one after another; each is a number of ranks and a layout such as `tp2+zero3`, or empty.
 
-    Returns the content of `scaling.json`. The first two steps are warm-up and not timed. A variant that fails is
-    recorded with its reason. ConfigError, LaunchError and OutputError before anything starts; RunError if all variants
-    fail.
+    Writes `scaling.json`, whose content it returns, after each variant, and the page at the end. The first two steps
+    are warm-up and not timed. A variant that fails is recorded with its reason. ConfigError, LaunchError and
+    OutputError before anything starts; RunError if all variants fail.
     """
-    request.check(_LEAST_STEPS)
-    variants = [Variant(request, ranks, layout) for layout in request.layouts or ("",) for ranks in request.ranks]
-    for variant in variants:
-        variant.check()
-    tree: dict[str, Any] = {"format": 1, "run": str(request.run_file), "steps": request.steps, "rows": [], "failed": {}}
+    runs.check(_LEAST_STEPS)
+    tree: dict[str, Any] = {"format": 1, "run": str(runs.run_file), "steps": runs.steps, "rows": [], "failed": {}}
     ran: list[Variant] = []
-    for variant in variants:
-        run_jobs(iter([variant.train]), run_slots(ranks=variant.ranks, parallel=1, hostfile=request.hostfile)[:1])
+    for variant in [Variant(runs, ranks, layout, hostfile) for ranks, layout in variants]:
+        run_jobs(iter([variant.train]), variant.slots)
         if variant.reason:
             tree["failed"][variant.name] = variant.reason
         else:
             ran.append(variant)
             tree["rows"].append(variant.row(ran[0]))
         say(f"{variant.name}: {variant.reason or '{:.3f} s a step'.format(tree['rows'][-1]['seconds'])}")
-        (request.folder / RESULT).write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
+        (runs.folder / RESULT).write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
     if not ran:
-        raise RunError(f"all runs failed; {variants[-1].name}: {variants[-1].reason}", hint=f"see {request.folder}")
-    write_page(_page(tree), request.folder / REPORT)
+        name, reason = [*tree["failed"].items()][-1]
+        raise RunError(f"all runs failed; {name}: {reason}", hint=f"see {runs.folder}")
+    write_page(_page(tree), runs.folder / REPORT)
     return tree
 
 

@@ -6,7 +6,6 @@ optuna keeps the study in a journal of appended lines, which survives kill -9 (o
 import json
 import math
 import shutil
-import signal
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,7 @@ import numpy as np
 from ds_finetune.checkpoint.locking import LOCK, lock_folder
 from ds_finetune.config.run_file import read_yaml
 from ds_finetune.console.phase_line import Say, time_text
-from ds_finetune.errors import INTERRUPTED_EXIT_CODE, ConfigError, DependencyError, RunError
+from ds_finetune.errors import ConfigError, DependencyError, RunError
 from ds_finetune.export.output_folder import check_out_empty
 from ds_finetune.runs.experiments.jobs import (
     CHECKPOINTS,
@@ -30,7 +29,7 @@ from ds_finetune.runs.experiments.jobs import (
     run_slots,
     yaml_text,
 )
-from ds_finetune.runs.experiments.sweep_file import SweepConfig, import_optuna, make_pruner, make_sampler
+from ds_finetune.runs.experiments.sweep_file import SweepConfig, import_optuna, make_chosen, make_sampler
 from ds_finetune.runs.report.charts import Chart, Line
 from ds_finetune.runs.report.page import NONE, Charts, Page, PageSection, Table, number_text
 from ds_finetune.runs.report.write import write_page
@@ -43,8 +42,6 @@ RESULT, BEST, JOURNAL = "sweep.json", "best.yaml", "study.journal"
 _TRIALS, _STUDY = "trials", "sweep"
 _MADE_FROM, _REASON, _SECONDS = "made_from", "reason", "seconds"
 """Names of the attributes that the study and its trials have in the journal."""
-_STOPPED_CODES = (INTERRUPTED_EXIT_CODE, -signal.SIGTERM, 128 + signal.SIGTERM)
-"""Exit codes of a run that SIGTERM ended: after saving, killed by the signal, and as shells report that (128 + 15)."""
 
 
 def run_sweep(sweep: SweepConfig, say: Say) -> dict[str, Any]:
@@ -57,7 +54,7 @@ def run_sweep(sweep: SweepConfig, say: Say) -> dict[str, Any]:
     folder = Path(sweep.output_dir)
     slots = run_slots(ranks=sweep.ranks, parallel=sweep.parallel, hostfile=sweep.hostfile)
     make_sampler(sweep, 0)
-    make_pruner(sweep)
+    make_chosen(sweep.pruner, "pruner", {})
     if not (folder / JOURNAL).is_file():
         # A sweep that was killed before it created its journal leaves only its lock.
         check_out_empty(
@@ -105,12 +102,12 @@ def _open_study(sweep: SweepConfig, say: Say) -> "Study":
         # After a full disk or a power failure; optuna 5.0.0 would append to the incomplete line.
         say(f"{journal}: the last line is incomplete; {torn} bytes are removed")
         replace_file(journal, text[:-torn])
-    study_options = {"storage": JournalStorage(JournalFileBackend(str(journal))), "pruner": make_pruner(sweep)}
+    pruner, storage = make_chosen(sweep.pruner, "pruner", {}), JournalStorage(JournalFileBackend(str(journal)))
     try:
         # `create_study` with `load_if_exists` would write to the journal.
-        study: Study = optuna.load_study(study_name=_STUDY, **study_options)
+        study: Study = optuna.load_study(study_name=_STUDY, storage=storage, pruner=pruner)
     except KeyError:
-        study = optuna.create_study(study_name=_STUDY, direction=sweep.direction, **study_options)
+        study = optuna.create_study(study_name=_STUDY, direction=sweep.direction, storage=storage, pruner=pruner)
     dumped = sweep.model_dump(mode="json")
     # If one of these settings differs, the values of earlier trials have another meaning.
     settings = {f"`{name}`": dumped[name] for name in ("space", "metric", "direction", "value", "ranks")}
@@ -174,7 +171,6 @@ async def _run_trial(sweep: SweepConfig, study: "Study", trial: "Trial", say: Sa
         return is_pruned
 
     await run.train(slot, should_stop)
-    is_pruned = is_pruned and run.code in _STOPPED_CODES
     state, value, reason = ("PRUNED", None, f"after step {reported}") if is_pruned else _outcome(sweep, run)
     trial.set_user_attr(_REASON, reason)
     trial.set_user_attr(_SECONDS, trial.user_attrs.get(_SECONDS, 0.0) + run.seconds)

@@ -178,15 +178,11 @@ def make_sampler(sweep: SweepConfig, number: int) -> Any:  # noqa: ANN401 - of o
     own_options: dict[str, Any] = {"seed": sweep.seed + number * (sweep.sampler.name not in _ONE_SEED_SAMPLERS)}
     if is_grid:
         own_options["search_space"] = {key: values.distribution().choices for key, values in sweep.space.items()}
-    return _make(sweep.sampler, "sampler", own_options)
+    return make_chosen(sweep.sampler, "sampler", own_options)
 
 
-def make_pruner(sweep: SweepConfig) -> Any:  # noqa: ANN401 - of optuna
-    """The sweep's pruner; ConfigError if optuna has no such pruner or option."""
-    return _make(sweep.pruner, "pruner", {})
-
-
-def _make(choose: Choose, kind: str, own_options: dict[str, Any]) -> Any:  # noqa: ANN401 - of either base class
+def make_chosen(choose: Choose, kind: str, own_options: dict[str, Any]) -> Any:  # noqa: ANN401 - of either base class
+    """The sampler or pruner (`kind`) that a sweep file names; ConfigError if optuna has no such class or option."""
     optuna = import_optuna()
     classes, options = getattr(optuna, f"{kind}s"), choose.model_extra or {}
     names = [name for name in dir(classes) if name.lower().endswith(kind) and not name.startswith("Base")]

@@ -70,18 +70,15 @@ def run_page(run: RunFolder, *, state: State | None = None, is_live: bool = Fals
 def overlay_page(runs: Sequence[RunFolder]) -> Page:
     """The page that compares two or more runs: results, different keys of run files and versions, and curves."""
     labels = run_labels(runs)
-    named = list(zip(labels, runs, strict=True))
     rows = _differences([run.settings for run in runs]) + _differences([run.versions for run in runs])
     differences: list[Block] = [Table("Keys and versions that differ", ("", *labels), rows, len(labels) + 1)]
     results = [_results(run) for run in runs]
-    commands = [(label, repeat_command(run)) for label, run in named]
     sections = [
         PageSection("results", "Results", [Table("At the end", ("", *labels), _rows(results))]),
         PageSection("differences", "Differences", differences if rows else [Remark("There are none.")]),
         PageSection("curves", "Curves", [Charts(overlay_charts(runs))]),
-        PageSection("repeat", "How to repeat the runs", [Table("", (), commands)]),
     ]
-    warnings = [f"{label}: {text}" for label, run in named for text in _warnings(run)]
+    warnings = [f"{label}: {text}" for label, run in zip(labels, runs, strict=True) for text in _warnings(run)]
     return Page(f"{len(runs)} runs compared", ", ".join(labels), "", [], sections, warnings)
 
 
@@ -226,9 +223,8 @@ def _data(run: RunFolder) -> list[Block]:
     rows = [("training data", str(data.get("summary", NONE)))]
     rows += [(f"held-out data {name}", str(text)) for name, text in data.get("held_out", {}).items()]
     rows += [("mixture", str(line)) for line in data.get("mixture", [])]
+    rows += [(str(name), str(text)) for name, text in data.get("counts", [])]
     blocks: list[Block] = [Table("", (), rows)]
-    counts = [(str(name), str(text)) for name, text in data.get("counts", [])]
-    blocks += [Table("Counts of the training rows", ("count", "value"), counts, 2, is_folded=True)] * bool(counts)
     blocks += [Remark(str(note)) for note in data.get("notes", [])]
     for number, sample in enumerate(data.get("samples", [])[:_MOST_SAMPLES], start=1):
         title = " ".join(str(sample.get(part, "")) for part in ("source", "title")).strip()
@@ -294,13 +290,10 @@ def _repeat(run: RunFolder) -> list[Block]:
 def repeat_command(run: RunFolder) -> str:
     """A command that repeats the run in another folder, on the same number of ranks."""
     ranks = run.last_start.get("ranks", run.status.ranks)
-    per_host = run.last_start.get("ranks_per_host", ranks)
+    is_one_host = ranks == run.last_start.get("ranks_per_host", ranks)
+    command = f"launch --nproc {ranks}" if is_one_host else "launch --hostfile HOSTFILE"
     arguments = shlex.join([f"{run.path}/config.yaml", f"output_dir={run.path}-again"])
-    if ranks == 1:
-        return f"ds-finetune train {arguments}"
-    if ranks == per_host:
-        return f"torchrun --standalone --nproc-per-node {ranks} -m ds_finetune train {arguments}"
-    return f"ds-finetune launch --hostfile HOSTFILE {arguments}   # {ranks} ranks, {per_host} on each host"
+    return f"ds-finetune {'train' if ranks == 1 else command} {arguments}"
 
 
 def _code(title: str, text: str, *, is_folded: bool = False) -> Text:

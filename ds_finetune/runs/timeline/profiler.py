@@ -11,7 +11,7 @@ import socket
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -32,9 +32,8 @@ from ds_finetune.system.whole_file import replace_file
 
 TRACE, SUMMARY = "trace.json.gz", "summary.json"
 _VERSION = 2
-_PIECE_BYTES = 2**20
 _PATIENCE = timedelta(hours=12)
-"""Maximum wait of a rank for the traces of other ranks; detecting a lost rank is the watchdog's task."""
+"""Maximum wait of a rank for an answer through the store; detecting a dead rank is the watchdog's task."""
 _QUIET_LOG_LEVEL = "6"
 """Above every level of Kineto's log (torch 2.13), which writes a line to standard error whenever a profile ends."""
 _MOST_RANKS = 8
@@ -60,8 +59,8 @@ class ProfiledRun:
 class StepProfiler:
     """Profiles steps on `run.profiled_ranks`; every rank of the run calls `start` and `finish`.
 
-    Clocks are compared and traces sent through `store`, so no shared file system is needed. `wrap` opens a context in
-    which phases are annotated.
+    Hosts compare their clocks through `store`, and ranks send their traces to rank zero, so that no shared file system
+    is needed. `wrap` opens a context in which phases are annotated.
     """
 
     def __init__(self, run: ProfiledRun, store: dist.Store, *, clock: "HostClock", wrap: WrapPhases) -> None:
@@ -133,18 +132,15 @@ class StepProfiler:
             "steps": rows,
         }
         parts = [part | {"mean": mean_of(part["steps"])} for part in all_gather_object(part) if part["steps"]]
-        own_trace = zlib.compress(",\n".join(map(json.dumps, trace.events)).encode(), level=1)
-        if rank:
-            self._send(own_trace)
-            return
-        try:
-            self._write(folder, own_trace, parts)
-        except OSError as full:
-            say(f"the profile of {text} was not written to {folder}: {full.strerror or full}")
-        else:
-            say(f"profiled {text}: open {folder / TRACE} in https://ui.perfetto.dev; {folder / SUMMARY}")
-            for line in table_lines(parts[:_MOST_RANKS]):
-                say(line)
+        traces = self._traces(zlib.compress(",\n".join(map(json.dumps, trace.events)).encode(), level=1))
+        problem = self._write(folder, traces, parts) if rank == 0 else ""
+        # Ranks other than zero, and rank zero on a full disk, still take part in sending.
+        for _ in traces:
+            pass
+        lines = [f"profiled {text}: open {folder / TRACE} in https://ui.perfetto.dev; {folder / SUMMARY}"]
+        lines += table_lines(parts[:_MOST_RANKS])
+        for line in [f"the profile of {text} was not written to {folder}: {problem}"] if problem else lines:
+            say(line)
 
     def _read(self) -> tuple[dict[str, Any], str]:
         """The trace of torch.profiler, read through a temporary file, and why that failed (empty on success)."""
@@ -160,28 +156,15 @@ class StepProfiler:
             # On a full disk Kineto writes part of its file, or none, and raises no error.
             return {}, f"{type(failed).__name__}: {' '.join(str(failed).split())}"
 
-    def _send(self, own_trace: bytes) -> None:
-        """Send this rank's part of the trace when rank zero asks for it."""
-        rank = dist.get_rank()
-        if rank not in self._run.profiled_ranks:
-            return
-        self._store.wait([f"send/{rank}"])
-        pieces = [own_trace[start : start + _PIECE_BYTES] for start in range(0, len(own_trace), _PIECE_BYTES)]
-        for number, piece in enumerate(pieces):
-            self._store.set(f"{rank}/{number}", piece)  # type: ignore[arg-type] # std::string takes bytes
-        self._store.set(f"pieces/{rank}", str(len(pieces)))
+    def _traces(self, own_trace: bytes) -> Iterator[bytes]:
+        """The traces of the profiled ranks, one after another. Collective: every rank must exhaust the iterator."""
+        for rank in self._run.profiled_ranks:
+            trace = [own_trace if rank == dist.get_rank() else b""]
+            dist.broadcast_object_list(trace, src=rank)
+            yield trace[0]
 
-    def _receive(self, rank: int) -> bytes:
-        self._store.set(f"send/{rank}", "")
-        keys = [f"{rank}/{number}" for number in range(int(self._store.get(f"pieces/{rank}")))]
-        pieces = [self._store.get(key) for key in keys]
-        for key in keys:
-            self._store.delete_key(key)
-        return b"".join(pieces)
-
-    def _write(self, folder: Path, own_trace: bytes, parts: Sequence[Mapping[str, Any]]) -> None:
-        """Write trace and summary; an OSError is raised only when no rank waits for rank zero."""
-        traces = (own_trace if rank == 0 else self._receive(rank) for rank in self._run.profiled_ranks)
+    def _write(self, folder: Path, traces: Iterator[bytes], parts: Sequence[Mapping[str, Any]]) -> str:
+        """Write trace and summary; returns why that failed, empty on success."""
         partial = folder / f"{TRACE}.partial"
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -195,11 +178,12 @@ class StepProfiler:
             summary |= {"knows_waiting": self._run.knows_waiting, "ranks": parts}
             summary["mean"] = mean_of([part["mean"] for part in parts])
             replace_file(folder / SUMMARY, json.dumps(summary, indent=1) + "\n")
+        except OSError as full:
+            return full.strerror or str(full)
         finally:
-            for _ in traces:
-                pass
             with suppress(OSError):
                 partial.unlink()
+        return ""
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,15 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import yaml
 
 from ds_finetune.errors import ConfigError, OutputError, RunError
-from ds_finetune.runs.experiments.lr_range import RangeRequest, evaluate, run_range_test
+from ds_finetune.runs.experiments.jobs import ShortRuns
+from ds_finetune.runs.experiments.lr_range import evaluate, run_range_test
 
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_range.py")))
 
@@ -23,16 +25,9 @@ def run_test(folder: Path, **keys: object) -> dict[str, str]:
         "output_dir": "unused",
     }
     (folder / "run.yaml").write_text(yaml.safe_dump(tree))
-    request: dict[str, object] = {
-        "low": 1e-5,
-        "high": 10.0,
-        "steps": 60,
-        "ranks": 1,
-        "folder": folder / "out",
-        "overrides": (),
-    }
-    request |= {"run_file": folder / "run.yaml", **keys}
-    return dict(run_range_test(RangeRequest(**request), lambda _: None))  # type: ignore[arg-type]
+    given: dict[str, Any] = {"low": 1e-5, "high": 10.0, "steps": 60, "overrides": (), **keys}
+    runs = ShortRuns(folder / "run.yaml", given["overrides"], given["steps"], folder / "out")
+    return dict(run_range_test(runs, given["low"], given["high"], ranks=1, say=lambda _: None))
 
 
 def test_the_steepest_and_the_lowest_rate_are_found(tmp_path: Path) -> None:

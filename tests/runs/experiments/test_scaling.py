@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from ds_finetune.errors import ConfigError, LaunchError, OutputError, RunError
-from ds_finetune.runs.experiments.scaling import ScalingRequest, compare_scaling, largest_difference
+from ds_finetune.runs.experiments.jobs import ShortRuns
+from ds_finetune.runs.experiments.scaling import compare_scaling, largest_difference
 
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_scaling.py")))
 
@@ -26,15 +27,10 @@ def compare(folder: Path, **keys: object) -> dict[str, Any]:
         "output_dir": "unused",
     }
     (folder / "run.yaml").write_text(yaml.safe_dump(tree))
-    request = {
-        "overrides": (),
-        "ranks": (1, 2, 3),
-        "layouts": (),
-        "steps": 8,
-        "hostfile": None,
-        "folder": folder / "out",
-    }
-    return compare_scaling(ScalingRequest(**{"run_file": folder / "run.yaml", **request, **keys}), lambda _: None)  # type: ignore[arg-type]
+    given: dict[str, Any] = {"overrides": (), "ranks": (1, 2, 3), "layouts": ("",), "steps": 8, **keys}
+    runs = ShortRuns(folder / "run.yaml", given["overrides"], given["steps"], keys.get("folder", folder / "out"))  # type: ignore[arg-type]
+    variants = [(ranks, layout) for layout in given["layouts"] for ranks in given["ranks"]]
+    return compare_scaling(runs, variants, hostfile=None, say=lambda _: None)
 
 
 def test_speed_efficiency_shares_memory_and_losses(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def test_a_report_has_each_part_of_the_run(page: PageParser) -> None:
         "data": "600 rows rows read",
         "answers": "answer at 10 answer at 60",
         "export": "export: verified 47 tensors tensor x differs",
-        "repeat": "2.13.0 torchrun --standalone --nproc-per-node 2 -m ds_finetune train global_batch_size: 8",
+        "repeat": "2.13.0 ds-finetune launch --nproc 2 global_batch_size: 8",
     }
     assert list(page.sections) == ["top", *parts]
     for name, words in parts.items():
@@ -388,7 +388,7 @@ def test_runs_are_overlaid_with_the_differences_of_their_configuration(tmp_path:
     assert main(["report", *map(str, runs), "-o", str(out)]) == 0
     html = out.read_text()
     page = PageParser(html)
-    assert list(page.sections) == ["top", "results", "differences", "curves", "repeat"]
+    assert list(page.sections) == ["top", "results", "differences", "curves"]
     rows = re.findall(r'<tr><th scope="row">(.*?)</th>(.*?)</tr>', html)
     cells = {name: re.findall(r">([^<]*)</td>", row) for name, row in rows}
     assert cells["optim.lr"] == ["0.001", "0.002"]

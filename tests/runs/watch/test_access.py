@@ -8,18 +8,20 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from ds_finetune.runs.watch import AccessCheck, AccessRules
-from ds_finetune.serving.http_guard import is_loopback
+from ds_finetune.runs.watch import AccessCheck
+from ds_finetune.serving.http_guard import HostRules, is_loopback
 
 
-def _client(rules: AccessRules, base: str = "http://127.0.0.1:7117") -> TestClient:
+def _client(host: str, token: str = "") -> TestClient:
     app = Starlette(routes=[Route("/", lambda _: PlainTextResponse("runs"))])
-    return TestClient(AccessCheck(app, rules), base_url=base, follow_redirects=False)
+    return TestClient(
+        AccessCheck(app, HostRules(host), token), base_url="http://127.0.0.1:7117", follow_redirects=False
+    )
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1:7117", "localhost", "LOCALHOST:80", "[::1]:7117", "localhost."])
 def test_own_names_are_served(host: str) -> None:
-    answer = _client(AccessRules("127.0.0.1")).get("/", headers={"Host": host})
+    answer = _client("127.0.0.1").get("/", headers={"Host": host})
     assert (answer.status_code, answer.text) == (200, "runs")
     assert answer.headers["content-security-policy"] == "frame-ancestors 'none'"
 
@@ -28,19 +30,19 @@ def test_own_names_are_served(host: str) -> None:
     "host", ["evil.example", "127.0.0.1.evil.example", "localhost.evil", "10.0.0.5", "", "[", "[evil"]
 )
 def test_foreign_host_headers_are_refused(host: str) -> None:
-    answer = _client(AccessRules("127.0.0.1")).get("/", headers={"Host": host})
+    answer = _client("127.0.0.1").get("/", headers={"Host": host})
     assert answer.status_code == 421
     assert "runs" not in answer.text
 
 
 def test_elsewhere_a_page_of_another_name_is_refused_even_with_the_token() -> None:
-    client = _client(AccessRules("0.0.0.0", "secret"))
+    client = _client("0.0.0.0", "secret")
     for host, code in (("evil.example", 421), ("10.0.0.5:7117", 303)):
         assert client.get("/?token=secret", headers={"Host": host}).status_code == code
 
 
 def test_the_token_is_taken_once_and_kept_in_a_cookie() -> None:
-    client = _client(AccessRules("0.0.0.0", "secret"))
+    client = _client("0.0.0.0", "secret")
     for path in ("/", "/?token=", "/?token=wrong", "/?token=s%C3%A9cret"):
         assert client.get(path).status_code == 401, path
     answer = client.get("/?token=secret")
@@ -49,13 +51,13 @@ def test_the_token_is_taken_once_and_kept_in_a_cookie() -> None:
     assert "samesite=strict" in answer.headers["set-cookie"].lower()
     assert client.get("/").text == "runs"
     client.cookies.set("ds_finetune_watch", "other")
-    assert _client(AccessRules("0.0.0.0", "secret")).get("/", cookies={"ds_finetune_watch": "x"}).status_code == 401
+    assert _client("0.0.0.0", "secret").get("/", cookies={"ds_finetune_watch": "x"}).status_code == 401
 
 
 def test_names_are_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     monkeypatch.setattr(socket, "getfqdn", lambda: asked.append("") or "Node1.example")
-    client = _client(AccessRules("0.0.0.0", "secret"))
+    client = _client("0.0.0.0", "secret")
     for _ in range(3):
         assert client.get("/", headers={"Host": "other.example"}).status_code == 421
         assert client.get("/", headers={"Host": "node1.example:7117"}).status_code == 401

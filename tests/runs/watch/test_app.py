@@ -15,7 +15,8 @@ from starlette.testclient import TestClient
 from ds_finetune.cli.main import main
 from ds_finetune.runs.folder import RunFolder
 from ds_finetune.runs.report.page import TEMPLATES, bokehjs
-from ds_finetune.runs.watch import MOST_COMPARED, AccessRules, make_app
+from ds_finetune.runs.watch import MOST_COMPARED, make_app
+from ds_finetune.serving.http_guard import HostRules
 from tests.conftest import ROOT
 from tests.runs.report.test_page import PageParser
 from tests.runs.test_folder import make_run, own_status
@@ -31,7 +32,7 @@ def runs(tmp_path: Path) -> Path:
 
 
 def _client(root: Path) -> TestClient:
-    return TestClient(make_app(root, AccessRules("127.0.0.1")), base_url="http://127.0.0.1")
+    return TestClient(make_app(root, HostRules("127.0.0.1")), base_url="http://127.0.0.1")
 
 
 def _rows(root: Path) -> dict[str, str]:
