@@ -1,4 +1,6 @@
-"""Converts the keys of another trainer's file, called words here, to keys of a run file, and records each outcome."""
+"""Converts the file of another trainer to a run file. A key of that file is called a word here; the outcome of each
+word is recorded.
+"""
 
 import math
 import re
@@ -28,7 +30,7 @@ from ds_finetune.config.schema import RunConfig, validate_tree
 from ds_finetune.errors import ConfigError
 
 FILL_IN = "FILL_IN"
-"""Placeholder in the run file for a value that the other trainer's file does not have."""
+"""Placeholder in a converted run file for a value that the other trainer's file does not have."""
 Outcome = Literal["taken", "default", "not available"]
 _SECTIONS = ("trl", "lr_scheduler_kwargs", "peft_config", "optim_config", "dist_config", "quant_config")
 """Sections of other trainers' files whose keys are converted as if they stood at the top level."""
@@ -39,29 +41,31 @@ _PLAIN_TYPES = ("completion", "pretrain")
 _KNOWN_TYPES = ("chat_template", "sharegpt", *_PLAIN_TYPES)
 _OFF: tuple[object, ...] = (None, "", False, 0, "none", "no", "false", "full", "steps", "disabled", [], {})
 _COLUMNS = {"field": "text", "field_messages": "messages", "field_chosen": "chosen", "field_rejected": "rejected"}
-"""Keys of axolotl's data sets that name a column, each with its key in data.columns."""
+"""Keys of a data set in an axolotl file that name a column of the rows, each with the key of `data.columns` for that
+column.
+"""
 _WIDTH = 60
 _NUMERIC_SECTIONS = (
     *("train", "optim", "lora", "objective", "eval", "checkpoint", "rollout", "parallel", "router", "indexer", "log"),
 )
 _NUMERIC_KEYS = ("data.rows", "data.workers")
 _MISWRITTEN = re.compile(r"(?P<before>\d+),(?P<after>\d+)|(?P<factor>\d+(\.\d+)?)(?P<unit>[kKmM])|\d+(:\d+)+")
-"""Texts that are meant as numbers, and that YAML and JSON read as texts."""
+"""Texts such as `3,14`, `5k` and `3:30` that are meant as numbers, while YAML and JSON read them as texts."""
 
 
 class ConvertedRun:
-    """A run file under construction: the tree of its keys, the origin of each key, and the outcome of every word."""
+    """A run file converted from another trainer's file: its keys, their origins, and the outcome of each word."""
 
     def __init__(self, program: Program, words: Mapping[str, object], ranks: int) -> None:
         self.program, self.ranks = program, ranks
         self.words = dict(_flattened(words))
         self.tree: dict[str, Any] = {"model": FILL_IN, "data": {"train": [FILL_IN]}, "output_dir": FILL_IN}
         self.origins: dict[str, str] = {}
-        """For each key of the run file, the word and value, or the default, that set it."""
+        """Text on the origin of each run-file key: the word and value, or the other trainer's default."""
         self.outcomes: dict[str, tuple[Outcome, str]] = {}
-        """For each word, its outcome with the run-file key that it set, or with the reason why it set none."""
+        """Outcome of each word, with the run-file key that it set or the reason why it set none."""
         self.to_fill: dict[str, str] = {}
-        """Keys whose values the user has to write, each with the reason."""
+        """Run-file keys whose values the user has to write, each with the reason."""
         self._take_objective()
         for word, value in self.words.items():
             self._check_number(word, value)
@@ -71,7 +75,7 @@ class ConvertedRun:
         self._take_rows()
         self._take_batch()
         for is_last in (False, True):
-            # The second pass takes keys that have an effect only with a key set in the first.
+            # Some keys have an effect only together with another key, which the first pass sets.
             for word in [word for word in self.words if word not in self.outcomes]:
                 self._take_word(word, self.words[word], is_last=is_last)
         self._take_defaults()
@@ -85,7 +89,6 @@ class ConvertedRun:
         self.config = validate_tree(self.tree, {}, "the run file")
 
     def _check_number(self, word: str, value: object) -> None:
-        """ConfigError for a text such as `3,14`, `5k` or `3:30` where the run-file key has a number."""
         key, match = self._key(word), _MISWRITTEN.fullmatch(value.strip()) if isinstance(value, str) else None
         if match is None or (key.partition(".")[0] not in _NUMERIC_SECTIONS and key not in _NUMERIC_KEYS):
             return
@@ -121,7 +124,7 @@ class ConvertedRun:
             *(_comment(f"# FILL IN {key}: {reason}") for key, reason in self.to_fill.items()),
             *self._lines(tree, ""),
             *(
-                _comment(f"# {outcome}: {self._said(word)} ({reason})")
+                _comment(f"# {outcome}: {self._text_of(word)} ({reason})")
                 for word, (outcome, reason) in sorted(self.outcomes.items(), key=lambda item: item[1][0])
                 if outcome != "taken" or f"{word}:" not in origins
             ),
@@ -157,9 +160,9 @@ class ConvertedRun:
         self.method = str(self.words.get(word) or name)
         self.tree["objective"] = yaml.safe_load(name) if name.startswith("{name: ") else name
         self.objective = read_objective(self.tree["objective"])
-        self.origins["objective"] = self._said(word)
+        self.origins["objective"] = self._text_of(word)
         self.origins |= {
-            f"objective.{key}": self._said(word) for key in _entry(self.tree["objective"]) if key != "name"
+            f"objective.{key}": self._text_of(word) for key in _entry(self.tree["objective"]) if key != "name"
         }
         if self.method == "gkd":
             self.to_fill["objective"] = "gkd there samples answers and mixes two divergences; this is the forward one"
@@ -178,12 +181,12 @@ class ConvertedRun:
             if text := value_of(word, value, "lora"):
                 self.outcomes[word] = "taken", "lora"
                 self.tree["lora"] = {key: part for key, part in yaml.safe_load(text).items() if key != "rank"}
-                self.origins["lora"] = self._said(word)
+                self.origins["lora"] = self._text_of(word)
             else:
                 outcome: Outcome = "default" if _is_off(value) else "not available"
                 self.outcomes[word] = outcome, "adapters are those of LoRA; without `lora` all weights are trained"
         if not given and self.program.trains_adapters:
-            self.tree["lora"], self.origins["lora"] = {}, self._said()
+            self.tree["lora"], self.origins["lora"] = {}, self._text_of()
         return "lora" in self.tree
 
     def _take_rows(self) -> None:
@@ -199,7 +202,7 @@ class ConvertedRun:
                 self.outcomes[word] = "taken", "data.train and data.eval"
         if "dataset_name" in self.words and self.words.get("eval_strategy") not in (None, "no", False):
             held_out = self._named_split("dataset_test_split", "test")
-            self._take("data.eval", [held_out], origin=self._said("eval_strategy"))
+            self._take("data.eval", [held_out], origin=self._text_of("eval_strategy"))
 
     def _named_split(self, word: str, default: str) -> str:
         subset, split = self.words.get("dataset_config"), self.words.get(word, default)
@@ -247,7 +250,7 @@ class ConvertedRun:
         accumulation = given or self.defaults["gradient_accumulation_steps"]
         if isinstance(micro, int) and accumulation == PER_16_ROWS:
             accumulation = math.ceil(16 / max(micro, 1) / dp)
-        rows, origin = self.words[totals[0]] if totals else None, self._said(*totals)
+        rows, origin = self.words[totals[0]] if totals else None, self._text_of(*totals)
         if isinstance(rows, int):
             rows, accumulation = rows * (dp if totals == ["batch_size"] else 1), 1
         elif isinstance(micro, int) and isinstance(accumulation, int):
@@ -258,7 +261,7 @@ class ConvertedRun:
         if not isinstance(rows, int) or not isinstance(accumulation, int):
             self.to_fill["train.global_batch_size"] = f"a forward has {micro} rows, accumulation is {accumulation}"
             return
-        self._take("train.micro_batch_size", micro, origin=self._said(*micros))
+        self._take("train.micro_batch_size", micro, origin=self._text_of(*micros))
         if not is_grpo(self.objective):
             self._take("train.global_batch_size", rows, origin=origin)
             return
@@ -270,7 +273,6 @@ class ConvertedRun:
             self._take("rollout.prompts_per_step", rows // group, origin=f"{origin} / {group} answers to a prompt")
 
     def _take_word(self, word: str, value: object, *, is_last: bool = True, is_default: bool = False) -> None:
-        """Convert a word and record its outcome; until `is_last`, a word whose key has no effect yet gets none."""
         key, inner = self._key(word), word.rpartition(".")[2].lower()
         family = NO_KEY.get(f"{inner.partition('_')[0]}_*") if not key else None
         reason = self.program.absent.get(word) or NO_KEY.get(inner) or family
@@ -285,7 +287,7 @@ class ConvertedRun:
             meaning = MEANINGS.get(key, "other values of its own")
             self.outcomes.setdefault(word, (outcome, f"`{key}` keeps its default; it may be {meaning}"))
         else:
-            origin = f"default of {self.program.name}" if is_default else self._said(word)
+            origin = f"default of {self.program.name}" if is_default else self._text_of(word)
             self._take(key, converted, word, origin=origin, is_last=is_last)
 
     def _unused(self, key: str) -> str:
@@ -307,7 +309,7 @@ class ConvertedRun:
 
     def _take(self, key: str, value: object, word: str = "", *, origin: str = "", is_last: bool = True) -> None:
         """Set `key: value` if the schema allows it and it has an effect, and record the outcome of `word`."""
-        tree, origin = deepcopy(self.tree), origin or self._said(word)
+        tree, origin = deepcopy(self.tree), origin or self._text_of(word)
         set_key(tree, {}, key, value, source=self.program.name)
         try:
             config = validate_tree(tree, {}, self.program.name)
@@ -327,7 +329,6 @@ class ConvertedRun:
             self.origins[key] += f", {origin}"
 
     def _key(self, word: str) -> str:
-        """The run-file key that corresponds to a word; empty where there is none."""
         inner = word.rpartition(".")[2]
         section = GrpoObjective if is_grpo(self.objective) else RunConfig
         key = KEY_OF.get(word) if "." in word or word == "max_length" else None
@@ -338,7 +339,6 @@ class ConvertedRun:
         return [word for word, value in self.words.items() if value is not None and self._key(word) == key]
 
     def _number(self, name: str, default: float) -> float:
-        """Number of a word or of a run-file key: from the file, else the program's default, else `default`."""
         for words in (self.words, self.defaults):
             for word, value in words.items():
                 if name in (word, self._key(word)) and isinstance(value, int | float) and not isinstance(value, bool):
@@ -348,7 +348,7 @@ class ConvertedRun:
     def _size(self, name: str, default: int) -> int:
         return max(1, int(self._number(name, default)))
 
-    def _said(self, *words: str) -> str:
+    def _text_of(self, *words: str) -> str:
         texts = (f"{word}: {_short(self.words[word])}" if word in self.words else word for word in words if word)
         return ", ".join(texts) or f"default of {self.program.name}"
 
@@ -428,7 +428,7 @@ def _warmup(self: ConvertedRun, word: str, value: object) -> object:
 
 
 def _stage(self: ConvertedRun, word: str, value: object) -> object:
-    """Name of the ZeRO configuration, from the name of DeepSpeed's file or section or from FSDP's sharding strategy."""
+    """Name of the shipped DeepSpeed configuration for a DeepSpeed file or section, or an FSDP sharding strategy."""
     text = str(value).lower()
     if word.startswith("fsdp") or "fsdp" in text:
         offload = "_offload" * ("offload_params': true" in text)
@@ -460,7 +460,7 @@ def _alpha(self: ConvertedRun, word: str, value: object) -> object:
 
 def _clip_low(self: ConvertedRun, word: str, value: object) -> object:
     if not self._words_of("objective.clip_high"):
-        self._take("objective.clip_high", value, origin=f"{self._said(word)}, for both sides")
+        self._take("objective.clip_high", value, origin=f"{self._text_of(word)}, for both sides")
     return value
 
 
@@ -479,4 +479,6 @@ _CONVERTERS: Mapping[str, Callable[[ConvertedRun, str, object], object]] = {
     **dict.fromkeys(("data.train", "rollout.prompts_per_step"), lambda self, word, value: None),
     "rewards": lambda self, word, value: self.to_fill.update(rewards=f"{word} is {value}"),
 }
-"""Converters of the run-file keys whose values need more than a table of values, some of them other words."""
+"""Functions that convert the value of a word, by run-file key. They are for keys whose value also depends on other
+words or needs a calculation.
+"""

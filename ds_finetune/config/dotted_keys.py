@@ -1,4 +1,4 @@
-"""Keys of nested sections as one text, e.g. `optim.lr`."""
+"""Writes the keys of nested sections as dotted keys such as `optim.lr`."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

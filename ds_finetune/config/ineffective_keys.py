@@ -17,7 +17,9 @@ Values = Mapping[str, Any]
 
 
 def _is(key: str, value: object, reason: str = "", *, negated: bool = False) -> tuple[Callable[[Values], bool], str]:
-    """Condition `key == value`, or that the key is empty where `value` is None, and its text with `reason`."""
+    """Condition that `key` has the value `value`, or is empty if `value` is None, and its text in messages, followed by
+    `reason`. `negated` inverts a condition on a value.
+    """
     shown = str(value).lower() if isinstance(value, bool) else value
     text = f"there is no {key}" if value is None else f"{key} is {'not ' * negated}{shown}"
 
@@ -28,7 +30,7 @@ def _is(key: str, value: object, reason: str = "", *, negated: bool = False) -> 
 
 
 class _KeyRule(NamedTuple):
-    """Rule: `keys` have no effect in a run to which `applies` is true, for `reason`.
+    """Rule that `keys` have no effect in runs for which `applies` is true, because of `reason`.
 
     `keys` are separated by spaces; one that ends in a dot is a whole section. Values in `harmless` are allowed: they
     change nothing.
@@ -206,9 +208,9 @@ _RULES = (
 
 
 def check_keys_have_effect(given: Values, run: Values, source: str, lines: Lines) -> None:
-    """NoEffectError that names the keys of `given` that have no effect in `run`, each with its line and the reason.
+    """Raise a NoEffectError if keys of `given` have no effect in `run`. It names each key with its line and the reason.
 
-    `given` holds only keys that differ from their default, so that a resolved run file, which has every key, is valid.
+    `given` must hold only keys that differ from their default: a resolved run file names all keys and is valid.
     """
     messages, hints = [], []
     for key, value in given.items():

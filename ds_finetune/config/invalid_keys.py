@@ -1,4 +1,4 @@
-"""Errors for a run file whose keys or values do not fit the schema."""
+"""Error messages for keys and values of a run file that do not fit its schema."""
 
 import difflib
 import json
@@ -28,7 +28,9 @@ _BOUNDS = (("ge", "at least"), ("gt", "above"), ("le", "at most"), ("lt", "below
 
 
 def explain(invalid: ValidationError, root: type[Section], source: str, lines: Lines) -> ConfigError:
-    """ConfigError for values that do not fit the schema `root`: each key with its line and the nearest legal name."""
+    """The ConfigError for a run file that does not fit the schema `root`. It names each wrong key with its line and
+    what to write.
+    """
     # pydantic reports one error for each member of a union; keep the first error of each key.
     firsts = {_keys_of(error): error for error in reversed(invalid.errors())}
     errors = list(reversed(firsts.values()))
@@ -44,7 +46,6 @@ def explain(invalid: ValidationError, root: type[Section], source: str, lines: L
 def _explain_pasted(
     unknown: Sequence[Any], others: Sequence[Any], root: type[Section], source: str, lines: Lines
 ) -> ConfigError:
-    """Error for several unknown keys, as in a file of another trainer: a line for each key with its replacement."""
     rows, sections = list[tuple[int, str]](), set()
     for error in unknown:
         path, section = _located(root, _keys_of(error))
@@ -62,7 +63,7 @@ def _explain_pasted(
 
 
 def _instead(path: Sequence[str], section: type[BaseModel], root: type[BaseModel], value: object) -> str:
-    """Text after an unknown key in the list of unknown keys: the key to write instead, or why there is none."""
+    """Text that follows an unknown key in a list of unknown keys: the key to write instead, or why there is none."""
     word, key = path[-1], meant_key(path[-1], section, root)
     if word.lower() in NOT_AVAILABLE:
         return ": not available here"
@@ -80,7 +81,6 @@ def _is_foreign(error: Any) -> bool:  # noqa: ANN401 - pydantic's ErrorDetails
 
 
 def _example(word: str, value: object, key: str) -> str:
-    """A hint with the run-file form of another trainer's `word: value`; empty where the value cannot be converted."""
     text, (section, _, name) = value_of(word, value, key), key.rpartition(".")
     if text is None:
         return f"`{key}` is {MEANINGS[key]}" if key in MEANINGS else ""
@@ -88,7 +88,7 @@ def _example(word: str, value: object, key: str) -> str:
 
 
 def written(word: str, value: object, key: str) -> str:
-    """Text that names `key`, the run-file key for another trainer's `word: value`.
+    """Text that names the run-file key `key`, which replaces `word: value` of another trainer's file.
 
     The converted value follows if it differs, or what the values of `key` mean if the value cannot be converted.
     """
@@ -117,7 +117,7 @@ def _explain_one(error: Any, root: type[Section], source: str, lines: Lines) -> 
     if error["type"] == "extra_forbidden":
         owner = f" of objective {_tag(section)}" if path[0] == "objective" else ""
         return f"{where}: unknown key `{name}`{owner}", _suggestion(path, section, root, error["input"])
-    # For a missing item of a tuple of fixed length, pydantic gives its index as the location.
+    # pydantic reports a missing item of a tuple by its index, so an integer location means that the list is too short.
     is_too_short = error["type"] == "missing" and isinstance(error["loc"][-1], int)
     if error["type"] == "missing" and not is_too_short:
         return f"{where}: `{name}` is missing", f"add it; {root.page} describes `{name}`"
@@ -214,7 +214,7 @@ def _all_names(root: type[BaseModel]) -> Iterator[str]:
 
 
 def section_keys(root: type[BaseModel], key: str) -> list[str]:
-    """Names of the keys in section `key`, over all classes of it; empty where `key` is a plain value."""
+    """Names of the keys of section `key`, of all its classes if it has several; empty where it is a plain value."""
     return list(dict.fromkeys(name for section in _sections(root, key) for name in _own_names(section)))
 
 

@@ -25,7 +25,7 @@ Reference = Literal["cache", "adapters_off"]
 KindName = Literal["dialogue", "text", "pairs", "marked", "labelled", "prompts"]
 """Kind of training rows that an objective reads; data/row_kind.py describes each kind."""
 Unit = Literal["supervised tokens", "pairs", "examples"]
-"""What the loss is averaged over."""
+"""Unit over which the loss is averaged, such as supervised tokens or pairs."""
 Head = Literal["tokens", "documents", "answers", "scores"]
 """Input of a loss: logits of tokens, log-probabilities of whole documents, log-probabilities of the tokens of sampled
 answers, or scores of a classifier.
@@ -48,7 +48,7 @@ class ObjectiveConfig(Section):
 
     @property
     def row(self) -> "ObjectiveRow":
-        """The objective's row of OBJECTIVES."""
+        """The objective's row in the table OBJECTIVES."""
         return OBJECTIVES[self.name]
 
     @property
@@ -152,7 +152,9 @@ class DpoObjective(ObjectiveConfig):
     loss: Refused[Literal["sigmoid", "robust", "hinge", "ipo", "apo_zero", "apo_down", "sigmoid_norm"]] = "sigmoid"
     """Variant of the DPO loss."""
     label_smoothing: Refused[float] = Field(default=0.0, ge=0, lt=0.5)
-    """Assumed share of pairs whose answers are swapped; for `sigmoid` (conservative DPO) and `robust`."""
+    """Assumed share of pairs in which the rejected answer is the better one; for `loss: sigmoid` (conservative DPO) and
+    `robust`.
+    """
     nll_weight: Refused[float] = Field(default=0.0, ge=0)
     """Weight of the cross entropy of the chosen answers."""
     reference: Reference = "cache"
@@ -193,7 +195,7 @@ class OrpoObjective(ObjectiveConfig):
 
     @property
     def chosen_weight(self) -> float:
-        """1: ORPO's loss is the cross entropy of the chosen answers plus a term of pairs."""
+        """Weight of the cross entropy of the chosen answers, always 1: ORPO's loss adds a term of pairs to it."""
         return 1.0
 
 
@@ -382,7 +384,7 @@ def rows_of_step(section: ObjectiveConfig, rollout: RolloutConfig, global_batch_
 
 
 def cross_entropies() -> Iterator[str]:
-    """Names of the objectives with `is_cross_entropy`."""
+    """Names of the objectives whose loss is the mean cross entropy of tokens."""
     return (name for name, row in OBJECTIVES.items() if row.is_cross_entropy)
 
 

@@ -94,7 +94,9 @@ def _objective_of(trainer: str) -> str:
 
 
 def _options(text: str) -> tuple[dict[str, object], list[str]]:
-    """Options and variable assignments of a shell command by name, and the YAML and JSON files that it names."""
+    """Options and variable assignments of a shell command, by name, and the names of the YAML and JSON files among its
+    arguments.
+    """
     options, files, values = dict[str, list[str]](), list[str](), list[str]()
     try:
         tokens = shlex.split(text)

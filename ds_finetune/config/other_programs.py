@@ -155,7 +155,7 @@ KEYS_OF_GRPO: Mapping[str, str] = {
     "temperature": "rollout.temperature",
     "max_length": "rollout.max_new_tokens",
 }
-"""Keys of other trainers that have a meaning of their own for GRPO, each with its run-file key."""
+"""Keys of other trainers that mean something else in a GRPO run than elsewhere, each with its run-file key."""
 MEANT = {word: meant for meant, words in NAMES_OF_OTHER_PROGRAMS.items() for word in words.split()}
 MEANINGS = {
     "model.attention": "the name of a kernel, such as sdpa or flash_attention_2",
@@ -339,7 +339,9 @@ _VALUES: Mapping[str, Mapping[str, str]] = {
 }
 """Conversions of values by the other trainer's key or the run-file key; `*` matches any other value."""
 PER_16_ROWS, TWICE_THE_RANK = "16 rows", "twice the rank"
-"""Symbolic defaults computed from other values: accumulation up to 16 rows per step, and lora_alpha = 2 x rank."""
+"""Markers of defaults that are computed from other values: accumulation up to 16 rows per step, and lora_alpha = 2 x
+rank.
+"""
 HUGGING_FACE_TRAINER: Mapping[str, object] = {
     **{"num_train_epochs": 3, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "seed": 42},
     **{"learning_rate": 5e-5, "lr_scheduler_type": "linear", "warmup_ratio": 0, "min_lr_rate": 0, "max_grad_norm": 1.0},

@@ -166,7 +166,6 @@ def read_config(source: ConfigSource, overrides: Sequence[str] = ()) -> RunConfi
 
 
 def _plain(value: Any) -> Any:  # noqa: ANN401 - any value
-    """A copy of a tree with pathlib paths converted to texts."""
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     return str(value) if isinstance(value, Path) else deepcopy(value)

@@ -193,7 +193,6 @@ _RANKS: tuple[Refusal[RunSettings], ...] = (
 
 
 def _multiples(number: int, size: int) -> str:
-    """The multiples of `size` next to `number`, for a hint."""
     return " or ".join(str(n * size) for n in (number // size, number // size + 1) if n)
 
 

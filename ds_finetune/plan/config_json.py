@@ -142,7 +142,7 @@ def _problems_of_v4(tree: Mapping[str, Any]) -> Iterator[str]:
         yield f"layers compress {older or rates} tokens into an entry, not numbers above 1 for {' and '.join(RATES)}"
     yield from (
         f"{key} is {tree[key]!r}, and by {other} it is {value!r}"
-        for key, other, value in _said_twice(tree)
+        for key, other, value in _facts_stated_twice(tree)
         if tree.get(key) not in (None, value)
     )
     yield from (f"{key} is {tree[key]!r}, not {k!r}" for key, k in _KNOWN_OF_V4.items() if tree.get(key, k) != k)
@@ -153,7 +153,7 @@ def _problems_of_v4(tree: Mapping[str, Any]) -> Iterator[str]:
         yield f"num_attention_heads {tree['num_attention_heads']} is no multiple of o_groups {tree['o_groups']}"
 
 
-def _said_twice(tree: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+def _facts_stated_twice(tree: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
     """Keys of DeepSeek-V4 that state one fact twice: the published key, the key that transformers prefers, and the
     value that the published key should then have.
     """
@@ -223,7 +223,6 @@ def _rotary_width(tree: Mapping[str, Any]) -> tuple[str, int]:
 
 
 def _counts(tree: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401 - whatever a config.json holds
-    """Layer counts by key, also in nested configurations such as `text_config`."""
     for name, part in tree.items() if isinstance(tree, Mapping) else ():
         if name in _LAYERS and part is not None:
             yield name, part
@@ -285,7 +284,6 @@ def check_model_path(path: str) -> None:
 
 
 def _hub_file(path: str) -> Path:
-    """Path of the config.json of a hub id, downloaded or from the hub's cache where the hub cannot be reached."""
     from huggingface_hub import constants, hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 

@@ -254,7 +254,6 @@ def _check_equal(pairs: Iterable[tuple[str, object, str, object]], hint: str, *,
 def _values_given_twice(
     tree: Tree, train: TrainConfig, optim: OptimConfig, derived: Tree
 ) -> Iterator[tuple[str, object, str, object]]:
-    """Values that both a DeepSpeed configuration and the run file give, as pairs for `_check_equal`."""
     for key, own in (
         ("train_batch_size", "train.global_batch_size"),
         ("train_micro_batch_size_per_gpu", "train.micro_batch_size"),

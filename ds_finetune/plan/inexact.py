@@ -267,7 +267,6 @@ def _is_on(path: str) -> Callable[[RunSettings], bool]:
 
 
 def _option_checks(option: InexactOption) -> Iterator[Refusal[RunSettings]]:
-    """Refusals where the option conflicts with others, is on but not in `inexact`, or is in `inexact` but off."""
 
     def values(run: RunSettings) -> MessageFields:
         asked, names = option.asked(run), ", ".join([*run.inexact, option.name])

@@ -118,7 +118,6 @@ def _expected_value(key: str, value: object, kind: str) -> str:
 
 
 def _section(tree: Mapping[str, Any], path: Sequence[str], source: str) -> Mapping[str, Any]:
-    """The section at `path`, empty where it is not given; ConfigError where the value there is no section."""
     for depth, name in enumerate(path, start=1):
         section = tree.get(name)
         if section is not None and not isinstance(section, Mapping):

@@ -394,7 +394,7 @@ def _first_without_indexer(run: ModelSettings) -> MessageFields:
     return None
 
 
-def _is_held_twice(run: ModelSettings) -> bool:
+def _trains_embedding_twice(run: ModelSettings) -> bool:
     """Whether the first and the last pipeline stage both train a copy of the embedding."""
     is_tied = bool(run.model_json.get("tie_word_embeddings")) and run.objective.row.head != "scores"
     return run.parallel.pp > 1 and run.lora is None and (run.mtp.train or is_tied)
@@ -404,7 +404,7 @@ _STAGES: tuple[Refusal[ModelSettings], ...] = (
     # With folders of their own, hosts of the last stage could not read the embedding's state, which hosts of the first
     # stage save.
     Refusal(
-        lambda run: run.checkpoint.node_local and _is_held_twice(run),
+        lambda run: run.checkpoint.node_local and _trains_embedding_twice(run),
         "checkpoint.node_local true with parallel.pp {parallel.pp} of a model whose first and last stage both hold the "
         "embedding is not tested",
         "save to a folder that all hosts share",

@@ -305,7 +305,6 @@ def make_plan(given: RunSettings, *, world: World, device: str, accelerate: Acce
 
 
 def _on_ranks(given: RunSettings, world: World, device: str, accelerate: AccelerateChoices | None) -> RunSettings:
-    """Add ranks and DeepSpeed configuration to the settings; ConfigError where two sources of a value contradict."""
     train = with_precision(given.train, device=device)[0]
     mesh = Mesh.of(given.parallel, world_size=world.world_size, rank=world.rank)
     accumulation = accumulation_steps(
@@ -397,7 +396,6 @@ def _numbers(objective: ObjectiveConfig) -> Iterator[tuple[str, object]]:
 
 
 def _loss_text(objective: ObjectiveConfig, *, kernel: str) -> str:
-    """Text of the plan line `loss`: kernel of the head where the model predicts tokens, and unit of the mean."""
     text = f"mean over the {objective.unit} of the global batch"
     if objective.chosen_weight:
         text += f", plus {objective.chosen_weight:g} x the mean cross entropy of its chosen tokens"

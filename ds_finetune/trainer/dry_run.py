@@ -75,7 +75,6 @@ def planned_run(run: ResolvedRun) -> PlannedRun:
 
 
 def _totals(estimate: RunEstimate, *, num_stages: int) -> list[tuple[str, str]]:
-    """Plan lines: parameters of the model and of a rank, bytes of state on a rank of the largest stage, and disk."""
     files, stage = estimate.files, f" of stage {estimate.stage}" if num_stages > 1 else ""
     parts = [
         f"{row.name} {row.num_bytes / GIB:,.2f} GiB{'' if row.place == 'gpu' else f' ({row.place})'}"

@@ -158,7 +158,6 @@ def resolve(  # noqa: PLR0913 - what is decided, and what it is decided from
 
 
 def _check_composite(run: RunSettings) -> None:
-    """ModelError or ConfigError for settings that are not valid with a model of text and other media."""
     where = f"with `{run.model.path}`, a model of text and other media"
     if run.model.weights == "random":
         raise ModelError(

@@ -100,7 +100,6 @@ def by_rows(traces: Tracer) -> Tracer:
 
 
 def _extended(one: TracedModel, two: TracedModel, rows: int) -> TracedModel:
-    """Activations for `rows` rows, extrapolated from forwards of one and two rows."""
 
     def numbers(first: Any, second: Any) -> dict[str, Any]:  # noqa: ANN401 - a layer or a model
         names = (each.name for each in fields(first) if each.name != "layers")

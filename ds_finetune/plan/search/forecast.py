@@ -122,9 +122,6 @@ def forecast_run(given: RunSettings, target: Target, model: DescribedModel, trac
 
 
 def _largest_rows(plan: Plan, model: DescribedModel, target: Target, traces: Tracer) -> tuple[int, str]:
-    """The micro-batch size that `train.micro_batch_size: auto` becomes on the machines, and the reason; 1 where no size
-    fits.
-    """
     if target.budget is None:
         return 1, "1 (auto: how many rows fit is known with --gpu NAME)"
     rows = largest_micro_batch(plan, model, traces, budget=target.budget.device_bytes)

@@ -93,7 +93,6 @@ def _gpu_here(models: tuple[str, ...], request: Request) -> GpuModel | None:
 
 
 def _ranks(request: Request, *, usual: int, device: str = "cuda") -> Ranks:
-    """Ranks that a request describes. A node has `usual` GPUs unless the request says otherwise."""
     gpus = request.gpus or (request.nodes or 1) * (request.gpus_per_node or usual)
     per_node = min(gpus, request.gpus_per_node or (gpus // request.nodes if request.nodes else usual))
     if per_node < 1 or gpus % per_node or (request.nodes and gpus != request.nodes * per_node):

@@ -160,7 +160,6 @@ class Search:
 
 
 def _order_of_sizes(sizes: ParallelConfig) -> tuple[int, ...]:
-    """Sort key: product of all axes, then larger ep, tp, sp and pp first."""
     axes = sizes.ep, sizes.tp, sizes.sp, sizes.pp
     return prod(axes), *(-size for size in axes)
 
@@ -187,7 +186,6 @@ def search_layouts(given: RunSettings, target: Target, model: DescribedModel, tr
 
 
 def _no_legal_layout(search: Search) -> FinetuneError:
-    """Error where no layout is legal: the run file is refused in every layout, or no layout divides the ranks."""
     candidates = search.candidates
     run, number = candidates.run, candidates.ranks.number
     on_one_rank = replace(candidates, ranks=replace(candidates.ranks, number=1))
@@ -212,7 +210,6 @@ def _no_legal_layout(search: Search) -> FinetuneError:
 
 
 def _none_fits(search: Search, target: Target, result: SearchResult, nearest: Proposal) -> ConfigError:
-    """Error with the nearest layout and the bytes that it lacks on a rank."""
     missing = search.budget.excess(nearest.memory) / GIB
     tried = f" (the search ended after {MOST_TRIED} layouts whose states fit)" if result.is_cut_off else ""
     return ConfigError(

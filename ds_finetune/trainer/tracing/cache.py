@@ -37,14 +37,14 @@ class Traces:
     def __init__(self, run: RunSettings, build: Callable[[], "ModelPlan"], say: Say = say_nothing) -> None:
         self._run, self._build, self._say = run, build, say
         self._folder = Path(run.data.cache_dir, "traces")
-        self._known: dict[str, TracedModel] = {}
+        self._traced: dict[str, TracedModel] = {}
 
     def __call__(self, plan: Plan) -> TracedModel:
         """Activations of a rank of `plan`; ConfigError or ModelError where its model cannot be built."""
         key = xxhash.xxh3_128_hexdigest(f"{self._of_model} {traced_layout(plan)}".encode())
-        if key not in self._known:
-            self._known[key] = self._read(key) or self._trace(plan, key)
-        return self._known[key]
+        if key not in self._traced:
+            self._traced[key] = self._read(key) or self._trace(plan, key)
+        return self._traced[key]
 
     @cached_property
     def _of_model(self) -> str:
