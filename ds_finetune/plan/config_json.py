@@ -170,7 +170,7 @@ def _facts_stated_twice(tree: Mapping[str, Any]) -> Iterator[tuple[str, str, Any
 
 def _check_widths(file: Path, tree: Mapping[str, Any]) -> None:
     """ModelError where a size is no integer of at least 1, attention heads are no multiple of key and value heads, or a
-    rotated width is odd.
+    rotated width an odd number.
     """
     if not isinstance(quantised := tree.get("quantization_config") or {}, Mapping):
         raise ModelError(f"{file}: quantization_config is {quantised!r:.60}, not an object", hint=_PUBLISHED)
