@@ -5,6 +5,7 @@ command line's.
 import ast
 import json
 import math
+import shutil
 import subprocess
 import sys
 import threading
@@ -239,6 +240,19 @@ def test_a_finished_run_that_is_started_again_has_its_last_record(tmp_path: Path
     assert {path: path.stat().st_mtime_ns for path in written} == written
     (verdict,) = json.loads((tmp_path / "run" / "exports.json").read_text())["exports"]
     assert (verdict["folder"], verdict["is_verified"]) == ("export", True)
+
+
+def test_a_run_whose_export_is_missing_has_its_last_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tree, rows = _task_without_files(tmp_path)
+    tree |= {"output_dir": str(tmp_path / "run"), "export": {"verify": False}}
+    train(tree, rows=rows["train"], eval_rows=rows["eval"])
+    shutil.rmtree(tmp_path / "run" / "export")
+    capsys.readouterr()
+    report = train(tree, rows=rows["train"], eval_rows=rows["eval"])
+    (*_, last) = metrics(tmp_path)
+    assert report.last is not None
+    assert (report.last.step, report.last.values["train/loss"]) == (last["step"], last["train/loss"])
+    assert [path.name for path in report.exports] == ["export"]
 
 
 @pytest.mark.parametrize(

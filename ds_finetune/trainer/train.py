@@ -169,7 +169,8 @@ def _train_and_export(
                 f"training finished, but its last checkpoint was not written: {saver.last_error}",
                 hint="free some space, then start the same command again: it resumes from the previous checkpoint",
             )
-    return Report(last, run.output_dir, written, interrupted=interrupted)
+    # Where only the export was left to do, the last step is that of the checkpoint.
+    return Report(last or saved_record(resume_point), run.output_dir, written, interrupted=interrupted)
 
 
 def finished_before(run: PreparedRun, point: ResumePoint) -> Report | None:
