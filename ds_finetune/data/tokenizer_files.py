@@ -24,6 +24,7 @@ PROBES = {
 """Texts that two tokenizers encode differently if they normalise text or split it into words differently."""
 _SHOWN_TOKENS = 12
 _TIKTOKEN = "tiktoken.model"
+_OBJECTS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 _PATTERNS = ("tokenizer*.json", "vocab*", "merges*", "*.model", "*.spm", "*.tiktoken", "tekken.json", "*.codes")
 """Patterns of files of which at least one defines a tokenizer; `tokenizer_config.json` alone does not."""
 
@@ -79,7 +80,8 @@ def is_encoder_tokenizer(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def _check_files(folder: Path) -> None:
-    """DataError for a folder without a vocabulary, or with only tiktoken's, as Kimi K2 and Moonlight are published.
+    """DataError for a folder without a vocabulary, or with only tiktoken's, as Kimi K2 and Moonlight are published, or
+    with another file than it should be.
 
     Without a vocabulary, transformers 5.23 makes an empty tokenizer for some model types, such as qwen3 and
     gemma3_text, which encodes texts to no tokens or unknown ones. The pattern by which tiktoken splits texts into words
@@ -90,6 +92,9 @@ def _check_files(folder: Path) -> None:
             f"no tokenizer in `{folder}`: it has neither tokenizer.json nor another file with a vocabulary",
             hint="copy the tokenizer's files to it, or set model.tokenizer to a folder with tokenizer.json",
         )
+    for file in (folder / name for name in _OBJECTS):
+        if file.is_file() and not file.read_bytes().lstrip().startswith(b"{"):
+            raise DataError(f"{file} holds no JSON object", hint="take the file published with the model")
     if (folder / _TIKTOKEN).is_file() and not (folder / "tokenizer.json").is_file():
         raise DataError(
             f"`{folder}` has {_TIKTOKEN} and no tokenizer.json: its tokenizer is Python code of the folder, which is "

@@ -39,7 +39,7 @@ from ds_finetune.export.verify.verify import VerificationResult
 from ds_finetune.families.family import Family
 from ds_finetune.families.table import family_of
 from ds_finetune.foreign.auto_models import AutoModelForCausalLM
-from ds_finetune.model.build.hub_folder import HubFolder, check_index
+from ds_finetune.model.build.hub_folder import HubFolder, check_weight_files
 from ds_finetune.model.weights.names import hub_pieces, is_kept_in_fp32
 
 __all__ = ["check_model", "load_model", "load_scorer", "verify", "write"]
@@ -102,7 +102,7 @@ def write(source: Path, out: Path, options: ExportOptions) -> ExportResult:
     check_out_empty(out)
     with plain_folder(source, out, options.base) as folder, replaced_folder(out) as partial_out:
         model, hub = plain_model(folder, check_model)
-        check_index(folder)
+        check_weight_files(folder)
         weights = _quantised_keys(model, hub, quantiser)
         with as_output_errors(partial_out):
             tensors = _write_files(hub, partial_out, model, weights, quantiser)

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from ds_finetune.errors import ExportError
 from ds_finetune.export.classifiers import holds_classifier
 from ds_finetune.export.formats import Scorer, format_of
-from ds_finetune.model.build.hub_folder import check_folder, check_index
+from ds_finetune.model.build.hub_folder import check_folder, check_weight_files
 
 _HINT = "name an exported folder, e.g. runs/r1/export"
 
@@ -47,4 +47,4 @@ def check_loadable(folder: Path) -> None:
         raise ExportError(f"`{folder}` holds no config.json", hint=_HINT)
     if not format_of(folder).holds_weights(folder):
         raise ExportError(f"`{folder}` has a config.json but no weights", hint=_HINT)
-    check_index(folder)
+    check_weight_files(folder)

@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
+from ds_finetune.errors import ModelError
 from ds_finetune.families.family import Family, layer_of
 from ds_finetune.families.layer_rules import published_layers
 from ds_finetune.families.text_part import is_composite
@@ -109,7 +110,10 @@ def _code_changes(config: Mapping[str, Any], files: Iterable[Path]) -> list[str]
 
 
 def _config_with_code(file: Path) -> dict[str, Any]:
-    config = json.loads(file.read_text(encoding="utf-8"))
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as broken:
+        raise ModelError(f"{file} is not JSON: {broken}", hint="take the file published with the model") from broken
     return config if isinstance(config, dict) and CODE in config else {}
 
 

@@ -174,3 +174,12 @@ def test_deep_settings_of_a_tokenizer_are_refused(tmp_path: Path) -> None:
     (tmp_path / "model" / "tokenizer_config.json").write_text('{"a":' * 3000 + "1" + "}" * 3000)
     with pytest.raises(DataError, match=r"no tokenizer in .* maximum recursion depth"):
         load_tokenizer(str(tmp_path / "model"))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize("text", ["", "null", "[]", "\0\0"])
+def test_a_file_of_a_tokenizer_with_other_content_is_named(name: str, text: str, tmp_path: Path) -> None:
+    write_demo(tmp_path)
+    (tmp_path / "model" / name).write_text(text)
+    with pytest.raises(DataError, match=rf"{name} holds no JSON object"):
+        load_tokenizer(str(tmp_path / "model"))

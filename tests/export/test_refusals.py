@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from ds_finetune.cli.demo import write_demo
 from ds_finetune.cli.main import main
 from ds_finetune.errors import ModelError
 from ds_finetune.foreign.auto_configs import AutoConfig
@@ -82,6 +83,7 @@ def _config(folder: Path, **changes: object) -> None:
         (_truncate, "model-00002-of-000003.safetensors is not a complete safetensors file: its tensors end at byte"),
         (_outside, "names files outside its folder: ../secret.safetensors"),
         (lambda f: (f / "config.json").write_text("{"), "config.json is not a model's configuration"),
+        (lambda f: (f / "tokenizer_config.json").write_text('{"a": '), "tokenizer_config.json is not JSON"),
         (lambda f: _config(f, model_type="none"), "none"),
         (
             lambda f: _config(f, quantization_config={"quant_method": "awq"}),
@@ -93,7 +95,7 @@ def _config(folder: Path, **changes: object) -> None:
         ),
         (lambda f: _change(f, _empty), "`model.layers.2.enorm.weight` has shape (0,) and so no elements"),
     ],
-    ids=["missing shard", "truncated", "outside", "config", "model type", "awq", "grown", "empty"],
+    ids=["missing shard", "truncated", "outside", "config", "tokenizer", "model type", "awq", "grown", "empty"],
 )
 def test_a_damaged_model(
     damage: Callable[[Path], None], said: str, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -104,6 +106,22 @@ def test_a_damaged_model(
     assert said in printed
     assert "Traceback" not in printed
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "secret.safetensors") == ["source"]
+
+
+@pytest.mark.parametrize("command", ["ask OUT hi", "eval OUT --data ROWS"])
+@pytest.mark.parametrize("size", [0, 7, 300, -1])
+def test_weights_that_are_cut_are_named_where_they_are_read(
+    command: str, size: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_demo(tmp_path, ranks=1, days=201)
+    save_file({"x": torch.zeros(400)}, tmp_path / "model" / "model.safetensors")
+    data = (tmp_path / "model" / "model.safetensors").read_bytes()
+    (tmp_path / "model" / "model.safetensors").write_bytes(data[:size])
+    paths = {"OUT": tmp_path / "model", "ROWS": tmp_path / "eval.jsonl"}
+    assert main([str(paths.get(word, word)) for word in command.split()]) == 2
+    printed = capsys.readouterr().err
+    assert "model.safetensors is not a whole safetensors file" in printed
+    assert "Traceback" not in printed
 
 
 _FP6: dict[str, object] = {**AutoConfig.for_model("deepseek_v4", **V4).to_dict(), "expert_dtype": "fp6"}

@@ -31,7 +31,7 @@ from ds_finetune.export.plain_source import copy_settings, plain_folder, plain_m
 from ds_finetune.export.verify.record import UNVERIFIED
 from ds_finetune.export.verify.verify import VerificationResult
 from ds_finetune.families.table import family_of
-from ds_finetune.model.build.hub_folder import HubFolder, check_index
+from ds_finetune.model.build.hub_folder import HubFolder, check_weight_files
 from ds_finetune.model.loss.score_config import is_classifier
 
 INLINE_BYTES = 256 * MIB
@@ -101,7 +101,7 @@ def _write_and_compare(
     source: Path, folder: Path, out: Path, options: ExportOptions
 ) -> tuple[OnnxComparison, list[str]]:
     model, hub = plain_model(folder, check_model)
-    check_index(folder)
+    check_weight_files(folder)
     if options.dtype in BITS and is_classifier(model.config):
         raise ExportError(
             f"the model is a classifier, and --dtype {options.dtype} supports only language models",

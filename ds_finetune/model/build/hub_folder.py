@@ -277,11 +277,17 @@ def _config_of(folder: Path) -> Mapping[str, Any]:
     return tree if isinstance(tree, dict) else {}
 
 
-def check_index(folder: Path) -> None:
-    """ModelError if the index in `folder` has no `metadata`, which transformers 5.23 requires (utils/hub.py:969)."""
-    index = folder / INDEX
-    if index.is_file() and '"metadata"' not in index.read_text(encoding="utf-8"):
-        raise ModelError(f"{index} has no `metadata`, which transformers reads", hint='add `"metadata": {}` to it')
+def check_weight_files(folder: Path) -> None:
+    """ModelError if a safetensors file that transformers would load is missing or cut, or if the index has no
+    `metadata`, which transformers 5.23 requires (utils/hub.py:969).
+    """
+    index, file = folder / INDEX, folder / "model.safetensors"
+    if index.is_file():
+        _read_indexed(folder)
+        if '"metadata"' not in index.read_text(encoding="utf-8"):
+            raise ModelError(f"{index} has no `metadata`, which transformers reads", hint='add `"metadata": {}` to it')
+    elif file.is_file():
+        _read_header(file)
 
 
 def has_weights(folder: Path) -> bool:
