@@ -27,8 +27,8 @@ class ModelParallel:
 
     def __init__(self, pool: "_GroupMaker") -> None:
         self._mesh = pool.mesh
-        self._model: dist.ProcessGroup | None = pool.line("pp", "tp")
-        self._data: dist.ProcessGroup | None = pool.line("dp", "sp")
+        self._model: dist.ProcessGroup | None = pool.along("pp", "tp")
+        self._data: dist.ProcessGroup | None = pool.along("dp", "sp")
 
     def close(self) -> None:
         """Release the process groups, even if this object is still referenced."""
@@ -91,22 +91,22 @@ class _GroupMaker:
         self._groups: list[dist.ProcessGroup] = []
         self._by_ranks: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
 
-    def line(self, *axes: Axis) -> dist.ProcessGroup:
+    def along(self, *axes: Axis) -> dist.ProcessGroup:
         """This rank's process group along mesh `axes`. Axes that have the same ranks share one group."""
         return self.shared(self.mesh.groups(*axes))
 
-    def shared(self, lines: list[list[int]]) -> dist.ProcessGroup:
-        """This rank's process group in `lines`, the ranks of all groups. Equal `lines` share one group."""
-        ranks = tuple(map(tuple, lines))
+    def shared(self, rank_lists: list[list[int]]) -> dist.ProcessGroup:
+        """This rank's process group; `rank_lists` has one list per group. Calls with equal lists share groups."""
+        ranks = tuple(map(tuple, rank_lists))
         if ranks not in self._by_ranks:
-            self._by_ranks[ranks] = self.own(lines)
+            self._by_ranks[ranks] = self.own(rank_lists)
         return self._by_ranks[ranks]
 
-    def own(self, lines: list[list[int]]) -> dist.ProcessGroup:
+    def own(self, rank_lists: list[list[int]]) -> dist.ProcessGroup:
         """Create a new group for each list of ranks, collectively, and return this rank's group. It is for collectives
         that overlap with collectives of another group of the same ranks.
         """
-        new_groups = [(ranks, dist.new_group(ranks, timeout=self._timeout)) for ranks in lines]
+        new_groups = [(ranks, dist.new_group(ranks, timeout=self._timeout)) for ranks in rank_lists]
         self._groups += [group for ranks, group in new_groups if self.mesh.rank in ranks]
         return self._groups[-1]
 
@@ -129,8 +129,8 @@ def open_groups(
     pool = _GroupMaker(mesh, timeout)
     groups = Groups(
         stage=_stage(pool, shares_embedding=shares_embedding, vpp=vpp) if mesh.pp > 1 else None,
-        sequence=SequenceParallelGroup(pool.line("sp"), mesh.sp, mesh.coordinate("sp")) if mesh.sp > 1 else None,
-        tensor=TensorParallelGroup(pool.line("tp"), mesh.tp, mesh.coordinate("tp")) if mesh.tp > 1 else None,
+        sequence=SequenceParallelGroup(pool.along("sp"), mesh.sp, mesh.coordinate("sp")) if mesh.sp > 1 else None,
+        tensor=TensorParallelGroup(pool.along("tp"), mesh.tp, mesh.coordinate("tp")) if mesh.tp > 1 else None,
         experts=ExpertParallelGroup(pool.own(mesh.expert_groups()), mesh.ep, mesh.expert_index)
         if mesh.ep > 1
         else None,
@@ -155,7 +155,7 @@ def open_groups(
 
 def _stage(pool: _GroupMaker, *, shares_embedding: bool, vpp: int) -> PipelineGroup:
     mesh = pool.mesh
-    stage = PipelineGroup(pool.line("pp"), mesh.pp, mesh.coordinate("pp"))
+    stage = PipelineGroup(pool.along("pp"), mesh.pp, mesh.coordinate("pp"))
     stage.num_chunks = vpp
     if vpp > 1:
         ways = (Link(is_forward, wraps) for is_forward in (True, False) for wraps in (True, False))

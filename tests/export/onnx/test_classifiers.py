@@ -107,8 +107,12 @@ def test_a_folder_is_checked_again_and_asked(tmp_path: Path, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("family", "changes", "said"),
     [
-        ("bert", {"hidden_act": "relu"}, "hidden_act `relu` of model_type `bert`"),
-        ("modernbert", {"classifier_activation": "silu"}, "classifier_activation `silu` of model_type `modernbert`"),
+        ("bert", {"hidden_act": "relu"}, "model_type `bert` do not support hidden_act `relu`"),
+        (
+            "modernbert",
+            {"classifier_activation": "silu"},
+            "model_type `modernbert` do not support classifier_activation `silu`",
+        ),
         ("llama", {"hidden_act": "gelu"}, "do not support hidden_act `gelu`"),
     ],
 )
