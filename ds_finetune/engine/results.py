@@ -51,7 +51,7 @@ class StepReading:
     counts: dict[str, float]
     """Numbers of units in the global batch, by unit."""
     counted: dict[str, tuple[torch.Tensor, torch.Tensor]]
-    """Counts of auxiliary losses in the step, by the name of the loss: on the device, and on the host."""
+    """Counts by auxiliary losses in the step, by the loss's name: a tensor on the device, and one on the host."""
 
 
 def read_step(

@@ -46,9 +46,9 @@ def meet(world: World, *, timeout: timedelta = COLLECTIVE_TIMEOUT) -> dist.Store
             store.set("met/all", "")
         while not store.check(["met/all"]):
             wait.pause(partial(_absent, store, world.world_size))
-    except (dist.DistError, RuntimeError) as alone:
-        if "EADDRINUSE" not in str(alone):
-            raise wait.error(str(alone)) from None
+    except (dist.DistError, RuntimeError) as failure:
+        if "EADDRINUSE" not in str(failure):
+            raise wait.error(str(failure)) from None
         raise RunError(
             f"the ranks cannot connect to port {port} of this host, which is in use",
             hint="another run may use it: choose a free port with `deepspeed --master_port PORT`, or with the option "

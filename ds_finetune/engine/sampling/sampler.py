@@ -195,7 +195,7 @@ class BatchOfAnswers:
 def sample_parts(
     model: AnswerModel, parts: Sequence[PromptPart], choice: TokenChoice, on_answer: OnAnswer = ignore
 ) -> dict[int, SampledAnswer]:
-    """Sample the answers in `parts`, by index, in one batch or (if the model needs it) one per prompt length."""
+    """Sample the answers in `parts`; returns them by index. Some models need a batch for each prompt length."""
     if model.takes_mixed_lengths:
         return BatchOfAnswers(model, parts, choice).run(on_answer) if parts else {}
     answers: dict[int, SampledAnswer] = {}

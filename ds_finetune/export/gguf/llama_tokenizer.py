@@ -125,8 +125,8 @@ def _space_prefix(tokenizer: PreTrainedTokenizerBase, chats: Sequence[str]) -> t
     """Whether llama.cpp must put a space before a text and behind each control token to tokenise most `chats` and texts
     as transformers does, and a note on the others. ExportError if it tokenises all of them otherwise.
     """
-    usual = tokenizer.tokenize("a")[0].startswith("▁")
-    choices = {adds: compare_tokens(tokenizer, chats, "llama.cpp", adds_space=adds) for adds in (usual, not usual)}
+    default = tokenizer.tokenize("a")[0].startswith("▁")
+    choices = {adds: compare_tokens(tokenizer, chats, "llama.cpp", adds_space=adds) for adds in (default, not default)}
     best = max(choices, key=lambda adds: (choices[adds].chats, choices[adds].texts))
     agreement = choices[best]
     if not (agreement.chats if chats else agreement.texts):

@@ -94,7 +94,7 @@ _WHOLE_BLOCKS = {
     "v_head_dim": 16,
     "num_attention_heads": 4,
 }
-"""Sizes of a tiny model with which rows of weights are multiples of 64, the quantisation block, except in experts."""
+"""Sizes of a tiny model. Rows of its weights, except experts, divide into quantisation blocks of 64 elements."""
 _ACCUMULATION = 2
 _ROUTER_SCALE = 16.0
 """Factor on the router weights of tiny models. Randomly initialised routers score all experts nearly equally, so that

@@ -107,7 +107,7 @@ class Rollout:
     sampled_at: int = 0
     """Number of optimizer steps completed when the rollout was sampled."""
     noted: Mapping[str, float] = field(default_factory=dict)
-    """Measurements of the rollout: `SampledGroups.noted`, and the seconds of `log_probs`."""
+    """Measurements by name, such as the seconds for sampling, rewards and log-probabilities of the rollout."""
     old: TokenNumbers = field(default_factory=dict)
     """Log-probabilities of the answers of the rollout's later steps, under the weights before its first step."""
     reference: TokenNumbers = field(default_factory=dict)
