@@ -136,7 +136,7 @@ def test_a_record_is_written_and_printed_when_it_ends(part: Part, tmp_path: Path
 
 
 def test_layouts_of_the_selftest_are_records_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def selftest(_: object, extent: object, *, say: Callable[[str], None]) -> None:
+    def selftest(_: object, size: object, *, say: Callable[[str], None]) -> None:
         for number, verdict in enumerate(("equal", "WRONG")):
             selftest_run.compare_layout(number)
             say(f"{verdict}  {f'layout {number}':44} loss {number}")

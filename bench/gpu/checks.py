@@ -45,8 +45,9 @@ def layouts(recorder: Recorder, folder: Path, *, is_tiny: bool) -> None:
             recorder.add(name, verdict, seconds=time.perf_counter() - began, values=values, **why)
             values, began = Values(), time.perf_counter()
 
+    size = run.SelftestSize(2, ("qwen2",)) if is_tiny else run.SelftestSize(3, ("deepseek_v3", "llama"))
     with recorder.record("all layouts"), replaced(run, "compare_layout", noted):
-        run.selftest(None, run.Extent(2, ("qwen2",)) if is_tiny else run.Extent(3, ("deepseek_v3", "llama")), say=say)
+        run.selftest(None, size, say=say)
 
 
 def kernel_tests(recorder: Recorder, folder: Path, *, is_tiny: bool) -> None:

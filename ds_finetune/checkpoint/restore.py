@@ -43,13 +43,13 @@ def newest_checkpoint(checkpoints: CheckpointFolder, folder: Path) -> UsableChec
     check of its files. None if there are no checkpoints; CheckpointError if none can be used, or if one was renamed.
     """
     raise_on_every_rank(find_renamed_checkpoint(folder))
-    everywhere = all_gather_object((socket.gethostname(), set(complete_steps(folder))))
-    some = set.union(*(steps for _, steps in everywhere))
-    steps = sorted(set.intersection(*(steps for _, steps in everywhere)), reverse=True)
-    skipped = _unfinished(folder, newer_than=max(some, default=-1))
-    for step in sorted(some - set(steps), reverse=True):
+    steps_of_ranks = all_gather_object((socket.gethostname(), set(complete_steps(folder))))
+    all_steps = set.union(*(steps for _, steps in steps_of_ranks))
+    steps = sorted(set.intersection(*(steps for _, steps in steps_of_ranks)), reverse=True)
+    skipped = _unfinished(folder, newer_than=max(all_steps, default=-1))
+    for step in sorted(all_steps - set(steps), reverse=True):
         hosts = ", ".join(
-            f"rank {rank} on {host}" for rank, (host, present) in enumerate(everywhere) if step not in present
+            f"rank {rank} on {host}" for rank, (host, present) in enumerate(steps_of_ranks) if step not in present
         )
         skipped.append(f"{folder / step_name(step)} passed over: {hosts} does not have it")
     for step in steps:
@@ -57,9 +57,9 @@ def newest_checkpoint(checkpoints: CheckpointFolder, folder: Path) -> UsableChec
         if not problems:
             return _usable(folder / step_name(step), tuple(skipped))
         skipped += [f"{folder / step_name(step)} passed over: {problem}" for problem in problems]
-    if some:
+    if all_steps:
         raise CheckpointError(
-            f"none of the {len(some)} checkpoints in {folder} can be used: {'; '.join(skipped)}",
+            f"none of the {len(all_steps)} checkpoints in {folder} can be used: {'; '.join(skipped)}",
             hint="restore the missing files, or set checkpoint.resume never and another output_dir to start a new run",
         )
     return None

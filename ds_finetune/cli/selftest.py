@@ -42,14 +42,14 @@ def add_commands(commands: Commands) -> None:
 def _selftest(arguments: Arguments) -> None:
     config = read_run(arguments) if arguments.run else None
     from ds_finetune.plan.settings import RunSettings
-    from ds_finetune.reference.selftest.run import Extent, selftest, start_world
+    from ds_finetune.reference.selftest.run import SelftestSize, selftest, start_world
 
     run = RunSettings.of(config) if config is not None else None
-    extent = Extent(arguments.steps, tuple(arguments.families.split(",")))
+    size = SelftestSize(arguments.steps, tuple(arguments.families.split(",")))
     if "RANK" in os.environ or (arguments.hostfile is None and arguments.nproc == 1):
-        selftest(run, extent, say=show_line)
+        selftest(run, size, say=show_line)
         return
-    rank_arguments = [*([arguments.run] if arguments.run else []), *arguments.overrides, *extent.arguments]
+    rank_arguments = [*([arguments.run] if arguments.run else []), *arguments.overrides, *size.arguments]
     raise SystemExit(start_world(rank_arguments, run, nproc=arguments.nproc, hostfile=arguments.hostfile))
 
 

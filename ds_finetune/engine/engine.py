@@ -189,9 +189,9 @@ class Engine:
                 counts.update(batch.counts)
         totals = self._sum_over_ranks(sums, copies=self.plan.mesh.tp)
         units = self._sum_over_ranks(unit_counts(counts).to(self._device), copies=self.plan.mesh.sharing)
-        everywhere = dict(zip(UNITS, units, strict=True))
+        total_units = dict(zip(UNITS, units, strict=True))
         all_scores = gather_scores(scores, self.plan.mesh) if self.objective.gathers_scores else NO_SCORES
-        return self._scores(self._total_loss.named(totals), everywhere, all_scores)
+        return self._scores(self._total_loss.named(totals), total_units, all_scores)
 
     def pool(self, scores: Iterable[HeldOutScores]) -> HeldOutScores:
         """Combine several evaluations: metrics over the rows of all of them."""

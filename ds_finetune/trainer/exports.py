@@ -206,7 +206,7 @@ def _folder_parts(run: PreparedRun, engine: Engine, tokenizer: FittedTokenizer, 
         architecture=type(engine.lm).__name__,
         dtype=PRECISION_DTYPES[run.plan.precision],
         record=record,
-        files=tuple(inputs.beside.values()),
+        files=tuple(inputs.copied_files.values()),
         texts=dict(tokenizer.changed),
     )
 

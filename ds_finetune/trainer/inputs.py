@@ -100,7 +100,7 @@ class RunInputs:
         return end_ids(self.folder, self.hf_config, self.tokenizer, self.prompts.ends)
 
     @cached_property
-    def beside(self) -> dict[str, Path]:
+    def copied_files(self) -> dict[str, Path]:
         """Paths of the files that an export copies beside its weights, by file name."""
         files = tokenizer_files(self.tokenizer_folder)
         if self.prompts.template:
@@ -111,7 +111,7 @@ class RunInputs:
     @cached_property
     def beginning(self) -> dict[str, str]:
         """The changed tokenizer.json of exports, by file name, if the run's begins texts otherwise than training."""
-        files = {name: path for name, path in self.beside.items() if name != GENERATION}
+        files = {name: path for name, path in self.copied_files.items() if name != GENERATION}
         return fit_beginning(self.tokenizer, files, self.prompts, config=self.config_tree)
 
     def data_notes(self) -> Iterator[str]:

@@ -227,7 +227,7 @@ def start_saver(run: PreparedRun, engine: Engine, point: ResumePoint) -> Iterato
         yield None
         return
     base = run.output_dir / BASE
-    sources = run.inputs.beside
+    sources = run.inputs.copied_files
     texts = {CONFIG: run.inputs.config_text}
     error: FinetuneError | None = None
     if checkpoints.is_leader:

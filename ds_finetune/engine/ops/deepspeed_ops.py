@@ -136,8 +136,8 @@ def build_ops(plan: Plan, agree: Agree, say: Say) -> Plan:
     the user has set `torch_adam` to false.
     """
     problems = {name: _build_problem(name, say) for name in needed_ops(plan)}
-    everywhere = [json.loads(text) for text in agree(json.dumps(problems))]
-    for rank, (name, (problem, hint)) in ((r, item) for r, ops in enumerate(everywhere) for item in ops.items()):
+    of_ranks = [json.loads(text) for text in agree(json.dumps(problems))]
+    for rank, (name, (problem, hint)) in ((r, item) for r, ops in enumerate(of_ranks) for item in ops.items()):
         if problem and name == "fused_adam" and plan.may_take_torch_adam:
             return plan.with_torch_adam(f"On rank {rank}: {problem}")
         if problem:

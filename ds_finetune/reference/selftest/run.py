@@ -114,7 +114,7 @@ class LayoutCase:
 
 
 @dataclass(frozen=True)
-class Extent:
+class SelftestSize:
     """Size of a selftest: number of optimizer steps per layout, and model families of the standard set. The first
     family is compared in every layout.
     """
@@ -163,7 +163,7 @@ def start_world(arguments: list[str], run: RunSettings | None, *, nproc: int, ho
     return subprocess.run([*command, "selftest", *arguments], check=False).returncode
 
 
-def selftest(run: RunSettings | None, extent: Extent, *, say: Say) -> None:
+def selftest(run: RunSettings | None, size: SelftestSize, *, say: Say) -> None:
     """Compare every layout on these ranks, and print a line for each. RunError if one differs from the reference loop.
     The layouts are the one of `run`, or the standard set if there is no run.
     """
@@ -178,7 +178,7 @@ def selftest(run: RunSettings | None, extent: Extent, *, say: Say) -> None:
     world.set_environment(os.environ)
     device = choose_device()
     cases = (
-        _standard_cases(world.world_size, extent.families, device) if run is None else _cases_of_run(run, world, device)
+        _standard_cases(world.world_size, size.families, device) if run is None else _cases_of_run(run, world, device)
     )
     left_out = _left_out(run) if run is not None else []
     if left_out and world.rank == 0:
@@ -187,7 +187,7 @@ def selftest(run: RunSettings | None, extent: Extent, *, say: Say) -> None:
     with process_group(world, device), _shared_folder(world) as folder:
         _build_first(make_plan(_settings(cases[0], folder, folder), world=world, device=device), say)
         for number, case in enumerate(cases):
-            wrong += not _is_equal(case, world, device, folder / str(number), extent.steps, say)
+            wrong += not _is_equal(case, world, device, folder / str(number), size.steps, say)
             if number == 0:
                 # ZeRO-3 collects garbage at each start. Freezing the objects that exist already makes this faster.
                 gc.freeze()

@@ -22,7 +22,7 @@ from ds_finetune.reference.selftest import run
 from ds_finetune.reference.selftest.cells import TINY_MODELS, enlarged_config, hf_config
 from ds_finetune.reference.selftest.compare import compare_steps
 from ds_finetune.reference.selftest.reference_loop import Steps
-from ds_finetune.reference.selftest.run import Extent, _standard_cases, selftest
+from ds_finetune.reference.selftest.run import SelftestSize, _standard_cases, selftest
 from tests.checking import check, settings_of
 from tests.reference.selftest.faults import FAULTY
 from tests.running import start, tiny_task
@@ -38,7 +38,7 @@ def test_what_is_compared_in_fp32_is_not_computed_in_tf32(monkeypatch: pytest.Mo
         raise ConfigError("far enough", hint="")
 
     for program in (
-        lambda: selftest(None, Extent(), say=print),
+        lambda: selftest(None, SelftestSize(), say=print),
         lambda: (monkeypatch.setattr(sys, "argv", ["", "1", str(tmp_path), "{}"]), plain_transformers.main()),
     ):
         torch.set_float32_matmul_precision("high")
