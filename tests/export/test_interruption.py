@@ -116,7 +116,7 @@ def test_a_signal_while_the_folder_is_loaded_names_it(exported: Path) -> None:
         verify_exports([exported])
     thread.join()
     assert caught.value.exit_code == 1
-    assert caught.value.hint == f"ds-finetune export --check {exported}"
+    assert caught.value.hint == f"verify them: ds-finetune export --check {exported}"
     _await(lambda: not _verifying(os.getpid()))
     assert "not checked yet" in (exported / UNVERIFIED).read_text()
 
