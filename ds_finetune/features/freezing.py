@@ -40,7 +40,7 @@ class FreezeFeature(Feature):
             raise ConfigError(
                 f"{key} keeps {', '.join(sorted(heads))} as initialised: the head of objective {run.objective.name} is "
                 "not in the model's folder",
-                hint="let the head be trained",
+                hint=f"change {key} so that the head is trained",
             )
         return freezing
 

@@ -1,4 +1,4 @@
-"""Training of indexers as a feature: a loss from the divergences that this rank's layers compute in a forward."""
+"""Training of indexers as a feature: layers compute how far an indexer's scores are from attention weights."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

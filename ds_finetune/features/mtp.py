@@ -42,7 +42,7 @@ from ds_finetune.plan.settings import RunSettings
 _UNKNOWN = re.compile(r"^mtp\.0\.(.*\.)?(compressor|indexer|tid2eid)\b|^mtp\.(?!0\.)")
 """Pattern of tensors of DeepSeek-V4's prediction layers that this program does not support."""
 DocumentArguments = Callable[[tuple[Documents, ...] | None, torch.device], dict[str, Any]]
-"""Function that makes the arguments by which attention knows the documents, from their lengths and a device."""
+"""Function from the lengths of documents, and a device, to the arguments that tell attention about documents."""
 
 
 class MtpLoss(ExtraLoss):
@@ -174,13 +174,13 @@ def check_adapted(hf_config: PretrainedConfig, mtp: MtpConfig, lora: LoraPlan) -
     setting = f"mtp.train true with lora.target_modules {list(lora.section.target_modules or ())}"
     if True not in is_inside:
         raise ConfigError(
-            f"{setting}, which name no module of the layer, model.layers.{number}",
+            f"{setting}, which name no module of the prediction layer, model.layers.{number}",
             hint="name modules of this layer too, such as eh_proj, or leave mtp out",
         )
     if mtp.detach and False not in is_inside:
         raise ConfigError(
-            f"{setting}, which name modules of the layer model.layers.{number} only, and mtp.detach true: the "
-            "objective trains nothing",
+            f"{setting}, which name only modules of the prediction layer, model.layers.{number}, and mtp.detach true: "
+            "the objective trains nothing",
             hint="name modules of other layers too, such as o_proj, or set mtp.detach to false",
         )
 

@@ -283,7 +283,7 @@ def test_prediction_layers_that_are_not_known(name: str, said: str, tmp_path: Pa
 def test_a_prediction_layer_that_compresses(tmp_path: Path) -> None:
     run_file = _predicting(tmp_path)
     change_json(tmp_path / "model" / "config.json", {"compress_ratios": [0, 4, 128, 4, 4]})
-    with pytest.raises(ModelError, match="in compress_ratios its prediction layer has 4"):
+    with pytest.raises(ModelError, match="compress_ratios has 4 for the prediction layer"):
         train(read_config(run_file))
 
 

@@ -156,10 +156,10 @@ def test_a_frozen_router_is_frozen_in_the_layer_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("pattern", "said"),
     [
-        (r".*layers\.[01]\..*o_proj", r"which name no module of the layer, model\.layers\.2"),
+        (r".*layers\.[01]\..*o_proj", r"which name no module of the prediction layer, model\.layers\.2"),
         (
             "eh_proj",
-            r"name modules of the layer model\.layers\.2 only, and mtp\.detach true: the objective trains nothing",
+            r"name only modules of the prediction layer, model\.layers\.2, and mtp\.detach true: the objective trains",
         ),
     ],
 )

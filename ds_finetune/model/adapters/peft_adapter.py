@@ -144,7 +144,7 @@ class PeftAdapter:
             or (a.shape[0] != rank and not is_fused)
         ):
             raise ExportError(
-                f"{self.folder}: `{name}` has A {tuple(a.shape)} and B {tuple(b.shape)} for rank {rank}",
+                f"{self.folder}: `{name}` has A {tuple(a.shape)} and B {tuple(b.shape)}, which do not fit rank {rank}",
                 hint="the adapter is damaged; save it again",
             )
         if is_fused:

@@ -336,9 +336,9 @@ class CompressorByDocument(nn.Module):
 
 
 def _in_windows(tokens: torch.Tensor, layout: Entries, series: int) -> torch.Tensor:
-    """Gather the tokens of each entry: [entries, series x rate, width] from [tokens, series x width]. With two series,
-    the first columns of the preceding window come before the last columns of the entry's own window. The window before
-    a document's first one is arbitrary, and masked later.
+    """Gather the tokens that each entry averages: [entries, series x rate, width] from [tokens, series x width]. With
+    two series these are the first columns of the preceding window, then the last columns of the entry's own. A
+    document's first window has no preceding one: an arbitrary window is taken, and masked later.
     """
     windows = layout.windows
     of_series = [(windows - windows.shape[1]).clamp_min(0), windows][-series:]

@@ -197,7 +197,10 @@ def _check_names(config: PretrainedConfig, label: str) -> None:
     choices += [("hidden_act", config.hidden_act, tuple(ACT2FN))] if hasattr(config, "hidden_act") else []
     for key, name, supported in choices:
         if name not in supported and not family_of(config.model_type).is_generic:
-            raise ModelError(f"{label}: {key} is {name!r}", hint=f"transformers has {', '.join(supported)}")
+            raise ModelError(
+                f"{label}: {key} is {name!r}, which transformers does not have",
+                hint=f"transformers has {', '.join(supported)}",
+            )
 
 
 def check_vocabulary(config: PretrainedConfig, label: str) -> None:

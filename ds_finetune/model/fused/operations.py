@@ -40,7 +40,8 @@ def kernels_of(name: str) -> Kernels:
     # 1 and strided rows still get kernels of their own. With more kernels than the limit torch would raise an error.
     options: dict[str, Any] = {"fullgraph": True, "dynamic": True}
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
-        # From torch 2.12 on torch._dynamo's own limit is per thread, and backward on GPUs runs in other threads.
+        # This argument reaches all threads. torch._dynamo's setting is per thread from torch 2.12 on, and backward has
+        # other threads.
         options["recompile_limit"] = _MOST_KERNELS
     else:
         torch._dynamo.config.recompile_limit = max(_MOST_KERNELS, torch._dynamo.config.recompile_limit)
