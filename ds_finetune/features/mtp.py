@@ -175,7 +175,7 @@ def check_adapted(hf_config: PretrainedConfig, mtp: MtpConfig, lora: LoraPlan) -
     if True not in is_inside:
         raise ConfigError(
             f"{setting}, which name no module of the prediction layer, model.layers.{number}",
-            hint="name modules of this layer too, such as eh_proj, or leave mtp out",
+            hint="name modules of this layer too, such as eh_proj, or leave the section mtp out",
         )
     if mtp.detach and False not in is_inside:
         raise ConfigError(
@@ -197,12 +197,12 @@ def _check_config(tree: dict[str, Any], hf_config: PretrainedConfig, label: str)
     if layers != 1:
         raise ModelError(
             f"{label} has {PREDICTION_LAYERS} {layers}, but only models with 1 such layer can be trained",
-            hint="leave mtp out: tensors of such layers are carried to exports",
+            hint="leave the section mtp out: tensors of such layers are carried to exports",
         )
     if hf_config.tie_word_embeddings:
         raise ModelError(
             f"{label} has tie_word_embeddings {hf_config.tie_word_embeddings}, which is not tested",
-            hint="leave mtp out",
+            hint="leave the section mtp out",
         )
 
     further = (tree.get("compress_ratios") or ())[hf_config.num_hidden_layers :]
@@ -210,7 +210,7 @@ def _check_config(tree: dict[str, Any], hf_config: PretrainedConfig, label: str)
         raise ModelError(
             f"{label}: compress_ratios has {further[0]} for the prediction layer, but only a prediction layer that "
             "compresses nothing (0) is supported",
-            hint="leave mtp out: its tensors are carried to exports",
+            hint="leave the section mtp out: its tensors are carried to exports",
         )
 
 
@@ -225,10 +225,10 @@ def _check_tensors(folder: Path, hf_config: PretrainedConfig) -> None:
         raise ModelError(
             f"mtp.train true: {folder} has `{others[0]}`, but only one prediction layer is supported, without "
             "compressed entries and tables of token ids",
-            hint="leave mtp out: the tensors are carried to exports",
+            hint="leave the section mtp out: the tensors are carried to exports",
         )
     if key not in keys:
         raise ModelError(
             f"mtp.train true: {folder} has no tensor `{key}`, though its config.json has {PREDICTION_LAYERS} 1",
-            hint="leave mtp out, or get the published weights, which have the layer",
+            hint="leave the section mtp out, or get the published weights, which have the layer",
         )

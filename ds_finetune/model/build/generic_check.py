@@ -118,7 +118,8 @@ def check_generic_type(  # noqa: PLR0913
     check_trial(kind, trial, packing=packing, packing_hint=_NO_PAIRS if has_pairs else _NO_PACKING)
     if trial.untried and adapted:
         raise ModelError(
-            f"model_type `{kind}`: lora could not be tried on a tiny copy, {trial.untried}", hint="train all weights"
+            f"model_type `{kind}`: lora could not be tried on a tiny copy, {trial.untried}",
+            hint="leave the section lora out, which trains all weights",
         )
     if trial.untried:
         return (

@@ -357,7 +357,9 @@ def _read_indexed(folder: Path) -> dict[str, StoredTensor]:
             str(key): str(file) for key, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()
         }
     except (ValueError, KeyError, TypeError, AttributeError) as broken:
-        raise ModelError(f"{index} is not an index of safetensors: {broken!r}", hint="download it again") from broken
+        raise ModelError(
+            f"{index} is not an index of safetensors: {broken!r}", hint="download the file again"
+        ) from broken
     names = sorted(set(weight_map.values()))
     outside = [name for name in names if name != Path(name).name or name == ".."]
     if outside:
@@ -405,7 +407,9 @@ def _read_header(path: Path) -> Header:
     try:
         return read_header(path)
     except (OSError, ValueError) as broken:
-        raise ModelError(f"{path} is not a complete safetensors file: {broken}", hint="download it again") from broken
+        raise ModelError(
+            f"{path} is not a complete safetensors file: {broken}", hint="download the file again"
+        ) from broken
 
 
 def _check_scales(folder: Path, stored: Mapping[str, StoredTensor], fp8: Iterable[str]) -> None:
@@ -415,7 +419,7 @@ def _check_scales(folder: Path, stored: Mapping[str, StoredTensor], fp8: Iterabl
     if without_scale:
         raise ModelError(
             f"{folder} holds {len(without_scale)} FP8 weights without `{SCALE}`: {', '.join(without_scale[:_SHOWN])}",
-            hint="give a bf16 copy",
+            hint="use a bf16 copy of the model",
         )
     packed = {key for key, tensor in stored.items() if tensor.dtype == PACKED}
     unused_scales = sorted(
@@ -424,7 +428,7 @@ def _check_scales(folder: Path, stored: Mapping[str, StoredTensor], fp8: Iterabl
     if unused_scales:
         raise ModelError(
             f"{folder} holds {len(unused_scales)} scales without an FP8 weight: {', '.join(unused_scales[:_SHOWN])}",
-            hint="give a bf16 copy",
+            hint="use a bf16 copy of the model",
         )
     for key in sorted(weights):
         weight, scale = stored[key], stored[key + SCALE]
@@ -432,5 +436,5 @@ def _check_scales(folder: Path, stored: Mapping[str, StoredTensor], fp8: Iterabl
             raise ModelError(
                 f"{folder}: `{key}` {weight.shape} has scales {scale.shape} of {scale.dtype}, not "
                 f"{scale_shape(weight.shape)} of {' or '.join(map(str, SCALE_DTYPES))}",
-                hint=f"blocks of {BLOCK} x {BLOCK} are read; give a bf16 copy",
+                hint=f"blocks of {BLOCK} x {BLOCK} are read; use a bf16 copy of the model",
             )

@@ -209,7 +209,7 @@ def check_vocabulary(config: PretrainedConfig, label: str) -> None:
         raise ModelError(
             f"{label}: model_type `{config.model_type}` has no vocab_size of its own: it is a model of text and "
             "other media",
-            hint="train a text model; transformers names the types of many `..._text`",
+            hint="train a text model, whose model_type often ends in `_text`",
         )
 
 

@@ -60,7 +60,7 @@ def check_text_part(config: PretrainedConfig, tree: Mapping[str, Any], task: str
     if getattr(config, _QUANTISATION, None) is not None or getattr(text, _QUANTISATION, None) is not None:
         raise ModelError(
             f"{label}: {kind} is a model of text and other media with a {_QUANTISATION}, which is not supported",
-            hint=f"give a bf16 copy, whose config.json has no {_QUANTISATION}",
+            hint=f"use a bf16 copy of the model, whose config.json has no {_QUANTISATION}",
         )
 
 

@@ -63,7 +63,7 @@ def _check_number(base: PretrainedConfig, outputs: int) -> None:
     if is_classifier(base) and base.num_labels != outputs:
         raise ModelError(
             f"the base model is a classifier with {base.num_labels} labels, and {outputs} are trained",
-            hint="take its language model as model.path, or data with the same labels",
+            hint="set model.path to its language model, or train on data with the same labels",
         )
 
 

@@ -124,7 +124,7 @@ def find_experts(stored: Mapping[str, StoredTensor], folder: Path) -> dict[str, 
         raise ModelError(
             f"{folder} holds {len(incomplete)} weights in MXFP4 without `{BLOCKS}` or `{SCALES}`: "
             f"{', '.join(incomplete[:_SHOWN])}",
-            hint="download it again, or give a bf16 copy",
+            hint="download it again, or use a bf16 copy of the model",
         )
     for name in sorted(names):
         _check_parts(name, stored[name + BLOCKS], stored[name + SCALES], folder)
@@ -141,13 +141,13 @@ def _check_parts(name: str, blocks: StoredTensor, scales: StoredTensor, folder: 
             f"{folder}: `{name}` has blocks {blocks.shape} of {blocks.dtype} and scales {scales.shape} of "
             f"{scales.dtype}, not [experts, outputs, groups, {_BYTES_OF_GROUP}] and [experts, outputs, groups] "
             "of torch.uint8",
-            hint="only MXFP4 as in gpt-oss is supported; give a bf16 copy",
+            hint="only MXFP4 as in gpt-oss is supported; use a bf16 copy of the model",
         )
 
 
 PACKED = torch.int8
 _PER_BYTE = 2
-_READ = "only FP4 as in DeepSeek-V4-Flash is supported; give a bf16 copy"
+_READ = "only FP4 as in DeepSeek-V4-Flash is supported; use a bf16 copy of the model"
 _BETWEEN = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
 """Midpoints between adjacent E2M1 numbers, by index of the lower number."""
 

@@ -41,7 +41,7 @@ def check_no_other_format(folder: Path, error: type[FinetuneError]) -> None:
         section = dict(json.loads(file.read_text(encoding="utf-8"))).get("quantization")
         kind = dict(section or {}).get("quant_algo")
     except (ValueError, TypeError) as broken:
-        raise error(f"{file} cannot be read: {broken!r}", hint="download it again") from broken
+        raise error(f"{file} cannot be read: {broken!r}", hint="download the file again") from broken
     if kind:
         raise error(f"{file}: weights in {kind} are not supported", hint=_HINT)
 

@@ -255,14 +255,14 @@ def _check_tensors(
         if not hub.is_same(key, tied[key]):
             raise ModelError(
                 f"{hub.folder}: `{key}` differs from `{tied[key]}`, to which the config ties it",
-                hint="untie them: tie_word_embeddings false in config.json",
+                hint="set tie_word_embeddings to false in config.json",
             )
     for key, original in published_copies(model.config).items():
         if key in hub.shapes and not hub.is_same(key, original):
             raise ModelError(
                 f"mtp.train true: `{key}` of {hub.folder} differs from `{original}`, with which its layer would be "
                 "trained",
-                hint="leave mtp out: the tensor is then carried to exports",
+                hint="leave the section mtp out: the tensor is then carried to exports",
             )
     return remaining
 
