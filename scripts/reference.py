@@ -377,7 +377,7 @@ def _type(key: Mapping[str, Any]) -> str:
     limits = (
         ("minimum", "≥"), ("exclusiveMinimum", ">"), ("maximum", "≤"), ("exclusiveMaximum", "<")
     )  # fmt: skip
-    return " ".join([kind, *(f"{word} {key[limit]:g}" for limit, word in limits if limit in key)])
+    return " ".join([kind, " and ".join(f"{word} {key[limit]:g}" for limit, word in limits if limit in key)]).strip()
 
 
 def _default(key: Mapping[str, Any]) -> str:

@@ -263,16 +263,16 @@ class GrpoObjective(ObjectiveConfig):
     its tokens (`sequence`, GRPO) or by their sum / `fixed_length` (`fixed`, Dr. GRPO).
     """
     fixed_length: Refused[int | None] = Field(default=None, ge=1)
-    """Divisor of `aggregation: fixed`; left out, it is rollout.max_new_tokens."""
+    """Divisor of an answer's loss with `aggregation: fixed`; left out, it is rollout.max_new_tokens."""
     ratio: Refused[Literal["token", "sequence", "capped"]] = "token"
     """Ratio of the probabilities under the current weights to those at sampling: of each token, clipped (`token`); its
     geometric mean over the answer, clipped (`sequence`, GSPO); or of each token, as a weight of at most `ratio_cap`
     without a gradient (`capped`, CISPO).
     """
     clip_low: Refused[float] = Field(default=0.2, gt=0, lt=1)
-    """A token whose ratio is below 1 - clip_low is not made less likely; 3e-4 if left out with `ratio: sequence`."""
+    """A token with a ratio below 1 - clip_low is not made less likely. The default with `ratio: sequence` is 3e-4."""
     clip_high: Refused[float] = Field(default=0.28, gt=0)
-    """A token whose ratio is above 1 + clip_high is not made more likely; 4e-4 if left out with `ratio: sequence`."""
+    """A token with a ratio above 1 + clip_high is not made more likely. The default with `ratio: sequence` is 4e-4."""
     ratio_cap: Refused[float | None] = Field(default=None, gt=1)
     """Largest ratio with `ratio: capped`, such as 5.0: the ratio itself, not its excess over 1."""
     dual_clip: Refused[float | None] = Field(default=None, gt=1)

@@ -216,7 +216,7 @@ def read_optional_text(view: Mapping[str, Any], key: str, where: str) -> str:
 
 
 def completion_of(prompt: str, answer: str, tools: tuple[Mapping[str, Any], ...] | None, where: str) -> Completion:
-    """Completion from a prompt, one user turn or several of HH-RLHF that end with `Assistant:`, and an answer."""
+    """Completion of a prompt by an answer. The prompt is one user turn, or HH-RLHF's turns up to `Assistant:`."""
     turns = hh_turns(prompt)
     if not turns:
         turns = [{"role": "user", "content": prompt}]

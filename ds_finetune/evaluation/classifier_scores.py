@@ -52,7 +52,7 @@ def kind_of(config: PretrainedConfig) -> RowKind:
 
 
 def labelled_documents(rows: PreparedRows, limit: int | None) -> list[LabelledDocument]:
-    """Documents of the first `limit` labelled texts or pairs; all with None."""
+    """Documents of the first `limit` labelled texts or pairs (None: of all)."""
     documents, size = rows.documents, max(rows.kind.documents_per_unit, 1)
     number = min(rows.num_units, limit or rows.num_units) * size
     return [

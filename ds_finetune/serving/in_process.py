@@ -61,7 +61,7 @@ def _context(model: Any) -> float:  # noqa: ANN401 - of transformers
 def _room(tokens: int, context: float) -> float:
     """Number of positions after `tokens` of a prompt; ExportError where it has none, or no token."""
     if not tokens:
-        raise ExportError("the prompt has no tokens", hint="write a text")
+        raise ExportError(f"the prompt has {tokens} tokens, and a model needs at least one", hint="write a text")
     if tokens >= context:
         raise ExportError(
             f"the message has {tokens} tokens, and the model's context is {context} tokens",

@@ -87,9 +87,9 @@ as a model of the type that the section names, and only the text part needs memo
 with all other bytes unchanged. It is compared with the run on texts in transformers' class of the complete model. With
 LoRA the merged export is the complete model too, and `adapter/` fits it in peft.
 
-For these models, rows with images, video or audio are refused, and also `model.weights: random`, quantised weights,
-classifiers, and exports to GGUF, ONNX, compressed-tensors and server adapters. A type whose text part has no causal LM
-in transformers, such as `qwen2_vl`, is refused too.
+For models with a text part, rows with images, video or audio are refused, and also `model.weights: random`, quantised
+weights, classifiers, and exports to GGUF, ONNX, compressed-tensors and server adapters. A type whose text part has no
+causal LM in transformers, such as `qwen2_vl`, is refused too.
 
 Tests train gemma3, gemma4, internvl, kimi_k25, mistral3, qwen3_5 and qwen3_vl. The other model types below are not
 trained by tests; their exports are compared too, so export after a few steps first. The text part of the default

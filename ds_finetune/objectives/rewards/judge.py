@@ -239,7 +239,7 @@ class _Peer:
         if not self.is_judge:
             return _Unpickler(self, io.BytesIO(body)).load()
         try:
-            # No BUILD is accepted, the only pickle instruction that could change a function of the tests.
+            # The pickle instruction BUILD is refused, the only one that could change a function of the tests.
             if self.held and any(code.name == "BUILD" for code, *_ in pickletools.genops(body)):
                 self.end()
             return _DataUnpickler(self, io.BytesIO(body)).load()
