@@ -132,8 +132,8 @@ ds-finetune export runs/r1 OUT --format onnx
 ```
 
 A run that ends writes the formats in [`export.formats`](run-file.md#exportformats). Every export is
-[verified](../explanation/verification.md). Tests also loaded these formats into the programs that read them; other
-pairs of format and model type are refused.
+[verified](../explanation/verification.md). Tests also loaded the formats below into the programs that read
+them. An export of a model type in a format that is not listed for it is refused.
 
 {judged}
 

@@ -46,7 +46,7 @@ class RewardConfig(Section):
     memory: Annotated[str, checked(partial(parse_bytes, name="memory of a reward"))] = "4GB"
     """Memory limit of the reward's process, and of each program of `code`."""
     workers: int = Field(default=0, ge=0)
-    """Processes that score answers on each rank, the largest number of all rewards; 0 is one for each core of the rank.
+    """Processes that score answers on each rank; of several rewards, the largest number counts. 0 is one for each core.
     """
     column: str | None = None
     """Column with the reference answer (`answer`) or the tests of `code` (`tests`); a dot leads into a mapping:

@@ -142,7 +142,7 @@ class DataConfig(Section):
     workers: Free[int] = Field(default=0, ge=0)
     """Number of processes that tokenise; 0 uses every core."""
     cache_dir: Free[str] = ".cache/ds_finetune"
-    """Folder of tokenised data, which later runs find again by fingerprint."""
+    """Folder of tokenised data, which later runs with the same data and settings use again."""
 
     def paths(self, purpose: str) -> tuple[str, ...]:
         """All paths of `train` or `eval`, which may be a list or a mapping."""

@@ -140,7 +140,7 @@ def _row(groups: Sequence[Sequence[ScoredAnswer]]) -> Row:
 def _with_numbers(micro: MicroBatch, answers: dict[int, ScoredAnswer]) -> MicroBatch:
     """Add the answers' log-probabilities to a micro-batch, at the positions of the labels; they are NaN elsewhere."""
     assert micro.examples is not None
-    # Concatenating by document fits the rows: documents are in the order of the rows, and none is split.
+    # Documents are in the order of the rows of the micro-batch and none is split, so numbers can be concatenated.
     of_batch = [answers[number] for number in micro.examples.numbers.tolist()]
     is_supervised = (micro.labels != IGNORE_INDEX).numpy()
 

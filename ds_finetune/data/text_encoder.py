@@ -168,8 +168,8 @@ class ControlTokens:
             parts.append([re.split(f"{_OPEN}(.*?){_CLOSE}", text) if _OPEN in text else [text] for text in texts])
             for pieces in parts[-1]:
                 for number, piece in enumerate(pieces[::2]):
-                    # A template may cut a text inside a bracketed token, which leaves a single bracket. After a control
-                    # token written in characters, a text is encoded as after a line feed, as in transformers.
+                    # A chat template may cut a text inside a bracketed token, so a bracket is left to be removed. After
+                    # a control token in characters, a text is encoded as after a line feed, as in transformers.
                     plain.append((strip_brackets(piece), "\n" if number else before))
                     before = plain[-1][0] or before
                 before = "\n" if len(pieces) > 1 and not pieces[-1] else before

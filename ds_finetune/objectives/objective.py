@@ -148,7 +148,7 @@ class DocumentObjective(Objective):
 
     @abstractmethod
     def loss(self, documents: DocumentLogProbs, weights: torch.Tensor, baseline: torch.Tensor) -> LossAndSums:
-        """Contribution of these documents to the loss of the step.
+        """Contribution of the documents of a micro-batch to the loss of the step.
 
         `weights` fp64 [terms] scale the sum of each term of the loss. `baseline` is KTO's z0, fp64 scalar, or 0.
         """
@@ -209,8 +209,8 @@ def token_objective(section: ObjectiveConfig) -> TokenObjective:
 def make_objective(section: ObjectiveConfig) -> Objective:
     """Make the objective that the run file's section describes.
 
-    A classification whose number of classes is not given gets two outputs; the trainer replaces it when it has read the
-    data.
+    A classification whose number of classes is not given gets two outputs, until the trainer has read the data and
+    makes another objective.
     """
     row = section.row
     make = resolve_name(f"ds_finetune.objectives.{row.maker}") if isinstance(row.maker, str) else row.maker

@@ -14,9 +14,9 @@ from ds_finetune.errors import LaunchError
 _STANDARD = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
 _OTHER_SIZES = ("PMI_SIZE", "MV2_COMM_WORLD_SIZE", "FLUX_JOB_SIZE", "JSM_NAMESPACE_SIZE")
-"""Variables with the number of ranks under unsupported launchers: MPICH's (Intel MPI, PALS), MVAPICH, Flux, jsrun."""
+"""Variables in which unsupported launchers set the number of ranks: MPICH (Intel MPI, PALS), MVAPICH, Flux, jsrun."""
 _PARTS_OF_OTHERS = ("MPI_LOCALNRANKS", "NPROC_PER_NODE", "NNODES")
-"""Variables with a number of ranks on a host, or of hosts; ms-swift and LLaMA-Factory read the last two."""
+"""Environment variables with a number of ranks on a host, or of hosts; ms-swift and LLaMA-Factory read the last two."""
 _OTHER_RANKS = ("PMI_RANK", "PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE", "FLUX_TASK_RANK", "MPI_LOCALRANKID")
 """Environment variables with a rank, which a launcher that is not supported may set without a number of ranks."""
 _NODE_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "CROSS_SIZE")

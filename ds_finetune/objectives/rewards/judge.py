@@ -180,7 +180,7 @@ class _Peer:
             elif type(argument) is type(changed) and isinstance(argument, dict | set):
                 argument.clear()
                 argument.update(changed)
-            # If a function returns its argument, the result is the caller's own object.
+            # A function that returns its argument returns the caller's object here, not a copy.
             value = argument if value is changed and value is not None else value
         if error is not None:
             raise error.__new__(error, *value)

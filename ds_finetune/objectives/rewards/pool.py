@@ -308,9 +308,9 @@ def open_rewards(
 ) -> Iterator[Rewards]:
     """Context manager with the rewards of a run, whose worker processes end with it.
 
-    `workers` is the number of processes. 0 means the `workers` of the sections, or else this rank's part of the cores
-    of a machine with `ranks_here` ranks. What reward functions print is appended to the file `log`, or to a temporary
-    file. ConfigError where a reward cannot be loaded.
+    `workers` is the number of processes. If it is 0, the largest `workers` of `sections` counts, and if that is 0 too,
+    this rank's part of the cores of a machine with `ranks_here` ranks. What reward functions print is appended to the
+    file `log`, or to a temporary file. ConfigError where a reward cannot be loaded.
     """
     cores = max(1, len(os.sched_getaffinity(0)) // ranks_here)
     number = workers or max(section.workers for section in sections) or cores

@@ -246,6 +246,6 @@ def main(descriptor: int) -> None:
             at, answer = json.loads(line)
             part = run_reward(scorers[at], rewards[at], AnswerToScore(**answer))
             if os.getpid() != owner:
-                # This is a process that a reward forked and that also returned from the reward.
+                # A reward has forked, and this is its child process, which must not write a second reply.
                 os._exit(0)
             print(json.dumps({**part, "request": request}), file=lines, flush=True)
