@@ -3,6 +3,7 @@
 import os
 import secrets
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -154,8 +155,11 @@ def _run_with_agents(config: RunConfig, job: "Job", arguments: Arguments, say: S
     from ds_finetune.cluster.launch.run import LaunchRequest, launch
     from ds_finetune.plan.settings import RunSettings
 
-    limits = {"greeting_seconds": config.launch.greeting_seconds, "silent_seconds": config.launch.silent_seconds}
-    remote = Remote.from_environment(arguments.ssh_args).with_limits(**limits)
+    remote = replace(
+        Remote.from_environment(arguments.ssh_args),
+        greeting_seconds=config.launch.greeting_seconds,
+        silent_seconds=config.launch.silent_seconds,
+    )
     settings = RunSettings.of(config)
     return launch(LaunchRequest(job, settings, config.launch, config.output_dir, remote, arguments.port), say)
 

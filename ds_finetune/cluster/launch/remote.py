@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -22,9 +22,6 @@ _LOGIN = (
 """Variables that a login sets. A program on this machine inherits only these, like one started over ssh."""
 SSH_ARGS = "DS_FINETUNE_SSH_ARGS"
 """Environment variable with further arguments of ssh, which are split as by a shell."""
-CONNECT_SECONDS = 10
-_EARLIER_SECONDS = 2
-_SILENT_SECONDS = 5
 
 
 @dataclass(frozen=True)
@@ -34,10 +31,10 @@ class Remote:
     ssh_args: tuple[str, ...] = ()
     python: str = sys.executable
     directory: str = "."
-    connect_seconds: int = CONNECT_SECONDS
-    """Time limit of ssh for connecting."""
-    alive_seconds: int = _SILENT_SECONDS
-    """Interval of ssh's keep-alive messages to a silent host; ssh gives up after three."""
+    greeting_seconds: float = 12.0
+    """Seconds that a host has to answer; ssh reports a failed connection two seconds before."""
+    silent_seconds: float = 15.0
+    """Seconds without a sign of life after which ssh gives a host up."""
 
     @classmethod
     def from_environment(cls, ssh_args: str = "") -> "Remote":
@@ -51,13 +48,6 @@ class Remote:
             ) from None
         return cls(words, sys.executable, str(Path.cwd()))
 
-    def with_limits(self, *, greeting_seconds: float, silent_seconds: float) -> "Remote":
-        """This Remote with time limits: ssh reports a failed connection before `greeting_seconds` have passed, and
-        gives up a host that is silent for `silent_seconds`.
-        """
-        connect = max(1, int(greeting_seconds) - _EARLIER_SECONDS)
-        return replace(self, connect_seconds=connect, alive_seconds=max(1, int(silent_seconds / 3)))
-
     def command(self, host: Host, argv: Sequence[str]) -> list[str]:
         """The command that runs `argv` on `host` over ssh, in the working directory, with this project importable.
 
@@ -68,8 +58,8 @@ class Remote:
         port = ["-p", str(host.port)] if host.port else []
         options = {
             "BatchMode": "yes",
-            "ConnectTimeout": self.connect_seconds,
-            "ServerAliveInterval": self.alive_seconds,
+            "ConnectTimeout": max(1, int(self.greeting_seconds) - 2),
+            "ServerAliveInterval": max(1, int(self.silent_seconds / 3)),
             "ServerAliveCountMax": 3,
         }
         settings = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]

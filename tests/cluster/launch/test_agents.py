@@ -201,7 +201,7 @@ def test_ranks_that_a_signal_has_ended_are_not_started_again(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(("greeting", "wanted"), [(30, 28), (2.5, 1), (120, 118)])
 def test_times_of_ssh(greeting: float, wanted: int) -> None:
-    remote = Remote().with_limits(greeting_seconds=greeting, silent_seconds=10)
+    remote = Remote(greeting_seconds=greeting, silent_seconds=10)
     command = remote.command(Host("elsewhere.invalid", 1, 1), ["true"])
     assert {f"ConnectTimeout={wanted}", "ServerAliveInterval=3", "ServerAliveCountMax=3"} <= set(command)
 
