@@ -272,6 +272,7 @@ class Monitor(threading.Thread):
         for process in (self._processes[rank] for rank in active):
             if process.machine == self._own.machine and has_ended(process.pid, process.began):
                 self._dead.setdefault(process.rank, self._number)
+                self._wake.set()
         # The exchange after the next one knows whether the rank was done, which it writes before it ends.
         if dead := [rank for rank in active if self._number > self._dead.get(rank, self._number) + 1]:
             self._propose(RunEnding(tuple(dead), f"{self._names(dead)} {CLOSED}"))
