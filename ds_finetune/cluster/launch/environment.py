@@ -156,7 +156,7 @@ def read_environment_file(path: Path) -> dict[str, str]:
                 f"{where}: `{shown}` is not `NAME=VALUE` without blanks", hint="write e.g. `NCCL_DEBUG=INFO`, and quote"
             )
         _check_variable_name(name, where)
-        if re.search(r"[$`]", value) and "'" not in line:
+        if re.search(r"[$`]", value) and not line.partition("=")[2].startswith("'"):
             raise LaunchError(
                 f"{where}: the value of {name} has `$` or a backtick, which are not expanded",
                 hint="write it out, or put it in single quotes",

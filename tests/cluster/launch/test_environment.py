@@ -248,6 +248,7 @@ def test_quotes_mean_what_a_shell_says(tmp_path: Path) -> None:
         ("A = two words\n", "line 1: `A` is not `NAME=VALUE` without blanks"),
         ("A=/x:$PATH\n", "line 1: the value of A has `$`"),
         ('A="$HOME"\n', "line 1: the value of A has `$`"),
+        ('A="it\'s $HOME"\n', "line 1: the value of A has `$`"),
         ("A=`id`\n", "line 1: the value of A has `$` or a backtick"),
     ],
 )
