@@ -60,12 +60,12 @@ def _mismatch(statuses: Mapping[int, RankStatus]) -> Diagnosis | None:
     return None
 
 
-def names_of(processes: Sequence[RankProcess]) -> str:
-    """Names of ranks: `rank 3 (host b, process 17)`, or `ranks 4-7 (host b, c)`."""
-    if len(processes) == 1:
-        return str(processes[0])
-    hosts = list(dict.fromkeys(process.host for process in processes))[:_MAX_LISTED]
-    return f"ranks {spans_text([process.rank for process in processes])} (host {', '.join(hosts)})"
+def names_of(ranks: Sequence[int], processes: Sequence[RankProcess]) -> str:
+    """Names of `ranks`, such as `rank 3 (host b, process 17)` or `ranks 4-7 (host b, c)`."""
+    if len(ranks) == 1:
+        return str(processes[ranks[0]])
+    hosts = list(dict.fromkeys(processes[rank].host for rank in ranks))[:_MAX_LISTED]
+    return f"ranks {spans_text(ranks)} (host {', '.join(hosts)})"
 
 
 def status_lines(
@@ -75,5 +75,5 @@ def status_lines(
     ranks_by_text: dict[str, list[int]] = {}
     for rank in sorted(statuses, key=lambda rank: rank not in at_fault):
         ranks_by_text.setdefault(str(statuses[rank]), []).append(rank)
-    lines = [f"  {names_of([processes[rank] for rank in ranks])}: {text}" for text, ranks in ranks_by_text.items()]
+    lines = [f"  {names_of(ranks, processes)}: {text}" for text, ranks in ranks_by_text.items()]
     return lines[: 2 * _MAX_LISTED]

@@ -194,9 +194,9 @@ class Monitor(threading.Thread):
             try:
                 return store.wait(keys, _PREPARED_WAIT)
             except dist.DistStoreError:
-                missing = [each for each, key in zip(self._processes, keys, strict=True) if not store.check([key])]
+                missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
                 if missing and self._own.rank == 0:
-                    _print(f"watchdog: still preparing: {names_of(missing)}\n")
+                    _print(f"watchdog: still preparing: {names_of(missing, self._processes)}\n")
 
     def close(self) -> None:
         """Announce that this rank is done, unless it has failed, and stop; rank zero waits until every rank is done."""
@@ -275,11 +275,11 @@ class Monitor(threading.Thread):
                 self._wake.set()
         # The exchange after the next one knows whether the rank was done, which it writes before it ends.
         if dead := [rank for rank in active if self._number > self._dead.get(rank, self._number) + 1]:
-            self._propose(RunEnding(tuple(dead), f"{self._names(dead)} {CLOSED}"))
+            self._propose(RunEnding(tuple(dead), f"{names_of(dead, self._processes)} {CLOSED}"))
         elif max(excess.values(), default=0.0) > 0:
             # Machines that are silent for almost as long have probably lost the same network.
             silent = [rank for rank in active if excess[self._processes[rank].machine] > -ROUND_SECONDS]
-            line = f"{self._names(silent)} {SILENT}, as seen from rank 0 (host {self._own.host})"
+            line = f"{names_of(silent, self._processes)} {SILENT}, as seen from rank 0 (host {self._own.host})"
             self._propose(RunEnding(tuple(silent), line))
         elif not {HUNG, FAILING}.intersection(status.state for status in active.values()):
             self._compare_at = math.inf
@@ -318,16 +318,13 @@ class Monitor(threading.Thread):
             at_fault, why = diagnose(heard)
             if is_error and not at_fault:
                 why += "; the connection between ranks broke, so the network is at fault"
-        lines = [f"  {self._names(silent)}: no heartbeat"] if silent else []
+        lines = [f"  {names_of(silent, self._processes)}: no heartbeat"] if silent else []
         lines += status_lines(self._processes, heard, at_fault)
         lines += [status.trouble for status in statuses.values() if status.trouble][:1]
         text = "\n".join([*lines, f"  stacks: {self._report.parent}/rank-*.txt"])
-        line = f"{self._names(at_fault) if at_fault else 'no single rank'}: {why}"
+        line = f"{names_of(at_fault, self._processes) if at_fault else 'no single rank'}: {why}"
         is_silent = bool(silent) and not is_network
         return RunEnding(tuple(at_fault), line, text, is_hang=not is_error, is_silent=is_silent)
-
-    def _names(self, ranks: Sequence[int]) -> str:
-        return names_of([self._processes[rank] for rank in ranks])
 
     def _report_trouble(self, state: str, trouble: str) -> None:
         """Make rank zero compare the ranks, because this rank has hung or failed."""

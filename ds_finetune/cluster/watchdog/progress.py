@@ -53,24 +53,9 @@ class CollectiveCall(NamedTuple):
         return f"{self.name}{size} (number {self.number:,} of {self.ranks})"
 
 
-class HostEvent:
-    """A point in time on a CPU with the methods of `torch.cuda.Event`; it is reached when it is made."""
-
-    def __init__(self) -> None:
-        self._at = time.monotonic()
-
-    def query(self) -> bool:
-        """Whether the event is reached: always."""
-        return True
-
-    def elapsed_time(self, end: "HostEvent") -> float:
-        """Milliseconds from this event to `end`."""
-        return (end._at - self._at) * 1000
-
-
 @dataclass(eq=False)
 class _TimedCall:
-    """A collective, or a wait for an asynchronous one, between two events."""
+    """A collective, or a wait for an asynchronous one, between two times: floats on a CPU, CUDA events on a GPU."""
 
     call: CollectiveCall
     is_wait: bool
@@ -154,9 +139,9 @@ class RankProgress:
             call.end, self._open = self._event(), None
             self._collective_at = time.monotonic()
 
-    def _event(self) -> Any:  # noqa: ANN401 - a HostEvent or a torch.cuda.Event in the current stream
+    def _event(self) -> Any:  # noqa: ANN401 - a time, or a torch.cuda.Event in the current stream
         if self.device == "cpu":
-            return HostEvent()
+            return time.monotonic()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -165,10 +150,11 @@ class RankProgress:
         while self._pending and self._is_done(self._pending[0]):
             done = self._pending.popleft()
             if done.is_computing:
-                self._waited_seconds += done.begin.elapsed_time(done.end) / 1000
+                is_time = isinstance(done.begin, float)
+                self._waited_seconds += done.end - done.begin if is_time else done.begin.elapsed_time(done.end) / 1000
 
     def _is_done(self, call: _TimedCall) -> bool:
-        return call.end is not None and call.end.query()
+        return call.end is not None and _is_reached(call.end)
 
     def take_waited(self) -> float:
         """Seconds that the computation has waited in finished collectives since the last call."""
@@ -245,7 +231,7 @@ class RankProgress:
         use_device(torch.device(self.device))
         try:
             unfinished = [call for call in tuple(self._pending) if not self._is_done(call)]
-            queued = [call for call in unfinished if not call.begin.query()]
+            queued = [call for call in unfinished if not _is_reached(call.begin)]
         except RuntimeError:
             # The device has failed; the training thread gets the same error and reports it.
             unfinished, queued = [] if self._open is None else [self._open], []
@@ -260,6 +246,10 @@ class RankProgress:
             counts=dict(self._counts) | {call.ranks: call.number - 1 for call in reversed(unreached)},
             queued=unreached[0] if unreached else None,
         )
+
+
+def _is_reached(event: Any) -> bool:  # noqa: ANN401
+    return isinstance(event, float) or event.query()
 
 
 @contextmanager
