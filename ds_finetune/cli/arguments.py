@@ -1,6 +1,6 @@
-"""Arguments shared by several commands: the run file with its overrides, and numbers with bounds.
+"""Arguments that several commands have: the run file with its overrides, and numbers with bounds.
 
-A number out of range is a usage error, reported before anything is loaded.
+A number out of bounds is a usage error, which is reported before anything is loaded.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from ds_finetune.errors import ExportError
 from ds_finetune.plan.config_json import check_model_path
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-"""Result of `add_subparsers`, to which parsers of commands are added."""
+"""Type of the result of argparse's `add_subparsers`, to which the parsers of commands are added."""
 Arguments = argparse.Namespace
 BEGINNING = """\
 where to begin:
@@ -28,7 +28,7 @@ where to begin:
   ds-finetune config schema   print every key of a run file
   docs/index.md               of the repository leads to the documentation
 """
-"""Last lines of `--help`."""
+"""The last lines that `--help` prints."""
 
 
 _OPTION = re.compile(r"--?[A-Za-z][\w.-]*")
@@ -37,10 +37,12 @@ _RUN_FILES = ("config", "config_file", "cfg", "yaml", "run")
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser that refuses unknown options with their command's usage, and explains how to set keys of the run."""
+    """A parser that refuses unknown options with the usage of their command. If the option is one of another trainer,
+    it says which key of the run file to set.
+    """
 
     def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def,override]  # noqa: ANN001, ANN201
-        """Like argparse's method, but no remaining argument is an option."""
+        """Parse as argparse does, but refuse unknown options that begin with `--`."""
         words = list(args or ())
         words = words[: words.index("--")] if "--" in words else words
         takes_keys = any(action.dest == "overrides" for action in self._actions)
@@ -62,7 +64,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def _as_override(option: str, value: str, command: str) -> str:
-    """Hint what to write for another trainer's option, or for a key of the run file given as an option."""
+    """What to write instead of an unknown option, which may be another trainer's option or a key of the run file."""
     word = option.lstrip("-").replace("-", "_")
     if word in _RUN_FILES:
         return f"the run file is given without an option: `{command} {value or 'run.yaml'}`"
@@ -81,7 +83,7 @@ def _as_override(option: str, value: str, command: str) -> str:
 def add_command(
     commands: Commands, name: str, text: str, command: Callable[[Arguments], None], *, epilog: str | None = None
 ) -> argparse.ArgumentParser:
-    """Add a command; `epilog` is printed verbatim after its help. Returns the command's parser."""
+    """Add a command and return its parser; `epilog` is printed verbatim after its help."""
     layout = argparse.HelpFormatter if epilog is None else argparse.RawDescriptionHelpFormatter
     parser = commands.add_parser(name, help=text, epilog=epilog, formatter_class=layout, allow_abbrev=False)
     parser.set_defaults(command=command)
@@ -100,7 +102,7 @@ def add_run_command(
 
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
-    """Add arguments `KEY=VALUE`, which follow the run file on the command line and override its values."""
+    """Add arguments `section.key=value`, which follow the run file on the command line and replace its values."""
     text = "values that replace those of the run file"
     parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help=text)
 
@@ -120,12 +122,12 @@ def add_allowed_hosts(parser: argparse.ArgumentParser) -> None:
 
 
 def read_run(arguments: Arguments) -> RunConfig:
-    """Read the run file with its overrides; ConfigError where they are invalid."""
+    """Read the run file with its overrides; ConfigError if one of them is invalid."""
     return read_config(arguments.run, arguments.overrides)
 
 
 def exported_folder(path: str) -> Path:
-    """The exported folder that `path` names directly or by its run; ExportError for any other, before slow imports."""
+    """The exported folder `path`, or the export of the run in `path`; ExportError if there is none."""
     folder = Path(export_of(path))
     if folder.is_dir():
         check_model_path(str(folder))
@@ -135,7 +137,7 @@ def exported_folder(path: str) -> Path:
 
 
 def export_of(path: str) -> str:
-    """The export of the run whose folder or run file is `path`, which is printed; `path` itself for other folders."""
+    """The path of the export if `path` is the folder or the run file of a run, which is printed; else `path` itself."""
     is_run_file = Path(path).suffix in (".yaml", ".yml") and Path(path).is_file()
     folder = Path(read_config(path).output_dir if is_run_file else path)
     if (folder / "config.json").is_file() or not (is_run_file or (folder / "plan.json").is_file()):

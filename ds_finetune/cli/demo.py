@@ -1,4 +1,4 @@
-"""`ds-finetune demo`: writes an example, a tiny DeepSeek-V3 with generated data to learn spelling out dates."""
+"""`ds-finetune demo`: writes an example, in which a tiny DeepSeek-V3 learns to spell out dates."""
 
 import json
 import os
@@ -70,7 +70,7 @@ def _write_demo(arguments: Arguments) -> None:
 
 
 def questions(seed: int = 0) -> Iterator[tuple[str, str]]:
-    """All days once, shuffled by `seed`, as pairs such as (`2024-03-17`, `17 March 2024`)."""
+    """All days of a hundred years in an order that depends on `seed`, as pairs (`2024-03-17`, `17 March 2024`)."""
     days = list(range(DAYS))
     random.Random(seed).shuffle(days)
     for offset in days:
@@ -120,7 +120,7 @@ def _may_write(path: Path, content: bytes) -> bool:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """Write a tokenizer with a token per printable ASCII character, and the chat template of the example."""
+    """Write a tokenizer with a token for each printable ASCII character, and the chat template of the example."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

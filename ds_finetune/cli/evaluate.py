@@ -116,9 +116,9 @@ def _evaluate(arguments: Arguments) -> None:
 
 
 def _write_text(file: str, text: str, *, mode: str) -> None:
-    """Write or append `text`; OutputError where the file cannot be written.
+    """Write `text`, or append it with mode `a`; OutputError if the file cannot be written.
 
-    An empty text is appended before scoring, so that an invalid path is reported at once.
+    Before scoring an empty text is appended, so that a path that cannot be written is reported at once.
     """
     try:
         with Path(file).open(mode, encoding="utf-8") as out:
@@ -155,7 +155,7 @@ def _scored(arguments: Arguments) -> "EvalReport":
 
 @contextmanager
 def _flags_named() -> Iterator[None]:
-    """Context in which errors about rows name this command's options instead of run-file keys."""
+    """Context manager in which errors about rows name the options of this command instead of keys of a run file."""
     try:
         yield
     except (ConfigError, DataError) as error:
@@ -173,7 +173,7 @@ def _column_flags(pairs: str) -> str:
 
 
 def _sets_of(files: Sequence[str]) -> Sequence[str] | Mapping[str, list[str]]:
-    """The given files, or a mapping if they are given as NAME=FILE; ConfigError where only some have names."""
+    """The files of --data; if they are given as NAME=FILE, files by name. ConfigError if only some have a name."""
     named = [file for file in files if "=" in file and not Path(file).exists()]
     if not named:
         return files
@@ -187,7 +187,9 @@ def _sets_of(files: Sequence[str]) -> Sequence[str] | Mapping[str, list[str]]:
 
 
 def _table(metrics: Mapping[str, "Metric"], arguments: Arguments, caption: str) -> Table:
-    """Table of metrics: model, baseline, difference and its interval, or without a baseline model and interval."""
+    """Table of metrics with their confidence intervals; with a baseline it has the baseline's metrics and differences
+    too.
+    """
     is_compared = any(metric.baseline is not None for metric in metrics.values())
     compared = ["baseline", "difference"] if is_compared else []
     table = Table(

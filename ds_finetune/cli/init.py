@@ -36,7 +36,7 @@ optim: {{lr: {lr}}}
 output_dir: {output_dir}  # checkpoints, metrics and the exported model; the same command resumes a run
 """
 _RATES = {"dpo": ("5.0e-7", "5.0e-6"), "kto": ("1.0e-6", "1.0e-5"), "classification": ("2.0e-5", "2.0e-4")}
-"""Learning rates for full training and for adapters by objective, as in docs/how-to/preferences.md."""
+"""By objective: learning rates for training all weights and for adapters, as in docs/how-to/preferences.md."""
 _LENGTH = 2048
 
 
@@ -116,7 +116,9 @@ def _from_rows(arguments: Arguments) -> None:
 
 
 def _recognised(record: "Record", where: str) -> tuple[str, Mapping[str, str]]:
-    """Objective that fits the rows, and column names that differ from its layout's; DataError if none fits."""
+    """The objective that fits a row, and the names of its columns if they differ from those of a known layout.
+    DataError if no objective fits.
+    """
     from ds_finetune.data.record_layouts import PlainText
     from ds_finetune.data.row_kind import DIALOGUE, RowKind, objectives_of
     from ds_finetune.data.samples import LAYOUTS_OF, read_row

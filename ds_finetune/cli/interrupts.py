@@ -1,4 +1,4 @@
-"""Ctrl-C during imports, which take seconds and leave nothing to clean up."""
+"""Ends the process by Ctrl-C while it imports packages, which takes seconds and leaves nothing to clean up."""
 
 import os
 import signal
@@ -7,15 +7,16 @@ from contextlib import contextmanager
 from types import FrameType
 
 INTERRUPT_EXIT_CODE = 128 + signal.SIGINT
-"""Exit code of a command that Ctrl-C ended, as in shells; a run that was saved exits with 3."""
+"""Exit code of a command that Ctrl-C ended, the same as in shells. A run that Ctrl-C ended after it had saved exits
+with 3.
+"""
 
 
 @contextmanager
 def ended_by_interrupt() -> Iterator[None]:
-    """Context in which Ctrl-C ends the process with one line.
+    """Context manager in which Ctrl-C ends the process with one line.
 
-    Before the program can catch it, a KeyboardInterrupt would print a traceback, and packages may catch it during
-    imports.
+    Else KeyboardInterrupt would print a traceback of the imports, or a package would catch it.
     """
     before = signal.getsignal(signal.SIGINT)
     if before != signal.SIG_IGN:

@@ -34,12 +34,16 @@ _MODULES = (
 )
 """Modules with commands, in the order in which `--help` lists them."""
 _WITHOUT_MODELS = ("launch", "report", "watch", "doctor", "config", "checkpoint", "init", "demo", "completion")
-"""Commands that compute nothing in this process, and do not check the versions of model packages."""
+"""Commands that compute nothing in this process, so that they run with any versions of torch, transformers and
+DeepSpeed.
+"""
 _LONG = ("train", "launch", "sweep", "scaling", "serve", "watch")
-"""Commands that go on where a line of their output is lost, because their work is elsewhere."""
+"""Commands that continue after a line of their output was lost, because their result is not what they print."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _QUIET_SECONDS = 5.0
-"""Delay in seconds before other ranks of a host exit with the same error, so that local rank 0 can print it."""
+"""Seconds for which the other ranks of a host wait before they exit with an error, so that local rank 0 prints it
+first.
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command_line = sys.argv[1:] if argv is None else list(argv)
     arguments = parse_arguments(command_line)
     for stream in (sys.stdout, sys.stderr):
-        # With PYTHONIOENCODING the output's encoding may lack characters of rows.
+        # PYTHONIOENCODING may set an encoding without some characters of rows, which would end the program.
         if isinstance(stream, io.TextIOWrapper) and codecs.lookup(stream.encoding).name != "utf-8":
             stream.reconfigure(errors="backslashreplace")
     try:
@@ -87,17 +91,19 @@ def _check_printed(command: str) -> None:
 
 
 def _check_encoding() -> None:
-    """ConfigError for locales such as GBK or Latin-1, in whose encoding torch and other packages would read files."""
+    """ConfigError if the locale's encoding is not UTF-8, such as GBK or Latin-1: torch and other packages would read
+    files in it.
+    """
     encoding = locale.getpreferredencoding(do_setlocale=False)
     if codecs.lookup(encoding).name != "utf-8":
         raise ConfigError(
-            f"this locale's encoding is {encoding}, in which texts and the files of packages are not read rightly",
+            f"this locale's encoding is {encoding}, with which packages would read their files wrongly",
             hint="set PYTHONUTF8=1 in the environment, or a locale in UTF-8 such as LC_ALL=C.UTF-8",
         )
 
 
 def run_and_exit(argv: Sequence[str]) -> NoReturn:
-    """Run `main` and end the process with its exit code; for processes started by a launcher."""
+    """Run `main` in a process that a launcher started, and end the process with the exit code."""
     try:
         code = main(argv)
     except SystemExit as ended:
@@ -121,8 +127,8 @@ def exit_process(code: int = 0) -> NoReturn:
 
 
 def build_parser(command: str = "") -> argparse.ArgumentParser:
-    """Parser with all commands, or only those of the module `command`, so that a rank does not import other commands'
-    code.
+    """The parser of all commands, or only of those in the module `command`, so that a rank does not import the code of
+    other commands.
     """
     parser: argparse.ArgumentParser = CommandParser(
         prog="ds-finetune",
@@ -174,7 +180,7 @@ def _print_completion(arguments: Arguments) -> None:
 
 
 def _complete_files(parser: argparse.ArgumentParser, how: Mapping[str, object]) -> None:
-    """Complete file names for arguments that take a text: most of them are files."""
+    """Make shells complete file names for all arguments that take a text, since most of them are files."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for command in action.choices.values():
@@ -184,7 +190,7 @@ def _complete_files(parser: argparse.ArgumentParser, how: Mapping[str, object]) 
 
 
 def _print_once(text: str) -> None:
-    """Record an error, and print it only on local rank 0: an invalid run file fails alike on all ranks of a host."""
+    """Record an error, and print it on local rank 0 only: all ranks of a host meet the same invalid run file."""
     record_error(text)
     if os.environ.get("LOCAL_RANK", "0") == "0" or {RUN_ID, "TORCHELASTIC_RUN_ID"} <= os.environ.keys():
         # `launch` separates the output of ranks, and reports the rank that ends first as the cause.

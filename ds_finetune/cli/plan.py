@@ -112,8 +112,8 @@ def _show_forecast(config: RunConfig, target: "Target", *, is_json: bool) -> Non
 
 
 def _memory_lines(memory: "MemoryEstimate") -> Iterator[tuple[str, str]]:
-    """Lines with the peak of each kind of memory, then one for each item: its size and memory, its name, the moments at
-    which it is held unless always, and the key that reduces it.
+    """Lines with the peak of each kind of memory, and then a line for each item: its size, its kind of memory and its
+    name, the moments at which it exists if not always, and the key that reduces it.
     """
     from ds_finetune.plan.estimate.rows import MOMENTS, peak
 

@@ -50,7 +50,7 @@ def _try(arguments: Arguments) -> None:
 
 
 def _result_text(part: "Part") -> str:
-    """A reward's result for an answer: its error, or the score with the extracted answer."""
+    """The result of a reward for an answer as text: its error, or its score with the extracted answer."""
     if "error" in part:
         return str(part["error"])
     read = {None: "", False: " (no result read)", True: f" (read {part.get('read')!r})"}

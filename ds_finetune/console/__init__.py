@@ -1,1 +1,1 @@
-"""Tables, progress lines of phases, and filters for other packages' messages."""
+"""Output to the console: tables, progress lines of long phases, and filters for messages of other packages."""

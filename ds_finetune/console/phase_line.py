@@ -1,4 +1,4 @@
-"""Output for people: how lines are passed on, and the progress line of a long phase such as tokenising."""
+"""The progress line of a long phase such as tokenising, and how functions print lines."""
 
 import os
 import sys
@@ -9,23 +9,22 @@ from typing import Self, TextIO, TypeVar
 
 T = TypeVar("T")
 Say = Callable[[str], None]
-"""Prints a line."""
+"""Type of functions that print a line."""
 CLEAR_LINE = "\r\x1b[2K"
 _MINUTE, _HOUR = 60, 3600
 _LIVE_SECONDS = 0.5
-"""Seconds between updates on a terminal, and before the first one."""
+"""On a terminal: seconds between two updates of a progress line, and before the first one."""
 _FIRST_SECONDS, _PLAIN_SECONDS = 5.0, 60.0
-"""Without a terminal: seconds before the first line, and between lines. Shorter phases print nothing."""
+"""Without a terminal: seconds before the first progress line, and between two lines. Shorter phases print nothing."""
 
 
 class PhaseLine:
-    """Prints the progress of phase `what` on rank 0's standard error: parts done of `total`, and the time left.
+    """Prints the progress of the phase `what` on rank 0's standard error: parts done of `total`, and the time left.
 
     On a terminal the line is updated in place and removed at the end. Elsewhere a line appears after five seconds, then
-    at most once a minute, and at the end of a phase of a minute or more. Without a `total` (0), or once more parts are
-    done than an estimated `total`, the line shows the elapsed time. The speed excludes the first `warmup` parts, which
-    include the start of processes; the time left is shown once as many parts have followed. Without `is_rank_zero` the
-    environment variable RANK decides.
+    at most once a minute, and at the end of a phase of a minute or more. The line shows the elapsed time instead if
+    `total` is 0, or an estimate that was too low. The first `warmup` parts, in which processes start, do not count for
+    the time left. `is_rank_zero` replaces the environment variable RANK.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class PhaseLine:
         write_now(self._out, CLEAR_LINE + line if self._is_live else line + "\n")
 
     def before_each(self, check: Callable[[], bool]) -> Callable[[], bool]:
-        """Wrap `check`, which is called before each part, so that a call counts the previous part as done."""
+        """A function that calls `check`, which is called before each part, and counts the previous part as done."""
         self._done -= 1
 
         def counted() -> bool:
@@ -71,7 +70,7 @@ class PhaseLine:
         return counted
 
     def close(self) -> None:
-        """Remove the line from a terminal; elsewhere, if a line was written, print the duration of the phase."""
+        """End the phase: remove its line from a terminal; elsewhere print its duration if a line was written."""
         seconds = time.monotonic() - self._began if self._is_shown else 0.0
         if self._is_shown and self._is_live:
             write_now(self._out, CLEAR_LINE)
@@ -101,11 +100,11 @@ def count_parts(what: str, parts: Iterable[T], total: int) -> Iterator[T]:
 
 
 def say_nothing(_: str) -> None:
-    """A `Say` that prints nothing, for ranks other than zero."""
+    """Print nothing; ranks other than zero use this function in place of one that prints."""
 
 
 def write_now(out: TextIO, text: str) -> None:
-    """Write and flush; errors such as a full disk are ignored."""
+    """Write text and flush it; errors such as a full disk are ignored."""
     with suppress(OSError):
         out.write(text)
         out.flush()

@@ -1,7 +1,7 @@
-"""Filters known irrelevant messages of other packages; errors and other warnings stay.
+"""Hides messages of other packages that are known to be irrelevant; errors and other warnings stay.
 
-DS_LOG_LEVEL=debug, info or warning shows them again, at that level for DeepSpeed. Only this program's own processes are
-filtered: `deepspeed` and `torchrun` still print their own lines before they start ranks ("Unable to find hostfile").
+DS_LOG_LEVEL=debug, info or warning shows them, and sets the level of DeepSpeed's log. The programs `deepspeed` and
+`torchrun` still print their own lines before they start ranks ("Unable to find hostfile").
 """
 
 import logging
@@ -24,7 +24,7 @@ _WARNINGS: tuple[tuple[type[Warning], str], ...] = (
     (FutureWarning, r"`gradient_checkpointing_enable` is deprecated"),
 )
 _RECORDS = {
-    # The launcher's fallback to this machine's GPUs (launcher/runner.py:214).
+    # DeepSpeed's launcher says that it uses this machine's GPUs (launcher/runner.py:214).
     "DeepSpeed": re.compile(r"Unable to find hostfile, will proceed with training"),
     # A table of tensors that a model ignores, such as those of a multi-token prediction layer; a table that also names
     # missing tensors stays (transformers 5.23, utils/loading_report.py).
@@ -32,7 +32,7 @@ _RECORDS = {
     # Printed at the first use of an SQLite store (mlflow 3.17, store/db/utils.py).
     "mlflow.store.db.utils": re.compile(r"(Creating initial MLflow|Updating) database tables"),
 }
-"""Patterns of dropped log messages up to level WARNING, by logger name."""
+"""By name of the logger: pattern of log messages that are hidden up to level WARNING."""
 _LOADING_BAR = "Loading weights"
 """Description of transformers' progress bar while it loads weights (5.23, core_model_loading.py:1831)."""
 _WRITING_BAR = "Writing model shards"
@@ -40,11 +40,11 @@ _WRITING_BAR = "Writing model shards"
 
 
 def quiet_packages(environ: Mapping[str, str] = os.environ) -> None:
-    """Filter known warnings and log records until the process ends; ConfigError where DS_LOG_LEVEL is invalid."""
+    """Hide known warnings and log messages until the process ends; ConfigError if DS_LOG_LEVEL is invalid."""
     if deepspeed_level(environ) != "quiet":
         return
     for category, message in _WARNINGS:
-        # Never removed: that would reset Python's record of warnings already shown.
+        # The filter stays: removing it would reset Python's record of warnings already shown.
         warnings.filterwarnings("ignore", message=message, category=category)
     for name, pattern in _RECORDS.items():
         logger = logging.getLogger(name)
@@ -61,9 +61,7 @@ def deepspeed_level(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def show_loading_as_phase() -> None:
-    """Replace transformers' progress bar of loading weights by this program's progress line, and hide the one of
-    writing them; other bars stay.
-    """
+    """Show the loading of weights by transformers as a progress line, and hide its progress bar of writing weights."""
     from transformers.utils import logging as transformers_logging
 
     if deepspeed_level() == "quiet":
@@ -80,7 +78,7 @@ def _bar_or_phase(factory: Callable[..., Any], args: tuple[Any, ...], kwargs: di
 
 
 class _DropKnownMessages(logging.Filter):
-    """Drops messages that match a pattern, unless they are errors."""
+    """Filter of a logger that hides messages which match a pattern, unless they are errors."""
 
     def __init__(self, pattern: re.Pattern[str]) -> None:
         super().__init__()

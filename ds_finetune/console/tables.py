@@ -21,7 +21,7 @@ ERR = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 def show_pairs(title: str, pairs: Iterable[tuple[str, str]]) -> None:
-    """Print names and texts in two columns, wrapped on a terminal, elsewhere one line of any length per pair."""
+    """Print names and texts in two columns below a title. Texts are wrapped on a terminal only."""
     rows = list(pairs)
     indent = max((cell_len(name) for name, _ in rows), default=0) + 2
     width = OUT.width - indent if OUT.is_terminal else sys.maxsize
@@ -38,8 +38,8 @@ def show_note(text: str) -> None:
 
 
 def wrapped(text: str, width: int) -> list[str]:
-    """Lines of `text`, broken at spaces to fit `width`; a longer word, such as a key or a path, is broken only after
-    dots and slashes.
+    """The lines of `text` when it is broken at spaces to fit `width`. A word that is longer, such as a key or a path,
+    is broken only after dots and slashes.
     """
     return [line for paragraph in text.split("\n") for line in _wrapped_line(paragraph, width)]
 
@@ -57,8 +57,8 @@ def _wrapped_line(text: str, width: int) -> list[str]:
 
 
 def show_line(text: str) -> None:
-    """Print a line without markup, replacing a progress line on a terminal; a full disk behind standard output does not
-    end the run.
+    """Print a line without markup; on a terminal it replaces a progress line. A full disk behind standard output does
+    not end the run.
     """
     try:
         if OUT.is_terminal:

@@ -1,1 +1,1 @@
-"""Observers, called after each optimizer step: each gets the step's record and returns it, perhaps with more values."""
+"""Observers: objects that are called after each optimizer step with its metrics, and may add metrics or end the run."""

@@ -1,5 +1,5 @@
-"""Saves checkpoints at an interval of steps or time, at the last step and after a signal. Failures of asynchronous
-saves are reported at the next step.
+"""Saves checkpoints at an interval of steps or time, at the last step and after a signal. A save that runs in the
+background and fails is reported at the next step.
 """
 
 import time
@@ -19,13 +19,14 @@ from ds_finetune.observers.record import Resumable, StepRecord
 from ds_finetune.observers.stopping import StopSignals
 
 RunText = Callable[[StepRecord, Mapping[str, Mapping[str, Any]]], str]
-"""Builds the text of the run's state from the record of a step and the states of observers."""
+"""Builds the text of a checkpoint's run state from the record of a step and the states of observers by name."""
 
 
 @dataclass(frozen=True)
 class CheckpointPolicy:
-    """Checkpoints are written every `interval`. The last `keep` remain, with `keep_best` also the one with the lowest
-    eval loss. The run ends after `max_failed` failed saves in a row.
+    """When checkpoints are saved and which ones remain. A checkpoint is saved every `interval`. The last `keep`
+    checkpoints remain, with `keep_best` also the one with the lowest eval loss. After `max_failed` failed saves in a
+    row the run ends.
     """
 
     interval: Interval
@@ -36,7 +37,7 @@ class CheckpointPolicy:
 
 @dataclass
 class Checkpointing:
-    """Saves checkpoints by the `policy`; `say` prints a line, `remembered` are observers whose state is saved."""
+    """Saves checkpoints by the `policy`, with the states of the observers in `remembered`; `say` prints a line."""
 
     saver: Saver
     signals: StopSignals
@@ -45,17 +46,17 @@ class Checkpointing:
     run_text: RunText
     say: Say
     saving: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Context within which the run waits for a save."""
+    """Context manager that is open while the run waits for a save."""
     _failed: int = 0
     _saved: int = 0
-    """Step of the last save."""
+    """The step of the last checkpoint that this process saved, 0 before the first one."""
     _began: float = field(default_factory=time.monotonic)
-    """Time at which the last save, or the first step, began."""
+    """The time at which the last save began; before the first save, that at which training began."""
 
     def after_step(self, record: StepRecord) -> StepRecord:
         """Finish the previous save if it is complete, and start a new one if it is due."""
         is_late = time.monotonic() - self._began >= self.policy.interval.seconds
-        # Clocks differ between ranks: all save at the step at which the first rank's time has passed.
+        # Clocks differ between ranks: as soon as the interval has passed on one rank, all ranks save.
         is_stop_requested, is_time = map(bool, all_reduce_max(bool(self.signals.name), is_late))
         self._report(self.saver.settle())
         is_due = is_time or self.policy.interval.is_due(record.step)
@@ -77,7 +78,8 @@ class Checkpointing:
         name = self.signals.name or "a signal to another rank"
         if not self._report(self.saver.settle(wait=True)):
             raise RunError(
-                f"{name}: NOT saved at step {record.step}", hint="the same command resumes from the checkpoint before"
+                f"{name}: the checkpoint of step {record.step} was NOT saved",
+                hint="the same command resumes from the checkpoint before it",
             )
         return record.stopping(f"{name}: saved at step {record.step}; the same command resumes from there")
 
@@ -94,7 +96,9 @@ class Checkpointing:
             self._report(self.saver.settle(wait=True))
 
     def _report(self, outcome: SaveResult | None) -> bool:
-        """Report a failed save, or remove superseded checkpoints after a complete one; returns whether it is one."""
+        """Handle the outcome of a save: report a failure, or remove superseded checkpoints after a success. Returns
+        whether it succeeded; without an outcome, False.
+        """
         if outcome is None:
             return False
         folder = self.saver.folder

@@ -11,15 +11,17 @@ from ds_finetune.engine.results import HeldOutScores
 from ds_finetune.observers.record import Remembering, StepRecord
 
 _OVERFLOW_NATS = 700.0
-"""exp() of a larger number overflows a float."""
+"""The exponential of a larger number of nats overflows a float."""
 
 
 @dataclass
 class Evaluation(Remembering):
-    """Calls `evaluate`, and `exact_match` where eval.generate.prompts is set, every `interval` and at the last step.
+    """Evaluates held-out rows every `interval` and at the last step, by `evaluate` and, if answers are generated, by
+    `exact_match`.
 
-    Both return results by the prefix of metric names: `eval` for all held-out rows, and `eval/NAME` for each named set.
-    Either returns None where a signal asks the run to end; the evaluation then `is_due` when the run resumes.
+    Both functions return their results by the prefix of the metric names: `eval` for all held-out rows, and `eval/NAME`
+    for each named set. They return None if a signal asks the run to end; `is_due` then says that the resumed run must
+    evaluate first.
     """
 
     saved: ClassVar = ("is_due",)
@@ -29,7 +31,7 @@ class Evaluation(Remembering):
     is_due: bool = False
 
     def after_step(self, record: StepRecord) -> StepRecord:
-        """Add `eval/*` values where an evaluation is due."""
+        """Add `eval/*` metrics if an evaluation is due after this step."""
         if not (record.is_last or record.stop or self.interval.is_due(record.step)):
             return record
         results = self.evaluate()
@@ -49,8 +51,9 @@ class Evaluation(Remembering):
 
 @dataclass
 class BestAndPatience(Remembering):
-    """Tracks the best evaluation (lowest `eval/loss`, or highest `eval/reward`), keeps its weights, and stops the run
-    after `patience` evaluations without improvement.
+    """Keeps the weights of the best evaluation, and ends the run after `patience` evaluations without improvement.
+
+    The best evaluation has the lowest `eval/loss`, or in runs with rewards the highest `eval/reward`.
     """
 
     saved: ClassVar = ("best_loss", "best_step", "worse_in_a_row")
@@ -61,7 +64,7 @@ class BestAndPatience(Remembering):
     worse_in_a_row: int = 0
 
     def after_step(self, record: StepRecord) -> StepRecord:
-        """Update the best evaluation where the record contains one."""
+        """Compare the evaluation in the record, if there is one, with the best one so far."""
         loss = held_out_loss(record.values)
         if loss is None:
             return record
@@ -81,7 +84,9 @@ class BestAndPatience(Remembering):
 
 
 def held_out_loss(values: Mapping[str, float]) -> float | None:
-    """The value by which evaluations are compared, lower is better: `eval/loss`, or -`eval/reward`; None without."""
+    """The number by which evaluations are compared, lower is better: `eval/loss`, or -`eval/reward` if there is one.
+    None if the values are of a step without evaluation.
+    """
     reward = values.get("eval/reward")
     return values.get("eval/loss") if reward is None else -reward
 

@@ -1,4 +1,4 @@
-"""Performance metrics: model FLOPs utilisation, and predicted against measured memory."""
+"""Observers of performance: model FLOPs utilisation, and predicted against measured memory."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,10 +12,9 @@ MEASURED_STEPS = 20
 
 @dataclass
 class Utilisation(Observer):
-    """Adds `perf/mfu`: model FLOPs of the step's tokens (recomputation not counted) per second over the dense peak of
-    all ranks.
+    """Adds `perf/mfu`: the model FLOPs per second of the step's tokens, divided by the dense peak of all ranks.
 
-    `peak_flops` is the peak of one rank in the precision of the run.
+    Recomputation is not counted. `peak_flops` is the dense peak of one rank in the precision of the run.
     """
 
     flops_per_token: float
@@ -23,16 +22,16 @@ class Utilisation(Observer):
     world_size: int
 
     def after_step(self, record: StepRecord) -> StepRecord:
-        """Add the utilisation."""
+        """Add `perf/mfu` to the record."""
         mfu = record.values["perf/tokens_per_second"] * self.flops_per_token / (self.peak_flops * self.world_size)
         return record.with_values({"perf/mfu": mfu})
 
 
 class MemoryCheck(Observer):
-    """After MEASURED_STEPS steps since the start, adds the predicted and the measured peak memory of the rank with the
-    highest peak to the record, and prints both where a prediction exists.
+    """After 20 steps of this process, adds predicted and measured peak memory of the rank with the highest peak to the
+    record, and prints them.
 
-    On CPUs (`is_host`) the measured value is the growth of the whole process.
+    Without a prediction only the measured value is added. On CPUs (`is_host`) it is the growth of the whole process.
     """
 
     def __init__(
@@ -49,7 +48,9 @@ class MemoryCheck(Observer):
         self._steps = 0
 
     def after_step(self, record: StepRecord) -> StepRecord:
-        """Count steps, and measure once; `over_ranks` is called at the same step on every rank."""
+        """Add the memory metrics at the 20th step. Collective at that step: `over_ranks` returns the maximum over
+        ranks.
+        """
         self._steps += 1
         if self._steps != MEASURED_STEPS:
             return record

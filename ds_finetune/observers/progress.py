@@ -1,5 +1,5 @@
-"""The progress line of training, one line that stays in place on a terminal and a line every so many steps elsewhere,
-and the remaining time, `perf/eta_seconds`, which the line and pages show as `eta`.
+"""The progress line of training, and `perf/eta_seconds`, the time until the end of the run, which the progress line and
+pages show as `eta`.
 """
 
 import math
@@ -18,17 +18,20 @@ from ds_finetune.observers.record import Observer, StepRecord
 EVALUATION, ANSWERS, SAVE, EXPORT = "evaluation", "answers", "save", "export"
 _RECENT_STEPS = 50
 _BYTES_PER_SECOND = 200e6
-"""Assumed speed of an export before one is measured, and of its verification; cautious, for slow disks."""
+"""Assumed speed of an export and of its verification in bytes per second, until an export was measured; that of a slow
+disk.
+"""
 _LOADING_SECONDS = 15.0
-"""Assumed time in which the process that verifies an export imports torch and transformers."""
+"""Assumed seconds that the process which verifies an export needs to import torch and transformers."""
 
 
 class TimeLeft(Observer):
-    """Adds `perf/eta_seconds`: the remaining work by measured times, and by estimates before the first measurement.
+    """Adds `perf/eta_seconds`: the time of the remaining steps, evaluations, saves and exports, by their durations so
+    far.
 
-    `intervals` are those of evaluations, answers and saves, if the run has them; each also happens at the last step.
-    Until the first evaluation one counts as `evaluation_steps` steps. `export_bytes` is the size of all
-    exported folders, 0 where there are none; `verifies` says whether they are verified.
+    `intervals` are the intervals of evaluations, answers and saves, each of which also happens at the last step. Before
+    the first evaluation its duration is assumed to be that of `evaluation_steps` steps. `export_bytes` is the size of
+    all exports at the end, and `verifies` whether they are verified.
     """
 
     def __init__(
@@ -46,13 +49,15 @@ class TimeLeft(Observer):
         self._measured: dict[str, list[float]] = {}
 
     def after_step(self, record: StepRecord) -> StepRecord:
-        """Count the duration of the step, and add the estimated time to the end of the run."""
+        """Add the estimated time to the end of the run."""
         self._step_seconds.append(record.values["perf/step_seconds"])
         return record.with_values({"perf/eta_seconds": self.seconds(record.step)})
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Measure the time of the code in this context, or of each call of a function that it decorates."""
+        """Measure how long an evaluation, a save or another phase takes; a context manager that can also decorate
+        functions.
+        """
         began = time.monotonic()
         yield
         self._measured.setdefault(phase, []).append(time.monotonic() - began)
@@ -69,7 +74,7 @@ class TimeLeft(Observer):
     def _seconds_of(self, phase: str, step_seconds: float) -> float:
         if phase not in self._measured:
             return self._evaluation_steps * step_seconds if phase == EVALUATION else 0.0
-        # Some evaluations are followed by an export of the best weights: their time is shared out over all evaluations.
+        # Some evaluations are followed by an export of the best weights; the mean over evaluations includes its time.
         exports = sum(self._measured.get(EXPORT, [])) / len(self._measured[phase]) if phase == EVALUATION else 0.0
         return _mean(self._measured[phase]) + exports
 
@@ -86,7 +91,7 @@ def _mean(seconds: "deque[float] | list[float]") -> float:
 
 
 class ProgressLine:
-    """Writes a progress line to `out` and `log` every `log.every` steps; on a terminal it is updated in place."""
+    """Writes the progress line every `log.every` steps to `log` and `out`; on a terminal it is updated in place."""
 
     def __init__(
         self,
@@ -98,12 +103,14 @@ class ProgressLine:
     ) -> None:
         self._steps, self._section, self._log = steps, section, log
         self._printed = -math.inf
-        """When the last line was printed, by the clock of `time.monotonic`."""
+        """The time of `time.monotonic` at which the last line was printed."""
         self._out = out or sys.stdout
         self._live = self._out.isatty()
 
     def after_step(self, record: StepRecord) -> StepRecord:
-        """Write the progress line when it is due, and always for a notice, an evaluation or the end of the run."""
+        """Write the progress line if it is due; it is always due after an evaluation, at the last step and for a
+        notice.
+        """
         must_print = (
             record.slow
             or record.notice
@@ -152,8 +159,8 @@ class ProgressLine:
 
 
 def _is_shown(name: str) -> bool:
-    """Whether the progress line has a metric: of all held-out rows each but perplexity, of named sets the loss, and the
-    rewards of rollouts and pairs.
+    """Whether the progress line shows a metric: rewards of rollouts and pairs, the losses of named held-out sets, and
+    all metrics over all held-out rows but perplexity.
     """
     part, *of_set, metric = name.split("/")
     if name in ("rollout/reward", "rollout/cut", "train/reward_accuracy", "train/reward_margin"):

@@ -7,12 +7,12 @@ from typing import Any, ClassVar, Protocol, Self
 
 @dataclass(frozen=True)
 class StepRecord:
-    """Metrics of one optimizer step by name (`train/loss`, ...). `step` counts from 1; `stop` is the reason why the run
-    ends here, if it does.
+    """The metrics of one optimizer step by name (`train/loss`, ...), and facts for observers.
 
-    `position` is the position in this rank's data after the step; `slow` names a straggler. `counted` holds counts of
-    features in the step, such as tokens per expert. `rank_seconds` are the step times of all ranks without collectives,
-    where they were gathered.
+    `step` counts from 1. `stop` is the reason why the run ends after this step, empty if it continues. `notice` is a
+    message about a skipped step, and `slow` one about a slow rank. `position` is the position in this rank's data after
+    the step. `counted` holds counts such as tokens per expert. `rank_seconds` are the step times of all ranks without
+    collectives, at the steps at which they were gathered.
     """
 
     step: int
@@ -31,36 +31,38 @@ class StepRecord:
         return replace(self, values={**self.values, **values})
 
     def stopping(self, reason: str) -> Self:
-        """The record, asking the run to end after this step for `reason`."""
+        """The record with `reason` as its reason to end the run after this step."""
         return replace(self, stop=reason)
 
 
 class Observer(Protocol):
-    """Called on every rank with the record of each step. Collectives must be called alike on all ranks."""
+    """The interface of observers, which are called on every rank with the record of each step. An observer that uses
+    collectives must call them alike on all ranks.
+    """
 
     def after_step(self, record: StepRecord) -> StepRecord:
         """Process the record and return it, possibly with more values or a reason to stop."""
         ...
 
     def close(self) -> None:
-        """Write everything that is queued; nothing by default."""
+        """Called at the end of the run; does nothing by default."""
         return
 
 
 class Resumable(Protocol):
-    """An observer whose state checkpoints save."""
+    """The interface of an observer whose state is saved in checkpoints."""
 
     def state(self) -> dict[str, Any]:
-        """The state as plain values."""
+        """The state as values that JSON can represent."""
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state` returned."""
+        """Restore a state that `state` returned before a resume."""
         ...
 
 
 class Remembering(Observer):
-    """An observer whose attributes named in `saved` are plain values that checkpoints save."""
+    """Base class of an observer whose state is the attributes named in `saved`, which are plain values."""
 
     saved: ClassVar[tuple[str, ...]]
 
@@ -69,5 +71,5 @@ class Remembering(Observer):
         return {name: getattr(self, name) for name in self.saved}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state` returned."""
+        """Restore a state that `state` returned before a resume."""
         vars(self).update({name: state[name] for name in self.saved})

@@ -1,6 +1,7 @@
-"""Load balance of routed experts: metrics of each step, a warning, and the file `experts.jsonl`.
+"""Observers of the load of routed experts: metrics of each step, a warning, and the file `experts.jsonl`.
 
-`counts` int64 [layers, experts] are the tokens routed to each expert. Without any token every metric is 0.
+In this module `counts` int64 [layers, experts] are the tokens sent to each expert. All metrics are 0 if there is no
+token.
 """
 
 import json
@@ -20,35 +21,40 @@ from ds_finetune.observers.record import Observer, Remembering, StepRecord
 from ds_finetune.observers.writers import LineFile
 
 _MOST_STEPS = 50
-"""Number of steps over which loads are summed for the warning, or a tenth of the run where that is less."""
+"""Loads are summed over this number of steps before the warning is considered, or over a tenth of the run if that is
+less.
+"""
 _ENOUGH_TOKENS = 20
-"""Mean number of tokens per expert from which an expert without tokens is not chance: with an even load its probability
-is e^-20.
+"""With this mean number of tokens per expert, an expert without tokens is no chance: its probability is e^-20 if loads
+are even.
 """
 _MANY_DEAD, _MORE_DEAD = 0.1, 0.01
-"""Shares of experts without tokens that trigger the warning: in total, and above the share of the run's first steps."""
+"""The warning is printed if this fraction of experts gets no token, or if the fraction has grown by the second number
+since the run's first steps.
+"""
 _GROWTH, _HIGH = 2.0, 2.0
-"""MaxVio triggers the warning above `_HIGH` if it has grown by the factor `_GROWTH` since the run's first steps."""
+"""The warning is printed if MaxVio is above `_HIGH` and has grown by the factor `_GROWTH` since the run's first steps.
+"""
 Counts = NDArray[np.int64]
 Layers = NDArray[np.float64]
 MOST_BYTES, _BYTES_PER_LOAD = 64 * MIB, 8
-"""Maximum size of `experts.jsonl`, if a load has at most seven digits: a long run of a large model records only every
-second step, every third, and so on. An extended run keeps its records, and its further steps may take as much again.
+"""Maximum size of `experts.jsonl`, and the bytes of a load of seven digits. A long run of a large model stays below it
+by recording only every second step, every third, and so on. A run that is extended may write as much again.
 """
 _MOST_WAITING = 100
-"""Maximum number of lines that are queued on a full disk."""
+"""Maximum number of lines of `experts.jsonl` that wait in memory while the disk is full."""
 
 
 def max_violations(counts: Counts) -> Layers:
-    """MaxVio of each layer (Wang et al., arXiv 2408.15664, eq. 4): load of the busiest expert over the mean load, less
-    1; fp64 [layers].
+    """MaxVio of each layer, fp64 [layers]: the load of its busiest expert divided by its mean load, less 1 (Wang et
+    al., arXiv 2408.15664, eq. 4).
     """
     mean = counts.mean(axis=1)
     return np.divide(counts.max(axis=1) - mean, mean, out=np.zeros_like(mean), where=mean > 0)
 
 
 def effective_experts(counts: Counts) -> Layers:
-    """Effective number of experts of each layer: the exponential of its load's entropy; fp64 [layers]."""
+    """Effective number of experts of each layer, fp64 [layers]: the exponential of the entropy of its loads."""
     total = counts.sum(axis=1, keepdims=True)
     fractions = counts / np.maximum(total, 1)
     nats = -(fractions * np.log(np.where(counts > 0, fractions, 1.0))).sum(axis=1)
@@ -61,10 +67,10 @@ def num_dead_experts(counts: Counts) -> int:
 
 
 def busiest_rank_ratio(counts: Counts, ep: int) -> float:
-    """Load of the busiest of `ep` expert parallel ranks relative to the mean rank, averaged over layers.
+    """Load of the busiest expert-parallel rank divided by the mean load of a rank; mean over layers.
 
-    Rank i holds the i-th of equal shards of each layer's experts. All ranks wait for the busiest one in each layer, so
-    the ratio is the time of experts relative to that with even loads.
+    Each of the `ep` ranks holds an equal shard of each layer's experts. All ranks wait for the busiest one in each
+    layer, so the ratio says how much longer experts take than with even loads.
     """
     of_ranks = counts.reshape(len(counts), ep, -1).sum(axis=2)
     return float((max_violations(of_ranks) + of_ranks.any(axis=1)).mean())
@@ -72,28 +78,29 @@ def busiest_rank_ratio(counts: Counts, ep: int) -> float:
 
 @dataclass
 class RouterMetrics(Observer):
-    """Adds the `router/*` metrics of each step; `ep` is the number of expert parallel ranks.
+    """Adds the `router/*` metrics of each step; `ep` is the number of expert-parallel ranks.
 
-    Every rank knows the loads of all layers, and so tracks the biases of all layers with any number of pipeline stages.
+    Every rank knows the loads of all layers, also with pipeline stages, so every rank can track the biases of all
+    layers.
     """
 
     ep: int
     bias_update: float
-    """Update rate of the bias in this run; it may have changed on resume."""
+    """Update rate of the routers' biases; a resumed run may have another one."""
     without_bias: tuple[int, ...] = ()
-    """Indices, among the layers with experts, of layers whose routers have no bias."""
+    """Layers whose routers have no bias, as indices into the list of layers with experts."""
     _moved: NDArray[np.float64] | None = None
     """Change of each expert's bias since the run's start, fp64 [layers, experts]; None until biases are updated."""
 
     def after_step(self, record: StepRecord) -> StepRecord:
-        """Add the metrics of a step in which routers counted tokens."""
+        """Add the `router/*` metrics if routers counted tokens in this step."""
         choices: RouterChoices | None = record.counted.get("routers")
         if choices is None:
             return record
         counts = choices.counts.numpy()
         values = self._values(counts, choices)
         if self.bias_update:
-            # The update rule of `model.routers.update_biases`.
+            # Repeats the update of `model.routers.update_biases`.
             if self._moved is None:
                 self._moved = np.zeros(counts.shape)
             if not record.values["train/skipped"]:
@@ -106,7 +113,7 @@ class RouterMetrics(Observer):
         return record.with_values({f"router/{name}": value for name, value in values.items()})
 
     def state(self) -> dict[str, Any]:
-        """Changes of the biases so far."""
+        """The changes of the biases since the run's start, as lists."""
         return {"moved": None if self._moved is None else self._moved.tolist()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -130,9 +137,9 @@ class RouterMetrics(Observer):
 
 @dataclass
 class LoadWatch(Remembering):
-    """Warns in one line, once per run, when many experts get no token, or a few experts get far more than the mean.
+    """Prints one warning per run if many experts get no token, or if few experts get most tokens.
 
-    `steps` is the number of steps of the run; `advice` ends the line.
+    `steps` is the number of steps of the run; `advice` is the end of the warning.
     """
 
     saved: ClassVar = ("has_warned", "first")
@@ -141,12 +148,12 @@ class LoadWatch(Remembering):
     say: Say
     has_warned: bool = False
     first: Sequence[float] | None = None
-    """Number of experts without tokens, and MaxVio averaged over layers, in the run's first steps."""
+    """In the run's first steps: number of experts without tokens, and mean MaxVio of layers."""
     _counts: Counts | None = None
     _since: int = 0
 
     def after_step(self, record: StepRecord) -> StepRecord:
-        """Add the loads of the step, and check the sum once it covers enough steps and tokens."""
+        """Add the loads of the step, and look at their sum when it covers enough steps and tokens."""
         if "routers" not in record.counted or self.has_warned:
             return record
         counts = record.counted["routers"].counts.numpy()
@@ -177,7 +184,7 @@ class LoadWatch(Remembering):
 
 
 def load_advice(lora: LoraConfig | None, router: RouterConfig | None) -> str:
-    """Advice against uneven loads, for the end of the warning."""
+    """What the warning advises against uneven loads: the keys that the run can change."""
     if lora is not None:
         return "other data, fewer steps or a lower optim.lr would change it"
     if router is not None and not router.train:
@@ -188,11 +195,11 @@ def load_advice(lora: LoraConfig | None, router: RouterConfig | None) -> str:
 
 
 class ExpertLoadsFile(LineFile):
-    """Writes `experts.jsonl`: the expert loads of every n-th step of a run of `steps` steps.
+    """Writes the loads of experts to `experts.jsonl`, at every n-th step so that the file stays small.
 
     A line has the step, its number of tokens without padding, the indices of the layers with routed experts, the
-    entropy of each of their routers in nats, and the number of tokens by layer and expert. On a full disk at most 100
-    lines are queued.
+    entropy of each of their routers in nats, and the number of tokens by layer and expert. While the disk is full, at
+    most 100 lines wait in memory.
     """
 
     def __init__(self, path: Path, layers: Sequence[int], experts: int, *, steps: int, say: Say) -> None:

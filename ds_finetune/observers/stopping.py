@@ -1,4 +1,4 @@
-"""Conditions that end a run before its last step: signals that ask it to save and end, and too many skipped steps.
+"""Ends a run before its last step: after a signal, which lets it save first, or after too many skipped steps.
 
 The signals are SIGINT of Ctrl-C, SIGHUP of a closed terminal, SIGTERM of launchers and clusters, and SIGUSR1, which
 Slurm can send some time before it ends a job.
@@ -25,7 +25,8 @@ _STDERR = 2
 
 
 class StopSignals:
-    """Within this context the first signal is recorded, and a second one ends the process at once.
+    """Context manager that records the first signal, so that the run can save; a second signal ends the process at
+    once.
 
     A thread receives the signals, because Python's handlers do not run while the process waits in a collective. Without
     `can_save`, signals keep their usual effect. Ignored signals, such as SIGHUP under `nohup`, stay ignored. With
@@ -56,7 +57,7 @@ class StopSignals:
             return
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        # The thread ends when the pipe is closed.
+        # Closing the pipe ends the thread.
         os.close(signal.set_wakeup_fd(self._wakeup))
 
     def is_stop_requested(self) -> bool:
@@ -80,27 +81,27 @@ class StopSignals:
 
     def _print(self, text: str) -> None:
         with suppress(OSError):
-            # Do not write where nobody reads the output: it would block this thread, and with it the second signal.
+            # If nobody reads the output, writing would block this thread, which could not receive the second signal.
             if self._prints and select.select([], [_STDERR], [], 0)[1]:
                 os.write(_STDERR, f"{CLEAR_LINE if os.isatty(_STDERR) else ''}{text}\n".encode())
 
 
 def _leave_to_thread(number: int, frame: FrameType | None) -> None:
-    """Do nothing: Python writes a signal to the wakeup pipe only where the signal has a handler."""
+    """Signal handler that does nothing: Python writes a signal to the wakeup pipe only if the signal has a handler."""
 
 
 _SCALE_STEPS = 17
-"""Number of skipped steps in a row in which DeepSpeed's fp16 loss scale falls from 2**16 to 1: it halves with each but
-the first (0.19.8, fp16/loss_scaler.py:253-268).
+"""With fp16, DeepSpeed's loss scale falls from 2**16 to 1 in this number of skipped steps in a row, since it halves
+with each but the first (0.19.8, fp16/loss_scaler.py:253-268).
 """
 _FIRST_STEPS = 100
 
 
 @dataclass
 class SkippedSteps(Remembering):
-    """Raises RunError after `limit` skipped steps in a row, and at the last step if every step was skipped.
+    """Ends the run by a RunError after `limit` skipped steps in a row, or at the last step if every step was skipped.
 
-    In fp16 more are allowed in the first 100 steps, while the loss scale is found.
+    With fp16 more skipped steps are allowed in the first 100 steps, in which DeepSpeed searches the loss scale.
     """
 
     saved: ClassVar = ("in_a_row",)

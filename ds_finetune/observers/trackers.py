@@ -33,16 +33,16 @@ PACKAGES = {
     "trackio": "trackio",
     "wandb": "'ds_finetune[track]'",
 }
-"""The pip package of each tracker of accelerate 1.15 (tracking.py)."""
+"""What pip must install for each tracker of accelerate 1.15 (tracking.py)."""
 _ROOM_BYTES = MIB
-"""Minimum free bytes on the disk to write TensorBoard's records."""
+"""TensorBoard's records are written only if the disk has this number of free bytes."""
 _PROJECT = "ds_finetune"
 """Project in wandb without WANDB_PROJECT, and experiment in MLflow without MLFLOW_EXPERIMENT_NAME."""
 CLOSE_SECONDS = 60.0
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """ConfigError for a tracker unknown to accelerate (with the known ones), or whose package is missing."""
+    """ConfigError if accelerate knows no tracker of a name, or if the package of the tracker is not installed."""
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
     available = {str(name) for name in get_available_trackers()}
@@ -58,7 +58,7 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 class Trackers:
-    """The trackers of a run. A failing tracker does not end the run."""
+    """Sends each record to the trackers of a run. A tracker that fails does not end the run."""
 
     def __init__(self, trackers: "Sequence[_Tracker]") -> None:
         self._trackers = trackers
@@ -83,7 +83,7 @@ class Trackers:
         return cls(trackers)
 
     def after_step(self, record: StepRecord) -> StepRecord:
-        """Send the finite values of the record."""
+        """Send the finite values of the record to each tracker."""
         values = {name: value for name, value in record.values.items() if math.isfinite(value)}
         for tracker in self._trackers:
             tracker.put((record.step, values))
@@ -96,7 +96,7 @@ class Trackers:
 
 
 def flatten(tree: Mapping[str, Any]) -> dict[str, str | float]:
-    """The values of a configuration by dotted key; lists and null as JSON."""
+    """The values of a run file by dotted key; lists and null become JSON texts."""
     return {
         key: value if isinstance(value, str | int | float) else json.dumps(value)
         for key, value in values_by_key(tree).items()
@@ -104,7 +104,7 @@ def flatten(tree: Mapping[str, Any]) -> dict[str, str | float]:
 
 
 def read_records(path: Path) -> list[Record]:
-    """The finite values of each step of a complete `metrics.jsonl`; empty without the file."""
+    """Steps of `metrics.jsonl` with their finite values; empty if the file is missing."""
     if not path.exists():
         return []
     lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
@@ -133,7 +133,7 @@ def _opening(name: str, say: Say, *, is_resumed: bool) -> Iterator[None]:
 
 
 class _Tracker:
-    """A tracker of accelerate, which gets each record at once; a record that it fails to write is queued (`Outage`)."""
+    """A tracker of accelerate. It gets each record at once; a record that it fails to write waits in memory."""
 
     def __init__(
         self, name: str, folder: Path, parameters: Mapping[str, str | float], earlier: Sequence[Record], say: Say
@@ -143,7 +143,7 @@ class _Tracker:
         self._outage = Outage(name, self._send, say)
 
     def start(self) -> None:
-        """Open the tracker and store the settings of the run."""
+        """Open the tracker, and send it the run file's values as parameters."""
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
         arguments: dict[str, str] = {}
@@ -189,15 +189,15 @@ class _Tracker:
 
 
 class _TensorBoard(_Tracker):
-    """TensorBoard, whose event file is opened again after a failed write."""
+    """TensorBoard. After a failed write its records go to a new event file."""
 
     _is_reopened = False
 
     def start(self) -> None:
-        """Write to a new event file, which replaces the records of earlier files from its first step on.
+        """Open a new event file; TensorBoard hides records of earlier files from the first step of the new file on.
 
-        On resume the first step is the last one before it, whose record may be missing; without earlier files all steps
-        are written.
+        A resumed run writes the step before it again, whose record may be missing. Without earlier files it writes all
+        steps.
         """
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
@@ -205,7 +205,7 @@ class _TensorBoard(_Tracker):
         folder = self._folder / "tensorboard"
         has_files = any(folder.glob("events.*"))
         earlier = self._earlier[-1:] if has_files else self._earlier
-        # Also replace records of a run that ended before its first checkpoint.
+        # Hides also the records of a run that ended before its first checkpoint.
         first = (earlier[0][0] if earlier else 0) if has_files and not self._is_reopened else None
         self._open = SummaryWriter(str(folder), purge_step=first)  # type: ignore[no-untyped-call] # of torch
         if self._is_reopened:
@@ -225,7 +225,7 @@ class _TensorBoard(_Tracker):
         super()._send(record)
 
     def _log(self, step: int, values: Mapping[str, float]) -> None:
-        # A single event for all values; SummaryWriter.add_scalar writes one for each.
+        # One event has all values; SummaryWriter.add_scalar would write an event for each value.
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
@@ -318,5 +318,5 @@ class _Mlflow(_Tracker):
 
 
 def _legal(name: str) -> str:
-    """The name with only characters that MLflow allows, as a normalised path."""
+    """The name with only characters that MLflow allows."""
     return posixpath.normpath(re.sub(r"[^\w\-. /]", "_", name))

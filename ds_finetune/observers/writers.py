@@ -1,7 +1,7 @@
-"""Writes the files with a record per step: `metrics.jsonl`, `ranks.jsonl` and `samples.jsonl`.
+"""Writes the files with a line per step or answer: `metrics.jsonl`, `ranks.jsonl` and `samples.jsonl`.
 
-A record is appended completely or not at all, so that a full disk leaves no incomplete record. While the disk is full,
-records are queued and training continues.
+A line is appended completely or not at all, so that a full disk leaves no incomplete line. While the disk is full,
+lines wait in memory and training continues.
 """
 
 import json
@@ -21,12 +21,14 @@ from ds_finetune.runs.metrics import Sample
 
 T = TypeVar("T")
 Record = tuple[int, Mapping[str, float]]
-"""A step, and its finite values by name."""
+"""A step and its finite metrics by name."""
 MAX_WAITING = 10_000
-"""Maximum number of queued lines; the oldest are dropped."""
+"""Maximum number of records that wait in memory; if there are more, the oldest are dropped."""
 _LONGEST_PAUSE = 16
 MOST_SAMPLES = 8
-"""Number of answers of each held-out set that an evaluation saves; always the first ones, for comparison over time."""
+"""Number of answers of each held-out set that an evaluation saves: those to its first prompts, so that answers to the
+same prompt can be compared over time.
+"""
 
 
 def one_line(failed: Exception) -> str:
@@ -36,10 +38,11 @@ def one_line(failed: Exception) -> str:
 
 
 class Outage(Generic[T]):
-    """Passes records to `write` in order. When a record raises OSError, it and later ones are queued and retried.
+    """Passes records to `write` in order. If `write` raises OSError, the record and later ones wait in memory and are
+    tried again.
 
-    At most `most` records are queued, by default `MAX_WAITING`. `say` prints a line when writing fails, when it works
-    again, and at the end for lost records.
+    At most `most` records wait, by default `MAX_WAITING`. `say` prints a line when writing fails, when it works again,
+    and at the end if records were lost.
     """
 
     def __init__(self, name: str, write: Callable[[T], None], say: Say, *, most: int | None = None) -> None:
@@ -50,7 +53,7 @@ class Outage(Generic[T]):
         self._pause = self._until_next = 0
 
     def put(self, record: T) -> None:
-        """Write the queued records and this one, or queue it."""
+        """Write waiting records and then this one; if that fails, the record waits too."""
         self._waiting.append(record)
         if len(self._waiting) > self._most:
             self._waiting.popleft()
@@ -60,7 +63,7 @@ class Outage(Generic[T]):
             self._try()
 
     def close(self) -> None:
-        """Write queued records a last time, and report what could not be written."""
+        """Try once more to write waiting records, and report how many were lost."""
         if self._waiting:
             self._try()
         if self._waiting:
@@ -86,7 +89,7 @@ class Outage(Generic[T]):
 
 
 def append_whole(file: FileIO, data: bytes) -> None:
-    """Append `data` to an unbuffered file; after an OSError no part of it remains."""
+    """Append `data` to an unbuffered file; if that raises OSError, no part of `data` remains in the file."""
     end, written = file.seek(0, os.SEEK_END), 0
     try:
         while written < len(data):
@@ -97,24 +100,26 @@ def append_whole(file: FileIO, data: bytes) -> None:
 
 
 class LineFile:
-    """A file to which lines are appended at once; on a full disk they are queued (`Outage`)."""
+    """A file to which lines are appended without delay; while the disk is full, they wait in memory."""
 
     def __init__(self, path: Path, say: Say, *, most: int | None = None) -> None:
         self._file = path.open("ab", buffering=0)
         self._lines = Outage(str(path), partial(append_whole, self._file), say, most=most)
 
     def put(self, line: str) -> None:
-        """Append a line, which ends with a newline."""
+        """Append a line that ends with a newline."""
         self._lines.put(line.encode(errors="replace"))
 
     def close(self) -> None:
-        """Write queued lines and close the file."""
+        """Write waiting lines and close the file."""
         self._lines.close()
         self._file.close()
 
 
 class MetricsFile(LineFile):
-    """Writes one JSON object per optimizer step; NaN and infinity become null, their names are in `non_finite`."""
+    """Writes `metrics.jsonl`: a JSON object per optimizer step. NaN and infinity become null, and `non_finite` has
+    their names.
+    """
 
     def after_step(self, record: StepRecord) -> StepRecord:
         """Write the record."""
@@ -123,9 +128,9 @@ class MetricsFile(LineFile):
 
 
 class RankTimesFile(LineFile):
-    """Writes `ranks.jsonl`: step times of all ranks without collectives, at the steps at which stragglers are searched.
+    """Writes `ranks.jsonl`: the step times of all ranks without collectives, at the steps at which they were gathered.
 
-    A line is `{"step": 10, "seconds": [0.41, 0.43]}`, in the order of ranks.
+    A line is `{"step": 10, "seconds": [0.41, 0.43]}`, with the seconds in the order of ranks.
     """
 
     def after_step(self, record: StepRecord) -> StepRecord:
@@ -137,7 +142,7 @@ class RankTimesFile(LineFile):
 
 
 def line_of(record: StepRecord) -> str:
-    """The JSON line of a record."""
+    """The line of `metrics.jsonl` for a record."""
     finite = {name: value if math.isfinite(value) else None for name, value in record.values.items()}
     non_finite = (
         {"non_finite": [name for name, value in finite.items() if value is None]} if None in finite.values() else {}
@@ -147,14 +152,14 @@ def line_of(record: StepRecord) -> str:
 
 
 class SampleFile(LineFile):
-    """Writes the answers generated in an evaluation, one per line, with the step after which they were generated."""
+    """Writes `samples.jsonl`: a line for each answer that an evaluation generated, with the step of the evaluation."""
 
     def __init__(self, path: Path, say: Say) -> None:
         super().__init__(path, say)
         self._collected: Sequence[Sample] = ()
 
     def collect(self, samples: Sequence[Sample]) -> None:
-        """Keep the answers of an evaluation until its step is recorded; their own `step` is replaced then."""
+        """Keep the answers of an evaluation until `after_step` writes them with the number of its step."""
         self._collected = samples
 
     def after_step(self, record: StepRecord) -> StepRecord:
