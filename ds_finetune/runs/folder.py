@@ -143,11 +143,6 @@ class RunFolder:
         return {key: _yaml_text(value) for key, value in values_by_key(self.config).items()}
 
     @property
-    def plan(self) -> Mapping[str, Any]:
-        """The names and texts in `plan.json`."""
-        return self.recorded(PLAN)
-
-    @property
     def starts(self) -> list[Mapping[str, Any]]:
         """The records in `starts.jsonl` of all starts of the run, oldest first; values of a wrong type are left out."""
         starts = list[Mapping[str, Any]]()
@@ -186,12 +181,6 @@ class RunFolder:
     def curves(self) -> Mapping[str, Curve]:
         """The curves of `metrics.jsonl` by name of the metric."""
         return self.metrics.curves
-
-    @property
-    def seconds(self) -> float:
-        """Sum of the durations of all steps in the metrics, in seconds."""
-        curve = self.curves.get("perf/step_seconds")
-        return 0.0 if curve is None else float(np.nansum(curve.values))
 
     def last(self, name: str) -> float | None:
         """The last value of a metric; None if the run has no such metric."""

@@ -61,7 +61,7 @@ def test_a_folder_with_many_runs_shows_the_first_of_them(tmp_path: Path, monkeyp
 
 def test_what_a_run_leaves_is_read(tmp_path: Path) -> None:
     run = RunFolder(make_run(tmp_path / "run"))
-    assert (run.config, run.plan["layout"]) == ({"optim": {"lr": 0.001}}, "dp 1")
+    assert (run.config, run.recorded("plan.json")["layout"]) == ({"optim": {"lr": 0.001}}, "dp 1")
     assert run.versions == {}
     sample = Sample(2, "eval", "1 + 1 = <", "2", "2")
     line = json.dumps(asdict(sample))
@@ -80,7 +80,12 @@ def test_unreadable_files_are_absent_and_named(tmp_path: Path) -> None:
     (run.path / "plan.json").write_text("[]")
     (run.path / "samples.jsonl").mkdir()
     os.mkfifo(run.path / "log.txt")
-    assert (run.config, run.plan, run.records("samples.jsonl"), run.tail("log.txt")) == ({}, {}, [], "")
+    assert (run.config, run.recorded("plan.json"), run.records("samples.jsonl"), run.tail("log.txt")) == (
+        {},
+        {},
+        [],
+        "",
+    )
     assert [problem.split()[0] for problem in run.problems] == ["config.yaml"]
 
 
@@ -101,7 +106,7 @@ def test_links_to_files_outside_are_not_read(tmp_path: Path) -> None:
     for name in ("config.yaml", "plan.json", "log.txt", "status.json"):
         (run.path / name).unlink(missing_ok=True)
         (run.path / name).symlink_to(secret)
-    assert (run.config, run.plan, run.tail("log.txt")) == ({}, {}, "")
+    assert (run.config, run.recorded("plan.json"), run.tail("log.txt")) == ({}, {}, "")
     assert run.status.state == "unknown"
     assert len(run.problems) == 4
     assert "is a link to a file outside" in run.problems[0]
@@ -109,7 +114,7 @@ def test_links_to_files_outside_are_not_read(tmp_path: Path) -> None:
 
 def test_a_folder_that_vanishes_is_empty(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "gone")
-    assert (run.config, run.plan, run.records("samples.jsonl"), run.exports) == ({}, {}, [], {})
+    assert (run.config, run.recorded("plan.json"), run.records("samples.jsonl"), run.exports) == ({}, {}, [], {})
     assert run.status.state == "unknown"
 
 

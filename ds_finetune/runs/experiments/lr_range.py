@@ -10,12 +10,12 @@ from ds_finetune.config.schema import validate_tree
 from ds_finetune.console.phase_line import Say
 from ds_finetune.errors import USER_ERROR_EXIT_CODE, ConfigError, RunError
 from ds_finetune.runs.experiments.jobs import LOG, REPORT, RUN, ExperimentRun, ShortRuns, run_jobs, run_slots
-from ds_finetune.runs.report.charts import Chart, Line
+from ds_finetune.runs.report.charts import Chart, Line, smooth
 from ds_finetune.runs.report.page import Charts, Page, PageSection, Table
 from ds_finetune.runs.report.write import write_page
 
-_SMOOTHING = 0.9
-_LEAST_STEPS = 10
+_LEAST_STEPS, _REACH = 10, 5
+"""Minimum number of steps of a test, and steps before and after each step over which its loss is averaged."""
 
 
 def run_range_test(runs: ShortRuns, low: float, high: float, *, ranks: int, say: Say) -> list[tuple[str, str]]:
@@ -49,7 +49,7 @@ def run_range_test(runs: ShortRuns, low: float, high: float, *, ranks: int, say:
     rows = [("steepest fall", f"{steepest:.2e}"), ("lowest loss", f"{lowest:.2e}")]
     lines = [
         Line("train/loss", rates, losses, "faint"),
-        Line("train/loss", rates, _average(losses), "mean"),
+        Line("train/loss", rates, smooth(losses, _REACH), "mean"),
         Line("steepest fall", (steepest,) * 2, (losses.min(), losses.max()), "dashed", 2),
         Line("lowest loss", (lowest,) * 2, (losses.min(), losses.max()), "dashed", 4),
     ]
@@ -60,18 +60,12 @@ def run_range_test(runs: ShortRuns, low: float, high: float, *, ranks: int, say:
     return [*rows, ("report", str(write_page(page, folder / REPORT)))]
 
 
-def _average(losses: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Exponential moving average of the losses [n], corrected for its bias to zero at the start."""
-    weights = _SMOOTHING ** np.arange(len(losses))
-    return np.convolve(losses, weights)[: len(losses)] / np.cumsum(weights)
-
-
 def evaluate(rates: NDArray[np.float64], losses: NDArray[np.float64]) -> tuple[float, float]:
     """The rates at which the smoothed loss falls most steeply over log(rate), and at which it is lowest.
 
     Losses [n] belong to the rising rates [n].
     """
-    smoothed = _average(losses)
+    smoothed = smooth(losses, _REACH)
     slopes = np.gradient(smoothed, np.log(rates))
     lowest = int(np.argmin(smoothed))
     # Slopes are noisy in the first steps, whose averages are over few steps, and positive beyond the lowest loss.

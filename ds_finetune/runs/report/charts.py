@@ -90,18 +90,19 @@ def run_charts(run: RunFolder, markers: Sequence[int] = ()) -> list[Chart]:
     by_title: dict[str, list[str]] = {}
     for name in _metrics_of([run]):
         by_title.setdefault(_title(name), []).append(name)
-    most = _points_of_a_line([run])
     return [
-        _chart(title, [(name, run, name) for name in names], most, markers)
+        _chart(title, [(name, run, name) for name in names], len(run.curves), markers)
         for title, names in sorted(by_title.items(), key=lambda item: _position(item[0]))
     ]
 
 
 def overlay_charts(runs: Sequence[RunFolder]) -> list[Chart]:
     """A chart for each metric of two or more runs, with a line for each run."""
-    labels, most = run_labels(runs), _points_of_a_line(runs)
+    labels, num_lines = run_labels(runs), sum(len(run.curves) for run in runs)
     names = sorted(_metrics_of(runs), key=lambda name: _position(_title(name)))
-    return [_chart(name, [(label, run, name) for label, run in zip(labels, runs, strict=True)], most) for name in names]
+    return [
+        _chart(name, [(label, run, name) for label, run in zip(labels, runs, strict=True)], num_lines) for name in names
+    ]
 
 
 def rank_charts(run: RunFolder) -> list[Chart]:
@@ -128,11 +129,6 @@ def _metrics_of(runs: Sequence[RunFolder]) -> list[str]:
     return [name for name in names if name.rpartition("/")[2] not in _WITHOUT_CHART]
 
 
-def _points_of_a_line(runs: Sequence[RunFolder]) -> int:
-    lines = sum(len(run.curves) for run in runs)
-    return max(_FEWEST_POINTS, min(MOST_POINTS, _PAGE_POINTS // max(lines, 1)))
-
-
 def _title(metric: str) -> str:
     """Title of the chart of a metric, which other metrics of the same quantity share."""
     section, *middle, last = metric.split("/")
@@ -149,8 +145,11 @@ def _position(title: str) -> int:
     return _FIRST_TITLES.index(title) if title in _FIRST_TITLES else len(_FIRST_TITLES)
 
 
-def _chart(title: str, series: Sequence[tuple[str, RunFolder, str]], most: int, markers: Sequence[int] = ()) -> Chart:
-    """A chart with a line for each of `series`, which are name of the line, run and metric."""
+def _chart(
+    title: str, series: Sequence[tuple[str, RunFolder, str]], num_lines: int, markers: Sequence[int] = ()
+) -> Chart:
+    """A chart of `series`, which are name of the line, run and metric, on a page with `num_lines` lines."""
+    most = max(_FEWEST_POINTS, min(MOST_POINTS, _PAGE_POINTS // max(num_lines, 1)))
     lines: list[Line] = []
     for colour, (label, run, name) in enumerate(series):
         if name in run.curves:

@@ -24,8 +24,7 @@ _SETTINGS = ("objective.name", "train.", "optim.", "data.packing", "lora.rank", 
 
 def write_model_cards(run: RunFolder) -> list[Path]:
     """Write the model card of each export of a run; returns the paths of the written cards."""
-    folders = [run.path / name for name in run.exports]
-    return [card for folder in folders if (card := write_model_card(run, folder)) is not None]
+    return [card for name in run.exports if (card := write_model_card(run, run.path / name)) is not None]
 
 
 def write_card_of_source(source: Path, folder: Path, verified: Sequence[str] = ()) -> Path | None:

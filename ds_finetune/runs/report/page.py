@@ -16,7 +16,6 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from ds_finetune import __version__
 from ds_finetune.config.units import share_text
 from ds_finetune.console.phase_line import time_text
-from ds_finetune.errors import DependencyError
 from ds_finetune.runs.report.charts import Chart, is_percentage
 from ds_finetune.system.versions import require_extra
 
@@ -133,16 +132,12 @@ def render_page(page: Page, *, is_live: bool = False, has_library: bool = True) 
 
 @cache
 def bokehjs() -> str:
-    """The scripts of BokehJS with its plotting functions; DependencyError if bokeh or one of its scripts is missing."""
+    """The scripts of BokehJS with its plotting functions; DependencyError if bokeh is not installed."""
     require_extra("pages", "a page with charts")
     bokeh = find_spec("bokeh")
     assert bokeh is not None
     folder = Path(str(bokeh.origin)).parent / "server" / "static" / "js"
-    try:
-        return "\n".join((folder / f"{name}.min.js").read_text(encoding="utf-8") for name in ("bokeh", "bokeh-api"))
-    except FileNotFoundError as missing:
-        reason = f"bokeh is installed without `{missing.filename}`"
-        raise DependencyError(reason, hint="pip install --force-reinstall 'ds_finetune[pages]'") from None
+    return "\n".join((folder / f"{name}.min.js").read_text(encoding="utf-8") for name in ("bokeh", "bokeh-api"))
 
 
 def render_template(template: str, *, is_escaped: bool, **values: object) -> str:

@@ -1,5 +1,6 @@
 """The pages of reports: the sections of one run, from the files in its folder, or a comparison of several runs."""
 
+import math
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -11,8 +12,8 @@ from numpy.typing import NDArray
 
 from ds_finetune import __version__
 from ds_finetune.console.phase_line import time_text
-from ds_finetune.runs.folder import CONFIG, EXPERTS, LOG, REPORT, RunFolder
-from ds_finetune.runs.metrics import ROLLOUTS, SAMPLES, read_expert_table
+from ds_finetune.runs.folder import CONFIG, EXPERTS, LOG, PLAN, REPORT, RunFolder
+from ds_finetune.runs.metrics import ROLLOUTS, SAMPLES, Curve, read_expert_table
 from ds_finetune.runs.report.charts import Chart, Line, overlay_charts, rank_charts, run_charts, run_labels
 from ds_finetune.runs.report.page import (
     NONE,
@@ -60,7 +61,7 @@ def run_page(run: RunFolder, *, state: State | None = None, is_live: bool = Fals
             sections += [PageSection(name, title, blocks, lead)] * bool(blocks)
     if status.state == "running" and not is_live:
         warnings.append("the run was still running when this page was written; make it again for later steps")
-    subtitle = str(run.plan.get("model", run.path))
+    subtitle = str(run.recorded(PLAN).get("model", run.path))
     if status.reason and status.state not in ("finished", "unknown"):
         subtitle = f"{subtitle}: {status.reason}"
     shown_state = status.state if status.state != "unknown" else ""
@@ -99,7 +100,8 @@ def _differences(columns: Sequence[Mapping[str, str]]) -> list[tuple[str, ...]]:
 
 def _tiles(run: RunFolder, status: RunStatus) -> list[Tile]:
     steps, planned = run.metrics.last_step, run.last_start.get("steps", status.steps)
-    best, tokens, seconds = run.best("eval/loss"), run.last("data/tokens_seen"), run.seconds
+    best, tokens = run.best("eval/loss"), run.last("data/tokens_seen")
+    seconds = sum(value for _, value in run.curves.get("perf/step_seconds", Curve()).points() if math.isfinite(value))
     tiles = [Tile("steps", f"{steps:,}", f"of {planned:,}" if planned and planned != steps else "")]
     if status.state == "running" and (eta := run.last("perf/eta_seconds")) is not None:
         tiles.append(Tile("eta", time_text(eta), f"{status.phase}, last sign {ago_text(status.updated_at)}"))
@@ -140,7 +142,7 @@ def _ranks(run: RunFolder) -> list[Block]:
 
 
 def _plan(run: RunFolder) -> list[Block]:
-    plan = dict(run.plan)
+    plan = run.recorded(PLAN)
     notes = plan.pop("notes", [])
     table = Table("", (), [(name, str(text)) for name, text in plan.items()])
     return [*[table] * bool(plan), *(Remark(str(note)) for note in notes)]
