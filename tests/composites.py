@@ -21,6 +21,8 @@ _EYES |= {"image_size": 28, "patch_size": 14}
 _WINDOWS = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
 _LINEAR = {"layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4}
 _LINEAR |= {"linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_EXPERTS |= {"shared_expert_intermediate_size": 24}
 _LATENT = {"model_type": "deepseek_v3", "vocab_size": 512, "max_position_embeddings": 128, **TINY, "topk_group": 1}
 _LATENT |= {"qk_rope_head_dim": 8, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "n_shared_experts": 1}
 _QWEN_EYES = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 32}
@@ -64,8 +66,12 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "text_config": {**_TEXT, **_LINEAR, "model_type": "qwen3_5_text"},
         "vision_config": {**_QWEN_EYES, "deepstack_visual_indexes": []},
     },
+    "qwen3_5_moe": {
+        "text_config": {**_TEXT, **_LINEAR, **_EXPERTS, "model_type": "qwen3_5_moe_text"},
+        "vision_config": {**_QWEN_EYES, "deepstack_visual_indexes": []},
+    },
 }
-SPELLINGS = dict.fromkeys(("gemma4", "qwen3_vl", "qwen3_5"), "model.language_model.")
+SPELLINGS = dict.fromkeys(("gemma4", "qwen3_vl", "qwen3_5", "qwen3_5_moe"), "model.language_model.")
 """Beginnings of the published names of a text part, where they are not `language_model.model.`."""
 
 
@@ -80,14 +86,21 @@ def _write_qwen_tokenizer(folder: Path) -> None:
     made.save_pretrained(folder)
 
 
-def published_names(kind: str, text_names: list[str]) -> dict[str, str]:
-    """The names in a text model alone of published names of its tensors in a composite model."""
+def published_tensors(kind: str, text_tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of a text model with the names that they have in a composite model; Qwen publishes experts fused."""
     start = SPELLINGS.get(kind, "language_model.model.")
     head = "lm_head." if kind in SPELLINGS else "language_model.lm_head."
-    return {
-        name.replace("model.", start, 1) if name.startswith("model.") else name.replace("lm_head.", head, 1): name
-        for name in text_names
+    tensors = {
+        name.replace("model.", start, 1) if name.startswith("model.") else name.replace("lm_head.", head, 1): tensor
+        for name, tensor in text_tensors.items()
     }
+    for experts in {name.partition(".0.gate_proj")[0] for name in tensors if ".experts.0.gate_proj" in name}:
+        gate, up, down = (
+            torch.stack([tensors.pop(f"{experts}.{number}.{part}_proj.weight") for number in range(4)])
+            for part in ("gate", "up", "down")
+        )
+        tensors |= {f"{experts}.gate_up_proj": torch.cat([gate, up], dim=1), f"{experts}.down_proj": down}
+    return tensors
 
 
 def composite_task(kind: str, folder: Path, *, vocab_size: int | None = None, **sections: Any) -> Path:
@@ -106,7 +119,7 @@ def composite_task(kind: str, folder: Path, *, vocab_size: int | None = None, **
     if kind.startswith("qwen"):
         _write_qwen_tokenizer(folder / "model")
     shutil.copytree(folder / "model", folder / "text")
-    whole.save_pretrained(folder / "model")
+    whole.save_pretrained(folder / "model", save_original_format=kind != "qwen3_5_moe")
     text_config = config.text_config if kind != "qwen3_vl" else Qwen3Config(**tree["text_config"])
     text_config.tie_word_embeddings = config.tie_word_embeddings
     text = AutoModelForCausalLM.from_config(text_config).float()

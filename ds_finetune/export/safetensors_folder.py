@@ -247,7 +247,10 @@ def folder_writer(
         )
     all_tensors = [*tensors, *parts.base_tensors]
     names = parts.composite.published if parts.composite is not None else {}
-    all_tensors = [replace(each, key=names.get(each.key, each.key)) for each in all_tensors] + parts.other_parts
+    fused = parts.composite.fused if parts.composite is not None else {}
+    all_tensors = [replace(each, key=names.get(each.key, (each.key,))[0]) for each in all_tensors] + parts.other_parts
+    # All experts of a layer may be parts of one tensor.
+    all_tensors = [*{each.key: replace(each, shape=fused.get(each.key, each.shape)) for each in all_tensors}.values()]
     with replaced_folder(out) as partial:
         with closing(ShardWriter(partial, plan_shards(all_tensors, max_shard_bytes), names)) as writer:
             yield writer

@@ -92,10 +92,11 @@ class _TensorProgress:
 class ShardWriter:
     """Writes the safetensors files `shards` to `folder`. `write` may be called from several threads and in any order. A
     file is created with its header at its first write, and flushed and closed when it is full, so that few files are
-    open at a time. `names` maps the names passed to `write` to published names.
+    open at a time. `names` maps each name passed to `write` to the tensor of the file that contains it, and
+    to the index of its first element there.
     """
 
-    def __init__(self, folder: Path, shards: Shards, names: Mapping[str, str] | None = None) -> None:
+    def __init__(self, folder: Path, shards: Shards, names: Mapping[str, tuple[str, int]] | None = None) -> None:
         self._folder, self._shards, self._names = folder, shards, names or {}
         self._lock = threading.Lock()
         self._progress: dict[str, _TensorProgress] = {}
@@ -116,7 +117,8 @@ class ShardWriter:
         """Write `flat` as the elements of the flattened tensor `key` from element `start` on. `flat` is 1-D,
         contiguous, on the CPU and of the planned dtype. OutputError if the disk is full.
         """
-        progress = self._progress[self._names.get(key, key)]
+        key, first = self._names.get(key, (key, 0))
+        progress, start = self._progress[key], first + start
         tensor, file, size = progress.tensor, progress.file, flat.dtype.itemsize
         assert flat.dim() == 1, (key, flat.shape)
         assert flat.dtype == tensor.dtype, (key, flat.dtype, tensor.dtype)

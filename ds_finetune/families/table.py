@@ -109,6 +109,20 @@ _DEEPSEEK_V3 = replace(
     ),
 )
 _DEEPSEEK2 = Gguf("deepseek2", _SHARED | {"attention_bias": (False,), "rope_interleave": (True,)})
+_QWEN3_NEXT = replace(
+    _MIXTURE,
+    model_type="qwen3_next",
+    expert_keys=QWEN_EXPERTS,
+    may_be_unexpected=(r"^mtp\.",),
+    extends_context=False,
+    fp8_linear=None,
+    has_state=True,
+    fused=f"{FUSED}, except in gated delta nets",
+    parallel_axes=frozenset({"ep", "pp"}),
+    experts_class="Qwen3NextExperts",
+    onnx=None,
+    tiny_models=_tiny("qwen3_next", QWEN3_NEXT, deep=_DEEP),
+)
 _ROWS = (
     replace(
         _MIXTURE,
@@ -206,19 +220,12 @@ _ROWS = (
         experts_class="Qwen3MoeExperts",
         tiny_models=_tiny("qwen3_moe", QWEN3_MOE, deep=_DEEP),
     ),
+    _QWEN3_NEXT,
     replace(
-        _MIXTURE,
-        model_type="qwen3_next",
-        expert_keys=QWEN_EXPERTS,
-        may_be_unexpected=(r"^mtp\.",),
-        extends_context=False,
-        fp8_linear=None,
-        has_state=True,
-        fused=f"{FUSED}, except in gated delta nets",
-        parallel_axes=frozenset({"ep", "pp"}),
-        experts_class="Qwen3NextExperts",
-        onnx=None,
-        tiny_models=_tiny("qwen3_next", QWEN3_NEXT, deep=_DEEP),
+        _QWEN3_NEXT,
+        model_type="qwen3_5_moe_text",
+        experts_class="Qwen3_5MoeExperts",
+        tiny_models=_tiny("qwen3_5_moe_text", QWEN3_NEXT, deep=_DEEP),
     ),
     replace(
         _TRAINED,

@@ -41,6 +41,7 @@ CELLS = (
             "ministral3",
             "mistral",
             "phi3",
+            "qwen3_5_moe_text",
             "qwen3_5_text",
             "qwen3_next",
         ),

@@ -5,6 +5,7 @@ import inspect
 import pytest
 import torch
 import transformers.models as models
+from transformers.models.auto.configuration_auto import model_type_to_module_name
 
 from ds_finetune.export.onnx.decoder import ATTENTION
 from ds_finetune.export.onnx.encoders import ENCODER_GRAPHS
@@ -20,7 +21,7 @@ def test_a_row_names_code_that_there_is(family: Family) -> None:
     assert (family.experts_class is not None) == ("ep" in family.parallel_axes)
     assert family.expert_keys is not None or not (family.fused_experts or family.experts_class)
     if family.experts_class is not None:
-        name = family.built_as or family.model_type
+        name = model_type_to_module_name(family.built_as or family.model_type)
         modeling = getattr(getattr(models, name), f"modeling_{name}")
         assert inspect.isclass(getattr(modeling, family.experts_class))
     if family.onnx is not None:

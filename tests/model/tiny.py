@@ -51,6 +51,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gemma3_text": GEMMA3 | _COMMON,
     "gemma4_text": GEMMA4_INPUTS | _COMMON | {"layer_types": None, "num_kv_shared_layers": 0},
     "qwen3_next": QWEN3_NEXT | _COMMON,
+    "qwen3_5_moe_text": QWEN3_NEXT | _COMMON,
     "qwen3_5_text": DELTA | _COMMON,
     "phi3": PHI3 | _COMMON,
     "gpt_oss": GPT_OSS | _COMMON,

@@ -199,7 +199,7 @@ def test_glm_5_has_the_published_744_billion_parameters() -> None:
     assert total == _built(config)
 
 
-UNKNOWN = ("gemma4_text", "qwen3_next", "qwen3_5_text")
+UNKNOWN = ("gemma4_text", "qwen3_next", "qwen3_5_moe_text", "qwen3_5_text")
 """Families with layers of unequal heads, or with a state, whose operations the formula does not count."""
 VARIANTS: list[dict[str, Any]] = [
     {},

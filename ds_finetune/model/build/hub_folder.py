@@ -12,6 +12,7 @@ import math
 import shlex
 import shutil
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from ds_finetune.model.quantised.mxfp4 import (
     find_experts,
     find_matrices,
 )
-from ds_finetune.model.weights.names import canonical_name, differences, is_table, renamed
+from ds_finetune.model.weights.names import canonical_name, differences, hub_pieces, is_table, renamed
 from ds_finetune.model.weights.safetensors_file import (
     Header,
     SafetensorsFile,
@@ -130,8 +131,12 @@ class HubFolder:
 
     others: Mapping[str, StoredTensor]
     """Tensors of the other parts of a composite model, by published name."""
-    published: Mapping[str, str]
-    """Published name of each tensor of a composite model's text part, by its name in the text part alone."""
+    published: Mapping[str, tuple[str, int]]
+    """For each tensor of a composite model's text part, by its name in the text part alone: the name of the published
+    tensor that contains it, and the index of its first element there.
+    """
+    fused: Mapping[str, Shape]
+    """Published names and shapes of the tensors that hold all experts of a layer; `shapes` has one for each expert."""
 
     def __init__(self, folder: Path, *, rename: Callable[[str], str] | None = None) -> None:
         self.folder = folder
@@ -142,12 +147,24 @@ class HubFolder:
         self.others = {key: stored.pop(key) for key, name in names.items() if name is None}
         if names:
             stored = _renamed(stored, lambda key: names[key] or key, folder)
-        self.published = {name: key for key, name in names.items() if name is not None}
         if _OF_TRANSFORMERS in stored:
             stored = _renamed(stored, partial(renamed, renames=DEEPSEEK_V4_RENAMES), folder)
         family = family_of(str(text_tree(config).get("model_type")))
         if family.is_generic:
             stored = _renamed(stored, partial(canonical_name, family=family), folder)
+        pieces = {key: hub_pieces(key, tensor.shape, family) for key, tensor in stored.items() if "experts" in key}
+        pieces = {key: parts for key, parts in pieces.items() if parts[0].index}
+        published = {name: key for key, name in names.items() if name is not None}
+        self.fused = {published.get(key, key): stored[key].shape for key in pieces}
+        self.published = {name: (key, 0) for name, key in published.items() if name not in pieces}
+        for key, parts in pieces.items():
+            tensor = stored.pop(key)
+            for piece in parts:
+                first = piece.first_element(tensor.shape)
+                begin = tensor.begin + first * tensor.dtype.itemsize
+                stored[piece.key] = replace(tensor, shape=piece.shape, begin=begin)
+                if key in published:
+                    self.published[piece.key] = (published[key], first)
         self._stored = stored if rename is None else _renamed(stored, rename, folder)
         fp8 = [key for key, stored in self._stored.items() if stored.dtype == FP8]
         _check_scales(folder, self._stored, fp8)

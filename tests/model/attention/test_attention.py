@@ -56,6 +56,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gemma3_text": GEMMA3,
     "gemma4_text": GEMMA4_INPUTS,
     "qwen3_next": QWEN3_NEXT,
+    "qwen3_5_moe_text": QWEN3_NEXT,
     "qwen3_5_text": DELTA,
     "phi3": PHI3,
     "deepseek_v2": LATENT,
