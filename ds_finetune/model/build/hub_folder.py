@@ -131,11 +131,11 @@ class HubFolder:
 
     others: Mapping[str, StoredTensor]
     """Tensors of the other parts of a composite model, by published name."""
-    published: Mapping[str, tuple[str, int]]
+    published: dict[str, tuple[str, int]]
     """For each tensor of a composite model's text part, by its name in the text part alone: the name of the published
     tensor that contains it, and the index of its first element there.
     """
-    fused: Mapping[str, Shape]
+    fused: dict[str, Shape]
     """Published names and shapes of the tensors that hold all experts of a layer; `shapes` has one for each expert."""
 
     def __init__(self, folder: Path, *, rename: Callable[[str], str] | None = None) -> None:
@@ -152,14 +152,17 @@ class HubFolder:
         family = family_of(str(text_tree(config).get("model_type")))
         if family.is_generic:
             stored = _renamed(stored, partial(canonical_name, family=family), folder)
-        pieces = {key: hub_pieces(key, tensor.shape, family) for key, tensor in stored.items() if "experts" in key}
-        pieces = {key: parts for key, parts in pieces.items() if parts[0].index}
         published = {name: key for key, name in names.items() if name is not None}
-        self.fused = {published.get(key, key): stored[key].shape for key in pieces}
-        self.published = {name: (key, 0) for name, key in published.items() if name not in pieces}
-        for key, parts in pieces.items():
-            tensor = stored.pop(key)
-            for piece in parts:
+        self.fused = {}
+        self.published = {name: (key, 0) for name, key in published.items()}
+        for key in [key for key in stored if ".experts." in key]:
+            tensor = stored[key]
+            pieces = hub_pieces(key, tensor.shape, family)
+            if not pieces[0].index:
+                continue
+            self.fused[published.get(key, key)] = stored.pop(key).shape
+            self.published.pop(key, None)
+            for piece in pieces:
                 first = piece.first_element(tensor.shape)
                 begin = tensor.begin + first * tensor.dtype.itemsize
                 stored[piece.key] = replace(tensor, shape=piece.shape, begin=begin)
