@@ -125,6 +125,11 @@ def read_sweep(path: Path, overrides: Sequence[str] = ()) -> SweepConfig:
     tree, lines = read_yaml(path)
     for override in overrides:
         apply_override(tree, lines, override)
+    if "run" not in tree and {"model", "data"} <= tree.keys():
+        raise ConfigError(
+            f"{path} is a run file, and a sweep needs a sweep file that names it",
+            hint=f"write one with `run: {path}`, `trials: 12` and `space: {{optim.lr: {{low: 1.0e-6, high: 1.0e-3}}}}`",
+        )
     try:
         sweep = SweepConfig.model_validate(tree)
     except ValidationError as invalid:
