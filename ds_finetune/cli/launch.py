@@ -13,7 +13,7 @@ from ds_finetune.cli.doctor import add_host_options, hosts_of
 from ds_finetune.config.hostfile import Host
 from ds_finetune.config.schema import RunConfig, read_config
 from ds_finetune.console.phase_line import Say
-from ds_finetune.console.tables import show_line
+from ds_finetune.console.tables import show_line, show_piece
 from ds_finetune.errors import LaunchError
 from ds_finetune.system.world import DEFAULT_PORT
 
@@ -129,7 +129,7 @@ def _emit(arguments: Arguments, job: "Job") -> None:
 
     named = frozenset(text.partition("=")[0] for text in arguments.env)
     request = EmitRequest(job=job, name=arguments.name, named=named, time=arguments.time, cpus=arguments.cpus)
-    show_line(render_file(arguments.emit, request).rstrip("\n"))
+    show_piece(render_file(arguments.emit, request))
 
 
 def _show(config: RunConfig, job: "Job", arguments: Arguments) -> None:
