@@ -21,6 +21,7 @@ def ask(folder: Path, prompts: Sequence[str], *, max_new_tokens: int = 128) -> l
     for prompt in prompts:
         _check_text(prompt)
     model, tokenizer = _load(folder)
+    _check_generates(model, folder, do_sample=False)
     context, answers = _context(model), []
     for prompt in prompts:
         if tokenizer.chat_template:
@@ -38,18 +39,41 @@ def ask(folder: Path, prompts: Sequence[str], *, max_new_tokens: int = 128) -> l
 
 def _load(folder: Path) -> tuple[Any, Any]:
     """Load the model in `folder` and its tokenizer. Its answers end at the ids that `end_ids` names."""
-    from ds_finetune.data.prompt_format import end_ids
+    from ds_finetune.data.prompt_format import end_ids, read_generation
     from ds_finetune.data.tokenizer_files import load_tokenizer
     from ds_finetune.export.load import load_exported
 
+    read_generation(folder)
     model, tokenizer = load_exported(folder), load_tokenizer(str(folder))
     model.generation_config.eos_token_id = end_ids(folder, model.config, tokenizer)
     return model, tokenizer
 
 
+def _check_generates(model: Any, folder: Path, **settings: Any) -> None:  # noqa: ANN401 - of transformers
+    """ExportError where transformers refuses to generate by the generation config, e.g. to sample at temperature 0."""
+    import torch
+
+    ids = torch.zeros((1, 1), dtype=torch.long, device=model.device)
+    try:
+        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, **settings)
+    except (ValueError, TypeError, LookupError, ArithmeticError) as refused:
+        raise ExportError(
+            f"transformers cannot generate by `{folder / 'generation_config.json'}`: {refused}",
+            hint="correct it, or move it away",
+        ) from refused
+
+
 def _inputs(tokenizer: Any, messages: Sequence[Message]) -> Any:  # noqa: ANN401 - of transformers
-    with TemplateLimits(str(tokenizer.chat_template)):
-        text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+    from jinja2 import TemplateError
+
+    try:
+        with TemplateLimits(str(tokenizer.chat_template)):
+            text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+    except TemplateError as refused:
+        raise ExportError(
+            f"the chat template of `{tokenizer.name_or_path}` does not render the message: {refused}",
+            hint="correct its chat_template.jinja, or send another message",
+        ) from refused
     return tokenizer(text, add_special_tokens=False, return_tensors="pt")
 
 
@@ -111,7 +135,7 @@ class ChatSession:
 
     def __init__(self, folder: Path, *, max_new_tokens: int) -> None:
         self._model, self._tokenizer = _load(folder)
-        self._check_generates(folder)
+        _check_generates(self._model, folder)
         if not self._tokenizer.chat_template:
             raise ExportError(
                 f"the tokenizer of `{folder}` has no chat template",
@@ -120,19 +144,6 @@ class ChatSession:
         self._max_new_tokens = max_new_tokens
         self._context = _context(self._model)
         self.messages: list[Message] = []
-
-    def _check_generates(self, folder: Path) -> None:
-        """ExportError where transformers refuses to sample by generation_config.json, e.g. because of temperature 0."""
-        import torch
-
-        ids = torch.zeros((1, 1), dtype=torch.long, device=self._model.device)
-        try:
-            self._model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=1)
-        except (ValueError, TypeError) as refused:
-            raise ExportError(
-                f"transformers cannot sample by `{folder / 'generation_config.json'}`: {refused}",
-                hint="correct it, or move it away",
-            ) from refused
 
     def make_room(self, text: str) -> str:
         """Drop the earliest messages until `text` and its answer fit into the model's context.

@@ -120,7 +120,7 @@ def test_weights_that_are_cut_are_named_where_they_are_read(
     paths = {"OUT": tmp_path / "model", "ROWS": tmp_path / "eval.jsonl"}
     assert main([str(paths.get(word, word)) for word in command.split()]) == 2
     printed = capsys.readouterr().err
-    assert "model.safetensors is not a whole safetensors file" in printed
+    assert "model.safetensors is not a complete safetensors file" in printed
     assert "Traceback" not in printed
 
 

@@ -403,6 +403,30 @@ def test_a_chat_leaves_out_what_its_context_does_not_hold(folder: Path) -> None:
     assert len(session._tokenizer(answer["content"])["input_ids"]) <= 12
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("generation_config.json", "[]", "holds list, not an object"),
+        ("generation_config.json", '{"eos_token_id": "x"}', "eos_token_id is 'x', not a token id"),
+        ("generation_config.json", '{"num_beams": 0}', "cannot generate by"),
+        ("generation_config.json", '{"bad_words_ids": 5}', "cannot generate by"),
+        ("generation_config.json", '{"forced_eos_token_id": 99999}', "cannot generate by"),
+        ("chat_template.jinja", "{% if", "does not render the message: unexpected"),
+        ("chat_template.jinja", "{{ raise_exception('no user') }}", "does not render the message: no user"),
+        ("chat_template.jinja", "{{ nope.x }}", "does not render the message: 'nope' is undefined"),
+    ],
+)
+def test_a_damaged_template_or_generation_config_is_named(
+    name: str, text: str, message: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(folder, tmp_path / "export")
+    (tmp_path / "export" / name).write_text(text)
+    assert main(["ask", str(tmp_path / "export"), "1"]) == 2
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert "Traceback" not in printed
+
+
 def test_texts_that_no_model_can_read_are_refused(folder: Path) -> None:
     session, printed = ChatSession(folder, max_new_tokens=4), []
     turns = iter([b"a\xff".decode(errors="surrogateescape"), "1", "exit"])
