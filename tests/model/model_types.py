@@ -74,8 +74,8 @@ without an indexer. The indexer of `deepseek_v4` leaves out nothing in documents
 
 `deepseek_v41` is refused, since transformers has no classes for it.
 
-Gated delta nets (`qwen3_next`, `qwen3_5_text`) start anew at each document of a packed row, with `model.attention:
-sdpa` or the kernels of this program. No answers are sampled from these models.
+Gated delta nets (`qwen3_next`, `qwen3_5_moe_text`, `qwen3_5_text`) start anew at each document of a packed row, with
+`model.attention: sdpa` or the kernels of this program. No answers are sampled from these models.
 
 Router biases (`e_score_correction_bias`, `expert_bias`) stay fp32 in every type. The balance loss of a `config.json`
 with `output_router_logits: true` is refused; see [routers](../how-to/routers.md) for the one that can be trained.
@@ -91,9 +91,9 @@ For models with a text part, rows with images, video or audio are refused, and a
 weights, classifiers, and exports to GGUF, ONNX, compressed-tensors and server adapters. A type whose text part has no
 causal LM in transformers, such as `qwen2_vl`, is refused too.
 
-Tests train gemma3, gemma4, internvl, kimi_k25, mistral3, qwen3_5 and qwen3_vl. The other model types below are not
-trained by tests; their exports are compared too, so export after a few steps first. The text part of the default
-configuration is in parentheses; your config.json may have another.
+Tests train gemma3, gemma4, internvl, kimi_k25, mistral3, qwen3_5, qwen3_5_moe and qwen3_vl. The other model types below
+are not trained by tests; their exports are compared too, so export after a few steps first. The text part of the
+default configuration is in parentheses; your config.json may have another.
 
 {trained}
 

@@ -21,7 +21,7 @@ import torch
 import transformers
 
 from ds_finetune.errors import ModelError
-from ds_finetune.families.family import DEEPSEEK_V4_RENAMES
+from ds_finetune.families.family import DEEPSEEK_V4_RENAMES, Family
 from ds_finetune.families.table import family_of
 from ds_finetune.families.text_part import is_composite, text_name, text_tree
 from ds_finetune.model.quantised.fp8 import BLOCK, FP8, SCALE, SCALE_DTYPES, dequantise, scale_shape
@@ -153,21 +153,11 @@ class HubFolder:
         if family.is_generic:
             stored = _renamed(stored, partial(canonical_name, family=family), folder)
         published = {name: key for key, name in names.items() if name is not None}
-        self.fused = {}
-        self.published = {name: (key, 0) for name, key in published.items()}
-        for key in [key for key in stored if ".experts." in key]:
-            tensor = stored[key]
-            pieces = hub_pieces(key, tensor.shape, family)
-            if not pieces[0].index:
-                continue
-            self.fused[published.get(key, key)] = stored.pop(key).shape
-            self.published.pop(key, None)
-            for piece in pieces:
-                first = piece.first_element(tensor.shape)
-                begin = tensor.begin + first * tensor.dtype.itemsize
-                stored[piece.key] = replace(tensor, shape=piece.shape, begin=begin)
-                if key in published:
-                    self.published[piece.key] = (published[key], first)
+        stored, fused = _by_expert(stored, family)
+        self.fused = {published.get(key, key): stored_shape for key, (stored_shape, _) in fused.items()}
+        self.published = {name: (key, 0) for name, key in published.items() if name not in fused}
+        for key, (_, firsts) in fused.items():
+            self.published |= {name: (published[key], first) for name, first in firsts.items() if key in published}
         self._stored = stored if rename is None else _renamed(stored, rename, folder)
         fp8 = [key for key, stored in self._stored.items() if stored.dtype == FP8]
         _check_scales(folder, self._stored, fp8)
@@ -328,6 +318,26 @@ def _renamed(stored: Mapping[str, StoredTensor], rename: Callable[[str], str], f
             )
         tensors[name] = tensor
     return tensors
+
+
+def _by_expert(
+    stored: Mapping[str, StoredTensor], family: Family
+) -> tuple[dict[str, StoredTensor], dict[str, tuple[Shape, dict[str, int]]]]:
+    """Divide tensors that hold all experts of a layer, as Qwen3.5 publishes them, into a tensor for each expert.
+
+    The second result has for each divided tensor its shape, and the index of the first element of each part by name.
+    """
+    divided, fused = dict(stored), {}
+    for key in [key for key in stored if ".experts." in key]:
+        tensor = stored[key]
+        pieces = hub_pieces(key, tensor.shape, family)
+        if pieces[0].index:
+            firsts = {piece.key: piece.first_element(tensor.shape) for piece in pieces}
+            fused[key] = (divided.pop(key).shape, firsts)
+            for piece in pieces:
+                begin = tensor.begin + firsts[piece.key] * tensor.dtype.itemsize
+                divided[piece.key] = replace(tensor, shape=piece.shape, begin=begin)
+    return divided, fused
 
 
 def _with_usual_scales(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
