@@ -44,10 +44,14 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
     _check_files(Path(folder))
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, use_fast=True, trust_remote_code=False)
-    except (OSError, ValueError, LookupError, TypeError, RecursionError) as missing:
-        raise DataError(
-            f"no tokenizer in `{folder}`: {missing}", hint="set model.tokenizer to a folder with tokenizer.json"
-        ) from missing
+        tokenizer([*PROBES.values()])
+    except Exception as refused:
+        # The tokenizers library raises Exception itself, e.g. for a text that needs an unknown token that is missing.
+        hint = "set model.tokenizer to a folder with tokenizer.json"
+        if (Path(folder) / "tokenizer.json").is_file():
+            hint = "if the tokenizer is of another type of model than config.json, set tokenizer_class to "
+            hint += "PreTrainedTokenizerFast in its tokenizer_config.json"
+        raise DataError(f"no tokenizer in `{folder}`: {refused}", hint=hint) from refused
     if tokenizer.eos_token_id is None and not is_encoder_tokenizer(tokenizer):
         raise DataError(
             f"the tokenizer of `{folder}` has no eos_token", hint="add eos_token to its tokenizer_config.json"
@@ -109,7 +113,8 @@ def check_beside(tokenizer: PreTrainedTokenizerBase, folder: str, config: Pretra
     """
     try:
         served = AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=False)
-    except (OSError, ValueError) as refused:
+        served([*PROBES.values()])
+    except Exception as refused:
         raise DataError(
             f"transformers cannot load the tokenizer of `{folder}` beside a config.json of type {config.model_type}: "
             f"{refused}",

@@ -68,9 +68,15 @@ def compare_tokens(
 
 
 def genai_note(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Note for the user if ONNX Runtime GenAI makes other tokens than transformers; else empty."""
-    steps = _steps(json.loads(tokenizer.backend_tokenizer.to_str()))
-    adds_space = is_sentencepiece(tokenizer) and bool(steps & {"Prepend", "Metaspace"})
+    """Note for the user if ONNX Runtime GenAI does not read the tokenizer, or makes other tokens with it than
+    transformers; else empty.
+    """
+    tree = json.loads(tokenizer.backend_tokenizer.to_str())
+    steps = _steps(tree)
+    if tree["model"]["type"] != "BPE" or steps.count("Split") > 1:
+        # Version 0.18 fails on the tokenizers of DeepSeek-LLM and DeepSeek-Coder, which have several, and on Unigram.
+        return "ONNX Runtime GenAI does not read this kind of tokenizer: give it token ids of transformers"
+    adds_space = is_sentencepiece(tokenizer) and not {"Prepend", "Metaspace"}.isdisjoint(steps)
     return compare_tokens(tokenizer, probe_chats(tokenizer), "ONNX Runtime GenAI", adds_space=adds_space).note
 
 
@@ -107,9 +113,9 @@ def _as_elsewhere(tokenizer: PreTrainedTokenizerBase, *, adds_space: bool) -> To
     return Tokenizer.from_str(json.dumps(tree))
 
 
-def _steps(tree: dict[str, Any]) -> set[str]:
+def _steps(tree: dict[str, Any]) -> list[str]:
     """Types of the normalizers and pre-tokenizers of a parsed tokenizer.json."""
     parts = [tree[name] or {} for name in ("normalizer", "pre_tokenizer")]
-    return {
+    return [
         step.get("type", "") for part in parts for step in part.get("normalizers", part.get("pretokenizers", [part]))
-    }
+    ]

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models
 from tokenizers.normalizers import Lowercase
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
@@ -183,3 +183,18 @@ def test_a_file_of_a_tokenizer_with_other_content_is_named(name: str, text: str,
     (tmp_path / "model" / name).write_text(text)
     with pytest.raises(DataError, match=rf"{name} holds no JSON object"):
         load_tokenizer(str(tmp_path / "model"))
+
+
+def test_a_tokenizer_that_the_class_of_the_model_type_refuses(tmp_path: Path) -> None:
+    """The tokenizers library raises Exception itself; the hint names a way that works."""
+    core = Tokenizer(models.BPE({"a": 0, "</s>": 1}, []))
+    PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>").save_pretrained(tmp_path)
+    AutoConfig.for_model("gemma3_text").save_pretrained(tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    settings = {key: value for key, value in json.loads(file.read_text()).items() if key != "tokenizer_class"}
+    file.write_text(json.dumps(settings))
+    with pytest.raises(DataError, match="Unk token `<unk>` not found") as caught:
+        load_tokenizer(str(tmp_path))
+    assert "tokenizer_class to PreTrainedTokenizerFast" in str(caught.value.hint)
+    file.write_text(json.dumps(settings | {"tokenizer_class": "PreTrainedTokenizerFast"}))
+    assert load_tokenizer(str(tmp_path)).tokenize("a") == ["a"]

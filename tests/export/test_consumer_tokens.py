@@ -116,6 +116,13 @@ def test_genai_is_said_to_differ_where_it_adds_spaces(kind: str, differing: str)
     assert bool(note) is bool(differing)
 
 
+@pytest.mark.parametrize("name", ["deepseek-llm", "deepseek-coder", "deepseek-r1-distill-qwen"])
+def test_tokenizers_that_genai_does_not_read_are_said(name: str, shared_data: Path) -> None:
+    """GenAI 0.18 ends with an error about the several splits of the first two."""
+    note = genai_note(AutoTokenizer.from_pretrained(shared_data / "tokenizers" / name))
+    assert ("does not read" in note) is (name != "deepseek-r1-distill-qwen")
+
+
 def test_completions_begin_in_the_chat_template_as_in_training(tmp_path: Path) -> None:
     """The tokenizer puts a space before a text, and none behind BOS in a chat: the template writes it."""
     made = sentencepiece("first")

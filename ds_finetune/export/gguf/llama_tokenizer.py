@@ -126,7 +126,8 @@ def _space_prefix(tokenizer: PreTrainedTokenizerBase, chats: Sequence[str]) -> t
     as transformers does, and a note on the others. ExportError if it tokenises all of them otherwise.
     """
     default = tokenizer.tokenize("a")[0].startswith("▁")
-    choices = {adds: compare_tokens(tokenizer, chats, "llama.cpp", adds_space=adds) for adds in (default, not default)}
+    values = (default, not default) if is_sentencepiece(tokenizer) else (default,)
+    choices = {adds: compare_tokens(tokenizer, chats, "llama.cpp", adds_space=adds) for adds in values}
     best = max(choices, key=lambda adds: (choices[adds].chats, choices[adds].texts))
     agreement = choices[best]
     if not (agreement.chats if chats else agreement.texts):

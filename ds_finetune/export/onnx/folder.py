@@ -69,7 +69,7 @@ def write(source: Path, out: Path, options: ExportOptions) -> OnnxExportResult:
         folder=out,
         num_bytes=size,
         seconds=time.monotonic() - began,
-        notes=tuple(f"verified: {line}" for line in verdict.lines),
+        notes=(f"verified: {comparison.line()}", *notes),
         verdict=verdict,
         comparison=comparison,
     )
