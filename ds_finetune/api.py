@@ -128,6 +128,7 @@ def export_model(  # noqa: PLR0913 - each is an option of the command
     check_versions()
     from ds_finetune.data.tokenizer_files import has_vocabulary
     from ds_finetune.export.formats import ExportOptions, format_named
+    from ds_finetune.export.verify.record import UNVERIFIED
 
     for name, path in (("source", source), ("out", out)):
         if not isinstance(path, str | Path):
@@ -146,6 +147,11 @@ def export_model(  # noqa: PLR0913 - each is an option of the command
     show_line("\n".join(written.lines()))
     if row.is_of_model and row.engines and not has_vocabulary(written.folder):
         show_line(f"{written.folder} has no tokenizer, as {source} has none: copy its files there, or name --base")
+    if (Path(source) / UNVERIFIED).is_file():
+        check = f"ds-finetune export --check {source}"
+        show_line(
+            f"{source} is marked {UNVERIFIED}, so {written.folder} may not be what was trained: `{check}` compares it"
+        )
     if written.verdict is not None or not verify:
         return written
     return replace(written, verdict=verify_folder(written.folder, trained))

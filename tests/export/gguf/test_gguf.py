@@ -355,3 +355,14 @@ def test_a_run_is_refused_before_its_first_step_and_exports_at_its_end(tmp_path:
     pytest.importorskip("onnxruntime")
     quantised = ds_finetune.export_model(report.exports[0].parent, tmp_path / "int8", format="onnx", dtype="int8")
     assert re.search(r"int8: loss [\d.]+ before .* on \d+ tokens of 4 rows of the run;", quantised.notes[-2])
+
+
+@pytest.mark.parametrize("is_marked", [False, True])
+def test_a_source_that_failed_verification_is_said(
+    is_marked: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save("llama", tmp_path / "hub")
+    if is_marked:
+        (tmp_path / "hub" / "UNVERIFIED").write_text("the tokenizer gives other ids than the run\n")
+    ds_finetune.export_model(tmp_path / "hub", tmp_path / "out", format="gguf")
+    assert ("is marked UNVERIFIED" in " ".join(capsys.readouterr().out.split())) is is_marked
