@@ -41,8 +41,10 @@ def _load(folder: Path) -> tuple[Any, Any]:
     """Load the model in `folder` and its tokenizer. Its answers end at the ids that `end_ids` names."""
     from ds_finetune.data.prompt_format import end_ids, read_generation
     from ds_finetune.data.tokenizer_files import load_tokenizer
-    from ds_finetune.export.load import load_exported
+    from ds_finetune.export.load import check_generates, load_exported
 
+    # Before any of its files is read, because a linked one may be a private file of this machine.
+    check_generates(folder)
     read_generation(folder)
     model, tokenizer = load_exported(folder), load_tokenizer(str(folder))
     model.generation_config.eos_token_id = end_ids(folder, model.config, tokenizer)
