@@ -109,13 +109,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _by_transformers(folder: Path) -> PreTrainedModel:
-    """As transformers and bitsandbytes quantise it, but for the head, indexers and rows that blocks cross."""
+    """As transformers and bitsandbytes quantise it, but for the head, gates, indexers and rows that blocks cross."""
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     linears = [(name, module) for name, module in plain.named_modules() if isinstance(module, nn.Linear)]
+    full = (".indexer.", ".compressor.", ".shared_expert_gate")
     kept = [
         name
         for name, module in linears
-        if module.in_features % 64 or ".indexer." in name or ".compressor." in name or type(module) is not nn.Linear
+        if module.in_features % 64 or any(part in name for part in full) or type(module) is not nn.Linear
     ]
     asked = {
         "load_in_4bit": True,
