@@ -13,7 +13,7 @@ from typing import Any, Literal
 import yaml
 
 from ds_finetune.config.ineffective_keys import NoEffectError
-from ds_finetune.config.invalid_keys import meant_key
+from ds_finetune.config.invalid_keys import field_of, meant_key, section_of
 from ds_finetune.config.objectives import GrpoObjective, is_grpo, read_objective
 from ds_finetune.config.other_programs import (
     HAPPENS,
@@ -45,10 +45,6 @@ _COLUMNS = {"field": "text", "field_messages": "messages", "field_chosen": "chos
 column.
 """
 _WIDTH = 60
-_NUMERIC_SECTIONS = (
-    *("train", "optim", "lora", "objective", "eval", "checkpoint", "rollout", "parallel", "router", "indexer", "log"),
-)
-_NUMERIC_KEYS = ("data.rows", "data.workers")
 _MISWRITTEN = re.compile(r"(?P<before>\d+),(?P<after>\d+)|(?P<factor>\d+(\.\d+)?)(?P<unit>[kKmM])|\d+(:\d+)+")
 """Texts such as `3,14`, `5k` and `3:30` that are meant as numbers, while YAML and JSON read them as texts."""
 
@@ -90,7 +86,11 @@ class ConvertedRun:
 
     def _check_number(self, word: str, value: object) -> None:
         key, match = self._key(word), _MISWRITTEN.fullmatch(value.strip()) if isinstance(value, str) else None
-        if match is None or (key.partition(".")[0] not in _NUMERIC_SECTIONS and key not in _NUMERIC_KEYS):
+        path, section = section_of(RunConfig, key.split("."))
+        field = field_of(section, path[-1])
+        # Objectives have different keys, so that `section` may lack the key of another objective.
+        is_number = re.search(r"\b(int|float)\b", str(field.annotation)) if field else path[0] == "objective"
+        if match is None or not is_number:
             return
         before, after = match["before"], match["after"]
         hint = "write one number"

@@ -48,7 +48,7 @@ def _explain_pasted(
 ) -> ConfigError:
     rows, sections = list[tuple[int, str]](), set()
     for error in unknown:
-        path, section = _located(root, _keys_of(error))
+        path, section = section_of(root, _keys_of(error))
         sections.add((meant_key(path[-1], section, root) or "").partition(".")[0])
         where, text = lines.get(path, 0), _instead(path, section, root, error["input"])
         rows.append((where, f"line {where}  " * bool(where) + ".".join(path) + text))
@@ -107,7 +107,7 @@ def _keys_of(error: Any) -> tuple[str, ...]:  # noqa: ANN401 - pydantic's ErrorD
 
 
 def _explain_one(error: Any, root: type[Section], source: str, lines: Lines) -> tuple[str, str]:  # noqa: ANN401 - pydantic's ErrorDetails
-    path, section = _located(root, _keys_of(error))
+    path, section = section_of(root, _keys_of(error))
     line = lines.get(path)
     where = f"{source} line {line}" if line else source
     name = ".".join(path)
@@ -122,7 +122,7 @@ def _explain_one(error: Any, root: type[Section], source: str, lines: Lines) -> 
     if error["type"] == "missing" and not is_too_short:
         return f"{where}: `{name}` is missing", f"add it; {root.page} describes `{name}`"
     message = _plain_message(error["msg"])
-    field = _field(section, path[-1])
+    field = field_of(section, path[-1])
     if field is not None and (is_too_short or error["type"] == "too_long"):
         message = f"it should have {len(get_args(field.annotation))} values"
     hint = f"give `{name}` a value, or leave it out" if error["input"] is None else _value_hint(name, field, root.page)
@@ -133,7 +133,8 @@ def _explain_one(error: Any, root: type[Section], source: str, lines: Lines) -> 
     return f"{where}: `{name}` is {error['input']!r}: {message}", hint
 
 
-def _field(section: type[BaseModel], key: str) -> FieldInfo | None:
+def field_of(section: type[BaseModel], key: str) -> FieldInfo | None:
+    """The field of a section of the run file that has the key; None if there is none."""
     return next((field for name, field in section.model_fields.items() if key in (name, field.alias)), None)
 
 
@@ -148,7 +149,7 @@ def _value_hint(name: str, field: FieldInfo | None, page: str) -> str:
     return f"`{name}`{' (' * bool(facts)}{', '.join(facts)}{')' * bool(facts)}: {text}"
 
 
-def _located(root: type[BaseModel], parts: Sequence[str]) -> tuple[tuple[str, ...], type[BaseModel]]:
+def section_of(root: type[BaseModel], parts: Sequence[str]) -> tuple[tuple[str, ...], type[BaseModel]]:
     """The path of keys of a pydantic location, and the section class that has the last key.
 
     pydantic adds the tag of a section that is a member of a discriminated union; the path omits it.
@@ -220,7 +221,7 @@ def section_keys(root: type[BaseModel], key: str) -> list[str]:
 
 def _sections(parent: type[BaseModel], key: str) -> list[type[BaseModel]]:
     """Section classes that the field `key` of `parent` accepts; empty where it is a plain value or unknown."""
-    field = _field(parent, key)
+    field = field_of(parent, key)
     kinds = (field.annotation, *get_args(field.annotation)) if field is not None else ()
     if ObjectiveConfig in kinds:
         return [row.section for row in OBJECTIVES.values()]

@@ -68,7 +68,8 @@ def _from_script(text: str, path: Path) -> OtherFile:
     program, match = commands_found[0]
     options, files = _options(lines[match.end() :].partition("\n")[0])
     before = {
-        name: value[0] if isinstance(value, list) else value for name, value in _options(match["before"])[0].items()
+        name: value[0] if isinstance(value, list) else value
+        for name, value in _options(match["before"], may_repeat=True)[0].items()
     }
     files += [str(options.pop("config"))] if "config" in options else []
     words: dict[str, object] = {}
@@ -93,9 +94,9 @@ def _objective_of(trainer: str) -> str:
     return "dpo" if trainer == "rlhf" else next((n for n in names if n in {*OBJECTIVES, *MEANT, *SAMPLING}), trainer)
 
 
-def _options(text: str) -> tuple[dict[str, object], list[str]]:
+def _options(text: str, *, may_repeat: bool = False) -> tuple[dict[str, object], list[str]]:
     """Options and variable assignments of a shell command, by name, and the names of the YAML and JSON files among its
-    arguments.
+    arguments. ConfigError if an option is given twice, unless options `may_repeat`, as those of `mpirun`.
     """
     options, files, values = dict[str, list[str]](), list[str](), list[str]()
     try:
@@ -111,7 +112,7 @@ def _options(text: str) -> tuple[dict[str, object], list[str]]:
         if token.startswith("--") or (equals and name.isidentifier()):
             values = [value] if equals else []
             key = name.removeprefix("--").replace("-", "_")
-            if token.startswith("--") and key in options:
+            if token.startswith("--") and key in options and not may_repeat:
                 raise ConfigError(f"the command gives `{name}` twice", hint=f"keep one `{name}`")
             options[key] = values
         elif options:

@@ -269,6 +269,17 @@ def test_a_file_that_is_none_gets_one_error(text: str, tmp_path: Path, capsys: p
     assert not (tmp_path / "run.yaml").exists()
 
 
+def test_texts_that_look_like_numbers_and_options_before_the_command_are_taken(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(
+        "base_model: m\nadapter: lora\nlora_r: 8\nwandb_project: 100m\nlora_target_modules: '0,1'\n"
+        "lora_model_dir: 10k\nunfrozen_parameters: '1,2'\ndatasets: [{path: a.jsonl}]\n"
+    )
+    command = "llamafactory-cli train --model_name_or_path m --stage sft --dataset a\n"
+    (tmp_path / "b.sh").write_text(f"docker run --volume a:b --volume c:d image mpirun --mca a b --mca c d {command}")
+    for name in ("a.yaml", "b.sh"):
+        assert main(["init", "--from", str(tmp_path / name), "--out", str(tmp_path / f"{name}.yaml")]) == 0
+
+
 def test_rows_or_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["init"]) == 2
     assert main(["init", "rows.jsonl", "--from", "a.yaml"]) == 2

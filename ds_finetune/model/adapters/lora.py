@@ -301,13 +301,15 @@ def merge_adapters(
     One tensor at a time is copied.
     """
     for name, tensor in tensors:
-        if tensor is None or name not in factors:
-            yield name, tensor
-            continue
-        adapter = factors[name].as_stored(name, family)
-        out = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-        flat, source = out.view(-1), tensor.reshape(-1)
-        for start in range(0, flat.numel(), _CHUNK_NUMEL):
-            part = source[start : start + _CHUNK_NUMEL]
-            flat[start : start + len(part)] = part.float() + adapter.delta(start, len(part))
-        yield name, out
+        adapter = factors.get(name)
+        # No local variable holds the sum, so that the caller can release it before it takes the next tensor.
+        yield name, tensor if tensor is None or adapter is None else _sum(tensor, adapter.as_stored(name, family))
+
+
+def _sum(tensor: torch.Tensor, adapter: Factors) -> torch.Tensor:
+    out = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    flat, source = out.view(-1), tensor.reshape(-1)
+    for start in range(0, flat.numel(), _CHUNK_NUMEL):
+        part = source[start : start + _CHUNK_NUMEL]
+        flat[start : start + len(part)] = part.float() + adapter.delta(start, len(part))
+    return out

@@ -115,6 +115,8 @@ _WEIGHTS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, FP8)
 _SHOWN = 10
 _COMPARED_NUMEL = 2**20
 """Number of elements of two tensors that are compared at a time."""
+_FUSED_DIMS = 3
+"""Number of dimensions of a tensor that holds one matrix for each expert of a layer."""
 _OF_TRANSFORMERS = "model.hc_head.hc_fn"
 """Tensor name by which a DeepSeek-V4 saved by transformers is recognised. Its names differ from the published ones."""
 
@@ -153,7 +155,7 @@ class HubFolder:
         if family.is_generic:
             stored = _renamed(stored, partial(canonical_name, family=family), folder)
         published = {name: key for key, name in names.items() if name is not None}
-        stored, fused = _by_expert(stored, family)
+        stored, fused = _by_expert(stored, family, folder)
         self.fused = {published.get(key, key): stored_shape for key, (stored_shape, _) in fused.items()}
         self.published = {name: (key, 0) for name, key in published.items() if name not in fused}
         for key, (_, firsts) in fused.items():
@@ -321,20 +323,28 @@ def _renamed(stored: Mapping[str, StoredTensor], rename: Callable[[str], str], f
 
 
 def _by_expert(
-    stored: Mapping[str, StoredTensor], family: Family
+    stored: Mapping[str, StoredTensor], family: Family, folder: Path
 ) -> tuple[dict[str, StoredTensor], dict[str, tuple[Shape, dict[str, int]]]]:
     """Divide tensors that hold all experts of a layer, as Qwen3.5 publishes them, into a tensor for each expert.
 
     The second result has for each divided tensor its shape, and the index of the first element of each part by name.
+    ModelError if the folder has the tensor of an expert twice.
     """
     divided, fused = dict(stored), {}
     for key in [key for key in stored if ".experts." in key]:
         tensor = stored[key]
-        pieces = hub_pieces(key, tensor.shape, family)
-        if pieces[0].index:
+        # Other shapes stay as they are, and are refused where they are compared with the model.
+        is_even = len(tensor.shape) == _FUSED_DIMS and min(tensor.shape) > 0 and tensor.shape[1] % 2 == 0
+        pieces = hub_pieces(key, tensor.shape, family) if is_even else ()
+        if pieces and pieces[0].index:
             firsts = {piece.key: piece.first_element(tensor.shape) for piece in pieces}
             fused[key] = (divided.pop(key).shape, firsts)
             for piece in pieces:
+                if piece.key in divided:
+                    raise ModelError(
+                        f"{folder} has the tensors `{key}` and `{piece.key}`, which hold the same expert",
+                        hint="remove one of them",
+                    )
                 begin = tensor.begin + firsts[piece.key] * tensor.dtype.itemsize
                 divided[piece.key] = replace(tensor, shape=piece.shape, begin=begin)
     return divided, fused

@@ -23,7 +23,11 @@ _FRACTION = re.compile(rf"(\d\s*)?\\[dtc]?frac{_ARGUMENT}{_ARGUMENT}")
 _OVER = re.compile(r"\{\s*([-+]?[\d.]+)\s*\\over\s*([-+]?[\d.]+)\s*\}")
 _NO_NUMBER = re.compile(r"\\sqrt|\\pi\b|[\u221a\u03c0]")
 """Patterns of expressions whose digits are not their value, so that no number is read from them."""
-_UNREAD_BEFORE = re.compile(r"\\sqrt(?:\[[^]]*\])?\{[^{}]*$|\u221a\(?$|\\[dtc]?frac\s*\{[^=\n]*$|(?:\}|\\pi|\u03c0)/$")
+_GROUP = r"\{(?:[^{}]|\{[^{}]*\})*\}"
+_UNREAD_BEFORE = re.compile(
+    r"\\sqrt(?:\[[^]]*\])?\{[^{}]*$|\u221a\(?$|(?:\}|\\pi|\u03c0)/$"
+    rf"|\\[dtc]?frac\s*(?:{_GROUP}\s*)?\{{(?:[^{{}}]|{_GROUP})*$"
+)
 _UNREAD_AFTER = re.compile(r"\s*(?:\\sqrt|\\pi\b|[\u221a\u03c0])")
 """Text before or after a number that is only a part of an expression that is not evaluated."""
 _POWERS = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}

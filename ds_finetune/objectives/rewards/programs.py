@@ -78,10 +78,10 @@ def _code_of(*tests: str) -> Tests:
 
 
 def _is_checking(node: ast.AST) -> bool:
-    """Whether running the code calls a function or reaches an `assert`, outside of definitions."""
+    """Whether running the code calls a function or reaches an `assert` or `raise`, outside of definitions."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
         return False
-    return isinstance(node, ast.Call | ast.Assert) or any(map(_is_checking, ast.iter_child_nodes(node)))
+    return isinstance(node, ast.Call | ast.Assert | ast.Raise) or any(map(_is_checking, ast.iter_child_nodes(node)))
 
 
 def _is_dialogue(test: object) -> bool:

@@ -70,11 +70,8 @@ class SearchResult:
     """Layouts whose states were compared with the memory."""
     num_tried: int
     """Layouts whose states fit and whose memory was estimated in full."""
-
-    @property
-    def is_cut_off(self) -> bool:
-        """Whether the search stopped after `MOST_TRIED` layouts."""
-        return self.num_tried == MOST_TRIED and len(self.proposals) < LISTED
+    is_cut_off: bool = False
+    """Whether the search stopped after `MOST_TRIED` layouts, before the last one."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +88,11 @@ class Search:
         too_large: list[tuple[int, Candidate]] = []
         fitting: set[tuple[ParallelConfig, int]] = set()
         states_only = without_activations(self.candidates.model)
+        is_cut_off = False
         for first in self._groups():
-            if len(proposals) == LISTED or len(proposals) + len(misfits) == MOST_TRIED:
+            if is_cut_off := len(proposals) < LISTED and len(proposals) + len(misfits) == MOST_TRIED:
+                break
+            if len(proposals) == LISTED:
                 break
             if first.layout[:2] in fitting:
                 continue
@@ -108,7 +108,7 @@ class Search:
         if not proposals and too_large:
             misfits.append(self._best(min(too_large, key=lambda each: each[0])[1].layout))
         nearest = min(misfits, key=lambda each: self.budget.excess(each.memory), default=None)
-        return SearchResult(tuple(proposals), nearest, num_tried + len(too_large), num_tried)
+        return SearchResult(tuple(proposals), nearest, num_tried + len(too_large), num_tried, is_cut_off)
 
     def _groups(self) -> Iterator[Candidate]:
         """For each legal combination of sizes, ZeRO stage and offload, in search order, the layout with all rows of a
@@ -211,12 +211,13 @@ def _no_legal_layout(search: Search) -> FinetuneError:
 
 def _none_fits(search: Search, target: Target, result: SearchResult, nearest: Proposal) -> ConfigError:
     missing = search.budget.excess(nearest.memory) / GIB
+    adapters = "train adapters by `lora`, " if search.candidates.run.lora is None else ""
     tried = f" (the search ended after {MOST_TRIED} layouts whose states fit)" if result.is_cut_off else ""
     return ConfigError(
         f"no layout of {search.candidates.run.model.path} fits {target.name}{tried}: {layout_text(nearest)} comes "
         f"nearest and {search.budget.problem(nearest.memory)} ({SPARE:.0%} stay free), so {missing:,.1f} GiB of a rank "
         "are missing",
-        hint="take more GPUs or hosts with more memory, train adapters by `lora`, or set a smaller train.max_seq_len",
+        hint=f"take more GPUs or hosts with more memory, {adapters}or set a smaller train.max_seq_len",
     )
 
 

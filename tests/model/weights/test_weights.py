@@ -23,6 +23,7 @@ from tests.model.model_types import config_of
 from tests.model.tiny import CONFIGS
 
 EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
+GATE_UP, DOWN = "model.layers.1.mlp.experts.gate_up_proj", "model.layers.1.mlp.experts.down_proj"
 
 
 def published(family: str, folder: Path, **changes: object) -> PreTrainedModel:
@@ -217,6 +218,43 @@ def _rewrite(folder: Path, change: object) -> None:
     ids=["missing", "unexpected", "shape", "nan", "fp8"],
 )
 def test_a_tensor_that_does_not_fit_stops_the_run(copy: Path, change: object, message: str) -> None:
+    _rewrite(copy, change)
+    with pytest.raises(ModelError) as caught:
+        load_weights(skeleton(copy), copy, family=family_of("deepseek_v3"))
+    assert message in caught.value.message
+
+
+def _fuse(tensors: dict[str, torch.Tensor]) -> None:
+    """Put the experts of layer 1 into one tensor per projection, as Qwen3.5 publishes them."""
+    layer = "model.layers.1.mlp.experts"
+    number = len([key for key in tensors if key.startswith(f"{layer}.") and key.endswith(".up_proj.weight")])
+    gate, up, down = (
+        torch.stack([tensors.pop(f"{layer}.{expert}.{part}_proj.weight") for expert in range(number)])
+        for part in ("gate", "up", "down")
+    )
+    tensors |= {f"{layer}.gate_up_proj": torch.cat([gate, up], dim=1), f"{layer}.down_proj": down}
+
+
+def test_experts_in_one_tensor_are_read_by_expert(copy: Path) -> None:
+    one_by_one, fused = skeleton(copy), skeleton(copy)
+    load_weights(one_by_one, copy, family=family_of("deepseek_v3"))
+    _rewrite(copy, _fuse)
+    load_weights(fused, copy, family=family_of("deepseek_v3"))
+    assert all(map(torch.equal, fused.state_dict().values(), one_by_one.state_dict().values()))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.update({EXPERT: t[DOWN][0].clone()}), f"`{EXPERT}`, which hold the same expert"),
+        (lambda t: t.update({DOWN: t[DOWN].flatten(1)}), "missing: "),
+        (lambda t: t.update({DOWN: t[DOWN][:0]}), "missing: "),
+        (lambda t: t.update({GATE_UP: t[GATE_UP][:, 1:].contiguous()}), "missing: "),
+    ],
+    ids=["twice", "two dimensions", "empty", "odd"],
+)
+def test_fused_experts_that_do_not_fit_stop_the_run(copy: Path, change: object, message: str) -> None:
+    _rewrite(copy, _fuse)
     _rewrite(copy, change)
     with pytest.raises(ModelError) as caught:
         load_weights(skeleton(copy), copy, family=family_of("deepseek_v3"))

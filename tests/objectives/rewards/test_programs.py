@@ -186,6 +186,7 @@ HONEST = {
         "class A(Exception): pass\nclass B(A): pass\ndef f(): raise B('x', 1)",
         "try:\n    f()\nexcept A as e:\n    assert e.args == ('x', 1)\nelse:\n    raise TypeError",
     ),
+    "a raise alone": ("f = 3", "if f != 3: raise ValueError"),
     "floats": ("def f(n): return n / 3", "import math\nassert abs(f(1) - 0.3333333) < 1e-6 and math.isclose(f(3), 1)"),
     "the program's import": ("import math\ndef f(n): return n / 3", "assert math.isclose(f(3), 1)"),
     "containers": (
