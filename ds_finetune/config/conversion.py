@@ -45,6 +45,8 @@ _COLUMNS = {"field": "text", "field_messages": "messages", "field_chosen": "chos
 column.
 """
 _WIDTH = 60
+_LENGTHS = ("train.for", "optim.warmup", "checkpoint.every", "eval.every")
+"""Keys of a number with a unit, such as `100 steps`, which other trainers write as a number."""
 _MISWRITTEN = re.compile(r"(?P<before>\d+),(?P<after>\d+)|(?P<factor>\d+(\.\d+)?)(?P<unit>[kKmM])|\d+(:\d+)+")
 """Texts such as `3,14`, `5k` and `3:30` that are meant as numbers, while YAML and JSON read them as texts."""
 
@@ -90,7 +92,7 @@ class ConvertedRun:
         field = field_of(section, path[-1])
         # Objectives have different keys, so that `section` may lack the key of another objective.
         is_number = re.search(r"\b(int|float)\b", str(field.annotation)) if field else path[0] == "objective"
-        if match is None or not is_number:
+        if match is None or not (is_number or key in _LENGTHS):
             return
         before, after = match["before"], match["after"]
         hint = "write one number"
