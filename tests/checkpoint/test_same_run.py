@@ -338,5 +338,5 @@ def test_a_run_that_is_past_its_end_is_refused(saved: PreparedRun) -> None:
 def test_rows_that_a_longer_run_does_not_see_are_printed(saved: PreparedRun) -> None:
     """The checkpoint is of step 3 with a batch of 8, and only 20 rows were given out when the run ended."""
     train = saved.config.train.model_copy(update={"duration": "2 epochs"})
-    _, lines = resumed(replace(saved, config=saved.config.model_copy(update={"train": train})))
+    _, lines = resumed(replace(saved, plan=replace(saved.plan, train=train)))
     assert "4 rows of epoch 1 are left out: step 3 was the last one, and not full" in lines

@@ -45,7 +45,10 @@ def test_versions(here: HostInfo) -> None:
     driver = replace(here, versions=here.versions | {"driver": "570.1"})
     found = list(host_checks.version_checks(here, {"a": here, "b": other, "c": patch, "d": driver}))
     assert _states(found) == {"a": "ok", "b": "fail", "c": "warn", "d": "ok", "": "warn"}
-    assert f"torch 9.9 (here {here.versions['torch']}), NCCL 2.99 (here missing)" in found[1].found
+    assert (
+        f"torch 9.9 (here {here.versions['torch']}), NCCL 2.99 (here {here.versions.get('NCCL', 'missing')})"
+        in found[1].found
+    )
     assert found[-1].found == "NVIDIA drivers 570.1, none"
     absent = replace(here, versions=here.versions | {"deepspeed": ""})
     assert "deepspeed missing" in next(host_checks.version_checks(here, {"a": absent})).found

@@ -77,10 +77,13 @@ def test_a_constant_reward_prints_its_cause(tmp_path: Path) -> None:
     assert "0% all right, 0% all wrong, 100% between, 100% with equal rewards" in printed
     assert "have equal rewards, from which nothing is learned: give a reward that tells them apart" in printed
     assert all(record["train/grad_norm"] == 0 for record in records(tmp_path))
-    shown = RunFolder(tmp_path / "run").rollouts
-    assert [answer.step for answer in shown] == [1] * 8 + [2] * 8 + [3] * 8
-    assert shown[0].scores.startswith("reward 0.5 (reward 0.5), advantage 0.0, ")
-    assert "Sampled answers and their rewards" in (tmp_path / "run" / "report.html").read_text()
+    rollouts = RunFolder(tmp_path / "run").records("rollouts.jsonl")
+    answers = [(rollout["step"], answer) for rollout in rollouts for answer in rollout["answers"]]
+    assert [step for step, _ in answers] == [1] * 8 + [2] * 8 + [3] * 8
+    assert all((answer["reward"], answer["advantage"]) == (0.5, 0.0) for _, answer in answers)
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "Sampled answers and their rewards" in page
+    assert "reward 0.5 (reward 0.5), advantage 0.0, " in page
 
 
 @pytest.mark.parametrize(
