@@ -46,7 +46,7 @@ def test_versions(here: HostInfo) -> None:
     found = list(host_checks.version_checks(here, {"a": here, "b": other, "c": patch, "d": driver}))
     assert _states(found) == {"a": "ok", "b": "fail", "c": "warn", "d": "ok", "": "warn"}
     assert (
-        f"torch 9.9 (here {here.versions['torch']}), NCCL 2.99 (here {here.versions.get('NCCL', 'missing')})"
+        f"torch 9.9 (here {here.versions['torch']}), NCCL 2.99 (here {here.versions['NCCL'] or 'missing'})"
         in found[1].found
     )
     assert found[-1].found == "NVIDIA drivers 570.1, none"
