@@ -305,13 +305,14 @@ class Monitor(threading.Thread):
         }
         # Lost packets delay heartbeats; only a rank that is stopped or dead sends none for so long.
         is_stopped = any(heard_at[rank] < compare_at - _STOPPED_SECONDS for rank in silent)
-        late = {self._processes[rank].host for rank, status in statuses.items() if status.late_seconds}
+        # Heartbeats of this machine cross no network: they come late from a slow rank.
+        far = {rank for rank in statuses if self._processes[rank].machine != self._own.machine}
+        late = {rank: statuses[rank].late_seconds for rank in far if statuses[rank].late_seconds}
         is_network = bool(late) and not is_stopped and not self._latest[0].late_seconds
         is_error = any(status.state == FAILING for status in statuses.values())
         if is_network:
-            worst = max(status.late_seconds for status in statuses.values())
-            hosts = " and ".join(f"host {host}" for host in sorted(late))
-            why = f"heartbeats came late from {hosts} (up to {worst:.1f} s): the network loses packets"
+            hosts = " and ".join(sorted({f"host {self._processes[rank].host}" for rank in late}))
+            why = f"heartbeats came late from {hosts} (up to {max(late.values()):.1f} s): the network loses packets"
         elif silent:
             at_fault, why = silent, SILENT
         else:
