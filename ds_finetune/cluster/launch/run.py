@@ -233,8 +233,10 @@ class _LaunchedRun:
         while not self._is_over():
             self._cluster.beat()
             self._handle_events()
-            for host in [host for host, reply in self._agents.items() if host not in self._ends and reply.done()]:
-                self._record_end(host, self._agents[host].result())
+            for host, reply in tuple(self._agents.items()):
+                # The loss of a host may have removed another one, whose reply is then of no interest.
+                if host in self._agents and host not in self._ends and reply.done():
+                    self._record_end(host, reply.result())
             self._pass_on_signals()
             if self._failed_since is not None and time.monotonic() - self._failed_since > _ENDING_SECONDS:
                 self._print_failure()

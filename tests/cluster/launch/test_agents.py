@@ -1,18 +1,21 @@
 """torch's agent on this machine: how a run ends and starts again, and what is said about it."""
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 
+from ds_finetune.cluster.hosts import Reply
 from ds_finetune.cluster.launch.commands import Job
 from ds_finetune.cluster.launch.remote import Remote
-from ds_finetune.cluster.launch.run import LaunchRequest, launch
+from ds_finetune.cluster.launch.run import LaunchRequest, _LaunchedRun, launch
 from ds_finetune.config.hostfile import Host
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import LaunchError
@@ -44,6 +47,23 @@ def run(
     job = Job(str(folder), (), hosts, "r-1", variables=environ, entry=("-c", code))
     request = LaunchRequest(job, RunSettings.of(config), config.launch, config.output_dir, remote or _remote(folder))
     return launch(request, said.append), said
+
+
+def test_two_hosts_that_are_lost_at_once_of_which_the_batch_needs_one(tmp_path: Path) -> None:
+    """A batch of 16 rows needs four hosts or two, so the loss of host 2 leaves out host 4, which is lost as well."""
+    hosts = tuple(Host(f"127.0.0.{number}", 4, number) for number in range(1, 5))
+    tree = {"model": "m", "data": {"train": "t"}, "output_dir": "o", "launch": {"restarts": 1, "min_hosts": 1}}
+    config = RunConfig.model_validate(tree | {"train": {"global_batch_size": 16, "micro_batch_size": 1}})
+    remote, said = _remote(tmp_path, "exit 1"), list[str]()
+    request = LaunchRequest(Job("r", (), hosts, "r-1"), RunSettings.of(config), config.launch, "o", remote)
+    done: Reply = ({"run": True}, 0.0, 0.0)
+    with contextlib.closing(_LaunchedRun(request, said.append)) as run:
+        for host, reply in zip(hosts, (done, "is cut off", done, "is cut off"), strict=True):
+            run._agents[host] = Future()
+            run._agents[host].set_result(reply)
+        assert run.finish() == 1
+    assert said[0] == "left out: 127.0.0.4: layout and batch allow 2 of 3 hosts"
+    assert "host 127.0.0.2 failed first" in said[1]
 
 
 LIKE_MESSAGES = ['["reply", [0, {}]]', '["event", {"failed": 1}]', '{"reply": 5}', "5", "null", "r-1.x ["]
