@@ -1,7 +1,6 @@
 """Environment variables that `launch` passes to ranks: listed ones, those of --env, and those of `.deepspeed_env`."""
 
 import re
-import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,6 +61,8 @@ HIDDEN = "***"
 """Text that is printed instead of a secret."""
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 _WORD = re.compile(r"-{0,2}[A-Za-z_][\w.\-]*")
+_LINE = re.compile(r"(?:export\s+)?(?P<name>[^=\s]+)\s*=\s*(?P<value>.*)$")
+_QUOTED = re.compile(r"""(?:'(?P<single>[^']*)'|"(?P<double>(?:[^"\\]|\\.)*)")\s*(?:#.*)?$""")
 
 
 @dataclass(frozen=True)
@@ -129,9 +130,9 @@ def environment_files(environ: Mapping[str, str], *, home: Path, directory: Path
 def read_environment_file(path: Path) -> dict[str, str]:
     """Variables of a file with `NAME=VALUE` lines; LaunchError names the line that is wrong.
 
-    Comments, blank lines, `export` and a shell's quotes are allowed. DeepSpeed 0.19.8 splits every line at `=` and
-    fails on a comment or a blank line (launcher/runner.py:610). It also passes values to a shell, which would expand
-    `$`; here such a value is refused, except in single quotes.
+    Comments, blank lines, `export`, and single or double quotes are allowed. DeepSpeed 0.19.8 splits every line at `=`
+    and fails on a comment or a blank line (launcher/runner.py:610). It also passes values to a shell, which would
+    expand `$`; here such a value is refused, except in single quotes.
     """
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
@@ -141,27 +142,9 @@ def read_environment_file(path: Path) -> dict[str, str]:
         ) from None
     values = {}
     for number, line in enumerate(lines, start=1):
-        if line.lstrip().startswith("#"):
-            continue
-        where, shown = f"{path} line {number}", _redacted(line.split("=")[0].strip())
-        try:
-            words = shlex.split(line.strip().removeprefix("export "))
-        except ValueError as unmatched:
-            raise LaunchError(f"{where}: {shown}: {unmatched}", hint="quote the whole value") from None
-        if not words:
-            continue
-        name, equals, value = words[0].partition("=")
-        if not equals or (len(words) > 1 and not words[1].startswith("#")):
-            raise LaunchError(
-                f"{where}: `{shown}` is not `NAME=VALUE` without blanks", hint="write e.g. `NCCL_DEBUG=INFO`, and quote"
-            )
-        _check_variable_name(name, where)
-        if re.search(r"[$`]", value) and not line.partition("=")[2].startswith("'"):
-            raise LaunchError(
-                f"{where}: the value of {name} has `$` or a backtick, which are not expanded",
-                hint="write it out, or put it in single quotes",
-            )
-        values[name] = value
+        if line.strip() and not line.lstrip().startswith("#"):
+            name, value = _read_line(line.strip(), f"{path} line {number}")
+            values[name] = value
     return values
 
 
@@ -225,3 +208,28 @@ def _check_variable_name(name: str, where: str) -> None:
             f"{where}: {name} would choose the same devices on every host",
             hint="choose them with --include or --exclude",
         )
+
+
+def _read_line(line: str, where: str) -> tuple[str, str]:
+    match = _LINE.match(line)
+    if not match:
+        shown = _redacted(line.split("=")[0])
+        raise LaunchError(
+            f"{where}: `{shown}` is not `NAME=VALUE`", hint="write e.g. `NCCL_DEBUG=INFO`; `#` begins a comment"
+        )
+    name, text = match["name"], match["value"]
+    _check_variable_name(name, where)
+    quoted = _QUOTED.match(text)
+    if not quoted and (text[:1] in ("'", '"') or re.search(r"\s#", text)):
+        raise LaunchError(
+            f"{where}: the value of {name} has an open quote, text after a quote, or a `#`",
+            hint="quote the whole value",
+        )
+    if quoted and quoted["single"] is not None:
+        return name, quoted["single"]
+    if re.search(r"(?<!\\)(?:\\\\)*[$`]", quoted["double"] if quoted else text):
+        raise LaunchError(
+            f"{where}: the value of {name} has `$` or a backtick, which are not expanded",
+            hint="write it out, or put it in single quotes",
+        )
+    return name, re.sub(r'\\(["\\$`])', r"\1", quoted["double"]) if quoted else text
