@@ -35,7 +35,7 @@ class StackFile:
     def write(self) -> None:
         """Append the rank's status and the stack of each thread; with NCCL also write its flight recorder's file."""
         now, rank = datetime.now().astimezone().isoformat(timespec="seconds"), self._progress.rank
-        calls = "".join(f"  {call}\n" for call in self._progress.last_calls)
+        calls = "".join(f"  {call}\n" for call in tuple(self._progress.last_calls))
         with self._lock:
             if not self._file.closed:
                 self._file.write(f"{now} rank {rank} {self._progress.status()}\n{calls}")

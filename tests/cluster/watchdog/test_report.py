@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -104,3 +105,17 @@ def test_the_stacks_of_a_rank_come_with_what_torchfrtrace_reads(
     assert "in test_the_stacks_of_a_rank" in (tmp_path / "rank-00003.txt").read_text()
     prefix = "nccl_trace_rank_"
     assert "entries" in read_dump(prefix, str(tmp_path / f"{prefix}3"))
+
+
+def test_stacks_are_written_while_the_training_thread_enters_collectives(tmp_path: Path) -> None:
+    progress = RankProgress(0, WatchdogConfig())
+
+    class Call(CollectiveCall):
+        def __str__(self) -> str:
+            progress.last_calls.append(self)
+            return super().__str__()
+
+    progress.last_calls.extend(Call("all_reduce", 8, "all", number) for number in (1, 2))
+    with closing(StackFile(tmp_path, progress)) as file:
+        file.write()
+        assert file.path.read_text().count("all_reduce of 8 bytes") >= 2
