@@ -362,6 +362,9 @@ class Monitor(threading.Thread):
             mark_ended(self._report.parents[1], "hung" if ending.is_hang else "failed", ending.line)
             if ending.code != USER_ERROR_EXIT_CODE:
                 try_to_finish(lambda: self._write_report(ending))
+        if self._is_reporter(ending) and ending.code != USER_ERROR_EXIT_CODE:
+            # Now, because an error that follows from this ending may end the process before `_leave`.
+            _print(f"watchdog: {ending.report}\n")
         self._ending_known.set()
 
     def _is_reporter(self, ending: RunEnding) -> bool:
@@ -380,13 +383,17 @@ class Monitor(threading.Thread):
         """End the process from this thread: the other threads may wait in a collective forever."""
         silent = ending.at_fault if ending.is_silent else ()
         beside = [each for each in self._processes if each.machine == self._own.machine]
-        if not any(each.rank < self._own.rank and each.rank not in silent for each in beside):
-            text = ending.report if self._is_reporter(ending) else f"rank {self._own.rank} ends: {ending.line}"
-            _print(f"watchdog: {text}\n")
-            for each in beside:
-                if each.rank in silent and each != self._own:
-                    kill_process(each, ending.line)
-        if not ending.is_hang and ending.code != USER_ERROR_EXIT_CODE:
+        is_first = not any(each.rank < self._own.rank and each.rank not in silent for each in beside)
+        if self._is_reporter(ending) and ending.code == USER_ERROR_EXIT_CODE:
+            _print(f"watchdog: {ending.report}\n")
+        elif is_first and not self._is_reporter(ending):
+            _print(f"watchdog: rank {self._own.rank} ends: {ending.line}\n")
+        for each in beside if is_first else ():
+            if each.rank in silent and each != self._own:
+                kill_process(each, ending.line)
+        if ending.code == USER_ERROR_EXIT_CODE and self._stacks is not None:
+            self._stacks.close()
+        elif not ending.is_hang:
             self._write_stacks()
         if silent:
             # Wait: a launcher that sees this rank exit may end other ranks while they write stacks of the silent ones.

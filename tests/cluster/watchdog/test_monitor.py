@@ -26,6 +26,7 @@ from ds_finetune.cluster.watchdog.monitor import (
     start_monitor,
 )
 from ds_finetune.cluster.watchdog.progress import DONE, PREPARING, RUNNING, RankProgress
+from ds_finetune.cluster.watchdog.stacks import StackFile
 from ds_finetune.config.sections import WatchdogConfig
 from ds_finetune.runs.folder import REPORT
 from ds_finetune.system.processes import Pause
@@ -36,6 +37,8 @@ NEVER = WatchdogConfig(limit="100 seconds", start="100 seconds", other="100 seco
 OVER = SILENT_SECONDS + 0.1
 ROUND = ROUND_SECONDS + 2.1
 """Seconds after which rank zero waits no longer for heartbeats, with those for the cause of an error."""
+LEAVES = 2.5
+"""Seconds after which a rank without an error leaves a run that has failed."""
 HAS_PROC = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are told apart by /proc")
 
 
@@ -123,12 +126,38 @@ def test_the_first_failure_is_the_cause_and_its_code_everyones(tmp_path: Path) -
     assert "later" not in ranks.report()
 
 
-def test_a_users_mistake_leaves_no_report(tmp_path: Path) -> None:
+def test_a_users_mistake_leaves_no_report_and_no_stacks(left: list[int], tmp_path: Path) -> None:
     ranks = Ranks(tmp_path)
     ranks.fail(2, "DataError: a row", is_secondary=False, code=2)
     assert ranks.ending(0).code == 2
-    ranks.watch()
-    assert list(ranks.folder.iterdir()) == []
+    zero = ranks.monitors[0]
+    with contextlib.closing(StackFile((ranks.folder / REPORT).parent, zero.progress)) as zero._stacks:
+        ranks.watch(0)
+        with pytest.raises(LeftError):
+            ranks.watch(0, after=LEAVES)
+        assert list(ranks.folder.iterdir()) == []
+    assert left == [2]
+
+
+@pytest.mark.parametrize("meets_another_error", [False, True])
+def test_the_first_rank_without_fault_prints_the_report(
+    meets_another_error: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 fails, and rank 1 is the reporter. It does not leave before rank 0 of its machine, and it may meet an
+    error in a collective with rank 0 before its thread ends the process.
+    """
+    printed: list[str] = []
+    monkeypatch.setattr(module, "_print", printed.append)
+    ranks = Ranks(tmp_path)
+    ranks.fail(0, "OSError: No space left on device", is_secondary=False)
+    ranks.beat()
+    ranks.watch(1, 2)
+    if meets_another_error:
+        ranks.fail(1, "RuntimeError: gloo: Connection closed by peer", is_secondary=True)
+    else:
+        with pytest.raises(LeftError):
+            ranks.watch(1, after=LEAVES)
+    assert printed == [f"watchdog: {ranks.ending(1).report}\n"]
 
 
 def test_an_error_that_follows_waits_for_its_cause(tmp_path: Path) -> None:
