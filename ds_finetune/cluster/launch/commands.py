@@ -13,6 +13,7 @@ from ds_finetune.config.hostfile import Host
 from ds_finetune.config.units import spans_text
 from ds_finetune.errors import LaunchError
 from ds_finetune.plan.mesh import Axis, Mesh
+from ds_finetune.system.world import slurm_nodes
 
 ENTRY_MODULE = "ds_finetune.cluster.worker"
 """Python module that every rank runs."""
@@ -97,7 +98,12 @@ def mpirun_command(job: Job, ssh_args: Sequence[str] = ()) -> list[str]:
     use no MPI: the interface here is that of mpirun's own daemons (oob); gloo and NCCL get theirs by variables.
     LaunchError for lines of the hostfile that Open MPI has no options for.
     """
-    _check_whole_hosts(job, "mpirun")
+    _check_whole_hosts(job, "mpirun", "write User and Port into a file for ssh (--ssh-args '-F FILE'), use whole hosts")
+    if address := next((host.name for host in job.hosts if ":" in host.name), ""):
+        raise LaunchError(
+            f"mpirun takes `{address}` for a host with slots",
+            hint="write a name for the IPv6 address, or use --launcher torchrun",
+        )
     if any(re.search(r"\s", word) for word in ssh_args):
         raise LaunchError(
             f"mpirun splits the arguments of ssh at blanks: `{shlex.join(ssh_args)}`",
@@ -120,16 +126,23 @@ def srun_command(job: Job, environ: Mapping[str, str]) -> list[str]:
 
     Without hosts the ranks are the allocation's tasks in Slurm's order. With hosts, each host is named once per rank
     under the distribution `arbitrary`, which preserves the order and the ranks per host [Slurm 22.05, ran; `--nodelist`
-    alone is sorted]. The first rank that fails ends all ranks. LaunchError outside an allocation.
+    alone is sorted]. The first rank that fails ends all ranks. LaunchError outside an allocation, and for hosts that
+    are not in it.
     """
     if "SLURM_JOB_ID" not in environ:
         raise LaunchError(
             f"--launcher slurm needs an allocation, and SLURM_JOB_ID is not among {len(environ)} variables",
             hint="run it under salloc or sbatch; `ds-finetune launch --emit slurm` writes the script",
         )
-    _check_whole_hosts(job, "slurm")
+    _check_whole_hosts(job, "slurm", "leave them out")
     placement = ["--distribution=block"]
     if job.hosts:
+        nodes = slurm_nodes(environ, "SLURM_JOB_NODELIST")
+        if other := next((host.name for host in job.hosts if host.name not in nodes), ""):
+            raise LaunchError(
+                f"host `{other}` is not among the {len(nodes)} nodes of the allocation: {', '.join(nodes[:8])}",
+                hint="write Slurm's names of nodes, or leave --hostfile out to use all",
+            )
         placement = [f"--ntasks={job.world_size}", f"--nodelist={','.join(job.names)}", "--distribution=arbitrary"]
     # srun (since 22.05) does not inherit --cpus-per-task from the job, and may then bind a rank to one core.
     cpus = [f"--cpus-per-task={environ['SLURM_CPUS_PER_TASK']}"] if "SLURM_CPUS_PER_TASK" in environ else []
@@ -170,15 +183,14 @@ def torchrun_commands(job: Job) -> list[list[str]]:
     ]
 
 
-def _check_whole_hosts(job: Job, launcher: str) -> None:
+def _check_whole_hosts(job: Job, launcher: str, hint: str) -> None:
     """LaunchError where the hostfile names a user, port or devices: mpirun and srun have no options for them."""
     for host in job.hosts:
         if host.user or host.port or host.devices:
             raise LaunchError(
                 f"--launcher {launcher} cannot be told the user, port or devices of line {host.line} of the hostfile: "
                 f"`{host.target}`, port {host.port}, devices {','.join(map(str, host.devices)) or 'all'}",
-                hint="write User and Port into a file for ssh (--ssh-args '-F FILE'), use whole hosts, or use "
-                "--launcher torchrun",
+                hint=f"{hint}, or use --launcher torchrun",
             )
 
 

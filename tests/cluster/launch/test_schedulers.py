@@ -106,7 +106,13 @@ def test_what_mpirun_and_slurm_cannot_be_told(host: Host, message: str) -> None:
         with pytest.raises(LaunchError, match=f"--launcher {name} cannot be told") as caught:
             command(job)
         assert message in caught.value.message
-        assert "torchrun" in caught.value.hint
+        assert caught.value.hint.endswith(", or use --launcher torchrun")
+        assert ("--ssh-args" in caught.value.hint) is (name == "mpirun")
+
+
+def test_mpirun_takes_no_ipv6_address() -> None:
+    with pytest.raises(LaunchError, match="mpirun takes `fe80::1` for a host with slots"):
+        mpirun_command(replace(JOB, hosts=(HOSTS[0], Host("fe80::1", 2, 3))))
 
 
 def test_arguments_of_ssh_that_mpirun_would_split() -> None:
@@ -126,6 +132,13 @@ def test_srun_on_chosen_hosts_and_on_all() -> None:
 def test_slurm_needs_an_allocation() -> None:
     with pytest.raises(LaunchError, match="needs an allocation, and SLURM_JOB_ID is not among 0 variables"):
         srun_command(JOB, {})
+    with pytest.raises(LaunchError, match="SLURM_JOB_NODELIST `` is not a list of nodes"):
+        srun_command(JOB, {"SLURM_JOB_ID": "7"})
+
+
+def test_hosts_outside_of_the_allocation() -> None:
+    with pytest.raises(LaunchError, match="host `d` is not among the 3 nodes of the allocation: a, b, c"):
+        srun_command(replace(JOB, hosts=(HOSTS[0], Host("d", 1, 3))), ALLOCATION)
 
 
 _WRITTEN_OUT = {
