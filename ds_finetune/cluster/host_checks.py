@@ -4,12 +4,13 @@ They are functions of facts that each host has sent (HostInfo), and contact no h
 """
 
 import ipaddress
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, combinations
 from typing import Literal
 
-from ds_finetune.cluster.launch.remote import address_of, is_here
+from ds_finetune.cluster.launch.remote import Remote, address_of, is_here
 from ds_finetune.config.hostfile import Host
 from ds_finetune.plan.mesh import Axis, Mesh
 from ds_finetune.system.info import PACKAGES, HostInfo
@@ -198,17 +199,19 @@ def port_check(first: str, info: HostInfo, port: int) -> Check:
     return Check("port", first, "fail", text, "end that process, or choose another port with --port")
 
 
-def unreachable_check(host: str, code: int | None, stderr: str, python: str) -> Check:
-    """The failed check of a `host` on which `python` could not be started; `code` is None where it timed out."""
+def unreachable_check(host: Host, code: int | None, stderr: str, remote: Remote) -> Check:
+    """The failed check of a host on which Python could not be started; `code` is None where it timed out."""
     last = next((line.strip() for line in reversed(stderr.splitlines()) if line.strip()), "nothing")
     if code is None:
         hint = "check the load and the disks of the host; launch.greeting_seconds gives a slow host more time"
-        return Check("ssh", host, "fail", f"no answer in time; last output: {last}", hint)
+        return Check("ssh", label(host), "fail", f"no answer in time; last output: {last}", hint)
     if code == _SSH_FAILED:
-        hint = f"make `ssh {host} true` work without a question, or leave the host out with --exclude"
-        return Check("ssh", host, "fail", f"ssh: {last.removeprefix('ssh: ')}", hint)
-    hint = f"{_SAME_ENVIRONMENT}, and start in a folder that every host has; try `{python} -m ds_finetune --help` there"
-    return Check("python", host, "fail", f"exit code {code}: {last}", hint)
+        command = shlex.join([*remote.ssh(host), "true"])
+        hint = f"make `{command}` work without a question, or leave the host out with --exclude"
+        return Check("ssh", label(host), "fail", f"ssh: {last.removeprefix('ssh: ')}", hint)
+    hint = f"{_SAME_ENVIRONMENT}, and start in a folder that every host has"
+    hint += f"; try `{remote.python} -m ds_finetune --help` there"
+    return Check("python", label(host), "fail", f"exit code {code}: {last}", hint)
 
 
 def other_program_check(host: str) -> Check:

@@ -125,7 +125,7 @@ class Cluster:
             # A program that has closed its output may still run.
             with suppress(subprocess.TimeoutExpired):
                 code = self._processes[name].wait(_END_SECONDS)
-        return unreachable_check(name, code, output, self._remote.python)
+        return unreachable_check(self.hosts[name], code, output, self._remote)
 
     def _ask(
         self,

@@ -169,7 +169,7 @@ def exchange(store: dist.Store, world: World, topic: str, text: str, *, timeout:
         missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
         raise RunError(
             f"rank {world.rank} has waited {timeout} for the {topic} of ranks {', '.join(missing)}",
-            hint="see the logs of these ranks: they failed, or are slower than watchdog.collective allows",
+            hint="see the logs of these ranks: they have failed, or are slower than this rank",
         ) from None
     return [store.get(key).decode() for key in keys]
 

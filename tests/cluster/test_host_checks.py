@@ -7,6 +7,7 @@ import pytest
 
 from ds_finetune.cluster import host_checks
 from ds_finetune.cluster.host_checks import Check, unreachable_check
+from ds_finetune.cluster.launch.remote import Remote
 from ds_finetune.config.hostfile import Host
 from ds_finetune.system.info import HostInfo, gather_host_info
 
@@ -33,10 +34,16 @@ def _states(found: Any) -> dict[str, str]:
     ],
 )
 def test_why_a_host_is_lost_is_told_apart(code: int | None, said: str, name: str, found: str) -> None:
-    check = unreachable_check("h", code, said, "/opt/p/bin/python")
+    check = unreachable_check(Host("h", 1, 1), code, said, Remote(python="/opt/p/bin/python"))
     assert (check.name, check.host, check.state) == (name, "h", "fail")
     assert found in check.found
     assert check.hint
+
+
+def test_the_hint_for_a_host_that_ssh_does_not_reach_is_a_command_of_ssh() -> None:
+    check = unreachable_check(Host("10.0.0.1", 1, 1, user="me", port=2222), 255, "", Remote(ssh_args=("-F", "cfg")))
+    assert check.host == "10.0.0.1:2222"
+    assert check.hint.startswith("make `ssh -F cfg -p 2222 me@10.0.0.1 true` work without a question")
 
 
 def test_versions(here: HostInfo) -> None:

@@ -55,7 +55,6 @@ class Remote:
         """
         if is_here(host):
             return list(argv)
-        port = ["-p", str(host.port)] if host.port else []
         options = {
             "BatchMode": "yes",
             "ConnectTimeout": max(1, int(self.greeting_seconds) - 2),
@@ -66,8 +65,13 @@ class Remote:
         variables = f"PYTHONPATH={with_package(os.environ).get('PYTHONPATH', '')}"
         # The program `env` sets the variables, because login shells differ in their syntax for variables.
         where = f"cd {shlex.quote(self.directory)} && exec {shlex.join(['env', variables, *argv])}"
+        return [*self.ssh(host, *settings, "-T"), where]
+
+    def ssh(self, host: Host, *options: str) -> list[str]:
+        """The words of an ssh command up to the destination `host`: ssh's arguments, `options` and the port."""
+        port = ["-p", str(host.port)] if host.port else []
         # The user's own arguments come first, because ssh takes the first value of an option.
-        return ["ssh", *self.ssh_args, *settings, "-T", *port, host.target, where]
+        return ["ssh", *self.ssh_args, *options, *port, host.target]
 
     def open(self, host: Host, name: str, *arguments: str) -> "subprocess.Popen[bytes]":
         """Start a Python module of this project on `host`, with pipes to its standard input and output."""

@@ -46,7 +46,7 @@ def _info(machine: str, **other: Any) -> HostInfo:
     return replace(HERE, **({"hostname": machine, "network_identity": machine} | other))
 
 
-UNREACHABLE = unreachable_check("b", 255, "ssh: connect to host b port 22: No route to host", "python")
+UNREACHABLE = unreachable_check(B, 255, "ssh: connect to host b port 22: No route to host", Remote())
 CASES: list[tuple[dict[Host, Any], dict[str, str], list[tuple[Host, str]]]] = [
     ({A: _info("a"), B: _info("b")}, {}, []),
     ({A: _info("a"), B: UNREACHABLE}, {}, [(B, UNREACHABLE.found)]),
