@@ -39,7 +39,7 @@ from ds_finetune.errors import RUN_ERROR_EXIT_CODE, USER_ERROR_EXIT_CODE, Finetu
 from ds_finetune.runs.folder import REPORT
 from ds_finetune.runs.status import mark_ended, try_to_finish
 from ds_finetune.system.error_file import record_error
-from ds_finetune.system.processes import PauseDetector, has_ended
+from ds_finetune.system.processes import PauseDetector, has_ended, oom_kills
 from ds_finetune.system.whole_file import replace_file
 from ds_finetune.system.world import World
 
@@ -104,6 +104,7 @@ class Monitor(threading.Thread):
         self._is_failing = self._is_closing = False
         self._ends_at = self._trouble_at = self._compare_at = math.inf
         self._pauses, self._preparations, self._began = PauseDetector(), count(), time.time()
+        self._oom_kills = oom_kills()
         self._dead: dict[int, int] = {}
         """Number of the exchange of heartbeats after which the process of a rank was seen to have ended."""
 
@@ -275,7 +276,10 @@ class Monitor(threading.Thread):
                 self._wake.set()
         # The exchange after the next one knows whether the rank was done, which it writes before it ends.
         if dead := [rank for rank in active if self._number > self._dead.get(rank, self._number) + 1]:
-            self._propose(RunEnding(tuple(dead), f"{names_of(dead, self._processes)} {CLOSED}"))
+            line = f"{names_of(dead, self._processes)} {CLOSED}"
+            if (kills := oom_kills() - self._oom_kills) > 0:
+                line += f"; the kernel has killed {kills} processes of its host for lack of memory since the start"
+            self._propose(RunEnding(tuple(dead), line))
         elif max(excess.values(), default=0.0) > 0:
             # Machines that are silent for almost as long have probably lost the same network.
             silent = [rank for rank in active if excess[self._processes[rank].machine] > -ROUND_SECONDS]

@@ -79,13 +79,15 @@ def test_ranks_that_are_done_leave_no_report(tmp_path: Path) -> None:
 
 
 @HAS_PROC
-@pytest.mark.parametrize("state", [RUNNING, DONE])
+@pytest.mark.parametrize(("state", "kills"), [(RUNNING, 0), (RUNNING, 2), (DONE, 0)])
 def test_a_process_that_has_ended_is_named_unless_its_rank_was_done(
-    state: str, tmp_path: Path, process: "subprocess.Popen[bytes]"
+    state: str, kills: int, tmp_path: Path, process: "subprocess.Popen[bytes]", monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(module, "oom_kills", lambda: 5)
     ranks = Ranks(tmp_path, pids=[os.getpid(), process.pid, os.getpid()])
     process.kill()
     process.wait()
+    monkeypatch.setattr(module, "oom_kills", lambda: 5 + kills)
     ranks.watch(0)
     # Rank zero reads the last heartbeat of rank 1 after it has seen that the process is gone.
     ranks.monitors[1]._state = state
@@ -99,7 +101,8 @@ def test_a_process_that_has_ended_is_named_unless_its_rank_was_done(
         return
     ending = ranks.ending(0)
     assert (ending.at_fault, ending.code, ending.is_hang) == ((1,), 1, False)
-    assert ending.line == f"rank 1 (host host-a, process {process.pid}) {CLOSED}"
+    text = f"; the kernel has killed {kills} processes of its host for lack of memory since the start" if kills else ""
+    assert ending.line == f"rank 1 (host host-a, process {process.pid}) {CLOSED}{text}"
     assert ending.line in ranks.report()
 
 
