@@ -1,5 +1,6 @@
 """Sends the metrics of a run to the trackers of accelerate, such as TensorBoard, MLflow and Weights & Biases."""
 
+import atexit
 import errno
 import json
 import math
@@ -39,6 +40,8 @@ _ROOM_BYTES = MIB
 _PROJECT = "ds_finetune"
 """Project in wandb without WANDB_PROJECT, and experiment in MLflow without MLFLOW_EXPERIMENT_NAME."""
 CLOSE_SECONDS = 60.0
+_LONGEST_NAME, _LONGEST_VALUE = 250, 6000
+"""Characters that MLflow accepts of a name, and of the value of a parameter."""
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -254,6 +257,7 @@ class _Mlflow(_Tracker):
     ) -> None:
         super().__init__(name, folder, parameters, earlier, say)
         self._say, self._is_resumed, self._has_own_store, self._lost = say, bool(earlier), False, 0
+        self._end_status = "FINISHED"
         self._records: Queue[Record | None] = Queue(MAX_WAITING)
         self._started = Future[None]()
         self._thread = Thread(target=self._work, name="mlflow", daemon=True)
@@ -262,7 +266,11 @@ class _Mlflow(_Tracker):
         """Open MLflow in its thread, since MLflow's current run belongs to a thread."""
         if current_thread() is not self._thread:
             self._thread.start()
-            return self._started.result()
+            try:
+                return self._started.result()
+            finally:
+                # Called if the process exits before the run has finished.
+                atexit.register(self.close, "FAILED")
         import mlflow
         from accelerate.tracking import MLflowTracker
 
@@ -273,9 +281,13 @@ class _Mlflow(_Tracker):
         run_id = json.loads(file.read_text())["run_id"] if self._is_resumed and file.exists() else None
         tracker = MLflowTracker(_PROJECT, run_id=run_id, run_name=self._folder.absolute().name)
         tracker.start()
+        parameters = {_legal(name): str(value)[:_LONGEST_VALUE] for name, value in self._parameters.items()}
+        # MLflow never changes a parameter once it has a value.
+        stored = tracker.tracker.data.params
+        changed = {name: text for name, text in parameters.items() if stored.get(name, text) != text}
+        mlflow.set_tags({f"resumed.{name}": text for name, text in changed.items()})
         if run_id is None:
-            # MLflow never changes a parameter once it has a value.
-            tracker.store_init_configuration({_legal(name): value for name, value in self._parameters.items()})
+            tracker.store_init_configuration(parameters)
             replace_file(file, json.dumps({"run_id": tracker.tracker.info.run_id}) + "\n")
         self._open = tracker
 
@@ -286,8 +298,12 @@ class _Mlflow(_Tracker):
         except Full:
             self._lost += 1
 
-    def close(self) -> None:
-        """Let the thread send queued records, for at most a minute, and report what was not sent."""
+    def close(self, status: str = "FINISHED") -> None:
+        """Let the thread send queued records and set the status of MLflow's run, for at most a minute; report what was
+        not sent.
+        """
+        atexit.unregister(self.close)
+        self._end_status = status
         with suppress(Full):
             self._records.put(None, timeout=CLOSE_SECONDS)
         self._thread.join(CLOSE_SECONDS)
@@ -308,7 +324,7 @@ class _Mlflow(_Tracker):
     def _finish(self) -> None:
         import mlflow
 
-        super()._finish()
+        mlflow.end_run(self._end_status)
         if self._has_own_store:
             # The next run of this process has a store of its own.
             mlflow.set_tracking_uri(None)  # type: ignore[arg-type] # unsets it (mlflow 3.17)
@@ -318,5 +334,5 @@ class _Mlflow(_Tracker):
 
 
 def _legal(name: str) -> str:
-    """The name with only characters that MLflow allows."""
-    return posixpath.normpath(re.sub(r"[^\w\-. /]", "_", name))
+    """The name with only characters that MLflow allows, cut so that `resumed.` fits before it."""
+    return posixpath.normpath(re.sub(r"[^\w\-. /]", "_", name)[: _LONGEST_NAME - len("resumed.")])

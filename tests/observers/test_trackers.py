@@ -4,6 +4,8 @@ import importlib.util
 import json
 import math
 import sqlite3
+import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -103,7 +105,7 @@ def test_stores_hold_each_step_after_a_kill_and_a_resume(tmp_path: Path) -> None
     run = tmp_path / "it's a run"
     run.mkdir()
     before = [record(step, **{"train/grad_norm": math.nan if step == 2 else 1.0}) for step in range(1, 8)]
-    take_steps(run, before, said=said, optim={"lr": 1e-3}, data={"train": ["a", "b"]})
+    take_steps(run, before, said=said, optim={"lr": 1e-3}, data={"train": ["a", "b"]}, long="x" * 7000)
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join(lines[:6]))
     again = [record(step, **{"eval/a@b//c/loss": 2.0}) for step in (7, 8)]
@@ -114,7 +116,9 @@ def test_stores_hold_each_step_after_a_kill_and_a_resume(tmp_path: Path) -> None
     assert values.pop("eval/a_b/c/loss") == expected["eval/a@b//c/loss"]
     assert values["train/loss"] == [*expected["train/loss"][:7], *expected["train/loss"][6:]], "step 7 twice"
     assert values["train/grad_norm"] == [(step, 1.0) for step in (1, 3, 4, 5, 6, 7)]
-    assert parameters == {"optim.lr": "0.001", "data.train": '["a", "b"]'}
+    assert parameters == {"optim.lr": "0.001", "data.train": '["a", "b"]', "long": "x" * 6000}
+    with sqlite3.connect(run / "mlflow.db") as store:
+        assert store.execute("select value from tags where key = 'resumed.optim.lr'").fetchone() == ("0.002",)
     scalars, hparams = in_tensorboard(run)
     assert {name: [step for step, _ in points] for name, points in scalars.items()} == {
         name: [step for step, _ in points] for name, points in expected.items()
@@ -141,12 +145,40 @@ def test_a_store_that_fails_in_mid_run_is_one_warning_and_gets_all_records(tmp_p
         store.execute("alter table elsewhere rename to metrics")
         store.commit()
     trackers.after_step(file.after_step(record(4)))
-    trackers.close()
+    for tracker, status in zip(trackers._trackers, [(), ("FAILED",)], strict=True):
+        tracker.close(*status)
     file.close()
-    assert status_in_mlflow(tmp_path) == "FINISHED"
+    assert status_in_mlflow(tmp_path) == "FAILED"
     assert said[0].startswith("mlflow CANNOT BE WRITTEN: ")
     assert all(line.startswith("mlflow is written again") for line in said[1:])
     assert_received(tmp_path)
+
+
+_FAILS = """
+import sys
+from pathlib import Path
+from ds_finetune.observers.record import StepRecord
+from ds_finetune.observers.trackers import Trackers
+trackers = Trackers.open(["mlflow"], Path(sys.argv[1]), {"a": 1}, print)
+for step in (1, 2, 3):
+    trackers.after_step(StepRecord(step, {"train/loss": 1.0, "eval/" + "long/" * 99: 2.0}))
+raise RuntimeError("the run fails")
+"""
+
+
+@needs_mlflow
+def test_a_run_that_fails_has_all_its_records_and_failed_in_mlflow(tmp_path: Path) -> None:
+    """MLflow 3.17 refuses a batch with a name of more than 250 characters (utils/validation.py)."""
+    failed = subprocess.run([sys.executable, "-c", _FAILS, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert "the run fails" in failed.stderr
+    assert failed.stdout == ""
+    assert status_in_mlflow(tmp_path) == "FAILED"
+    values, _ = in_mlflow(tmp_path)
+    assert values.pop("train/loss") == [(step, 1.0) for step in (1, 2, 3)]
+    ((name, points),) = values.items()
+    assert points == [(step, 2.0) for step in (1, 2, 3)]
+    assert f"eval/{'long/' * 99}".startswith(name)
+    assert len(name) > 200
 
 
 class _Broken:

@@ -17,7 +17,8 @@ from ds_finetune.observers.record import StepRecord
 from ds_finetune.plan.estimate.states import DiskNeed, estimate_run
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.settings import RunSettings
-from ds_finetune.runs.metrics import Sample, read_samples
+from ds_finetune.runs.folder import RunFolder
+from ds_finetune.runs.metrics import SAMPLES, Sample
 from ds_finetune.system.world import World
 from ds_finetune.trainer.resume import best_weights_elsewhere
 from ds_finetune.trainer.run_dir import (
@@ -223,8 +224,7 @@ def make_folder(path: Path) -> Path:
 def test_records_of_steps_that_are_done_again_go(tmp_path: Path) -> None:
     lines = [f'{{"step": {step}, "train/loss": 1.0}}' for step in (1, 2, 3)]
     (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 4, "tra']))
-    config = config_of(tmp_path)
-    run = planned_run(config)
+    run = planned_run(config_of(tmp_path))
     others = ("ranks.jsonl", "samples.jsonl", "rollouts.jsonl", "experts.jsonl")
     for name in others:
         (tmp_path / name).write_text("\n".join(lines) + "\n")
@@ -234,7 +234,7 @@ def test_records_of_steps_that_are_done_again_go(tmp_path: Path) -> None:
     assert (tmp_path / "metrics.jsonl").read_text().splitlines() == lines, (
         "the record of a step that was saved, and not written before the kill"
     )
-    assert read_config(tmp_path / "config.yaml") == config
+    assert read_config(tmp_path / "config.yaml") == run.config
 
 
 def test_a_resume_keeps_samples_with_any_character(tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ def test_a_resume_keeps_samples_with_any_character(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     prepare_run_folder(planned_run(config), after_step=3, last=None)
     assert (tmp_path / "samples.jsonl").read_bytes() == b"".join(written[:3])
-    assert read_samples(tmp_path / "samples.jsonl") == samples[:3]
+    assert [record["answer"] for record in RunFolder(tmp_path).records(SAMPLES)] == answers[:3]
 
 
 def test_the_best_weights_of_the_folder_that_is_resumed_elsewhere_are_named(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from ds_finetune.config.schema import read_config
 from ds_finetune.export.safetensors_folder import has_same_weights
 from ds_finetune.export.verify.record import ExportRecord
 from ds_finetune.observers.trackers import flatten
-from ds_finetune.runs.folder import RunFolder
+from ds_finetune.runs.folder import LOG, RunFolder
 from ds_finetune.system.world import World
 from ds_finetune.trainer.prepare import prepare_run
 from ds_finetune.trainer.resolve import resolve_here
@@ -142,7 +142,7 @@ def test_a_run_records_its_end_its_log_and_the_step_times_of_its_ranks(finished:
     run = RunFolder(finished / "run")
     status = run.status
     assert (status.state, status.step, status.steps, status.ranks) == ("finished", 8, 8, 2)
-    lines = [line[21:] for line in run.log_tail().splitlines()]
+    lines = [line[21:] for line in run.tail(LOG).splitlines()]
     assert lines[-1] == "finished"
     assert sum(line.startswith("step ") for line in lines) == 8
     times = [json.loads(line) for line in (run.path / "ranks.jsonl").read_text().splitlines()]
