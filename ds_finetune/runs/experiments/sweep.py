@@ -6,6 +6,7 @@ optuna keeps the study in a journal of appended lines, which survives kill -9 (o
 import json
 import math
 import shutil
+import signal
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ import numpy as np
 from ds_finetune.checkpoint.locking import LOCK, lock_folder
 from ds_finetune.config.run_file import read_yaml
 from ds_finetune.console.phase_line import Say, time_text
-from ds_finetune.errors import ConfigError, DependencyError, RunError
+from ds_finetune.errors import INTERRUPTED_EXIT_CODE, ConfigError, DependencyError, RunError
 from ds_finetune.export.output_folder import check_out_empty
 from ds_finetune.runs.experiments.jobs import (
     CHECKPOINTS,
@@ -42,6 +43,8 @@ RESULT, BEST, JOURNAL = "sweep.json", "best.yaml", "study.journal"
 _TRIALS, _STUDY = "trials", "sweep"
 _MADE_FROM, _REASON, _SECONDS = "made_from", "reason", "seconds"
 """Names of the attributes that the study and its trials have in the journal."""
+_STOPPED_CODES = (INTERRUPTED_EXIT_CODE, -signal.SIGTERM, 128 + signal.SIGTERM)
+"""Exit codes of a run that SIGTERM ended: after saving, killed by the signal, and as shells report that (128 + 15)."""
 
 
 def run_sweep(sweep: SweepConfig, say: Say) -> dict[str, Any]:
@@ -171,6 +174,8 @@ async def _run_trial(sweep: SweepConfig, study: "Study", trial: "Trial", say: Sa
         return is_pruned
 
     await run.train(slot, should_stop)
+    # A run may have reached its last step before it was asked to stop.
+    is_pruned = is_pruned and run.code in _STOPPED_CODES
     state, value, reason = ("PRUNED", None, f"after step {reported}") if is_pruned else _outcome(sweep, run)
     trial.set_user_attr(_REASON, reason)
     trial.set_user_attr(_SECONDS, trial.user_attrs.get(_SECONDS, 0.0) + run.seconds)
@@ -186,6 +191,11 @@ async def _run_trial(sweep: SweepConfig, study: "Study", trial: "Trial", say: Sa
     text = f"{sweep.metric} {value}" if state == "COMPLETE" else f"{state.lower()}: {reason}"
     say(f"trial {trial.number}: {sampled}: {text} ({run.seconds:.0f} s)")
     _write_result(sweep, study)
+    if not run.code and sweep.metric not in run.metrics.curves:
+        raise RunError(
+            f"the sweep's metric is `{sweep.metric}`, and trial {trial.number} ended without a record of it",
+            hint=f"name another output_dir, and one of its metrics: {', '.join(sorted(run.metrics.curves))}",
+        )
 
 
 def _outcome(sweep: SweepConfig, run: ExperimentRun) -> tuple[str, float | None, str]:
@@ -199,8 +209,7 @@ def _outcome(sweep: SweepConfig, run: ExperimentRun) -> tuple[str, float | None,
         # Pruned, not failed: a sampler learns from a pruned trial that these values are bad.
         return "PRUNED", None, f"diverged, {sweep.metric} {value}"
     if run.code or value is None:
-        known = ", ".join(sorted(run.metrics.curves))
-        return "FAIL", None, run.reason or f"the run recorded no {sweep.metric}; its metrics are {known}"
+        return "FAIL", None, run.reason or f"{sweep.metric} is missing"
     return "COMPLETE", value, ""
 
 

@@ -121,6 +121,24 @@ def test_no_point_is_trained_twice_while_others_run(tmp_path: Path, sampler: str
     assert sorted(each["values"]["optim.lr"] for each in result_of(tmp_path)["trials"]) == sorted(set(choices))
 
 
+_ENDS_WHEN_ASKED_TO_STOP = """
+import signal, sys, yaml
+from pathlib import Path
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+folder = Path(yaml.safe_load(Path(sys.argv[2]).read_text())["output_dir"])
+folder.mkdir()
+(folder / "metrics.jsonl").write_text('{"step": 4, "eval/loss": 2.0}\\n')
+signal.sigwait([signal.SIGTERM])
+"""
+
+
+def test_a_trial_that_has_trained_to_its_end_is_not_pruned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pruner asks a run to stop which succeeds all the same."""
+    monkeypatch.setattr(jobs, "_PROGRAM", (sys.executable, "-c", _ENDS_WHEN_ASKED_TO_STOP))
+    best, _ = run(sweep_of(tmp_path, trials=1, pruner={"name": "ThresholdPruner", "upper": 1.0}))
+    assert (best["state"], best["value"]) == ("complete", 2.0)
+
+
 def test_failed_trials_are_passed_over_until_there_are_too_many(tmp_path: Path) -> None:
     choices = {"optim.lr": {"choices": [5.0, 1e-3, 7.0]}}
     best, said = run(sweep_of(tmp_path, space=choices, sampler="GridSampler"))
@@ -296,12 +314,10 @@ def test_a_sweep_without_a_value_says_how_its_last_trial_ended(tmp_path: Path) -
         run(sweep_of(tmp_path, space={"optim.lr": {"choices": [0.6, 0.7]}}, sampler="GridSampler"))
 
 
-def test_a_metric_that_no_record_has_fails_trials_and_the_sweep(tmp_path: Path) -> None:
-    message = (
-        r"the last 2 trials have failed; trial 1: the run recorded no eval/los; its metrics are eval/loss, train/loss"
-    )
-    with pytest.raises(RunError, match=message):
-        run(sweep_of(tmp_path, metric="eval/los", max_failed=2))
+def test_a_metric_that_no_record_has_ends_the_sweep_after_one_trial(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"`eval/los`, and trial 0 ended without a record of it\n.*eval/loss"):
+        run(sweep_of(tmp_path, metric="eval/los"))
+    assert len(result_of(tmp_path)["trials"]) == 1
 
 
 def test_a_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
