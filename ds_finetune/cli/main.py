@@ -85,8 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _check_printed(command: str) -> None:
-    """Raise the error at which a line was lost whose printing was the command's work."""
-    if LOST and command not in _LONG:
+    """Raise the error of a full disk at which a line was lost whose printing was the command's work."""
+    if LOST and LOST[-1].errno in _FULL and command not in _LONG:
         raise LOST.pop()
 
 

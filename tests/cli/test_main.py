@@ -499,3 +499,16 @@ def test_a_closed_standard_output_prints_no_traceback() -> None:
     command = f"{shlex.quote(sys.executable)} -m ds_finetune config schema >&-"
     done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_command_whose_terminal_is_closed_ends_without_an_error(tmp_path: Path) -> None:
+    """Writing to a terminal that is gone fails with EIO."""
+    write_demo(tmp_path, ranks=1, days=201)
+    terminal, output = os.openpty()
+    os.close(terminal)
+    words = ["init", str(tmp_path / "train.jsonl"), "--out", str(tmp_path / "own.yaml")]
+    command = [sys.executable, "-m", "ds_finetune", *words]
+    done = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(output)
+    assert (tmp_path / "own.yaml").exists()
+    assert (done.returncode, done.stderr) == (0, "")
