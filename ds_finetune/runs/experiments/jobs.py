@@ -1,6 +1,7 @@
 """Runs of experiments: processes of the ordinary command, several at once on separate GPUs or hosts."""
 
 import asyncio
+import fcntl
 import os
 import shutil
 import signal
@@ -19,6 +20,7 @@ import yaml
 from ds_finetune.config.hostfile import Host, read_hostfile
 from ds_finetune.config.run_file import apply_override, read_yaml, set_key
 from ds_finetune.config.schema import validate_tree
+from ds_finetune.console.tables import show_line
 from ds_finetune.errors import INTERRUPTED_EXIT_CODE, ConfigError, LaunchError, OutputError
 from ds_finetune.runs.metrics import METRICS, MetricsReader
 from ds_finetune.system.processes import die_with_parent, handle_signals
@@ -135,7 +137,12 @@ class ExperimentRun:
 
         If this coroutine is cancelled, it waits until the run has saved and ended; a second cancellation kills the run.
         """
-        process, began, is_stopped, is_running = self._start(slot), time.monotonic(), False, True
+        if (process := self._start(slot)) is None:
+            show_line(f"{self.folder / RUN} is still written by a run of an earlier process; waiting for its end")
+        while process is None:
+            await asyncio.sleep(_POLL_SECONDS)
+            process = self._start(slot)
+        began, is_stopped, is_running = time.monotonic(), False, True
         try:
             while is_running:
                 is_running = process.poll() is None
@@ -156,14 +163,24 @@ class ExperimentRun:
         self.seconds, self.code = time.monotonic() - began, process.returncode
         self.reason = self._why_failed() if self.code else ""
 
-    def _start(self, slot: RunSlot) -> subprocess.Popen[bytes]:
-        """Start the run, which itself waits while a run of an earlier process still saves in its folder."""
+    def _start(self, slot: RunSlot) -> subprocess.Popen[bytes] | None:
+        """Start the run; None while a run that an earlier process started still saves in this folder.
+
+        The run inherits the lock of its log. On a file system without locks, only the lock of the checkpoint folder
+        keeps two runs from overlapping.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
-        if (self.folder / RUN).exists() and not (self.folder / RUN / CHECKPOINTS).is_dir():
-            # The command would refuse a folder without checkpoints.
-            shutil.rmtree(self.folder / RUN)
-        replace_file(self.folder / RUN_FILE, yaml_text(self.tree))
         with (self.folder / LOG).open("ab") as log:
+            try:
+                fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return None
+            except OSError:
+                pass
+            if (self.folder / RUN).exists() and not (self.folder / RUN / CHECKPOINTS).is_dir():
+                # The command would refuse a folder without checkpoints.
+                shutil.rmtree(self.folder / RUN)
+            replace_file(self.folder / RUN_FILE, yaml_text(self.tree))
             return subprocess.Popen(
                 [*_PROGRAM, slot.command, str(self.folder / RUN_FILE), *slot.options],
                 env={**os.environ, **({"CUDA_VISIBLE_DEVICES": ",".join(slot.gpus)} if slot.gpus else {})},

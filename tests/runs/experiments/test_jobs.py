@@ -1,5 +1,6 @@
 """Signals that reach an experiment whose runs take a while to save."""
 
+import fcntl
 import os
 import signal
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from ds_finetune.runs.experiments import jobs
 from ds_finetune.runs.experiments.jobs import RUN, ExperimentRun, JobsInterruptedError, RunSlot, run_jobs
 
 _SAVES_SLOWLY = """
@@ -44,6 +46,26 @@ def test_only_a_second_request_kills_what_saves(tmp_path: Path, seconds: float, 
         run_jobs(iter([ExperimentRun(tmp_path, {"output_dir": str(tmp_path / RUN)}).train]), [RunSlot()])
     thread.join()
     assert (tmp_path / "saved").exists() is is_saved
+
+
+def test_a_run_starts_once_that_of_an_earlier_process_has_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(jobs, "_PROGRAM", (sys.executable, "-c", "pass"))
+    held, ended = (tmp_path / jobs.LOG).open("ab"), threading.Event()
+    fcntl.flock(held, fcntl.LOCK_EX)
+
+    def end() -> None:
+        ended.set()
+        held.close()
+
+    timer = threading.Timer(1.5, end)
+    timer.start()
+    run = ExperimentRun(tmp_path, {"output_dir": str(tmp_path / RUN)})
+    run_jobs(iter([run.train]), [RunSlot()])
+    assert ended.is_set()
+    assert (run.code, run.reason) == (0, "")
+    assert "waiting for its end" in capsys.readouterr().out.replace("\n", " ")
 
 
 def test_a_run_diverged_only_where_it_failed_in_a_skipped_step(tmp_path: Path) -> None:
