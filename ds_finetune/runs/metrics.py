@@ -4,9 +4,11 @@ import json
 import math
 import os
 from array import array
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +16,7 @@ from numpy.typing import NDArray
 from ds_finetune.config.units import MIB
 from ds_finetune.runs.status import parse_object
 
+T = TypeVar("T")
 METRICS, SAMPLES, ROLLOUTS = "metrics.jsonl", "samples.jsonl", "rollouts.jsonl"
 _MOST_LINE_BYTES = 4 * MIB
 _COMPARED_BYTES = 256
@@ -123,6 +126,15 @@ def record_of(line: str | bytes) -> dict[str, Any] | None:
     """The JSON object in a line if its key `step` is a whole number of at most 53 bits; None for any other line."""
     record = parse_object(line)
     return record if type(record.get(_STEP)) is int and 0 <= record[_STEP] < _MOST_INTEGER else None
+
+
+def parse_records(records: Iterable[dict[str, Any]], parse: Callable[[dict[str, Any]], T]) -> list[T]:
+    """The results of `parse` for records; a damaged record, or one of another version, is skipped."""
+    results = list[T]()
+    for record in records:
+        with suppress(KeyError, TypeError, ValueError, AttributeError, OverflowError):
+            results.append(parse(record))
+    return results
 
 
 def _number(value: object) -> float | None:

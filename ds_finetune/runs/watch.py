@@ -45,7 +45,7 @@ from ds_finetune.serving.http_guard import BoundedProtocol, HostRules, foreign_h
 
 MOST_COMPARED = 20
 """Maximum number of runs that are compared, and whose metrics are in memory: 16 MB for a run of 100,000 steps."""
-_TAIL_BYTES = 16 * 1024
+_TAIL_BYTES = 64 * 1024
 """Bytes at the end of a metrics file in which its last record is searched for the table of runs."""
 _SEARCH_SECONDS = 2.0
 _CLOSING_SECONDS = 2

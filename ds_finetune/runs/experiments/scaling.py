@@ -118,7 +118,7 @@ def _apply_layout(tree: dict[str, Any], part: str) -> None:
 def largest_difference(losses: Sequence[float], expected: Sequence[float]) -> float:
     """Largest relative difference between the losses of two runs at a step; infinite if a loss is not finite."""
     differences = np.abs(np.subtract(losses, expected)) / np.maximum(np.abs(expected), _LEAST_LOSS)
-    return float(np.nan_to_num(differences, nan=math.inf).max(initial=0.0))
+    return float(np.nan_to_num(differences, nan=math.inf, posinf=math.inf).max(initial=0.0))
 
 
 def table_row(row: dict[str, Any]) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ds_finetune.runs.folder import RANK_TIMES, RunFolder
-from ds_finetune.runs.metrics import Curve
+from ds_finetune.runs.metrics import Curve, parse_records
 
 MOST_POINTS, _FEWEST_POINTS, _PAGE_POINTS = 1200, 16, 60_000
 """Maximum and minimum number of points of a line, and the number that the lines of a page share."""
@@ -107,14 +107,15 @@ def overlay_charts(runs: Sequence[RunFolder]) -> list[Chart]:
 
 def rank_charts(run: RunFolder) -> list[Chart]:
     """The chart of step times by rank, with three lines if there are more than eight ranks; empty for one rank."""
-    records = run.records(RANK_TIMES)
+    times_of = parse_records(
+        run.records(RANK_TIMES), lambda record: (record["step"], [float(each) for each in record["seconds"]])
+    )
     # A run may have resumed on another number of ranks.
-    ranks = len(records[-1]["seconds"]) if records else 0
-    records = [record for record in records if len(record["seconds"]) == ranks]
+    ranks = len(times_of[-1][1]) if times_of else 0
+    times_of = [(step, seconds) for step, seconds in times_of if len(seconds) == ranks]
     if ranks < 2:
         return []
-    steps = np.array([record["step"] for record in records])
-    seconds = np.array([record["seconds"] for record in records], dtype=np.float64)
+    steps, seconds = np.array([step for step, _ in times_of]), np.array([seconds for _, seconds in times_of])
     times = {f"rank {rank}": seconds[:, rank] for rank in range(ranks)}
     if ranks > _MOST_RANKS:
         median = np.median(seconds, axis=1)

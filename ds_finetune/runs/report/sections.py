@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ds_finetune import __version__
 from ds_finetune.console.phase_line import time_text
 from ds_finetune.runs.folder import CONFIG, EXPERTS, LOG, PLAN, REPORT, RunFolder
-from ds_finetune.runs.metrics import ROLLOUTS, SAMPLES, Curve, read_expert_table
+from ds_finetune.runs.metrics import ROLLOUTS, SAMPLES, Curve, Sample, parse_records, read_expert_table
 from ds_finetune.runs.report.charts import Chart, Line, overlay_charts, rank_charts, run_charts, run_labels
 from ds_finetune.runs.report.page import (
     NONE,
@@ -194,6 +194,8 @@ def _experts(run: RunFolder) -> list[Block]:
     if (path := run.file(EXPERTS)) is None:
         return []
     layers, table = read_expert_table(path)
+    if not layers:
+        return []
     tenth = max(len(table["counts"]) // 10, 1)
     charts, loads = list[Chart](), np.zeros((1, 1))
     for part, records in (("first", slice(0, tenth)), ("last", slice(-tenth, None))):
@@ -236,10 +238,10 @@ def _data(run: RunFolder) -> list[Block]:
 
 
 def _answers(run: RunFolder) -> list[Block]:
-    groups: dict[tuple[str, str], dict[int, Mapping[str, Any]]] = {}
-    for sample in run.records(SAMPLES):
+    groups: dict[tuple[str, str], dict[int, Sample]] = {}
+    for sample in parse_records(run.records(SAMPLES), _sample):
         # A step that was repeated after a resume has several answers, of which the last one counts.
-        groups.setdefault((sample["name"], sample["prompt"]), {})[sample["step"]] = sample
+        groups.setdefault((sample.name, sample.prompt), {})[sample.step] = sample
     return [
         Table(
             f"Prompt {number} of {name}",
@@ -247,26 +249,32 @@ def _answers(run: RunFolder) -> list[Block]:
             [
                 ("prompt", _shortened(prompt)),
                 *[
-                    (f"step {step:,} {sample.get('scores', '')}".strip(), _shortened(sample["answer"]))
+                    (f"step {step:,} {sample.scores}".strip(), _shortened(sample.answer))
                     for step, sample in _spread([*samples.items()], _MOST_ANSWERS)
                 ],
-                *[("expected", _shortened(sample["expected"])) for sample in [*samples.values()][-1:]],
+                *[("expected", _shortened(sample.expected)) for sample in [*samples.values()][-1:]],
             ],
         )
         for number, ((name, prompt), samples) in enumerate([*groups.items()][:_MOST_SAMPLES], start=1)
     ]
 
 
+def _sample(record: Mapping[str, Any]) -> Sample:
+    texts = {name: str(record[name]) for name in ("name", "prompt", "answer", "expected")}
+    return Sample(record["step"], **texts, scores=str(record.get("scores", "")))
+
+
 def _rollouts(run: RunFolder) -> list[Block]:
-    tables = []
-    for rollout in _spread(run.records(ROLLOUTS), _MOST_SAMPLES):
-        rows = [("prompt", _shortened(rollout["prompt"]))]
-        for answer in rollout["answers"]:
-            parts = ", ".join(f"{name} {score}" for name, score in answer["parts"].items())
-            scores = f"reward {answer['reward']} ({parts}), advantage {answer['advantage']}, {answer['finish']}"
-            rows.append((scores, _shortened(answer["text"])))
-        tables.append(Table(f"Before step {rollout['step']:,}", (), rows))
-    return [*tables]
+    return [*_spread(parse_records(run.records(ROLLOUTS), _rollout), _MOST_SAMPLES)]
+
+
+def _rollout(record: Mapping[str, Any]) -> Table:
+    rows = [("prompt", _shortened(str(record["prompt"])))]
+    for answer in record["answers"]:
+        parts = ", ".join(f"{name} {score}" for name, score in answer["parts"].items())
+        scores = f"reward {answer['reward']} ({parts}), advantage {answer['advantage']}, {answer['finish']}"
+        rows.append((scores, _shortened(str(answer["text"]))))
+    return Table(f"Before step {record['step']:,}", (), rows)
 
 
 def _exports(run: RunFolder) -> list[Block]:

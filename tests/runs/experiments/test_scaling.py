@@ -109,4 +109,5 @@ def test_a_failed_run_is_a_reason_and_a_folder_is_not_overwritten(tmp_path: Path
 def test_a_loss_that_is_no_number_differs_without_bounds() -> None:
     assert largest_difference([1.0, 1.1], [1.0, 1.0]) == pytest.approx(0.1)
     assert largest_difference([1.0, math.nan], [1.0, 1.0]) == math.inf
+    assert largest_difference([1.0, math.inf], [1.0, 1.0]) == math.inf
     assert largest_difference([0.0], [0.0]) == 0

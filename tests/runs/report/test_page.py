@@ -237,14 +237,32 @@ def test_the_command_that_repeats_a_run_is_quoted(tmp_path: Path) -> None:
 def test_files_that_cannot_be_read_leave_out_their_section_alone(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     (run / "experts.jsonl").write_text((run / "experts.jsonl").read_text().replace("[1, 2, 3]", '[1, 2, "b"]'))
-    (run / "ranks.jsonl").write_text('{"step": 1, "seconds": [0.1, "a"]}\n')
     page = PageParser(render_page(run_page(RunFolder.read(run))))
-    assert not {"experts", "ranks"} & page.sections.keys()
+    assert "experts" not in page.sections
     assert "curves" in page.sections
-    for title in ("Load of experts", "Step times of ranks"):
-        assert (
-            f"the section {title} is left out: this version cannot read its files (ValueError" in page.sections["top"]
-        )
+    told = "the section Load of experts is left out: this version cannot read its files (ValueError"
+    assert told in page.sections["top"]
+
+
+def test_a_damaged_line_hides_no_other_line_and_an_empty_file_is_no_warning(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    (run / "ranks.jsonl").write_text('{"step": 1, "seconds": [0.1, 0.2]}\n')
+    (run / "rollouts.jsonl").write_text('{"step": 1, "prompt": "2 + 3", "answers": []}\n')
+    for name, keys in (
+        ("samples.jsonl", '"prompt": "p", "answer": "a", "expected": "e"'),
+        ("ranks.jsonl", '"rank": 0'),
+        ("ranks.jsonl", '"seconds": [0.1, "a"]'),
+        ("rollouts.jsonl", '"prompt": "p", "answers": [{}]'),
+    ):
+        with (run / name).open("a") as file:
+            file.write(f'{{"step": 2, {keys}}}\n')
+    (run / "experts.jsonl").write_text("")
+    page, empty = run_page(RunFolder.read(run)), run_page(RunFolder.read(make_run(tmp_path / "other")))
+    assert page.warnings == empty.warnings
+    sections = PageParser(render_page(page)).sections
+    assert {"answers", "ranks", "rollouts"} <= sections.keys()
+    assert "experts" not in sections
+    assert "answer at 60" in sections["answers"]
 
 
 def test_times_of_many_ranks_are_three_lines_from_the_last_number_of_ranks(tmp_path: Path) -> None:

@@ -61,7 +61,8 @@ def _add(run: Path, *records: dict[str, Any]) -> None:
 
 def test_the_table_has_the_runs_with_their_state_and_eta(runs: Path) -> None:
     own_status().write(runs / "a")
-    _add(runs / "a", {"step": 6, "train/loss": 0.5, "perf/eta_seconds": 90.0})
+    many = {f"eval/set {number}/loss": 0.5 for number in range(1000)}
+    _add(runs / "a", {"step": 6, "train/loss": 0.5, "perf/eta_seconds": 90.0, **many})
     rows = _rows(runs)
     assert list(rows) == ["a", f"deep/{ODD}"], "those that run come first"
     for text in ("running", "6 of 9", ">2 min<", "0.5000"):

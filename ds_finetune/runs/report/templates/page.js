@@ -42,6 +42,7 @@
       x_range: categories.length ? categories : undefined, background_fill_color: null, border_fill_color: null, outline_line_color: null,
       tools: [hover, zoom],
     });
+    plot.on_event("doubletap", () => plot.reset.emit());
     // A finger that is dragged scrolls the page.
     plot.toolbar.active_drag = matchMedia("(pointer: coarse)").matches ? null : zoom;
     for (const axis of [...plot.xaxes, ...plot.yaxes]) {
