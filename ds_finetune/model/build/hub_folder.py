@@ -331,22 +331,21 @@ def _by_expert(
     ModelError if the folder has the tensor of an expert twice.
     """
     divided, fused = dict(stored), {}
-    for key in [key for key in stored if ".experts." in key]:
-        tensor = stored[key]
+    for key, tensor in stored.items():
         # Other shapes stay as they are, and are refused where they are compared with the model.
         is_even = len(tensor.shape) == _FUSED_DIMS and min(tensor.shape) > 0 and tensor.shape[1] % 2 == 0
-        pieces = hub_pieces(key, tensor.shape, family) if is_even else ()
-        if pieces and pieces[0].index:
-            firsts = {piece.key: piece.first_element(tensor.shape) for piece in pieces}
-            fused[key] = (divided.pop(key).shape, firsts)
-            for piece in pieces:
-                if piece.key in divided:
-                    raise ModelError(
-                        f"{folder} has the tensors `{key}` and `{piece.key}`, which hold the same expert",
-                        hint="remove one of them",
-                    )
-                begin = tensor.begin + firsts[piece.key] * tensor.dtype.itemsize
-                divided[piece.key] = replace(tensor, shape=piece.shape, begin=begin)
+        pieces = hub_pieces(key, tensor.shape, family) if is_even and ".experts." in key else ()
+        if not pieces or not pieces[0].index:
+            continue
+        if twice := [piece.key for piece in pieces if piece.key in stored]:
+            raise ModelError(
+                f"{folder} has the tensors `{key}` and `{twice[0]}`, which hold the same expert",
+                hint="remove one of them",
+            )
+        firsts = {piece.key: piece.first_element(tensor.shape) for piece in pieces}
+        begins = {name: tensor.begin + first * tensor.dtype.itemsize for name, first in firsts.items()}
+        divided |= {piece.key: replace(tensor, shape=piece.shape, begin=begins[piece.key]) for piece in pieces}
+        fused[key] = (divided.pop(key).shape, firsts)
     return divided, fused
 
 
