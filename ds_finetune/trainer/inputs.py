@@ -192,7 +192,7 @@ def start_notes(model: ModelPlan, base: str) -> Iterator[str]:
     adapter = PeftAdapter.open(Path(model.lora.section.start))
     if adapter.base and adapter.base != base:
         raise ConfigError(
-            f"the adapter lora.start {adapter.folder} was trained for weights with digest {adapter.base}, but the "
+            f"the adapter lora.start {adapter.folder} was trained from weights with digest {adapter.base}, but the "
             f"weights of model.path {model.path} have {base}",
             hint="set model.path to the model for which the adapter was trained",
         )

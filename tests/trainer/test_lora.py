@@ -111,7 +111,7 @@ def test_another_base_is_refused(
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(other)).float().save_pretrained(other)
     for source in ("run", "run/adapter"):
         assert main(["export", str(folder / source), str(tmp_path / "out"), "--base", str(other)]) == 2
-        assert "was trained for weights with digest" in capsys.readouterr().err
+        assert "was trained from weights with digest" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

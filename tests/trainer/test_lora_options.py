@@ -101,7 +101,7 @@ def test_an_adapter_of_another_base_is_refused(
     shutil.copyfile(finished / "model" / "config.json", other / "config.json")
     overrides = [f"model={other}", f"output_dir={tmp_path / 'run'}"]
     assert main(["train", str(finished / "next.yaml"), *overrides]) == 2
-    assert "was trained for weights with digest" in capsys.readouterr().err
+    assert "was trained from weights with digest" in capsys.readouterr().err
     adapter = Path(shutil.copytree(finished / "run" / "adapter", tmp_path / "adapter"))
     change_json(adapter / "adapter_config.json", {"lora_alpha": 32})
     assert main(["train", str(finished / "next.yaml"), f"lora.start={adapter}", *overrides[1:]]) == 2
