@@ -49,9 +49,9 @@ class SaveResult:
 @dataclass
 class Saver:
     """Saves checkpoints of the state that `groups` returns, one at a time. If `is_asynchronous`, a writer process
-    writes the files while training continues. Each checkpoint also has links to the files `linked`, by their names in
-    it. The writer process inherits the open files `inherited`, and may exit a little later than this process. Methods
-    are collective, except `start`, `remove` and `close`.
+    writes the files while training continues. Each checkpoint also has hard links to the files `linked`, whose keys are
+    the names of the links. The writer process inherits the open files `inherited`, and may exit a little later than
+    this process. Methods are collective, except `start`, `remove` and `close`.
     """
 
     groups: Callable[[], list[StateGroup]]

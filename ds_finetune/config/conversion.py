@@ -404,7 +404,7 @@ def _duration(self: ConvertedRun, word: str, value: object) -> object:
 
 
 def _row_length(self: ConvertedRun, word: str, value: object) -> object:
-    """train.max_seq_len from a word that is the limit of a row, or with GRPO the limit of a prompt."""
+    """Value of train.max_seq_len, from the other trainer's maximum length of a row, or with GRPO of a prompt."""
     if is_grpo(self.objective) and isinstance(value, int):
         return value + self._size("rollout.max_new_tokens", 1)
     return value

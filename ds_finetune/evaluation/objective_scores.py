@@ -20,7 +20,7 @@ class ObjectiveScores:
 
     objective: DocumentObjective | ScoreObjective
     sums: Numbers
-    """Sums of the objective, fp64 [units, sums], named by its `sum_names`."""
+    """Sums of the loss of each pair, answer or text, fp64 [units, sums]; `objective.sum_names` names the columns."""
     chosen_tokens: Numbers
     """Number of tokens of the chosen answer of each pair, fp64 [units]; zeros for labelled answers and texts."""
     outputs: Numbers

@@ -94,10 +94,11 @@ class BaseFolder:
         return replace(parts, base_tensors=conversion.tensors, copy_base_tensors=conversion.copy_to), [line, *notes]
 
     def with_copies(self, parts: FolderParts, keys: Iterable[str]) -> tuple[FolderParts, list[str]]:
-        """Mark the tensors in `keys` that equal the base's embedding or head, so that the trained one is written in
-        their place. Returns the changed `parts` and notes for the user. A multi-token prediction layer stores copies of
-        embedding and head, and vLLM drafts tokens with these copies if they differ from the model's own (vLLM PR
-        42538). Copies of the base's tensors would draft with untrained weights.
+        """Let an export write the trained embedding or head under each of the names `keys` whose tensor in the base is
+        a copy of the base's. Returns the changed `parts` and notes for the user.
+
+        A multi-token prediction layer has such copies, and vLLM drafts tokens with them if they differ from the model's
+        embedding and head (vLLM PR 42538): untrained copies would make bad drafts.
         """
         copies = {key: original for key in keys if (original := self._original(key))}
         line = (

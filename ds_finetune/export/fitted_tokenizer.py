@@ -79,9 +79,9 @@ def fit_beginning(
     *,
     config: Mapping[str, Any],
 ) -> dict[str, str]:
-    """The changed tokenizer.json of a language model, by its file name; empty if no change is needed. The changed
-    post-processor begins texts as training does, and does not end them. `files` are the tokenizer files by name,
-    `config` is the model's config.json.
+    """Make a tokenizer.json for a language model that puts the same special tokens before a text as training does, and
+    none after it. Returns its content by file name; empty if the present file does so. `files` are the tokenizer files
+    by name, `config` is the model's config.json.
     """
     is_same = tokenizer(_PROBE)["input_ids"] == prompts.text_ids(tokenizer, _PROBE)
     if is_same and not getattr(tokenizer, "add_bos_token", False):

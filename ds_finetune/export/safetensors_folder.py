@@ -122,7 +122,8 @@ class FolderParts:
     dtype: torch.dtype
     """Dtype of all tensors except fp32 tensors and, if `is_fp8`, linear weights."""
     files: tuple[Path, ...]
-    """Files to copy. They are unchanged, except that names of Python code are removed from a tokenizer_config.json."""
+    """Files to copy. Only a tokenizer_config.json is changed: keys that name Python code, as `auto_map`, are removed.
+    """
     is_fp8: bool = False
     """Whether linear weights are written in FP8 blocks."""
     fp8_base: HubFolder | None = None

@@ -243,7 +243,9 @@ class Family:
 
     @property
     def mtp_module(self) -> str:
-        """Prefix of names in a multi-token prediction layer, a submodule if the model's own forward skips it."""
+        """Prefix of tensor names within a multi-token prediction layer. DeepSeek-V4's layer is wrapped in a module
+        `mtp`.
+        """
         return "mtp." if self.compresses else ""
 
     @property

@@ -38,7 +38,8 @@ class DistillationHead(LossHead):
         supervised: torch.Tensor | None = None,
     ) -> Any:  # noqa: ANN401 - logits or LossAndSums
         """Map `hidden` [..., width] to logits [..., vocabulary] or, with `labels` [...] (already shifted, int64) and
-        `open_targets`, to LossAndSums. `supervised` are the positions of supervised labels (None: from `labels`).
+        `open_targets`, to LossAndSums. `open_targets` opens the teacher's probabilities for these labels. `supervised`
+        are the positions of supervised labels (None: from `labels`).
         """
         if labels is None or open_targets is None:
             return super().forward(hidden)

@@ -92,7 +92,9 @@ class _Adding(torch.autograd.Function):
 
 
 def _columns(sizes: _StreamSizes) -> list[int]:
-    """Number of columns of each kind of mixing weight: `pre`, `post` and `comb`."""
+    """Widths of the three parts of a hyper-connection's projection: input (`pre`), output (`post`) and streams
+    (`comb`).
+    """
     return [sizes.streams, sizes.streams, sizes.streams**2]
 
 

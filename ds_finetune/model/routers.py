@@ -214,7 +214,7 @@ def choices_of(table: torch.Tensor, plan: RouterPlan) -> RouterChoices:
 
 
 def check_each_counted(choices: RouterChoices, plan: RouterPlan, *, num_tokens: int) -> None:
-    """Assert that each router saw each of the `num_tokens` tokens of the batch once and chose equally many experts."""
+    """Assert that each router counted `plan.per_token` experts for each of the `num_tokens` tokens of the batch."""
     counted = dict(zip(choices.layers, choices.counts.sum(dim=1).tolist(), strict=True))
     expected = dict.fromkeys(choices.layers, num_tokens * plan.per_token)
     assert counted == expected, (counted, expected)

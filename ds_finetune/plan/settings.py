@@ -260,7 +260,7 @@ def refuse_pairs(
 
 
 def both(first: Condition[R], second: Condition[RunSettings]) -> Condition[R]:
-    """Conjunction of two conditions, with the message fields of both."""
+    """The condition that two conditions hold; the values for the message are those of both."""
 
     def hold(run: R) -> object:
         one = first(run)

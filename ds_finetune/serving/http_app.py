@@ -152,8 +152,8 @@ class ServedModel(ModelManager):
             raise RequestError(400, f"the chat template refuses these messages: {wrong}", param="messages") from wrong
         if len(set(texts)) < len(texts):
             raise RequestError(400, "the chat template ignores `tools`", param="tools")
-        # Assistants and tools are not checked: a template may leave out reasoning, and may write results of tools as
-        # JSON.
+        # Contents of assistant and tool messages may be missing in the prompt: a template may leave out reasoning, and
+        # may write results of tools as JSON.
         for number, message in enumerate(messages):
             if message["role"] not in ("assistant", "tool") and message["content"].strip() not in texts[0]:
                 text = f"the chat template drops the text of message {number}, role `{message['role']}`"

@@ -98,7 +98,7 @@ class ResolvedRun:
 
     @cached_property
     def estimate(self) -> RunEstimate:
-        """Needs of the run, estimated from the shapes of its ranks' tensors."""
+        """Memory and disk space that the run needs, estimated from the shapes of its ranks' tensors."""
         return estimate_run(self.plan, self.model.described)
 
 

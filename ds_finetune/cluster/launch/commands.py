@@ -25,9 +25,10 @@ _NEEDED_TO_START = re.compile(
 """Environment variables that ssh, mpirun and srun need themselves; OMPI_MCA_* are the user's settings of Open MPI."""
 _SLURM_VARIABLE = re.compile(r"(?:SLURM|SRUN|SLURMD)_\w+$")
 _KEEPALIVE_SETTINGS = {"oob_tcp_keepalive_time": "5", "oob_tcp_keepalive_intvl": "5", "oob_tcp_keepalive_probes": "2"}
-"""Settings with which Open MPI notices a silent host after 15 s instead of eight minutes [ran]."""
+"""Settings with which Open MPI notices a silent host after 15 s instead of eight minutes (measured)."""
 _LOGIN_VARIABLES = ("HOME", "USER", "LOGNAME")
-"""Login variables that ranks need: `srun --export` passes only named ones, Slurm's and TMPDIR [Slurm 22.05, ran]."""
+"""Login variables that ranks need: `srun --export` passes only named ones, Slurm's and TMPDIR (tried with Slurm 22.05).
+"""
 _COMMANDS = 2
 """Number of hosts at the start and at the end of a long list whose commands are printed."""
 
@@ -94,7 +95,7 @@ def mpirun_command(job: Job, ssh_args: Sequence[str] = ()) -> list[str]:
     """Open MPI's (4.1) command for the ranks of `job`, in the order of its hosts, to run in `starting_environment`.
 
     Each host is named once per rank and mapped by `seq`: with `--host a:8,b:8` mpirun puts its own host first, so that
-    rank 0 is not at MASTER_ADDR [ran]. Values are passed by `-x NAME`, so that no command line shows them. Ranks
+    rank 0 is not at MASTER_ADDR. Values are passed by `-x NAME`, so that no command line shows them. Ranks
     use no MPI: the interface here is that of mpirun's own daemons (oob); gloo and NCCL get theirs by variables.
     LaunchError for lines of the hostfile that Open MPI has no options for.
     """

@@ -23,7 +23,7 @@ _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
 _NAMES = {
     # Compilers with which operators are built, CUDA and network plugins, and caches of compiled extensions.
     *("PATH", "LD_LIBRARY_PATH", "XDG_CACHE_HOME"),
-    # Certificates for the hub, and the way to it.
+    # Certificates and proxies for downloads from the Hugging Face hub.
     *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
     *_PROXIES,
     *map(str.upper, _PROXIES),

@@ -6,7 +6,9 @@ from ds_finetune.cluster.host_program import HostProgram, facts
 
 
 def load() -> None:
-    """Import torch, which takes seconds, so that later all agents start at the same time."""
+    """Import torch, which takes seconds, before the host starts its torchelastic agent: agents of all hosts then start
+    together.
+    """
     import ds_finetune.cluster.launch.agent  # noqa: F401
 
 

@@ -44,8 +44,9 @@ def reported_lock(say: Say) -> Iterator[None]:
 
 
 class _ReportedBaton(FileBaton):
-    """torch's lock file, with the name of the process that owns it. The process also has a file lock, which the system
-    releases when the process dies. A named lock file without a file lock was left by a dead process.
+    """torch's lock file of an extension build, with the name of the process that owns it. That process also has a file
+    lock, which the system releases when the process dies. A named lock file without a file lock was left by a dead
+    process.
     """
 
     def __init__(self, path: str, *, say: Say) -> None:

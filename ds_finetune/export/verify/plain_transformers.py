@@ -49,7 +49,9 @@ from transformers import (
 )
 
 _GPU_FACTOR, _GPU_FACTOR_FP8 = 2.2, 4.4
-"""Free GPU memory that a folder needs, relative to its files: 16-bit weights, the fp32 model and activations."""
+"""Free GPU memory that verification needs, as a multiple of the size of the folder's weight files: for 16-bit weights,
+and for FP8 weights. Verification loads the model in fp32.
+"""
 _BLOCK, _SCALE, _FP8 = 128, "_scale_inv", torch.float8_e4m3fn
 _E2M1, _GROUP = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), 32
 _GROUPED, _EAGER = "grouped_mm", "eager"

@@ -91,7 +91,7 @@ class ExportRecord:
     texts: tuple[str, ...] = ()
     """Texts for which the exported tokenizer must give recorded ids: `text_ids`, or a classifier's last prompts."""
     text_ids: tuple[tuple[int, ...], ...] = ()
-    """Token ids of `texts` as a language model was trained to read them."""
+    """Token ids of `texts` as plain texts, with the special tokens that training put before and after them."""
     chat_ids: tuple[tuple[int, ...], ...] = ()
     """Token ids of `texts` as a user's message in the chat template, up to the answer."""
 

@@ -83,7 +83,9 @@ class TwoPassHead:
         self._log_sum = torch.zeros(tokens, dtype=torch.float32, device=inputs.hidden.device)
         self._last: _CappedChunk | None = None
         self.entropy = torch.zeros_like(self._log_sum) if with_entropy else None
-        """Entropy of the predicted distribution at each token in nats, fp32 [tokens], after the first pass."""
+        """Entropy of the predicted distribution at each token in nats, fp32 [tokens]; zero until all chunks of the
+        vocabulary were read once.
+        """
 
     def log_probs(self) -> torch.Tensor:
         """Run the first pass: the log-probability of each target in nats, fp32 [tokens]."""

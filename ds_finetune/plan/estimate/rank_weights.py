@@ -216,8 +216,8 @@ def is_trained(plan: Plan, model: DescribedModel, kind: TensorKind) -> bool:
 def _adapter_kinds(
     model: DescribedModel, lora: LoraConfig, sizes: tuple[int, int, int], layers: tuple[int, ...]
 ) -> tuple[TensorKind, ...]:
-    """LoRA adapters on a rank that holds `layers`. `sizes` are the tensor and expert parallel sizes and the number of
-    ranks over which ZeRO shards.
+    """Kinds of LoRA tensors on a rank that holds the layers `layers`. `sizes` are the tensor and expert parallel sizes
+    and the number of ranks over which ZeRO shards.
     """
     tp, ep, zero_ranks = sizes
     counts = Counter[TensorKind]()

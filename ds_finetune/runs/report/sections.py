@@ -69,7 +69,7 @@ def run_page(run: RunFolder, *, state: State | None = None, is_live: bool = Fals
 
 
 def overlay_page(runs: Sequence[RunFolder]) -> Page:
-    """The page that compares two or more runs: results, different keys of run files and versions, and curves."""
+    """The page that compares runs: results, run-file keys and package versions that differ between them, and curves."""
     labels = run_labels(runs)
     rows = _differences([run.settings for run in runs]) + _differences([run.versions for run in runs])
     differences: list[Block] = [Table("Keys and versions that differ", ("", *labels), rows, len(labels) + 1)]

@@ -101,7 +101,9 @@ class _Watch:
         self._has_left_layers = number == len(self._numbers) - 1
 
     def result(self, representatives: Sequence[int]) -> TracedModel:
-        """The readings for all layers; layer i of the model is represented by the computed layer `stands[i]`."""
+        """Traced memory and FLOPs of all layers. Layer i of the model has those of the traced layer
+        `representatives[i]`.
+        """
         parts = {(mark.part, mark.layer): (mark, then) for mark, then in pairwise(self._marks)}
         layers = [self._layer(parts, number) for number in range(len(self._numbers))]
         begin, last = parts["forward", 0][0].held, parts["head", -1][0].held
