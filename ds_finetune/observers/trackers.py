@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import Full, Queue
 from threading import Thread, current_thread
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from ds_finetune.config.dotted_keys import values_by_key
 from ds_finetune.config.units import MIB
@@ -252,6 +252,8 @@ class _Mlflow(_Tracker):
     the run folder. A resumed run continues the MLflow run whose id is in `mlflow.json`.
     """
 
+    _unfinished: "ClassVar[_Mlflow | None]" = None
+
     def __init__(
         self, name: str, folder: Path, parameters: Mapping[str, str | float], earlier: Sequence[Record], say: Say
     ) -> None:
@@ -265,6 +267,10 @@ class _Mlflow(_Tracker):
     def start(self) -> None:
         """Open MLflow in its thread, since MLflow's current run belongs to a thread."""
         if current_thread() is not self._thread:
+            if _Mlflow._unfinished is not None:
+                # A run that failed in this process; the address of its store would be that of this run too.
+                _Mlflow._unfinished.close("FAILED")
+            _Mlflow._unfinished = self
             self._thread.start()
             try:
                 return self._started.result()
@@ -303,6 +309,7 @@ class _Mlflow(_Tracker):
         not sent.
         """
         atexit.unregister(self.close)
+        _Mlflow._unfinished = None
         self._end_status = status
         with suppress(Full):
             self._records.put(None, timeout=CLOSE_SECONDS)

@@ -181,6 +181,17 @@ def test_a_run_that_fails_has_all_its_records_and_failed_in_mlflow(tmp_path: Pat
     assert len(name) > 200
 
 
+@needs_mlflow
+def test_a_run_after_a_failed_one_in_the_same_process_has_a_store_of_its_own(tmp_path: Path) -> None:
+    failed, run = tmp_path / "failed", tmp_path / "run"
+    failed.mkdir()
+    run.mkdir()
+    Trackers.open(["mlflow"], failed, {}, pytest.fail).after_step(record(1))
+    take_steps(run, [record(2)], said=[])
+    assert_received(run)
+    assert (status_in_mlflow(failed), in_mlflow(failed)[0]) == ("FAILED", {"train/loss": [(1, 1.0)]})
+
+
 class _Broken:
     """A tracker of accelerate whose server is gone."""
 
