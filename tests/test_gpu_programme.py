@@ -1,6 +1,8 @@
 """The GPU programme, rehearsed on tiny models: every part ends, and an error of one is a result and stops no other."""
 
+import ast
 import contextlib
+import importlib
 import io
 import json
 import os
@@ -11,6 +13,7 @@ import sys
 import tomllib
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, requires
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -255,11 +258,21 @@ def _assert_no_failure(records: list[dict[str, Any]]) -> None:
     assert [record for record in records if record["result"] == "failed"] == []
 
 
-@pytest.mark.parametrize(("name", "part"), [("kernels", "machine"), ("kernels", "choices")])
+@pytest.mark.parametrize(("name", "part"), [("kernels", "machine"), ("kernels", "sizes"), ("kernels", "choices")])
 def test_parts_run_to_their_end(name: str, part: str, tmp_path: Path) -> None:
     records = _rehearse(name, part, tmp_path)
     _assert_no_failure(records)
     assert any(record["result"] == "ok" for record in records)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "bench").rglob("*.py")), ids=lambda path: path.stem)
+def test_every_benchmark_imports_what_there_is(path: Path) -> None:
+    """Names that a benchmark imports from the package exist."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("ds_finetune", "bench", "tests")):
+            module = importlib.import_module(str(node.module))
+            missing = [each.name for each in node.names if not hasattr(module, each.name)]
+            assert not [name for name in missing if find_spec(f"{node.module}.{name}") is None]
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from ds_finetune.foreign.auto_configs import AutoConfig
 from ds_finetune.model.attention.by_document import attend_by_document
 from ds_finetune.model.attention.kernels import pack_documents
 from ds_finetune.model.build.skeleton import build_skeleton
-from ds_finetune.model.loss.cross_entropy import KERNELS
+from ds_finetune.model.loss.cross_entropy import chunked_cross_entropy, liger_cross_entropy
 from ds_finetune.model.loss.head_chunks import NeededGradients
 
 _HALF_LIMIT = 3e-2
@@ -128,6 +128,7 @@ def _attention(recorder: Recorder, *, is_tiny: bool) -> None:
             values.check("varlen", _largest_difference(found, wanted), limit=_HALF_LIMIT)
 
 
+_LOSSES = {"chunked": chunked_cross_entropy, "liger": liger_cross_entropy}
 _PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -137,7 +138,7 @@ def _head(recorder: Recorder, *, is_tiny: bool) -> None:
     if is_tiny:
         shapes = {"tiny": (12, 16, 40)}
     for name, (tokens, width, vocabulary) in shapes.items():
-        for kernel in KERNELS:
+        for kernel in _LOSSES:
             with recorder.record(f"head: {kernel}, {name}: {tokens:,} tokens, vocabulary {vocabulary:,}") as values:
                 if kernel == "liger" and (device().type == "cpu" or find_spec("liger_kernel") is None):
                     raise SkippedError("liger-kernel needs a GPU and has to be installed")
@@ -151,10 +152,10 @@ def _measure_head(values: Values, kernel: str, shape: tuple[int, int, int]) -> N
     weight = torch.randn(vocabulary, width, device=device(), dtype=torch.bfloat16) * width**-0.5
     targets = torch.randint(vocabulary, (tokens,), device=device())
     needed = NeededGradients(hidden=True, weight=True, bias=False)
-    seconds = median_seconds(lambda: KERNELS[kernel](hidden, weight, None, targets, needed), repeats=5)
+    seconds = median_seconds(lambda: _LOSSES[kernel](hidden, weight, None, targets, needed), repeats=5)
     values |= {"ms": seconds * 1e3, "TFLOP/s": 6 * tokens * width * vocabulary / seconds / 1e12}
     some = slice(0, 256)
-    found = KERNELS[kernel](hidden[some], weight, None, targets[some], needed)
+    found = _LOSSES[kernel](hidden[some], weight, None, targets[some], needed)
     leaves = [hidden[some].float().requires_grad_(), weight.float().requires_grad_()]
     loss = nn.functional.cross_entropy(leaves[0] @ leaves[1].T, targets[some], reduction="sum")
     wanted = torch.autograd.grad(loss, leaves)
