@@ -258,7 +258,9 @@ def _assert_no_failure(records: list[dict[str, Any]]) -> None:
     assert [record for record in records if record["result"] == "failed"] == []
 
 
-@pytest.mark.parametrize(("name", "part"), [("kernels", "machine"), ("kernels", "sizes"), ("kernels", "choices")])
+@pytest.mark.parametrize(
+    ("name", "part"), [("kernels", "machine"), ("kernels", "sizes"), ("kernels", "choices"), ("memory", "waits")]
+)
 def test_parts_run_to_their_end(name: str, part: str, tmp_path: Path) -> None:
     records = _rehearse(name, part, tmp_path)
     _assert_no_failure(records)

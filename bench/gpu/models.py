@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from transformers import AutoConfig, AutoTokenizer
 
 from bench.gpu.machine import device
 from ds_finetune.cli.demo import write_tokenizer
@@ -113,13 +114,16 @@ def tiny(config: Config) -> Config:
 
 
 def write_model(folder: Path, config: Config) -> Path:
-    """Write config.json, and to `folder/tokenizer` one with a token for each printable character; returns the folder.
+    """Write config.json, and to `folder/tokenizer` one with a token for each letter; returns the folder.
 
-    Apart, because transformers 5 loads a tokenizer beside a config.json as the model type's own.
+    The tokenizer is of the class that transformers 5 takes for the model type: a run refuses one that an export would
+    load otherwise.
     """
     (folder / "tokenizer").mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**config, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}))
     write_tokenizer(folder / "tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer", config=AutoConfig.from_pretrained(folder))
+    tokenizer.save_pretrained(folder / "tokenizer")
     return folder
 
 
