@@ -13,7 +13,9 @@ AUTO = "auto"
 
 
 def rows_of_forward(train: TrainConfig) -> int:
-    """Micro-batch size in rows. While `train.micro_batch_size: auto` is undecided, it is 1."""
+    """Rows that a rank computes in one forward: the micro-batch size, or 1 while `train.micro_batch_size: auto` is
+    undecided.
+    """
     size = train.micro_batch_size
     return size if isinstance(size, int) else 1
 
@@ -28,15 +30,17 @@ def divisors(number: int, *, most: int | None = None) -> tuple[int, ...]:
 
 
 def legal_micro_batches(*, global_batch_size: int, dp: int, group: int = 1) -> tuple[int, ...]:
-    """Micro-batch sizes that divide the global batch on `dp` data parallel ranks into a multiple of `group` forwards
-    per step, ascending.
+    """Legal micro-batch sizes, ascending. With a legal size, `dp` data parallel ranks compute the global batch in a
+    number of forwards per step that is a multiple of `group`.
     """
     rows, rest = divmod(global_batch_size, dp * group)
     return () if rest else divisors(rows)
 
 
 def check_auto(train: TrainConfig, tree: Mapping[str, Any], source: str, accelerate: AccelerateChoices | None) -> None:
-    """ConfigError where `train.micro_batch_size: auto` is combined with a given micro-batch size or accumulation."""
+    """Raise a ConfigError if `train.micro_batch_size` is `auto` but DeepSpeed's configuration or accelerate gives a
+    micro-batch size or a number of accumulation steps.
+    """
     if train.micro_batch_size != AUTO:
         return
     for name, value in _chosen(tree, source, accelerate):
@@ -56,7 +60,9 @@ def _chosen(tree: Mapping[str, Any], source: str, accelerate: AccelerateChoices 
 
 
 def accumulation_steps(*, global_batch_size: int, micro_batch_size: int, dp: int) -> int:
-    """Gradient accumulation steps on one rank; ConfigError names the nearest legal global batch sizes."""
+    """Gradient accumulation steps on one rank. If the batch sizes do not divide, a ConfigError names the nearest legal
+    global batch sizes.
+    """
     rows_per_pass = micro_batch_size * dp
     steps, rest = divmod(global_batch_size, rows_per_pass)
     if rest:

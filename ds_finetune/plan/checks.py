@@ -1,8 +1,8 @@
-"""The refused combinations of settings: one table, which `docs/reference/combinations.md` prints.
+"""The table of refused combinations of settings, which `docs/reference/combinations.md` prints.
 
-Rows that need the model's config.json are in `plan/model_checks.py`.
+Combinations that depend on the model's config.json are in `plan/model_checks.py`.
 
-A message says "is not tested" if no test compares the combination with a reference loop.
+The error says "is not tested" if no test compares the combination with a reference loop.
 """
 
 from collections.abc import Iterator, Mapping
@@ -34,9 +34,10 @@ _TESTED_OPTIONS: Mapping[str, tuple[object, ...]] = {
     "gradient_predivide_factor": (1, 1.0),
     "prescale_gradients": (False,),
 }
-"""DeepSpeed options, each with the values with which tests compare parallel layouts with a reference loop.
+"""DeepSpeed options, each with the values for which tests compare parallel layouts with a reference loop.
 
-With other values some parallel layouts fail after weights are read, and some compute with another rank's experts.
+Parallel layouts with other values are refused: some fail after weights are read, and some compute a token with another
+rank's experts.
 """
 _ATTENTION = Conflict(
     "model.attention {model.attention}",
@@ -44,8 +45,8 @@ _ATTENTION = Conflict(
     lambda run: run.model.attention not in OWN_ATTENTIONS,
 )
 _ONE_NORM = Conflict(
-    # At stage 0 in 16 bits, DeepSpeed 0.19.8 takes one norm of all gradients, although those of an auxiliary loss are
-    # clipped by their own norm (fp16/unfused_optimizer.py:214).
+    # At stage 0 in 16 bits, DeepSpeed 0.19.8 clips all gradients by one norm (fp16/unfused_optimizer.py:214). Gradients
+    # of an auxiliary loss must be clipped by a norm of their own.
     "zero stage {zero_stage} in {precision}",
     "use zero stage 1, or fp32",
     lambda run: run.zero_stage == 0 and run.precision != "fp32",
@@ -131,7 +132,8 @@ _OBJECTIVE: tuple[Refusal[RunSettings], ...] = (
         "stored scores are looked up",
         "set data.streaming to false, or name a teacher",
     ),
-    # Only the ranks of the last pipeline stage run the teacher, but with offload all ranks would hold its weights.
+    # Only ranks of the last pipeline stage run the teacher, but with offload every rank would hold a part of the
+    # teacher's weights.
     Refusal(
         lambda run: is_distillation(run.objective) and run.mesh.pp > 1 and run.objective.teacher_offload != "none",
         "objective distill with teacher_offload {objective.teacher_offload} and parallel {mesh} is not tested",
@@ -291,8 +293,8 @@ _LORA: tuple[Refusal[RunSettings], ...] = (
         (
             *UNTESTED_STATES,
             setting("model.weights random", "load weights, or leave `lora` out"),
-            # With LoRA the embedding and the head are frozen and not exported, so that new rows of them would stay
-            # random and be lost.
+            # With LoRA the embedding and the head are frozen and not exported. New rows of them would stay random and
+            # be lost.
             setting("model.resize_vocabulary true", "train all weights, or use a tokenizer that fits the model"),
             # A server loads an adapter with its base model, whose config.json would not have the extended context.
             Conflict(
@@ -328,8 +330,8 @@ _LORA: tuple[Refusal[RunSettings], ...] = (
         "lora.modules_to_save with mtp.train true is not tested",
         "leave one of them out",
     ),
-    # Each 256 block scales share a second-level scale, and all block scales of a weight share a mean: quantising a
-    # shard would give other values.
+    # Quantising a shard of a weight gives other values than quantising the weight: 256 block scales share a
+    # second-level scale, and all block scales of a weight share a mean.
     Refusal(
         lambda run: _quantizes(run) and run.mesh.tp > 1,
         "lora.quantize {lora.quantize} with parallel {mesh} would round other numbers than without parallel.tp",
@@ -357,7 +359,7 @@ _FREEZING = refuse_pairs(
     lambda run: run.train.only or run.train.freeze,
     (
         *UNTESTED_STATES,
-        # Frozen weights are read from the model's folder, not from checkpoints.
+        # A run that resumes reads frozen weights from the model's folder, because checkpoints have no frozen weights.
         setting("model.weights random", "load weights, or train all"),
         setting("model.resize_vocabulary true", "train all weights, or use a tokenizer that fits the model"),
         Conflict("model.context {model.context}", "leave one of them out", lambda run: run.model.context is not None),
@@ -397,7 +399,7 @@ _PREDICTION = refuse_pairs(
     "mtp.train true",
     lambda run: run.mtp.train,
     (
-        # No test combines both losses, and the indexer of the prediction layer has no loss.
+        # No test trains indexers and a multi-token prediction layer together, and that layer's indexer has no loss.
         setting("indexer.train true", "train indexers first, and then mtp on the export of that run"),
         _other_objective("mtp"),
         setting("model.attention flash_attention_2", "set model.attention to sdpa"),
@@ -489,8 +491,9 @@ _OPTIONS: tuple[Refusal[RunSettings], ...] = (
         "stage 0 has no partitioned optimizer to offload",
         "zero_optimization.stage 1, 2 or 3",
     ),
-    # ZeRO-3 gathers small weights after a step, and only that waits for the writes of the step (zero/stage3.py:2840,
-    # zero/partition_parameters.py:2128). Other gathers start on a separate stream.
+    # A gather must wait until an optimizer step has written the weights. DeepSpeed's only gather that waits is that of
+    # small weights after the step (zero/stage3.py:2840, zero/partition_parameters.py:2128); other gathers start on a
+    # separate stream.
     _option(
         "ZeRO-3 with overlap_comm and no weights that stay whole",
         lambda run: (
@@ -571,7 +574,7 @@ def _joined_epochs(run: LengthSettings) -> MessageFields:
 
 
 def length_notes(run: LengthSettings) -> list[str]:
-    """A note where an optimizer step has more rows than an epoch."""
+    """Note of the plan if an optimizer step uses more rows than an epoch has."""
     values = _larger_step(run)
     text = "{key} {batch} is more than the {rows} {kind} of an epoch: each step sees rows more than once"
     return [text.format(**values)] if values else []
@@ -638,6 +641,6 @@ def check(run: RunSettings, *subjects: str) -> None:
 
 
 def check_length(run: LengthSettings) -> None:
-    """ConfigError where settings are not valid for the length of the run."""
+    """Raise a ConfigError if settings are not valid for the run's number of rows and steps."""
     for row in LENGTH_CHECKS:
         row.raise_for(run)

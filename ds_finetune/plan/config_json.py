@@ -33,7 +33,7 @@ _KNOWN_OF_V4: Mapping[str, Any] = {
     "norm_topk_prob": True,
     "n_shared_experts": 1,
 }
-"""Keys of a DeepSeek-V4 config.json with the only value that transformers 5.23 and this program compute with."""
+"""Keys of a DeepSeek-V4 config.json, each with the only value with which transformers 5.23 and this program compute."""
 _LISTS_OF_V4: Mapping[str, tuple[Any, ...]] = {
     "compress_ratios": tuple(RATIOS),
     "layer_types": tuple(RATIOS.values()),
@@ -45,8 +45,8 @@ _NEEDED_BY_V4 = (
     *(("num_hidden_layers",), ("swiglu_limit",), ("compress_ratios", "layer_types")),
     *(("num_hash_layers", "mlp_layer_types"), ("qk_rope_head_dim", "partial_rotary_factor")),
 )
-"""Groups of keys of a DeepSeek-V4 config.json. At least one key of each group is required, because transformers would
-fill in the values of DeepSeek-V4-Flash.
+"""Groups of keys of a DeepSeek-V4 config.json. At least one key of each group is required; if all are missing,
+transformers would take the values of DeepSeek-V4-Flash.
 """
 _SIZES = (
     "hidden_size",
@@ -98,7 +98,7 @@ def check_sizes(file: Path) -> None:
     try:
         tree = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
-        # Whoever reads the file next reports the syntax error with its line.
+        # A later reader of config.json reports the syntax error with its line.
         return
     for key, value in _counts(tree):
         least = 0 if key.endswith("num_nextn_predict_layers") else 1
@@ -106,7 +106,7 @@ def check_sizes(file: Path) -> None:
             raise ModelError(f"{file}: {key} is {value!r}, not a number from {least} to {MAX_LAYERS}", hint=_PUBLISHED)
     for name, dtype in _dtypes(tree):
         if dtype is not None and str(dtype) not in _DTYPES:
-            # transformers 5.23 would take any attribute of torch, such as `torch.save`, as a dtype.
+            # transformers 5.23 would accept any attribute of torch as a dtype, even `torch.save`.
             raise ModelError(f"{file}: {name} is {dtype!r}, not one of {', '.join(_DTYPES)}", hint=_PUBLISHED)
     if isinstance(tree, Mapping):
         _check_widths(file, text_tree(tree))
@@ -123,8 +123,8 @@ def check_sizes(file: Path) -> None:
 
 
 def _problems_of_v4(tree: Mapping[str, Any]) -> Iterator[str]:
-    """Messages on the faults of a DeepSeek-V4 config.json, after its sizes are checked. Read only the first: computing
-    the next ones may raise an error.
+    """Error messages about a DeepSeek-V4 config.json whose sizes are valid. A caller must read only the first message:
+    computing the next one may raise an error.
     """
     for keys in _NEEDED_BY_V4:
         if all(tree.get(key) is None for key in keys):
@@ -154,14 +154,14 @@ def _problems_of_v4(tree: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _facts_stated_twice(tree: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """Keys of DeepSeek-V4 that state one fact twice: the published key, the key that transformers prefers, and the
-    value that the published key should then have.
+    """Facts that a DeepSeek-V4 config.json may state twice. Each item has the published key, the key that transformers
+    prefers, and the value with which the published key would agree.
     """
     if kinds := tree.get("mlp_layer_types"):
         yield "num_hash_layers", "mlp_layer_types", kinds.count("hash_moe")
     if kinds := tree.get("layer_types"):
         numbers = {kind: ratio for ratio, kind in RATIOS.items()}
-        # The items after those of the layers belong to multi-token prediction layers.
+        # `compress_ratios` has further items, for multi-token prediction layers, after the items for the layers.
         others = (tree.get("compress_ratios") or [])[len(kinds) :]
         yield "compress_ratios", "layer_types", [*(numbers[kind] for kind in kinds), *others]
     if factor := tree.get("partial_rotary_factor"):
@@ -208,11 +208,11 @@ def _numbers(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _rotary_width(tree: Mapping[str, Any]) -> tuple[str, int]:
-    """Key of config.json that gives the rotated columns of an attention head, and their number; 0 where it is not
+    """The config.json key that sets how many columns of an attention head are rotated, and that number; 0 if it is not
     known.
     """
     family, rope = family_of(str(tree.get("model_type"))), tree.get("rope_parameters")
-    # transformers 5.23 rounds the number of rotated columns up (modeling_rope_utils.py:902).
+    # If the number of rotated columns is a fraction, transformers 5.23 rounds it up (modeling_rope_utils.py:902).
     is_partial = any("partial_rotary_factor" in part for part in (tree, rope) if isinstance(part, Mapping))
     if family.is_generic or family.encoder is not None or is_partial:
         return "", 0
@@ -240,7 +240,7 @@ def _dtypes(tree: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401 - as above
 
 
 def max_positions(model: Mapping[str, Any]) -> int | None:
-    """Maximum number of tokens of a document by the model's config.json; None where that sets no limit."""
+    """Maximum number of tokens of a document by the model's config.json; None if config.json sets no limit."""
     positions, encoder = model.get("max_position_embeddings"), family_of(str(model.get("model_type"))).encoder
     if not positions:
         return None
@@ -262,9 +262,10 @@ def _config_file(path: str) -> Path:
 
 
 def check_model_path(path: str) -> None:
-    """ModelError for an adapter, and for a path that is neither a folder nor has the form of a hub id.
+    """Raise a ModelError if the path is an adapter, or neither a folder nor a hub id.
 
-    A folder with an adapter and a model is an adapter: transformers reads the base model that the adapter names.
+    A folder with both an adapter and a model counts as an adapter, because transformers would read the base model that
+    the adapter names.
     """
     folder = Path(path)
     if (folder / "adapter_config.json").is_file():

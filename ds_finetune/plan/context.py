@@ -9,8 +9,8 @@ from ds_finetune.families.table import WITH_CONTEXT
 
 _POSITIONS, _ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
 _LATENT_SCALES = {"mscale": 1.0, "mscale_all_dim": 1.0}
-"""YaRN keys as in DeepSeek-V3's config.json, with which YaRN scales attention logits. Without these keys it scales
-cosines and sines, which in latent attention affect only a few columns.
+"""YaRN keys of DeepSeek-V3's config.json that make YaRN scale attention logits. Without these keys YaRN scales cosines
+and sines, which in latent attention affect only a few columns.
 """
 
 
@@ -37,11 +37,13 @@ class ContextPlan:
 
     @property
     def is_extended(self) -> bool:
-        """Whether `model.context` is more than the published positions, so that the model's configuration changes."""
+        """Whether `model.context` exceeds the published positions, so that the model's configuration changes."""
         return self.context > self.published
 
     def settings(self) -> dict[str, int]:
-        """Changed keys of the model's configuration with their values, without rotary settings."""
+        """Keys of the model's configuration that `model.context` changes, with their new values. Rotary settings are
+        not among them.
+        """
         return {_POSITIONS: self.positions, **({"head_dim": self.head_dim} if self.head_dim is not None else {})}
 
     def lines(self) -> list[tuple[str, str]]:
@@ -53,7 +55,9 @@ class ContextPlan:
         return [("context", text)]
 
     def notes(self) -> tuple[str, ...]:
-        """Note of the plan where YaRN also changes the results on short texts; empty otherwise."""
+        """Note of the plan that YaRN changes results on short texts too; empty if `model.context` does not change the
+        scaling.
+        """
         if not self.is_extended or self.rope == self.rope_before:
             return ()
         return (
@@ -102,7 +106,8 @@ def _original_positions(rope: Mapping[str, Any], published: int, context: int) -
         )
     if _rope_type(rope) == "default":
         return published
-    # Without this key transformers 5.23 takes max_position_embeddings (modeling_rope_utils.py:843).
+    # Without the key for the original number of positions, transformers 5.23 takes max_position_embeddings
+    # (modeling_rope_utils.py:843).
     return int(rope.get(_ORIGINAL) or published)
 
 
@@ -118,7 +123,7 @@ def _new_factor(rope: Mapping[str, Any], original: int, context: int) -> float:
             hint=f"set it to {scaled}",
         )
     if int(original * factor) != context:
-        # vLLM truncates the product original x factor to get the number of positions.
+        # vLLM computes the number of positions as original x factor, cut to an integer.
         below = context // original * original
         legal = [size for size in (below, below + original) if size >= scaled]
         raise ConfigError(
@@ -130,7 +135,8 @@ def _new_factor(rope: Mapping[str, Any], original: int, context: int) -> float:
 
 
 def extend_tree(tree: Mapping[str, Any], plan: ContextPlan) -> dict[str, Any]:
-    """The published config.json `tree` with the positions and rotary settings of `plan`, in each schema that it uses.
+    """The published config.json (`tree`) with the positions and rotary settings of `plan`, in each schema that the file
+    uses.
 
     Some readers of `rope_scaling` expect the kind of scaling under `type`, all others under `rope_type`.
     """

@@ -228,10 +228,11 @@ def finish(
         derived[key] = given | derived[key] if derived[key]["enabled"] else derived[key]
     zero = _without_auto(zero)
     if zero.get("stage"):
-        # DeepSpeed's own default (0.19.8, zero/config.py), written out so that a report shows it
+        # overlap_comm gets DeepSpeed's own default (0.19.8, zero/config.py) here, so that a report shows the value.
         zero.setdefault("overlap_comm", zero["stage"] == 3)
     finished |= derived | {"zero_optimization": zero}
-    # DeepSpeed 0.19.8's throughput timer synchronises the device twice per micro-batch (utils/timer.py:238, 256).
+    # DeepSpeed 0.19.8's throughput timer is off, because it synchronises the device twice per micro-batch
+    # (utils/timer.py:238, 256).
     finished.setdefault("timers", {"throughput": {"enabled": False}})
     if OPTIMIZERS[optim.name.lower()].of != "deepspeed":
         finished["zero_allow_untested_optimizer"] = True
@@ -243,8 +244,8 @@ def _without_auto(tree: Mapping[str, Any]) -> Tree:
 
 
 def _check_equal(pairs: Iterable[tuple[str, object, str, object]], hint: str, *, before: str, after: str = "") -> None:
-    """ConfigError where a value given outside of the run file is not that of the run file; None and "auto" count as
-    absent. Each of `pairs` has the outer name and value, and those of the run file.
+    """Raise a ConfigError if a value given outside of the run file contradicts the run file. None and "auto" count as
+    absent. Each item of `pairs` has the outer name and value, and the run file's name and value.
     """
     for name, outer, own, ours in pairs:
         if outer not in (None, "auto") and outer != ours and not (isinstance(outer, list) and tuple(outer) == ours):

@@ -19,7 +19,7 @@ HALF_PRECISIONS = ("bf16", "fp16")
 _OLDEST = (8, 0)
 """Minimum compute capability of FlashAttention."""
 _HOPPER = 9
-"""Major compute capability required by FlashAttention 3 (torch 2.13, nn/attention/_fa3.py:155)."""
+"""Major compute capability of the GPUs on which FlashAttention 3 runs (torch 2.13, nn/attention/_fa3.py:155)."""
 _NO_BACKWARD = {(8, 6), (8, 7), (8, 9), (12, 0), (12, 1)}
 """Compute capabilities whose shared memory is too small for FlashAttention's backward at 193 to 224 columns (torch
 2.13, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp:531)."""
@@ -38,7 +38,9 @@ class HeadWidths(NamedTuple):
 
     @property
     def widest(self) -> int:
-        """Width in FlashAttention, which needs queries, keys and values of one width."""
+        """The largest width of queries, keys and values, with which FlashAttention computes because it needs one width
+        for all.
+        """
         return max(self)
 
 
@@ -104,8 +106,8 @@ def attention_lines(
 
 
 def problem_of_calls(tree: Mapping[str, Any], longest: int) -> str:
-    """Why some calls would not use the attention kernel although it supports the model; empty where all do. `longest`
-    is the maximum number of tokens of a document.
+    """Why some attention calls would not use the kernel although it supports the model; empty if all calls use it.
+    `longest` is the maximum number of tokens of a document.
     """
     if dropout := _dropout(tree):
         return f"dropout {dropout} of its attention, which the kernel does not have"
@@ -127,7 +129,9 @@ FUSED_PRECISION = "bf16"
 """Precision in which torch has one kernel for the products of all experts (torch 2.11 and 2.13,
 aten/src/ATen/native/cuda/GroupedBlas.cpp, `_grouped_mm_cuda`)."""
 _FUSED = (9, 10)
-"""Major compute capabilities with that kernel (the same file, `_scaled_mm_allowed_device`)."""
+"""Major compute capabilities of GPUs on which torch has one kernel for the products of all experts
+(aten/src/ATen/native/cuda/GroupedBlas.cpp, `_scaled_mm_allowed_device`).
+"""
 _OLDEST_GROUPED = (8, 0)
 """Compute capability from which transformers calls torch's grouped product; on older GPUs it loops over experts
 (transformers 5.23, integrations/moe.py:338-348)."""
@@ -152,8 +156,8 @@ def experts_lines(
 def product_of_experts(
     precision: str, capability: Arch, *, has_triton: bool = True
 ) -> Literal["torch", "triton", "loop"]:
-    """Implementation of the product of rows with all experts' weights on a GPU: torch's grouped kernel, this program's
-    in Triton (model/grouped_kernel.py; not with `model.kernels: torch`), or a loop over experts.
+    """How a GPU multiplies rows with the weights of all experts: by torch's grouped kernel, by this program's Triton
+    kernel (model/grouped_kernel.py), or in a loop over experts. `model.kernels: torch` rules out the Triton kernel.
     """
     if precision == FUSED_PRECISION and capability[0] in _FUSED:
         return "torch"
@@ -241,9 +245,13 @@ _MOST_ANSWERS = 256
 _COPIES_OF_LOGITS = 6
 """fp32 copies of the logits that exist while tokens are sampled."""
 PROMPT_TOKENS = 2**14
-"""Maximum prompt tokens of a forward, all prompts counted as long as the longest; one longer prompt may exceed it."""
+"""Maximum number of prompt tokens in one forward of sampling, with shorter prompts padded to the longest. A single
+prompt may be longer.
+"""
 _DRAWN_AT_ONCE = {"cpu": 2**17, "cuda": 2**25}
-"""Logits for which noise is computed at a time: what fits in a core's cache, and 256 MiB per tensor on GPUs."""
+"""Number of logits for which sampling noise is computed at a time. On a CPU they fit in a core's cache; on a GPU they
+take 256 MiB per tensor.
+"""
 
 
 def rows_of_batch(free_bytes: float, *, tokens: int, token_bytes: int, vocabulary: int) -> int:

@@ -25,7 +25,9 @@ class FreezePlan(NamedTuple):
 
 
 def plan_freezing(train: TrainConfig, tensors: Mapping[str, FullTensor]) -> FreezePlan | None:
-    """Divide a model's `tensors` into trained and frozen; None where all are trained. ConfigError as of `matching`."""
+    """Divide a model's `tensors` into trained and frozen parameters; None if all are trained. ConfigError if a pattern
+    matches no parameter.
+    """
     if not (train.only or train.freeze):
         return None
     names = parameter_names(tensors)

@@ -25,7 +25,7 @@ _WITHOUT_NAME = {
         "stores frozen weights in 8 bits; this program would load 16-bit weights into them"
     ),
 }
-"""Inexact DeepSpeed switches that no name in `inexact` allows, each with its effect."""
+"""Inexact DeepSpeed options that are always refused, because no name in `inexact` allows them; each with its effect."""
 _NO_NAME = "and no name of `inexact` allows it"
 _COMMUNICATION = "communication_data_type"
 
@@ -40,7 +40,7 @@ class InexactOption:
     changes: str
     saves: str
     asked: Callable[[RunSettings], str]
-    """The key and value that turn the option on in a run; empty where it is off."""
+    """Function that returns the key and value with which a run turns the option on; an empty text if it is off."""
     others: tuple[Conflict, ...]
 
 
@@ -73,7 +73,7 @@ _QUANTIZED = (
 
 
 def _group(run: RunSettings) -> int:
-    """Ranks that share the secondary copy of the weights (hpZ)."""
+    """Number of ranks that together hold a secondary copy of the weights (hpZ of ZeRO++)."""
     return int(run.zero.get("zero_hpz_partition_size") or 1)
 
 

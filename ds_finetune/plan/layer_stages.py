@@ -116,7 +116,7 @@ def _best_split(shorter: Mapping[int, _Split], sums: Sequence[int], *, parts: in
     for begin in range(end - 1, parts - 2, -1):
         last = sums[end] - sums[begin]
         if best is not None and last > best[0]:
-            # Every longer last part has a larger sum, so no better split follows.
+            # A longer last part has a larger sum of weights than the best split so far, so the search ends here.
             break
         largest, squares, ends = shorter[begin]
         split = (max(largest, last), squares + last**2, (*ends, end))

@@ -14,7 +14,7 @@ from ds_finetune.plan.name_patterns import last_part, matching, parameter_names
 Shape = tuple[int, ...]
 ROUTED, ROUTER = "routed experts", "router"
 LINEAR = "linear modules"
-"""Kind of every adaptable module of a model type that the table of families does not have."""
+"""Kind of all adaptable modules of a model type that the table of families lacks."""
 FOUR_BIT = ("attention", "dense MLP", "shared experts", LINEAR)
 """Kinds of modules whose weights `lora.quantize` holds in four bits."""
 _ADAPTABLE = ("attention", "dense MLP", "shared experts", ROUTED, ROUTER, "multi-token prediction")
@@ -24,8 +24,8 @@ _NOT_ADAPTABLE = re.compile(r"\.o_a_proj$|\.compressor\.|\.[eh]_proj$|\.router$"
 `o_a_proj`, for example, have separate inputs.
 """
 _REWRITTEN = ("gate_proj", "up_proj", "down_proj", "gate")
-"""Last parts of module names that peft, in a model with fused experts, takes for experts or routers when they are
-`target_modules` (utils/transformers_weight_conversion.py:411).
+"""Last parts of module names. In a model with fused experts, peft mistakes such `target_modules` for experts or routers
+(utils/transformers_weight_conversion.py:411).
 """
 _ROUTERS = ("gate", "router")
 """Last parts of the names of routers."""
@@ -122,8 +122,8 @@ def fully_trained_parameters(names: Iterable[str], lora: LoraConfig, targets: Se
 
 
 def is_peft_parameter(weight: str, family: Family) -> bool:
-    """Whether peft must adapt the parameter `weight` (`target_parameters`) instead of its module: it is not named
-    `weight`, or peft would take the module for routed experts or their router.
+    """Whether peft must adapt the parameter `weight` by `target_parameters` instead of adapting its module. It must if
+    the parameter is not named `weight`, or if peft would mistake the module for routed experts or their router.
     """
     module, _, leaf = weight.rpartition(".")
     return leaf != "weight" or (family.fused_experts and last_part(module) in _REWRITTEN)
@@ -142,8 +142,8 @@ def targets_of(model: ModelTensors) -> tuple[LoraTarget, ...]:
 
 
 def linear_targets(tensors: Iterable[tuple[str, Shape]], linears: Collection[str]) -> tuple[LoraTarget, ...]:
-    """All adaptable modules in a model type without a row in the table of families: linear modules, in a model with
-    fused experts without those that peft would take for experts or routers.
+    """All adaptable modules of a model type that the table of families lacks. They are its linear modules; in a model
+    with fused experts, without modules that peft would mistake for experts or routers.
     """
     shapes = dict(tensors)
     is_fused = any(part_of(name) == "routed experts" and not name.endswith(".weight") for name in shapes)
@@ -156,7 +156,7 @@ def linear_targets(tensors: Iterable[tuple[str, Shape]], linears: Collection[str
 
 
 def targets_among(tensors: Iterable[tuple[str, Shape]]) -> tuple[LoraTarget, ...]:
-    """All adaptable modules in a family of the table, from the full names and shapes of its parameters."""
+    """All adaptable modules of a model of a family in the table, from full names and shapes of its parameters."""
     modules: dict[str, dict[str, Shape]] = {}
     for name, shape in tensors:
         module, _, leaf = name.rpartition(".")

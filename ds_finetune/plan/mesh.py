@@ -10,7 +10,7 @@ from ds_finetune.plan.batch import divisors
 
 Axis = Literal["pp", "dp", "sp", "tp"]
 AXES: tuple[Axis, ...] = get_args(Axis)
-"""Axes of the grid, outermost first, so that ranks that communicate most are adjacent."""
+"""Axes of the grid of ranks, outermost first. Ranks along the last axes communicate most and are therefore adjacent."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from ds_finetune.plan.settings import UNTESTED_TRAINING, Conflict, MessageFields
 from ds_finetune.plan.tested_layouts import ROW_BYTES, TESTED_LAYOUTS, WEIGHT_BYTES, wider
 
 _MOST_RANKS_OF_AXIS = 4096
-"""Largest size of an axis that hints name."""
+"""Largest size of a parallel axis that an error's hint proposes."""
 
 
 def _untested_type(run: ModelSettings) -> MessageFields:
@@ -217,7 +217,8 @@ _TYPE: tuple[Refusal[ModelSettings], ...] = (
         "lora of model_type {model_type} is not tested",
         "tested: {tested}",
     ),
-    # torch fails on them in the first step (transformers 5.23, deepseek_v2/modeling_deepseek_v2.py:264).
+    # An odd number of rotary columns makes torch fail in the first step (transformers 5.23,
+    # deepseek_v2/modeling_deepseek_v2.py:264).
     Refusal(
         _odd_columns,
         "{sum} of the model make an odd number of columns",
@@ -401,8 +402,8 @@ def _trains_embedding_twice(run: ModelSettings) -> bool:
 
 
 _STAGES: tuple[Refusal[ModelSettings], ...] = (
-    # With folders of their own, hosts of the last stage could not read the embedding's state, which hosts of the first
-    # stage save.
+    # Hosts of the first pipeline stage save the embedding's optimizer state. If each host has a folder of its own,
+    # hosts of the last stage could not read that state.
     Refusal(
         lambda run: run.checkpoint.node_local and _trains_embedding_twice(run),
         "checkpoint.node_local true with parallel.pp {parallel.pp} of a model whose first and last stage both hold the "
@@ -420,7 +421,9 @@ _STAGES: tuple[Refusal[ModelSettings], ...] = (
 
 
 def _may_choose(run: ModelSettings) -> bool:
-    """Whether some layer reuses another layer's chosen tokens, for documents as long as a row."""
+    """Whether a document as long as a row may have more tokens than an indexer chooses, in a model in which layers
+    reuse another layer's choice.
+    """
     chosen = run.model_json.get("index_topk")
     is_shared = run.family.indexer is not None and run.family.indexer.is_shared
     return bool(is_shared and chosen and run.train.max_seq_len > chosen)

@@ -46,7 +46,7 @@ class Shape:
 
     @classmethod
     def of(cls, model: DescribedModel) -> Self:
-        """The shape of a model that `has_known_shape`."""
+        """Shape of a model; `has_known_shape` must hold for the model."""
         assert has_known_shape(model)
         tensors, parts = model.tensors, Counter[str]()
         for name, tensor in tensors.by_name.items():
@@ -120,12 +120,14 @@ def _attended_limits(model: DescribedModel) -> tuple[int | None, ...]:
     kinds = model.get("layer_types") or ()
     if window is None or "sliding_attention" not in kinds:
         return ()
-    # A prediction layer has the kind of the last layer.
+    # A multi-token prediction layer has the same kind of attention as the last layer.
     return tuple(int(window) if kinds[min(n, len(kinds) - 1)] == "sliding_attention" else None for n in range(layers))
 
 
 _RECOMPUTED = 4 / 3
-"""Cost of a layer with recomputation (two forwards and a backward worth two) relative to one without."""
+"""Cost of a layer with recomputation relative to one without: a backward costs two forwards, and recomputation adds
+one.
+"""
 
 
 @dataclass(frozen=True)

@@ -144,5 +144,7 @@ class DescribedModel(dict[str, Any]):
         return self._build()
 
     def __hash__(self) -> int:  # type: ignore[override]
-        """Hash of the object itself, by which results for a model are cached; a dictionary has none."""
+        """Hash of the object's identity, so that results for a model can be cached although its config.json is a
+        dictionary.
+        """
         return id(self)

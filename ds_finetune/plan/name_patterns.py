@@ -11,10 +11,10 @@ _SHOWN = 8
 
 
 def matching(pattern: str, names: Mapping[str, Collection[str]], *, key: str, what: str) -> list[str]:
-    """Full names that `pattern`, a value of run-file key `key`, matches; `names` has for each the names to match. A
-    name matches if it is equal; if none is, the pattern is a regular expression.
+    """Names among `names` that `pattern` matches, where `pattern` is a value of run-file key `key`. `names` maps each
+    full name to the texts that the pattern may match. A pattern that equals no text is a regular expression.
 
-    ConfigError, with similar names, where it matches no `what`, or is no regular expression.
+    If the pattern matches no `what` or is no regular expression, a ConfigError names similar names.
     """
     matches = [name for name, own in names.items() if pattern in own]
     if not matches:

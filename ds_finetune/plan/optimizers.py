@@ -34,11 +34,12 @@ OPTIMIZERS: Mapping[str, OptimizerRow] = {
     "radam": OptimizerRow("RAdam", _ADAM, 8, "torch", fixed={"decoupled_weight_decay": True}),
     "adamax": OptimizerRow("Adamax", ("lr", "betas", "eps"), 8, "torch"),
     "rmsprop": OptimizerRow("RMSprop", ("lr", "eps"), 4, "torch"),
-    # One fp32 number per row and column of a matrix: 4 / rows + 4 / columns bytes; 0.25 if both are 32.
+    # Adafactor's state is one fp32 number per row and column of a matrix, which is 4 / rows + 4 / columns bytes per
+    # element: 0.25 if both are 32.
     "adafactor": OptimizerRow(
         "Adafactor", ("lr", "weight_decay"), 0.25, "torch", "its second moment is one of whole rows and columns"
     ),
-    # Two bytes, and two fp32 scales per block of 256.
+    # AdamW8bit's state is two bytes per element, and two fp32 scales per block of 256 elements.
     "adamw8bit": OptimizerRow(
         "AdamW8bit", _ADAM, 2 + 8 / 256, "bitsandbytes", "blocks of 256 numbers of a parameter have one scale"
     ),

@@ -14,7 +14,9 @@ class PipelineTurn(NamedTuple):
 
 
 def forwards_multiple(parallel: ParallelConfig) -> int:
-    """Number of which the forwards of a step must be a multiple, as interleaved pipeline stages need."""
+    """The number of forwards in a step must be a multiple of this number, which is above 1 for interleaved pipeline
+    stages.
+    """
     return parallel.pp if parallel.vpp > 1 else 1
 
 

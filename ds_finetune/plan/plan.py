@@ -55,7 +55,9 @@ class Plan(RunSettings):
     kernels: ChosenKernels
     """Kernels of norms, rotary embeddings and SwiGLU, in families that have them."""
     later_lines: tuple[tuple[str, str], ...] = field(default=(), repr=False)
-    """Plan lines, as name and text, of decisions made after `make_plan`, such as those of all ranks together."""
+    """Plan lines, as name and text, of decisions that are made after `make_plan`, such as decisions that depend on all
+    ranks.
+    """
     notes: tuple[str, ...] = ()
     """Notes about decisions that a user might not expect."""
     frozen: tuple[str, ...] = ()
@@ -70,8 +72,8 @@ class Plan(RunSettings):
 
     @property
     def saves_asynchronously(self) -> bool:
-        """Whether checkpoints are copied to host memory and written while training continues; not for states on NVMe,
-        which may be larger than the host's memory.
+        """Whether checkpoints are copied to host memory and written while training continues. Optimizer states on NVMe
+        are written synchronously, since they may be larger than the host's memory.
         """
         return self.checkpoint.asynchronous and self.offload_optimizer != "nvme"
 
@@ -108,7 +110,7 @@ class Plan(RunSettings):
 
     @property
     def reduces_once(self) -> bool:
-        """Whether gradients are accumulated locally and reduced once per step, although the ZeRO stage would reduce
+        """Whether gradients are accumulated locally and reduced once per step, in a ZeRO stage that by default reduces
         them in each forward.
         """
         return self.train.reduction_every == "step" and self.zero_stage >= 2 and self.accumulation > 1
@@ -163,7 +165,7 @@ class Plan(RunSettings):
         return replace(self, train=self.train.model_copy(update={"activation_checkpointing": chosen}))
 
     def with_lines(self, *lines: tuple[str, str]) -> "Plan":
-        """The plan with further plan lines; a line replaces an earlier line of the same name."""
+        """The plan with the given plan lines added. A new line replaces an earlier one of the same name."""
         return replace(self, later_lines=(*self.later_lines, *lines))
 
     def with_torch_adam(self, why: str) -> "Plan":
@@ -284,8 +286,8 @@ def make_plan(given: RunSettings, *, world: World, device: str, accelerate: Acce
     run = _on_ranks(given, world, device, accelerate)
     check(run)
     finished, mesh, train, optim = run.deepspeed_config, run.mesh, run.train, run.optim
-    # DeepSpeed counts sequence parallel ranks as data parallel (runtime/config.py, _batch_assertion), so its global
-    # batch is larger by that factor.
+    # DeepSpeed's global batch is larger than the run's by the sequence parallel size, because DeepSpeed counts sequence
+    # parallel ranks as data parallel (runtime/config.py, _batch_assertion).
     finished["train_batch_size"] = run.micro_batch_size * run.accumulation * mesh.dp * mesh.sp
     if run.zero_stage == 0 and train.precision == "fp32":
         # DeepSpeed's clipping is off and this program's engine clips, because DeepSpeed 0.19.8 counts tied weights

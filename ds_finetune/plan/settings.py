@@ -82,7 +82,7 @@ class RunSettings(Sections):
 
     @classmethod
     def of(cls, source: ConfigSource, **fields: Any) -> Self:  # noqa: ANN401 - values of the fields below the sections
-        """Settings from a run file, with further `fields`; ConfigError where the file is not valid."""
+        """Settings from the sections of a run file and further `fields`. ConfigError if the run file is not valid."""
         return cls(**sections_of(read_config(source)), **fields)
 
     def with_model(
@@ -254,13 +254,13 @@ def refuse_pairs(
     link: str = " with ",
     why: str = " is not tested",
 ) -> Iterator[Refusal[RunSettings]]:
-    """A refusal for the combination of `applies` with each of `others`."""
+    """Refusals of the setting that `applies` tests, one for its combination with each setting of `others`."""
     for other in others:
         yield Refusal(both(applies, other.applies), f"{first}{link}{other.text}{why}", other.hint)
 
 
 def both(first: Condition[R], second: Condition[RunSettings]) -> Condition[R]:
-    """The condition that two conditions hold; the values for the message are those of both."""
+    """A condition that holds if both `first` and `second` hold. Its message fields are those of both."""
 
     def hold(run: R) -> object:
         one = first(run)

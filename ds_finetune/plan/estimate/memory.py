@@ -40,17 +40,17 @@ _WIDE = WEIGHT_BYTES["fp32"]
 _DRAWING_BYTES = 30
 """Bytes per logit while the random numbers of sampling are computed (engine/sampling/noise.py)."""
 _COMMUNICATOR, _PEER = GIB // 2, 4 * GIB // 9
-"""Assumed bytes of an NCCL communicator, and of each rank on the node with which rows are exchanged. Reported: 388 MiB
-on an RTX 3060 (sglang 35538), 544 and 688 MiB on A100s (NCCL issue 964), and 3.3 GB for an exchange with seven other
-H100s (NCCL issue 1685).
+"""Assumed bytes of an NCCL communicator, and for each other rank on the node with which a rank exchanges data in
+all-to-all. Reported: 388 MiB on an RTX 3060 (sglang 35538), 544 and 688 MiB on A100s (NCCL issue 964), and 3.3 GB for
+an exchange with seven other H100s (NCCL issue 1685).
 """
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Memory of the rank with the highest peak on its device. Other ranks of its pipeline stage need as much.
+    """Estimated memory of the rank with the highest peak on its device. Other ranks of its pipeline stage need as much.
 
-    The rows are held at different moments of a step (`MemoryRow.when`). The device of a CPU rank is the host.
+    Each memory row is held at certain moments of a step (`MemoryRow.when`). The device of a CPU rank is the host.
     """
 
     rows: tuple[MemoryRow, ...]
@@ -75,7 +75,7 @@ class MemoryEstimate:
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes of all files of the run, counted as if all hosts had one disk."""
+        """Bytes of all files of the run, counted as if all hosts shared one disk."""
         return peak(self.rows, "disk")
 
 
@@ -127,9 +127,11 @@ def estimate_stages(
 
 
 def _kept_rows(plan: Plan, model: DescribedModel, weights: RankWeights) -> Iterator[MemoryRow]:
-    """Rows for weights that this program holds beside DeepSpeed: weights of DeepSeek-V4 that forwards use in fp32,
-    replicated on every rank (model/weights/fp32_weights.py), and weights of the reference model
-    (`KeptWeights`), on a GPU with their copy while they are used.
+    """Memory rows for weights that this program holds in addition to DeepSpeed's.
+
+    One row is for weights of DeepSeek-V4 that forwards use in fp32 and that every rank holds in full
+    (model/weights/fp32_weights.py). Other rows are for weights of the reference model (`KeptWeights`); on a GPU they
+    include the copy in use.
     """
     family = family_of(str(model["model_type"]))
     if plan.precision != "fp32" and family.fp32_weights is not None:
@@ -196,25 +198,29 @@ def _sampling_rows(
     if rows == "auto":
         rows = rows_of_batch(free, tokens=plan.train.max_seq_len, token_bytes=token_bytes, vocabulary=vocabulary)
     if rows >= group_size:
-        # The answers to a prompt are in one batch, and all batches have equal sizes (engine/sampling/sampler.py).
+        # Sampling computes all answers to a prompt in one batch, and all batches have equal sizes
+        # (engine/sampling/sampler.py).
         prompts = -(-plan.rollout.prompts_per_step * plan.rollout.steps_per_rollout // plan.zero_ranks)
         rows = group_size * -(-prompts // -(-prompts // (rows // group_size)))
     cache, logits = rows * plan.train.max_seq_len * token_bytes, rows * vocabulary
     yield MemoryRow("keys and values of answers", home, cache, _ANSWERS, ("rollout",))
     at_once = min(rows, rows_sampled_at_once(plan.device, vocabulary=vocabulary))
     drawing = _DRAWING_BYTES * at_once * vocabulary
-    # The previous token's logits are held until the next ones are computed.
+    # Sampling holds the logits of the previous token until it has computed those of the next token.
     work = _WIDE * logits + max(drawing, (_WIDE if width == _WIDE else width + _WIDE) * logits)
     longest = max(1, plan.train.max_seq_len - plan.rollout.max_new_tokens)
     tokens = min(max(PROMPT_TOKENS // longest, 1), -(-rows // group_size)) * longest
     prompt_bytes = tokens * (token_bytes + forward) + _WIDE * logits
-    # When columns are added or rows dropped, the cache is copied layer by layer (engine/sampling/row_cache.py).
+    # When sampling adds columns or drops rows, it copies the key-value cache layer by layer
+    # (engine/sampling/row_cache.py).
     copied = cache // len(weights.layers)
     yield MemoryRow("forwards of answers", home, max(work, prompt_bytes, copied), _ANSWERS, ("rollout",))
 
 
 def _communicator_rows(plan: Plan) -> Iterator[MemoryRow]:
-    """Memory of NCCL outside torch's allocator, for all communicators and the ranks that exchange rows."""
+    """Memory row for NCCL's own buffers, which torch's allocator does not count: those of communicators, and those for
+    exchanges with other ranks of a node.
+    """
     mesh, local = plan.mesh, plan.world.local_world_size
     if plan.device == "cpu" or mesh.world_size == 1:
         return
@@ -233,8 +239,8 @@ def _file_rows(plan: Plan, model: DescribedModel) -> Iterator[MemoryRow]:
 def _activation_rows(
     plan: Plan, traced: TracedModel, layers: Sequence[TracedLayer], number: int
 ) -> Iterator[MemoryRow]:
-    """Rows for activations of a rank of pipeline stage `number`, with head and loss on the last stage. All tokens are
-    assumed to be supervised, and all rows full.
+    """Memory rows for activations of a rank of pipeline stage `number`. The last stage also has the head and the loss.
+    The estimate assumes that all rows are full and all tokens supervised.
     """
     home = plan.home
     # Number of micro-batches whose activations a rank holds; with `parallel.vpp`, a forward covers only a part of its
@@ -251,7 +257,8 @@ def _activation_rows(
     backward = max(0, traced.backward_peak(layers) - own)
     yield MemoryRow("one layer in backward", home, backward, option, ("layers",))
     if plan.mesh.pp > 1:
-        # Each micro-batch in flight holds the output of its stage, and one gradient is received.
+        # Each micro-batch in flight holds the output of its pipeline stage, and the rank receives one gradient of such
+        # an output.
         between = int(traced.hidden * (in_flight * vpp + 1))
         yield MemoryRow("hidden states between stages", home, between, _MICRO_BATCH, KEPT_FOR_BACKWARD)
     if number == plan.mesh.pp - 1:

@@ -34,8 +34,8 @@ from ds_finetune.plan.plan import Plan
 
 @dataclass(frozen=True)
 class TensorKind:
-    """Tensors of a stage with equal names and shapes: their name with `N` for the layer, their number, and the number
-    of ranks over which ZeRO shards each.
+    """Tensors of a pipeline stage with equal names and shapes: their name with `N` for the layer, their number, and the
+    number of ranks over which ZeRO shards each of these tensors.
     """
 
     name: str
@@ -49,18 +49,18 @@ class TensorKind:
     """Full names of the tensors; empty for adapters."""
 
     def among(self, names: Container[str]) -> "TensorKind":
-        """Tensors of this kind whose full names are in `names`."""
+        """This kind without the tensors whose full names are not in `names`."""
         matches = tuple(name for name in self.names if name in names)
         return replace(self, count=len(matches), names=matches)
 
     @property
     def numel(self) -> int:
-        """Elements of all these tensors on a rank, before ZeRO shards them."""
+        """Number of elements of the tensors of this kind on a rank, before ZeRO shards them."""
         return self.count * prod(self.local)
 
     @property
     def sharded(self) -> int:
-        """Elements of all these tensors on a rank, after ZeRO shards them."""
+        """Number of elements of the tensors of this kind on a rank, after ZeRO shards them."""
         return self.count * -(-prod(self.local) // self.sharers)
 
 
@@ -78,18 +78,20 @@ class RankWeights:
 
     @cached_property
     def numel(self) -> int:
-        """Number of elements on a rank."""
+        """Number of elements of all tensors on a rank, before ZeRO shards them."""
         return sum(kind.numel for kind in self.kinds)
 
     @property
     def sharded(self) -> int:
-        """Number of elements on a rank, after ZeRO shards them."""
+        """Number of elements of all tensors on a rank, after ZeRO shards them."""
         return sum(kind.sharded for kind in self.kinds)
 
 
 @lru_cache(maxsize=4096)
 def rank_weights(model: DescribedModel, parallel: ParallelConfig, *, zero_ranks: int) -> tuple[RankWeights, ...]:
-    """Tensors of a rank of each pipeline stage, with ZeRO sharding over `zero_ranks`. ConfigError as in `stages_of`."""
+    """Tensors of a rank of each pipeline stage, with ZeRO sharding over `zero_ranks`. ConfigError if the model's layers
+    cannot be assigned to the stages.
+    """
     tensors = model.tensors
     stages = stages_of(tensors, parallel)
     ranks = []
@@ -106,15 +108,16 @@ def rank_weights(model: DescribedModel, parallel: ParallelConfig, *, zero_ranks:
 
 
 def weights_of_run(plan: Plan, model: DescribedModel) -> tuple[RankWeights, ...]:
-    """`rank_weights` for the layout of a run."""
+    """Tensors of a rank of each pipeline stage, in the layout of a planned run."""
     return rank_weights(model, plan.parallel, zero_ranks=plan.zero_ranks)
 
 
 def _stage_tensors(
     tensors: ModelTensors, layers: tuple[int, ...], *, is_first: bool, is_last: bool
 ) -> Mapping[tuple[str, FullTensor], list[str]]:
-    """Full names of the tensors of a stage, by name with `N` for the layer and tensor. The last stage also has the
-    embedding, for a tied head or a multi-token prediction layer.
+    """Full names of the tensors of a pipeline stage. A key is the name with `N` for the layer number, and the tensor's
+    shape and division. The last stage also has the embedding if the head is tied or there is a multi-token prediction
+    layer.
     """
     predicts = any(tensors.layers[layer].is_prediction for layer in layers)
     has_embedding = is_first or (is_last and (tensors.is_tied or predicts))
@@ -140,8 +143,8 @@ class RankElements:
     trained: int
     sharded_trained: int
     largest_group: int
-    """Sharded elements of the larger of two groups, experts divided by `parallel.ep` and other weights, which the
-    optimizer updates one after the other.
+    """Sharded elements that the optimizer updates at once. It updates two groups one after the other, experts divided
+    by `parallel.ep` and other weights; this is the size of the larger group.
     """
     largest: int
     """Elements of the largest trained tensor."""
@@ -187,7 +190,9 @@ def rank_elements(plan: Plan, model: DescribedModel, weights: RankWeights) -> Ra
 
 @lru_cache(maxsize=4096)
 def lora_targets(model: DescribedModel, lora: LoraConfig) -> tuple[LoraTarget, ...]:
-    """The modules of a model with LoRA adapters; ConfigError as in `adapted_targets`."""
+    """The modules of a model that get LoRA adapters. ConfigError if a pattern of `lora.target_modules` does not fit the
+    model.
+    """
     return adapted_targets(targets_of(model.tensors), lora)
 
 
@@ -216,8 +221,8 @@ def is_trained(plan: Plan, model: DescribedModel, kind: TensorKind) -> bool:
 def _adapter_kinds(
     model: DescribedModel, lora: LoraConfig, sizes: tuple[int, int, int], layers: tuple[int, ...]
 ) -> tuple[TensorKind, ...]:
-    """Kinds of LoRA tensors on a rank that holds the layers `layers`. `sizes` are the tensor and expert parallel sizes
-    and the number of ranks over which ZeRO shards.
+    """Kinds of LoRA tensors on a rank that holds the layers `layers`. `sizes` has the tensor parallel size, the expert
+    parallel size, and the number of ranks over which ZeRO shards.
     """
     tp, ep, zero_ranks = sizes
     counts = Counter[TensorKind]()
@@ -227,6 +232,6 @@ def _adapter_kinds(
             local = weight.local(tp=tp, ep=ep)
             for side in (-1, -2):
                 full, own = ((*shape[:-2], lora.rank, shape[side]) for shape in (weight.shape, local))
-                # Experts are divided over the ep ranks already, so ZeRO shards each over fewer ranks.
+                # Expert parallelism divides experts over ep ranks already, so ZeRO shards an expert over fewer ranks.
                 counts[TensorKind(leaf, 0, full, own, zero_ranks // (ep if weight.is_routed else 1))] += 1
     return tuple(replace(kind, count=count) for kind, count in counts.items())

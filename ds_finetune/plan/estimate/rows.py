@@ -1,5 +1,5 @@
-"""Rows of a memory estimate. A row says which memory holds how many bytes, at which moments of a step, and which option
-of the run file lowers them.
+"""Rows of a memory estimate. A row states a memory, the bytes in it, the moments of a step at which they are held, and
+the run-file option that lowers them.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ class MemoryRow:
 
 
 def peak(rows: Sequence[MemoryRow], place: Place) -> int:
-    """Peak over the moments of a step of the bytes that the rows hold in the memory `place`."""
+    """Maximum, over the moments of a step, of the bytes that all rows together hold in the memory `place`."""
     return held(rows, place, fullest_moment(rows, place))
 
 

@@ -1,7 +1,7 @@
-"""Memory and disk that a run needs besides activations: DeepSpeed's states on a rank, host memory, and files.
+"""Memory and disk space that a run needs besides activations: DeepSpeed's states on a rank, host memory, and files.
 
-`train` compares the files with the free disk, `plan --tensors` prints the estimate, and `doctor` compares it with
-hosts.
+`train` compares the size of the files with the free disk space. `plan --tensors` prints the estimate, and `doctor`
+compares it with the memory and disks of hosts.
 """
 
 from dataclasses import dataclass
@@ -37,11 +37,11 @@ class RunEstimate:
     total: int
     """Parameters of the model, without adapters."""
     rank: int
-    """Elements on a rank of the pipeline stage that holds most, before ZeRO shards them."""
+    """Elements on a rank of the largest pipeline stage, before ZeRO shards them."""
     stage: int
-    """Index of the pipeline stage that `rank` counts, from 0."""
+    """Index of the largest pipeline stage, from 0."""
     rows: tuple[MemoryRow, ...]
-    """DeepSpeed's states on a rank of that stage, and the weights of a teacher."""
+    """Memory rows for DeepSpeed's states on a rank of the largest pipeline stage, and for the weights of a teacher."""
     staging_bytes: int
     """Bytes of host memory on a rank for its part of an asynchronous checkpoint."""
     files: DiskNeed
@@ -60,9 +60,9 @@ class RunEstimate:
         return self.staging_bytes + peak(self.rows, "host")
 
     def disk(self, *, ranks: int, is_first_host: bool) -> DiskNeed:
-        """Need for disk of a host with `ranks` ranks.
+        """Disk space that a host with `ranks` ranks needs.
 
-        The first host writes the exports and, where all hosts share the folder, the checkpoints.
+        The first host writes the exports. If all hosts share the folder, it also writes the checkpoints.
         """
         exports = self.files.exports if is_first_host else 0
         if not self.is_node_local:

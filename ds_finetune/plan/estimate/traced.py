@@ -81,15 +81,17 @@ Tracer = Callable[[Plan], TracedModel]
 
 
 def without_activations(model: DescribedModel) -> Tracer:
-    """Traces of no bytes, with which an estimate counts only states: a lower bound of the memory of a run."""
+    """A tracer that reports no activations. An estimate with it counts only states and is a lower bound of a run's
+    memory.
+    """
     layers = len(model.tensors.layers) - model.tensors.num_predictions
     traced = TracedModel((TracedLayer(0, 0, 0, 0),) * layers, 0, 0, 0, 0, 0, 0, 0)
     return lambda plan: traced
 
 
 def by_rows(traces: Tracer) -> Tracer:
-    """A tracer that traces forwards of one and two rows only, and extrapolates linearly to more rows. The result is
-    exact, but an upper bound where the head computes logits in chunks.
+    """A tracer that traces only forwards of one and two rows, and extrapolates linearly to more rows. Its result is
+    exact, but where the head computes logits in chunks it is an upper bound.
     """
 
     def trace(plan: Plan) -> TracedModel:

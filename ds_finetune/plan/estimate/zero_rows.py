@@ -34,12 +34,12 @@ _DEFAULTS = {
     "stage3_model_persistence_threshold": 2**63 - 1,
     "contiguous_gradients": True,
 }
-"""Defaults of zero/config.py:113-251."""
+"""DeepSpeed's defaults of options of `zero_optimization` (zero/config.py:113-251)."""
 _NVME_DEFAULTS = {
     "offload_param": {"buffer_count": 5, "buffer_size": 100_000_000, "max_in_cpu": 1_000_000_000},
     "offload_optimizer": {"buffer_count": 4},
 }
-"""Defaults of zero/offload_config.py:33-67."""
+"""DeepSpeed's defaults of options for offload to NVMe (zero/offload_config.py:33-67)."""
 _UNTIL_REDUCED: tuple[Moment, ...] = (*MICRO_BATCH, "reduction")
 
 
@@ -50,12 +50,12 @@ class FetchingRules(NamedTuple):
     max_live: int
     max_reuse: int
     persistence: int
-    """Tensors with at most this number of elements are always gathered."""
+    """Tensors with at most this number of elements stay gathered on every rank."""
     persistent_of_model: int
 
     @classmethod
     def of(cls, zero: Mapping[str, Any]) -> Self:
-        """The rules that a `zero_optimization` section sets, with DeepSpeed's defaults."""
+        """The rules that a `zero_optimization` section sets; missing options have DeepSpeed's defaults."""
         names = [name for name in _DEFAULTS if name.startswith("stage3_")]
         return cls(*(int(float(zero.get(name, _DEFAULTS[name]))) for name in names))
 
@@ -98,11 +98,11 @@ class _Zero:
         return place_of(self.plan.offload_optimizer, self.home)
 
     def option(self, name: str) -> Any:  # noqa: ANN401 - a number or a bool
-        """An option of `zero_optimization`, with DeepSpeed's default."""
+        """Value of an option of `zero_optimization`, or DeepSpeed's default if the option is missing."""
         return self.plan.zero.get(name, _DEFAULTS[name])
 
     def nvme_option(self, section: str, name: str) -> int:
-        """A number in `zero_optimization.SECTION`, with DeepSpeed's default."""
+        """Value of a number in a section of `zero_optimization`, or DeepSpeed's default if the number is missing."""
         given = self.plan.zero.get(section) or {}
         return int(float(given.get(name, _NVME_DEFAULTS[section][name])))
 
@@ -125,7 +125,7 @@ class _Zero:
 
 
 def bucket_bytes(plan: Plan) -> int:
-    """Bytes of address space of the buckets in which gradients are reduced."""
+    """Address space in bytes of the buckets in which DeepSpeed reduces gradients."""
     options = _DEFAULTS | plan.zero
     if not options["contiguous_gradients"] or not plan.zero_stage:
         return 0
@@ -164,9 +164,9 @@ def _four_bit_rows(run: _Zero) -> Iterator[MemoryRow]:
 
 
 def _optimizer_rows(run: _Zero) -> Iterator[MemoryRow]:
-    """Rows for fp32 master weights and moments. Stage 0 in fp32 updates the weights themselves; other stages copy them
-    at any precision (zero/stage_1_and_2.py:560; zero/stage3.py:1162 means to avoid it, but compares a torch.device with
-    a str).
+    """Memory rows for fp32 master weights and optimizer moments. Stage 0 in fp32 updates the weights themselves. Other
+    stages copy the weights at any precision (zero/stage_1_and_2.py:560). zero/stage3.py:1162 should avoid the copy in
+    fp32, but compares a torch.device with a str.
     """
     stage, own = run.plan.zero_stage, run.own
     updated, option = (own.sharded_trained if stage else own.trained), _OPTIMIZER if stage else _STAGE
@@ -179,13 +179,14 @@ def _optimizer_rows(run: _Zero) -> Iterator[MemoryRow]:
 
 
 def _rows_of_stage_0(run: _Zero) -> Iterator[MemoryRow]:
-    """Rows for gradients of all weights; in 16 bits also fp32 copies, one at a time (fp16/unfused_optimizer.py:227), or
-    all at once with DeepSpeed's FusedAdam (fp16/fused_optimizer.py:286).
+    """Memory rows for gradients of all weights at ZeRO stage 0. In 16 bits there are also fp32 copies, one at a time
+    (fp16/unfused_optimizer.py:227), or all at once with DeepSpeed's FusedAdam (fp16/fused_optimizer.py:286).
     """
     own, plan = run.own, run.plan
     yield MemoryRow("gradients", run.home, run.width * own.trained, _STAGE)
     if run.width < _WIDE:
-        # engine.py, _configure_fp16_optimizer
+        # DeepSpeed selects the 16-bit optimizer in engine.py, _configure_fp16_optimizer; FusedAdam's needs twice the
+        # memory.
         size = (2 if plan.needs_fused_adam else 1) * _WIDE * own.trained
         yield MemoryRow("fp32 gradients for the update", run.home, size, _STAGE, ("step",))
     if plan.world.world_size > 1:
@@ -194,10 +195,12 @@ def _rows_of_stage_0(run: _Zero) -> Iterator[MemoryRow]:
 
 
 def _rows_of_stages_1_and_2(run: _Zero) -> Iterator[MemoryRow]:
-    """Stage 1 keeps the gradients of all weights until they are reduced after backward; stage 2 reduces them during
-    backward. Both copy the gradients of this rank's partition (grads_in_partition, zero/stage_1_and_2.py:2192), and
-    flatten and convert them to fp32 for the update (3117-3125). With offload they are copied to the host bucket by
-    bucket.
+    """Memory rows for gradients at ZeRO stages 1 and 2.
+
+    Stage 1 keeps the gradients of all weights until they are reduced after backward; stage 2 reduces them during
+    backward. Both stages copy the gradients of a rank's partition (grads_in_partition, zero/stage_1_and_2.py:2192), and
+    flatten and convert them to fp32 for the update (3117-3125). With offload, gradients are copied to the host bucket
+    by bucket.
     """
     own, sharded = run.own, run.own.sharded_trained
     in_backward = run.plan.zero_stage == 2 and not run.plan.reduces_once
@@ -216,19 +219,22 @@ def _rows_of_stages_1_and_2(run: _Zero) -> Iterator[MemoryRow]:
     when_held: tuple[Moment, ...] = MOMENTS if run.is_accumulating and in_backward else (*moments, "step")
     yield MemoryRow("gradients of this rank's part", run.home, run.accumulated * sharded, _TP, when_held)
     if run.is_accumulating and in_backward and run.accumulated == run.width:
-        # Each further forward has a new partition of gradients, which is added to the first (1042-1045).
+        # Every later forward of a step writes its gradients to a new partition, which is added to the first one
+        # (1042-1045).
         yield MemoryRow("gradients of this forward", run.home, run.width * sharded, _TP, (*BACKWARD, "reduction"))
     group = run.own.largest_group
     flat = run.accumulated * group + (_WIDE * group if run.accumulated < _WIDE else 0)
     if run.width < run.accumulated:
-        # Gradients are then summed in one fp32 tensor, which the update reads without a copy (1259-1321, 3107).
+        # Gradients in fp32 of 16-bit weights are summed in one fp32 tensor, which the update reads without a copy
+        # (1259-1321, 3107).
         flat = 0
     yield MemoryRow("fp32 gradients for the update", run.home, flat, _TP, ("step",))
 
 
 def _offload_rows_of_stages_1_and_2(run: _Zero) -> Iterator[MemoryRow]:
-    """Buffers of zero/stage_1_and_2.py:571 (updated weights), 653-659 (the largest gradient, on host and device), and
-    1824 (gradients of a rank's partition, where a step has several micro-batches).
+    """Memory rows for the buffers of offload at ZeRO stages 1 and 2: updated weights (zero/stage_1_and_2.py:571), the
+    largest gradient on host and device (653-659), and gradients of a rank's partition if a step has several
+    micro-batches (1824).
     """
     sharded, largest = run.width * run.own.sharded_trained, run.width * run.own.largest
     yield MemoryRow("updated weights on their way", "host", sharded)
@@ -286,7 +292,7 @@ def _gathered_rows(run: _Zero, weights: RankWeights) -> Iterator[MemoryRow]:
     small = run.width * num_persistent(weights.kinds, rules)
     yield MemoryRow("small weights, whole", run.home, small, f"{_ZERO}.stage3_param_persistence_threshold")
     passes = 3 if run.plan.recomputes else 2
-    # Weights held by one rank only need no gathering (zero/partition_parameters.py:1563).
+    # A weight that only one rank holds needs no gathering (zero/partition_parameters.py:1563).
     fetched = [kind for kind in weights.kinds if kind.sharers > 1 or run.plan.offload_param != "none"]
     by_moment = gathered_weights(fetched, rules, passes=passes, home=run.home)
     for gathered in by_moment:
@@ -308,7 +314,7 @@ class GatheredWeights(NamedTuple):
 
 def num_persistent(kinds: Sequence[TensorKind], rules: FetchingRules) -> int:
     """Number of elements of small weights, which every rank keeps gathered (parameter_offload.py:317)."""
-    # partition_parameters.py:1292: a tensor is small up to and including the threshold.
+    # A tensor whose size equals the threshold still counts as small (partition_parameters.py:1292).
     small = sum(kind.numel for kind in kinds if kind.numel // kind.count <= rules.persistence)
     return min(small, rules.persistent_of_model)
 
@@ -331,7 +337,7 @@ def gathered_weights(
         modules[_module_of(kind.name)] += kind.numel // kind.count
     head = modules.pop(_module_of(HEAD), 0)
     largest = max(modules.values(), default=0)
-    # Between two uses of a layer, the head is used once in forward and once in backward.
+    # Between two uses of one layer, the head is used at most twice: in forward and in backward.
     near = max(rules.max_reuse - 2 * head, 0) // passes
     reused, ahead = near + largest, rules.max_live if rules.prefetch_bucket else 0
     with_head = min(total, max(reused + head, ahead + max(largest, head)))
@@ -360,7 +366,7 @@ def teacher_rows(plan: Plan, teacher: DescribedModel | None) -> Iterator[MemoryR
     yield MemoryRow("weights of the teacher", place, width * weights.sharded, "objective.teacher_offload")
     if not is_cut:
         return
-    # ZeRO-3 gathers the weights by DeepSpeed's default rules.
+    # ZeRO-3 gathers the teacher's weights by DeepSpeed's default rules, not by the run's.
     kinds = [kind for kind in weights.kinds if kind.name != HEAD]
     yield MemoryRow("small weights of the teacher, whole", home, width * num_persistent(kinds, DEFAULT_RULES))
     forward, *_ = gathered_weights(kinds, DEFAULT_RULES, passes=1, home=home)

@@ -28,8 +28,9 @@ OFFLOADS: Mapping[Offload, tuple[tuple[str, ...], str]] = {
     "optimizer": (("offload_optimizer",), ", optimizer on the host"),
     "all": (("offload_optimizer", "offload_param"), ", optimizer and weights on the host"),
 }
-"""States in host memory: none, optimizer states and fp32 weights, or all weights too. Each has its keys of
-`zero_optimization`, and a suffix of the ZeRO stage in texts."""
+"""Which states a run offloads to host memory: none, optimizer states and fp32 weights, or all weights too. Each entry
+has its keys of `zero_optimization`, and the text that follows the ZeRO stage in a layout's name.
+"""
 _RECOMPUTATION: Mapping[Recomputation, str] = {
     "none": "kept",
     "selective": "recomputed selectively",
@@ -69,7 +70,9 @@ class Layout(NamedTuple):
         return replace(run, **self.sections(run))
 
     def sections(self, run: RunSettings) -> dict[str, Any]:
-        """Sections of the run file that this layout changes. DeepSpeed keys other than stage and offload stay."""
+        """Sections of the run file with the changes that this layout makes. Keys of the DeepSpeed configuration other
+        than ZeRO stage and offload keep their values.
+        """
         tree = decided(given_choices(run.deepspeed)[0])
         zero = dict(tree.get("zero_optimization") or {})
         given = {key: zero.pop(key, None) or {} for key in ("offload_optimizer", "offload_param")}
@@ -84,13 +87,15 @@ class Layout(NamedTuple):
 
 
 def decided(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """DeepSpeed choices without values "auto", which count as absent, and without sections that have no others."""
+    """A DeepSpeed configuration without values of "auto", which count as absent, and without sections that become
+    empty.
+    """
     values = {key: decided(value) if isinstance(value, Mapping) else value for key, value in tree.items()}
     return {key: value for key, value in values.items() if value != "auto" and value != {}}
 
 
 def layout_overrides(layout: Layout, given: RunSettings) -> list[str]:
-    """Overrides `key=value` of the run file `given` with which the run has this layout."""
+    """Overrides `key=value` that give the run file `given` this layout."""
     values: dict[str, Any] = {}
     wanted = layout.sections(given)
     if layout.parallel != given.parallel:

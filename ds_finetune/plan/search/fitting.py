@@ -57,8 +57,8 @@ def bytes_of(plan: Plan, model: DescribedModel, traces: Tracer, rows: int) -> in
 def chosen_recomputation(
     plan: Plan, model: DescribedModel, traces: Tracer, *, budget: int | None
 ) -> tuple[Recomputation, str]:
-    """Resolve `train.activation_checkpointing: auto` for devices of `budget` bytes (None: unknown), with the reason. If
-    the micro-batch is `auto` too, `plan` has one row.
+    """The recomputation that `train.activation_checkpointing: auto` becomes on devices of `budget` bytes (None if
+    unknown), and the reason. `plan` has one row per micro-batch while `train.micro_batch_size` is `auto`.
     """
     if plan.device == "cpu":
         return "full", "on CPUs"
@@ -112,7 +112,7 @@ _HIGHEST_STAGE = 3
 
 
 class FittingChange(NamedTuple):
-    """A value of the run file, as `KEY VALUE`, and the device bytes of a rank of the run with it."""
+    """A change of the run file, as `KEY VALUE`, and the bytes that a rank's device would hold after the change."""
 
     text: str
     device_bytes: int

@@ -43,7 +43,9 @@ class Target:
     notes: tuple[str, ...] = ()
     """Notes for the user on what is assumed about the machines."""
     is_named: bool = True
-    """Whether the machines were requested or are this machine's GPUs, instead of its CPU for lack of a GPU."""
+    """Whether the machines were named on the command line or are this machine's GPUs. False if the plan is for this
+    machine's CPU because the machine has no GPU.
+    """
 
     @property
     def name(self) -> str:

@@ -71,7 +71,7 @@ class SearchResult:
     num_tried: int
     """Layouts whose states fit and whose memory was estimated in full."""
     is_cut_off: bool = False
-    """Whether the search stopped after `MOST_TRIED` layouts, before the last one."""
+    """Whether the search stopped after `MOST_TRIED` layouts although more layouts were left."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Search:
     traces: Tracer
 
     def run(self) -> SearchResult:
-        """Run the search; without proposals if no layout fits."""
+        """Run the search. The result has no proposals if no layout fits."""
         proposals, misfits = list[Proposal](), list[Proposal]()
         too_large: list[tuple[int, Candidate]] = []
         fitting: set[tuple[ParallelConfig, int]] = set()
@@ -126,8 +126,9 @@ class Search:
         return [each for each in self.candidates.activations if each.activation_offload == offloads_inputs]
 
     def _best(self, first: Layout) -> Proposal:
-        """The layout with the least recomputation that fits, and its largest micro-batch; if none fits, the one with
-        the least excess at its smallest micro-batch. `first` is the layout with the least recomputation.
+        """The layout that fits with the least recomputation, and with the largest micro-batch that fits. If none fits,
+        it is the layout with the least excess at its smallest micro-batch. `first` is the layout with the least
+        recomputation.
         """
         misfits = []
         for activations in self._settings_of_activations(first.activations.activation_offload):
