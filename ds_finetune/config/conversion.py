@@ -1,5 +1,5 @@
-"""Converts the file of another trainer to a run file. A key of that file is called a word here; the outcome of each
-word is recorded.
+"""Converts the configuration file of another trainer to a run file. A key of the other trainer's file is called a word;
+the outcome of each word is recorded.
 """
 
 import math
@@ -46,9 +46,11 @@ column.
 """
 _WIDTH = 60
 _LENGTHS = ("train.for", "optim.warmup", "checkpoint.every", "eval.every")
-"""Keys of a number with a unit, such as `100 steps`, which other trainers write as a number."""
+"""Run-file keys whose value is a number with a unit, such as `100 steps`. Other trainers write only the number."""
 _MISWRITTEN = re.compile(r"(?P<before>\d+),(?P<after>\d+)|(?P<factor>\d+(\.\d+)?)(?P<unit>[kKmM])|\d+(:\d+)+")
-"""Texts such as `3,14`, `5k` and `3:30` that are meant as numbers, while YAML and JSON read them as texts."""
+"""Pattern of texts such as `3,14`, `5k` and `3:30`, which a user means as numbers although YAML and JSON read them as
+texts.
+"""
 
 
 class ConvertedRun:
@@ -73,7 +75,8 @@ class ConvertedRun:
         self._take_rows()
         self._take_batch()
         for is_last in (False, True):
-            # Some keys have an effect only together with another key, which the first pass sets.
+            # Some keys have an effect only together with another key, so that a second pass tries the words that the
+            # first pass did not take.
             for word in [word for word in self.words if word not in self.outcomes]:
                 self._take_word(word, self.words[word], is_last=is_last)
         self._take_defaults()
@@ -90,7 +93,8 @@ class ConvertedRun:
         key, match = self._key(word), _MISWRITTEN.fullmatch(value.strip()) if isinstance(value, str) else None
         path, section = section_of(RunConfig, key.split("."))
         field = field_of(section, path[-1])
-        # Objectives have different keys, so that `section` may lack the key of another objective.
+        # The objective of the run may be another one than that which has the key. Then `section` has no field for the
+        # key.
         is_number = re.search(r"\b(int|float)\b", str(field.annotation)) if field else path[0] == "objective"
         if match is None or not (is_number or key in _LENGTHS):
             return
@@ -177,7 +181,7 @@ class ConvertedRun:
         return bool(self.words.get("pretraining_dataset")) or (bool(kinds) and kinds <= {*_PLAIN_TYPES})
 
     def _take_adapters(self) -> bool:
-        """Whether LoRA adapters are trained: decided by the words for LoRA, else by the program's default."""
+        """Decide whether LoRA adapters are trained: by the words for LoRA, else by the default of the other trainer."""
         given = {word: value for word, value in self.words.items() if KEY_OF.get(word) == "lora"}
         for word, value in given.items():
             if text := value_of(word, value, "lora"):
@@ -211,7 +215,7 @@ class ConvertedRun:
         return ":".join(str(part) for part in (self.words["dataset_name"], subset, split) if part)
 
     def _source(self, word: str, entry: object) -> str:
-        """An entry of the other file's data list in the form of an entry of data.train."""
+        """An entry of data.train, made from an entry of the data list of the other trainer's file."""
         if isinstance(entry, Mapping):
             return self._described_source(word, entry)
         if word == "dataset_name":
@@ -481,6 +485,6 @@ _CONVERTERS: Mapping[str, Callable[[ConvertedRun, str, object], object]] = {
     **dict.fromkeys(("data.train", "rollout.prompts_per_step"), lambda self, word, value: None),
     "rewards": lambda self, word, value: self.to_fill.update(rewards=f"{word} is {value}"),
 }
-"""Functions that convert the value of a word, by run-file key. They are for keys whose value also depends on other
+"""Functions that convert the value of a word, by run-file key. A key has a function if its value also depends on other
 words or needs a calculation.
 """

@@ -17,8 +17,8 @@ Values = Mapping[str, Any]
 
 
 def _is(key: str, value: object, reason: str = "", *, negated: bool = False) -> tuple[Callable[[Values], bool], str]:
-    """Condition that `key` has the value `value`, or is empty if `value` is None, and its text in messages, followed by
-    `reason`. `negated` inverts a condition on a value.
+    """Condition of a rule, and its text in messages: that `key` has the value `value`, or that `key` is empty if
+    `value` is None. The text ends with `reason`. `negated` inverts a condition on a value.
     """
     shown = str(value).lower() if isinstance(value, bool) else value
     text = f"there is no {key}" if value is None else f"{key} is {'not ' * negated}{shown}"

@@ -75,7 +75,9 @@ def _instead(path: Sequence[str], section: type[BaseModel], root: type[BaseModel
 
 
 def _is_foreign(error: Any) -> bool:  # noqa: ANN401 - pydantic's ErrorDetails
-    """Whether the error is an unknown key, or another trainer's key whose name is a section here."""
+    """Whether a pydantic error is about an unknown key, or about another trainer's key that has the name of a section
+    of the run file.
+    """
     is_value = error["type"] == "model_type" and len(error["loc"]) == 1 and error["loc"][0] in KEY_OF
     return error["type"] == "extra_forbidden" or is_value
 
@@ -174,8 +176,8 @@ def _tag(section: type[BaseModel]) -> str:
 
 
 def _suggestion(path: Sequence[str], section: type[BaseModel], root: type[BaseModel], value: object) -> str:
-    """A hint with the key probably meant by an unknown key: a key for another trainer's name, a key of another section,
-    or a similar name.
+    """A hint for an unknown key with the run-file key that was probably meant. An unknown key may be another trainer's
+    name, a key of another section, or a misspelling.
     """
     word, names = path[-1], _own_names(section)
     if word.lower() in NOT_AVAILABLE:
@@ -193,7 +195,7 @@ def _suggestion(path: Sequence[str], section: type[BaseModel], root: type[BaseMo
 
 
 def _similar(word: str, names: Sequence[str]) -> list[str]:
-    """At most one name, which begins with `word`, or else is similar to it."""
+    """The first name that begins with `word`, else the most similar name; an empty list if there is none."""
     longer = [name for name in names if len(word) > 2 and name.startswith(word)]
     return longer[:1] or difflib.get_close_matches(word, names, n=1, cutoff=_NEAR)
 

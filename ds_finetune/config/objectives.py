@@ -58,7 +58,7 @@ class ObjectiveConfig(Section):
 
     @property
     def unit(self) -> Unit:
-        """What the first term of the loss is averaged over."""
+        """Unit over which the first term of the loss is averaged."""
         return self.row.unit
 
     @property
@@ -73,7 +73,7 @@ class ObjectiveConfig(Section):
 
     @property
     def row_settings(self) -> Mapping[str, Any]:
-        """Fields of `data.row_kind.RowKind` that this section sets."""
+        """Fields of `data.row_kind.RowKind` whose values this section of the run file sets."""
         return {}
 
 
@@ -96,7 +96,7 @@ class PretrainObjective(ObjectiveConfig):
 
     @property
     def row_settings(self) -> Mapping[str, Any]:
-        """Fields of `RowKind`: the tokens that begin and end a text."""
+        """Fields of `data.row_kind.RowKind` for plain text: the tokens that begin and end a text."""
         return {"bos": self.bos, "has_eos": self.eos}
 
 
@@ -108,7 +108,7 @@ class ClassificationObjective(ObjectiveConfig):
     num_labels: Refused[int | None] = Field(default=None, ge=1)
     """Number of classes; 1 is regression. Left out, it is counted in the training rows."""
     labels: Refused[tuple[str, ...]] = ()
-    """Names of the classes, in the order of their numbers; left out, those of the data or of the model."""
+    """Names of the classes, in the order of their numbers; left out, the data's or the model's names."""
     label_smoothing: Refused[float] = Field(default=0.0, ge=0, lt=1)
     """Label smoothing: fraction of the target that is spread over all classes."""
 
@@ -119,7 +119,7 @@ class ClassificationObjective(ObjectiveConfig):
 
     @property
     def row_settings(self) -> Mapping[str, Any]:
-        """Fields of `RowKind`: the classes."""
+        """Fields of `data.row_kind.RowKind` for classification: the names of the classes."""
         return {"labels": self.labels, "num_labels": self.num_labels}
 
 
@@ -138,7 +138,7 @@ class RewardObjective(ObjectiveConfig):
 
     @property
     def row_settings(self) -> Mapping[str, Any]:
-        """Fields of `RowKind`: pairs may have a margin."""
+        """Fields of `data.row_kind.RowKind` for pairs of answers: a pair may have a margin."""
         return {"has_margin": True}
 
 
@@ -152,31 +152,33 @@ class DpoObjective(ObjectiveConfig):
     loss: Refused[Literal["sigmoid", "robust", "hinge", "ipo", "apo_zero", "apo_down", "sigmoid_norm"]] = "sigmoid"
     """Variant of the DPO loss."""
     label_smoothing: Refused[float] = Field(default=0.0, ge=0, lt=0.5)
-    """Assumed share of pairs in which the rejected answer is the better one; for `loss: sigmoid` (conservative DPO) and
+    """Assumed share of pairs in which the rejected answer is better; for `loss: sigmoid` (conservative DPO) and
     `robust`.
     """
     nll_weight: Refused[float] = Field(default=0.0, ge=0)
     """Weight of the cross entropy of the chosen answers."""
     reference: Reference = "cache"
-    """Log-probabilities of the reference: computed once and cached, or with the adapters off at each step."""
+    """The reference's log-probabilities are computed once and cached, or at each step by the model without its
+    adapters.
+    """
 
 
 class SimpoObjective(ObjectiveConfig):
     """SimPO (Meng et al., arXiv 2405.14734)."""
 
     name: Refused[Literal["simpo"]]
-    """Preference loss of mean log-probabilities, without a reference."""
+    """Preference loss of mean log-probabilities, without a reference model."""
     beta: Refused[float] = Field(default=2.0, gt=0)
     """Scale of the difference of the mean log-probabilities."""
     gamma: Refused[float] = Field(default=0.5, ge=0)
-    """Margin that is subtracted from the scaled difference, gamma of the paper."""
+    """Margin that is subtracted from the scaled difference of log-probabilities, gamma of the paper."""
 
 
 class CpoObjective(ObjectiveConfig):
     """Contrastive preference optimisation (Xu et al., arXiv 2401.08417)."""
 
     name: Refused[Literal["cpo"]]
-    """Preference loss without a reference, plus the cross entropy of the chosen answers."""
+    """Preference loss without a reference model, plus the cross entropy of the chosen answers."""
     beta: Refused[float] = Field(default=0.1, gt=0)
     """Scale of the difference of the log-probabilities."""
     loss: Refused[Literal["sigmoid", "hinge", "ipo"]] = "sigmoid"
@@ -189,7 +191,7 @@ class OrpoObjective(ObjectiveConfig):
     """Odds ratio preference optimisation (Hong et al., arXiv 2403.07691)."""
 
     name: Refused[Literal["orpo"]]
-    """Cross entropy of the chosen answers plus the log odds ratio of both answers, without a reference."""
+    """Cross entropy of the chosen answers plus the log odds ratio of both answers, without a reference model."""
     beta: Refused[float] = Field(default=0.1, gt=0)
     """Weight of the odds ratio term."""
 
@@ -207,11 +209,13 @@ class KtoObjective(ObjectiveConfig):
     beta: Refused[float] = Field(default=0.1, gt=0)
     """Strength of the tie to the reference model, beta of the papers."""
     desirable_weight: Refused[float] = Field(default=1.0, gt=0)
-    """Weight of good answers."""
+    """Weight of good answers in the loss."""
     undesirable_weight: Refused[float] = Field(default=1.0, gt=0)
-    """Weight of bad answers."""
+    """Weight of bad answers in the loss."""
     reference: Reference = "cache"
-    """Log-probabilities of the reference: computed once and cached, or with the adapters off at each step."""
+    """The reference's log-probabilities are computed once and cached, or at each step by the model without its
+    adapters.
+    """
 
 
 class DistillObjective(ObjectiveConfig):
@@ -226,17 +230,21 @@ class DistillObjective(ObjectiveConfig):
     scores: str | None = None
     """Folder of stored top-k log-probabilities, written by `ds-finetune teach`."""
     teacher_offload: Free[Literal["none", "cpu"]] = "none"
-    """`cpu` holds the teacher's weights in host memory, partitioned over the ranks; `none` on the GPUs, whole on each
-    rank, or with ZeRO-3 partitioned.
+    """`cpu` holds the teacher's weights in host memory, partitioned over ranks. `none` holds them on each GPU, in full
+    or with ZeRO-3 partitioned.
     """
     temperature: Refused[float] = Field(default=1.0, gt=0)
-    """Divisor of both models' logits in the divergence, which is multiplied by its square; must be 1 with `scores`."""
+    """Divisor of both models' logits in the divergence, which is multiplied by temperature squared; must be 1 with
+    `scores`.
+    """
     label_weight: Refused[float] = Field(default=0.0, ge=0, lt=1)
     """Share of the cross entropy of the labels in the loss; the rest is the divergence."""
 
 
 SEQUENCE_CLIPS = {"clip_low": 3e-4, "clip_high": 4e-4}
-"""Defaults of GSPO for `ratio: sequence`: the mean over an answer varies much less than the ratio of a token."""
+"""Clips of GSPO, which are the defaults with `ratio: sequence`. They are small because the mean ratio of an answer
+varies much less than the ratio of a token.
+"""
 
 
 _OTHER_MODEL = "of other models there is only the one at the start: set start, or with lora adapters_off"
@@ -265,8 +273,8 @@ class GrpoObjective(ObjectiveConfig):
     fixed_length: Refused[int | None] = Field(default=None, ge=1)
     """Divisor of an answer's loss with `aggregation: fixed`; left out, it is rollout.max_new_tokens."""
     ratio: Refused[Literal["token", "sequence", "capped"]] = "token"
-    """Ratio of the probabilities under the current weights to those at sampling: of each token, clipped (`token`); its
-    geometric mean over the answer, clipped (`sequence`, GSPO); or of each token, as a weight of at most `ratio_cap`
+    """Ratio of a token's probability under the current weights to that at sampling: clipped for each token (`token`);
+    its geometric mean over the answer, clipped (`sequence`, GSPO); or a weight of each token, at most `ratio_cap` and
     without a gradient (`capped`, CISPO).
     """
     clip_low: Refused[float] = Field(default=0.2, gt=0, lt=1)
@@ -276,7 +284,7 @@ class GrpoObjective(ObjectiveConfig):
     ratio_cap: Refused[float | None] = Field(default=None, gt=1)
     """Largest ratio with `ratio: capped`, such as 5.0: the ratio itself, not its excess over 1."""
     dual_clip: Refused[float | None] = Field(default=None, gt=1)
-    """Bound of the ratio of tokens with a negative advantage, such as 3.0."""
+    """Largest ratio that counts for tokens with a negative advantage, such as 3.0."""
     kl_weight: Refused[float] = Field(default=0.0, ge=0)
     """Weight of the KL divergence from the model to the reference; the estimate of its gradient is unbiased."""
     reference: Annotated[
@@ -286,12 +294,10 @@ class GrpoObjective(ObjectiveConfig):
     are kept in host memory (`start`), or none. `auto` is `adapters_off` with `lora`, else `none`.
     """
     truncated: Refused[Literal["train", "mask"]] = "train"
-    """Whether answers that were cut at rollout.max_new_tokens are trained; the mean of their group includes them in
-    both cases.
-    """
+    """Whether answers cut at rollout.max_new_tokens are trained on; the mean of their group always includes them."""
     mismatch: Refused[Literal["none", "token", "geometric"]] = "none"
-    """Weight that corrects the difference between the probabilities of sampling and of training: none, that of each
-    token, or the geometric mean over the answer.
+    """Weight of tokens that corrects for different probabilities in sampling and training: none, each token's ratio, or
+    its geometric mean over the answer.
     """
     mismatch_cap: Refused[float] = Field(default=2.0, ge=1)
     """Largest correcting weight of `objective.mismatch`."""
@@ -323,7 +329,7 @@ class ObjectiveRow:
     kind: KindName
     """Kind of rows that the objective is trained on."""
     unit: Unit
-    """What the first term of the loss is averaged over, unless the section overrides `unit`."""
+    """Unit over which the first term of the loss is averaged, unless the section overrides `unit`."""
     head: Head
     needs: tuple[Need, ...] = ()
 

@@ -368,9 +368,9 @@ class Program:
     defaults: Mapping[str, object]
     """Defaults of the trainer that may differ from those of a run file."""
     of_objective: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
-    """Further defaults by objective."""
+    """Further defaults of the trainer for some objectives, by objective."""
     of_lora: Mapping[str, object] = field(default_factory=dict)
-    """Further defaults with LoRA."""
+    """Further defaults of the trainer for runs with LoRA."""
     trains_adapters: bool = False
     """Whether the trainer trains adapters by default."""
     absent: Mapping[str, str] = field(default_factory=dict)

@@ -26,12 +26,12 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
 """Options of each built-in reward, without the options that all rewards have."""
 _NEEDED = {"regex": "pattern", "length": "max_tokens"}
 _COLUMNS = {"code": "tests", "json": ""}
-"""Default column of the record for built-in rewards; `answer` for rewards that are not listed."""
+"""Data column that a built-in reward reads by default; `answer` for rewards that are not listed."""
 _FUNCTION = re.compile(r".+\.py:[A-Za-z_]\w*")
 
 
 class RewardConfig(Section):
-    """A function that scores an answer; the name of one is short for `{reward: NAME}`."""
+    """A function that scores an answer; `NAME` alone is short for `{reward: NAME}`."""
 
     reward: str
     """A built-in reward, or a function of a Python file as `file.py:function`."""
@@ -40,8 +40,8 @@ class RewardConfig(Section):
     weight: float = 1.0
     """Factor of the reward's scores in the sum of all rewards; with 0 the reward is only reported."""
     timeout: float = Field(default=30.0, gt=0)
-    """Seconds for scoring an answer. A longer time ends the run with an error, or with `math` and `code` gives the
-    score of `unparsed`.
+    """Maximum seconds for scoring an answer. More end the run with an error, or with `math` and `code` give the score
+    `unparsed`.
     """
     memory: Annotated[str, checked(partial(parse_bytes, name="memory of a reward"))] = "4GB"
     """Memory limit of the reward's process, and of each program of `code`."""
@@ -49,25 +49,25 @@ class RewardConfig(Section):
     """Processes that score answers on each rank; of several rewards, the largest number counts. 0 is one for each core.
     """
     column: str | None = None
-    """Column with the reference answer (`answer`) or the tests of `code` (`tests`); a dot leads into a mapping:
-    `extra.answer`. Without one `json` accepts any JSON.
+    """Data column with the reference answer (`answer`) or the tests of `code` (`tests`); `extra.answer` names a key
+    inside a mapping. Without a column, `json` accepts any JSON.
     """
     unparsed: float = 0.0
     """Score of an answer without a result, such as an empty one or one whose reasoning does not end."""
     ignore_case: bool = False
-    """`exact_match`: whether upper and lower case are the same."""
+    """For `exact_match`: whether upper and lower case are the same."""
     tolerance: float = Field(default=0.0, ge=0)
-    """`number`: largest difference, as a share of the reference answer."""
+    """For `number`: largest difference, as a share of the reference answer."""
     pattern: str | None = None
-    """`regex`: the regular expression that is searched in the answer."""
+    """For `regex`: regular expression to search in the answer."""
     answer_tag: bool = False
-    """`format`: whether `<answer>` and `</answer>` enclose all that follows the reasoning."""
+    """For `format`: whether `<answer>` and `</answer>` must enclose all text after the reasoning."""
     max_tokens: int | None = Field(default=None, ge=1)
-    """`length`: tokens from which on the score is -1."""
+    """For `length`: number of tokens from which the score is -1."""
     soft_tokens: int = Field(default=0, ge=0)
-    """`length`: number of tokens before `max_tokens` in which the score falls from 0 to -1."""
+    """For `length`: number of tokens before `max_tokens` over which the score falls from 0 to -1."""
     partial: bool = False
-    """`code`: give the share of the tests that pass, instead of 1 if all pass."""
+    """For `code`: score the share of tests that pass, instead of 1 if all pass."""
 
     @model_validator(mode="before")
     @classmethod

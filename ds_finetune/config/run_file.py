@@ -14,12 +14,14 @@ from ds_finetune.errors import ConfigError, OutputError
 Lines = dict[tuple[str, ...], int]
 """Line number of each key in the YAML file, by the path of keys from the top."""
 SHORT_FORMS = {"model": "path", "objective": "name", "lora": "rank"}
-"""Sections that may be written as the value of one of their keys."""
+"""Sections that may be written as the value of one of their keys, each with that key."""
 _MOST_NODES, _MOST_DEPTH = 50_000, 100
 
 
 class PlainLoader(yaml.SafeLoader):
-    """SafeLoader for which `010`, `1:30` and `2026-01-31` are texts; YAML 1.1 makes 8, 90 and a date of them."""
+    """YAML loader that reads `010`, `1:30` and `2026-01-31` as texts. SafeLoader follows YAML 1.1 and makes 8, 90 and a
+    date of them.
+    """
 
 
 _TEXT = re.compile(r"(?:[-+]?0[0-7_]+|[-+]?[0-9_]+(:[0-9]+)+\.?[0-9_]*|\d{4}-\d\d?-\d\d?.*)$")
@@ -124,7 +126,7 @@ def set_key(tree: dict[str, Any], lines: Lines, name: str, value: object, *, sou
 
 def one_line_yaml(value: object) -> str:
     """A value as YAML on one line, quoted where YAML needs quotes, also inside a flow mapping `{...}`."""
-    # Only double quotes escape line ends; in other styles YAML folds them.
+    # A text with line ends or control characters needs double quotes, because in other styles YAML folds line ends.
     style = '"' if isinstance(value, str) and not value.isprintable() else None
     options: dict[str, Any] = {"sort_keys": False, "width": math.inf, "allow_unicode": True, "default_style": style}
     return str(yaml.safe_dump([value], default_flow_style=True, **options)).strip()[1:-1]

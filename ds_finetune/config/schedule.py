@@ -51,15 +51,15 @@ class Duration:
         return max(1, math.ceil(round(self.value * rows, 6)))
 
     def __str__(self) -> str:
-        """The text from which `parse` reads the same number."""
+        """Text of this duration, from which `parse` reads the same duration."""
         is_whole = self.value == int(self.value)
         return f"{int(self.value) if is_whole else format(Decimal(repr(self.value)), 'f')} {self.unit}"
 
 
 @dataclass(frozen=True)
 class Interval:
-    """Interval between events in steps, epochs or seconds; of several, the first to pass counts. A missing one is
-    infinite.
+    """Interval between events in steps, epochs or seconds. A unit that is not given is infinite; if several are given,
+    the first to pass counts.
 
     Steps need not be whole: the events of 2.5 steps are at steps 3, 5, 8 and so on.
     """
@@ -91,7 +91,7 @@ class Interval:
         return Interval(self.epochs * steps_per_epoch, self.seconds) if self.epochs < math.inf else self
 
     def times(self, step: int) -> int:
-        """Number of events that the steps up to the end of `step` trigger."""
+        """Number of events that are due from the beginning of the run to the end of `step`."""
         return math.floor(step / self.steps + 1e-9)
 
     def is_due(self, step: int) -> bool:

@@ -45,54 +45,54 @@ class RunConfig(Section):
     model: Annotated[ModelConfig, BeforeValidator(short_form(SHORT_FORMS["model"]))]
     """The model, as a path or a section."""
     data: DataConfig
-    """The data."""
+    """Training data and held-out data."""
     deepspeed: Annotated[Free[str | dict[str, Any] | None], BeforeValidator(stage_as_file)] = None
     """DeepSpeed's settings: a JSON file, a name of ds_configs/ such as `zero3`, a ZeRO stage, or a section."""
     inexact: InexactNames = ()
-    """DeepSpeed options to allow although they cannot equal a reference loop; docs/how-to/inexact-options.md."""
+    """DeepSpeed options to allow although they differ from a reference loop; see docs/how-to/inexact-options.md."""
     rollout: RolloutConfig = RolloutConfig()
-    """Sampling of answers."""
+    """How answers are sampled during training."""
     objective: ObjectiveField = SftObjective()
     """Objective of training: a name such as `dpo`, or a section `{name: dpo, beta: 0.1}`."""
     rewards: RewardList = ()
     """Scores of the answers that the model samples: names such as `number`, or sections `{reward: NAME}`."""
     train: TrainConfig = Field(default=TrainConfig(), validate_default=True)
-    """Length, batch and precision."""
+    """Length, batch size and precision of training."""
     optim: OptimConfig = OptimConfig()
-    """Optimizer."""
+    """Optimizer and learning rate."""
     eval: EvalConfig = EvalConfig()
-    """Evaluation."""
+    """Evaluation of held-out data."""
     checkpoint: Free[CheckpointConfig] = CheckpointConfig()
-    """Checkpoints."""
+    """When checkpoints are saved, and what a start resumes from."""
     parallel: ParallelConfig = ParallelConfig()
-    """Parallel sizes."""
+    """Tensor, pipeline, expert and sequence parallel sizes."""
     lora: Annotated[Refused[LoraConfig | None], BeforeValidator(short_lora)] = None
     """Low-rank adapters; left out, all weights are trained. `true` takes the defaults, and a number is the rank."""
     mtp: MtpConfig = MtpConfig()
-    """Multi-token prediction."""
+    """Training of multi-token prediction layers."""
     router: RouterConfig | None = None
-    """Routers of experts."""
+    """How routers of experts are trained."""
     indexer: IndexerConfig = IndexerConfig()
-    """Indexers of sparse attention."""
+    """How indexers of sparse attention are trained."""
     features: Refused[dict[str, dict[str, Any]]] = Field(default_factory=dict)
     """Settings of features that other packages add, as in `features: {name: {weight: 0.1}}`."""
     log: Free[LogConfig] = LogConfig()
-    """Logging."""
+    """Progress lines and trackers."""
     profile: Free[ProfileConfig | None] = None
-    """Steps that are profiled."""
+    """Steps that are profiled; left out, no step is profiled."""
     launch: Free[LaunchConfig] = LaunchConfig()
-    """Launching."""
+    """How `ds-finetune launch` restarts a run."""
     watchdog: Free[WatchdogConfig] = WatchdogConfig()
-    """Watchdog."""
+    """When a run that hangs is ended."""
     export: Free[ExportConfig] = ExportConfig()
-    """Export."""
+    """Exports of the trained model."""
     output_dir: Free[FolderText]
     """Folder of the run; docs/reference/run-directory.md lists what it holds."""
 
     @field_validator("objective")
     @classmethod
     def _fill_in_numbers(cls, objective: ObjectiveConfig, before: ValidationInfo) -> ObjectiveConfig:
-        """Fill in defaults of GRPO that depend on other keys: `fixed_length`, and the clips with `ratio: sequence`."""
+        """Fill in defaults of GRPO that depend on other keys: `fixed_length`, and with `ratio: sequence` the clips."""
         rollout, values = before.data.get("rollout"), dict[str, object]()
         if not isinstance(objective, GrpoObjective):
             return objective
@@ -112,11 +112,11 @@ class RunConfig(Section):
         return _filled(train, global_batch_size=rollout.prompts_per_step * objective.group_size)
 
     def inputs(self) -> Iterator[tuple[str, Path]]:
-        """Keys that name files or folders to read, each with its path, which may also be a hub id."""
+        """Run-file keys that name files or folders to read, each with its path. The path may also be a hub id."""
         data = self.data
         for purpose in ("train", "eval"):
             for path in data.paths(purpose):
-                # The path may end in `:split`.
+                # A path may end in `:split`, which is not part of the name of a file.
                 files = (file if Path(file).exists() else file.partition(":")[0] for file in named_files(path))
                 yield from ((f"data.{purpose}", Path(file)) for file in files)
         named = {"model.path": self.model.path, "model.tokenizer": self.model.tokenizer, "data.template": data.template}
@@ -130,7 +130,9 @@ _Filled = TypeVar("_Filled", bound=Section)
 
 
 def _filled(section: _Filled, **values: object) -> _Filled:
-    """The section with values derived from other sections; a later override of those sections may change the values."""
+    """A copy of the section with values derived from other sections. The values count as defaults, so that a later
+    override of the other sections may change them.
+    """
     filled = section.model_copy(update=values)
     filled.model_fields_set.difference_update(values)
     return filled

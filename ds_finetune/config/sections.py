@@ -74,14 +74,15 @@ class ModelConfig(Section):
     """`random` builds the model only from `config.json`, with new random weights; the plan says so."""
     attention: Literal["sdpa", "by_document", "varlen", "eager", "flash_attention_2"] = "sdpa"
     """Attention kernel; each keeps packed documents apart. `by_document` makes a call for each document, `varlen` one
-    for all of a forward (GPUs in bf16 and fp16). `sdpa` is `varlen` where it fits the model, else `by_document`.
+    call for all documents of a forward (GPUs in bf16 and fp16). `sdpa` is `varlen` where it fits the model, else
+    `by_document`.
     """
     loss: Literal["auto", "chunked", "liger"] = "auto"
     """Loss kernel. `auto` is Liger's on GPUs where liger-kernel is installed, else the chunked one."""
     kernels: Literal["auto", "torch", "liger", "compile"] = "auto"
     """Kernels of RMSNorm, rotary embedding and SwiGLU: Liger's, those of torch.compile (ZeRO 0 to 2), or torch's own
-    operations. `auto` is the first of these that can run on a GPU, and `torch` on a CPU; the plan says why. In a run
-    file, `torch` is without Triton's product of experts and FlashAttention 3 too.
+    operations. `auto` is the first of these that can run on a GPU, and `torch` on a CPU; the plan says why. A run file
+    with `torch` also turns off Triton's product of experts and FlashAttention 3.
     """
 
 
@@ -99,7 +100,7 @@ class DataConfig(Section):
     that many rows of `train`: one of each 20 consecutive rows, chosen by `train.seed`.
     """
     rows: Rows[int | None] = Field(default=None, ge=1)
-    """Number of rows of `train` that are read, from its first file on, for a trial. Left out, all rows are read."""
+    """Number of rows of `train` to read, from its first file on, for a trial. Left out, all rows are read."""
     layout: Rows[Layout] = "auto"
     """Layout of a row; `auto` recognises it by its columns."""
     columns: Rows[dict[str, str]] = Field(default_factory=dict)
@@ -116,8 +117,9 @@ class DataConfig(Section):
     control_tokens: Rows[Literal["text", "keep", "refuse"]] = "text"
     """Control tokens inside the texts of a conversation: tokenised as `text`, kept as control tokens, or refused."""
     separator: Rows[str] = "\n"
-    """Text between prompt and completion without a chat template, unless there is white space already; and between two
-    texts with a label."""
+    """Text between prompt and completion without a chat template, unless white space is there already; also between two
+    texts with a label.
+    """
     packing: Rows[bool] = True
     """Fill rows of `max_seq_len` with several documents that cannot see each other; false pads each row instead."""
     long_rows: Rows[Literal["auto", "truncate", "drop", "split"]] = "auto"
@@ -128,11 +130,11 @@ class DataConfig(Section):
     """Rows that cannot be read or tokenised are listed; `error` ends the run before it starts, `drop` leaves them out.
     """
     max_dropped_ratio: Free[float] = Field(default=0.1, ge=0, le=1)
-    """No run starts if a larger share of its rows is dropped: bad, too long, lost in the chat template, or without a
-    supervised token.
+    """Largest share of dropped rows with which a run starts. Dropped rows are bad, too long, lost in the chat template,
+    or without a supervised token.
     """
     max_truncated_ratio: Free[float] = Field(default=0.1, ge=0, le=1)
-    """No run starts if more than this share of all tokens is lost by truncation."""
+    """Largest share of all tokens that truncation may lose; no run starts with more."""
     streaming: Refused[bool] = False
     """Read and tokenise while training, for data too large to prepare; `train.for` is then in steps."""
     shuffle: Refused[bool] = True
@@ -185,17 +187,16 @@ class TrainConfig(Section):
     """Maximum tokens of a row; both answers of a pair are in one row."""
     precision: Precision = "auto"
     """Dtype of weights and activations; master weights and moments are fp32. `auto` is bf16 where the device computes
-    it (GPUs from compute capability 8.0 on, CPUs with AMX or AVX512-BF16), fp32 on other CPUs, and an error on other
-    GPUs.
+    it (GPUs from compute capability 8.0, CPUs with AMX or AVX512-BF16), fp32 on other CPUs, and an error on other GPUs.
     """
     seed: Refused[int] = Field(default=0, ge=0)
     """Seed of data order and of fresh weights."""
     max_grad_norm: float = Field(default=1.0, ge=0)
     """Global norm to which the gradient is clipped; 0 does not clip."""
     activation_checkpointing: Literal["auto", "full", "selective", "none"] = "auto"
-    """What backward recomputes instead of keeping it. `full`: all of a layer but its input. `selective`: as
-    `full`, but not attention, the products of routed experts and their exchange between ranks. `none`: nothing. `auto`
-    is `selective` where the estimate fits the GPUs, else `full`. The numbers of a run are the same.
+    """What backward recomputes instead of keeping it. `full`: all of a layer but its input. `selective`: as `full`, but
+    not attention, the products of routed experts and their exchange between ranks. `none`: nothing. `auto` is
+    `selective` where the estimate fits the GPUs, else `full`. Results do not depend on it.
     """
     activation_offload: Free[bool] = False
     """Keep the inputs of recomputed layers in pinned host memory instead of on the GPU."""
@@ -205,13 +206,13 @@ class TrainConfig(Section):
     """
     only: Annotated[Refused[tuple[str, ...]], BeforeValidator(as_list)] = ()
     """Parameters that are trained, by the last part of their module's name such as `experts` or `lm_head`, by full
-    names, or by regular expressions on these such as `model\\.layers\\.3\\..*`. Left out, all are.
+    names, or by regular expressions on these such as `model\.layers\.3\..*`. Left out, all are trained.
     """
     freeze: Annotated[Refused[tuple[str, ...]], BeforeValidator(as_list)] = ()
     """Parameters that stay as they are, named as in `only`; they are in no optimizer state, norm or checkpoint."""
     max_skipped_steps: Free[int] = Field(default=5, ge=1)
-    """The run ends after this many steps in a row without a finite gradient; in the first 100 steps of fp16 after at
-    least 17, while the loss scale falls.
+    """The run ends after this many steps in a row without a finite gradient. In the first 100 steps of fp16, while the
+    loss scale falls, at least 17 are allowed.
     """
     reduction_dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Dtype in which gradients are summed over ranks and forwards. `auto` is that of `precision`. `fp32` in a bf16 run
@@ -382,8 +383,8 @@ class LoraConfig(Section):
     """Share of the inputs of adapters that a forward in training drops; the frozen weights get all inputs."""
     target_modules: Annotated[tuple[str, ...], Field(min_length=1), BeforeValidator(as_list)] | None = None
     """Modules to adapt, by the last part of their names such as `q_proj` or `experts`, or by regular expressions on
-    full names. Left out, all linear modules of attention, MLPs, shared and routed experts are adapted; `all-linear`
-    also adapts routers, as in peft. Else these are adapted only where `gate` is named; embeddings and head never are.
+    full names. Left out, all linear modules of attention, MLPs, shared and routed experts are adapted. Routers are
+    adapted only by `all-linear`, as in peft, or where `gate` is named; embeddings and head never are.
     """
     quantize: Literal["nf4"] | None = None
     """`nf4` holds the frozen weights of attention, dense MLPs and shared experts in four bits, by bitsandbytes."""
@@ -403,8 +404,8 @@ class LoraConfig(Section):
 
 
 class MtpConfig(Section):
-    """Multi-token prediction: a layer after the last one that predicts the token after the next. Servers draft tokens
-    with it.
+    """Multi-token prediction: a layer after the last one predicts the token after the next. Servers draft tokens with
+    this layer.
     """
 
     train: Refused[bool] = False
@@ -435,7 +436,7 @@ class IndexerConfig(Section):
     """Train indexers to score tokens as attention weighs them; false leaves them as they are."""
     stage: Refused[Literal["sparse", "dense_warmup"]] = "sparse"
     """`sparse` trains indexers beside the other weights, by attention to the chosen tokens. `dense_warmup` trains only
-    them, by attention to all earlier tokens.
+    indexers, by attention to all earlier tokens.
     """
     weight: float = Field(default=1.0, gt=0)
     """Weight of the indexers' loss; the steps of Adam hardly depend on it."""
@@ -456,7 +457,7 @@ class RolloutConfig(Section):
     engine: Annotated[Literal["own", "vllm"], _NO_SGLANG] = "own"
     """What samples answers: `own` is the model under training, `vllm` a server, which loads the weights from a folder
     in output_dir. The folder has the size of an export; it is written before each rollout and evaluation and removed
-    after loading. There is no transfer by CUDA IPC or NCCL.
+    after loading.
     """
     address: Annotated[Free[str | None], BeforeValidator(_check_address)] = None
     """Address of the vLLM server, such as http://127.0.0.1:8000."""
@@ -465,9 +466,9 @@ class RolloutConfig(Section):
     steps_per_rollout: Refused[int] = Field(default=1, ge=1)
     """Optimizer steps per rollout. All its answers are sampled by the weights before the first of these steps."""
     ahead: Refused[Literal[0, 1]] = 0
-    """Rollouts that are sampled ahead: with 1, each is sampled before the steps on the preceding rollout. Its rewards
-    are computed during those steps, a server also samples then, and objective.mismatch corrects for the change of
-    weights.
+    """Number of rollouts that are sampled ahead. With 1, a rollout is sampled before the steps on the preceding
+    rollout, or by a server during these steps; its rewards are computed during them. objective.mismatch corrects for
+    the change of weights.
     """
     max_new_tokens: int = Field(default=256, ge=1)
     """Maximum tokens of an answer; a longer answer is cut."""
@@ -536,7 +537,7 @@ class ProfileConfig(Section):
     steps: Annotated[str, BeforeValidator(_check_profiled_steps)]
     """First and last step that are profiled, as in `10-12`, or a single step."""
     ranks: Annotated[Literal["all"] | tuple[int, ...], BeforeValidator(_as_ranks)] = "all"
-    """Ranks that are profiled: `all`, one or a list. Waits for the slowest rank are known only with all."""
+    """Ranks that are profiled: `all`, one or a list. Waits for the slowest rank are known only with `all`."""
 
     @property
     def first_and_last(self) -> tuple[int, int]:

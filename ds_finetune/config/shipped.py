@@ -29,8 +29,8 @@ def shipped_names(folder: str) -> Iterator[str]:
 
 
 def read_text(given: str | Path, *, what: str, hint: str, error: type[ConfigError | LaunchError] = ConfigError) -> str:
-    """Text of a file, or of the file of that name that comes with the package; `error`, which begins with `what`, where
-    the file cannot be read or is larger than 1 MiB.
+    """Text of the file `given`, or of the file of that name that comes with the package. If it cannot be read or is
+    larger than 1 MiB, `error` is raised with a message that begins with `what`.
     """
     path = Path(given)
     try:

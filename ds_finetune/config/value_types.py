@@ -37,7 +37,7 @@ Layout = Literal[
 
 
 class OnResume(StrEnum):
-    """Treatment of a key on resume whose value differs from that in the checkpoint."""
+    """What happens if a key's value differs from that in the checkpoint from which a run resumes."""
 
     REFUSED = "refused"
     ROWS = "refused if it changes the training rows"
@@ -46,7 +46,8 @@ class OnResume(StrEnum):
 
 
 _T = TypeVar("_T")
-# Marks of keys. A changed key without a mark is printed. Free keys do not affect the results of training.
+# A mark of a run-file key says what happens if a resumed run has another value. A change of a key without a mark is
+# printed; free keys do not affect the results of training.
 Refused = Annotated[_T, OnResume.REFUSED]
 Rows = Annotated[_T, OnResume.ROWS]
 Free = Annotated[_T, OnResume.FREE]
