@@ -31,7 +31,7 @@ class DocumentLimit:
 
 
 def length_notes(model: ModelPlan, *, max_seq_len: int) -> tuple[str, ...]:
-    """A plan line on how tokens of documents attend to each other; none for models without an indexer."""
+    """Plan line on whether tokens attend to all earlier tokens of a document; none for models without an indexer."""
     tokens = longest_document(model.hf_config)
     if tokens is None:
         return ()
@@ -86,7 +86,9 @@ def check_lengths(
 
 
 def _limits(model: ModelPlan) -> Iterator[DocumentLimit]:
-    """Maximum lengths of documents for a model with an indexer. Longer documents are untested with its settings."""
+    """Maximum lengths of documents for a model with an indexer. Longer documents are not tested with the settings of
+    the run.
+    """
     tokens = longest_document(model.hf_config)
     if tokens is not None:
         if model.attention not in OWN_ATTENTIONS:
@@ -132,6 +134,6 @@ def check_answers_fit(generate: GenerateConfig, model: ModelPlan, held_out: Mapp
 
 
 def _longest_prompt(generate: GenerateConfig, rows: PreparedRows) -> int:
-    """Number of tokens of the longest prompt that evaluations answer; 0 if they answer none."""
+    """Number of tokens of the longest held-out prompt that evaluations answer; 0 if they answer none."""
     number = generate.prompts
     return max((len(prompt) for prompt, _ in rows.prompts_and_answers(number)), default=0) if number else 0

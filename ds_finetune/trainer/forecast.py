@@ -35,7 +35,9 @@ def forecast_lines(run: PreparedRun) -> list[tuple[str, str]]:
 
 
 def forecast_check(run: PreparedRun, *, say: Say, log: Say) -> MemoryCheck:
-    """Observer that compares measured memory of the first steps with the estimate; the whole table goes to the log."""
+    """Observer that compares measured memory of the first steps with the estimate, and writes the whole table to the
+    log.
+    """
     memory = estimate_of(run)
     if memory is not None:
         log("\n".join(["predicted memory of a rank:", *memory_table(memory)]))
@@ -50,7 +52,9 @@ class OutOfMemoryError(RunError):
 
 
 def memory_table(estimate: MemoryEstimate) -> list[str]:
-    """Lines of device memory at its peak, largest item first, each with the option that reduces it."""
+    """Lines of a table of device memory at its peak, largest item first, each with the run-file option that reduces the
+    item.
+    """
     fullest = [row for row in estimate.rows if row.place == estimate.device and estimate.moment in row.when]
     rows = sorted(fullest, key=lambda row: -row.num_bytes)
     return [
@@ -61,7 +65,7 @@ def memory_table(estimate: MemoryEstimate) -> list[str]:
 
 
 def estimate_of(run: PreparedRun) -> MemoryEstimate | None:
-    """Memory estimate of the run; None where there is none, for a reason that `forecast_lines` gives."""
+    """Memory estimate of the run. None if the memory cannot be estimated; `forecast_lines` then gives the reason."""
     with suppress(FinetuneError):
         return _estimate(run)
     return None
@@ -73,7 +77,9 @@ def _estimate(run: PreparedRun) -> MemoryEstimate:
 
 
 def what_fits(run: PreparedRun, *, budget: int) -> str:
-    """Hint with the nearest settings that fit into `budget` bytes."""
+    """Hint with changes of the run file with which the run would fit into `budget` bytes; those that cost least time
+    come first.
+    """
     changes = fitting_changes(run.plan, run.model.described, run.traces, budget=budget)
     if not changes:
         return "by the estimate no single change of the run file fits; `ds-finetune plan --search` lists what fits"
@@ -97,7 +103,9 @@ def explain_out_of_memory(run: PreparedRun) -> Iterator[None]:
 
 
 def _remember(run: PreparedRun) -> str:
-    """Make the next start use half of an `auto` micro-batch; returns a sentence that says so."""
+    """Record that the run's `auto` micro-batch ran out of memory, so that the next start uses at most half of it.
+    Returns a sentence about that.
+    """
     rows = run.plan.micro_batch_size
     if run.failed_size is None or rows == 1:
         return ""

@@ -26,8 +26,9 @@ _TIMEOUT = timedelta(minutes=30)
 
 
 def decide_recomputation(run: PreparedRun, store: dist.Store, monitor: Monitor) -> PreparedRun:
-    """Resolve `train.activation_checkpointing: auto`. With `auto` this is collective: ranks that recompute differently
-    would hang in exchanges. The smallest device of all ranks decides.
+    """Resolve `train.activation_checkpointing: auto` by the smallest device of all ranks.
+
+    With `auto` this function is collective: ranks that recompute differently would hang in exchanges.
     """
     plan = run.plan
     if plan.train.activation_checkpointing != AUTO:
@@ -44,10 +45,11 @@ def decide_recomputation(run: PreparedRun, store: dist.Store, monitor: Monitor) 
 
 
 def decide_micro_batch(run: PreparedRun, store: dist.Store, monitor: Monitor) -> PreparedRun:
-    """Resolve `train.micro_batch_size: auto`: the largest that fits by the estimate, and at most half of a size that
-    ran out of memory before. Collective, before there is a process group.
+    """Resolve `train.micro_batch_size: auto` to the largest size that fits by the estimate. A size that ran out of
+    memory before limits it to half of that size.
 
-    ConfigError on every rank where no micro-batch fits, or the memory of the device or of the model is not known.
+    This function is collective and runs before there is a process group. ConfigError on every rank if no micro-batch
+    fits, or if the memory of the device or of the model is not known.
     """
     if run.plan.train.micro_batch_size != AUTO:
         return run
@@ -61,7 +63,7 @@ def decide_micro_batch(run: PreparedRun, store: dist.Store, monitor: Monitor) ->
     budget = min(json.loads(text)["free_bytes"] for text in texts)
     estimates = {rows: bytes_of(run.plan, run.model.described, run.traces, rows) for rows in legal_sizes(run.plan)}
     file = _file(run, estimates, [json.loads(text)["total_bytes"] for text in texts])
-    # Each host has its own cache.
+    # Hosts may have read different sizes, because each host has its own cache.
     failed = exchange(store, world, "micro-batch without memory", str(failed_size(file)), timeout=_TIMEOUT)
     too_many = min(filter(None, map(int, failed)), default=0)
     sizes = [size for size in estimates if not too_many or size <= too_many // 2]
@@ -74,7 +76,7 @@ def decide_micro_batch(run: PreparedRun, store: dist.Store, monitor: Monitor) ->
 
 
 def failed_size(file: Path) -> int:
-    """Micro-batch size that ran out of memory, read from `file`; 0 if there is none."""
+    """Micro-batch size that ran out of memory in an earlier run, read from `file`; 0 if there is none."""
     with suppress(OSError, ValueError):
         return int(file.read_text(encoding="utf-8"))
     return 0
@@ -99,8 +101,8 @@ def _nothing_fits(run: PreparedRun, budget: int, too_many: int) -> ConfigError:
 
 
 def _file(run: PreparedRun, estimates: dict[int, int], devices: list[int]) -> Path:
-    """File that remembers a size that ran out of memory, keyed by rows, the ranks' devices, versions, and the
-    estimates, which cover every setting that affects memory.
+    """File that records a micro-batch size that ran out of memory. Its name depends on rows, the ranks' devices,
+    versions, and the estimates, which cover every setting that affects memory.
     """
     plan, rows = run.plan, run.inputs.train.fingerprint()
     key = [__version__, versions(), rows, devices, str(plan.mesh), plan.zero, estimates]

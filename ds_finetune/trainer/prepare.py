@@ -32,11 +32,13 @@ class PreparedRun(ResolvedRun):
     inputs: RunInputs
     schedule: LrSchedule
     reference: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
-    """Reference log-probability of each document, by `train` and names of held-out sets; empty without a cache."""
+    """Reference model's log-probability of each document; keys are `train` and the names of held-out sets. Empty if
+    log-probabilities are not cached.
+    """
     memory: DeviceMemory | None = None
     """Free memory of this rank's device when the run was prepared; None where the system does not report it."""
     peak: PeakMemory | None = None
-    """Peak memory use of this rank's device since then."""
+    """Peak memory use of this rank's device since the run was prepared; None where it is not measured."""
     observers: Sequence[Observer] = ()
     """Observers from users and other packages."""
     failed_size: Path | None = None
@@ -50,15 +52,16 @@ class PreparedRun(ResolvedRun):
         return number / rows_of_step(plan.objective, plan.rollout, plan.train.global_batch_size)
 
     def interval(self, section: EvalConfig | CheckpointConfig) -> Interval:
-        """Interval in steps between evaluations or checkpoints."""
+        """Interval in steps between two evaluations or two checkpoints."""
         return section.interval.in_steps(self.steps_per_epoch)
 
 
 def prepare_run(resolved: ResolvedRun) -> PreparedRun:
-    """Check the run folder and tokenise the data, which takes time in proportion to its size."""
+    """Check the run folder and the disk, and tokenise the data. The time is proportional to the size of the data."""
     world, run = resolved.plan.world, read_run(resolved)
     check_run_folder(run.output_dir, run.config.checkpoint)
-    # Files that this host writes. If all hosts share the folder, each host checks the space for all files.
+    # Only the first host writes exports. If all hosts share the folder, each host checks the space for the files of all
+    # hosts.
     is_first_host = world.rank < world.local_world_size or not run.estimate.is_node_local
     check_run_disk(run.output_dir, run.estimate.disk(ranks=world.local_world_size, is_first_host=is_first_host))
     inputs, schedule = run.inputs, run.schedule
@@ -85,7 +88,9 @@ def read_run(resolved: ResolvedRun) -> PreparedRun:
 
 
 def mismatched_answers(plan: Plan, objective: Objective, rows: PreparedRows) -> MismatchedAnswers | None:
-    """Documents for the objective's baseline (KTO's z0), made from `rows`; None without a baseline."""
+    """Mismatched pairs of prompt and answer from `rows`, for the objective's baseline (KTO's z0); None if the objective
+    has no baseline.
+    """
     if not objective.needs_baseline:
         return None
     length, is_packed = plan.train.max_seq_len, plan.data.packing

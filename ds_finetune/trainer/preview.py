@@ -22,7 +22,7 @@ from ds_finetune.trainer.inputs import unusable_record
 from ds_finetune.trainer.resolve import model_config, token_limits, with_classes
 
 OPEN, CLOSE = "⟦", "⟧"
-"""Brackets around supervised text, also where there are no colours."""
+"""Brackets around supervised text. They are also printed where the terminal shows no colours."""
 
 
 def preview_of(run: RunSettings, *, samples: int) -> RenderableType:
@@ -52,7 +52,7 @@ def training_rows(run: RunSettings) -> tuple[PreparedRows, PreTrainedTokenizerBa
 
 
 def _shown_source(rows: PreparedRows, name: str, units: range, tokenizer: PreTrainedTokenizerBase) -> Iterator[Text]:
-    """Documents, pairs or examples of a source, under its name if it is part of a mixture."""
+    """Documents, pairs or examples of a source of the data, under the source's name if it is part of a mixture."""
     if rows.mixture is not None:
         source = rows.mixture.names.index(name)
         draws, size = rows.mixture.draws[source], rows.mixture.sizes[source]
@@ -68,7 +68,7 @@ def _shown_source(rows: PreparedRows, name: str, units: range, tokenizer: PreTra
 
 
 def documents_of(rows: PreparedRows, units: range) -> range:
-    """Numbers of the documents of `units`, which are documents, or pairs of two documents."""
+    """Numbers of the documents that `units` consist of; a unit is a document or a pair of two documents."""
     size = max(rows.kind.documents_per_unit, 1)
     return range(units.start * size, units.stop * size)
 
@@ -106,12 +106,12 @@ def mark_supervised(ids: list[int], mask: list[bool], tokenizer: PreTrainedToken
 
 
 def marked_spans(ids: list[int], mask: list[bool], tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, bool]]:
-    """Texts of a document's spans, each with whether it is supervised."""
+    """Texts of the spans of a document, each with whether its tokens are supervised."""
     decode, start = partial(tokenizer.decode, clean_up_tokenization_spaces=False), 0
     for end in range(1, len(ids) + 1):
         if end < len(ids) and mask[end] == mask[start]:
             continue
-        # SentencePiece's decoders drop the space of a first token, so the preceding token is decoded too.
+        # SentencePiece's decoders drop the space before the first token, so that the preceding token is decoded too.
         before = ids[max(start - 1, 0) : start]
         yield decode([*before, *ids[start:end]])[len(decode(before)) :], mask[start]
         start = end

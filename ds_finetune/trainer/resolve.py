@@ -52,12 +52,14 @@ from ds_finetune.trainer.document_lengths import length_notes
 from ds_finetune.trainer.tracing.cache import Traces
 
 _CONFIG_FILES = {"files": ("*.json",)}
-"""Files that are downloaded of a model on the hub if only its configuration is read."""
+"""Patterns of the files that are downloaded from the hub if only a model's configuration is read."""
 
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """A run file with all decisions that follow from it and the model's config.json; none is decided again."""
+    """A run file with all decisions that follow from it and from the model's config.json. Later code decides none of
+    them again.
+    """
 
     given: RunConfig
     """The run file with its overrides, before any decision."""
@@ -78,12 +80,12 @@ class ResolvedRun:
 
     @property
     def tree(self) -> dict[str, Any]:
-        """Run file with defaults, as a tree for checkpoints and trackers."""
+        """The run file with defaults filled in, as a tree for checkpoints and trackers."""
         return self.config.model_dump(mode="json", by_alias=True)
 
     @property
     def text(self) -> str:
-        """Run file with defaults, as text for `config.yaml` of the run folder."""
+        """The run file with defaults filled in, as text for `config.yaml` of the run folder."""
         return dump_config(self.config)
 
     @cached_property
@@ -93,7 +95,7 @@ class ResolvedRun:
 
     @cached_property
     def tensors(self) -> tuple[tuple[TensorKind, ...], ...]:
-        """Tensors of a rank, by pipeline stage."""
+        """Tensors of a rank of each pipeline stage."""
         return tuple(stage.kinds for stage in weights_of_run(self.plan, self.model.described))
 
     @cached_property
@@ -144,7 +146,8 @@ def resolve(  # noqa: PLR0913 - what is decided, and what it is decided from
     for row in formats_of_run(config.export.formats)[1:]:
         row.check_not_composite(tree)
         row.check_model_type(model.hf_config.model_type)
-        # Packages, model settings and tokenizer matter only on the machine that exports.
+        # Installed packages, model settings and tokenizer matter only on the machine that exports, so a plan from
+        # config.json does not check them.
         if not is_config_only:
             is_classifier, tokenizer = model.task != "causal_lm", _tokenizer(plan.model)
             row.load().check_model(model.hf_config, is_classifier=is_classifier, tokenizer=tokenizer)
@@ -181,7 +184,8 @@ def _check_muon(device: str) -> None:
 
 
 def make_model_plan(run: RunSettings, *, is_config_only: bool = False) -> ModelPlan:
-    """Model of the run, checked against its mesh; ConfigError or ModelError where it cannot be built.
+    """Plan of the run's model, checked against the parallel layout. ConfigError or ModelError if the model cannot be
+    built.
 
     With `is_config_only`, only configuration and tokenizer files of a model on the hub are downloaded.
     """
@@ -195,8 +199,8 @@ def make_model_plan(run: RunSettings, *, is_config_only: bool = False) -> ModelP
 
 
 def _set_up_scores(objective: ObjectiveConfig, section: ModelConfig, hf_config: PretrainedConfig) -> str:
-    """Set classes and padding token in the configuration of a classifier or reward model; returns a text on the padding
-    token, empty for a causal LM.
+    """Set classes and padding token in the configuration of a classifier or reward model. Returns a text on the padding
+    token, which is empty for a causal LM.
     """
     if objective.row.head != "scores":
         return ""
@@ -224,8 +228,8 @@ def with_classes(run: S, *, is_config_only: bool = False) -> S:
 
 
 def try_generic_type(run: RunSettings, model: ModelPlan) -> tuple[str, ...]:
-    """Notes from running a generic model type on a tiny copy; ModelError where it would be trained wrongly, or where a
-    teacher would attend across documents.
+    """Notes from a trial run of a tiny copy of a model whose type is not in the table of families. ModelError if the
+    model would be trained wrongly, or if a teacher would attend across documents.
     """
     lora = model.lora
     adapted = () if lora is None else {last_part(target.name) for target in (*lora.targets, *lora.quantised)}
@@ -253,7 +257,7 @@ def token_limits(run: RunSettings, hf_config: PretrainedConfig) -> TokenLimits:
 
 
 def limits_of(run: RunSettings, hf_config: PretrainedConfig) -> TokenLimits:
-    """Limits on rows; limits on prompts leave room for the longest sampled answer."""
+    """Limits on rows and prompts. The limit on prompts leaves room for the longest sampled answer."""
     answer = run.rollout.max_new_tokens if is_grpo(run.objective) else 0
     return TokenLimits(run.train.max_seq_len, hf_config.vocab_size, answer, run.train.seed)
 
@@ -269,7 +273,9 @@ def model_config(run: RunSettings, *, is_config_only: bool = False) -> Pretraine
 def _config_and_context(
     section: ModelConfig, task: Task, *, is_config_only: bool
 ) -> tuple[PretrainedConfig, ContextPlan | None]:
-    """Configuration of the model as trained, and its context plan; None without `model.context`."""
+    """Configuration of the model as trained, and the plan of its extended context, which is None without
+    `model.context`.
+    """
     hf_config = read_hf_config(section.path, **(_CONFIG_FILES if is_config_only else {}), task=task)
     context = plan_context(hf_config.to_dict(), section.context) if section.context is not None else None
     if context is not None and context.is_extended:
@@ -298,8 +304,8 @@ def freeze_parameters(plan: Plan, model: ModelPlan) -> Plan:
 
 
 def with_chunked_loss(plan: Plan, model: ModelPlan) -> Plan:
-    """The plan with the chunked loss where logits have a soft cap, which is not tested with Liger's kernel; ConfigError
-    where the run file asks for that.
+    """The plan with the chunked loss if the model's logits have a soft cap, because Liger's loss kernel is not tested
+    with it. ConfigError if the run file asks for Liger's loss.
     """
     cap = soft_cap(model.hf_config)
     if plan.loss_kernel == "chunked" or cap is None:
@@ -313,9 +319,10 @@ def with_chunked_loss(plan: Plan, model: ModelPlan) -> Plan:
 
 
 def _unreached_parameters(plan: Plan, model: ModelPlan) -> tuple[tuple[str, ...], list[str]]:
-    """Names of parameters that get no gradient, which weight decay would shrink; and notes, where that is not known.
+    """Names of parameters that get no gradient, although weight decay would shrink them; and notes, if it is not known
+    which get one.
 
-    In families of the table these are indexers, or if only indexers are trained all other parameters.
+    In families of the table, indexers get no gradient; if only indexers are trained, all other parameters get none.
     """
     hf_config, decay = model.hf_config, plan.optim.weight_decay
     family = family_of(hf_config.model_type)
@@ -374,9 +381,9 @@ def plan_model(hf_config: PretrainedConfig, run: RunSettings) -> ModelPlan:
 
 
 def _without_noise(hf_config: PretrainedConfig) -> tuple[PretrainedConfig, tuple[str, ...]]:
-    """The configuration without dropout and router noise, and the settings that were on.
+    """The model's configuration without dropout and router noise, and the names of the settings that were on.
 
-    With dropout or noise, the trained model would differ from its reference before the first step.
+    With dropout or noise, the trained model would differ from its reference model before the first step.
     """
     hf_config, settings = copy.deepcopy(hf_config), list[str]()
     parts = [hf_config, *(part for part in vars(hf_config).values() if isinstance(part, PretrainedConfig))]

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 _FIRST = ("model", "parameters", "lora", "objective", "ranks", "layout", "memory of a rank", "data", "held-out data")
-"""Plan lines printed first, in this order; `batch`, `length` and the others follow."""
+"""Plan lines that are printed first, in this order; all other lines follow."""
 _DETAILS = {"communication", "loss", "recomputation", "attention", "experts", "kernels", "logits", "allocator"}
-"""Plan lines that are only in `log.txt`, or on the console with `log.verbose`."""
+"""Plan lines that are written only to `log.txt`, and with `log.verbose` also to the console."""
 
 
 def show_plan(run: "PreparedRun") -> None:
@@ -24,7 +24,7 @@ def show_plan(run: "PreparedRun") -> None:
     is_verbose, shown = run.config.log.verbose, plan_lines(run)
     subjects = list[list[tuple[str, str]]]()
     for name, text in shown:
-        # Indented lines belong to the line before.
+        # A plan line whose name begins with a space belongs to the line before it.
         if name.startswith(" ") and subjects:
             subjects[-1].append((name, text))
         else:
@@ -109,8 +109,8 @@ def show_report(report: "Report") -> None:
 
 
 def show_next(report: "Report") -> None:
-    """Print the next command: to chat with the exported model, to score it, or to export the run. For a model trained
-    without a chat template, also print the prompt that it gets for a text.
+    """Print the next command: to chat with the exported model, to score it, or to export the run. If the model was
+    trained without a chat template, also print the prompt that the model gets for a text.
     """
     from ds_finetune.data.prompt_format import PlainFormat, served_prompt
     from ds_finetune.data.tokenizer_files import load_tokenizer
@@ -132,8 +132,8 @@ def show_next(report: "Report") -> None:
 
 
 def show_verifications(results: "Sequence[VerificationResult]", *, is_short: bool = False) -> None:
-    """Print verification results, once for folders that share their files; with `is_short`, only the difference of
-    logits for folders without faults.
+    """Print the results of verifying exports, once for folders that share their files. `is_short` prints only the
+    difference of logits for folders without faults.
     """
     folders_by_text: dict[tuple[str, ...], list[str]] = {}
     for result in results:

@@ -18,9 +18,11 @@ from ds_finetune.trainer.tracing.short_model import ShortModel
 
 
 def trace(plan: Plan, model: ModelPlan, *, is_full: bool = False) -> TracedModel:
-    """Trace the activations of `model` on a rank of `plan` for one micro-batch. Rows are full and consist of one
-    document, or of two for pairs. All tokens are supervised, and experts are chosen equally often. `is_full` computes
-    all layers, with the same result.
+    """Trace the activations of `model` for one micro-batch, on a rank of the run that `plan` describes.
+
+    The trace assumes that rows are full, that a row is one document or a pair of two, that all tokens are supervised,
+    and that experts are chosen equally often. `is_full` computes all layers instead of two of each kind, with the same
+    result.
     """
     with ShortModel(plan, model, is_full=is_full) as short:
         watch = _Watch(short.recorder, short.lm.base_model, [short.lm.get_submodule(name) for name in short.layers])
@@ -33,7 +35,7 @@ def trace(plan: Plan, model: ModelPlan, *, is_full: bool = False) -> TracedModel
 
 
 class _Mark(NamedTuple):
-    """Reading of the recorder at the beginning of a part of the step."""
+    """Counts of bytes at the beginning of a part of an optimizer step."""
 
     part: str
     """`start`, `embedding`, `forward` or `backward` of a layer, `head`, `loss` or `inputs`."""
@@ -45,7 +47,7 @@ class _Mark(NamedTuple):
 
 
 class _Watch:
-    """Context in which hooks of modules read the recorder at the beginning of each part of a step."""
+    """Context in which hooks of modules read the recorder's byte counts at the beginning of each part of a step."""
 
     def __init__(self, recorder: HeldBytes, base: nn.Module, layers: Sequence[nn.Module]) -> None:
         self._recorder, self._base = recorder, base
@@ -101,7 +103,7 @@ class _Watch:
         self._has_left_layers = number == len(self._numbers) - 1
 
     def result(self, representatives: Sequence[int]) -> TracedModel:
-        """Traced memory and FLOPs of all layers. Layer i of the model has those of the traced layer
+        """Traced activation bytes of all layers. Layer i of the model gets the bytes of the traced layer
         `representatives[i]`.
         """
         parts = {(mark.part, mark.layer): (mark, then) for mark, then in pairwise(self._marks)}

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 
 class Traces:
-    """Activations of a run's model by layout, cached in memory and below `data.cache_dir`. `build` plans the model when
-    a trace is needed, and `say` announces it, since it takes seconds.
+    """Activations of a run's model by layout, cached in memory and below `data.cache_dir`. If a trace is missing,
+    `build` plans the model, and `say` announces the tracing, which takes seconds.
     """
 
     def __init__(self, run: RunSettings, build: Callable[[], "ModelPlan"], say: Say = say_nothing) -> None:
@@ -40,7 +40,7 @@ class Traces:
         self._traced: dict[str, TracedModel] = {}
 
     def __call__(self, plan: Plan) -> TracedModel:
-        """Activations of a rank of `plan`; ConfigError or ModelError where its model cannot be built."""
+        """Traced activations of a rank of `plan`. ConfigError or ModelError if the model cannot be built."""
         key = xxhash.xxh3_128_hexdigest(f"{self._of_model} {traced_layout(plan)}".encode())
         if key not in self._traced:
             self._traced[key] = self._read(key) or self._trace(plan, key)
@@ -71,7 +71,8 @@ class Traces:
         except FinetuneError:
             raise
         except Exception as error:
-            # A model or another package's feature may need the values of tensors, which fake ones lack.
+            # Tracing fails if a model or another package's feature needs the values of tensors, because fake tensors
+            # have none.
             frame = traceback.extract_tb(error.__traceback__)[-1]
             reason = f"{type(error).__name__} at {Path(frame.filename).name}:{frame.lineno}"
             reason = ": ".join((reason, *str(error).splitlines()[:1]))
@@ -89,9 +90,9 @@ class Traces:
 
 
 def traced_layout(plan: Plan) -> tuple[object, ...]:
-    """Everything in a plan that activations depend on."""
+    """All values of a plan that activations depend on; they are the key of a cached trace."""
     mesh = plan.mesh
-    # On a CPU, blocks of logits depend on the number of threads.
+    # On a CPU, the number of threads determines the size of the blocks in which logits are computed.
     threads = (os.environ.get("OMP_NUM_THREADS"), os.cpu_count()) if plan.device == "cpu" else ()
     sizes = mesh.tp, mesh.sp, mesh.ep, mesh.pp > 1, plan.micro_batch_size, plan.train.max_seq_len
     train = (plan.precision, plan.activation_checkpointing, plan.train.activation_offload, plan.train.tiled_mlp)
@@ -110,20 +111,20 @@ def traced_layout(plan: Plan) -> tuple[object, ...]:
 
 
 def planned_traces(run: RunSettings, say: Say) -> Traces:
-    """Traces of a run that is only planned: only config.json is read of its model. ConfigError or ModelError where the
+    """Traces of a run that is only planned, of whose model only config.json is read. ConfigError or ModelError if the
     model cannot be built.
     """
     return Traces(run, lambda: _plan_model(run), say)
 
 
 def _plan_model(run: RunSettings) -> "ModelPlan":
-    # Imported only if something must be traced, since it imports torch.
+    # This import is here because it imports torch, which is not needed if all traces are cached.
     from ds_finetune.model.build.model_plan import task_of
     from ds_finetune.model.build.skeleton import TOKENIZER_PATTERNS, read_hf_config
     from ds_finetune.model.loss.score_config import set_classes
     from ds_finetune.trainer.resolve import plan_model, with_classes
 
-    # The plan checks the layout, so one rank suffices here.
+    # The model is planned for one rank, because the plan of the run has checked the layout already.
     run = with_classes(replace(run, parallel=ParallelConfig(), mesh=Mesh(0, 1)), is_config_only=True)
     hf_config = read_hf_config(run.model.path, files=TOKENIZER_PATTERNS, task=task_of(run.objective))
     if run.objective.row.head == "scores":

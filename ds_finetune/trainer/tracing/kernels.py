@@ -1,4 +1,4 @@
-"""Replacements for kernels, ranks and host memory while a model computes on fake tensors."""
+"""Replacements of kernels, communication and copies to host memory while a model computes on fake tensors."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -26,42 +26,46 @@ from ds_finetune.trainer.tracing.recorder import HeldBytes
 
 
 class OutputsOnly:
-    """Fused kernels (Liger's, which overwrite gate and up with their gradients, or torch.compile's) that compute
-    nothing and allocate only their results.
+    """Replacement of fused kernels (Liger's, which overwrite gate and up with their gradients, or torch.compile's). It
+    computes nothing and only allocates the kernels' results.
     """
 
     def __init__(self, name: str) -> None:
         self.overwrites = name == "liger"
 
     def norm(self, rows: torch.Tensor, weight: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ANN401
-        """Uninitialised normalised rows and their scales."""
+        """Allocate normalised rows and their scales, without computing them."""
         return torch.empty_like(rows), rows.new_empty(len(rows), dtype=torch.float32)
 
     def norm_backward(self, grad: torch.Tensor, saved: tuple[torch.Tensor, ...], _: bool, needs_weight: bool) -> Any:  # noqa: ANN401
-        """Uninitialised gradients of rows and weight."""
+        """Allocate the gradients of the rows and of the norm's weight, without computing them."""
         return torch.empty_like(grad), torch.empty_like(saved[1]) if needs_weight else None
 
     def rotate(self, tensors: tuple[torch.Tensor, ...], *_: Any) -> tuple[torch.Tensor, ...]:  # noqa: ANN401
-        """Uninitialised rotated queries and keys."""
+        """Allocate rotated queries and keys, without computing them."""
         return tuple(torch.empty_like(each) for each in tensors)
 
     def gate(self, *parts: torch.Tensor) -> torch.Tensor:
-        """Uninitialised input of the down projection."""
+        """Allocate the input of the down projection, without computing it."""
         return parts[0].new_empty(len(parts[0]), parts[0].shape[1] * len(parts) // 2)
 
     def gate_backward(self, _: torch.Tensor, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Gradients of gate and up: uninitialised, or with `overwrites` gate and up themselves."""
+        """Allocate the gradients of gate and up without computing them; with `overwrites` they are gate and up
+        themselves.
+        """
         return parts if self.overwrites else tuple(torch.empty_like(each) for each in parts)
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """Product of rows and all experts' weights with the allocations of torch's kernel, computed as if all rows had the
-    first expert.
+    """Replacement of torch's grouped product of rows and all experts' weights. It allocates as torch's kernel does, but
+    multiplies all rows with the first expert.
     """
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
-        """[rows, in], [experts, in, out] -> [rows, out]; the output is kept if that of torch's kernel is."""
+        """Multiply rows [rows, in] with weights [experts, in, out] to [rows, out]. The output is kept for backward if
+        torch's kernel keeps it.
+        """
         ctx.save_for_backward(rows, weight)
         mode = _get_current_dispatch_mode()
 
@@ -94,17 +98,15 @@ def _grouped_linear(
 
 
 class _FourBitProduct(torch.autograd.Function):
-    """Product with a four-bit weight, which is dequantised in forward and again in backward."""
+    """Product of rows with a four-bit weight. Forward dequantises the weight, and backward dequantises it again."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, linear: "_FourBitLinear") -> torch.Tensor:  # noqa: ANN401
-        """[..., in] -> [..., out]."""
         ctx.linear = linear
         return hidden @ linear.dequantised().T
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # noqa: ANN401
-        """The gradient of the input."""
         return grad @ ctx.linear.dequantised(), None
 
 
@@ -123,17 +125,15 @@ class _FourBitLinear(nn.Module):
         )
 
     def dequantised(self) -> torch.Tensor:
-        """The weight in the model's dtype."""
         return torch.empty(self.weight.quant_state.shape, dtype=self.weight.quant_state.dtype)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[..., in] -> [..., out]."""
         out: torch.Tensor = _FourBitProduct.apply(hidden, self)
         return out if self.bias is None else out + self.bias
 
 
 def _install_four_bit(lm: PreTrainedModel, names: Iterable[str], *, device: str) -> None:
-    """`model.quantised.four_bit.install_four_bit` for modules of fake tensors."""
+    """Replacement of `model.quantised.four_bit.install_four_bit` for modules of fake tensors."""
     for name in names:
         lm.set_submodule(name, _FourBitLinear(lm.get_submodule(name)))
     for module in lm.modules():
@@ -143,7 +143,7 @@ def _install_four_bit(lm: PreTrainedModel, names: Iterable[str], *, device: str)
 
 
 class _HostCopies:
-    """torch's `save_on_cpu` without copies, which are only counted."""
+    """Replacement of torch's `save_on_cpu` that copies no tensor to the host and only counts the copied bytes."""
 
     def __init__(self, recorder: HeldBytes) -> None:
         self._recorder = recorder
@@ -154,17 +154,16 @@ class _HostCopies:
         return tensor.shape, tensor.dtype
 
     def unpack_hook(self, saved: tuple[torch.Size, torch.dtype]) -> torch.Tensor:
-        """Allocate the tensor again."""
         return torch.empty(saved[0], dtype=saved[1])
 
 
 def _few_blocks(split: Callable[..., Iterator[Any]], blocks: Any, products: torch.Tensor) -> Iterator[Any]:  # noqa: ANN401
-    """First two blocks of the logits of a chunk; later blocks reuse their memory."""
+    """The first two blocks of a chunk's logits. Later blocks are left out, because they reuse the memory of these."""
     return islice(split(blocks, products), 2)
 
 
 def silent_group(kind: Any, size: int) -> Any:  # noqa: ANN401 - a RankGroup
-    """A process group of `size` ranks whose communication does nothing; None for one rank."""
+    """Process group of `size` ranks whose collectives do nothing; None for one rank."""
     if size == 1:
         return None
     group: Any = dist.ProcessGroup(0, size)  # type: ignore[call-arg]
@@ -175,7 +174,9 @@ def silent_group(kind: Any, size: int) -> Any:  # noqa: ANN401 - a RankGroup
 
 
 def _add_rounded(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """`head_chunks._add_product` on a CPU, including the fp32 copy of the product that torch makes in the sum."""
+    """Replacement of `head_chunks._add_product` on a CPU. It also allocates the fp32 copy of the product that torch
+    makes in the sum.
+    """
     total += (left @ right).to(total.dtype)
 
 
@@ -186,12 +187,16 @@ CACHED_LAYOUTS = (
     by_document.document_batches,
     gated_delta._batches_on,
 )
-"""Functions that cache tensors, whose caches must not mix fake and real ones."""
+"""Functions whose caches hold tensors. The caches are cleared before and after tracing, so that fake and real tensors
+do not mix.
+"""
 
 
 @contextmanager
 def stand_ins(device: str, recorder: HeldBytes) -> Iterator[None]:
-    """Context in which fake tensors on a CPU allocate as on `device`; decisions that need values are replaced."""
+    """Context in which fake tensors on a CPU allocate as real ones on `device`. Functions that need the values of
+    tensors are replaced.
+    """
     split = head_chunks.ChunkBlocks.split
     with ExitStack() as stack:
         for each in CACHED_LAYOUTS:
@@ -218,11 +223,15 @@ def stand_ins(device: str, recorder: HeldBytes) -> Iterator[None]:
 
 
 EXPERT_IMBALANCE = 1.25
-"""Assumed tokens routed to the experts of the fullest rank, relative to the mean of all ranks, with `parallel.ep`."""
+"""Assumed number of tokens that arrive at the rank with most tokens under `parallel.ep`, relative to the mean of all
+ranks.
+"""
 
 
 def _assumed_counts(module: ExpertParallelExperts, experts: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int]]:
-    """Rows by expert and rank, as from `ExpertParallelExperts._count_rows`: equal, but for the assumed imbalance."""
+    """Replacement of `ExpertParallelExperts._count_rows`, which needs the values of tensors. It assumes equal numbers
+    of rows per expert, and `EXPERT_IMBALANCE` times as many arriving rows.
+    """
     size, rows = module.ep_group.size, len(experts)
     sent = [rows // size + (rank < rows % size) for rank in range(size)]
     arriving = experts.new_zeros(module.num_experts * size, dtype=torch.int32)

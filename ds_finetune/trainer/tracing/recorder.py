@@ -1,4 +1,4 @@
-"""Counts what operations on fake tensors allocate."""
+"""Counts the bytes that operations on fake tensors allocate."""
 
 import weakref
 from typing import Any
@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class HeldBytes(TorchDispatchMode):
-    """Counts the bytes that operations allocate and that are still held, and their peak since a mark."""
+    """Counts the bytes that operations have allocated and not yet freed, and the peak of that number since a mark."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class HeldBytes(TorchDispatchMode):
         self.held -= self._live.pop(key)
 
     def since_mark(self) -> int:
-        """Peak of held bytes since the last call."""
+        """Peak of allocated bytes since the last call of this function."""
         peak, self.peak = self.peak, self.held
         return peak
 

@@ -1,7 +1,7 @@
-"""A rank's model of a run on fake tensors, without most of its layers.
+"""The model of a rank on fake tensors, without most of its layers.
 
-Of equal layers two remain, from which models of any depth are extrapolated. Layers are equal if their modules, settings
-and tensors are; the code here knows no family and no feature.
+Two layers of each kind remain, from which models of any depth are extrapolated. Layers are of one kind if their
+modules, settings and tensors are equal; the code here knows no family and no feature.
 """
 
 from collections.abc import Iterator, Sequence
@@ -49,18 +49,21 @@ from ds_finetune.trainer.tracing.kernels import silent_group, stand_ins
 from ds_finetune.trainer.tracing.recorder import HeldBytes
 
 _ALIKE = 2
-"""Computed layers of a kind besides the last layer of the model: the first of them may differ from the others too."""
+"""Number of layers of each kind that are computed, besides the last layer of the model. One is not enough, because the
+first layer of a kind may allocate other memory than later ones.
+"""
 
 _STORED = 64
-"""Assumed stored log-probabilities per token, few compared with the vocabulary."""
+"""Assumed number of stored log-probabilities per token in distillation; it is small compared with a vocabulary."""
 
 
 class ShortModel:
-    """Context with the model of a run on fake tensors, two layers of each kind, and its rows."""
+    """Context with a run's model on fake tensors, reduced to two layers of each kind, and with rows for a forward."""
 
     def __init__(self, plan: Plan, model: ModelPlan, *, is_full: bool = False) -> None:
         self._plan, self._stack, self._is_full = plan, ExitStack(), is_full
-        # Pipeline ranks count as data parallel: stages are layers of this model, and its weights are not partitioned.
+        # Pipeline ranks become data parallel ranks here, because this model has the layers of all stages. ZeRO stage 0
+        # leaves its weights unpartitioned.
         mesh = Mesh(0, plan.mesh.dp * plan.mesh.pp, sp=plan.mesh.sp, tp=plan.mesh.tp, ep=plan.mesh.ep)
         tiles = mlp_tiles(model.hf_config.to_dict()) if plan.train.tiled_mlp else 1
         unpartitioned = plan.deepspeed_config | {"zero_optimization": plan.zero | {"stage": 0}}
@@ -146,8 +149,8 @@ class ShortModel:
 
 
 def _shorten(lm: PreTrainedModel, is_full: bool, *, is_reached: bool = False) -> tuple[list[str], list[int]]:
-    """Remove layers of `lm` that equal others, in place. Returns the names of the remaining layers, and for each layer
-    of the model the index, among those, of the layer that represents it.
+    """Remove layers of `lm` that equal others, in place. Returns the names of the remaining layers, and for each
+    original layer the index of the remaining layer that represents it.
     """
     ahead = mtp_layers(lm.config)
     names = [
@@ -166,7 +169,8 @@ def _shorten(lm: PreTrainedModel, is_full: bool, *, is_reached: bool = False) ->
             remaining.append(name)
         else:
             missing = missing_layer(lm.config, number)
-            # Some models read a layer's kind of attention from attributes of the layer.
+            # The placeholder of a removed layer gets the layer's text attributes, because some models read a layer's
+            # kind of attention there.
             vars(missing).update({key: value for key, value in vars(layer).items() if isinstance(value, str)})
             lm.set_submodule(name, missing)
         representatives.append(computed[-1])
@@ -175,7 +179,7 @@ def _shorten(lm: PreTrainedModel, is_full: bool, *, is_reached: bool = False) ->
 
 
 def _kind_of(layer: nn.Module, name: str) -> tuple[object, ...]:
-    """Modules with their settings, and tensors of a layer: equal for layers of one kind."""
+    """Modules, settings, and shapes of tensors of a layer. They are equal for layers of one kind."""
     parts = list[object]()
     for inner, module in layer.named_modules():
         settings = {
