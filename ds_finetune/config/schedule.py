@@ -46,7 +46,7 @@ class Duration:
         return max(1, math.ceil(round(self.value / tokens * rows, 6) / global_batch_size))
 
     def in_rows(self, rows: int) -> int:
-        """Rows in this many epochs over a data set of `rows` rows, rounded up; at least one."""
+        """Rows in this duration of epochs, over a data set of `rows` rows; rounded up, and at least one."""
         assert self.unit == "epochs"
         return max(1, math.ceil(round(self.value * rows, 6)))
 

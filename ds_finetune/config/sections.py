@@ -40,7 +40,7 @@ class Section(BaseModel):
     """Base of all sections of the run file: frozen, and an unknown key is an error."""
 
     page: ClassVar[str] = "docs/reference/run-file.md"
-    """Page of the documentation that describes the keys."""
+    """Page of the documentation that describes the keys of the run file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
@@ -573,8 +573,8 @@ class WatchdogConfig(Section):
 
     @property
     def longest_limit(self) -> float:
-        """Longest limit of the watchdog in seconds, without `limit: auto`, which expires `REPORT_SECONDS` before
-        torch's timeout.
+        """Longest limit of the watchdog in seconds. A `limit` of `auto` does not count, because it expires
+        `REPORT_SECONDS` before torch's timeout.
         """
         given = [self.start, self.other, *([self.limit] if self.limit not in ("auto", "never") else [])]
         return max(map(seconds_of, given))

@@ -628,7 +628,9 @@ BEFORE_MODEL: dict[str, tuple[Refusal[RunSettings], ...]] = {
     "inexact options": tuple(inexact_checks()),
     "options of DeepSpeed": _OPTIONS,
 }
-"""Refused settings that need no config.json, by subject. They are checked in this order."""
+"""Table of the settings that are refused without reading the model's config.json, by subject. The checks run in this
+order.
+"""
 
 
 def check(run: RunSettings, *subjects: str) -> None:

@@ -201,8 +201,8 @@ def with_reduction_dtype(tree: Mapping[str, Any], train: TrainConfig, *, source:
 def finish(
     choices: tuple[Tree, str], train: TrainConfig, optim: OptimConfig, *, accumulation: int, on_cpu: bool
 ) -> Tree:
-    """Configuration for `deepspeed.initialize` from `choices`, a tree and its source; ConfigError, naming both values,
-    where they contradict the run file.
+    """Complete `choices`, a DeepSpeed configuration and its source, with values of the run file for
+    `deepspeed.initialize`. If `choices` contradicts the run file, a ConfigError names both values.
     """
     tree, source = choices
     zero = dict(tree.get("zero_optimization") or {})

@@ -255,11 +255,13 @@ take 256 MiB per tensor.
 
 
 def rows_of_batch(free_bytes: float, *, tokens: int, token_bytes: int, vocabulary: int) -> int:
-    """Answers of a sampling batch that fit in `free_bytes`; `tokens` counts prompt and answer."""
+    """Number of answers that fit into `free_bytes` while they are sampled in one batch. `tokens` counts prompt and
+    answer.
+    """
     bytes_of_row = tokens * token_bytes + _COPIES_OF_LOGITS * 4 * vocabulary
     return max(1, min(_MOST_ANSWERS, int(_CACHE_SHARE * free_bytes / bytes_of_row)))
 
 
 def rows_sampled_at_once(device: str, *, vocabulary: int) -> int:
-    """Answers whose sampling noise is computed at a time."""
+    """Number of answers whose sampling noise is computed at a time."""
     return max(1, _DRAWN_AT_ONCE.get(device, 2**17) // vocabulary)

@@ -1,4 +1,6 @@
-"""DeepSpeed options that cannot equal a reference loop, and the names in `inexact` of a run file that allow them."""
+"""DeepSpeed options whose results differ from a reference loop's, and the names in `inexact` of a run file that allow
+them.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -237,7 +239,7 @@ def inexact_lines(run: RunSettings) -> list[str]:
 
 
 def inexact_checks() -> Iterator[Refusal[RunSettings]]:
-    """Refusals of all inexact DeepSpeed options."""
+    """Refusals of all DeepSpeed options whose results differ from a reference loop's."""
     for path, changes in _WITHOUT_NAME.items():
         yield Refusal(_is_on(path), f"{path} true {changes}, {_NO_NAME}", f"leave {path.partition('.')[2]} out")
     overflow = f"fp16 with train.precision {{precision}}: gradients may overflow in fp16, {_NO_NAME}"

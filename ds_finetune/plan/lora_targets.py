@@ -37,8 +37,7 @@ _REFUSED_WHOLE = {
 """Parts of a model that `lora.modules_to_save` must not name, each with the end of the error message."""
 _ALIGNED = 8
 """LoRA ranks of experts' adapters must be multiples of this number, because grouped products need rows of a multiple of
-16 bytes (torch
-2.13, native/GroupedMMUtils.h).
+16 bytes (torch 2.13, native/GroupedMMUtils.h).
 """
 
 

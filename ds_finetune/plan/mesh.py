@@ -98,7 +98,7 @@ class Mesh:
 
     @property
     def sharing(self) -> int:
-        """Number of ranks that work on the same rows."""
+        """Number of ranks that work on the same rows of data."""
         return self.sp * self.tp * self.pp
 
     def num_groups(self, *, vpp: int = 1) -> int:

@@ -107,8 +107,8 @@ _SIZES: tuple[Refusal[ModelSettings], ...] = (
         "parallel {mesh} of a model with rope_type longrope is not tested",
         "set parallel.sp to 1",
     ),
-    # Outputs of shared experts are summed over tensor parallel ranks, so each rank would add their bias again; and each
-    # rank would draw its own router noise.
+    # Outputs of shared experts are summed over tensor parallel ranks. Each rank would add their bias again, and each
+    # rank would draw router noise of its own.
     _in_each_rank("mlp_bias"),
     _in_each_rank("router_jitter_noise"),
     Refusal(

@@ -110,8 +110,8 @@ class Plan(RunSettings):
 
     @property
     def reduces_once(self) -> bool:
-        """Whether gradients are accumulated locally and reduced once per step, in a ZeRO stage that by default reduces
-        them in each forward.
+        """Whether gradients are accumulated locally and reduced once per step, although the ZeRO stage by default
+        reduces them in each forward.
         """
         return self.train.reduction_every == "step" and self.zero_stage >= 2 and self.accumulation > 1
 

@@ -348,7 +348,7 @@ def complete_features(plan: Plan, model: ModelPlan) -> Plan:
 
 
 def plan_model(hf_config: PretrainedConfig, run: RunSettings) -> ModelPlan:
-    """Plan of the model with this configuration by the run file; ConfigError or ModelError if they do not fit."""
+    """Plan of a run's model from its configuration and run file; ConfigError or ModelError if they do not fit."""
     model, objective = run.model, run.objective
     hf_config, noise = _without_noise(hf_config) if "reference" in objective.row.needs else (hf_config, ())
     check_model(run.with_model(hf_config.to_dict()), *WITHOUT_MESH)

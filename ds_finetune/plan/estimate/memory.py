@@ -92,8 +92,10 @@ def estimate_memory(plan: Plan, model: DescribedModel, traces: Tracer, *, budget
 def estimate_stages(
     plan: Plan, model: DescribedModel, traces: Tracer, *, budget: int | None = None
 ) -> Iterator[MemoryEstimate]:
-    """Memory of a rank of each pipeline stage, in order. Of stages with equal layers and tensors only the first is
-    estimated, because it holds activations of the most micro-batches. Errors as in `estimate_memory`.
+    """Memory of a rank of each pipeline stage, in order. Among middle stages with equal layers and tensors only the
+    first is estimated, because it holds activations of the most micro-batches.
+
+    ModelError if the traced layers do not match the layers of the model's tensors.
     """
     stages, traced = weights_of_run(plan, model), traces(plan)
     expected, computed = len(model.tensors.layers) - model.tensors.num_predictions, len(traced.layers)

@@ -133,8 +133,8 @@ def _stage_tensors(
 
 @dataclass(frozen=True)
 class RankElements:
-    """Numbers of elements on a rank. Names that begin with `sharded_` count the rank's ZeRO shard, the others the
-    unsharded tensors.
+    """Numbers of elements on a rank. Attributes whose names begin with `sharded_` count the rank's ZeRO shard, all
+    others count unsharded tensors.
     """
 
     weights: int

@@ -18,7 +18,7 @@ MOMENTS: tuple[Moment, ...] = get_args(Moment)
 FORWARD: tuple[Moment, ...] = ("forward", "head")
 BACKWARD: tuple[Moment, ...] = ("head backward", "layers", "embedding")
 MICRO_BATCH: tuple[Moment, ...] = ("teacher", *FORWARD, *BACKWARD)
-"""Moments in which a micro-batch is computed."""
+"""Moments of an optimizer step in which a micro-batch is computed."""
 KEPT_FOR_BACKWARD: tuple[Moment, ...] = (*FORWARD, "head backward", "layers")
 """Moments of a step in which layers hold activations for their backward."""
 

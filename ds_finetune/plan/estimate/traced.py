@@ -39,7 +39,7 @@ class TracedModel:
     head_backward: int
     """Peak bytes in the backward of the head, in addition to what layers keep."""
     embedding_backward: int
-    """Peak bytes after the backward of the layers."""
+    """Peak bytes in the gradient of the embedding, after the backward of the layers."""
     teacher: int
     """Peak bytes in the forward of a teacher; 0 without one."""
 

@@ -44,7 +44,7 @@ _UNTIL_REDUCED: tuple[Moment, ...] = (*MICRO_BATCH, "reduction")
 
 
 class FetchingRules(NamedTuple):
-    """Options of `zero_optimization` that control how weights are prefetched and kept, in elements."""
+    """Options of `zero_optimization` that limit how many elements of weights ZeRO-3 prefetches and keeps gathered."""
 
     prefetch_bucket: int
     max_live: int
@@ -245,14 +245,16 @@ def _offload_rows_of_stages_1_and_2(run: _Zero) -> Iterator[MemoryRow]:
 
 
 def _rows_of_stage_3(run: _Zero, weights: RankWeights) -> Iterator[MemoryRow]:
-    """Rows for partitions of weights (lp_param_buffer) and gradients (grad_partitions_flat_buffer, zero/stage3.py:791),
-    small weights that stay gathered, other gathered weights, and fp32 gradients of a sub-group (stage3.py:2686).
+    """Memory rows of ZeRO stage 3: partitions of weights (lp_param_buffer) and gradients (grad_partitions_flat_buffer,
+    zero/stage3.py:791), small weights that stay gathered, other gathered weights, and fp32 gradients of a sub-group
+    (stage3.py:2686).
     """
     plan, own, sharded = run.plan, run.own, run.own.sharded_trained
     yield MemoryRow("weights", place_of(plan.offload_param, run.home), run.width * own.sharded_weights, _PARAM)
     # The ranks of a group together hold a second copy of all weights (hpZ of ZeRO++).
     if (parts := int(plan.zero.get("zero_hpz_partition_size", 1))) > 1:
-        # A step drops the secondary copies (zero/stage3.py:2846); the next forward makes new ones.
+        # An optimizer step drops the secondary copies of weights (zero/stage3.py:2846); the next forward makes new
+        # ones.
         size = run.width * -(-own.weights // parts)
         yield MemoryRow("second weights", place_of(plan.offload_param, run.home), size, _HPZ, _UNTIL_REDUCED)
     yield from _gathered_rows(run, weights)
@@ -260,7 +262,8 @@ def _rows_of_stage_3(run: _Zero, weights: RankWeights) -> Iterator[MemoryRow]:
     gradients = "host" if run.is_offloaded else run.home
     yield MemoryRow("gradients of this rank's part", gradients, run.accumulated * sharded, _OPTIMIZER)
     yield MemoryRow("buckets of gradients", run.home, run.buckets, _BUCKET)
-    # The matrices of a bucket are copied, sorted by rank (comm/coalesced_collectives.py:122).
+    # DeepSpeed copies the gradients in a bucket to sort them by the rank that receives them
+    # (comm/coalesced_collectives.py:122).
     copied = run.width * min(int(run.option("reduce_bucket_size")), own.trained) if plan.zero_ranks > 1 else 0
     yield MemoryRow("gradients of a bucket by rank", run.home, copied, _BUCKET, BACKWARD)
     yield from _nvme_rows(run)
@@ -270,9 +273,9 @@ def _rows_of_stage_3(run: _Zero, weights: RankWeights) -> Iterator[MemoryRow]:
 
 
 def _nvme_rows(run: _Zero) -> Iterator[MemoryRow]:
-    """Host memory between NVMe and device: pinned fp32 buffers of the largest sub-group (swap_tensor/utils.py:192, from
-    zero/stage3.py:848), pinned buffers of weights (swap_tensor/partitioned_param_swapper.py:124), and weights that stay
-    on the host (zero/stage3.py:897-907).
+    """Memory rows for host memory that ZeRO-3 uses with offload to NVMe: pinned fp32 buffers of the largest sub-group
+    (swap_tensor/utils.py:192, from zero/stage3.py:848), pinned buffers of weights
+    (swap_tensor/partitioned_param_swapper.py:124), and weights that stay on the host (zero/stage3.py:897-907).
     """
     if run.plan.offload_optimizer == "nvme":
         size = _WIDE * run.sub_group * run.nvme_option("offload_optimizer", "buffer_count")
@@ -285,7 +288,7 @@ def _nvme_rows(run: _Zero) -> Iterator[MemoryRow]:
 
 
 def _gathered_rows(run: _Zero, weights: RankWeights) -> Iterator[MemoryRow]:
-    """Rows for gathered weights on a rank: small ones, prefetched ones, and the buffers that receive them
+    """Memory rows for gathered weights on a rank: small ones, prefetched ones, and the buffers that receive them
     (zero/partition_parameters.py:795). With recomputation, forward and backward pass each layer three times.
     """
     rules = FetchingRules.of(run.plan.zero)
@@ -322,14 +325,13 @@ def num_persistent(kinds: Sequence[TensorKind], rules: FetchingRules) -> int:
 def gathered_weights(
     kinds: Sequence[TensorKind], rules: FetchingRules, *, passes: int, home: Place
 ) -> tuple[GatheredWeights, ...]:
-    """Gathered weights of the `kinds` of a rank whose device is `home`, where forward and backward pass each layer
-    `passes` times.
+    """Maximum numbers of gathered elements of the weights `kinds`, on a rank whose device is `home`. Forward and
+    backward pass each layer `passes` times.
 
-    Entering a module, with or without weights of its own, prefetches a bucket
-    (partitioned_param_coordinator.py:436-470) until `max_live` elements are gathered; the last tensor, such as the
-    embedding, may exceed that. Gathered weights that are prefetched again are kept until they are used (614-616), and
-    so are weights that are used again within `max_reuse` elements (621-630). So with a bucket above 0, the maximum
-    allowed is gathered.
+    DeepSpeed prefetches a bucket of weights when it enters a module, even one without weights
+    (partitioned_param_coordinator.py:436-470), until `max_live` elements are gathered. The last tensor, such as the
+    embedding, may exceed that limit. Weights stay gathered if they are prefetched again before their use (614-616), or
+    used again within `max_reuse` elements (621-630). So with a bucket above 0, the maximum allowed is gathered.
     """
     fetched = [kind for kind in kinds if kind.numel // kind.count > rules.persistence]
     total, modules = sum(kind.numel for kind in fetched), Counter[str]()

@@ -1,4 +1,6 @@
-"""Layouts, the settings of a run file that a search may change, and those that `train` accepts on a number of ranks."""
+"""Layouts, which are the settings of a run file that a search may change, and candidates, which are the layouts that
+`train` accepts on a number of ranks.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace

@@ -11,7 +11,7 @@ from ds_finetune.plan.search.fitting import HOST_SHARE, Budget
 from ds_finetune.system.free_memory import available_bytes, total_bytes
 
 CPU = "cpu"
-"""Name of CPU ranks on this machine."""
+"""Name that stands for this machine's CPU ranks where a GPU could be named."""
 GPUS_PER_NODE = 8
 """Default number of GPUs per node."""
 

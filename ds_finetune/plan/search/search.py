@@ -7,8 +7,8 @@ Layouts are ordered by
 4. the product of the axes, smaller first; of equal products the larger ep comes first, then tp, sp and pp.
 
 Of layouts with equal ranks in this order, the search lists one: that with the least recomputation with which a
-micro-batch fits, and with the largest micro-batch that fits. A layout that needs host memory is left out where its
-sizes and ZeRO stage fit without.
+micro-batch fits, and with the largest micro-batch that fits. A layout that needs host memory is left out if the
+same sizes and ZeRO stage fit without host memory.
 """
 
 from collections.abc import Iterator
@@ -76,7 +76,7 @@ class SearchResult:
 
 @dataclass(frozen=True)
 class Search:
-    """Search for one run on machines with `budget` per rank."""
+    """Search for layouts with which one run fits machines with `budget` per rank."""
 
     candidates: Candidates
     budget: Budget

@@ -41,7 +41,7 @@ class _Mark(NamedTuple):
     """`start`, `embedding`, `forward` or `backward` of a layer, `head`, `loss` or `inputs`."""
     layer: int
     peak: int
-    """Peak bytes during the preceding part."""
+    """Peak bytes during the preceding part of the step."""
     held: int
     on_host: int
 
