@@ -259,16 +259,16 @@ class GrpoObjective(ObjectiveConfig):
     group_size: Refused[int] = Field(default=8, ge=2)
     """Answers that are sampled for each prompt."""
     advantage: Refused[Literal["mean", "mean_std", "leave_one_out"]] = "mean"
-    """Reward minus the mean of its group (`mean`, Dr. GRPO), this divided by the group's standard deviation
-    (`mean_std`, GRPO), or reward minus the mean of the other answers (`leave_one_out`, RLOO).
+    """An answer's advantage: its reward minus the mean of its group (`mean`, Dr. GRPO), that divided by the group's
+    standard deviation (`mean_std`, GRPO), or its reward minus the mean of the other answers (`leave_one_out`, RLOO).
     """
     no_spread: Refused[Literal["count", "drop", "resample"]] = "count"
     """Groups of answers with equal rewards, whose advantages are 0: `count` includes them in the mean of the loss,
     `drop` leaves them out, and `resample` replaces them by answers to other prompts (DAPO).
     """
     aggregation: Refused[Literal["token", "sequence", "fixed"]] = "token"
-    """What the loss is averaged over: all answer tokens of the step (`token`, DAPO), or answers, each by the mean of
-    its tokens (`sequence`, GRPO) or by their sum / `fixed_length` (`fixed`, Dr. GRPO).
+    """How the loss is averaged: over all answer tokens of the step (`token`, DAPO), or over answers, of which each
+    counts with the mean of its tokens (`sequence`, GRPO) or their sum / `fixed_length` (`fixed`, Dr. GRPO).
     """
     fixed_length: Refused[int | None] = Field(default=None, ge=1)
     """Divisor of an answer's loss with `aggregation: fixed`; left out, it is rollout.max_new_tokens."""

@@ -134,7 +134,7 @@ class DataConfig(Section):
     or without a supervised token.
     """
     max_truncated_ratio: Free[float] = Field(default=0.1, ge=0, le=1)
-    """Largest share of all tokens that truncation may lose; no run starts with more."""
+    """Largest share of all tokens that truncation may lose."""
     streaming: Refused[bool] = False
     """Read and tokenise while training, for data too large to prepare; `train.for` is then in steps."""
     shuffle: Refused[bool] = True
@@ -304,15 +304,13 @@ class CheckpointConfig(Section):
     keep_best: bool = True
     """Whether the checkpoint with the lowest eval loss is kept too."""
     max_failed: int = Field(default=3, ge=1)
-    """The run ends after this many checkpoints in a row that cannot be written, e.g. for a full disk. Its last
-    checkpoint must be written.
-    """
+    """The run ends after this many checkpoints in a row that cannot be written. Its last checkpoint must be written."""
     resume: str = "auto"
     """`auto` resumes from the newest complete checkpoint of `output_dir`; `never` starts from the beginning. Any other
     value is the folder of a run or checkpoint.
     """
     asynchronous: bool = True
-    """Write the state while training continues, from a copy in host memory; false needs no copy."""
+    """Write checkpoints while training continues, from a copy in host memory; false needs no copy."""
     node_local: bool = False
     """Each node keeps the parts of its own ranks in its own `output_dir`; for hosts without a shared file system."""
 
@@ -343,7 +341,7 @@ class ParallelConfig(Section):
     less and send more often.
     """
     ep: int = Field(default=1, ge=1)
-    """Expert parallel size: data (and sequence) parallel ranks that share out the routed experts."""
+    """Expert parallel size: data (and sequence) parallel ranks over which the routed experts are divided."""
     sp: int = Field(default=1, ge=1)
     """Sequence parallel size: ranks that share the tokens of each row. In attention each computes a part of the heads
     over whole rows.
@@ -413,7 +411,9 @@ class MtpConfig(Section):
     weight: float = Field(default=0.1, gt=0)
     """Weight of the prediction layer's loss beside that of the next token."""
     detach: Refused[bool] = True
-    """Whether the layer's loss trains only that layer; other weights then have the same bits as without the loss."""
+    """Whether the prediction layer's loss trains only that layer; other weights then have the same bits as without the
+    loss.
+    """
 
 
 class RouterConfig(Section):
@@ -462,7 +462,7 @@ class RolloutConfig(Section):
     address: Annotated[Free[str | None], BeforeValidator(_check_address)] = None
     """Address of the vLLM server, such as http://127.0.0.1:8000."""
     prompts_per_step: Refused[int] = Field(default=32, ge=1)
-    """Prompts of an optimizer step, whose answers are its global batch."""
+    """Prompts per optimizer step; their answers are its global batch."""
     steps_per_rollout: Refused[int] = Field(default=1, ge=1)
     """Optimizer steps per rollout. All its answers are sampled by the weights before the first of these steps."""
     ahead: Refused[Literal[0, 1]] = 0
@@ -479,7 +479,7 @@ class RolloutConfig(Section):
     eval_samples: int = Field(default=0, ge=0)
     """Answers to each held-out prompt that are sampled for `eval/pass_at_k`, beside the greedy one."""
     batch_rows: Free[Annotated[int, Field(ge=1)] | Literal["auto"]] = "auto"
-    """Answers that a rank samples at a time; `auto` takes as many as fit."""
+    """Answers that a rank samples at a time; `auto` takes as many as fit into memory."""
 
 
 class LogConfig(Section):
