@@ -1,6 +1,6 @@
 """Checks of hosts that `launch` makes before it starts ranks, and that `doctor` reports.
 
-They are functions of facts that each host has sent (HostInfo), and contact no host.
+The functions here judge facts that each host has sent (HostInfo). They do not contact hosts.
 """
 
 import ipaddress
@@ -19,8 +19,8 @@ from ds_finetune.system.world import World
 
 State = Literal["ok", "warn", "fail"]
 _CLOCK_WARN_SECONDS, _CLOCK_FAIL_SECONDS = 1, 7
-"""Clocks may differ by this much before a warning or a failure: an elastic agent of torch considers another host lost
-if its heartbeat is 15 s old by the agent's own clock.
+"""The check of a host's clock warns, or fails, if the clock is off by more than these numbers of seconds. An elastic
+agent of torch considers another host lost if the heartbeat of that host is 15 s old by the agent's own clock.
 """
 _SSH_FAILED = 255
 _SAME_ENVIRONMENT = "install the same environment at the same path on every host"
@@ -28,7 +28,9 @@ _SAME_ENVIRONMENT = "install the same environment at the same path on every host
 
 @dataclass(frozen=True)
 class Check:
-    """A check: its name, the host (empty: all hosts), whether it passed, what was observed, and what to do."""
+    """The result of one check: its name, the host (empty: all hosts), whether the host passed, what was observed, and
+    what to do.
+    """
 
     name: str
     host: str
@@ -36,11 +38,13 @@ class Check:
     found: str
     hint: str = ""
     values: Mapping[str, float] = field(default_factory=dict, compare=False)
-    """Measured numbers, for programs that read `doctor --json`; their names include the unit."""
+    """Measured numbers by name, for programs that read the output of `doctor --json`. A name includes the unit of its
+    number.
+    """
 
 
 Answer = HostInfo | Check
-"""The facts of a host, or the failed check of an unreachable host."""
+"""What a host has answered: its facts, or a failed check if it could not be reached."""
 
 
 def label(host: Host) -> str:
@@ -51,10 +55,10 @@ def label(host: Host) -> str:
 def host_checks(
     hosts: Mapping[str, Host], infos: Mapping[str, HostInfo], *, here: HostInfo, environ: Mapping[str, str]
 ) -> list[Check]:
-    """The checks that `launch` and `doctor` share.
+    """Make the checks that `launch` and `doctor` have in common.
 
-    `infos` has the facts of the hosts that answered, `here` those of the machine that runs `launch` or `doctor`.
-    `environ` has the environment variables of ranks.
+    `infos` holds the facts of the hosts that answered, and `here` those of the machine that runs `launch` or `doctor`.
+    `environ` holds the environment variables that ranks get.
     """
     return [
         *range_checks(infos, environ),
@@ -66,33 +70,37 @@ def host_checks(
 
 
 def world_of(hosts: Sequence[Host], launcher: str) -> World:
-    """The world with a rank for each slot of `hosts`, as seen by rank 0; `launcher` is named in errors."""
+    """The `World` of a run with a rank for each slot of `hosts`, as rank 0 sees it. Error messages name `launcher`."""
     slots = [host.slots for host in hosts]
     return World(0, sum(slots), 0, slots[0], launcher)
 
 
 def ranks_of(hosts: Sequence[Host]) -> list[range]:
-    """The ranks of each host: ranks are numbered in the order of the hostfile."""
+    """The numbers of each host's ranks. Ranks are numbered in the order of `hosts`."""
     ends = list(accumulate(host.slots for host in hosts))
     return [range(end - host.slots, end) for host, end in zip(hosts, ends, strict=True)]
 
 
 def groups_of(mesh: Mesh, axes: Sequence[Axis]) -> dict[str, list[list[int]]]:
-    """Groups of ranks on each of the parallel `axes` and of expert parallelism, without groups of one rank."""
+    """The groups of ranks that communicate, by the name of their parallel axis; `ep` stands for expert parallelism.
+    Axes of size 1 are left out.
+    """
     groups = {str(axis): mesh.groups(axis) for axis in axes if getattr(mesh, axis) > 1}
     return groups | ({"ep": mesh.expert_groups()} if mesh.ep > 1 else {})
 
 
 def rank_device(infos: Mapping[str, HostInfo], environ: Mapping[str, str]) -> str:
-    """`cuda` where hosts have GPUs and DS_ACCELERATOR is cuda or unset, else `cpu` (as in
-    engine/groups/default_group.py).
+    """The device type of ranks: `cuda` if a host has GPUs and DS_ACCELERATOR is cuda or unset, else `cpu`. The same
+    rule is in engine/groups/default_group.py.
     """
     has_gpus = any(info.gpus for info in infos.values())
     return "cuda" if has_gpus and environ.get("DS_ACCELERATOR", "cuda") == "cuda" else "cpu"
 
 
 def range_checks(infos: Mapping[str, HostInfo], environ: Mapping[str, str]) -> Iterator[Check]:
-    """Checks of each host's packages against their tested versions. An optional package outside them is a warning."""
+    """Check that the packages of each host are in their tested version ranges. An optional package outside its range is
+    only a warning.
+    """
     is_refused = environ.get(UNTESTED) != "1"
     for host, info in infos.items():
         if not info.packages:
@@ -106,7 +114,9 @@ def range_checks(infos: Mapping[str, HostInfo], environ: Mapping[str, str]) -> I
 
 
 def version_checks(here: HostInfo, infos: Mapping[str, HostInfo]) -> Iterator[Check]:
-    """Checks that Python, packages, this program and CUDA equal those `here`, and that hosts have the same driver."""
+    """Check that the versions of Python, packages, CUDA and this program on each host equal those on this machine
+    (`here`), and that all hosts have the same NVIDIA driver.
+    """
     for host, info in infos.items():
         pairs = {name: (mine, info.versions.get(name, "")) for name, mine in here.versions.items() if name != "driver"}
         other = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
@@ -133,9 +143,10 @@ def version_checks(here: HostInfo, infos: Mapping[str, HostInfo]) -> Iterator[Ch
 def identity_checks(
     hosts: Mapping[str, Host], infos: Mapping[str, HostInfo], *, addresses: Mapping[str, str]
 ) -> Iterator[Check]:
-    """Checks that no two lines of the hostfile name the same address or the same machine.
+    """Check that no two lines of the hostfile name the same address or the same machine.
 
-    Containers of one machine share its address and differ in the ports of their sshd.
+    Two containers on one machine count as two hosts. They share its address, but their SSH servers have different
+    ports.
     """
     for a, b in combinations(hosts, 2):
         hint = "write each host once, with all its slots in one line"
@@ -146,7 +157,7 @@ def identity_checks(
 
 
 def device_checks(hosts: Mapping[str, Host], infos: Mapping[str, HostInfo], *, device: str) -> Iterator[Check]:
-    """Checks that each host has a GPU for each slot, or a core where ranks run on CPUs."""
+    """Check that each host has a GPU for each of its slots, or a CPU core for each slot if ranks run on CPUs."""
     for name, info in infos.items():
         host = hosts[name]
         count = len(info.gpus) if device == "cuda" else info.cores
@@ -164,9 +175,11 @@ def device_checks(hosts: Mapping[str, Host], infos: Mapping[str, HostInfo], *, d
 
 
 def interface_checks(infos: Mapping[str, HostInfo], environ: Mapping[str, str]) -> Iterator[Check]:
-    """Check that GLOO_SOCKET_IFNAME names an interface, and NCCL_SOCKET_IFNAME the beginning of one.
+    """Check that each host has the network interface that GLOO_SOCKET_IFNAME names, and one whose name begins with
+    NCCL_SOCKET_IFNAME.
 
-    NCCL also takes an exact name after `=`, and with `^` every interface but those named.
+    NCCL also takes an exact name after `=`. After `^` it takes all interfaces but the named ones, and nothing is
+    checked.
     """
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         value = environ.get(variable, "")
@@ -182,7 +195,7 @@ def interface_checks(infos: Mapping[str, HostInfo], environ: Mapping[str, str]) 
 
 
 def clock_check(host: str, ahead: float, error: float) -> Check:
-    """Check of a host's clock, which is `ahead` seconds of this machine's, give or take `error` seconds."""
+    """Check the clock of a host. It is `ahead` seconds ahead of this machine's clock, give or take `error` seconds."""
     wrong = abs(ahead) - error
     if wrong <= _CLOCK_WARN_SECONDS:
         return Check("clock", host, "ok", f"at most {_CLOCK_WARN_SECONDS} s off")
@@ -192,7 +205,7 @@ def clock_check(host: str, ahead: float, error: float) -> Check:
 
 
 def port_check(first: str, info: HostInfo, port: int) -> Check:
-    """Check that `port` of the first host, at which rank 0 listens for the other ranks, is free."""
+    """Check that `port` of the first host is free, because the other hosts will connect to it."""
     if info.port_holder is None:
         return Check("port", first, "ok", f"port {port} is free")
     text = f"port {port} is taken: {info.port_holder}"
@@ -200,7 +213,9 @@ def port_check(first: str, info: HostInfo, port: int) -> Check:
 
 
 def unreachable_check(host: Host, code: int | None, stderr: str, remote: Remote) -> Check:
-    """The failed check of a host on which Python could not be started; `code` is None where it timed out."""
+    """The failed check of a host on which Python could not be started. `code` is the exit code of the attempt, or None
+    if the host did not answer in time.
+    """
     last = next((line.strip() for line in reversed(stderr.splitlines()) if line.strip()), "nothing")
     if code is None:
         hint = "check the load and the disks of the host; launch.greeting_seconds gives a slow host more time"
@@ -215,7 +230,7 @@ def unreachable_check(host: Host, code: int | None, stderr: str, remote: Remote)
 
 
 def other_program_check(host: str) -> Check:
-    """The failed check of a host whose answer has other fields than this version of the program expects."""
+    """The failed check of a host whose version of ds_finetune sends other facts than this version expects."""
     text, hint = "it has another version of ds_finetune", "install the same source on every host"
     return Check("versions", host, "fail", text, hint)
 
@@ -223,10 +238,10 @@ def other_program_check(host: str) -> Check:
 def preflight_checks(
     answers: Mapping[Host, Answer], here: HostInfo, env: Mapping[str, str], others: Sequence[Check] = ()
 ) -> list[tuple[Host, Check]]:
-    """The checks that did not pass, in the order of the hosts, for ranks with the environment variables `env`.
+    """Check the hosts before ranks start, and return the checks that did not pass, in the order of the hosts.
 
-    `here` has the facts of this machine, and `others` are checks that have been made before. A check of all hosts is
-    listed with the first host.
+    `here` holds the facts of this machine, and `env` the environment variables of ranks. `others` are checks that were
+    made before. A check that concerns all hosts is listed with the first host.
     """
     hosts = {label(host): host for host in answers}
     infos = {label(host): answer for host, answer in answers.items() if isinstance(answer, HostInfo)}
@@ -237,12 +252,12 @@ def preflight_checks(
 
 
 def describe(host: Host, check: Check) -> str:
-    """Text of a check: the host with its line of the hostfile, what was observed, and the hint."""
+    """Format a check as text: the host with its line number in the hostfile, what was observed, and the hint."""
     return f"{host.target} (line {host.line}): {check.found}\n    hint: {check.hint}"
 
 
 def meeting_address(hosts: Sequence[Host], infos: Mapping[Host, HostInfo]) -> str:
-    """Address at which the other hosts reach the first host; empty where it has none."""
+    """The address at which the other hosts reach the first host; empty if the first host has no such address."""
     first, info = hosts[0], infos[hosts[0]]
     if len(hosts) == 1:
         return "127.0.0.1"

@@ -1,11 +1,12 @@
-"""A program that `doctor` and `launch` start on each host over ssh, and that calls functions for them.
+"""A program that `doctor` and `launch` start on each host over ssh. It calls functions for them.
 
-A request is a line of JSON on standard input: functions to call, with arguments. The reply is a line with the results.
-Replies and events begin with a token, the last argument of the program, because a login shell may print other lines.
+A request is a line of JSON on standard input. It names functions and gives their arguments. The reply is a line with
+the results. Replies and events begin with a token, which is the last argument of the program, because a login shell may
+print other lines.
 
-The program ends when its standard input ends, that is when the requesting program, ssh or the connection ends, or when
-no line arrives for some time, as from a suspended laptop. It then kills every process that it has started, with their
-children, and removes its files.
+The program ends when its standard input ends, because the requesting program, ssh or the connection has ended. It also
+ends when no line has arrived for some time, e.g. because the requesting laptop is suspended. It then kills every
+process that it has started, with their children, and removes its files.
 """
 
 import atexit
@@ -31,16 +32,18 @@ from ds_finetune.system.info import gather_host_info
 _IDLE_SECONDS = 300.0
 _LATE_SECONDS = 2.0
 _BECOME_SUBREAPER = 36
-"""PR_SET_CHILD_SUBREAPER of prctl(2): orphaned descendants become children of this process."""
+"""The constant PR_SET_CHILD_SUBREAPER of prctl(2). It makes orphaned descendants of this process its children."""
 Functions = Mapping[str, Callable[..., Any]]
 starting = threading.Lock()
-"""Lock that is held while a process or file is created. The ending program keeps it, so that nothing new is made."""
+"""Lock that is held while a process or a file is created. When the program ends, it takes this lock for good, so that
+nothing new is created.
+"""
 created_paths: list[Path] = []
-"""Files and folders that are removed at the end."""
+"""Files and folders that this program removes when it ends."""
 
 
 class HostProgram:
-    """The connection to `doctor` or `launch`: reads requests, and sends replies and events."""
+    """The host's end of the connection to `doctor` or `launch`. It reads requests, and sends replies and events."""
 
     def __init__(self) -> None:
         self._silent_seconds = _IDLE_SECONDS
@@ -49,10 +52,10 @@ class HostProgram:
             "save": lambda: None,
             "lose": lambda name: None,
         }
-        """Functions that are called at once and have no reply. An agent of `launch` replaces the last two."""
+        """Functions that are called as soon as requested, without a reply. `launch` replaces `save` and `lose`."""
         self._lines: queue.Queue[dict[str, Any]] = queue.Queue()
         self.output: TextIO = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8", errors="replace")
-        # Standard output is for replies only: what libraries print there goes to standard error.
+        # Standard output is only for replies and events. What libraries print there is redirected to standard error.
         os.dup2(2, 1)
 
     def serve(self, functions: Functions) -> None:
@@ -66,15 +69,16 @@ class HostProgram:
             self._tell("reply", [time.time(), results])
 
     def limit_silence(self, seconds: float) -> None:
-        """End the program after this time without a line on standard input."""
+        """End the program once standard input has brought no line for this number of seconds."""
         self._silent_seconds = seconds
 
     def emit(self, event: Mapping[str, Any]) -> None:
-        """Send an event; events may precede the reply to a request."""
+        """Send an event to the requesting program. Events may precede the reply to a request."""
         self._tell("event", event)
 
     def _tell(self, kind: str, value: object) -> None:
-        # A single write, so that no text of another thread comes between. The line may begin after other text.
+        # The line is written at once, so that no text of another thread comes between. Other text may precede it in the
+        # line.
         self.output.write(f"{sys.argv[-1]} {json.dumps([kind, value])}\n")
 
     def _read(self) -> None:
@@ -90,7 +94,9 @@ class HostProgram:
         os._exit(0)
 
     def _is_readable(self) -> bool:
-        """Wait for a line or the end of the input; False if none came in time, without pauses of this process."""
+        """Wait until standard input has a line or has ended. False if neither happened in time; time for which this
+        process was suspended does not count.
+        """
         while True:
             began = time.monotonic()
             if select.select([0], [], [], self._silent_seconds)[0]:
@@ -100,14 +106,16 @@ class HostProgram:
 
 
 def facts(environ: dict[str, str], port: int) -> dict[str, Any]:
-    """Set environment variables of this process, and return the facts of this host as fields of HostInfo."""
+    """Add `environ` to the environment variables of this process, and return the facts of this host as fields of
+    HostInfo.
+    """
     os.environ.update(environ)
     return asdict(gather_host_info(port))
 
 
 def kill_children() -> None:
-    """Kill every process below this one."""
-    # A child may start another process before it dies, which then becomes a child of this process.
+    """Kill all descendants of this process."""
+    # A child may start another process before it dies. That process becomes a child of this one, so the loop continues.
     while children := psutil.Process().children(recursive=True):
         for child in children:
             with suppress(psutil.NoSuchProcess):

@@ -24,20 +24,22 @@ from ds_finetune.errors import LaunchError
 from ds_finetune.system.info import HostInfo, gather_host_info
 
 _END_SECONDS = 15.0
-"""How long a program may take to kill the processes that it started."""
+"""Seconds that the program on a host may take to kill the processes that it started."""
 _LINES = 200
-"""Last lines of output that are stored for a report."""
+"""Number of last lines of a host's output that are stored for a report."""
 
 Reply = tuple[dict[str, Any], float, float]
-"""Reply of a host: results by function, the seconds that its clock is ahead of this machine's, and their error."""
+"""The reply of a host: the results by function name, the seconds that the host's clock is ahead of this machine's, and
+the maximum error of these seconds.
+"""
 Event = Mapping[str, Any] | str
 """An event that the program on a host has sent, or a line of text that it has printed."""
 
 
 class Cluster:
-    """The programs that run on `hosts`. `lost` has a failed check for each host that no longer answers.
+    """The programs that run on `hosts`, one on each. `lost` maps each host that no longer answers to a failed check.
 
-    `program` is the Python module to start, and `name` appears in the command line of its processes.
+    `program` is the Python module to start on each host. `name` appears in the command line of these processes.
     """
 
     def __init__(self, hosts: Sequence[Host], remote: Remote, program: str, *, name: str) -> None:
@@ -54,7 +56,9 @@ class Cluster:
             raise LaunchError(f"`{absent.filename}` is not installed here", hint=hint) from None
 
     def infos(self, environ: Mapping[str, str], port: int, *, seconds: float) -> dict[str, HostInfo]:
-        """The facts of the hosts that answer with this version of the program; the first host also examines `port`."""
+        """Ask every host for its facts. Returns the facts of the hosts that answer with this version of the program.
+        The first host also examines `port`.
+        """
         first, infos = next(iter(self.hosts)), {}
         queries = {name: {"facts": {"environ": environ, "port": port * (name == first)}} for name in self.hosts}
         for name, (results, ahead, error) in self.ask(queries, seconds=seconds).items():
@@ -66,12 +70,14 @@ class Cluster:
         return infos
 
     def preflight(self, infos: Mapping[str, HostInfo], environ: Mapping[str, str]) -> list[tuple[Host, Check]]:
-        """The checks of all hosts that did not pass, for ranks with the environment variables `environ`."""
+        """Check all hosts before ranks with the environment `environ` start; returns the checks that did not pass."""
         answers = {host: self.lost[name] if name in self.lost else infos[name] for name, host in self.hosts.items()}
         return preflight_checks(answers, gather_host_info(), environ, self._clock_checks)
 
     def ask(self, requests: Mapping[str, Mapping[str, Any]], *, seconds: float) -> dict[str, Reply]:
-        """Send each host its request and return the replies by host; hosts that do not reply in time become `lost`."""
+        """Send each host its request, and return the replies by host. A host that does not reply in time becomes
+        `lost`.
+        """
         pending = {name: self.start(name, requests[name]) for name in requests if name not in self.lost}
         wait(pending.values(), timeout=seconds)
         late = {name for name, future in pending.items() if not future.done()}
@@ -88,14 +94,15 @@ class Cluster:
     def start(
         self, name: str, request: Mapping[str, Any], on_event: Callable[[Event], None] | None = None
     ) -> "Future[Reply | str]":
-        """Send one host a request. The future has the reply, or the program's last output if the program ends before.
+        """Send one host a request. The future has the reply, or, if the host's program ends before it replies, the last
+        output of that program.
 
-        Events and other lines of output are passed to `on_event`, in another thread.
+        Events and other lines of output are passed to `on_event` in another thread.
         """
         return self._pool.submit(self._ask, self._processes[name], request, on_event)
 
     def order(self, name: str, request: Mapping[str, Any]) -> None:
-        """Send a host an order, which has no reply; does nothing if the host is gone."""
+        """Send a host an order, which is a request without a reply. Nothing happens if the host is gone."""
         with suppress(OSError, ValueError):
             _send(self._processes[name], request)
 
@@ -105,16 +112,18 @@ class Cluster:
             self.order(name, {})
 
     def end(self, name: str) -> None:
-        """End the program on one host with all processes that it started."""
+        """End the program on one host and all processes that this program started."""
         _end([self._processes[name]])
 
     def lose(self, name: str, output: str) -> Check:
-        """Record that the program on a host has ended; returns a failed check, which quotes the last output."""
+        """Record that the program on a host has ended. Returns a failed check that quotes the last output."""
         self.lost[name] = self._unreachable(name, output, is_late=False)
         return self.lost[name]
 
     def close(self) -> list[str]:
-        """End the programs and all that they started; returns the hosts whose program did not end in time."""
+        """End the programs on all hosts and all processes that they started. Returns the hosts whose program did not
+        end in time.
+        """
         late = _end(self._processes.values())
         self._pool.shutdown()
         return [name for name, process in self._processes.items() if process in late]
@@ -122,7 +131,7 @@ class Cluster:
     def _unreachable(self, name: str, output: str, *, is_late: bool) -> Check:
         code = None
         if not is_late:
-            # A program that has closed its output may still run.
+            # The program may still run after it has closed its output, so its exit code may be late.
             with suppress(subprocess.TimeoutExpired):
                 code = self._processes[name].wait(_END_SECONDS)
         return unreachable_check(self.hosts[name], code, output, self._remote)

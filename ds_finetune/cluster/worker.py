@@ -1,6 +1,7 @@
 """One rank of a launched run: `python -m ds_finetune.cluster.worker RUN.yaml ...`, under any launcher.
 
-Under mpirun and Slurm the output of all ranks but the first goes to files; torch's agent redirects that of all ranks.
+Under mpirun and Slurm this module redirects the output of all ranks but rank 0 to files. Under torch's agent, the agent
+redirects the output of all ranks.
 """
 
 import os
@@ -20,7 +21,7 @@ def main() -> NoReturn:
     parent = os.getppid()
     die_with_parent()
     if os.getppid() != parent:
-        # The parent ended before `die_with_parent` took effect.
+        # The parent process ended before `die_with_parent` took effect, so nothing would end this process with it.
         os._exit(1)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         # From here on, errors go to the log of this rank; before, they went to the log of torch's agent.
@@ -33,7 +34,7 @@ def main() -> NoReturn:
 def _redirect_output(rank: int, run_id: str) -> None:
     """Write the output of a rank other than 0 to a file, because mpirun and srun print the output of all ranks.
 
-    Nothing is done for an invalid run file, which the training reports.
+    If the run file is invalid, nothing is redirected: the training will report the error.
     """
     try:
         folder = logs_folder(read_config(sys.argv[1], sys.argv[2:]).output_dir, run_id)

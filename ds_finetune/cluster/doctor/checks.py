@@ -11,16 +11,19 @@ from ds_finetune.config.units import MIB
 Ended = tuple[int | None, str]
 """Exit code of a program on a host (None: killed after its time limit), and the end of what the program printed."""
 _SLOW_FACTOR, _BROKEN_FACTOR = 3, 10
-"""A warning or a failure if all-reduces of the other hosts are more than this many times as fast (median)."""
+"""A check of a host warns if the all-reduces of the other hosts are more than _SLOW_FACTOR times as fast as its own
+(median of the others), and it fails above _BROKEN_FACTOR.
+"""
 _UNREACHED = "look at firewalls between hosts (all ports are needed), and at GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
 _SLOW_HINT = "compare its topology (nvidia-smi topo -m), driver and load with those of the other hosts"
 
 
 def folder_checks(folder: str, by_host: Mapping[str, tuple[bool, bool]], node_local: bool | None) -> Iterator[Check]:
-    """Checks of a folder on all hosts: whether each host may write there, and whether the hosts share the folder.
+    """Check a folder on all hosts: whether each host may write there, and whether the hosts share the folder.
 
-    `by_host` says of each host whether it may write there, and whether it sees the marker file of the first host, which
-    shows that both share the folder. `node_local` is checkpoint.node_local, or None for a folder without checkpoints.
+    `by_host` maps each host to two facts: whether it may write to the folder, and whether it sees the marker file of
+    the first host there. A host that sees the marker shares the folder with the first host. `node_local` is the setting
+    checkpoint.node_local, or None for a folder without checkpoints.
     """
     for host in (host for host, (is_writable, _) in by_host.items() if not is_writable):
         hint = "change the permissions, or name another folder"
@@ -41,7 +44,9 @@ def folder_checks(folder: str, by_host: Mapping[str, tuple[bool, bool]], node_lo
 
 
 def network_checks(ended: Mapping[str, Ended], endpoint: str) -> Iterator[Check]:
-    """Checks of the network: the speeds that measure.py printed on each host, or why a host could not measure them."""
+    """Check the network between hosts, from the output of measure.py on each host. The output has the measured speeds,
+    or the reason why they could not be measured.
+    """
     results, causes, consequences = dict[str, Any](), dict[str, str](), dict[str, str]()
     for host, (code, output) in ended.items():
         lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
@@ -64,7 +69,9 @@ def network_checks(ended: Mapping[str, Ended], endpoint: str) -> Iterator[Check]
 
 
 def rate_checks(results: Mapping[str, Mapping[str, Any]]) -> Iterator[Check]:
-    """Checks of the speed of all-reduces: inside each host, compared with the other hosts, and over all ranks."""
+    """Check the measured speed of all-reduces. The speed inside each host is compared with that inside the other hosts.
+    The speed over all ranks is only reported.
+    """
     inside = {host: result["inside"] for host, result in results.items() if result["inside"]}
     for host, rate in inside.items():
         usual = median([other for name, other in inside.items() if name != host] or [rate])

@@ -1,4 +1,6 @@
-"""The program that `ds-finetune doctor` starts on each host: functions that examine the host (host_program.py)."""
+"""The program that `ds-finetune doctor` starts on each host to examine it. `doctor` requests calls of its functions
+over ssh.
+"""
 
 import hashlib
 import os
@@ -22,11 +24,15 @@ from ds_finetune.system.processes import python_module, with_package
 _TAIL_BYTES = 20_000
 _MEMORY_MARGIN = 0.8
 Row = tuple[str, State, str, str]
-"""A check of this host: its name, its state, a text that says what was observed, and a hint."""
+"""The result of one check on this host: the name of the check, its state, a text that says what was observed, and a
+hint.
+"""
 
 
 def gpus() -> list[Row]:
-    """Warnings about this host's GPUs: memory in use, exclusive compute mode, and no compiler for Triton's kernels."""
+    """Warn about this host's GPUs if other programs use their memory, if a GPU admits only one process, or if Triton
+    lacks a compiler for its kernels.
+    """
     listed, rows = query_gpus(), list[Row]()
     if busy := [str(number) for number, gpu in enumerate(listed) if (gpu.used_bytes or 0) > GIB]:
         text = f"GPU {', '.join(busy)} has more than 1 GiB in use"
@@ -63,7 +69,9 @@ def memory(host_bytes: int, gpu_bytes: int) -> list[Row]:
 
 
 def disk(folder: str, num_bytes: int) -> list[Row]:
-    """Check that the run fits on the disk of output_dir, where it may replace an earlier run."""
+    """Check that the disk of output_dir has room for the files of the run. The run may replace an earlier run there,
+    whose files count as free space.
+    """
     existing = nearest_existing(Path(folder))
     held = bytes_below(Path(folder)) if Path(folder, "metrics.jsonl").exists() else 0
     room = shutil.disk_usage(existing).free + held
@@ -76,14 +84,18 @@ def disk(folder: str, num_bytes: int) -> list[Row]:
 
 
 def digests(paths: Sequence[str]) -> dict[str, str]:
-    """For each path a digest of the names and sizes of its files; empty for a path that does not exist."""
+    """Map each path to a digest of the names and sizes of the files below it. A path that does not exist maps to an
+    empty text.
+    """
     files = {path: sorted(file for file in (Path(path), *Path(path).rglob("*")) if file.is_file()) for path in paths}
     sizes = {path: "\n".join(f"{file} {file.stat().st_size}" for file in below) for path, below in files.items()}
     return {path: hashlib.sha256(text.encode()).hexdigest() if text else "" for path, text in sizes.items()}
 
 
 def create_marker(folders: Sequence[str], marker: str) -> None:
-    """Create the empty file `marker` in each folder, or in its nearest existing parent, where that is writable."""
+    """Create the empty file `marker` in each folder, or in the nearest existing parent of a folder that does not exist.
+    Folders without write permission are skipped.
+    """
     for folder in folders:
         path = nearest_existing(Path(folder)) / marker
         with starting, suppress(OSError):
@@ -92,17 +104,21 @@ def create_marker(folders: Sequence[str], marker: str) -> None:
 
 
 def find_marker(folders: Sequence[str], marker: str) -> dict[str, tuple[bool, bool]]:
-    """For each folder: whether this host may write there, and whether the file `marker` of another host is there."""
+    """Map each folder to two facts: whether this host may write there, and whether it sees the file `marker` there,
+    which another host has created.
+    """
     existing = {folder: nearest_existing(Path(folder)) for folder in folders}
     return {folder: (os.access(top, os.W_OK | os.X_OK), (top / marker).exists()) for folder, top in existing.items()}
 
 
 def run(module: Sequence[str], seconds: float) -> tuple[int | None, str]:
-    """Run a Python module for at most `seconds`: returns its exit code (None if it was killed) and its last output."""
+    """Run a Python module for at most `seconds`. Returns its exit code (None if it was killed) and the last part of its
+    output.
+    """
     with starting:
         folder = Path(tempfile.mkdtemp(prefix="ds_finetune-doctor-"))
         created_paths.append(folder)
-        # torch's elastic agent leaves temporary folders in TMPDIR.
+        # torch's elastic agent leaves temporary folders in TMPDIR. This TMPDIR is removed afterwards.
         environ, command = {**with_package(os.environ), "TMPDIR": str(folder)}, python_module(*module)
         with (folder / "output").open("wb") as output:
             stdin, stderr = subprocess.DEVNULL, subprocess.STDOUT

@@ -1,7 +1,7 @@
-"""The program of one rank with which `ds-finetune doctor` measures an all-reduce inside each host and over all ranks.
+"""The program with which `ds-finetune doctor` measures the speed of all-reduces inside each host and over all ranks.
 
-torch's elastic agent starts it. The first rank of each host prints the speeds as a line of JSON, and a rank that fails
-prints why.
+torch's elastic agent starts a process of this program for each rank. The first rank of each host prints the speeds as a
+line of JSON. A rank that fails prints the reason.
 """
 
 import json
@@ -22,14 +22,16 @@ from ds_finetune.system.info import interface_towards
 from ds_finetune.system.processes import die_with_parent
 
 _TIMEOUT = timedelta(seconds=30)
-"""Time limit of a collective."""
+"""Time limit of each collective in the measurement of the network."""
 _SIZES = {"cpu": 1 << 22, "cuda": 1 << 28}
 """Size of the measured all-reduces in bytes, by device type."""
 _NUM_REPEATS = 5
 
 
 def measure(host: str, device: torch.device) -> dict[str, Any] | None:
-    """Bus bandwidths in bytes/s inside this host and over all ranks. Only the first rank of a host returns them."""
+    """Measure the bus bandwidths of all-reduces inside this host and over all ranks, in bytes/s. Only the first rank of
+    each host returns them; other ranks return None.
+    """
     names: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(names, host)
     by_host = {name: [rank for rank, other in enumerate(names) if other == name] for name in names}
@@ -39,11 +41,12 @@ def measure(host: str, device: torch.device) -> dict[str, Any] | None:
 
 
 def bus_bandwidth(groups: list[list[int]], device: torch.device) -> float:
-    """Bus bandwidth in bytes/s of an all-reduce of this rank's group, as defined by nccl-tests (doc/PERFORMANCE.md); 0
-    for a group of one rank and on a rank without a group. RuntimeError where sums are wrong.
+    """Measure the bus bandwidth of all-reduces in this rank's group, in bytes/s, as nccl-tests defines it
+    (doc/PERFORMANCE.md). The result is 0 for a group of one rank, and on a rank in no group. RuntimeError if an
+    all-reduce has wrong sums.
 
-    Groups share no rank and are measured at the same time. The first all-reduce is not timed: it opens connections, for
-    which NCCL may take seconds.
+    The `groups` have no rank in common and are measured at the same time. The first all-reduce is not timed, because it
+    opens connections, for which NCCL may take seconds.
     """
     group, _ = dist.new_subgroups_by_enumeration(groups, timeout=_TIMEOUT)
     if group is None:
@@ -65,12 +68,15 @@ def bus_bandwidth(groups: list[list[int]], device: torch.device) -> float:
 
 
 def main(host: str, gpus: str) -> None:
-    """Measure as one rank of `host`. `gpus` lists the GPU index of each local rank; empty: measure on CPUs."""
+    """Measure the network as one rank on `host`. `gpus` lists the GPU index of each local rank; if it is empty, the
+    ranks use CPUs.
+    """
     die_with_parent()
     if interface := interface_towards(os.environ["MASTER_ADDR"]):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
-    # With this setting NCCL raises errors in this thread, which reports them, instead of ending the process.
+    # With TORCH_NCCL_BLOCKING_WAIT, NCCL raises errors in this thread, which reports them. Otherwise NCCL would end the
+    # process.
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
     device, is_cause = torch.device("cpu"), True
     try:
@@ -82,13 +88,13 @@ def main(host: str, gpus: str) -> None:
         dist.init_process_group("nccl" if gpus else "gloo", timeout=_TIMEOUT)
         result = measure(host, device)
     except (RuntimeError, FinetuneError) as failed:
-        # Remove the source file and line with which gloo's messages begin.
+        # An error message of gloo begins with a source file and a line number, which are removed here.
         text = re.sub(r"^\[\S+\] *", "", str(failed).strip().splitlines()[0])
         sys.stdout.write(f"{json.dumps({'problem': text, 'is_cause': is_cause})}\n")
         raise SystemExit(1) from None
     if result is not None:
         print(json.dumps(result), flush=True)  # noqa: T201 - what the doctor reads
-    # A rank that leaves before this barrier has measured too, so its closed connection is no fault.
+    # A rank that leaves before this barrier has measured the network too. So a connection that it closes is no fault.
     with suppress(RuntimeError):
         dist.barrier()
     dist.destroy_process_group()

@@ -40,31 +40,39 @@ _NETWORK_SECONDS = _JOIN_SECONDS + 90.0
 _MARGIN = 10.0
 _AGAIN = "correct that and run doctor again"
 _NEEDED_BY_NETWORK = ("address", "interface", "devices", "port")
-"""Checks that must pass before the network can be measured."""
+"""Names of the checks that must pass before the network can be measured."""
 
 
 Resolve = Callable[[World, str], "ResolvedRun"]
-"""Function that plans the run for a World and a device type (`cpu`, `cuda`); FinetuneError where it cannot."""
+"""Type of the function that plans the run for given ranks (`World`) and a device type (`cpu` or `cuda`). The function
+raises FinetuneError if the run cannot be planned.
+"""
 
 
 @dataclass(frozen=True)
 class DoctorRequest:
-    """The hosts, how to reach them, the port of rank 0, and what the run needs on each host, if a run is given."""
+    """What `ds-finetune doctor` examines: the hosts, how to reach them, the port of rank 0, and, if a run is given,
+    what the run needs on each host.
+    """
 
     hosts: tuple[Host, ...]
     remote: Remote
     port: int
     folders: dict[str, str]
-    """Folders that hosts may share, by name in the report."""
+    """Paths of folders that hosts may share. The keys are the names by which the report calls the folders."""
     files: tuple[str, ...] = ()
     """Files and folders that every host must have."""
     node_local: bool | None = None
-    """Whether each host stores only checkpoints of its own ranks; None where nothing is saved."""
+    """The setting checkpoint.node_local: whether each host stores only the checkpoints of its own ranks. None if the
+    run saves no checkpoints.
+    """
     resolve: Resolve | None = None
 
 
 def examine(request: DoctorRequest, say: Say) -> list[Check]:
-    """Check all hosts, and return the checks. `say` prints a line before the network is measured for up to a minute."""
+    """Check all hosts and the network between them, and return the checks. `say` prints a line before the network is
+    measured, which may take minutes.
+    """
     with closing(Cluster(request.hosts, request.remote, _PROGRAM, name="doctor")) as cluster:
         checks = list(_checks(request, cluster, say))
         return [*cluster.lost.values(), *checks]
@@ -96,7 +104,8 @@ def _checks(request: DoctorRequest, cluster: Cluster, say: Say) -> Iterator[Chec
     elif device == "cuda" or len(infos) > 1:
         say("measuring the network")
         yield from _network_checks(cluster, infos, device)
-    # As late as possible after the marker was created: a network file system shows other hosts' files with a delay.
+    # The marker file is looked for as late as possible after its creation, because a network file system shows files of
+    # other hosts with a delay.
     replies = cluster.ask({name: {"find_marker": folders} for name in infos}, seconds=_HOST_SECONDS)
     yield from (clock_check(name, ahead, error) for name, (_, ahead, error) in replies.items())
     for key, path in request.folders.items():
@@ -105,7 +114,9 @@ def _checks(request: DoctorRequest, cluster: Cluster, say: Say) -> Iterator[Chec
 
 
 def resolve_on(resolve: Resolve, hosts: Sequence[Host], device: str) -> tuple["ResolvedRun | None", Check]:
-    """Plan the run with a rank for each slot of `hosts`: returns the plan (None if it is refused) and its check."""
+    """Plan the run with one rank for each slot of `hosts`. Returns the plan (None if the run was refused) and a check
+    with the outcome.
+    """
     try:
         check_versions()
         resolved = resolve(world_of(hosts, "the doctor"), device)
@@ -119,7 +130,9 @@ def resolve_on(resolve: Resolve, hosts: Sequence[Host], device: str) -> tuple["R
 def _single_host_checks(
     request: DoctorRequest, cluster: Cluster, resolved: "ResolvedRun | None", device: str
 ) -> Iterator[Check]:
-    """Checks of each host alone: GPUs, compiler, disk, memory, and whether its files equal those of this machine."""
+    """Examine each host by itself: its GPUs, compiler, disk and memory, and whether its copies of the run's files equal
+    those on this machine.
+    """
     here, queries = digests(request.files if len(request.hosts) > 1 else ()), {}
     for number, (name, host) in enumerate(cluster.hosts.items()):
         query: dict[str, Any] = {"digests": {"paths": list(here)}} | ({"gpus": {}} if device == "cuda" else {})
@@ -145,7 +158,9 @@ def _single_host_checks(
 
 
 def _network_checks(cluster: Cluster, infos: Mapping[str, HostInfo], device: str) -> list[Check]:
-    """Measure the network by measure.py under torch's elastic agent, with a rank per GPU or up to two ranks on CPUs."""
+    """Measure the network by the program measure.py under torch's elastic agent, with one rank per GPU, or with up to
+    two ranks per host on CPUs.
+    """
     hosts = {name: cluster.hosts[name] for name in infos}
     by_host = {hosts[name]: info for name, info in infos.items()}
     addresses = {

@@ -1,8 +1,8 @@
 """torch's elastic agent of one host, which starts, watches and restarts the ranks of that host.
 
-In addition to torch's agent (2.13, elastic/agent/server), it numbers ranks in the order of the hostfile, agrees with
-the agents of other hosts on the restarts that are left, ends its ranks when ranks of another host have failed, and
-reports each failure to `ds-finetune launch`.
+This agent extends torch's (2.13, elastic/agent/server). It numbers ranks in the order of the hostfile. It agrees with
+the agents of other hosts on the number of restarts that are left. It ends its ranks when ranks of another host have
+failed. It reports each failure to `ds-finetune launch`.
 """
 
 import os
@@ -32,15 +32,16 @@ from ds_finetune.system.info import interface_towards
 from ds_finetune.system.processes import oom_kills
 
 _GRACE_SECONDS = 4.0
-"""Seconds from the first failure of a rank until its host's other ranks are killed. Meanwhile they write reports."""
+"""Seconds from the first failure of a rank until the other ranks of its host are killed. Meanwhile they write reports.
+"""
 _DONE_SECONDS = 60.0
-"""Seconds that an agent whose ranks are done waits for the other agents, whose ranks may fail and restart."""
+"""Seconds that an agent whose ranks are done waits for the agents of other hosts, whose ranks may fail and restart."""
 _TAIL_LINES, _TAIL_BYTES = 50, 20_000
 Event = dict[str, Any]
 
 
 class RankLogs(LogsSpecs):
-    """Names a log and an error file for each rank of the host; the output of rank 0 is also printed."""
+    """Chooses a log file and an error file for each rank of the host. The output of rank 0 is also printed."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(str(folder))
@@ -48,11 +49,13 @@ class RankLogs(LogsSpecs):
 
     @property
     def root_log_dir(self) -> str:
-        """Folder with the logs of all attempts."""
+        """The folder with the logs of all attempts, which are the first start of the run and its restarts."""
         return str(self.folder)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Paths of logs and error files by local rank; each rank finds its error file by an environment variable."""
+        """Choose the paths of the log and error files by local rank. An environment variable tells each rank the path
+        of its error file.
+        """
         folder = self.folder / f"attempt-{self.attempt}"
         folder.mkdir(parents=True, exist_ok=True)
         logs = {local: str(folder / log_name(int(env["RANK"]))) for local, env in envs.items()}
@@ -65,7 +68,7 @@ class RankLogs(LogsSpecs):
 
 
 class HostAgent(LocalElasticAgent):
-    """The elastic agent of this host. `emit` sends an event to `ds-finetune launch`."""
+    """The elastic agent of this host. `emit` sends an event to the program `ds-finetune launch`."""
 
     def __init__(
         self, logs: Path, rendezvous: Mapping[str, Any], workers: Mapping[str, Any], emit: Callable[[Event], None]
@@ -79,24 +82,27 @@ class HostAgent(LocalElasticAgent):
         self._oom_kills = 0
         handler = get_rendezvous_handler(RendezvousParameters(backend="c10d", **rendezvous))
         spec = WorkerSpec(role="", rdzv_handler=handler, monitor_interval=0.2, **workers)
-        # The output of rank 0 is printed without a prefix: the prefix is the role of the ranks, which is empty.
+        # torch prints the role of the ranks as a prefix of their output. The role is empty, so the output of rank 0 has
+        # no prefix.
         super().__init__(spec, self._logs, exit_barrier_timeout=_DONE_SECONDS, log_line_prefix_template="${role_name}")
 
     def save(self) -> None:
-        """Ask the ranks to save a checkpoint and end; they are not restarted."""
+        """Ask the ranks of this host to save a checkpoint and end. They are not restarted."""
         self._is_saving, self._remaining_restarts = True, 0
         for pid in self._pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
 
     def lose(self, name: str) -> None:
-        """Restart the ranks of this host without the agent `name`, whose host is gone."""
+        """Record that the host of the agent `name` is gone, so that the ranks of this host restart without it."""
         self._lost.add(name)
 
     def _assign_worker_ranks(
         self, store: Store, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> list[Worker]:
-        """Agree with the other agents on the restarts that are left (the least counts) and on the attempt's number."""
+        """Agree with the agents of other hosts on the number of this attempt and on the number of restarts that are
+        left, for which the lowest number counts.
+        """
         store.set(f"agents/{group_rank}", f"{self._name} {self._remaining_restarts} {self._logs.attempt + 1}")
         agents = [store.get(f"agents/{number}").decode().split() for number in range(group_world_size)]
         self._members = frozenset(name for name, _, _ in agents)
@@ -119,8 +125,11 @@ class HostAgent(LocalElasticAgent):
         return pids
 
     def _end_ranks(self, close: Callable[..., None], *_: object, **__: object) -> None:
-        """End the ranks of this host within seconds. torch would wait 30 s after SIGTERM, also for ranks that hang."""
-        # SIGCONT changes nothing for a rank that runs, so ranks have this time to end by themselves.
+        """End the ranks of this host within seconds, or, after an order to save, once they have saved. torch itself
+        would wait 30 s after SIGTERM, also for ranks that hang.
+        """
+        # torch's `close` sends a signal and waits before it kills ranks. SIGCONT changes nothing for a running rank,
+        # which therefore has this time to end by itself.
         close(signal.SIGCONT, float("inf") if self._is_saving else _GRACE_SECONDS)
         kill_children()
 
@@ -133,7 +142,7 @@ class HostAgent(LocalElasticAgent):
         return result
 
     def _is_group_failed(self, worker_group: WorkerGroup) -> bool:
-        """Whether ranks of another host have failed, or another host is gone."""
+        """Whether the ranks of this host must end because ranks of another host have failed or another host is gone."""
         assert worker_group.store is not None
         if not worker_group.store.check(["failed"]):
             return bool(self._lost & self._members)
@@ -144,7 +153,8 @@ class HostAgent(LocalElasticAgent):
     def _after_failure(self, worker_group: WorkerGroup, result: RunResult) -> RunResult:
         assert worker_group.store is not None
         rank, first = min(result.failures.items(), key=lambda item: _time_of(item[1]))
-        # In the first attempt this exit code is a mistake of the user; later a host causes it, e.g. by a full disk.
+        # In the first attempt this exit code means a mistake of the user, which a restart would repeat. In a later
+        # attempt a host causes it, e.g. by a full disk.
         is_final = first.exitcode == INTERRUPTED_EXIT_CODE or (
             first.exitcode == USER_ERROR_EXIT_CODE and self._logs.attempt == 1
         )
@@ -157,7 +167,7 @@ class HostAgent(LocalElasticAgent):
     def _described(self, rank: int, failure: ProcessFailure) -> Event:
         code, message = failure.exitcode, failure.error_file_data["message"]
         text = f"exited with code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
-        # torch reports a text instead of a mapping for a rank that wrote no error file.
+        # For a rank that wrote no error file, torch's message is a text instead of a mapping.
         recorded = {"message": "", "cause": ""} | (message if isinstance(message, dict) else {})
         if code < 0 and not recorded["message"] and (count := oom_kills() - self._oom_kills) > 0:
             text += f": the kernel killed {count} processes of the host for want of memory meanwhile"
@@ -173,7 +183,9 @@ class HostAgent(LocalElasticAgent):
 
 
 def _time_of(failure: ProcessFailure) -> float:
-    """Time (seconds since 1970) of a rank's failure: from its error file, else when the agent noticed the failure."""
+    """The time of a rank's failure in seconds since 1970. It is read from the rank's error file; without one it is the
+    time at which the agent noticed the failure.
+    """
     message = failure.error_file_data["message"]
     at = message.get("at") if isinstance(message, Mapping) else None
     return float(at or failure.timestamp)
@@ -189,11 +201,12 @@ def _last_lines(log: Path) -> list[str]:
 def run_ranks(
     program: HostProgram, *, logs: str, environ: Mapping[str, str], rendezvous: dict[str, Any], workers: dict[str, Any]
 ) -> bool | str:
-    """Run the ranks of this host until they end for good; returns whether they are done, or why no host was met.
+    """Run the ranks of this host, with restarts, until they end for good. Returns whether they succeeded, or, as a
+    text, why the agents of the hosts could not connect.
 
-    `logs` is the folder of the ranks' logs, and `environ` has variables of this host's ranks only. `rendezvous` has
-    arguments of torch's RendezvousParameters: agents are numbered in the order of their names `local_addr`. `workers`
-    has arguments of torch's WorkerSpec, with the first host's address as `master_addr`.
+    `logs` is the folder of the ranks' logs. `environ` has environment variables for the ranks of this host only.
+    `rendezvous` has arguments of torch's RendezvousParameters; agents are numbered in the order of their names
+    `local_addr`. `workers` has arguments of torch's WorkerSpec, with the address of the first host as `master_addr`.
     """
     folder = Path(logs)
     folder.mkdir(parents=True, exist_ok=True)
@@ -201,13 +214,14 @@ def run_ranks(
     sys.stderr.flush()
     os.dup2(log, 2)
     os.environ.update(environ)
-    # A new port for each attempt: torch 2.13 would otherwise give a restart the store keys of an earlier attempt.
+    # This setting gives each attempt a new port. torch 2.13 would otherwise give a restart the store keys of an earlier
+    # attempt.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     if rendezvous["max_nodes"] > 1 and (interface := interface_towards(workers["master_addr"])):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
     try:
-        # The output of rank 0 goes to the launching program.
+        # What the agent prints is the output of rank 0, which goes to the launching program.
         with redirect_stdout(program.output):
             agent = HostAgent(folder, rendezvous, workers, program.emit)
             program.orders.update(save=agent.save, lose=agent.lose)

@@ -18,19 +18,26 @@ from ds_finetune.system.world import slurm_nodes
 ENTRY_MODULE = "ds_finetune.cluster.worker"
 """Python module that every rank runs."""
 ENTRY = ("-m", ENTRY_MODULE)
-"""First arguments of Python in every rank; the run file and its overrides follow."""
+"""The first Python arguments of every rank. The run file and its overrides follow them."""
 _NEEDED_TO_START = re.compile(
     r"(?:HOME|USER|LOGNAME|SHELL|LANG|TERM|TMPDIR|KRB5CCNAME|SSH_AUTH_SOCK|PATH|LD_LIBRARY_PATH|OMPI_MCA_\w+)$"
 )
-"""Environment variables that ssh, mpirun and srun need themselves; OMPI_MCA_* are the user's settings of Open MPI."""
+"""Environment variables that ssh, mpirun and srun need themselves. Variables OMPI_MCA_* hold the user's settings of
+Open MPI.
+"""
 _SLURM_VARIABLE = re.compile(r"(?:SLURM|SRUN|SLURMD)_\w+$")
 _KEEPALIVE_SETTINGS = {"oob_tcp_keepalive_time": "5", "oob_tcp_keepalive_intvl": "5", "oob_tcp_keepalive_probes": "2"}
-"""Settings with which Open MPI notices a silent host after 15 s instead of eight minutes (measured)."""
+"""Settings of Open MPI with which it notices after 15 s that a host is silent, instead of after eight minutes
+(measured).
+"""
 _LOGIN_VARIABLES = ("HOME", "USER", "LOGNAME")
-"""Login variables that ranks need: `srun --export` passes only named ones, Slurm's and TMPDIR (tried with Slurm 22.05).
+"""Environment variables of a login that ranks need. `srun --export` must name them, because it passes only named ones,
+Slurm's own and TMPDIR (tried with Slurm 22.05).
 """
 _COMMANDS = 2
-"""Number of hosts at the start and at the end of a long list whose commands are printed."""
+"""If there are commands for many hosts, only those of this number of hosts at the start and at the end of the list are
+printed.
+"""
 
 
 @dataclass(frozen=True)
@@ -45,11 +52,11 @@ class Job:
     """Hosts in the order of their ranks; empty for all of Slurm's allocation."""
     run_id: str
     master_addr: str = ""
-    """Address of rank 0, on the first host; empty for the first node of Slurm's list."""
+    """Address of rank 0, which runs on the first host. Empty if rank 0 runs on the first node of Slurm's list."""
     master_port: int = 0
-    """Port of rank 0; 0: computed from Slurm's job number."""
+    """Port at which rank 0 listens. With 0 the port is computed from Slurm's job number."""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """Variables that every rank gets (environment.py)."""
+    """Environment variables that every rank gets, as collected by environment.py."""
     interface: str = ""
     """Network interface, by name, that every host uses."""
     directory: str = "."
@@ -58,7 +65,7 @@ class Job:
     entry: tuple[str, ...] = ENTRY
 
     def __post_init__(self) -> None:
-        """LaunchError where a variable names another interface than `interface`."""
+        """Raise LaunchError if an environment variable names another network interface than `interface`."""
         for name, value in interface_variables(self.interface).items():
             if self.variables.get(name, value) != value:
                 raise LaunchError(
@@ -73,7 +80,7 @@ class Job:
 
     @property
     def rank_command(self) -> list[str]:
-        """The command of every rank."""
+        """The command that starts each rank."""
         return [self.python, "-u", *self.entry, self.run, *self.overrides]
 
     @property
@@ -87,17 +94,19 @@ class Job:
 
     @property
     def names(self) -> list[str]:
-        """The host of each rank, in the order of the ranks."""
+        """The name of the host of each rank, in the order of the ranks."""
         return [host.name for host in self.hosts for _ in range(host.slots)]
 
 
 def mpirun_command(job: Job, ssh_args: Sequence[str] = ()) -> list[str]:
-    """Open MPI's (4.1) command for the ranks of `job`, in the order of its hosts, to run in `starting_environment`.
+    """The `mpirun` command (Open MPI 4.1) that starts the ranks of `job` in the order of its hosts. It runs in the
+    environment of `starting_environment`.
 
-    Each host is named once per rank and mapped by `seq`: with `--host a:8,b:8` mpirun puts its own host first, so that
-    rank 0 is not at MASTER_ADDR. Values are passed by `-x NAME`, so that no command line shows them. Ranks
-    use no MPI: the interface here is that of mpirun's own daemons (oob); gloo and NCCL get theirs by variables.
-    LaunchError for lines of the hostfile that Open MPI has no options for.
+    Each host is named once per rank and mapped by `seq`. With `--host a:8,b:8` mpirun would put its own host first, and
+    rank 0 would not be at MASTER_ADDR. Environment variables are passed by `-x NAME`, so that no command line shows
+    their values. Ranks do not use MPI: the option for the network interface concerns mpirun's own daemons (oob), while
+    gloo and NCCL get theirs by environment variables. LaunchError if Open MPI has no options for a line of the
+    hostfile.
     """
     _check_whole_hosts(job, "mpirun", "write User and Port into a file for ssh (--ssh-args '-F FILE'), use whole hosts")
     if address := next((host.name for host in job.hosts if ":" in host.name), ""):
@@ -121,14 +130,15 @@ def mpirun_command(job: Job, ssh_args: Sequence[str] = ()) -> list[str]:
 
 
 def srun_command(job: Job, environ: Mapping[str, str]) -> list[str]:
-    """Slurm's command for the ranks of `job` inside an allocation, to run in `starting_environment`.
+    """The `srun` command that starts the ranks of `job` inside an allocation of Slurm. It runs in the environment of
+    `starting_environment`.
 
-    `environ` has the variables of the allocation.
+    `environ` has the environment variables of the allocation.
 
     Without hosts the ranks are the allocation's tasks in Slurm's order. With hosts, each host is named once per rank
-    under the distribution `arbitrary`, which preserves the order and the ranks per host [Slurm 22.05, ran; `--nodelist`
-    alone is sorted]. The first rank that fails ends all ranks. LaunchError outside an allocation, and for hosts that
-    are not in it.
+    under the distribution `arbitrary`, which preserves the order and the number of ranks of the hosts [Slurm 22.05,
+    ran; `--nodelist` alone is sorted]. The first rank that fails ends all ranks. LaunchError outside an allocation, and
+    for hosts that are not in it.
     """
     if "SLURM_JOB_ID" not in environ:
         raise LaunchError(
@@ -151,7 +161,9 @@ def srun_command(job: Job, environ: Mapping[str, str]) -> list[str]:
 
 
 def srun_options(placement: Sequence[str], job: Job) -> list[str]:
-    """`srun`, the options `placement`, and options that every srun command of this package has."""
+    """The first words of an srun command: `srun`, the options `placement`, and the options that every srun command of
+    this package has.
+    """
     # Without `--overlap` this step would wait forever for the cores of a shell that `srun --pty` has started.
     names = dict.fromkeys([*_LOGIN_VARIABLES, *job.environment])
     fixed = ["--kill-on-bad-exit=1", "--overlap", "--unbuffered", "--mpi=none"]
@@ -160,11 +172,12 @@ def srun_options(placement: Sequence[str], job: Job) -> list[str]:
 
 
 def starting_environment(job: Job, environ: Mapping[str, str], *, slurm: bool = False) -> dict[str, str]:
-    """Environment of the `mpirun` or `srun` process: `job.environment`, and variables of `environ` that it needs.
+    """The environment of the `mpirun` or `srun` process: `job.environment`, and the variables of `environ` that the
+    process itself needs.
 
-    mpirun passes its whole environment to ranks on its own host, whatever `-x` names [Open MPI 4.1, ran], so its
-    environment is restricted. Slurm's variables are left out for mpirun, which would start its daemons by srun with
-    them.
+    mpirun passes its whole environment to ranks on its own host, not only the variables that `-x` names [Open MPI 4.1,
+    ran]. Therefore its environment is restricted. It gets no variables of Slurm, because with them it would start its
+    daemons by srun.
     """
     needed = {
         name: value
@@ -185,7 +198,9 @@ def torchrun_commands(job: Job) -> list[list[str]]:
 
 
 def _check_whole_hosts(job: Job, launcher: str, hint: str) -> None:
-    """LaunchError where the hostfile names a user, port or devices: mpirun and srun have no options for them."""
+    """Raise LaunchError if the hostfile names a user, port or devices of a host: mpirun and srun have no options for
+    them.
+    """
     for host in job.hosts:
         if host.user or host.port or host.devices:
             raise LaunchError(
@@ -196,8 +211,9 @@ def _check_whole_hosts(job: Job, launcher: str, hint: str) -> None:
 
 
 def dry_run_lines(job: Job, launcher: str, *, environ: Mapping[str, str], ssh_args: Sequence[str] = ()) -> list[str]:
-    """Lines with the number of ranks, the address where they meet, and the commands: those that `launch` runs for
-    mpirun and slurm, and what a person would type for torchrun. `environ` has the variables of Slurm's allocation.
+    """Lines that `launch --dry-run` prints: the number of ranks, the address where they meet, and the commands. For
+    mpirun and Slurm these are the commands that `launch` runs; for torchrun a person would type them. `environ` has the
+    variables of Slurm's allocation.
     """
     where = f"{job.master_addr}:{job.master_port}" if job.master_addr else "the first node of the allocation"
     head = [
@@ -216,8 +232,8 @@ def dry_run_lines(job: Job, launcher: str, *, environ: Mapping[str, str], ssh_ar
 
 
 def rank_map(hosts: Sequence[Host], mesh: Mesh) -> list[str]:
-    """Lines of `launch --dry-run`: for each host its ranks, their devices and their coordinates on the axes of `mesh`,
-    such as `dp 0-1  tp 0-3`, and for each axis the number of groups that cross hosts.
+    """Lines that `launch --dry-run` prints about ranks. For each host they show its ranks, their devices and their
+    coordinates on the axes of `mesh`, such as `dp 0-1  tp 0-3`. For each axis they show how many groups cross hosts.
     """
     assert mesh.world_size == sum(host.slots for host in hosts)
     width = max(len(host.name) for host in hosts)

@@ -15,39 +15,46 @@ from ds_finetune.errors import INTERRUPTED_EXIT_CODE, LaunchError
 from ds_finetune.system.world import DEFAULT_PORT
 
 SAVE_SECONDS = 300
-"""Seconds between the signal on which a run saves and the time limit of a Slurm job."""
+"""Seconds before the time limit of a Slurm job at which the run gets the signal to save."""
 _POD_SAVE_SECONDS = 120
-"""Seconds between the signal on which a pod's ranks save and the kill of these ranks.
+"""Seconds from the signal on which a pod's ranks save until these ranks are killed.
 
 torchrun also waits this long for ranks that hang after another rank has failed. Its default (torch 2.13,
 distributed/launcher/api.py:146) is 30 s, too short for a large save.
 """
 _POD_LEAVE_SECONDS = 30
 _CONTAINER_ENTRY = ("-m", "ds_finetune", "train")
-"""Arguments of python in a pod: `train` and not `ds_finetune.cluster.worker`, so that `kubectl logs` prints all ranks.
+"""Arguments of python in a pod. They start `train` instead of `ds_finetune.cluster.worker`, so that `kubectl logs`
+prints the output of all ranks.
 """
 _CONTAINER_RUNS = "/workspace/runs"
-"""The folder `runs` of the container's working directory (Dockerfile.train)."""
+"""The folder of runs in a container: `runs` in the working directory that Dockerfile.train sets."""
 _LABEL = re.compile(r"[a-z](?:[-a-z0-9]*[a-z0-9])?")
 _LABEL_CHARACTERS = 50
-"""A Kubernetes label has at most 63 characters, and a pod's label is the job's name and a number."""
+"""Maximum length of a Kubernetes job's name. A pod's label is this name with a number, and a label has at most 63
+characters.
+"""
 _TIME = re.compile(r"(?:\d+-)?\d{1,2}:\d{2}:\d{2}", re.ASCII)
 _JOB_NAME = re.compile(r"[A-Za-z0-9._-]+")
-"""Characters without a special meaning in bash, `#SBATCH` lines and Slurm's file name patterns."""
+"""Matches names of Slurm jobs: their characters have no special meaning in bash, in `#SBATCH` lines and in Slurm's file
+name patterns.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EmitRequest:
-    """What `launch --emit` writes into a file: the run, and options of the job."""
+    """What `launch --emit` writes into a file: the run to start, and options of the job."""
 
     job: Job
-    """Run file, overrides, hosts (only their number and slots are used) and variables."""
+    """The run to start: its run file, overrides, hosts (only their number and slots are used) and environment
+    variables.
+    """
     name: str
     """Name of the job: letters, digits, `-`, `_` and `.`; for Kubernetes lower-case letters, digits and `-`."""
     named: frozenset[str] = field(default_factory=frozenset)
     """Variables that the user named with --env; they are written even if they are paths of this machine."""
     time: str = "24:00:00"
-    """Time limit, `[D-]HH:MM:SS`."""
+    """Time limit of the Slurm job in the form `[D-]HH:MM:SS`."""
     cpus: int = 8
     """CPU cores of each rank."""
 
@@ -71,7 +78,8 @@ def container_file() -> str:
 
 
 def sbatch_script(request: EmitRequest) -> str:
-    """A script for `sbatch` with a rank for each GPU, which saves `SAVE_SECONDS` before its time limit and requeues.
+    """A script for `sbatch` that starts a rank for each GPU. The run saves `SAVE_SECONDS` before the job's time limit,
+    and the job is queued again.
 
     Secrets are not written: the script takes them from its submitter's environment.
     """
@@ -85,7 +93,8 @@ def sbatch_script(request: EmitRequest) -> str:
         )
     if not _TIME.fullmatch(request.time):
         raise LaunchError(f"--time {request.time!r} is not a time", hint="write e.g. 24:00:00 or 2-00:00:00")
-    # srun --export lists names of variables; these placeholders add the names of variables that the script sets.
+    # `srun --export` needs the names of all variables. These placeholders stand for variables that the script itself
+    # sets.
     job = replace(request.job, master_addr="first-node", master_port=DEFAULT_PORT, hosts=())
     placement = [f"--nodes={nodes}", f"--ntasks={nodes * slots}"]
     placement += ["--distribution=block", f"--cpus-per-task={request.cpus}"]
@@ -132,7 +141,9 @@ def kubernetes_manifests(request: EmitRequest) -> str:
 
 
 def _rendered(template: str, request: EmitRequest, variables: dict[str, str], **values: object) -> str:
-    """Text of a template of this folder, filled with the fields of `request`; secret variables are None there."""
+    """Fill a template of this package with the fields of `request` and other values. Environment variables whose value
+    may not be shown are None in the template.
+    """
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("ds_finetune.cluster", "launch"),
         undefined=jinja2.StrictUndefined,
@@ -140,7 +151,7 @@ def _rendered(template: str, request: EmitRequest, variables: dict[str, str], **
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    # Kubernetes replaces `$(NAME)` in arguments and values, and writes `$$(` as `$(`.
+    # Kubernetes replaces `$(NAME)` in arguments and values, and turns `$$(` into `$(`, so `$(` is doubled.
     environment.filters |= {"shell": shlex.quote, "yaml": _yaml, "pod": lambda text: _yaml(text.replace("$(", "$$("))}
     shown = {name: value if may_show(name, value) else None for name, value in variables.items()}
     # The job requests GPUs unless DS_ACCELERATOR is cpu.
@@ -156,7 +167,7 @@ def _yaml(text: str) -> str:
 
 
 def _equal_slots(request: EmitRequest, what: str, hint: str) -> tuple[int, int]:
-    """The number of hosts and the slots of each; LaunchError where slots differ between hosts."""
+    """The number of hosts and the slots of each host. LaunchError if hosts differ in their slots."""
     slots = {host.slots: host.name for host in request.job.hosts}
     chosen = [host for host in request.job.hosts if host.devices]
     if len(slots) != 1:

@@ -1,4 +1,6 @@
-"""Environment variables that `launch` passes to ranks: listed ones, those of --env, and those of `.deepspeed_env`."""
+"""Environment variables that `launch` passes to ranks: variables listed here, those of --env, and those of
+`.deepspeed_env`.
+"""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,46 +10,52 @@ from pathlib import Path
 from ds_finetune.errors import LaunchError
 
 _PREFIXES = (
-    # Accelerators, compilers and number formats.
+    # Variables of accelerators, compilers and number formats.
     *("CUDA_", "NVIDIA_", "PYTORCH_", "TORCH_", "TORCHINDUCTOR_", "TRITON_", "DS_", "DEEPSPEED_"),
-    # Networks: FI_ is libfabric (EFA, Slingshot), IBV_ and RDMAV_ are InfiniBand verbs.
+    # Variables of networks: FI_ is libfabric (EFA, Slingshot), IBV_ and RDMAV_ are InfiniBand verbs.
     *("NCCL_", "GLOO_", "UCX_", "FI_", "IBV_", "RDMAV_"),
     # Threads.
     *("OMP_", "MKL_", "KMP_", "OPENBLAS_"),
-    # Hub and trackers.
+    # Variables of the Hugging Face hub and of experiment trackers.
     *("HF_", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_", "MLFLOW_"),
     "PYTHON",
 )
-"""Variables whose names begin with one of these are passed to the hosts."""
+"""Environment variables whose names begin with one of these prefixes are passed to the hosts."""
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
 _NAMES = {
-    # Compilers with which operators are built, CUDA and network plugins, and caches of compiled extensions.
+    # Search paths for compilers, CUDA libraries and network plugins, and the folder of compiled extensions.
     *("PATH", "LD_LIBRARY_PATH", "XDG_CACHE_HOME"),
     # Certificates and proxies for downloads from the Hugging Face hub.
     *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
     *_PROXIES,
     *map(str.upper, _PROXIES),
 }
-"""Variables that are passed to the hosts besides those of `_PREFIXES`."""
+"""Names of further environment variables that are passed to the hosts, besides those with a prefix of `_PREFIXES`."""
 _PER_RANK = re.compile(
     r"(?:RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|LOCAL_SIZE|NODE_RANK|CROSS_RANK|CROSS_SIZE|MASTER_ADDR|MASTER_PORT"
     r"|(?:GROUP|ROLE|PET|TORCHELASTIC|OMPI|PMI|PMIX|PRTE|SLURM|SSH|ACCELERATE)_\w+)$"
 )
-"""Variables that launchers set for each rank; values inherited from another launch would be wrong."""
+"""Matches environment variables that launchers set for each rank. They are not passed, because values of another launch
+would be wrong.
+"""
 _LOCAL_ONLY = ("DS_ENV_FILE", "DS_FINETUNE_SSH_ARGS", "PYTHON_HISTORY", "PYTHONSTARTUP")
-"""Variables that are never passed, because only `launch` or a person at a terminal uses them."""
+"""Environment variables that are never passed to hosts, because only `launch` or a person at a terminal uses them."""
 _DEVICES = "_VISIBLE_DEVICES"
-"""End of the names of variables that choose GPUs of this host; on other hosts `--include` chooses GPUs."""
+"""The end of the name of a variable that chooses GPUs, such as CUDA_VISIBLE_DEVICES. Its value holds for this host
+only; `--include` chooses GPUs of other hosts.
+"""
 _SECRET_WORD = re.compile(
     r"(?:.*(?:TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|PASSCODE|CREDENTIAL|PWD|APIKEY)"
     r"|(?:USER|DB)?PASS|CREDS?|AUTH|AUTHORIZATION|BEARER|COOKIE"
     r"|JWT|PAT|(?:API|ACCESS|PRIVATE|SECRET|SIGNING|ENCRYPTION|ACCOUNT|SSH)?KEY)S?$|(?:SECRET|PASSWORD|CREDENTIAL)",
     re.IGNORECASE,
 )
-"""Matches words of a variable's name at their beginning, so NCCL_IB_PKEY and TOKENIZERS_PARALLELISM do not match."""
+"""Matches a word of a variable's name that marks a secret, such as TOKEN or APIKEY. PKEY (in NCCL_IB_PKEY) and
+TOKENIZERS (in TOKENIZERS_PARALLELISM) do not match.
+"""
 _BETWEEN_WORDS = re.compile(r"[_.\-]")
 _FOLDERS = ("PWD", "OLDPWD")
-"""Variables with the shell's working directories, whose names look secret (PWD)."""
+"""Variables with working directories of the shell. They are no secrets, though PWD looks like `password`."""
 _SECRET_VALUE = re.compile(
     r"://[^/\s@]*:[^/\s@]+@|://[^/\s@:]{20,}@"
     r"|\b(?i:bearer|basic)\s+[\w.~+/=-]{8,}|(?i:\b(?:authorization|x-api-key)\s*:)"
@@ -56,7 +64,7 @@ _SECRET_VALUE = re.compile(
     r"|\bxox[abprs]-[\w-]{10,}"
     r"|\bnvapi-[\w-]{16,}|\bAIza[\w-]{30,}|\bAKIA[0-9A-Z]{12,}|\beyJ[\w-]{10,}\.[\w-]{10,}|PRIVATE KEY-----"
 )
-"""Matches a password in an address, a header or an assignment, and known kinds of tokens."""
+"""Matches values that are secrets: a password in an address, a header or an assignment, and known kinds of tokens."""
 HIDDEN = "***"
 """Text that is printed instead of a secret."""
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
@@ -67,17 +75,18 @@ _QUOTED = re.compile(r"""(?:'(?P<single>[^']*)'|"(?P<double>(?:[^"\\]|\\.)*)")\s
 
 @dataclass(frozen=True)
 class CarriedVariables:
-    """Environment variables that ranks get, and variables of this shell that are withheld from them."""
+    """Environment variables that ranks get, and variables of this shell that they do not get."""
 
     values: dict[str, str]
-    """Values by name, in alphabetical order."""
+    """The variables that ranks get: values by name, in alphabetical order."""
     withheld: tuple[str, ...]
-    """Listed variables that look secret, or that choose devices of this host."""
+    """Names of listed variables that ranks do not get, because they look secret or choose devices of this host."""
 
     def lines(self) -> list[str]:
-        """`NAME=value` in order, then the withheld names with the reason.
+        """Lines that show the variables: `NAME=value` for each variable that ranks get, then each withheld name with
+        the reason.
 
-        Values that look secret, or whose name is not on the list, are left out.
+        A value is not shown if it looks secret, or if its name is not on the list of passed variables.
         """
         shown = [
             f"{name}={value}" if may_show(name, value) else f"{name} (its value is not shown)"
@@ -89,12 +98,12 @@ class CarriedVariables:
 def carried_variables(
     environ: Mapping[str, str], named: Sequence[str] = (), files: Iterable[Path] = (), *, is_local: bool = False
 ) -> CarriedVariables:
-    """The variables that ranks get: the listed ones of `environ`, those of `files`, and `named`.
+    """Collect the environment variables that ranks get: the listed ones of `environ`, those of `files`, and `named`.
 
     Later sources override earlier ones. Variables that choose devices are passed only if all ranks run on this host
-    (`is_local`). `named` holds `NAME`, taken from `environ`, or `NAME=VALUE`. Secrets are passed only from a file or
-    `named`. LaunchError where a named variable is not set, a file cannot be read, or a named variable is one that the
-    launcher sets for each rank (RANK, MASTER_ADDR, SLURM_*, ...).
+    (`is_local`). An item of `named` is `NAME`, whose value is taken from `environ`, or `NAME=VALUE`. Secrets are passed
+    only from a file or `named`. LaunchError if a named variable is not set, if a file cannot be read, or if a named
+    variable is one that the launcher sets for each rank (RANK, MASTER_ADDR, SLURM_*, ...).
     """
     listed = {name: value for name, value in environ.items() if _is_listed(name)}
     listed = {name: value for name, value in listed.items() if not _PER_RANK.match(name) and name not in _LOCAL_ONLY}
@@ -113,8 +122,8 @@ def carried_variables(
 def environment_files(environ: Mapping[str, str], *, home: Path, directory: Path) -> tuple[Path, ...]:
     """The existing `.deepspeed_env` files of the home folder and of the working directory, in this order.
 
-    DS_ENV_FILE is another name for them, as in DeepSpeed 0.19.8 (launcher/runner.py:37 and :604). LaunchError if
-    neither folder has a file of that name, which DeepSpeed ignores.
+    The environment variable DS_ENV_FILE replaces this file name, as in DeepSpeed 0.19.8 (launcher/runner.py:37 and
+    :604). LaunchError if DS_ENV_FILE is set and neither folder has such a file, which DeepSpeed ignores.
     """
     name = environ.get("DS_ENV_FILE", ".deepspeed_env")
     paths = dict.fromkeys(folder / name for folder in (home, directory))
@@ -160,18 +169,18 @@ def may_show(name: str, value: str) -> bool:
 
 
 def redacted(words: Iterable[str]) -> list[str]:
-    """The words of a command line, with `***` instead of values that look secret."""
+    """The words of a command line, with `***` in place of values that look secret."""
     return [_redacted(word) for word in words]
 
 
 def interface_variables(interface: str) -> dict[str, str]:
-    """Variables by which gloo and NCCL use one network interface, such as `eth0`; none for an empty name."""
+    """Environment variables that make gloo and NCCL use an interface such as `eth0`; none for an empty name."""
     return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface} if interface else {}
 
 
 def _redacted(word: str) -> str:
     name, equals, value = word.partition("=")
-    # Keys of the run file are no secrets, though some contain `tokens`.
+    # Overrides such as `data.pack_tokens=1` set keys of the run file, which are no secrets.
     if equals and _WORD.fullmatch(name) and looks_secret("" if "." in name else name, value):
         return f"{name}={HIDDEN}"
     return HIDDEN if _SECRET_VALUE.search(word) else word

@@ -1,4 +1,6 @@
-"""The functions that `launch` calls on each host, by requests and orders (host_program.py)."""
+"""The program that `launch` starts on each host. It offers the functions `facts`, `load` and `run` to requests
+(host_program.py).
+"""
 
 from typing import Any
 
@@ -6,8 +8,8 @@ from ds_finetune.cluster.host_program import HostProgram, facts
 
 
 def load() -> None:
-    """Import torch, which takes seconds, before the host starts its torchelastic agent: agents of all hosts then start
-    together.
+    """Import torch before the elastic agent of this host starts. The import takes seconds, and the agents of all hosts
+    should start together.
     """
     import ds_finetune.cluster.launch.agent  # noqa: F401
 

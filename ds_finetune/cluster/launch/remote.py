@@ -19,26 +19,32 @@ _LOGIN = (
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TERM", "TZ", "TMPDIR"),
     *("LD_LIBRARY_PATH", "VIRTUAL_ENV", "XDG_RUNTIME_DIR"),
 )
-"""Variables that a login sets. A program on this machine inherits only these, like one started over ssh."""
+"""Environment variables that a login sets. A program that is started on this machine gets only these and PYTHONPATH,
+like a program over ssh.
+"""
 SSH_ARGS = "DS_FINETUNE_SSH_ARGS"
 """Environment variable with further arguments of ssh, which are split as by a shell."""
 
 
 @dataclass(frozen=True)
 class Remote:
-    """Arguments and time limits of ssh, and the paths of Python and of the working directory on every host."""
+    """How to reach hosts: arguments and time limits of ssh, and the paths of Python and of the working directory on
+    every host.
+    """
 
     ssh_args: tuple[str, ...] = ()
     python: str = sys.executable
     directory: str = "."
     greeting_seconds: float = 12.0
-    """Seconds that a host has to answer; ssh reports a failed connection two seconds before."""
+    """Seconds within which a host must answer. ssh reports a failed connection two seconds earlier."""
     silent_seconds: float = 15.0
-    """Seconds without a sign of life after which ssh gives a host up."""
+    """Seconds without a sign of life from a host after which ssh ends the connection."""
 
     @classmethod
     def from_environment(cls, ssh_args: str = "") -> "Remote":
-        """A Remote with `ssh_args` (default: DS_FINETUNE_SSH_ARGS) and the working directory of this process."""
+        """Make a Remote with the ssh arguments `ssh_args` (default: DS_FINETUNE_SSH_ARGS) and the working directory of
+        this process.
+        """
         text = ssh_args or os.environ.get(SSH_ARGS, "")
         try:
             words = tuple(shlex.split(text))
@@ -49,9 +55,9 @@ class Remote:
         return cls(words, sys.executable, str(Path.cwd()))
 
     def command(self, host: Host, argv: Sequence[str]) -> list[str]:
-        """The command that runs `argv` on `host` over ssh, in the working directory, with this project importable.
+        """The command that runs `argv` on `host` over ssh, in the working directory and with this project importable.
 
-        ssh prompts for nothing, gives up on a host that does not answer, and forwards standard input, output and error.
+        ssh asks no questions, gives up on a host that does not answer, and forwards standard input, output and error.
         """
         if is_here(host):
             return list(argv)
@@ -75,7 +81,8 @@ class Remote:
 
     def open(self, host: Host, name: str, *arguments: str) -> "subprocess.Popen[bytes]":
         """Start a Python module of this project on `host`, with pipes to its standard input and output."""
-        # Ctrl-C at the terminal must not reach ssh, which is therefore in a session of its own: launch tells the hosts.
+        # Ctrl-C at the terminal must not reach ssh, so ssh gets a session of its own. `launch` tells the hosts about
+        # the signal.
         login = {name: os.environ[name] for name in (*_LOGIN, "PYTHONPATH") if name in os.environ}
         env = with_package(login) if is_here(host) else None
         command, pipe = self.command(host, python_module(name, *arguments, python=self.python)), subprocess.PIPE
@@ -93,7 +100,7 @@ def is_here(host: Host) -> bool:
 
 
 def own_addresses(name: str) -> list[str]:
-    """The addresses that `name` resolves to and that this machine can bind a socket to."""
+    """The addresses that `name` resolves to, as far as they belong to this machine."""
     try:
         entries = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
     except OSError:
@@ -107,7 +114,9 @@ def own_addresses(name: str) -> list[str]:
 
 
 def address_of(host: Host) -> str:
-    """The first address that the name of `host` resolves to; empty where only ssh's configuration knows the name."""
+    """The first address that the name of `host` resolves to; empty if it does not resolve, e.g. because only ssh's
+    configuration knows it.
+    """
     try:
         return str(socket.getaddrinfo(host.name, 0, type=socket.SOCK_STREAM)[0][4][0])
     except OSError:

@@ -47,15 +47,18 @@ PROGRAM = "ds_finetune.cluster.launch.host"
 SAVE_NOTICE = "asked the ranks to save and stop; signal again to kill them"
 KILL_NOTICE = "killing every rank"
 _TICK_SECONDS = 0.25
-"""Interval in seconds at which hosts get a keep-alive message and their reports are read."""
+"""Seconds between two keep-alive messages to the hosts. Reports of the hosts are read at the same interval."""
 _ENDING_SECONDS = 8.0
-"""Seconds that the other agents may take to end and report once an agent has failed and does not restart."""
+"""Seconds that the other agents may take to end and report, after one agent has failed and does not restart its ranks.
+"""
 _LOAD_SECONDS = 120.0
-"""How long a host may take to import torch."""
+"""Seconds that a host may take to import torch."""
 _MEET_SECONDS = 600
-"""Seconds that the agents wait for each other at a start or restart."""
+"""Seconds that the agents of all hosts wait for each other at a start or restart."""
 _JOIN_SECONDS = 10
-"""Seconds that a restart with enough hosts waits for further hosts, whose ranks may still be ending."""
+"""Seconds that a restart waits for further hosts once enough hosts have joined. Ranks of these hosts may still be
+ending.
+"""
 _PRINTED_LINES = 500
 _TAIL_LINES = 50
 _QUOTED = "  | "
@@ -71,7 +74,7 @@ class LaunchRequest:
     output_dir: str
     remote: Remote
     port: int = 0
-    """Port of the first host at which the agents meet; 0 takes a free port."""
+    """Port of the first host at which the agents of all hosts meet. With 0 a free port is chosen."""
 
     @property
     def hosts(self) -> tuple[Host, ...]:
@@ -92,9 +95,9 @@ class LaunchRequest:
 def launch(request: LaunchRequest, say: Say) -> int:
     """Run `request` until it is done, has failed for good or has saved after a signal; returns the exit code.
 
-    0: done. 2: a mistake of the user, or hosts not ready, so nothing was started. 3: saved after a signal. Otherwise
-    the exit code of the first failed rank, or 128 + N if signal N killed it. LaunchError and ConfigError before the
-    first start.
+    Exit code 0 means that the run is done, and 3 that it has saved after a signal. Otherwise it is the exit code of the
+    first failed rank (2 for a mistake of the user), or 128 + N if signal N killed that rank or made this function kill
+    all ranks. LaunchError or ConfigError if hosts or settings are not ready, before any rank starts.
     """
     _check_restartable(request.launch, request.settings.checkpoint)
     say(f"run {request.job.run_id}: logs in {request.logs} on each host")
@@ -125,12 +128,16 @@ def _check_restartable(settings: LaunchConfig, checkpoint: CheckpointConfig) -> 
 
 
 def check_plan(settings: RunSettings, hosts: Sequence[Host], device: str) -> None:
-    """ConfigError where layout or batch does not fit the number of ranks of `hosts`; `device` is `cpu` or `cuda`."""
+    """Raise ConfigError if the parallel layout or the batch of the run does not fit the number of ranks of `hosts`.
+    `device` is `cpu` or `cuda`.
+    """
     make_plan(settings, world=world_of(hosts, "launch"), device=device)
 
 
 def check_hosts(checks: Sequence[tuple[Host, Check]], num_hosts: int, say: Say) -> None:
-    """LaunchError where `checks` of hosts have failed, with a line for each; `say` prints the warnings."""
+    """Raise LaunchError if `checks` of hosts have failed, with a line for each. If none has failed, `say` prints the
+    warnings.
+    """
     if failed := [(host, describe(host, check)) for host, check in checks if check.state == "fail"]:
         raise LaunchError(
             f"{len(dict(failed))} of {num_hosts} hosts are not ready, nothing was started:\n  "
@@ -142,9 +149,9 @@ def check_hosts(checks: Sequence[tuple[Host, Check]], num_hosts: int, say: Say) 
 
 
 def largest_fit(request: LaunchRequest, fit: Sequence[Host], *, device: str) -> tuple[Host, ...]:
-    """The largest number of the first `fit` hosts that the run's layout and global batch allow.
+    """The first hosts of `fit`, as many as the run's parallel layout and global batch allow.
 
-    Empty where that is less than launch.min_hosts, or less than all hosts if this key is not set.
+    The result is empty if these are fewer than launch.min_hosts, or fewer than all hosts if this key is not set.
     """
     fewest = request.launch.min_hosts or len(request.hosts)
     for number in range(len(fit), fewest - 1, -1):
@@ -158,18 +165,18 @@ def largest_fit(request: LaunchRequest, fit: Sequence[Host], *, device: str) -> 
 
 @dataclass(frozen=True)
 class _Failure:
-    """The first failure of a rank of a host, or of the host itself."""
+    """The first failure on a host, of one of its ranks or of the host itself."""
 
     host: Host
     rank: int | None
     """The rank that failed; None where the host itself failed."""
     text: str
     code: int
-    """Exit code for the whole run."""
+    """The exit code of the whole run if this failure was the first one."""
     at: float
-    """Time of the failure by this machine's monotonic clock."""
+    """Time of the failure by the monotonic clock of this machine."""
     cause: str = ""
-    """Why the run ended, if this rank ended only as a consequence."""
+    """The reason why the run ended, if this rank ended only as a consequence; else empty."""
     error: str = ""
     """The error that the rank recorded."""
     tail: Sequence[str] = ()
@@ -177,15 +184,19 @@ class _Failure:
 
 
 class _LaunchedRun:
-    """A running launch: the agents' reports, lost hosts, and signals."""
+    """The state of a running launch: reports of the agents on hosts, lost hosts, and received signals."""
 
     def __init__(self, request: LaunchRequest, say: Say) -> None:
         self._request, self._say, self._settings = request, say, request.launch
         self._cluster = Cluster(request.hosts, request.remote, PROGRAM, name=request.job.run_id)
         self._agents: dict[Host, Future[Reply | str]] = {}
-        """The reply of each host's agent, which comes when the agent ends; lost and left-out hosts are missing."""
+        """The reply of the agent on each host, which comes when the agent ends. Hosts that are lost or left out have no
+        entry.
+        """
         self._ends: dict[Host, bool | str] = {}
-        """By host whose agent has ended: whether its ranks finished training, or why the agents could not connect."""
+        """Maps each host whose agent has ended to whether its ranks finished training, or to a text that says why the
+        agents could not connect.
+        """
         self._events = queue.SimpleQueue[tuple[Host, Event]]()
         self._failures: list[_Failure] = []
         self._printed = deque[str](maxlen=_PRINTED_LINES)
@@ -225,7 +236,7 @@ class _LaunchedRun:
             self._start_agent(host)
 
     def signal(self, number: int) -> None:
-        """Record a signal to this program."""
+        """Record a signal that this program has received."""
         self._signals.append(number)
 
     def finish(self) -> int:
@@ -234,7 +245,7 @@ class _LaunchedRun:
             self._cluster.beat()
             self._handle_events()
             for host, reply in tuple(self._agents.items()):
-                # The loss of a host may have removed another one, whose reply is then of no interest.
+                # A lost host may have caused the removal of another host, whose reply is then ignored.
                 if host in self._agents and host not in self._ends and reply.done():
                     self._record_end(host, reply.result())
             self._pass_on_signals()
@@ -301,7 +312,7 @@ class _LaunchedRun:
         self._failures.append(failure)
 
     def _record_start(self, host: Host, event: Mapping[str, Any]) -> None:
-        """Record the ranks that a host has started; prints a table once all hosts have."""
+        """Record which ranks a host has started. Once all hosts have started theirs, print a table of ranks."""
         if event["started"] != self._attempt:
             self._print_failure()
             if self._failures:
@@ -324,7 +335,8 @@ class _LaunchedRun:
         else:
             check, tail = self._cluster.lose(label(host), result), result.splitlines()[-_TAIL_LINES:]
             text = check.found if tail else "its agent or the connection has ended"
-            # A lost host is noticed late: failures that ranks of other hosts reported meanwhile are its consequences.
+            # A lost host is noticed late. Failures that ranks of other hosts reported meanwhile are consequences, so
+            # the loss is dated back.
             at = time.monotonic() - self._settings.silent_seconds
             self._fail(_Failure(host, None, text, RUN_ERROR_EXIT_CODE, at, tail=tail))
             is_ending = host == self._request.hosts[0] or not self._settings.restarts
@@ -334,13 +346,15 @@ class _LaunchedRun:
         self._regroup()
 
     def _remove(self, host: Host) -> None:
-        """Let the agents of the other hosts restart without `host`."""
+        """Leave out `host`: the agents of the other hosts restart their ranks without it."""
         del self._agents[host]
         for other in self._agents:
             self._cluster.order(label(other), {"lose": {"name": self._agent_name(host)}})
 
     def _pass_on_signals(self) -> None:
-        """At the first signal, ask the ranks to save; at the second, or if ranks are not running, kill them."""
+        """Pass the next signal on. The first one asks the ranks to save. The second one kills them, and so does the
+        first one if ranks are not running.
+        """
         if self._num_passed_on == len(self._signals):
             return
         self._num_passed_on += 1
@@ -359,7 +373,9 @@ class _LaunchedRun:
         return codes != {INTERRUPTED_EXIT_CODE} and time.monotonic() - self._ending_since > _ENDING_SECONDS
 
     def _regroup(self) -> None:
-        """After a host was lost: leave out hosts that layout or batch cannot use; with too few hosts end the run."""
+        """Leave out hosts that the parallel layout or the batch cannot use after a host was lost. If too few hosts are
+        left, end the run.
+        """
         present = [host for host in self._request.hosts if host in self._agents]
         fitting = largest_fit(self._request, present, device=self._device)
         if self._ending_since is None and not fitting:
@@ -388,7 +404,7 @@ class _LaunchedRun:
         return self._first_failure().code if self._failures else RUN_ERROR_EXIT_CODE
 
     def _print_failure(self) -> None:
-        """Print the first failure, unless it was printed; called once the hosts had time to report theirs."""
+        """Print the first failure, unless it was printed. By now each host has had time to report its failures."""
         if self._failures and not self._is_failure_printed:
             self._is_failure_printed = True
             for line in self._failure_lines():
@@ -398,7 +414,9 @@ class _LaunchedRun:
         return min(self._failures, key=lambda failure: failure.at)
 
     def _failure_lines(self) -> Iterator[str]:
-        """Lines on the first failure, with the rank's error or last lines unless rank 0 has printed them."""
+        """The lines that describe the first failure. They quote the rank's error or its last lines, unless rank 0 has
+        printed them.
+        """
         first = self._first_failure()
         who = f"host {first.host.target}" if first.rank is None else f"rank {first.rank} on {first.host.target}"
         head = f"attempt {self._attempt} failed after {max(0.0, first.at - self._began):.1f} s"
@@ -418,15 +436,15 @@ class _LaunchedRun:
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table with the column heads `heads`."""
+    """Format `rows` as the lines of a table with the column heads `heads`."""
     widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in (heads, *rows)]
 
 
 def run_scheduler(command: Sequence[str], env: Mapping[str, str], say: Say) -> int:
-    """Run mpirun or srun, which supervise their ranks; returns the exit code, 128 + N for signal N.
+    """Run mpirun or srun, which supervise the ranks. Returns the exit code, or 128 + N if signal N ended the command.
 
-    The first signal asks the ranks to save and stop; the second one kills them.
+    The first signal to this process asks the ranks to save and stop; the second one kills them.
     """
     scheduler = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=dict(env), start_new_session=True)
     num_signals = 0
@@ -444,10 +462,10 @@ def run_scheduler(command: Sequence[str], env: Mapping[str, str], say: Say) -> i
 
 
 def show_if_open(show: Callable[[str], None], line: str) -> None:
-    """Print `line` with `show`; a closed terminal does not end the run: later lines go to the null device."""
+    """Print `line` with `show`. If the terminal is closed, the run continues, and later lines go to the null device."""
     try:
         show(line)
     except (OSError, SystemExit):
-        # A pipe without a reader: rich would end the program (14.1, console.py, on_broken_pipe), and Python's flush at
-        # exit would change the exit code.
+        # Nobody reads the pipe any more. rich would end the program (14.1, console.py, on_broken_pipe), and Python's
+        # flush at exit would change the exit code.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

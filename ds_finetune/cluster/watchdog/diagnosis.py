@@ -9,18 +9,21 @@ from ds_finetune.config.units import spans_text
 
 _MAX_LISTED = 16
 Diagnosis = tuple[tuple[int, ...], str]
-"""The ranks at fault in a hang, empty if none differs from the others, and the reason."""
+"""The result of diagnosing a hang: the ranks at fault (empty if no rank differs from the others) and the reason."""
 
 
 def diagnose(statuses: Mapping[int, RankStatus]) -> Diagnosis:
-    """Find the ranks for which the others of a hanging run wait, from the status of each rank.
+    """Find the ranks for which the other ranks of a hanging run wait, from the status of each rank.
 
     The first of these rules that finds a rank decides:
 
-    1. ranks that have entered fewer collectives than other ranks of the same group; of these, only the ones in no
-       collective if there are any, because the rest may wait for them;
-    2. ranks in another collective than most ranks, or all ranks that differ where no collective has a majority;
-    3. ranks in no collective while others are in one.
+    1. Ranks are at fault that have entered fewer collectives than other ranks of the same group. If some of these ranks
+    are in no collective, only they are at fault, because the others may wait for them.
+
+    2. Ranks are at fault that called another collective than most ranks. If no collective has a majority, all ranks
+    that differ are at fault.
+
+    3. Ranks are at fault that are in no collective while other ranks are in one.
     """
     behind = {rank: text for rank, status in statuses.items() if (text := _lag(status, statuses))}
     idle = tuple(rank for rank, status in statuses.items() if status.inside is None)
@@ -44,7 +47,9 @@ def _lag(status: RankStatus, statuses: Mapping[int, RankStatus]) -> str:
 
 
 def _mismatch(statuses: Mapping[int, RankStatus]) -> Diagnosis | None:
-    """The ranks whose collective has another name or size than the collective of the same number on most ranks."""
+    """Find the ranks whose collective differs in name or size from the collective that has the same number on most
+    ranks.
+    """
     calls: dict[tuple[str, int], dict[int, CollectiveCall]] = {}
     for rank, status in statuses.items():
         for call in (status.last, status.inside):

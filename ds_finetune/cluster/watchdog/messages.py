@@ -19,13 +19,15 @@ from ds_finetune.system.world import World
 
 _JOIN_TIMEOUT = timedelta(minutes=10)
 ENDING, NONE = "ending", "none"
-"""Key of the store under which a RunEnding is written, and its value before."""
+"""ENDING is the key in the store under which the reason for the end of the run (a RunEnding) is written. NONE is its
+value before.
+"""
 
 
 @dataclass(frozen=True)
 class RankProcess:
-    """The process of a rank. `began` is its start time from the kernel, empty where there is no /proc; `machine`
-    identifies the host together with its pid and network namespaces.
+    """Identifies the process of a rank. `began` is the start time of the process from the kernel, empty where there is
+    no /proc. `machine` identifies the host together with the pid and network namespaces of the process.
     """
 
     rank: int
@@ -51,8 +53,8 @@ class RankProcess:
 class RunEnding:
     """Why a run ends: the ranks at fault, the reason in one line, details for the report, and the exit code.
 
-    `is_hang`: a hang ended the run. `is_silent`: the ranks at fault send no heartbeats, so ranks on the same machine
-    kill them.
+    `is_hang` says that a hang ended the run. `is_silent` says that the ranks at fault send no heartbeats, so that ranks
+    on the same machine kill them.
     """
 
     at_fault: tuple[int, ...]
@@ -72,7 +74,9 @@ _PROCESS_JSON, ENDING_JSON, STATUS_JSON = TypeAdapter(RankProcess), TypeAdapter(
 
 
 def join(store: dist.Store, world: World, own: RankProcess) -> list[RankProcess]:
-    """Exchange the processes of all ranks through `store`; afterwards a heartbeat of each rank can be read."""
+    """Exchange the process data of all ranks through `store`, and return it by rank. Afterwards the store has a
+    heartbeat of each rank.
+    """
     if own.rank == 0:
         store.set(ENDING, NONE)
     store.set(heartbeat_key(own.rank), STATUS_JSON.dump_json(RankStatus()).decode())

@@ -48,7 +48,9 @@ SILENT_SECONDS, PREPARING_SECONDS = 25.0, 600.0
 The limit is longer while ranks prepare, since native code that prepares data may hold the GIL.
 """
 ROUND_SECONDS = 5.0
-"""Seconds in which each rank must send a heartbeat once a rank has hung or failed; else it counts as silent."""
+"""Once a rank has hung or failed, each rank must send a heartbeat within this number of seconds, or it counts as
+silent.
+"""
 _STOPPED_SECONDS = 15.0
 """A rank without a heartbeat for this many seconds is at fault, even on a network that delays heartbeats."""
 _LATE_SECONDS, _LATE_WITHIN, _LATE_IN_SUM, _FEWEST_LATE = 0.5, 60.0, 3.0, 3
@@ -57,24 +59,26 @@ _LATE_SECONDS, instead of milliseconds, is late. The network is at fault if at l
 _LATE_WITHIN s took more than _LATE_IN_SUM s in sum: a busy processor delays a few.
 """
 _GRACE_SECONDS = 2.0
-"""How long a rank that learns of the end of the run has to end by itself, and how long rank zero, whose process may
-serve the store, lets the other ranks read why the run ends.
+"""Seconds that a rank has to end by itself after it has learnt that the run ends. Rank zero, whose process may serve
+the store, waits as long, so that the other ranks can read why the run ends.
 """
 _LEAVING_SECONDS = 20.0
-"""Seconds after which a failed rank is ended: its cleanup may wait for ranks that no longer run."""
+"""Seconds after which a failed rank is ended, because its cleanup may wait for ranks that no longer run."""
 _TICK_SECONDS, _BEAT_SECONDS, _PREPARED_WAIT, _REPORT_SECONDS = 0.2, 1.0, timedelta(minutes=1), 3.0
 _MAX_LINES, _MAX_CHARACTERS = 50, 2_000
 _STDERR = 2
 _PEER_LOST_WORDS = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "TCPStore")
-"""Words in errors that torch raises when another rank has exited (torch 2.13: RuntimeError from gloo, DistBackendError
-from NCCL).
+"""Words in the errors that torch raises on a rank when another rank has exited (torch 2.13: RuntimeError from gloo,
+DistBackendError from NCCL).
 """
 CLOSED = "ended without a message: its process was killed by a signal, crashed in native code, or left by os._exit"
 SILENT = "sends no heartbeats: its process was killed or is stopped, it holds Python's lock, or its host is cut off"
 
 
 class Monitor(threading.Thread):
-    """Compares this rank with others, and ends its process when another rank fails or the run hangs."""
+    """The watchdog of this rank. It compares the rank with others, and ends its process when another rank fails or the
+    run hangs.
+    """
 
     def __init__(
         self, progress: RankProgress, processes: Sequence[RankProcess], store: dist.Store, output_dir: Path
@@ -84,11 +88,11 @@ class Monitor(threading.Thread):
         self.log: Say = say_nothing
         """Function that adds a line to the log of the run."""
         self._own, self._processes, self._report = processes[progress.rank], processes, output_dir / REPORT
-        # The stubs of torch 2.13 lack `clone`.
+        # torch 2.13's type stubs lack the method `clone`.
         self._store: dist.Store = store.clone()  # type: ignore[attr-defined]
         self._state, self._trouble = RUNNING, ""
         self._proposal: RunEnding | None = None
-        """The ending that this rank proposes; the first proposal of all ranks counts."""
+        """The reason for ending the run that this rank proposes. The first proposal of all ranks counts."""
         self._stored_ending: RunEnding | None = None
         self._is_store_lost = False
         self._answered_at = now = time.monotonic()
@@ -106,7 +110,8 @@ class Monitor(threading.Thread):
         self._pauses, self._preparations, self._began = PauseDetector(), count(), time.time()
         self._oom_kills = oom_kills()
         self._dead: dict[int, int] = {}
-        """Number of the exchange of heartbeats after which the process of a rank was seen to have ended."""
+        """Maps each rank whose process has ended to the number of the exchange of heartbeats at which this was noticed.
+        """
 
     def run(self) -> None:
         """Send heartbeats and compare ranks until closed."""
@@ -119,7 +124,9 @@ class Monitor(threading.Thread):
         heartbeats.join(_GRACE_SECONDS)
 
     def _beat(self) -> None:
-        """Exchange heartbeats until the process of the store ends, or until closed, and then once more."""
+        """Exchange heartbeats through the store until the monitor is closed, and then once more. Stop if the process of
+        the store ends.
+        """
         is_last = False
         with suppress(dist.DistError):
             while not is_last:
@@ -155,7 +162,7 @@ class Monitor(threading.Thread):
     def report_errors(self) -> Iterator[None]:
         """Report an error that is raised in the `with` block to the other ranks at once.
 
-        If another rank's failure caused the error, raise a RunError that names that rank instead.
+        If another rank's failure caused the error, a RunError that names that rank is raised instead.
         """
         try:
             yield
@@ -172,13 +179,14 @@ class Monitor(threading.Thread):
             # Every rank exits with the same code, e.g. the one for a user's mistake.
             secondary.exit_code = cause.code or RUN_ERROR_EXIT_CODE
             record_error(secondary.message, cause=cause.line)
-            # torchrun reports the rank that exits first as the cause, so let the other rank exit first.
+            # torchrun reports the rank that exits first as the cause, so this rank waits until the other one has
+            # exited.
             time.sleep(_GRACE_SECONDS)
             raise secondary from None
 
     @contextmanager
     def watch_from_start(self, store: dist.Store) -> Iterator[None]:
-        """Wait for every rank, without a time limit; then, while open, detect hangs and write stacks."""
+        """Wait for every rank without a time limit. Then, while the context is open, detect hangs and write stacks."""
         self.wait_until_prepared(store)
         with closing(StackFile(self._report.parent, self.progress)) as self._stacks, self.progress.during("start"):
             yield
@@ -200,7 +208,9 @@ class Monitor(threading.Thread):
                     _print(f"watchdog: still preparing: {names_of(missing, self._processes)}\n")
 
     def close(self) -> None:
-        """Announce that this rank is done, unless it has failed, and stop; rank zero waits until every rank is done."""
+        """Announce that this rank is done, unless it has failed, and stop watching. Rank zero first waits until every
+        rank is done.
+        """
         self._is_closing = True
         if not self._is_failing and self._ending is None:
             self._state = DONE
@@ -217,7 +227,7 @@ class Monitor(threading.Thread):
             time.sleep(_GRACE_SECONDS)
 
     def _exclude_pause(self) -> None:
-        """If this process was paused since the last call, print that, and let no time limit count the pause."""
+        """If this process was paused since the last call, print a line, and exclude the pause from all time limits."""
         if (pause := self._pauses.last_pause()) is None:
             return
         self.progress.exclude_pause(pause.monotonic_seconds)
@@ -249,7 +259,9 @@ class Monitor(threading.Thread):
             self._compare(now)
 
     def _ending_without_store(self, now: float) -> RunEnding | None:
-        """The ending if the process of the store is gone or cut off, or if rank zero, which would decide, is stuck."""
+        """The reason for ending the run if the process of the store is gone or cut off, or if rank zero, which decides
+        on the end, hangs; else None.
+        """
         zero, silent = self._processes[0], now - self._answered_at
         if self._is_closing:
             return None
@@ -263,7 +275,7 @@ class Monitor(threading.Thread):
         return None
 
     def _compare(self, now: float) -> None:
-        """On rank zero: end the run if a rank or a machine is gone, or soon after a rank has hung or failed."""
+        """End the run, as rank zero, if a rank or a machine is gone, or soon after a rank has hung or failed."""
         heard_at = self._heard_at
         active = {rank: status for rank, status in self._latest.items() if status.state != DONE}
         excess: dict[str, float] = {}
@@ -274,34 +286,38 @@ class Monitor(threading.Thread):
             if process.machine == self._own.machine and has_ended(process.pid, process.began):
                 self._dead.setdefault(process.rank, self._number)
                 self._wake.set()
-        # The exchange after the next one knows whether the rank was done, which it writes before it ends.
+        # A rank writes that it is done before its process ends. That status has certainly been read after two further
+        # exchanges of heartbeats.
         if dead := [rank for rank in active if self._number > self._dead.get(rank, self._number) + 1]:
             line = f"{names_of(dead, self._processes)} {CLOSED}"
             if (kills := oom_kills() - self._oom_kills) > 0:
                 line += f"; the kernel has killed {kills} processes of its host for lack of memory since the start"
             self._propose(RunEnding(tuple(dead), line))
         elif max(excess.values(), default=0.0) > 0:
-            # Machines that are silent for almost as long have probably lost the same network.
+            # Machines that have been silent for almost as long have probably lost the same network, so they are named
+            # too.
             silent = [rank for rank in active if excess[self._processes[rank].machine] > -ROUND_SECONDS]
             line = f"{names_of(silent, self._processes)} {SILENT}, as seen from rank 0 (host {self._own.host})"
             self._propose(RunEnding(tuple(silent), line))
         elif not {HUNG, FAILING}.intersection(status.state for status in active.values()):
             self._compare_at = math.inf
         elif self._compare_at == math.inf:
-            # The error may be a consequence of another rank's error, which that rank reports in this time.
+            # The error may be a consequence of another rank's error. That rank has this time to report it.
             self._compare_at = now + _GRACE_SECONDS
         elif now > self._compare_at + ROUND_SECONDS or all(heard_at[rank] > self._compare_at for rank in active):
             self._propose(self._diagnosed(active))
 
     def _diagnosed(self, statuses: Mapping[int, RankStatus]) -> RunEnding:
-        """The ending of a run in which a rank has hung or failed.
+        """The reason for ending a run in which a rank has hung or failed.
 
-        It blames the network if heartbeats came late, else ranks without heartbeats, else ranks that differ.
+        The network is blamed if heartbeats came late. Otherwise ranks without heartbeats are blamed, and otherwise
+        ranks that differ from the others.
         """
         heard_at, compare_at = self._heard_at, self._compare_at
         at_fault: Sequence[int] = ()
         silent = [rank for rank in statuses if heard_at[rank] < compare_at]
-        # A rank with an error was in its last collective when that failed.
+        # A rank that reports an error was in its last collective when the collective failed, so it counts as still
+        # inside.
         heard = {
             rank: replace(status, inside=status.last) if status.state == FAILING else status
             for rank, status in statuses.items()
@@ -309,7 +325,7 @@ class Monitor(threading.Thread):
         }
         # Lost packets delay heartbeats; only a rank that is stopped or dead sends none for so long.
         is_stopped = any(heard_at[rank] < compare_at - _STOPPED_SECONDS for rank in silent)
-        # Heartbeats of this machine cross no network: they come late from a slow rank.
+        # Ranks on this machine are left out: their heartbeats cross no network and are late only if a rank is slow.
         far = {rank for rank in statuses if self._processes[rank].machine != self._own.machine}
         late = {rank: statuses[rank].late_seconds for rank in far if statuses[rank].late_seconds}
         is_network = bool(late) and not is_stopped and not self._latest[0].late_seconds
@@ -332,7 +348,7 @@ class Monitor(threading.Thread):
         return RunEnding(tuple(at_fault), line, text, is_hang=not is_error, is_silent=is_silent)
 
     def _report_trouble(self, state: str, trouble: str) -> None:
-        """Make rank zero compare the ranks, because this rank has hung or failed."""
+        """Report that this rank has hung or failed, so that rank zero compares all ranks."""
         self._trouble_at = time.monotonic()
         self._trouble, self._state = trouble, state
         self._wake.set()
@@ -342,7 +358,7 @@ class Monitor(threading.Thread):
         self._wake.set()
 
     def _report_failure(self, failure: RunEnding, *, is_secondary: bool) -> RunEnding | None:
-        """Report a failure of this rank; returns why the run ends, or None if that is not known in time."""
+        """Report a failure of this rank to the others; returns why the run ends, or None if unknown in time."""
         self._is_failing = True
         wait = SILENT_SECONDS + ROUND_SECONDS if is_secondary else _REPORT_SECONDS
         self._ends_at = time.monotonic() + wait + _LEAVING_SECONDS
@@ -359,7 +375,8 @@ class Monitor(threading.Thread):
         if not self._is_failing:
             self._ends_at = time.monotonic() + (0.0 if ending.is_hang else _GRACE_SECONDS)
         if ending.is_hang:
-            # Now, because a collective of this rank may raise once other ranks leave, and its stacks would change.
+            # Stacks are written now: a collective of this rank may raise an error once other ranks leave, which would
+            # change its stacks.
             self._write_stacks()
         self._ending = ending
         if self._own.rank == 0 or self._is_reporter(ending) or ending is not self._stored_ending:
@@ -367,24 +384,26 @@ class Monitor(threading.Thread):
             if ending.code != USER_ERROR_EXIT_CODE:
                 try_to_finish(lambda: self._write_report(ending))
         if self._is_reporter(ending) and ending.code != USER_ERROR_EXIT_CODE:
-            # Now, because an error that follows from this ending may end the process before `_leave`.
+            # The report is printed now, because an error that follows from this ending may end the process before
+            # `_leave` runs.
             _print(f"watchdog: {ending.report}\n")
         self._ending_known.set()
 
     def _is_reporter(self, ending: RunEnding) -> bool:
-        """Whether this is the first rank that is not at fault."""
+        """Whether this rank prints the report, as the lowest rank that is not at fault."""
         return self._own.rank == min({each.rank for each in self._processes}.difference(ending.at_fault), default=-1)
 
     def _write_report(self, ending: RunEnding) -> None:
         with suppress(OSError):
             is_written = self._report.exists() and self._report.stat().st_mtime > self._began
-            # A rank that cannot reach the store does not replace a report that another rank has written of this run.
+            # A rank that cannot reach the store does not replace the report that another rank has written about this
+            # run.
             if ending is self._stored_ending or not is_written:
                 self._report.parent.mkdir(parents=True, exist_ok=True)
                 replace_file(self._report, ending.report + "\n")
 
     def _leave(self, ending: RunEnding) -> NoReturn:
-        """End the process from this thread: the other threads may wait in a collective forever."""
+        """End the process from the watchdog's thread, because the other threads may wait in a collective forever."""
         silent = ending.at_fault if ending.is_silent else ()
         beside = [each for each in self._processes if each.machine == self._own.machine]
         is_first = not any(each.rank < self._own.rank and each.rank not in silent for each in beside)
@@ -417,7 +436,9 @@ def _silent_limit(phase: str) -> float:
 
 @contextmanager
 def start_monitor(progress: RankProgress, world: World, store: dist.Store, output_dir: Path) -> Iterator[Monitor]:
-    """While open, watch this rank and compare it with the others. Every rank opens it, with the run's store."""
+    """Watch this rank and compare it with others while the context is open. Every rank opens it with the store of the
+    run.
+    """
     monitor = Monitor(progress, join(store, world, RankProcess.here(world.rank)), store, output_dir)
     monitor.start()
     try:
@@ -428,19 +449,23 @@ def start_monitor(progress: RankProgress, world: World, store: dist.Store, outpu
 
 
 def ending_by(error: BaseException) -> RunEnding:
-    """A RunEnding with the first line of `error`, the end of its traceback and its exit code, but no rank at fault."""
+    """Describe `error` as a RunEnding with the first line of the error, the end of its traceback and its exit code. It
+    names no rank at fault.
+    """
     code = error.code if isinstance(error, SystemExit) else getattr(error, "exit_code", RUN_ERROR_EXIT_CODE)
     is_ours = isinstance(error, FinetuneError)
     lines = (str(error) if is_ours else "".join(traceback.format_exception(error))).splitlines()[-_MAX_LINES:]
     first = next((line for line in str(error).splitlines() if line.strip()), "")
-    # A file name that is no UTF-8 cannot be sent as JSON.
+    # The error may quote a file name that is not UTF-8, which cannot be sent as JSON.
     line, *lines = (text[:_MAX_CHARACTERS].encode(errors="backslashreplace").decode() for text in (first, *lines))
     exit_code = code if isinstance(code, int) else RUN_ERROR_EXIT_CODE
     return RunEnding((), f"{type(error).__name__}: {line}", "\n".join(lines), exit_code)
 
 
 def is_secondary(error: BaseException) -> bool:
-    """Whether torch raises `error` on a rank when another rank has exited, so that rank may be the cause."""
+    """Whether `error` is one that torch raises on a rank when another rank has exited. That other rank may then be the
+    cause.
+    """
     if isinstance(error, FinetuneError):
         return False
     names_peer = isinstance(error, RuntimeError) and any(word in str(error) for word in _PEER_LOST_WORDS)
@@ -448,7 +473,9 @@ def is_secondary(error: BaseException) -> bool:
 
 
 def _print(text: str) -> None:
-    """Write to the file descriptor of standard error: the training thread may hold the lock of `sys.stderr`."""
+    """Write text to the file descriptor of standard error. `sys.stderr` is not used, because the training thread may
+    hold its lock.
+    """
     # A full disk or a closed pipe must not stop this thread, because it has to end the run.
     with suppress(OSError):
         os.write(_STDERR, text.encode())

@@ -1,7 +1,7 @@
-"""The progress of a rank: phase, optimizer step, last collectives, and how long it may go without progress.
+"""The progress of a rank: phase, optimizer step, last collectives, and how long the rank may go without progress.
 
 NCCL calls return as soon as they are enqueued. Therefore, on a GPU, CUDA events before and after each collective tell
-whether the device waits in it or still computes.
+whether the device waits in the collective or still computes.
 """
 
 import functools
@@ -32,13 +32,13 @@ LEAST_SECONDS.
 _NUM_STORED_CALLS = 10
 RUNNING, HUNG, FAILING, DONE = "running", "hung", "failing", "done"
 POINT_TO_POINT = "point to point"
-"""Group of sends and receives, whose numbers are not compared between ranks."""
+"""Name of the group under which sends and receives are counted. Their numbers are not compared between ranks."""
 PREPARING = "preparation"
 """Name of the phase in which a rank prepares data; it has no time limit."""
 
 
 class CollectiveCall(NamedTuple):
-    """A call of the collective `name` with `size` bytes of input (0: not known) in the group `ranks`.
+    """A call of the collective `name` in the group `ranks`, with `size` bytes of input (0: not known).
 
     `number` counts the calls in that group, from 1.
     """
@@ -55,21 +55,26 @@ class CollectiveCall(NamedTuple):
 
 @dataclass(eq=False)
 class _TimedCall:
-    """A collective, or a wait for an asynchronous one, between two times: floats on a CPU, CUDA events on a GPU."""
+    """A collective, or the wait for an asynchronous one, with the times of its begin and end: floats on a CPU, CUDA
+    events on a GPU.
+    """
 
     call: CollectiveCall
     is_wait: bool
     is_computing: bool
-    """Whether the computation waits for the collective; those in side streams (`overlap_comm`) do not delay it."""
+    """Whether the computation waits for the collective. Collectives in side streams (`overlap_comm`) do not delay the
+    computation.
+    """
     begin: Any
     end: Any = None
 
 
 @dataclass(frozen=True)
 class RankStatus:
-    """The status of a rank: `seconds` since its last progress, and the collective `inside` which it waits.
+    """The status of a rank. `seconds` have passed since its last progress, and `inside` is the collective in which it
+    waits.
 
-    `counts` maps groups of ranks to the number of collectives that the rank has entered there.
+    `counts` maps each group of ranks to the number of its collectives that the rank has entered.
     """
 
     phase: str = PREPARING
@@ -98,7 +103,7 @@ class RankStatus:
 
 
 class RankProgress:
-    """The progress of this rank: training threads record it, threads of the watchdog read it."""
+    """Records the progress of this rank. Training threads write it, and threads of the watchdog read it."""
 
     def __init__(self, rank: int, config: WatchdogConfig) -> None:
         self.rank, self._config = rank, config
@@ -116,7 +121,9 @@ class RankProgress:
 
     @contextmanager
     def collective(self, name: str, size: int, ranks: str) -> Iterator[None]:
-        """Record a collective; its call, which is made in the `with` block, returns once it is done or enqueued."""
+        """Record the collective that is called in the `with` block. The call returns once the collective is done or
+        enqueued.
+        """
         self._counts[ranks] += 1
         self.last_calls.append(CollectiveCall(name, size, ranks, self._counts[ranks]))
         with self._timed(is_wait=False):
@@ -163,7 +170,9 @@ class RankProgress:
         return waited
 
     def count_steps(self, steps: Iterable[StepRecord]) -> Iterator[StepRecord]:
-        """Yield the records of `steps`. Each step is progress, and its time changes the limit `auto`."""
+        """Yield the records of `steps`. Each step counts as progress, and its duration changes the time limit if that
+        is `auto`.
+        """
         self.take_waited()
         for record in steps:
             seconds, waited = record.values["perf/step_seconds"], self.take_waited()
@@ -177,7 +186,9 @@ class RankProgress:
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """While open, set the phase: evaluation, saving or export, which may take longer than a step."""
+        """Set the phase of this rank while the context is open. Evaluation, saving and export may take longer than a
+        step.
+        """
         before, self.phase = self.phase, phase
         self.restart_limit()
         try:
@@ -187,23 +198,25 @@ class RankProgress:
             self.restart_limit()
 
     def finish_steps(self) -> None:
-        """Enter the phase after the last step, in which `watchdog.other` is the limit."""
+        """Enter the phase after the last step, in which the setting `watchdog.other` is the time limit."""
         self.phase = "closing"
         self.restart_limit()
 
     def restart_limit(self) -> None:
-        """Record progress: the time without progress is zero again."""
+        """Record progress: the time without progress starts again at zero."""
         self._progress_at = time.monotonic()
 
     def exclude_pause(self, seconds: float) -> None:
-        """Subtract a pause of this process of `seconds` from the time without progress."""
+        """Exclude a pause of this process, which lasted `seconds`, from the time without progress."""
         now = time.monotonic()
         self._progress_at = min(self._progress_at + seconds, now)
         self._collective_at = min(self._collective_at + seconds, now)
 
     @property
     def longest_step(self) -> float:
-        """Upper bound in seconds of the limit `auto`: a hang is reported before torch aborts the collective."""
+        """Upper bound in seconds of the automatic time limit. It lies below torch's timeout, so that a hang is reported
+        before torch aborts the collective.
+        """
         return math.inf if self._config.limit == "never" else self._config.collective_seconds - REPORT_SECONDS
 
     def limit_seconds(self) -> float:
@@ -254,7 +267,9 @@ def _is_reached(event: Any) -> bool:  # noqa: ANN401
 
 @contextmanager
 def observe_collectives(progress: RankProgress) -> Iterator[None]:
-    """While open, let `progress` record every collective of this process's groups and every wait for one."""
+    """Record every collective of this process's groups, and every wait for one, in `progress` while the context is
+    open.
+    """
     names: dict[int, str] = {}
 
     def wrap(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -281,7 +296,9 @@ def observe_collectives(progress: RankProgress) -> Iterator[None]:
 
 
 def _ranks_text(group: dist.ProcessGroup) -> str:
-    """The ranks of a group as text, equal on all of them; empty for a group of a memory trace, unknown to torch."""
+    """The ranks of a group as text, such as `ranks 0,2` or `all`. The text is empty for a group of a memory trace,
+    which torch does not know.
+    """
     try:
         ranks = dist.get_process_group_ranks(group)
     except KeyError:

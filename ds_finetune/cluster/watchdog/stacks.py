@@ -1,4 +1,6 @@
-"""The file with the Python stacks of a rank, which is written when the rank hangs, on SIGQUIT, or before a kill."""
+"""The file with the Python stacks of a rank. It is written when the rank hangs, on SIGQUIT, and before the rank is
+killed.
+"""
 
 import faulthandler
 import os
@@ -19,7 +21,7 @@ from ds_finetune.system.processes import began_at
 
 
 class StackFile:
-    """The file `rank-00003.txt` in a folder; it is removed at the end if it is empty.
+    """The file `rank-00003.txt` with the stacks of a rank. It is removed at the end if it is empty.
 
     On SIGQUIT the process appends its stacks, even while native code holds the GIL. The signal does not end the
     process, so no core file is written.
@@ -47,8 +49,8 @@ class StackFile:
     def arm(self, seconds: float) -> None:
         """Set a timer that writes the stacks and ends this process after `seconds`; a new call replaces it.
 
-        The timer is a C thread (Python 3.11, Modules/faulthandler.c). So it works while native code holds the GIL and
-        no other rank of the machine can kill this one.
+        The timer is a C thread (Python 3.11, Modules/faulthandler.c). So it works even while native code holds the GIL
+        and no other rank of the machine can kill this process.
         """
         # RuntimeError: there may be no memory for the timer's thread, e.g. with a limit of the address space.
         # OverflowError: `seconds` is infinite where the watchdog detects no hang.
@@ -57,7 +59,7 @@ class StackFile:
                 faulthandler.dump_traceback_later(seconds, file=self._file, exit=True)
 
     def close(self) -> None:
-        """Stop writing, and remove the file where it is empty."""
+        """Stop writing stacks, and remove the file if it is empty."""
         with self._lock:
             faulthandler.cancel_dump_traceback_later()
             faulthandler.unregister(signal.SIGQUIT)
@@ -65,12 +67,13 @@ class StackFile:
         with suppress(OSError):
             if not self.path.stat().st_size:
                 self.path.unlink()
-            # Raises OSError, which is ignored, while the folder has files of other ranks.
+            # `rmdir` raises OSError, which is ignored, while the folder has files of other ranks.
             self.path.parent.rmdir()
 
 
 def kill_process(process: RankProcess, why: str) -> None:
-    """Kill a hung rank of this machine, after a signal that makes it write its stacks; `why` becomes its error.
+    """Kill a hung rank of this machine, after a signal that makes the rank write its stacks. `why` is recorded as the
+    error of the rank.
 
     Nothing is killed if the process id now belongs to a process with another start time.
     """
