@@ -1,6 +1,6 @@
-"""Reads run folders, also while a run writes them, if another version wrote them, or if files are missing.
+"""Reads run folders, even while a run writes them, if another version wrote them, or if files are missing.
 
-An unreadable file counts as absent, and `RunFolder.problems` has a message about it.
+An unreadable file counts as missing, and `RunFolder.problems` gets a message about it.
 """
 
 import os
@@ -23,16 +23,17 @@ CONFIG, PLAN, EXPERTS, LOG, RANK_TIMES = "config.yaml", "plan.json", "experts.js
 STARTS = "starts.jsonl"
 REPORT = "watchdog/report.txt"
 _INTEGERS = ("after_step", "steps", "ranks", "ranks_per_host", "pid")
-"""Keys of a line of `starts.jsonl` whose values must be integers."""
+"""Keys whose values must be integers in each line of `starts.jsonl`."""
 _MOST_BYTES = 8 * MIB
 _LONGEST_VALUE = 160
 _MOST_DEPTH, MOST_RUNS = 4, 1_000
 
 
 class RunFolder:
-    """Reads the files of the run in `path`. Files outside of the folder `within` are not read, even through a link.
+    """Reads the files of the run in the folder `path`. Files outside of the folder `within` are not read, even through
+    a link.
 
-    `update` reads the metrics; each other property reads its file at every access.
+    `update` reads the metrics. Each other property reads its file anew at every access.
     """
 
     def __init__(self, path: Path, *, within: Path | None = None) -> None:
@@ -59,7 +60,9 @@ class RunFolder:
         return run
 
     def update(self) -> None:
-        """Read new lines of the metrics; OutputError if the file has lines, but none of them has a step."""
+        """Read the lines that were added to the metrics. OutputError if the file has lines, but none of them has a
+        step.
+        """
         if self.file(METRICS) is not None:
             self.metrics.update()
         if self.metrics.problem and not self.metrics.curves:
@@ -73,7 +76,7 @@ class RunFolder:
         """The run's path relative to `within`, or the folder's own name; bytes that are not UTF-8 are escaped."""
         relative = os.path.relpath(self.path.absolute(), self.within)
         name = self.path.resolve().name if relative == "." else relative
-        # Folder names need not be UTF-8, but pages and addresses are.
+        # The name of a folder need not be UTF-8, but the pages and addresses in which it appears are.
         return name.encode(errors="backslashreplace").decode()
 
     def file(self, name: str) -> Path | None:
@@ -99,7 +102,7 @@ class RunFolder:
             return None
 
     def tail(self, name: str, most_bytes: int = _MOST_BYTES) -> str:
-        """The complete lines in the last `most_bytes` of a file as text; empty if it cannot be read."""
+        """The complete lines in the last `most_bytes` of the file `name`, as text; empty if the file cannot be read."""
         if (path := self.file(name)) is None:
             return ""
         with suppress(OSError), path.open("rb") as file:
@@ -110,11 +113,11 @@ class RunFolder:
         return ""
 
     def recorded(self, name: str) -> dict[str, Any]:
-        """The JSON object in a file of the run; empty if the file is missing or has no JSON object."""
+        """The JSON object in the file `name` of the run; empty if the file is missing or has no JSON object."""
         return {} if (path := self.file(name)) is None else read_object(path)
 
     def records(self, name: str, most_bytes: int = _MOST_BYTES) -> list[dict[str, Any]]:
-        """The JSON objects with a key `step` in the last `most_bytes` of a file of JSON lines; others are skipped."""
+        """The JSON objects with a key `step` in the last `most_bytes` of the file `name`; other lines are skipped."""
         return [record for line in self.tail(name, most_bytes).split("\n") if (record := record_of(line)) is not None]
 
     @property
@@ -126,7 +129,9 @@ class RunFolder:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The run file with all defaults as written by the run; empty if it cannot be read."""
+        """The run's configuration with all defaults, as the run wrote it to config.yaml; empty if that cannot be
+        read.
+        """
         text = self.text(CONFIG)
         if text is None:
             return {}
@@ -139,12 +144,12 @@ class RunFolder:
 
     @property
     def settings(self) -> dict[str, str]:
-        """The values of the run file by dotted key, each as YAML on one line of at most 160 characters."""
+        """The values of the run's configuration by dotted key, each as YAML on one line of at most 160 characters."""
         return {key: _yaml_text(value) for key, value in values_by_key(self.config).items()}
 
     @property
     def starts(self) -> list[Mapping[str, Any]]:
-        """The records in `starts.jsonl` of all starts of the run, oldest first; values of a wrong type are left out."""
+        """The records of all starts of the run in `starts.jsonl`, oldest first. Values of a wrong type are left out."""
         starts = list[Mapping[str, Any]]()
         for line in (self.text(STARTS) or "").split("\n"):
             start = parse_object(line)
@@ -161,13 +166,13 @@ class RunFolder:
 
     @property
     def versions(self) -> Mapping[str, str]:
-        """Versions of packages at the last start of the run."""
+        """Versions of packages at the last start of the run, by name of the package."""
         versions = self.last_start.get("versions")
         return {str(name): str(text) for name, text in versions.items()} if isinstance(versions, dict) else {}
 
     @property
     def exports(self) -> Mapping[str, str]:
-        """`verified`, or the reason why it is not verified, by the name of each exported folder of the run."""
+        """Maps the name of each exported folder of the run to `verified`, or to the reason why it is not verified."""
         results = {}
         for name in ("export", "export-best", "adapter", "adapter-best"):
             if not (self.path / name).is_dir():
@@ -179,16 +184,16 @@ class RunFolder:
 
     @property
     def curves(self) -> Mapping[str, Curve]:
-        """The curves of `metrics.jsonl` by name of the metric."""
+        """The curves of the metrics in `metrics.jsonl`, by name of the metric."""
         return self.metrics.curves
 
     def last(self, name: str) -> float | None:
-        """The last value of a metric; None if the run has no such metric."""
+        """The last value of the metric `name`; None if the run has no such metric."""
         curve = self.curves.get(name)
         return curve.last if curve is not None and len(curve) else None
 
     def best(self, name: str) -> tuple[int, float] | None:
-        """Step and value of the lowest finite value of a metric; None if it has no finite value."""
+        """Step and value of the lowest finite value of the metric `name`; None if it has no finite value."""
         curve = self.curves.get(name)
         finite = [] if curve is None else [point for point in curve.points() if np.isfinite(point[1])]
         return min(finite, key=lambda point: point[1], default=None)
@@ -199,7 +204,7 @@ class RunFolder:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder has the files of a run: metrics, or a run file with all defaults and a plan."""
+    """Whether a folder holds a run. It then has metrics, or both a run file with all defaults and a plan."""
     try:
         return (folder / METRICS).is_file() or ((folder / CONFIG).is_file() and (folder / PLAN).is_file())
     except OSError:

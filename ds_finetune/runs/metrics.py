@@ -1,4 +1,4 @@
-"""Readers of the files of a run folder to which training appends a JSON line per step."""
+"""Readers of the files of a run folder to which training appends lines of JSON, such as `metrics.jsonl`."""
 
 import json
 import math
@@ -25,7 +25,9 @@ _MOST_INTEGER = 2**53
 
 
 class Curve:
-    """The values of one metric and their steps, in the order of `metrics.jsonl`; NaN stands for null in the file."""
+    """The values of one metric in a run, and their steps, in the order of `metrics.jsonl`. A null in that file becomes
+    NaN.
+    """
 
     def __init__(self) -> None:
         self._steps, self._values = array("q"), array("d")
@@ -35,37 +37,37 @@ class Curve:
 
     @property
     def steps(self) -> NDArray[np.int64]:
-        """Steps of the n values, int64 [n]."""
+        """The steps at which the metric has its n values, int64 [n]."""
         return np.array(self._steps, dtype=np.int64)
 
     @property
     def values(self) -> NDArray[np.float64]:
-        """All n values, fp64 [n]."""
+        """The n values of the metric, fp64 [n]."""
         return np.array(self._values, dtype=np.float64)
 
     @property
     def last(self) -> float:
-        """The value of the last step."""
+        """The value of the metric at the last step."""
         return float(self._values[-1])
 
     def append(self, step: int, value: float) -> None:
-        """Append the value of a later step."""
+        """Append the value of the metric at a later step."""
         self._steps.append(step)
         self._values.append(value)
 
     def points(self) -> list[tuple[int, float]]:
-        """Pairs of step and value."""
+        """The pairs of step and value of the metric."""
         return list(zip(self._steps, self._values, strict=True))
 
 
 class MetricsReader:
-    """Reads a growing `metrics.jsonl`: `curves` by name of the metric, and the `notices` and `slow` ranks with their
-    steps.
+    """Reads a growing `metrics.jsonl`. `curves` holds the values by name of the metric; `notices` and `slow` hold
+    messages about steps and about slow ranks, with their steps.
 
-    An incomplete last line is read by a later update. If the file was replaced or truncated, as by a run that resumed
-    from an earlier checkpoint, it is read again from its beginning. To notice that, its inode and the end of the last
-    line are compared, because a new file may have the inode of the old one. `problem` is a message about lines that
-    are no records of a step, or about an unreadable file; it is empty otherwise.
+    An incomplete last line is left for a later update. The file is read again from its beginning if it was replaced or
+    truncated, as by a run that resumed from an earlier checkpoint. To notice that, its inode and the end of the last
+    line are compared, because a new file may have the inode of the old one. `problem` is a message about lines that are
+    no records of a step, or about an unreadable file; otherwise it is empty.
     """
 
     def __init__(self, path: Path) -> None:
@@ -123,13 +125,17 @@ class MetricsReader:
 
 
 def record_of(line: str | bytes) -> dict[str, Any] | None:
-    """The JSON object in a line if its key `step` is a whole number of at most 53 bits; None for any other line."""
+    """Parse a line as the record of a step. Returns its JSON object if the key `step` is a whole number of at most 53
+    bits, else None.
+    """
     record = parse_object(line)
     return record if type(record.get(_STEP)) is int and 0 <= record[_STEP] < _MOST_INTEGER else None
 
 
 def parse_records(records: Iterable[dict[str, Any]], parse: Callable[[dict[str, Any]], T]) -> list[T]:
-    """The results of `parse` for records; a damaged record, or one of another version, is skipped."""
+    """Apply `parse` to each record, and return the results. Records that are damaged, or that another version wrote,
+    are skipped.
+    """
     results = list[T]()
     for record in records:
         with suppress(KeyError, TypeError, ValueError, AttributeError, OverflowError):
@@ -138,7 +144,9 @@ def parse_records(records: Iterable[dict[str, Any]], parse: Callable[[dict[str, 
 
 
 def _number(value: object) -> float | None:
-    """A metric as a float, where null is NaN; None for values that are no numbers, such as a text."""
+    """Convert a metric's JSON value to a float, where null becomes NaN. None for values that are no numbers, such as a
+    text.
+    """
     kind = type(value)
     if kind is float:
         return value  # type: ignore[return-value]
@@ -148,10 +156,11 @@ def _number(value: object) -> float | None:
 
 
 def read_expert_table(path: Path) -> tuple[list[int], dict[str, NDArray[Any]]]:
-    """Read `experts.jsonl`: the indices of the layers with routed experts, and arrays over its n lines.
+    """Read `experts.jsonl`, the loads of routed experts over n recorded steps. Returns the indices of the layers with
+    routed experts, and a dictionary of arrays.
 
     The arrays are `step` and `num_tokens` [n], `entropy` [n, layers] and `counts` [n, layers, experts]. Raises OSError
-    for a missing file, and ValueError, KeyError or TypeError for a file with other content.
+    if the file is missing, and ValueError, KeyError or TypeError if it has other content.
     """
     records = [record for line in path.read_bytes().splitlines() if (record := record_of(line))]
     layers = [int(layer) for layer in records[-1]["layers"]] if records else []
@@ -161,10 +170,11 @@ def read_expert_table(path: Path) -> tuple[list[int], dict[str, NDArray[Any]]]:
 
 @dataclass(frozen=True)
 class Sample:
-    """The model's answer to a held-out prompt after `step`; `name` is the held-out set, such as `eval` or `eval/math`.
+    """The model's answer to a held-out prompt after optimizer step `step`. `name` is the held-out set, such as `eval`
+    or `eval/math`.
 
-    `expected` is the row's own answer; it is empty if only reward functions judge answers. `scores` is a text with the
-    rewards of the answer, empty without reward functions.
+    `expected` is the answer in the held-out row; it is empty if only reward functions judge answers. `scores` is a text
+    with the rewards of the model's answer, empty without reward functions.
     """
 
     step: int
@@ -175,6 +185,6 @@ class Sample:
     scores: str = ""
 
     def line(self) -> str:
-        """The sample as a line of `samples.jsonl`."""
+        """The sample as a line of JSON for `samples.jsonl`."""
         tree = {name: value for name, value in asdict(self).items() if value or name != "scores"}
         return json.dumps(tree, ensure_ascii=False) + "\n"

@@ -1,7 +1,7 @@
-"""The file `status.json` of a run folder: whether the run is running, and why it ended.
+"""The file `status.json` of a run folder, which says whether the run is running, and why it ended.
 
-Rank zero rewrites the file every few seconds, so an old file means that rank zero is dead or hangs. The watchdog writes
-it too when it ends a run. The file is replaced atomically, so a reader never sees a partial file.
+Rank zero rewrites the file every few seconds, so an old file means that rank zero is dead or hangs. The watchdog also
+writes the file when it ends a run. The file is replaced atomically, so a reader never sees a partial file.
 """
 
 import json
@@ -22,17 +22,21 @@ from ds_finetune.system.whole_file import replace_file
 STATUS = "status.json"
 FORMAT = 1
 ALIVE_SECONDS = 5.0
-"""Seconds after which a running run writes its status again."""
+"""A running run writes its status again after this number of seconds."""
 SILENT_SECONDS = 60.0
 """A run that says it is running counts as hung or dead if its status is older than this number of seconds."""
 _MOST_BYTES = 2**16
 _MOST_CLOCK_ERROR = 3600.0
 """Clocks of two hosts are assumed to differ by less than this number of seconds."""
 WRITE_SECONDS = 3.0
-"""Seconds for which a run that ends waits until a file is written, since its file system may hang."""
+"""Seconds for which an ending run waits until a file is written. It may not wait longer, because the file system may
+hang.
+"""
 
 _WRITING = threading.Lock()
-"""Held while a thread reads and rewrites the status, so that no update of a running run replaces its end."""
+"""Lock that a thread holds while it reads and rewrites the status. It keeps an update of a running run from replacing
+the run's final status.
+"""
 State = Literal["running", "hung", "finished", "stopped", "failed", "unknown"]
 
 
@@ -41,11 +45,11 @@ Count = Annotated[int, Field(ge=0, lt=2**53)]
 
 @dataclass(frozen=True)
 class RunStatus:
-    """The state of a run, and the reason for it if the run has failed, stopped or hangs.
+    """The state of a run, and the reason for the state if the run has failed, stopped or hangs.
 
     State `stopped` means that a signal ended the run after it had saved; the same command resumes it. State `unknown`
     stands for folders without a readable status. Times are seconds since 1970. `pid` is the process id of rank zero in
-    the namespace `pid_namespace` on `host`, and `began` the start time of that process as the kernel gives it. The run
+    the namespace `pid_namespace` on `host`. `began` is the start time of that process as the kernel gives it. The run
     made its last progress `idle_seconds` ago, and the watchdog allows `limit_seconds` (None: without limit). `steps` is
     the number of steps of the whole run, 0 if unknown.
     """
@@ -86,7 +90,7 @@ _STATUS = TypeAdapter(RunStatus)
 
 
 def mark_ended(folder: Path, state: State, reason: str, *, step: int | None = None) -> None:
-    """Change the status of a running run to `state`; the status of a run that has ended stays as it is.
+    """Change the status of a running run to `state`. The status of a run that has ended stays as it is.
 
     Nothing happens if the run has no status yet, or if the file cannot be written. If the file system hangs, the caller
     waits for `WRITE_SECONDS`, and the status is written when the file system responds.
@@ -105,7 +109,9 @@ def mark_ended(folder: Path, state: State, reason: str, *, step: int | None = No
 
 
 def write_running(folder: Path, status: RunStatus) -> bool:
-    """Write the status of a running run, unless the folder says that the run has ended; returns whether it has not."""
+    """Write the status of a running run, unless the status in the folder says that the run has ended. Returns whether
+    it was written.
+    """
     with _WRITING:
         before = RunStatus.read(folder)
         if before is not None and before.started_at == status.started_at and before.state != "running":
@@ -116,25 +122,25 @@ def write_running(folder: Path, status: RunStatus) -> bool:
 
 
 class LastChange:
-    """Measures by the reader's own clock how long a file has not changed."""
+    """Measures by the reader's own clock for how long a file has not changed."""
 
     def __init__(self) -> None:
         self._changed_at: float | None = None
         self._seen_at = 0.0
 
     def seconds_since(self, changed_at: float, *, now: float) -> float:
-        """Seconds since the first call with this time of the file's last change."""
+        """Seconds since the reader first saw `changed_at` as the time of the file's last change."""
         if changed_at != self._changed_at:
             self._changed_at, self._seen_at = changed_at, now
         return now - self._seen_at
 
 
 def seen_status(folder: Path, *, now: float | None = None, change: LastChange | None = None) -> RunStatus:
-    """The status of a run as seen from outside: a run whose status says `running` may in fact hang or be dead.
+    """Read the status of a run and judge it from outside: a run whose status says `running` may in fact hang or be
+    dead.
 
-    A reader that calls this function repeatedly passes the same `change` each time. Runs on other hosts, whose clocks
-    may be wrong, are then judged by the time between the calls instead of the age of the file, unless the file is more
-    than an hour old.
+    A reader that calls this function repeatedly passes the same `change` each time. A run on another host, whose clock
+    may be wrong, is then judged by the time between calls. If the file is more than an hour old, its age decides.
     """
     status = RunStatus.read(folder)
     if status is None:
@@ -176,8 +182,8 @@ def changed_at(path: Path) -> float:
 
 
 def _is_alive(status: RunStatus) -> bool | None:
-    """Whether rank zero's process is alive; None if the process is on another host or in another container, or if /proc
-    hides the processes of other users.
+    """Whether rank zero's process is alive. None if this cannot be known: the process is on another host or in another
+    container, or /proc hides the processes of other users.
     """
     is_here = status.host == socket.gethostname() and status.pid_namespace == own_pid_namespace()
     if not is_here or not status.pid_namespace or not status.began:
@@ -188,7 +194,7 @@ def _is_alive(status: RunStatus) -> bool | None:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty if the file is missing or unreadable, or has no JSON object."""
+    """Read the JSON object in a file; empty if the file is missing or unreadable, or has no JSON object."""
     try:
         return parse_object(path.read_bytes())
     except OSError:
@@ -196,7 +202,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def parse_object(text: str | bytes) -> dict[str, Any]:
-    """The JSON object in a text; empty if the text is no JSON object, such as an incomplete line."""
+    """Parse the JSON object in a text; empty if the text is no JSON object, such as an incomplete line."""
     try:
         tree = json.loads(text)
     except (ValueError, RecursionError):

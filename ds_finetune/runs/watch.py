@@ -44,13 +44,15 @@ from ds_finetune.runs.status import changed_at
 from ds_finetune.serving.http_guard import BoundedProtocol, HostRules, foreign_host, is_loopback
 
 MOST_COMPARED = 20
-"""Maximum number of runs that are compared, and whose metrics are in memory: 16 MB for a run of 100,000 steps."""
+"""Maximum number of runs that are compared, and whose metrics stay in memory (16 MB for a run of 100,000 steps)."""
 _TAIL_BYTES = 64 * 1024
-"""Bytes at the end of a metrics file in which its last record is searched for the table of runs."""
+"""The table of runs needs the last record of a metrics file. It is searched in this number of bytes at the end of the
+file.
+"""
 _SEARCH_SECONDS = 2.0
 _CLOSING_SECONDS = 2
 _LEVEL = 4
-"""Level of gzip for pages, which have a megabyte of scripts."""
+"""Level of gzip compression for pages, which contain a megabyte of scripts."""
 COOKIE = "ds_finetune_watch"
 _COLUMNS = ("", "run", "state", "step", "eta", "loss", "tokens/s", "last sign")
 _HEADERS = {
@@ -61,15 +63,15 @@ _HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
 }
-"""Headers of each answer. What scripts may do is in the policy of the page itself."""
+"""HTTP headers of each answer. The page itself contains the policy that says what scripts may do."""
 
 
 class AccessCheck(BaseHTTPMiddleware):
-    """Refuses requests that the rules do not allow, or that lack the token, before the application gets them.
+    """Refuses requests to a host name that is not allowed, or without the token, before the application gets them.
 
-    The token is empty if only this machine can connect. Else the printed address contains it (`?token=`). The first
-    response stores it in a cookie and redirects to the address without it, so that it stays neither in the address bar
-    nor in the history.
+    The token is empty if only this machine can connect. Otherwise the printed address contains it (`?token=`). The
+    first response stores the token in a cookie and redirects to the address without it, so that the token stays neither
+    in the address bar nor in the browser's history.
     """
 
     def __init__(self, app: ASGIApp, rules: HostRules, token: str = "") -> None:
@@ -77,7 +79,7 @@ class AccessCheck(BaseHTTPMiddleware):
         self._rules, self._token = rules, token
 
     async def dispatch(self, request: Request, call_next: RequestResponseEndpoint) -> Response:
-        """Answer a request, or refuse it."""
+        """Answer a request with the application, or refuse it."""
         answer = self._refusal(request) or await call_next(request)
         answer.headers.update(_HEADERS)
         return answer
@@ -148,14 +150,16 @@ def _url(host: str, port: int, token: str) -> str:
 
 
 def make_app(folder: Path, rules: HostRules, token: str = "") -> AccessCheck:
-    """The application that serves the runs of `folder`."""
+    """Make the web application that serves the runs below `folder`."""
     runs = _Runs(folder)
     routes, gzip = [Route("/", runs.table), Route("/run", runs.page)], Middleware(GZipMiddleware, compresslevel=_LEVEL)
     return AccessCheck(Starlette(routes=routes, middleware=[gzip]), rules, token)
 
 
 class _Runs:
-    """The runs below a folder. Requests are answered one at a time, so that each metrics reader has one user."""
+    """The runs below a folder, and the pages that show them. Requests are answered one at a time, so that no two use
+    the same metrics reader.
+    """
 
     def __init__(self, root: Path) -> None:
         self._root = root.resolve()
@@ -176,7 +180,7 @@ class _Runs:
         return _answer(request, Page("Runs", subtitle, "", [], [PageSection("runs", "All runs", blocks)]))
 
     def page(self, request: Request) -> Response:
-        """The page of one run, or of several runs compared."""
+        """The page of the run that the request names, or a page that compares several named runs."""
         names = list(dict.fromkeys(request.query_params.getlist("run")))
         if not 1 <= len(names) <= MOST_COMPARED:
             raise HTTPException(400, f"{len(names)} runs are named, and 1 to {MOST_COMPARED} are allowed")
@@ -186,7 +190,7 @@ class _Runs:
         return _answer(request, page)
 
     def _read(self, name: str) -> RunFolder:
-        """The run `name` with its metrics read."""
+        """Find the run `name`, and read its new metrics."""
         self._search()
         if name not in self._runs:
             raise HTTPException(404, f"there is no run {name!r} in {self._root}")
@@ -199,7 +203,7 @@ class _Runs:
         return folder
 
     def _search(self) -> None:
-        """Search the folder for new and removed runs, at most every two seconds."""
+        """Search the folder for new and removed runs, but at most every two seconds."""
         if time.monotonic() < self._searched_at + _SEARCH_SECONDS:
             return
         self._runs = {run.name: self._runs.get(run.name, run) for run in find_runs(self._root)}
@@ -207,7 +211,9 @@ class _Runs:
 
 
 def _row_of(run: RunFolder) -> tuple[bool, float, Row]:
-    """Whether a run does not train, the time of its last sign of life, and the cells of its row in the table."""
+    """Describe a run for the table of runs: whether it does not train, the time of its last sign of life, and the cells
+    of its row.
+    """
     tick = '<input type="checkbox" name="run" value="{0}" id="tick-{0}" aria-label="Compare {0}">'
     names = (Markup(tick).format(run.name), Markup('<a href="/run?run={}">{}</a>').format(quote(run.name), run.name))
     try:
@@ -230,7 +236,9 @@ def _row_of(run: RunFolder) -> tuple[bool, float, Row]:
 
 
 def _answer(request: Request, page: Page) -> Response:
-    """The page as HTML; `library=no` in the address leaves out the chart library, which the browser already has."""
+    """Answer a request with `page` as HTML. `library=no` in the address leaves out the chart library, which the browser
+    already has.
+    """
     html = render_page(page, is_live=True, has_library=request.query_params.get("library") != "no")
     # Texts of a run may contain half a surrogate pair, which UTF-8 cannot represent.
     return HTMLResponse(html.encode(errors="backslashreplace"))

@@ -1,4 +1,6 @@
-"""Runs of experiments: processes of the ordinary command, several at once on separate GPUs or hosts."""
+"""Starts the runs of an experiment as processes of the `ds-finetune` command, several at once on separate GPUs or
+hosts.
+"""
 
 import asyncio
 import fcntl
@@ -36,7 +38,7 @@ _POLL_SECONDS = 0.2
 class RunSlot:
     """The hardware that one run at a time uses: the command and options that start a run there, and its GPUs.
 
-    `gpus` are names for CUDA_VISIBLE_DEVICES; it is empty on CPUs, and on hosts of a hostfile.
+    `gpus` are values for CUDA_VISIBLE_DEVICES. They are empty for runs on CPUs and on the hosts of a hostfile.
     """
 
     command: str = "train"
@@ -45,9 +47,10 @@ class RunSlot:
 
 
 def run_slots(*, ranks: int, parallel: int, hostfile: str | None) -> list[RunSlot]:
-    """Slots for runs of `ranks` ranks: `parallel` slots on this machine, or all that the hosts of `hostfile` have.
+    """Divide the hardware into slots for runs of `ranks` ranks each. This machine gets `parallel` slots; a `hostfile`
+    gives as many slots as its hosts have room for.
 
-    LaunchError if there are too few GPUs or slots of hosts.
+    LaunchError if there are too few GPUs, or too few slots of hosts.
     """
     if hostfile is not None:
         groups = _groups_of_slots(hostfile, read_hostfile(hostfile), ranks)
@@ -65,7 +68,9 @@ def run_slots(*, ranks: int, parallel: int, hostfile: str | None) -> list[RunSlo
 
 
 def _groups_of_slots(hostfile: str, hosts: Sequence[Host], ranks: int) -> list[str]:
-    """Groups of `ranks` slots in the form of `--include`: slots of one host, or all slots of several equal hosts."""
+    """Divide the hosts into groups of `ranks` slots, written as for `--include`. A group has slots of one host, or all
+    slots of several equal hosts.
+    """
     most = max(host.slots for host in hosts)
     if ranks <= most:
         return [
@@ -84,7 +89,9 @@ def _groups_of_slots(hostfile: str, hosts: Sequence[Host], ranks: int) -> list[s
 
 @dataclass(frozen=True)
 class ShortRuns:
-    """An experiment with runs of `steps` steps of a run file with overrides; its results go to the new `folder`."""
+    """An experiment with short runs: they train a run file with overrides for `steps` steps. Its results go to the new
+    folder `folder`.
+    """
 
     run_file: Path
     overrides: Sequence[str]
@@ -92,14 +99,16 @@ class ShortRuns:
     folder: Path
 
     def check(self, fewest_steps: int) -> None:
-        """ConfigError if runs have fewer than `fewest_steps` steps; OutputError if `folder` exists."""
+        """Raise ConfigError if runs have fewer than `fewest_steps` steps, or OutputError if `folder` exists."""
         if self.steps < fewest_steps:
             raise ConfigError(f"--steps is {self.steps}: too few to measure", hint=f"take {fewest_steps} or more")
         if self.folder.exists():
             raise OutputError(f"`{self.folder}` exists already", hint="name another folder")
 
     def run_tree(self, output_dir: Path) -> dict[str, Any]:
-        """A run file without evaluation, checkpoints, exports and trackers; ConfigError if the given one is invalid."""
+        """Make the run file of one run, without evaluation, checkpoints, exports and trackers. ConfigError if the
+        experiment's run file is invalid.
+        """
         tree, lines = read_yaml(self.run_file)
         for override in self.overrides:
             apply_override(tree, lines, override)
@@ -113,17 +122,20 @@ class ShortRuns:
 
 
 def yaml_text(tree: dict[str, Any]) -> str:
-    """The YAML text of a run file."""
+    """Format a run file as YAML text."""
     return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
 
 
 class ExperimentRun:
-    """A run of the run file `tree`; `folder` gets `run.yaml`, `output.log` and the run folder `run`.
+    """A run of an experiment by the run file `tree`. Its `folder` gets the files `run.yaml` and `output.log` and the
+    run folder `run`.
 
-    A run that is there already is resumed from its checkpoints, or started again if it has none. If this process ends
-    for any reason, also by kill -9, the kernel sends the run SIGTERM, after which it saves and ends.
+    If the folder holds a run already, that run is resumed from its checkpoints, or started again if it has none. If
+    this process ends for any reason, also by kill -9, the kernel sends the run SIGTERM, after which the run saves and
+    ends.
 
-    After `train`, `seconds` is the duration of the run, `code` its exit code, and `reason` why it failed, if it did.
+    After `train`, `seconds` is the duration of the run and `code` its exit code. `reason` says why the run failed, if
+    it did.
     """
 
     def __init__(self, folder: Path, tree: dict[str, Any]) -> None:
@@ -132,10 +144,10 @@ class ExperimentRun:
         self.seconds, self.code, self.reason = 0.0, 0, ""
 
     async def train(self, slot: RunSlot, should_stop: Callable[[], bool] = lambda: False) -> None:
-        """Train a run in `slot`. As soon as `should_stop` returns true, the run is asked to save and end; it is called
-        whenever new metrics were read.
+        """Train the run in `slot` until it ends. `should_stop` is called whenever new metrics have been read; once it
+        returns true, the run is asked to save and end.
 
-        If this coroutine is cancelled, it waits until the run has saved and ended; a second cancellation kills the run.
+        If this coroutine is cancelled, it waits until the run has saved and ended. A second cancellation kills the run.
         """
         if (process := self._start(slot)) is None:
             show_line(f"{self.folder / RUN} is still written by a run of an earlier process; waiting for its end")
@@ -164,10 +176,11 @@ class ExperimentRun:
         self.reason = self._why_failed() if self.code else ""
 
     def _start(self, slot: RunSlot) -> subprocess.Popen[bytes] | None:
-        """Start the run; None while a run that an earlier process started still saves in this folder.
+        """Start the process of the run. Returns None while a process of an earlier experiment still saves in this
+        folder.
 
-        The run inherits the lock of its log. On a file system without locks, only the lock of the checkpoint folder
-        keeps two runs from overlapping.
+        The new process inherits the lock of its log. On a file system without locks, only the lock of the checkpoint
+        folder keeps two runs from overlapping.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / LOG).open("ab") as log:
@@ -178,7 +191,7 @@ class ExperimentRun:
             except OSError:
                 pass
             if (self.folder / RUN).exists() and not (self.folder / RUN / CHECKPOINTS).is_dir():
-                # The command would refuse a folder without checkpoints.
+                # Training would refuse an existing run folder without checkpoints.
                 shutil.rmtree(self.folder / RUN)
             replace_file(self.folder / RUN_FILE, yaml_text(self.tree))
             return subprocess.Popen(
@@ -193,7 +206,7 @@ class ExperimentRun:
 
     @property
     def has_diverged(self) -> bool:
-        """Whether the run failed with a skipped step as its last one, whose gradient was not finite.
+        """Whether the run diverged: it failed, and its last step was skipped because the gradient was not finite.
 
         A run that skipped its last step and succeeded, as with fp16, has not diverged.
         """
@@ -201,7 +214,7 @@ class ExperimentRun:
         return self.code != 0 and skipped is not None and skipped.last > 0
 
     def _why_failed(self) -> str:
-        """Exit code or signal of the run, with the last lines of its output."""
+        """Text that says why the run failed: its exit code or signal, with the last lines of its output."""
         if self.code == INTERRUPTED_EXIT_CODE:
             return "it was ended by a signal"
         lines = (self.folder / LOG).read_text(encoding="utf-8", errors="replace").splitlines()
@@ -214,7 +227,7 @@ Job = Callable[[RunSlot], Awaitable[None]]
 
 
 class JobsInterruptedError(SystemExit):
-    """Raised after a signal when all runs have saved and ended; its exit code is that of an interrupted run."""
+    """Raised when all runs have saved and ended after a signal. Its exit code is that of an interrupted run."""
 
 
 def run_jobs(jobs: Iterator[Job], slots: Sequence[RunSlot]) -> None:

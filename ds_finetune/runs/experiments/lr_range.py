@@ -1,4 +1,5 @@
-"""`ds-finetune sweep RUN.yaml --lr-range`: the loss of one run whose learning rate rises from step to step.
+"""The learning rate range test `ds-finetune sweep RUN.yaml --lr-range`: one run whose learning rate rises from step to
+step.
 
 L. N. Smith, Cyclical Learning Rates for Training Neural Networks (arXiv 1506.01186), section 3.3.
 """
@@ -15,14 +16,17 @@ from ds_finetune.runs.report.page import Charts, Page, PageSection, Table
 from ds_finetune.runs.report.write import write_page
 
 _LEAST_STEPS, _REACH = 10, 5
-"""Minimum number of steps of a test, and steps before and after each step over which its loss is averaged."""
+"""_LEAST_STEPS is the minimum number of steps of a range test. The loss of a step is averaged over _REACH steps before
+and after it.
+"""
 
 
 def run_range_test(runs: ShortRuns, low: float, high: float, *, ranks: int, say: Say) -> list[tuple[str, str]]:
-    """Train on `ranks` ranks while the rate rises exponentially from `low` to `high`, and write the page.
+    """Train on `ranks` ranks while the learning rate rises exponentially from `low` to `high`, and write the page of
+    the test.
 
-    Returns names and texts of the result. ConfigError and OutputError before anything is written; RunError if the run
-    fails for another reason than a diverged loss, or ConfigError if it refuses its settings.
+    Returns results as pairs of name and text. ConfigError or OutputError if the test is refused before anything is
+    written. RunError if the run fails, unless its loss diverged; ConfigError if the run refuses its settings.
     """
     folder = runs.folder
     if not 0 < low < high:
@@ -61,13 +65,15 @@ def run_range_test(runs: ShortRuns, low: float, high: float, *, ranks: int, say:
 
 
 def evaluate(rates: NDArray[np.float64], losses: NDArray[np.float64]) -> tuple[float, float]:
-    """The rates at which the smoothed loss falls most steeply over log(rate), and at which it is lowest.
+    """Find two learning rates: the one at which the smoothed loss falls most steeply over log(rate), and the one at
+    which that loss is lowest.
 
-    Losses [n] belong to the rising rates [n].
+    `losses` [n] belong to the rising `rates` [n].
     """
     smoothed = smooth(losses, _REACH)
     slopes = np.gradient(smoothed, np.log(rates))
     lowest = int(np.argmin(smoothed))
-    # Slopes are noisy in the first steps, whose averages are over few steps, and positive beyond the lowest loss.
+    # The first steps are left out, because their averages are over few steps and their slopes noisy. Steps after the
+    # lowest loss are left out, because the loss rises there.
     first = min(_LEAST_STEPS, lowest)
     return float(rates[first + int(np.argmin(slopes[first : lowest + 1]))]), float(rates[lowest])

@@ -1,4 +1,6 @@
-"""`ds-finetune scaling`: trains on the same global batches with several numbers of ranks and in several layouts."""
+"""`ds-finetune scaling`: trains on the same global batches with several numbers of ranks and several layouts, and
+compares speed.
+"""
 
 import json
 import math
@@ -24,16 +26,17 @@ from ds_finetune.system.world import World
 
 RESULT = "scaling.json"
 COLUMNS = ("", "s/step", "tokens/s", "speed-up", "efficiency", "GiB", "loss off by")
-"""Column heads of the table of variants."""
+"""Column heads of the table that compares variants."""
 _LEAST_STEPS, _WARMUP_STEPS = 4, 2
 _LEAST_LOSS = 1e-12
 _AXIS = re.compile(r"(zero|tp|pp|sp|ep)(\d+)")
 
 
 class Variant(ExperimentRun):
-    """A run of a comparison on `ranks` ranks; `layout` is empty for that of the run file.
+    """One run of a scaling comparison, on `ranks` ranks with the parallel `layout`, such as `tp2+zero3`. An empty
+    layout stands for that of the run file.
 
-    ConfigError or LaunchError, which name the variant, if it cannot run.
+    If the run is impossible, ConfigError or LaunchError names the variant.
     """
 
     def __init__(self, runs: ShortRuns, ranks: int, layout: str, hostfile: str | None) -> None:
@@ -52,11 +55,11 @@ class Variant(ExperimentRun):
             raise type(illegal)(f"{self.name}: {illegal.message}", hint=illegal.hint) from None
 
     def timed(self, name: str) -> list[float]:
-        """Values of a metric at the steps after those of the warm-up."""
+        """The values of the metric `name` at the steps after the warm-up."""
         return self.metrics.curves[name].values.tolist()[_WARMUP_STEPS:]
 
     def row(self, first: "Variant") -> dict[str, Any]:
-        """Speed, memory and losses of this variant, also relative to the `first` one."""
+        """The results of this variant: speed, memory and losses, also relative to the variant `first`."""
         seconds = self.timed("perf/step_seconds")
         tokens = (s * rate for s, rate in zip(seconds, self.timed("perf/tokens_per_second"), strict=True))
         losses, first_losses = (run.metrics.curves["train/loss"].values.tolist() for run in (self, first))
@@ -77,11 +80,12 @@ class Variant(ExperimentRun):
 def compare_scaling(
     runs: ShortRuns, variants: Sequence[tuple[int, str]], *, hostfile: str | None, say: Say
 ) -> dict[str, Any]:
-    """Run the variants one after another; each is a number of ranks and a layout such as `tp2+zero3`, or empty.
+    """Train the variants of a run file one after another. Each variant is a number of ranks and a layout such as
+    `tp2+zero3`, or an empty text for the layout of the run file.
 
-    Writes `scaling.json`, whose content it returns, after each variant, and the page at the end. The first two steps
-    are warm-up and not timed. A variant that fails is recorded with its reason. ConfigError, LaunchError and
-    OutputError before anything starts; RunError if all variants fail.
+    The file `scaling.json` is written after each variant, and a page at the end; the content of `scaling.json` is
+    returned. The first two steps of each run are warm-up and not timed. A variant that fails is recorded with its
+    reason. ConfigError, LaunchError or OutputError before anything starts; RunError if all variants fail.
     """
     runs.check(_LEAST_STEPS)
     tree: dict[str, Any] = {"format": 1, "run": str(runs.run_file), "steps": runs.steps, "rows": [], "failed": {}}
@@ -116,13 +120,15 @@ def _apply_layout(tree: dict[str, Any], part: str) -> None:
 
 
 def largest_difference(losses: Sequence[float], expected: Sequence[float]) -> float:
-    """Largest relative difference between the losses of two runs at a step; infinite if a loss is not finite."""
+    """The largest relative difference between the losses of two runs at equal steps; infinite if a loss is not
+    finite.
+    """
     differences = np.abs(np.subtract(losses, expected)) / np.maximum(np.abs(expected), _LEAST_LOSS)
     return float(np.nan_to_num(differences, nan=math.inf, posinf=math.inf).max(initial=0.0))
 
 
 def table_row(row: dict[str, Any]) -> tuple[str, ...]:
-    """Cells of a row in the order of COLUMNS."""
+    """The cells of a table row for one variant, in the order of COLUMNS."""
     return (
         row["name"],
         f"{row['seconds']:.3f}",
@@ -135,7 +141,7 @@ def table_row(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _page(tree: dict[str, Any]) -> Page:
-    """The page of a comparison whose `scaling.json` holds `tree`."""
+    """Make the page of a scaling comparison from the content `tree` of its `scaling.json`."""
     rows = tree["rows"]
     curves = [
         Line(row["name"], range(1, len(row["losses"]) + 1), row["losses"], colour=colour)

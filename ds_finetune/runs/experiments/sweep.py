@@ -1,4 +1,5 @@
-"""`ds-finetune sweep`: trials as processes of the ordinary command, with values and pruning by optuna.
+"""`ds-finetune sweep`: trains trials as processes of the `ds-finetune` command. optuna chooses the values of a trial
+and ends bad trials early.
 
 optuna keeps the study in a journal of appended lines, which survives kill -9 (optuna 5.0.0).
 """
@@ -42,17 +43,20 @@ if TYPE_CHECKING:
 RESULT, BEST, JOURNAL = "sweep.json", "best.yaml", "study.journal"
 _TRIALS, _STUDY = "trials", "sweep"
 _MADE_FROM, _REASON, _SECONDS = "made_from", "reason", "seconds"
-"""Names of the attributes that the study and its trials have in the journal."""
+"""Names of attributes that this program stores with the study and its trials in optuna's journal."""
 _STOPPED_CODES = (INTERRUPTED_EXIT_CODE, -signal.SIGTERM, 128 + signal.SIGTERM)
-"""Exit codes of a run that SIGTERM ended: after saving, killed by the signal, and as shells report that (128 + 15)."""
+"""Exit codes of a run that SIGTERM ended: the code after a save, the code of a killed process, and that code as shells
+report it (128 + 15).
+"""
 
 
 def run_sweep(sweep: SweepConfig, say: Say) -> dict[str, Any]:
-    """Run the remaining trials, and write the best run file and the page; returns the content of `sweep.json`.
+    """Run the remaining trials of a sweep, and write the best run file and the page. Returns the content of
+    `sweep.json`.
 
-    An interrupted sweep resumes its trials in their folders, also after kill -9. JobsInterruptedError after a signal,
-    once all runs have saved; RunError if trials fail one after another, or if no trial has a value; ConfigError and
-    OutputError before anything is written.
+    An interrupted sweep, even one that kill -9 ended, resumes its trials in their folders. JobsInterruptedError after a
+    signal, once all runs have saved. RunError if trials fail one after another, or if no trial has a value. ConfigError
+    or OutputError before anything is written.
     """
     folder = Path(sweep.output_dir)
     slots = run_slots(ranks=sweep.ranks, parallel=sweep.parallel, hostfile=sweep.hostfile)
@@ -71,7 +75,7 @@ def run_sweep(sweep: SweepConfig, say: Say) -> dict[str, Any]:
         try:
             run_jobs(_trial_jobs(sweep, study, say), slots)
         except ImportError as absent:
-            # optuna imports a sampler's dependencies when the sampler first learns from trials.
+            # optuna imports the packages that a sampler needs only when the sampler first learns from trials.
             raise DependencyError(
                 f"`sampler: {sweep.sampler.name}` needs `{absent.name}`, which is not installed",
                 hint="install it and give the same command again, which continues, or choose another sampler",
@@ -92,7 +96,9 @@ def run_sweep(sweep: SweepConfig, say: Say) -> dict[str, Any]:
 
 
 def _open_study(sweep: SweepConfig, say: Say) -> "Study":
-    """Open or create the study in the sweep's folder, which is locked; ConfigError for the study of another sweep."""
+    """Open or create optuna's study in the sweep's folder, which the caller has locked. ConfigError if the folder holds
+    the study of another sweep.
+    """
     optuna = import_optuna()
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend
@@ -102,12 +108,13 @@ def _open_study(sweep: SweepConfig, say: Say) -> "Study":
     for lock in journal.parent.glob(f"{JOURNAL}.lock*"):
         lock.unlink(missing_ok=True)
     if journal.exists() and (torn := len((text := journal.read_bytes()).rpartition(b"\n")[2])):
-        # After a full disk or a power failure; optuna 5.0.0 would append to the incomplete line.
+        # The journal may end in an incomplete line after a full disk or a power failure; optuna 5.0.0 would append to
+        # that line.
         say(f"{journal}: the last line is incomplete; {torn} bytes are removed")
         replace_file(journal, text[:-torn])
     pruner, storage = make_chosen(sweep.pruner, "pruner", {}), JournalStorage(JournalFileBackend(str(journal)))
     try:
-        # `create_study` with `load_if_exists` would write to the journal.
+        # The study is loaded first, because `create_study` with `load_if_exists` would write to the journal.
         study: Study = optuna.load_study(study_name=_STUDY, storage=storage, pruner=pruner)
     except KeyError:
         study = optuna.create_study(study_name=_STUDY, direction=sweep.direction, storage=storage, pruner=pruner)
@@ -129,13 +136,14 @@ def _open_study(sweep: SweepConfig, say: Say) -> "Study":
 
 
 def _trial_jobs(sweep: SweepConfig, study: "Study", say: Say) -> Iterator[Job]:
-    """Jobs of the trials that an earlier process left unfinished, then of new trials."""
+    """Yield jobs that train trials: first the trials that an earlier process left unfinished, then new ones."""
     from optuna.trial import Trial, TrialState
 
     for frozen in study.get_trials(states=(TrialState.RUNNING,)):
         study.sampler = make_sampler(sweep, frozen.number)
         yield partial(_run_trial, sweep, study, Trial(study, frozen._trial_id), say)
-    # optuna 5.0.0 would sample a combination of a grid again while the last ones are running (samplers/_grid.py).
+    # The number of trials of a grid is limited here: while its last combinations are running, optuna 5.0.0 would sample
+    # a combination again (samplers/_grid.py).
     while (number := len(study.get_trials(deepcopy=False))) < sweep.most_trials:
         _check_failures(sweep, study)
         study.sampler = make_sampler(sweep, number)
@@ -143,7 +151,7 @@ def _trial_jobs(sweep: SweepConfig, study: "Study", say: Say) -> Iterator[Job]:
 
 
 def _check_failures(sweep: SweepConfig, study: "Study") -> None:
-    """RunError if the last `max_failed` trials have all failed."""
+    """Raise RunError if the last `max_failed` trials have all failed."""
     finished = [trial for trial in study.get_trials(deepcopy=False) if trial.state.is_finished()]
     last = finished[-sweep.max_failed :]
     if len(last) == sweep.max_failed and all(trial.state.name == "FAIL" for trial in last):
@@ -154,9 +162,9 @@ def _check_failures(sweep: SweepConfig, study: "Study") -> None:
 
 
 async def _run_trial(sweep: SweepConfig, study: "Study", trial: "Trial", say: Say, slot: RunSlot) -> None:
-    """Train a trial, report each value of its metric to the pruner, and store its result in the study."""
-    # As `Study.ask(space)` does, but an earlier process that was killed may have sampled some of the values already,
-    # which `_suggest` returns (optuna 5.0.0, trial/_trial.py).
+    """Train one trial, report each value of its metric to optuna's pruner, and store its result in the study."""
+    # Sample values as `Study.ask(space)` does. An earlier process that was killed may have sampled some of them
+    # already, which `_suggest` then returns (optuna 5.0.0, trial/_trial.py).
     parameters = {key: trial._suggest(key, values.distribution()) for key, values in sweep.space.items()}
     values, folder = sweep.values_of(parameters), Path(sweep.output_dir) / _TRIALS / f"{trial.number:04}"
     tree = sweep.run_tree({**values, "eval.keep_best": False}, folder / RUN)
@@ -174,7 +182,7 @@ async def _run_trial(sweep: SweepConfig, study: "Study", trial: "Trial", say: Sa
         return is_pruned
 
     await run.train(slot, should_stop)
-    # A run may have reached its last step before it was asked to stop.
+    # A run may have reached its last step before it was asked to stop. Such a trial is complete, not pruned.
     is_pruned = is_pruned and run.code in _STOPPED_CODES
     state, value, reason = ("PRUNED", None, f"after step {reported}") if is_pruned else _outcome(sweep, run)
     trial.set_user_attr(_REASON, reason)
@@ -182,8 +190,8 @@ async def _run_trial(sweep: SweepConfig, study: "Study", trial: "Trial", say: Sa
     try:
         study.tell(trial, value, import_optuna().trial.TrialState[state])
     except RuntimeError as error:
-        # After its last combination GridSampler calls `Study.stop`, which only `optimize` allows; by then the trial is
-        # stored (optuna 5.0.0, samplers/_grid.py, `after_trial`).
+        # After the last combination GridSampler calls `Study.stop`, which raises this error outside of `optimize`. The
+        # trial is stored by then (optuna 5.0.0, samplers/_grid.py, `after_trial`).
         if "Study.stop" not in str(error):
             raise
     shutil.rmtree(folder / RUN / CHECKPOINTS, ignore_errors=True)
@@ -199,14 +207,17 @@ async def _run_trial(sweep: SweepConfig, study: "Study", trial: "Trial", say: Sa
 
 
 def _outcome(sweep: SweepConfig, run: ExperimentRun) -> tuple[str, float | None, str]:
-    """State in optuna, value, and reason of a missing value, for a trial that no pruner has ended."""
+    """The outcome of a trial that optuna's pruner has not ended: its state in optuna, its value, and, without a value,
+    the reason.
+    """
     curve, value = run.metrics.curves.get(sweep.metric), None
     if curve is not None:
         finite = curve.values[np.isfinite(curve.values)]
         best = max if sweep.direction == "maximize" else min
         value = curve.last if sweep.value == "last" or not len(finite) else best(finite.tolist())
     if run.has_diverged or (value is not None and not math.isfinite(value)):
-        # Pruned, not failed: a sampler learns from a pruned trial that these values are bad.
+        # A diverged trial counts as pruned instead of failed, because a sampler learns from a pruned trial that its
+        # values are bad.
         return "PRUNED", None, f"diverged, {sweep.metric} {value}"
     if run.code or value is None:
         return "FAIL", None, run.reason or f"{sweep.metric} is missing"
@@ -214,7 +225,7 @@ def _outcome(sweep: SweepConfig, run: ExperimentRun) -> tuple[str, float | None,
 
 
 def _write_result(sweep: SweepConfig, study: "Study") -> dict[str, Any]:
-    """Write `sweep.json` with all trials and the number of the best one; returns its content."""
+    """Write `sweep.json` with all trials and the number of the best one, and return its content."""
     trials = study.get_trials(deepcopy=False)
     tree = {
         "format": 1,
@@ -241,7 +252,9 @@ def _write_result(sweep: SweepConfig, study: "Study") -> dict[str, Any]:
 
 
 def _page(tree: dict[str, Any]) -> Page:
-    """The page of a sweep whose `sweep.json` holds `tree`: a table of trials, and the metric over each key."""
+    """Make the page of a sweep from the content `tree` of its `sweep.json`: a table of trials, and charts of the metric
+    over each key.
+    """
     metric, keys = tree["metric"], list(tree["space"])
     rows = [
         (
@@ -267,5 +280,5 @@ def _page(tree: dict[str, Any]) -> Page:
 
 
 def value_text(value: object) -> str:
-    """A value of the run file as text."""
+    """Format a value of the run file as text."""
     return f"{value:.4g}" if isinstance(value, float) else value if isinstance(value, str) else json.dumps(value)

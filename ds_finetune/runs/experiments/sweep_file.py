@@ -1,4 +1,4 @@
-"""The sweep file, and the sampler and pruner of optuna that it names."""
+"""The sweep file of `ds-finetune sweep`, and the optuna sampler and pruner that it names."""
 
 import copy
 import inspect
@@ -19,11 +19,11 @@ from ds_finetune.errors import ConfigError
 from ds_finetune.system.versions import require_extra
 
 _GRID_SAMPLERS = ("BruteForceSampler", "GridSampler")
-"""Samplers that try each combination of choices once."""
+"""Samplers of optuna that try each combination of choices once."""
 _ONE_SEED_SAMPLERS = (*_GRID_SAMPLERS, "QMCSampler")
-"""Samplers that need the same seed in all trials, because one seed determines the values of all of them."""
+"""Samplers of optuna that need the same seed in all trials, because one seed determines the values of all trials."""
 _SWEEP_KEYS = ("output_dir", "launch", "export", "eval.keep_best")
-"""Sections and keys of a trial's run file that the sweep sets itself; a search space cannot have them."""
+"""Sections and keys of a trial's run file that the sweep itself sets. The search space cannot contain them."""
 _Choice = bool | int | float | str | None | list[Any] | dict[str, Any]
 
 
@@ -37,7 +37,9 @@ def import_optuna() -> Any:  # noqa: ANN401 - a module
 
 
 class Range(Section):
-    """The values that a sweep tries for one key: `choices`, or numbers from `low` to `high`, integers if both are."""
+    """The values that a sweep tries for one key of the run file: `choices`, or numbers from `low` to `high`. The
+    numbers are integers if both bounds are.
+    """
 
     choices: Annotated[tuple[_Choice, ...] | None, Field(min_length=1)] = None
     low: int | float | None = None
@@ -54,14 +56,16 @@ class Range(Section):
         return self
 
     def distribution(self) -> Any:  # noqa: ANN401 - a class of optuna
-        """The range as optuna's distribution; choices become JSON texts, because optuna accepts no lists."""
+        """The range as a distribution of optuna. Choices become JSON texts, because optuna accepts no lists as
+        choices.
+        """
         distributions = import_optuna().distributions
         if self.choices is not None:
             return distributions.CategoricalDistribution(tuple(dict.fromkeys(map(json.dumps, self.choices))))
         is_whole = all(isinstance(number, int) for number in (self.low, self.high, self.step or 1))
         kind = distributions.IntDistribution if is_whole else distributions.FloatDistribution
         with warnings.catch_warnings():
-            # optuna would reduce `high` to a multiple of the step, with a warning.
+            # optuna would reduce `high` to a multiple of the step and only warn. The result is checked below instead.
             warnings.simplefilter("ignore")
             step = {} if self.step is None else {"step": self.step}
             distribution = kind(self.low, self.high, log=self.log, **step)
@@ -71,7 +75,7 @@ class Range(Section):
 
 
 class Choose(Section):
-    """A class of `optuna.samplers` or `optuna.pruners` by name, with its options."""
+    """A class of `optuna.samplers` or `optuna.pruners`, chosen by its name, with options for it."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -100,17 +104,17 @@ class SweepConfig(Section):
 
     @property
     def most_trials(self) -> float:
-        """Number of trials, which for a grid is at most the number of combinations of choices."""
+        """Number of trials of the sweep. A grid has at most as many trials as there are combinations of choices."""
         choices = (values.distribution().choices if values.choices else () for values in self.space.values())
         is_grid = self.sampler.name in _GRID_SAMPLERS
         return min(self.trials, math.prod(map(len, choices))) if is_grid else self.trials
 
     def values_of(self, parameters: dict[str, Any]) -> dict[str, Any]:
-        """The values of keys of the run file in an optuna trial with these parameters."""
+        """The values of run-file keys that belong to optuna's `parameters` of a trial."""
         return {key: json.loads(value) if self.space[key].choices else value for key, value in parameters.items()}
 
     def run_tree(self, values: dict[str, Any], output_dir: Path) -> dict[str, Any]:
-        """The run file with these values of its keys and another `output_dir`."""
+        """The run file of a trial: the sweep's run file with `values` for some keys and another `output_dir`."""
         tree, _ = read_yaml(Path(self.run))
         for key, value in values.items():
             set_key(tree, {}, key, value, source=self.run)
@@ -118,9 +122,9 @@ class SweepConfig(Section):
 
 
 def read_sweep(path: Path, overrides: Sequence[str] = ()) -> SweepConfig:
-    """Read a sweep file; ConfigError names the wrong key with its line, and the nearest valid key.
+    """Read a sweep file. ConfigError names a wrong key with its line and the nearest valid key.
 
-    Each choice and each end of a range is set in the run file, which is then checked like any run file.
+    Each choice and each end of a range is set in the run file, and the result is checked like any run file.
     """
     tree, lines = read_yaml(path)
     for override in overrides:
@@ -153,7 +157,9 @@ def read_sweep(path: Path, overrides: Sequence[str] = ()) -> SweepConfig:
 
 
 def _check_metric(sweep: SweepConfig, config: RunConfig) -> None:
-    """ConfigError if no trial will record the metric, or if the pruner would never get a value of it."""
+    """Raise ConfigError if no trial will record the sweep's metric, or if the pruner would get no value of it during a
+    trial.
+    """
     if not sweep.metric.startswith("eval/"):
         return
     if not config.data.held_out_sets:
@@ -170,9 +176,10 @@ def _check_metric(sweep: SweepConfig, config: RunConfig) -> None:
 
 
 def make_sampler(sweep: SweepConfig, number: int) -> Any:  # noqa: ANN401 - of optuna
-    """The sampler of trial `number`; ConfigError if optuna has no such sampler or option.
+    """Make the optuna sampler for trial `number`. ConfigError if optuna has no such sampler or option.
 
-    Its seed is the sweep's plus `number`, so that a resumed sweep samples the values of an uninterrupted one.
+    The seed of the sampler is that of the sweep plus `number`. So a resumed sweep samples the same values as an
+    uninterrupted one.
     """
     is_grid = sweep.sampler.name in _GRID_SAMPLERS
     if is_grid and (ranges := [key for key, values in sweep.space.items() if values.choices is None]):
@@ -187,7 +194,9 @@ def make_sampler(sweep: SweepConfig, number: int) -> Any:  # noqa: ANN401 - of o
 
 
 def make_chosen(choose: Choose, kind: str, own_options: dict[str, Any]) -> Any:  # noqa: ANN401 - of either base class
-    """The sampler or pruner (`kind`) that a sweep file names; ConfigError if optuna has no such class or option."""
+    """Make the optuna sampler or pruner (`kind`) that a sweep file names. ConfigError if optuna has no such class or
+    option.
+    """
     optuna = import_optuna()
     classes, options = getattr(optuna, f"{kind}s"), choose.model_extra or {}
     names = [name for name in dir(classes) if name.lower().endswith(kind) and not name.startswith("Base")]

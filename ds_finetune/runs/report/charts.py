@@ -12,27 +12,32 @@ from ds_finetune.runs.folder import RANK_TIMES, RunFolder
 from ds_finetune.runs.metrics import Curve, parse_records
 
 MOST_POINTS, _FEWEST_POINTS, _PAGE_POINTS = 1200, 16, 60_000
-"""Maximum and minimum number of points of a line, and the number that the lines of a page share."""
+"""Maximum and minimum number of points of a line in a chart, and the number of points that all lines of a page
+share.
+"""
 POINTS_PER_STRETCH = 4
 _SMOOTHING_FRACTION, _MOST_SMOOTHED_STEPS, _FEWEST_SMOOTHED_POINTS = 40, 100, 30
-"""A smoothed curve averages over a fortieth of the run, at most 100 steps, before and after each step. A curve with
-fewer than 30 points is not smoothed.
+"""A smoothed curve averages, at each step, over a fortieth of the run before and after it, but over at most 100 steps
+on either side. A curve with fewer than 30 points is not smoothed.
 """
 _MOST_RANKS = 8
 _FIRST_TITLES = ("reward", "answer_tokens", "reward_accuracy", "reward_margin", "loss", "accuracy", "grad_norm")
-"""Titles of the charts that come first, if a run has their metrics: those of its objective, and the loss."""
+"""Titles of the charts that a page shows first, if the run has their metrics: metrics of the objective, and the
+loss.
+"""
 _WITHOUT_CHART = ("skipped", "skipped_steps", "tokens_seen", "predicted_gib", "measured_gib", "eta_seconds")
-"""Last parts of the names of metrics that have no chart, because the page shows them in another form."""
+"""Metrics whose names end in these parts have no chart, because the page shows them in another form."""
 _PERCENTAGES = ("accuracy", "exact_match", "reward_accuracy", "mfu", "mtp_accuracy")
 _KIND_SUFFIXES = ("_mean", "_min", "_max")
 
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a chart: y [n] over x [n], where NaN leaves a gap.
+    """A line of a chart with values y [n] at positions x [n]. NaN leaves a gap.
 
-    `role` is `line`, `faint` (drawn behind a mean), `mean`, `points` (joined by a line), `dots` (not joined), `dashed`
-    or `map` (n cells at integer x and y, coloured by `values` [n] from 1/4 to 4). `colour` is an index of the palette.
+    `role` says how the line is drawn: as `line`, `faint` (behind a mean), `mean`, `points` (joined by a line), `dots`
+    (not joined), `dashed`, or `map` (n cells at integer x and y, coloured by `values` [n] from 1/4 to 4). `colour` is
+    an index of the palette.
     """
 
     name: str
@@ -59,7 +64,8 @@ def _rounded(value: object) -> object:
 class Chart:
     """A chart of lines over steps or over other numbers.
 
-    If there are `categories`, each x is one of these texts. `markers` are steps with a vertical dashed line.
+    If there are `categories`, each x value is one of these texts. `markers` are steps at which a vertical dashed line
+    is drawn.
     """
 
     title: str
@@ -83,9 +89,9 @@ def is_percentage(metric: str) -> bool:
 
 
 def run_charts(run: RunFolder, markers: Sequence[int] = ()) -> list[Chart]:
-    """Charts of a run's metrics; `markers` are steps such as restarts.
+    """Make the charts of a run's metrics. `markers` are steps to mark, such as restarts.
 
-    Metrics of one quantity share a chart: `train/loss`, `eval/loss` and the loss of each held-out set.
+    Metrics of one quantity share a chart, e.g. `train/loss`, `eval/loss` and the loss of each held-out set.
     """
     by_title: dict[str, list[str]] = {}
     for name in _metrics_of([run]):
@@ -97,7 +103,7 @@ def run_charts(run: RunFolder, markers: Sequence[int] = ()) -> list[Chart]:
 
 
 def overlay_charts(runs: Sequence[RunFolder]) -> list[Chart]:
-    """A chart for each metric of two or more runs, with a line for each run."""
+    """Make a chart for each metric of two or more runs, with a line for each run."""
     labels, num_lines = run_labels(runs), sum(len(run.curves) for run in runs)
     names = sorted(_metrics_of(runs), key=lambda name: _position(_title(name)))
     return [
@@ -106,11 +112,13 @@ def overlay_charts(runs: Sequence[RunFolder]) -> list[Chart]:
 
 
 def rank_charts(run: RunFolder) -> list[Chart]:
-    """The chart of step times by rank, with three lines if there are more than eight ranks; empty for one rank."""
+    """Make the chart of step times by rank. For more than eight ranks it shows the slowest, the median and the fastest
+    rank; for one rank there is no chart.
+    """
     times_of = parse_records(
         run.records(RANK_TIMES), lambda record: (record["step"], [float(each) for each in record["seconds"]])
     )
-    # A run may have resumed on another number of ranks.
+    # A run may have resumed on another number of ranks. Only records with the latest number are drawn.
     ranks = len(times_of[-1][1]) if times_of else 0
     times_of = [(step, seconds) for step, seconds in times_of if len(seconds) == ranks]
     if ranks < 2:
@@ -131,7 +139,7 @@ def _metrics_of(runs: Sequence[RunFolder]) -> list[str]:
 
 
 def _title(metric: str) -> str:
-    """Title of the chart of a metric, which other metrics of the same quantity share."""
+    """Title of the chart that shows `metric`. Metrics of one quantity have the same title."""
     section, *middle, last = metric.split("/")
     if section == "comm":
         return f"comm/*_{last.rpartition('_')[2]}"
@@ -149,7 +157,9 @@ def _position(title: str) -> int:
 def _chart(
     title: str, series: Sequence[tuple[str, RunFolder, str]], num_lines: int, markers: Sequence[int] = ()
 ) -> Chart:
-    """A chart of `series`, which are name of the line, run and metric, on a page with `num_lines` lines."""
+    """Make a chart of `series`, on a page with `num_lines` lines. Each item of `series` is the name of a line, its run
+    and its metric.
+    """
     most = max(_FEWEST_POINTS, min(MOST_POINTS, _PAGE_POINTS // max(num_lines, 1)))
     lines: list[Line] = []
     for colour, (label, run, name) in enumerate(series):
@@ -159,13 +169,15 @@ def _chart(
 
 
 def run_labels(runs: Sequence[RunFolder]) -> list[str]:
-    """A name for each run: its path relative to the folder that all runs are in."""
+    """A distinct name for each run: its path relative to the nearest folder that contains all runs."""
     common = os.path.commonpath([run.path.parent for run in runs])
     return [os.path.relpath(run.path, common) for run in runs]
 
 
 def _lines_of(curve: Curve, name: str, line: Line, most: int) -> Iterator[Line]:
-    """The lines of a metric: points for evaluations and saves; else its values, and their mean if they are many."""
+    """The lines that draw one metric. Evaluations and saves are drawn as points. Other metrics are drawn as values, and
+    with their smoothed mean if they have many values.
+    """
     steps, values = curve.steps, curve.values
     indices = drawn_points(values, most)
     line = replace(line, x=steps[indices], y=values[indices])
@@ -181,10 +193,12 @@ def _lines_of(curve: Curve, name: str, line: Line, most: int) -> Iterator[Line]:
 
 
 def drawn_points(values: NDArray[np.float64], most: int) -> NDArray[np.intp]:
-    """Ascending indices [at most `most`] of values [n] with which a curve looks as if all its values were drawn.
+    """Choose the points of a curve that are drawn: ascending indices [at most `most`] of `values` [n]. The curve looks
+    as if all values were drawn.
 
-    Of each of several equal stretches the lowest, the highest and the last value are drawn, and the first one that is
-    not finite, so that no spike, dip or gap is lost. The first value is drawn too. `most` is at least 8.
+    The curve is divided into equal stretches. Of each stretch the lowest, the highest and the last value are drawn, and
+    the first one that is not finite, so that no spike, dip or gap is lost. The first value of the curve is drawn too.
+    `most` is at least 8.
     """
     assert most >= 2 * POINTS_PER_STRETCH, most
     n = len(values)
@@ -192,7 +206,7 @@ def drawn_points(values: NDArray[np.float64], most: int) -> NDArray[np.intp]:
         return np.arange(n)
     size = -(-n // ((most - 1) // POINTS_PER_STRETCH))
     starts = np.arange(0, n, size)
-    # Values that fill up the last stretch; their indices are limited to the last value.
+    # The last stretch is padded to full length. Indices of the padding are limited to that of the last value.
     padded = np.pad(values, (0, len(starts) * size - n), mode="edge").reshape(-1, size)
     is_finite = np.isfinite(padded)
     picked = [
@@ -207,8 +221,8 @@ def drawn_points(values: NDArray[np.float64], most: int) -> NDArray[np.intp]:
 def smooth(values: NDArray[np.float64], reach: int) -> NDArray[np.float64]:
     """Centred moving average [n]: the mean of the finite values [n] up to `reach` before and after each value.
 
-    A centred average does not lag behind a falling curve. Windows are cut off at both ends. NaN and infinity become
-    NaN.
+    A centred average does not lag behind a falling curve. Windows are cut off at both ends of the curve. A value that
+    is NaN or infinite becomes NaN.
     """
     is_finite, window = np.isfinite(values), np.ones(2 * reach + 1)
     sums, counts = (

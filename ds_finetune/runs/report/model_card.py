@@ -19,19 +19,19 @@ from ds_finetune.system.whole_file import replace_file
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".zst")
 _SETTINGS = ("objective.name", "train.", "optim.", "data.packing", "lora.rank", "lora.alpha", "lora.target_modules")
-"""Beginnings of the keys of the run file that a model card lists with their values; none of them holds a path."""
+"""Beginnings of the run-file keys that a model card lists with their values. None of these keys holds a path."""
 
 
 def write_model_cards(run: RunFolder) -> list[Path]:
-    """Write the model card of each export of a run; returns the paths of the written cards."""
+    """Write the model card of each exported folder of a run, and return the paths of the written cards."""
     return [card for name in run.exports if (card := write_model_card(run, run.path / name)) is not None]
 
 
 def write_card_of_source(source: Path, folder: Path, verified: Sequence[str] = ()) -> Path | None:
-    """Write the model card of `folder`, which was exported from the run, checkpoint or adapter `source`.
+    """Write the model card of the exported `folder`, whose weights come from the run, checkpoint or adapter `source`.
 
-    `verified` are lines about the verification of `folder`. Returns the path of the card; None if `source` belongs to
-    no run, or if the folder has a card that a person has written.
+    `verified` holds lines about the verification of `folder`. Returns the path of the card, or None if `source` belongs
+    to no run or if a person has written a card in `folder`.
     """
     run_folder = next((each for each in (source, *source.absolute().parents[:2]) if is_run(each)), None)
     if run_folder is None:
@@ -40,7 +40,9 @@ def write_card_of_source(source: Path, folder: Path, verified: Sequence[str] = (
 
 
 def write_model_card(run: RunFolder, folder: Path, verified: Sequence[str] = ()) -> Path | None:
-    """Write `README.md` into an exported folder of a run; returns its path, None if it has one that a person wrote."""
+    """Write the model card `README.md` into an exported folder of a run. Returns its path, or None if a person has
+    written a card there.
+    """
     card = folder / CARD
     if card.exists() and not is_generated_card(card):
         return None
@@ -51,7 +53,7 @@ def write_model_card(run: RunFolder, folder: Path, verified: Sequence[str] = ())
 def model_card(run: RunFolder, folder: Path, verified: Sequence[str] = ()) -> str:
     """The text of the model card of an exported folder.
 
-    It has neither times nor paths of this machine, so that equal exports have equal cards.
+    The text contains neither times nor paths of this machine, so that equal exports have equal cards.
     """
     from huggingface_hub import EvalResult, ModelCardData
 
@@ -118,7 +120,9 @@ def model_card(run: RunFolder, folder: Path, verified: Sequence[str] = ()) -> st
 
 
 def _prompt_lines(run: RunFolder, folder: Path) -> list[str]:
-    """Lines about the prompt format, from the tokenizer of `folder` or else from that of the run's export."""
+    """Lines of a model card about the prompt format, from the tokenizer in `folder`, or else from that in the run's
+    folder `export`.
+    """
     from ds_finetune.data.prompt_format import prompt_lines
     from ds_finetune.data.tokenizer_files import load_tokenizer
 
@@ -129,7 +133,9 @@ def _prompt_lines(run: RunFolder, folder: Path) -> list[str]:
 
 
 def _config_of(folder: Path) -> Mapping[str, Any]:
-    """The config.json of an exported folder; for an adapter, which has none, that of the merged export beside it."""
+    """The model config of an exported folder. An adapter has none, so the config of the merged export beside it is
+    used.
+    """
     merged = folder.with_name(folder.name.replace("adapter", "export"))
     return read_object(folder / "config.json") or read_object(merged / "config.json")
 
@@ -146,7 +152,7 @@ def _step_of(run: RunFolder, folder: Path) -> int:
 
 
 def _results_at(run: RunFolder, step: int) -> Iterator[tuple[str, float]]:
-    """Metrics over all held-out rows after `step`, with names such as `loss` for `eval/loss`."""
+    """The metrics over all held-out rows after `step`, by names without the prefix `eval/`."""
     for name, curve in run.curves.items():
         metric = name.removeprefix("eval/")
         if metric == name or "/" in metric:
@@ -157,7 +163,7 @@ def _results_at(run: RunFolder, step: int) -> Iterator[tuple[str, float]]:
 
 
 def _training_data(config: Mapping[str, Any]) -> list[str]:
-    """The files and data sets that the run file names as training data."""
+    """The paths and names of data sets that a run file gives as training data."""
     section = config.get("data", {})
     sources = section.get("train", []) if isinstance(section, dict) else []
     sources = list(sources.values()) if isinstance(sources, dict) else sources

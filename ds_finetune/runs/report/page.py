@@ -1,4 +1,4 @@
-"""Pages: sections of tables, texts and charts, rendered as one HTML file that needs no network."""
+"""Pages of reports: sections of tables, texts and charts, rendered as one HTML file that needs no network."""
 
 import base64
 import hashlib
@@ -21,15 +21,16 @@ from ds_finetune.system.versions import require_extra
 
 TEMPLATES = Path(__file__).parent / "templates"
 NONE = "-"
-"""Text that stands for an unknown number."""
+"""Text that a page shows for an unknown number."""
 Row = Sequence[str]
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table. Its first `text_columns` columns are texts, and the others are numbers, which are right-aligned.
+    """A table of a page. Its first `text_columns` columns hold texts; the others hold numbers, which are right-aligned.
 
-    Without the names in `columns` it is a list of names with texts. A folded table is shown when a reader opens it.
+    Without names in `columns` the table is a list of names with texts. A folded table shows its rows when a reader
+    opens it.
     """
 
     caption: str
@@ -41,14 +42,16 @@ class Table:
 
 @dataclass(frozen=True)
 class Charts:
-    """Charts, as many beside each other as fit."""
+    """A block of charts on a page. As many charts are beside each other as fit."""
 
     charts: Sequence[Chart]
 
 
 @dataclass(frozen=True)
 class Text:
-    """A text in spans, of which some are marked by a colour. A tail is shown in a box that is scrolled to its end."""
+    """A text block of a page. It consists of spans, and a span may be marked by a colour. A text that is a tail is
+    shown in a box that is scrolled to its end.
+    """
 
     title: str
     spans: Sequence[tuple[str, bool]]
@@ -58,7 +61,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Remark:
-    """A sentence or two; `tone` is `plain`, `good` or `bad`."""
+    """A remark of a sentence or two on a page. Its `tone` is `plain`, `good` or `bad`."""
 
     text: str
     tone: str = "plain"
@@ -75,12 +78,12 @@ class PageSection:
     title: str
     blocks: Sequence[Block]
     lead: str = ""
-    """A sentence below the heading."""
+    """A sentence that is shown below the heading of the section."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """A number shown large at the top of the page."""
+    """A number that is shown large at the top of a page, with a label and a note."""
 
     label: str
     value: str
@@ -89,7 +92,9 @@ class Tile:
 
 @dataclass(frozen=True)
 class Page:
-    """The content of a page; `state` is the state of its run, such as `finished`, and empty for several runs."""
+    """The content of a page. `state` is the state of the page's run, such as `finished`; it is empty if the page shows
+    several runs.
+    """
 
     title: str
     subtitle: str
@@ -100,16 +105,16 @@ class Page:
 
     @property
     def charts(self) -> list[Chart]:
-        """All charts, in the order of the page."""
+        """All charts of the page, in the order in which it shows them."""
         blocks = [block for section in self.sections for block in section.blocks if isinstance(block, Charts)]
         return [chart for block in blocks for chart in block.charts]
 
 
 def render_page(page: Page, *, is_live: bool = False, has_library: bool = True) -> str:
-    """The page as HTML with styles, scripts and the chart library inside.
+    """Render a page as HTML with styles, scripts and the chart library inside.
 
     The page's content security policy forbids all requests, and all scripts but its own. A live page, which `watch`
-    serves, may ask its server for new points; the answer is the page without library.
+    serves, may ask its server for new points; the server answers with the page without the library.
 
     DependencyError if the page has charts and the extra `pages` is not installed.
     """
@@ -125,14 +130,16 @@ def render_page(page: Page, *, is_live: bool = False, has_library: bool = True) 
         style=(TEMPLATES / "page.css").read_text(encoding="utf-8"),
         scripts=scripts,
         hashes=[base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts],
-        # The HTML parser looks for `</script` and `<!--` in JSON too.
+        # `<` is escaped, because the HTML parser looks for `</script` and `<!--` in JSON too.
         data=json.dumps(charts, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
     )
 
 
 @cache
 def bokehjs() -> str:
-    """The scripts of BokehJS with its plotting functions; DependencyError if bokeh is not installed."""
+    """The scripts of the chart library BokehJS, with its plotting functions. DependencyError if bokeh is not
+    installed.
+    """
     require_extra("pages", "a page with charts")
     bokeh = find_spec("bokeh")
     assert bokeh is not None
@@ -141,7 +148,9 @@ def bokehjs() -> str:
 
 
 def render_template(template: str, *, is_escaped: bool, **values: object) -> str:
-    """The text of a template with `values`; with `is_escaped`, texts are escaped for HTML."""
+    """Fill a template of this folder with `values`, and return the text. With `is_escaped`, texts are escaped for
+    HTML.
+    """
     return _environment(is_escaped).get_template(template).render(values)
 
 
@@ -155,7 +164,7 @@ def _environment(is_escaped: bool) -> Environment:
 
 
 def number_text(value: float | None, metric: str = "") -> str:
-    """A number as text, in the unit that the name of its metric implies."""
+    """Format a number in the unit that the name of its metric implies."""
     if value is None:
         return NONE
     if not math.isfinite(value):
@@ -170,5 +179,5 @@ def number_text(value: float | None, metric: str = "") -> str:
 
 
 def ago_text(moment: float) -> str:
-    """The time since `moment`, which is in seconds since 1970, as text."""
+    """Format the time since `moment`, which is in seconds since 1970, such as `5 min ago`."""
     return f"{time_text(max(time.time() - moment, 0.0))} ago" if moment else NONE

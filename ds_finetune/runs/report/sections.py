@@ -1,4 +1,6 @@
-"""The pages of reports: the sections of one run, from the files in its folder, or a comparison of several runs."""
+"""The pages of reports. A page shows the sections of one run, from the files in its folder, or compares several
+runs.
+"""
 
 import math
 import shlex
@@ -32,21 +34,27 @@ from ds_finetune.runs.status import RunStatus, State
 
 T = TypeVar("T")
 _MOST_EVENTS, _MOST_SAMPLES, _MOST_ANSWERS, _MOST_RANKS = 100, 16, 12, 64
-"""Maximum number of events of a kind, of prompts or documents, of answers to a prompt, and of ranks in a table."""
+"""Maximum numbers on a page: of events of a kind, of prompts or documents, of answers to one prompt, and of ranks in a
+table.
+"""
 _LONGEST_TEXT, _LONGEST_FILE = 1500, 100_000
-"""Maximum number of characters of a prompt or an answer, and of a file."""
+"""Maximum number of characters that a page shows of a prompt or an answer, and of a file."""
 _LOG_BYTES = 16_384
 _UNKNOWN_FORM = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, OSError)
-"""Errors of the functions of `SECTIONS` for files that another version wrote, or that cannot be read."""
+"""Errors that functions of `SECTIONS` raise if another version wrote a file, or if a file cannot be read. The section
+is then left out.
+"""
 _RESULTS = (
     *("train/loss", "rollout/reward", "rollout/answer_tokens", "train/reward_accuracy", "train/reward_margin"),
     *("eval/reward_accuracy", "eval/reward", "eval/accuracy", "eval/exact_match", "memory/peak_gib"),
 )
-"""Metrics whose last value is shown at the top of the page of a run and in the results of a comparison."""
+"""Metrics whose last values are shown at the top of a run's page, and as results when runs are compared."""
 
 
 def run_page(run: RunFolder, *, state: State | None = None, is_live: bool = False) -> Page:
-    """The page of one run; `state` is the final state of a run that is ending, if its folder does not have it yet."""
+    """Make the page of one run. `state` is the final state of a run that is ending, for which its folder may still say
+    `running`.
+    """
     status = run.status
     if state is not None and status.state in ("running", "unknown"):
         status = replace(status, state=state, reason="" if status.state == "unknown" else status.reason)
@@ -69,7 +77,9 @@ def run_page(run: RunFolder, *, state: State | None = None, is_live: bool = Fals
 
 
 def overlay_page(runs: Sequence[RunFolder]) -> Page:
-    """The page that compares runs: results, run-file keys and package versions that differ between them, and curves."""
+    """Make the page that compares runs. It shows their results, the run-file keys and package versions in which they
+    differ, and their curves.
+    """
     labels = run_labels(runs)
     rows = _differences([run.settings for run in runs]) + _differences([run.versions for run in runs])
     differences: list[Block] = [Table("Keys and versions that differ", ("", *labels), rows, len(labels) + 1)]
@@ -89,7 +99,9 @@ def _results(run: RunFolder) -> dict[str, str]:
 
 
 def _rows(columns: Sequence[Mapping[str, str]]) -> list[tuple[str, ...]]:
-    """Rows of a table from the texts by name of each column; a dash stands for a missing text."""
+    """Combine `columns` into the rows of a table. Each column maps row names to texts; a dash stands for a missing
+    text.
+    """
     names = dict.fromkeys(name for column in columns for name in column)
     return [(name, *(column.get(name, NONE) for column in columns)) for name in names]
 
@@ -114,7 +126,7 @@ def _tiles(run: RunFolder, status: RunStatus) -> list[Tile]:
 
 
 def _warnings(run: RunFolder) -> list[str]:
-    """Warnings about unreadable files, about a run of another version, and about a run without steps."""
+    """Warnings for the page of a run: unreadable files, files of another version, and a run without steps."""
     warnings = [text for text in (run.metrics.problem, *run.problems) if text]
     written_by = run.versions.get("ds_finetune", "")
     if written_by not in ("", "not installed", __version__):
@@ -190,7 +202,7 @@ def _profile(run: RunFolder) -> list[Block]:
 
 
 def _experts(run: RunFolder) -> list[Block]:
-    """Heat maps of the loads of experts in the first and the last tenth of the recorded steps."""
+    """Heat maps that show the loads of experts in the first and in the last tenth of the recorded steps."""
     if (path := run.file(EXPERTS)) is None:
         return []
     layers, table = read_expert_table(path)
@@ -211,7 +223,8 @@ def _experts(run: RunFolder) -> list[Block]:
 
 
 def relative_loads(counts: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Loads [layers, experts] relative to the mean load of the layer, from tokens [steps, layers, experts].
+    """Sum tokens [steps, layers, experts] over steps, and divide each expert's sum by the mean of its layer: loads
+    [layers, experts].
 
     The loads of a layer without tokens are 0.
     """
@@ -240,7 +253,7 @@ def _data(run: RunFolder) -> list[Block]:
 def _answers(run: RunFolder) -> list[Block]:
     groups: dict[tuple[str, str], dict[int, Sample]] = {}
     for sample in parse_records(run.records(SAMPLES), _sample):
-        # A step that was repeated after a resume has several answers, of which the last one counts.
+        # If a resumed run repeated a step, a prompt has several answers of that step. The last one counts.
         groups.setdefault((sample.name, sample.prompt), {})[sample.step] = sample
     return [
         Table(
@@ -298,7 +311,7 @@ def _repeat(run: RunFolder) -> list[Block]:
 
 
 def repeat_command(run: RunFolder) -> str:
-    """A command that repeats the run in another folder, on the same number of ranks."""
+    """The command that repeats a run in another folder, on the same number of ranks."""
     ranks = run.last_start.get("ranks", run.status.ranks)
     is_one_host = ranks == run.last_start.get("ranks_per_host", ranks)
     command = f"launch --nproc {ranks}" if is_one_host else "launch --hostfile HOSTFILE"
@@ -311,7 +324,7 @@ def _code(title: str, text: str, *, is_folded: bool = False) -> Text:
 
 
 def _spread(items: Sequence[T], most: int) -> Iterator[T]:
-    """At most `most` of the items, evenly spread, with the first and the last one."""
+    """Pick at most `most` of the items, evenly spread, with the first and the last one."""
     indices = np.unique(np.linspace(0, len(items) - 1, min(most, len(items))).round().astype(int))
     return (items[index] for index in indices.tolist())
 
@@ -339,7 +352,8 @@ SECTIONS: tuple[tuple[str, str, Callable[[RunFolder], list[Block]], str], ...] =
     ("export", "Export and its verification", _exports, ""),
     ("repeat", "Versions and how to repeat the run", _repeat, ""),
 )
-"""Sections in the order of the page: name, heading, function that returns the blocks, and sentence below the heading.
+"""The sections of a run's page in their order. Each has a name, a heading, a function that returns its blocks, and a
+sentence below the heading.
 
 A section without blocks is left out.
 """

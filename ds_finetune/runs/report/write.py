@@ -1,4 +1,6 @@
-"""Writes reports: the page of one run or several runs, and the page and model cards at the end of a run."""
+"""Writes reports: pages of one or several runs, and, at the end of a run, its page and the model cards of its
+exports.
+"""
 
 import shlex
 from collections.abc import Sequence
@@ -34,7 +36,7 @@ def write_run_report(run_folder: Path, *, state: State | None = None) -> Path:
 
 
 def write_report(run_folders: Sequence[Path], out: Path) -> Path:
-    """Write the page of one run, or the page that compares several runs, to `out`, and nothing else.
+    """Write the page of one run, or the page that compares several runs, to the file `out`, and nothing else.
 
     OutputError if a folder holds no run, or if `out` cannot be written or is a file other than a report.
     """
@@ -60,7 +62,7 @@ def write_page(page: Page, path: Path) -> Path:
 
 
 def try_run_report(run_folder: Path, say: Say, *, state: State) -> Path | None:
-    """Write the report of a run that ends; a failure only prints a line, since the run itself has ended well."""
+    """Write the report of a run that ends. A failure only prints a line, because the run itself has ended well."""
     try:
         return write_run_report(run_folder, state=state)
     except Exception as failed:  # noqa: BLE001 - a run that is trained and exported must not fail for its report

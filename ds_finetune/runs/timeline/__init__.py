@@ -1,1 +1,3 @@
-"""Time of optimizer steps by kind: torch.profiler's traces of all ranks on one clock, and a table of seconds."""
+"""Profiles of optimizer steps: torch.profiler's traces of all ranks on one clock, and a table of seconds by kind of
+work.
+"""

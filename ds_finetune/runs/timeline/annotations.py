@@ -1,4 +1,6 @@
-"""Annotations in torch.profiler's trace: phases of a step, and collectives with keys that match them between ranks."""
+"""Annotations in torch.profiler's trace. They mark the phases of a step, and collectives with keys by which ranks'
+collectives are matched.
+"""
 
 import functools
 import threading
@@ -16,11 +18,13 @@ from ds_finetune.foreign.torch_distributed import wrapped_group_calls
 
 DATA, CHECKPOINT, WAIT = "data", "checkpoint", "wait"
 SEPARATOR = "|"
-"""Separator in the name of a collective: kind, group, number in the group, and input bytes."""
+"""Separates the parts of a collective's annotation: kind, group, number in the group, and input bytes."""
 
 
 class Annotations:
-    """Annotates phases of the thread that created this object, and collectives of all threads."""
+    """Annotates a profile of this process: phases of the thread that created this object, and collectives of all
+    threads.
+    """
 
     def __init__(self) -> None:
         self._phases: list[str] = []
@@ -30,19 +34,21 @@ class Annotations:
         self._names: weakref.WeakKeyDictionary[dist.Work, str] = weakref.WeakKeyDictionary()
 
     def begin_data(self) -> None:
-        """Begin the wait for data; it ends when the next phase begins."""
+        """Begin to annotate the wait for data. The annotation ends when the next phase begins."""
         self._data = record_function(DATA)
         self._data.__enter__()
 
     def end_data(self) -> None:
-        """End the wait for data, if one is open."""
+        """End the annotation of the wait for data, if one is open."""
         if self._data is not None:
             self._data.__exit__(None, None, None)
             self._data = None
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Annotate a phase in torch's profile, unless it is already open or the call is on another thread."""
+        """Annotate the `with` block as a phase in torch's profile, unless the phase is already open or another thread
+        calls.
+        """
         if phase in self._phases or threading.get_ident() != self._thread:
             yield
             return
@@ -55,7 +61,7 @@ class Annotations:
             self._phases.pop()
 
     def on_collectives(self) -> AbstractContextManager[None]:
-        """While open, annotate every collective of this process's groups, and every wait for one."""
+        """Annotate every collective of this process's groups, and every wait for one, while the context is open."""
         return wrapped_group_calls(
             tuple(INPUT_AT), lambda name, function: self._wait(function) if name == WAIT else self._call(name, function)
         )
@@ -86,7 +92,7 @@ class Annotations:
         if kind in POINT_TO_POINT:
             ranks = dist.get_process_group_ranks(group)
             ends = ranks[group.rank()], ranks[args[1]]
-            # Sender and receiver of a message use the same key.
+            # The key names the sender before the receiver, so that both ranks of a message use the same key.
             key = "{} {}>{}".format(key, *(ends if kind == "send" else ends[::-1]))
         self._counts[key] += 1
         return SEPARATOR.join((kind, key, str(self._counts[key]), str(bytes_of(input_of(name, args)))))

@@ -1,4 +1,6 @@
-"""Reads the trace of a rank, and divides its steps into kinds of work; each moment counts as exactly one kind."""
+"""Reads the trace of a rank, and divides the time of its steps by kind of work. Each moment counts as exactly one
+kind.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,22 +22,28 @@ _KIND_OF_PHASE = {
 _HOST = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver")
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _TORCH_PREFIXES = ("gloo:", "nccl:")
-"""Prefixes of torch's events of collectives, which do not nest; the annotations of this program replace them."""
+"""Prefixes of torch's own events of collectives. These events do not nest; the annotations of this program replace
+them.
+"""
 _MATCHED = ("allreduce", "reduce", "broadcast", "allgather", "reduce_scatter", "all_to_all", "all_to_allv", "barrier")
-"""NCCL collectives that are matched between ranks. Messages are not, since their kernels do not name both ranks."""
+"""NCCL collectives that are matched between ranks. Messages between two ranks are not, since their kernels do not name
+both ranks.
+"""
 _PHASE, _COPY, _COLLECTIVE, _WAIT, _KERNEL = range(5)
-"""Layers of a step: each moment counts as the kind of work of the highest layer that covers it."""
+"""Layers of a step, lowest first. Each moment counts as the kind of work of the highest layer that covers it."""
 Event = dict[str, Any]
 """An event of Chrome's trace format; times are in microseconds."""
 CollectiveKey = tuple[str, int]
-"""Identifies a collective on all its ranks: its group, and its number in the group."""
+"""Identifies a collective on all its ranks by the group of ranks and the number of the collective in that group."""
 Layer = tuple[int, str, float, float]
-"""Layer index, kind of work, begin and end in microseconds."""
+"""A stretch of time with one kind of work: index of its layer, kind of work, and begin and end in microseconds."""
 
 
 @dataclass
 class RankTrace:
-    """The events of one rank on rank zero's clock, with steps, collectives and layers found in them."""
+    """The events of one rank, timed by rank zero's clock, with the steps, collectives and layers that were found in
+    them.
+    """
 
     events: list[Event]
     steps: list[tuple[int, float, float]] = field(default_factory=list)
@@ -49,9 +57,10 @@ class RankTrace:
 
 
 def read_trace(tree: Mapping[str, Any], rank: int, shift: float, *, is_gpu: bool) -> RankTrace:
-    """Convert Kineto's JSON, with `shift` microseconds added to its times, to process `rank` in Chrome's format.
+    """Convert the JSON of Kineto, torch's profiler, to the events of process `rank` in Chrome's trace format. `shift`
+    microseconds are added to all times.
 
-    On a GPU, NCCL kernels are the communication; on a CPU, annotated calls, which block the rank.
+    On a GPU the kernels of NCCL count as communication. On a CPU the annotated calls do, because they block the rank.
     """
     metadata = {"process_name": {"name": f"rank {rank}"}, "process_sort_index": {"sort_index": rank}}
     trace = RankTrace([{"ph": "M", "pid": rank, "tid": 0, "name": name, "args": metadata[name]} for name in metadata])
@@ -104,9 +113,10 @@ def _add_device_event(trace: RankTrace, event: Event, counts: Counter[str]) -> N
 
 
 def mark_waits(trace: RankTrace, starts: Sequence[Mapping[CollectiveKey, float]]) -> None:
-    """Add this rank's waits for the last rank of each collective, and name that rank in the event.
+    """Record how long this rank waited in each collective for the last rank to start it, and name that rank in the
+    event.
 
-    `starts` are the start times of all ranks.
+    `starts` holds, for each rank, the start times of its collectives.
     """
     latest: dict[CollectiveKey, tuple[float, int]] = {}
     for rank, each in enumerate(starts):
@@ -121,8 +131,8 @@ def mark_waits(trace: RankTrace, starts: Sequence[Mapping[CollectiveKey, float]]
 
 
 def break_down(trace: RankTrace) -> list[dict[str, Any]]:
-    """Seconds of each step by kind of work, which add up to the time of the step."""
-    # The innermost phase counts, which is shorter than the phases around it.
+    """Divide the time of each step by kind of work. The seconds of all kinds add up to the time of the step."""
+    # Within a layer, longer stretches come first and shorter ones cover them, so that the innermost phase counts.
     layers = sorted(trace.layers, key=lambda layer: (layer[0], layer[2] - layer[3]))
     return [
         {"step": number, "seconds": (end - begin) / 1e6, "categories": seconds_by_kind(begin, end, layers)}
@@ -131,7 +141,9 @@ def break_down(trace: RankTrace) -> list[dict[str, Any]]:
 
 
 def seconds_by_kind(first: float, last: float, layers: Iterable[Layer]) -> dict[str, float]:
-    """Seconds of each kind of work between two times in microseconds; later layers cover earlier ones."""
+    """Seconds of each kind of work between the times `first` and `last` in microseconds. Later `layers` cover earlier
+    ones.
+    """
     cut = [(kind, max(begin, first), min(end, last)) for _, kind, begin, end in layers if begin < last and end > first]
     edges = np.unique([first, last, *(time for _, *span in cut for time in span)])
     kinds = np.full(len(edges) - 1, KINDS.index(OTHER))
@@ -142,13 +154,13 @@ def seconds_by_kind(first: float, last: float, layers: Iterable[Layer]) -> dict[
 
 
 def mean_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Mean seconds by kind, over steps or ranks."""
+    """Mean seconds of a step by kind of work, over steps or over ranks."""
     categories = {kind: fmean(row["categories"][kind] for row in rows) for kind in KINDS}
     return {"seconds": fmean(row["seconds"] for row in rows), "categories": categories}
 
 
 def table_lines(ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Lines of a table of seconds by kind and rank."""
+    """The lines of a table with the seconds of a step by rank and kind of work."""
     yield f"{'seconds of a step':<18}" + "".join(f"{kind:>14}" for kind in ("all", *KINDS))
     for rank in ranks:
         values = (rank["mean"]["seconds"], *rank["mean"]["categories"].values())

@@ -1,6 +1,6 @@
-"""Profiles consecutive steps on ranks of a run, and writes trace and table of all ranks on rank zero.
+"""Profiles consecutive steps of a run on some ranks. Rank zero writes one trace and one table of all these ranks.
 
-The trace of all ranks is in Chrome's format, with a process per rank, and can be opened in Perfetto.
+The trace is in Chrome's format, with a process per rank, and can be opened in Perfetto.
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
 
@@ -33,9 +33,13 @@ from ds_finetune.system.whole_file import replace_file
 TRACE, SUMMARY = "trace.json.gz", "summary.json"
 _VERSION = 2
 _PATIENCE = timedelta(hours=12)
-"""Maximum wait of a rank for an answer through the store; detecting a dead rank is the watchdog's task."""
+"""Maximum time that a rank waits for an answer through the store. It is long, because the watchdog detects dead
+ranks.
+"""
 _QUIET_LOG_LEVEL = "6"
-"""Above every level of Kineto's log (torch 2.13), which writes a line to standard error whenever a profile ends."""
+"""A level above every level of Kineto's log (torch 2.13). At lower levels Kineto writes a line to standard error
+whenever a profile ends.
+"""
 _MOST_RANKS = 8
 _ROUND_TRIPS = 20
 WrapPhases = Callable[[Annotations], AbstractContextManager[None]]
@@ -43,7 +47,9 @@ WrapPhases = Callable[[Annotations], AbstractContextManager[None]]
 
 @dataclass(frozen=True)
 class ProfiledRun:
-    """Facts of a profiled run for its summary: device, layout of ranks, and ranks that are profiled."""
+    """Facts about a profiled run for the summary of its profile: device, layout of ranks, and the ranks that are
+    profiled.
+    """
 
     device: str
     layout: str
@@ -57,7 +63,7 @@ class ProfiledRun:
 
 
 class StepProfiler:
-    """Profiles steps on `run.profiled_ranks`; every rank of the run calls `start` and `finish`.
+    """Profiles steps on the ranks `run.profiled_ranks`. Every rank of the run must call `start` and `finish`.
 
     Hosts compare their clocks through `store`, and ranks send their traces to rank zero, so that no shared file system
     is needed. `wrap` opens a context in which phases are annotated.
@@ -66,18 +72,19 @@ class StepProfiler:
     def __init__(self, run: ProfiledRun, store: dist.Store, *, clock: "HostClock", wrap: WrapPhases) -> None:
         self._run, self._clock, self._wrap = run, clock, wrap
         self._annotations = Annotations()
-        # A connection of its own: waiting on a shared one would block torch's own threads.
+        # The profiler has its own connection to the store, because waiting on a shared one would block torch's own
+        # threads.
         own_store = store.clone()  # type: ignore[attr-defined] # missing in torch's stubs
         own_store.set_timeout(_PATIENCE)
         self._store = dist.PrefixStore("timeline", own_store)
         self._recording, self._step = ExitStack(), ExitStack()
         self._profile: profile | None = None
         self.steps: list[int] = []
-        """Numbers of the profiled steps."""
+        """Numbers of the optimizer steps that were profiled."""
         self.is_finished = False
 
     def start(self) -> None:
-        """Start recording on the profiled ranks."""
+        """Start recording, if this rank is one that is profiled."""
         if dist.get_rank() in self._run.profiled_ranks:
             os.environ.setdefault("KINETO_LOG_LEVEL", _QUIET_LOG_LEVEL)
             gpu = [ProfilerActivity.CUDA] if self._run.device == "cuda" else []
@@ -86,26 +93,27 @@ class StepProfiler:
                 self._recording.enter_context(recorder)
 
     def begin_step(self, number: int) -> None:
-        """Begin step `number` of the run, with its wait for data."""
+        """Begin to record step `number` of the run, and with it the step's wait for data."""
         self._step.enter_context(record_function(f"{STEP} {number}"))
         self._step.callback(self._annotations.end_data)
         self._annotations.begin_data()
 
     def end_step(self) -> None:
-        """End the step; on a GPU, wait for the device."""
+        """End the record of the step. On a GPU, wait for the device first."""
         if self._run.device == "cuda":
             torch.cuda.synchronize()
         self._step.close()
 
     def stop(self) -> None:
-        """Stop recording, and remove all wrappers."""
+        """Stop recording, and remove all wrappers of functions."""
         self._step.close()
         self._recording.close()
 
     def finish(self, folder: Path, say: Say) -> None:
-        """Stop profiling after at least one step, and write trace and summary to `folder` on rank zero. Collective.
+        """Stop profiling after at least one step. Rank zero then writes the trace and the summary to `folder`.
+        Collective.
 
-        `say` prints the paths and the table, or why the files could not be written.
+        `say` prints the paths of these files and the table, or the reason why they could not be written.
         """
         self.end_step()
         self._recording.close()
@@ -134,7 +142,7 @@ class StepProfiler:
         parts = [part | {"mean": mean_of(part["steps"])} for part in all_gather_object(part) if part["steps"]]
         traces = self._traces(zlib.compress(",\n".join(map(json.dumps, trace.events)).encode(), level=1))
         problem = self._write(folder, traces, parts) if rank == 0 else ""
-        # Ranks other than zero, and rank zero on a full disk, still take part in sending.
+        # Every rank takes part in sending the traces: ranks other than zero, and rank zero even if its disk is full.
         for _ in traces:
             pass
         lines = [f"profiled {text}: open {folder / TRACE} in https://ui.perfetto.dev; {folder / SUMMARY}"]
@@ -143,7 +151,9 @@ class StepProfiler:
             say(line)
 
     def _read(self) -> tuple[dict[str, Any], str]:
-        """The trace of torch.profiler, read through a temporary file, and why that failed (empty on success)."""
+        """Read the trace of torch.profiler through a temporary file. Returns the trace, and a text that says why
+        reading failed (empty on success).
+        """
         profiler, self._profile = self._profile, None
         if profiler is None:
             return {"traceEvents": [], "baseTimeNanoseconds": 0}, ""
@@ -157,14 +167,16 @@ class StepProfiler:
             return {}, f"{type(failed).__name__}: {' '.join(str(failed).split())}"
 
     def _traces(self, own_trace: bytes) -> Iterator[bytes]:
-        """The traces of the profiled ranks, one after another. Collective: every rank must exhaust the iterator."""
+        """Yield the compressed traces of the profiled ranks, one after another. Collective: every rank must exhaust the
+        iterator.
+        """
         for rank in self._run.profiled_ranks:
             trace = [own_trace if rank == dist.get_rank() else b""]
             dist.broadcast_object_list(trace, src=rank)
             yield trace[0]
 
     def _write(self, folder: Path, traces: Iterator[bytes], parts: Sequence[Mapping[str, Any]]) -> str:
-        """Write trace and summary; returns why that failed, empty on success."""
+        """Write the trace and the summary. Returns a text that says why that failed, empty on success."""
         partial = folder / f"{TRACE}.partial"
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -188,19 +200,20 @@ class StepProfiler:
 
 @dataclass(frozen=True)
 class HostClock:
-    """The clock of this process's host; `shift_ns` is added to the system's time, in tests."""
+    """The clock of this process's host. Tests add `shift_ns` to the system's time."""
 
     host: str = field(default_factory=lambda: boot_id() or socket.gethostname())
     """Identifies the clock: the same text for all processes that share it."""
     shift_ns: int = 0
 
     def now(self) -> int:
-        """Nanoseconds since 1970."""
+        """The time of this clock in nanoseconds since 1970."""
         return time.time_ns() + self.shift_ns
 
 
 class MeasuredOffset(NamedTuple):
-    """Nanoseconds to add to a host's clock to get the time of rank zero's host, and the maximum error.
+    """The difference between a host's clock and that of rank zero's host: the nanoseconds to add to the host's clock,
+    and the maximum error of that number.
 
     Hosts ask rank zero for its time through the ranks' store. An answer is wrong by at most half the round trip, so the
     shortest of several round trips is used (Cristian, "Probabilistic clock synchronization", 1989).
@@ -211,7 +224,9 @@ class MeasuredOffset(NamedTuple):
 
 
 def measure_offset(store: dist.Store, clock: HostClock) -> MeasuredOffset:
-    """Measure the offset of `clock` from rank zero's. Collective; the first rank of each host measures for the host."""
+    """Measure how far `clock` is from the clock of rank zero. Collective; the first rank of each host measures for all
+    ranks of the host.
+    """
     rank, hosts = dist.get_rank(), all_gather_object(clock.host)
     leaders = [hosts.index(host) for host in dict.fromkeys(hosts) if host != hosts[0]]
     measured = MeasuredOffset()
