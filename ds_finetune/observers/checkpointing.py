@@ -1,5 +1,5 @@
-"""Saves checkpoints at an interval of steps or time, at the last step and after a signal. A save that runs in the
-background and fails is reported at the next step.
+"""Saves checkpoints at an interval of steps or time, at the last step and after a signal. If a save in the background
+fails, the next step reports it.
 """
 
 import time
@@ -19,14 +19,16 @@ from ds_finetune.observers.record import Resumable, StepRecord
 from ds_finetune.observers.stopping import StopSignals
 
 RunText = Callable[[StepRecord, Mapping[str, Mapping[str, Any]]], str]
-"""Builds the text of a checkpoint's run state from the record of a step and the states of observers by name."""
+"""Function that builds the text with a checkpoint's run state, from the record of a step and the states of observers by
+name.
+"""
 
 
 @dataclass(frozen=True)
 class CheckpointPolicy:
-    """When checkpoints are saved and which ones remain. A checkpoint is saved every `interval`. The last `keep`
-    checkpoints remain, with `keep_best` also the one with the lowest eval loss. After `max_failed` failed saves in a
-    row the run ends.
+    """Says when checkpoints are saved and which ones are kept. A checkpoint is saved every `interval`. The last `keep`
+    checkpoints are kept, and with `keep_best` also the one with the lowest eval loss. After `max_failed` failed saves
+    in a row the run ends.
     """
 
     interval: Interval
@@ -37,7 +39,9 @@ class CheckpointPolicy:
 
 @dataclass
 class Checkpointing:
-    """Saves checkpoints by the `policy`, with the states of the observers in `remembered`; `say` prints a line."""
+    """Saves checkpoints by the `policy`. A checkpoint contains the states of the observers in `remembered`; `say`
+    prints a line.
+    """
 
     saver: Saver
     signals: StopSignals
@@ -46,17 +50,17 @@ class Checkpointing:
     run_text: RunText
     say: Say
     saving: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Context manager that is open while the run waits for a save."""
+    """Context manager that is open while the run waits for a save to finish."""
     _failed: int = 0
     _saved: int = 0
-    """The step of the last checkpoint that this process saved, 0 before the first one."""
+    """The step of the last checkpoint that this process saved; 0 before the first checkpoint."""
     _began: float = field(default_factory=time.monotonic)
-    """The time at which the last save began; before the first save, that at which training began."""
+    """The time at which the last save began. Before the first save it is the time at which training began."""
 
     def after_step(self, record: StepRecord) -> StepRecord:
-        """Finish the previous save if it is complete, and start a new one if it is due."""
+        """Finish the previous save if it is complete, and start to save a checkpoint if one is due."""
         is_late = time.monotonic() - self._began >= self.policy.interval.seconds
-        # Clocks differ between ranks: as soon as the interval has passed on one rank, all ranks save.
+        # Clocks differ between ranks, so all ranks save as soon as the interval has passed on one of them.
         is_stop_requested, is_time = map(bool, all_reduce_max(bool(self.signals.name), is_late))
         self._report(self.saver.settle())
         is_due = is_time or self.policy.interval.is_due(record.step)
@@ -84,20 +88,20 @@ class Checkpointing:
         return record.stopping(f"{name}: saved at step {record.step}; the same command resumes from there")
 
     def save_last(self, record: StepRecord) -> None:
-        """Save after the last step unless that was done, and wait for the save."""
+        """Save a checkpoint after the last step, unless that step has one, and wait for the save."""
         if record.step != self._saved:
             with self.saving():
                 self._save(record, is_stop_requested=False)
         self.close()
 
     def close(self) -> None:
-        """Wait for the save in progress."""
+        """Wait until the save in progress has ended."""
         with self.saving():
             self._report(self.saver.settle(wait=True))
 
     def _report(self, outcome: SaveResult | None) -> bool:
-        """Handle the outcome of a save: report a failure, or remove superseded checkpoints after a success. Returns
-        whether it succeeded; without an outcome, False.
+        """Handle the outcome of a save. A failure is reported; after a success, superseded checkpoints are removed.
+        Returns whether the save succeeded, and False without an outcome.
         """
         if outcome is None:
             return False

@@ -1,4 +1,6 @@
-"""Evaluation on held-out data: loss, perplexity, token accuracy and exact match; early stopping, best weights."""
+"""Evaluation on held-out data: loss, perplexity, token accuracy and exact match. Also early stopping, and keeping the
+best weights.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -11,16 +13,16 @@ from ds_finetune.engine.results import HeldOutScores
 from ds_finetune.observers.record import Remembering, StepRecord
 
 _OVERFLOW_NATS = 700.0
-"""The exponential of a larger number of nats overflows a float."""
+"""Upper bound of a loss in nats whose exponential still fits into a float."""
 
 
 @dataclass
 class Evaluation(Remembering):
-    """Evaluates held-out rows every `interval` and at the last step, by `evaluate` and, if answers are generated, by
-    `exact_match`.
+    """Evaluates held-out rows every `interval` and at the last step. `evaluate` scores the rows, and `exact_match`
+    generates and compares answers if the run asks for that.
 
-    Both functions return their results by the prefix of the metric names: `eval` for all held-out rows, and `eval/NAME`
-    for each named set. They return None if a signal asks the run to end; `is_due` then says that the resumed run must
+    Both functions return their results by prefix of the metric names: `eval` for all held-out rows, and `eval/NAME` for
+    each named set. They return None if a signal asks the run to end; `is_due` then says that the resumed run must
     evaluate first.
     """
 
@@ -84,8 +86,8 @@ class BestAndPatience(Remembering):
 
 
 def held_out_loss(values: Mapping[str, float]) -> float | None:
-    """The number by which evaluations are compared, lower is better: `eval/loss`, or -`eval/reward` if there is one.
-    None if the values are of a step without evaluation.
+    """The number by which evaluations are compared; lower is better. It is `eval/loss`, or -`eval/reward` if there is a
+    reward. None if no evaluation happened at the step of `values`.
     """
     reward = values.get("eval/reward")
     return values.get("eval/loss") if reward is None else -reward

@@ -1,4 +1,4 @@
-"""Observers that users or other packages wrote: they see the record of each step and may end the run."""
+"""Observers from users or other packages: they see the record of each optimizer step and may end the run."""
 
 from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
@@ -7,14 +7,14 @@ from ds_finetune.errors import ConfigError, FinetuneError, RunError
 from ds_finetune.observers.record import Observer, StepRecord
 
 ENTRY_POINTS = "ds_finetune.observers"
-"""Name of the group of entry points in which packages offer observers for `log.observers`. An entry point refers to a
-callable without arguments that returns an observer.
+"""Name of the group of entry points by which packages offer observers for the setting `log.observers`. An entry point
+refers to a callable without arguments that returns an observer.
 """
 
 
 def load_observers(names: Sequence[str]) -> list[Observer]:
-    """Make the observers that installed packages offer under these names. ConfigError if no package offers a name, or
-    if an observer cannot be made.
+    """Make the observers that installed packages offer under `names`. ConfigError if no package offers a name, or if an
+    observer cannot be made.
     """
     offered = {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
     for name in names:
@@ -35,25 +35,27 @@ def load_observers(names: Sequence[str]) -> list[Observer]:
 
 
 class OutsideObservers(Observer):
-    """Calls observers of users with each record, one after another. If an observer on any rank gives a reason to stop,
-    the run ends on all ranks.
+    """Calls observers of users with the record of each step, one after another. If an observer on any rank gives a
+    reason to stop, the run ends on all ranks.
 
-    `gather` returns the texts of all ranks. RunError if an observer raises an error, changes values, or returns
-    something other than a record or None.
+    `gather` returns the texts of all ranks. RunError if an observer raises an error, changes values of the record, or
+    returns something other than a record or None.
     """
 
     def __init__(self, observers: Sequence[Observer], gather: Callable[[str], Sequence[str]]) -> None:
         self._observers, self._gather = observers, gather
 
     def after_step(self, record: StepRecord) -> StepRecord:
-        """Call the observers. Collective: all ranks take the reason to stop of the lowest rank that has one."""
+        """Call the observers with the record of a step. Collective: all ranks take the reason to stop of the lowest
+        rank that has one.
+        """
         for observer in self._observers:
             record = _seen(observer, record)
         reason = next(filter(None, self._gather(record.stop)), "")
         return record.stopping(reason)
 
     def close(self) -> None:
-        """Close the observers that have a `close`."""
+        """Close each observer that has a method `close`."""
         for observer in self._observers:
             if hasattr(observer, "close"):
                 observer.close()

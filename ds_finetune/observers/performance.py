@@ -1,4 +1,4 @@
-"""Observers of performance: model FLOPs utilisation, and predicted against measured memory."""
+"""Observers of performance: model FLOPs utilisation (MFU), and peak memory as predicted and as measured."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,9 +12,10 @@ MEASURED_STEPS = 20
 
 @dataclass
 class Utilisation(Observer):
-    """Adds `perf/mfu`: the model FLOPs per second of the step's tokens, divided by the dense peak of all ranks.
+    """Adds the model FLOPs utilisation `perf/mfu`: model FLOPs per second, divided by the dense peak of all ranks.
 
-    Recomputation is not counted. `peak_flops` is the dense peak of one rank in the precision of the run.
+    Model FLOPs follow from the tokens of a step, without recomputation. `peak_flops` is the dense peak of one rank in
+    the precision of the run.
     """
 
     flops_per_token: float
@@ -28,10 +29,11 @@ class Utilisation(Observer):
 
 
 class MemoryCheck(Observer):
-    """After 20 steps of this process, adds predicted and measured peak memory of the rank with the highest peak to the
-    record, and prints them.
+    """After 20 steps of this process, adds the predicted and the measured peak memory to the record, and prints them.
+    The measured value is that of the rank with the highest peak.
 
-    Without a prediction only the measured value is added. On CPUs (`is_host`) it is the growth of the whole process.
+    Without a prediction only the measured value is added. On CPUs (`is_host`) the measured value is the growth of the
+    whole process.
     """
 
     def __init__(
@@ -48,8 +50,8 @@ class MemoryCheck(Observer):
         self._steps = 0
 
     def after_step(self, record: StepRecord) -> StepRecord:
-        """Add the memory metrics at the 20th step. Collective at that step: `over_ranks` returns the maximum over
-        ranks.
+        """Add the memory metrics at the 20th step of this process. Collective at that step: `over_ranks` returns the
+        maximum over ranks.
         """
         self._steps += 1
         if self._steps != MEASURED_STEPS:

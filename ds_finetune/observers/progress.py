@@ -1,5 +1,5 @@
-"""The progress line of training, and `perf/eta_seconds`, the time until the end of the run, which the progress line and
-pages show as `eta`.
+"""The progress line of training, and the metric `perf/eta_seconds`: the time until the end of the run, which the
+progress line and pages show as `eta`.
 """
 
 import math
@@ -18,20 +18,20 @@ from ds_finetune.observers.record import Observer, StepRecord
 EVALUATION, ANSWERS, SAVE, EXPORT = "evaluation", "answers", "save", "export"
 _RECENT_STEPS = 50
 _BYTES_PER_SECOND = 200e6
-"""Assumed speed of an export and of its verification in bytes per second, until an export was measured; that of a slow
-disk.
+"""Assumed speed of an export, and of its verification, in bytes per second. It is that of a slow disk, and holds until
+an export has been measured.
 """
 _LOADING_SECONDS = 15.0
 """Assumed seconds that the process which verifies an export needs to import torch and transformers."""
 
 
 class TimeLeft(Observer):
-    """Adds `perf/eta_seconds`: the time of the remaining steps, evaluations, saves and exports, by their durations so
-    far.
+    """Adds the metric `perf/eta_seconds`: the time that the remaining steps, evaluations, saves and exports will take,
+    by their durations so far.
 
-    `intervals` are the intervals of evaluations, answers and saves, each of which also happens at the last step. Before
-    the first evaluation its duration is assumed to be that of `evaluation_steps` steps. `export_bytes` is the size of
-    all exports at the end, and `verifies` whether they are verified.
+    `intervals` are the intervals of evaluations, answers and saves, each of which also happens at the last step. An
+    evaluation is assumed to take as long as `evaluation_steps` steps until one has been measured. `export_bytes` is the
+    size of all exports at the end, and `verifies` says whether they are verified.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class TimeLeft(Observer):
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Measure how long an evaluation, a save or another phase takes; a context manager that can also decorate
+        """Measure how long `phase`, such as an evaluation or a save, takes. This context manager can also decorate
         functions.
         """
         began = time.monotonic()
@@ -74,7 +74,8 @@ class TimeLeft(Observer):
     def _seconds_of(self, phase: str, step_seconds: float) -> float:
         if phase not in self._measured:
             return self._evaluation_steps * step_seconds if phase == EVALUATION else 0.0
-        # Some evaluations are followed by an export of the best weights; the mean over evaluations includes its time.
+        # After some evaluations the best weights are exported. The mean time of an evaluation includes the time of
+        # these exports.
         exports = sum(self._measured.get(EXPORT, [])) / len(self._measured[phase]) if phase == EVALUATION else 0.0
         return _mean(self._measured[phase]) + exports
 
@@ -91,7 +92,9 @@ def _mean(seconds: "deque[float] | list[float]") -> float:
 
 
 class ProgressLine:
-    """Writes the progress line every `log.every` steps to `log` and `out`; on a terminal it is updated in place."""
+    """Writes the progress line of training to `out`, and to `log`, every `log.every` steps. On a terminal the line is
+    updated in place.
+    """
 
     def __init__(
         self,
@@ -103,13 +106,13 @@ class ProgressLine:
     ) -> None:
         self._steps, self._section, self._log = steps, section, log
         self._printed = -math.inf
-        """The time of `time.monotonic` at which the last line was printed."""
+        """Monotonic time at which the last progress line was printed."""
         self._out = out or sys.stdout
         self._live = self._out.isatty()
 
     def after_step(self, record: StepRecord) -> StepRecord:
-        """Write the progress line if it is due; it is always due after an evaluation, at the last step and for a
-        notice.
+        """Write the progress line if it is due. It is always due after an evaluation, at the last step, and if the
+        record has a message.
         """
         must_print = (
             record.slow
@@ -132,7 +135,7 @@ class ProgressLine:
         return record
 
     def close(self) -> None:
-        """End the line on a terminal."""
+        """End the progress line on a terminal with a line break."""
         if self._live:
             write_now(self._out, "\n")
 
@@ -159,8 +162,8 @@ class ProgressLine:
 
 
 def _is_shown(name: str) -> bool:
-    """Whether the progress line shows a metric: rewards of rollouts and pairs, the losses of named held-out sets, and
-    all metrics over all held-out rows but perplexity.
+    """Whether the progress line shows the metric `name`. It shows rewards of rollouts and pairs, the losses of named
+    held-out sets, and all metrics over all held-out rows except perplexity.
     """
     part, *of_set, metric = name.split("/")
     if name in ("rollout/reward", "rollout/cut", "train/reward_accuracy", "train/reward_margin"):

@@ -7,12 +7,12 @@ from typing import Any, ClassVar, Protocol, Self
 
 @dataclass(frozen=True)
 class StepRecord:
-    """The metrics of one optimizer step by name (`train/loss`, ...), and facts for observers.
+    """The metrics of one optimizer step by name (`train/loss`, ...), and facts about the step for observers.
 
     `step` counts from 1. `stop` is the reason why the run ends after this step, empty if it continues. `notice` is a
     message about a skipped step, and `slow` one about a slow rank. `position` is the position in this rank's data after
-    the step. `counted` holds counts such as tokens per expert. `rank_seconds` are the step times of all ranks without
-    collectives, at the steps at which they were gathered.
+    the step. `counted` holds counts such as tokens per expert. `rank_seconds` holds the step times of all ranks without
+    collectives, if they were gathered at this step.
     """
 
     step: int
@@ -27,11 +27,11 @@ class StepRecord:
     rank_seconds: tuple[float, ...] = ()
 
     def with_values(self, values: Mapping[str, float]) -> Self:
-        """The record with more values."""
+        """Return a copy of the record with more values."""
         return replace(self, values={**self.values, **values})
 
     def stopping(self, reason: str) -> Self:
-        """The record with `reason` as its reason to end the run after this step."""
+        """Return a copy of the record with `reason` as the reason why the run ends after this step."""
         return replace(self, stop=reason)
 
 
@@ -41,11 +41,11 @@ class Observer(Protocol):
     """
 
     def after_step(self, record: StepRecord) -> StepRecord:
-        """Process the record and return it, possibly with more values or a reason to stop."""
+        """Process the record of a step and return it, possibly with more values or with a reason to end the run."""
         ...
 
     def close(self) -> None:
-        """Called at the end of the run; does nothing by default."""
+        """Release what the observer holds at the end of the run; by default, do nothing."""
         return
 
 
@@ -53,23 +53,25 @@ class Resumable(Protocol):
     """The interface of an observer whose state is saved in checkpoints."""
 
     def state(self) -> dict[str, Any]:
-        """The state as values that JSON can represent."""
+        """The state of the observer as values that JSON can represent."""
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore a state that `state` returned before a resume."""
+        """Restore the observer's state, which `state` returned before the run was interrupted."""
         ...
 
 
 class Remembering(Observer):
-    """Base class of an observer whose state is the attributes named in `saved`, which are plain values."""
+    """Base class of an observer that is saved in checkpoints. Its state is the attributes named in `saved`, which hold
+    plain values.
+    """
 
     saved: ClassVar[tuple[str, ...]]
 
     def state(self) -> dict[str, Any]:
-        """Values of the attributes named in `saved`."""
+        """The values of the attributes that `saved` names."""
         return {name: getattr(self, name) for name in self.saved}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore a state that `state` returned before a resume."""
+        """Restore the attributes that `saved` names to values that `state` returned before the run was interrupted."""
         vars(self).update({name: state[name] for name in self.saved})

@@ -1,7 +1,8 @@
-"""Observers of the load of routed experts: metrics of each step, a warning, and the file `experts.jsonl`.
+"""Observers of the loads of routed experts: metrics of each step, a warning about uneven loads, and the file
+`experts.jsonl`.
 
-In this module `counts` int64 [layers, experts] are the tokens sent to each expert. All metrics are 0 if there is no
-token.
+In this module `counts` int64 [layers, experts] is the number of tokens sent to each expert in a step. All metrics are 0
+if there is no token.
 """
 
 import json
@@ -21,33 +22,35 @@ from ds_finetune.observers.record import Observer, Remembering, StepRecord
 from ds_finetune.observers.writers import LineFile
 
 _MOST_STEPS = 50
-"""Loads are summed over this number of steps before the warning is considered, or over a tenth of the run if that is
-less.
+"""Number of steps over which loads of experts are summed before they are judged; fewer steps, a tenth of the run, in a
+short run.
 """
 _ENOUGH_TOKENS = 20
-"""With this mean number of tokens per expert, an expert without tokens is no chance: its probability is e^-20 if loads
-are even.
+"""Mean number of tokens per expert from which loads are judged. An expert without tokens is then no chance: with even
+loads its probability is e^-20.
 """
 _MANY_DEAD, _MORE_DEAD = 0.1, 0.01
-"""The warning is printed if this fraction of experts gets no token, or if the fraction has grown by the second number
-since the run's first steps.
+"""The warning about loads is printed if the fraction _MANY_DEAD of experts gets no token, or if the fraction without
+tokens has grown by more than _MORE_DEAD since the run's first steps.
 """
 _GROWTH, _HIGH = 2.0, 2.0
-"""The warning is printed if MaxVio is above `_HIGH` and has grown by the factor `_GROWTH` since the run's first steps.
+"""The warning about loads is printed if MaxVio, the excess load of the busiest experts, is above _HIGH and has grown by
+the factor _GROWTH since the run's first steps.
 """
 Counts = NDArray[np.int64]
 Layers = NDArray[np.float64]
 MOST_BYTES, _BYTES_PER_LOAD = 64 * MIB, 8
-"""Maximum size of `experts.jsonl`, and the bytes of a load of seven digits. A long run of a large model stays below it
-by recording only every second step, every third, and so on. A run that is extended may write as much again.
+"""Maximum size of `experts.jsonl`, and the bytes that one load of seven digits takes. A long run of a large model stays
+below the maximum by recording only every second step, every third, and so on. A run that is extended may write as much
+again.
 """
 _MOST_WAITING = 100
 """Maximum number of lines of `experts.jsonl` that wait in memory while the disk is full."""
 
 
 def max_violations(counts: Counts) -> Layers:
-    """MaxVio of each layer, fp64 [layers]: the load of its busiest expert divided by its mean load, less 1 (Wang et
-    al., arXiv 2408.15664, eq. 4).
+    """MaxVio of each layer, fp64 [layers]: the load of the layer's busiest expert divided by the layer's mean load,
+    less 1 (Wang et al., arXiv 2408.15664, eq. 4).
     """
     mean = counts.mean(axis=1)
     return np.divide(counts.max(axis=1) - mean, mean, out=np.zeros_like(mean), where=mean > 0)
@@ -62,15 +65,15 @@ def effective_experts(counts: Counts) -> Layers:
 
 
 def num_dead_experts(counts: Counts) -> int:
-    """Number of experts without a token, over all layers."""
+    """Number of experts without a token, over all layers that have tokens."""
     return int((counts[counts.any(axis=1)] == 0).sum())
 
 
 def busiest_rank_ratio(counts: Counts, ep: int) -> float:
-    """Load of the busiest expert-parallel rank divided by the mean load of a rank; mean over layers.
+    """Load of the busiest expert-parallel rank of a layer, divided by the mean load of its ranks; mean over layers.
 
-    Each of the `ep` ranks holds an equal shard of each layer's experts. All ranks wait for the busiest one in each
-    layer, so the ratio says how much longer experts take than with even loads.
+    Each of the `ep` ranks holds an equal shard of each layer's experts. In each layer all ranks wait for the busiest
+    one, so the ratio says how much longer experts take than with even loads.
     """
     of_ranks = counts.reshape(len(counts), ep, -1).sum(axis=2)
     return float((max_violations(of_ranks) + of_ranks.any(axis=1)).mean())
@@ -78,19 +81,22 @@ def busiest_rank_ratio(counts: Counts, ep: int) -> float:
 
 @dataclass
 class RouterMetrics(Observer):
-    """Adds the `router/*` metrics of each step; `ep` is the number of expert-parallel ranks.
+    """Adds the `router/*` metrics, which describe the loads of experts, to each step. `ep` is the number of
+    expert-parallel ranks.
 
-    Every rank knows the loads of all layers, also with pipeline stages, so every rank can track the biases of all
-    layers.
+    Every rank knows the loads of all layers, also with pipeline stages. So every rank can track the router biases of
+    all layers.
     """
 
     ep: int
     bias_update: float
-    """Update rate of the routers' biases; a resumed run may have another one."""
+    """Amount by which each step changes a router's biases; a resumed run may use another one."""
     without_bias: tuple[int, ...] = ()
     """Layers whose routers have no bias, as indices into the list of layers with experts."""
     _moved: NDArray[np.float64] | None = None
-    """Change of each expert's bias since the run's start, fp64 [layers, experts]; None until biases are updated."""
+    """How far each expert's router bias has moved since the run's start, fp64 [layers, experts]; None until biases are
+    updated.
+    """
 
     def after_step(self, record: StepRecord) -> StepRecord:
         """Add the `router/*` metrics if routers counted tokens in this step."""
@@ -100,7 +106,7 @@ class RouterMetrics(Observer):
         counts = choices.counts.numpy()
         values = self._values(counts, choices)
         if self.bias_update:
-            # Repeats the update of `model.routers.update_biases`.
+            # The movement of the biases is computed as `model.routers.update_biases` computes their update.
             if self._moved is None:
                 self._moved = np.zeros(counts.shape)
             if not record.values["train/skipped"]:
@@ -113,11 +119,11 @@ class RouterMetrics(Observer):
         return record.with_values({f"router/{name}": value for name, value in values.items()})
 
     def state(self) -> dict[str, Any]:
-        """The changes of the biases since the run's start, as lists."""
+        """How far the router biases have moved since the run's start, as lists."""
         return {"moved": None if self._moved is None else self._moved.tolist()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore the changes of the biases."""
+        """Restore how far the router biases have moved since the run's start."""
         self._moved = None if state["moved"] is None else np.array(state["moved"], dtype=np.float64)
 
     def _values(self, counts: Counts, choices: RouterChoices) -> dict[str, float]:
@@ -139,7 +145,7 @@ class RouterMetrics(Observer):
 class LoadWatch(Remembering):
     """Prints one warning per run if many experts get no token, or if few experts get most tokens.
 
-    `steps` is the number of steps of the run; `advice` is the end of the warning.
+    `steps` is the number of steps of the run. `advice` is the end of the warning, which says what to change.
     """
 
     saved: ClassVar = ("has_warned", "first")
@@ -148,12 +154,14 @@ class LoadWatch(Remembering):
     say: Say
     has_warned: bool = False
     first: Sequence[float] | None = None
-    """In the run's first steps: number of experts without tokens, and mean MaxVio of layers."""
+    """State of loads in the run's first steps: the number of experts without tokens, and the mean of MaxVio over
+    layers.
+    """
     _counts: Counts | None = None
     _since: int = 0
 
     def after_step(self, record: StepRecord) -> StepRecord:
-        """Add the loads of the step, and look at their sum when it covers enough steps and tokens."""
+        """Add up the loads of the step. Once the sum covers enough steps and tokens, judge it and start again."""
         if "routers" not in record.counted or self.has_warned:
             return record
         counts = record.counted["routers"].counts.numpy()
@@ -184,7 +192,7 @@ class LoadWatch(Remembering):
 
 
 def load_advice(lora: LoraConfig | None, router: RouterConfig | None) -> str:
-    """What the warning advises against uneven loads: the keys that the run can change."""
+    """The end of the warning about uneven loads: it advises which keys of the run file to change."""
     if lora is not None:
         return "other data, fewer steps or a lower optim.lr would change it"
     if router is not None and not router.train:
@@ -197,9 +205,9 @@ def load_advice(lora: LoraConfig | None, router: RouterConfig | None) -> str:
 class ExpertLoadsFile(LineFile):
     """Writes the loads of experts to `experts.jsonl`, at every n-th step so that the file stays small.
 
-    A line has the step, its number of tokens without padding, the indices of the layers with routed experts, the
-    entropy of each of their routers in nats, and the number of tokens by layer and expert. While the disk is full, at
-    most 100 lines wait in memory.
+    Each line describes one step: its number, its tokens without padding, the indices of the layers with routed experts,
+    the entropy of each such layer's router in nats, and the number of tokens by layer and expert. While the disk is
+    full, at most 100 lines wait in memory.
     """
 
     def __init__(self, path: Path, layers: Sequence[int], experts: int, *, steps: int, say: Say) -> None:
@@ -208,7 +216,7 @@ class ExpertLoadsFile(LineFile):
         self.every = -(-steps * len(layers) * experts * _BYTES_PER_LOAD // MOST_BYTES)
 
     def after_step(self, record: StepRecord) -> StepRecord:
-        """Write the loads of the step if it is to be recorded."""
+        """Write the loads of experts if this step is one of those that are recorded."""
         if "routers" in record.counted and record.step % self.every == 0:
             choices: RouterChoices = record.counted["routers"]
             loads = {"num_tokens": choices.num_tokens, "layers": self._layers}

@@ -1,4 +1,4 @@
-"""Ends a run before its last step: after a signal, which lets it save first, or after too many skipped steps.
+"""Ends a run before its last step: after a signal, which lets the run save first, or after too many skipped steps.
 
 The signals are SIGINT of Ctrl-C, SIGHUP of a closed terminal, SIGTERM of launchers and clusters, and SIGUSR1, which
 Slurm can send some time before it ends a job.
@@ -25,7 +25,7 @@ _STDERR = 2
 
 
 class StopSignals:
-    """Context manager that records the first signal, so that the run can save; a second signal ends the process at
+    """Context manager that records the first signal, so that the run can save. A second signal ends the process at
     once.
 
     A thread receives the signals, because Python's handlers do not run while the process waits in a collective. Without
@@ -57,11 +57,11 @@ class StopSignals:
             return
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        # Closing the pipe ends the thread.
+        # Closing the pipe ends the thread that reads signals from it.
         os.close(signal.set_wakeup_fd(self._wakeup))
 
     def is_stop_requested(self) -> bool:
-        """Whether any rank has received a signal; collective."""
+        """Whether any rank has received a signal. Collective."""
         return self._can_save and all_reduce_max(bool(self.name))[0] > 0
 
     def _watch(self, pipe: int) -> None:
@@ -81,27 +81,30 @@ class StopSignals:
 
     def _print(self, text: str) -> None:
         with suppress(OSError):
-            # If nobody reads the output, writing would block this thread, which could not receive the second signal.
+            # Print only if standard error can be written at once. Otherwise this thread would block and could not
+            # receive the second signal.
             if self._prints and select.select([], [_STDERR], [], 0)[1]:
                 os.write(_STDERR, f"{CLEAR_LINE if os.isatty(_STDERR) else ''}{text}\n".encode())
 
 
 def _leave_to_thread(number: int, frame: FrameType | None) -> None:
-    """Signal handler that does nothing: Python writes a signal to the wakeup pipe only if the signal has a handler."""
+    """Do nothing as the signal handler. It exists because Python writes a signal to the wakeup pipe, which a thread
+    reads, only if the signal has a handler.
+    """
 
 
 _SCALE_STEPS = 17
-"""With fp16, DeepSpeed's loss scale falls from 2**16 to 1 in this number of skipped steps in a row, since it halves
-with each but the first (0.19.8, fp16/loss_scaler.py:253-268).
+"""Number of skipped steps in a row in which DeepSpeed's fp16 loss scale falls from 2**16 to 1. Each of them but the
+first halves the scale (0.19.8, fp16/loss_scaler.py:253-268).
 """
 _FIRST_STEPS = 100
 
 
 @dataclass
 class SkippedSteps(Remembering):
-    """Ends the run by a RunError after `limit` skipped steps in a row, or at the last step if every step was skipped.
+    """Ends the run with a RunError after `limit` skipped steps in a row, or at the last step if every step was skipped.
 
-    With fp16 more skipped steps are allowed in the first 100 steps, in which DeepSpeed searches the loss scale.
+    With fp16 more steps in a row may be skipped during the first 100 steps, in which DeepSpeed searches the loss scale.
     """
 
     saved: ClassVar = ("in_a_row",)
@@ -110,7 +113,7 @@ class SkippedSteps(Remembering):
     in_a_row: int = 0
 
     def after_step(self, record: StepRecord) -> StepRecord:
-        """Count skipped steps in a row."""
+        """Count the skipped steps in a row, and raise RunError if they are too many."""
         self.in_a_row = self.in_a_row + 1 if record.values["train/skipped"] else 0
         is_unchanged = record.is_last and self.in_a_row > 0 and record.values["train/skipped_steps"] >= record.step
         is_early = self.precision == "fp16" and record.step <= _FIRST_STEPS

@@ -1,4 +1,6 @@
-"""Sends the metrics of a run to the trackers of accelerate, such as TensorBoard, MLflow and Weights & Biases."""
+"""Sends the metrics of a run to experiment trackers supported by accelerate, such as TensorBoard, MLflow and Weights &
+Biases.
+"""
 
 import atexit
 import errno
@@ -34,18 +36,22 @@ PACKAGES = {
     "trackio": "trackio",
     "wandb": "'ds_finetune[track]'",
 }
-"""What pip must install for each tracker of accelerate 1.15 (tracking.py)."""
+"""What pip must install for each tracker that accelerate 1.15 supports (tracking.py)."""
 _ROOM_BYTES = MIB
-"""TensorBoard's records are written only if the disk has this number of free bytes."""
+"""Records for TensorBoard are written only if the disk has at least this number of free bytes."""
 _PROJECT = "ds_finetune"
-"""Project in wandb without WANDB_PROJECT, and experiment in MLflow without MLFLOW_EXPERIMENT_NAME."""
+"""Name of the project in wandb without WANDB_PROJECT, and of the experiment in MLflow without
+MLFLOW_EXPERIMENT_NAME.
+"""
 CLOSE_SECONDS = 60.0
 _LONGEST_NAME, _LONGEST_VALUE = 250, 6000
-"""Characters that MLflow accepts of a name, and of the value of a parameter."""
+"""Maximum number of characters that MLflow accepts in a name, and in the value of a parameter."""
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """ConfigError if accelerate knows no tracker of a name, or if the package of the tracker is not installed."""
+    """Raise ConfigError if accelerate knows no tracker by one of `names`, or if the package of the tracker is not
+    installed.
+    """
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
     available = {str(name) for name in get_available_trackers()}
@@ -61,7 +67,7 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 class Trackers:
-    """Sends each record to the trackers of a run. A tracker that fails does not end the run."""
+    """Sends the record of each step to the experiment trackers of a run. A tracker that fails does not end the run."""
 
     def __init__(self, trackers: "Sequence[_Tracker]") -> None:
         self._trackers = trackers
@@ -70,10 +76,11 @@ class Trackers:
     def open(
         cls, names: Sequence[str], folder: Path, config: Mapping[str, Any], say: Say, *, is_resumed: bool = False
     ) -> Self:
-        """Start each tracker of `names`, which `check_trackers` has accepted, with the configuration as parameters.
+        """Start each tracker of `names`, which `check_trackers` has accepted. The values of the run file are its
+        parameters.
 
-        A resumed run sends TensorBoard the records of `metrics.jsonl` that it lacks. ConfigError if a tracker cannot be
-        opened; a resumed run prints a line instead and retries.
+        A resumed run sends TensorBoard the records of `metrics.jsonl` that TensorBoard lacks. ConfigError if a tracker
+        cannot be opened; a resumed run prints a line instead and retries.
         """
         parameters = flatten(config)
         earlier = read_records(folder / "metrics.jsonl") if is_resumed else []
@@ -86,7 +93,7 @@ class Trackers:
         return cls(trackers)
 
     def after_step(self, record: StepRecord) -> StepRecord:
-        """Send the finite values of the record to each tracker."""
+        """Send the finite values of a step's record to each tracker."""
         values = {name: value for name, value in record.values.items() if math.isfinite(value)}
         for tracker in self._trackers:
             tracker.put((record.step, values))
@@ -99,7 +106,7 @@ class Trackers:
 
 
 def flatten(tree: Mapping[str, Any]) -> dict[str, str | float]:
-    """The values of a run file by dotted key; lists and null become JSON texts."""
+    """Map dotted keys of a run file to their values. Lists and null become JSON texts."""
     return {
         key: value if isinstance(value, str | int | float) else json.dumps(value)
         for key, value in values_by_key(tree).items()
@@ -107,7 +114,7 @@ def flatten(tree: Mapping[str, Any]) -> dict[str, str | float]:
 
 
 def read_records(path: Path) -> list[Record]:
-    """Steps of `metrics.jsonl` with their finite values; empty if the file is missing."""
+    """Read the steps in `metrics.jsonl` with their finite values; empty if the file is missing."""
     if not path.exists():
         return []
     lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
@@ -125,8 +132,8 @@ def _opening(name: str, say: Say, *, is_resumed: bool) -> Iterator[None]:
     try:
         yield
     except Exception as failed:
-        # The packages raise exception classes of their own (wandb.errors.Error, MlflowException), and need not be
-        # installed.
+        # Trackers raise exception classes of their own packages (wandb.errors.Error, MlflowException), which need not
+        # be installed. So every exception is caught.
         if not is_resumed:
             raise ConfigError(
                 f"log.trackers names `{name}`, which cannot be opened: {one_line(failed)}",
@@ -136,7 +143,9 @@ def _opening(name: str, say: Say, *, is_resumed: bool) -> Iterator[None]:
 
 
 class _Tracker:
-    """A tracker of accelerate. It gets each record at once; a record that it fails to write waits in memory."""
+    """One experiment tracker of accelerate. It gets each record at once; a record that it fails to write waits in
+    memory.
+    """
 
     def __init__(
         self, name: str, folder: Path, parameters: Mapping[str, str | float], earlier: Sequence[Record], say: Say
@@ -157,18 +166,20 @@ class _Tracker:
             arguments = {"logging_dir": str(self._folder)}
         project = os.environ.get("WANDB_PROJECT", _PROJECT) if self._name == "wandb" else self._folder.name
         opened: Any = LOGGER_TYPE_TO_CLASS[self._name](project, **arguments)
-        # accelerate 1.10 has no `start`, and opens in the constructor.
+        # accelerate 1.10 has no method `start`; its trackers open in the constructor.
         if hasattr(opened, "start"):
             opened.start()
         opened.store_init_configuration(dict(self._parameters))
         self._open = opened
 
     def put(self, record: Record) -> None:
-        """Send the values of a step, or queue them if the tracker fails."""
+        """Send the values of a step to the tracker, or queue them if the tracker fails."""
         self._outage.put(record)
 
     def close(self) -> None:
-        """Send queued records a last time and finish; errors of finishing are ignored, because the run is complete."""
+        """Send queued records a last time and finish the tracker. Errors of finishing are ignored, because the run is
+        complete.
+        """
         self._outage.close()
         with suppress(Exception):
             self._finish()
@@ -192,15 +203,15 @@ class _Tracker:
 
 
 class _TensorBoard(_Tracker):
-    """TensorBoard. After a failed write its records go to a new event file."""
+    """The tracker TensorBoard. After a failed write, its records go to a new event file."""
 
     _is_reopened = False
 
     def start(self) -> None:
-        """Open a new event file; TensorBoard hides records of earlier files from the first step of the new file on.
+        """Open a new event file. From the first step of this file on, TensorBoard hides the records of earlier files.
 
-        A resumed run writes the step before it again, whose record may be missing. Without earlier files it writes all
-        steps.
+        A resumed run writes the record of the step before it again, because that record may be missing. If there are no
+        earlier files, it writes the records of all steps.
         """
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
@@ -208,7 +219,8 @@ class _TensorBoard(_Tracker):
         folder = self._folder / "tensorboard"
         has_files = any(folder.glob("events.*"))
         earlier = self._earlier[-1:] if has_files else self._earlier
-        # Hides also the records of a run that ended before its first checkpoint.
+        # Steps are hidden from the first one if no record was read, because a run that ended before its first
+        # checkpoint has left records.
         first = (earlier[0][0] if earlier else 0) if has_files and not self._is_reopened else None
         self._open = SummaryWriter(str(folder), purge_step=first)  # type: ignore[no-untyped-call] # of torch
         if self._is_reopened:
@@ -221,14 +233,14 @@ class _TensorBoard(_Tracker):
             self._log(*record)
 
     def _send(self, record: Record) -> None:
-        # On a nearly full disk a record would be written incompletely.
+        # On a nearly full disk a record would be written incompletely, so it is not written.
         disk = os.statvfs(self._folder)
         if disk.f_blocks and disk.f_bavail * disk.f_frsize < _ROOM_BYTES:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         super()._send(record)
 
     def _log(self, step: int, values: Mapping[str, float]) -> None:
-        # One event has all values; SummaryWriter.add_scalar would write an event for each value.
+        # One event carries all values of a step; SummaryWriter.add_scalar would write an event for each value.
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
@@ -246,10 +258,10 @@ class _TensorBoard(_Tracker):
 
 
 class _Mlflow(_Tracker):
-    """MLflow, which is called from a thread of its own, so that no step waits for its server.
+    """The tracker MLflow. It is called from a thread of its own, so that no step waits for its server.
 
-    Uses MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME and MLFLOW_RUN_ID; without the first, the store is `mlflow.db` in
-    the run folder. A resumed run continues the MLflow run whose id is in `mlflow.json`.
+    The tracker uses MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME and MLFLOW_RUN_ID. Without MLFLOW_TRACKING_URI, the
+    store is `mlflow.db` in the run folder. A resumed run continues the MLflow run whose id is in `mlflow.json`.
     """
 
     _unfinished: "ClassVar[_Mlflow | None]" = None
@@ -265,17 +277,18 @@ class _Mlflow(_Tracker):
         self._thread = Thread(target=self._work, name="mlflow", daemon=True)
 
     def start(self) -> None:
-        """Open MLflow in its thread, since MLflow's current run belongs to a thread."""
+        """Open MLflow in the tracker's thread, since MLflow's current run belongs to a thread."""
         if current_thread() is not self._thread:
             if _Mlflow._unfinished is not None:
-                # A run that failed in this process; the address of its store would be that of this run too.
+                # An earlier run failed in this process. Otherwise the address of its MLflow store would also be used
+                # for this run.
                 _Mlflow._unfinished.close("FAILED")
             _Mlflow._unfinished = self
             self._thread.start()
             try:
                 return self._started.result()
             finally:
-                # Called if the process exits before the run has finished.
+                # If the process exits before the run has finished, MLflow records the run as failed.
                 atexit.register(self.close, "FAILED")
         import mlflow
         from accelerate.tracking import MLflowTracker
@@ -288,7 +301,7 @@ class _Mlflow(_Tracker):
         tracker = MLflowTracker(_PROJECT, run_id=run_id, run_name=self._folder.absolute().name)
         tracker.start()
         parameters = {_legal(name): str(value)[:_LONGEST_VALUE] for name, value in self._parameters.items()}
-        # MLflow never changes a parameter once it has a value.
+        # MLflow never changes a parameter that has a value, so values that differ after a resume become tags.
         stored = tracker.tracker.data.params
         changed = {name: text for name, text in parameters.items() if stored.get(name, text) != text}
         mlflow.set_tags({f"resumed.{name}": text for name, text in changed.items()})
@@ -298,15 +311,15 @@ class _Mlflow(_Tracker):
         self._open = tracker
 
     def put(self, record: Record) -> None:
-        """Queue the values of a step for the thread."""
+        """Queue the values of a step for the tracker's thread; if the queue is full, count them as lost."""
         try:
             self._records.put_nowait(record)
         except Full:
             self._lost += 1
 
     def close(self, status: str = "FINISHED") -> None:
-        """Let the thread send queued records and set the status of MLflow's run, for at most a minute; report what was
-        not sent.
+        """Let the tracker's thread send queued records and set the status of MLflow's run, for at most a minute each.
+        Then report how many records were not sent.
         """
         atexit.unregister(self.close)
         _Mlflow._unfinished = None
@@ -333,7 +346,7 @@ class _Mlflow(_Tracker):
 
         mlflow.end_run(self._end_status)
         if self._has_own_store:
-            # The next run of this process has a store of its own.
+            # The store's address is unset, because the next run of this process has a store of its own.
             mlflow.set_tracking_uri(None)  # type: ignore[arg-type] # unsets it (mlflow 3.17)
 
     def _log(self, step: int, values: Mapping[str, float]) -> None:
@@ -341,5 +354,7 @@ class _Mlflow(_Tracker):
 
 
 def _legal(name: str) -> str:
-    """The name with only characters that MLflow allows, cut so that `resumed.` fits before it."""
+    """Replace characters of a name that MLflow does not allow, and shorten the name so that the prefix `resumed.` fits
+    before it.
+    """
     return posixpath.normpath(re.sub(r"[^\w\-. /]", "_", name)[: _LONGEST_NAME - len("resumed.")])

@@ -1,4 +1,4 @@
-"""Writes the files with a line per step or answer: `metrics.jsonl`, `ranks.jsonl` and `samples.jsonl`.
+"""Writes the files of a run that get a line per step or answer: `metrics.jsonl`, `ranks.jsonl` and `samples.jsonl`.
 
 A line is appended completely or not at all, so that a full disk leaves no incomplete line. While the disk is full,
 lines wait in memory and training continues.
@@ -21,13 +21,13 @@ from ds_finetune.runs.metrics import Sample
 
 T = TypeVar("T")
 Record = tuple[int, Mapping[str, float]]
-"""A step and its finite metrics by name."""
+"""The number of an optimizer step, and its finite metrics by name."""
 MAX_WAITING = 10_000
-"""Maximum number of records that wait in memory; if there are more, the oldest are dropped."""
+"""Maximum number of records that wait in memory to be written. If there are more, the oldest are dropped."""
 _LONGEST_PAUSE = 16
 MOST_SAMPLES = 8
-"""Number of answers of each held-out set that an evaluation saves: those to its first prompts, so that answers to the
-same prompt can be compared over time.
+"""Number of answers that an evaluation saves of each held-out set. They are answers to its first prompts, so that
+answers to one prompt can be compared over time.
 """
 
 
@@ -53,7 +53,7 @@ class Outage(Generic[T]):
         self._pause = self._until_next = 0
 
     def put(self, record: T) -> None:
-        """Write waiting records and then this one; if that fails, the record waits too."""
+        """Write the records that wait, and then `record`. If that fails, `record` waits too."""
         self._waiting.append(record)
         if len(self._waiting) > self._most:
             self._waiting.popleft()
@@ -63,7 +63,7 @@ class Outage(Generic[T]):
             self._try()
 
     def close(self) -> None:
-        """Try once more to write waiting records, and report how many were lost."""
+        """Try once more to write the records that wait, and report how many were lost."""
         if self._waiting:
             self._try()
         if self._waiting:
@@ -89,7 +89,7 @@ class Outage(Generic[T]):
 
 
 def append_whole(file: FileIO, data: bytes) -> None:
-    """Append `data` to an unbuffered file; if that raises OSError, no part of `data` remains in the file."""
+    """Append `data` to an unbuffered file. If that raises OSError, no part of `data` remains in the file."""
     end, written = file.seek(0, os.SEEK_END), 0
     try:
         while written < len(data):
@@ -107,34 +107,34 @@ class LineFile:
         self._lines = Outage(str(path), partial(append_whole, self._file), say, most=most)
 
     def put(self, line: str) -> None:
-        """Append a line that ends with a newline."""
+        """Append `line`, which ends with a newline, to the file."""
         self._lines.put(line.encode(errors="replace"))
 
     def close(self) -> None:
-        """Write waiting lines and close the file."""
+        """Write the lines that wait, and close the file."""
         self._lines.close()
         self._file.close()
 
 
 class MetricsFile(LineFile):
-    """Writes `metrics.jsonl`: a JSON object per optimizer step. NaN and infinity become null, and `non_finite` has
-    their names.
+    """Writes `metrics.jsonl`: a JSON object per optimizer step. Metrics that are NaN or infinite become null, and
+    `non_finite` lists their names.
     """
 
     def after_step(self, record: StepRecord) -> StepRecord:
-        """Write the record."""
+        """Write the record of the step as a line."""
         self.put(line_of(record))
         return record
 
 
 class RankTimesFile(LineFile):
-    """Writes `ranks.jsonl`: the step times of all ranks without collectives, at the steps at which they were gathered.
+    """Writes `ranks.jsonl`: the step times of all ranks, without collectives, at the steps at which they were gathered.
 
     A line is `{"step": 10, "seconds": [0.41, 0.43]}`, with the seconds in the order of ranks.
     """
 
     def after_step(self, record: StepRecord) -> StepRecord:
-        """Write the times of the ranks if the record has them."""
+        """Write the step times of all ranks if the record has them."""
         if record.rank_seconds:
             seconds = [float(f"{each:.4g}") for each in record.rank_seconds]
             self.put(json.dumps({"step": record.step, "seconds": seconds}) + "\n")
@@ -142,7 +142,7 @@ class RankTimesFile(LineFile):
 
 
 def line_of(record: StepRecord) -> str:
-    """The line of `metrics.jsonl` for a record."""
+    """Format the record of a step as a line of `metrics.jsonl`."""
     finite = {name: value if math.isfinite(value) else None for name, value in record.values.items()}
     non_finite = (
         {"non_finite": [name for name, value in finite.items() if value is None]} if None in finite.values() else {}
@@ -163,7 +163,7 @@ class SampleFile(LineFile):
         self._collected = samples
 
     def after_step(self, record: StepRecord) -> StepRecord:
-        """Write the collected answers."""
+        """Write the answers that `collect` has kept, with the number of this step."""
         for sample in self._collected:
             self.put(replace(sample, step=record.step).line())
         self._collected = ()
