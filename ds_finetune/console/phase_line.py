@@ -1,4 +1,4 @@
-"""The progress line of a long phase such as tokenising, and how functions print lines."""
+"""The progress line of a long phase such as tokenising, and functions that print text."""
 
 import os
 import sys
@@ -9,22 +9,25 @@ from typing import Self, TextIO, TypeVar
 
 T = TypeVar("T")
 Say = Callable[[str], None]
-"""Type of functions that print a line."""
+"""Type of a function that prints a line."""
 CLEAR_LINE = "\r\x1b[2K"
 _MINUTE, _HOUR = 60, 3600
 _LIVE_SECONDS = 0.5
-"""On a terminal: seconds between two updates of a progress line, and before the first one."""
+"""Seconds between two updates of a progress line on a terminal, and before the first one."""
 _FIRST_SECONDS, _PLAIN_SECONDS = 5.0, 60.0
-"""Without a terminal: seconds before the first progress line, and between two lines. Shorter phases print nothing."""
+"""Seconds before the first progress line where there is no terminal, and between two lines. Shorter phases print
+nothing.
+"""
 
 
 class PhaseLine:
     """Prints the progress of the phase `what` on rank 0's standard error: parts done of `total`, and the time left.
 
     On a terminal the line is updated in place and removed at the end. Elsewhere a line appears after five seconds, then
-    at most once a minute, and at the end of a phase of a minute or more. The line shows the elapsed time instead if
-    `total` is 0, or an estimate that was too low. The first `warmup` parts, in which processes start, do not count for
-    the time left. `is_rank_zero` replaces the environment variable RANK.
+    at most once a minute, and at the end of a phase of a minute or more. If `total` is 0, or if more parts are done
+    than `total`, the line shows the elapsed time instead of the time left. The first `warmup` parts, in which processes
+    start, are not used to estimate the time left. If `is_rank_zero` is given, the environment variable RANK is not
+    used.
     """
 
     def __init__(
@@ -45,12 +48,15 @@ class PhaseLine:
         self.close()
 
     def advance(self, parts: int = 1) -> None:
-        """Count `parts` as done (0: still in progress), and write the line if an update is due."""
+        """Count `parts` further parts of the phase as done (0: none), and write the progress line if an update is
+        due.
+        """
         self._done += parts
         now = time.monotonic()
         if 0 < self._done <= self._warmup:
             self._measured_from = (now, self._done)
-        # Before the first part of a known number is done, a line could not estimate the time left.
+        # Before the first of `total` parts is done, the time left cannot be estimated, so no line is written in the
+        # first minute.
         is_empty = not self._is_live and self._total and not self._done and now - self._began < _PLAIN_SECONDS
         if self._is_silent or now < self._next or is_empty:
             return
@@ -60,7 +66,9 @@ class PhaseLine:
         write_now(self._out, CLEAR_LINE + line if self._is_live else line + "\n")
 
     def before_each(self, check: Callable[[], bool]) -> Callable[[], bool]:
-        """A function that calls `check`, which is called before each part, and counts the previous part as done."""
+        """Make a function that is called before each part of the phase. It counts the previous part as done, and then
+        calls `check`.
+        """
         self._done -= 1
 
         def counted() -> bool:
@@ -70,7 +78,9 @@ class PhaseLine:
         return counted
 
     def close(self) -> None:
-        """End the phase: remove its line from a terminal; elsewhere print its duration if a line was written."""
+        """End the phase. On a terminal its progress line is removed; elsewhere its duration is printed after a minute
+        or more.
+        """
         seconds = time.monotonic() - self._began if self._is_shown else 0.0
         if self._is_shown and self._is_live:
             write_now(self._out, CLEAR_LINE)
@@ -92,7 +102,7 @@ class PhaseLine:
 
 
 def count_parts(what: str, parts: Iterable[T], total: int) -> Iterator[T]:
-    """Iterate over `parts` with a progress line named `what`."""
+    """Yield each item of `parts`, and show a progress line named `what`."""
     with PhaseLine(what, total) as line:
         for part in parts:
             yield part
@@ -100,11 +110,11 @@ def count_parts(what: str, parts: Iterable[T], total: int) -> Iterator[T]:
 
 
 def say_nothing(_: str) -> None:
-    """Print nothing; ranks other than zero use this function in place of one that prints."""
+    """Print nothing. Ranks other than zero use this function instead of one that prints."""
 
 
 def write_now(out: TextIO, text: str) -> None:
-    """Write text and flush it; errors such as a full disk are ignored."""
+    """Write text to `out` and flush it. Errors such as a full disk are ignored."""
     with suppress(OSError):
         out.write(text)
         out.flush()

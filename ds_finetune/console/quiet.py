@@ -1,7 +1,7 @@
 """Hides messages of other packages that are known to be irrelevant; errors and other warnings stay.
 
-DS_LOG_LEVEL=debug, info or warning shows them, and sets the level of DeepSpeed's log. The programs `deepspeed` and
-`torchrun` still print their own lines before they start ranks ("Unable to find hostfile").
+DS_LOG_LEVEL=debug, info or warning shows the messages, and sets the level of DeepSpeed's log. The programs `deepspeed`
+and `torchrun` still print their own lines before they start ranks ("Unable to find hostfile").
 """
 
 import logging
@@ -20,23 +20,27 @@ _FORWARDED = "all_gather_into_tensor|reduce_scatter_tensor|_all_gather_base|_red
 _WARNINGS: tuple[tuple[type[Warning], str], ...] = (
     # DeepSpeed 0.19.8 calls these functions in every micro-batch under ZeRO-3 (comm/torch.py); torch 2.13 warns.
     (FutureWarning, rf"`torch\.distributed\.({_FORWARDED})` is (deprecated|a private function)"),
-    # transformers 5.20 to 5.24 all have this deprecated name (modeling_utils.py:3191).
+    # The model classes of transformers 5.20 to 5.24 all use the deprecated name (modeling_utils.py:3191).
     (FutureWarning, r"`gradient_checkpointing_enable` is deprecated"),
 )
 _RECORDS = {
-    # DeepSpeed's launcher says that it uses this machine's GPUs (launcher/runner.py:214).
+    # DeepSpeed's launcher says this when it uses the GPUs of this machine (launcher/runner.py:214).
     "DeepSpeed": re.compile(r"Unable to find hostfile, will proceed with training"),
-    # A table of tensors that a model ignores, such as those of a multi-token prediction layer; a table that also names
-    # missing tensors stays (transformers 5.23, utils/loading_report.py).
+    # transformers prints a table of checkpoint tensors that the model ignores, such as those of a multi-token
+    # prediction layer. A table that also names missing tensors stays (5.23, utils/loading_report.py).
     "transformers.modeling_utils": re.compile(r"(?s).*LOAD REPORT(?!.*(MISSING|MISMATCH|CONVERSION)).*UNEXPECTED"),
-    # Printed at the first use of an SQLite store (mlflow 3.17, store/db/utils.py).
+    # MLflow prints this at the first use of an SQLite store (mlflow 3.17, store/db/utils.py).
     "mlflow.store.db.utils": re.compile(r"(Creating initial MLflow|Updating) database tables"),
 }
-"""By name of the logger: pattern of log messages that are hidden up to level WARNING."""
+"""Maps the name of a logger to a pattern of log messages that are hidden, up to level WARNING."""
 _LOADING_BAR = "Loading weights"
-"""Description of transformers' progress bar while it loads weights (5.23, core_model_loading.py:1831)."""
+"""Description by which transformers' progress bar of loading weights is recognised (5.23,
+core_model_loading.py:1831).
+"""
 _WRITING_BAR = "Writing model shards"
-"""transformers' progress bar of `save_pretrained`, which selftest calls (5.23, modeling_utils.py:3580)."""
+"""Description by which transformers' progress bar of `save_pretrained` is recognised. selftest calls that function
+(5.23, modeling_utils.py:3580).
+"""
 
 
 def quiet_packages(environ: Mapping[str, str] = os.environ) -> None:
@@ -44,7 +48,7 @@ def quiet_packages(environ: Mapping[str, str] = os.environ) -> None:
     if deepspeed_level(environ) != "quiet":
         return
     for category, message in _WARNINGS:
-        # The filter stays: removing it would reset Python's record of warnings already shown.
+        # The filter is not removed at the end, because that would reset Python's record of warnings already shown.
         warnings.filterwarnings("ignore", message=message, category=category)
     for name, pattern in _RECORDS.items():
         logger = logging.getLogger(name)
@@ -53,7 +57,7 @@ def quiet_packages(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def deepspeed_level(environ: Mapping[str, str] = os.environ) -> str:
-    """Value of DS_LOG_LEVEL, `quiet` by default; ConfigError for a value not in LEVELS."""
+    """Value of the environment variable DS_LOG_LEVEL, `quiet` by default. ConfigError for a value not in LEVELS."""
     level = environ.get(SWITCH) or "quiet"
     if level not in ("quiet", *LEVELS):
         raise ConfigError(f"{SWITCH} is `{level}`", hint=f"set it to {', '.join(LEVELS)}, or unset it")
@@ -61,7 +65,9 @@ def deepspeed_level(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def show_loading_as_phase() -> None:
-    """Show the loading of weights by transformers as a progress line, and hide its progress bar of writing weights."""
+    """Show the loading of weights by transformers as a progress line, and hide transformers' progress bar of writing
+    weights.
+    """
     from transformers.utils import logging as transformers_logging
 
     if deepspeed_level() == "quiet":
@@ -69,7 +75,7 @@ def show_loading_as_phase() -> None:
 
 
 def _bar_or_phase(factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
-    # transformers only iterates over these two bars.
+    # Of these two progress bars transformers only uses the iteration, so an iterator can replace them.
     if kwargs.get("desc") not in (_LOADING_BAR, _WRITING_BAR) or len(args) != 1:
         return factory(*args, **kwargs)
     if kwargs["desc"] == _WRITING_BAR:
@@ -78,7 +84,7 @@ def _bar_or_phase(factory: Callable[..., Any], args: tuple[Any, ...], kwargs: di
 
 
 class _DropKnownMessages(logging.Filter):
-    """Filter of a logger that hides messages which match a pattern, unless they are errors."""
+    """Filter of a logger. It hides log messages that match a pattern, unless they are errors."""
 
     def __init__(self, pattern: re.Pattern[str]) -> None:
         super().__init__()

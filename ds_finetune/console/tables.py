@@ -16,12 +16,12 @@ from ds_finetune.console.phase_line import CLEAR_LINE
 
 OUT = Console(highlight=False, soft_wrap=True)
 LOST: list[OSError] = []
-"""The last error at which `show_line` lost a line."""
+"""The last error at which `show_line` could not print a line; empty if there was none."""
 ERR = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 def show_pairs(title: str, pairs: Iterable[tuple[str, str]]) -> None:
-    """Print names and texts in two columns below a title. Texts are wrapped on a terminal only."""
+    """Print `pairs` of names and texts in two columns below a title. Texts are wrapped on a terminal only."""
     rows = list(pairs)
     indent = max((cell_len(name) for name, _ in rows), default=0) + 2
     width = OUT.width - indent if OUT.is_terminal else sys.maxsize
@@ -38,8 +38,8 @@ def show_note(text: str) -> None:
 
 
 def wrapped(text: str, width: int) -> list[str]:
-    """The lines of `text` when it is broken at spaces to fit `width`. A word that is longer, such as a key or a path,
-    is broken only after dots and slashes.
+    """Break `text` at spaces into lines that fit `width`. A longer word, such as a key or a path, is broken only after
+    dots and slashes.
     """
     return [line for paragraph in text.split("\n") for line in _wrapped_line(paragraph, width)]
 
@@ -57,8 +57,8 @@ def _wrapped_line(text: str, width: int) -> list[str]:
 
 
 def show_line(text: str) -> None:
-    """Print a line without markup; on a terminal it replaces a progress line. A full disk behind standard output does
-    not end the run.
+    """Print a line without markup. On a terminal it replaces a progress line. If standard output goes to a full disk,
+    the run continues.
     """
     try:
         if OUT.is_terminal:
@@ -69,7 +69,7 @@ def show_line(text: str) -> None:
 
 
 def show_piece(text: str) -> None:
-    """Print text without a line end, and flush."""
+    """Print text without a line end, and flush standard output."""
     OUT.file.write(text)
     OUT.file.flush()
 
