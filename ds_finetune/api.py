@@ -1,4 +1,4 @@
-"""Functions for Python programs, notebooks and the command line: train, plan, export and evaluate."""
+"""Functions for Python programs, notebooks and the command line: train, plan, export, verify and evaluate."""
 
 import os
 import threading
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 PathLike = str | Path
 EvalRows: TypeAlias = "PathLike | Sequence[PathLike] | Rows"
-"""A path, a list of paths, or the rows themselves."""
+"""Held-out rows: the path of a file, a list of paths, or the rows themselves."""
 
 
 def train(
@@ -49,14 +49,14 @@ def train(
 ) -> "Report":
     """Fine-tune by `config`, print what `ds-finetune train` prints, and return a report of the run.
 
-    `config` is the path of a run file, its nested dictionary, or a RunConfig; `overrides` are as on the command line.
-    `rows` replace `data.train`, and `eval_rows` replace `data.eval`: dictionaries in any layout that a file may have,
-    as a list or a `datasets.Dataset`. They are written into `output_dir`, so that its config.yaml repeats the run.
-    `observers` get the record of each step on every rank, and may add values or end the run.
+    `config` is the path of a run file, its nested dictionary, or a RunConfig. `overrides` are written as on the command
+    line. `rows` replace `data.train`, and `eval_rows` replace `data.eval`. They are dictionaries in any layout that a
+    file may have, as a list or a `datasets.Dataset`. They are written into `output_dir`, so that its config.yaml
+    repeats the run. `observers` get the record of each step on every rank, and may add values or end the run.
 
-    Without a launcher this function trains on one device of this machine; with a launcher, every rank has to call it. A
+    Without a launcher this function trains on one device of this machine. With a launcher, every rank has to call it. A
     process may call it again after it has returned. SIGINT (Ctrl-C), SIGHUP, SIGTERM and SIGUSR1 save a checkpoint and
-    end the run: `Report.interrupted` names the signal. LaunchError outside the main thread; VerificationError where an
+    end the run: `Report.interrupted` names the signal. LaunchError outside the main thread. VerificationError if an
     export differs from the record of the run.
     """
     name = threading.current_thread().name
@@ -86,7 +86,7 @@ def train(
 
 
 def plan_run(config: ConfigSource, *, gpus: int, gpus_per_node: int = 8) -> "PlannedRun":
-    """Plan a run on `gpus` GPUs, without weights or data; ConfigError where the run would raise it.
+    """Plan a run on `gpus` GPUs, without weights or data. ConfigError if the run itself would raise it.
 
     `config` is the path of a run file, its nested dictionary, or a RunConfig.
     """
@@ -115,15 +115,15 @@ def export_model(  # noqa: PLR0913 - each is an option of the command
     with_cache: bool = True,
     verify: bool = True,
 ) -> "ExportResult":
-    """Convert the run, checkpoint, adapter or model in `source` to the new folder `out`; print and return what was
+    """Convert the run, checkpoint, adapter or model in `source` to the new folder `out`. Prints and returns what was
     written.
 
     `format` is the name of a row of `export/formats.py`, which lists its dtypes (the first is the default) and options:
     safetensors in bf16, fp16, fp32 or fp8, onnx in fp32, fp16, int8 or int4, gguf in bf16, f16, f32 or q8_0, or the
     adapter of a run for servers in fp32, bf16 or fp16. `base` is the folder of the model that was trained.
-    `max_shard_size` (5GB) applies to safetensors, and `with_cache=False` (a graph without past keys and values) to
-    onnx. With `verify` a new process loads `out` and compares it with the record of the run; VerificationError names
-    the difference. Without `verify` the folder stays marked UNVERIFIED.
+    `max_shard_size` (5GB) applies to safetensors. `with_cache=False` applies to onnx and writes a graph without past
+    keys and values. With `verify` a new process loads `out` and compares it with the record of the run;
+    VerificationError names the difference. Without `verify` the folder stays marked UNVERIFIED.
     """
     check_versions()
     from ds_finetune.data.tokenizer_files import has_vocabulary
@@ -168,7 +168,7 @@ def verify_folder(folder: Path, base: Path | None) -> "VerificationResult":
 
 
 def check_verified(results: "Sequence[VerificationResult]") -> None:
-    """VerificationError with the exported folders that differ from their records."""
+    """Raise a VerificationError that names the exported folders which differ from their records."""
     failed = [result for result in results if result.problems]
     if failed:
         raise VerificationError(
@@ -245,7 +245,9 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
 
 
 def _eval_objective(objective: str | Mapping[str, object]) -> tuple["RowKind", "DocumentObjective | None"]:
-    """Kind of the scored rows, and the objective whose metrics score documents; None for metrics of tokens."""
+    """The kind of rows that `objective` scores, and the objective whose metrics score documents (None if metrics are
+    per token).
+    """
     from ds_finetune.data.row_kind import RowKind
     from ds_finetune.evaluation.preference_scores import preference_of
 
@@ -263,7 +265,9 @@ def _eval_objective(objective: str | Mapping[str, object]) -> tuple["RowKind", "
 def _held_out_paths(
     data: "EvalRows | Mapping[str, EvalRows]", folder: Path
 ) -> tuple[str, ...] | dict[str, tuple[str, ...]]:
-    """Value of `data.eval` in a run file, with rows written to files below `folder`; ConfigError for a wrong name."""
+    """The value that the run-file key `data.eval` gets for `data`. Rows are written to files below `folder`.
+    ConfigError for a wrong name of a set.
+    """
     from ds_finetune.trainer.run_dir import write_rows
 
     sets = data if isinstance(data, Mapping) else {"": data}
@@ -287,9 +291,9 @@ def _held_out_paths(
 
 @contextmanager
 def _unchanged_environment(world: World) -> Iterator[None]:
-    """Remove the variables that a run without a launcher has set (RANK, MASTER_PORT, ...) at its end.
+    """At its end, remove the environment variables that a run without a launcher has set (RANK, MASTER_PORT, ...).
 
-    Later child processes would otherwise treat them as a launcher's.
+    Child processes of later calls would otherwise take these variables for those of a launcher.
     """
     names: dict[str, str] = {}
     if world.launcher == "python":

@@ -1,15 +1,17 @@
-"""The errors of this program: `FinetuneError` with a subclass per stage; `cli` maps them to exit codes."""
+"""The errors of this program: `FinetuneError`, with a subclass for each kind. The command line maps them to exit
+codes.
+"""
 
 USER_ERROR_EXIT_CODE = 2
 """Exit code for invalid input: configuration, data, model folder, hostfile or output folder."""
 RUN_ERROR_EXIT_CODE = 1
-"""Exit code of a run that failed after it had started."""
+"""Exit code of a run that failed after it had started, and of other unexpected failures."""
 INTERRUPTED_EXIT_CODE = 3
 """Exit code of a run that saved and ended after a signal; the same command resumes it."""
 
 
 class FinetuneError(Exception):
-    """An error for the user: `message` says what is wrong with which values, and `hint` what to do."""
+    """An error for the user. `message` says what is wrong with which values, and `hint` says what to do."""
 
     exit_code = USER_ERROR_EXIT_CODE
 
@@ -19,7 +21,7 @@ class FinetuneError(Exception):
         self.hint = hint
 
     def __str__(self) -> str:
-        """Message and hint, each on its own line."""
+        """The message and the hint, each on its own line."""
         return f"{self.message}\n  hint: {self.hint}" if self.hint else self.message
 
 
@@ -28,11 +30,11 @@ class ConfigError(FinetuneError):
 
 
 class DependencyError(FinetuneError):
-    """An installed package is outside its tested range, or its source differs where this program patches it."""
+    """A package is missing or outside its tested range, or its source differs where this program patches it."""
 
 
 class LaunchError(FinetuneError):
-    """A launcher's environment or a hostfile cannot be understood."""
+    """Ranks cannot be launched: a launcher's environment, a hostfile or a host is wrong."""
 
 
 class DataError(FinetuneError):
@@ -66,7 +68,9 @@ class ServeError(FinetuneError):
 
 
 class RewardError(FinetuneError):
-    """A reward is at fault, not the answer that it should score; or a record lacks a field that a reward needs."""
+    """A reward function itself is wrong, not the answer that it should score; or a record lacks a field that a reward
+    needs.
+    """
 
     exit_code = RUN_ERROR_EXIT_CODE
 
