@@ -1,1 +1,1 @@
-"""The command line: one module per command or family of commands."""
+"""The program `ds-finetune`: each module here implements a command or a family of commands."""

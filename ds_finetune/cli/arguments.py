@@ -1,4 +1,4 @@
-"""Arguments that several commands have: the run file with its overrides, and numbers with bounds.
+"""Command-line arguments that several commands have: the run file with its overrides, and numbers with bounds.
 
 A number out of bounds is a usage error, which is reported before anything is loaded.
 """
@@ -19,7 +19,7 @@ from ds_finetune.errors import ExportError
 from ds_finetune.plan.config_json import check_model_path
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-"""Type of the result of argparse's `add_subparsers`, to which the parsers of commands are added."""
+"""Type of the object to which the parsers of commands are added. argparse's method `add_subparsers` returns it."""
 Arguments = argparse.Namespace
 BEGINNING = """\
 where to begin:
@@ -28,17 +28,17 @@ where to begin:
   ds-finetune config schema   print every key of a run file
   docs/index.md               of the repository leads to the documentation
 """
-"""The last lines that `--help` prints."""
+"""The last lines that `ds-finetune --help` prints."""
 
 
 _OPTION = re.compile(r"--?[A-Za-z][\w.-]*")
 _RUN_FILES = ("config", "config_file", "cfg", "yaml", "run")
-"""Options with which other trainers take their configuration file."""
+"""Names of the options by which other trainers are given their configuration file."""
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser that refuses unknown options with the usage of their command. If the option is one of another trainer,
-    it says which key of the run file to set.
+    """A command-line parser that refuses unknown options and prints the usage of the command. If another trainer has
+    such an option, the error says which key of the run file to set.
     """
 
     def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def,override]  # noqa: ANN001, ANN201
@@ -49,7 +49,7 @@ class CommandParser(argparse.ArgumentParser):
         lines = []
         for number, word in enumerate(words):
             option, equals, value = word.partition("=")
-            # `-oFILE` is the option `-o` with its value.
+            # A word such as `-oFILE` is the option `-o` followed by its value.
             name = option if option.startswith("--") else option[:2]
             if not _OPTION.fullmatch(option) or name in self._option_string_actions:
                 continue
@@ -64,7 +64,9 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def _as_override(option: str, value: str, command: str) -> str:
-    """What to write instead of an unknown option, which may be another trainer's option or a key of the run file."""
+    """Text that says what to write instead of an unknown option. The option may be one of another trainer, or a key of
+    the run file.
+    """
     word = option.lstrip("-").replace("-", "_")
     if word in _RUN_FILES:
         return f"the run file is given without an option: `{command} {value or 'run.yaml'}`"
@@ -83,7 +85,7 @@ def _as_override(option: str, value: str, command: str) -> str:
 def add_command(
     commands: Commands, name: str, text: str, command: Callable[[Arguments], None], *, epilog: str | None = None
 ) -> argparse.ArgumentParser:
-    """Add a command and return its parser; `epilog` is printed verbatim after its help."""
+    """Add a command to the program, and return the command's parser. `epilog` is printed verbatim after its help."""
     layout = argparse.HelpFormatter if epilog is None else argparse.RawDescriptionHelpFormatter
     parser = commands.add_parser(name, help=text, epilog=epilog, formatter_class=layout, allow_abbrev=False)
     parser.set_defaults(command=command)
@@ -93,7 +95,7 @@ def add_command(
 def add_run_command(
     commands: Commands, name: str, text: str, command: Callable[[Arguments], None]
 ) -> argparse.ArgumentParser:
-    """Add a command that takes a run file and overrides; returns its parser."""
+    """Add a command that takes a run file and overrides, and return its parser."""
     parser = add_command(commands, name, text, command, epilog=BEGINNING)
     add_local_rank(parser)
     parser.add_argument("run", metavar="RUN.yaml", help="the run file")
@@ -102,7 +104,9 @@ def add_run_command(
 
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
-    """Add arguments `section.key=value`, which follow the run file on the command line and replace its values."""
+    """Add the arguments `section.key=value` to a command. They follow the run file on the command line and replace its
+    values.
+    """
     text = "values that replace those of the run file"
     parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help=text)
 
@@ -116,18 +120,18 @@ def add_local_rank(parser: argparse.ArgumentParser) -> None:
 
 
 def add_allowed_hosts(parser: argparse.ArgumentParser) -> None:
-    """Add `--allow-host` to a command that serves HTTP."""
+    """Add the option `--allow-host` to a command that serves HTTP."""
     text = "another name under which requests may reach this server, such as a proxy's; `*` for any; may be repeated"
     parser.add_argument("--allow-host", action="append", default=[], metavar="NAME", help=text)
 
 
 def read_run(arguments: Arguments) -> RunConfig:
-    """Read the run file with its overrides; ConfigError if one of them is invalid."""
+    """Read the run file and the overrides that the command line names. ConfigError if one of them is invalid."""
     return read_config(arguments.run, arguments.overrides)
 
 
 def exported_folder(path: str) -> Path:
-    """The exported folder `path`, or the export of the run in `path`; ExportError if there is none."""
+    """The exported folder `path`, or the exported folder of the run in `path`. ExportError if there is none."""
     folder = Path(export_of(path))
     if folder.is_dir():
         check_model_path(str(folder))
@@ -137,7 +141,9 @@ def exported_folder(path: str) -> Path:
 
 
 def export_of(path: str) -> str:
-    """The path of the export if `path` is the folder or the run file of a run, which is printed; else `path` itself."""
+    """Find the exported folder of a run. If `path` is the folder or the run file of a run, the path of its export is
+    printed and returned; otherwise `path` itself is returned.
+    """
     is_run_file = Path(path).suffix in (".yaml", ".yml") and Path(path).is_file()
     folder = Path(read_config(path).output_dir if is_run_file else path)
     if (folder / "config.json").is_file() or not (is_run_file or (folder / "plan.json").is_file()):
@@ -149,22 +155,22 @@ def export_of(path: str) -> str:
 
 
 def zero_or_more(text: str) -> int:
-    """Parse an integer of 0 or more."""
+    """Parse a command-line argument as an integer of 0 or more."""
     return _whole_number(text, least=0)
 
 
 def positive(text: str) -> int:
-    """Parse an integer of 1 or more."""
+    """Parse a command-line argument as an integer of 1 or more."""
     return _whole_number(text, least=1)
 
 
 def two_or_more(text: str) -> int:
-    """Parse an integer of 2 or more."""
+    """Parse a command-line argument as an integer of 2 or more."""
     return _whole_number(text, least=2)
 
 
 def port(text: str) -> int:
-    """Parse a port; 0 stands for any free one."""
+    """Parse a command-line argument as a network port; 0 stands for any free port."""
     return _whole_number(text, least=0, most=65_535)
 
 

@@ -8,7 +8,7 @@ from ds_finetune.console.tables import OUT, show_pairs
 
 
 def add_commands(commands: Commands) -> None:
-    """Add `checkpoint list`, `show`, `verify` and `gather`."""
+    """Add the commands `checkpoint list`, `show`, `verify` and `gather` to the program."""
     checkpoint = commands.add_parser("checkpoint", help="list, show, verify and gather checkpoints")
     actions = checkpoint.add_subparsers(required=True, metavar="WHAT")
     listing = add_command(actions, "list", "list the checkpoints of a run", _list)

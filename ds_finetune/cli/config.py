@@ -1,4 +1,6 @@
-"""`ds-finetune config` and `data`: the run file with its defaults, its schema, and the training data of a run."""
+"""The commands `ds-finetune config` and `data`. They show a run file with its defaults, the schema of run files, and
+the training data of a run.
+"""
 
 import json
 
@@ -8,7 +10,7 @@ from ds_finetune.console.tables import OUT
 
 
 def add_commands(commands: Commands) -> None:
-    """Add `config show`, `config schema` and `data show`."""
+    """Add the commands `config show`, `config schema` and `data show` to the program."""
     data = commands.add_parser("data", help="show the training data of a run")
     actions = data.add_subparsers(required=True, metavar="WHAT")
     rows = add_run_command(actions, "show", "print samples with their supervised tokens marked, and counts", _show_rows)

@@ -51,7 +51,7 @@ SPECIAL = ("<|bos|>", "<|eos|>", "<|pad|>", "<|user|>", "<|assistant|>")
 
 
 def add_commands(commands: Commands) -> None:
-    """Add `demo`."""
+    """Add the command `demo` to the program."""
     text = "write an example (model config, tokenizer, data, run file) to a folder"
     demo = add_command(commands, "demo", text, _write_demo)
     demo.add_argument("folder", metavar="FOLDER", help="folder to write; files with other content are never replaced")
@@ -70,7 +70,9 @@ def _write_demo(arguments: Arguments) -> None:
 
 
 def questions(seed: int = 0) -> Iterator[tuple[str, str]]:
-    """All days of a hundred years in an order that depends on `seed`, as pairs (`2024-03-17`, `17 March 2024`)."""
+    """Yield questions and answers of the example: each day of a hundred years as a pair (`2024-03-17`, `17 March
+    2024`). The order depends on `seed`.
+    """
     days = list(range(DAYS))
     random.Random(seed).shuffle(days)
     for offset in days:
@@ -79,11 +81,11 @@ def questions(seed: int = 0) -> Iterator[tuple[str, str]]:
 
 
 def write_demo(folder: Path, *, ranks: int = 2, days: int = DAYS) -> Path:
-    """Write `model/` (config and tokenizer, no weights), `train.jsonl`, `eval.jsonl` and `run.yaml`; returns the run
-    file's path.
+    """Write the files of the example: `model/` (config and tokenizer, no weights), `train.jsonl`, `eval.jsonl` and
+    `run.yaml`. Returns the path of the run file.
 
-    A step has 8 rows, or the next multiple of `ranks`. 200 of the `days` rows are held out. OutputError where one of
-    these files exists with other content, since it may be the user's.
+    A training step has 8 rows, or the next multiple of `ranks`. 200 of the `days` rows are held out. OutputError if one
+    of these files exists with other content, since it may be the user's.
     """
     from ds_finetune.config.run_file import one_line_yaml
 

@@ -28,7 +28,7 @@ _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
 def add_commands(commands: Commands) -> None:
-    """Add `doctor` to the program's commands."""
+    """Add the command `doctor` to the program."""
     text = "check that the hosts are ready, with a hint for each fault"
     doctor = add_command(commands, "doctor", text, _doctor)
     text = "also check the plan, operators, disk and memory of this run"
@@ -41,7 +41,7 @@ def add_commands(commands: Commands) -> None:
 
 
 def add_host_options(parser: argparse.ArgumentParser) -> None:
-    """Add options that select hosts and say how to reach them."""
+    """Add options that select the hosts of a command and say how to reach them."""
     parser.add_argument("--hostfile", help="hosts and slots, a line each: `worker-1 slots=8`")
     text = "use only these hosts and devices, e.g. worker-1@worker-2:0,2"
     parser.add_argument("--include", default="", metavar="HOSTS", help=text)
@@ -52,7 +52,7 @@ def add_host_options(parser: argparse.ArgumentParser) -> None:
 
 
 def hosts_of(arguments: Arguments) -> tuple[Host, ...]:
-    """Hosts of `--hostfile` selected by `--include` and `--exclude`."""
+    """The hosts of the file `--hostfile` that `--include` and `--exclude` select."""
     return select_hosts(read_hostfile(arguments.hostfile), include=arguments.include, exclude=arguments.exclude)
 
 
@@ -68,7 +68,9 @@ def _doctor(arguments: Arguments) -> None:
 
 
 def run_needs(config: RunConfig) -> dict[str, Any]:
-    """Fields of DoctorRequest for a run; the run is planned once the hosts have reported their devices."""
+    """The fields of DoctorRequest that describe what a run needs. The run is planned later, when the hosts have
+    reported their devices.
+    """
 
     def resolve_on(world: "World", device: str) -> "ResolvedRun":
         from ds_finetune.trainer.resolve import resolve
@@ -77,7 +79,7 @@ def run_needs(config: RunConfig) -> dict[str, Any]:
 
     return {
         "folders": {"output_dir": config.output_dir, "data.cache_dir": config.data.cache_dir},
-        # An input may also be an id of the Hugging Face hub.
+        # Inputs that do not exist as paths are left out: they may be ids of the Hugging Face hub.
         "files": tuple(str(path) for _, path in config.inputs() if path.exists()),
         "node_local": config.checkpoint.node_local if config.checkpoint.saves else None,
         "resolve": resolve_on,
@@ -92,7 +94,7 @@ def _this_machine() -> Host:
 
 
 def _show(checks: "Sequence[Check]", *, as_json: bool) -> None:
-    """Print the checks; SystemExit with the exit code of user errors if one fails."""
+    """Print the checks of hosts. If one has failed, raise SystemExit with the exit code of user errors."""
     if as_json:
         OUT.print(json.dumps([asdict(check) for check in checks], indent=1), markup=False)
     else:
@@ -104,7 +106,9 @@ def _show(checks: "Sequence[Check]", *, as_json: bool) -> None:
 
 
 def _table(checks: "Sequence[Check]") -> Table:
-    """Table with failures last; hosts with equal results share a row, so that 64 healthy hosts fit on one page."""
+    """Make a table of checks in which failures come last. Hosts with equal results share a row, so that 64 healthy
+    hosts fit on one page.
+    """
     rows: dict[tuple[str, str, str, str], list[str]] = {}
     for check in sorted(checks, key=lambda check: list(_STYLES).index(check.state)):
         rows.setdefault((check.state, check.name, check.found, check.hint), []).append(check.host)

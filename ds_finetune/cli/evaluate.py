@@ -1,4 +1,4 @@
-"""`ds-finetune eval`: scores an exported folder."""
+"""`ds-finetune eval`: scores an exported folder on held-out rows or on tasks."""
 
 import argparse
 import json
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def add_commands(commands: Commands) -> None:
-    """Add `eval`."""
+    """Add the command `eval` to the program."""
     text = "score an exported folder on held-out rows, beside its base model"
     parser = add_command(commands, "eval", text, _evaluate)
     _add_data_options(parser)
@@ -59,7 +59,7 @@ def _add_data_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _objective(text: str) -> object:
-    """Parse an objective's name, or a mapping in YAML."""
+    """Parse the objective on the command line, which is its name or a mapping in YAML."""
     import yaml
 
     try:
@@ -86,7 +86,7 @@ def _evaluate(arguments: Arguments) -> None:
             f"eval of `{arguments.model}` has nothing to score on", hint="give --data test.jsonl, or --tasks"
         )
     arguments.model = export_of(arguments.model)
-    # Checked before slow imports of model code.
+    # Paths are checked before the slow imports of model code.
     for path in (arguments.model, *([arguments.baseline] if arguments.baseline else [])):
         check_model_path(path)
     if arguments.json:
@@ -116,9 +116,9 @@ def _evaluate(arguments: Arguments) -> None:
 
 
 def _write_text(file: str, text: str, *, mode: str) -> None:
-    """Write `text`, or append it with mode `a`; OutputError if the file cannot be written.
+    """Write `text` to a file, or append it with mode `a`. OutputError if the file cannot be written.
 
-    Before scoring an empty text is appended, so that a path that cannot be written is reported at once.
+    Before anything is scored, an empty text is appended, so that a file that cannot be written is reported at once.
     """
     try:
         with Path(file).open(mode, encoding="utf-8") as out:
@@ -155,7 +155,9 @@ def _scored(arguments: Arguments) -> "EvalReport":
 
 @contextmanager
 def _flags_named() -> Iterator[None]:
-    """Context manager in which errors about rows name the options of this command instead of keys of a run file."""
+    """In errors about rows that the `with` block raises, replace the keys of a run file by the options of this
+    command.
+    """
     try:
         yield
     except (ConfigError, DataError) as error:
@@ -173,7 +175,9 @@ def _column_flags(pairs: str) -> str:
 
 
 def _sets_of(files: Sequence[str]) -> Sequence[str] | Mapping[str, list[str]]:
-    """The files of --data; if they are given as NAME=FILE, files by name. ConfigError if only some have a name."""
+    """The files that the option --data names. If they are given as NAME=FILE, they are grouped by name. ConfigError if
+    only some have a name.
+    """
     named = [file for file in files if "=" in file and not Path(file).exists()]
     if not named:
         return files
@@ -187,8 +191,8 @@ def _sets_of(files: Sequence[str]) -> Sequence[str] | Mapping[str, list[str]]:
 
 
 def _table(metrics: Mapping[str, "Metric"], arguments: Arguments, caption: str) -> Table:
-    """Table of metrics with their confidence intervals; with a baseline it has the baseline's metrics and differences
-    too.
+    """Make a table of metrics with their confidence intervals. With a baseline model, the table also has the baseline's
+    metrics and the differences.
     """
     is_compared = any(metric.baseline is not None for metric in metrics.values())
     compared = ["baseline", "difference"] if is_compared else []

@@ -11,7 +11,7 @@ from ds_finetune.export.output_folder import check_out_empty
 
 
 def add_commands(commands: Commands) -> None:
-    """Add `export`."""
+    """Add the command `export` to the program."""
     text = "convert a run, a checkpoint, an adapter or a model to a folder that other programs load"
     export = add_command(commands, "export", text, _export)
     what = export.add_mutually_exclusive_group(required=True)
@@ -53,7 +53,7 @@ def _export(arguments: Arguments) -> None:
             f"export has SOURCE `{arguments.source}` and no OUT",
             hint="write `ds-finetune export SOURCE OUT`, or `--check OUT`",
         )
-    # Both checks precede slow imports.
+    # The paths are checked before slow imports.
     check_out_empty(Path(arguments.out))
     if not Path(arguments.source).is_dir():
         raise ExportError(
@@ -87,7 +87,9 @@ def _push(folder: Path, repository: str | None) -> None:
 
 
 def _check(arguments: Arguments) -> None:
-    """Verify an exported folder; ConfigError or ExportError if that is impossible, VerificationError if it differs."""
+    """Verify an exported folder. VerificationError if it differs from its record; ConfigError or ExportError if it
+    cannot be verified.
+    """
     options = {"--format": arguments.format, "--dtype": arguments.dtype, "--max-shard-size": arguments.max_shard_size}
     options |= {"--no-cache": arguments.no_cache, "--no-verify": not arguments.verify}
     options_given = [name for name, value in options.items() if value]

@@ -1,4 +1,4 @@
-"""`ds-finetune init`: writes a run file for given rows, or from a file of another trainer."""
+"""`ds-finetune init`: writes a run file for given rows, or converts the file of another trainer."""
 
 import shlex
 from collections import Counter
@@ -36,12 +36,14 @@ optim: {{lr: {lr}}}
 output_dir: {output_dir}  # checkpoints, metrics and the exported model; the same command resumes a run
 """
 _RATES = {"dpo": ("5.0e-7", "5.0e-6"), "kto": ("1.0e-6", "1.0e-5"), "classification": ("2.0e-5", "2.0e-4")}
-"""By objective: learning rates for training all weights and for adapters, as in docs/how-to/preferences.md."""
+"""Learning rates by objective, each for training all weights and for training adapters, as in
+docs/how-to/preferences.md.
+"""
 _LENGTH = 2048
 
 
 def add_commands(commands: Commands) -> None:
-    """Add `init`."""
+    """Add the command `init` to the program."""
     text = "write a commented run file for your own rows, or from a file of another trainer, without questions"
     parser = add_command(commands, "init", text, _init)
     parser.add_argument("rows", nargs="*", metavar="ROWS", help="files, folders or hub ids with training rows")
@@ -64,7 +66,7 @@ def _init(arguments: Arguments) -> None:
 
 
 def _convert(path: Path, arguments: Arguments) -> None:
-    """Write a run file converted from another trainer's file, with a line for each of its keys."""
+    """Convert another trainer's file to a run file, and write it. It has a line for each key of the other file."""
     from ds_finetune.config.conversion import ConvertedRun
     from ds_finetune.config.other_files import read_other_file
     from ds_finetune.config.run_file import write_run_file
@@ -116,8 +118,8 @@ def _from_rows(arguments: Arguments) -> None:
 
 
 def _recognised(record: "Record", where: str) -> tuple[str, Mapping[str, str]]:
-    """The objective that fits a row, and the names of its columns if they differ from those of a known layout.
-    DataError if no objective fits.
+    """Find the objective that fits a row, and the names of the row's columns if they differ from those of a known
+    layout. DataError if no objective fits.
     """
     from ds_finetune.data.record_layouts import PlainText
     from ds_finetune.data.row_kind import DIALOGUE, RowKind, objectives_of
@@ -126,7 +128,8 @@ def _recognised(record: "Record", where: str) -> tuple[str, Mapping[str, str]]:
     label = record.get("label")
     for columns in ({}, *_guesses(record)):
         for name in LAYOUTS_OF:
-            # The classes are known only once all rows are read, so the row's own label stands for them.
+            # The classes of a classifier are known only once all rows are read. So the label of this row stands for
+            # them.
             is_number = name == "labelled" and isinstance(label, float)
             kind = RowKind(
                 name,

@@ -1,4 +1,6 @@
-"""Ends the process by Ctrl-C while it imports packages, which takes seconds and leaves nothing to clean up."""
+"""Lets Ctrl-C end the process at once while packages are imported. Imports take seconds, and nothing has to be cleaned
+up.
+"""
 
 import os
 import signal
@@ -7,16 +9,16 @@ from contextlib import contextmanager
 from types import FrameType
 
 INTERRUPT_EXIT_CODE = 128 + signal.SIGINT
-"""Exit code of a command that Ctrl-C ended, the same as in shells. A run that Ctrl-C ended after it had saved exits
-with 3.
+"""Exit code of a command that Ctrl-C ended, which is the one that shells use. A run that Ctrl-C ended after it had
+saved exits with 3.
 """
 
 
 @contextmanager
 def ended_by_interrupt() -> Iterator[None]:
-    """Context manager in which Ctrl-C ends the process with one line.
+    """Context manager in which Ctrl-C ends the process and prints one line.
 
-    Else KeyboardInterrupt would print a traceback of the imports, or a package would catch it.
+    Otherwise KeyboardInterrupt would print a traceback of the imports, or an imported package would catch it.
     """
     before = signal.getsignal(signal.SIGINT)
     if before != signal.SIG_IGN:

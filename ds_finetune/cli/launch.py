@@ -25,7 +25,7 @@ _LAUNCHERS = ("torchrun", "mpirun", "slurm")
 
 
 def add_commands(commands: Commands) -> None:
-    """Add `launch` to the program's commands."""
+    """Add the command `launch` to the program."""
     text = "fine-tune on the hosts of a hostfile, and restart the ranks where one fails"
     launch = add_command(commands, "launch", text, _launch)
     launch.add_argument("run", metavar="RUN.yaml")
@@ -52,7 +52,7 @@ def add_commands(commands: Commands) -> None:
 
 
 def _hosts(arguments: Arguments, nproc: int | None) -> tuple[Host, ...]:
-    """Hosts selected by the options; without a hostfile this machine with `nproc` ranks."""
+    """The hosts that the options select. Without a hostfile it is this machine, with `nproc` ranks."""
     if arguments.hostfile:
         if nproc is not None:
             raise LaunchError(
@@ -94,7 +94,7 @@ def _launch(arguments: Arguments) -> None:
         return
     from ds_finetune.cluster.launch.run import show_if_open
 
-    # Another thread prints, so that a slow disk or a stopped pager does not hold up the run.
+    # Lines are printed by another thread, so that a slow disk or a stopped pager does not delay the run.
     with ThreadPoolExecutor(max_workers=1) as screen:
 
         def say(line: str) -> None:

@@ -1,6 +1,6 @@
-"""The program `ds-finetune`: builds the parser, runs one command, prints its error once and ends the process.
+"""The program `ds-finetune`: builds the parser, runs one command, prints an error once and ends the process.
 
-Each command's parser and function are in a module of this package.
+The parser and the function of each command are in a module of this package.
 """
 
 import argparse
@@ -32,29 +32,33 @@ _MODULES = (
     *("train", "launch", "plan", "report", "doctor", "config", "rewards", "checkpoint", "export", "evaluate"),
     *("serve", "selftest", "sweep", "init", "demo"),
 )
-"""Modules with commands, in the order in which `--help` lists them."""
+"""Names of the modules that implement commands, in the order in which `--help` lists these."""
 _WITHOUT_MODELS = ("launch", "report", "watch", "doctor", "config", "checkpoint", "init", "demo", "completion")
-"""Commands that compute nothing in this process, so that they run with any versions of torch, transformers and
+"""Commands that compute nothing with models in this process. They run with any versions of torch, transformers and
 DeepSpeed.
 """
 _LONG = ("train", "launch", "sweep", "scaling", "serve", "watch")
-"""Commands that continue after a line of their output was lost, because their result is not what they print."""
+"""Commands that continue even if a line of their output cannot be printed, because their result is not what they
+print.
+"""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _QUIET_SECONDS = 5.0
-"""Seconds for which the other ranks of a host wait before they exit with an error, so that local rank 0 prints it
-first.
+"""Seconds for which the other ranks of a host wait before they exit with an error. Meanwhile local rank 0 prints the
+error.
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code: 0 success, 1 failed run, 2 wrong usage or run file, 130 Ctrl-C.
 
-    SystemExit carries other codes, such as 3 for a run that a signal ended after its checkpoint was saved.
+    Commands end with other exit codes by SystemExit, e.g. with 3 if a signal ended a run after its checkpoint was
+    saved.
     """
     command_line = sys.argv[1:] if argv is None else list(argv)
     arguments = parse_arguments(command_line)
     for stream in (sys.stdout, sys.stderr):
-        # PYTHONIOENCODING may set an encoding without some characters of rows, which would end the program.
+        # PYTHONIOENCODING may set an encoding that lacks characters of rows. Such characters are printed as escapes,
+        # instead of ending the program.
         if isinstance(stream, io.TextIOWrapper) and codecs.lookup(stream.encoding).name != "utf-8":
             stream.reconfigure(errors="backslashreplace")
     try:
@@ -85,14 +89,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _check_printed(command: str) -> None:
-    """Raise the error of a full disk at which a line was lost whose printing was the command's work."""
+    """Raise the error of a full disk if it kept a line from being printed, for a command whose result is what it
+    prints.
+    """
     if LOST and LOST[-1].errno in _FULL and command not in _LONG:
         raise LOST.pop()
 
 
 def _check_encoding() -> None:
-    """ConfigError if the locale's encoding is not UTF-8, such as GBK or Latin-1: torch and other packages would read
-    files in it.
+    """Raise ConfigError if the locale's encoding is not UTF-8 but e.g. GBK or Latin-1. torch and other packages would
+    read files in that encoding.
     """
     encoding = locale.getpreferredencoding(do_setlocale=False)
     if codecs.lookup(encoding).name != "utf-8":
@@ -120,15 +126,15 @@ def exit_process(code: int = 0) -> NoReturn:
     """
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        # A closed stream is None; one whose disk is full cannot be flushed.
+        # A closed stream is None, and a stream cannot be flushed if its disk is full.
         with suppress(AttributeError, OSError):
             stream.flush()
     os._exit(code)
 
 
 def build_parser(command: str = "") -> argparse.ArgumentParser:
-    """The parser of all commands, or only of those in the module `command`, so that a rank does not import the code of
-    other commands.
+    """Build the parser of all commands. With `command` it parses only the commands of that module, so that a rank does
+    not import the code of others.
     """
     parser: argparse.ArgumentParser = CommandParser(
         prog="ds-finetune",
@@ -148,9 +154,9 @@ def build_parser(command: str = "") -> argparse.ArgumentParser:
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    """Parse the arguments; overrides may come before and after options.
+    """Parse the arguments of a command. Overrides `section.key=value` may come before and after options.
 
-    argparse itself accepts them in one place only (Python 3.11, argparse.py, `_match_arguments_partial`).
+    argparse itself accepts overrides in one place only (Python 3.11, argparse.py, `_match_arguments_partial`).
     """
     parser = build_parser(argv[0] if argv else "")
     arguments, rest = parser.parse_known_args(argv)
@@ -161,7 +167,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 
 
 def _check_given_once(overrides: Sequence[str]) -> None:
-    """ConfigError where two overrides give one key different values."""
+    """Raise ConfigError if two overrides give one key different values."""
     first_values: dict[str, str] = {}
     for override in overrides:
         key, _, value = override.partition("=")
@@ -190,7 +196,9 @@ def _complete_files(parser: argparse.ArgumentParser, how: Mapping[str, object]) 
 
 
 def _print_once(text: str) -> None:
-    """Record an error, and print it on local rank 0 only: all ranks of a host meet the same invalid run file."""
+    """Record an error, and print it in full on local rank 0 only, because all ranks of a host find the same fault in a
+    run file.
+    """
     record_error(text)
     if os.environ.get("LOCAL_RANK", "0") == "0" or {RUN_ID, "TORCHELASTIC_RUN_ID"} <= os.environ.keys():
         # `launch` separates the output of ranks, and reports the rank that ends first as the cause.

@@ -13,7 +13,7 @@ from ds_finetune.console.tables import ERR, OUT, show_note, show_pairs
 from ds_finetune.errors import ConfigError
 
 if TYPE_CHECKING:
-    # Not imported at run time, to keep other commands fast.
+    # These modules are imported only by type checkers, which keeps other commands fast.
     from ds_finetune.plan.estimate.memory import MemoryEstimate
     from ds_finetune.plan.search.machines import Target
     from ds_finetune.plan.search.search import SearchResult
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def add_commands(commands: Commands) -> None:
-    """Add `plan`."""
+    """Add the command `plan` to the program."""
     text = "show whether a run fits given machines, its memory and its layout, or list layouts that fit"
     plan = add_run_command(commands, "plan", text, _plan)
     plan.add_argument("--gpus", type=positive, help="number of GPUs of the run (default: one node, or this machine's)")
@@ -68,7 +68,7 @@ def _plan(arguments: Arguments) -> None:
 
 
 def _check_options(arguments: Arguments) -> None:
-    """ConfigError for options that cannot be combined."""
+    """Raise ConfigError if options of the command cannot be combined."""
     given = [f"--{name}" for name in ("search", "tensors") if getattr(arguments, name)]
     given += ["--gpu cpu"] if arguments.tensors and arguments.gpu == "cpu" else []
     given += ["--json"] if arguments.tensors and arguments.json else []
@@ -112,8 +112,9 @@ def _show_forecast(config: RunConfig, target: "Target", *, is_json: bool) -> Non
 
 
 def _memory_lines(memory: "MemoryEstimate") -> Iterator[tuple[str, str]]:
-    """Lines with the peak of each kind of memory, and then a line for each item: its size, its kind of memory and its
-    name, the moments at which it exists if not always, and the key that reduces it.
+    """Lines about the memory of a run. The first ones show the peak of each kind of memory. A further line for each
+    item shows its size, its kind of memory, its name, the moments at which it exists if not always, and the run-file
+    key that reduces it.
     """
     from ds_finetune.plan.estimate.rows import MOMENTS, peak
 
@@ -131,7 +132,9 @@ def _memory_lines(memory: "MemoryEstimate") -> Iterator[tuple[str, str]]:
 
 
 def _layout_lines(result: "SearchResult", given: "RunSettings") -> Iterator[tuple[str, str]]:
-    """A line for each proposed layout with the memory that it needs, and one with the overrides that give it."""
+    """Two lines for each proposed layout: the layout with the memory that it needs, and the overrides that select
+    it.
+    """
     from ds_finetune.plan.search.candidates import layout_overrides
     from ds_finetune.plan.search.search import layout_text
 

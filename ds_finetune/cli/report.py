@@ -1,4 +1,6 @@
-"""`ds-finetune report`: a page about runs; `watch`: shows a folder of runs in the browser while they train."""
+"""The commands `ds-finetune report`, which writes a page about runs, and `watch`, which shows the runs of a folder in
+the browser while they train.
+"""
 
 from pathlib import Path
 
@@ -11,7 +13,7 @@ _PORT = 7117
 
 
 def add_commands(commands: Commands) -> None:
-    """Add `report` and `watch`."""
+    """Add the commands `report` and `watch` to the program."""
     report = add_command(commands, "report", "write a page about a run, or one that compares several", _report)
     report.add_argument("runs", nargs="+", metavar="RUN", help="the output_dir of a run")
     text = "file of the page (default: report.html in RUN; required for several runs)"

@@ -17,7 +17,7 @@ _SHOWN_ANSWERS, _CHARACTERS = 3, 300
 
 
 def add_commands(commands: Commands) -> None:
-    """Add `rewards`."""
+    """Add the command `rewards` to the program."""
     text = "score reference answers and a few answers of the model, and find rewards that never fire"
     parser = add_run_command(commands, "rewards", text, _try)
     text = "number of prompts whose reference answers are scored (default 20)"
@@ -50,7 +50,9 @@ def _try(arguments: Arguments) -> None:
 
 
 def _result_text(part: "Part") -> str:
-    """The result of a reward for an answer as text: its error, or its score with the extracted answer."""
+    """Format the result of a reward function for one answer: its error, or its score with the result that it read from
+    the answer.
+    """
     if "error" in part:
         return str(part["error"])
     read = {None: "", False: " (no result read)", True: f" (read {part.get('read')!r})"}

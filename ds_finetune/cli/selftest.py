@@ -1,4 +1,6 @@
-"""`ds-finetune selftest` and `bench`: compare layouts, and the speed of a step, with a PyTorch reference loop."""
+"""The commands `ds-finetune selftest` and `bench`. They compare parallel layouts, and the speed of a step, with a
+PyTorch reference loop.
+"""
 
 import os
 
@@ -19,7 +21,7 @@ from ds_finetune.system.world import World
 
 
 def add_commands(commands: Commands) -> None:
-    """Add `selftest` and `bench`."""
+    """Add the commands `selftest` and `bench` to the program."""
     text = "compare parallel layouts with a plain PyTorch loop on these machines"
     selftest = add_command(commands, "selftest", text, _selftest)
     text = "test the layout of this run, with a tiny model of its family (default: a standard set of layouts)"

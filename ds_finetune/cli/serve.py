@@ -1,4 +1,4 @@
-"""`ds-finetune ask`, `chat` and `serve`: generate answers with an exported folder."""
+"""The commands `ds-finetune ask`, `chat` and `serve`, which generate answers with an exported folder."""
 
 import io
 import sys
@@ -18,7 +18,7 @@ from ds_finetune.export.formats import ENGINES
 
 
 def add_commands(commands: Commands) -> None:
-    """Add `ask`, `chat` and `serve`."""
+    """Add the commands `ask`, `chat` and `serve` to the program."""
     text = "complete prompts, or classify texts, with an exported folder"
     ask = add_command(commands, "ask", text, _ask)
     ask.add_argument("folder", metavar="OUT", help="an exported folder, or a run")
@@ -66,7 +66,7 @@ def _chat(arguments: Arguments) -> None:
 
     session = ChatSession(folder, max_new_tokens=arguments.max_new_tokens)
     if isinstance(sys.stdin, io.TextIOWrapper):
-        # Other bytes than those of the encoding reach the session, which refuses them.
+        # Bytes that the encoding does not allow are passed on to the session, which refuses them.
         sys.stdin.reconfigure(errors="surrogateescape")
     show_line(f"`{EXIT_WORD}` ends the chat")
     run_chat(session, read=lambda: OUT.input("> "), write=show_piece)

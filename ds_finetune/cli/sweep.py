@@ -1,4 +1,6 @@
-"""`ds-finetune sweep` and `scaling`: train one run file with several values, learning rates, or numbers of ranks."""
+"""The commands `ds-finetune sweep` and `scaling`. They train one run file with several values, learning rates, or
+numbers of ranks.
+"""
 
 import argparse
 from pathlib import Path
@@ -12,7 +14,7 @@ from ds_finetune.system.versions import require_extra
 
 
 def add_commands(commands: Commands) -> None:
-    """Add `scaling` and `sweep`."""
+    """Add the commands `scaling` and `sweep` to the program."""
     text = "compare speed and losses on several numbers of ranks, and in several layouts"
     scaling = add_run_command(commands, "scaling", text, _scaling)
     text = "numbers of ranks to compare; the first one is the basis"

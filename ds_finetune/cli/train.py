@@ -1,4 +1,6 @@
-"""`ds-finetune train`: fine-tunes a model; `teach`: stores a teacher's distributions for a run."""
+"""The commands `ds-finetune train`, which fine-tunes a model, and `teach`, which stores a teacher's distributions for a
+run.
+"""
 
 import os
 from pathlib import Path
@@ -22,7 +24,7 @@ from ds_finetune.system.world import World
 
 
 def add_commands(commands: Commands) -> None:
-    """Add `train` and `teach`."""
+    """Add the commands `train` and `teach` to the program."""
     train = add_run_command(commands, "train", "fine-tune a model as RUN.yaml says", _train)
     text = "print every decision and detail, as log.verbose=true does"
     train.add_argument("--verbose", action="store_true", help=text)
