@@ -19,8 +19,9 @@ from ds_finetune.system.world import World
 
 State = Literal["ok", "warn", "fail"]
 _CLOCK_WARN_SECONDS, _CLOCK_FAIL_SECONDS = 1, 7
-"""The check of a host's clock warns, or fails, if the clock is off by more than these numbers of seconds. An elastic
-agent of torch considers another host lost if the heartbeat of that host is 15 s old by the agent's own clock.
+"""The check of a host's clock warns if the clock is off by more than _CLOCK_WARN_SECONDS, and fails above
+_CLOCK_FAIL_SECONDS. torch's elastic agent considers another host lost if the heartbeat of that host is 15 s old by the
+agent's own clock.
 """
 _SSH_FAILED = 255
 _SAME_ENVIRONMENT = "install the same environment at the same path on every host"
@@ -38,9 +39,7 @@ class Check:
     found: str
     hint: str = ""
     values: Mapping[str, float] = field(default_factory=dict, compare=False)
-    """Measured numbers by name, for programs that read the output of `doctor --json`. A name includes the unit of its
-    number.
-    """
+    """Measured numbers by name, for programs that read the output of `doctor --json`. The names include the units."""
 
 
 Answer = HostInfo | Check
@@ -261,7 +260,8 @@ def meeting_address(hosts: Sequence[Host], infos: Mapping[Host, HostInfo]) -> st
     first, info = hosts[0], infos[hosts[0]]
     if len(hosts) == 1:
         return "127.0.0.1"
-    # If the first host is this machine, the other hosts reach it at the address that their ssh connection came from.
+    # If the first host is this machine, the other hosts have accepted ssh connections from it. They can reach it at the
+    # address of these connections.
     clients = [infos[host].ssh_client for host in hosts[1:] if is_here(first)]
     candidates = [address_of(first), info.ssh_server_address, *clients, *chain.from_iterable(info.interfaces.values())]
     return next((address for address in candidates if _is_for_others(address)), "")

@@ -26,7 +26,7 @@ from ds_finetune.system.info import HostInfo, gather_host_info
 _END_SECONDS = 15.0
 """Seconds that the program on a host may take to kill the processes that it started."""
 _LINES = 200
-"""Number of last lines of a host's output that are stored for a report."""
+"""Number of lines at the end of a host's output that are stored for a report."""
 
 Reply = tuple[dict[str, Any], float, float]
 """The reply of a host: the results by function name, the seconds that the host's clock is ahead of this machine's, and
@@ -75,7 +75,7 @@ class Cluster:
         return preflight_checks(answers, gather_host_info(), environ, self._clock_checks)
 
     def ask(self, requests: Mapping[str, Mapping[str, Any]], *, seconds: float) -> dict[str, Reply]:
-        """Send each host its request, and return the replies by host. A host that does not reply in time becomes
+        """Send each host its request, and return the replies by host. A host that does not reply in time is recorded in
         `lost`.
         """
         pending = {name: self.start(name, requests[name]) for name in requests if name not in self.lost}
@@ -131,7 +131,7 @@ class Cluster:
     def _unreachable(self, name: str, output: str, *, is_late: bool) -> Check:
         code = None
         if not is_late:
-            # The program may still run after it has closed its output, so its exit code may be late.
+            # A program that has closed its output may still run, so wait for its exit code.
             with suppress(subprocess.TimeoutExpired):
                 code = self._processes[name].wait(_END_SECONDS)
         return unreachable_check(self.hosts[name], code, output, self._remote)

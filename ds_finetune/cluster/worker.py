@@ -21,7 +21,7 @@ def main() -> NoReturn:
     parent = os.getppid()
     die_with_parent()
     if os.getppid() != parent:
-        # The parent process ended before `die_with_parent` took effect, so nothing would end this process with it.
+        # The parent process ended before `die_with_parent` took effect, so this process ends now.
         os._exit(1)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         # From here on, errors go to the log of this rank; before, they went to the log of torch's agent.

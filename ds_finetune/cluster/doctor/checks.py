@@ -11,8 +11,8 @@ from ds_finetune.config.units import MIB
 Ended = tuple[int | None, str]
 """Exit code of a program on a host (None: killed after its time limit), and the end of what the program printed."""
 _SLOW_FACTOR, _BROKEN_FACTOR = 3, 10
-"""A check of a host warns if the all-reduces of the other hosts are more than _SLOW_FACTOR times as fast as its own
-(median of the others), and it fails above _BROKEN_FACTOR.
+"""`doctor` warns about a host if all-reduces inside the other hosts are more than _SLOW_FACTOR times as fast (median),
+and reports a failure above _BROKEN_FACTOR.
 """
 _UNREACHED = "look at firewalls between hosts (all ports are needed), and at GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
 _SLOW_HINT = "compare its topology (nvidia-smi topo -m), driver and load with those of the other hosts"

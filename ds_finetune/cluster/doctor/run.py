@@ -61,7 +61,7 @@ class DoctorRequest:
     folders: dict[str, str]
     """Paths of folders that hosts may share. The keys are the names by which the report calls the folders."""
     files: tuple[str, ...] = ()
-    """Files and folders that every host must have."""
+    """Files and folders that every host must have for the run."""
     node_local: bool | None = None
     """The setting checkpoint.node_local: whether each host stores only the checkpoints of its own ranks. None if the
     run saves no checkpoints.

@@ -100,8 +100,8 @@ class HostAgent(LocalElasticAgent):
     def _assign_worker_ranks(
         self, store: Store, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> list[Worker]:
-        """Agree with the agents of other hosts on the number of this attempt and on the number of restarts that are
-        left, for which the lowest number counts.
+        """Agree with the agents of other hosts on two numbers: that of this attempt, and that of the restarts that are
+        left (the lowest one counts).
         """
         store.set(f"agents/{group_rank}", f"{self._name} {self._remaining_restarts} {self._logs.attempt + 1}")
         agents = [store.get(f"agents/{number}").decode().split() for number in range(group_world_size)]
@@ -128,8 +128,8 @@ class HostAgent(LocalElasticAgent):
         """End the ranks of this host within seconds, or, after an order to save, once they have saved. torch itself
         would wait 30 s after SIGTERM, also for ranks that hang.
         """
-        # torch's `close` sends a signal and waits before it kills ranks. SIGCONT changes nothing for a running rank,
-        # which therefore has this time to end by itself.
+        # torch's `close` sends a signal, waits, and then kills ranks that still run. SIGCONT changes nothing for a
+        # running rank, which therefore has the waiting time to end by itself.
         close(signal.SIGCONT, float("inf") if self._is_saving else _GRACE_SECONDS)
         kill_children()
 
@@ -221,7 +221,7 @@ def run_ranks(
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
     try:
-        # What the agent prints is the output of rank 0, which goes to the launching program.
+        # The agent prints the output of rank 0, which must go to the launching program.
         with redirect_stdout(program.output):
             agent = HostAgent(folder, rendezvous, workers, program.emit)
             program.orders.update(save=agent.save, lose=agent.lose)

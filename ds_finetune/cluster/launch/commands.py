@@ -18,7 +18,7 @@ from ds_finetune.system.world import slurm_nodes
 ENTRY_MODULE = "ds_finetune.cluster.worker"
 """Python module that every rank runs."""
 ENTRY = ("-m", ENTRY_MODULE)
-"""The first Python arguments of every rank. The run file and its overrides follow them."""
+"""The first Python arguments of every rank. They are followed by the run file and its overrides."""
 _NEEDED_TO_START = re.compile(
     r"(?:HOME|USER|LOGNAME|SHELL|LANG|TERM|TMPDIR|KRB5CCNAME|SSH_AUTH_SOCK|PATH|LD_LIBRARY_PATH|OMPI_MCA_\w+)$"
 )
@@ -35,9 +35,7 @@ _LOGIN_VARIABLES = ("HOME", "USER", "LOGNAME")
 Slurm's own and TMPDIR (tried with Slurm 22.05).
 """
 _COMMANDS = 2
-"""If there are commands for many hosts, only those of this number of hosts at the start and at the end of the list are
-printed.
-"""
+"""Of a long list of commands, one for each host, only this many are printed at the start and at the end."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,7 @@ class Job:
     master_port: int = 0
     """Port at which rank 0 listens. With 0 the port is computed from Slurm's job number."""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables that every rank gets, as collected by environment.py."""
+    """Environment variables that every rank gets. environment.py collects them."""
     interface: str = ""
     """Network interface, by name, that every host uses."""
     directory: str = "."
@@ -85,7 +83,9 @@ class Job:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables of every rank in order: `variables`, run id, interface, and the address of rank 0."""
+        """Environment variables of every rank in order: those of `variables`, the run id, the interface, and the
+        address of rank 0.
+        """
         meeting = {"MASTER_ADDR": self.master_addr, "MASTER_PORT": str(self.master_port or "")}
         given = {name: value for name, value in meeting.items() if value}
         return dict(

@@ -31,8 +31,8 @@ _CONTAINER_RUNS = "/workspace/runs"
 """The folder of runs in a container: `runs` in the working directory that Dockerfile.train sets."""
 _LABEL = re.compile(r"[a-z](?:[-a-z0-9]*[a-z0-9])?")
 _LABEL_CHARACTERS = 50
-"""Maximum length of a Kubernetes job's name. A pod's label is this name with a number, and a label has at most 63
-characters.
+"""Maximum length of a Kubernetes job's name. A pod's label consists of the job's name and a number, and a label has at
+most 63 characters.
 """
 _TIME = re.compile(r"(?:\d+-)?\d{1,2}:\d{2}:\d{2}", re.ASCII)
 _JOB_NAME = re.compile(r"[A-Za-z0-9._-]+")
@@ -43,20 +43,22 @@ name patterns.
 
 @dataclass(frozen=True, kw_only=True)
 class EmitRequest:
-    """What `launch --emit` writes into a file: the run to start, and options of the job."""
+    """What `launch --emit` writes into a file: the run to start, and options of the Slurm or Kubernetes job."""
 
     job: Job
-    """The run to start: its run file, overrides, hosts (only their number and slots are used) and environment
-    variables.
+    """The run that the emitted file starts: run file, overrides, hosts (only their number and slots are used) and
+    environment variables.
     """
     name: str
-    """Name of the job: letters, digits, `-`, `_` and `.`; for Kubernetes lower-case letters, digits and `-`."""
+    """Name of the job that the emitted file starts. It has letters, digits, `-`, `_` and `.`; for Kubernetes only
+    lower-case letters, digits and `-`.
+    """
     named: frozenset[str] = field(default_factory=frozenset)
-    """Variables that the user named with --env; they are written even if they are paths of this machine."""
+    """Environment variables that the user named with --env. They are written even if they are paths of this machine."""
     time: str = "24:00:00"
     """Time limit of the Slurm job in the form `[D-]HH:MM:SS`."""
     cpus: int = 8
-    """CPU cores of each rank."""
+    """Number of CPU cores of each rank."""
 
 
 def render_file(kind: str, request: EmitRequest) -> str:

@@ -1,5 +1,5 @@
-"""Environment variables that `launch` passes to ranks: variables listed here, those of --env, and those of
-`.deepspeed_env`.
+"""The environment variables that `launch` passes to ranks: those on a list in this module, those of --env, and those of
+files `.deepspeed_env`.
 """
 
 import re
@@ -41,8 +41,8 @@ would be wrong.
 _LOCAL_ONLY = ("DS_ENV_FILE", "DS_FINETUNE_SSH_ARGS", "PYTHON_HISTORY", "PYTHONSTARTUP")
 """Environment variables that are never passed to hosts, because only `launch` or a person at a terminal uses them."""
 _DEVICES = "_VISIBLE_DEVICES"
-"""The end of the name of a variable that chooses GPUs, such as CUDA_VISIBLE_DEVICES. Its value holds for this host
-only; `--include` chooses GPUs of other hosts.
+"""End of the names of variables that choose GPUs, such as CUDA_VISIBLE_DEVICES. Their values hold for this host only;
+the option `--include` chooses GPUs of other hosts.
 """
 _SECRET_WORD = re.compile(
     r"(?:.*(?:TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|PASSCODE|CREDENTIAL|PWD|APIKEY)"
@@ -55,7 +55,7 @@ TOKENIZERS (in TOKENIZERS_PARALLELISM) do not match.
 """
 _BETWEEN_WORDS = re.compile(r"[_.\-]")
 _FOLDERS = ("PWD", "OLDPWD")
-"""Variables with working directories of the shell. They are no secrets, though PWD looks like `password`."""
+"""Variables with working directories of the shell. They are no secrets, though PWD also stands for `password`."""
 _SECRET_VALUE = re.compile(
     r"://[^/\s@]*:[^/\s@]+@|://[^/\s@:]{20,}@"
     r"|\b(?i:bearer|basic)\s+[\w.~+/=-]{8,}|(?i:\b(?:authorization|x-api-key)\s*:)"
@@ -75,12 +75,14 @@ _QUOTED = re.compile(r"""(?:'(?P<single>[^']*)'|"(?P<double>(?:[^"\\]|\\.)*)")\s
 
 @dataclass(frozen=True)
 class CarriedVariables:
-    """Environment variables that ranks get, and variables of this shell that they do not get."""
+    """Environment variables that `launch` passes to ranks, and variables of this shell that it withholds."""
 
     values: dict[str, str]
-    """The variables that ranks get: values by name, in alphabetical order."""
+    """The variables that are passed to ranks: values by name, in alphabetical order."""
     withheld: tuple[str, ...]
-    """Names of listed variables that ranks do not get, because they look secret or choose devices of this host."""
+    """Names of variables on the list that are still not passed to ranks, because they look secret or choose devices of
+    this host.
+    """
 
     def lines(self) -> list[str]:
         """Lines that show the variables: `NAME=value` for each variable that ranks get, then each withheld name with
@@ -164,7 +166,9 @@ def looks_secret(name: str, value: str = "") -> bool:
 
 
 def may_show(name: str, value: str) -> bool:
-    """Whether a variable's value may be printed: its name is one that `launch` passes, and nothing looks secret."""
+    """Whether a variable's value may be printed: the name must be on the list of passed variables, and neither name nor
+    value may look secret.
+    """
     return _is_listed(name) and not looks_secret(name, value)
 
 

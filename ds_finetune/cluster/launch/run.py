@@ -169,7 +169,7 @@ class _Failure:
 
     host: Host
     rank: int | None
-    """The rank that failed; None where the host itself failed."""
+    """The rank that failed; None if the host itself failed."""
     text: str
     code: int
     """The exit code of the whole run if this failure was the first one."""
@@ -178,7 +178,7 @@ class _Failure:
     cause: str = ""
     """The reason why the run ended, if this rank ended only as a consequence; else empty."""
     error: str = ""
-    """The error that the rank recorded."""
+    """The error that the failed rank recorded; empty if it recorded none."""
     tail: Sequence[str] = ()
     """Last lines that the rank or the program on the host printed."""
 
@@ -211,7 +211,7 @@ class _LaunchedRun:
         self._port = 0
 
     def start(self) -> None:
-        """Check every host and start its agent; LaunchError or ConfigError where a host is not ready."""
+        """Check every host and start its agent. LaunchError or ConfigError if a host is not ready."""
         request, cluster, first = self._request, self._cluster, self._request.hosts[0]
         infos = cluster.infos(request.env, request.port, seconds=self._settings.greeting_seconds)
         check_hosts(cluster.preflight(infos, request.env), len(request.hosts), self._say)
@@ -352,8 +352,8 @@ class _LaunchedRun:
             self._cluster.order(label(other), {"lose": {"name": self._agent_name(host)}})
 
     def _pass_on_signals(self) -> None:
-        """Pass the next signal on. The first one asks the ranks to save. The second one kills them, and so does the
-        first one if ranks are not running.
+        """Pass the next signal on to the run. The first signal asks the ranks to save, the second one kills them. If
+        ranks are not running, the first signal kills them.
         """
         if self._num_passed_on == len(self._signals):
             return
@@ -373,8 +373,8 @@ class _LaunchedRun:
         return codes != {INTERRUPTED_EXIT_CODE} and time.monotonic() - self._ending_since > _ENDING_SECONDS
 
     def _regroup(self) -> None:
-        """Leave out hosts that the parallel layout or the batch cannot use after a host was lost. If too few hosts are
-        left, end the run.
+        """Reduce the run after a host was lost: hosts that the parallel layout or the batch cannot use are left out.
+        With too few hosts the run ends.
         """
         present = [host for host in self._request.hosts if host in self._agents]
         fitting = largest_fit(self._request, present, device=self._device)
@@ -404,7 +404,9 @@ class _LaunchedRun:
         return self._first_failure().code if self._failures else RUN_ERROR_EXIT_CODE
 
     def _print_failure(self) -> None:
-        """Print the first failure, unless it was printed. By now each host has had time to report its failures."""
+        """Print the first failure, unless it was printed. This is called when all hosts have had time to report their
+        failures.
+        """
         if self._failures and not self._is_failure_printed:
             self._is_failure_printed = True
             for line in self._failure_lines():

@@ -40,7 +40,7 @@ class RankProcess:
 
     @classmethod
     def here(cls, rank: int) -> Self:
-        """The `RankProcess` of this process."""
+        """Make the `RankProcess` that describes this process."""
         host, pid, network = socket.gethostname(), os.getpid(), Path("/proc/self/ns/net")
         machine = f"{host} {own_pid_namespace()} {network.readlink() if network.exists() else ''}"
         return cls(rank, host, pid, began_at(pid), machine, os.environ.get(ERROR_FILE, ""))

@@ -44,8 +44,8 @@ from ds_finetune.system.whole_file import replace_file
 from ds_finetune.system.world import World
 
 SILENT_SECONDS, PREPARING_SECONDS = 25.0, 600.0
-"""Seconds without a heartbeat after which a machine counts as lost: its network, its power or all its ranks are gone.
-The limit is longer while ranks prepare, since native code that prepares data may hold the GIL.
+"""A machine counts as lost after SILENT_SECONDS without a heartbeat: its network, its power or all its ranks are gone.
+While ranks prepare data the limit is PREPARING_SECONDS, because native code may hold the GIL.
 """
 ROUND_SECONDS = 5.0
 """Once a rank has hung or failed, each rank must send a heartbeat within this number of seconds, or it counts as
@@ -54,13 +54,14 @@ silent.
 _STOPPED_SECONDS = 15.0
 """A rank without a heartbeat for this many seconds is at fault, even on a network that delays heartbeats."""
 _LATE_SECONDS, _LATE_WITHIN, _LATE_IN_SUM, _FEWEST_LATE = 0.5, 60.0, 3.0, 3
-"""TCP resends a lost packet after 0.2 s, and after 0.6 s if it is lost again. A heartbeat that takes more than
-_LATE_SECONDS, instead of milliseconds, is late. The network is at fault if at least _FEWEST_LATE late heartbeats within
-_LATE_WITHIN s took more than _LATE_IN_SUM s in sum: a busy processor delays a few.
+"""Limits by which a network that loses packets is told from a busy processor. TCP resends a lost packet after 0.2 s,
+and after 0.6 s if it is lost again. A heartbeat is late if it takes more than _LATE_SECONDS, instead of milliseconds.
+The network is at fault if at least _FEWEST_LATE late heartbeats within _LATE_WITHIN s took more than _LATE_IN_SUM s in
+sum. A busy processor delays fewer.
 """
 _GRACE_SECONDS = 2.0
-"""Seconds that a rank has to end by itself after it has learnt that the run ends. Rank zero, whose process may serve
-the store, waits as long, so that the other ranks can read why the run ends.
+"""Seconds that a rank has to end by itself once it knows that the run ends. Rank zero, whose process may serve the
+store, waits as long, so that the other ranks can read why the run ends.
 """
 _LEAVING_SECONDS = 20.0
 """Seconds after which a failed rank is ended, because its cleanup may wait for ranks that no longer run."""
@@ -92,7 +93,7 @@ class Monitor(threading.Thread):
         self._store: dist.Store = store.clone()  # type: ignore[attr-defined]
         self._state, self._trouble = RUNNING, ""
         self._proposal: RunEnding | None = None
-        """The reason for ending the run that this rank proposes. The first proposal of all ranks counts."""
+        """The reason (RunEnding) that this rank proposes for ending the run. The first proposal of all ranks counts."""
         self._stored_ending: RunEnding | None = None
         self._is_store_lost = False
         self._answered_at = now = time.monotonic()
@@ -176,7 +177,7 @@ class Monitor(threading.Thread):
             secondary = RunError(
                 f"{cause.line}; rank {self._own.rank} then met {failure.line}", hint=f"see {self._report} for more"
             )
-            # Every rank exits with the same code, e.g. the one for a user's mistake.
+            # Every rank exits with the exit code of the cause, such as the code for a user's mistake.
             secondary.exit_code = cause.code or RUN_ERROR_EXIT_CODE
             record_error(secondary.message, cause=cause.line)
             # torchrun reports the rank that exits first as the cause, so this rank waits until the other one has
@@ -260,7 +261,7 @@ class Monitor(threading.Thread):
 
     def _ending_without_store(self, now: float) -> RunEnding | None:
         """The reason for ending the run if the process of the store is gone or cut off, or if rank zero, which decides
-        on the end, hangs; else None.
+        when to end, hangs; else None.
         """
         zero, silent = self._processes[0], now - self._answered_at
         if self._is_closing:
@@ -286,8 +287,8 @@ class Monitor(threading.Thread):
             if process.machine == self._own.machine and has_ended(process.pid, process.began):
                 self._dead.setdefault(process.rank, self._number)
                 self._wake.set()
-        # A rank writes that it is done before its process ends. That status has certainly been read after two further
-        # exchanges of heartbeats.
+        # A rank writes that it is done before its process ends. Two exchanges of heartbeats later this status has been
+        # read, so a rank without it has failed.
         if dead := [rank for rank in active if self._number > self._dead.get(rank, self._number) + 1]:
             line = f"{names_of(dead, self._processes)} {CLOSED}"
             if (kills := oom_kills() - self._oom_kills) > 0:
@@ -302,7 +303,7 @@ class Monitor(threading.Thread):
         elif not {HUNG, FAILING}.intersection(status.state for status in active.values()):
             self._compare_at = math.inf
         elif self._compare_at == math.inf:
-            # The error may be a consequence of another rank's error. That rank has this time to report it.
+            # This rank's error may follow from another rank's error. The other rank has this time to report it.
             self._compare_at = now + _GRACE_SECONDS
         elif now > self._compare_at + ROUND_SECONDS or all(heard_at[rank] > self._compare_at for rank in active):
             self._propose(self._diagnosed(active))
@@ -316,7 +317,7 @@ class Monitor(threading.Thread):
         heard_at, compare_at = self._heard_at, self._compare_at
         at_fault: Sequence[int] = ()
         silent = [rank for rank in statuses if heard_at[rank] < compare_at]
-        # A rank that reports an error was in its last collective when the collective failed, so it counts as still
+        # A rank that reports an error was in its last collective when that collective failed, so it counts as still
         # inside.
         heard = {
             rank: replace(status, inside=status.last) if status.state == FAILING else status
@@ -419,7 +420,8 @@ class Monitor(threading.Thread):
         elif not ending.is_hang:
             self._write_stacks()
         if silent:
-            # Wait: a launcher that sees this rank exit may end other ranks while they write stacks of the silent ones.
+            # Wait before this rank exits: a launcher that sees the exit may end other ranks while they write stacks of
+            # the silent ones.
             time.sleep(1.5)
         self._let_others_read()
         try_to_finish(lambda: record_error(ending.line, cause=ending.line))

@@ -26,8 +26,8 @@ from ds_finetune.observers.record import StepRecord
 from ds_finetune.system.gpu_threads import use_device
 
 STEP_FACTOR, LEAST_SECONDS, RECENT_STEPS = 10, 60.0, 25
-"""`watchdog.limit: auto` is STEP_FACTOR times the median time of the last RECENT_STEPS steps, and at least
-LEAST_SECONDS.
+"""Values behind `watchdog.limit: auto`: the limit is STEP_FACTOR times the median time of the last RECENT_STEPS steps,
+and at least LEAST_SECONDS.
 """
 _NUM_STORED_CALLS = 10
 RUNNING, HUNG, FAILING, DONE = "running", "hung", "failing", "done"
@@ -55,8 +55,8 @@ class CollectiveCall(NamedTuple):
 
 @dataclass(eq=False)
 class _TimedCall:
-    """A collective, or the wait for an asynchronous one, with the times of its begin and end: floats on a CPU, CUDA
-    events on a GPU.
+    """The time span of a collective, or of a wait for an asynchronous collective. Begin and end are floats on a CPU and
+    CUDA events on a GPU.
     """
 
     call: CollectiveCall
@@ -84,13 +84,13 @@ class RankStatus:
     last: CollectiveCall | None = None
     counts: dict[str, int] = field(default_factory=dict)
     queued: CollectiveCall | None = None
-    """The first collective that was enqueued and that the device has not reached."""
+    """The first collective that is enqueued but that the device has not reached; None if there is none."""
     state: str = RUNNING
     """RUNNING, HUNG (over its time limit), FAILING (with an error that another rank may have caused) or DONE."""
     number: int = 0
-    """Number of the heartbeat that brought this status."""
+    """Number of the heartbeat that carried this status."""
     trouble: str = ""
-    """Text that says why the rank is HUNG or FAILING; else empty."""
+    """Text that says why the rank is HUNG or FAILING; empty in other states."""
     late_seconds: float = 0.0
     """Longest round trip of a heartbeat in the last minute if many were late, else 0."""
 
@@ -186,8 +186,8 @@ class RankProgress:
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Set the phase of this rank while the context is open. Evaluation, saving and export may take longer than a
-        step.
+        """Set the phase of this rank, such as evaluation, saving or export, while the context is open. These phases may
+        take longer than a step.
         """
         before, self.phase = self.phase, phase
         self.restart_limit()

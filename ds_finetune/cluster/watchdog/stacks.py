@@ -35,7 +35,9 @@ class StackFile:
         faulthandler.register(signal.SIGQUIT, file=self._file, all_threads=True)
 
     def write(self) -> None:
-        """Append the rank's status and the stack of each thread; with NCCL also write its flight recorder's file."""
+        """Append the rank's status and the stack of each thread to the file. With NCCL also write the file of its
+        flight recorder.
+        """
         now, rank = datetime.now().astimezone().isoformat(timespec="seconds"), self._progress.rank
         calls = "".join(f"  {call}\n" for call in tuple(self._progress.last_calls))
         with self._lock:
