@@ -66,7 +66,9 @@ def _init(arguments: Arguments) -> None:
 
 
 def _convert(path: Path, arguments: Arguments) -> None:
-    """Convert another trainer's file to a run file, and write it. It has a line for each key of the other file."""
+    """Convert another trainer's file to a run file, and write the run file. It says what became of each key of the
+    other file.
+    """
     from ds_finetune.config.conversion import ConvertedRun
     from ds_finetune.config.other_files import read_other_file
     from ds_finetune.config.run_file import write_run_file

@@ -43,8 +43,8 @@ print.
 """
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _QUIET_SECONDS = 5.0
-"""Seconds for which the other ranks of a host wait before they exit with an error. Meanwhile local rank 0 prints the
-error.
+"""Seconds that the ranks of a host, except local rank 0, wait before they exit with an error. Meanwhile local rank 0
+prints the error.
 """
 
 
@@ -89,9 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _check_printed(command: str) -> None:
-    """Raise the error of a full disk if it kept a line from being printed, for a command whose result is what it
-    prints.
-    """
+    """Raise the error of a full disk, if a line could not be printed and the command's result is what it prints."""
     if LOST and LOST[-1].errno in _FULL and command not in _LONG:
         raise LOST.pop()
 
@@ -133,8 +131,8 @@ def exit_process(code: int = 0) -> NoReturn:
 
 
 def build_parser(command: str = "") -> argparse.ArgumentParser:
-    """Build the parser of all commands. With `command` it parses only the commands of that module, so that a rank does
-    not import the code of others.
+    """Build the parser of all commands. If `command` is the name of a module, only the commands of that module are
+    parsed, so that a rank does not import the code of others.
     """
     parser: argparse.ArgumentParser = CommandParser(
         prog="ds-finetune",

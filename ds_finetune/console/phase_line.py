@@ -13,10 +13,10 @@ Say = Callable[[str], None]
 CLEAR_LINE = "\r\x1b[2K"
 _MINUTE, _HOUR = 60, 3600
 _LIVE_SECONDS = 0.5
-"""Seconds between two updates of a progress line on a terminal, and before the first one."""
+"""Seconds before the first progress line on a terminal, and between two updates of the line."""
 _FIRST_SECONDS, _PLAIN_SECONDS = 5.0, 60.0
-"""Seconds before the first progress line where there is no terminal, and between two lines. Shorter phases print
-nothing.
+"""Seconds before the first progress line where there is no terminal, and between two lines. Shorter phases print no
+line.
 """
 
 
@@ -66,8 +66,8 @@ class PhaseLine:
         write_now(self._out, CLEAR_LINE + line if self._is_live else line + "\n")
 
     def before_each(self, check: Callable[[], bool]) -> Callable[[], bool]:
-        """Make a function that is called before each part of the phase. It counts the previous part as done, and then
-        calls `check`.
+        """Make a function that is called before each part of the phase. The function counts the previous part as done,
+        and then returns the result of `check`.
         """
         self._done -= 1
 

@@ -19,7 +19,7 @@ from ds_finetune.observers.record import Resumable, StepRecord
 from ds_finetune.observers.stopping import StopSignals
 
 RunText = Callable[[StepRecord, Mapping[str, Mapping[str, Any]]], str]
-"""Function that builds the text with a checkpoint's run state, from the record of a step and the states of observers by
+"""Function that builds the text of a checkpoint's run state, from the record of a step and the states of observers by
 name.
 """
 

@@ -22,8 +22,8 @@ from ds_finetune.observers.record import Observer, Remembering, StepRecord
 from ds_finetune.observers.writers import LineFile
 
 _MOST_STEPS = 50
-"""Number of steps over which loads of experts are summed before they are judged; fewer steps, a tenth of the run, in a
-short run.
+"""Number of steps over which loads of experts are summed before they are judged. A run of fewer than 500 steps sums
+over a tenth of its steps.
 """
 _ENOUGH_TOKENS = 20
 """Mean number of tokens per expert from which loads are judged. An expert without tokens is then no chance: with even

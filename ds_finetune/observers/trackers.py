@@ -210,8 +210,8 @@ class _TensorBoard(_Tracker):
     def start(self) -> None:
         """Open a new event file. From the first step of this file on, TensorBoard hides the records of earlier files.
 
-        A resumed run writes the record of the step before it again, because that record may be missing. If there are no
-        earlier files, it writes the records of all steps.
+        A resumed run writes the last record before its start again, because TensorBoard may lack that record. If there
+        are no earlier files, it writes the records of all steps.
         """
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
@@ -219,8 +219,8 @@ class _TensorBoard(_Tracker):
         folder = self._folder / "tensorboard"
         has_files = any(folder.glob("events.*"))
         earlier = self._earlier[-1:] if has_files else self._earlier
-        # Steps are hidden from the first one if no record was read, because a run that ended before its first
-        # checkpoint has left records.
+        # Without earlier records all steps are hidden, because a run that ended before its first checkpoint has left
+        # event files.
         first = (earlier[0][0] if earlier else 0) if has_files and not self._is_reopened else None
         self._open = SummaryWriter(str(folder), purge_step=first)  # type: ignore[no-untyped-call] # of torch
         if self._is_reopened:
@@ -280,8 +280,8 @@ class _Mlflow(_Tracker):
         """Open MLflow in the tracker's thread, since MLflow's current run belongs to a thread."""
         if current_thread() is not self._thread:
             if _Mlflow._unfinished is not None:
-                # An earlier run failed in this process. Otherwise the address of its MLflow store would also be used
-                # for this run.
+                # An earlier run of this process has failed. Its tracker is closed, because the address of its store
+                # would also be used for this run.
                 _Mlflow._unfinished.close("FAILED")
             _Mlflow._unfinished = self
             self._thread.start()

@@ -76,11 +76,11 @@ class RunFolder:
         """The run's path relative to `within`, or the folder's own name; bytes that are not UTF-8 are escaped."""
         relative = os.path.relpath(self.path.absolute(), self.within)
         name = self.path.resolve().name if relative == "." else relative
-        # The name of a folder need not be UTF-8, but the pages and addresses in which it appears are.
+        # A folder's name need not be UTF-8, but pages and addresses must be, so its bytes are escaped.
         return name.encode(errors="backslashreplace").decode()
 
     def file(self, name: str) -> Path | None:
-        """The path of a regular file of the run inside `within`; None if there is no such file."""
+        """The path of the file `name` of the run; None unless it is a regular file inside `within`."""
         path = self.path / name
         with suppress(OSError, RuntimeError):
             if not path.is_file():
@@ -91,7 +91,9 @@ class RunFolder:
         return None
 
     def text(self, name: str) -> str | None:
-        """The first 8 MiB of a file as text, with bytes that are not UTF-8 replaced; None if it cannot be read."""
+        """The first 8 MiB of the file `name` as text. Bytes that are not UTF-8 are replaced; None if the file cannot be
+        read.
+        """
         if (path := self.file(name)) is None:
             return None
         try:

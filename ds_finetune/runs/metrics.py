@@ -84,7 +84,7 @@ class MetricsReader:
         self._line_end = b""
 
     def update(self) -> None:
-        """Read all lines that were appended since the last update."""
+        """Read all lines of the file that were appended since the last update."""
         try:
             with self.path.open("rb") as file:
                 self._read(file)
@@ -144,7 +144,7 @@ def parse_records(records: Iterable[dict[str, Any]], parse: Callable[[dict[str, 
 
 
 def _number(value: object) -> float | None:
-    """Convert a metric's JSON value to a float, where null becomes NaN. None for values that are no numbers, such as a
+    """Convert a metric's JSON value to a float, where null becomes NaN. None if the value is no number but e.g. a
     text.
     """
     kind = type(value)

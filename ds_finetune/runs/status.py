@@ -29,9 +29,7 @@ _MOST_BYTES = 2**16
 _MOST_CLOCK_ERROR = 3600.0
 """Clocks of two hosts are assumed to differ by less than this number of seconds."""
 WRITE_SECONDS = 3.0
-"""Seconds for which an ending run waits until a file is written. It may not wait longer, because the file system may
-hang.
-"""
+"""Maximum number of seconds that an ending run waits for the write of a file, because the file system may hang."""
 
 _WRITING = threading.Lock()
 """Lock that a thread holds while it reads and rewrites the status. It keeps an update of a running run from replacing
@@ -140,7 +138,8 @@ def seen_status(folder: Path, *, now: float | None = None, change: LastChange | 
     dead.
 
     A reader that calls this function repeatedly passes the same `change` each time. A run on another host, whose clock
-    may be wrong, is then judged by the time between calls. If the file is more than an hour old, its age decides.
+    may be wrong, is then judged by how long the reader has seen no change of the file. If the file is more than an hour
+    old, its age decides.
     """
     status = RunStatus.read(folder)
     if status is None:
@@ -219,7 +218,7 @@ def try_to_finish(work: Callable[[], object]) -> bool:
     try:
         thread.start()
     except RuntimeError:
-        # CPython 3.11's error "can't start new thread".
+        # CPython 3.11 raises RuntimeError ("can't start new thread") if there is no memory for a thread.
         return False
     thread.join(WRITE_SECONDS)
     return not thread.is_alive()

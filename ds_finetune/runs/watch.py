@@ -46,9 +46,7 @@ from ds_finetune.serving.http_guard import BoundedProtocol, HostRules, foreign_h
 MOST_COMPARED = 20
 """Maximum number of runs that are compared, and whose metrics stay in memory (16 MB for a run of 100,000 steps)."""
 _TAIL_BYTES = 64 * 1024
-"""The table of runs needs the last record of a metrics file. It is searched in this number of bytes at the end of the
-file.
-"""
+"""Number of bytes at the end of a metrics file that are read to find its last record, for the table of runs."""
 _SEARCH_SECONDS = 2.0
 _CLOSING_SECONDS = 2
 _LEVEL = 4

@@ -47,8 +47,8 @@ class RunSlot:
 
 
 def run_slots(*, ranks: int, parallel: int, hostfile: str | None) -> list[RunSlot]:
-    """Divide the hardware into slots for runs of `ranks` ranks each. This machine gets `parallel` slots; a `hostfile`
-    gives as many slots as its hosts have room for.
+    """Make slots for runs of `ranks` ranks each: `parallel` slots on this machine, or as many slots as the hosts of
+    `hostfile` have room for.
 
     LaunchError if there are too few GPUs, or too few slots of hosts.
     """
@@ -68,7 +68,7 @@ def run_slots(*, ranks: int, parallel: int, hostfile: str | None) -> list[RunSlo
 
 
 def _groups_of_slots(hostfile: str, hosts: Sequence[Host], ranks: int) -> list[str]:
-    """Divide the hosts into groups of `ranks` slots, written as for `--include`. A group has slots of one host, or all
+    """Divide hosts into groups of `ranks` slots, each written as for `--include`. A group has slots of one host, or all
     slots of several equal hosts.
     """
     most = max(host.slots for host in hosts)
@@ -89,8 +89,8 @@ def _groups_of_slots(hostfile: str, hosts: Sequence[Host], ranks: int) -> list[s
 
 @dataclass(frozen=True)
 class ShortRuns:
-    """An experiment with short runs: they train a run file with overrides for `steps` steps. Its results go to the new
-    folder `folder`.
+    """An experiment that trains a run file with overrides for `steps` steps at a time. Its results go to the new folder
+    `folder`.
     """
 
     run_file: Path
@@ -227,7 +227,7 @@ Job = Callable[[RunSlot], Awaitable[None]]
 
 
 class JobsInterruptedError(SystemExit):
-    """Raised when all runs have saved and ended after a signal. Its exit code is that of an interrupted run."""
+    """Raised after a signal, once all runs have saved and ended. The exit code is that of an interrupted run."""
 
 
 def run_jobs(jobs: Iterator[Job], slots: Sequence[RunSlot]) -> None:

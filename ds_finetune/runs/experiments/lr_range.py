@@ -66,7 +66,7 @@ def run_range_test(runs: ShortRuns, low: float, high: float, *, ranks: int, say:
 
 def evaluate(rates: NDArray[np.float64], losses: NDArray[np.float64]) -> tuple[float, float]:
     """Find two learning rates: the one at which the smoothed loss falls most steeply over log(rate), and the one at
-    which that loss is lowest.
+    which the smoothed loss is lowest.
 
     `losses` [n] belong to the rising `rates` [n].
     """

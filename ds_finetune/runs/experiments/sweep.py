@@ -119,7 +119,8 @@ def _open_study(sweep: SweepConfig, say: Say) -> "Study":
     except KeyError:
         study = optuna.create_study(study_name=_STUDY, direction=sweep.direction, storage=storage, pruner=pruner)
     dumped = sweep.model_dump(mode="json")
-    # If one of these settings differs, the values of earlier trials have another meaning.
+    # An earlier sweep in this folder must have the same settings. Otherwise the values of its trials would have another
+    # meaning.
     settings = {f"`{name}`": dumped[name] for name in ("space", "metric", "direction", "value", "ranks")}
     settings = {"the run file": read_yaml(Path(sweep.run))[0], **settings}
     parts = {name: json.dumps(part, sort_keys=True) for name, part in settings.items()}

@@ -38,7 +38,7 @@ def import_optuna() -> Any:  # noqa: ANN401 - a module
 
 class Range(Section):
     """The values that a sweep tries for one key of the run file: `choices`, or numbers from `low` to `high`. The
-    numbers are integers if both bounds are.
+    numbers are integers if `low` and `high` are integers.
     """
 
     choices: Annotated[tuple[_Choice, ...] | None, Field(min_length=1)] = None
@@ -110,7 +110,7 @@ class SweepConfig(Section):
         return min(self.trials, math.prod(map(len, choices))) if is_grid else self.trials
 
     def values_of(self, parameters: dict[str, Any]) -> dict[str, Any]:
-        """The values of run-file keys that belong to optuna's `parameters` of a trial."""
+        """Convert optuna's `parameters` of a trial to values by key of the run file."""
         return {key: json.loads(value) if self.space[key].choices else value for key, value in parameters.items()}
 
     def run_tree(self, values: dict[str, Any], output_dir: Path) -> dict[str, Any]:

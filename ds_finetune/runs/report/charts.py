@@ -26,7 +26,7 @@ _FIRST_TITLES = ("reward", "answer_tokens", "reward_accuracy", "reward_margin", 
 loss.
 """
 _WITHOUT_CHART = ("skipped", "skipped_steps", "tokens_seen", "predicted_gib", "measured_gib", "eta_seconds")
-"""Metrics whose names end in these parts have no chart, because the page shows them in another form."""
+"""Ends of the names of metrics that have no chart, because the page shows these metrics in another form."""
 _PERCENTAGES = ("accuracy", "exact_match", "reward_accuracy", "mfu", "mtp_accuracy")
 _KIND_SUFFIXES = ("_mean", "_min", "_max")
 

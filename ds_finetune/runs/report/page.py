@@ -42,7 +42,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Charts:
-    """A block of charts on a page. As many charts are beside each other as fit."""
+    """A block of charts on a page. The page shows as many charts beside each other as fit."""
 
     charts: Sequence[Chart]
 

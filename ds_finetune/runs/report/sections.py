@@ -52,8 +52,8 @@ _RESULTS = (
 
 
 def run_page(run: RunFolder, *, state: State | None = None, is_live: bool = False) -> Page:
-    """Make the page of one run. `state` is the final state of a run that is ending, for which its folder may still say
-    `running`.
+    """Make the page of one run. `state` is the final state of a run that is ending. It is shown if the run's folder
+    still says `running`.
     """
     status = run.status
     if state is not None and status.state in ("running", "unknown"):

@@ -1,5 +1,5 @@
-"""Annotations in torch.profiler's trace. They mark the phases of a step, and collectives with keys by which ranks'
-collectives are matched.
+"""Annotations in torch.profiler's trace. They mark the phases of a step, and name each collective by a key that is
+equal on all its ranks.
 """
 
 import functools

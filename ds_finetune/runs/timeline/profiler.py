@@ -176,7 +176,9 @@ class StepProfiler:
             yield trace[0]
 
     def _write(self, folder: Path, traces: Iterator[bytes], parts: Sequence[Mapping[str, Any]]) -> str:
-        """Write the trace and the summary. Returns a text that says why that failed, empty on success."""
+        """Write the trace and the summary of the profile. Returns a text that says why that failed, empty on
+        success.
+        """
         partial = folder / f"{TRACE}.partial"
         try:
             folder.mkdir(parents=True, exist_ok=True)
