@@ -35,7 +35,7 @@ _LOGIN_VARIABLES = ("HOME", "USER", "LOGNAME")
 Slurm's own and TMPDIR (tried with Slurm 22.05).
 """
 _COMMANDS = 2
-"""Of a long list of commands, one for each host, only this many are printed at the start and at the end."""
+"""Number of commands that are printed at each end of a long list with a command for each host."""
 
 
 @dataclass(frozen=True)
