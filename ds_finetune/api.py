@@ -245,8 +245,8 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
 
 
 def _eval_objective(objective: str | Mapping[str, object]) -> tuple["RowKind", "DocumentObjective | None"]:
-    """The kind of rows that `objective` scores, and the objective whose metrics score documents (None if metrics are
-    per token).
+    """The kind of rows that `objective` scores, and the objective that scores documents (None if metrics are per
+    token).
     """
     from ds_finetune.data.row_kind import RowKind
     from ds_finetune.evaluation.preference_scores import preference_of

@@ -1,6 +1,4 @@
-"""The errors of this program: `FinetuneError`, with a subclass for each kind. The command line maps them to exit
-codes.
-"""
+"""The errors of this program: `FinetuneError` with a subclass for each kind. Each has an exit code."""
 
 USER_ERROR_EXIT_CODE = 2
 """Exit code for invalid input: configuration, data, model folder, hostfile or output folder."""
@@ -68,7 +66,7 @@ class ServeError(FinetuneError):
 
 
 class RewardError(FinetuneError):
-    """A reward function itself is wrong, not the answer that it should score; or a record lacks a field that a reward
+    """A reward function itself is wrong, not the answer that it scores; or a record lacks a field that a reward
     needs.
     """
 

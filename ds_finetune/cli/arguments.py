@@ -104,9 +104,7 @@ def add_run_command(
 
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments `section.key=value` to a command. They follow the run file on the command line and replace its
-    values.
-    """
+    """Add the arguments `section.key=value` to a command, which replace values of the run file."""
     text = "values that replace those of the run file"
     parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help=text)
 

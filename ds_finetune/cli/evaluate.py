@@ -155,9 +155,7 @@ def _scored(arguments: Arguments) -> "EvalReport":
 
 @contextmanager
 def _flags_named() -> Iterator[None]:
-    """In errors about rows that the `with` block raises, replace the keys of a run file by the options of this
-    command.
-    """
+    """In errors about rows from the `with` block, replace keys of a run file by options of this command."""
     try:
         yield
     except (ConfigError, DataError) as error:

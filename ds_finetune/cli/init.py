@@ -36,9 +36,7 @@ optim: {{lr: {lr}}}
 output_dir: {output_dir}  # checkpoints, metrics and the exported model; the same command resumes a run
 """
 _RATES = {"dpo": ("5.0e-7", "5.0e-6"), "kto": ("1.0e-6", "1.0e-5"), "classification": ("2.0e-5", "2.0e-4")}
-"""Learning rates by objective, each for training all weights and for training adapters, as in
-docs/how-to/preferences.md.
-"""
+"""Learning rates by objective for training all weights and for adapters, as in docs/how-to/preferences.md."""
 _LENGTH = 2048
 
 
@@ -66,9 +64,7 @@ def _init(arguments: Arguments) -> None:
 
 
 def _convert(path: Path, arguments: Arguments) -> None:
-    """Convert another trainer's file to a run file, and write the run file. It says what became of each key of the
-    other file.
-    """
+    """Convert another trainer's file to a run file, which says what became of each key, and write it."""
     from ds_finetune.config.conversion import ConvertedRun
     from ds_finetune.config.other_files import read_other_file
     from ds_finetune.config.run_file import write_run_file

@@ -1,6 +1,4 @@
-"""Lets Ctrl-C end the process at once while packages are imported. Imports take seconds, and nothing has to be cleaned
-up.
-"""
+"""Lets Ctrl-C end the process at once while packages are imported, which takes seconds and needs no cleaning up."""
 
 import os
 import signal

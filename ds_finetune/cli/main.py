@@ -34,13 +34,9 @@ _MODULES = (
 )
 """Names of the modules that implement commands, in the order in which `--help` lists these."""
 _WITHOUT_MODELS = ("launch", "report", "watch", "doctor", "config", "checkpoint", "init", "demo", "completion")
-"""Commands that compute nothing with models in this process. They run with any versions of torch, transformers and
-DeepSpeed.
-"""
+"""Commands that use no model in this process. They run with any versions of torch, transformers and DeepSpeed."""
 _LONG = ("train", "launch", "sweep", "scaling", "serve", "watch")
-"""Commands that continue even if a line of their output cannot be printed, because their result is not what they
-print.
-"""
+"""Commands that continue even if a line of output cannot be printed, because their result is not what they print."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _QUIET_SECONDS = 5.0
 """Seconds that the ranks of a host, except local rank 0, wait before they exit with an error. Meanwhile local rank 0
@@ -165,7 +161,6 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 
 
 def _check_given_once(overrides: Sequence[str]) -> None:
-    """Raise ConfigError if two overrides give one key different values."""
     first_values: dict[str, str] = {}
     for override in overrides:
         key, _, value = override.partition("=")
@@ -194,9 +189,7 @@ def _complete_files(parser: argparse.ArgumentParser, how: Mapping[str, object]) 
 
 
 def _print_once(text: str) -> None:
-    """Record an error, and print it in full on local rank 0 only, because all ranks of a host find the same fault in a
-    run file.
-    """
+    """Record an error, and print it in full on local rank 0 only, because all ranks of a host find the same fault."""
     record_error(text)
     if os.environ.get("LOCAL_RANK", "0") == "0" or {RUN_ID, "TORCHELASTIC_RUN_ID"} <= os.environ.keys():
         # `launch` separates the output of ranks, and reports the rank that ends first as the cause.

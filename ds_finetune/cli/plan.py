@@ -68,7 +68,6 @@ def _plan(arguments: Arguments) -> None:
 
 
 def _check_options(arguments: Arguments) -> None:
-    """Raise ConfigError if options of the command cannot be combined."""
     given = [f"--{name}" for name in ("search", "tensors") if getattr(arguments, name)]
     given += ["--gpu cpu"] if arguments.tensors and arguments.gpu == "cpu" else []
     given += ["--json"] if arguments.tensors and arguments.json else []
@@ -132,9 +131,7 @@ def _memory_lines(memory: "MemoryEstimate") -> Iterator[tuple[str, str]]:
 
 
 def _layout_lines(result: "SearchResult", given: "RunSettings") -> Iterator[tuple[str, str]]:
-    """Two lines for each proposed layout: the layout with the memory that it needs, and the overrides that select
-    it.
-    """
+    """Two lines for each proposed layout: the layout with the memory that it needs, and its overrides."""
     from ds_finetune.plan.search.candidates import layout_overrides
     from ds_finetune.plan.search.search import layout_text
 

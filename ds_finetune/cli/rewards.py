@@ -50,9 +50,7 @@ def _try(arguments: Arguments) -> None:
 
 
 def _result_text(part: "Part") -> str:
-    """Format the result of a reward function for one answer: its error, or its score with the result that it read from
-    the answer.
-    """
+    """Format the result of a reward for one answer: its error, or its score with what it read from the answer."""
     if "error" in part:
         return str(part["error"])
     read = {None: "", False: " (no result read)", True: f" (read {part.get('read')!r})"}

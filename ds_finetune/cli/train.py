@@ -1,6 +1,4 @@
-"""The commands `ds-finetune train`, which fine-tunes a model, and `teach`, which stores a teacher's distributions for a
-run.
-"""
+"""The commands `ds-finetune train`, which fine-tunes a model, and `teach`, which stores a teacher's distributions."""
 
 import os
 from pathlib import Path

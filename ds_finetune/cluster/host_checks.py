@@ -29,9 +29,7 @@ _SAME_ENVIRONMENT = "install the same environment at the same path on every host
 
 @dataclass(frozen=True)
 class Check:
-    """The result of one check: its name, the host (empty: all hosts), whether the host passed, what was observed, and
-    what to do.
-    """
+    """The result of one check: its name, the host (empty: all hosts), its state, what was observed, and what to do."""
 
     name: str
     host: str

@@ -106,9 +106,7 @@ class HostProgram:
 
 
 def facts(environ: dict[str, str], port: int) -> dict[str, Any]:
-    """Add `environ` to the environment variables of this process, and return the facts of this host as fields of
-    HostInfo.
-    """
+    """Add `environ` to this process's environment variables, and return the facts of this host (HostInfo)."""
     os.environ.update(environ)
     return asdict(gather_host_info(port))
 

@@ -75,9 +75,7 @@ class Cluster:
         return preflight_checks(answers, gather_host_info(), environ, self._clock_checks)
 
     def ask(self, requests: Mapping[str, Mapping[str, Any]], *, seconds: float) -> dict[str, Reply]:
-        """Send each host its request, and return the replies by host. A host that does not reply in time is recorded in
-        `lost`.
-        """
+        """Send each host its request, and return the replies by host. A host that does not reply in time is `lost`."""
         pending = {name: self.start(name, requests[name]) for name in requests if name not in self.lost}
         wait(pending.values(), timeout=seconds)
         late = {name for name, future in pending.items() if not future.done()}
@@ -121,9 +119,7 @@ class Cluster:
         return self.lost[name]
 
     def close(self) -> list[str]:
-        """End the programs on all hosts and all processes that they started. Returns the hosts whose program did not
-        end in time.
-        """
+        """End the programs on all hosts with all they started; returns the hosts whose program did not end in time."""
         late = _end(self._processes.values())
         self._pool.shutdown()
         return [name for name, process in self._processes.items() if process in late]

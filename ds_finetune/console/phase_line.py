@@ -15,9 +15,7 @@ _MINUTE, _HOUR = 60, 3600
 _LIVE_SECONDS = 0.5
 """Seconds before the first progress line on a terminal, and between two updates of the line."""
 _FIRST_SECONDS, _PLAIN_SECONDS = 5.0, 60.0
-"""Seconds before the first progress line where there is no terminal, and between two lines. Shorter phases print no
-line.
-"""
+"""Seconds before the first progress line where there is no terminal, and between two lines."""
 
 
 class PhaseLine:
@@ -48,9 +46,7 @@ class PhaseLine:
         self.close()
 
     def advance(self, parts: int = 1) -> None:
-        """Count `parts` further parts of the phase as done (0: none), and write the progress line if an update is
-        due.
-        """
+        """Count `parts` further parts of the phase as done, and write the progress line if an update is due."""
         self._done += parts
         now = time.monotonic()
         if 0 < self._done <= self._warmup:
@@ -78,9 +74,7 @@ class PhaseLine:
         return counted
 
     def close(self) -> None:
-        """End the phase. On a terminal its progress line is removed; elsewhere its duration is printed after a minute
-        or more.
-        """
+        """End the phase: remove its line from a terminal; elsewhere print its duration if that is a minute or more."""
         seconds = time.monotonic() - self._began if self._is_shown else 0.0
         if self._is_shown and self._is_live:
             write_now(self._out, CLEAR_LINE)

@@ -36,9 +36,7 @@ _RECORDS = {
 }
 """Maps the name of a logger to a pattern of log messages that are hidden, up to level WARNING."""
 _LOADING_BAR = "Loading weights"
-"""Description by which transformers' progress bar of loading weights is recognised (5.23,
-core_model_loading.py:1831).
-"""
+"""Description of transformers' progress bar of loading weights (5.23, core_model_loading.py:1831)."""
 _WRITING_BAR = "Writing model shards"
 """Description by which transformers' progress bar of `save_pretrained` is recognised. selftest calls that function
 (5.23, modeling_utils.py:3580).
@@ -67,9 +65,7 @@ def deepspeed_level(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def show_loading_as_phase() -> None:
-    """Show the loading of weights by transformers as a progress line, and hide transformers' progress bar of writing
-    weights.
-    """
+    """Show transformers' loading of weights as a progress line, and hide transformers' bar of writing weights."""
     from transformers.utils import logging as transformers_logging
 
     if deepspeed_level() == "quiet":

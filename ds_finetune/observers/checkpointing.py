@@ -19,9 +19,7 @@ from ds_finetune.observers.record import Resumable, StepRecord
 from ds_finetune.observers.stopping import StopSignals
 
 RunText = Callable[[StepRecord, Mapping[str, Mapping[str, Any]]], str]
-"""Function that builds the text of a checkpoint's run state, from the record of a step and the states of observers by
-name.
-"""
+"""Function that builds the text of a checkpoint's run state, from a step's record and the observers' states by name."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +37,7 @@ class CheckpointPolicy:
 
 @dataclass
 class Checkpointing:
-    """Saves checkpoints by the `policy`. A checkpoint contains the states of the observers in `remembered`; `say`
-    prints a line.
-    """
+    """Saves checkpoints by the `policy`, with the states of the observers in `remembered`. `say` prints a line."""
 
     saver: Saver
     signals: StopSignals

@@ -55,9 +55,7 @@ class TimeLeft(Observer):
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Measure how long `phase`, such as an evaluation or a save, takes. This context manager can also decorate
-        functions.
-        """
+        """Measure how long `phase`, such as an evaluation or a save, takes. Functions can also be decorated by it."""
         began = time.monotonic()
         yield
         self._measured.setdefault(phase, []).append(time.monotonic() - began)

@@ -94,8 +94,8 @@ class RouterMetrics(Observer):
     without_bias: tuple[int, ...] = ()
     """Layers whose routers have no bias, as indices into the list of layers with experts."""
     _moved: NDArray[np.float64] | None = None
-    """How far each expert's router bias has moved since the run's start, fp64 [layers, experts]; None until biases are
-    updated.
+    """Movement of each expert's router bias since the run's start, fp64 [layers, experts]; None before the first
+    update.
     """
 
     def after_step(self, record: StepRecord) -> StepRecord:
@@ -154,9 +154,7 @@ class LoadWatch(Remembering):
     say: Say
     has_warned: bool = False
     first: Sequence[float] | None = None
-    """State of loads in the run's first steps: the number of experts without tokens, and the mean of MaxVio over
-    layers.
-    """
+    """Loads in the run's first steps: the number of experts without tokens, and the mean of MaxVio over layers."""
     _counts: Counts | None = None
     _since: int = 0
 

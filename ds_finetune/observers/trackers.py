@@ -1,6 +1,4 @@
-"""Sends the metrics of a run to experiment trackers supported by accelerate, such as TensorBoard, MLflow and Weights &
-Biases.
-"""
+"""Sends the metrics of a run to trackers that accelerate supports, such as TensorBoard, MLflow and Weights & Biases."""
 
 import atexit
 import errno
@@ -40,18 +38,14 @@ PACKAGES = {
 _ROOM_BYTES = MIB
 """Records for TensorBoard are written only if the disk has at least this number of free bytes."""
 _PROJECT = "ds_finetune"
-"""Name of the project in wandb without WANDB_PROJECT, and of the experiment in MLflow without
-MLFLOW_EXPERIMENT_NAME.
-"""
+"""Project in wandb without WANDB_PROJECT, and experiment in MLflow without MLFLOW_EXPERIMENT_NAME."""
 CLOSE_SECONDS = 60.0
 _LONGEST_NAME, _LONGEST_VALUE = 250, 6000
 """Maximum number of characters that MLflow accepts in a name, and in the value of a parameter."""
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raise ConfigError if accelerate knows no tracker by one of `names`, or if the package of the tracker is not
-    installed.
-    """
+    """Raise ConfigError if accelerate has no tracker of a name, or if the tracker's package is not installed."""
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
     available = {str(name) for name in get_available_trackers()}
@@ -143,9 +137,7 @@ def _opening(name: str, say: Say, *, is_resumed: bool) -> Iterator[None]:
 
 
 class _Tracker:
-    """One experiment tracker of accelerate. It gets each record at once; a record that it fails to write waits in
-    memory.
-    """
+    """One experiment tracker of accelerate. A record that it fails to write waits in memory."""
 
     def __init__(
         self, name: str, folder: Path, parameters: Mapping[str, str | float], earlier: Sequence[Record], say: Say
@@ -177,7 +169,7 @@ class _Tracker:
         self._outage.put(record)
 
     def close(self) -> None:
-        """Send queued records a last time and finish the tracker. Errors of finishing are ignored, because the run is
+        """Send queued records a last time and finish the tracker; errors of finishing are ignored: the run is
         complete.
         """
         self._outage.close()
@@ -354,7 +346,5 @@ class _Mlflow(_Tracker):
 
 
 def _legal(name: str) -> str:
-    """Replace characters of a name that MLflow does not allow, and shorten the name so that the prefix `resumed.` fits
-    before it.
-    """
+    """Replace characters that MLflow does not allow in a name, and cut it so that `resumed.` fits before it."""
     return posixpath.normpath(re.sub(r"[^\w\-. /]", "_", name)[: _LONGEST_NAME - len("resumed.")])

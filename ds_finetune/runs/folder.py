@@ -60,9 +60,7 @@ class RunFolder:
         return run
 
     def update(self) -> None:
-        """Read the lines that were added to the metrics. OutputError if the file has lines, but none of them has a
-        step.
-        """
+        """Read the lines that were added to the metrics. OutputError if there are lines, but none has a step."""
         if self.file(METRICS) is not None:
             self.metrics.update()
         if self.metrics.problem and not self.metrics.curves:
@@ -91,7 +89,7 @@ class RunFolder:
         return None
 
     def text(self, name: str) -> str | None:
-        """The first 8 MiB of the file `name` as text. Bytes that are not UTF-8 are replaced; None if the file cannot be
+        """The first 8 MiB of the file `name` as text, with replacements for invalid UTF-8; None if it cannot be
         read.
         """
         if (path := self.file(name)) is None:
@@ -131,9 +129,7 @@ class RunFolder:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The run's configuration with all defaults, as the run wrote it to config.yaml; empty if that cannot be
-        read.
-        """
+        """The run's configuration with all defaults, as the run wrote it to config.yaml; empty if unreadable."""
         text = self.text(CONFIG)
         if text is None:
             return {}

@@ -25,9 +25,7 @@ _MOST_INTEGER = 2**53
 
 
 class Curve:
-    """The values of one metric in a run, and their steps, in the order of `metrics.jsonl`. A null in that file becomes
-    NaN.
-    """
+    """The values of one metric and their steps, in the order of `metrics.jsonl`. A null in that file becomes NaN."""
 
     def __init__(self) -> None:
         self._steps, self._values = array("q"), array("d")
@@ -133,8 +131,8 @@ def record_of(line: str | bytes) -> dict[str, Any] | None:
 
 
 def parse_records(records: Iterable[dict[str, Any]], parse: Callable[[dict[str, Any]], T]) -> list[T]:
-    """Apply `parse` to each record, and return the results. Records that are damaged, or that another version wrote,
-    are skipped.
+    """Apply `parse` to each record, and return the results. Damaged records, and those of another version, are
+    skipped.
     """
     results = list[T]()
     for record in records:
@@ -144,9 +142,7 @@ def parse_records(records: Iterable[dict[str, Any]], parse: Callable[[dict[str, 
 
 
 def _number(value: object) -> float | None:
-    """Convert a metric's JSON value to a float, where null becomes NaN. None if the value is no number but e.g. a
-    text.
-    """
+    """Convert a metric's JSON value to a float, where null becomes NaN. None if the value is no number."""
     kind = type(value)
     if kind is float:
         return value  # type: ignore[return-value]

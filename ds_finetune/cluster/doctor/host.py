@@ -1,6 +1,4 @@
-"""The program that `ds-finetune doctor` starts on each host to examine it. `doctor` requests calls of its functions
-over ssh.
-"""
+"""The program that `ds-finetune doctor` starts on each host, and whose functions it calls to examine the host."""
 
 import hashlib
 import os
@@ -24,9 +22,7 @@ from ds_finetune.system.processes import python_module, with_package
 _TAIL_BYTES = 20_000
 _MEMORY_MARGIN = 0.8
 Row = tuple[str, State, str, str]
-"""The result of one check on this host: the name of the check, its state, a text that says what was observed, and a
-hint.
-"""
+"""The result of one check on this host: the name of the check, its state, what was observed, and a hint."""
 
 
 def gpus() -> list[Row]:
@@ -84,9 +80,7 @@ def disk(folder: str, num_bytes: int) -> list[Row]:
 
 
 def digests(paths: Sequence[str]) -> dict[str, str]:
-    """Map each path to a digest of the names and sizes of the files below it. A path that does not exist maps to an
-    empty text.
-    """
+    """Map each path to a digest of the names and sizes of its files; the digest of a missing path is empty."""
     files = {path: sorted(file for file in (Path(path), *Path(path).rglob("*")) if file.is_file()) for path in paths}
     sizes = {path: "\n".join(f"{file} {file.stat().st_size}" for file in below) for path, below in files.items()}
     return {path: hashlib.sha256(text.encode()).hexdigest() if text else "" for path, text in sizes.items()}
@@ -112,9 +106,7 @@ def find_marker(folders: Sequence[str], marker: str) -> dict[str, tuple[bool, bo
 
 
 def run(module: Sequence[str], seconds: float) -> tuple[int | None, str]:
-    """Run a Python module for at most `seconds`. Returns its exit code (None if it was killed) and the last part of its
-    output.
-    """
+    """Run a Python module for at most `seconds`; returns the exit code (None if killed) and the end of its output."""
     with starting:
         folder = Path(tempfile.mkdtemp(prefix="ds_finetune-doctor-"))
         created_paths.append(folder)

@@ -22,14 +22,10 @@ ENTRY = ("-m", ENTRY_MODULE)
 _NEEDED_TO_START = re.compile(
     r"(?:HOME|USER|LOGNAME|SHELL|LANG|TERM|TMPDIR|KRB5CCNAME|SSH_AUTH_SOCK|PATH|LD_LIBRARY_PATH|OMPI_MCA_\w+)$"
 )
-"""Environment variables that ssh, mpirun and srun need themselves. Variables OMPI_MCA_* hold the user's settings of
-Open MPI.
-"""
+"""Environment variables that ssh, mpirun and srun need themselves. OMPI_MCA_* are the user's settings of Open MPI."""
 _SLURM_VARIABLE = re.compile(r"(?:SLURM|SRUN|SLURMD)_\w+$")
 _KEEPALIVE_SETTINGS = {"oob_tcp_keepalive_time": "5", "oob_tcp_keepalive_intvl": "5", "oob_tcp_keepalive_probes": "2"}
-"""Settings of Open MPI with which it notices after 15 s that a host is silent, instead of after eight minutes
-(measured).
-"""
+"""Settings with which Open MPI notices a silent host after 15 s, instead of after eight minutes (measured)."""
 _LOGIN_VARIABLES = ("HOME", "USER", "LOGNAME")
 """Environment variables of a login that ranks need. `srun --export` must name them, because it passes only named ones,
 Slurm's own and TMPDIR (tried with Slurm 22.05).
@@ -198,9 +194,7 @@ def torchrun_commands(job: Job) -> list[list[str]]:
 
 
 def _check_whole_hosts(job: Job, launcher: str, hint: str) -> None:
-    """Raise LaunchError if the hostfile names a user, port or devices of a host: mpirun and srun have no options for
-    them.
-    """
+    """Raise LaunchError if the hostfile names a user, port or devices, for which mpirun and srun have no options."""
     for host in job.hosts:
         if host.user or host.port or host.devices:
             raise LaunchError(

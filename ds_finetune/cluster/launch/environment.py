@@ -80,9 +80,7 @@ class CarriedVariables:
     values: dict[str, str]
     """The variables that are passed to ranks: values by name, in alphabetical order."""
     withheld: tuple[str, ...]
-    """Names of variables on the list that are still not passed to ranks, because they look secret or choose devices of
-    this host.
-    """
+    """Names of listed variables that are not passed, because they look secret or choose devices of this host."""
 
     def lines(self) -> list[str]:
         """Lines that show the variables: `NAME=value` for each variable that ranks get, then each withheld name with

@@ -1,6 +1,4 @@
-"""The program that `launch` starts on each host. It offers the functions `facts`, `load` and `run` to requests
-(host_program.py).
-"""
+"""The program that `launch` starts on each host, and whose functions `facts`, `load` and `run` it calls."""
 
 from typing import Any
 

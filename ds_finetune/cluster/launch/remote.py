@@ -28,9 +28,7 @@ SSH_ARGS = "DS_FINETUNE_SSH_ARGS"
 
 @dataclass(frozen=True)
 class Remote:
-    """How to reach hosts: arguments and time limits of ssh, and the paths of Python and of the working directory on
-    every host.
-    """
+    """How to reach hosts: arguments and time limits of ssh, and paths of Python and of the working directory."""
 
     ssh_args: tuple[str, ...] = ()
     python: str = sys.executable

@@ -56,9 +56,7 @@ _LOAD_SECONDS = 120.0
 _MEET_SECONDS = 600
 """Seconds that the agents of all hosts wait for each other at a start or restart."""
 _JOIN_SECONDS = 10
-"""Seconds that a restart waits for further hosts once enough hosts have joined. Ranks of these hosts may still be
-ending.
-"""
+"""Seconds that a restart waits for further hosts, whose old ranks may still end, once enough hosts have joined."""
 _PRINTED_LINES = 500
 _TAIL_LINES = 50
 _QUOTED = "  | "
@@ -135,9 +133,7 @@ def check_plan(settings: RunSettings, hosts: Sequence[Host], device: str) -> Non
 
 
 def check_hosts(checks: Sequence[tuple[Host, Check]], num_hosts: int, say: Say) -> None:
-    """Raise LaunchError if `checks` of hosts have failed, with a line for each. If none has failed, `say` prints the
-    warnings.
-    """
+    """Raise LaunchError with a line for each failed check of a host; if none has failed, `say` prints the warnings."""
     if failed := [(host, describe(host, check)) for host, check in checks if check.state == "fail"]:
         raise LaunchError(
             f"{len(dict(failed))} of {num_hosts} hosts are not ready, nothing was started:\n  "
@@ -190,9 +186,7 @@ class _LaunchedRun:
         self._request, self._say, self._settings = request, say, request.launch
         self._cluster = Cluster(request.hosts, request.remote, PROGRAM, name=request.job.run_id)
         self._agents: dict[Host, Future[Reply | str]] = {}
-        """The reply of the agent on each host, which comes when the agent ends. Hosts that are lost or left out have no
-        entry.
-        """
+        """The reply of the agent on each host, which comes when the agent ends. Lost and left-out hosts are missing."""
         self._ends: dict[Host, bool | str] = {}
         """Maps each host whose agent has ended to whether its ranks finished training, or to a text that says why the
         agents could not connect.
@@ -404,9 +398,7 @@ class _LaunchedRun:
         return self._first_failure().code if self._failures else RUN_ERROR_EXIT_CODE
 
     def _print_failure(self) -> None:
-        """Print the first failure, unless it was printed. This is called when all hosts have had time to report their
-        failures.
-        """
+        """Print the first failure, unless it was printed. By now all hosts have had time to report failures."""
         if self._failures and not self._is_failure_printed:
             self._is_failure_printed = True
             for line in self._failure_lines():

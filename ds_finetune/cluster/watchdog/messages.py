@@ -19,9 +19,7 @@ from ds_finetune.system.world import World
 
 _JOIN_TIMEOUT = timedelta(minutes=10)
 ENDING, NONE = "ending", "none"
-"""ENDING is the key in the store under which the reason for the end of the run (a RunEnding) is written. NONE is its
-value before.
-"""
+"""Key in the store under which the reason for the end of the run (a RunEnding) is written, and its value before."""
 
 
 @dataclass(frozen=True)

@@ -48,9 +48,7 @@ SILENT_SECONDS, PREPARING_SECONDS = 25.0, 600.0
 While ranks prepare data the limit is PREPARING_SECONDS, because native code may hold the GIL.
 """
 ROUND_SECONDS = 5.0
-"""Once a rank has hung or failed, each rank must send a heartbeat within this number of seconds, or it counts as
-silent.
-"""
+"""Once a rank has hung or failed, a rank that sends no heartbeat for this number of seconds counts as silent."""
 _STOPPED_SECONDS = 15.0
 """A rank without a heartbeat for this many seconds is at fault, even on a network that delays heartbeats."""
 _LATE_SECONDS, _LATE_WITHIN, _LATE_IN_SUM, _FEWEST_LATE = 0.5, 60.0, 3.0, 3
@@ -77,9 +75,7 @@ SILENT = "sends no heartbeats: its process was killed or is stopped, it holds Py
 
 
 class Monitor(threading.Thread):
-    """The watchdog of this rank. It compares the rank with others, and ends its process when another rank fails or the
-    run hangs.
-    """
+    """The watchdog of this rank. It ends the rank's process when another rank fails or the run hangs."""
 
     def __init__(
         self, progress: RankProgress, processes: Sequence[RankProcess], store: dist.Store, output_dir: Path
@@ -438,8 +434,8 @@ def _silent_limit(phase: str) -> float:
 
 @contextmanager
 def start_monitor(progress: RankProgress, world: World, store: dist.Store, output_dir: Path) -> Iterator[Monitor]:
-    """Watch this rank and compare it with others while the context is open. Every rank opens it with the store of the
-    run.
+    """Watch this rank and compare it with others while the context is open; every rank opens it with the run's
+    store.
     """
     monitor = Monitor(progress, join(store, world, RankProcess.here(world.rank)), store, output_dir)
     monitor.start()
@@ -465,9 +461,7 @@ def ending_by(error: BaseException) -> RunEnding:
 
 
 def is_secondary(error: BaseException) -> bool:
-    """Whether `error` is one that torch raises on a rank when another rank has exited. That other rank may then be the
-    cause.
-    """
+    """Whether torch raises errors like `error` when another rank has exited, which may then be the cause."""
     if isinstance(error, FinetuneError):
         return False
     names_peer = isinstance(error, RuntimeError) and any(word in str(error) for word in _PEER_LOST_WORDS)

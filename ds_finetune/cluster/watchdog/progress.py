@@ -62,8 +62,8 @@ class _TimedCall:
     call: CollectiveCall
     is_wait: bool
     is_computing: bool
-    """Whether the computation waits for the collective. Collectives in side streams (`overlap_comm`) do not delay the
-    computation.
+    """Whether the computation waits for the collective; a collective in a side stream (`overlap_comm`) delays
+    nothing.
     """
     begin: Any
     end: Any = None
@@ -121,9 +121,7 @@ class RankProgress:
 
     @contextmanager
     def collective(self, name: str, size: int, ranks: str) -> Iterator[None]:
-        """Record the collective that is called in the `with` block. The call returns once the collective is done or
-        enqueued.
-        """
+        """Record the collective that is called in the `with` block; the call returns once it is done or enqueued."""
         self._counts[ranks] += 1
         self.last_calls.append(CollectiveCall(name, size, ranks, self._counts[ranks]))
         with self._timed(is_wait=False):
@@ -170,9 +168,7 @@ class RankProgress:
         return waited
 
     def count_steps(self, steps: Iterable[StepRecord]) -> Iterator[StepRecord]:
-        """Yield the records of `steps`. Each step counts as progress, and its duration changes the time limit if that
-        is `auto`.
-        """
+        """Yield the records of `steps`. Each step counts as progress, and its duration changes the limit `auto`."""
         self.take_waited()
         for record in steps:
             seconds, waited = record.values["perf/step_seconds"], self.take_waited()
@@ -267,9 +263,7 @@ def _is_reached(event: Any) -> bool:  # noqa: ANN401
 
 @contextmanager
 def observe_collectives(progress: RankProgress) -> Iterator[None]:
-    """Record every collective of this process's groups, and every wait for one, in `progress` while the context is
-    open.
-    """
+    """Record every collective of this process's groups, and every wait for one, while the context is open."""
     names: dict[int, str] = {}
 
     def wrap(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

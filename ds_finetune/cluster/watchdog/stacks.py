@@ -1,6 +1,4 @@
-"""The file with the Python stacks of a rank. It is written when the rank hangs, on SIGQUIT, and before the rank is
-killed.
-"""
+"""The file with the Python stacks of a rank, written when the rank hangs, on SIGQUIT, and before it is killed."""
 
 import faulthandler
 import os
@@ -35,8 +33,8 @@ class StackFile:
         faulthandler.register(signal.SIGQUIT, file=self._file, all_threads=True)
 
     def write(self) -> None:
-        """Append the rank's status and the stack of each thread to the file. With NCCL also write the file of its
-        flight recorder.
+        """Append the rank's status and the stack of each thread; with NCCL, also write the file of its flight
+        recorder.
         """
         now, rank = datetime.now().astimezone().isoformat(timespec="seconds"), self._progress.rank
         calls = "".join(f"  {call}\n" for call in tuple(self._progress.last_calls))

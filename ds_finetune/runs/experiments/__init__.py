@@ -1,3 +1,1 @@
-"""Experiments with several runs of one run file: sweeps, learning rate range tests, and comparisons of rank numbers and
-layouts.
-"""
+"""Experiments with several runs of a run file: sweeps, learning rate range tests, and scaling comparisons."""

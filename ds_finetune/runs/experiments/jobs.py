@@ -1,6 +1,4 @@
-"""Starts the runs of an experiment as processes of the `ds-finetune` command, several at once on separate GPUs or
-hosts.
-"""
+"""Starts the runs of an experiment as processes of `ds-finetune`, several at once on separate GPUs or hosts."""
 
 import asyncio
 import fcntl
@@ -89,9 +87,7 @@ def _groups_of_slots(hostfile: str, hosts: Sequence[Host], ranks: int) -> list[s
 
 @dataclass(frozen=True)
 class ShortRuns:
-    """An experiment that trains a run file with overrides for `steps` steps at a time. Its results go to the new folder
-    `folder`.
-    """
+    """An experiment with runs of `steps` steps of a run file with overrides. Results go to the new folder `folder`."""
 
     run_file: Path
     overrides: Sequence[str]

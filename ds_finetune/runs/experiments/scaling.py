@@ -1,6 +1,4 @@
-"""`ds-finetune scaling`: trains on the same global batches with several numbers of ranks and several layouts, and
-compares speed.
-"""
+"""`ds-finetune scaling`: compares the speed of several numbers of ranks and layouts on the same global batches."""
 
 import json
 import math
@@ -120,9 +118,7 @@ def _apply_layout(tree: dict[str, Any], part: str) -> None:
 
 
 def largest_difference(losses: Sequence[float], expected: Sequence[float]) -> float:
-    """The largest relative difference between the losses of two runs at equal steps; infinite if a loss is not
-    finite.
-    """
+    """The largest relative difference of the losses of two runs at equal steps; infinite if a loss is not finite."""
     differences = np.abs(np.subtract(losses, expected)) / np.maximum(np.abs(expected), _LEAST_LOSS)
     return float(np.nan_to_num(differences, nan=math.inf, posinf=math.inf).max(initial=0.0))
 
@@ -141,7 +137,6 @@ def table_row(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _page(tree: dict[str, Any]) -> Page:
-    """Make the page of a scaling comparison from the content `tree` of its `scaling.json`."""
     rows = tree["rows"]
     curves = [
         Line(row["name"], range(1, len(row["losses"]) + 1), row["losses"], colour=colour)

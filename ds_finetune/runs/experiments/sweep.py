@@ -208,9 +208,7 @@ async def _run_trial(sweep: SweepConfig, study: "Study", trial: "Trial", say: Sa
 
 
 def _outcome(sweep: SweepConfig, run: ExperimentRun) -> tuple[str, float | None, str]:
-    """The outcome of a trial that optuna's pruner has not ended: its state in optuna, its value, and, without a value,
-    the reason.
-    """
+    """The outcome of a trial that optuna has not pruned: its state, its value, and, without a value, the reason."""
     curve, value = run.metrics.curves.get(sweep.metric), None
     if curve is not None:
         finite = curve.values[np.isfinite(curve.values)]
@@ -253,9 +251,6 @@ def _write_result(sweep: SweepConfig, study: "Study") -> dict[str, Any]:
 
 
 def _page(tree: dict[str, Any]) -> Page:
-    """Make the page of a sweep from the content `tree` of its `sweep.json`: a table of trials, and charts of the metric
-    over each key.
-    """
     metric, keys = tree["metric"], list(tree["space"])
     rows = [
         (

@@ -56,9 +56,7 @@ class Range(Section):
         return self
 
     def distribution(self) -> Any:  # noqa: ANN401 - a class of optuna
-        """The range as a distribution of optuna. Choices become JSON texts, because optuna accepts no lists as
-        choices.
-        """
+        """The range as a distribution of optuna. Choices become JSON texts, because optuna accepts no lists."""
         distributions = import_optuna().distributions
         if self.choices is not None:
             return distributions.CategoricalDistribution(tuple(dict.fromkeys(map(json.dumps, self.choices))))
@@ -157,9 +155,7 @@ def read_sweep(path: Path, overrides: Sequence[str] = ()) -> SweepConfig:
 
 
 def _check_metric(sweep: SweepConfig, config: RunConfig) -> None:
-    """Raise ConfigError if no trial will record the sweep's metric, or if the pruner would get no value of it during a
-    trial.
-    """
+    """Raise ConfigError if no trial will record the sweep's metric, or if the pruner would never get a value of it."""
     if not sweep.metric.startswith("eval/"):
         return
     if not config.data.held_out_sets:
@@ -194,9 +190,7 @@ def make_sampler(sweep: SweepConfig, number: int) -> Any:  # noqa: ANN401 - of o
 
 
 def make_chosen(choose: Choose, kind: str, own_options: dict[str, Any]) -> Any:  # noqa: ANN401 - of either base class
-    """Make the optuna sampler or pruner (`kind`) that a sweep file names. ConfigError if optuna has no such class or
-    option.
-    """
+    """Make the optuna sampler or pruner (`kind`) that a sweep file names; ConfigError if optuna has no such class."""
     optuna = import_optuna()
     classes, options = getattr(optuna, f"{kind}s"), choose.model_extra or {}
     names = [name for name in dir(classes) if name.lower().endswith(kind) and not name.startswith("Base")]

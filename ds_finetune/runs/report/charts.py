@@ -12,9 +12,7 @@ from ds_finetune.runs.folder import RANK_TIMES, RunFolder
 from ds_finetune.runs.metrics import Curve, parse_records
 
 MOST_POINTS, _FEWEST_POINTS, _PAGE_POINTS = 1200, 16, 60_000
-"""Maximum and minimum number of points of a line in a chart, and the number of points that all lines of a page
-share.
-"""
+"""Maximum and minimum number of points of a line in a chart, and number of points that the lines of a page share."""
 POINTS_PER_STRETCH = 4
 _SMOOTHING_FRACTION, _MOST_SMOOTHED_STEPS, _FEWEST_SMOOTHED_POINTS = 40, 100, 30
 """A smoothed curve averages, at each step, over a fortieth of the run before and after it, but over at most 100 steps
@@ -22,9 +20,7 @@ on either side. A curve with fewer than 30 points is not smoothed.
 """
 _MOST_RANKS = 8
 _FIRST_TITLES = ("reward", "answer_tokens", "reward_accuracy", "reward_margin", "loss", "accuracy", "grad_norm")
-"""Titles of the charts that a page shows first, if the run has their metrics: metrics of the objective, and the
-loss.
-"""
+"""Titles of the charts that a page shows first, if the run has their metrics."""
 _WITHOUT_CHART = ("skipped", "skipped_steps", "tokens_seen", "predicted_gib", "measured_gib", "eta_seconds")
 """Ends of the names of metrics that have no chart, because the page shows these metrics in another form."""
 _PERCENTAGES = ("accuracy", "exact_match", "reward_accuracy", "mfu", "mtp_accuracy")

@@ -133,9 +133,7 @@ def _prompt_lines(run: RunFolder, folder: Path) -> list[str]:
 
 
 def _config_of(folder: Path) -> Mapping[str, Any]:
-    """The model config of an exported folder. An adapter has none, so the config of the merged export beside it is
-    used.
-    """
+    """The model config of an exported folder. For an adapter it is that of the merged export beside it."""
     merged = folder.with_name(folder.name.replace("adapter", "export"))
     return read_object(folder / "config.json") or read_object(merged / "config.json")
 
@@ -163,7 +161,6 @@ def _results_at(run: RunFolder, step: int) -> Iterator[tuple[str, float]]:
 
 
 def _training_data(config: Mapping[str, Any]) -> list[str]:
-    """The paths and names of data sets that a run file gives as training data."""
     section = config.get("data", {})
     sources = section.get("train", []) if isinstance(section, dict) else []
     sources = list(sources.values()) if isinstance(sources, dict) else sources

@@ -137,9 +137,7 @@ def render_page(page: Page, *, is_live: bool = False, has_library: bool = True) 
 
 @cache
 def bokehjs() -> str:
-    """The scripts of the chart library BokehJS, with its plotting functions. DependencyError if bokeh is not
-    installed.
-    """
+    """The scripts of the chart library BokehJS with its plotting functions. DependencyError without bokeh."""
     require_extra("pages", "a page with charts")
     bokeh = find_spec("bokeh")
     assert bokeh is not None
@@ -148,9 +146,7 @@ def bokehjs() -> str:
 
 
 def render_template(template: str, *, is_escaped: bool, **values: object) -> str:
-    """Fill a template of this folder with `values`, and return the text. With `is_escaped`, texts are escaped for
-    HTML.
-    """
+    """Fill a template of this folder with `values`, which `is_escaped` escapes for HTML; returns the text."""
     return _environment(is_escaped).get_template(template).render(values)
 
 

@@ -1,6 +1,4 @@
-"""The pages of reports. A page shows the sections of one run, from the files in its folder, or compares several
-runs.
-"""
+"""The pages of reports: the sections of one run, from the files in its folder, or a comparison of several runs."""
 
 import math
 import shlex
@@ -34,9 +32,7 @@ from ds_finetune.runs.status import RunStatus, State
 
 T = TypeVar("T")
 _MOST_EVENTS, _MOST_SAMPLES, _MOST_ANSWERS, _MOST_RANKS = 100, 16, 12, 64
-"""Maximum numbers on a page: of events of a kind, of prompts or documents, of answers to one prompt, and of ranks in a
-table.
-"""
+"""Maximum numbers on a page: events of a kind, prompts or documents, answers to a prompt, ranks in a table."""
 _LONGEST_TEXT, _LONGEST_FILE = 1500, 100_000
 """Maximum number of characters that a page shows of a prompt or an answer, and of a file."""
 _LOG_BYTES = 16_384
@@ -99,9 +95,7 @@ def _results(run: RunFolder) -> dict[str, str]:
 
 
 def _rows(columns: Sequence[Mapping[str, str]]) -> list[tuple[str, ...]]:
-    """Combine `columns` into the rows of a table. Each column maps row names to texts; a dash stands for a missing
-    text.
-    """
+    """Combine columns into rows of a table. A column maps row names to texts; a dash stands for a missing text."""
     names = dict.fromkeys(name for column in columns for name in column)
     return [(name, *(column.get(name, NONE) for column in columns)) for name in names]
 

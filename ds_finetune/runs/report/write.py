@@ -1,6 +1,4 @@
-"""Writes reports: pages of one or several runs, and, at the end of a run, its page and the model cards of its
-exports.
-"""
+"""Writes reports: pages of one or several runs, and the page and model cards at the end of a run."""
 
 import shlex
 from collections.abc import Sequence

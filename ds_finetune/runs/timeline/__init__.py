@@ -1,3 +1,1 @@
-"""Profiles of optimizer steps: torch.profiler's traces of all ranks on one clock, and a table of seconds by kind of
-work.
-"""
+"""Profiles of optimizer steps: torch.profiler's traces of all ranks on one clock, and seconds by kind of work."""

@@ -22,9 +22,7 @@ SEPARATOR = "|"
 
 
 class Annotations:
-    """Annotates a profile of this process: phases of the thread that created this object, and collectives of all
-    threads.
-    """
+    """Annotates phases of the thread that created this object in a profile, and collectives of all threads."""
 
     def __init__(self) -> None:
         self._phases: list[str] = []
@@ -46,9 +44,7 @@ class Annotations:
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Annotate the `with` block as a phase in torch's profile, unless the phase is already open or another thread
-        calls.
-        """
+        """Annotate the `with` block as a phase in torch's profile, except inside the phase or in another thread."""
         if phase in self._phases or threading.get_ident() != self._thread:
             yield
             return

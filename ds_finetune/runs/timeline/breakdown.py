@@ -1,6 +1,4 @@
-"""Reads the trace of a rank, and divides the time of its steps by kind of work. Each moment counts as exactly one
-kind.
-"""
+"""Reads the trace of a rank, and divides its steps by kind of work. Each moment counts as exactly one kind."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,13 +20,9 @@ _KIND_OF_PHASE = {
 _HOST = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver")
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _TORCH_PREFIXES = ("gloo:", "nccl:")
-"""Prefixes of torch's own events of collectives. These events do not nest; the annotations of this program replace
-them.
-"""
+"""Prefixes of torch's own events of collectives, which do not nest; this program's annotations replace them."""
 _MATCHED = ("allreduce", "reduce", "broadcast", "allgather", "reduce_scatter", "all_to_all", "all_to_allv", "barrier")
-"""NCCL collectives that are matched between ranks. Messages between two ranks are not, since their kernels do not name
-both ranks.
-"""
+"""NCCL collectives that are matched between ranks. Messages are not, since their kernels do not name both ranks."""
 _PHASE, _COPY, _COLLECTIVE, _WAIT, _KERNEL = range(5)
 """Layers of a step, lowest first. Each moment counts as the kind of work of the highest layer that covers it."""
 Event = dict[str, Any]
@@ -41,9 +35,7 @@ Layer = tuple[int, str, float, float]
 
 @dataclass
 class RankTrace:
-    """The events of one rank, timed by rank zero's clock, with the steps, collectives and layers that were found in
-    them.
-    """
+    """The events of one rank on rank zero's clock, with the steps, collectives and layers found in them."""
 
     events: list[Event]
     steps: list[tuple[int, float, float]] = field(default_factory=list)
@@ -141,9 +133,7 @@ def break_down(trace: RankTrace) -> list[dict[str, Any]]:
 
 
 def seconds_by_kind(first: float, last: float, layers: Iterable[Layer]) -> dict[str, float]:
-    """Seconds of each kind of work between the times `first` and `last` in microseconds. Later `layers` cover earlier
-    ones.
-    """
+    """Seconds of each kind of work between two times in microseconds. Later `layers` cover earlier ones."""
     cut = [(kind, max(begin, first), min(end, last)) for _, kind, begin, end in layers if begin < last and end > first]
     edges = np.unique([first, last, *(time for _, *span in cut for time in span)])
     kinds = np.full(len(edges) - 1, KINDS.index(OTHER))

@@ -33,9 +33,7 @@ from ds_finetune.system.whole_file import replace_file
 TRACE, SUMMARY = "trace.json.gz", "summary.json"
 _VERSION = 2
 _PATIENCE = timedelta(hours=12)
-"""Maximum time that a rank waits for an answer through the store. It is long, because the watchdog detects dead
-ranks.
-"""
+"""Maximum time that a rank waits for an answer through the store. The watchdog detects dead ranks earlier."""
 _QUIET_LOG_LEVEL = "6"
 """A level above every level of Kineto's log (torch 2.13). At lower levels Kineto writes a line to standard error
 whenever a profile ends.
@@ -47,9 +45,7 @@ WrapPhases = Callable[[Annotations], AbstractContextManager[None]]
 
 @dataclass(frozen=True)
 class ProfiledRun:
-    """Facts about a profiled run for the summary of its profile: device, layout of ranks, and the ranks that are
-    profiled.
-    """
+    """Facts about a profiled run for the summary: device, layout of ranks, and the ranks that are profiled."""
 
     device: str
     layout: str
@@ -167,7 +163,7 @@ class StepProfiler:
             return {}, f"{type(failed).__name__}: {' '.join(str(failed).split())}"
 
     def _traces(self, own_trace: bytes) -> Iterator[bytes]:
-        """Yield the compressed traces of the profiled ranks, one after another. Collective: every rank must exhaust the
+        """Yield the traces of the profiled ranks, one after another. Collective: every rank must exhaust the
         iterator.
         """
         for rank in self._run.profiled_ranks:
@@ -176,9 +172,7 @@ class StepProfiler:
             yield trace[0]
 
     def _write(self, folder: Path, traces: Iterator[bytes], parts: Sequence[Mapping[str, Any]]) -> str:
-        """Write the trace and the summary of the profile. Returns a text that says why that failed, empty on
-        success.
-        """
+        """Write the trace and the summary of the profile; returns why that failed, empty on success."""
         partial = folder / f"{TRACE}.partial"
         try:
             folder.mkdir(parents=True, exist_ok=True)
