@@ -181,7 +181,7 @@ def test_reasoning_parts_are_the_reasoning_that_the_template_writes(
     assert "I add. 2+2=4\n</think>" in rendered
     assert chat_tokenizer.decode(tokens.ids) == rendered
     with pytest.raises(
-        DataError, match="message 2 of `messages` has the parts text, reasoning, reasoning, and no turn"
+        DataError, match="message 2 of `messages` has the parts text, reasoning, reasoning, which no chat template"
     ):
         sample_of({"messages": [USER, {"role": "assistant", "content": [parts[2], *parts[:2]]}]})
 

@@ -203,7 +203,7 @@ SPOILED: dict[str, tuple[Any, str]] = {
         lambda f: _change_tensors(f, lambda t: t | {"x.magnitude": torch.zeros(1)}),
         "tensor x.magnitude",
     ),
-    "other rank": (lambda f: _change_config(f, r=16), "for rank 16"),
+    "other rank": (lambda f: _change_config(f, r=16), "which do not fit rank 16"),
     "other shape": (
         lambda f: _change_tensors(f, lambda t: {k: v[:, :-1].clone() if "lora_A" in k else v for k, v in t.items()}),
         "does not fit the base",

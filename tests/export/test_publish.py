@@ -147,7 +147,7 @@ def test_a_folder_is_pushed_whole_private_and_not_twice(
     assert main([*command, "me/model"]) == 2
     told = capsys.readouterr()
     assert (
-        f"the push of `me/model` to {hub.url} has failed: 403\n  hint: check HF_TOKEN and the network; ds-finetune export --check {out}"
+        f"the push of `me/model` to {hub.url} has failed: 403\n  hint: check HF_TOKEN and the network; to send the missing files: ds-finetune export --check {out}"
         in told.err
     )
     assert hub.files["me/model"].keys() == {".gitattributes"}
@@ -181,7 +181,7 @@ def test_what_cannot_be_pushed_is_one_error(
         assert told in capsys.readouterr().err
         assert not (tmp_path / "out").exists()
     assert main([*command, "me/model"]) == 2
-    assert "is UNVERIFIED\n  hint: verify it" in capsys.readouterr().err
+    assert "is not verified (it has a file UNVERIFIED)\n  hint: verify it" in capsys.readouterr().err
     assert not hub.files
     (tmp_path / "out" / "UNVERIFIED").unlink()
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
