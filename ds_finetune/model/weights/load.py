@@ -254,7 +254,7 @@ def _check_tensors(
     for key in tied.keys() & set(remaining):
         if not hub.is_same(key, tied[key]):
             raise ModelError(
-                f"{hub.folder}: `{key}` differs from `{tied[key]}`, to which the config ties it",
+                f"{hub.folder}: `{key}` differs from `{tied[key]}`, but config.json ties both",
                 hint="set tie_word_embeddings to false in config.json",
             )
     for key, original in published_copies(model.config).items():

@@ -51,7 +51,7 @@ LEAKING = [
     "lfm2",
     "mamba",
     "mamba2",
-    "qwen3_5_moe_text",
+    "olmo_hybrid",
     "granitemoehybrid",
 ]
 
@@ -120,7 +120,7 @@ def test_pairs_need_documents_of_a_row_that_are_kept_apart() -> None:
     assert "both answers of a pair are in one row" in refused.value.hint
 
 
-@pytest.mark.parametrize("kind", ["bamba", "olmo3", "ernie4_5_moe", "qwen3_5_moe_text", "jamba"])
+@pytest.mark.parametrize("kind", ["bamba", "olmo3", "ernie4_5_moe", "olmo_hybrid", "jamba"])
 def test_a_tiny_copy_has_every_kind_of_layer(kind: str) -> None:
     config = config_of(kind)
     whole = build_meta_model(config)
@@ -134,7 +134,7 @@ def test_a_tiny_copy_has_every_kind_of_layer(kind: str) -> None:
 def test_a_leak_in_a_late_layer_is_found() -> None:
     """A tiny copy of the first layers alone would have attention and nothing else."""
     layers = ["full_attention"] * 9 + ["linear_attention", "full_attention"]
-    trial = _trial("qwen3_5_moe_text", num_hidden_layers=len(layers), layer_types=layers)
+    trial = _trial("olmo_hybrid", num_hidden_layers=len(layers), layer_types=layers)
     assert trial.packed > 10 * LIMIT
 
 
@@ -150,12 +150,12 @@ def test_a_model_that_cannot_be_made_small_is_refused_packing_alone() -> None:
 
 
 def test_flash_attention_is_tried_by_the_lengths_that_it_is_given() -> None:
-    """They keep OPT's documents apart, as positions do not; Qwen3.5 MoE needs more; Falcon has a class of its own for
+    """They keep OPT's documents apart, as positions do not; OLMo Hybrid needs more; Falcon has a class of its own for
     it.
     """
     smollm, opt, hybrid, falcon = (
         try_model_type(config_of(kind), attention=FLASH, row_tokens=ROW_TOKENS)
-        for kind in ("smollm3", "opt", "qwen3_5_moe_text", "falcon")
+        for kind in ("smollm3", "opt", "olmo_hybrid", "falcon")
     )
     assert max(smollm.packed, opt.packed, smollm.loss, opt.loss) < LIMIT / 5
     assert "sequences apart without" in hybrid.untried

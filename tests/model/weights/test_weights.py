@@ -267,7 +267,7 @@ def test_a_tied_head_in_the_folder_is_the_embedding_or_refused(tmp_path: Path) -
     assert load_weights(skeleton(tmp_path), tmp_path, family=family_of("qwen2")).skipped == ("lm_head.weight",)
     _rewrite(tmp_path, lambda t: t["lm_head.weight"][95].add_(1))
     with pytest.raises(
-        ModelError, match=r"`lm_head.weight` differs from `model.embed_tokens.weight`, to which the config ties it"
+        ModelError, match=r"`lm_head.weight` differs from `model.embed_tokens.weight`, but config.json ties both"
     ):
         load_weights(skeleton(tmp_path), tmp_path, family=family_of("qwen2"))
 
