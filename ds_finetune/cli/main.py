@@ -63,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if command_line[0] not in _WITHOUT_MODELS:
             check_versions()
         quiet_packages()
+        LOST.clear()
         arguments.command(arguments)
         _check_printed(command_line[0])
     except FinetuneError as error:

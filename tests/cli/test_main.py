@@ -1,5 +1,6 @@
 """The command line: one error, the right exit code, launchers' extra arguments."""
 
+import errno
 import io
 import json
 import os
@@ -493,6 +494,11 @@ def test_output_that_a_full_disk_loses_is_an_error(command: str, tmp_path: Path)
         )
     assert done.returncode == 1
     assert done.stderr.startswith("error: standard output, or a file, cannot be written: No space left on device")
+
+
+def test_a_line_that_an_earlier_command_lost_is_no_error_of_this_one() -> None:
+    console.LOST[:] = [OSError(errno.ENOSPC, "No space left on device")]
+    assert cli.main(["config", "schema"]) == 0
 
 
 def test_a_closed_standard_output_prints_no_traceback() -> None:
