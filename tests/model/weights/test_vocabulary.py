@@ -176,7 +176,7 @@ def test_a_tied_head_that_is_published_too_is_still_compared(tmp_path: Path) -> 
     save_file(tensors | {HEAD: tensors[EMBEDDING].clone()}, file, metadata={"format": "pt"})
     assert loaded(tmp_path).state_dict()[HEAD].shape[0] == AFTER
     save_file(tensors | {HEAD: tensors[EMBEDDING] + 1}, file, metadata={"format": "pt"})
-    with pytest.raises(ModelError, match="but config.json ties both"):
+    with pytest.raises(ModelError, match=r"but config\.json ties both"):
         loaded(tmp_path)
 
 
