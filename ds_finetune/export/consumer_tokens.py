@@ -23,7 +23,7 @@ _SHOWN_CHARACTERS, _SHOWN_TOKENS = 40, 6
 
 @dataclass(frozen=True)
 class Agreement:
-    """Numbers of chats and of plain texts of which a program makes the tokens of transformers."""
+    """Numbers of chats and of plain texts that another program tokenises as transformers does."""
 
     chats: int
     texts: int

@@ -96,7 +96,8 @@ class IndexerFeature(Feature):
 
     def extra_loss(self, trained: TrainedModel, parts: RankParts) -> ExtraLoss:
         """Make the loss from the divergence between the indexers' scores and attention weights."""
-        # With compressed entries, sequence parallel ranks hold all heads of their tokens and sum no weights.
+        # Attention weights are summed over the heads of all ranks. With compressed entries (DeepSeek-V4) a sequence
+        # parallel rank has all heads of its tokens, so only tensor parallel ranks are added up.
         others = None if family_of(self.model.hf_config.model_type).compresses else parts.groups.sp
         ranks = tuple(group for group in (parts.groups.tp, others) if group is not None)
         collector = DivergenceCollector(ranks, attends_to_all=self.settings.trains_only_indexers)

@@ -125,10 +125,10 @@ def _weights(sums: torch.Tensor, sizes: _StreamSizes) -> tuple[tuple[torch.Tenso
 
 def _balanced(matrices: torch.Tensor, sizes: _StreamSizes) -> tuple[torch.Tensor, _Backward]:
     """Divide matrices [rows, columns, tokens] alternately by their column and row sums, beginning and ending with
-    columns. Also returns a function that computes their gradient once.
+    columns. Also returns the backward function, which may be called once.
 
-    Both change matrices in place: backward multiplies by the sums again, so that all data fits into CPU caches. With
-    tokens last, each operation reads memory in order.
+    Forward and backward change the matrices in place, since backward multiplies by the sums again: less memory is
+    touched, and it fits into CPU caches. With tokens last, each operation reads memory in order.
     """
     sums = []
     for number in range(2 * sizes.times - 1):

@@ -113,8 +113,8 @@ class _DocumentAttention:
             is_key = None if is_key is None else is_key[..., -self.window :]
         rows, heads, _, _ = query.shape
         if self.sinks is None:
-            # In grouped-query attention, query heads that share a key head become further queries of this head. Keys
-            # then need not be copied for each query head.
+            # In grouped-query attention several query heads share a key head. They are joined along the queries, so
+            # that keys need not be copied for each query head.
             query = query.reshape(rows, key.shape[1], -1, query.shape[3])
             out = attend_document(
                 query, key, value, is_padded=False, scale=self.scaling, mask=is_key, dropout=self.dropout

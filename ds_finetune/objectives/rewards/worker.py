@@ -94,7 +94,9 @@ def needs_of(rewards: Sequence[Settings], record: Mapping[str, Any]) -> str:
 
 
 def late_part(settings: Settings, end: str = "") -> dict[str, Any]:
-    """Result of a reward that took too long: an error, or the `unparsed` score where that is the answer's fault."""
+    """Result of a reward function that took too long. If the answer caused that, it is the score of answers that cannot
+    be parsed (`unparsed`), else an error.
+    """
     builtin = BUILTIN.get(settings["reward"])
     if builtin is not None and builtin.is_long_answers_fault:
         return {"score": settings["unparsed"], "has_result": False}
