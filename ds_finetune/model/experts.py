@@ -157,8 +157,8 @@ def grouped_product(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor
 
 
 def project(module: Any, rows: torch.Tensor, ends: torch.Tensor, leaf: str) -> torch.Tensor:  # noqa: ANN401 - a module of any family
-    """Multiply `rows` [rows, in] with the weights named `leaf` of the experts in `module`. Rows are sorted by expert, and
-    `ends` has the index after the last row of each expert.
+    """Multiply `rows` [rows, in] with the weights named `leaf` of the experts in `module`. Rows are sorted by expert,
+    and `ends` has the index after the last row of each expert.
     """
     weight = getattr(module, leaf)
     return grouped_product(rows, weight, ends, leaf=leaf, is_transposed=module.is_transposed)  # type: ignore[no-any-return]
