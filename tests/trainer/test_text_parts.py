@@ -22,7 +22,9 @@ from ds_finetune.model.build.skeleton import read_hf_config
 from tests.composites import CONFIGS, composite_task, published_tensors
 from tests.running import metrics, resume_on_two_ranks, start, torchrun
 
-SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in CONFIGS if kind not in ("gemma3", "mistral3")]
+DEFAULT = ("gemma3", "mistral3", "qwen3_5_moe")
+"""Tied, not tied, and with all experts of a layer in one published tensor."""
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in CONFIGS if kind not in DEFAULT]
 
 
 def _tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -38,7 +40,7 @@ def _composite(folder: Path) -> Any:
     return AutoModelForMultimodalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "mistral3", *SLOW])
+@pytest.mark.parametrize("kind", [*DEFAULT, *SLOW])
 def test_a_text_part_trains_as_the_text_model_alone(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,7 +3,9 @@ weights.
 """
 
 import copy
+import weakref
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -127,6 +129,25 @@ def test_merged_weights_compute_as_adapters_do_and_the_model_stays(family: str) 
     merged, wanted = plain(input_ids=_ids()).logits, model(input_ids=_ids()).logits
     assert (merged - wanted).abs().max() < rounding_of_outputs(plain.config, wanted, tokens=17)
     assert all(torch.equal(param, before[name]) for name, param in model.named_parameters())
+
+
+def test_a_merged_tensor_is_released_before_the_next_one_is_gathered() -> None:
+    """Rank zero would need memory for two tensors, which for fused experts are large."""
+    written: list[weakref.ref[torch.Tensor]] = []
+    alive: list[bool] = []
+
+    def gathered() -> Iterator[tuple[str, torch.Tensor]]:
+        for number in range(3):
+            alive.extend(each() is not None for each in written)
+            yield f"{number}.weight", torch.ones(4, 6)
+
+    factors = {f"{number}.weight": Factors(torch.ones(2, 6), torch.ones(4, 2), 0.5) for number in range(3)}
+    for _, merged in merge_adapters(gathered(), factors, family_of("llama")):
+        assert merged is not None
+        assert torch.equal(merged, torch.full((4, 6), 2.0))
+        written.append(weakref.ref(merged))
+        del merged
+    assert alive == [False] * 3
 
 
 def test_new_adapters_change_nothing_and_are_initialised_as_in_peft() -> None:
