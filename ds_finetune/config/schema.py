@@ -59,7 +59,7 @@ class RunConfig(Section):
     train: TrainConfig = Field(default=TrainConfig(), validate_default=True)
     """Length, batch size and precision of training."""
     optim: OptimConfig = OptimConfig()
-    """Optimizer and learning rate."""
+    """The optimizer, its settings, and the learning rate over the run."""
     eval: EvalConfig = EvalConfig()
     """Evaluation of held-out data."""
     checkpoint: Free[CheckpointConfig] = CheckpointConfig()
