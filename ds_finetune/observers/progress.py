@@ -1,4 +1,4 @@
-"""The progress line of training, and the metric `perf/eta_seconds`: the time until the end of the run, which the
+"""The progress line of training, and the metric `perf/eta_seconds`: the time until the end of training, which the
 progress line and pages show as `eta`.
 """
 
@@ -17,39 +17,25 @@ from ds_finetune.observers.record import Observer, StepRecord
 
 EVALUATION, ANSWERS, SAVE, EXPORT = "evaluation", "answers", "save", "export"
 _RECENT_STEPS = 50
-_BYTES_PER_SECOND = 200e6
-"""Assumed speed of an export, and of its verification, in bytes per second. It is that of a slow disk, and holds until
-an export has been measured.
-"""
-_LOADING_SECONDS = 15.0
-"""Assumed seconds that the process which verifies an export needs to import torch and transformers."""
+_OF_OBJECTIVES = ("rollout/reward", "rollout/cut", "train/reward_accuracy", "train/reward_margin")
+"""Metrics of rollouts and of pairs of answers that the progress line shows."""
 
 
 class TimeLeft(Observer):
-    """Adds the metric `perf/eta_seconds`: the time that the remaining steps, evaluations, saves and exports will take,
-    by their durations so far.
+    """Adds the metric `perf/eta_seconds`: the time that the remaining steps, evaluations and saves will take, by their
+    durations so far. The export after the last step is not included.
 
     `intervals` are the intervals of evaluations, answers and saves, each of which also happens at the last step. An
-    evaluation is assumed to take as long as `evaluation_steps` steps until one has been measured. `export_bytes` is the
-    size of all exports at the end, and `verifies` says whether they are verified.
+    evaluation is assumed to take as long as `evaluation_steps` steps until one has been measured.
     """
 
-    def __init__(
-        self,
-        steps: int,
-        intervals: Mapping[str, Interval],
-        *,
-        evaluation_steps: float = 0.0,
-        export_bytes: float = 0.0,
-        verifies: bool = False,
-    ) -> None:
-        self._steps, self._intervals = steps, intervals
-        self._evaluation_steps, self._export_bytes, self._verifies = evaluation_steps, export_bytes, verifies
+    def __init__(self, steps: int, intervals: Mapping[str, Interval], *, evaluation_steps: float = 0.0) -> None:
+        self._steps, self._intervals, self._evaluation_steps = steps, intervals, evaluation_steps
         self._step_seconds: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._measured: dict[str, list[float]] = {}
 
     def after_step(self, record: StepRecord) -> StepRecord:
-        """Add the estimated time to the end of the run."""
+        """Add the estimated time to the end of training."""
         self._step_seconds.append(record.values["perf/step_seconds"])
         return record.with_values({"perf/eta_seconds": self.seconds(record.step)})
 
@@ -61,13 +47,13 @@ class TimeLeft(Observer):
         self._measured.setdefault(phase, []).append(time.monotonic() - began)
 
     def seconds(self, step: int) -> float:
-        """Estimated seconds from the end of `step` to the end of the run."""
+        """Estimated seconds from the end of `step` to the end of training."""
         step_seconds = _mean(self._step_seconds)
         seconds_left = (self._steps - step) * step_seconds
         for phase, intervals in self._intervals.items() if step < self._steps else ():
             times = intervals.times(self._steps - 1) - intervals.times(step) + 1
             seconds_left += times * self._seconds_of(phase, step_seconds)
-        return seconds_left + self._end_seconds()
+        return seconds_left
 
     def _seconds_of(self, phase: str, step_seconds: float) -> float:
         if phase not in self._measured:
@@ -77,21 +63,16 @@ class TimeLeft(Observer):
         exports = sum(self._measured.get(EXPORT, [])) / len(self._measured[phase]) if phase == EVALUATION else 0.0
         return _mean(self._measured[phase]) + exports
 
-    def _end_seconds(self) -> float:
-        if not self._export_bytes:
-            return 0.0
-        moved = self._export_bytes / _BYTES_PER_SECOND
-        export = _mean(self._measured[EXPORT]) if EXPORT in self._measured else moved
-        return export + (moved + _LOADING_SECONDS if self._verifies else 0.0)
-
 
 def _mean(seconds: "deque[float] | list[float]") -> float:
     return sum(seconds) / len(seconds) if seconds else 0.0
 
 
 class ProgressLine:
-    """Writes the progress line of training to `out`, and to `log`, every `log.every` steps. On a terminal the line is
-    updated in place.
+    """Writes the progress line of training to `out`, and to `log`, every `log.every` steps, and a line after each
+    evaluation. On a terminal the progress line is updated in place.
+
+    `steps` are the steps of the run, and `steps_per_epoch` those of an epoch (infinite for a stream).
     """
 
     def __init__(
@@ -99,10 +80,11 @@ class ProgressLine:
         *,
         steps: int,
         section: LogConfig,
+        steps_per_epoch: float = math.inf,
         out: TextIO | None = None,
         log: Callable[[str], None] | None = None,
     ) -> None:
-        self._steps, self._section, self._log = steps, section, log
+        self._steps, self._steps_per_epoch, self._section, self._log = steps, steps_per_epoch, section, log
         self._printed = -math.inf
         """Monotonic time at which the last progress line was printed."""
         self._out = out or sys.stdout
@@ -112,17 +94,12 @@ class ProgressLine:
         """Write the progress line if it is due. It is always due after an evaluation, at the last step, and if the
         record has a message.
         """
-        must_print = (
-            record.slow
-            or record.notice
-            or record.stop
-            or record.is_last
-            or any(name in record.values for name in ("eval/loss", "eval/reward"))
-        )
+        evaluation = _evaluation_line(record)
+        must_print = bool(record.slow or record.notice or record.stop or record.is_last or evaluation)
         is_due = must_print or record.step % self._section.every == 0
         if not is_due and not self._live:
             return record
-        line = self._line(record)
+        line = f"{self._line(record)}\n{evaluation}".rstrip("\n")
         if is_due and self._log is not None:
             self._log(line)
         if self._live:
@@ -141,29 +118,34 @@ class ProgressLine:
         v = record.values
         parts = [
             f"step {record.step}/{self._steps}",
+            *([f"epoch {record.step / self._steps_per_epoch:.2f}"] if self._steps_per_epoch < math.inf else []),
             f"loss {v['train/loss']:.4f}",
             f"grad_norm {v['train/grad_norm']:.3g}",
             f"lr {v['optim/lr']:.3g}",
+            f"{v['perf/step_seconds']:.3g} s/step",
             f"{v['perf/tokens_per_second']:,.0f} tokens/s",
         ]
         parts += [f"mfu {v['perf/mfu']:.1%}"] if "perf/mfu" in v else []
         parts += [f"mem {v['memory/peak_gib']:.2f} GiB"] if "memory/peak_gib" in v else []
         parts += [f"eta {time_text(v['perf/eta_seconds'])}"] if record.step < self._steps else []
         parts += [f"skipped {v['train/skipped_steps']:.0f}"] if v["train/skipped_steps"] else []
-        parts += [f"{name} {v[name]:.4f}" for name in v if _is_shown(name)]
-        if "eval/loss" in v and record.best_step:
-            parts += ["the best so far" if record.best_step == record.step else f"the best is step {record.best_step}"]
+        parts += [f"{name} {v[name]:.4f}" for name in v if name in _OF_OBJECTIVES]
         parts += [f"SKIPPED: {record.notice}"] if record.notice else []
         parts += [f"SLOW: {record.slow}"] if record.slow else []
         parts += [f"STOP: {record.stop}"] if record.stop else []
         return "  ".join(parts)
 
 
-def _is_shown(name: str) -> bool:
-    """Whether the progress line shows the metric `name`. It shows rewards of rollouts and pairs, the losses of named
-    held-out sets, and all metrics over all held-out rows except perplexity.
+def _evaluation_line(record: StepRecord) -> str:
+    """The line of an evaluation: all metrics over all held-out rows except perplexity, the losses of named held-out
+    sets, and the best step so far. Empty after a step without an evaluation.
     """
-    part, *of_set, metric = name.split("/")
-    if name in ("rollout/reward", "rollout/cut", "train/reward_accuracy", "train/reward_margin"):
-        return True
-    return part == "eval" and (metric == "loss" if of_set else metric != "perplexity")
+    metrics = [(name, name.removeprefix("eval/")) for name in record.values if name.startswith("eval/")]
+    parts = [
+        f"{short} {record.values[name]:.4f}"
+        for name, short in metrics
+        if (short.endswith("/loss") if "/" in short else short != "perplexity")
+    ]
+    if parts and record.best_step:
+        parts.append("best so far" if record.best_step == record.step else f"best is step {record.best_step}")
+    return "  ".join([f"evaluation after step {record.step}", *parts]) if parts else ""

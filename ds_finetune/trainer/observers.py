@@ -118,10 +118,7 @@ def make_time_left(run: PreparedRun) -> TimeLeft:
         # A forward of a row takes about a third of the time of a training step on the row.
         num_rows = sum(num_eval_rows(rows, config.eval.limit) for rows in held_out.values())
         steps = num_rows / config.train.global_batch_size / 3
-    exported = run.estimate.files.exports * run.estimate.files.export_bytes
-    return TimeLeft(
-        run.schedule.steps, intervals, evaluation_steps=steps, export_bytes=exported, verifies=config.export.verify
-    )
+    return TimeLeft(run.schedule.steps, intervals, evaluation_steps=steps)
 
 
 def _router_observers(started: StartedRun) -> dict[str, RouterMetrics | LoadWatch]:
@@ -193,7 +190,9 @@ def _writers(started: StartedRun, time_left: TimeLeft, rollouts: RolloutSource |
         *([] if rollouts is None else [RolloutSamples(run.output_dir, rollouts, say)]),
         *([RankTimesFile(run.output_dir / "ranks.jsonl", say)] if run.plan.world.world_size > 1 else []),
         Trackers.open(run.config.log.trackers, run.output_dir, run.tree, say, is_resumed=is_resumed),
-        ProgressLine(steps=run.schedule.steps, section=run.config.log, log=started.log),
+        ProgressLine(
+            steps=run.schedule.steps, section=run.config.log, steps_per_epoch=run.steps_per_epoch, log=started.log
+        ),
     ]
 
 

@@ -115,8 +115,8 @@ def test_named_sets_have_metrics_and_lines_of_their_own() -> None:
     ProgressLine(steps=1, section=LogConfig(seconds=0), out=out).after_step(
         found.with_values({"perf/eta_seconds": 0.0})
     )
-    shown = [word for word in out.getvalue().split() if word.startswith("eval/")]
-    assert shown == ["eval/loss", "eval/accuracy", "eval/exact_match", "eval/new/loss"]
+    evaluation = "evaluation after step 1  loss 2.0000  accuracy 0.5000  exact_match 0.5000  new/loss 3.0000"
+    assert out.getvalue().splitlines()[1:] == [evaluation]
 
 
 def test_evaluation_without_an_interval_comes_only_at_the_end() -> None:
@@ -189,17 +189,21 @@ def test_metrics_file_is_json_also_for_nan(tmp_path: Path) -> None:
 
 def test_progress_lines_elsewhere_than_on_a_terminal() -> None:
     out = io.StringIO()
-    line = ProgressLine(steps=10, section=LogConfig(every=4, seconds=0), out=out)
+    line = ProgressLine(steps=10, section=LogConfig(every=4, seconds=0), steps_per_epoch=16, out=out)
     for step in range(1, 9):
         line.after_step(StepRecord(step, values(**{"perf/mfu": 0.4}), notice="w on rank 1" if step == 3 else ""))
     line.after_step(record(9, **{"eval/loss": 1.5, "eval/accuracy": 0.5}))
     line.close()
     lines = out.getvalue().splitlines()
-    assert [text.split()[1] for text in lines] == ["3/10", "4/10", "8/10", "9/10"]
+    assert [text.split("  ")[0] for text in lines] == [
+        *(f"step {step}/10" for step in (3, 4, 8, 9)),
+        "evaluation after step 9",
+    ]
     assert lines[0].endswith("SKIPPED: w on rank 1")
-    for part in ("loss 2.5000", "grad_norm 1.25", "lr 0.001", "500 tokens/s", "mfu 40.0%", "GiB", "eta "):
+    for part in ("loss 2.5000", "grad_norm 1.25", "lr 0.001", "2 s/step", "500 tokens/s", "mfu 40.0%", "GiB", "eta "):
         assert part in lines[1]
-    assert "eval/loss 1.5000" in lines[3]
+    assert "epoch 0.25  loss" in lines[1]
+    assert lines[4] == "evaluation after step 9  loss 1.5000  accuracy 0.5000"
 
 
 def test_lines_on_standard_output_keep_their_distance_and_the_log_has_all() -> None:
@@ -210,22 +214,24 @@ def test_lines_on_standard_output_keep_their_distance_and_the_log_has_all() -> N
         numbers = {"eval/loss": 1.5} if step in (5, 9) else {}
         line.after_step(replace(record(step, **numbers), is_last=step == 10, best_step=5))
     lines = out.getvalue().splitlines()
-    assert [text.split()[1] for text in lines] == ["2/10", "5/10", "9/10", "10/10"]
-    assert [text.split("  ")[-1] for text in lines[1:3]] == ["the best so far", "the best is step 5"]
+    steps = [text for text in lines if text.startswith("step ")]
+    assert [text.split()[1] for text in steps] == ["2/10", "5/10", "9/10", "10/10"]
+    assert [text for text in lines if text not in steps] == [
+        "evaluation after step 5  loss 1.5000  best so far",
+        "evaluation after step 9  loss 1.5000  best is step 5",
+    ]
     assert [text.split()[1] for text in log] == ["2/10", "4/10", "5/10", "6/10", "8/10", "9/10", "10/10"]
 
 
-def test_the_time_left_holds_evaluations_saves_export_and_verification() -> None:
-    left = TimeLeft(
-        10, {EVALUATION: Interval(4), SAVE: Interval()}, evaluation_steps=0.5, export_bytes=2e9, verifies=True
-    )
+def test_the_time_left_holds_evaluations_and_saves_but_no_export_at_the_end() -> None:
+    left = TimeLeft(10, {EVALUATION: Interval(4), SAVE: Interval()}, evaluation_steps=0.5)
     left.after_step(record(1, **{"perf/step_seconds": 2.0}))
-    # 9 steps, evaluations at 4, 8 and 10, and 2 GB at 200 MB/s twice, once in a process that takes 15 s to start.
-    assert left.seconds(1) == pytest.approx(9 * 2 + 3 * 1 + 10 + 10 + 15)
+    # 9 steps, and evaluations at 4, 8 and 10.
+    assert left.seconds(1) == pytest.approx(9 * 2 + 3 * 1)
     left._measured = {EVALUATION: [6.0, 8.0], SAVE: [3.0], EXPORT: [20.0]}
-    # An evaluation takes 7 s, and every second one exports for 20 s; the end exports once more.
-    assert left.seconds(8) == pytest.approx(2 * 2 + 1 * (7 + 10) + 3 + 20 + 10 + 15)
-    assert left.seconds(10) == pytest.approx(20 + 10 + 15)
+    # An evaluation takes 7 s, and every second one exports its best weights for 20 s.
+    assert left.seconds(8) == pytest.approx(2 * 2 + 1 * (7 + 10) + 3)
+    assert left.seconds(10) == 0
     assert TimeLeft(10, {}).seconds(3) == 0
 
 
@@ -311,10 +317,10 @@ def test_progress_stays_in_place_on_a_terminal() -> None:
 
 def test_the_line_of_pairs_has_accuracy_and_margin_and_the_last_one_no_time_left() -> None:
     out = io.StringIO()
-    left = TimeLeft(2, {}, export_bytes=2e9, verifies=True)
+    left = TimeLeft(2, {})
     line = ProgressLine(steps=2, section=LogConfig(seconds=0), out=out)
     pairs = {"train/reward_accuracy": 0.75, "train/reward_margin": 1.5, "train/logp_chosen": -9.0}
-    assert left.after_step(record(1)).values["perf/eta_seconds"] == left.seconds(1) > 35
+    assert left.after_step(record(1)).values["perf/eta_seconds"] == left.seconds(1) == pytest.approx(2.0)
     line.after_step(left.after_step(record(1, **pairs)))
     line.after_step(left.after_step(record(2, last=True, **pairs)))
     first, last = out.getvalue().splitlines()

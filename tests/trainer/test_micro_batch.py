@@ -47,15 +47,14 @@ def test_auto_trains_like_a_fixed_micro_batch(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.fullmatch(r"4 \(auto: 0\.00\d GiB at most of .* that are free, by the estimate\)", _plan_text(tmp_path))
     assert re.search(r"memory of a rank +0\.00\d GiB at most of ", done.stdout)
-    [line] = [line for line in done.stdout.splitlines() if line.startswith("after 20 steps: ")]
-    assert re.fullmatch(
-        r".*memory of the fullest rank 0\.00\d GiB predicted for tensors; its process grew by 0\.\d+ GiB, .*", line
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert re.search(
+        r"memory of the fullest rank 0\.00\d GiB predicted for tensors; its process grew by 0\.\d+ GiB, ", log
     )
+    assert "after 20 steps: " not in done.stdout, "on CPUs only the log compares memory"
     last = metrics(tmp_path)[MEASURED_STEPS - 1]
     assert 0 < last["memory/predicted_gib"] < last["memory/measured_gib"] < last["memory/peak_gib"]
-    log = (tmp_path / "run" / "log.txt").read_text()
     assert "GiB  moments" in log
-    assert line in log
     auto = _losses(tmp_path)
     fixed = ["train.micro_batch_size=1", f"output_dir={tmp_path / 'fixed' / 'run'}"]
     done = start(["ds-finetune", "train", str(run_file), *fixed])
