@@ -3,6 +3,7 @@ progress line and pages show as `eta`.
 """
 
 import math
+import shutil
 import sys
 import time
 from collections import deque
@@ -103,7 +104,9 @@ class ProgressLine:
         if is_due and self._log is not None:
             self._log(line)
         if self._live:
-            write_now(self._out, CLEAR_LINE + line + ("\n" if must_print else ""))
+            # A line that is wrapped could not be replaced by the next one.
+            shown = f"{line}\n" if must_print else line[: shutil.get_terminal_size().columns - 1]
+            write_now(self._out, CLEAR_LINE + shown)
         elif must_print or time.monotonic() - self._printed >= self._section.seconds:
             write_now(self._out, line + "\n")
             self._printed = time.monotonic()
@@ -119,6 +122,7 @@ class ProgressLine:
         parts = [
             f"step {record.step}/{self._steps}",
             *([f"epoch {record.step / self._steps_per_epoch:.2f}"] if self._steps_per_epoch < math.inf else []),
+            *([f"eta {time_text(v['perf/eta_seconds'])}"] if record.step < self._steps else []),
             f"loss {v['train/loss']:.4f}",
             f"grad_norm {v['train/grad_norm']:.3g}",
             f"lr {v['optim/lr']:.3g}",
@@ -127,7 +131,6 @@ class ProgressLine:
         ]
         parts += [f"mfu {v['perf/mfu']:.1%}"] if "perf/mfu" in v else []
         parts += [f"mem {v['memory/peak_gib']:.2f} GiB"] if "memory/peak_gib" in v else []
-        parts += [f"eta {time_text(v['perf/eta_seconds'])}"] if record.step < self._steps else []
         parts += [f"skipped {v['train/skipped_steps']:.0f}"] if v["train/skipped_steps"] else []
         parts += [f"{name} {v[name]:.4f}" for name in v if name in _OF_OBJECTIVES]
         parts += [f"SKIPPED: {record.notice}"] if record.notice else []

@@ -202,7 +202,7 @@ def test_progress_lines_elsewhere_than_on_a_terminal() -> None:
     assert lines[0].endswith("SKIPPED: w on rank 1")
     for part in ("loss 2.5000", "grad_norm 1.25", "lr 0.001", "2 s/step", "500 tokens/s", "mfu 40.0%", "GiB", "eta "):
         assert part in lines[1]
-    assert "epoch 0.25  loss" in lines[1]
+    assert "epoch 0.25  eta 9 s  loss" in lines[1]
     assert lines[4] == "evaluation after step 9  loss 1.5000  accuracy 0.5000"
 
 
@@ -302,7 +302,9 @@ def test_answers_are_written_with_the_step_of_their_evaluation(tmp_path: Path) -
     ]
 
 
-def test_progress_stays_in_place_on_a_terminal() -> None:
+def test_progress_stays_in_place_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
@@ -313,6 +315,9 @@ def test_progress_stays_in_place_on_a_terminal() -> None:
     line.after_step(record(2, last=True))
     assert out.getvalue().count("\n") == 1
     assert out.getvalue().startswith("\r")
+    lines = out.getvalue().split("\r\x1b[2K")[1:]
+    assert len(lines[0]) == 39, "a longer line would be wrapped, and the next one could not replace it"
+    assert lines[1].endswith(" GiB\n")
 
 
 def test_the_line_of_pairs_has_accuracy_and_margin_and_the_last_one_no_time_left() -> None:
