@@ -1,3 +1,3 @@
-"""Features, the optional parts of a model or its training: adapters, frozen parameters, routers, indexers, multi-token
-prediction and a teacher.
+"""Optional features of a run: LoRA, frozen parameters, router and indexer training, multi-token prediction, a
+teacher.
 """

@@ -1,4 +1,4 @@
-"""LoRA adapters as a feature. `model/adapters/` has the adapters' modules."""
+"""The feature that trains LoRA adapters. Their modules are in `model/adapters/`."""
 
 from collections.abc import Collection
 from math import isclose
@@ -22,7 +22,7 @@ _SHOWN = 3
 
 
 class AdapterFeature(Feature):
-    """Freezes the model and trains adapters, and the full classification head if there is one."""
+    """Freezes the model and trains LoRA adapters. A head for classification or scores is trained in full."""
 
     name = "adapters"
     saves_frozen = False
@@ -31,7 +31,7 @@ class AdapterFeature(Feature):
 
     @classmethod
     def planned(cls, run: RunSettings, hf_config: PretrainedConfig) -> LoraPlan | None:
-        """Plan the adapters if the run file has a section `lora`, else None."""
+        """Plan LoRA adapters if the run file has a section `lora`, else None."""
         if run.lora is None:
             return None
         lora = plan_lora(hf_config, run.lora, task_of(run.objective))
@@ -42,11 +42,11 @@ class AdapterFeature(Feature):
         return lora
 
     def lines(self) -> list[tuple[str, str]]:
-        """Lines of the plan on adapted modules, by kind."""
+        """Lines of the printed plan about the modules with adapters."""
         return self.settings.lines()
 
     def install(self, lm: PreTrainedModel, placement: AdapterPlacement) -> None:
-        """Add the adapters after the weights are loaded, because loading checks every parameter against the files."""
+        """Add LoRA adapters after loading, because loading expects every parameter of the model in the files."""
         lora = self.settings
         start = None if lora.section.start is None else PeftAdapter.open(Path(lora.section.start))
         install_lora(
@@ -65,11 +65,11 @@ class AdapterFeature(Feature):
 
 
 def _check_start(folder: Path, lora: LoraPlan, family: Family) -> None:
-    """ConfigError if the adapter in `folder` differs from `lora` in modules, ranks, scales, shapes or other weights."""
+    """ConfigError if the adapter of `lora.start`, from which training starts, does not fit the section `lora`."""
     try:
         adapter = PeftAdapter.open(folder)
     except ExportError as refused:
-        raise ConfigError(f"lora.start: {refused.message}", hint=refused.hint) from refused
+        raise ConfigError(f"lora.start cannot be used: {refused.message}", hint=refused.hint) from refused
     shapes = {f"{target.name}.{leaf}": shape for target in lora.targets for leaf, shape in target.shapes.items()}
     section, common_names = lora.section, sorted(shapes.keys() & set(adapter.names))
     differ = _differences("adapters", set(adapter.names), shapes.keys())
@@ -84,8 +84,8 @@ def _check_start(folder: Path, lora: LoraPlan, family: Family) -> None:
     if differ:
         more = f", and {len(differ) - _SHOWN} more" if len(differ) > _SHOWN else ""
         raise ConfigError(
-            f"lora.start {folder} does not fit: {'; '.join(differ[:_SHOWN])}{more}",
-            hint="set lora to the values in the adapter's adapter_config.json, or take another adapter",
+            f"the adapter in lora.start {folder} does not fit the section lora: {'; '.join(differ[:_SHOWN])}{more}",
+            hint="set the section lora to the values in the adapter's adapter_config.json, or take another adapter",
         )
 
 

@@ -1,6 +1,6 @@
 """The interface of a feature: a part of a model, or of its training, that the run file turns on.
 
-Methods are called in the order in which they are defined here. A feature overrides the ones that it needs.
+The engine calls a feature's methods in the order of their definition. A feature overrides those that it needs.
 """
 
 from collections.abc import Callable
@@ -22,35 +22,35 @@ from ds_finetune.plan.settings import RunSettings
 
 @dataclass(frozen=True)
 class RankParts:
-    """Objects of a rank that the engine passes to features."""
+    """What the engine passes to features: this rank's process groups, its device and the start of a teacher."""
 
     groups: HeadGroups
     device: torch.device
     start_teacher: Callable[[], AbstractContextManager[Teacher | None]]
-    """Starts the teacher of a distillation, where this rank runs it."""
+    """Context that starts the teacher of a distillation. It gives None on ranks that do not run the teacher."""
 
 
 class Feature:
     """Base class of features, parts of a model or its training. Each engine has its own instance."""
 
     name: ClassVar[str]
-    """Key of the feature in `ModelPlan.features`; for features of other packages also in the run file's `features`."""
+    """Key in `ModelPlan.features`. A feature of another package has this key in the run file's `features` too."""
     saves_frozen: bool = True
-    """Whether checkpoints hold frozen parameters. False if the model's folder has all of them."""
+    """Whether checkpoints save frozen parameters. False if they can be read from the model's folder."""
 
     @classmethod
     def planned(cls, run: RunSettings, hf_config: PretrainedConfig) -> object | None:
-        """Settings of the feature from the run file and the model's configuration, for `ModelPlan.features`. None if
-        the feature is off. ConfigError or ModelError if its settings are wrong.
+        """Read the feature's settings from the run file and the model's configuration. None turns the feature off.
+        ConfigError or ModelError if the settings are wrong.
 
-        The method may change `hf_config`, from which models are built afterwards. The default is `features.NAME` of the
-        run file, unchanged.
+        An override may change `hf_config`, from which the model is built later. The default returns `features.NAME` of
+        the run file unchanged.
         """
         return run.features.get(cls.name)
 
     @classmethod
     def of(cls, model: ModelPlan, plan: Plan) -> Self | None:
-        """Make the feature's instance for an engine, or None if the feature is off."""
+        """Make the feature for an engine, or None if the feature is off."""
         settings = model.features.get(cls.name)
         return None if settings is None else cls(settings, model, plan)
 
@@ -59,36 +59,36 @@ class Feature:
 
     @property
     def own_loss(self) -> str:
-        """Name of the auxiliary loss that alone trains the parameters that the feature `owns`; empty without such a
-        loss. These parameters are clipped by a gradient norm of their own.
+        """Name of an auxiliary loss which is the only loss that trains the parameters that the feature `owns`; else
+        empty. Those parameters get a gradient norm of their own for clipping.
         """
         return ""
 
     def complete(self, plan: Plan) -> Plan:
-        """Add the feature's consequences to the run's plan: parameters that it freezes, and notes."""
+        """Add to the run's plan what follows from the feature: which parameters it freezes, and notes for the user."""
         return plan
 
     def lines(self) -> list[tuple[str, str]]:
-        """Lines of the plan about the feature, as (name, text)."""
+        """Lines of the printed plan about the feature, each as (name, text)."""
         return []
 
     def open(self, parts: RankParts) -> AbstractContextManager[object]:
-        """Context in which the engine runs. It is entered before the model is built."""
+        """Context of the feature around the life of the engine. The engine enters it before it builds the model."""
         return nullcontext()
 
     def install(self, lm: PreTrainedModel, placement: AdapterPlacement) -> None:
-        """Change this rank's shard of the model in place, after its weights are loaded. `placement` shards new
-        parameters, which are trained if they require a gradient.
+        """Change this rank's shard of the model in place, after its weights are loaded, for example by adding adapters.
+        `placement` shards new parameters. Those that require a gradient are trained.
         """
 
     def owns(self, name: str) -> bool:
-        """Whether only the loss `own_loss` trains the parameter `name`."""
+        """Whether the parameter `name` is trained only by the feature's own loss (`own_loss`)."""
         return False
 
     def wrap(self, trained: TrainedModel) -> TrainedModel:
-        """Replace the module whose forward is the loss, before DeepSpeed wraps it."""
+        """Replace the module whose forward computes the training loss. DeepSpeed wraps the result."""
         return trained
 
     def extra_loss(self, trained: TrainedModel, parts: RankParts) -> ExtraLoss | None:
-        """The feature's auxiliary loss, or None. It may register hooks in `trained`, which run after DeepSpeed's."""
+        """Make the feature's auxiliary loss, or None. Hooks added to `trained` run after DeepSpeed's hooks."""
         return None

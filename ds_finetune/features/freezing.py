@@ -1,4 +1,4 @@
-"""Parameters that `train.only` and `train.freeze` keep from being trained, as a feature."""
+"""The feature that freezes the parameters named by `train.only` and `train.freeze`."""
 
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -15,7 +15,7 @@ from ds_finetune.plan.settings import RunSettings
 
 
 class FreezeFeature(Feature):
-    """Keeps frozen parameters out of optimizer and checkpoints. Exports take them from the model's folder."""
+    """Freezes parameters. Optimizer and checkpoints leave them out; exports read them from the model's folder."""
 
     name = "freezing"
     saves_frozen = False
@@ -24,8 +24,8 @@ class FreezeFeature(Feature):
 
     @classmethod
     def planned(cls, run: RunSettings, hf_config: PretrainedConfig) -> FreezePlan | None:
-        """Plan which parameters `train.only` or `train.freeze` freezes; None without these keys. ConfigError if they
-        leave nothing to train, or freeze a score head, whose weights are not in the model's folder.
+        """Plan which parameters `train.only` or `train.freeze` freezes; None if neither is set. ConfigError if no
+        parameter would be trained, or if a new score head would be frozen as it was randomly initialised.
         """
         task, family = task_of(run.objective), family_of(hf_config.model_type)
         freezing = plan_freezing(run.train, read_tensors(hf_config, task).by_name)
@@ -33,23 +33,23 @@ class FreezeFeature(Feature):
             return None
         key = "train.freeze" if run.train.freeze else "train.only"
         if not any(not family.is_of_indexer(name) for name in freezing.trained):
-            raise ConfigError(f"{key} leaves no parameter to train", hint=f"name fewer parameters, or leave {key} out")
+            raise ConfigError(f"{key} freezes the whole model", hint=f"freeze fewer parameters, or leave {key} out")
         is_scored = run.objective.row.head == "scores"
         heads = freezing.frozen.keys() & {*head_parameters(build_meta_model(hf_config, task))} if is_scored else ()
         if heads:
             raise ConfigError(
-                f"{key} keeps {', '.join(sorted(heads))} as initialised: the head of objective {run.objective.name} is "
-                "not in the model's folder",
+                f"{key} freezes {', '.join(sorted(heads))}, the head of objective {run.objective.name}, which is "
+                "randomly initialised because the model's folder has none",
                 hint=f"change {key} so that the head is trained",
             )
         return freezing
 
     def lines(self) -> list[tuple[str, str]]:
-        """Lines of the plan on trained and frozen parameters."""
+        """Lines of the printed plan about trained and frozen parameters."""
         return self.settings.lines()
 
     def install(self, lm: PreTrainedModel, placement: AdapterPlacement) -> None:
-        """Freeze the planned parameters: they require no gradient."""
+        """Freeze the planned parameters by `requires_grad = False`."""
         for name, param in lm.named_parameters():
             if name in self.settings.frozen:
                 param.requires_grad_(False)

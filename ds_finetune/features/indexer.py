@@ -1,4 +1,4 @@
-"""Training of indexers as a feature: layers compute how far an indexer's scores are from attention weights."""
+"""The feature that trains the indexers of sparse attention towards the attention weights of their layers."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,11 +18,11 @@ from ds_finetune.plan.settings import RunSettings
 
 
 class IndexerLoss(ExtraLoss):
-    """The divergence D_KL(p || softmax(I)) of a query, summed over indexers and averaged over all tokens.
+    """Auxiliary loss of indexers: for each query D_KL(p || softmax(I)), summed over indexers, averaged over all tokens.
 
-    I are an indexer's scores of the tokens, or compressed entries, that the query may attend to. p are the attention
-    weights of these tokens or entries, summed over heads and normalised, without a gradient. An indexer whose choice
-    several layers share gets the mean over these layers (arXiv 2603.12201).
+    I are the indexer's scores of the tokens or compressed entries that the query may attend to. p is the attention's
+    distribution over these, summed over heads and normalised, without a gradient. An indexer that several layers share
+    gets the mean of its divergences from these layers' p (arXiv 2603.12201).
     """
 
     name = "indexer"
@@ -35,12 +35,12 @@ class IndexerLoss(ExtraLoss):
         self._shares = _shares(train_indexers(lm, collector))
 
     def metrics(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
-        """`indexer_loss`: the unweighted mean over tokens and indexers, in nats."""
+        """The metric `indexer_loss`: divergence in nats, averaged over tokens and indexers, without the loss weight."""
         return {"indexer_loss": sums["indexer"] / max(counts["tokens"], 1) / self._indexers}
 
     @contextmanager
     def listen(self, rows: ForwardRows, *, is_counting: bool, is_first: bool) -> Iterator[None]:
-        """Context that collects the divergences of the forward that runs in it."""
+        """Context of a forward in which attention layers pass the divergences of their indexers to this loss."""
         self._collector.is_listening = True
         try:
             yield
@@ -48,7 +48,7 @@ class IndexerLoss(ExtraLoss):
             self._collector.is_listening = False
 
     def loss(self, rows: ForwardRows, hidden: torch.Tensor, weights: torch.Tensor) -> LossAndSums | None:
-        """Contribution of the tokens of `rows` without padding; each sequence parallel rank contributes its own."""
+        """Weighted divergence of a forward, without padding tokens. A sequence parallel rank adds its own tokens."""
         losses = dict(self._collector.divergences)
         self._collector.divergences.clear()
         if not losses:
@@ -61,7 +61,7 @@ class IndexerLoss(ExtraLoss):
 
 
 def _shares(layers: Sequence[tuple[int, bool]]) -> dict[int, float]:
-    """Weight of each layer's divergence: one over the number of layers that share its indexer."""
+    """Weight of each layer's divergence by layer number: 1 / n where n layers share an indexer."""
     indexers, served = list[int](), dict[int, int]()
     for _, has_indexer in layers:
         indexers.append(len(served) if has_indexer else len(served) - 1)
@@ -70,7 +70,7 @@ def _shares(layers: Sequence[tuple[int, bool]]) -> dict[int, float]:
 
 
 class IndexerFeature(Feature):
-    """Trains the indexers of sparse attention, with or without the other weights."""
+    """Trains the indexers of sparse attention, alone or with the other weights."""
 
     name = "indexer"
 
@@ -78,26 +78,26 @@ class IndexerFeature(Feature):
 
     @classmethod
     def planned(cls, run: RunSettings, hf_config: PretrainedConfig) -> IndexerPlan | None:
-        """Plan the training of indexers if `indexer.train` is set."""
+        """Plan the training of indexers if `indexer.train` is set, else None."""
         return plan_indexer(run.indexer, hf_config.to_dict())
 
     @property
     def own_loss(self) -> str:
-        """Name of the indexer loss if other parameters are trained too, else empty."""
+        """Name of the indexer loss; empty if indexers are all that is trained."""
         return "" if self.settings.trains_only_indexers else IndexerLoss.name
 
     def lines(self) -> list[tuple[str, str]]:
-        """Lines of the plan on the number of trained indexers and their settings."""
+        """Lines of the printed plan about the trained indexers."""
         return self.settings.lines()
 
     def owns(self, name: str) -> bool:
-        """Whether `name` is a parameter of an indexer, while other parameters are trained too."""
+        """Whether `name` is a parameter of an indexer. False for all names if only indexers are trained."""
         return bool(self.own_loss) and family_of(self.model.hf_config.model_type).is_of_indexer(name)
 
     def extra_loss(self, trained: TrainedModel, parts: RankParts) -> ExtraLoss:
-        """Make the loss from the divergence between the indexers' scores and attention weights."""
-        # Attention weights are summed over the heads of all ranks. With compressed entries (DeepSeek-V4) a sequence
-        # parallel rank has all heads of its tokens, so only tensor parallel ranks are added up.
+        """Make the loss that trains indexers towards attention weights."""
+        # A target sums attention weights over the heads of tensor and sequence parallel ranks. In DeepSeek-V4 a
+        # sequence parallel rank has all heads of its own tokens, so only tensor parallel ranks are summed over.
         others = None if family_of(self.model.hf_config.model_type).compresses else parts.groups.sp
         ranks = tuple(group for group in (parts.groups.tp, others) if group is not None)
         collector = DivergenceCollector(ranks, attends_to_all=self.settings.trains_only_indexers)

@@ -1,5 +1,5 @@
-"""Multi-token prediction as a feature. It selects the layer to train from config.json and the model's tensors, and
-computes the loss of the layer that `model/mtp.py` builds.
+"""The feature that trains a published multi-token prediction layer. It checks the model's folder for the layer and
+computes the layer's loss; `model/mtp.py` builds the layer.
 """
 
 import json
@@ -40,14 +40,14 @@ from ds_finetune.objectives.objective import LossAndSums, Term
 from ds_finetune.plan.settings import RunSettings
 
 _UNKNOWN = re.compile(r"^mtp\.0\.(.*\.)?(compressor|indexer|tid2eid)\b|^mtp\.(?!0\.)")
-"""Pattern of tensors of DeepSeek-V4's prediction layers that this program does not support."""
+"""Pattern of unsupported tensors of DeepSeek-V4's prediction layers: compressed entries, expert tables, more layers."""
 DocumentArguments = Callable[[tuple[Documents, ...] | None, torch.device], dict[str, Any]]
-"""Function from the lengths of documents, and a device, to the arguments that tell attention about documents."""
+"""Function (lengths of packed documents, device) -> keyword arguments by which attention separates the documents."""
 
 
 class MtpLoss(ExtraLoss):
-    """Cross entropy of the token after the next, at each position where that token is in the same document and
-    supervised. With `detach` its gradient reaches only the prediction layer.
+    """Loss of multi-token prediction: cross entropy of the token after the next, where it is supervised and in the same
+    document. With `detach` its gradient reaches only the prediction layer.
 
     The sum is divided by the number of supervised tokens, as in DeepSeek-V3's report (arXiv 2412.19437, eq. 24), not by
     the smaller number of predictions: a document of n supervised tokens has n - 1 predictions, or n after a prompt.
@@ -63,17 +63,16 @@ class MtpLoss(ExtraLoss):
         self._streams: torch.Tensor | None = None
 
     def metrics(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
-        """Mean loss in nats over the predictions, and the fraction of predictions that equal the text's token.
+        """Metrics of the prediction layer: loss in nats per prediction, and accuracy against the text's tokens.
 
-        In speculative decoding, a server accepts predictions that equal the model's own choice, which may differ from
-        the text.
+        The acceptance rate of speculative decoding may differ, because a server compares with the model's own choice.
         """
         tokens = max(sums["mtp_tokens"], 1)
         return {"mtp_loss": sums["mtp_loss"] / tokens, "mtp_accuracy": sums["mtp_correct"] / tokens}
 
     @contextmanager
     def listen(self, rows: ForwardRows, *, is_counting: bool, is_first: bool) -> Iterator[None]:
-        """Context that records the residual streams after the last layer, in models with several streams."""
+        """Context of a forward that records the residual streams, which DeepSeek-V4's prediction layer reads."""
         if not family_of(self._lm.config.model_type).compresses:
             yield
             return
@@ -88,7 +87,7 @@ class MtpLoss(ExtraLoss):
             hook.remove()
 
     def loss(self, rows: ForwardRows, hidden: torch.Tensor, weights: torch.Tensor) -> LossAndSums | None:
-        """Contribution of a forward to the loss; `hidden` [rows, tokens, width] are states after the final norm."""
+        """Weighted loss of a forward's predictions. `hidden` [rows, tokens, width] are states after the final norm."""
         (number,) = mtp_layers(self._lm.config)
         layer = self._lm.base_model.layers[number]
         streams, self._streams = self._streams, None
@@ -127,35 +126,35 @@ class MtpFeature(Feature):
 
     @property
     def own_loss(self) -> str:
-        """Name of the prediction layer's loss with `mtp.detach`, else empty."""
+        """With `mtp.detach`: name of the prediction layer's loss, the only one that trains the layer. Else empty."""
         return MtpLoss.name if self.settings.detach else ""
 
     def lines(self) -> list[tuple[str, str]]:
-        """Line of the plan on the trained prediction layer, and on what its loss trains."""
+        """Line of the printed plan about the prediction layer and the parameters that its loss trains."""
         trained = "only this layer" if self.settings.detach else "all that is trained"
         layer = f"layer {self.model.hf_config.num_hidden_layers} is trained with weight {self.settings.weight:g}"
         return [("mtp", f"{layer}; its loss trains {trained}")]
 
     def owns(self, name: str) -> bool:
-        """Whether `name` is a parameter of the prediction layer and, with `mtp.detach`, only its loss trains it."""
+        """With `mtp.detach`: whether `name` is a parameter of the prediction layer. Else false."""
         return bool(self.own_loss) and is_mtp_tensor(name, self.model.hf_config)
 
     def extra_loss(self, trained: TrainedModel, parts: RankParts) -> ExtraLoss:
-        """Make the loss on the token after the next."""
+        """Make the loss of the multi-token prediction layer."""
         weight, detach = self.settings.weight, self.settings.detach
         return MtpLoss(trained.lm, trained.document_arguments, weight=weight, detach=detach)
 
 
 def plan_mtp(hf_config: PretrainedConfig, model: ModelConfig, section: MtpConfig) -> MtpConfig | None:
-    """Settings for training the multi-token prediction layer; None if it is not trained. `hf_config` is changed so
-    that models are built with the layer.
+    """Check that the model has one multi-token prediction layer, and make `hf_config` build models with it. Returns the
+    settings, or None if `mtp.train` is off.
 
-    ModelError if the model has no such layer, or more than one. Their number is read from the published config.json,
-    because transformers' configurations have 1 as default.
+    ModelError if the model has no such layer or several. The published config.json tells how many, because
+    transformers' configurations have 1 by default.
     """
     if not section.train:
         return None
-    # config.json is enough where weights are random, or have not been downloaded yet.
+    # config.json is enough where weights are randomly initialised or not downloaded yet.
     folder = resolve_folder(model.path, files=TOKENIZER_PATTERNS)
     tree = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     _check_config(tree, hf_config, f"mtp.train true: {folder}/config.json")
@@ -166,21 +165,21 @@ def plan_mtp(hf_config: PretrainedConfig, model: ModelConfig, section: MtpConfig
 
 
 def check_adapted(hf_config: PretrainedConfig, mtp: MtpConfig, lora: LoraPlan) -> None:
-    """ConfigError if no adapter is in the prediction layer, so that nothing of the layer would be trained. With
-    `mtp.detach` also if all adapters are in it, so that the objective would train nothing.
+    """ConfigError if LoRA adapts no module of the prediction layer, so that `mtp.train` would train nothing, or if it
+    adapts only this layer and `mtp.detach` keeps the objective's gradient from it.
     """
     is_inside = {is_mtp_tensor(target.name, hf_config) for target in lora.targets}
     (number,) = mtp_layers(hf_config)
     setting = f"mtp.train true with lora.target_modules {list(lora.section.target_modules or ())}"
     if True not in is_inside:
         raise ConfigError(
-            f"{setting}, which name no module of the prediction layer, model.layers.{number}",
+            f"{setting}: no adapter is in the multi-token prediction layer, model.layers.{number}, which nothing trains",
             hint="name modules of this layer too, such as eh_proj, or leave the section mtp out",
         )
     if mtp.detach and False not in is_inside:
         raise ConfigError(
-            f"{setting}, which name only modules of the prediction layer, model.layers.{number}, and mtp.detach true: "
-            "the objective trains nothing",
+            f"{setting} and mtp.detach true: all adapters are in the multi-token prediction layer, "
+            f"model.layers.{number}, so the objective trains nothing",
             hint="name modules of other layers too, such as o_proj, or set mtp.detach to false",
         )
 
@@ -191,18 +190,18 @@ def _check_config(tree: dict[str, Any], hf_config: PretrainedConfig, label: str)
         legal = ", ".join(name for name, row in FAMILIES.items() if row.has_mtp)
         kind = tree.get("model_type", kind)
         raise ModelError(
-            f"{label} is of model_type {kind}, which is not tested", hint=f"mtp.train is tested with {legal}"
+            f"{label} has model_type {kind}, with which mtp.train is not tested", hint=f"it is tested with {legal}"
         )
     layers = tree.get(PREDICTION_LAYERS) or 0
     if layers != 1:
         raise ModelError(
-            f"{label} has {PREDICTION_LAYERS} {layers}, but only models with 1 such layer can be trained",
-            hint="leave the section mtp out: tensors of such layers are carried to exports",
+            f"{label} has {PREDICTION_LAYERS} {layers}, but only 1 multi-token prediction layer is supported",
+            hint="leave the section mtp out; exports then get these layers' tensors from the model's folder",
         )
     if hf_config.tie_word_embeddings:
         raise ModelError(
-            f"{label} has tie_word_embeddings {hf_config.tie_word_embeddings}, which is not tested",
-            hint="leave the section mtp out",
+            f"{label} has tie_word_embeddings true, with which mtp.train is not tested",
+            hint="leave the section mtp out to train without multi-token prediction",
         )
 
     further = (tree.get("compress_ratios") or ())[hf_config.num_hidden_layers :]
@@ -210,7 +209,7 @@ def _check_config(tree: dict[str, Any], hf_config: PretrainedConfig, label: str)
         raise ModelError(
             f"{label}: compress_ratios has {further[0]} for the prediction layer, but only a prediction layer that "
             "compresses nothing (0) is supported",
-            hint="leave the section mtp out: its tensors are carried to exports",
+            hint="leave the section mtp out; exports then get the layer's tensors from the model's folder",
         )
 
 
@@ -223,12 +222,12 @@ def _check_tensors(folder: Path, hf_config: PretrainedConfig) -> None:
     others = [name for name in keys if name.startswith("mtp.") and _UNKNOWN.search(name)] if is_apart else []
     if others:
         raise ModelError(
-            f"mtp.train true: {folder} has `{others[0]}`, but only one prediction layer is supported, without "
-            "compressed entries and tables of token ids",
-            hint="leave the section mtp out: the tensors are carried to exports",
+            f"mtp.train true: {folder} has the tensor `{others[0]}`, but only one prediction layer is supported, "
+            "without compressed entries and without experts chosen by token ids",
+            hint="leave the section mtp out; exports then get the layer's tensors from the model's folder",
         )
     if key not in keys:
         raise ModelError(
-            f"mtp.train true: {folder} has no tensor `{key}`, though its config.json has {PREDICTION_LAYERS} 1",
-            hint="leave the section mtp out, or get the published weights, which have the layer",
+            f"mtp.train true: {folder} has no tensor `{key}`, although {PREDICTION_LAYERS} is 1 in its config.json",
+            hint="leave the section mtp out, or download the published weights, which include the prediction layer",
         )

@@ -1,4 +1,4 @@
-"""Routers of experts as a feature: counts the tokens of each expert, and balances the load by a loss (DeepSeek-V2,
+"""The feature for models with routed experts: counts each expert's tokens, and adds a load-balancing loss (DeepSeek-V2,
 arXiv 2405.04434, eq. 23-25; DeepSeek-V3, arXiv 2412.19437, eq. 17-20; Switch Transformer, arXiv 2101.03961, eq. 4-6).
 """
 
@@ -37,11 +37,11 @@ from ds_finetune.plan.settings import RunSettings
 
 
 class BalanceLoss(ExtraLoss):
-    """Counts the routers' choices in a step, from which biases are updated, and computes a balance loss if it has a
-    weight. The loss is `sum_i f_i P_i` of a document, summed over layers and averaged over documents.
+    """Counts the tokens that routers send to each expert and, with a weight, adds the balance loss: `sum_i f_i P_i` of
+    a document, summed over layers and averaged over documents.
 
-    f_i is the fraction of the document's choices that fall on expert i, times the number of experts. P_i is the mean
-    share of expert i in the document's scores. With an even load the sum over experts is 1 for each layer.
+    f_i is the number of experts times the fraction of the document's choices that fall on expert i; P_i is the mean of
+    expert i's normalised router scores. With an even load the sum over experts is 1 in each layer.
     """
 
     name = "routers"
@@ -53,19 +53,21 @@ class BalanceLoss(ExtraLoss):
         routers.keeps_outputs = bool(weight)
 
     def metrics(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
-        """The metric `balance_loss`: the unweighted mean over documents and layers. Empty if the loss has no weight."""
+        """The metric `balance_loss`: mean over documents and layers, without the loss weight. Empty without the
+        loss.
+        """
         if not self.terms:
             return {}
         return {"balance_loss": sums["balance"] / max(counts["documents"], 1) / len(self.routers.plan.balanced)}
 
     def listen(self, rows: ForwardRows, *, is_counting: bool, is_first: bool) -> AbstractContextManager[None]:
-        """Context that collects the routers' outputs of the forward of `rows` that runs in it."""
+        """Context of a forward that collects routers' outputs, to count choices and compute the balance loss."""
         if not is_counting and not self.routers.keeps_outputs:
             return nullcontext()
         return self.routers.listen(rows, is_counting=is_counting, counts_tokens=is_first)
 
     def counted(self, mesh: Mesh) -> torch.Tensor:
-        """Take the counts of the choices of this rank's routers, and reset them."""
+        """Return this rank's counts of chosen experts since the last call, and set them to zero."""
         table = table_of_choices(self.routers, mesh)
         self.routers.clear()
         return table
@@ -73,13 +75,13 @@ class BalanceLoss(ExtraLoss):
     def finish_step(
         self, on_device: torch.Tensor, on_host: torch.Tensor, *, num_tokens: int, is_skipped: bool
     ) -> RouterChoices:
-        """Update router biases from the choices of all routers, and return these choices."""
+        """Update router biases from all ranks' counts of chosen experts, at the end of a step. Returns these counts."""
         choices = choices_of(on_host, self.routers.plan)
         finish_step(self.routers, choices, on_device, num_tokens=num_tokens, is_skipped=is_skipped)
         return choices
 
     def loss(self, rows: ForwardRows, hidden: torch.Tensor, weights: torch.Tensor) -> LossAndSums | None:
-        """Contribution of the documents of `rows` to the balance loss; sequence parallel ranks add their own tokens."""
+        """Weighted balance loss of a forward's documents. A sequence parallel rank sums over its own tokens."""
         outputs = self.routers.outputs
         loss = self._balance(outputs, weights) if outputs else None
         self.routers.release()
@@ -91,7 +93,7 @@ class BalanceLoss(ExtraLoss):
             counts = self._sp_group.all_reduce(counts)
         documents, lengths = self.routers.tokens
         per_token, experts = outputs[0].chosen.shape[1], counts.shape[-1]
-        # The loss of a document of T tokens needs the factors f_i / T, because P_i is a mean over tokens.
+        # f_i / T: dividing the sum of T tokens' score fractions by T gives their mean P_i.
         factors = counts * (experts / per_token / lengths.double().square()[:, None])
         total = torch.stack(
             [
@@ -107,7 +109,7 @@ class BalanceLoss(ExtraLoss):
         logits, chosen = output
         documents, lengths = self.routers.tokens
         if self.routers.plan.kind.scores != "softmax":
-            # The balance loss counts choices by scores alone, without biases and groups (DeepSeek-V3, eq. 18).
+            # The loss counts the experts with the highest scores, without biases and groups (DeepSeek-V3, eq. 18).
             chosen = logits.float().topk(chosen.shape[1], dim=-1).indices
         experts = logits.shape[-1]
         counts = torch.zeros((len(lengths) + 1) * experts, dtype=torch.int64, device=logits.device)
@@ -116,8 +118,8 @@ class BalanceLoss(ExtraLoss):
 
 
 class _SumOfLayer(torch.autograd.Function):
-    """Sum over documents of `sum_i f_i P_i` of a layer, fp32 scalar, from `factors` f_i / T, fp32 [documents, experts].
-    Only the logits [tokens, experts] are saved; the rest is recomputed in backward.
+    """Balance loss of a layer, `sum_i f_i P_i` summed over documents, fp32 scalar. Takes f_i / T, fp32 [documents,
+    experts], of documents of T tokens. Saves only the logits [tokens, experts]; backward recomputes the rest.
     """
 
     @staticmethod
@@ -145,7 +147,7 @@ class _SumOfLayer(torch.autograd.Function):
 
 
 class RouterFeature(Feature):
-    """Counts routers' choices, for metrics and bias updates, and balances the load if the run file says so."""
+    """Counts the tokens of each expert, for metrics and bias updates, and balances the load if the run file says so."""
 
     name = "routers"
 
@@ -153,11 +155,11 @@ class RouterFeature(Feature):
 
     @classmethod
     def planned(cls, run: RunSettings, hf_config: PretrainedConfig) -> RouterPlan | None:
-        """Plan the model's routers; None for a model without routers."""
+        """Plan the training of routers; None for a model without routers."""
         return plan_routers(run.router, described(hf_config))
 
     def complete(self, plan: Plan) -> Plan:
-        """Freeze the routers' weights if the run file says so, and add a note to the plan."""
+        """Freeze router weights if the run file says so, with a note in the plan."""
         if self.settings.section.train:
             return plan
         hf_config = self.model.hf_config
@@ -166,9 +168,9 @@ class RouterFeature(Feature):
         return replace(plan, frozen=(*plan.frozen, *names), notes=(*plan.notes, note))
 
     def lines(self) -> list[tuple[str, str]]:
-        """Lines of the plan on the training of routers. Empty if they are trained like other weights."""
+        """Lines of the printed plan about router training; empty if routers are trained like other weights."""
         return self.settings.lines()
 
     def extra_loss(self, trained: TrainedModel, parts: RankParts) -> ExtraLoss:
-        """Make the loss that balances the load of experts, if it has a weight, and counts choices."""
+        """Make the loss that counts the experts' tokens and, if it has a weight, balances their load."""
         return BalanceLoss(RouterCollector(trained.lm, self.settings, device=parts.device), parts.groups.sp)

@@ -1,4 +1,4 @@
-"""The table of features, and registration of features of other packages."""
+"""The table of features, to which other packages add theirs."""
 
 from functools import cache
 from importlib.metadata import entry_points
@@ -26,36 +26,36 @@ FEATURES: list[type[Feature]] = [
     FreezeFeature,
     TeacherFeature,
 ]
-"""All features, in the order in which they are planned and installed and their losses are added."""
+"""All features. Planning, installation and the sum of losses follow this order."""
 _BUILT_IN = len(FEATURES)
 ENTRY_POINTS = "ds_finetune.features"
-"""Entry-point group in which an installed package registers its features."""
+"""Entry-point group in which an installed package names its `Feature` classes."""
 
 
 def register_feature(feature: type[Feature]) -> None:
-    """Register a feature of another package. Its settings are `features.NAME` of the run file."""
+    """Add a feature of another package to the table. Its settings are the run file's `features.NAME`."""
     assert feature.name not in {other.name for other in FEATURES}, feature.name
     FEATURES.append(feature)
 
 
 def plan_features(run: RunSettings, hf_config: PretrainedConfig) -> dict[str, Any]:
-    """Settings of the features that are on, by name. Errors are those of `Feature.planned`, and ConfigError if the run
-    file has settings of an unknown feature.
+    """Plan all features, and return the settings of those that are on, by name. Raises what `Feature.planned` raises,
+    and ConfigError if the run file has settings of an unknown feature.
     """
     _load_entry_points()
     added = [feature.name for feature in FEATURES[_BUILT_IN:]]
     for name, settings in run.features.items():
         if name not in added:
             raise ConfigError(
-                f"features.{name} is {dict(settings)}, and no package has registered a feature of this name",
-                hint=f"registered: {', '.join(added) or 'none'}; install the package that adds it",
+                f"features.{name} has settings {dict(settings)}, but no installed package registers a feature {name}",
+                hint=f"install the package of this feature; registered features: {', '.join(added) or 'none'}",
             )
     settings_by_name = ((feature.name, feature.planned(run, hf_config)) for feature in FEATURES)
     return {name: planned for name, planned in settings_by_name if planned is not None}
 
 
 def features_of(model: ModelPlan, plan: Plan) -> tuple[Feature, ...]:
-    """Instances of the features that are on, in the order of the table."""
+    """Make the features that are on for an engine, in the order of the table of features."""
     built = (feature.of(model, plan) for feature in FEATURES)
     return tuple(feature for feature in built if feature is not None)
 

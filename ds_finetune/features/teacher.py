@@ -1,4 +1,4 @@
-"""Distillation as a feature: a running teacher or stored log-probabilities, and the loss towards them."""
+"""The feature that distils a teacher: the loss towards a running teacher's or stored log-probabilities."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -24,7 +24,7 @@ from ds_finetune.plan.settings import RunSettings
 
 
 class DistillationHead(LossHead):
-    """A language model head whose loss combines the divergence from `targets` with the cross entropy of the labels."""
+    """Language model head that mixes the divergence from a teacher's probabilities with the cross entropy of labels."""
 
     mix: Mix
 
@@ -37,9 +37,9 @@ class DistillationHead(LossHead):
         *,
         supervised: torch.Tensor | None = None,
     ) -> Any:  # noqa: ANN401 - logits or LossAndSums
-        """Map `hidden` [..., width] to logits [..., vocabulary] or, with `labels` [...] (already shifted, int64) and
-        `open_targets`, to LossAndSums. `open_targets` opens the teacher's probabilities for these labels. `supervised`
-        are the positions of supervised labels (None: from `labels`).
+        """Map `hidden` [..., width] to logits [..., vocabulary]. With shifted `labels` [...] (int64) and
+        `open_targets`, return the loss as LossAndSums instead. `open_targets` makes a context with the teacher's
+        probabilities at the labels; `supervised` are indices of supervised labels (None: found in `labels`).
         """
         if labels is None or open_targets is None:
             return super().forward(hidden)
@@ -63,7 +63,7 @@ class DistillationHead(LossHead):
 
 
 class DistilledModel(TrainedModel):
-    """A causal LM whose forward is the distillation loss, from a running `teacher` or from stored log-probabilities."""
+    """A causal LM whose forward is the distillation loss. The teacher runs, or its log-probabilities are stored."""
 
     def __init__(self, trained: TrainedModel, objective: Distillation, teacher: Teacher | None) -> None:
         super().__init__(trained.lm, trained.sp_group, trained.pp_group)
@@ -75,7 +75,7 @@ class DistilledModel(TrainedModel):
             head.mix = Mix(objective.section.temperature, objective.section.label_weight)
 
     def head_inputs(self, rows: ForwardRows) -> dict[str, Any]:
-        """Arguments of the head: a function that opens the teacher's targets. The teacher runs before the model."""
+        """Run the teacher. Returns the head's arguments: context of the teacher's probabilities, supervised indices."""
         return {"open_targets": self._targets(rows), "supervised": rows.supervised} if self.has_head else {}
 
     def _targets(self, rows: ForwardRows) -> Callable[[], AbstractContextManager[SoftTargets | None]]:
@@ -106,7 +106,7 @@ class TeacherFeature(Feature):
 
     @classmethod
     def planned(cls, run: RunSettings, hf_config: PretrainedConfig) -> TeacherPlan | None:
-        """Plan the running teacher of the objective `distill`, or None without one."""
+        """Plan the teacher that runs beside the model; None without a teacher or with stored log-probabilities."""
         teacher = plan_teacher(run.objective)
         if teacher is not None:
             check_model(run.with_model(teacher.hf_config.to_dict()), "attention of the model")
@@ -114,11 +114,11 @@ class TeacherFeature(Feature):
 
     @classmethod
     def of(cls, model: ModelPlan, plan: Plan) -> Self | None:
-        """Make the feature's instance if the objective is `distill`, else None."""
+        """Make the feature if the run file's objective is `distill`, else None."""
         return cls(model.teacher, model, plan) if isinstance(model.objective, Distillation) else None
 
     def lines(self) -> list[tuple[str, str]]:
-        """Line of the plan on the running teacher's model, and on where its weights are held."""
+        """Line of the printed plan about a running teacher: its model, and where its weights are held."""
         if self.settings is None:
             return []
         plan, offload = self.plan, self.settings.offload
@@ -133,11 +133,11 @@ class TeacherFeature(Feature):
 
     @contextmanager
     def open(self, parts: RankParts) -> Iterator[None]:
-        """Context in which the teacher runs. It ends with the engine."""
+        """Context in which the teacher runs, until the engine ends."""
         with parts.start_teacher() as self._teacher:
             yield
 
     def wrap(self, trained: TrainedModel) -> TrainedModel:
-        """Replace the cross entropy by the distillation loss."""
+        """Replace the model's cross entropy by the distillation loss."""
         assert isinstance(self.model.objective, Distillation)
         return DistilledModel(trained, self.model.objective, self._teacher)

@@ -75,11 +75,11 @@ def test_only_what_is_named_has_moved_and_the_rest_has_its_bits(finished: tuple[
     [
         (["train.only=[lm_haed]"], "train.only `lm_haed` matches no parameter hint: name one of lm_head"),
         (["train.freeze=['(']"], "train.freeze `(` is not a regular expression"),
-        (["train.freeze=['.*']"], "train.freeze leaves no parameter to train"),
+        (["train.freeze=['.*']"], "train.freeze freezes the whole model"),
         (["train.only=[lm_head]", "lora.rank=8"], "with lora is not tested"),
         (["train.only=[lm_head]", "optim.name=Lion"], "with optim.name Lion is not tested"),
         (["train.only=[lm_head]", "router.train=false"], "with `router` is not tested"),
-        (["train.freeze=[score]", "objective=reward"], "keeps score.weight as initialised"),
+        (["train.freeze=[score]", "objective=reward"], "freezes score.weight, the head of objective reward"),
     ],
 )
 def test_what_cannot_be_is_one_error(

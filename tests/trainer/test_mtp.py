@@ -156,10 +156,10 @@ def test_a_frozen_router_is_frozen_in_the_layer_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("pattern", "said"),
     [
-        (r".*layers\.[01]\..*o_proj", r"which name no module of the prediction layer, model\.layers\.2"),
+        (r".*layers\.[01]\..*o_proj", r"no adapter is in the multi-token prediction layer, model\.layers\.2"),
         (
             "eh_proj",
-            r"name only modules of the prediction layer, model\.layers\.2, and mtp\.detach true: the objective trains",
+            r"all adapters are in the multi-token prediction layer, model\.layers\.2, so the objective trains",
         ),
     ],
 )
@@ -210,9 +210,9 @@ def test_a_model_without_such_a_layer_is_refused(tmp_path: Path) -> None:
     config.write_text(json.dumps(tree | {"num_hidden_layers": 1}))
     assert "has no tensor `model.layers.1.eh_proj.weight`" in _refusal(tmp_path / "m").message
     config.write_text(json.dumps(tree | {"tie_word_embeddings": True}))
-    assert "tie_word_embeddings True" in _refusal(tmp_path / "m").message
+    assert "tie_word_embeddings true" in _refusal(tmp_path / "m").message
     config.write_text(json.dumps(tree | {"model_type": "llama"}))
-    assert "model_type llama, which is not tested" in _refusal(tmp_path / "m").message
+    assert "model_type llama, with which mtp.train is not tested" in _refusal(tmp_path / "m").message
 
 
 def test_a_layer_with_a_head_of_its_own_is_refused(tmp_path: Path) -> None:

@@ -211,7 +211,7 @@ def test_text_parts_that_are_not_trained(tree: dict[str, Any], said: str, tmp_pa
         ("model.weights=random", "an export needs the parts for other media"),
         ("objective={name: classification, num_labels: 2}", "is trained as a language model only"),
         ("export.formats=[safetensors,gguf]", "cannot be exported to GGUF"),
-        ("mtp={train: true}", "is of model_type internvl, which is not tested"),
+        ("mtp={train: true}", "has model_type internvl, with which mtp.train is not tested"),
         ("lora={rank: 4, modules_to_save: [lm_head]}", "lora.modules_to_save with .* a model of text and other media"),
         ("lora={rank: 4, start: folder}", "lora.start with .* a model of text and other media"),
     ],
