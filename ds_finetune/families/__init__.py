@@ -1,1 +1,1 @@
-"""The table of model families: a row per model type, with its optional capabilities."""
+"""Model families: what this program supports for each `model_type` of transformers."""

@@ -1,4 +1,4 @@
-"""Tiny configurations of the families, for tests and the selftest."""
+"""Configurations of tiny models with the layers of real model families, for tests and `ds-finetune selftest`."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ GPT_OSS: Config = {**DENSE, "intermediate_size": 16, "head_dim": 8, "num_local_e
 GPT_OSS |= {"sliding_window": 5, "attention_bias": True, "swiglu_limit": 1.0, "rope_parameters": _YARN}
 """Attention sinks, a sliding window in every other layer, and biased experts whose clamp some activations reach."""
 MISTRAL: Config = {**DENSE, "head_dim": 12, "sliding_window": 5}
-"""Tiny model with a sliding window in every layer."""
+"""Tiny model with sliding-window attention in every layer."""
 MINISTRAL3: Config = {**DENSE, "head_dim": 12}
 MINISTRAL3 |= {"rope_parameters": {**_YARN, "original_max_position_embeddings": 4, "llama_4_scaling_beta": 0.5}}
 """YaRN, and queries that are scaled up with their position in steps of four positions."""
@@ -55,7 +55,7 @@ COMPRESSED |= {"compress_ratios": [0, 4, 128, 4], "compress_rate_hca": 12}
 layer chooses experts by token ids.
 """
 HASHED: Config = {"num_hidden_layers": 5, "compress_ratios": [0, 4, 128, 4, 0], "num_hash_layers": 4}
-"""Changes to a tiny configuration that put layers with experts chosen by token ids into later pipeline stages too."""
+"""Changes to `COMPRESSED`, with which later pipeline stages too have layers that choose experts by token id."""
 QWEN3_MOE: Config = {**DENSE, "head_dim": 12, "moe_intermediate_size": 16, "num_experts": 8}
 QWEN3_MOE |= {"num_experts_per_tok": 2, "norm_topk_prob": True, "mlp_only_layers": [0]}
 """Grouped-query attention, and routed experts in all layers after the first."""
@@ -68,28 +68,28 @@ QWEN3_NEXT |= {"shared_expert_intermediate_size": 24}
 MIXTRAL: Config = {**DENSE, "intermediate_size": 16, "num_local_experts": 8, "num_experts_per_tok": 2}
 """Tiny model with grouped-query attention and routed experts in every layer."""
 OLMOE: Config = {**DENSE, "intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2, "eos_token_id": None}
-"""Tiny model with routed experts in every layer, whose routing weights do not sum to 1, and with queries and keys that
-are normalised over all heads.
+"""Tiny model with routed experts in every layer, whose routing weights do not sum to 1. The RMSNorm of queries and keys
+spans all heads.
 """
 MINIMAX_M2: Config = {**MIXTRAL, "head_dim": 16}
 MINIMAX_M2 |= {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}
 """Routed experts in every layer, queries and keys normalised over all heads, rotary embeddings of half of each head."""
 GROUPED_ROUTING: Config = {**LATENT, "n_group": 2, "topk_group": 1}
-"""Tiny model with latent attention, and routed experts chosen only from some groups."""
+"""Tiny model with latent attention, whose routers choose experts from the best groups of experts only."""
 INDEXED: Config = {**GROUPED_ROUTING, "index_topk": 32, "index_n_heads": 2, "index_head_dim": 16}
-"""Tiny model `GROUPED_ROUTING` with DeepSeek sparse attention. Some rows of the test samples are longer than
-`index_topk`, but no documents.
+"""Tiny model with DeepSeek sparse attention. Of the test samples some packed rows, but no single documents, are longer
+than `index_topk`, so that sparse attention drops no token.
 """
 SPARSE: Config = {"index_topk": 6, "index_n_heads": 16}
-"""Changes to a tiny configuration after which most documents of the test samples are longer than `index_topk`. It has
-more indexer heads, because with few heads many scores are 0, and among equal scores torch chooses by the row's length.
+"""Changes to a tiny configuration with which sparse attention drops tokens in most documents of the test samples. With
+few indexer heads many scores would be 0, and torch's choice among equal scores depends on the row's length.
 """
 SHARED_INDEX: Config = {**INDEXED, "n_group": 1, "v_head_dim": 24, "index_topk_freq": 2, "index_skip_topk_offset": 1}
 """Tiny model with DeepSeek sparse attention, one group of experts, and an indexer in every other layer."""
 ONE_GROUP: Config = {**LATENT, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827}
 """Tiny model with latent attention and a single group of experts, as in Moonlight and Kimi K2."""
 WIDE_VALUES: Config = {**ONE_GROUP, "v_head_dim": 24, "routed_scaling_factor": 1.8}
-"""Tiny model with a single group of experts, and values as wide as queries and keys, as in GLM-4.7-Flash."""
+"""Tiny model with one group of experts, and values as wide as queries and keys, as in GLM-4.7-Flash."""
 GROUPED_QUERY_EXPERTS: Config = {**DENSE, **_EXPERTS, "head_dim": 12, "attention_bias": True}
 GROUPED_QUERY_EXPERTS |= {"n_group": 1, "topk_group": 1}
 """Grouped-query attention with biases, and routed experts in all layers after the first, as in GLM-4.5-Air."""

@@ -1,20 +1,20 @@
-"""Which layers have indexers and compressors, and the sizes of experts, as transformers 5.23 reads config.json."""
+"""Functions that read config.json like transformers 5.23: which layers have indexers, compressors or routed experts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 ModelConfig = Mapping[str, Any]
-"""The contents of a config.json."""
+"""The keys and values of a model's config.json."""
 
 
 _SPARSE, _HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
 RATES: Mapping[str, int] = {_SPARSE: 4, _HEAVY: 128}
-"""Default number of tokens per compressed entry, by kind of attention. `compress_rates` overrides it."""
+"""Default number of tokens per compressed entry, by DeepSeek-V4's kind of attention. `compress_rates` overrides it."""
 OLDER_RATES: Mapping[str, str] = {_SPARSE: "compress_rate_csa", _HEAVY: "compress_rate_hca"}
-"""Keys of config.json that transformers prefers to `compress_rates`, by kind of attention."""
+"""Keys of config.json for the tokens per compressed entry, by kind of attention. They override `compress_rates`."""
 RATIOS: Mapping[int, str] = {0: "sliding_attention", 4: _SPARSE, 128: _HEAVY}
-"""DeepSeek-V4's kinds of attention by published `compress_ratios`; 0 compresses nothing."""
+"""DeepSeek-V4's kinds of attention, by the numbers of `compress_ratios` in published configurations."""
 
 
 def compressed_types(c: ModelConfig) -> tuple[str, ...]:
@@ -24,24 +24,24 @@ def compressed_types(c: ModelConfig) -> tuple[str, ...]:
 
 
 def longest_window(c: ModelConfig) -> int:
-    """Number of tokens of the longest window that a DeepSeek-V4 layer compresses; 0 if no layer compresses."""
+    """Largest number of tokens per compressed entry in a DeepSeek-V4 model; 0 if no layer compresses."""
     return max((_rate(c, kind) for kind in compressed_types(c) if kind in RATES), default=0)
 
 
 def hashed_layers(c: ModelConfig) -> tuple[int, ...]:
-    """Indices of the DeepSeek-V4 layers whose routers choose experts by token id."""
+    """Numbers of the DeepSeek-V4 layers whose routers choose experts by token id."""
     kinds = c.get("mlp_layer_types") or ["hash_moe"] * c.get("num_hash_layers", 0)
     return tuple(layer for layer, kind in enumerate(kinds[: c["num_hidden_layers"]]) if kind == "hash_moe")
 
 
 def entry_tokens(c: ModelConfig) -> int:
-    """Number of tokens per compressed entry from which a DeepSeek-V4 indexer chooses."""
+    """Number of tokens per compressed entry in DeepSeek-V4 layers with an indexer."""
     return _rate(c, _SPARSE)
 
 
 def published_layers(c: ModelConfig) -> dict[str, Any]:
-    """Translate layer settings from transformers 5.23's keys in `c` to DeepSeek-V4's published keys: kinds of layers as
-    numbers, number of hash routers, and rotary scaling of compressing layers.
+    """Layer settings under DeepSeek-V4's published config.json keys, from transformers 5.23's keys in `c`:
+    `compress_ratios`, `num_hash_layers` and `rope_scaling`.
     """
     kinds, rope = c.get("layer_types"), c.get("rope_parameters") or {}
     layers: dict[str, Any] = {}
@@ -59,12 +59,11 @@ def published_layers(c: ModelConfig) -> dict[str, Any]:
 
 
 def _rate(c: ModelConfig, kind: str) -> int:
-    """Number of tokens per compressed entry, from transformers' own key, `compress_rates` or the default."""
     return int(c.get(OLDER_RATES[kind]) or (c.get("compress_rates") or RATES)[kind])
 
 
 def indexed_layers(c: ModelConfig) -> tuple[int, ...]:
-    """Indices of the layers with an indexer (transformers 5.23, glm_moe_dsa/configuration_glm_moe_dsa.py)."""
+    """Numbers of the layers with an indexer (transformers 5.23, glm_moe_dsa/configuration_glm_moe_dsa.py)."""
     if c.get("compress_ratios") or c.get("compress_rates"):
         return tuple(layer for layer, kind in enumerate(compressed_types(c)) if kind == _SPARSE)
     types = c.get("indexer_types") or c.get("index_topk_pattern")
@@ -76,16 +75,16 @@ def indexed_layers(c: ModelConfig) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class ExpertKeys:
-    """Keys of config.json for the sizes of routed experts. The defaults are DeepSeek's keys.
+    """Keys of config.json with the number and size of routed experts; the defaults are DeepSeek's.
 
-    The methods read a config.json as published or as transformers 5.23 writes it. KeyError if a key is absent.
+    The methods accept a published config.json or one that transformers 5.23 saved. KeyError if a key is absent.
     """
 
     number_keys: tuple[str, ...] = ("n_routed_experts",)
-    """Keys for the number of experts per layer: the published one, then those that transformers writes instead."""
+    """Keys for the number of experts per layer: the published key first, then those that transformers saves."""
     per_token_key: str = "num_experts_per_tok"
     width_key: str = "moe_intermediate_size"
-    """Key of an expert's inner width."""
+    """Key for the inner width of an expert."""
 
     def number(self, config: Mapping[str, Any]) -> int:
         """Number of experts per layer."""
@@ -100,9 +99,9 @@ class ExpertKeys:
         return int(config[self.width_key])
 
     def number_key(self, config: Mapping[str, Any]) -> str:
-        """Key for the number of experts in `config`; without any of `number_keys` it is the published key."""
+        """The one of `number_keys` that `config` has; the published key if it has none."""
         return next((key for key in self.number_keys if key in config), self.number_keys[0])
 
 
 QWEN_EXPERTS = ExpertKeys(number_keys=("num_experts", "num_local_experts"))
-"""Keys of Qwen's experts: published configurations have the first key, transformers 5.23 writes the second."""
+"""Qwen's config.json keys for experts. transformers 5.23 writes `num_local_experts` for the published `num_experts`."""

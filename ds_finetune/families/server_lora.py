@@ -1,25 +1,25 @@
-"""Modules for which vLLM computes adapters, by model type.
+"""Modules whose LoRA adapters vLLM computes, by model type.
 
-vLLM 0.32 wraps every linear layer of a class that has `SupportsLoRA` (vllm/lora/utils.py:232). It finds adapters under
-the published names of weights, one for each routed expert (vllm/lora/utils.py:385), and silently ignores other adapters
-(vllm/lora/model_manager.py:396).
+vLLM 0.32 wraps every linear layer of a class that has `SupportsLoRA` (vllm/lora/utils.py:232). It looks for adapters
+under the published names of weights, with one name per routed expert (vllm/lora/utils.py:385), and silently ignores
+adapters under other names (vllm/lora/model_manager.py:396).
 """
 
 from collections.abc import Mapping
 
 VLLM = "vLLM 0.32"
 LARGEST_RANK = 512
-"""Maximum LoRA rank in vLLM (vllm/config/lora.py:26)."""
+"""Maximum LoRA rank that vLLM serves (vllm/config/lora.py:26)."""
 _MLP = frozenset({"gate_proj", "up_proj", "down_proj"})
 _DENSE = _MLP | {"q_proj", "k_proj", "v_proj", "o_proj"}
 _MIXTURE = _DENSE | {"gate"}
 _LATENT = _MLP | {"gate", "q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"}
-"""Modules with adapters in vLLM for latent attention. `kv_b_proj` is missing, because decoding multiplies by its
-initial weight (vllm/model_executor/layers/attention/mla_attention.py:1248), so its adapter would count in prefill only.
+"""Modules of latent attention whose adapters vLLM computes. `kv_b_proj` is not one of them: decoding multiplies by its
+weight as loaded (vllm/model_executor/layers/attention/mla_attention.py:1248), so its adapter would act in prefill only.
 """
 _COMPRESSED = frozenset({"attn.wq_a", "attn.wkv", "attn.wq_b", "attn.wo_b", "w1", "w2", "w3"})
-"""Modules with adapters in vLLM for DeepSeek-V4. Layers whose weights kernels read directly are missing: compressors
-(vllm/models/deepseek_v4/attention.py:695, 712), `wo_a` and, with fused experts, the router
+"""Modules of DeepSeek-V4 whose adapters vLLM computes. Modules are left out if kernels read their weights directly:
+compressors (vllm/models/deepseek_v4/attention.py:695, 712), `wo_a` and, with fused experts, the router
 (vllm/models/deepseek_v4/nvidia/model.py:964).
 """
 VLLM_LORA: Mapping[str, frozenset[str]] = {
@@ -40,6 +40,6 @@ VLLM_LORA: Mapping[str, frozenset[str]] = {
     "qwen2_moe": _MIXTURE,  # vllm/model_executor/models/qwen2_moe.py:423
     "gpt_oss": _DENSE - _MLP,  # vllm/model_executor/models/gpt_oss.py:1411
 }
-"""Last parts of the published names of modules whose adapters vLLM computes on NVIDIA GPUs, by model type. A missing
-model type has a class without `SupportsLoRA`, or one that has not been read.
+"""Modules whose adapters vLLM computes on NVIDIA GPUs, by model type, as the last part of their published names. A
+model type is missing if its class in vLLM has no `SupportsLoRA` or was not checked.
 """

@@ -1,4 +1,4 @@
-"""The table of model families. A new family needs a row in this table, and the code of its capabilities."""
+"""The table of model families. A new family needs an entry in this table, and code for capabilities that are new."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -52,11 +52,11 @@ from ds_finetune.families.layer_rules import (
 _DENSE_AXES = frozenset({"tp", "sp", "pp"})
 _ALL_AXES = _DENSE_AXES | {"ep"}
 _ROUTER_BIASES = ("e_score_correction_bias", "expert_bias")
-"""Buffers that are added to expert scores for choosing experts. They need fp32, because bf16 cannot represent published
-differences.
+"""Names of the biases that are added to router scores to choose experts. They stay in fp32, because the differences
+between published biases are too small for bf16.
 """
 _POSITION_IDS = r"(^|\.)embeddings\.position_ids$"
-"""Pattern of a constant that older versions of transformers saved in checkpoints."""
+"""Pattern of position numbers, which old versions of transformers saved in checkpoints as a constant tensor."""
 
 _SHARED: dict[str, tuple[object, ...]] = {"n_shared_experts": tuple(range(1, 65))}
 _ALL_SPARSE: dict[str, tuple[object, ...]] = {
@@ -69,14 +69,14 @@ _DEEP = {"num_hidden_layers": 4}
 
 
 def _tiny(name: str, config: ModelConfig, *, in_standard_selftest: bool = False, **changes: ModelConfig) -> TinyModels:
-    """Tiny models of family `name`: the configuration `config`, and a variant with the changes of each keyword."""
+    """Tiny models of the family `name`: with the configuration `config`, and a variant for each keyword of changes."""
     variants = {f"{name}_{variant}": {**config, **changed} for variant, changed in changes.items()}
     return TinyModels(config, variants, in_standard_selftest=in_standard_selftest)
 
 
 _DENSE = Family("", parallel_axes=_DENSE_AXES, has_lora=True, onnx=OnnxGraph("grouped_query"))
 _TRAINED = replace(_DENSE, onnx=None, fp8_linear=None)
-"""Row of dense model types that are exported only as Hugging Face folders in 16 or 32 bits."""
+"""Entry for dense model types that are trained and exported in 16 or 32 bits, but not to ONNX or FP8."""
 _MIXTURE = Family(
     "",
     fused_experts=True,
@@ -256,7 +256,7 @@ _ROWS = (
         extends_context=False,
         fp32_buffers=_ROUTER_BIASES,
         fp8_linear=None,
-        # A tensor parallel rank has the weights of these norms for its own heads only, so tp is not supported.
+        # tp is not supported: a tensor parallel rank would normalise its own heads only, not all of them.
         normalises_over_heads=True,
         parallel_axes=_ALL_AXES - {"tp"},
         experts_class="MiniMaxM2Experts",
@@ -308,7 +308,7 @@ _ROWS = (
         published_renames=DEEPSEEK_V4_RENAMES,
         may_be_unexpected=(r"^(model\.layers\.\d+\.)?mtp\.",),
         has_mtp=True,
-        # Without this key vLLM 0.32 makes no router biases (models/deepseek_v4/cpu/model.py:166).
+        # Without this key vLLM 0.32 creates no router biases (models/deepseek_v4/cpu/model.py:166).
         export_config={"topk_method": "noaux_tc"},
         fp8_linear=None,
         fp8_scale=".scale",
@@ -349,11 +349,11 @@ _ROWS = (
     replace(
         _TRAINED,
         model_type="gemma4_text",
-        # Checkpoints also have keys and values of layers that use those of another layer.
+        # Checkpoints have unused key and value weights for layers that read keys and values of another layer.
         may_be_unexpected=(r"\.self_attn\.([kv]_proj|[kv]_norm)\.weight$",),
         extends_context=False,
         fused="RMSNorm is one kernel, and rotary embedding and GELU are not",
-        # Axes other than sp are missing, because later stages would need embeddings, keys and values of the first.
+        # pp is not supported, because later stages would need the embeddings, keys and values of the first stage.
         parallel_axes=frozenset({"sp"}),
         tiny_models=TinyModels(GEMMA4, {"gemma4_text_inputs": GEMMA4_INPUTS, "gemma4_text_experts": GEMMA4_EXPERTS}),
     ),
@@ -385,26 +385,26 @@ _ROWS = (
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ROWS}
 """Families by model type. R1 and Moonlight are deepseek_v3; R1's distills are qwen2, qwen3 and llama."""
 BUILT_AS: Mapping[str, str] = {name: family.built_as for name, family in FAMILIES.items() if family.built_as}
-"""Model types for which transformers has no classes, with the types whose classes are used instead."""
+"""Model types unknown to transformers, with the model type whose classes build the model."""
 TEXT_PARTS: Mapping[str, str] = {"qwen3_vl_text": "qwen3"}
-"""Model types of text parts that transformers has no causal LM for, with the types that replace them. Both compute the
-same on texts, where rotary sections for time, height and width have equal positions.
+"""Model types of the text part of a composite model, with the type that is trained instead, because transformers has no
+causal LM for the former. On plain text both compute the same.
 """
 WITH_TINY_MODELS = tuple(name for name, family in FAMILIES.items() if family.tiny_models is not None)
 """Model types whose tiny models are compared with transformers."""
 FULLY_TESTED = tuple(name for name in WITH_TINY_MODELS if not FAMILIES[name].compresses)
-"""Model types that are tested with `train.activation_offload` and `train.tiled_mlp`."""
+"""Model types with which `train.activation_offload` and `train.tiled_mlp` are tested."""
 WITH_CONTEXT = tuple(name for name in FULLY_TESTED if FAMILIES[name].extends_context)
-"""Model types that are tested with `model.context`."""
+"""Model types with which `model.context` is tested."""
 STANDARD_SELFTEST = tuple(
     name for name, family in FAMILIES.items() if family.tiny_models and family.tiny_models.in_standard_selftest
 )
-"""Families that `ds-finetune selftest` checks if none is named; the first one is checked in every layout."""
+"""Families that `ds-finetune selftest` checks if the user names none. The first one is checked in every layout."""
 
 
 def family_of(model_type: str) -> Family:
-    """Row of a model type in the table of families. Other types get a generic row: checkpoint and model have equal
-    tensor names, no tensor is skipped, and no further capability is supported.
+    """Properties of a model type. A model type that is not in the table gets the defaults: its checkpoints have
+    transformers' tensor names, every tensor is loaded, and no optional capability is supported.
     """
     family = FAMILIES.get(model_type)
     return family or Family(model_type, fp32_buffers=_ROUTER_BIASES, fp8_linear=None, is_generic=True, fused="")

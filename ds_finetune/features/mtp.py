@@ -173,7 +173,7 @@ def check_adapted(hf_config: PretrainedConfig, mtp: MtpConfig, lora: LoraPlan) -
     setting = f"mtp.train true with lora.target_modules {list(lora.section.target_modules or ())}"
     if True not in is_inside:
         raise ConfigError(
-            f"{setting}: no adapter is in the multi-token prediction layer, model.layers.{number}, which nothing trains",
+            f"{setting}: no adapter is in the multi-token prediction layer, model.layers.{number}",
             hint="name modules of this layer too, such as eh_proj, or leave the section mtp out",
         )
     if mtp.detach and False not in is_inside:

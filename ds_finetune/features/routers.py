@@ -53,9 +53,7 @@ class BalanceLoss(ExtraLoss):
         routers.keeps_outputs = bool(weight)
 
     def metrics(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
-        """The metric `balance_loss`: mean over documents and layers, without the loss weight. Empty without the
-        loss.
-        """
+        """Metric `balance_loss`: mean over documents and layers, without the loss weight. Empty without the loss."""
         if not self.terms:
             return {}
         return {"balance_loss": sums["balance"] / max(counts["documents"], 1) / len(self.routers.plan.balanced)}

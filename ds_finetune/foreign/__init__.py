@@ -1,9 +1,8 @@
-"""Every change to code of other packages: one function or context manager each, with its reason and a version guard.
+"""All patches of other packages' code: one function or context manager for each, with its reason and a version guard.
 
-A guard checks the feature that a change relies on (an attribute, a parameter, a line of source) in the installed
-version. Where the feature is missing, it raises DependencyError before it changes anything. `python -m pytest
-tests/foreign` tests each guard.
+A guard checks that the installed version still has what the patch relies on: an attribute, a parameter or a line of
+source. If not, it raises DependencyError before anything is changed. `python -m pytest tests/foreign` tests each guard.
 
-Three things do not change foreign code and are where they are used: subclasses, changed classes of modules that a run
-has built, and attributes that a library reads from its arguments.
+Three ways to change behaviour are not patches and stay where they are used: subclasses, a new `__class__` for modules
+of a run, and attributes that a library reads from its arguments.
 """

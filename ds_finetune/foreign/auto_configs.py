@@ -1,6 +1,6 @@
-"""transformers' Auto classes that need no torch, with additional model types from the table of families.
+"""transformers' Auto classes that work without torch, extended by this program's additional model types.
 
-Import them from this module, so that every process of this program can read such models.
+Code must import the Auto classes from here: transformers' own would reject those model types.
 """
 
 from functools import cache, wraps
@@ -19,10 +19,9 @@ _CONVERSIONS = Foreign("transformers", "conversion_mapping.py:2560-2592")
 
 
 def register_config(name: str, *, built_as: str) -> None:
-    """Make `AutoConfig` and `AutoTokenizer` read the model type `name`, unknown to transformers, as its type
-    `built_as`.
+    """Register the model type `name` with `AutoConfig` and `AutoTokenizer`, which then treat it as `built_as`.
 
-    Configurations keep the name.
+    A configuration keeps `name` as its model type.
     """
     if name not in CONFIG_MAPPING:
         title = name.title().replace("_", "")
@@ -30,9 +29,9 @@ def register_config(name: str, *, built_as: str) -> None:
 
 
 def register_models(name: str, *, built_as: str) -> None:
-    """Make the Auto classes for models, causal LMs and classifiers build and load the model type `name` as `built_as`.
+    """Register the model type `name` with the Auto classes of models, which then build and load it as `built_as`.
 
-    transformers looks up the renaming of checkpoint tensors by model type (conversion_mapping.py:2606).
+    transformers looks up renames of checkpoint tensors by model type too (conversion_mapping.py:2606).
     """
     from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, conversion_mapping
 
@@ -45,7 +44,7 @@ def register_models(name: str, *, built_as: str) -> None:
     if _CONVERSIONS.attribute(conversion_mapping, "_checkpoint_conversion_mapping_cache") is not None:
         _add_conversions(conversion_mapping, name, built_as)
         return
-    # transformers' mapping is extended when first built: runs do not read it, and it compiles 900 expressions.
+    # Building the mapping compiles 900 regular expressions, so it is extended only once transformers builds it.
     build = _CONVERSIONS.attribute(conversion_mapping, "_build_checkpoint_conversion_mapping")
 
     @wraps(build)
@@ -59,8 +58,8 @@ def register_models(name: str, *, built_as: str) -> None:
 
 @cache
 def renamings(model_type: str) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """transformers' rules for renaming tensors of a causal LM's checkpoint, for loading and for saving. Each rule has a
-    method `rename_source_key`, which returns the new name. Both are empty if transformers also merges or splits
+    """transformers' rules for renaming a causal LM's checkpoint tensors: those for loading, and those for saving. The
+    method `rename_source_key` of a rule returns the new name. Both are empty if transformers also merges or splits
     tensors.
     """
     from transformers import conversion_mapping

@@ -1,4 +1,4 @@
-"""transformers' Auto classes for models, with additional model types from the table of families."""
+"""transformers' Auto classes for models, extended by this program's additional model types."""
 
 from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, AutoModelForSequenceClassification
 

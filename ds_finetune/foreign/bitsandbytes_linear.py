@@ -1,4 +1,4 @@
-"""A change to bitsandbytes' 4-bit linear modules on CPUs."""
+"""A patch of bitsandbytes' 4-bit linear modules on CPUs."""
 
 from typing import Any
 
@@ -8,10 +8,10 @@ _PACKING = Foreign("bitsandbytes", "nn/modules.py:573, 613")
 
 
 def without_cpu_packing(linear: Any) -> None:  # noqa: ANN401 - a Linear4bit
-    """Keep the quantised weights of a Linear4bit unchanged on a CPU.
+    """Stop bitsandbytes from repacking the quantised weights of a Linear4bit on a CPU with AVX512-BF16.
 
-    On a CPU with AVX512-BF16, bitsandbytes repacks them at the first evaluation, and products with repacked weights
-    have no gradient (autograd/_functions.py:422).
+    It repacks them at the first forward in evaluation mode. Products with repacked weights have no gradient
+    (autograd/_functions.py:422).
     """
     _PACKING.attribute(linear, "support_avx512bf16_for_cpu")
     linear.support_avx512bf16_for_cpu = False

@@ -1,4 +1,4 @@
-"""Foreign code that patches change: its location, checks of what a patch assumes, and temporary replacements."""
+"""Helpers for patches of other packages: checks that the patched code is as expected, and temporary replacements."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -17,26 +17,26 @@ TESTED = {
     "torch": "2.13.0",
     "transformers": "5.23.0",
 }
-"""Version of each package for whose source the patches were written, and with which the tests run."""
+"""The version of each package for which the patches were written and tested."""
 Wrap = Callable[[str, Callable[..., Any]], Callable[..., Any]]
-"""Function that wraps another function. Its arguments are the function's name and the function."""
+"""Function that takes the name of a function and the function, and returns a wrapper for it."""
 
 
 @dataclass(frozen=True)
 class Foreign:
-    """Code of `package` that a patch changes. `location` is its file and lines in the tested version."""
+    """Code of `package` that a patch changes. `location` is the file and lines in the tested version."""
 
     package: str
     location: str
 
     def attribute(self, owner: object, name: str) -> Any:  # noqa: ANN401 - whatever it is
-        """The attribute `name` of `owner`. DependencyError if there is none."""
+        """Return the attribute `name` of `owner`. DependencyError if it does not exist."""
         if not hasattr(owner, name):
             self._raise_changed(f"`{getattr(owner, '__name__', type(owner).__name__)}` has no `{name}`")
         return getattr(owner, name)
 
     def parameters(self, function: Callable[..., Any], *names: str) -> None:
-        """DependencyError if `function` lacks one of the parameters `names`."""
+        """DependencyError if one of `names` is not a parameter of `function`."""
         parameters = inspect.signature(function).parameters
         for name in names:
             if name not in parameters:
@@ -50,14 +50,14 @@ class Foreign:
     def _raise_changed(self, problem: str) -> None:
         tested = TESTED[self.package]
         raise DependencyError(
-            f"{self.package} {installed_version(self.package)}: {problem}, which ds-finetune changes as it is in "
-            f"{self.package} {tested} ({self.location})",
-            hint=f"pip install {self.package}=={tested} (constraints.txt names every tested version)",
+            f"{self.package} {installed_version(self.package)} cannot be patched: {problem}; ds-finetune's patch is "
+            f"written for {self.package} {tested} ({self.location})",
+            hint=f"pip install {self.package}=={tested} (constraints.txt lists all tested versions)",
         )
 
 
 def installed_version(package: str) -> str:
-    """Version of an installed package without its local part; `unknown` if it has no metadata."""
+    """Version of an installed package without a suffix such as `+cpu`; `unknown` if it has no metadata."""
     try:
         return version(package).partition("+")[0]
     except PackageNotFoundError:
@@ -66,7 +66,7 @@ def installed_version(package: str) -> str:
 
 @contextmanager
 def replaced(owner: object, name: str, value: object) -> Iterator[None]:
-    """Context in which attribute `name` of `owner` (module, class or object) is `value`; restored after errors too."""
+    """Context in which the attribute `name` of `owner` (a module, class or object) has the value `value`."""
     is_own = name in vars(owner)
     before = vars(owner).get(name)
     setattr(owner, name, value)

@@ -1,4 +1,4 @@
-"""Checks once, within seconds, whether the Hugging Face hub can be reached."""
+"""Checks whether the Hugging Face hub can be reached, within seconds and once per process."""
 
 import importlib
 import re
@@ -13,15 +13,14 @@ from ds_finetune.foreign.guard import Foreign, replaced
 
 _REQUEST_SECONDS = 5.0
 _PROBE_SECONDS = 8.0
-"""Time limit of the probe in seconds. The timeout of a request does not limit the lookup of a host name."""
+"""Time limit of the whole check. A timeout of the request alone would not limit the lookup of the host name."""
 
 
 def hub_problem() -> str:
-    """Reason why the Hugging Face hub cannot be used: HF_HUB_OFFLINE is set, or it does not answer. Else empty.
+    """Why the Hugging Face hub cannot be used: HF_HUB_OFFLINE is set, or it does not answer. Empty if it can be used.
 
-    The hub is probed first, because libraries wait long: huggingface_hub 2.4 has no timeout on its client
-    (utils/_http.py:341-350), and datasets 5.2 repeats a request for 23 seconds if the host name is unknown, longer if
-    nothing answers.
+    Without this check an unreachable hub costs minutes: huggingface_hub 2.4 has no timeout on its client
+    (utils/_http.py:341-350), and datasets 5.2 repeats a request for 23 seconds or longer.
     """
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
@@ -29,18 +28,18 @@ def hub_problem() -> str:
 
 
 def without_password(error: object) -> str:
-    """The text of an error, with `***` for user names and passwords in URLs, such as those of HF_ENDPOINT."""
+    """An error message with `***` for user names and passwords in its URLs, such as those of HF_ENDPOINT."""
     return re.sub(r"(?<=://)[^/\s]*@", "***@", str(error))
 
 
 @lru_cache(maxsize=4)
 def _probe(endpoint: str) -> str:
-    """Reason why `endpoint` cannot be reached. Empty if it answers with any status."""
+    """Why `endpoint` cannot be reached; empty if it answers with any HTTP status."""
     problem = [f"{endpoint} did not answer within {_PROBE_SECONDS:g} seconds"]
 
     def probe() -> None:
         session = get_session()
-        # The client is from httpx or its successor, depending on the version of huggingface_hub.
+        # The client comes from httpx or from its successor, depending on the version of huggingface_hub.
         library = importlib.import_module(type(session).__module__.partition(".")[0])
         try:
             session.head(endpoint, timeout=_REQUEST_SECONDS)
@@ -60,7 +59,7 @@ _OFFLINE = Foreign("datasets", "config.py (HF_HUB_OFFLINE), load.py")
 
 @contextmanager
 def offline() -> Iterator[None]:
-    """Context in which datasets uses only its cache and does not contact the hub. datasets has no argument for that."""
+    """Context in which datasets reads from its cache only. datasets has no argument for that."""
     from datasets import config
 
     _OFFLINE.attribute(config, "HF_HUB_OFFLINE")

@@ -1,6 +1,7 @@
-"""Liger's Triton kernels of RMSNorm, rotary embedding and SwiGLU, with the signatures of `model/fused/formulas.py`.
+"""Liger's Triton kernels for RMSNorm, rotary embedding and SwiGLU, called like the functions of
+model/fused/formulas.py.
 
-Liger's autograd functions are not used: they rotate queries and keys in place without telling autograd, and save copies
+Liger's own autograd functions are not used: they overwrite queries and keys without telling autograd, and save copies
 of non-contiguous tensors.
 """
 
@@ -20,13 +21,13 @@ _ROPE.parameters(rope.rope_backward, "rotary_dim")
 _GATE.parameters(swiglu.swiglu_fused_gate_up_backward, "in_place")
 
 _LLAMA, _GEMMA = 0, 1
-"""Liger's casting modes of RMSNorm: the normalised row is rounded before the product with the weight, or after it
-(liger-kernel 0.8.5, ops/rms_norm.py:62-64).
+"""Liger's rounding modes of RMSNorm. `_LLAMA` rounds the normalised row before it is multiplied by the weight, `_GEMMA`
+rounds the product (liger-kernel 0.8.5, ops/rms_norm.py:62-64).
 """
 
 
 def norm(rows: torch.Tensor, weight: torch.Tensor, eps: float, rounds_last: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute RMSNorm like `norm` in formulas.py. Also returns the inverse root mean square, fp32 [rows]."""
+    """Compute RMSNorm of `rows` [rows, width]. Returns the result and the inverse root mean squares, fp32 [rows]."""
     out, _, scale, *_ = rms_norm.rms_norm_forward(rows, weight, eps, 0.0, _GEMMA if rounds_last else _LLAMA, None)
     return out, scale
 
@@ -34,7 +35,7 @@ def norm(rows: torch.Tensor, weight: torch.Tensor, eps: float, rounds_last: bool
 def norm_backward(
     grad: torch.Tensor, saved: tuple[torch.Tensor, ...], rounds_last: bool, needs_weight: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute the gradients of RMSNorm. `grad` is not overwritten, because residual connections read it too."""
+    """Compute the gradients of RMSNorm. `grad` is left unchanged, because residual connections read it too."""
     mode, (block, warps) = _GEMMA if rounds_last else _LLAMA, calculate_settings(grad.shape[-1])
     return rms_norm.rms_norm_backward(  # type: ignore[no-any-return]
         grad, *saved, 0.0, mode, block, warps, in_place=False, row_mode=None, needs_dw=needs_weight
@@ -47,7 +48,7 @@ def rotate(
     turn: Any,  # noqa: ANN401 - that of the formula, which this package cannot import
     is_backward: bool,
 ) -> tuple[torch.Tensor, ...]:
-    """Apply rotary embedding like `rotate` in model/fused/formulas.py. The kernel rotates copies in place."""
+    """Apply the rotary embedding to copies of queries and keys, because the kernel works in place."""
     width, in_pairs, _ = turn
     run = rope.rope_backward if is_backward else rope.rope_forward
     copies = (_copy(each, width, in_pairs=in_pairs and not is_backward) for each in tensors)
@@ -58,7 +59,7 @@ def rotate(
 
 
 def _copy(x: torch.Tensor, width: int, *, in_pairs: bool) -> torch.Tensor:
-    """Copy [rows, heads, tokens, columns] to be contiguous as [rows, tokens, heads, columns], as kernels expect."""
+    """Copy `x` [rows, heads, tokens, columns] with tokens before heads in memory, as the kernels expect."""
     x = x.transpose(1, 2)
     x = _regrouped(x, width, (-1, 2)) if in_pairs else x.clone(memory_format=torch.contiguous_format)
     return x.transpose(1, 2)
@@ -72,13 +73,13 @@ def _regrouped(x: torch.Tensor, width: int, shape: tuple[int, int]) -> torch.Ten
 
 
 def gate(*parts: torch.Tensor) -> torch.Tensor:
-    """Compute silu(gate) x up like `gate` in model/fused/formulas.py."""
+    """Compute SwiGLU: silu(gate) * up, from separate or concatenated `parts`."""
     forward = swiglu.swiglu_forward if len(parts) > 1 else swiglu.swiglu_fused_gate_up_forward
     return forward(*parts)[-1]  # type: ignore[no-any-return]
 
 
 def gate_backward(grad: torch.Tensor, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Compute the gradients of SwiGLU, which overwrite its inputs `parts`."""
+    """Compute the gradients of SwiGLU. They overwrite `parts`, the inputs of the forward."""
     if len(parts) > 1:
         return swiglu.swiglu_backward(*parts, grad)  # type: ignore[no-any-return]
     return (swiglu.swiglu_fused_gate_up_backward(*parts, grad, in_place=True),)

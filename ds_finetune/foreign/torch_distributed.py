@@ -1,4 +1,4 @@
-"""torch.distributed: its default timeout, hooks around collectives, and NCCL's flight recorder."""
+"""Patches of torch.distributed: the default timeout, hooks around collectives, and access to NCCL's flight recorder."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,10 +17,10 @@ _GROUP = Foreign("torch", "_C/_distributed_c10d.pyi:381-640")
 
 @contextmanager
 def default_timeout(timeout: timedelta) -> Iterator[None]:
-    """Context in which every new process group has `timeout` unless its creator passes one.
+    """Context in which new process groups have the timeout `timeout`, unless another one is passed.
 
-    DeepSpeed passes none (0.19.8, comm/torch.py:539). torch then takes its own default, not the first group's timeout:
-    10 minutes with NCCL, 30 with gloo. Device meshes call the same function.
+    DeepSpeed passes none (0.19.8, comm/torch.py:539), and device meshes pass none. torch would then use its own default
+    (10 minutes with NCCL, 30 with gloo), not the timeout of the first group.
     """
     c10d = dist.distributed_c10d
     _TIMEOUT.parameters(_TIMEOUT.attribute(c10d, "_get_default_timeout"), "backend")
@@ -29,18 +29,18 @@ def default_timeout(timeout: timedelta) -> Iterator[None]:
 
 
 def abort_groups() -> None:
-    """Abort all process groups. With NCCL, `destroy_process_group` waits for every collective that was started, forever
-    if another rank does not take part in it (ProcessGroupNCCL::shutdown).
+    """Abort all process groups. `destroy_process_group` would wait for every started collective of NCCL, which is
+    forever if another rank does not take part in it (ProcessGroupNCCL::shutdown).
     """
     _ABORT.attribute(dist.distributed_c10d, "_abort_process_group")()
 
 
 @contextmanager
 def wrapped_group_calls(names: Sequence[str], wrap: Wrap) -> Iterator[None]:
-    """Context in which the methods `names` of process groups, and `Work.wait`, are replaced by `wrap(name, function)`.
+    """Context in which `Work.wait` and the methods `names` of process groups are replaced by `wrap(name, method)`.
 
-    torch has no hook that runs before and after collectives on every backend. Every function of torch.distributed, also
-    `isend`, `irecv` and collectives of objects, ends in one of these methods, even by a saved reference.
+    torch has no hook that runs before and after collectives on every backend. But every communication function of
+    torch.distributed, `isend` and `irecv` too, calls one of these methods in the end.
     """
     group, work = dist.ProcessGroup, dist.Work
     _GROUP.attribute(group, "allreduce")
@@ -52,7 +52,7 @@ def wrapped_group_calls(names: Sequence[str], wrap: Wrap) -> Iterator[None]:
 
 
 def flight_record() -> bytes:
-    """The last collectives of this process (2,000 by default) from NCCL's flight recorder, in the format of
+    """This process's last collectives (2,000 by default) as NCCL's flight recorder has them, for torch's tool
     `torchfrtrace`. Empty if torch is built without NCCL.
     """
     dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)

@@ -1,4 +1,4 @@
-"""torch.nn: the device on which modules are constructed, and the conversion of fake parameters."""
+"""Patches of torch.nn: on which device linear modules are constructed, and dtype conversion of fake parameters."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,10 +16,9 @@ _LINEAR = Foreign("torch", "nn/modules/linear.py")
 
 @contextmanager
 def linears_without_memory() -> Iterator[None]:
-    """Context in which linear modules are constructed on the meta device.
+    """Context in which linear modules are constructed on the meta device, other modules on torch's default device.
 
-    A model whose linear modules are quantised one by one is thus never on the device in full precision. Its other
-    modules are constructed on the device that `torch.device` sets.
+    So a model whose linear modules are quantised one by one never is on the device in full precision.
     """
     constructor = nn.Linear.__init__
     _LINEAR.parameters(constructor, "in_features", "out_features", "bias", "device", "dtype")
@@ -33,9 +32,9 @@ def linears_without_memory() -> Iterator[None]:
 
 @contextmanager
 def fake_tensors(mode: FakeTensorMode | None = None) -> Iterator[None]:
-    """Context in which tensors are fake, without memory or values, and `Module.to` can change dtypes of parameters.
-    transformers 5.24 changes dtypes when it constructs some models. torch would swap fake tensors, which fails for
-    tensors that their mode tracks.
+    """Context in which tensors are fake (without memory and values), and `Module.to` can change the dtype of
+    parameters, as transformers 5.24 does when it constructs some models. torch's own way, swapping tensors, fails for
+    fake tensors.
     """
     _CONVERSION.source(nn.Module._apply, "torch.utils.swap_tensors(param, param_applied)")
 

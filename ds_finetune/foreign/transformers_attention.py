@@ -1,4 +1,4 @@
-"""transformers' attention: the registry of implementations, and the modules of latent attention."""
+"""transformers' attention: registration of own implementations, and patches of latent and compressed attention."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ _LATENT = Foreign("transformers", "models/deepseek_v3/modeling_deepseek_v3.py:31
 _INDEXED = Foreign("transformers", "models/deepseek_v32/modeling_deepseek_v32.py:296-478")
 _COMPRESSED = Foreign("transformers", "models/deepseek_v4/modeling_deepseek_v4.py:361-872")
 _ORIGINAL = SimpleNamespace(**vars(modeling_deepseek_v4))
-"""transformers' module of DeepSeek-V4 as it was imported. While models are built, its class of layers is replaced."""
+"""Names of transformers' DeepSeek-V4 module as imported, because a build replaces the module's layer class."""
 _PROJECTIONS = ("q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj")
 _CACHE_NAMES = ("cache", "past_key_values")
 CACHE: str = next(
@@ -34,7 +34,7 @@ CACHE: str = next(
 
 
 def take_cache(arguments: dict[str, Any]) -> Cache | None:
-    """Remove the cache from a forward's keyword arguments, whichever keyword it has. Returns the cache, or None."""
+    """Remove the key-value cache from a forward's keyword arguments, and return it. None without a cache."""
     names = [name for name, value in arguments.items() if isinstance(value, Cache) or name in _CACHE_NAMES]
     caches = [cache for cache in map(arguments.pop, names) if cache is not None]
     assert len(caches) <= 1, names
@@ -42,9 +42,9 @@ def take_cache(arguments: dict[str, Any]) -> Cache | None:
 
 
 def register_attention(name: str, attend: Callable[..., Any]) -> None:
-    """Register `attend` as the attention implementation `name`, for the life of the process.
+    """Register `attend` with transformers as the attention implementation `name`, for the life of the process.
 
-    The implementation gets masks like FlashAttention: none for rows without masked tokens, else the mask.
+    transformers passes it masks as for FlashAttention: a mask for rows with masked tokens, else None.
     """
     _REGISTRY.parameters(flash_attention_mask, "attention_mask")
     for registry, function in ((AttentionInterface, attend), (AttentionMaskInterface, flash_attention_mask)):
@@ -52,15 +52,14 @@ def register_attention(name: str, attend: Callable[..., Any]) -> None:
 
 
 def wrap_attention(name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Wrap transformers' attention implementation `name` with `wrap`, for the life of the process."""
+    """Replace transformers' attention implementation `name` by `wrap(implementation)`, for the life of the process."""
     _REGISTRY.attribute(AttentionInterface, "register")(name, wrap(ALL_ATTENTION_FUNCTIONS[name]))
 
 
 @contextmanager
 def without_search_for_documents() -> Iterator[None]:
-    """Context in which transformers does not search positions for packed documents when it makes masks. The search
-    makes the host wait for the device, and attention that gets document boundaries itself does not need it. A row then
-    counts as one document.
+    """Context in which transformers does not look for packed documents in position ids when it makes masks. The search
+    makes the host wait for the GPU, and is needless if attention gets document boundaries as arguments.
     """
     _MASKS.attribute(masking_utils, "find_packed_sequence_indices")
     _check_masks()
@@ -70,26 +69,26 @@ def without_search_for_documents() -> Iterator[None]:
 
 @cache
 def _check_masks() -> None:
-    """Check the source of transformers' masks once, because reading it takes milliseconds."""
+    """Check once that transformers makes masks as expected, because reading its source takes milliseconds."""
     _MASKS.source(masking_utils._preprocess_mask_arguments, "= find_packed_sequence_indices(position_ids)")
 
 
 def attention_function(name: str) -> Callable[..., Any]:
-    """transformers' attention implementation `name` (or `eager`) for latent attention."""
+    """transformers' function for the attention implementation `name`; `eager` is that of latent attention."""
     eager = _LATENT.attribute(modeling_deepseek_v3, "eager_attention_forward")
     return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)  # type: ignore[no-any-return]
 
 
 def rotate(turn: str, *arguments: Any) -> Any:  # noqa: ANN401 - untyped
-    """Rotate queries and keys [rows, heads, tokens, width] by cosines and sines. `turn` `pairs` rotates neighbouring
-    columns, `halves` columns half the width apart.
+    """Apply a rotary embedding to queries and keys [rows, heads, tokens, width]. With `turn` `pairs` it rotates
+    adjacent columns, with `halves` column i and column i + width / 2.
     """
     name = {"pairs": "apply_rotary_pos_emb_interleave", "halves": "apply_rotary_pos_emb"}[turn]
     return _LATENT.attribute(modeling_deepseek_v3, name)(*arguments)
 
 
 def replace_forward(attention: nn.Module, mixin: type[nn.Module]) -> None:
-    """Make a latent attention module with an indexer run the forward of `mixin` instead of its own, in place."""
+    """Change the class of a latent attention module with an indexer, so that it runs `mixin`'s forward."""
     kind = type(attention)
     _INDEXED.parameters(kind.forward, "hidden_states", "position_embeddings", "attention_mask", CACHE)
     for name in (*_PROJECTIONS, "expand_kv", "scaling", "layer_idx"):
@@ -98,19 +97,19 @@ def replace_forward(attention: nn.Module, mixin: type[nn.Module]) -> None:
 
 
 def compressed_classes() -> tuple[type[nn.Module], ...]:
-    """transformers' classes of DeepSeek-V4's attention, compressors (sparse and heavy) and indexer."""
+    """transformers' classes of DeepSeek-V4's attention: attention, sparse and heavy compressor, indexer."""
     names = ("Attention", "CSACompressor", "HCACompressor", "Indexer")
     return tuple(_COMPRESSED.attribute(modeling_deepseek_v4, f"DeepseekV4{name}") for name in names)
 
 
 def hyper_head(config: Any) -> nn.Module:  # noqa: ANN401 - a configuration of DeepSeek-V4
-    """Make DeepSeek-V4's module that merges all residual streams into one."""
+    """Make DeepSeek-V4's module that merges the residual streams into one after the last layer."""
     return _COMPRESSED.attribute(modeling_deepseek_v4, "DeepseekV4HyperHead")(config)  # type: ignore[no-any-return]
 
 
 def stream_classes() -> tuple[type[nn.Module], ...]:
-    """transformers' classes of DeepSeek-V4's hyper-connection, of the head that merges all residual streams after the
-    last layer, and of the decoder layer.
+    """transformers' classes of DeepSeek-V4 that work on residual streams: hyper-connection, the head that merges the
+    streams after the last layer, and decoder layer.
     """
     names = ("HyperConnection", "HyperHead", "DecoderLayer")
     mixing, last, layer = (_COMPRESSED.attribute(_ORIGINAL, f"DeepseekV4{name}") for name in names)
@@ -121,7 +120,7 @@ def stream_classes() -> tuple[type[nn.Module], ...]:
 
 
 def replace_compressed(module: nn.Module, mixin: type[nn.Module]) -> None:
-    """Make a module of DeepSeek-V4's attention run the forward of `mixin`, which may call its own, in place."""
+    """Change the class of a DeepSeek-V4 attention module to run `mixin`'s forward, which may call the original."""
     kind = type(module)
     _COMPRESSED.parameters(kind.forward, "hidden_states", "position_ids", CACHE)
     module.__class__ = type(f"{mixin.__name__}{kind.__name__}", (mixin, kind), {})

@@ -1,4 +1,4 @@
-"""transformers' norms, rotary embeddings and gated MLPs: finds the formula of a module from its source."""
+"""Recognises the formulas of transformers' norms, rotary embeddings and gated MLPs by their source text."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -26,7 +26,7 @@ SOFT_CAP = (
     "logits = torch.tanh(logits)",
     "logits = logits * self.config.final_logit_softcapping",
 )
-"""Source text in the forward of a causal LM whose logits have a soft cap."""
+"""Lines of source by which a causal LM's forward caps its logits with tanh."""
 CLAMPED_GATE = "clamp(max=self.limit)", "clamp(min=-self.limit, max=self.limit)", "self.act_fn(gate) * up"
 KEYS_AND_VALUES = "self.kv_b_proj(kv_nope).view(key_shape)", "key_states = kv_nope.new_empty("
 _ROTARY = {
@@ -38,26 +38,26 @@ _ROTARY = {
     "torch.view_as_complex(xq.float()": "complex pairs",
     "(rotate_half(x) * sin)": "",
 }
-"""Source text of rotary functions, and their kind of rotation. `halves` rotates columns half the width apart, by
-cosines as wide, half as wide (short) or in fp32 (wide). `pairs` rotates neighbouring columns, by cosines and sines or
-by complex numbers. The kind is empty for functions of one tensor, which have no kernel.
+"""Source text of transformers' rotary functions, with the kind of rotation. `halves` rotates column i with column i +
+width / 2; its cosines are as wide as the head, half as wide (`short`) or fp32 (`wide`). `pairs` rotates adjacent
+columns, by cosines and sines or complex numbers. Functions of one tensor have the kind "": no kernel computes them.
 """
 
 
 class NormFormula(NamedTuple):
-    """Formula by which a transformers module computes RMSNorm."""
+    """How a transformers module computes RMSNorm."""
 
     rounds_last: bool
-    """Whether rounding follows the product with the weight (gpt_oss); otherwise rows are rounded before it."""
+    """Whether rounding follows the product with the weight (gpt_oss), instead of preceding it."""
     adds_one: bool
-    """Whether rows are multiplied by 1 + weight (Gemma)."""
+    """Whether the normalised row is multiplied by 1 + weight instead of weight (Gemma)."""
     eps: str
-    """Name of the attribute with the number that is added to the mean square."""
+    """Name of the module's attribute with epsilon, the number added to the mean square."""
 
 
 @cache
 def norm_formula(kind: type[nn.Module]) -> NormFormula | None:
-    """Formula of the RMSNorm of class `kind`; None for other modules. DependencyError for an unknown formula."""
+    """How the module class `kind` computes RMSNorm; None for other classes. DependencyError for an unknown formula."""
     if not kind.__name__.endswith("RMSNorm") or kind.__name__.endswith("UnweightedRMSNorm"):
         return None
     plain: Any = next((each for each in kind.mro() if each.__module__.startswith("transformers.")), kind)
@@ -75,7 +75,7 @@ def norm_formula(kind: type[nn.Module]) -> NormFormula | None:
 
 
 def norm_classes() -> tuple[type[nn.Module], type[nn.Module]]:
-    """transformers' classes of DeepSeek-V4's norms, with a weight and without."""
+    """transformers' two classes of DeepSeek-V4's RMSNorm: with a weight, and without."""
     weighted, plain = (
         _NORMS.attribute(modeling_deepseek_v4, f"DeepseekV4{name}") for name in ("RMSNorm", "UnweightedRMSNorm")
     )
@@ -97,15 +97,15 @@ def is_silu(module: Any) -> bool:  # noqa: ANN401 - an MLP or experts of any fam
 
 
 def has_plain_gate(experts: Any) -> bool:  # noqa: ANN401 - routed experts of any family
-    """Whether routed experts compute act(gate) * up from concatenated gate and up."""
+    """Whether routed experts compute act(gate) * up, from a tensor with the columns of gate and then of up."""
     plain = _EXPERTS.attribute(moe, "_default_apply_gate")
     return getattr(type(experts), "_apply_gate", None) is plain
 
 
 @cache
 def rotary_functions(kind: type[nn.Module]) -> dict[str, str]:
-    """The rotary functions that the forward of attention class `kind` calls for queries and keys, and their kind of
-    rotation, by name. Empty for a class other than attention. DependencyError if attention calls no known function.
+    """The rotary functions that attention class `kind` calls for queries and keys: a dictionary from name to kind of
+    rotation. Empty for a class that is not attention. DependencyError if attention calls no known rotary function.
     """
     if not kind.__name__.endswith("Attention"):
         return {}
@@ -121,8 +121,8 @@ def rotary_functions(kind: type[nn.Module]) -> dict[str, str]:
 
 @cache
 def delta_functions(kind: type[nn.Module]) -> dict[str, Callable[..., Any]]:
-    """The functions that the forward of the gated delta net `kind` calls without a cache, by name: causal convolution
-    and gated delta rule. Empty for other classes.
+    """The functions that the forward of the gated delta net class `kind` calls, by name: causal convolution and gated
+    delta rule. Empty for other classes.
     """
     if not kind.__name__.endswith("GatedDeltaNet"):
         return {}
@@ -139,8 +139,8 @@ def returns_complex(kind: type[nn.Module]) -> bool:
 
 
 def with_functions(forward: Any, functions: Mapping[str, Callable[..., Any]]) -> Any:  # noqa: ANN401
-    """Copy the function `forward`, without decorators for renamed keywords, so that it sees `functions` as globals by
-    name. The original module is unchanged, for reference models in the same process.
+    """Copy the function `forward` with `functions` in place of globals of the same names, and without decorators. The
+    original module is unchanged, so that reference models in the same process are not affected.
     """
     forward = inspect.unwrap(forward)
     changed = FunctionType(

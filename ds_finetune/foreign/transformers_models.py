@@ -1,4 +1,4 @@
-"""transformers' model classes: how layers and experts are constructed, and which tensors stay in fp32."""
+"""Patches of how transformers constructs decoder layers and experts, and the list of buffers that stay in fp32."""
 
 import sys
 from collections.abc import Callable, Collection, Iterator
@@ -15,16 +15,16 @@ _EXPERTS = Foreign("transformers", "the experts class of each model file")
 _KEPT = Foreign("transformers", "modeling_utils.py:1112, 1303")
 
 LayerFactory = Callable[[type[nn.Module], PretrainedConfig, int], nn.Module]
-"""Function that makes a decoder layer, or a module in its place, from layer class, configuration and index."""
+"""Function (layer class, configuration, layer number) -> a decoder layer, or a module that replaces it."""
 ConfigChange = Callable[[Any], Any]
-"""Function that changes the configuration with which experts are constructed."""
+"""Function from a model's configuration to the configuration with which its experts are constructed."""
 
 
 @contextmanager
 def replaced_layers(model_class: type[PreTrainedModel], factory: LayerFactory) -> Iterator[None]:
-    """Context in which models of `model_class` get their decoder layers from `factory`.
+    """Context in which models of `model_class` are constructed with decoder layers from `factory`.
 
-    transformers builds every layer. A pipeline stage holds only some layers, and would need memory for all.
+    transformers would construct every layer. A pipeline stage has only some of the layers, and no memory for all.
     """
     module = sys.modules[model_class.__module__]
     names = [name for name in model_class._no_split_modules or () if name.endswith("DecoderLayer")]
@@ -42,10 +42,10 @@ def replaced_layers(model_class: type[PreTrainedModel], factory: LayerFactory) -
 def changed_experts(
     model_class: type[PreTrainedModel], name: str, change: ConfigChange, *, after: Callable[[nn.Module], None]
 ) -> Iterator[None]:
-    """Context in which experts modules (class `name`) of `model_class` are constructed with a changed configuration
-    and then passed to `after`.
+    """Context in which the experts (class `name`) of `model_class` are constructed with a changed configuration, then
+    passed to `after`.
 
-    transformers builds all experts of a layer. Under expert parallelism a rank holds only some of them.
+    transformers would construct all experts of a layer. An expert parallel rank holds only some of them.
     """
     experts_class = _EXPERTS.attribute(sys.modules[model_class.__module__], name)
     constructor = experts_class.__init__
@@ -60,8 +60,8 @@ def changed_experts(
 
 
 def keep_in_fp32(model: PreTrainedModel, names: Collection[str]) -> None:
-    """Keep buffers of `model` whose name contains one of `names` in fp32 under DeepSpeed. DeepSpeed casts all buffers
-    that a model does not list (0.19.8, runtime/keep_in_fp32.py).
+    """Keep the buffers of `model` whose names contain one of `names` in fp32, by adding them to the model's list of
+    fp32 modules. DeepSpeed casts all other buffers (0.19.8, runtime/keep_in_fp32.py).
     """
     listed = _KEPT.attribute(model, "_keep_in_fp32_modules_strict")
     model._keep_in_fp32_modules_strict = {*(listed or ()), *names}

@@ -293,9 +293,9 @@ GUARDS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], Any]]
 def test_a_patch_refuses_code_without_what_it_changes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     change, patch = GUARDS[name]
     change(monkeypatch)
-    with pytest.raises(DependencyError, match=r"which ds-finetune changes as it is in \w+ [\d.]+ \(") as caught:
+    with pytest.raises(DependencyError, match=r"ds-finetune's patch is written for \w+ [\d.]+ \(") as caught:
         patch()
-    assert re.fullmatch(r"pip install \w+==[\d.]+ \(constraints.txt names every tested version\)", caught.value.hint)
+    assert re.fullmatch(r"pip install \w+==[\d.]+ \(constraints.txt lists all tested versions\)", caught.value.hint)
 
 
 def test_a_refused_wrap_of_collectives_has_replaced_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
