@@ -73,7 +73,7 @@ def world_of(hosts: Sequence[Host], launcher: str) -> World:
 
 
 def ranks_of(hosts: Sequence[Host]) -> list[range]:
-    """The numbers of each host's ranks. Ranks are numbered in the order of `hosts`."""
+    """The ranks that run on each host. Ranks are numbered in the order of `hosts`."""
     ends = list(accumulate(host.slots for host in hosts))
     return [range(end - host.slots, end) for host, end in zip(hosts, ends, strict=True)]
 
@@ -101,7 +101,7 @@ def range_checks(infos: Mapping[str, HostInfo], environ: Mapping[str, str]) -> I
     is_refused = environ.get(UNTESTED) != "1"
     for host, info in infos.items():
         if not info.packages:
-            text = "tested ranges are not known there: neither metadata of ds_finetune nor its pyproject.toml"
+            text = "tested version ranges are unknown: the host has neither metadata of ds_finetune nor pyproject.toml"
             yield Check("versions", host, "warn", text, _SAME_ENVIRONMENT)
             continue
         for extra in ("", *EXTRAS):
@@ -134,7 +134,7 @@ def version_checks(here: HostInfo, infos: Mapping[str, HostInfo]) -> Iterator[Ch
     drivers = {info.versions.get("driver", "") for info in infos.values()}
     if len(drivers) > 1:
         names = ", ".join(sorted(driver or "none" for driver in drivers))
-        yield Check("driver", "", "warn", f"NVIDIA drivers {names}", "install one driver version on all hosts")
+        yield Check("driver", "", "warn", f"different NVIDIA drivers: {names}", "install one version on all hosts")
 
 
 def identity_checks(
@@ -148,9 +148,9 @@ def identity_checks(
     for a, b in combinations(hosts, 2):
         hint = "write each host once, with all its slots in one line"
         if addresses[a] and (addresses[a], hosts[a].port) == (addresses[b], hosts[b].port):
-            yield Check("address", b, "fail", f"the same address as {a}: {addresses[a]}", hint)
+            yield Check("address", b, "fail", f"it has the same address as {a}: {addresses[a]}", hint)
         elif a in infos and b in infos and infos[a].network_identity == infos[b].network_identity:
-            yield Check("address", b, "fail", f"the same machine as {a}: {infos[a].hostname}", hint)
+            yield Check("address", b, "fail", f"it is the same machine as {a}: {infos[a].hostname}", hint)
 
 
 def device_checks(hosts: Mapping[str, Host], infos: Mapping[str, HostInfo], *, device: str) -> Iterator[Check]:
@@ -166,8 +166,8 @@ def device_checks(hosts: Mapping[str, Host], infos: Mapping[str, HostInfo], *, d
             yield Check("devices", name, "warn", text, "ranks will share cores")
         else:
             chosen = f", devices {','.join(map(str, host.devices))} chosen" if host.devices else ""
-            missing = f"write slots={count}, or find the missing GPUs"
-            hint = missing if count else "exclude the host, or install the driver"
+            missing = f"write slots={count}, or find out why GPUs are missing"
+            hint = missing if count else "leave the host out with --exclude, or install the NVIDIA driver"
             yield Check("devices", name, "fail", text + chosen, hint)
 
 
@@ -186,7 +186,7 @@ def interface_checks(infos: Mapping[str, HostInfo], environ: Mapping[str, str]) 
             if any(name in names if is_exact else name.startswith(tuple(names)) for name in usable):
                 yield Check("interface", host, "ok", f"{variable} {value}")
             else:
-                text = f"{variable} {value}: no interface `{value}` that is up and has an address"
+                text = f"{variable} is {value}, but no network interface `{value}` is up and has an address"
                 hint = f"set {variable} to one of {', '.join(usable)}, or unset it"
                 yield Check("interface", host, "fail", text, hint)
 
@@ -195,10 +195,10 @@ def clock_check(host: str, ahead: float, error: float) -> Check:
     """Check the clock of a host. It is `ahead` seconds ahead of this machine's clock, give or take `error` seconds."""
     wrong = abs(ahead) - error
     if wrong <= _CLOCK_WARN_SECONDS:
-        return Check("clock", host, "ok", f"at most {_CLOCK_WARN_SECONDS} s off")
+        return Check("clock", host, "ok", f"the clock is at most {_CLOCK_WARN_SECONDS} s off")
     hint = "start a time service (chrony, systemd-timesyncd) on every host"
     state: State = "fail" if wrong > _CLOCK_FAIL_SECONDS else "warn"
-    return Check("clock", host, state, f"{ahead:+.2f} s +- {error * 1000:.0f} ms", hint)
+    return Check("clock", host, state, f"the clock is {ahead:+.2f} s off, give or take {error * 1000:.0f} ms", hint)
 
 
 def port_check(first: str, info: HostInfo, port: int) -> Check:
@@ -219,11 +219,11 @@ def unreachable_check(host: Host, code: int | None, stderr: str, remote: Remote)
         return Check("ssh", label(host), "fail", f"no answer in time; last output: {last}", hint)
     if code == _SSH_FAILED:
         command = shlex.join([*remote.ssh(host), "true"])
-        hint = f"make `{command}` work without a question, or leave the host out with --exclude"
+        hint = f"make `{command}` work without a prompt, or leave the host out with --exclude"
         return Check("ssh", label(host), "fail", f"ssh: {last.removeprefix('ssh: ')}", hint)
     hint = f"{_SAME_ENVIRONMENT}, and start in a folder that every host has"
-    hint += f"; try `{remote.python} -m ds_finetune --help` there"
-    return Check("python", label(host), "fail", f"exit code {code}: {last}", hint)
+    hint += f"; try `{remote.python} -m ds_finetune --help` on the host"
+    return Check("python", label(host), "fail", f"Python ended with exit code {code}: {last}", hint)
 
 
 def other_program_check(host: str) -> Check:

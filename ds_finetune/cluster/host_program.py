@@ -52,7 +52,9 @@ class HostProgram:
             "save": lambda: None,
             "lose": lambda name: None,
         }
-        """Functions that are called as soon as requested, without a reply. `launch` replaces `save` and `lose`."""
+        """Functions that run as soon as requested and send no reply. `launch` replaces `save` (save a checkpoint and
+        end) and `lose` (resume without a lost host).
+        """
         self._lines: queue.Queue[dict[str, Any]] = queue.Queue()
         self.output: TextIO = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8", errors="replace")
         # Standard output is only for replies and events. What libraries print there is redirected to standard error.
@@ -69,7 +71,7 @@ class HostProgram:
             self._tell("reply", [time.time(), results])
 
     def limit_silence(self, seconds: float) -> None:
-        """End the program once standard input has brought no line for this number of seconds."""
+        """End the program once no line has arrived on standard input for this number of seconds."""
         self._silent_seconds = seconds
 
     def emit(self, event: Mapping[str, Any]) -> None:
@@ -77,8 +79,7 @@ class HostProgram:
         self._tell("event", event)
 
     def _tell(self, kind: str, value: object) -> None:
-        # The line is written at once, so that no text of another thread comes between. Other text may precede it in the
-        # line.
+        # One call writes the whole line, so that no text of another thread gets into it.
         self.output.write(f"{sys.argv[-1]} {json.dumps([kind, value])}\n")
 
     def _read(self) -> None:

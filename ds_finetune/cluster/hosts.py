@@ -52,8 +52,8 @@ class Cluster:
         try:
             self._processes = {key: remote.open(host, program, token) for key, host in self.hosts.items()}
         except FileNotFoundError as absent:
-            hint = "install it (Debian: openssh-client)"
-            raise LaunchError(f"`{absent.filename}` is not installed here", hint=hint) from None
+            hint = "install the OpenSSH client (Debian: openssh-client)"
+            raise LaunchError(f"the program `{absent.filename}` is not installed on this machine", hint=hint) from None
 
     def infos(self, environ: Mapping[str, str], port: int, *, seconds: float) -> dict[str, HostInfo]:
         """Ask every host for its facts. Returns the facts of the hosts that answer with this version of the program.

@@ -222,15 +222,14 @@ def test_everything_wrong_is_named_with_its_host(bed: Bed) -> None:
     assert "torch 9.9 (here " in wrong[f"{NETWORK}.2", "versions"]
     assert f"the same machine as {NETWORK}.2" in wrong["twin", "address"]
     assert f"port {_PORT} is taken: process {pid}, python" in wrong[f"{NETWORK}.1", "port"]
-    assert (
-        wrong[f"{NETWORK}.1", "interface"] == "GLOO_SOCKET_IFNAME e7: no interface `e7` that is up and has an address"
-    )
+    text = "GLOO_SOCKET_IFNAME is e7, but no network interface `e7` is up and has an address"
+    assert wrong[f"{NETWORK}.1", "interface"] == text
     assert {check["host"] for check in found if check["name"] == "devices" and check["state"] == "warn"} == {
         *names[:2],
         "twin",
     }
     assert "global_batch_size 8 " in wrong["", "plan"]
-    assert wrong["twin", "folders"].endswith(f"is not the one of {NETWORK}.1")
+    assert wrong["twin", "folders"].endswith(f"is not shared with {NETWORK}.1")
     assert {host for host, _ in wrong} == {*names, ""}
     assert not _left(bed)
 

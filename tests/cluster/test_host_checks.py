@@ -43,7 +43,7 @@ def test_why_a_host_is_lost_is_told_apart(code: int | None, said: str, name: str
 def test_the_hint_for_a_host_that_ssh_does_not_reach_is_a_command_of_ssh() -> None:
     check = unreachable_check(Host("10.0.0.1", 1, 1, user="me", port=2222), 255, "", Remote(ssh_args=("-F", "cfg")))
     assert check.host == "10.0.0.1:2222"
-    assert check.hint.startswith("make `ssh -F cfg -p 2222 me@10.0.0.1 true` work without a question")
+    assert check.hint.startswith("make `ssh -F cfg -p 2222 me@10.0.0.1 true` work without a prompt")
 
 
 def test_versions(here: HostInfo) -> None:
@@ -56,7 +56,7 @@ def test_versions(here: HostInfo) -> None:
         f"torch 9.9 (here {here.versions['torch']}), NCCL 2.99 (here {here.versions['NCCL'] or 'missing'})"
         in found[1].found
     )
-    assert found[-1].found == "NVIDIA drivers 570.1, none"
+    assert found[-1].found == "different NVIDIA drivers: 570.1, none"
     absent = replace(here, versions=here.versions | {"deepspeed": ""})
     assert "deepspeed missing" in next(host_checks.version_checks(here, {"a": absent})).found
 
@@ -84,8 +84,8 @@ def test_two_lines_for_one_host(here: HostInfo) -> None:
         ]
 
     assert not found({"a": here, "b": elsewhere}, "10.0.0.1", "10.0.0.2")
-    assert found({}, "10.0.0.1", "10.0.0.1") == ["the same address as a: 10.0.0.1"]
-    assert found({"a": here, "b": here}, "", "10.0.0.2") == [f"the same machine as a: {here.hostname}"]
+    assert found({}, "10.0.0.1", "10.0.0.1") == ["it has the same address as a: 10.0.0.1"]
+    assert found({"a": here, "b": here}, "", "10.0.0.2") == [f"it is the same machine as a: {here.hostname}"]
     # Two containers of one machine, each with an sshd of its own.
     assert not found({"a": here, "b": elsewhere}, "10.0.0.1", "10.0.0.1", port=2222)
 
@@ -93,7 +93,9 @@ def test_two_lines_for_one_host(here: HostInfo) -> None:
 def test_slots_beside_devices(here: HostInfo) -> None:
     infos = {"a": replace(here, gpus=["H100"] * 4, cores=64), "b": replace(here, gpus=["H100"] * 4, cores=2)}
     found = list(host_checks.device_checks(HOSTS, infos, device="cuda"))
-    assert found[0] == Check("devices", "a", "fail", "slots=8, 4 H100", "write slots=4, or find the missing GPUs")
+    assert found[0] == Check(
+        "devices", "a", "fail", "slots=8, 4 H100", "write slots=4, or find out why GPUs are missing"
+    )
     assert found[1] == Check("devices", "b", "ok", "slots=4, 4 H100")
     assert _states(host_checks.device_checks(HOSTS, infos, device="cpu")) == {"a": "ok", "b": "warn"}
     chosen = {"a": Host("a", 1, 1, devices=(7,))}

@@ -14,8 +14,8 @@ _SLOW_FACTOR, _BROKEN_FACTOR = 3, 10
 """`doctor` warns about a host if all-reduces inside the other hosts are more than _SLOW_FACTOR times as fast (median),
 and reports a failure above _BROKEN_FACTOR.
 """
-_UNREACHED = "look at firewalls between hosts (all ports are needed), and at GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
-_SLOW_HINT = "compare its topology (nvidia-smi topo -m), driver and load with those of the other hosts"
+_UNREACHED = "check the firewalls between hosts (all ports must be open), GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
+_SLOW_HINT = "compare topology (nvidia-smi topo -m), driver and load of this host with those of the others"
 
 
 def folder_checks(folder: str, by_host: Mapping[str, tuple[bool, bool]], node_local: bool | None) -> Iterator[Check]:
@@ -27,25 +27,26 @@ def folder_checks(folder: str, by_host: Mapping[str, tuple[bool, bool]], node_lo
     """
     for host in (host for host, (is_writable, _) in by_host.items() if not is_writable):
         hint = "change the permissions, or name another folder"
-        yield Check("folders", host, "fail", f"{folder} is not writable there", hint)
+        yield Check("folders", host, "fail", f"no permission to write to {folder}", hint)
     first, *others = by_host
     separate = [host for host in others if not by_host[host][1]]
     if not others or not by_host[first][1]:
         return
     if not separate:
         text, hint = f"{folder} is shared by all hosts", "set checkpoint.node_local false" if node_local else ""
-        yield Check("folders", "", "warn" if hint else "ok", text + " and node-local" * bool(hint), hint)
+        text += ", but checkpoint.node_local is true" if node_local else ""
+        yield Check("folders", "", "warn" if hint else "ok", text, hint)
     elif separate == others and node_local is not False:
-        yield Check("folders", "", "ok", f"{folder} is another on each host")
+        yield Check("folders", "", "ok", f"each host has its own {folder}")
     else:
-        hint = f"mount what {first} has there, or set checkpoint.node_local true where no hosts share it"
+        hint = f"mount the folder of {first} there; if no hosts can share it, set checkpoint.node_local true"
         state: State = "ok" if node_local is None else "fail"
-        yield from (Check("folders", host, state, f"{folder} is not the one of {first}", hint) for host in separate)
+        yield from (Check("folders", host, state, f"{folder} is not shared with {first}", hint) for host in separate)
 
 
 def network_checks(ended: Mapping[str, Ended], endpoint: str) -> Iterator[Check]:
-    """Check the network between hosts, from the output of measure.py on each host. The output has the measured speeds,
-    or the reason why they could not be measured.
+    """Check the network between hosts. `ended` has the output of measure.py on each host: the measured speeds, or the
+    reason why they could not be measured.
     """
     results, causes, consequences = dict[str, Any](), dict[str, str](), dict[str, str]()
     for host, (code, output) in ended.items():
@@ -76,7 +77,7 @@ def rate_checks(results: Mapping[str, Mapping[str, Any]]) -> Iterator[Check]:
     for host, rate in inside.items():
         usual = median([other for name, other in inside.items() if name != host] or [rate])
         state: State = "fail" if rate * _BROKEN_FACTOR < usual else "warn" if rate * _SLOW_FACTOR < usual else "ok"
-        text = f"inside {_speed(rate)}" + ("" if state == "ok" else f", other hosts {_speed(usual)}")
+        text = f"{_speed(rate)} inside the host" + ("" if state == "ok" else f", {_speed(usual)} inside other hosts")
         yield Check("links", host, state, text, "" if state == "ok" else _SLOW_HINT)
     first = next(iter(results.values()))
     if first["ranks"] > 1:

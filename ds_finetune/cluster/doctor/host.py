@@ -1,4 +1,4 @@
-"""The program that `ds-finetune doctor` starts on each host, and whose functions it calls to examine the host."""
+"""Functions that examine a host. `ds-finetune doctor` starts this module on each host and calls them there."""
 
 import hashlib
 import os
@@ -34,11 +34,11 @@ def gpus() -> list[Row]:
         text = f"GPU {', '.join(busy)} has more than 1 GiB in use"
         rows.append(("gpus", "warn", text, "find the process with nvidia-smi"))
     if exclusive := [str(number) for number, gpu in enumerate(listed) if gpu.compute_mode.startswith("Exclusive")]:
-        hint = "nvidia-smi -c 0; train.micro_batch_size auto and export.verify start a second process"
+        hint = "train.micro_batch_size auto and export.verify need a second process; allow it with `nvidia-smi -c 0`"
         rows.append(("gpus", "warn", f"GPU {', '.join(exclusive)} admits one process", hint))
     problem, hint = triton_problem()
     if problem:
-        rows.append(("kernels", "warn", f"Triton cannot make any: {problem}; auto takes torch's", hint))
+        rows.append(("kernels", "warn", f"Triton cannot compile kernels: {problem}; auto chooses those of torch", hint))
     return rows
 
 
@@ -47,33 +47,34 @@ def compiler(operators: Sequence[str]) -> list[Row]:
     program, names = shlex.split(os.environ.get("CXX", "c++"))[0], " and ".join(operators)
     if operators and not shutil.which(program):
         text = f"there is no C++ compiler `{program}` to build {names} of DeepSpeed"
-        return [("kernels", "fail", text, "install one (Debian: g++), or set CXX")]
+        return [("kernels", "fail", text, "install a C++ compiler (Debian: g++), or set CXX to its path")]
     return [("kernels", "ok", f"`{program}` can build {names} of DeepSpeed", "")] if operators else []
 
 
 def memory(host_bytes: int, gpu_bytes: int) -> list[Row]:
-    """Checks that weights, gradients and optimizer states fit into this host's memory and into its smallest GPU."""
+    """Check that weights, gradients and optimizer states fit into this host's memory and into its smallest GPU."""
     totals = [gpu.total_bytes for gpu in query_gpus() if gpu.total_bytes is not None] if gpu_bytes else []
     rows = list[Row]()
     for what, needed, room in (("host", host_bytes, available_bytes()), ("GPU", gpu_bytes, min(totals, default=None))):
         if room is not None:
             state: State = "fail" if needed > room else "warn" if needed > _MEMORY_MARGIN * room else "ok"
-            text = f"{what}: state of the run {needed / GIB:,.2f} GiB, {room / GIB:,.1f} GiB available"
-            hint = "" if state == "ok" else "more hosts, a higher ZeRO stage, offload, or a smaller model"
+            text = f"{what}: the run needs {needed / GIB:,.2f} GiB of memory, {room / GIB:,.1f} GiB are available"
+            hint = "" if state == "ok" else "use more hosts, a higher ZeRO stage, offload, or a smaller model"
             rows.append(("memory", state, text, hint))
     return rows
 
 
 def disk(folder: str, num_bytes: int) -> list[Row]:
-    """Check that the disk of output_dir has room for the files of the run. The run may replace an earlier run there,
-    whose files count as free space.
+    """Check that the disk of `folder` (output_dir) has room for the `num_bytes` of a run. Files of an earlier run there
+    count as free space, because the new run replaces them.
     """
     existing = nearest_existing(Path(folder))
     held = bytes_below(Path(folder)) if Path(folder, "metrics.jsonl").exists() else 0
     room = shutil.disk_usage(existing).free + held
-    text, hint = f"{folder} needs {num_bytes / GIB:,.2f} GiB at most, {room / GIB:,.1f} GiB free", ""
+    text, hint = f"{folder} needs {num_bytes / GIB:,.2f} GiB at most, {room / GIB:,.1f} GiB are free", ""
     if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
-        text, hint = f"{folder} cannot be written in {existing}", "change the permissions, or name another output_dir"
+        hint = "change the permissions, or name another output_dir"
+        text = f"{existing} is not a folder with write permission"
     elif num_bytes > room:
         hint = "free some space, name another output_dir, or lower checkpoint.keep"
     return [("disk", "fail" if hint else "ok", text, hint)]
@@ -110,7 +111,7 @@ def run(module: Sequence[str], seconds: float) -> tuple[int | None, str]:
     with starting:
         folder = Path(tempfile.mkdtemp(prefix="ds_finetune-doctor-"))
         created_paths.append(folder)
-        # torch's elastic agent leaves temporary folders in TMPDIR. This TMPDIR is removed afterwards.
+        # torch's elastic agent leaves temporary folders in TMPDIR, so it gets a TMPDIR that is removed afterwards.
         environ, command = {**with_package(os.environ), "TMPDIR": str(folder)}, python_module(*module)
         with (folder / "output").open("wb") as output:
             stdin, stderr = subprocess.DEVNULL, subprocess.STDOUT

@@ -94,7 +94,7 @@ def main(host: str, gpus: str) -> None:
         raise SystemExit(1) from None
     if result is not None:
         print(json.dumps(result), flush=True)  # noqa: T201 - what the doctor reads
-    # A rank that leaves before this barrier has measured the network too. So a connection that it closes is no fault.
+    # Every rank has measured the network by now. An error because another rank has already exited does not matter.
     with suppress(RuntimeError):
         dist.barrier()
     dist.destroy_process_group()

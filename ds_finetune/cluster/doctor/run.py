@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 _PROGRAM = "ds_finetune.cluster.doctor.host"
 _HOST_SECONDS = 45.0
 _JOIN_SECONDS = 60
-"""Seconds that torch's elastic agent of a host waits for the other hosts' agents, which may still import torch."""
+"""Seconds that the elastic agents of torch wait for each other. The slowest one may still import torch."""
 _NETWORK_SECONDS = _JOIN_SECONDS + 90.0
 _MARGIN = 10.0
-_AGAIN = "correct that and run doctor again"
+_AGAIN = "correct this fault and run doctor again"
 _NEEDED_BY_NETWORK = ("address", "interface", "devices", "port")
 """Names of the checks that must pass before the network can be measured."""
 
@@ -59,7 +59,7 @@ class DoctorRequest:
     remote: Remote
     port: int
     folders: dict[str, str]
-    """Paths of folders that hosts may share. The keys are the names by which the report calls the folders."""
+    """Paths of folders that hosts may share. The keys, such as `output_dir`, name the folders in the report."""
     files: tuple[str, ...] = ()
     """Files and folders that every host must have for the run."""
     node_local: bool | None = None
@@ -104,8 +104,8 @@ def _checks(request: DoctorRequest, cluster: Cluster, say: Say) -> Iterator[Chec
     elif device == "cuda" or len(infos) > 1:
         say("measuring the network")
         yield from _network_checks(cluster, infos, device)
-    # The marker file is looked for as late as possible after its creation, because a network file system shows files of
-    # other hosts with a delay.
+    # The hosts look for the marker file as late as possible, because a network file system shows new files of other
+    # hosts with a delay.
     replies = cluster.ask({name: {"find_marker": folders} for name in infos}, seconds=_HOST_SECONDS)
     yield from (clock_check(name, ahead, error) for name, (_, ahead, error) in replies.items())
     for key, path in request.folders.items():
@@ -149,10 +149,10 @@ def _single_host_checks(
     for name, (results, _, _) in cluster.ask(queries, seconds=_HOST_SECONDS).items():
         rows = [row for group in ("gpus", "compiler", "disk", "memory") for row in results.get(group, ())]
         for path, there in results["digests"].items():
-            text = "is the same as here" if there == here[path] else "differs from the one here (names or sizes)"
-            hint = "" if there == here[path] else "copy it to the same path, or use a folder that all hosts share"
+            text = "is as on this machine" if there == here[path] else "has other names or sizes than on this machine"
+            hint = "" if there == here[path] else "copy it to this path on the host, or use a folder that hosts share"
             rows.append(
-                ("files", "fail" if hint else "ok", f"{path} {text if there else 'does not exist there'}", hint)
+                ("files", "fail" if hint else "ok", f"{path} {text if there else 'does not exist on the host'}", hint)
             )
         yield from (Check(row[0], name, *row[1:]) for row in rows)
 

@@ -98,7 +98,11 @@ def test_a_host_that_fails_is_reported_once_and_asked_no_more() -> None:
         assert results == {"find_marker": {".": [True, False]}}
         assert abs(ahead) <= error < 100
         (check,) = cluster.lost.values()
-    assert (check.name, check.host, check.found) == ("python", "localhost", "exit code 1: KeyError: 'absent'")
+    assert (check.name, check.host, check.found) == (
+        "python",
+        "localhost",
+        "Python ended with exit code 1: KeyError: 'absent'",
+    )
 
 
 def test_silence_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,11 +169,11 @@ def test_a_host_without_the_program_is_named(tmp_path: Path) -> None:
     assert (check.name, check.host, check.found) == (
         "python",
         "localhost",
-        "exit code 1: /opt/bin/python: No module named ds_finetune",
+        "Python ended with exit code 1: /opt/bin/python: No module named ds_finetune",
     )
 
 
 def test_no_ssh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(LaunchError, match="`ssh` is not installed here"):
+    with pytest.raises(LaunchError, match="`ssh` is not installed on this machine"):
         Cluster([Host("elsewhere", 1, 1, user="me")], Remote(), PROGRAM, name="doctor")

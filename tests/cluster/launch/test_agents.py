@@ -229,7 +229,7 @@ def test_times_of_ssh(greeting: float, wanted: int) -> None:
 @pytest.mark.parametrize(
     ("script", "seconds", "wanted"),
     [
-        ("echo no such thing >&2; exit 7", SECONDS, "exit code 7: no such thing"),
+        ("echo no such thing >&2; exit 7", SECONDS, "Python ended with exit code 7: no such thing"),
         ("cat > /dev/null", 0.5, "no answer in time; last output: nothing"),
         ("exec cat > /dev/null 2>&1", 1, "no answer in time; last output: nothing"),
     ],

@@ -55,7 +55,7 @@ CASES: list[tuple[dict[Host, Any], dict[str, str], list[tuple[Host, str]]]] = [
         {},
         [(C, "torch 2.11.0 (here 2.13.0)")],
     ),
-    ({A: _info("a"), B: _info("a")}, {}, [(B, "the same machine as a: a")]),
+    ({A: _info("a"), B: _info("a")}, {}, [(B, "it is the same machine as a: a")]),
     ({A: _info("a", gpus=["H100"] * 4), B: _info("b", gpus=["H100"] * 3)}, {}, [(B, "slots=4, 3 H100")]),
     ({A: _info("a", gpus=["H100"] * 4), B: _info("b", gpus=["H100"] * 3)}, {"DS_ACCELERATOR": "cpu"}, []),
     (
@@ -66,7 +66,7 @@ CASES: list[tuple[dict[Host, Any], dict[str, str], list[tuple[Host, str]]]] = [
     (
         {A: _info("a"), B: _info("b", interfaces={"ib0": ["10.0.0.2"]})},
         {"GLOO_SOCKET_IFNAME": "eth0"},
-        [(B, "GLOO_SOCKET_IFNAME eth0: no interface `eth0` that is up and has an address")],
+        [(B, "GLOO_SOCKET_IFNAME is eth0, but no network interface `eth0` is up and has an address")],
     ),
     ({A: _info("a")}, {"NCCL_SOCKET_IFNAME": "^docker0"}, []),
     ({A: _info("a")}, {"NCCL_SOCKET_IFNAME": "eth"}, []),
