@@ -100,8 +100,8 @@ class HostAgent(LocalElasticAgent):
     def _assign_worker_ranks(
         self, store: Store, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> list[Worker]:
-        """Agree with the agents of other hosts on two numbers: that of this attempt, and that of the restarts that are
-        left (the lowest one counts).
+        """Agree with the agents of other hosts on the number of this attempt and on how many restarts are left. The
+        highest attempt and the lowest number of restarts of any agent count.
         """
         store.set(f"agents/{group_rank}", f"{self._name} {self._remaining_restarts} {self._logs.attempt + 1}")
         agents = [store.get(f"agents/{number}").decode().split() for number in range(group_world_size)]
@@ -128,8 +128,8 @@ class HostAgent(LocalElasticAgent):
         """End the ranks of this host within seconds, or, after an order to save, once they have saved. torch itself
         would wait 30 s after SIGTERM, also for ranks that hang.
         """
-        # torch's `close` sends a signal, waits, and then kills ranks that still run. SIGCONT changes nothing for a
-        # running rank, which therefore has the waiting time to end by itself.
+        # torch's `close` sends a signal, waits, and kills ranks that still run. SIGCONT does nothing to a running rank,
+        # so each rank may end by itself within the waiting time.
         close(signal.SIGCONT, float("inf") if self._is_saving else _GRACE_SECONDS)
         kill_children()
 
@@ -170,7 +170,7 @@ class HostAgent(LocalElasticAgent):
         # For a rank that wrote no error file, torch's message is a text instead of a mapping.
         recorded = {"message": "", "cause": ""} | (message if isinstance(message, dict) else {})
         if code < 0 and not recorded["message"] and (count := oom_kills() - self._oom_kills) > 0:
-            text += f": the kernel killed {count} processes of the host for want of memory meanwhile"
+            text += f": meanwhile the kernel killed {count} processes of the host for lack of memory"
         return {
             "rank": rank,
             "code": 128 - code if code < 0 else code,
@@ -201,12 +201,13 @@ def _last_lines(log: Path) -> list[str]:
 def run_ranks(
     program: HostProgram, *, logs: str, environ: Mapping[str, str], rendezvous: dict[str, Any], workers: dict[str, Any]
 ) -> bool | str:
-    """Run the ranks of this host, with restarts, until they end for good. Returns whether they succeeded, or, as a
-    text, why the agents of the hosts could not connect.
+    """Run the ranks of this host, with restarts, until they end for good. Returns whether they succeeded, or a text
+    that says why the agents of the hosts could not connect.
 
     `logs` is the folder of the ranks' logs. `environ` has environment variables for the ranks of this host only.
-    `rendezvous` has arguments of torch's RendezvousParameters; agents are numbered in the order of their names
-    `local_addr`. `workers` has arguments of torch's WorkerSpec, with the address of the first host as `master_addr`.
+    `rendezvous` has arguments of torch's RendezvousParameters. Its `local_addr` is the name of the agent, and torch
+    numbers agents in the alphabetical order of these names. `workers` has arguments of torch's WorkerSpec, with the
+    address of the first host as `master_addr`.
     """
     folder = Path(logs)
     folder.mkdir(parents=True, exist_ok=True)

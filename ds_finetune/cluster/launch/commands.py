@@ -31,7 +31,7 @@ _LOGIN_VARIABLES = ("HOME", "USER", "LOGNAME")
 Slurm's own and TMPDIR (tried with Slurm 22.05).
 """
 _COMMANDS = 2
-"""Number of commands that are printed at each end of a long list with a command for each host."""
+"""`launch --dry-run` prints a command for each host. Of a long list it prints only this many at both ends."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Job:
     overrides: tuple[str, ...]
     """Overrides `section.name=value` of the run file."""
     hosts: tuple[Host, ...]
-    """Hosts in the order of their ranks; empty for all of Slurm's allocation."""
+    """Hosts in the order of their ranks; empty for all hosts of Slurm's allocation."""
     run_id: str
     master_addr: str = ""
     """Address of rank 0, which runs on the first host. Empty if rank 0 runs on the first node of Slurm's list."""
@@ -64,7 +64,7 @@ class Job:
             if self.variables.get(name, value) != value:
                 raise LaunchError(
                     f"--interface {value} contradicts {name}={self.variables[name]}",
-                    hint=f"leave one of them out, or unset {name}",
+                    hint=f"leave --interface out, or unset {name}",
                 )
 
     @property
@@ -95,25 +95,25 @@ class Job:
 
 
 def mpirun_command(job: Job, ssh_args: Sequence[str] = ()) -> list[str]:
-    """The `mpirun` command (Open MPI 4.1) that starts the ranks of `job` in the order of its hosts. It runs in the
-    environment of `starting_environment`.
+    """The `mpirun` command (Open MPI 4.1) that starts the ranks of `job` in the order of its hosts. The command runs
+    with the environment variables that `starting_environment` returns.
 
     Each host is named once per rank and mapped by `seq`. With `--host a:8,b:8` mpirun would put its own host first, and
     rank 0 would not be at MASTER_ADDR. Environment variables are passed by `-x NAME`, so that no command line shows
     their values. Ranks do not use MPI: the option for the network interface concerns mpirun's own daemons (oob), while
-    gloo and NCCL get theirs by environment variables. LaunchError if Open MPI has no options for a line of the
-    hostfile.
+    environment variables name it to gloo and NCCL. LaunchError if a line of the hostfile cannot be expressed in options
+    of Open MPI.
     """
-    _check_whole_hosts(job, "mpirun", "write User and Port into a file for ssh (--ssh-args '-F FILE'), use whole hosts")
+    _check_whole_hosts(job, "mpirun", "write User and Port into a file for ssh (--ssh-args '-F FILE'), name no devices")
     if address := next((host.name for host in job.hosts if ":" in host.name), ""):
         raise LaunchError(
-            f"mpirun takes `{address}` for a host with slots",
-            hint="write a name for the IPv6 address, or use --launcher torchrun",
+            f"mpirun would read the IPv6 address `{address}` of the hostfile as a host with slots",
+            hint="write a host name instead of the address, or use --launcher torchrun",
         )
     if any(re.search(r"\s", word) for word in ssh_args):
         raise LaunchError(
-            f"mpirun splits the arguments of ssh at blanks: `{shlex.join(ssh_args)}`",
-            hint="write them into a file for `ssh -F`",
+            f"mpirun splits the ssh arguments `{shlex.join(ssh_args)}` at blanks, even at quoted ones",
+            hint="write the options into a file FILE for ssh, and pass `--ssh-args '-F FILE'`",
         )
     settings = {"plm_rsh_agent": " ".join(["ssh", *ssh_args]), "plm_rsh_no_tree_spawn": "1", **_KEEPALIVE_SETTINGS}
     settings |= {"oob_tcp_if_include": job.interface} if job.interface else {}
@@ -126,29 +126,27 @@ def mpirun_command(job: Job, ssh_args: Sequence[str] = ()) -> list[str]:
 
 
 def srun_command(job: Job, environ: Mapping[str, str]) -> list[str]:
-    """The `srun` command that starts the ranks of `job` inside an allocation of Slurm. It runs in the environment of
-    `starting_environment`.
+    """The `srun` command that starts the ranks of `job` inside an allocation of Slurm. The command runs with the
+    environment variables that `starting_environment` returns.
 
-    `environ` has the environment variables of the allocation.
-
-    Without hosts the ranks are the allocation's tasks in Slurm's order. With hosts, each host is named once per rank
-    under the distribution `arbitrary`, which preserves the order and the number of ranks of the hosts [Slurm 22.05,
-    ran; `--nodelist` alone is sorted]. The first rank that fails ends all ranks. LaunchError outside an allocation, and
-    for hosts that are not in it.
+    `environ` has the environment variables of the allocation. If `job` names no hosts, the ranks are the tasks of the
+    allocation in Slurm's order. Otherwise each host is named once per rank under the distribution `arbitrary`, which
+    preserves the order of the hosts (tried with Slurm 22.05; `--nodelist` alone sorts them). If one rank fails, srun
+    ends all ranks. LaunchError outside an allocation, and for hosts that are not in it.
     """
     if "SLURM_JOB_ID" not in environ:
         raise LaunchError(
-            f"--launcher slurm needs an allocation, and SLURM_JOB_ID is not among {len(environ)} variables",
-            hint="run it under salloc or sbatch; `ds-finetune launch --emit slurm` writes the script",
+            "--launcher slurm works only in an allocation of Slurm, but the variable SLURM_JOB_ID is not set",
+            hint="run this command under salloc, or write a script for sbatch with `ds-finetune launch --emit slurm`",
         )
-    _check_whole_hosts(job, "slurm", "leave them out")
+    _check_whole_hosts(job, "slurm", "remove them from the hostfile")
     placement = ["--distribution=block"]
     if job.hosts:
         nodes = slurm_nodes(environ, "SLURM_JOB_NODELIST")
         if other := next((host.name for host in job.hosts if host.name not in nodes), ""):
             raise LaunchError(
-                f"host `{other}` is not among the {len(nodes)} nodes of the allocation: {', '.join(nodes[:8])}",
-                hint="write Slurm's names of nodes, or leave --hostfile out to use all",
+                f"host `{other}` is not one of the {len(nodes)} nodes of the Slurm allocation: {', '.join(nodes[:8])}",
+                hint="write Slurm's node names into the hostfile, or leave --hostfile out to use all nodes",
             )
         placement = [f"--ntasks={job.world_size}", f"--nodelist={','.join(job.names)}", "--distribution=arbitrary"]
     # srun (since 22.05) does not inherit --cpus-per-task from the job, and may then bind a rank to one core.
@@ -157,9 +155,7 @@ def srun_command(job: Job, environ: Mapping[str, str]) -> list[str]:
 
 
 def srun_options(placement: Sequence[str], job: Job) -> list[str]:
-    """The first words of an srun command: `srun`, the options `placement`, and the options that every srun command of
-    this package has.
-    """
+    """Start of an srun command: `srun`, the options `placement`, and options that all srun commands of `job` share."""
     # Without `--overlap` this step would wait forever for the cores of a shell that `srun --pty` has started.
     names = dict.fromkeys([*_LOGIN_VARIABLES, *job.environment])
     fixed = ["--kill-on-bad-exit=1", "--overlap", "--unbuffered", "--mpi=none"]
@@ -168,12 +164,11 @@ def srun_options(placement: Sequence[str], job: Job) -> list[str]:
 
 
 def starting_environment(job: Job, environ: Mapping[str, str], *, slurm: bool = False) -> dict[str, str]:
-    """The environment of the `mpirun` or `srun` process: `job.environment`, and the variables of `environ` that the
-    process itself needs.
+    """The environment variables of the `mpirun` or `srun` process: those of `job.environment`, and those of `environ`
+    that the process itself needs.
 
-    mpirun passes its whole environment to ranks on its own host, not only the variables that `-x` names [Open MPI 4.1,
-    ran]. Therefore its environment is restricted. It gets no variables of Slurm, because with them it would start its
-    daemons by srun.
+    mpirun passes all its variables to ranks on its own host, not only those that `-x` names (tried with Open MPI 4.1),
+    so it gets few. It gets none of Slurm, because with them it would start its daemons by srun.
     """
     needed = {
         name: value
@@ -198,16 +193,16 @@ def _check_whole_hosts(job: Job, launcher: str, hint: str) -> None:
     for host in job.hosts:
         if host.user or host.port or host.devices:
             raise LaunchError(
-                f"--launcher {launcher} cannot be told the user, port or devices of line {host.line} of the hostfile: "
+                f"--launcher {launcher} has no options for user, port or devices in line {host.line} of the hostfile: "
                 f"`{host.target}`, port {host.port}, devices {','.join(map(str, host.devices)) or 'all'}",
                 hint=f"{hint}, or use --launcher torchrun",
             )
 
 
 def dry_run_lines(job: Job, launcher: str, *, environ: Mapping[str, str], ssh_args: Sequence[str] = ()) -> list[str]:
-    """Lines that `launch --dry-run` prints: the number of ranks, the address where they meet, and the commands. For
-    mpirun and Slurm these are the commands that `launch` runs; for torchrun a person would type them. `environ` has the
-    variables of Slurm's allocation.
+    """Lines that `launch --dry-run` prints: the number of ranks, the address of rank 0, and commands. For mpirun and
+    Slurm `launch` runs the printed command. The printed commands of torchrun would be typed on each host to start the
+    same run. `environ` has the environment variables of Slurm's allocation.
     """
     where = f"{job.master_addr}:{job.master_port}" if job.master_addr else "the first node of the allocation"
     head = [

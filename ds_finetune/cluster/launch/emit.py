@@ -62,14 +62,14 @@ class EmitRequest:
 
 
 def render_file(kind: str, request: EmitRequest) -> str:
-    """Text of the emitted file of `kind` (slurm, k8s, docker); LaunchError for unsupported hosts or names."""
+    """The file that `launch --emit KIND` writes, for kind slurm, k8s or docker. LaunchError for unsupported hosts."""
     # Secret overrides are refused: the file and every rank's command line would show them.
     pairs = zip(request.job.overrides, redacted(request.job.overrides), strict=True)
     secret = [hidden for override, hidden in pairs if override != hidden]
     if secret:
         raise LaunchError(
-            f"the override {secret[0]} looks secret, and a file that --emit writes would hold it",
-            hint="write it into the run file, or set a variable that the library reads (HF_TOKEN, a netrc file, ...)",
+            f"the override {secret[0]} looks like a secret, and --emit would write it into the file",
+            hint="write the key into the run file, or use an environment variable of the library, such as HF_TOKEN",
         )
     return {"slurm": sbatch_script, "k8s": kubernetes_manifests, "docker": lambda _: container_file()}[kind](request)
 
@@ -86,15 +86,15 @@ def sbatch_script(request: EmitRequest) -> str:
     Secrets are not written: the script takes them from its submitter's environment.
     """
     nodes, slots = _equal_slots(
-        request, "sbatch's --gpus-per-node", "run `ds-finetune launch --launcher slurm --hostfile HOSTS` under salloc"
+        request, "an sbatch script", "run `ds-finetune launch --launcher slurm --hostfile HOSTS` under salloc"
     )
     if not _JOB_NAME.fullmatch(request.name):
         raise LaunchError(
             f"--name {request.name!r} has characters that are not letters, digits, `-`, `_` or `.`",
-            hint="give another name: the script would run them",
+            hint="choose another name, because bash would interpret such characters in the script",
         )
     if not _TIME.fullmatch(request.time):
-        raise LaunchError(f"--time {request.time!r} is not a time", hint="write e.g. 24:00:00 or 2-00:00:00")
+        raise LaunchError(f"--time {request.time!r} is not of the form [D-]HH:MM:SS", hint="write e.g. 24:00:00")
     # `srun --export` needs the names of all variables. These placeholders stand for variables that the script itself
     # sets.
     job = replace(request.job, master_addr="first-node", master_port=DEFAULT_PORT, hosts=())
@@ -116,16 +116,16 @@ def sbatch_script(request: EmitRequest) -> str:
 def kubernetes_manifests(request: EmitRequest) -> str:
     """An Indexed Job with a pod for each host, and the headless Service by which pods find the first one.
 
-    Each pod runs torchrun with its completion index as node rank. The first pod that fails fails the job, and
-    Kubernetes ends the others; the same command resumes from the last checkpoint. Variables that are paths of this
-    machine are left out unless they are in `request.named`; secrets come from a Secret that is not written.
+    Each pod runs torchrun with its completion index as node rank. If one pod fails, Kubernetes ends all pods of the
+    job; a new job resumes from the last checkpoint. Environment variables that are paths of this machine are left out
+    unless they are in `request.named`. Secrets are read from a Kubernetes Secret, which the user creates.
     """
-    _equal_slots(request, "a Job's pods", "write one hostfile for hosts of one kind")
+    _equal_slots(request, "a Kubernetes Job", "write a hostfile of hosts with equal slots")
     if not _LABEL.fullmatch(request.name) or len(request.name) > _LABEL_CHARACTERS:
         raise LaunchError(
-            f"`{request.name}` cannot name a Kubernetes job: it has to be lower-case letters, digits and `-`, "
-            f"{_LABEL_CHARACTERS} at most",
-            hint="give another with --name",
+            f"`{request.name}` cannot name a Kubernetes job: such a name has at most {_LABEL_CHARACTERS} lower-case "
+            "letters, digits and `-`, begins with a letter and does not end with `-`",
+            hint="give another name with --name",
         )
     given = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_POD_SAVE_SECONDS)} | request.job.environment
     given = {name: value for name, value in given.items() if name not in ("MASTER_ADDR", "MASTER_PORT")}
@@ -174,10 +174,10 @@ def _equal_slots(request: EmitRequest, what: str, hint: str) -> tuple[int, int]:
     chosen = [host for host in request.job.hosts if host.devices]
     if len(slots) != 1:
         text = " and ".join(f"{count} (`{name}`)" for count, name in slots.items())
-        raise LaunchError(f"{what} must be one number, and the hosts have slots {text or '0'}", hint=hint)
+        raise LaunchError(f"{what} gives each host the same slots, but the hostfile has slots {text or '0'}", hint=hint)
     if chosen:
         raise LaunchError(
-            f"{what} cannot be devices {chosen[0].devices} of `{chosen[0].name}`",
+            f"{what} cannot choose devices {chosen[0].devices} of host `{chosen[0].name}`",
             hint="leave --include and --exclude out",
         )
     return len(request.job.hosts), next(iter(slots))

@@ -1,5 +1,5 @@
-"""The environment variables that `launch` passes to ranks: those on a list in this module, those of --env, and those of
-files `.deepspeed_env`.
+"""Chooses the environment variables that `launch` passes to ranks: those that a list in this module names, those of the
+option --env, and those of files `.deepspeed_env`.
 """
 
 import re
@@ -78,15 +78,13 @@ class CarriedVariables:
     """Environment variables that `launch` passes to ranks, and variables of this shell that it withholds."""
 
     values: dict[str, str]
-    """The variables that are passed to ranks: values by name, in alphabetical order."""
+    """Values of the variables that are passed to ranks, by name in alphabetical order."""
     withheld: tuple[str, ...]
-    """Names of listed variables that are not passed, because they look secret or choose devices of this host."""
+    """Names of variables that are not passed although they are listed, because they look secret or choose GPUs."""
 
     def lines(self) -> list[str]:
-        """Lines that show the variables: `NAME=value` for each variable that ranks get, then each withheld name with
-        the reason.
-
-        A value is not shown if it looks secret, or if its name is not on the list of passed variables.
+        """Text for the user: a line `NAME=value` for each variable that ranks get, then a line for each withheld
+        variable with the reason. Values of variables outside the list, and values that look secret, are not shown.
         """
         shown = [
             f"{name}={value}" if may_show(name, value) else f"{name} (its value is not shown)"
@@ -98,7 +96,7 @@ class CarriedVariables:
 def carried_variables(
     environ: Mapping[str, str], named: Sequence[str] = (), files: Iterable[Path] = (), *, is_local: bool = False
 ) -> CarriedVariables:
-    """Collect the environment variables that ranks get: the listed ones of `environ`, those of `files`, and `named`.
+    """Collect the environment variables that ranks get: listed ones of `environ`, all of `files`, and all of `named`.
 
     Later sources override earlier ones. Variables that choose devices are passed only if all ranks run on this host
     (`is_local`). An item of `named` is `NAME`, whose value is taken from `environ`, or `NAME=VALUE`. Secrets are passed
@@ -130,8 +128,8 @@ def environment_files(environ: Mapping[str, str], *, home: Path, directory: Path
     files = tuple(path for path in paths if path.is_file())
     if "DS_ENV_FILE" in environ and not files:
         raise LaunchError(
-            f"DS_ENV_FILE is `{name}`, which is not a file at {' or '.join(map(str, paths))}",
-            hint="create it, or unset DS_ENV_FILE",
+            f"DS_ENV_FILE names the file `{name}`, but there is no {' or '.join(map(str, paths))}",
+            hint="create the file, or unset DS_ENV_FILE",
         )
     return files
 
@@ -147,7 +145,8 @@ def read_environment_file(path: Path) -> dict[str, str]:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as unreadable:
         raise LaunchError(
-            f"`{path}` cannot be read: {unreadable}", hint="write lines such as `NCCL_DEBUG=INFO`"
+            f"the file of environment variables `{path}` cannot be read: {unreadable}",
+            hint="make it a text file with lines such as `NCCL_DEBUG=INFO`",
         ) from None
     values = {}
     for number, line in enumerate(lines, start=1):
@@ -195,7 +194,7 @@ def _is_listed(name: str) -> bool:
 def _why_withheld(name: str) -> str:
     if name.endswith(_DEVICES):
         return "the hostfile sets devices: choose them with --include or --exclude"
-    return f"looks secret; --env {name} carries it"
+    return f"looks like a secret; --env {name} passes it"
 
 
 def _named(text: str, environ: Mapping[str, str]) -> tuple[str, str]:
@@ -205,42 +204,44 @@ def _named(text: str, environ: Mapping[str, str]) -> tuple[str, str]:
         return name, value
     if name not in environ:
         shown = _redacted(name)
-        raise LaunchError(f"--env {shown}: {shown} is not set here", hint=f"export it, or write --env {shown}=VALUE")
+        text = f"--env names the variable {shown}, which is not set in this shell"
+        raise LaunchError(text, hint=f"export the variable, or write --env {shown}=VALUE")
     return name, environ[name]
 
 
-def _check_variable_name(name: str, where: str) -> None:
+def _check_variable_name(name: str, source: str) -> None:
     if not _NAME.match(name):
-        raise LaunchError(f"{where}: `{_redacted(name)}` is not the name of a variable", hint="write NAME=VALUE")
+        text = f"{source} has `{_redacted(name)}` instead of the name of an environment variable"
+        raise LaunchError(text, hint="write NAME=VALUE")
     if _PER_RANK.match(name):
-        raise LaunchError(f"{where}: {name} is set by the launcher for each rank", hint=f"leave {name} out")
+        raise LaunchError(f"{source} sets {name}, which the launcher sets for each rank", hint=f"leave {name} out")
     if name.endswith(_DEVICES):
         raise LaunchError(
-            f"{where}: {name} would choose the same devices on every host",
-            hint="choose them with --include or --exclude",
+            f"{source} sets {name}, which would choose the same devices on every host",
+            hint="choose devices with --include or --exclude",
         )
 
 
-def _read_line(line: str, where: str) -> tuple[str, str]:
+def _read_line(line: str, source: str) -> tuple[str, str]:
     match = _LINE.match(line)
     if not match:
         shown = _redacted(line.split("=")[0])
         raise LaunchError(
-            f"{where}: `{shown}` is not `NAME=VALUE`", hint="write e.g. `NCCL_DEBUG=INFO`; `#` begins a comment"
+            f"{source} is `{shown}` instead of `NAME=VALUE`", hint="write e.g. `NCCL_DEBUG=INFO`; `#` begins a comment"
         )
     name, text = match["name"], match["value"]
-    _check_variable_name(name, where)
+    _check_variable_name(name, source)
     quoted = _QUOTED.match(text)
     if not quoted and (text[:1] in ("'", '"') or re.search(r"\s#", text)):
         raise LaunchError(
-            f"{where}: the value of {name} has an open quote, text after a quote, or a `#`",
-            hint="quote the whole value",
+            f"{source}: the value of {name} has an open quote, text after a quote, or a `#`",
+            hint="put quotes around the whole value",
         )
     if quoted and quoted["single"] is not None:
         return name, quoted["single"]
     if re.search(r"(?<!\\)(?:\\\\)*[$`]", quoted["double"] if quoted else text):
         raise LaunchError(
-            f"{where}: the value of {name} has `$` or a backtick, which are not expanded",
-            hint="write it out, or put it in single quotes",
+            f"{source}: the value of {name} has `$` or a backtick, which are not expanded",
+            hint="write the expanded value, or put the value in single quotes",
         )
     return name, re.sub(r'\\(["\\$`])', r"\1", quoted["double"]) if quoted else text

@@ -23,7 +23,7 @@ _LOGIN = (
 like a program over ssh.
 """
 SSH_ARGS = "DS_FINETUNE_SSH_ARGS"
-"""Environment variable with further arguments of ssh, which are split as by a shell."""
+"""Name of the environment variable with further arguments of ssh, which are split into words as by a shell."""
 
 
 @dataclass(frozen=True)
@@ -40,15 +40,16 @@ class Remote:
 
     @classmethod
     def from_environment(cls, ssh_args: str = "") -> "Remote":
-        """Make a Remote with the ssh arguments `ssh_args` (default: DS_FINETUNE_SSH_ARGS) and the working directory of
-        this process.
+        """Make a Remote with the working directory of this process, and with the ssh arguments `ssh_args` or, if
+        empty, those of the environment variable DS_FINETUNE_SSH_ARGS.
         """
         text = ssh_args or os.environ.get(SSH_ARGS, "")
         try:
             words = tuple(shlex.split(text))
         except ValueError as open_quote:
             raise LaunchError(
-                f"arguments of ssh `{text}`: {open_quote}", hint="close the quotation, or escape it"
+                f"the ssh arguments `{text}` cannot be split into words: {open_quote}",
+                hint="close the quote, or put a backslash before it",
             ) from None
         return cls(words, sys.executable, str(Path.cwd()))
 
@@ -98,7 +99,7 @@ def is_here(host: Host) -> bool:
 
 
 def own_addresses(name: str) -> list[str]:
-    """The addresses that `name` resolves to, as far as they belong to this machine."""
+    """The addresses of this machine to which the host name `name` resolves."""
     try:
         entries = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
     except OSError:

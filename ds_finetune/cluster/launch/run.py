@@ -47,7 +47,7 @@ PROGRAM = "ds_finetune.cluster.launch.host"
 SAVE_NOTICE = "asked the ranks to save and stop; signal again to kill them"
 KILL_NOTICE = "killing every rank"
 _TICK_SECONDS = 0.25
-"""Seconds between two keep-alive messages to the hosts. Reports of the hosts are read at the same interval."""
+"""Seconds between two keep-alive messages to the hosts, and between two readings of their reports."""
 _ENDING_SECONDS = 8.0
 """Seconds that the other agents may take to end and report, after one agent has failed and does not restart its ranks.
 """
@@ -108,20 +108,21 @@ def launch(request: LaunchRequest, say: Say) -> int:
 def _check_restartable(settings: LaunchConfig, checkpoint: CheckpointConfig) -> None:
     if settings.restarts and checkpoint.resume != "auto":
         raise ConfigError(
-            f"launch.restarts is {settings.restarts} and checkpoint.resume is `{checkpoint.resume}`: a second start "
-            "would not resume the first",
-            hint="leave checkpoint.resume out, with an output_dir of its own",
+            f"launch.restarts is {settings.restarts}, but checkpoint.resume is `{checkpoint.resume}`: a restart would "
+            "not resume from the checkpoints of this run",
+            hint="leave checkpoint.resume out, and give the run its own output_dir",
         )
     if settings.restarts and not checkpoint.saves:
         raise ConfigError(
-            f"launch.restarts is {settings.restarts} and checkpoint.every is `{checkpoint.every}`",
+            f"launch.restarts is {settings.restarts}, but checkpoint.every is `{checkpoint.every}`: a restart needs a "
+            "checkpoint",
             hint="set checkpoint.every to e.g. `500 steps`",
         )
     if settings.min_hosts is not None and checkpoint.node_local:
         raise ConfigError(
-            f"launch.min_hosts is {settings.min_hosts} and checkpoint.node_local is true: what a lost host "
-            "saved is lost with it",
-            hint="save to a shared folder, or leave launch.min_hosts out",
+            f"launch.min_hosts is {settings.min_hosts}, but checkpoint.node_local is true: without a lost host, its "
+            "part of each checkpoint is missing",
+            hint="save to a shared folder (checkpoint.node_local false), or leave launch.min_hosts out",
         )
 
 
@@ -135,10 +136,10 @@ def check_plan(settings: RunSettings, hosts: Sequence[Host], device: str) -> Non
 def check_hosts(checks: Sequence[tuple[Host, Check]], num_hosts: int, say: Say) -> None:
     """Raise LaunchError with a line for each failed check of a host; if none has failed, `say` prints the warnings."""
     if failed := [(host, describe(host, check)) for host, check in checks if check.state == "fail"]:
+        faults, num_faulty = "\n  ".join(text for _, text in failed), len(dict(failed))
         raise LaunchError(
-            f"{len(dict(failed))} of {num_hosts} hosts are not ready, nothing was started:\n  "
-            + "\n  ".join(text for _, text in failed),
-            hint="`ds-finetune doctor --hostfile` checks more; --exclude leaves a host out",
+            f"{num_faulty} of {num_hosts} hosts are not ready, nothing was started:\n  {faults}",
+            hint="examine the hosts with `ds-finetune doctor --hostfile HOSTS`, or leave hosts out with --exclude",
         )
     for host, check in checks:
         say(f"warning: {describe(host, check)}")
@@ -172,7 +173,7 @@ class _Failure:
     at: float
     """Time of the failure by the monotonic clock of this machine."""
     cause: str = ""
-    """The reason why the run ended, if this rank ended only as a consequence; else empty."""
+    """Why the run ended, if this rank ended only because of it; empty if the rank itself failed."""
     error: str = ""
     """The error that the failed rank recorded; empty if it recorded none."""
     tail: Sequence[str] = ()
@@ -215,13 +216,13 @@ class _LaunchedRun:
         self._address = meeting_address(request.hosts, facts)
         if not self._address:
             raise LaunchError(
-                f"{first.target} has no address that the other {len(request.hosts) - 1} hosts could reach: its "
-                f"interfaces are {', '.join(facts[first].interfaces)}",
-                hint="write its address in the network of the others into the hostfile",
+                f"the first host {first.target} has no address that the {len(request.hosts) - 1} other hosts reach: "
+                f"its network interfaces are {', '.join(facts[first].interfaces)}",
+                hint=f"write an address of {first.target} that the other hosts can reach into the hostfile",
             )
         port = port_check(label(first), facts[first], request.port)
         if port.state != "ok":
-            raise LaunchError(f"{first.target}: {port.found}", hint=port.hint)
+            raise LaunchError(f"the ranks cannot meet on the first host {first.target}: {port.found}", hint=port.hint)
         self._port = facts[first].port
         cluster.ask({name: {"load": {}} for name in infos}, seconds=_LOAD_SECONDS)
         if cluster.lost:
@@ -329,8 +330,8 @@ class _LaunchedRun:
         else:
             check, tail = self._cluster.lose(label(host), result), result.splitlines()[-_TAIL_LINES:]
             text = check.found if tail else "its agent or the connection has ended"
-            # A lost host is noticed late. Failures that ranks of other hosts reported meanwhile are consequences, so
-            # the loss is dated back.
+            # A lost host is noticed only after `silent_seconds`. Ranks of other hosts fail in that time because of the
+            # loss, so the loss gets an earlier time than their failures.
             at = time.monotonic() - self._settings.silent_seconds
             self._fail(_Failure(host, None, text, RUN_ERROR_EXIT_CODE, at, tail=tail))
             is_ending = host == self._request.hosts[0] or not self._settings.restarts
@@ -340,7 +341,7 @@ class _LaunchedRun:
         self._regroup()
 
     def _remove(self, host: Host) -> None:
-        """Leave out `host`: the agents of the other hosts restart their ranks without it."""
+        """Continue without `host`: the agents of the other hosts restart their ranks."""
         del self._agents[host]
         for other in self._agents:
             self._cluster.order(label(other), {"lose": {"name": self._agent_name(host)}})

@@ -47,7 +47,7 @@ def _lag(status: RankStatus, statuses: Mapping[int, RankStatus]) -> str:
 
 
 def _mismatch(statuses: Mapping[int, RankStatus]) -> Diagnosis | None:
-    """Find the ranks whose collective differs in name or size from that with the same number on most ranks."""
+    """Compare calls that have the same number in a group: find ranks whose call has another name or size than most."""
     calls: dict[tuple[str, int], dict[int, CollectiveCall]] = {}
     for rank, status in statuses.items():
         for call in (status.last, status.inside):

@@ -1,4 +1,4 @@
-"""What the ranks of a run tell each other through torch's store: their processes, and why the run ends."""
+"""Messages that the ranks of a run exchange through torch's store: facts of their processes, and why the run ends."""
 
 import os
 import socket
@@ -19,7 +19,7 @@ from ds_finetune.system.world import World
 
 _JOIN_TIMEOUT = timedelta(minutes=10)
 ENDING, NONE = "ending", "none"
-"""Key in the store under which the reason for the end of the run (a RunEnding) is written, and its value before."""
+"""ENDING is the key of torch's store for the reason why the run ends (a RunEnding). Until then its value is NONE."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ _PROCESS_JSON, ENDING_JSON, STATUS_JSON = TypeAdapter(RankProcess), TypeAdapter(
 
 
 def join(store: dist.Store, world: World, own: RankProcess) -> list[RankProcess]:
-    """Exchange the process data of all ranks through `store`, and return it by rank. Afterwards the store has a
-    heartbeat of each rank.
+    """Exchange facts of the processes of all ranks through `store`, and return them in the order of ranks. Afterwards
+    the store has a first heartbeat of each rank.
     """
     if own.rank == 0:
         store.set(ENDING, NONE)

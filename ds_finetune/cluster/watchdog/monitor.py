@@ -94,7 +94,7 @@ class Monitor(threading.Thread):
         self._is_store_lost = False
         self._answered_at = now = time.monotonic()
         self._heard_at = dict.fromkeys(range(len(processes)) if self._own.rank == 0 else [0], now)
-        """Monotonic time at which the last new heartbeat of each watched rank was read."""
+        """Maps each watched rank to the monotonic time at which its last heartbeat was read."""
         self._latest = dict.fromkeys(self._heard_at, RankStatus())
         """The last heartbeat of each watched rank."""
         self._late: deque[tuple[float, float]] = deque(maxlen=round(_LATE_WITHIN))
@@ -111,7 +111,7 @@ class Monitor(threading.Thread):
         """
 
     def run(self) -> None:
-        """Send heartbeats and compare ranks until closed."""
+        """Send heartbeats and compare ranks until the monitor is closed."""
         heartbeats = threading.Thread(target=self._beat, name="watchdog-heartbeats", daemon=True)
         heartbeats.start()
         while not self._closed.wait(_TICK_SECONDS):
@@ -171,13 +171,14 @@ class Monitor(threading.Thread):
             if cause is None or not is_consequence or self._own.rank in cause.at_fault:
                 raise
             secondary = RunError(
-                f"{cause.line}; rank {self._own.rank} then met {failure.line}", hint=f"see {self._report} for more"
+                f"{cause.line}; rank {self._own.rank} then failed: {failure.line}",
+                hint=f"read the report `{self._report}`",
             )
             # Every rank exits with the exit code of the cause, such as the code for a user's mistake.
             secondary.exit_code = cause.code or RUN_ERROR_EXIT_CODE
             record_error(secondary.message, cause=cause.line)
-            # torchrun reports the rank that exits first as the cause, so this rank waits until the other one has
-            # exited.
+            # torchrun reports the rank that exits first as the cause, so the rank at fault must exit before this
+            # one.
             time.sleep(_GRACE_SECONDS)
             raise secondary from None
 
@@ -299,7 +300,7 @@ class Monitor(threading.Thread):
         elif not {HUNG, FAILING}.intersection(status.state for status in active.values()):
             self._compare_at = math.inf
         elif self._compare_at == math.inf:
-            # This rank's error may follow from another rank's error. The other rank has this time to report it.
+            # The reported error may be caused by an error of another rank, which has this time to report it.
             self._compare_at = now + _GRACE_SECONDS
         elif now > self._compare_at + ROUND_SECONDS or all(heard_at[rank] > self._compare_at for rank in active):
             self._propose(self._diagnosed(active))
@@ -381,13 +382,12 @@ class Monitor(threading.Thread):
             if ending.code != USER_ERROR_EXIT_CODE:
                 try_to_finish(lambda: self._write_report(ending))
         if self._is_reporter(ending) and ending.code != USER_ERROR_EXIT_CODE:
-            # The report is printed now, because an error that follows from this ending may end the process before
-            # `_leave` runs.
+            # The report is printed now, because the training thread may fail and end the process before `_leave` runs.
             _print(f"watchdog: {ending.report}\n")
         self._ending_known.set()
 
     def _is_reporter(self, ending: RunEnding) -> bool:
-        """Whether this rank prints the report, as the lowest rank that is not at fault."""
+        """Whether this rank prints the report: the lowest rank that is not at fault does."""
         return self._own.rank == min({each.rank for each in self._processes}.difference(ending.at_fault), default=-1)
 
     def _write_report(self, ending: RunEnding) -> None:
@@ -434,9 +434,7 @@ def _silent_limit(phase: str) -> float:
 
 @contextmanager
 def start_monitor(progress: RankProgress, world: World, store: dist.Store, output_dir: Path) -> Iterator[Monitor]:
-    """Watch this rank and compare it with others while the context is open; every rank opens it with the run's
-    store.
-    """
+    """Run the watchdog of this rank while the context is open. Every rank opens it with the store of the run."""
     monitor = Monitor(progress, join(store, world, RankProcess.here(world.rank)), store, output_dir)
     monitor.start()
     try:

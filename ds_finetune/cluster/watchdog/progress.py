@@ -121,7 +121,7 @@ class RankProgress:
 
     @contextmanager
     def collective(self, name: str, size: int, ranks: str) -> Iterator[None]:
-        """Record the collective that is called in the `with` block; the call returns once it is done or enqueued."""
+        """Record the collective that the `with` block calls. On a GPU it ends once the collective is enqueued."""
         self._counts[ranks] += 1
         self.last_calls.append(CollectiveCall(name, size, ranks, self._counts[ranks]))
         with self._timed(is_wait=False):
@@ -162,7 +162,9 @@ class RankProgress:
         return call.end is not None and _is_reached(call.end)
 
     def take_waited(self) -> float:
-        """Seconds that the computation has waited in finished collectives since the last call."""
+        """Return the seconds that the computation has waited in finished collectives since the last call of this
+        method.
+        """
         self._settle()
         waited, self._waited_seconds = self._waited_seconds, 0.0
         return waited
@@ -290,8 +292,8 @@ def observe_collectives(progress: RankProgress) -> Iterator[None]:
 
 
 def _ranks_text(group: dist.ProcessGroup) -> str:
-    """The ranks of a group as text, such as `ranks 0,2` or `all`. The text is empty for a group of a memory trace,
-    which torch does not know.
+    """The ranks of a group as text, such as `ranks 0,2` or `all`. The text is empty for a fake group, in which a
+    memory estimate is traced.
     """
     try:
         ranks = dist.get_process_group_ranks(group)

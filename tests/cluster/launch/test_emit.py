@@ -129,7 +129,7 @@ def test_an_override_with_a_password_is_refused(kind: str) -> None:
         ORDER,
         job=replace(ORDER.job, overrides=("eval.generate.max_new_tokens=9", "data.train=https://me:hunter2@host/x")),
     )
-    with pytest.raises(LaunchError, match=r"the override data\.train=\*\*\* looks secret") as caught:
+    with pytest.raises(LaunchError, match=r"the override data\.train=\*\*\* looks like a secret") as caught:
         render_file(kind, request)
     assert "hunter2" not in str(caught.value)
 
@@ -232,10 +232,10 @@ def test_sixty_four_hosts_of_eight(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "change", "message"),
     [
-        ("slurm", {"hosts": (Host("a", 8, 1), Host("b", 4, 2))}, "the hosts have slots 8 (`a`) and 4 (`b`)"),
-        ("k8s", {"hosts": (Host("a", 8, 1), Host("b", 4, 2))}, "the hosts have slots 8 (`a`) and 4 (`b`)"),
-        ("k8s", {"hosts": (Host("a", 2, 1, devices=(1, 3)),)}, "cannot be devices (1, 3) of `a`"),
-        ("slurm", {"hosts": ()}, "have slots 0"),
+        ("slurm", {"hosts": (Host("a", 8, 1), Host("b", 4, 2))}, "the hostfile has slots 8 (`a`) and 4 (`b`)"),
+        ("k8s", {"hosts": (Host("a", 8, 1), Host("b", 4, 2))}, "the hostfile has slots 8 (`a`) and 4 (`b`)"),
+        ("k8s", {"hosts": (Host("a", 2, 1, devices=(1, 3)),)}, "cannot choose devices (1, 3) of host `a`"),
+        ("slurm", {"hosts": ()}, "has slots 0"),
     ],
 )
 def test_hosts_that_a_file_cannot_say(kind: str, change: dict[str, Any], message: str) -> None:
@@ -259,7 +259,7 @@ def test_names_that_a_script_would_run_are_refused(name: str) -> None:
 
 @pytest.mark.parametrize("time", ["3h", "24:00:00\n"])
 def test_a_time_that_is_none(time: str) -> None:
-    with pytest.raises(LaunchError, match=r"--time .* is not a time"):
+    with pytest.raises(LaunchError, match=r"--time .* is not of the form"):
         render_file("slurm", replace(ORDER, time=time))
 
 

@@ -72,7 +72,7 @@ def test_what_a_launcher_says_to_its_own_ranks_never_travels(name: str, tmp_path
         lambda: carried_variables({}, [f"{name}=7"]),
         lambda: carried_variables({}, files=[tmp_path / "env"]),
     ):
-        with pytest.raises(LaunchError, match=f"{name} is set by the launcher for each rank"):
+        with pytest.raises(LaunchError, match=f"{name}, which the launcher sets for each rank"):
             ask()
 
 
@@ -101,7 +101,9 @@ def test_what_a_launcher_says_to_its_own_ranks_never_travels(name: str, tmp_path
 )
 def test_secrets_travel_only_by_name_and_are_never_shown(name: str, value: str) -> None:
     assert carried_variables({name: value}) == CarriedVariables({}, (name,))
-    assert carried_variables({name: value}).lines() == [f"withheld: {name} (looks secret; --env {name} carries it)"]
+    assert carried_variables({name: value}).lines() == [
+        f"withheld: {name} (looks like a secret; --env {name} passes it)"
+    ]
     by_name = carried_variables({name: value}, [name])
     assert by_name == CarriedVariables({name: value}, ())
     assert by_name.lines() == [f"{name} (its value is not shown)"]
@@ -188,9 +190,9 @@ def test_named_variables_win_over_files_and_files_over_the_environment(tmp_path:
 @pytest.mark.parametrize(
     ("named", "message"),
     [
-        ("GONE", "GONE is not set here"),
-        ("a-b=1", "`a-b` is not the name of a variable"),
-        ("=1", "`` is not the name of a variable"),
+        ("GONE", "GONE, which is not set in this shell"),
+        ("a-b=1", "`a-b` instead of the name of an environment variable"),
+        ("=1", "`` instead of the name of an environment variable"),
     ],
 )
 def test_names_that_cannot_be_carried(named: str, message: str) -> None:
@@ -252,8 +254,8 @@ def test_quotes_mean_what_a_shell_says(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("A=1\nnonsense\n", "line 2: `nonsense` is not `NAME=VALUE`"),
-        ("\n\n1A=1\n", "line 3: `1A` is not the name of a variable"),
+        ("A=1\nnonsense\n", "line 2 is `nonsense` instead of `NAME=VALUE`"),
+        ("\n\n1A=1\n", "line 3 has `1A` instead of the name of an environment variable"),
         ("A='open\n", "line 1: the value of A has an open quote"),
         ('A="x" y\n', "line 1: the value of A has an open quote, text"),
         ("A='a'$HOME\n", "line 1: the value of A has an open quote, text"),
@@ -292,7 +294,7 @@ def test_places_of_environment_files(tmp_path: Path) -> None:
     assert environment_files({}, home=here, directory=here) == (here / ".deepspeed_env",)
     assert environment_files({"DS_ENV_FILE": "mine"}, home=home, directory=here) == (here / "mine",)
     assert environment_files({"DS_ENV_FILE": str(here / "mine")}, home=home, directory=here) == (here / "mine",)
-    with pytest.raises(LaunchError, match="DS_ENV_FILE is `none`, which is not a file"):
+    with pytest.raises(LaunchError, match="DS_ENV_FILE names the file `none`, but there is no"):
         environment_files({"DS_ENV_FILE": "none"}, home=home, directory=here)
 
 

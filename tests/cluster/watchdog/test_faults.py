@@ -91,7 +91,7 @@ def test_the_first_error_is_named_and_not_what_follows(rank: int, tmp_path: Path
     assert "was the first to fail: OSError: [Errno 28] No space left on device" in done.report
     assert "Traceback" in done.printed[rank]
     # Rank zero prints the report with the traceback of the first error; nothing is printed of the one that follows.
-    assert "RuntimeError" not in done.printed[1 - rank].partition(f"rank {1 - rank} then met")[0]
+    assert "RuntimeError" not in done.printed[1 - rank].partition(f"rank {1 - rank} then failed")[0]
     # Only the first rank of a host says why the watchdog ends it. The other one says so where it meets an error of its
     # own before, which on a busy machine it may not.
     is_silent = rank == 0 and not done.printed[1]
