@@ -328,7 +328,10 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("eval model --data eval.jsonl", "`model` has a config.json but no weights"),
         ("eval model --data eval.jsonl --json dir", "--json `dir` cannot be written: Is a directory"),
         ("sweep run.yaml", "run.yaml is a run file, and a sweep needs a sweep file"),
-        ("launch run.yaml --nproc 2 --dry-run --ssh-args '", "ssh arguments `'` cannot be split into words: No closing quotation"),
+        (
+            "launch run.yaml --nproc 2 --dry-run --ssh-args '",
+            "ssh arguments `'` cannot be split into words: No closing quotation",
+        ),
     ],
 )
 def test_wrong_paths_and_files_are_errors_without_a_traceback(

@@ -136,7 +136,8 @@ def srun_command(job: Job, environ: Mapping[str, str]) -> list[str]:
     """
     if "SLURM_JOB_ID" not in environ:
         raise LaunchError(
-            "--launcher slurm works only in an allocation of Slurm, but the variable SLURM_JOB_ID is not set",
+            "--launcher slurm works only in an allocation of Slurm, but SLURM_JOB_ID is not one of the "
+            f"{len(environ)} environment variables",
             hint="run this command under salloc, or write a script for sbatch with `ds-finetune launch --emit slurm`",
         )
     _check_whole_hosts(job, "slurm", "remove them from the hostfile")

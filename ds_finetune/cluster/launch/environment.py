@@ -204,15 +204,16 @@ def _named(text: str, environ: Mapping[str, str]) -> tuple[str, str]:
         return name, value
     if name not in environ:
         shown = _redacted(name)
-        text = f"--env names the variable {shown}, which is not set in this shell"
-        raise LaunchError(text, hint=f"export the variable, or write --env {shown}=VALUE")
+        raise LaunchError(
+            f"--env names the variable {shown}, which is not set in this shell",
+            hint=f"export the variable, or write --env {shown}=VALUE",
+        )
     return name, environ[name]
 
 
 def _check_variable_name(name: str, source: str) -> None:
     if not _NAME.match(name):
-        text = f"{source} has `{_redacted(name)}` instead of the name of an environment variable"
-        raise LaunchError(text, hint="write NAME=VALUE")
+        raise LaunchError(f"{source}: `{_redacted(name)}` cannot name an environment variable", hint="write NAME=VALUE")
     if _PER_RANK.match(name):
         raise LaunchError(f"{source} sets {name}, which the launcher sets for each rank", hint=f"leave {name} out")
     if name.endswith(_DEVICES):

@@ -191,8 +191,8 @@ def test_named_variables_win_over_files_and_files_over_the_environment(tmp_path:
     ("named", "message"),
     [
         ("GONE", "GONE, which is not set in this shell"),
-        ("a-b=1", "`a-b` instead of the name of an environment variable"),
-        ("=1", "`` instead of the name of an environment variable"),
+        ("a-b=1", "`a-b` cannot name an environment variable"),
+        ("=1", "`` cannot name an environment variable"),
     ],
 )
 def test_names_that_cannot_be_carried(named: str, message: str) -> None:
@@ -255,7 +255,7 @@ def test_quotes_mean_what_a_shell_says(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("A=1\nnonsense\n", "line 2 is `nonsense` instead of `NAME=VALUE`"),
-        ("\n\n1A=1\n", "line 3 has `1A` instead of the name of an environment variable"),
+        ("\n\n1A=1\n", "line 3: `1A` cannot name an environment variable"),
         ("A='open\n", "line 1: the value of A has an open quote"),
         ('A="x" y\n', "line 1: the value of A has an open quote, text"),
         ("A='a'$HOME\n", "line 1: the value of A has an open quote, text"),

@@ -130,7 +130,7 @@ def test_srun_on_chosen_hosts_and_on_all() -> None:
 
 
 def test_slurm_needs_an_allocation() -> None:
-    with pytest.raises(LaunchError, match="SLURM_JOB_ID is not set"):
+    with pytest.raises(LaunchError, match="SLURM_JOB_ID is not one of the 0 environment variables"):
         srun_command(JOB, {})
     with pytest.raises(LaunchError, match="SLURM_JOB_NODELIST `` is not a list of nodes"):
         srun_command(JOB, {"SLURM_JOB_ID": "7"})
