@@ -1,1 +1,1 @@
-"""Models: their modules, weights, adapters and parallel shards, and the loss, which is computed in chunks."""
+"""The model of a run: its modules, weights, LoRA adapters, parallel shards and losses."""

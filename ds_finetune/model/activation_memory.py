@@ -1,12 +1,11 @@
-"""Saves memory of activations: inputs of recomputed layers go to host memory, and MLPs compute tokens in tiles.
+"""Saves activation memory: inputs of recomputed layers are offloaded to host memory, and MLPs compute tokens in tiles.
 
-With recomputation, a forward saves only the inputs [rows, tokens, width] of its layers. These inputs move to host
-memory in forward and return in backward. Copies are bit-exact, so results do not change.
+Under activation checkpointing a forward saves only each layer's input [rows, tokens, width]. Offloading copies it to
+host memory in the forward and back in backward, bit for bit.
 
-MLPs compute the tokens of a forward tile by tile, so that intermediate activations exist for one tile only. Forward
-saves only the inputs. Backward recomputes each tile, and sums the tiles' weight gradients in fp32. Under ZeRO-3 all
-tiles use one gather of the weights. Tokens are independent within an MLP, and rows within routed experts, so outputs
-are the same except for the order in which kernels sum.
+A tiled MLP computes one tile of tokens after another, so that intermediate activations exist for one tile only. Its
+forward saves the input. Backward recomputes each tile, and sums the tiles' weight gradients in fp32. Under ZeRO-3 the
+weights are gathered once for all tiles. Only the order in which kernels sum may change results.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,25 +24,24 @@ from ds_finetune.model.parallel.expert import ExpertParallelExperts
 
 
 def recompute_layers(lm: PreTrainedModel, *, is_selective: bool) -> None:
-    """Recompute the layers of `lm` in backward, in place, with the experts chosen in forward. With `is_selective`, the
-    outputs of some operations are saved too (kept_outputs.py).
+    """Turn on activation checkpointing for the layers of `lm`, in place. Recomputation uses the experts chosen in the
+    forward. With `is_selective`, outputs of some operations are saved instead of recomputed (kept_outputs.py).
 
-    The random state is saved only where layers use random numbers. Reading it from the device for each layer makes the
-    host wait.
+    The random state is saved only if layers use random numbers, because reading it makes the host wait for the device.
     """
     drops = is_random(lm.config) or any(getattr(module, "lora_dropout", 0) for module in lm.modules())
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": drops}
     lm.gradient_checkpointing_enable(options | {"context_fn": partial(layer_contexts, is_selective=is_selective)})
     for module in _choosing_modules(lm):
         keep_choices(module)
-    # transformers makes outputs of frozen embeddings require a gradient, which only reentrant checkpointing needs. This
-    # is undone, because layers before the first adapter would be recomputed.
+    # transformers makes outputs of frozen embeddings require a gradient, as reentrant checkpointing needs. It is not
+    # used here, and such outputs would make backward recompute the layers before the first adapter.
     lm.disable_input_require_grads()
 
 
 def _choosing_modules(lm: PreTrainedModel) -> list[nn.Module]:
-    """Modules of `lm` in which experts are chosen. These are its routers or, for a model type whose router is not
-    known, all children of layers with experts.
+    """Modules of `lm` that choose experts: its routers. For a model type whose router is not known these are all
+    children of layers with experts.
     """
     router = family_of(lm.config.model_type).router
     if router is not None:
@@ -54,14 +52,14 @@ def _choosing_modules(lm: PreTrainedModel) -> list[nn.Module]:
 
 
 def is_random(hf_config: PretrainedConfig) -> bool:
-    """Whether layers of a model use random numbers in training, for dropout of any kind or noise in routers."""
+    """Whether training uses random numbers in the layers of a model: dropout, or noise in routers."""
     values = {key: value for key, value in hf_config.to_dict().items() if "drop" in key or "jitter" in key}
     return family_of(hf_config.model_type).is_generic or any(values.values())
 
 
 def offload_layer_inputs(lm: PreTrainedModel) -> None:
-    """Store the inputs of all layers of `lm` in pinned host memory, except those of the last layer, which backward
-    needs first. All layers must be recomputed.
+    """Offload the inputs of the layers of `lm` to pinned host memory. The last layer's input stays, because backward
+    needs it first. All layers must use activation checkpointing.
     """
     layers = [module for module in lm.modules() if isinstance(module, GradientCheckpointingLayer)]
     assert layers
@@ -76,11 +74,11 @@ def _checkpoint_on_host(
     hidden: torch.Tensor,
     *others: Any,  # noqa: ANN401
 ) -> Any:  # noqa: ANN401
-    """Recompute a layer with torch's `checkpoint`, and move its input `hidden` to host memory with torch's
-    `save_on_cpu`. Copies to and from pinned memory are enqueued in the compute stream, so nothing is read too early.
+    """Run a layer under torch's `checkpoint`, with its input `hidden` offloaded by torch's `save_on_cpu`. The copies
+    run in the compute stream, so none is read before it is complete.
     """
     copies = save_on_cpu(pin_memory=True)
-    # Autograd keeps the two hooks below until backward. They must not reference the input, to free it.
+    # Autograd keeps these two hooks until backward. A reference to the input in them would keep its memory allocated.
     host_copy = _identity(hidden)
 
     def pack(saved: torch.Tensor) -> Any:  # noqa: ANN401
@@ -103,7 +101,7 @@ _SHARED = (".shared_experts", ".shared_expert")
 
 
 class _TokensInTiles(torch.autograd.Function):
-    """Computes `forward(*tensors)` in tiles of the first dimension, which all tensors and the result share."""
+    """Computes `forward(*tensors)` in tiles of the first dimension, which all tensors and the result have."""
 
     @staticmethod
     def forward(
@@ -115,7 +113,7 @@ class _TokensInTiles(torch.autograd.Function):
     ) -> torch.Tensor:
         tensors = tensors_and_weights[:num_tensors]
         ctx.forward, ctx.tiles = forward, tiles
-        # autograd must not compare the versions of weights, because under ZeRO-3 they are gathered again for backward.
+        # Saved through autograd, weights would fail its version check: ZeRO-3 gathers them again for backward.
         ctx.weights = tensors_and_weights[num_tensors:]
         ctx.save_for_backward(*tensors)
         out: torch.Tensor | None = None
@@ -156,7 +154,7 @@ def _tiles(tensors: Sequence[torch.Tensor], tiles: int) -> Iterator[tuple[torch.
 
 
 def _run_in_tiles(module: nn.Module, tiles: int, *tensors: torch.Tensor) -> torch.Tensor:
-    """Run an MLP [..., width] or routed experts, whose tensors have a row for each token, in tiles of tokens.
+    """Compute an MLP [..., width], or routed experts, in tiles of tokens.
 
     Without gradients no activations are saved, so all tokens are computed at once.
     """
@@ -164,14 +162,14 @@ def _run_in_tiles(module: nn.Module, tiles: int, *tensors: torch.Tensor) -> torc
     if not torch.is_grad_enabled():
         return forward(*tensors)
     rows = [tensor.flatten(0, -2) for tensor in tensors]
-    # Expert parallel ranks communicate in each tile, so all have the same number of tiles, of which some may be empty.
+    # Expert parallel ranks communicate in each tile, so all need the same number of tiles, even if some are empty.
     number = tiles if isinstance(module, ExpertParallelExperts) else min(tiles, len(rows[0]))
     out: torch.Tensor = _TokensInTiles.apply(forward, number, len(rows), *rows, *module.parameters())
     return out.view(*tensors[0].shape[:-1], out.shape[-1])
 
 
 def tiled_modules(lm: PreTrainedModel) -> list[nn.Module]:
-    """Dense MLPs, shared experts and routed experts of all layers."""
+    """All modules whose tokens can be computed in tiles: dense MLPs, shared experts and routed experts."""
     tiled = []
     for name, module in lm.named_modules():
         is_dense = name.endswith(_MLP) and not hasattr(module, "experts")
@@ -181,9 +179,9 @@ def tiled_modules(lm: PreTrainedModel) -> list[nn.Module]:
 
 
 def install_tiled_mlps(lm: PreTrainedModel, *, tiles: int) -> list[nn.Module]:
-    """Make the MLPs of `lm` compute tokens in this number of tiles, in place. Returns the MLPs.
+    """Make the MLPs of `lm` compute their tokens in `tiles` tiles, in place. Returns these MLPs.
 
-    The number must be the same on all ranks, since tensor and expert parallel ranks communicate in each tile.
+    All ranks must use the same number, because tensor and expert parallel ranks communicate in each tile.
     """
     modules = tiled_modules(lm)
     for module in modules:

@@ -113,7 +113,7 @@ def test_an_adapter_of_another_base_is_refused(
     ("overrides", "said"),
     [
         (["lora.dropout=0.1", "lora.target_modules=[q_b_proj]", "train.tiled_mlp=true"], "train.tiled_mlp true"),
-        (["lora.dropout=0.1"], "lora.dropout with adapters of down_proj, experts, gate_proj, up_proj"),
+        (["lora.dropout=0.1"], "no dropout for adapters of down_proj, experts, gate_proj, up_proj"),
         (["lora.dropout=1"], "less than 1"),
         (["lora.modules_to_save=[q_a_layernorm]", "mtp.train=true"], "mtp.train true is not tested"),
     ],

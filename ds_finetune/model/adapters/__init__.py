@@ -1,1 +1,1 @@
-"""LoRA adapters: their modules, their plan, and reading them from peft's format."""
+"""LoRA adapters: their modules, the plan which modules are adapted, and reading adapters in peft's format."""

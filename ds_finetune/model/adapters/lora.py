@@ -1,8 +1,7 @@
-"""Low-rank adapters (Hu et al., LoRA, arXiv 2106.09685): their modules, and merging them into weights.
+"""Modules of LoRA adapters (Hu et al., arXiv 2106.09685), and merging adapters into weights.
 
-A weight W [out, in] becomes W + alpha / rank x B A with A [rank, in] and B [out, rank]; fused experts [experts,
-out, in] have an A and a B per expert. W is frozen. All results equal those of peft 0.21, and `export/adapter.py`
-writes adapters in peft's format.
+A frozen weight W [out, in] becomes W + alpha / rank x B A with A [rank, in] and B [out, rank]. Fused experts [experts,
+out, in] have an A and a B per expert. Results equal those of peft 0.21; `export/adapter.py` writes peft's format.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,7 +41,7 @@ class _LowRankLinear(_Adapted):
 
     lora_dropout: float
     lora_columns: tuple[int, int]
-    """First input column that this rank holds, and number of input columns on all ranks."""
+    """First input column of this rank's shard, and number of input columns of the full weight."""
 
     def _low_rank(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.training and self.lora_dropout:
@@ -50,8 +49,8 @@ class _LowRankLinear(_Adapted):
         return functional.linear(functional.linear(hidden, self.lora_A), self.lora_B).mul_(self.lora_scale)
 
     def _mask(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Sample dropout factors of inputs, 0 or 1 / (1 - dropout). Tensor parallel ranks sample all columns, so that
-        each takes its part of the same mask.
+        """Sample a dropout mask of inputs, with values 0 and 1 / (1 - dropout). Each tensor parallel rank samples it
+        for all columns and takes its own part, so that all ranks use the same mask.
         """
         start, columns = self.lora_columns
         mask = functional.dropout(hidden.new_ones(*hidden.shape[:-1], columns), self.lora_dropout)
@@ -64,10 +63,10 @@ class _AdaptedLinear(_LowRankLinear):
 
 
 class _AdaptedParallelLinear(_LowRankLinear):
-    """A `ParallelLinear` with an adapter. Communication follows the sum of the products with weight and adapter."""
+    """A tensor parallel linear module with an adapter. Ranks communicate once, for the sum of both products."""
 
     def multiply(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Compute this rank's part of the product with weight and adapter, without communication."""
+        """Compute this rank's part of the linear module's output, weight and adapter, without communication."""
         return self._low_rank(hidden).add_(super().multiply(hidden))  # type: ignore[misc]
 
 
@@ -77,10 +76,10 @@ class _AdaptedRouter(_Adapted):
     lora_B: torch.Tensor  # noqa: N815
 
     def forward(self, *args: Any) -> Any:  # noqa: ANN401 - the family's own
-        """Run the family's own forward with the merged weight, which is small enough to merge in each forward."""
+        """Run the router's own forward with the merged weight, which is small enough to merge in each forward."""
         merged = self.weight + (self.lora_B @ self.lora_A) * self.lora_scale
-        # This attribute hides the parameter `weight`: Python looks into `__dict__` before it calls
-        # nn.Module.__getattr__, which returns parameters.
+        # An attribute hides the parameter `weight`, because Python looks into `__dict__` before it calls
+        # nn.Module.__getattr__, which finds parameters.
         self.__dict__["weight"] = merged
         try:
             return super().forward(*args)
@@ -93,17 +92,17 @@ class _LowRankExperts(_Adapted):
     _apply_gate: Callable[[torch.Tensor], torch.Tensor]
 
     def _run(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        """Run experts with adapters on [tokens, width], with chosen experts [tokens, k] and their weights.
+        """Run experts with adapters on [tokens, width], with chosen experts [tokens, k] and their routing weights.
 
-        peft instead merges adapters into a copy of all experts in each forward, and needs a gradient of that size.
+        peft would merge adapters into a copy of all experts in each forward, and need a gradient of that size.
         """
         return run_experts(self, hidden, top_k_index, top_k_weights, self._project)
 
     def _project(self, rows: torch.Tensor, ends: torch.Tensor, leaf: str) -> torch.Tensor:
-        """Multiply `rows` [rows, in], sorted by expert up to `ends`, with each expert's weight `leaf` and adapter."""
+        """Multiply `rows` [rows, in] by the weight `leaf` and the adapter of their expert; expert i ends at ends[i]."""
         low = multiply(rows, getattr(self, f"{leaf}_lora_A"), ends)
         low = multiply(low, getattr(self, f"{leaf}_lora_B"), ends)
-        # The sum is computed in place, so that at most two tensors as wide as gate and up exist at a time.
+        # Summing in place keeps at most two tensors of the width of gate and up in memory.
         return low.mul_(self.lora_scale).add_(project(self, rows, ends, leaf))  # type: ignore[no-any-return]
 
 
@@ -113,7 +112,7 @@ class _AdaptedExperts(_LowRankExperts):
 
 
 class _AdaptedLocalExperts(_LowRankExperts):
-    """`ExpertParallelExperts` with adapters, which sends tokens to their experts' ranks and back."""
+    """Expert parallel routed experts with adapters. Tokens are sent to their experts' ranks and back."""
 
     def run_experts(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         return self._run(hidden, top_k_index, top_k_weights)
@@ -129,34 +128,33 @@ def _adapted_class(module: nn.Module, kind: str) -> type[_Adapted]:
 
 @dataclass(frozen=True)
 class AdapterPlacement:
-    """How the adapters of a model are distributed: which part this rank holds, and how ZeRO partitions it."""
+    """How adapters are sharded: this rank's part under tensor and expert parallelism, and ZeRO's partition."""
 
     where: Where
     model_shard: ModelShard = UNSHARDED
     tp_group: RankGroup | None = None
     """Tensor parallel group; None without tensor parallelism."""
     mark_expert: MarkParameter | None = None
-    """Called with each parameter of experts that only some ranks hold."""
+    """Called for parameters of experts under expert parallelism, to mark them for DeepSpeed."""
     partition: Callable[[list[nn.Parameter]], None] = lambda _: None
-    """Called with the new parameters of a module, to partition them under ZeRO-3. The default leaves them full tensors.
-    """
+    """Partitions a module's new parameters under ZeRO-3. The default does nothing."""
 
     def prepare(self, param: nn.Parameter, shard: TensorShard, *, of: TensorShard) -> None:
-        """Mark an adapter parameter, so that its gradient is summed over the right ranks and counted once in norms.
+        """Mark an adapter parameter, so that gradients are summed over the right ranks and norms count it once.
 
-        `shard` is this rank's part of the parameter, and `of` its part of the adapted weight.
+        `shard` is this rank's part of the parameter, `of` its part of the adapted weight.
         """
-        # In gradient norms DeepSpeed 0.19.8 counts parameters without `model_parallel` only once
+        # DeepSpeed 0.19.8 counts parameters without `model_parallel` only once in gradient norms
         # (runtime/utils.py:134).
         param.model_parallel = shard.dim is not None  # type: ignore[attr-defined]
         if shard.is_expert_parallel and self.mark_expert is not None:
             self.mark_expert(param)
         if self.tp_group is not None and of.dim is not None and shard.dim is None:
-            # The unsharded factor of the adapter gets its gradient from this rank's shard of the other factor.
+            # This factor is not sharded, but the other one is: each rank has a part of its gradient, which is summed.
             param.register_hook(self.tp_group.all_reduce)
 
     def set_full(self, name: str, param: nn.Parameter, values: torch.Tensor) -> None:
-        """Set the parameter `name` to its part of the full tensor `values`."""
+        """Set the parameter `name` from a full tensor: this rank takes its part of `values`."""
         fragment = self.where(param)
         part = self.model_shard.tensor_shard(name, fragment.shape).slice(values)[fragment.start : fragment.end]
         with fragment.opened() as flat:
@@ -164,7 +162,7 @@ class AdapterPlacement:
 
 
 Initial = Callable[[str, Shape], Mapping[str, torch.Tensor]]
-"""Function that returns the initial A [..., rank, in] and B [..., out, rank] of a weight, by its name and shape."""
+"""Function (name of a weight, its shape) -> initial values {"A": [..., rank, in], "B": [..., out, rank]}."""
 
 
 def install_lora(  # noqa: PLR0913
@@ -176,11 +174,11 @@ def install_lora(  # noqa: PLR0913
     placement: AdapterPlacement,
     start: Initial | None = None,
 ) -> None:
-    """Freeze `lm` and add adapters to each of `targets`, in the dtype of the adapted weight. A pipeline stage skips
-    targets in layers of other stages.
+    """Freeze `lm` and add adapters to the modules `targets`, in the dtype of the adapted weights. A pipeline stage
+    skips modules of other stages.
 
-    Initial values come from `start`. Without it B is zero and A uniform within 1 / sqrt(in), as kaiming_uniform with a
-    = sqrt(5) (peft 0.21, tuners/lora/layer.py, reset_lora_parameters). The seed of A depends on the weight's name.
+    `start` gives initial values. By default B is zero and A uniform within 1 / sqrt(in), as in peft (0.21,
+    tuners/lora/layer.py, reset_lora_parameters), with a seed that depends on the weight's name.
     """
     lm.requires_grad_(False)
     modules, initial = dict(lm.named_modules()), start or partial(initial_factors, rank=lora.rank, seed=seed)
@@ -228,7 +226,7 @@ def _adapt(
 
 
 def initial_factors(name: str, shape: Shape, rank: int, seed: int) -> dict[str, torch.Tensor]:
-    """Random A [..., rank, in] and zero B [..., out, rank] in fp32 for the weight `name` of `shape`."""
+    """Initial adapter of the weight `name` in fp32: random A [..., rank, in] and zero B [..., out, rank]."""
     *experts, out, width = shape
     bound = width**-0.5
     generator = torch.Generator().manual_seed(seed_of(seed, f"{name}.lora_A"))
@@ -240,9 +238,9 @@ def initial_factors(name: str, shape: Shape, rank: int, seed: int) -> dict[str, 
 
 @contextmanager
 def adapters_off(lm: nn.Module) -> Iterator[None]:
-    """Context in which `lm` computes exactly what it would compute without its adapters.
+    """Context in which `lm` computes exactly what it would without adapters, by a scale of 0.
 
-    The adapters' scale is 0. All modules still run, so that ZeRO-3 fetches the same parameters in the same order.
+    Adapter modules still run, so that ZeRO-3 fetches parameters in the same order as always.
     """
     adapted = [module for module in lm.modules() if isinstance(module, _Adapted)]
     assert adapted, "the model has no adapters"
@@ -258,7 +256,7 @@ def adapters_off(lm: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Factors:
-    """An adapter of one weight: A [..., rank, in], B [..., out, rank] and the scale of their product."""
+    """The adapter of one weight: A [..., rank, in], B [..., out, rank] and the scale of B A."""
 
     a: torch.Tensor
     b: torch.Tensor
@@ -266,15 +264,15 @@ class Factors:
 
     @property
     def shape(self) -> Shape:
-        """Shape of the adapted weight."""
+        """Shape of the weight that the adapter adapts."""
         return (*self.b.shape[:-1], self.a.shape[-1])
 
     def as_stored(self, name: str, family: Family) -> Self:
-        """The adapter of the weight `name` as the family stores it: with A and B exchanged for a transposed weight."""
+        """The adapter of the weight `name` as checkpoints have it: A and B swapped for a transposed weight."""
         return replace(self, a=self.b.mT, b=self.a.mT) if is_transposed(name, family) else self
 
     def delta(self, start: int, numel: int) -> torch.Tensor:
-        """Elements `start` to `start + numel` of the flattened scale x B A, fp32 [numel], from the needed rows only."""
+        """Elements `start` to `start + numel` of the flattened scale * B A, fp32 [numel]; computes only their rows."""
         rows, width = self.b.shape[-2], self.a.shape[-1]
         first, last = start // width, -(-(start + numel) // width)
         a, b = self.a.reshape(-1, *self.a.shape[-2:]), self.b.reshape(-1, *self.b.shape[-2:])
@@ -287,7 +285,7 @@ class Factors:
 
 
 def factors_of(adapters: Mapping[str, torch.Tensor], scale: float) -> dict[str, Factors]:
-    """Pair the adapters' parameters, given by name, to one `Factors` per adapted weight, by name of the weight."""
+    """Group adapter parameters, given by name, into one adapter per weight, by the name of the weight."""
     sides = {weight_of(name): tensor for name, tensor in adapters.items()}
     return {
         weight: Factors(tensor, sides[weight, "B"], scale) for (weight, side), tensor in sides.items() if side == "A"
@@ -297,12 +295,12 @@ def factors_of(adapters: Mapping[str, torch.Tensor], scale: float) -> dict[str, 
 def merge_adapters(
     tensors: Iterator[tuple[str, torch.Tensor | None]], factors: Mapping[str, Factors], family: Family
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Yield `tensors` (full, on the CPU, by name) with their adapters added in fp32, cast back to the tensor's dtype.
-    One tensor at a time is copied.
+    """Yield full CPU `tensors` by name, with adapters added in fp32 and rounded to the tensor's dtype. Only one merged
+    tensor exists at a time.
     """
     for name, tensor in tensors:
         adapter = factors.get(name)
-        # No local variable holds the sum, so that the caller can release it before it takes the next tensor.
+        # No local variable refers to the merged tensor, so that the caller can free it before it takes the next one.
         yield name, tensor if tensor is None or adapter is None else _sum(tensor, adapter.as_stored(name, family))
 
 

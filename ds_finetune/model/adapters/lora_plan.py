@@ -1,4 +1,4 @@
-"""Plans LoRA for a model: which modules are adapted, and which weights are stored in four bits."""
+"""Plans LoRA: which modules of a model get adapters, and which weights are quantised to four bits."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -33,23 +33,23 @@ from ds_finetune.plan.name_patterns import last_part
 
 @dataclass(frozen=True)
 class LoraPlan:
-    """Which modules of a model the run file's `lora` section adapts, and which weights it quantises."""
+    """The plan for the run file's section `lora`: modules with adapters, and quantised weights."""
 
     section: LoraConfig
     adaptable: tuple[LoraTarget, ...]
-    """All adaptable modules, in the model's order."""
+    """All modules that can be adapted, in the model's order."""
     targets: tuple[LoraTarget, ...]
-    """The modules that are adapted."""
+    """Modules that get an adapter."""
     quantised: tuple[LoraTarget, ...]
-    """Modules whose frozen weights are stored in four bits, adapted or not. Empty without `lora.quantize`."""
+    """Modules whose frozen weights are quantised to four bits, with or without adapter (`lora.quantize`)."""
     model_params: int
     """Number of parameters of the model without adapters."""
     fully_trained: Mapping[str, FullTensor] = field(default_factory=dict)
-    """Tensors that are fully trained besides the adapters (`lora.modules_to_save`), by name."""
+    """Tensors that are trained in full, next to adapters (`lora.modules_to_save`), by name."""
 
     @property
     def num_params(self) -> int:
-        """Number of trained parameters, of adapters and of fully trained tensors."""
+        """Number of trained parameters: of adapters, and of `lora.modules_to_save`."""
         return sum(target.num_params(self.section.rank) for target in self.targets) + self._whole_params
 
     @property
@@ -57,7 +57,7 @@ class LoraPlan:
         return sum(tensor.numel for tensor in self.fully_trained.values())
 
     def lines(self) -> list[tuple[str, str]]:
-        """Lines of the plan about adapters as (name, text), with a line for each kind of module."""
+        """Lines of the printed plan about adapters, as (name, text): one for each kind of module."""
         lora = self.section
         modules = Counter(target.kind for target in self.adaptable)
         text = f"rank {lora.rank}, alpha {lora.alpha:g}{', rslora' if lora.rslora else ''}"
@@ -89,11 +89,11 @@ class LoraPlan:
 
 
 def plan_lora(hf_config: PretrainedConfig, lora: LoraConfig, task: Task = "causal_lm") -> LoraPlan:
-    """Decide which modules the run file's `lora` section adapts and which weights it quantises. It adapts the modules
-    that its patterns match, or all but routers.
+    """Plan which modules the section `lora` adapts, and which weights it quantises. Adapted are the modules that
+    `lora.target_modules` matches; by default all but routers.
 
-    ConfigError if a pattern matches no module or one that cannot be adapted, if experts get a rank that grouped
-    products do not support, or if no weight can be stored in four bits.
+    ConfigError if a pattern matches nothing or a module that cannot be adapted, if torch's grouped matrix product does
+    not support the experts' rank, or if there is no weight to quantise.
     """
     tensors = read_tensors(hf_config, task)
     all_targets = targets_of(tensors)
@@ -120,7 +120,7 @@ def plan_lora(hf_config: PretrainedConfig, lora: LoraConfig, task: Task = "causa
 
 
 def _check_droppable(targets: Sequence[LoraTarget], family: Family) -> None:
-    """ConfigError for dropout on weights that peft adapts as parameters, since it has no access to their inputs."""
+    """ConfigError for `lora.dropout` on weights that peft adapts as parameters: peft does not see their inputs."""
     refused = {
         last_part(target.name)
         for target in targets
@@ -128,15 +128,15 @@ def _check_droppable(targets: Sequence[LoraTarget], family: Family) -> None:
     }
     if refused:
         raise ConfigError(
-            f"lora.dropout with adapters of {', '.join(sorted(refused))}, which peft 0.21 refuses: it adds them to the "
-            "weights (tuners/lora/layer.py, ParamWrapper)",
+            f"lora.dropout is set, but peft 0.21 has no dropout for adapters of {', '.join(sorted(refused))}, which it "
+            "adds to the weights (tuners/lora/layer.py, ParamWrapper)",
             hint="name other modules in lora.target_modules, such as o_proj, or leave lora.dropout out",
         )
 
 
 def _check_all_linear(hf_config: PretrainedConfig, task: Task, all_targets: Sequence[LoraTarget]) -> None:
-    """ConfigError if all-linear would mean other modules than in peft: linear layers, besides the head, that cannot be
-    adapted, or experts that peft leaves out (peft 0.21, utils/transformers_weight_conversion.py has no rule for
+    """ConfigError if `all-linear` would not adapt the same modules as in peft: peft adapts linear modules that this
+    program cannot adapt, or leaves out experts (peft 0.21, utils/transformers_weight_conversion.py has no rule for
     gpt_oss).
     """
     if family_of(hf_config.model_type).transposed_experts:
@@ -157,7 +157,7 @@ def _check_all_linear(hf_config: PretrainedConfig, task: Task, all_targets: Sequ
 
 
 def check_stages(lora: LoraPlan, stages: Sequence[StageLayers | None], *, ep_size: int) -> None:
-    """ConfigError where a pipeline stage trains nothing, or lacks a kind of parameters that other stages train."""
+    """ConfigError if a pipeline stage would train nothing, or no parameter of a kind that other stages train."""
     sides = {f"{each.name}.weight": FullTensor((1, 1), is_routed=each.kind == ROUTED) for each in lora.targets}
     setting = f"lora.target_modules {list(lora.section.target_modules or ())}"
     setting += f" and modules_to_save {list(lora.section.modules_to_save)}" if lora.section.modules_to_save else ""

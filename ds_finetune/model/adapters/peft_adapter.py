@@ -19,11 +19,11 @@ from ds_finetune.plan.lora_targets import Shape
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 KEY_PREFIX = "base_model.model."
-"""Prefix that peft adds to the name of a module."""
+"""Prefix of the names of tensors in peft's adapter files."""
 BASE_DIGEST = "base_weights"
-"""Metadata key in the adapter's file for the digest of the base weights on which it was trained."""
+"""Metadata key in an adapter's file with the digest of the base weights on which the adapter was trained."""
 DOWN, GATE_UP = "down_proj", "gate_up_proj"
-"""Names of the two weights of fused experts."""
+"""Names of the two weights of fused experts: down projection, and gate and up projections."""
 _KEY = re.compile(rf"^{re.escape(KEY_PREFIX)}(?P<module>.+?)(?P<inner>\.base_layer)?\.lora_(?P<side>[AB])\.weight$")
 _READ = {
     *("peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
@@ -31,33 +31,33 @@ _READ = {
     *("exclude_modules", "target_parameters", "modules_to_save", "layers_to_transform", "layers_pattern"),
     *("lora_dropout", "runtime_config", "eva_config", "megatron_core", "qalora_group_size"),
 }
-"""Settings of peft's LoraConfig that this module reads, or that do not change the base model's weights."""
+"""Keys of peft's adapter_config.json that are read here, or that do not change the base model's weights."""
 _ONLY_SUPPORTED: Mapping[str, tuple[object, ...]] = {
     "bias": ("none",),
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal", "mica"),
 }
-"""Settings of peft's LoraConfig that are allowed only with these values. Other values, such as PiSSA, OLoRA, CorDA,
-LoRA-GA and LoftQ, subtract the initial adapter or a rounding error from the base model's weights. Settings neither here
-nor in `_READ` must be empty, as new settings of peft are by default.
+"""Keys of peft's adapter_config.json that may only have these values. With others (PiSSA, OLoRA, CorDA, LoRA-GA, LoftQ)
+peft changes the base model's weights too. Keys neither here nor in `_READ` must be empty, as new keys of peft are by
+default.
 """
 
 
 @dataclass(frozen=True)
 class PeftAdapter:
-    """A folder with an adapter in peft's format. It is checked when opened, and its tensors are read later."""
+    """A folder with an adapter in peft's format. Opening checks it; tensors are read later."""
 
     folder: Path
     config: Mapping[str, Any]
     keys: Mapping[tuple[str, str], str]
-    """Name of each adapter tensor in the safetensors file, by adapted weight and side (`A`, `B`)."""
+    """Name in the safetensors file of each A and B, by (name of the adapted weight, `A` or `B`)."""
     base: str
-    """Digest of the base weights on which the adapter was trained. Empty if another program trained it."""
+    """Digest of the base weights on which the adapter was trained; empty if another program wrote the adapter."""
     fully_trained: Mapping[str, str]
-    """Name in the safetensors file of each fully trained weight (`modules_to_save`), such as a classifier's head."""
+    """Name in the safetensors file of each weight trained in full (`modules_to_save`), such as a classifier's head."""
 
     @classmethod
     def open(cls, folder: Path) -> "PeftAdapter":
-        """Open and check `folder`. ExportError if it is damaged, is not LoRA, or has unsupported settings."""
+        """Open and check an adapter's folder. ExportError if files are damaged, or the settings are not supported."""
         try:
             config = dict(json.loads((folder / CONFIG).read_text(encoding="utf-8")))
             for pattern in {**(config.get("rank_pattern") or {}), **(config.get("alpha_pattern") or {})}:
@@ -110,13 +110,13 @@ class PeftAdapter:
 
     @property
     def names(self) -> list[str]:
-        """Names of the adapted weights."""
+        """Names of the weights that have an adapter."""
         return [name for name, side in self.keys if side == "A"]
 
     def rank_and_scale(self, name: str) -> tuple[int, float]:
-        """Rank of a weight's adapter, and the scale of its product B A."""
-        # peft matches patterns with the name of the weight for adapted parameters, and of the module for adapted
-        # modules (tuners/tuners_utils.py).
+        """Rank of a weight's adapter, and the scale by which B A is multiplied."""
+        # peft matches these patterns with the weight's name if it adapts a parameter, else with the module's name
+        # (tuners/tuners_utils.py).
         rank, alpha = self._value("rank_pattern", "r", name), self._value("alpha_pattern", "lora_alpha", name)
         if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or not math.isfinite(alpha):
             raise ExportError(
@@ -126,13 +126,13 @@ class PeftAdapter:
         return rank, alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
 
     def shape(self, name: str) -> Shape:
-        """Shape (rows, columns) of an adapted weight. For fused experts it is the shape of one expert."""
+        """Shape (rows, columns) of an adapted weight; of one expert for fused experts."""
         with safe_open(self.folder / WEIGHTS, framework="pt") as file:
             a, b = (file.get_slice(self.keys[name, side]).get_shape() for side in "AB")
         return (b[0], a[-1])
 
     def factors(self, name: str) -> Factors:
-        """Read both factors of the adapter of a weight."""
+        """Read A and B of a weight's adapter."""
         with safe_open(self.folder / WEIGHTS, framework="pt") as file:
             a, b = (file.get_tensor(self.keys[name, side]) for side in "AB")
         is_fused, (rank, scale) = not name.endswith(".weight"), self.rank_and_scale(name)
@@ -152,23 +152,23 @@ class PeftAdapter:
         return Factors(a, b, scale)
 
     def digest(self) -> str:
-        """SHA-256 digest of the adapter's file."""
+        """SHA-256 digest of the adapter's weights file."""
         with (self.folder / WEIGHTS).open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     def initial(self, name: str, shape: Shape) -> dict[str, torch.Tensor]:
-        """Factors of the adapter of a weight, as initial values of training."""
+        """Read A and B of a weight's adapter, as initial values of training."""
         factors = self.factors(name)
         assert factors.shape == shape, (name, factors.shape, shape)
         return {"A": factors.a, "B": factors.b}
 
     def full_tensor(self, name: str) -> torch.Tensor:
-        """Read a fully trained weight."""
+        """Read a weight that was trained in full (`modules_to_save`)."""
         with safe_open(self.folder / WEIGHTS, framework="pt") as file:
             return file.get_tensor(self.fully_trained[name])
 
     def _value(self, patterns: str, default: str, name: str) -> Any:  # noqa: ANN401 - a number of the file
-        # Patterns are matched with peft's name of the weight, which is longer for the text part of a composite model.
+        # peft's weight names have a prefix for the text part of a multimodal model, and patterns match with it.
         match = _KEY.match(self.keys[name, "A"])
         assert match is not None
         name = f"{match['module']}{'' if name.endswith('.weight') else '.' + name.rpartition('.')[2]}"
@@ -186,10 +186,10 @@ def _is_fully_trained(key: str, modules: Sequence[str]) -> bool:
 
 
 def _weight(module: str, inner: str | None, outer: str) -> str:
-    """Name of the weight that an adapter tensor adapts, in the text part of a composite model.
+    """Name of the weight that an adapter tensor adapts, as in the text part of a multimodal model.
 
-    It is the module's `weight`, except for the two weights of fused experts: a key with `base_layer` (`inner`) adapts
-    the first weight, any other key the weight named `outer`.
+    Fused experts have two weights: a key with `base_layer` (`inner`) adapts the first, other keys the weight `outer`.
+    In other modules it is `weight`.
     """
     leaf = GATE_UP if inner else outer if module.endswith(".experts") else "weight"
     return text_name(f"{module}.{leaf}") or f"{module}.{leaf}"

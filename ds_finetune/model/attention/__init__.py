@@ -1,1 +1,1 @@
-"""Attention within each document of packed rows, and sparse attention with an indexer."""
+"""Attention that keeps packed documents apart, and sparse attention with an indexer."""

@@ -1,4 +1,4 @@
-"""Attention within each document of a packed row, causal or bidirectional. It needs no mask over the whole row."""
+"""Attention within each document of packed rows, causal or bidirectional, without a mask over the whole row."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -29,48 +29,48 @@ from ds_finetune.model.kept_outputs import save_outputs
 from ds_finetune.model.parallel.sequence import SequenceParallelGroup
 
 BY_DOCUMENT = "ds_finetune_by_document"
-"""Name under which attention by document is registered with transformers."""
+"""Name of this attention implementation in transformers' registry."""
 
 FLASH = "flash_attention_2"
-"""transformers' name of FlashAttention 2."""
+"""transformers' name of the attention implementation FlashAttention 2."""
 BY_LENGTHS = "ds_finetune_by_lengths"
-"""Name of a slow attention for tests on CPUs, which takes the same arguments as FlashAttention."""
+"""Name of a slow attention for tests on CPUs that takes FlashAttention's arguments."""
 
 KNOWS_DOCUMENTS = (BY_DOCUMENT, BY_LENGTHS, FLASH)
-"""Attention implementations that get document boundaries as arguments and need not derive them from position ids."""
+"""Attention implementations to which document boundaries are passed, instead of being found in position ids."""
 
 _DocumentBatches = tuple[list[tuple[int, int, int]], torch.Tensor, torch.Tensor, torch.Tensor]
 ChosenTokens = tuple[tuple[torch.Tensor | None, ...], ...]
-"""Masks of the keys that each query attends to, by row and document: bool [queries, keys], never of keys after the
-query. A mask of None means all earlier keys.
+"""Which keys each query attends to: for each document of each row a mask, bool [queries, keys], without later keys. A
+mask of None means all earlier keys.
 """
 
 _WINDOW_BLOCK = 512
-"""Minimum number of queries per block of sliding-window attention."""
+"""Sliding-window attention runs in blocks of at least this many queries."""
 _SHORT = 128
-"""Documents of at most this many tokens share a call on CPUs; longer ones have enough work for a call of their own."""
+"""On CPUs, documents of up to this many tokens are batched in one attention call. Longer ones get a call each."""
 _SINK_COLUMNS = 8
-"""Number of columns added to queries and keys to represent attention sinks."""
+"""Number of columns that are added to queries and keys to represent attention sinks."""
 _WITHOUT_EFFECT = ("position_ids", "cache_position")
-"""Tensor arguments that models pass to attention and that do not change attention within documents."""
+"""Tensor arguments of models' attention calls that may be ignored, because documents are already separated."""
 
 
 @dataclass(frozen=True)
 class _DocumentAttention:
     scaling: float
     window: int | None
-    """Size of the sliding window: a query attends to keys fewer than this many positions away. None means no window."""
+    """Size of the sliding window: a query attends to keys less than `window` positions away. None: no window."""
     dropout: float
     is_causal: bool = True
     """Whether a query attends only to itself and earlier tokens."""
     sinks: torch.Tensor | None = None
-    """Attention sinks, [heads]: an additional logit in the softmax of each head, whose value vector is zero."""
+    """Attention sinks [heads]: a logit per head that is added to the softmax, with a value of zero."""
 
     def __call__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, chosen: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Compute attention within one document. Queries are the document's last tokens, or all of its tokens in
-        bidirectional attention. `chosen` is a mask of the keys that queries attend to.
+        """Compute attention within one document. Queries may be only its last tokens if attention is causal. `chosen`
+        masks the keys that queries attend to.
         """
         assert chosen is None or self.window is None
         queries, keys, width = query.shape[2], key.shape[2], value.shape[3]
@@ -88,7 +88,7 @@ class _DocumentAttention:
             mask = None if mask is None else functional.pad(mask, (1, 0), value=True)
             query, key, value = _with_sinks(query, key, value, self.sinks / self.scaling)
             if mask is None and is_whole:
-                # The sink's key needs a query too, so that the kernel's causal mask is one token longer.
+                # The sink's key gets a query too, because the kernel's causal mask expects equal numbers.
                 query = functional.pad(query, (0, 0, 1, 0))
         out = attend_document(
             query,
@@ -105,16 +105,16 @@ class _DocumentAttention:
     def of_last_token(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_key: torch.Tensor | None
     ) -> torch.Tensor:
-        """Compute attention of the last token of each row: query [rows, heads, 1, width], key and value [rows, key
-        heads, tokens, width]. `is_key`, bool [rows, 1, 1, tokens], masks the keys that the query attends to.
+        """Compute attention of each row's last token: query [rows, heads, 1, width], key and value [rows, key heads,
+        tokens, width]. `is_key`, bool [rows, 1, 1, tokens], masks the keys that the query attends to.
         """
         if self.window is not None:
             key, value = key[:, :, -self.window :], value[:, :, -self.window :]
             is_key = None if is_key is None else is_key[..., -self.window :]
         rows, heads, _, _ = query.shape
         if self.sinks is None:
-            # In grouped-query attention several query heads share a key head. They are joined along the queries, so
-            # that keys need not be copied for each query head.
+            # In grouped-query attention several query heads share a key head. Treating these heads as further queries
+            # of one head avoids copies of keys.
             query = query.reshape(rows, key.shape[1], -1, query.shape[3])
             out = attend_document(
                 query, key, value, is_padded=False, scale=self.scaling, mask=is_key, dropout=self.dropout
@@ -130,8 +130,8 @@ class _DocumentAttention:
         return out[..., :width]
 
     def _in_blocks(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, size: int) -> torch.Tensor:
-        """Compute sliding-window attention in blocks of `size` queries, each with the keys in its window. A mask of
-        tokens x tokens is avoided.
+        """Compute sliding-window attention in blocks of `size` queries, each with the keys in its window, which needs
+        no mask of all tokens by all tokens.
         """
         assert self.window is not None
         earlier, outs = key.shape[2] - query.shape[2], []
@@ -145,12 +145,11 @@ class _DocumentAttention:
 def _with_sinks(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, logits: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Represent attention sinks by an additional first key with a zero value. The product of this key with each query
-    of head h is `logits[h]`.
+    """Represent attention sinks by an additional key, first in the row, whose value is zero and whose product with each
+    query of head h is `logits[h]`.
 
-    The product comes from an added column, which is 1 in queries and 0 in all other keys. So kernels without sinks
-    compute attention with sinks, and its gradients. Eight columns are added, because GPU kernels need multiples of
-    eight.
+    An added column, 1 in queries and 0 in other keys, gives this product. So kernels without sinks compute attention
+    with sinks, and its gradients. Eight columns are added, because GPU kernels need multiples of eight.
     """
     columns = _SINK_COLUMNS
     query = functional.pad(functional.pad(query, (0, 1), value=1.0), (0, columns - 1))
@@ -178,33 +177,32 @@ def attend_by_document(  # noqa: PLR0913 - transformers' interface
     is_key: torch.Tensor | None = None,
     **others: Any,  # noqa: ANN401 - what other implementations take
 ) -> tuple[torch.Tensor, None]:
-    """Compute attention within documents, with the interface of transformers' attention implementations.
+    """Compute attention within documents, as an attention implementation of transformers.
 
     Query is [rows, heads, tokens, width], key and value [rows, key heads, tokens, width]; the result is [rows, tokens,
-    heads, value width]. A module whose `is_causal` is false attends in both directions, as in transformers 5.23
+    heads, value width]. If `is_causal` of the module is false, attention is bidirectional, as in transformers 5.23
     (integrations/sdpa_attention.py:143).
 
-    - `documents`: lengths of the documents of each row. None means one document per row. With fewer queries than keys
-      the queries are its last tokens (decoding with a cache).
-    - `shared`: number of tokens of an earlier document that each document continues and also attends to.
+    - `documents`: lengths of the documents of each row. None means one document per row. If there are fewer queries
+      than keys, queries are the last tokens (decoding with a cache).
+    - `shared`: for each document, number of tokens of an earlier document that it continues and also attends to.
     - `sp_group`: sequence parallel group. Tensors hold this rank's tokens, while `documents` describes full rows.
     - `sliding_window`: None means the module's own window. In encoders it reaches as far in both directions.
     - `s_aux`: attention sinks [heads], an additional logit in each head's softmax (gpt_oss/modeling_gpt_oss.py:244).
-    - `chosen`: masks of the keys that queries attend to.
-    - `packed`: `documents` in the form of a kernel that computes all of them in one call. Attention with sinks, dropout
-      or chosen keys still needs a call per document.
+    - `chosen`: masks of the keys that queries attend to (sparse attention).
+    - `packed`: `documents` as arguments of a kernel that computes all documents in one call. Attention with sinks,
+      dropout or chosen keys still needs a call per document.
     - `is_key`: mask of the keys that the single query of each row attends to, bool [rows, 1, 1, keys].
 
-    ModelError where another argument would change the result.
+    ModelError if another argument would change the result.
     """
     check_arguments(module, others)
     assert attention_mask is None, "attention by document does not support masked tokens inside a row"
     if sp_group is not None:
         query, key, value = sp_group.gather_tokens_scatter_heads(query, key, value)
-        # Each rank computes the gradient of the sinks of its own heads, so the sum over ranks is the full gradient.
+        # Each rank has the gradient of its own heads' sinks, and zeros for the others, so a sum over ranks is complete.
         s_aux = None if s_aux is None else s_aux.chunk(sp_group.size)[sp_group.group_rank]
-    # Some models apply their sliding window only in the mask (transformers 5.23,
-    # qwen2_moe/modeling_qwen2_moe.py:226,254).
+    # Some models apply their sliding window only in masks (transformers 5.23, qwen2_moe/modeling_qwen2_moe.py:226,254).
     window, is_causal = sliding_window or getattr(module, "sliding_window", None), getattr(module, "is_causal", True)
     if packed is not None and s_aux is None and chosen is None and not dropout:
         out = attend_packed((query, key, value), packed, scaling=scaling, window=window, is_causal=is_causal)
@@ -243,9 +241,9 @@ def _attend_to_rows(
 def _attend_in_batches(
     attend: _DocumentAttention, parts: Sequence[torch.Tensor], batches: _DocumentBatches
 ) -> torch.Tensor:
-    """Compute attention by document, with short documents of similar length in one call. They are padded at their ends,
-    which earlier tokens cannot see because attention is causal. The keys of a document that continues another one start
-    with the tokens that it continues.
+    """Compute attention within documents, with short documents of similar length batched in one call. They are padded
+    at their ends, where causal attention does not look. If a document continues another one, its keys start with the
+    tokens that it continues.
     """
     shapes, order, of_keys, token_rows = batches
     sizes = [[rows * tokens, *[rows * (continued + tokens)] * 2] for rows, tokens, continued in shapes]
@@ -264,11 +262,11 @@ def _attend_in_batches(
 def document_batches(documents: tuple[Documents, ...], shared: tuple[Documents, ...] | None) -> _DocumentBatches:
     """Group documents into batches for `_attend_in_batches`.
 
-    Returns for each batch the number of documents, the tokens of the longest one, and the number of tokens of another
-    document that each one continues. Three int64 index tensors follow:
+    Returns for each batch its number of documents, the tokens of the longest one, and the number of tokens that each
+    one continues of another document. Three int64 index tensors follow:
     - for each batched query, the index of its token in the flattened rows; padding repeats a document's last token,
     - for each batched key, the index of its token in the flattened rows,
-    - for each token of the flattened rows, the index of its batched query.
+    - for each token of the flattened rows, the index of its query in the batches.
     """
     lengths = np.array([length for row in documents for length in row])
     begins, origins, continued = find_origins(documents, shared or [(0,) * len(row) for row in documents])
@@ -291,7 +289,7 @@ def document_batches(documents: tuple[Documents, ...], shared: tuple[Documents, 
 
 
 def check_arguments(module: nn.Module, others: Mapping[str, Any]) -> None:
-    """ModelError if one of the arguments `others`, which attention by document ignores, would change the result."""
+    """ModelError if one of the arguments `others`, which this attention ignores, would change the result."""
     if unknown := _unknown(others):
         raise ModelError(
             f"{type(module).__name__} passes `{unknown[0]}` to its attention, "
@@ -301,23 +299,23 @@ def check_arguments(module: nn.Module, others: Mapping[str, Any]) -> None:
 
 
 def _unknown(others: Mapping[str, Any]) -> list[str]:
-    """Names of arguments that would change attention's result: position biases, softcap, `is_causal` false."""
+    """Names of attention arguments that are not supported here: position biases, softcap, `is_causal` false."""
     tensors = {name for name, value in others.items() if isinstance(value, torch.Tensor)} - set(_WITHOUT_EFFECT)
     plain = {"softcap": (None,), "is_causal": (None, True)}
     return sorted(tensors) + [name for name, values in plain.items() if others.get(name) not in values]
 
 
 def mask_context(lm: PreTrainedModel) -> AbstractContextManager[None]:
-    """Context in which `lm` makes attention masks, without searching rows for documents if attention gets them."""
+    """Context in which `lm` makes masks, without searching for documents if attention gets their lengths."""
     knows_documents = lm.config._attn_implementation in KNOWS_DOCUMENTS
     return without_search_for_documents() if knows_documents else nullcontext()
 
 
 def flash_arguments(documents: Sequence[Documents], device: torch.device) -> dict[str, Any]:
-    """Arguments that tell FlashAttention where documents begin in the concatenated rows of a batch.
+    """Keyword arguments that tell FlashAttention where documents begin in the concatenated rows of a batch.
 
-    transformers 5.23 derives these arguments only for batches of one row (modeling_flash_attention_utils.py:574).
-    torch's kernels need boundaries in int32 and maximum lengths as Python numbers.
+    transformers 5.23 derives them only for batches of one row (modeling_flash_attention_utils.py:574). torch's kernels
+    need boundaries in int32 and maximum lengths as Python numbers.
     """
     packed = pack_documents(documents, device)
     bounds, longest = packed.bounds, packed.longest
@@ -336,8 +334,8 @@ def attend_by_lengths(  # noqa: PLR0913 - transformers' interface
     sliding_window: int | None = None,
     **others: Any,  # noqa: ANN401 - what other implementations take
 ) -> tuple[torch.Tensor, None]:
-    """A slow attention for tests on CPUs, which gets documents as FlashAttention does (`flash_arguments`). Without
-    these arguments each row is one document.
+    """Slow attention for tests on CPUs, which takes documents as FlashAttention does (`flash_arguments`). Without those
+    arguments each row is one document.
     """
     assert attention_mask is None, "this attention does not support masked tokens inside a row"
     rows, _, tokens, width = query.shape
@@ -358,7 +356,7 @@ def _row(
     lengths: Documents | None,
     chosen: Sequence[torch.Tensor | None] | None = None,
 ) -> torch.Tensor:
-    """Compute attention within the documents of one row. `lengths` None means that the row is one document."""
+    """Compute attention within the documents of one row. `lengths` of None means that the row is one document."""
     split = [[tensor] if lengths is None else tensor.split(lengths, dim=2) for tensor in parts]
     documents = zip(*split, chosen or [None] * len(split[0]), strict=True)
     return torch.cat([attend(*document) for document in documents], dim=2)

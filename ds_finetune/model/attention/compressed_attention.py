@@ -1,11 +1,11 @@
 """DeepSeek-V4's attention within documents. A query attends to a window of earlier tokens and to compressed entries.
 
-An entry is a weighted mean of the keys of `compress_rate` consecutive tokens. In layers with overlap the mean includes
-as many tokens before them. Tokens at the end of a document that are too few for an entry belong to none. An indexer
-chooses `index_topk` entries for each query.
+A compressed entry is a weighted mean of the keys of `compress_rate` consecutive tokens; in layers with overlap it also
+includes as many tokens before them. Tokens at a document's end that do not fill an entry belong to none. In some layers
+an indexer chooses `index_topk` entries for each query.
 
-A sequence parallel rank holds the queries of its own tokens, the sliding window of tokens before them, and all entries.
-It computes the entries whose last token it holds and receives the other entries from their ranks.
+A sequence parallel rank has the queries of its own tokens, the sliding window before them, and all entries. It computes
+those entries whose last token it has, and receives the others.
 """
 
 import math
@@ -45,36 +45,36 @@ from ds_finetune.model.parallel.rank_group import RankGroup
 from ds_finetune.model.parallel.sequence import SequenceParallelGroup
 
 PRODUCTS_AT_ONCE = 2**26
-"""Bound on query-key products in memory at once, over all heads: 0.25 GiB in fp32."""
+"""Maximum number of query-key products in memory at once, over all heads: 0.25 GiB in fp32."""
 _SCORES_AT_ONCE = 2**24
-"""Bound on an indexer's query-key products in memory at once, over all its heads: 64 MiB."""
+"""Maximum number of an indexer's query-key products in memory at once, over all its heads: 64 MiB in fp32."""
 _QUERIES = 72
-"""Maximum number of queries per block. In larger blocks each query is multiplied with more keys that it does not see;
-smaller blocks need more operations.
+"""Maximum number of queries per block. A larger block multiplies queries with more keys outside of their windows; a
+smaller one needs more operations.
 """
 _LOG2_E = 1 / math.log(2)
 
 
 class _Seen(NamedTuple):
-    """The tokens and entries that the queries of a forward attend to."""
+    """Which tokens and compressed entries the queries of a forward attend to."""
 
     tokens: SeenTokens
     entries: Entries | None
     scored: ScoreInputs | None
-    """Inputs of the indexer's scores of entries; None where queries attend to all entries up to their own position."""
+    """Queries and keys of the indexer; None if queries attend to all earlier entries."""
     topk: int
-    """Number of entries that the indexer chooses for a query; 0 without an indexer."""
+    """Number of entries that the indexer chooses for each query; 0 without an indexer."""
     scale: float
-    """Factor of the indexer's query-key products."""
+    """Factor by which the indexer's query-key products are multiplied."""
 
     def parts(self, heads: int) -> tuple[QueryPart, ...]:
-        """Split all queries of the forward into blocks."""
+        """Split the queries of the forward into blocks."""
         return parts_of(self.tokens, self.entries, self.topk, _QUERIES, PRODUCTS_AT_ONCE // heads)
 
     def choose(self, part: QueryPart) -> torch.Tensor | None:
-        """Choose the entries with the highest scores for each query of `part`: int64 [queries, chosen]. Some of them
-        may be invisible to the query. Returns None where each query sees at most `topk` entries. Scores are computed in
-        blocks of entries, of which the best so far are kept.
+        """Indices of the entries with the highest indexer scores for each query of `part`: int64 [queries, chosen],
+        which may include entries that the query must not see. None if no query sees more than `topk` entries. Scores
+        are computed for blocks of entries, from which the best so far are kept.
         """
         if self.scored is None or self.entries is None:
             return None
@@ -97,7 +97,7 @@ class _Seen(NamedTuple):
         return best[1]
 
     def bias(self, part: QueryPart, chosen: torch.Tensor | None) -> torch.Tensor:
-        """Additive mask, fp32 [queries, 1, keys]: 0 where a query of `part` attends to a token or entry, else -inf."""
+        """Additive mask, fp32 [queries, 1, keys]: 0 where a query of `part` sees a token or entry, else -inf."""
         seen = self._seen(part, chosen) if part.seen is None else part.seen
         if part.keeps_seen and chosen is None:
             part.seen = seen
@@ -114,20 +114,20 @@ class _Seen(NamedTuple):
         return torch.cat([seen, self.sees(part.queries, entry)], dim=1)
 
     def sees(self, queries: slice, entry: torch.Tensor) -> torch.Tensor:
-        """Mask of the entries that each of `queries` may attend to. `entry` lists indices of entries, either once for
-        all queries or in a row for each query.
+        """Mask of which compressed entries each of `queries` may see. `entry` has indices of entries, the same for all
+        queries or a row for each query.
         """
         assert self.entries is not None
         return (entry >= self.entries.first[queries, None]) & (entry < self.entries.end[queries, None])
 
 
 class _Attention(torch.autograd.Function):
-    """Attention whose values are its keys and whose softmax has a sink.
+    """DeepSeek-V4's attention kernel: values are the keys, and the softmax has a sink.
 
-    Inputs are query [tokens, heads, width], tokens [tokens, width], entries [entries, width] and sinks [heads]. Outputs
-    are [tokens, heads, width]; base-2 logarithms of the softmax's sums, [tokens, heads]; and the chosen entries of each
-    block of queries. Products of queries and keys are computed in these blocks, and recomputed in backward. Base 2 is
-    used because on CPUs exp2 is several times faster than exp where many results are 0.
+    Inputs are query [tokens, heads, width], tokens [tokens, width], compressed entries [entries, width] and sinks
+    [heads]. Outputs are [tokens, heads, width]; base-2 logarithms of the softmax's sums, [tokens, heads]; and the
+    chosen entries of each block of queries. Query-key products are computed block by block, and recomputed in backward.
+    Base 2 is used because exp2 is several times faster than exp on CPUs where many results are 0.
     """
 
     @staticmethod
@@ -182,7 +182,7 @@ class _Attention(torch.autograd.Function):
 
 
 class _Keys:
-    """Keys of a block of queries: tokens, and a range of entries for all queries or chosen entries for each."""
+    """Keys of a block of queries: tokens, and entries (a range for all queries, or chosen ones for each query)."""
 
     def __init__(self, tokens: torch.Tensor, entries: torch.Tensor, among: slice, chosen: torch.Tensor | None) -> None:
         self._among, self._chosen, self._number = among, chosen, len(tokens)
@@ -190,12 +190,12 @@ class _Keys:
         self._own = None if chosen is None else entries[chosen]
 
     def products(self, query: torch.Tensor) -> torch.Tensor:
-        """Products of queries [queries, heads, width] with all keys, [queries, heads, keys]."""
+        """Products of queries [queries, heads, width] and keys, [queries, heads, keys]."""
         shared = query @ self._shared.T
         return shared if self._own is None else torch.cat([shared, query @ self._own.transpose(1, 2)], -1)
 
     def sums(self, weights: torch.Tensor) -> torch.Tensor:
-        """Weighted sums of the keys, [queries, heads, width]."""
+        """Sums of the keys, weighted by attention `weights`: [queries, heads, width]."""
         if self._own is None:
             return weights @ self._shared
         return (weights[..., : self._number] @ self._shared).add_(weights[..., self._number :] @ self._own)
@@ -203,7 +203,7 @@ class _Keys:
     def add_gradients(
         self, weights: torch.Tensor, query: torch.Tensor, of_tokens: torch.Tensor, of_entries: torch.Tensor
     ) -> None:
-        """Add the gradient of each key to `of_tokens` or `of_entries`: the sum of `query` vectors times `weights`."""
+        """Add the keys' gradients, sums of `query` times `weights`, to `of_tokens` and `of_entries`."""
         if self._chosen is None:
             grad = weights.flatten(0, 1).T @ query.flatten(0, 1)
             of_tokens += grad[: self._number]
@@ -215,11 +215,11 @@ class _Keys:
 
 
 class _EntryWeights(NamedTuple):
-    """Target distribution of an indexer of compressed entries: the attention weights of entries, from a softmax over
-    tokens, entries and sink.
+    """An indexer's target: the attention weights of compressed entries, from a softmax over tokens, entries and the
+    sink.
 
-    Its methods read query [tokens, heads, width], entries [entries, width], base-2 logarithms of the softmax's sums
-    [tokens, heads], and the chosen entries of each block of queries.
+    `tensors` in its methods are query [tokens, heads, width], entries [entries, width], base-2 logarithms of the
+    softmax's sums [tokens, heads], and the chosen entries of each block of queries.
     """
 
     scale: float
@@ -228,7 +228,7 @@ class _EntryWeights(NamedTuple):
     seen: _Seen
 
     def parts(self, index: ScoreInputs, tensors: Sequence[Any]) -> Iterator[KeyPart]:
-        """Split the attention's blocks of queries further where products with all entries need more memory."""
+        """Split queries into the attention's blocks, and these further if products with all entries need it."""
         heads = max(index.query.shape[1], tensors[0].shape[1])
         for part in self.seen.parts(tensors[0].shape[1]):
             entries = part.entries.stop - part.entries.start
@@ -237,7 +237,7 @@ class _EntryWeights(NamedTuple):
                 yield KeyPart(slice(begin, min(begin + size, part.queries.stop)), part.entries)
 
     def weights(self, part: KeyPart, tensors: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention weights of the entries, summed over heads, and a mask of the entries that each query sees."""
+        """Attention weights of entries, summed over heads, and a mask of the entries that each query sees."""
         query, entries, log_sum, *chosen = tensors
         entry = torch.arange(part.keys.start, part.keys.stop, device=query.device)
         is_seen = self.seen.sees(part.queries, entry)
@@ -254,7 +254,7 @@ class _EntryWeights(NamedTuple):
 def _attend(
     query: torch.Tensor, keys: _Keys, sinks: torch.Tensor, bias: torch.Tensor, scaling: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention output of queries, and the base-2 logarithms of their softmax's sums."""
+    """Compute attention of queries. Returns the outputs, and base-2 logarithms of the softmax's sums."""
     logits = torch.add(bias, keys.products(query), alpha=scaling * _LOG2_E)
     sinks = sinks.to(logits.dtype) * _LOG2_E
     most = torch.maximum(logits.amax(-1), sinks)
@@ -264,8 +264,8 @@ def _attend(
 
 
 def rotate_last_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, is_back: bool = False) -> torch.Tensor:
-    """Apply the rotary embedding to pairs of the last columns of `x` [rows, tokens, heads, width]. `is_back` rotates in
-    the opposite direction (transformers 5.23, deepseek_v4/modeling_deepseek_v4.py:335-357).
+    """Rotate pairs of the last columns of `x` [rows, tokens, heads, width] by the rotary embedding, or back with
+    `is_back` (transformers 5.23, deepseek_v4/modeling_deepseek_v4.py:335-357).
     """
     angles = torch.complex(cos.float(), (-sin if is_back else sin).float())[:, :, None]
     plain, turned = x.split([x.shape[-1] - 2 * cos.shape[-1], 2 * cos.shape[-1]], -1)
@@ -274,8 +274,8 @@ def rotate_last_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, 
 
 
 class CompressorByDocument(nn.Module):
-    """Mixin for transformers' compressors and indexer. It computes the entries of each document, [entries, width],
-    which are identical on every sequence parallel rank.
+    """Mixin for DeepSeek-V4's compressors and indexer in transformers. It computes the compressed entries of each
+    document, [entries, width], for all sequence parallel ranks.
     """
 
     compress_rate: int
@@ -288,12 +288,12 @@ class CompressorByDocument(nn.Module):
     rotate = staticmethod(rotate_last_pairs)
     indexer: "IndexerByDocument"
     chooses = False
-    """Whether the indexer runs, because documents may have more entries than it chooses. This does not depend on the
-    documents of one forward, since under ZeRO-3 every rank must gather the indexer's parameters equally often.
+    """Whether the indexer runs, because documents of the run may have more entries than it chooses. It does not depend
+    on the documents of a forward: under ZeRO-3 all ranks must gather the indexer's parameters equally often.
     """
 
     def forward(self, hidden: torch.Tensor, *others: Any, rows: RowShards | None = None, sp_group: Any = None) -> Any:  # noqa: ANN401
-        """Return the entries of `rows` and inputs of the indexer's scores; without `rows` run transformers' forward."""
+        """Return the entries of `rows`, and the indexer's inputs. Without `rows`, run transformers' forward."""
         if rows is None:
             return super().forward(hidden, *others)
         is_scored = self.chooses and hasattr(self, "indexer")
@@ -302,11 +302,11 @@ class CompressorByDocument(nn.Module):
 
     @property
     def series(self) -> int:
-        """Number of windows of tokens that an entry averages: 2 where windows overlap, else 1."""
+        """Number of windows that a compressed entry averages: 2 if windows overlap, else 1."""
         return int(self.kv_proj.out_features) // self.head_dim
 
     def layout(self, rows: RowShards, device: torch.device) -> Entries:
-        """Which tokens each entry of `rows` averages, and which entries each token may attend to."""
+        """Which tokens each compressed entry averages, and which entries each token sees."""
         return entries_of(rows, self.compress_rate, self.series * self.compress_rate - 1, device)
 
     def entries(
@@ -319,7 +319,7 @@ class CompressorByDocument(nn.Module):
             before = self.series * self.compress_rate - 1
             value, gate = sp_group.with_tokens_before(torch.cat([value, gate], dim=-1), before).chunk(2, dim=-1)
         value, gate = (_in_windows(part.flatten(0, 1), layout, self.series) for part in (value, gate))
-        # The position bias and its sum with the gate stay in fp32, as in transformers.
+        # The gate stays in fp32 after the position bias is added, as in transformers.
         bias = torch.cat(self.position_bias.chunk(self.series, dim=-1))
         gate = gate + bias.to(torch.promote_types(gate.dtype, torch.float32))
         if self.series > 1:
@@ -336,9 +336,9 @@ class CompressorByDocument(nn.Module):
 
 
 def _in_windows(tokens: torch.Tensor, layout: Entries, series: int) -> torch.Tensor:
-    """Gather the tokens that each entry averages: [entries, series x rate, width] from [tokens, series x width]. With
-    two series these are the first columns of the preceding window, then the last columns of the entry's own. A
-    document's first window has no preceding one: an arbitrary window is taken, and masked later.
+    """Gather the tokens that each compressed entry averages: [entries, series x rate, width] from [tokens, series x
+    width]. With two series these are the preceding window (first columns) and the entry's own window (last columns).
+    Before a document's first window an arbitrary window is taken, which the caller masks.
     """
     windows = layout.windows
     of_series = [(windows - windows.shape[1]).clamp_min(0), windows][-series:]
@@ -346,14 +346,14 @@ def _in_windows(tokens: torch.Tensor, layout: Entries, series: int) -> torch.Ten
 
 
 class IndexerByDocument(CompressorByDocument):
-    """Mixin for transformers' indexer. Only its own loss trains it, and no gradient flows to the model."""
+    """Mixin for DeepSeek-V4's indexer in transformers. Only the indexer loss trains it, and it alone."""
 
     q_b_proj: nn.Linear
     scorer: Any
     is_trained = False
 
     def forward(self, hidden: torch.Tensor, *others: Any, rows: RowShards | None = None, sp_group: Any = None) -> Any:  # noqa: ANN401
-        """Return the inputs of the scores of entries of `rows`; without `rows` run transformers' own forward."""
+        """Return the indexer's inputs for scores of `rows`. Without `rows`, run transformers' forward."""
         if rows is None:
             return super().forward(hidden, *others)
         hidden, (low_rank, positions) = hidden.detach(), others[:2]
@@ -366,7 +366,7 @@ class IndexerByDocument(CompressorByDocument):
 
 
 class CompressedAttention(nn.Module):
-    """Mixin for transformers' attention of DeepSeek-V4. It adds attention within documents and training of indexers."""
+    """Mixin for transformers' attention of DeepSeek-V4: adds attention within documents, and indexer training."""
 
     config: PretrainedConfig
     by_document: bool
@@ -387,9 +387,9 @@ class CompressedAttention(nn.Module):
     compressor: CompressorByDocument | None
     rotate = staticmethod(rotate_last_pairs)
     collector: DivergenceCollector | None = None
-    """Collects the loss of the layer's indexer. None where the layer has no indexer or does not train it."""
+    """Takes the divergences of the layer's indexer. None if the layer has no indexer or does not train it."""
     for_heads: Callable[[torch.Tensor], torch.Tensor] = staticmethod(lambda shared: shared)
-    """Applied to the keys, which the heads of all tensor parallel ranks share. Backward sums their gradients."""
+    """Applied to keys, which are the same for all heads: backward sums their gradients over tensor parallel ranks."""
 
     def forward(  # noqa: PLR0913 - transformers' interface
         self,
@@ -401,10 +401,9 @@ class CompressedAttention(nn.Module):
         sp_group: SequenceParallelGroup | None = None,
         **others: Any,  # noqa: ANN401 - a cache, and what other implementations take
     ) -> tuple[torch.Tensor, None]:
-        """Map hidden states [batch, tokens, width] to hidden states and, in place of attention weights, None.
+        """Attention of hidden states [batch, tokens, width]. Returns hidden states, and None for attention weights.
 
-        With a cache, transformers' own attention runs. This method then makes the mask, which models with BY_DOCUMENT
-        lack.
+        With a cache transformers' own attention runs, with a mask that is made here.
         """
         cached = take_cache(others)
         if not self.by_document or cached is not None:
@@ -439,8 +438,8 @@ class CompressedAttention(nn.Module):
         return self.o_b_proj(self.o_a_proj(out).flatten(2)), None
 
     def _attend(self, query: torch.Tensor, tokens: torch.Tensor, entries: torch.Tensor, seen: _Seen) -> torch.Tensor:
-        """Attention outputs of heads, [tokens, heads, width]. Where the layer's indexer is trained, the collector gets
-        the divergence of the indexer's scores from the attention weights of entries.
+        """Attention outputs of heads, [tokens, heads, width]. If the layer's indexer is trained, the collector gets the
+        divergence of its scores from the attention weights of entries.
         """
         scored, collector = seen.scored, self.collector
         if collector is not None and collector.attends_to_all:
@@ -471,7 +470,7 @@ def _mixins() -> dict[type[nn.Module], type[nn.Module]]:
 
 
 def install_compressed_attention(lm: PreTrainedModel) -> None:
-    """Make DeepSeek-V4's attention work by document, in place. Other models are unchanged."""
+    """Change the attention of a DeepSeek-V4 to work within documents, in place. Other models are unchanged."""
     if not family_of(lm.config.model_type).compresses:
         return
     if lm.config.attention_dropout:

@@ -1,8 +1,8 @@
-"""Index ranges of the tokens and compressed entries that queries of DeepSeek-V4's attention may attend to, for packed
+"""Which tokens and compressed entries the queries of DeepSeek-V4's attention may attend to, as index ranges, for packed
 rows and sequence parallel ranks.
 
-Rows are flattened, and the entries of all documents are in the order of their tokens. So each query attends to a
-contiguous range of tokens and of entries, and a block of queries is multiplied with the union of their ranges.
+Rows are flattened, and entries of all documents are ordered by their tokens. So each query attends to a contiguous
+range of tokens and of entries, and a block of queries is multiplied with the union of these ranges.
 """
 
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ import torch
 from ds_finetune.model.attention.by_document import Documents
 
 _LAYOUTS = 8
-"""Number of cached layouts: all layers of a forward with the same compression rate share one layout."""
+"""Size of the caches of layouts. Layers with the same compression rate use the same layout in a forward."""
 _KEPT_PAIRS = 2**20
-"""Layouts with at most this many query-key pairs keep their boolean mask (1 MiB); larger masks are recomputed."""
+"""Boolean masks of up to this many query-key pairs (1 MiB) are cached; larger masks are recomputed."""
 
 
 class RowShards(NamedTuple):
-    """Lengths of the documents of each row, number of sequence parallel shards of a row, and this rank's shard."""
+    """Document lengths of each row, number of sequence parallel shards, and index of this rank's shard."""
 
     documents: tuple[Documents, ...]
     sp: int = 1
@@ -34,13 +34,13 @@ class RowShards(NamedTuple):
         return sum(self.documents[0]) // self.sp
 
     def own(self, of_tokens: np.ndarray) -> np.ndarray:
-        """Select the elements of this rank's tokens from an array with one element per token of the flattened rows."""
+        """Elements of this rank's tokens, from an array with an element for each token of the flattened rows."""
         begin = self.rank * self.tokens
         return of_tokens.reshape(len(self.documents), -1)[:, begin : begin + self.tokens].reshape(-1)
 
     def local_indices(self, tokens: np.ndarray, before: int) -> np.ndarray:
-        """Convert token indices of the flattened rows to indices into this rank's shards. Each shard is preceded by
-        `before` tokens of earlier ranks, or by all earlier tokens where there are fewer.
+        """Convert token indices of the flattened rows to indices into this rank's shards. Before each shard come the
+        last `before` tokens of earlier ranks, fewer if there are not as many.
         """
         begin, (row, in_row) = self.rank * self.tokens, np.divmod(tokens, self.tokens * self.sp)
         before = min(before, begin)
@@ -49,43 +49,43 @@ class RowShards(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Entries:
-    """Layout of compressed entries: the tokens that each entry averages, and the entries that each token sees."""
+    """Layout of compressed entries: which tokens each entry averages, and which entries each token sees."""
 
     windows: torch.Tensor
-    """Indices of the tokens of each entry that this rank computes, int64 [own entries, rate]. Where windows overlap,
-    the preceding window is `rate` tokens earlier.
+    """Indices of the tokens of each entry that this rank computes, int64 [own entries, rate]. If windows overlap, an
+    entry's preceding window is `rate` tokens earlier.
     """
     is_first: torch.Tensor
-    """Whether an entry is the first of its document, bool [own entries]."""
+    """Whether the entry is the first one of its document, bool [own entries]."""
     positions: torch.Tensor
-    """The position in its document of the first token of each entry's window, int64 [own entries]."""
+    """Position of each entry's first token in its document, int64 [own entries]."""
     order: torch.Tensor
-    """Index of each entry in the all-gathered tensor, where each rank has `most` entries, int64 [entries]."""
+    """Index of each entry in the all-gathered tensor, which has `most` entries of each rank, int64 [entries]."""
     most: int
     first: torch.Tensor
-    """Index of the first entry of each token's document, int64 [tokens]."""
+    """For each token, index of the first entry of its document, int64 [tokens]."""
     end: torch.Tensor
-    """One past the last entry that each token may attend to: entries end at the token or before it, int64 [tokens]."""
+    """For each token, one past the last entry that it sees. An entry must not end later, int64 [tokens]."""
     ranges: tuple[np.ndarray, np.ndarray]
-    """First entry that each token may attend to, and one past the last, as numpy arrays in host memory."""
+    """Copies of `first` and `end` as numpy arrays in host memory."""
 
 
 @dataclass(frozen=True, eq=False)
 class SeenTokens:
-    """Range of tokens that each token of this rank attends to within the sliding window. Tokens are given as indices
-    into this rank's shards with their preceding tokens.
+    """Which tokens each token of this rank attends to within the sliding window. Indices count this rank's shards, each
+    with the tokens before it.
     """
 
     own: torch.Tensor
-    """Index of each token itself, which is the last token that it attends to, int64 [tokens]."""
+    """Index of the token itself, the last token that it attends to, int64 [tokens]."""
     first: torch.Tensor
-    """First token that each token attends to: the start of the window or of the document, int64 [tokens]."""
+    """For each token, the first token that it attends to: the start of its window or document, int64 [tokens]."""
     own_array: np.ndarray
-    """Index of each token itself, as a numpy array in host memory."""
+    """Copy of `own` as a numpy array in host memory."""
     first_array: np.ndarray
-    """First token that each token attends to, as a numpy array in host memory."""
+    """Copy of `first` as a numpy array in host memory."""
     starts: np.ndarray
-    """Where each document begins among this rank's tokens, and last the number of these tokens."""
+    """Start of each document among this rank's tokens, followed by the number of these tokens."""
 
 
 def _begins(documents: tuple[Documents, ...]) -> np.ndarray:
@@ -96,7 +96,7 @@ def _begins(documents: tuple[Documents, ...]) -> np.ndarray:
 
 @lru_cache(_LAYOUTS)
 def tokens_of(shards: RowShards, window: int, device: torch.device) -> SeenTokens:
-    """Range of tokens that each token attends to: at most the last `window` tokens of its document."""
+    """Which tokens each token attends to: the last `window` tokens of its document up to itself."""
     begins = _begins(shards.documents)
     first = np.maximum(begins, np.arange(len(begins)) - window + 1)
     own, seen = (shards.local_indices(shards.own(of), window - 1) for of in (np.arange(len(begins)), first))
@@ -106,8 +106,8 @@ def tokens_of(shards: RowShards, window: int, device: torch.device) -> SeenToken
 
 @lru_cache(_LAYOUTS)
 def entries_of(shards: RowShards, rate: int, before: int, device: torch.device) -> Entries:
-    """Layout of the entries of all documents, each of `rate` tokens. `before` is the number of tokens of earlier ranks
-    that precede this rank's own.
+    """Layout of the compressed entries of all documents, with `rate` tokens per entry. This rank's tokens are preceded
+    by `before` tokens of earlier sequence parallel ranks.
     """
     sizes = np.array([length for row in shards.documents for length in row], dtype=np.int64)
     begins, number = np.cumsum(sizes) - sizes, sizes // rate
@@ -131,21 +131,21 @@ def entries_of(shards: RowShards, rate: int, before: int, device: torch.device) 
 
 @dataclass(eq=False)
 class QueryPart:
-    """A block of queries, and the range of tokens and entries that any of them may attend to."""
+    """A block of queries, with the ranges of tokens and compressed entries that they attend to."""
 
     queries: slice
     tokens: slice
     entries: slice
     keeps_seen: bool = False
     seen: torch.Tensor | None = None
-    """Mask of the tokens and entries that each query sees, bool [queries, keys]; None where it is not cached."""
+    """Mask of the tokens and entries that each query sees, bool [queries, keys]; None if it is not cached."""
 
 
 @lru_cache(_LAYOUTS)
 def parts_of(tokens: SeenTokens, entries: Entries | None, topk: int, queries: int, pairs: int) -> tuple[QueryPart, ...]:
-    """Split queries into blocks of at most `queries`, each from one document or of several complete documents. Blocks
-    with more than `pairs` query-key products are split further. A block's tokens start with the first that one of its
-    queries attends to.
+    """Split queries into blocks of at most `queries`, from one document or several complete documents, and split blocks
+    with more than `pairs` query-key products further. A block's tokens start at the first one that any of its queries
+    sees.
     """
     own, seen, stops = tokens.own_array, tokens.first_array, [0]
     for begin, stop in pairwise(tokens.starts.tolist()):

@@ -1,4 +1,4 @@
-"""Gated delta nets (Yang et al., arXiv 2412.06464) in packed rows: each document starts with a state of zeros."""
+"""Gated delta nets (Yang et al., arXiv 2412.06464) for packed rows: documents start with a state of zeros."""
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
@@ -15,9 +15,9 @@ _Batches = tuple[tuple[tuple[int, int], ...], torch.Tensor, torch.Tensor]
 
 
 def install_gated_delta(lm: PreTrainedModel) -> None:
-    """Make gated delta nets of a model with attention by document compute each document separately, in place.
+    """Make the gated delta nets of `lm` work within documents, in place, if its attention does.
 
-    Documents of similar length share a call, padded at their ends, which earlier tokens do not see.
+    Documents of similar length are batched. They are padded at their ends, which earlier tokens do not see.
     """
     for module in lm.modules() if lm.config._attn_implementation == BY_DOCUMENT else ():
         kind: Any = type(module)
@@ -36,8 +36,8 @@ def _convolve(  # noqa: PLR0913 - transformers' interface
     documents: tuple[Documents, ...] | None = None,
     **_: Any,  # noqa: ANN401 - arguments of attention
 ) -> torch.Tensor:
-    """Compute the causal convolution of `mixed` [rows, channels, tokens] over the tokens of each document. `documents`
-    None means one document per row.
+    """Compute the causal convolution of `mixed` [rows, channels, tokens] within documents. `documents` of None means
+    one document per row.
     """
     if documents is None:
         return convolve(mixed, weight, bias, activation=activation)
@@ -57,8 +57,8 @@ def _apply_rule(
     documents: tuple[Documents, ...] | None = None,
     **others: Any,  # noqa: ANN401 - arguments of attention, and of a cache
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Apply the gated delta rule to the tokens of each document; `parts` are queries, keys and values [rows, tokens,
-    heads, width]. Without `documents` each row is one document, and the last state is returned for a cache.
+    """Apply the gated delta rule within documents to queries, keys and values [rows, tokens, heads, width]. Without
+    `documents` each row is one document, and the last state is returned for a cache.
     """
     plain = partial(rule, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
     if documents is None:
@@ -76,13 +76,13 @@ _BY_DOCUMENT: Mapping[str, Callable[..., Any]] = {
     "causal_conv1d_fn": _convolve,
     "torch_chunk_gated_delta_rule": _apply_rule,
 }
-"""Replacements of transformers' functions that compute each document separately, by name."""
+"""Functions that work within documents, by the names of transformers' functions that they replace."""
 
 
 def _by_document(
     run: Callable[..., torch.Tensor], parts: tuple[torch.Tensor, ...], documents: tuple[Documents, ...]
 ) -> torch.Tensor:
-    """Apply `run` to each document of the tensors `parts` [rows, tokens, ...]."""
+    """Apply `run` to batches of documents of the tensors `parts` [rows, tokens, ...]."""
     shapes, order, positions = _batches_on(parts[0].device, documents)
     sizes = [number * tokens for number, tokens in shapes]
     batches = zip(*(part.flatten(0, 1).index_select(0, order).split(sizes) for part in parts), strict=True)
@@ -95,9 +95,8 @@ def _by_document(
 
 @lru_cache(maxsize=4)
 def _batches_on(device: torch.device, documents: tuple[Documents, ...]) -> _Batches:
-    """Batches of documents as (number of documents, padded tokens), and two index tensors on `device`. The first has
-    the index in the flattened rows of each batched token, the second the index in the batches of each token of the
-    rows.
+    """Group documents into batches, as (number of documents, padded tokens), with two index tensors on `device`: for
+    each batched token its index in the flattened rows, and for each token of the rows its index in the batches.
     """
     shapes, order, _, positions = document_batches(documents, None)
     return tuple((number, tokens) for number, tokens, _ in shapes), order.to(device), positions.to(device)

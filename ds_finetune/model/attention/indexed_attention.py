@@ -1,8 +1,8 @@
 """DeepSeek sparse attention (DeepSeek-V3.2) within documents.
 
-An indexer scores the earlier tokens of a document for each query, and the query attends to the `index_topk` best. In a
-document of at most `index_topk` tokens these are all tokens, so an indexer that is not trained only runs where a
-document may be longer.
+For each query an indexer scores the earlier tokens of its document, and the query attends to the `index_topk` best. In
+documents of up to `index_topk` tokens these are all tokens. So an untrained indexer only runs if documents may be
+longer.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,11 +21,11 @@ from ds_finetune.model.parallel.rank_group import RankGroup
 from ds_finetune.model.parallel.sequence import SequenceParallelGroup
 
 SCORES_AT_ONCE = 2**27
-"""Bound on scores in memory at once, fp32 [heads, queries, keys]: 0.5 GiB."""
+"""Maximum number of an indexer's scores [heads, queries, keys] in memory at once: 0.5 GiB in fp32."""
 
 
 class ScoreInputs(NamedTuple):
-    """Inputs of an indexer's scores. The tensors of a single document have no batch dimension."""
+    """Tensors from which an indexer's scores are computed. For a single document they have no batch dimension."""
 
     query: torch.Tensor
     """Indexer queries [batch, tokens, heads, width]."""
@@ -36,37 +36,37 @@ class ScoreInputs(NamedTuple):
 
 
 class KeyPart(NamedTuple):
-    """A block of queries, and the range of keys that any of them may attend to."""
+    """A block of queries, and the range of keys that they attend to."""
 
     queries: slice
     keys: slice
 
 
 class FollowedWeights(Protocol):
-    """Interface of an attention whose weights are the target distribution of an indexer. Its methods get the
-    attention's tensors, such as queries and keys.
+    """Interface of an indexer's target: the attention weights of a layer. Methods take the attention's tensors, such as
+    queries and keys.
     """
 
     @property
     def scale(self) -> float:
-        """Factor of the indexer's query-key products."""
+        """Factor by which the indexer's query-key products are multiplied."""
 
     @property
     def groups(self) -> tuple[RankGroup, ...]:
-        """Groups of ranks that hold the layer's other heads."""
+        """Process groups over which the attention weights of all heads are summed."""
 
     def parts(self, index: ScoreInputs, tensors: Sequence[Any]) -> Iterator[KeyPart]:
-        """Split all queries into blocks."""
+        """Split the queries into blocks."""
 
     def weights(self, part: KeyPart, tensors: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention weights of a block's keys, fp32 [queries, keys], summed over this rank's heads. The second result
-        is a mask of the keys that each query sees, bool [queries, keys].
+        """Attention weights of a block's keys, fp32 [queries, keys], summed over this rank's heads, and a mask of the
+        keys that each query sees, bool [queries, keys].
         """
 
 
 def index_scores(part: ScoreInputs, scale: float) -> torch.Tensor:
-    """An indexer's score of each key for each query of one document, fp32 [queries, keys]: the sum over heads of
-    w ReLU(q k) (DeepSeek-V3.2's report, eq. 1).
+    """Scores of an indexer for one document, fp32 [queries, keys]: sum over heads of w ReLU(q k) (DeepSeek-V3.2's
+    report, eq. 1).
     """
     scores = (part.query.float() @ part.key.float().T * scale).relu()
     return (part.weight[:, None] @ scores)[:, 0]
@@ -80,12 +80,12 @@ def divergences(
     documents: Sequence[Sequence[int]],
     chosen: Sequence[Sequence[torch.Tensor | None]] | None,
 ) -> torch.Tensor:
-    """KL divergence D_KL(p || softmax(I)) of each query in nats, fp32 [batch, tokens], with attention weights p and
-    indexer scores I. Only `scored` gets a gradient.
+    """KL divergence D_KL(p || softmax(I)) of attention weights p and indexer scores I in nats, fp32 [batch, tokens]:
+    one for each query. Only `scored`, from which I is computed, gets a gradient.
 
-    `attention` has queries and keys of this rank's heads, [batch, heads, tokens, width]. `documents` are the lengths of
-    the documents of each row. `chosen` are masks of the keys that queries attend to, bool [queries, keys] for each
-    document. None, for one document or for all, means all earlier tokens.
+    `attention` has queries and keys of this rank's heads, [batch, heads, tokens, width]; `documents` the lengths of
+    each row's documents; `chosen` for each document a mask of the keys that queries attend to, bool [queries, keys].
+    None, for one document or for all, means all earlier tokens.
     """
     rows = []
     for row, lengths in enumerate(documents):
@@ -98,14 +98,14 @@ def divergences(
 
 
 def divergence_from(followed: FollowedWeights, scored: ScoreInputs, *tensors: torch.Tensor | None) -> torch.Tensor:
-    """KL divergence D_KL(p || softmax(I)) of each query in nats, fp32 [queries]. p are the attention weights computed
-    from `tensors`, normalised over keys, and I the indexer's scores. Only the scores' inputs `scored` get a gradient.
+    """KL divergence D_KL(p || softmax(I)) of each query in nats, fp32 [queries]. `tensors` give the attention weights
+    p, and `scored` the indexer scores I. Only `scored` gets a gradient.
     """
     return _Divergence.apply(followed, *scored, *tensors)  # type: ignore[no-any-return]
 
 
 class _Divergence(torch.autograd.Function):
-    """Computes divergences in blocks of queries. Products of queries and keys are recomputed in backward."""
+    """Computes the divergences of indexers in blocks of queries. Backward recomputes the query-key products."""
 
     @staticmethod
     def forward(
@@ -124,7 +124,7 @@ class _Divergence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
-        # Saved tensors are read only once, because activation checkpointing allows no second read.
+        # Saved tensors are read only once, because activation checkpointing does not allow a second read.
         saved, followed = ctx.saved_tensors, ctx.followed
         index, tensors = ScoreInputs(*saved[:3]), saved[3:]
         index_grads = ScoreInputs(*(torch.zeros_like(tensor, dtype=torch.float32) for tensor in index))
@@ -146,22 +146,22 @@ def _of_part(index: ScoreInputs, part: KeyPart) -> ScoreInputs:
 def _divergence(
     index: ScoreInputs, followed: FollowedWeights, part: KeyPart, tensors: tuple[torch.Tensor | None, ...]
 ) -> torch.Tensor:
-    """KL divergence of an indexer's scores from attention weights, for each query of a block, fp32 [queries]."""
+    """KL divergence of an indexer's scores from the attention weights for a block of queries, fp32 [queries]."""
     with torch.no_grad():
         weights, is_seen = followed.weights(part, tensors)
         for group in followed.groups:
             weights = group.all_reduce(weights)
-        # A query without any visible key has weights that sum to 0, by which they must not be divided.
+        # A query that sees no key has attention weights that sum to 0, so they must not be divided by their sum.
         weights = weights / weights.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
     scores = index_scores(index, followed.scale).masked_fill(~is_seen, float("-inf"))
-    # An invisible key has weight 0 and log-probability -inf. Their product is NaN, so the latter is set to 0.
+    # For an unseen key, weight 0 times log-probability -inf would be NaN, so the latter is set to 0.
     logs = scores.log_softmax(dim=-1).masked_fill(~is_seen, 0.0)
     return (torch.xlogy(weights, weights) - weights * logs).sum(dim=-1)
 
 
 @dataclass(frozen=True)
 class _DocumentWeights:
-    """Attention weights within one document, as the target of an indexer. The tensors are query and key [heads, tokens,
+    """An indexer's target within one document: the attention weights. `tensors` are query and key [heads, tokens,
     width] and a mask of chosen tokens, bool [tokens, tokens], or None for all earlier tokens.
     """
 
@@ -188,28 +188,28 @@ class _DocumentWeights:
 
 
 class Choice(NamedTuple):
-    """Tokens that a layer's indexer chose, which later layers without an indexer may use too."""
+    """Tokens that a layer's indexer chose. Later layers without an indexer may use them too."""
 
     tokens: ChosenTokens | None
-    """The chosen tokens; None where queries attend to all earlier tokens."""
+    """Masks of the chosen tokens; None if queries attend to all earlier tokens."""
     scored: ScoreInputs | None
-    """Inputs of the indexer's scores, with a gradient; None where the indexer is not trained."""
+    """Tensors from which the indexer's scores are computed, with a gradient; None if the indexer is not trained."""
 
 
 class DivergenceCollector:
-    """Collects, for each layer of a forward, the divergence of the indexer's scores from the attention weights."""
+    """Collects each layer's divergences of indexer scores from attention weights in a forward."""
 
     def __init__(self, groups: tuple[RankGroup, ...], *, attends_to_all: bool) -> None:
         self.groups = groups
         self.attends_to_all = attends_to_all
-        """Whether queries attend to all earlier tokens instead of the chosen ones."""
+        """Whether queries attend to all earlier tokens, although indexers run."""
         self.is_listening = False
         self.divergences: dict[int, torch.Tensor] = {}
-        """Divergence of each query in nats, fp32 [rows, tokens], by number of the layer."""
+        """Divergences of a forward in nats, fp32 [rows, tokens], by layer number."""
 
     def is_needed(self, *, in_training: bool) -> bool:
-        """Whether a layer must compute its divergence: in forwards of the loss, and where activation checkpointing
-        recomputes such a forward in backward, since recomputation must save the same tensors.
+        """Whether a layer must compute its divergence: in a forward for the loss, and when activation checkpointing
+        recomputes that forward, which must save the same tensors.
         """
         return self.is_listening or (in_training and torch.is_grad_enabled())
 
@@ -220,9 +220,9 @@ class DivergenceCollector:
 
 
 class IndexedAttention(nn.Module):
-    """Mixin for a family's latent attention. It computes what transformers 5.23 does
-    (deepseek_v32/modeling_deepseek_v32.py:410-480), but chooses tokens within each document instead of using a mask
-    over the row.
+    """Mixin for transformers' latent attention with an indexer. It computes the same as transformers 5.23
+    (deepseek_v32/modeling_deepseek_v32.py:410-480), but the indexer chooses within documents, without a mask of the
+    row.
     """
 
     config: PretrainedConfig
@@ -233,15 +233,15 @@ class IndexedAttention(nn.Module):
     indexer: Any
     expand_kv: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
     rotate = staticmethod(rotate)
-    """Applies the rotary embedding to queries and keys."""
+    """Function that applies the rotary embedding to queries and keys."""
     rotates_pairs: bool
-    """Whether the indexer's rotary embedding rotates pairs of neighbouring columns instead of the two halves."""
+    """Whether the indexer's rotary embedding rotates pairs of adjacent columns instead of the two halves."""
     chooses = False
-    """Whether indexers run, because they are trained or documents may be longer than `index_topk`. This does not depend
-    on the documents of one forward, since under ZeRO-3 every rank must gather the indexer's parameters equally often.
+    """Whether indexers run, because they are trained or documents of the run may exceed `index_topk`. It does not
+    depend on the documents of a forward: under ZeRO-3 all ranks must gather the indexer's parameters equally often.
     """
     collector: DivergenceCollector | None = None
-    """Collects the loss of trained indexers. None where indexers are not trained."""
+    """Takes the divergences of trained indexers. None if indexers are not trained."""
 
     def forward(
         self,
@@ -250,7 +250,7 @@ class IndexedAttention(nn.Module):
         attention_mask: torch.Tensor | None,
         **others: Any,  # noqa: ANN401 - a cache, and what attention implementations take
     ) -> tuple[Any, ...]:
-        """Map hidden states [batch, tokens, width] to hidden states and, in place of attention weights, None."""
+        """Attention of hidden states [batch, tokens, width]. Returns hidden states, and None for attention weights."""
         out, _ = self._attend(hidden_states, position_embeddings, attention_mask, None, others)
         return out, None
 
@@ -262,8 +262,8 @@ class IndexedAttention(nn.Module):
         choice: Choice | None,
         others: dict[str, Any],
     ) -> tuple[torch.Tensor, Choice | None]:
-        """Return hidden states after attention, and the choice of tokens. A layer without an indexer uses `choice`,
-        which comes from an earlier layer.
+        """Compute attention. Returns hidden states, and the chosen tokens. A layer without an indexer uses `choice`,
+        the tokens that an earlier layer chose.
         """
         cache: Any = take_cache(others)
         low_rank, query, latent, rotary_key = _project(self, hidden, position_embeddings)
@@ -306,7 +306,7 @@ class IndexedAttention(nn.Module):
     def _divergences(
         self, choice: Choice | None, query: torch.Tensor, key: torch.Tensor, others: dict[str, Any]
     ) -> torch.Tensor:
-        """Divergence of the indexer's scores from attention in nats, for this rank's tokens, fp32 [rows, tokens]."""
+        """Divergences of this rank's tokens from the attention weights in nats, fp32 [rows, tokens]."""
         assert self.collector is not None
         assert choice is not None, self.layer_idx
         assert choice.scored is not None, self.layer_idx
@@ -325,7 +325,7 @@ class IndexedAttention(nn.Module):
 
 
 class IndexedAttentionWithChoice(IndexedAttention):
-    """Indexed attention that also returns its choice of tokens, for layers that share it."""
+    """Latent attention with an indexer that also returns the chosen tokens, for later layers without an indexer."""
 
     def forward(
         self,
@@ -336,7 +336,7 @@ class IndexedAttentionWithChoice(IndexedAttention):
         prev_topk_indices: Choice | None = None,
         **others: Any,  # noqa: ANN401
     ) -> tuple[Any, ...]:
-        """Return hidden states, None for the attention weights, and the choice of tokens (None without an indexer)."""
+        """Attention of hidden states. Returns hidden states, None, and the chosen tokens (None without an indexer)."""
         out, choice = self._attend(hidden_states, position_embeddings, attention_mask, prev_topk_indices, others)
         return out, None, choice
 
@@ -347,7 +347,7 @@ def _project(
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Project hidden states [batch, tokens, width] to low-rank queries [batch, tokens, rank], queries [batch, heads,
-    tokens, width], latents [batch, 1, tokens, rank] and rotated keys [batch, 1, tokens, rotary width].
+    tokens, width], latents [batch, 1, tokens, rank] and rotary keys [batch, 1, tokens, rotary width].
     """
     nope, rope = attention.qk_nope_head_dim, attention.qk_rope_head_dim
     low_rank = attention.q_a_layernorm(attention.q_a_proj(hidden))
@@ -374,8 +374,8 @@ def _inputs_of_scores(
     low_rank: torch.Tensor,
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
 ) -> ScoreInputs:
-    """Compute queries, keys and head weights of the indexer as transformers 5.23,
-    deepseek_v32/modeling_deepseek_v32.py:212-235. In glm_moe_dsa the rotary embedding rotates pairs.
+    """Queries, keys and head weights of an indexer, as transformers 5.23 computes them
+    (deepseek_v32/modeling_deepseek_v32.py:212-235). In glm_moe_dsa the rotary embedding rotates adjacent columns.
     """
     indexer, rope = attention.indexer, attention.indexer.qk_rope_head_dim
     query = indexer.wq_b(low_rank).unflatten(-1, (indexer.n_heads, indexer.head_dim))
@@ -396,7 +396,7 @@ def _inputs_of_scores(
 def _choose(
     attention: IndexedAttention, scored: ScoreInputs, documents: tuple[Documents, ...] | None
 ) -> ChosenTokens | None:
-    """Masks of the tokens that each query attends to, by row and document. The mask is None for a document of at most
+    """Masks of the keys that each query attends to, by row and document. A mask is None for a document of at most
     `index_topk` tokens; the result is None if all documents are that short.
     """
     if documents is None:
@@ -406,7 +406,7 @@ def _choose(
         return None
     chosen = []
     for row, lengths in enumerate(documents):
-        # With a cache the queries are the last tokens of the row's only document.
+        # With a cache each row is one document, of which the queries are the last tokens.
         is_last = scored.query.shape[1] < sum(lengths)
         parts = [part[row].split(lengths) if not is_last else (part[row],) for part in scored]
         chosen.append(
@@ -419,7 +419,7 @@ def _choose(
 
 
 def _best(document: ScoreInputs, limit: int, scale: float) -> torch.Tensor:
-    """Mask of the `limit` best keys of each query among itself and earlier tokens, bool [queries, keys]."""
+    """Mask of each query's `limit` best keys among itself and earlier tokens, bool [queries, keys]."""
     queries, keys = len(document.query), len(document.key)
     positions = torch.arange(keys, device=document.key.device)
     is_chosen = torch.zeros(queries, keys, dtype=torch.bool, device=document.key.device)
@@ -434,7 +434,7 @@ def _best(document: ScoreInputs, limit: int, scale: float) -> torch.Tensor:
 
 
 def install_indexed_attention(lm: PreTrainedModel) -> None:
-    """Make attention with an indexer work by document, in place; models without indexers are unchanged."""
+    """Make latent attention with an indexer work within documents, in place. Models without indexers are unchanged."""
     indexer = family_of(lm.config.model_type).indexer
     if indexer is None or indexer.chooses_entries:
         return
@@ -445,7 +445,7 @@ def install_indexed_attention(lm: PreTrainedModel) -> None:
 
 
 def expect_documents(lm: PreTrainedModel, *, longest: int) -> None:
-    """Enable the model's indexers, in place, if documents of `longest` tokens are longer than what they choose."""
+    """Turn on the model's indexers, in place, if a document of `longest` tokens is longer than they choose tokens."""
     limit = longest_document(lm.config)
     if limit is None or longest <= limit:
         return
@@ -455,8 +455,8 @@ def expect_documents(lm: PreTrainedModel, *, longest: int) -> None:
 
 
 def train_indexers(lm: PreTrainedModel, collector: DivergenceCollector) -> list[tuple[int, bool]]:
-    """Make the attention of each layer report its divergences to `collector`, in place. Returns the numbers of the
-    layers on this rank, and whether each has an indexer of its own.
+    """Make attention layers report the divergences of their indexers to `collector`, in place. Returns (layer number,
+    whether the layer has an indexer of its own) for the layers of this rank.
     """
     trained = []
     for module in lm.modules():
@@ -464,13 +464,13 @@ def train_indexers(lm: PreTrainedModel, collector: DivergenceCollector) -> list[
             module.chooses, module.collector = True, collector
             trained.append((module.layer_idx, module.indexer is not None))
         elif (indexer := getattr(getattr(module, "compressor", None), "indexer", None)) is not None:
-            # The module is the attention of DeepSeek-V4 (model/attention/compressed_attention.py).
+            # The module is DeepSeek-V4's attention (model/attention/compressed_attention.py).
             module.collector, module.compressor.chooses, indexer.is_trained = collector, True, True
             trained.append((module.layer_idx, True))
     return trained
 
 
 def longest_document(hf_config: PretrainedConfig) -> int | None:
-    """Maximum number of tokens of a document in which the indexer leaves out no token; None without a limit."""
+    """Number of tokens up to which a document's indexer chooses all of them; None for a model without indexers."""
     indexer = family_of(hf_config.model_type).indexer
     return None if indexer is None else indexer.longest_document(hf_config.to_dict())

@@ -1,6 +1,6 @@
-"""Attention kernels. torch's scaled_dot_product_attention computes the attention of one document, also with values
-narrower than keys (128 and 192 columns in multi-head latent attention). FlashAttention's variable-length kernel
-computes the attention of all documents of a forward in one call.
+"""Attention kernels: torch's scaled_dot_product_attention for one document, also with values narrower than keys (128
+and 192 columns in multi-head latent attention), and FlashAttention's variable-length kernel for all documents of a
+forward in one call.
 """
 
 import inspect
@@ -23,17 +23,17 @@ from ds_finetune.model.kept_outputs import save_outputs
 from ds_finetune.plan.forward import MAX_WIDTH, flash_3_problem, varlen_problem
 
 Documents = tuple[int, ...]
-"""Lengths of the consecutive documents of a row; padding counts as a document, so their sum is the row's length."""
+"""Lengths of a row's consecutive documents. Padding counts as a document, so they sum to the row's length."""
 Places = NDArray[np.int64]
 
 _COLUMNS = 8
-"""The variable-length kernel needs head widths that are multiples of this (torch 2.13, flash_attn/flash_api.cpp)."""
+"""Head widths must be multiples of this in the variable-length kernel (torch 2.13, flash_attn/flash_api.cpp)."""
 
 
 def packs_documents(attention: str, hf_config: PretrainedConfig, *, device: str, precision: str) -> bool:
-    """Whether this rank's `device` (`cpu` or `cuda`) computes the attention of all documents of a forward in one call.
+    """Whether one kernel call computes the attention of all documents of a forward on `device` (`cpu` or `cuda`).
 
-    ModelError if the run file selects the kernel for this (`model.attention: varlen`) and the GPU does not support it.
+    ModelError if the run file asks for such a kernel (`model.attention: varlen`) and the GPU does not support it.
     """
     if attention not in OWN_ATTENTIONS or attention == "by_document":
         return False
@@ -51,11 +51,11 @@ def packs_documents(attention: str, hf_config: PretrainedConfig, *, device: str,
 
 
 _FLASH_3, FLASH_3_MODULE = "FA3", "flash_attn_interface"
-"""torch's name of FlashAttention 3, and the module that torch imports for it (2.13, nn/attention/_fa3.py:65)."""
+"""torch's name for FlashAttention 3, and the module that torch imports to use it (2.13, nn/attention/_fa3.py:65)."""
 
 
 def problem_of_flash_3(hf_config: PretrainedConfig) -> str:
-    """Reason why this GPU cannot use FlashAttention 3 for packed documents; empty where it can."""
+    """Why this GPU cannot use FlashAttention 3 for packed documents; empty if it can."""
     implementations: list[str] = getattr(attention, "list_flash_attention_impls", list)()
     is_installed = _FLASH_3 in implementations and find_spec(FLASH_3_MODULE) is not None
     capability = torch.cuda.get_device_capability()
@@ -63,10 +63,10 @@ def problem_of_flash_3(hf_config: PretrainedConfig) -> str:
 
 
 def choose_flash_attention(hf_config: PretrainedConfig, *, is_wanted: bool) -> None:
-    """Select FlashAttention 3 for torch's attention in this process if it `is_wanted` and this GPU supports it, else
-    torch's own kernels. It is wanted for models with packed documents.
+    """Make torch's attention use FlashAttention 3 in this process if it `is_wanted`, which it is for packed documents,
+    and the GPU supports it; else torch's own kernels.
 
-    DependencyError if the package of FlashAttention 3 cannot be loaded.
+    DependencyError if the package FlashAttention 3 cannot be loaded.
     """
     if not hasattr(attention, "activate_flash_attention_impl"):
         return
@@ -86,18 +86,18 @@ def choose_flash_attention(hf_config: PretrainedConfig, *, is_wanted: bool) -> N
 
 @dataclass(frozen=True)
 class PackedDocuments:
-    """Document boundaries in the concatenated rows of a forward, as the variable-length kernel takes them."""
+    """Document boundaries in the concatenated rows of a forward, in the form that the variable-length kernel takes."""
 
     bounds: torch.Tensor
-    """Index of the first token of each document, and last the number of tokens: int32 [documents + 1] on the device."""
+    """Index of each document's first token, followed by the number of tokens: int32 [documents + 1] on the device."""
     longest: int
     """Number of tokens of the longest document."""
     keys: torch.Tensor | None = None
-    """Indices of the keys of each document, int64 [keys]. A document that continues another one has the keys of that
-    document first and then its own. None where no document continues another.
+    """Indices of the keys of each document, int64 [keys]. If a document continues another one, the other's keys come
+    first. None if no document continues another.
     """
     key_bounds: torch.Tensor | None = None
-    """Index of each document's first key, and last the number of keys: int32 [documents + 1]; None if `keys` is."""
+    """Index of each document's first key, followed by the number of keys: int32 [documents + 1]. None like `keys`."""
     most_keys: int = 0
 
 
@@ -122,8 +122,8 @@ def pack_documents(
 
 
 def find_origins(documents: Sequence[Documents], shared: Sequence[Documents]) -> tuple[Places, Places, Places]:
-    """Three numbers for each document: the index of its first token in the flattened rows, the index of the first token
-    of the document that it continues, and how many tokens of that document it continues.
+    """For each document (index of its first token in the flattened rows, index of the first token of the document that
+    it continues, how many tokens of that document it continues).
     """
     lengths, continued = (np.fromiter(chain.from_iterable(each), dtype=np.int64) for each in (documents, shared))
     begins = lengths.cumsum() - lengths
@@ -132,7 +132,7 @@ def find_origins(documents: Sequence[Documents], shared: Sequence[Documents]) ->
 
 @save_outputs
 def varlen_attn(*parts: Any, **options: Any) -> object:  # noqa: ANN401 - what torch's takes
-    """torch's variable-length kernel, imported at the first call, because the import loads torch's compiler."""
+    """torch's variable-length kernel. It is imported at the first call, because the import loads torch's compiler."""
     from torch.nn.attention import varlen
 
     return varlen.varlen_attn(*parts, **options)
@@ -140,8 +140,8 @@ def varlen_attn(*parts: Any, **options: Any) -> object:  # noqa: ANN401 - what t
 
 @cache
 def _grouped_queries() -> dict[str, Any]:
-    """Argument for grouped-query attention. torch 2.11 needs none; torch 2.13 refuses fewer key heads than query heads
-    without it (nn/attention/varlen.py:419).
+    """Keyword argument for grouped-query attention: torch 2.13 rejects fewer key heads than query heads without it
+    (nn/attention/varlen.py:419); torch 2.11 does not have it.
     """
     from torch.nn.attention import varlen
 
@@ -156,12 +156,13 @@ def attend_packed(
     window: int | None = None,
     is_causal: bool = True,
 ) -> torch.Tensor:
-    """Compute attention of `parts`: query [rows, heads, tokens, width], key [rows, key heads, tokens, width] and value
-    [rows, key heads, tokens, value width], in fp16 or bf16 on a GPU. Returns [rows, tokens, heads, value width].
+    """Compute attention of all documents in one call, in fp16 or bf16 on a GPU. `parts` are query [rows, heads, tokens,
+    width], key [rows, key heads, tokens, width] and value [rows, key heads, tokens, value width]. Returns [rows,
+    tokens, heads, value width].
 
-    A query attends to tokens fewer than `window` positions away, and only to earlier ones where attention is causal.
-    Heads are padded with columns of zeros to the width that the kernel needs, which does not change the result. The
-    kernel aligns the queries of a document with its last keys, as documents that continue another one need.
+    Queries attend to tokens less than `window` positions away, and if causal to no later ones. Zero columns pad heads
+    to the kernel's width. The kernel aligns a document's queries with its last keys, as documents that continue another
+    need.
     """
     rows, _, tokens, value_width = parts[2].shape
     widest = max(part.shape[3] for part in parts)
@@ -188,23 +189,22 @@ def attend_packed(
 
 
 def _flatten(part: torch.Tensor, *, width: int) -> torch.Tensor:
-    """Reshape [rows, heads, tokens, columns] to [rows * tokens, heads, width] and pad with columns of zeros."""
+    """Reshape [rows, heads, tokens, columns] to [rows * tokens, heads, width], with added columns of zeros."""
     flat = part.transpose(1, 2).flatten(0, 1)
     return functional.pad(flat, (0, width - flat.shape[2])) if flat.shape[2] < width else flat
 
 
 _PAD_FROM = 1024
-"""On CPUs, values of documents with at least this many tokens are padded to the width of keys, since torch 2.13's fused
-kernel needs equal widths. It took 0.26 to 0.5 of the unfused time from 1,024 tokens on, not less at 512.
+"""On CPUs, values are padded to the width of keys in documents of at least this many tokens, because torch 2.13's fused
+kernel needs equal widths. It took 0.26 to 0.5 of the unfused time from 1,024 tokens on, but not less at 512.
 """
 
 
 def pads_values(query: torch.Tensor, value: torch.Tensor, *, is_masked: bool) -> bool:
     """Whether to pad values [rows, heads, tokens, value width] to the width of queries [rows, heads, tokens, width].
 
-    On GPUs FlashAttention needs equal widths. It is expected to be faster although it computes 1.2 times as much with
-    padded values (not measured on a GPU). With fp32 or a mask torch uses its memory-efficient kernel, which takes
-    unequal widths.
+    On GPUs FlashAttention needs equal widths. It should be faster although padding means 1.2 times as many operations
+    (not measured on a GPU). With fp32 or a mask, torch uses its memory-efficient kernel, which takes unequal widths.
     """
     if value.shape[3] >= query.shape[3]:
         return False
@@ -227,9 +227,9 @@ def attend_document(  # noqa: PLR0913 - the arguments of torch's attention
     dropout: float = 0.0,
     is_causal: bool = False,
 ) -> torch.Tensor:
-    """Call torch's scaled_dot_product_attention, with shapes as in torch. Returns [rows, heads, tokens, value width].
+    """Call torch's scaled_dot_product_attention. Returns [rows, heads, tokens, value width].
 
-    `is_padded` pads values with zeros to the width of keys, for kernels such as FlashAttention that need equal widths.
+    `is_padded` pads values with zeros to the width of keys, for kernels that need equal widths, such as FlashAttention.
     """
     width = value.shape[3]
     out = _attend(

@@ -1,8 +1,8 @@
-"""Decoding with multi-head latent attention directly on the cached latents, without expanding them to keys and values
+"""Decoding with multi-head latent attention on the cached latents, without expanding them to keys and values
 (DeepSeek-V2, arXiv 2405.04434, section 2.1.2).
 
-The up-projection is applied to the query and to the weighted sum of latents instead of each latent. So a new token does
-not pay for an up-projection of the whole cache.
+The latents' up-projection is applied to the query and to the weighted sum of latents instead, so that a new token does
+not project the whole cache.
 """
 
 from collections.abc import Iterator
@@ -22,15 +22,15 @@ _Weights = tuple[torch.Tensor, torch.Tensor]
 
 
 class _LatentWeights:
-    """Up-projection of one layer's latents, split into keys [rank, heads, width] and values [rank, heads, width]."""
+    """A layer's up-projection of latents, split into a part for keys [rank, heads, width] and one for values."""
 
     def __init__(self, attention: Any, *, is_kept: bool) -> None:  # noqa: ANN401 - latent attention of transformers
         self._attention, self._is_kept = attention, is_kept
         self._parts: _Weights | None = None
 
     def parts(self, like: torch.Tensor) -> _Weights:
-        """Return the weights for keys and for values. They are read by calling the module on an identity matrix, since
-        it may have LoRA adapters, 4-bit weights or ZeRO-3 shards.
+        """Return the up-projection's weights for keys and for values. They are read off the module's outputs for an
+        identity matrix, since it may have LoRA adapters, 4-bit weights or ZeRO-3 shards.
         """
         if self._parts is not None:
             return self._parts
@@ -44,10 +44,10 @@ class _LatentWeights:
 
 @contextmanager
 def attending_to_latents(lm: PreTrainedModel, *, keeps_weights: bool) -> Iterator[None]:
-    """Context in which forwards of `lm` with a cache take one token per row and attend to latents. Models without
-    multi-head latent attention are unchanged.
+    """Context in which a forward of `lm` with a cache takes one token per row and attends to cached latents. Models
+    without multi-head latent attention are unchanged.
 
-    `keeps_weights` says that weights do not change within the context, so that each up-projection is split only once.
+    `keeps_weights` promises that weights do not change in this context, so that each up-projection is split only once.
     """
     family = family_of(lm.config.model_type)
     layers = (
@@ -76,7 +76,7 @@ def _attend_to_latents(  # noqa: PLR0913 - transformers' interface
     is_key: torch.Tensor | None = None,
     **_: Any,  # noqa: ANN401 - what other implementations take
 ) -> tuple[torch.Tensor, None]:
-    """Attend from query [rows, heads, 1, width] to latents, passed as `key` [rows, 1, tokens, rank], and rotary keys,
+    """Attention of query [rows, heads, 1, width] to latents, passed as `key` [rows, 1, tokens, rank], and rotary keys,
     passed as `value` [rows, 1, tokens, rotary width]. `is_key` masks the tokens to attend to. Returns [rows, 1, heads,
     value width].
     """

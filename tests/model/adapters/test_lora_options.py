@@ -103,7 +103,7 @@ def test_nothing_is_dropped_in_evaluation() -> None:
 @pytest.mark.parametrize(
     ("family", "given", "said"),
     [
-        ("deepseek_v3", {"dropout": 0.1}, "lora.dropout with adapters of down_proj, experts, gate_proj, up_proj"),
+        ("deepseek_v3", {"dropout": 0.1}, "no dropout for adapters of down_proj, experts, gate_proj, up_proj"),
         ("deepseek_v3", {"modules_to_save": ["experts"]}, "experts.gate_up_proj, whose weights have adapters"),
         ("deepseek_v3", {"modules_to_save": ["experts"], "target_modules": ["o_proj"]}, "weights are not tested"),
         ("qwen3", {"modules_to_save": ["o_proj"]}, "o_proj.weight, whose weights have adapters"),
