@@ -1,12 +1,11 @@
-"""The forward of routed experts: rows are sorted by expert, multiplied in one grouped product, and summed by token.
+"""Forward of routed experts: tokens are sorted by expert, multiplied in one grouped product, and summed by token.
 
-Sorting and summing are gathers, and so are their gradients, since the inverse permutation is known. Autograd's gradient
-of `hidden[index]` adds rows with `index_put`, which sorts the index on a GPU. The sum over a token's experts is
-computed in fp32 and rounded once; `index_put` rounds after each summand, in the order of experts. In fp32, results
-differ by the order of a sum of `k` numbers, and are equal for k up to 2.
+Sorting and summing are gathers, and so are their gradients, because the inverse permutation is known. Autograd would
+compute the gradient of `hidden[index]` by `index_put`, which sorts the index on a GPU. The sum over a token's k experts
+is computed in fp32 and rounded once, while `index_put` rounds after each summand; in fp32 only the order differs.
 
-The routing weight multiplies the input of the down projection, which is linear. So gradients of routing weights need no
-expert outputs, and products with routing weights have the experts' width, not the model's.
+Routing weights multiply the input of the down projection, which is linear. So their gradients need no expert outputs,
+and they multiply rows of the experts' inner width, not the model's.
 """
 
 from collections.abc import Callable
@@ -23,17 +22,15 @@ from ds_finetune.model.weights.names import is_table
 from ds_finetune.plan.forward import product_of_experts
 
 Project = Callable[[torch.Tensor, torch.Tensor, str], torch.Tensor]
-"""Function that multiplies rows [rows, in] with a fused weight of experts: [rows, out]. Its arguments are rows sorted
-by expert, the end of each expert's rows, and the weight's name.
-"""
+"""Function (rows [rows, in] sorted by expert, end of each expert's rows, name of a weight) -> products [rows, out]."""
 
 
 _options = {"has_triton": True}
 
 
 def choose_product(*, has_triton: bool) -> None:
-    """Choose for the whole process whether grouped products may use this program's Triton kernel. Otherwise torch's
-    kernel or a loop computes them.
+    """Allow or forbid this program's Triton kernel for grouped products, for the whole process. Without it torch's
+    kernel or a loop over experts computes them.
     """
     _options["has_triton"] = has_triton
     _is_own_kernel.cache_clear()
@@ -41,7 +38,7 @@ def choose_product(*, has_triton: bool) -> None:
 
 @cache
 def _is_own_kernel(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether this program's Triton kernel computes grouped products on this device."""
+    """Whether this program's Triton kernel computes grouped products of `dtype` on this device."""
     if device.type != "cuda":
         return False
     precision = next((name for name, of_name in PRECISION_DTYPES.items() if of_name == dtype), "")
@@ -49,8 +46,8 @@ def _is_own_kernel(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def multiply(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, *, is_transposed: bool = False) -> Any:  # noqa: ANN401 - untyped
-    """Grouped product of `rows` [rows, in] with `weight` [experts, out, in]: [rows, out]. Rows are sorted by expert,
-    and `ends` has the end of each expert's rows. With `is_transposed`, `weight` is [experts, in, out].
+    """Multiply `rows` [rows, in], sorted by expert, with their experts' `weight` [experts, out, in]; with
+    `is_transposed` [experts, in, out]. Returns [rows, out]. Expert i's rows end at `ends[i]`.
     """
     if not _is_own_kernel(weight.device, weight.dtype):
         return _grouped_linear(rows, weight, ends, is_transposed=is_transposed)
@@ -63,20 +60,20 @@ _saved_multiply = save_outputs(multiply)
 
 
 def rows_up_to(experts: torch.Tensor, number: int) -> torch.Tensor:
-    """End of the rows of each of `number` experts, int32 [number]. `experts`, int64 [rows], is the sorted expert of
-    each row.
+    """Where the rows of each expert end, int32 [number of experts]. `experts` are the sorted experts of rows, int64
+    [rows].
 
-    Unlike `torch.bincount`, this does not make the host wait for the largest value.
+    Unlike `torch.bincount`, this does not make the host wait for the GPU.
     """
     return torch.searchsorted(experts, torch.arange(number, device=experts.device), right=True, out_int32=True)
 
 
 class _Gather(torch.autograd.Function):
-    """Gathers the rows `source[index]` and sums each `k` consecutive ones. Backward gathers the rows of the gradient
-    at `back` and sums each `k_back` of them.
+    """Computes `source[index]`, and sums each `k` consecutive rows of it. Backward does the same with the gradient,
+    `back` and `k_back`.
 
-    With `is_last` the autograd node itself holds `back`. As a saved tensor it would be the layer's last one, and
-    recomputation, which stops at the last saved tensor, would compute the down projection only to reach it.
+    With `is_last` the autograd node holds `back` itself. As the last saved tensor of the layer it would make
+    recomputation (which stops at the last one) compute the down projection too.
     """
 
     @staticmethod
@@ -97,8 +94,8 @@ def _sums(rows: torch.Tensor, k: int) -> torch.Tensor:
 
 
 class _Weigh(torch.autograd.Function):
-    """Multiplies each of `rows` by its weight, which is fp32 where rows are 16 bits. The product is rounded in the
-    kernel, without an fp32 copy of all rows.
+    """Multiplies rows by weights, which are fp32 even if rows have 16 bits. The kernel rounds the products, so that no
+    fp32 copy of the rows is needed.
     """
 
     @staticmethod
@@ -114,21 +111,21 @@ class _Weigh(torch.autograd.Function):
 
 
 class SortedRows(NamedTuple):
-    """Copies of hidden states, one for each chosen expert of each token, sorted by expert."""
+    """Order of the rows that experts read: one row for each token and chosen expert, sorted by expert."""
 
     experts: torch.Tensor
     """Expert of each sorted row, int64 [tokens x k]."""
     choices: torch.Tensor
-    """For each sorted row, the index of its choice in the flattened choices [tokens, k], int64 [tokens x k]."""
+    """For each sorted row, its index in the flattened [tokens, k] chosen experts, int64 [tokens x k]."""
     choice_rows: torch.Tensor
-    """For each flattened choice of an expert, the index of its sorted row, int64 [tokens x k]."""
+    """Inverse of `choices`: for each of the flattened chosen experts, its sorted row, int64 [tokens x k]."""
     tokens: torch.Tensor
     """Token of each sorted row, int32 [tokens x k]."""
     k: int
 
     @classmethod
     def of(cls, top_k_index: torch.Tensor) -> "SortedRows":
-        """Sort copies of the tokens by the experts chosen for them, `top_k_index` [tokens, k]."""
+        """Sort (token, chosen expert) pairs by expert. `top_k_index` [tokens, k] has the chosen experts."""
         experts, choices = top_k_index.reshape(-1).sort(stable=True)
         choice_rows = torch.empty_like(choices)
         choice_rows[choices] = torch.arange(len(choices), device=choices.device)
@@ -137,28 +134,28 @@ class SortedRows(NamedTuple):
         return cls(experts, choices, choice_rows, tokens, k)
 
     def rows_of(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Copy hidden states [tokens, width] to one row for each expert of each token, [tokens x k, width]."""
+        """Copy hidden states [tokens, width] to sorted rows, one for each chosen expert, [tokens x k, width]."""
         return _Gather.apply(hidden, self.tokens, self.choice_rows, 1, self.k, False)  # type: ignore[no-any-return]
 
     def weights_of(self, top_k_weights: torch.Tensor) -> torch.Tensor:
-        """Order routing weights [tokens, k] like the rows, [tokens x k, 1]."""
+        """Bring routing weights [tokens, k] into the order of the sorted rows, [tokens x k, 1]."""
         return _Gather.apply(top_k_weights.reshape(-1, 1), self.choices, self.choice_rows, 1, 1, False)  # type: ignore[no-any-return]
 
     def sums_of(self, rows: torch.Tensor) -> torch.Tensor:
-        """Sum the rows [tokens x k, width] of each token, [tokens, width]."""
+        """Sum the sorted rows [tokens x k, width] of each token. Returns [tokens, width]."""
         return _Gather.apply(rows, self.choice_rows, self.tokens, self.k, 1, True)  # type: ignore[no-any-return]
 
 
 def grouped_product(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, *, leaf: str, **options: bool) -> Any:  # noqa: ANN401 - untyped
     """Grouped product of `rows` [rows, in] with the fused `weight` named `leaf`. Selective recomputation saves the
-    output of the first projection only, because no gradient needs the output of the second.
+    first projection's output only, because no gradient needs the second one's.
     """
     return (_saved_multiply if leaf == "gate_up_proj" else multiply)(rows, weight, ends, **options)
 
 
 def project(module: Any, rows: torch.Tensor, ends: torch.Tensor, leaf: str) -> torch.Tensor:  # noqa: ANN401 - a module of any family
-    """Multiply `rows` [rows, in] with the weights named `leaf` of the experts in `module`. Rows are sorted by expert,
-    and `ends` has the index after the last row of each expert.
+    """Multiply `rows` [rows, in], sorted by expert, with the weights `leaf` of the experts in `module`. Expert i's rows
+    end at `ends[i]`.
     """
     weight = getattr(module, leaf)
     return grouped_product(rows, weight, ends, leaf=leaf, is_transposed=module.is_transposed)  # type: ignore[no-any-return]
@@ -171,8 +168,8 @@ def run_experts(
     top_k_weights: torch.Tensor,
     product: Project | None = None,
 ) -> torch.Tensor:
-    """Run the routed experts `module` on tokens [tokens, width], with chosen experts [tokens, k] and their weights.
-    Returns [tokens, width]. By default `product` multiplies rows with the weights of `module`; adapters pass another.
+    """Run routed experts on tokens [tokens, width], with chosen experts [tokens, k] and their routing weights. Returns
+    [tokens, width]. `product` multiplies rows with the weights of `module`; adapters pass a function of their own.
     """
     if not module.has_gate or module.has_post_expert_norm or module._is_expert_parallel:
         return grouped_mm_experts_forward(module, hidden, top_k_index, top_k_weights)  # type: ignore[no-any-return]
@@ -184,22 +181,22 @@ def run_experts(
     rows = product(chosen.rows_of(hidden), ends, "gate_up_proj")
     if module.has_bias:
         of_row = (chosen.experts[:, None] == torch.arange(module.num_experts, device=rows.device)).to(rows.dtype)
-        # The biases of all rows get no name, because a local variable would keep them in memory until the end.
+        # Rows of biases are not bound to a variable, which would keep them in memory until the function returns.
         if current_outputs() is None:
             rows.add_(of_row @ module.gate_up_proj_bias)
         else:
             rows = rows + of_row @ module.gate_up_proj_bias
     inner = module._apply_gate(rows)
     weighted = inner * weights if weights.dtype == inner.dtype else _Weigh.apply(inner, weights)
-    # The bias is computed before the down projection, where recomputation stops, because gradients need its factor.
+    # The bias is computed before the down projection, because gradients need it and recomputation stops there.
     added = chosen.sums_of((of_row * weights).to(inner.dtype)) @ module.down_proj_bias if module.has_bias else None
     out = chosen.sums_of(product(weighted, ends, "down_proj"))
     return out if added is None else out + added
 
 
 def spread_ids(lm: nn.Module, experts: int) -> None:
-    """Fill the tables that map token ids to experts, in place, so that they name all `experts` in turn. In a model
-    without weights these tables are zeros, which would name one expert k times for each token.
+    """Fill the tables from token ids to experts, in place, so that tokens are spread over all `experts`. With randomly
+    initialised weights the tables are zeros, by which each token would choose expert 0 k times.
     """
     for name, table in lm.named_buffers():
         if is_table(name):
@@ -208,7 +205,7 @@ def spread_ids(lm: nn.Module, experts: int) -> None:
 
 
 def restore_full_tables(lm: nn.Module, vocabulary: int) -> None:
-    """Replace expert tables for a shard of the vocabulary by tables of experts for all token ids, in place."""
+    """Replace, in place, expert tables that have only this rank's vocabulary shard by tables of all token ids."""
     for name, table in list(lm.named_buffers()):
         if is_table(name):
             module, _, leaf = name.rpartition(".")
@@ -218,5 +215,5 @@ def restore_full_tables(lm: nn.Module, vocabulary: int) -> None:
 
 
 def install_grouped_experts() -> None:
-    """Make transformers call `run_experts` for `experts_implementation: grouped_mm`, for the life of the process."""
+    """Register `run_experts` with transformers as `experts_implementation: grouped_mm`, for the life of the process."""
     ALL_EXPERTS_FUNCTIONS.register("grouped_mm", run_experts)

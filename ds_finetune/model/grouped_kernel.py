@@ -1,10 +1,8 @@
-"""Triton kernels for the grouped product of rows, sorted by expert, with the experts' weights. They serve GPUs and
-dtypes for which torch has no such kernel: torch would multiply expert by expert, while the host waits for row
-counts.
+"""Triton kernels for grouped products of rows, sorted by expert, with experts' weights. They serve GPUs and dtypes for
+which torch has no kernel: torch would multiply expert by expert, and the host would wait for the numbers of rows.
 
-The ends of experts' rows stay on the device. The grid has as many programs as tiles of rows could be needed. Each
-program finds its expert from the ends, and programs beyond the last tile return. Products are summed in fp32. The
-import needs triton.
+The ends of experts' rows stay on the device. As many programs run as tiles could be needed; each finds its expert from
+the ends, and those beyond the last tile return. Products are summed in fp32. The import needs triton.
 """
 
 # ruff: noqa: ANN001, ANN202, N803, PLR0913 - kernels of Triton
@@ -16,15 +14,15 @@ import triton
 import triton.language as tl
 
 _ROWS, _COLUMNS, _DEPTH = 64, 128, 32
-"""Rows and columns of an output tile, and summands loaded at a time: 12 KiB of 16-bit numbers, of which three pipeline
-stages fit into the shared memory of any GPU with compute capability 8.x.
+"""Size of an output tile, and number of summands loaded at a time: 12 KiB of 16-bit numbers. Three pipeline stages of
+them fit into the shared memory of every GPU with compute capability 8.x.
 """
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _tile(ends, number, experts, PADDED: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Find the expert of a tile of rows, the tile's first row, and the end of the expert's rows. Without such a tile
-    the expert is PADDED.
+    """Find the expert of tile number `tile`, the tile's first row, and the end of the expert's rows. Beyond the last
+    tile the expert is PADDED.
     """
     index = tl.arange(0, PADDED)
     is_expert = index < experts
@@ -54,7 +52,7 @@ def _product_kernel(  # type: ignore[no-untyped-def]
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Multiply a tile of `rows` [rows, depth] with its expert's matrix in `weight` [experts, depth, columns]."""
+    """Triton kernel: multiply a tile of `rows` [rows, depth] with its expert's `weight` [experts, depth, columns]."""
     expert, first, end = _tile(ends, tl.program_id(0), experts, PADDED, ROWS)
     if expert < PADDED:
         row = (first + tl.arange(0, ROWS)).to(tl.int64)
@@ -88,7 +86,7 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Compute a tile of an expert's weight gradient: [rows, depth].T @ [rows, columns] over the expert's rows."""
+    """Triton kernel: a tile of an expert's weight gradient, [rows, depth].T @ [rows, columns] of the expert's rows."""
     expert = tl.program_id(2)
     end = tl.load(ends + expert)
     start = tl.load(ends + expert - 1, expert > 0, 0)
@@ -108,13 +106,14 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
 
 @torch.library.custom_op("ds_finetune::grouped_product", mutates_args=())
 def grouped_product(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Grouped product of `rows` [rows, in], sorted by expert, with `weight` [experts, in, out]: [rows, out].
+    """Multiply `rows` [rows, in], sorted by expert, with their experts' `weight` [experts, in, out]. Returns [rows,
+    out].
 
-    `ends`, int32 [experts] on the same device, are the ends of experts' rows. The last one is the number of rows.
+    Expert i's rows end at `ends[i]`, int32 [experts] on the same device; the last end is the number of rows.
     """
     (number, depth), (experts, _, columns) = rows.shape, weight.shape
     rows, out = rows.contiguous(), rows.new_empty(number, columns)
-    # Each expert adds at most one partial tile of rows.
+    # An expert has at most one tile that is not full.
     grid = (triton.cdiv(number, _ROWS) + experts, triton.cdiv(columns, _COLUMNS))
     tiles = {"PADDED": triton.next_power_of_2(experts), "ROWS": _ROWS, "COLUMNS": _COLUMNS, "DEPTH": _DEPTH}
     _product_kernel[grid](rows, weight, out, ends, experts, depth, columns, *weight.stride(), **tiles)
@@ -123,7 +122,6 @@ def grouped_product(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor
 
 @torch.library.custom_op("ds_finetune::grouped_gradient", mutates_args=())
 def _gradient(rows: torch.Tensor, grad: torch.Tensor, ends: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Gradient of the experts' `weight`, with the weight's strides."""
     rows, grad, out = rows.contiguous(), grad.contiguous(), torch.empty_like(weight)
     experts, depth, columns = weight.shape
     grid = (triton.cdiv(depth, _ROWS), triton.cdiv(columns, _COLUMNS), experts)
@@ -145,7 +143,7 @@ def _(_: torch.Tensor, __: torch.Tensor, ___: torch.Tensor, weight: torch.Tensor
 def _keep(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:  # noqa: ANN401
     rows, weight, ends = inputs
     of_rows, of_weight = ctx.needs_input_grad[:2]
-    # Backward needs rows only if experts are trained, and the weight's shape and strides for either gradient.
+    # Backward needs rows only if experts are trained. Either gradient needs the weight's shape and strides.
     ctx.save_for_backward(rows if of_weight else None, weight if of_rows or of_weight else None, ends)
 
 

@@ -1,8 +1,8 @@
-"""Norms and hyper-connections of DeepSeek-V4 (arXiv 2512.24880). Hyper-connections are weights that merge a token's
-residual streams into one hidden state, and distribute a sublayer's output to the streams.
+"""Norms and hyper-connections of DeepSeek-V4 (arXiv 2512.24880). Hyper-connections merge a token's residual streams
+into one hidden state, and distribute a sublayer's output over the streams.
 
-Autograd would save an fp32 copy of all streams, and a small matrix per token for each of some forty divisions. The
-functions here save only the streams, which the layer saves anyway, and one row of products per token.
+Autograd would save an fp32 copy of all streams, and a small matrix per token for each of some forty divisions. These
+functions save the streams, which the layer saves anyway, and one row of products per token.
 """
 
 from collections.abc import Callable
@@ -21,14 +21,14 @@ _Backward = Callable[..., torch.Tensor]
 class _StreamSizes(NamedTuple):
     streams: int
     times: int
-    """Number of divisions of `comb` by its column sums. There is one division less by its row sums."""
+    """How often `comb` is divided by its column sums. It is divided by its row sums once less."""
     eps: float
     norm_eps: float
 
 
 class _Mixing(torch.autograd.Function):
-    """Merges streams [batch, tokens, streams, width] into one hidden state. If `fn` has columns for `post` and `comb`,
-    the weights `post` and the streams mixed by the transposed `comb` are returned too.
+    """Merges residual streams [batch, tokens, streams, width] into one hidden state. If the projection `fn` has columns
+    for them, it also returns weights `post`, by which streams get a sublayer's output, and the streams mixed by `comb`.
     """
 
     @staticmethod
@@ -74,8 +74,8 @@ class _Mixing(torch.autograd.Function):
 
 
 class _Adding(torch.autograd.Function):
-    """Computes the streams after a sublayer, [batch, tokens, streams, width]: mixed streams plus the sublayer's output
-    [batch, tokens, width] times the weights `post`. The mixed streams are overwritten.
+    """Computes residual streams after a sublayer, [batch, tokens, streams, width]: mixed streams (overwritten) plus the
+    output [batch, tokens, width] times each stream's weight in `post`.
     """
 
     @staticmethod
@@ -92,7 +92,7 @@ class _Adding(torch.autograd.Function):
 
 
 def _columns(sizes: _StreamSizes) -> list[int]:
-    """Widths of the three parts of a hyper-connection's projection: input (`pre`), output (`post`) and streams
+    """Numbers of columns of a hyper-connection's projection: for merging (`pre`), output (`post`) and mixing
     (`comb`).
     """
     return [sizes.streams, sizes.streams, sizes.streams**2]
@@ -103,8 +103,8 @@ def _by_column(scale: torch.Tensor, sizes: _StreamSizes) -> torch.Tensor:
 
 
 def _weights(sums: torch.Tensor, sizes: _StreamSizes) -> tuple[tuple[torch.Tensor, ...], _Backward]:
-    """Mixing weights `pre` and `post` [tokens, streams] and `comb` [tokens, streams, streams] of transformers 5.23
-    (deepseek_v4/modeling_deepseek_v4.py:966-994), or `pre` only. Also returns a function for the gradient of `sums`.
+    """A hyper-connection's weights `pre` and `post` [tokens, streams] and `comb` [tokens, streams, streams], or `pre`
+    only (transformers 5.23, deepseek_v4/modeling_deepseek_v4.py:966-994), and a function for the gradient of `sums`.
     """
     number, eps = sizes.streams, sizes.eps
     pre = sums[:, :number].sigmoid()
@@ -127,8 +127,8 @@ def _balanced(matrices: torch.Tensor, sizes: _StreamSizes) -> tuple[torch.Tensor
     """Divide matrices [rows, columns, tokens] alternately by their column and row sums, beginning and ending with
     columns. Also returns the backward function, which may be called once.
 
-    Forward and backward change the matrices in place, since backward multiplies by the sums again: less memory is
-    touched, and it fits into CPU caches. With tokens last, each operation reads memory in order.
+    Both change the matrices in place: backward multiplies by the sums again, so less memory is touched, which fits into
+    CPU caches. With tokens last, operations read memory in order.
     """
     sums = []
     for number in range(2 * sizes.times - 1):
@@ -145,7 +145,7 @@ def _balanced(matrices: torch.Tensor, sizes: _StreamSizes) -> tuple[torch.Tensor
 
 
 class MixedStreams(nn.Module):
-    """Mixin of transformers' hyper-connections, which merge residual streams before a sublayer."""
+    """Mixin for transformers' hyper-connections, which merge the residual streams before a sublayer."""
 
     fn: nn.Parameter
     base: nn.Parameter
@@ -156,13 +156,13 @@ class MixedStreams(nn.Module):
     input_norm: Any
 
     def forward(self, hidden_streams: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return one hidden state made of all streams, the weights `post`, and the streams mixed by `comb`."""
+        """Return the merged hidden state, the streams' weights `post`, and the streams mixed by `comb`."""
         sizes = _StreamSizes(self.hc_mult, self.hc_sinkhorn_iters, self.hc_eps, self.input_norm.eps)
         return _Mixing.apply(hidden_streams, self.fn, self.base, self.scale, sizes)  # type: ignore[no-any-return]
 
 
 class LastStreams(nn.Module):
-    """Mixin of the transformers module that merges the residual streams after the last layer."""
+    """Mixin for transformers' module that merges the residual streams after the last layer."""
 
     hc_fn: nn.Parameter
     hc_base: nn.Parameter
@@ -178,7 +178,7 @@ class LastStreams(nn.Module):
 
 
 class StreamLayer(nn.Module):
-    """Mixin of transformers' decoder layers of DeepSeek-V4, which work on several residual streams."""
+    """Mixin for transformers' DeepSeek-V4 layers, which work on several residual streams."""
 
     attn_hc: nn.Module
     self_attn: nn.Module
@@ -213,7 +213,7 @@ def install_hyper_connections(lm: nn.Module) -> None:
 
 
 class _WideNorm(torch.autograd.Function):
-    """RMSNorm of rows [..., width] with a weight [width] or none. It is computed in fp32 and rounded at the end."""
+    """RMSNorm of [..., width] with a weight [width] or none, computed in fp32 and rounded at the end."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:  # noqa: ANN401
@@ -241,7 +241,7 @@ class _WideNorm(torch.autograd.Function):
 
 
 def install_norms(lm: nn.Module) -> None:
-    """Make the norms of DeepSeek-V4 save little more than their inputs for backward, in place."""
+    """Make DeepSeek-V4's norms save hardly more than their inputs for backward, in place."""
     weighted, plain = norm_classes()
     forwards = {
         weighted: lambda self, x: _WideNorm.apply(x, self.weight, self.variance_epsilon),

@@ -1,18 +1,18 @@
-"""Outputs that a recomputed layer saves in forward: the experts chosen by its router and, with selective
+"""Saves outputs of layers under activation checkpointing: the experts that a router chose and, with selective
 recomputation, the outputs of some operations.
 
-Recomputation need not be bit-identical to forward: NCCL on NVLink switches may sum in another order each time, which
-changes hidden states by a rounding, and the experts of some tokens. Backward would then combine rows, outputs and
-exchanges of forward with other choices. So experts are chosen once. Their weights, which have a gradient, are taken
-from the recomputed scores of the chosen experts.
+Experts are chosen once, in the forward. Recomputation need not repeat it bit by bit: NCCL on NVLink switches may sum in
+another order, which changes hidden states by a rounding and so the experts of some tokens. Backward would then mix rows
+and outputs of different choices. Routing weights, which have a gradient, are recomputed from the scores of the chosen
+experts.
 
-Attention and the products of routed experts take most time per byte of output, and the exchange of rows between ranks
-makes ranks wait for each other. So the outputs of these operations are saved.
+Selective recomputation saves attention and the experts' products, which take most time per byte of output, and the
+exchange of rows between ranks, which makes ranks wait.
 
 torch's contexts for selective checkpointing (torch 2.13, utils/checkpoint.py:1470,
-create_selective_checkpoint_contexts) require that recomputation runs the same operations as forward, in the same order.
-Under ZeRO-3 it does not: hooks gather weights, and whether a gather is needed depends on what was fetched before. So
-operations are intercepted only where this program calls them by name.
+create_selective_checkpoint_contexts) need the same operations in the same order in recomputation. ZeRO-3 breaks that:
+its hooks gather weights only if they are not there yet. So operations are intercepted only where this program calls
+them by name.
 """
 
 import threading
@@ -44,14 +44,14 @@ SAVED_OPERATIONS = frozenset(
         "ds_finetune::grouped_product",
     }
 )
-"""Operations whose outputs selective recomputation saves. Attention made of several operations, which torch uses where
-no kernel fits, is not among them, because its backward needs the outputs of all these operations.
+"""Operations whose outputs selective recomputation saves. Attention without a fused kernel is not included, because its
+backward needs the outputs of each of its operations.
 """
 
 
 class KeptOutputs(TorchDispatchMode):
-    """Saved outputs of one forward of one layer. As a torch dispatch mode it records operations in forward; in
-    recomputation it returns the saved outputs, in the same order, without running the operations.
+    """Saved outputs of one forward of a layer. As a torch dispatch mode it records outputs of operations in the
+    forward, and in recomputation returns them in the same order without running the operations.
     """
 
     def __init__(self, outputs: deque[Any], *, is_recomputing: bool, is_selective: bool) -> None:
@@ -67,7 +67,7 @@ class KeptOutputs(TorchDispatchMode):
         return self.keep(compute) if func.name() in SAVED_OPERATIONS else compute()
 
     def keep(self, compute: Callable[[], T]) -> T:
-        """Return the result of `compute` and save it in forward; in recomputation return the saved result. It has no
+        """In the forward, return and save the result of `compute`; in recomputation return the saved result, without
         autograd history.
         """
         if self._is_recomputing:
@@ -78,7 +78,7 @@ class KeptOutputs(TorchDispatchMode):
 
 
 class _KeptChoices(TorchDispatchMode):
-    """Makes `topk` choose only in forward. In recomputation it gathers the values at the choices that forward saved."""
+    """Torch dispatch mode: `topk` chooses in the forward; recomputation gathers values at the saved choices."""
 
     def __init__(self, outputs: KeptOutputs) -> None:
         super().__init__()
@@ -91,18 +91,18 @@ class _KeptChoices(TorchDispatchMode):
             return func(*args, **options)
         scores, dim = args[0], args[2] if len(args) > 2 else options.get("dim", -1)
         small = torch.int16 if scores.shape[dim] <= 2**15 else torch.int32
-        # Dispatch modes run below autograd, which sends the values' gradient to the scores at `chosen`.
+        # Dispatch modes run below autograd, which passes the gradient of the gathered values on to the scores.
         chosen = self._kept.keep(lambda: func(*args, **options)[1].to(small)).long()
         return scores.gather(dim, chosen), chosen
 
 
 class _Kept:
-    """A saved tensor with its version, which counts its in-place changes."""
+    """A saved tensor, with its version at that time to detect in-place changes."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        # Autograd attaches a history to the tensor itself, which would keep this object alive, so a detached tensor is
-        # saved. Dispatch modes run below autograd, where both share a version only if this key is not excluded (torch
-        # 2.13, utils/checkpoint.py, `_maybe_detach`).
+        # The tensor itself will get an autograd history, which would keep this object alive, so a detached tensor is
+        # saved. Both have the same version counter only if this dispatch key is included (torch 2.13,
+        # utils/checkpoint.py, `_maybe_detach`).
         with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
             self._tensor, self._version = tensor.detach(), tensor._version
 
@@ -112,7 +112,7 @@ class _Kept:
 
 
 class _Current(threading.local):
-    """The saved outputs of the current layer, one per thread since backward has threads of its own."""
+    """Saved outputs of the layer that is running, for each thread, because backward runs in threads of its own."""
 
     kept: KeptOutputs | None = None
 
@@ -132,7 +132,7 @@ class _InLayer(AbstractContextManager[None]):
 
 
 def layer_contexts(*, is_selective: bool) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Contexts for the forward and the recomputation of a layer, as `context_fn` of torch's `checkpoint`."""
+    """Contexts for a layer's forward and its recomputation, for torch's `checkpoint` (`context_fn`)."""
     outputs: deque[Any] = deque()
     forward, again = (
         KeptOutputs(outputs, is_recomputing=is_again, is_selective=is_selective) for is_again in (False, True)
@@ -141,15 +141,15 @@ def layer_contexts(*, is_selective: bool) -> tuple[AbstractContextManager[None],
 
 
 def current_outputs() -> KeptOutputs | None:
-    """The saved outputs of the current layer if it is recomputed selectively. None in other layers and where gradients
-    are off, as in a tile of an MLP, which is recomputed in full.
+    """Saved outputs of the running layer if selective recomputation is on. None in other layers and where gradients are
+    off, as in a tile of an MLP, which is recomputed in full.
     """
     outputs = _current.kept
     return outputs if outputs is not None and outputs.is_selective and torch.is_grad_enabled() else None
 
 
 def keep_choices(module: nn.Module) -> None:
-    """Make `topk` choose experts only in forward, not in recomputation. `module` is a router, or a parent of one."""
+    """Make `topk` choose experts in the forward only, not in recomputation. `module` is a router or its parent."""
     forward = module.forward
 
     @wraps(forward)
@@ -162,10 +162,9 @@ def keep_choices(module: nn.Module) -> None:
 
 
 def save_outputs(compute: Callable[P, T]) -> Callable[P, T]:
-    """Wrap `compute` so that its operations in `SAVED_OPERATIONS` save their outputs in selectively recomputed layers.
+    """Wrap `compute` so that selective recomputation saves the outputs of its `SAVED_OPERATIONS`.
 
-    Attention with dropout is recomputed; otherwise later dropouts of the layer would use the random numbers that
-    attention used in forward.
+    Attention with dropout is recomputed. If it were skipped, later dropouts would use its random numbers.
     """
 
     @wraps(compute)

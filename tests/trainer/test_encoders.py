@@ -50,8 +50,8 @@ def test_a_run_is_exported_for_plain_transformers(name: str, tmp_path: Path) -> 
         ("parallel.tp=2", "of model_type bert is not tested"),
         ("parallel.sp=2", "of model_type bert is not tested"),
         ("lora={}", "lora of model_type bert is not tested"),
-        ("model.attention=eager", "model.attention eager with model_type `bert`, an encoder"),
-        ("objective=sft", "objective sft with model_type `bert`, an encoder"),
+        ("model.attention=eager", "model.attention eager is not supported for encoders such as model_type `bert`"),
+        ("objective=sft", "objective sft is not supported for encoders such as model_type `bert`"),
     ],
 )
 def test_what_is_not_tested_is_refused(

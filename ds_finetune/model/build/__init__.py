@@ -1,1 +1,1 @@
-"""Builds a run's model: plan, modules without weights, and checks of model types outside the table of families."""
+"""Builds the model of a run: its plan, its modules without weights, and tests of model types outside the table."""

@@ -1,9 +1,9 @@
-"""Names of dtypes in run files, in safetensors files and in config.json."""
+"""Names of torch's dtypes in run files, in safetensors files and in config.json."""
 
 import torch
 
 PRECISION_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-"""torch's dtypes by their names in run files and options."""
+"""torch's dtypes by their names in run files and command line options."""
 SAFETENSORS_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -19,7 +19,7 @@ SAFETENSORS_DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""Supported dtypes of safetensors files, by the names in file headers."""
+"""Supported dtypes of safetensors files, by their names in the files' headers."""
 SAFETENSORS_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 
 

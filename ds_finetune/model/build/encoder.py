@@ -1,4 +1,4 @@
-"""Encoders: position ids and token types of their inputs, and document scores by transformers' own heads."""
+"""Encoders: position ids and token types of their inputs, and classification of documents by transformers' heads."""
 
 from collections.abc import Collection
 
@@ -13,16 +13,16 @@ from ds_finetune.objectives.objective import Examples
 
 
 def encoder_of(hf_config: PretrainedConfig) -> Encoder | None:
-    """Properties of the encoder that a configuration describes. None for causal models."""
+    """What the table of families says about the configuration's encoder; None for a causal model."""
     return family_of(hf_config.model_type).encoder
 
 
 def check_encoder(hf_config: PretrainedConfig, *, attention: str, objective: str) -> None:
-    """ModelError where an encoder would not be trained as one: with an `objective` other than classification, an
-    `attention` that does not separate documents and padding, or causal attention.
+    """ModelError if an encoder is not trained as a classifier, has causal attention, or would use an `attention` that
+    does not separate documents and padding.
 
-    transformers 5.23 makes masks of encoders without looking at positions (masking_utils.py:1076), so with its own
-    attention packed documents would attend to each other.
+    transformers 5.23 makes masks of encoders without position ids (masking_utils.py:1076), so with its own attention
+    packed documents would attend to each other.
     """
     if encoder_of(hf_config) is None:
         return
@@ -37,7 +37,7 @@ def check_encoder(hf_config: PretrainedConfig, *, attention: str, objective: str
         ),
     ):
         if is_set:
-            raise ModelError(f"{what} with model_type `{kind}`, an encoder, is not supported", hint=hint)
+            raise ModelError(f"{what} is not supported for encoders such as model_type `{kind}`", hint=hint)
 
 
 def first_position(hf_config: PretrainedConfig) -> int:
@@ -47,16 +47,17 @@ def first_position(hf_config: PretrainedConfig) -> int:
 
 
 def max_positions(hf_config: PretrainedConfig) -> int | None:
-    """Maximum number of tokens of a document. None where the configuration names none."""
+    """Maximum number of tokens of a document; None if the configuration has no limit."""
     positions = getattr(hf_config, "max_position_embeddings", None)
     return positions - first_position(hf_config) if positions else None
 
 
 def published_name(key: str, expected: Collection[str], prefix: str) -> str:
-    """The model's name of the checkpoint tensor `key`, as transformers 5.23 determines it.
+    """Name of a checkpoint tensor `key` in the model, found as transformers 5.23 does. `expected` has the model's
+    names.
 
-    A checkpoint saved without a head lacks `prefix` in its names (core_model_loading.py:1567), and old checkpoints call
-    the parameters of norms gamma and beta (conversion_mapping.py:1777). `expected` are the model's names.
+    `key` lacks `prefix` in checkpoints without a head (core_model_loading.py:1567), and old checkpoints call a norm's
+    parameters gamma and beta (conversion_mapping.py:1777).
     """
     name = key.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
     full_name = f"{prefix}.{name}"
@@ -66,8 +67,8 @@ def published_name(key: str, expected: Collection[str], prefix: str) -> str:
 def encoder_inputs(
     hf_config: PretrainedConfig, position_ids: torch.Tensor, token_types: torch.Tensor | None
 ) -> dict[str, torch.Tensor]:
-    """Arguments of an encoder besides token ids, as its model type expects: `position_ids` (0 at the start of each
-    document) and `token_types`, int64 [rows, tokens] each.
+    """Position ids (0 at the start of each document) and token types of an encoder's tokens, int64 [rows, tokens], as
+    the keyword arguments that its model type expects.
     """
     encoder = encoder_of(hf_config)
     assert encoder is not None
@@ -78,10 +79,10 @@ def encoder_inputs(
 
 
 def encoder_scores(lm: PreTrainedModel, hidden: torch.Tensor, examples: Examples) -> torch.Tensor:
-    """Outputs of the classification head for each document, fp32 [documents, outputs].
+    """Run the classification head for each document. Returns fp32 [documents, outputs].
 
-    `hidden` [rows, tokens, width] are the last hidden states. The head's modules take the first token of a sequence, so
-    each document is passed as a sequence of one token.
+    `hidden` [rows, tokens, width] are the last hidden states. transformers' head reads the first token of a sequence,
+    so each document is passed as a sequence of one state.
     """
     encoder = encoder_of(lm.config)
     assert encoder is not None
@@ -96,7 +97,7 @@ def encoder_scores(lm: PreTrainedModel, hidden: torch.Tensor, examples: Examples
 def _mean_states(hidden: torch.Tensor, examples: Examples) -> torch.Tensor:
     """Mean hidden state of each document, [documents, width], summed in fp32."""
     index = examples.index.flatten()
-    # Padding is summed into an additional row. To drop padding first, the host would wait for its number.
+    # Padding is summed into an additional row, because selecting the tokens first would synchronise host and GPU.
     documents = index.where(index >= 0, len(examples.starts))
     zeros = hidden.new_zeros(len(examples.starts) + 1, hidden.shape[-1], dtype=torch.float32)
     sums = zeros.index_add(0, documents, hidden.flatten(0, 1).float())[:-1]

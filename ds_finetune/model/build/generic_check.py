@@ -1,8 +1,7 @@
-"""Tests whether a model type outside the table of families is trained correctly. The test runs a tiny copy of the
-model before training starts.
+"""Tests on a tiny copy, before a run, whether a model type that is not in the table of families is trained correctly.
 
-It compares two documents in one row with each document in a row of its own, a padded row with an unpadded one, and this
-program's loss with the loss of the model's own logits. Relative differences are about 1e-6 in fp32 for equal results.
+The test compares two documents in one row with each of them in a row of its own, a padded row with an unpadded one, and
+this program's loss with the loss of the model's own logits. Equal results differ by about 1e-6 (relative, in fp32).
 """
 
 import copy
@@ -42,22 +41,22 @@ from ds_finetune.plan.tested_layouts import ROW_BYTES, WEIGHT_BYTES, wider
 
 _LANGUAGE_MODEL = TokenObjective("sft")
 LIMIT = 1e-4
-"""Relative difference above which two results count as different; rounding errors are a hundredth of it."""
+"""Relative difference from which two results count as different. It is 100 times the usual rounding error."""
 _NO_PACKING = "set data.packing: false"
 _NO_PAIRS = "both answers of a pair are in one row; train pairs with a model of another type"
 _LENGTHS = (27, 21)
-"""Numbers of tokens of the two documents of the test. Both exceed a tiny model's attention window."""
+"""Lengths of the two test documents in tokens. Both exceed a tiny model's attention window."""
 _PADDING, _LAST = 11, 4
 _SEEN = 1e-3
-"""Smallest relative difference of hidden states that shows that earlier tokens affect later ones."""
+"""Relative difference of hidden states from which on earlier tokens count as having an effect on later ones."""
 _SEED = 5
 _HEADS = (4, 2, 1, 8)
-"""Numbers of attention heads tried for a tiny model. The likeliest to fit come first."""
+"""Numbers of attention heads to try for a tiny model, beginning with the likeliest to fit."""
 _MORE_LAYERS = (1, 3)
-"""Factors tried for a tiny model's number of layers, because models that share weights may need more."""
+"""Factors by which the number of a tiny model's layers is increased if fewer do not work, as for shared weights."""
 _NOISE, _HEAD_GAIN = 0.1, 8.0
 _MAX_PARAMETERS = 60_000_000
-"""Maximum number of parameters of a tiny model. With more, the test takes too long."""
+"""Maximum number of parameters of a tiny model, so that the test takes little time."""
 _EXPERTS = re.compile(r"\.experts\.(gate_up_proj|up_proj|gate_proj|down_proj)$")
 _FAILURES = (
     RuntimeError,
@@ -69,17 +68,17 @@ _FAILURES = (
     ArithmeticError,
     ImportError,
 )
-"""Errors raised by models that are built or run in an unsupported way."""
+"""Errors by which a model type shows that it cannot be built or run like this."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Relative differences (fp32) between results that should be equal.
+    """Result of a test on a tiny copy of a model: relative differences (fp32) that should be near zero.
 
-    - `packed`: two documents in one row, and each document in a row of its own.
-    - `padded`: a document with and without padding after it.
-    - `loss`: this program's loss, and the loss of the model's own logits.
-    - `adapters`: loss, gradients and logits with adapters, and with merged weights.
+    - `packed`: two documents in one row, against each document in a row of its own.
+    - `padded`: a document with padding after it, against one without.
+    - `loss`: this program's loss, against the loss of the model's own logits.
+    - `adapters`: loss, gradients and logits with adapters, against merged weights.
     - `untried`: why nothing could be compared, else empty.
     """
 
@@ -100,13 +99,12 @@ def check_generic_type(  # noqa: PLR0913
     objective: Objective = _LANGUAGE_MODEL,
     adapted: Collection[str] = (),
 ) -> tuple[str, ...]:
-    """Raise ModelError if a generic model type would be trained wrongly on the run's rows; otherwise return lines on
-    what was tested.
+    """Test a model type that is not in the table of families. ModelError if it would be trained wrongly on rows like
+    the run's; else lines for the user on what was tested.
 
-    Without packing, a preference pair is still two documents of one row. `adapted` are last parts of the names of
-    modules with adapters or weights in four bits.
-
-    Families of the table are not tested here: the test suite compares their steps with reference loops.
+    Pairs of answers are two documents in a row even without packing. `adapted` are the last parts of the names of
+    modules with adapters or four-bit weights. The types in the table are compared with reference loops by the test
+    suite instead.
     """
     kind = hf_config.model_type
     if not family_of(kind).is_generic:
@@ -118,7 +116,7 @@ def check_generic_type(  # noqa: PLR0913
     check_trial(kind, trial, packing=packing, packing_hint=_NO_PAIRS if has_pairs else _NO_PACKING)
     if trial.untried and adapted:
         raise ModelError(
-            f"model_type `{kind}`: lora could not be tried on a tiny copy, {trial.untried}",
+            f"model_type `{kind}`: lora could not be tested on a tiny copy of the model: {trial.untried}",
             hint="leave the section lora out, which trains all weights",
         )
     if trial.untried:
@@ -131,7 +129,7 @@ def check_generic_type(  # noqa: PLR0913
 
 
 def _check_expert_widths(hf_config: PretrainedConfig, precision: str, task: Task) -> None:
-    """ModelError for expert widths that torch's grouped product rejects, in a generic model type."""
+    """ModelError if torch's grouped matrix product does not support the width of the experts."""
     lm = build_meta_model(hf_config, task)
     if lm.config._experts_implementation != "grouped_mm":
         return
@@ -139,34 +137,33 @@ def _check_expert_widths(hf_config: PretrainedConfig, precision: str, task: Task
         if _EXPERTS.search(name) and param.shape[-1] * WEIGHT_BYTES[precision] % ROW_BYTES:
             raise ModelError(
                 f"`{name}` has rows of {param.shape[-1]} x {WEIGHT_BYTES[precision]} bytes in {precision}, "
-                f"no multiple of {ROW_BYTES} bytes, as torch's grouped product needs",
+                f"but torch's grouped matrix product needs a multiple of {ROW_BYTES} bytes",
                 hint=wider(precision),
             )
 
 
 def check_trial(kind: str, trial: Trial, *, packing: bool, packing_hint: str = _NO_PACKING) -> None:
-    """ModelError if `trial` shows that packed or padded rows are trained wrongly, or if packed rows could not be
-    tested. `packing_hint` is the hint of errors about packed rows.
+    """ModelError if `trial` shows that packed or padded rows would be trained wrongly, or if packing could not be
+    tested. `packing_hint` is the hint of errors on packing.
     """
     subject = f"model_type `{kind}`"
     if trial.loss > LIMIT:
         raise ModelError(
             f"{subject}: the loss is not that of the model's own logits, {_difference_text(trial.loss)}",
-            hint="the model changes logits after its head, which the chunked loss does not see; train another model",
+            hint="the model changes logits after its head, which the chunked loss does not support; use another model",
         )
     if trial.adapters > LIMIT:
         raise ModelError(
-            f"{subject}: adapters compute something else than weights into which they are merged, "
+            f"{subject}: the model with adapters differs from the model with merged weights, "
             f"{_difference_text(trial.adapters)}",
-            hint="name other modules in lora.target_modules (with lora.quantize none may be affected), or train all "
-            "weights",
+            hint="name other modules in lora.target_modules (without lora.quantize), or train all weights",
         )
     if trial.untried and packing:
         raise ModelError(f"{subject}: packing could not be tried, {trial.untried}", hint=packing_hint)
     if trial.packed > LIMIT and trial.padded > LIMIT:
         raise ModelError(
             f"{subject}: documents of a packed row see each other, {_difference_text(trial.packed)}, "
-            f"and padding changes a document, {_difference_text(trial.padded)}",
+            f"and padding changes a document's results, {_difference_text(trial.padded)}",
             hint="train a model of another type",
         )
     if packing and trial.packed > LIMIT:
@@ -175,7 +172,8 @@ def check_trial(kind: str, trial: Trial, *, packing: bool, packing_hint: str = _
         )
     if not packing and trial.padded > LIMIT:
         raise ModelError(
-            f"{subject}: padding changes a document, {_difference_text(trial.padded)}", hint="set data.packing: true"
+            f"{subject}: padding changes a document's results, {_difference_text(trial.padded)}",
+            hint="set data.packing: true",
         )
 
 
@@ -191,13 +189,13 @@ def try_model_type(
     objective: Objective = _LANGUAGE_MODEL,
     adapted: Collection[str] = (),
 ) -> Trial:
-    """Build a small model with a layer of each kind in the configured model, and compare results that should be equal.
+    """Build a tiny model with all kinds of layers of the configured one, and compare results that should be equal.
 
     ModelError if transformers cannot build the configured model.
     """
     task = task_of(objective)
     check_attention(hf_config, attention, task)
-    # FlashAttention does not run on CPUs, so the trial uses a slow attention with the same arguments.
+    # FlashAttention does not run on CPUs. A slow attention with the same arguments takes its place.
     attention = BY_LENGTHS if attention == FLASH else attention
     try:
         full = _build(hf_config, attention, task, device="meta")
@@ -237,7 +235,7 @@ def _build(config: PretrainedConfig, attention: str, task: Task, *, device: str)
 
 
 def _build_initialised(config: PretrainedConfig, attention: str, task: Task) -> PreTrainedModel:
-    """Build a model whose initial weights are enlarged, because small or zero weights would hide differences."""
+    """Build a model with random weights larger than usual, because small or zero weights would hide differences."""
     lm = _build(config, attention, task, device="cpu")
     initialise_weights(lm, seed=_SEED)
     generator = torch.Generator().manual_seed(_SEED)
@@ -255,15 +253,14 @@ def _build_initialised(config: PretrainedConfig, attention: str, task: Task) -> 
 
 @torch.no_grad()
 def _compare(lm: PreTrainedModel, eager: PreTrainedModel, objective: Objective) -> Trial:
-    """Compare results of packed, padded and single documents in `lm`, and its loss with that of `eager`, the same
-    model with eager attention.
+    """Compare packed and padded documents with single ones in `lm`, and its loss with that of `eager`, the same model
+    with eager attention.
 
-    ModelError if `lm` does not run in the way it is trained.
+    ModelError if `lm` fails when it runs as in training.
     """
     first, second = _documents(lm)
     logits = eager(input_ids=first, position_ids=_positions(first), use_cache=False).logits[0].float()
     scored = objective if is_of_scores(objective) else None
-    # Sum of the losses of all tokens but the first.
     expected = logits if scored else functional.cross_entropy(logits[:-1], first[0, 1:], reduction="sum")
     model = TrainedModel(lm)
     try:
@@ -285,9 +282,9 @@ def _compare(lm: PreTrainedModel, eager: PreTrainedModel, objective: Objective) 
 
 
 def _adapter_difference(lm: PreTrainedModel, names: Collection[str]) -> float:
-    """Largest relative difference of loss, gradients and logits between a model with adapters on the modules `names`
-    (last parts of their names) and the same model with merged weights. Merged weights reach any code that reads a
-    weight.
+    """Largest relative difference of loss, gradients and logits between a model with adapters and the same model with
+    merged weights. Merged weights also work in modules that read a weight directly. `names` are last parts of module
+    names.
     """
     shapes = ((name, tuple(param.shape)) for name, param in lm.named_parameters())
     targets = [each for each in linear_targets(shapes, linear_weights(lm)) if last_part(each.name) in names]
@@ -360,7 +357,7 @@ def _score(model: TrainedModel, objective: ScoreObjective, ids: torch.Tensor) ->
 
 
 def _check_earlier_tokens_matter(model: TrainedModel, first: torch.Tensor, second: torch.Tensor) -> None:
-    """ArithmeticError if earlier tokens hardly affect later ones, because comparisons would then detect nothing."""
+    """ArithmeticError if earlier tokens hardly affect later ones, because then a comparison would detect no error."""
     same_end = [torch.cat([document[:, :_LAST], first[:, -_LAST:]], dim=1) for document in (first, second)]
     last_hidden = [model.hidden(ids, _positions(ids), None)[0, -_LAST:] for ids in same_end]
     if _difference(*last_hidden) < _SEEN:
@@ -368,7 +365,7 @@ def _check_earlier_tokens_matter(model: TrainedModel, first: torch.Tensor, secon
 
 
 def _documents(lm: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two documents [1, tokens] of random tokens that are not special."""
+    """Two documents [1, tokens] of random token ids, without special tokens."""
     generator = torch.Generator().manual_seed(_SEED)
     vocabulary = lm.get_input_embeddings().weight.shape[0]
     tokens = (vocabulary // 16, vocabulary * 3 // 4)

@@ -1,10 +1,10 @@
-"""Checks a model folder and reads its safetensors files.
+"""Checks a model folder, and reads its safetensors files.
 
-The folder may come from anywhere. It is checked before its files are read, so that it cannot make this program hang or
-run out of memory. Tensors are read by name, a bounded piece at a time, and FP8, MXFP4 and FP4 are dequantised.
+The folder may come from anywhere, so it is checked before its files are read: it must not make this program hang or run
+out of memory. Tensors are read by name in pieces of bounded size, and FP8, MXFP4 and FP4 weights are dequantised.
 
-Files are not memory-mapped as by safetensors' own reader (0.6, `safe_open`). Mapped pages count as memory of this
-process, and if another process shortened a mapped file, a signal would kill this process.
+Files are read, not memory-mapped as by safetensors' own reader (0.6, `safe_open`): mapped pages count as memory of this
+process, and a signal would kill it if another process shortened the file.
 """
 
 import json
@@ -47,18 +47,17 @@ from ds_finetune.model.weights.safetensors_file import (
 from ds_finetune.plan.config_json import check_sizes
 
 _COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.codes", "additional_chat_templates/*.jinja")
-"""Files of a model folder that checkpoints and exports copy, or that transformers writes there."""
+"""Patterns of files in a model folder that checkpoints and exports copy, or that transformers writes there."""
 _INDEX = ".index.json"
-"""Suffix of the index files of weights."""
+"""End of the names of files that list the weights' files."""
 
 
 def check_folder(folder: Path) -> None:
-    """ModelError if `folder` is harmful or ambiguous: an entry is neither file nor folder, a file to copy is a link
-    out of the folder, sizes are implausible, or there are two sets of weights.
+    """ModelError if a model folder is dangerous or ambiguous: it has a pipe, socket or device, a file to copy is a link
+    out of the folder, sizes in headers or config.json are implausible, or there are two sets of weights.
 
-    Reading a FIFO would hang. A chat template, vocabulary or configuration that links out of the folder would render
-    and export a private file of this machine. Weights and their index may be links. The checked sizes are the number of
-    layers and the lengths of safetensors headers.
+    Reading a pipe would hang. A linked chat template, vocabulary or configuration would copy a private file of this
+    machine into exports. Weights and their index may be links.
     """
     special = [
         entry.name
@@ -68,7 +67,7 @@ def check_folder(folder: Path) -> None:
     if special:
         raise ModelError(
             f"`{folder}` holds {', '.join(special[:_SHOWN])}, which is no regular file but a pipe, socket or device",
-            hint="it may be harmful; remove it, or take another copy",
+            hint="it may be harmful; remove it, or download the model again",
         )
     for file in (file for pattern in _COPIED for file in sorted(folder.glob(pattern))):
         if not file.name.endswith(_INDEX):
@@ -77,27 +76,28 @@ def check_folder(folder: Path) -> None:
         try:
             header_bytes(file)
         except ValueError as too_long:
-            raise ModelError(f"{file}: {too_long}", hint="it is damaged or harmful; download it again") from too_long
+            hint = "the file is damaged or harmful; download it again"
+            raise ModelError(f"{file} cannot be read: {too_long}", hint=hint) from too_long
     index = folder / INDEX
     if (folder / SINGLE).is_file() and index.is_file() and f'"{SINGLE}"'.encode() not in index.read_bytes():
         raise ModelError(
-            f"{folder} holds {SINGLE} beside the shards of {INDEX}, and transformers reads only {SINGLE}",
-            hint="move one of them away: they may be different models",
+            f"{folder} has weights twice: {SINGLE}, which transformers reads, and the shards listed in {INDEX}",
+            hint="remove one of the two, which may be different models",
         )
     if (folder / "config.json").is_file():
         check_sizes(folder / "config.json")
 
 
 def check_inside(file: Path, folder: Path | None = None) -> Path:
-    """Return the path of `file` with links resolved. ModelError if it is outside `folder` (by default the file's own
-    folder) and outside the blobs of the same model in the hub's cache.
+    """Return the path of `file` with links resolved. ModelError if it is not in `folder` (by default the file's own
+    folder) or in the hub cache's blobs of the same model.
     """
     real, target = (folder or file.parent).resolve(), file.resolve()
     blobs = [above.parent / "blobs" for above in real.parents if above.name == "snapshots"]
     if not any(target.is_relative_to(folder_path) for folder_path in (real, *blobs)):
         raise ModelError(
             f"{file} is a link to {target}, outside its folder",
-            hint="it may be harmful; where it is not, put the file itself there, e.g. with `cp -L`",
+            hint="the link may be harmful; if it is not, replace it by the file itself, e.g. with `cp -L`",
         )
     return target
 
@@ -105,7 +105,7 @@ def check_inside(file: Path, folder: Path | None = None) -> Path:
 def copy_model_file(file: Path, out: Path) -> None:
     """Copy a file of a model folder or checkpoint to the path `out`.
 
-    ModelError if it is a link out of its folder, whose target may be a private file of this machine.
+    ModelError if the file is a link out of its folder, because it may lead to a private file of this machine.
     """
     shutil.copyfile(check_inside(file), out, follow_symlinks=False)
 
@@ -114,31 +114,29 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _WEIGHTS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, FP8)
 _SHOWN = 10
 _COMPARED_NUMEL = 2**20
-"""Number of elements of two tensors that are compared at a time."""
+"""Number of elements that are read at a time to compare two tensors."""
 _FUSED_DIMS = 3
-"""Number of dimensions of a tensor that holds one matrix for each expert of a layer."""
+"""Number of dimensions of a tensor with the matrices of all experts of a layer."""
 _OF_TRANSFORMERS = "model.hc_head.hc_fn"
-"""Tensor name by which a DeepSeek-V4 saved by transformers is recognised. Its names differ from the published ones."""
+"""Tensor name that only a DeepSeek-V4 saved by transformers has; published tensors have other names."""
 
 
 class HubFolder:
-    """Tensors of a folder of published weights, by name. `shapes` gives the shapes that they have in the model, and
-    leaves out the scales of quantised weights.
+    """Tensors of a folder with published weights, by their names in the model. `shapes` has their shapes in the model,
+    and no scales of quantised weights. Of a multimodal model only the text part's tensors are read.
 
-    Of a composite model, only its text part's tensors are read, with their names in a model of this part.
-
-    `rename` maps stored names to the model's. ModelError if the folder has no safetensors, if a file is missing,
+    `rename` maps stored names to names in the model. ModelError if the folder has no safetensors, if a file is missing,
     incomplete or outside the folder, or if a quantised weight has no scale or a scale no weight.
     """
 
     others: Mapping[str, StoredTensor]
-    """Tensors of the other parts of a composite model, by published name."""
+    """Tensors of a multimodal model that are not in the text part, by published name."""
     published: dict[str, tuple[str, int]]
-    """For each tensor of a composite model's text part, by its name in the text part alone: the name of the published
-    tensor that contains it, and the index of its first element there.
+    """For each tensor of a multimodal model's text part, by name in the text part: the published tensor that contains
+    it, and the index of its first element there.
     """
     fused: dict[str, Shape]
-    """Published names and shapes of the tensors that hold all experts of a layer; `shapes` has one for each expert."""
+    """Published names and shapes of tensors that hold all experts of a layer; `shapes` has a tensor per expert."""
 
     def __init__(self, folder: Path, *, rename: Callable[[str], str] | None = None) -> None:
         self.folder = folder
@@ -182,12 +180,12 @@ class HubFolder:
         return key in self._scaled
 
     def fp4(self, key: str) -> Fp4Matrix | None:
-        """The tensor `key` in packed form if it is stored in FP4, else None."""
+        """The packed weight and scales of tensor `key` if it is stored in FP4, else None."""
         packed = self._packed.get(key)
         return packed if isinstance(packed, Fp4Matrix) else None
 
     def dtype(self, key: str) -> torch.dtype:
-        """Dtype that `read` returns for a tensor: the stored one, or fp32 for FP8, MXFP4 and FP4."""
+        """Dtype of the tensor that `read` returns: the stored dtype, or fp32 for FP8, MXFP4 and FP4."""
         return torch.float32 if self.is_quantised(key) else self._stored[key].dtype
 
     def is_quantised(self, key: str) -> bool:
@@ -195,8 +193,8 @@ class HubFolder:
         return self.is_fp8(key) or key in self._packed
 
     def read(self, key: str, start: int, numel: int) -> torch.Tensor:
-        """Read elements `start` to `start + numel` of the row-major flattened tensor, 1-D. They are valid until the
-        same thread's next read. FP8 and FP4 are read in full rows, MXFP4 in full experts.
+        """Read elements `start` to `start + numel` of the flattened (row-major) tensor, 1-D. The result is overwritten
+        by the same thread's next read. Always full rows of FP8 and FP4 are read, and full experts of MXFP4.
         """
         if isinstance(packed := self._packed.get(key), Mxfp4Experts):
             return packed.read(start, numel)
@@ -207,9 +205,9 @@ class HubFolder:
         return self.rows(key, first, last).view(-1)[start - first * width :][:numel]
 
     def rows(self, key: str, first: int, last: int, within: tuple[slice, ...] = ()) -> torch.Tensor:
-        """Read rows `first` to `last` of a tensor, [rows, ...]. They are valid until the same thread's next read.
+        """Read rows `first` to `last` of a tensor, [rows, ...]. The same thread's next read overwrites the result.
 
-        `within` selects consecutive ranges of the next dimensions. Only these are dequantised and returned.
+        `within` selects ranges of the next dimensions. Only these are dequantised and returned.
         """
         if key in self._packed:
             return self._packed[key].rows(first, last, within)
@@ -220,7 +218,7 @@ class HubFolder:
         return dequantise(values, self.scales(key, first, last)[:, begin // BLOCK :], row=first, column=begin)
 
     def full_tensor(self, key: str) -> torch.Tensor:
-        """Read the full tensor `key` into new memory."""
+        """Read all of the tensor `key` into new memory."""
         rows = self.shapes[key][0] if self.shapes[key] else 1
         if key in self._packed:
             return self._packed[key].rows(0, rows)
@@ -241,22 +239,22 @@ class HubFolder:
         return self._stored[key].rows(first, last)
 
     def left_over(self, expected: Mapping[str, Shape], *, model: str, may_be: Callable[[str], bool]) -> list[str]:
-        """Sorted names of stored tensors that are not `expected` but allowed by `may_be`.
+        """Sorted names of stored tensors that are not `expected`, but that `may_be` allows.
 
-        ModelError lists tensors that are missing, not allowed, of another shape, or not of a floating dtype.
+        ModelError lists missing tensors, tensors that are not allowed, and tensors of wrong shape or dtype.
         """
         unused = [key for key in sorted(self.shapes.keys() - expected.keys()) if may_be(key)]
         wrong = differences(expected, {key: shape for key, shape in self.shapes.items() if key not in set(unused)})
         if wrong:
             raise ModelError(
                 f"{self.folder} does not fit {model}: {wrong}",
-                hint="it is incomplete or belongs to another model; download it again, or name the right folder",
+                hint="the folder is incomplete or has another model; download it again, or name the right folder",
             )
         self.check_dtypes(besides=unused)
         return unused
 
     def check_dtypes(self, *, besides: Iterable[str] = ()) -> None:
-        """ModelError if a tensor has a dtype that weights never have. Tensors in `besides` may have any dtype."""
+        """ModelError if a tensor has a dtype that weights never have. Tensors named in `besides` are not checked."""
         read = self.shapes.keys() - self._packed.keys() - set(besides)
         dtypes = {key: self._stored[key].dtype for key in read}
         others = [
@@ -266,12 +264,12 @@ class HubFolder:
         ]
         if others:
             raise ModelError(
-                f"{self.folder} holds {len(others)} tensors with a dtype not of weights: {', '.join(others[:_SHOWN])}",
-                hint="give a copy in bf16, with tables of experts in int64",
+                f"{self.folder} has {len(others)} tensors with a dtype not of weights: {', '.join(others[:_SHOWN])}",
+                hint="use a copy of the model with weights in bf16, and tables from token ids to experts in int64",
             )
 
     def is_same(self, key: str, other: str) -> bool:
-        """Whether two tensors have equal shape and values. Some rows of both are read at a time."""
+        """Whether two tensors have equal shape and values. A few rows are read at a time."""
         shape = self.shapes[key]
         if shape != self.shapes[other]:
             return False
@@ -281,7 +279,7 @@ class HubFolder:
 
 
 def _config_of(folder: Path) -> Mapping[str, Any]:
-    """Read the config.json of a folder. The result is empty where it cannot be read, which other checks report."""
+    """Read a folder's config.json. Returns {} if it cannot be read, because other checks report that."""
     try:
         tree = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -290,7 +288,7 @@ def _config_of(folder: Path) -> Mapping[str, Any]:
 
 
 def check_weight_files(folder: Path) -> None:
-    """ModelError if a safetensors file that transformers would load is missing or cut, or if the index has no
+    """ModelError if a safetensors file that transformers would load is missing or truncated, or if the index has no
     `metadata`, which transformers 5.23 requires (utils/hub.py:969).
     """
     index, file = folder / INDEX, folder / "model.safetensors"
@@ -303,20 +301,20 @@ def check_weight_files(folder: Path) -> None:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether `folder` has safetensors files or an index of them."""
+    """Whether `folder` has safetensors files, or the index that lists them."""
     return (folder / INDEX).is_file() or any(folder.glob("*.safetensors"))
 
 
 def _renamed(stored: Mapping[str, StoredTensor], rename: Callable[[str], str], folder: Path) -> dict[str, StoredTensor]:
-    """Give tensors their new names. ModelError if two tensors get the same name."""
+    """Rename tensors. ModelError if two tensors get the same name."""
     tensors: dict[str, StoredTensor] = {}
     for key, tensor in stored.items():
         name = rename(key)
         if name in tensors:
             same_name = sorted(other for other in stored if rename(other) == name)
             raise ModelError(
-                f"{folder} has the tensors `{same_name[0]}` and `{same_name[1]}`, which are both `{name}` of the model",
-                hint="remove one of them",
+                f"{folder} has two tensors, `{same_name[0]}` and `{same_name[1]}`, for `{name}` of the model",
+                hint="remove one of the two tensors",
             )
         tensors[name] = tensor
     return tensors
@@ -325,22 +323,22 @@ def _renamed(stored: Mapping[str, StoredTensor], rename: Callable[[str], str], f
 def _by_expert(
     stored: Mapping[str, StoredTensor], family: Family, folder: Path
 ) -> tuple[dict[str, StoredTensor], dict[str, tuple[Shape, dict[str, int]]]]:
-    """Divide tensors that hold all experts of a layer, as Qwen3.5 publishes them, into a tensor for each expert.
+    """Split tensors with all experts of a layer, as Qwen3.5 publishes them, into one tensor for each expert.
 
-    The second result has for each divided tensor its shape, and the index of the first element of each part by name.
-    ModelError if the folder has the tensor of an expert twice.
+    The second result has for each split tensor its shape, and the index of each part's first element by the part's
+    name. ModelError if the folder has an expert's tensor twice.
     """
     divided, fused = dict(stored), {}
     for key, tensor in stored.items():
-        # Other shapes stay as they are, and are refused where they are compared with the model.
+        # Tensors of other shapes are not split: a later comparison with the model reports them.
         is_even = len(tensor.shape) == _FUSED_DIMS and min(tensor.shape) > 0 and tensor.shape[1] % 2 == 0
         pieces = hub_pieces(key, tensor.shape, family) if is_even and ".experts." in key else ()
         if not pieces or not pieces[0].index:
             continue
         if twice := [piece.key for piece in pieces if piece.key in stored]:
             raise ModelError(
-                f"{folder} has the tensors `{key}` and `{twice[0]}`, which hold the same expert",
-                hint="remove one of them",
+                f"{folder} has the same expert in two tensors, `{key}` and `{twice[0]}`",
+                hint="remove one of the two tensors",
             )
         firsts = {piece.key: piece.first_element(tensor.shape) for piece in pieces}
         begins = {name: tensor.begin + first * tensor.dtype.itemsize for name, first in firsts.items()}
@@ -350,7 +348,7 @@ def _by_expert(
 
 
 def _with_usual_scales(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Give the scale `X.scale` of a quantised `X.weight`, as in DeepSeek-V4, its name in DeepSeek-V3."""
+    """Rename DeepSeek-V4's scales `X.scale` of quantised weights `X.weight` as in DeepSeek-V3."""
     of_weights = {f"{key.removesuffix('.weight')}.scale": key for key, t in stored.items() if t.dtype in (FP8, PACKED)}
     return {f"{of_weights[key]}{SCALE}" if key in of_weights else key: tensor for key, tensor in stored.items()}
 
@@ -369,9 +367,9 @@ def _read_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def bin_conversion(folder: Path) -> str:
-    """Hint with the command that adds safetensors to a folder with pytorch_model*.bin weights. Else empty.
+    """Hint with a command that converts a folder's pytorch_model*.bin weights to safetensors; empty without such files.
 
-    Such files are pickles. The command makes transformers read them with `weights_only`, so that they run no code.
+    These files are pickles. The command makes transformers read them with `weights_only`, so that no code in them runs.
     """
     if not any(folder.glob("pytorch_model*.bin")):
         return ""
@@ -379,7 +377,7 @@ def bin_conversion(folder: Path) -> str:
         class_name = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"][0]
     except (OSError, ValueError, LookupError, TypeError):
         class_name = None
-    # The user copies the command to a shell, so it takes from config.json only a class name of transformers.
+    # Users paste this command into a shell, so nothing of config.json is in it but the name of a class of transformers.
     kind = class_name if class_name in dir(transformers) else "AutoModelForCausalLM"
     code = (
         f"from transformers import {kind} as M; p = {str(folder)!r}; "
@@ -389,7 +387,7 @@ def bin_conversion(folder: Path) -> str:
 
 
 def _read_indexed(folder: Path) -> dict[str, StoredTensor]:
-    """Tensors of all files named in the folder's index. These files must be in the folder itself."""
+    """Tensors of all files that the folder's index lists. The files must be in the folder itself."""
     index = folder / INDEX
     try:
         weight_map = {
@@ -404,7 +402,7 @@ def _read_indexed(folder: Path) -> dict[str, StoredTensor]:
     if outside:
         raise ModelError(
             f"{index} names files outside its folder: {', '.join(outside[:_SHOWN])}",
-            hint="it may be harmful; take another copy",
+            hint="the index may be harmful; download the model again",
         )
     absent = [name for name in names if not (folder / name).is_file()]
     if absent:
@@ -427,14 +425,14 @@ def _read_indexed(folder: Path) -> dict[str, StoredTensor]:
 
 
 def _merge_files(files: Iterable[Path], weight_map: Mapping[str, str]) -> dict[str, StoredTensor]:
-    """Tensors of all files. If two files have a tensor of the same name, `weight_map` decides."""
+    """Tensors of all `files`. If several files have a tensor of the same name, the index's `weight_map` decides."""
     tensors: dict[str, StoredTensor] = {}
     for path in files:
         file = SafetensorsFile(path)
         for key, entry in _read_header(path).tensors.items():
             if key in tensors and key not in weight_map:
                 raise ModelError(
-                    f"`{key}` is in both {tensors[key].file.path} and {path}",
+                    f"the tensor `{key}` is in both {tensors[key].file.path} and {path}",
                     hint=f"remove one of the files, or add {INDEX}",
                 )
             if weight_map.get(key, path.name) == path.name:
@@ -452,7 +450,7 @@ def _read_header(path: Path) -> Header:
 
 
 def _check_scales(folder: Path, stored: Mapping[str, StoredTensor], fp8: Iterable[str]) -> None:
-    """ModelError if an FP8 weight does not have one scale for each block, or a scale has no weight."""
+    """ModelError if an FP8 weight lacks a scale for each block, or a scale has no weight."""
     weights = set(fp8)
     without_scale = sorted(key for key in weights if key + SCALE not in stored)
     if without_scale:
@@ -473,7 +471,7 @@ def _check_scales(folder: Path, stored: Mapping[str, StoredTensor], fp8: Iterabl
         weight, scale = stored[key], stored[key + SCALE]
         if len(weight.shape) != 2 or scale.shape != scale_shape(weight.shape) or scale.dtype not in SCALE_DTYPES:
             raise ModelError(
-                f"{folder}: `{key}` {weight.shape} has scales {scale.shape} of {scale.dtype}, not "
+                f"{folder}: the FP8 weight `{key}` {weight.shape} has scales {scale.shape} of {scale.dtype}, not "
                 f"{scale_shape(weight.shape)} of {' or '.join(map(str, SCALE_DTYPES))}",
-                hint=f"blocks of {BLOCK} x {BLOCK} are read; use a bf16 copy of the model",
+                hint=f"only blocks of {BLOCK} x {BLOCK} are supported; use a bf16 copy of the model",
             )

@@ -1,4 +1,4 @@
-"""Names and shapes of a model's tensors, read from its modules on torch's meta device, where they need no memory."""
+"""Names and shapes of a model's tensors, read off modules on torch's meta device, which need no memory."""
 
 from functools import partial
 
@@ -17,7 +17,7 @@ from ds_finetune.plan.model_tensors import DescribedModel, ModelTensors
 
 
 def read_tensors(hf_config: PretrainedConfig, task: Task = "causal_lm") -> ModelTensors:
-    """Names and shapes of the tensors of a model of `hf_config`; ModelError where it cannot be built."""
+    """Names and shapes of the tensors of the model with configuration `hf_config`. ModelError if it cannot be built."""
     try:
         lm = build_meta_model(hf_config, task)
     except FinetuneError:
@@ -38,7 +38,7 @@ def read_tensors(hf_config: PretrainedConfig, task: Task = "causal_lm") -> Model
 
 
 def linear_weights(lm: PreTrainedModel) -> tuple[str, ...]:
-    """Names of the weights of a model's linear modules, except its head."""
+    """Names of the weights of a model's linear modules, without the head."""
     modules = ((name, each) for name, each in lm.named_modules() if isinstance(each, nn.Linear))
     return tuple(f"{name}.weight" for name, each in modules if each is not head_of(lm))
 
@@ -46,7 +46,7 @@ def linear_weights(lm: PreTrainedModel) -> tuple[str, ...]:
 def described(
     hf_config: PretrainedConfig, task: Task = "causal_lm", *, teacher: PretrainedConfig | None = None
 ) -> DescribedModel:
-    """Names and shapes of the tensors of a model and of its live teacher, if there is one."""
+    """Names and shapes of the tensors of a model, and of its teacher if one runs beside it."""
     return DescribedModel(
         hf_config.to_dict(),
         partial(read_tensors, hf_config, task),
@@ -57,5 +57,5 @@ def described(
 def layers_of_stages(
     hf_config: PretrainedConfig, parallel: ParallelConfig, task: Task = "causal_lm"
 ) -> tuple[StageLayers | None, ...]:
-    """Layers of each pipeline stage of a model; (None,) without pipeline parallelism."""
+    """Layers of each pipeline stage; (None,) without pipeline parallelism."""
     return stages_of(read_tensors(hf_config, task), parallel) if parallel.pp > 1 else (None,)

@@ -1,4 +1,4 @@
-"""The plan of a run's model, computed once from its config.json and the run file."""
+"""The plan of a run's model, made once from its config.json and the run file."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,59 +25,59 @@ from ds_finetune.plan.routers import RouterPlan
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPlan:
-    """The model that the engine builds: configuration, weights, and which parts are split, adapted and quantised."""
+    """The run's model as the engine builds it: configuration, weights, and what is sharded, adapted or quantised."""
 
     path: str
     """Folder or hub id of the model."""
     hf_config: PretrainedConfig = field(repr=False)
-    """Configuration of the model as trained, with the size of the trained vocabulary."""
+    """Configuration of the model in training, with the size of the trained vocabulary."""
     attention: str
     has_random_weights: bool
     resizes_vocabulary: bool
     published_vocab_size: int
-    """Vocabulary size in the published config.json; less than the trained size if rows are added."""
+    """Vocabulary size in the published config.json. It is smaller than in training if token embeddings are added."""
     stages: tuple[StageLayers | None, ...]
-    """Layers of each pipeline stage; (None,) where a rank holds all layers."""
+    """Layers of each pipeline stage; (None,) without pipeline parallelism."""
     objective: Objective
     features: Mapping[str, Any] = field(default_factory=dict)
-    """Plan of each enabled feature by the feature's name. A feature of another package has its settings here."""
+    """Plans of the enabled features, by name; for a feature of another package its settings."""
     mlp_tiles: int = 1
-    """Number of tiles of tokens that MLPs compute in turn; 1 for all tokens at once."""
+    """Number of tiles in which MLPs compute their tokens; 1 means all tokens at once."""
     context: ContextPlan | None = None
-    """Context length that the run file sets; None where it sets none."""
+    """How the run file's `model.context` changes the context length; None if it is not set."""
     padding: str = ""
-    """Message to the user about a classifier's padding token."""
+    """Message for the user on the padding token of a classifier."""
     without_noise: tuple[str, ...] = ()
-    """Dropouts of config.json that training turns off, because the objective compares the model with a reference."""
+    """Dropouts of config.json that are turned off, because the objective compares the model with a reference model."""
 
     @property
     def lora(self) -> LoraPlan | None:
-        """The LoRA plan; None where every weight is trained."""
+        """The LoRA plan; None without LoRA."""
         return self.features.get("adapters")
 
     @property
     def freezing(self) -> FreezePlan | None:
-        """The parameters that `train.only` and `train.freeze` freeze; None without these keys."""
+        """Which parameters `train.only` or `train.freeze` freezes; None if neither is set."""
         return self.features.get("freezing")
 
     @property
     def mtp(self) -> MtpConfig | None:
-        """How the multi-token prediction layer is trained; None where it is not trained."""
+        """How the multi-token prediction layer is trained; None if it is not."""
         return self.features.get("mtp")
 
     @property
     def router(self) -> RouterPlan | None:
-        """The plan of expert routers; None for a model without routers."""
+        """The plan for routers of experts; None for a model without routers."""
         return self.features.get("routers")
 
     @property
     def indexer(self) -> IndexerPlan | None:
-        """The plan of trained indexers; None where none is trained."""
+        """The plan for training indexers; None if they are not trained."""
         return self.features.get("indexer")
 
     @property
     def teacher(self) -> TeacherPlan | None:
-        """The plan of the live teacher; None without one."""
+        """The plan of a teacher that runs beside the model; None without one."""
         return self.features.get("teacher")
 
     @property
@@ -87,12 +87,12 @@ class ModelPlan:
 
     @cached_property
     def described(self) -> DescribedModel:
-        """Names and shapes of the tensors of the model, and of its live teacher if there is one."""
+        """Names and shapes of the model's tensors, and of its teacher's if one runs beside it."""
         return described(self.hf_config, self.task, teacher=None if self.teacher is None else self.teacher.hf_config)
 
     def is_untrained(self, name: str) -> bool:
-        """Whether no loss of the run trains the parameter `name`: an indexer's parameter if indexers are not trained,
-        and any other parameter if only indexers are trained.
+        """Whether no loss of the run trains the parameter `name`. If only indexers are trained, these are all other
+        parameters; if indexers are not trained, theirs.
         """
         is_of_indexer = family_of(self.hf_config.model_type).is_of_indexer(name)
         if self.indexer is None:
@@ -101,15 +101,15 @@ class ModelPlan:
 
     @property
     def head_outputs(self) -> int:
-        """Number of outputs of the head: scores of a document, or the size of the vocabulary."""
+        """Number of outputs of the head: classes or scores of a document, or the vocabulary size."""
         return self.objective.num_outputs or int(self.hf_config.vocab_size)
 
     @property
     def quantised(self) -> tuple[str, ...]:
-        """Full names of the modules with weights in four bits."""
+        """Names of the modules with four-bit weights."""
         return tuple(target.name for target in self.lora.quantised) if self.lora is not None else ()
 
 
 def task_of(objective: Objective | ObjectiveConfig) -> Task:
-    """The task of a model trained for the objective: causal LM or sequence classification."""
+    """The task of a model that is trained for the objective: causal LM or sequence classification."""
     return "sequence_classification" if objective.num_outputs else "causal_lm"

@@ -1,5 +1,5 @@
-"""The model of a run that is only planned: its config.json, and the names and shapes of its tensors. They come from a
-cache file of an earlier plan, because importing torch and transformers to read them takes seconds.
+"""Reads config.json and tensor shapes of a run's model for `ds-finetune plan` from a cache file that an earlier plan
+wrote, because importing torch and transformers takes seconds.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from ds_finetune.system.whole_file import replace_file
 
 
 def model_of_run(run: RunSettings) -> DescribedModel:
-    """Describe the model of a run and its live teacher; ModelError if a config.json is not that of a model."""
+    """Describe a run's model and its teacher. ModelError if a config.json does not describe a model."""
     objective, folder = run.objective, Path(run.data.cache_dir, "tensors")
     teacher = objective.teacher if is_distillation(objective) else None
     return DescribedModel(
@@ -32,7 +32,7 @@ def model_of_run(run: RunSettings) -> DescribedModel:
 def _read(
     path: str, folder: Path, *, mtp_layers: int = 0, scores: int = 0
 ) -> tuple[dict[str, Any], Callable[[], ModelTensors]]:
-    """Return a model's configuration as transformers completes it, and a function that returns the model's tensors."""
+    """Return a model's configuration with transformers' defaults, and a function that returns its tensors."""
     packages = [source_version(), version("torch"), version("transformers")]
     text = json.dumps([read_config_json(path), mtp_layers, scores, packages], sort_keys=True)
     file = folder / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
@@ -52,7 +52,7 @@ def _read(
         hf_config.num_labels = scores or hf_config.num_labels
         tensors_read = read_tensors(hf_config, "sequence_classification" if scores else "causal_lm")
         with suppress(OSError):
-            # Planning is only slower if the cache cannot be written.
+            # A cache that cannot be written only makes later plans slower.
             folder.mkdir(parents=True, exist_ok=True)
             replace_file(
                 file,

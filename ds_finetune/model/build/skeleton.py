@@ -1,4 +1,4 @@
-"""Builds a model without weights: configuration, modules, and the fragment of each tensor on this rank."""
+"""Builds a model without weights: its configuration, its modules, and which fragment of each tensor this rank holds."""
 
 import json
 import math
@@ -38,13 +38,13 @@ from ds_finetune.model.quantised.quantisation import check_no_other_format, chec
 from ds_finetune.plan.config_json import check_model_path
 
 Task = Literal["causal_lm", "sequence_classification"]
-"""What a model computes: logits of the next token, or scores of a document."""
+"""What a model computes: logits of the next token (causal LM), or scores of a document (sequence classification)."""
 TOKENIZER_PATTERNS = ("*.json", "*.model", "*.jinja", "merges.txt", "vocab.txt")
-"""Files of a hub repository from which a tokenizer is read."""
+"""Patterns of the files in a hub repository that a tokenizer needs."""
 HUB_FILES = (*TOKENIZER_PATTERNS, "*.safetensors")
-"""Files of a hub repository from which a model is read; `*` also matches `/`."""
+"""Patterns of the files in a hub repository that a model needs; `*` also matches `/`."""
 IGNORED_HUB_FILES = ("*/*.safetensors",)
-"""Weights in subfolders of a repository, which are never read; gpt-oss repeats all weights in `original/`."""
+"""Patterns of files that are not downloaded: weights in subfolders, such as a copy in `original/` of gpt-oss."""
 _SOFT_CAP = "final_logit_softcapping"
 _LOGIT_TRANSFORMS = (
     _SOFT_CAP,
@@ -53,21 +53,21 @@ _LOGIT_TRANSFORMS = (
     "lm_head_multiplier",
     "output_multiplier_scale",
 )
-"""Config keys that change the logits after `lm_head`. The chunked loss applies only the soft cap, and only for models
-whose forward has the usual formula.
+"""config.json keys that change logits after `lm_head`. The chunked loss supports only the soft cap, and only in models
+with the usual formula.
 """
 _BALANCE_WEIGHTS = ("router_aux_loss_coef", "aux_loss_coef")
-"""Config keys of the weight of the load balancing loss of experts."""
+"""config.json keys for the weight of transformers' load-balancing loss."""
 _FACTORIES = {"causal_lm": AutoModelForCausalLM, "sequence_classification": AutoModelForSequenceClassification}
 
 
 @dataclass(frozen=True)
 class Fragment:
-    """The part of a tensor that this rank holds: elements `start` to `start + numel` of the row-major flattened tensor
-    of `shape`.
+    """The part of a tensor that this rank holds: elements `start` to `start + numel` of the flattened tensor of
+    `shape`.
 
-    The range may exceed the tensor where ZeRO-3 pads. `opened()` returns the elements (1-D) for reading and writing.
-    Written values are stored when this context closes, so a fragment on disk needs memory only while it is open.
+    With ZeRO-3's padding the range may go beyond the tensor. The context `opened()` returns the elements (1-D); values
+    written there are stored when it ends, so a fragment on disk needs memory only while it is open.
     """
 
     start: int
@@ -77,26 +77,26 @@ class Fragment:
 
     @property
     def end(self) -> int:
-        """End of the fragment in the flattened tensor, without padding."""
+        """Where the fragment ends in the flattened tensor, without padding."""
         return min(self.start + self.numel, math.prod(self.shape))
 
 
 Where = Callable[[torch.Tensor], Fragment]
-"""Function that returns the fragment of a model tensor that this rank holds."""
+"""Function from a tensor of the model to the fragment of it that this rank holds."""
 
 
 def in_memory(flat: torch.Tensor, *, start: int, shape: tuple[int, ...]) -> Fragment:
-    """The fragment whose elements are the tensor `flat` (1-D)."""
+    """The fragment with the elements of the tensor `flat` (1-D) in memory."""
     return Fragment(start, flat.numel(), shape, lambda: nullcontext(flat))
 
 
 def full_fragment(tensor: torch.Tensor) -> Fragment:
-    """The fragment of a tensor that this rank holds in full."""
+    """The fragment for a tensor that this rank holds in full."""
     return in_memory(tensor.data.view(-1), start=0, shape=tuple(tensor.shape))
 
 
 def resolve_folder(path: str, *, files: Sequence[str] = HUB_FILES) -> Path:
-    """Folder of a model or tokenizer. A hub id is downloaded (`files` only) to the hub's cache."""
+    """Local folder of a model or tokenizer. For a hub id, `files` are downloaded to the hub's cache."""
     folder = Path(path)
     if folder.is_dir():
         check_folder(folder)
@@ -113,7 +113,7 @@ def resolve_folder(path: str, *, files: Sequence[str] = HUB_FILES) -> Path:
         if problem:
             raise ModelError(
                 f"model `{path}` is neither a folder nor in the hub's cache {constants.HF_HUB_CACHE}, and {problem}",
-                hint="check the name, give a local folder, or start where the hub can be reached",
+                hint="check the name, give a local folder, or run on a machine that can reach the hub",
             ) from missing
         raise ModelError(
             f"model `{path}` is neither a folder nor available from the hub: {without_password(missing)}",
@@ -124,11 +124,11 @@ def resolve_folder(path: str, *, files: Sequence[str] = HUB_FILES) -> Path:
 
 
 def read_hf_config(path: str, *, files: Sequence[str] = HUB_FILES, task: Task = "causal_lm") -> PretrainedConfig:
-    """The transformers configuration of a model folder or hub id. For a composite model it is the configuration of the
-    text part. ModelError if there is none, or transformers has no model of its type for `task`.
+    """Read the transformers configuration of a model folder or hub id; of a multimodal model only that of the text
+    part. ModelError if there is none, or transformers has no model of this type for `task`.
 
-    `quantization_config` is removed, because quantised weights are dequantised when read. ModelError for a quantised
-    format that cannot be read.
+    `quantization_config` is removed, because weights are dequantised when they are read. ModelError if their format is
+    not supported.
     """
     folder = resolve_folder(path, files=files)
     if not (folder / "config.json").is_file():
@@ -139,7 +139,7 @@ def read_hf_config(path: str, *, files: Sequence[str] = HUB_FILES, task: Task = 
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except ValueError as unknown:
         raise ModelError(
-            f"{folder}/config.json: {unknown}", hint="model_type must be one that this transformers knows"
+            f"{folder}/config.json: {unknown}", hint="model_type must be one that the installed transformers knows"
         ) from unknown
     except (OSError, TypeError, KeyError, RecursionError, StrictDataclassError) as wrong:
         reason = " ".join(str(wrong).split())
@@ -153,8 +153,8 @@ def read_hf_config(path: str, *, files: Sequence[str] = HUB_FILES, task: Task = 
     _check_names(config, f"{folder}/config.json")
     if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
         raise ModelError(
-            f"{folder}/config.json: use_bidirectional_attention is {config.use_bidirectional_attention!r}, and tokens "
-            "that attend to later ones have nothing to predict",
+            f"{folder}/config.json: use_bidirectional_attention is {config.use_bidirectional_attention!r}: a token "
+            "that attends to later ones cannot learn to predict them",
             hint="train a model whose attention is causal",
         )
     check_vocabulary(config, f"{folder}/config.json")
@@ -169,7 +169,7 @@ def read_hf_config(path: str, *, files: Sequence[str] = HUB_FILES, task: Task = 
 
 
 def has_class(config: PretrainedConfig, task: Task) -> bool:
-    """Whether transformers has a model of this type for the task."""
+    """Whether transformers has a model class for this configuration and task."""
     return type(config) in _FACTORIES[task]._model_mapping
 
 
@@ -189,7 +189,7 @@ def _check_task(config: PretrainedConfig, task: Task, label: str) -> None:
 
 
 def _check_names(config: PretrainedConfig, label: str) -> None:
-    """ModelError for an activation or a kind of rotary embedding that transformers does not have."""
+    """ModelError for an activation function or rotary scaling that transformers does not have."""
     rope: Any = getattr(config, "rope_parameters", None) or {}
     parts = [part for part in (rope, *rope.values()) if isinstance(part, dict)]
     kinds = ("default", *ROPE_INIT_FUNCTIONS)
@@ -204,7 +204,7 @@ def _check_names(config: PretrainedConfig, label: str) -> None:
 
 
 def check_vocabulary(config: PretrainedConfig, label: str) -> None:
-    """ModelError for a composite model, whose vocabulary size is in its text part's configuration."""
+    """ModelError if the configuration has no vocabulary size, as in a multimodal model."""
     if not hasattr(config, "vocab_size"):
         raise ModelError(
             f"{label}: model_type `{config.model_type}` has no vocab_size of its own: it is a model of text and "
@@ -214,7 +214,7 @@ def check_vocabulary(config: PretrainedConfig, label: str) -> None:
 
 
 def soft_cap(config: PretrainedConfig) -> float | None:
-    """Soft cap of a causal LM's logits; None if the model's forward applies none or another formula."""
+    """Soft cap of a causal LM's logits; None if its forward has none, or computes it by another formula."""
     cap = getattr(config, _SOFT_CAP, None)
     if not cap or not has_class(config, "causal_lm") or not computes(model_class(config).forward, SOFT_CAP):
         return None
@@ -222,27 +222,27 @@ def soft_cap(config: PretrainedConfig) -> float | None:
 
 
 def check_logits(config: PretrainedConfig, label: str) -> None:
-    """ModelError if the config sets a key that changes logits in a way that the chunked loss does not apply."""
+    """ModelError if config.json changes logits in a way that the chunked loss does not support."""
     neutral = {_SOFT_CAP: (None, soft_cap(config))}
     transformed = [key for key in _LOGIT_TRANSFORMS if getattr(config, key, None) not in neutral.get(key, (None, 1))]
     if transformed:
         raise ModelError(
             f"{label}: `{transformed[0]}` = {getattr(config, transformed[0])} changes the logits after the head, "
             f"which the chunked loss of model_type `{config.model_type}` would not see",
-            hint="train a model without this key",
+            hint="train a model whose config.json does not have this key",
         )
 
 
 def _check_balance_loss(config: PretrainedConfig, task: Task, label: str) -> None:
-    """ModelError if the model would add a load balancing loss of its experts, which is not supported."""
+    """ModelError if transformers' load-balancing loss is turned on in config.json, because it is not supported."""
     weight = next((getattr(config, key) for key in _BALANCE_WEIGHTS if hasattr(config, key)), 1.0)
     has_loss = hasattr(sys.modules[model_class(config, task).__module__], "load_balancing_loss_func")
     if getattr(config, "output_router_logits", False) and weight and has_loss:
         raise ModelError(
-            f"{label}: `output_router_logits` = true asks for a balance loss of the experts, weight {weight}, "
-            "computed over the tokens of a micro-batch, which is not supported",
-            hint="set output_router_logits to false in config.json; in families of the table, `router.balance` of the "
-            "run file trains a balance loss",
+            f"{label}: `output_router_logits` = true turns on transformers' load-balancing loss (weight {weight}), a "
+            "mean over a micro-batch's tokens, which is not supported",
+            hint="set output_router_logits to false in config.json; for supported model types `router.balance` in the "
+            "run file trains a load-balancing loss",
         )
 
 
@@ -252,7 +252,7 @@ def model_class(hf_config: PretrainedConfig, task: Task = "causal_lm") -> type[P
 
 
 def head_of(lm: PreTrainedModel) -> Any:  # noqa: ANN401 - mostly a linear layer, whose class its users change
-    """The module after the last hidden states: the language-model head, or the score head of a classifier."""
+    """The module that reads the last hidden states: the language model head, or the head for classes or scores."""
     head = lm.get_output_embeddings()
     if head is not None:
         return head
@@ -260,12 +260,12 @@ def head_of(lm: PreTrainedModel) -> Any:  # noqa: ANN401 - mostly a linear layer
 
 
 def has_score_head(lm: PreTrainedModel) -> bool:
-    """Whether the model scores documents instead of next tokens."""
+    """Whether the model scores or classifies documents instead of predicting tokens."""
     return lm.get_output_embeddings() is None
 
 
 def check_attention(hf_config: PretrainedConfig, attention: str, task: Task = "causal_lm") -> None:
-    """ModelError if transformers has no `attention` of this kind for the model type."""
+    """ModelError if the attention implementation `attention` is not available for the model type."""
     kind = model_class(hf_config, task)
     family = family_of(hf_config.model_type)
     has_sdpa = kind._supports_sdpa or family.has_sinks
@@ -273,15 +273,15 @@ def check_attention(hf_config: PretrainedConfig, attention: str, task: Task = "c
     required = "sdpa" if attention in OWN_ATTENTIONS and not family.is_generic else attention
     if required in (*OWN_ATTENTIONS, "eager", FLASH) and required not in legal:
         raise ModelError(
-            f"model.attention {attention} with model_type `{hf_config.model_type}`, "
+            f"model.attention {attention} is not available for model_type `{hf_config.model_type}`, "
             f"for which transformers has {' and '.join(legal)}",
             hint=f"set model.attention: {legal[0]}",
         )
     has_window = "sliding_attention" in (getattr(hf_config, "layer_types", None) or ())
     if attention == FLASH and has_window and family.window_in_mask:
         raise ModelError(
-            f"model.attention {attention} with model_type `{hf_config.model_type}`: "
-            "transformers does not pass it the sliding window",
+            f"model.attention {attention} would ignore the sliding window of model_type `{hf_config.model_type}`, "
+            "which transformers does not pass to it",
             hint="set model.attention: sdpa",
         )
 
@@ -295,20 +295,19 @@ def build_skeleton(  # noqa: PLR0913
     task: Task = "causal_lm",
     init_context: AbstractContextManager[object] | None = None,
 ) -> PreTrainedModel:
-    """A model's modules with uninitialised parameters in `dtype` on `device`, and initialised buffers.
+    """Build a model's modules in `dtype` on `device`. Buffers are initialised, parameters are not.
 
-    The model is constructed inside `init_context`, e.g. one that partitions each parameter at construction. With an
-    `attention` of OWN_ATTENTIONS, families of the table use attention by document. Experts use the grouped
-    implementation. The cache is off, because only without it transformers separates packed documents (transformers
-    5.23, masking_utils.py:873).
+    Modules are constructed in `init_context`, for example one in which DeepSpeed partitions parameters. If `attention`
+    is in OWN_ATTENTIONS, families of the table get attention by document. Experts use grouped matrix products. The
+    cache is off, because only then transformers separates packed documents (transformers 5.23, masking_utils.py:873).
     """
     check_attention(hf_config, attention, task)
     hf_config.use_cache = False
     is_by_document = attention in OWN_ATTENTIONS and not family_of(hf_config.model_type).is_generic
     hf_config._attn_implementation = BY_DOCUMENT if is_by_document else attention
     hf_config.dtype = dtype
-    # The model class is imported before `init_context` is entered, because DeepSpeed 0.19.8 drops decorators of classes
-    # that are defined inside zero.Init (partition_parameters.py:581-622).
+    # The model class is imported outside of `init_context`, because DeepSpeed 0.19.8 drops decorators of classes that
+    # are defined inside zero.Init (partition_parameters.py:581-622).
     kind = model_class(hf_config, task)
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -343,11 +342,11 @@ def build_skeleton(  # noqa: PLR0913
 
 
 def _set_dtypes(model: PreTrainedModel, dtype: torch.dtype, device: str) -> None:
-    """Set the `dtype` of parameters: transformers 5.24 constructs some in fp32
+    """Cast parameters to `dtype`, because transformers 5.24 constructs some in fp32
     (deepseek_v3/modeling_deepseek_v3.py:126). Tensors that a family keeps in fp32 become fp32 buffers.
 
-    Untrained parameters become buffers too (transformers 5.23, ernie4_5_moe/modeling_ernie4_5_moe.py:281), because
-    DeepSpeed 0.19.8 casts every parameter, but not the buffers that the model names (runtime/keep_in_fp32.py).
+    Untrained parameters (transformers 5.23, ernie4_5_moe/modeling_ernie4_5_moe.py:281) become buffers too: DeepSpeed
+    0.19.8 casts all parameters, but not buffers that the model lists (runtime/keep_in_fp32.py).
     """
     for parameter in model.parameters():
         if parameter.is_floating_point():

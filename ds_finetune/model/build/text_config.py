@@ -1,4 +1,4 @@
-"""Configuration of the text part of a composite model, which also takes other media, and models that are refused."""
+"""Configuration of the text part of a multimodal model, and refusal of models whose text part cannot be trained."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,8 +19,8 @@ _QUANTISATION = "quantization_config"
 
 
 def text_config(config: PretrainedConfig) -> PretrainedConfig:
-    """Configuration of the language model of `config`. For a composite model it is that of the text part, with the
-    composite model's token ids and tied embeddings; for any other model it is `config` itself.
+    """Configuration of the language model in `config`: for a multimodal model that of the text part, with the full
+    model's token ids and tied embeddings; else `config` itself.
     """
     text = getattr(config, TEXT_CONFIG, None)
     if not isinstance(text, PretrainedConfig):
@@ -34,7 +34,7 @@ def text_config(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def check_text_part(config: PretrainedConfig, tree: Mapping[str, Any], task: str, label: str) -> None:
-    """ModelError if `config`, read from `tree`, is a composite model whose text part cannot be trained for `task`."""
+    """ModelError if `config`, read from `tree`, is a multimodal model whose text part cannot be trained for `task`."""
     text = text_config(config)
     if text is config:
         return
@@ -43,7 +43,7 @@ def check_text_part(config: PretrainedConfig, tree: Mapping[str, Any], task: str
         raise ModelError(
             f"{label}: {kind} is a model of text and other media, and transformers {transformers.__version__} has no "
             f"causal LM of its {part}",
-            hint="train a text model, or a model whose text part is one",
+            hint="train a text model, or a model whose text part is a causal LM of transformers",
         )
     if type(config) not in AutoModelForMultimodalLM._model_mapping or not is_composite(tree):
         where = f"transformers {transformers.__version__} has no class that generates text with it"
@@ -65,7 +65,7 @@ def check_text_part(config: PretrainedConfig, tree: Mapping[str, Any], task: str
 
 
 def text_module(folder: Path) -> str:
-    """Name of a composite model's decoder in transformers' class; in a model of the text part it is `model`."""
+    """Name of the text decoder in transformers' class of a multimodal model. Alone, this decoder is called `model`."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     with torch.device("meta"):
         model = AutoModelForMultimodalLM.from_config(config, trust_remote_code=False)

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 VOCABULARY = 256
 """Number of tokens of a tiny model's vocabulary."""
 WINDOW = 8
-"""Size in tokens of a tiny model's attention window, and of its chunks of attention or recurrence."""
+"""Size of a tiny model's attention window in tokens, and of its chunks of attention or recurrence."""
 
 _MAIN_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "attention_heads")
 _DEPTH = re.compile(
@@ -41,20 +41,20 @@ _GROUPS = ("n_group", "num_expert_group")
 _EXPERTS = re.compile(r"^(moe_)?(n|num)_(local_|routed_)?experts$|^zero_expert_num$")
 _LAYER_NUMBERS = re.compile(r"(_idxs|_ids|_indices|only_layers|moe_layers)$")
 _SPECIAL_TOKENS = 40
-"""Number of token ids at the end of a tiny vocabulary that replace special ids of the large vocabulary."""
+"""Number of ids at the end of a tiny model's vocabulary that stand for special tokens."""
 _MULTIPLE = 8
 _HEAD_WIDTH = 32
 
 Kind = frozenset[tuple[str, str, str]]
-"""Kind of a layer: name, class and settings of each of its modules."""
+"""What distinguishes a kind of layer: name, class and settings of each of its modules."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """The size of a tiny configuration: the first `layers` layers and about `heads` attention heads.
+    """Size of a tiny model: the number of layers and roughly of attention heads.
 
-    Attention windows of at least `row_tokens` are unchanged, because no row exceeds them. Shorter windows are reduced,
-    so that tiny rows exceed them.
+    Attention windows of `row_tokens` or more are not changed, because no row exceeds them. Shorter windows shrink, so
+    that the test's rows exceed them too.
     """
 
     heads: int
@@ -63,20 +63,20 @@ class Size:
 
 
 def tiny_config(config: PretrainedConfig, size: Size) -> PretrainedConfig:
-    """A copy of `config` of the given size, with smaller widths, vocabulary and numbers of experts."""
+    """A copy of `config` with the given size, and with smaller widths, vocabulary and numbers of experts."""
     tiny = copy.deepcopy(config)
     _shrink(tiny, size, None)
     return tiny
 
 
 def layers_of_each_kind(lm: nn.Module) -> int:
-    """Number of first layers, in the model's longest stack of layers, that include a layer of each kind."""
+    """Number of layers, from the first of the model's longest stack on, that include every kind of layer."""
     kinds = [_kind(layer) for layer in max(_stacks(lm), key=len, default=[])]
     return max((kinds.index(kind) for kind in kinds), default=-1) + 1
 
 
 def layer_kinds(lm: nn.Module) -> set[Kind]:
-    """The kinds of a model's layers; the model may be on the meta device."""
+    """The kinds of layers in a model, which may be on the meta device."""
     return {_kind(layer) for stack in _stacks(lm) for layer in stack}
 
 
@@ -93,21 +93,21 @@ def _stacks(lm: nn.Module) -> list[nn.ModuleList]:
 
 
 def _kind(layer: nn.Module) -> Kind:
-    """Kind of a layer. Numbers in module names, e.g. of experts, are ignored."""
+    """The kind of a layer. Numbers in module names, such as those of experts, do not matter."""
     return frozenset(
         (re.sub(r"\d+", "N", name), type(module).__name__, _settings(module)) for name, module in layer.named_modules()
     )
 
 
 def _settings(module: nn.Module) -> str:
-    """Settings of a module except sizes: its flags and texts, and the names of attributes that are None."""
+    """Flags, texts and names of None attributes of a module, but no sizes."""
     attributes = {name: value for name, value in vars(module).items() if not name.startswith("_")}
     switches = sorted((name, value) for name, value in attributes.items() if isinstance(value, bool | str))
     return repr((switches, sorted(name for name, value in attributes.items() if value is None)))
 
 
 def _shrink(config: PretrainedConfig, size: Size, outer: Fraction | None) -> None:
-    """Shrink `config` and its nested configurations in place. `outer` is the ratio of the enclosing configuration."""
+    """Shrink `config` and configurations inside it, in place. `outer` is the ratio for the configuration around it."""
     depth, ratio = getattr(config, "num_hidden_layers", None), _ratio(config, size.heads, outer)
     values = vars(config)
     for name, value in list(values.items()):
@@ -130,7 +130,7 @@ def _small_value(name: str, value: Any, ratio: Fraction, size: Size, *, is_by_la
 
 
 def _ratio(config: PretrainedConfig, heads: int, outer: Fraction | None) -> Fraction:
-    """The factor by which widths and numbers of heads shrink. It preserves the width of a head."""
+    """Ratio by which widths and numbers of heads shrink, such that heads keep their width."""
     for name in _MAIN_HEADS:
         count = getattr(config, name, None)
         if isinstance(count, int) and count > 0:
@@ -173,18 +173,18 @@ _RULES: Sequence[tuple[re.Pattern[str], Callable[[int, Fraction], int]]] = (
     (re.compile(r"(^|_)(lora_rank|lowrank)$"), _at_most(32)),
     (re.compile(r"^index_n_heads$"), _at_most(16)),
     (re.compile(r"^index_(block_size|topk_blocks)$"), _at_most(4)),
-    # This limit preserves a difference between padded and unpadded vocabulary.
+    # With this limit a vocabulary that is padded stays larger than one that is not.
     (re.compile(r"^unpadded_vocab_size$"), _at_most(VOCABULARY - 16)),
     (re.compile(r"(^|_)(vocab_size|vocab_size_per_layer_input|vocab_size_base|group_vocab)$"), _at_most(VOCABULARY)),
     (_WINDOWS, _at_most(WINDOW)),
     (_CHUNKS, _at_most(WINDOW)),
     (_TOKEN_IDS, lambda value, _: min(value, VOCABULARY - 1 - value % _SPECIAL_TOKENS)),
 )
-"""How settings shrink, by pattern of their names."""
+"""How settings of a configuration shrink: patterns of their names, with a function (value, ratio) -> smaller value."""
 
 
 def _keep_experts_few(config: PretrainedConfig) -> None:
-    """Reduce the number of experts to the smallest that leaves the router a choice and divides into equal groups."""
+    """Reduce the number of experts as far as the router still has a choice and groups of experts stay equal."""
     values = vars(config)
     groups = max([1, *(values.get(name) or 1 for name in _GROUPS)])
     chosen = [values[name] for name in _TOP_K if isinstance(values.get(name), int)]

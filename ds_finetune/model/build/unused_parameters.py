@@ -1,4 +1,4 @@
-"""Parameters that get no gradient from the loss, found by a forward and a backward on fake tensors."""
+"""Finds parameters that get no gradient from the loss, by a forward and backward on fake tensors."""
 
 import copy
 
@@ -11,16 +11,16 @@ from ds_finetune.model.build.skeleton import Task, model_class
 
 _FEW_TOKENS = 16
 _NO_MEMORY_EXPERTS = "batched_mm"
-"""transformers 5.23's experts that work on fake tensors, since they do not depend on values of router indices."""
+"""Implementation of transformers 5.23's experts that works on fake tensors, because it reads no router indices."""
 
 
 def unused_parameters(hf_config: PretrainedConfig, *, tokens: int, task: Task = "causal_lm") -> tuple[str, ...]:
-    """Names of the parameters that get no gradient from a row of `tokens` tokens, in the model's order.
+    """Names of parameters without a gradient from a row of `tokens` tokens, in the model's order.
 
-    The full model is built on fake tensors, which takes some seconds. NotImplementedError if the model's code needs
-    values of tensors.
+    The full model is built on fake tensors, in some seconds. NotImplementedError if the model's code reads values of
+    tensors.
     """
-    # A long row uses every parameter that a short row uses, and maybe more: some layers need many tokens to act.
+    # A long row uses all parameters that a short row uses, and maybe more: some layers need many tokens to act.
     names = _without_gradient(hf_config, _FEW_TOKENS, task)
     if not names:
         return ()
@@ -36,7 +36,7 @@ def _without_gradient(hf_config: PretrainedConfig, tokens: int, task: Task) -> l
     try:
         with fake_tensors():
             with no_init_weights():
-                # Evaluation mode is used because some model types drop layers at random in training mode.
+                # In training mode some model types would drop layers at random.
                 model = model_class(config, task)(config).eval()
             if getattr(model.config, "_experts_implementation", None):
                 model.config._experts_implementation = _NO_MEMORY_EXPERTS

@@ -1,1 +1,1 @@
-"""RMSNorm, rotary embedding and SwiGLU, each as one fused kernel."""
+"""Fused kernels of RMSNorm, rotary embedding and SwiGLU."""

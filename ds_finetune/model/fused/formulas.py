@@ -1,5 +1,5 @@
-"""Formulas of RMSNorm, rotary embedding and SwiGLU, and of their gradients. torch.compile fuses each formula into one
-kernel. Intermediate results are rounded to the dtype of hidden states where transformers rounds them.
+"""Formulas of RMSNorm, rotary embedding, SwiGLU and their gradients, each of which torch.compile makes one kernel.
+Intermediate results are rounded to the dtype of hidden states where transformers rounds them.
 """
 
 from typing import NamedTuple
@@ -9,19 +9,19 @@ from torch.nn import functional
 
 
 class Turning(NamedTuple):
-    """Kind of rotary embedding of the first `width` columns."""
+    """How a rotary embedding rotates the first `width` columns of a head."""
 
     width: int
     in_pairs: bool
-    """Whether rotated pairs are neighbouring columns; otherwise columns half the width apart."""
+    """Whether adjacent columns are rotated, instead of column i with column i + width / 2."""
     is_back: bool = False
-    """Whether this is the inverse rotation."""
+    """Whether to rotate in the opposite direction."""
 
 
 def norm(rows: torch.Tensor, weight: torch.Tensor, eps: float, rounds_last: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """RMSNorm of rows [rows, width] times `weight`; also returns the inverse root mean square, which backward needs.
+    """RMSNorm of rows [rows, width] times `weight`. Also returns inverse root mean squares, which backward needs.
 
-    `rounds_last` multiplies by the weight before rounding to the dtype of `rows` (gpt_oss), not after.
+    With `rounds_last` the product with the weight is rounded to the dtype of `rows` (gpt_oss), else the normalised row.
     """
     wide = rows.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -32,8 +32,8 @@ def norm(rows: torch.Tensor, weight: torch.Tensor, eps: float, rounds_last: bool
 def norm_backward(
     grad: torch.Tensor, saved: tuple[torch.Tensor, ...], rounds_last: bool, needs_weight: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Gradients of RMSNorm. `saved` holds rows, weight and inverse root mean square. Returns the gradients of rows and
-    of the weight, which is None unless `needs_weight`.
+    """Gradients of RMSNorm for rows and weight; the latter is None unless `needs_weight`. `saved` are rows, weight and
+    inverse root mean squares.
     """
     rows, weight, scale = saved
     normed = rows.float() * scale
@@ -48,9 +48,9 @@ def norm_backward(
 def rotate(
     tensors: tuple[torch.Tensor, ...], angles: tuple[torch.Tensor, ...], turn: Turning, is_backward: bool
 ) -> tuple[torch.Tensor, ...]:
-    """Apply rotary embedding to queries and keys [rows, heads, tokens, columns] with cosines and sines [rows, tokens,
-    width / 2 or more]. In the result, rotated pairs are half the width apart. `is_backward` instead maps gradients of
-    the result to gradients of the inputs.
+    """Apply the rotary embedding to queries and keys [rows, heads, tokens, columns], with cosines and sines [rows,
+    tokens, width / 2 or more]. In the result, rotated pairs are columns i and i + width / 2. With `is_backward`, map
+    gradients of the result to gradients of the inputs.
     """
     half = turn.width // 2
     cos, sin = (each[:, None, :, :half] for each in angles)
@@ -74,7 +74,7 @@ def gate(*parts: torch.Tensor) -> torch.Tensor:
 
 
 def gate_backward(grad: torch.Tensor, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Gradients of the inputs `parts` of `gate` (SwiGLU), from the gradient `grad` of its output."""
+    """Gradients of SwiGLU's inputs `parts`, from the gradient `grad` of its output."""
     gate, up = parts if len(parts) > 1 else parts[0].chunk(2, -1)
     wide = gate.float()
     sigmoid = torch.sigmoid(wide)

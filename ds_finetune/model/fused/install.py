@@ -29,10 +29,9 @@ from ds_finetune.model.fused.operations import Kernels, gate, kernels_of, norm, 
 
 
 def install_fused(lm: PreTrainedModel, name: str) -> None:
-    """Make `lm` use the kernels that `model.kernels` in the run file names, in place. `torch` keeps transformers'
-    forward.
+    """Replace modules' forwards in `lm` by the kernels that `model.kernels` selects, in place. `torch` selects none.
 
-    Modules with another formula are unchanged (`Family.fused` names the fused ones).
+    Modules with unknown formulas are not changed (`Family.fused` says which are).
     """
     if name == "torch":
         return
@@ -45,7 +44,7 @@ def install_fused(lm: PreTrainedModel, name: str) -> None:
 
 
 def _fused_methods(module: nn.Module, kind: Any, kernels: Kernels) -> dict[str, Any]:  # noqa: ANN401
-    """Methods that replace those of the class `kind`, by name. Empty if no operation of `module` is fused."""
+    """Methods of fused kernels for modules of class `kind`, by name; empty if `module` has no fused operation."""
     if (formula := norm_formula(kind)) is not None and module._parameters:
         return {"forward": partialmethod(_norm, kernels, formula)}
     return _gates(module, kind, kernels) or _rotations(module, kind, kernels)
@@ -88,9 +87,9 @@ def _rotations(module: nn.Module, kind: Any, kernels: Kernels) -> dict[str, Any]
 
 
 def _expand_kv(module: Any, latent: torch.Tensor, rotary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ANN401
-    """Expand latents to keys and values, in place of transformers' method. That method writes both parts of the keys
-    into an empty tensor, whose gradient autograd copies twice. Inputs are [rows, 1, tokens, width], keys and values
-    [rows, heads, tokens, width].
+    """Replacement of transformers' method that expands latents to keys and values. That one writes keys into an empty
+    tensor, whose gradient autograd copies twice. Inputs are [rows, 1, tokens, width], keys and values [rows, heads,
+    tokens, width].
     """
     widths = [module.qk_nope_head_dim, module.v_head_dim]
     plain, value = module.kv_b_proj(latent[:, 0]).unflatten(-1, (-1, sum(widths))).transpose(1, 2).split(widths, -1)
@@ -98,20 +97,20 @@ def _expand_kv(module: Any, latent: torch.Tensor, rotary: torch.Tensor) -> tuple
 
 
 def _real(angles: torch.Tensor) -> torch.Tensor:
-    """Split complex numbers [...] into cosines and sines [2, ...], computed once for all layers."""
+    """Split complex numbers [...] into cosines and sines [2, ...], once for all layers."""
     return torch.stack([angles.real, angles.imag])
 
 
 def _rotate_last(
     kernels: Kernels, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, is_back: bool = False
 ) -> torch.Tensor:
-    """Rotate pairs of the last columns of `x` [rows, tokens, heads, width], in place of transformers' fp32 rotation.
-    Rotated pairs are half the width apart until they are rotated back.
+    """Rotate the last columns of `x` [rows, tokens, heads, width] in pairs, replacing transformers' fp32 rotation. The
+    result has rotated pairs half the width apart, until it is rotated back.
     """
     turning = Turning(2 * cos.shape[-1], in_pairs=True, is_back=is_back)
     plain, last = x.split([x.shape[-1] - turning.width, turning.width], -1)
     last = last.transpose(1, 2)
-    # The kernels rotate two tensors, so a part of the same tensor is passed as the second.
+    # The kernels rotate two tensors, so half of this tensor is passed as the second one.
     turned, _ = rotate(kernels, turning, last, last[:, :1].detach(), cos.float(), sin.float())
     return torch.cat([plain, turned.transpose(1, 2)], -1)
 
@@ -119,11 +118,11 @@ def _rotate_last(
 def _rotate(
     kernels: Kernels, turn: str, query: torch.Tensor, key: torch.Tensor, *angles: torch.Tensor, **_: int
 ) -> Any:  # noqa: ANN401
-    """Rotate queries and keys, in place of a transformers function of the kind `turn`. `angles` are cosines and sines,
-    or one tensor with both.
+    """Rotate queries and keys, replacing transformers' function of the kind `turn`. `angles` are cosines and sines, or
+    one tensor with both.
 
-    transformers keeps rotated pairs in neighbouring columns. Here the columns are reordered, in the same way for
-    queries and keys, so that their products do not change.
+    transformers leaves rotated pairs in adjacent columns. Here they move half the width apart, in queries and keys
+    alike, so that products of queries and keys do not change.
     """
     cos, sin = angles if len(angles) > 1 else angles[0]
     if turn == "wide halves":

@@ -1,5 +1,5 @@
-"""Autograd functions of fused RMSNorm, rotary embedding and SwiGLU. A norm saves its input and one number per row for
-backward, a rotary embedding saves cosines and sines, and SwiGLU saves gate and up. Backward recomputes the rest.
+"""Autograd functions of fused RMSNorm, rotary embedding and SwiGLU. For backward a norm saves its input and one number
+per row, a rotary embedding cosines and sines, and SwiGLU gate and up. Backward recomputes the rest.
 """
 
 import inspect
@@ -17,11 +17,11 @@ from ds_finetune.model.fused import formulas
 from ds_finetune.model.fused.formulas import Turning
 
 _MOST_KERNELS = 64
-"""Maximum number of kernels that torch.compile may build for one formula."""
+"""Maximum number of variants that torch.compile may build of one kernel."""
 
 
 class Kernels(Protocol):
-    """Interface of a set of kernels, which implement the functions of the module `formulas`."""
+    """Interface of a set of fused kernels: the functions of model/fused/formulas.py."""
 
     norm: Any
     norm_backward: Any
@@ -32,16 +32,16 @@ class Kernels(Protocol):
 
 @cache
 def kernels_of(name: str) -> Kernels:
-    """Kernels that `model.kernels` names, `liger` or `compile`. Liger is imported only when selected."""
+    """The kernels that `model.kernels` selects, `liger` or `compile`. Liger is imported only if selected."""
     if name == "liger":
         return import_module("ds_finetune.foreign.liger_operations")  # type: ignore[return-value]
     assert name == "compile", name
-    # Shapes are dynamic, because the numbers of packed rows and of experts' tokens differ between forwards. Sizes 0 and
-    # 1 and strided rows still get kernels of their own. With more kernels than the limit torch would raise an error.
+    # Shapes are dynamic, because the numbers of packed rows and of experts' tokens change. Sizes 0 and 1 and strided
+    # rows still get a kernel each, and torch would raise an error above the limit.
     options: dict[str, Any] = {"fullgraph": True, "dynamic": True}
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
-        # This argument reaches all threads. torch._dynamo's setting is per thread from torch 2.12 on, and backward has
-        # other threads.
+        # The limit is passed here because from torch 2.12 on torch._dynamo's setting holds for one thread only, and
+        # backward runs in other threads.
         options["recompile_limit"] = _MOST_KERNELS
     else:
         torch._dynamo.config.recompile_limit = max(_MOST_KERNELS, torch._dynamo.config.recompile_limit)
@@ -55,14 +55,14 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor without autograd metadata. torch.compile would build separate kernels for tensors with and without
-    gradients, and for each kind of view.
+    """A tensor without autograd metadata, because torch.compile would build separate kernels for tensors with and
+    without gradients, and for each kind of view.
     """
     return tensor.data
 
 
 class _Norm(torch.autograd.Function):
-    """RMSNorm of the last dimension, from hidden states [..., width], weight, epsilon, and when to round."""
+    """RMSNorm of the last dimension of hidden states [..., width], as a fused kernel with gradients."""
 
     @staticmethod
     def forward(ctx: Any, kernels: Kernels, *inputs: Any) -> torch.Tensor:  # noqa: ANN401
@@ -82,7 +82,7 @@ class _Norm(torch.autograd.Function):
 
 
 class _Rotation(torch.autograd.Function):
-    """Rotary embedding of queries and keys [rows, heads, tokens, columns] with cosines and sines."""
+    """Rotary embedding of queries and keys [rows, heads, tokens, columns], as a fused kernel with gradients."""
 
     @staticmethod
     def forward(ctx: Any, kernels: Kernels, turn: Turning, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:  # noqa: ANN401
@@ -99,8 +99,8 @@ class _Rotation(torch.autograd.Function):
 
 
 class _Gate(torch.autograd.Function):
-    """Fused silu(gate) x up, for two tensors or one with both concatenated. Kernels may overwrite the saved inputs with
-    gradients, so a second backward of the same forward raises an error.
+    """SwiGLU as a fused kernel: silu(gate) * up, from two tensors or one with both. Kernels may overwrite the saved
+    inputs with gradients, so a second backward of the same forward raises an error.
     """
 
     @staticmethod

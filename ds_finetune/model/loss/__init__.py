@@ -1,1 +1,1 @@
-"""Losses computed in chunks of tokens: cross entropy, log-probabilities, scores, and distillation from a teacher."""
+"""Losses that are computed in chunks of tokens: cross entropy, log-probabilities, scores, and distillation."""

@@ -1,4 +1,4 @@
-"""Cross entropy of a language model head and its gradients in chunks of tokens, in PyTorch and with Liger's kernel."""
+"""Cross entropy of a language model head with gradients, in chunks of tokens: in PyTorch, and with Liger's kernel."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -18,14 +18,12 @@ from ds_finetune.model.parallel.tensor import TensorParallelGroup
 from ds_finetune.objectives.labels import IGNORE_INDEX
 
 _LIGER_BLOCK = 32768
-"""Maximum columns per block of Liger's kernel (liger-kernel 0.8.5, ops/fused_linear_cross_entropy.py:26)."""
+"""Liger's maximum number of columns per block (liger-kernel 0.8.5, ops/fused_linear_cross_entropy.py:26)."""
 
 
 class LossAndGradients(NamedTuple):
-    """Summed cross entropy in nats (fp32 scalar), number of correctly predicted tokens (int64 scalar), and gradients
-    of the sum.
-
-    Gradients have the shapes of `hidden`, `weight` and `bias`. They are None where they are not needed.
+    """Sum of the cross entropy in nats (fp32 scalar), number of correctly predicted tokens (int64 scalar), and the
+    sum's gradients. They have the shapes of `hidden`, `weight` and `bias`; None if not needed.
     """
 
     loss_sum: torch.Tensor
@@ -36,9 +34,9 @@ class LossAndGradients(NamedTuple):
 
 
 Kernel = Callable[..., LossAndGradients]
-"""Function that computes the cross entropy of a head. Its arguments are `hidden` [tokens, width], `weight` [vocabulary,
-width], `bias` [vocabulary] or None, `targets` int64 [tokens], the gradients needed, and the keyword `cap`: the soft cap
-of the logits (`cap_logits`) or None.
+"""Function that computes the cross entropy of a head from `hidden` [tokens, width], `weight` [vocabulary, width],
+`bias` [vocabulary] or None, `targets` int64 [tokens], which gradients are needed, and `cap`, the logits' soft cap or
+None.
 """
 
 
@@ -53,16 +51,16 @@ def chunked_cross_entropy(  # noqa: PLR0913 - a Kernel, its chunk and its group 
     chunk: int = CHUNK_TOKENS,
     tp_group: TensorParallelGroup | None = None,
 ) -> LossAndGradients:
-    """Compute summed cross entropy in plain PyTorch. Softmax, sums over chunks, `d_weight` and `d_bias` are fp32.
+    """Sum of the cross entropy, in plain PyTorch. Softmax, sums over chunks, `d_weight` and `d_bias` are fp32.
 
-    With `tp_group`, `weight` and `bias` are this rank's shard of the vocabulary, and `d_hidden` is this rank's partial
-    sum. A few numbers per token are all-reduced, never the logits.
+    With `tp_group`, `weight` and `bias` are this rank's shard of the vocabulary, and `d_hidden` is this rank's part of
+    a sum. Ranks all-reduce a few numbers per token, never logits.
     """
     loss_sum = torch.zeros((), dtype=torch.float32, device=hidden.device)
     num_correct = torch.zeros((), dtype=torch.int64, device=hidden.device)
     gradients = HeadGradients.zeros(hidden, weight, bias, needed)
-    # One buffer for the logits of all chunks: fresh memory pages would cost a third of the matrix product on a CPU
-    # (torch 2.13, [1024, 102400] fp32).
+    # All chunks use one buffer for logits: fresh memory pages cost a third of the matrix product on a CPU (torch 2.13,
+    # [1024, 102400] fp32).
     buffer = hidden.new_empty(min(chunk, len(hidden)), weight.shape[0])
     blocks, logp = ChunkBlocks(buffer, bias, tp_group), loss_sum.new_empty(len(buffer))
     for start in range(0, len(hidden), chunk):
@@ -95,12 +93,12 @@ def liger_cross_entropy(  # noqa: PLR0913 - a Kernel and its chunk
     cap: float | None = None,
     chunk: int = CHUNK_TOKENS,
 ) -> LossAndGradients:
-    """Compute summed cross entropy with liger-kernel's kernel (0.8.5, ops/cross_entropy.py), which computes softmax,
+    """Sum of the cross entropy by Liger's kernel (liger-kernel 0.8.5, ops/cross_entropy.py), which computes softmax,
     loss and gradient in one pass and overwrites the logits.
 
-    Matrix products and sums are computed as in `chunked_cross_entropy`. Liger's own wrapper of the kernel is not used:
-    it reads the number of supervised tokens, which synchronises host and GPU in every forward, and its chunks of about
-    a hundred tokens each cost a pass over `d_weight`.
+    The rest is as in `chunked_cross_entropy`. Liger's own wrapper of the kernel is not used: it reads the number of
+    supervised tokens, which synchronises host and GPU, and its chunks of some hundred tokens cost a pass over
+    `d_weight` each.
     """
     assert cap is None, "Triton's interpreter cannot run the kernel's soft cap, so no test covers it"
     losses = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
@@ -124,11 +122,11 @@ def liger_cross_entropy(  # noqa: PLR0913 - a Kernel and its chunk
 def _run_liger_kernel(
     logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor, predicted: torch.Tensor, *, has_gradients: bool
 ) -> None:
-    """Write the loss and the most likely id of each row of `logits` [tokens, vocabulary]. With `has_gradients`, the
-    logits are overwritten by their gradient.
+    """Run Liger's kernel on `logits` [tokens, vocabulary]: it writes each row's loss and most likely id and, with
+    `has_gradients`, overwrites the logits by their gradient.
 
-    The arguments follow liger-kernel 0.8.5, ops/fused_linear_cross_entropy.py:240-272. The sum reduction needs no
-    number of tokens, and no target is IGNORE_INDEX.
+    Arguments are as in liger-kernel 0.8.5, ops/fused_linear_cross_entropy.py:240-272. For a sum the number of tokens is
+    not needed, and no target is IGNORE_INDEX.
     """
     import triton
     from liger_kernel.ops.cross_entropy import liger_cross_entropy_kernel
@@ -163,6 +161,6 @@ def _run_liger_kernel(
         HAS_SOFTCAPPING=False,
         HAS_GRADIENTS=has_gradients,
         BLOCK_SIZE=min(_LIGER_BLOCK, triton.next_power_of_2(columns)),
-        # A warp has 64 threads on AMD GPUs, where a block has at most 1,024; Liger does the same.
+        # AMD GPUs have 64 threads per warp and 1,024 per block. Liger makes the same distinction.
         num_warps=32 if torch.version.hip is None else 16,
     )

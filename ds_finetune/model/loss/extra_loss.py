@@ -1,5 +1,5 @@
-"""Auxiliary losses, which are trained in addition to the objective's loss. Each term of an auxiliary loss is a mean
-over the term's units in the global batch.
+"""Auxiliary losses, which are trained besides the objective's loss. Each of their terms is a mean over units, such as
+tokens or documents, of the global batch.
 """
 
 from abc import ABC, abstractmethod
@@ -15,40 +15,40 @@ from ds_finetune.plan.mesh import Mesh
 
 
 class ExtraLoss(ABC):
-    """An auxiliary loss, computed with the layers that this rank holds."""
+    """Base class of an auxiliary loss, which is computed with the layers of this rank."""
 
     name: str
     terms: tuple[Term, ...]
     sum_names: tuple[str, ...]
-    """Names of the sums that a forward returns and `metrics` reads. They are unique among all parts of the loss."""
+    """Names of the sums that a forward returns for `metrics`. No other loss may use the same names."""
     trains_embedding: bool = False
-    """Whether the loss has a gradient for the input embedding, of which the last pipeline stage holds a copy."""
+    """Whether the loss trains the input embedding, of which the last pipeline stage then has a copy."""
 
     @abstractmethod
     def metrics(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
-        """Compute metrics by name, from the sums and the number of each unit in a global batch or in all held-out rows.
-        Without any unit every metric is 0.
+        """Compute metrics from the sums, and from the number of units of each kind in a global batch or evaluation.
+        Without units all metrics are 0.
         """
 
     def listen(self, rows: ForwardRows, *, is_counting: bool, is_first: bool) -> AbstractContextManager[None]:
-        """Context around the forward of the layers, in which the loss records what it needs from them.
+        """Context of a forward of the layers, in which the loss records what it needs from them.
 
-        `is_counting` is true in the forwards of a training step. `is_first` is false where this rank has already passed
-        the same rows through an earlier chunk of an interleaved pipeline.
+        `is_counting` is true in training steps. `is_first` is false if an earlier chunk of an interleaved pipeline on
+        this rank has already run the same rows.
         """
         return nullcontext()
 
     @abstractmethod
     def loss(self, rows: ForwardRows, hidden: torch.Tensor, weights: torch.Tensor) -> LossAndSums | None:
-        """Compute the contribution of a forward to the loss of the step, after the forward of the layers.
+        """Weighted loss of a forward, computed after its layers ran; None if this pipeline stage has no part in the
+        loss.
 
-        `hidden` [rows, tokens, width] are the states after the final norm, or the states that a pipeline stage sends
-        on. `weights` fp64 [terms] multiply the sums of the terms over their units. None means that this stage does not
-        contribute.
+        `hidden` [rows, tokens, width] are the states after the final norm, or those that a stage sends on. `weights`
+        fp64 [terms] multiply the sums of the terms over units.
         """
 
     def counted(self, mesh: Mesh) -> torch.Tensor | None:
-        """Counts of this rank's forwards since the last call, fp64 on its device, to be summed over all ranks. None
+        """This rank's counts since the last call, fp64 on its device, which the engine sums over all ranks. None
         without counts.
         """
         return None
@@ -56,14 +56,14 @@ class ExtraLoss(ABC):
     def finish_step(
         self, on_device: torch.Tensor, on_host: torch.Tensor, *, num_tokens: int, is_skipped: bool
     ) -> object:
-        """Called after a step on a global batch of `num_tokens` tokens, with the counts of `counted` summed over all
-        ranks: `on_device`, and `on_host` on the CPU. The result is passed to observers as `StepRecord.counted[name]`.
+        """Called at the end of a step of `num_tokens` tokens with the counts of all ranks, `on_device` and as a copy
+        `on_host`. The engine passes the result to observers as `StepRecord.counted[name]`.
         """
         return None
 
 
 def numbers_of_parts(numbers: StepNumbers, extras: Sequence[ExtraLoss]) -> tuple[StepNumbers, list[torch.Tensor]]:
-    """Split a step's weights of loss terms into those of the objective and those of each auxiliary loss."""
+    """Split a step's weights of loss terms into the objective's and those of each auxiliary loss."""
     sizes = [len(extra.terms) for extra in extras]
     main_weights, *others = numbers.weights.split([len(numbers.weights) - sum(sizes), *sizes])
     return numbers._replace(weights=main_weights), others
@@ -72,7 +72,7 @@ def numbers_of_parts(numbers: StepNumbers, extras: Sequence[ExtraLoss]) -> tuple
 def add_extra_losses(
     extras: Sequence[ExtraLoss], rows: ForwardRows, hidden: torch.Tensor, weights: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """Total auxiliary loss of a forward (None without a contribution), and the sums of each for metrics, fp64."""
+    """Sum of the auxiliary losses of a forward (None if there are none), and each loss's sums for metrics, fp64."""
     total, sums = None, [torch.zeros(0, dtype=torch.float64, device=hidden.device)]
     for extra, factors in zip(extras, weights, strict=True):
         extra_sums = extra.loss(rows, hidden, factors)
@@ -86,7 +86,7 @@ def add_extra_losses(
 
 @dataclass(frozen=True)
 class TotalLoss:
-    """An objective and its auxiliary losses. Terms and sums are concatenated, the objective's first."""
+    """The objective's loss and all auxiliary losses, with their terms and sums in this order."""
 
     objective: Objective
     extras: tuple[ExtraLoss, ...] = ()
@@ -102,7 +102,7 @@ class TotalLoss:
         return tuple(name for part in self._parts for name in part.sum_names)
 
     def metrics(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
-        """Metrics by name, first the objective's `loss`, which excludes auxiliary losses."""
+        """Metrics of the objective (its `loss` excludes auxiliary losses) and of the auxiliary losses, by name."""
         metrics = self.objective.metrics(sums, counts)
         for extra in self.extras:
             metrics |= extra.metrics(sums, counts)

@@ -1,4 +1,4 @@
-"""Inputs and outputs of a forward of the model."""
+"""Data that enters and leaves a forward of the model."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -13,24 +13,24 @@ from ds_finetune.objectives.objective import AnswerNumbers, Examples, TopLogProb
 
 
 class RealTokens(NamedTuple):
-    """Which tokens of a forward belong to which document. A sequence parallel rank holds its own tokens."""
+    """Which of this rank's tokens in a forward are not padding, and to which documents they belong."""
 
     document: torch.Tensor
-    """Index of the document of each flattened token, int64 [tokens]. Padding has the index after the last document."""
+    """Number of each flattened token's document, int64 [tokens]; for padding the number of documents."""
     lengths: torch.Tensor
-    """Number of tokens of each document, over all sequence parallel ranks, int64 [documents]."""
+    """Length of each document in tokens, summed over sequence parallel ranks, int64 [documents]."""
 
     @property
     def is_real(self) -> torch.Tensor:
-        """Whether each token is not padding, bool [tokens]."""
+        """Mask of the tokens that are not padding, bool [tokens]."""
         return self.document < len(self.lengths)
 
 
 def find_real_tokens(
     real: Sequence[int], documents: Sequence[Sequence[int]] | None, tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Document numbers of all tokens, int64 [rows, tokens], and lengths of the documents, int64 [documents]. The first
-    `real` tokens of each row are not padding; without `documents` each row is one document.
+    """Number of each token's document, int64 [rows, tokens], and lengths of the documents, int64 [documents]. In each
+    row the first `real` tokens are not padding. Without `documents` each row is one document.
     """
     numbers, lengths = np.full((len(real), tokens), -1, dtype=np.int64), list[int]()
     for row, (parts, end) in enumerate(zip(documents or [(tokens,)] * len(real), real, strict=True)):
@@ -48,36 +48,36 @@ def find_real_tokens(
 
 @dataclass(frozen=True)
 class ForwardRows:
-    """The rows of one forward, with this rank's tokens under sequence parallelism.
+    """Rows of tokens of one forward; under sequence parallelism this rank's tokens of the rows.
 
-    `input_ids`, `position_ids` and `labels` (already shifted) are int64 [rows, tokens].
+    `input_ids`, `position_ids` and shifted `labels` are int64 [rows, tokens].
     """
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     labels: torch.Tensor
     documents: tuple[Documents, ...] | None = None
-    """Lengths of the documents of each full row. None where each row is one document."""
+    """Lengths of the documents of each full row; None means one document per row."""
     shared: tuple[Documents, ...] | None = None
-    """Number of tokens of an earlier document that each document continues. None if no document does."""
+    """For each document, number of tokens of an earlier document that it continues; None if none continues another."""
     examples: Examples | None = None
-    """Documents of the rows, for objectives on documents. Their `index` covers only this rank's tokens."""
+    """Documents of the rows, for objectives that score documents. `index` in it covers only this rank's tokens."""
     token_types: torch.Tensor | None = None
     """Token types for encoders, int64 [rows, tokens]: 1 in the second text of a pair, else 0."""
     next_ids: torch.Tensor | None = None
-    """Token id after each of `input_ids` in its document, for multi-token prediction; arbitrary at document ends."""
+    """For multi-token prediction: the token after each of `input_ids` in its document; arbitrary at its end."""
     next_labels: torch.Tensor | None = None
-    """Label after each of `labels` in its document; IGNORE_INDEX at document ends."""
+    """For multi-token prediction: the label after each of `labels` in its document; IGNORE_INDEX at its end."""
     real: RealTokens | None = None
-    """Which tokens are no padding, and the documents to which they belong. None where no auxiliary loss needs them."""
+    """Which tokens are not padding, and their documents; None if no auxiliary loss needs it."""
     supervised: torch.Tensor | None = None
-    """Positions of supervised labels in the flattened rows, int64; None means to derive them from `labels`."""
+    """Indices of supervised labels in the flattened rows, int64. If None, they are found in `labels`."""
     next_supervised: torch.Tensor | None = None
-    """Positions of supervised labels in `next_labels`, int64; None means to derive them from `next_labels`."""
+    """Indices of supervised labels in the flattened `next_labels`, int64. If None, they are found there."""
 
 
 def with_tensors(rows: ForwardRows, change: Callable[[torch.Tensor], torch.Tensor]) -> ForwardRows:
-    """Copy of `rows` in which `change` is applied to each tensor, e.g. to move it to a device."""
+    """Copy of `rows` with `change` applied to each tensor, for example to move it to a device."""
 
     def changed(value: Any) -> Any:  # noqa: ANN401 - a field of the rows
         if isinstance(value, torch.Tensor):
@@ -92,18 +92,18 @@ def with_tensors(rows: ForwardRows, change: Callable[[torch.Tensor], torch.Tenso
 
 
 def find_supervised(labels: torch.Tensor) -> torch.Tensor:
-    """Positions of supervised labels in the flattened rows, int64 [supervised tokens]. They are computed before labels
-    are copied to a GPU, where the unknown length of the result would synchronise host and GPU.
+    """Indices of supervised labels in the flattened rows, int64 [supervised tokens]. Call this before labels are copied
+    to a GPU, where the unknown size of the result makes the host wait.
     """
     return (labels.reshape(-1) != IGNORE_INDEX).nonzero().squeeze(1)
 
 
 class StageOutput(NamedTuple):
-    """Result of a forward on any pipeline stage but the last."""
+    """Output of a forward on a pipeline stage that is not the last."""
 
     hidden: torch.Tensor
-    """Hidden states for the next stage, [rows, tokens, width]."""
+    """Hidden states that the next stage gets, [rows, tokens, width]."""
     loss: torch.Tensor | None
-    """Contribution of this stage's layers to the auxiliary losses, scalar; None without one."""
+    """Auxiliary losses of this stage's layers, scalar; None if there are none."""
     sums: torch.Tensor
-    """Sums of the terms of the auxiliary losses for metrics, fp64."""
+    """Sums of the auxiliary losses for metrics, fp64."""

@@ -1,5 +1,5 @@
-"""A language model head applied to chunks of tokens: logits, softmax and gradients, for losses that never hold the
-logits of all tokens. The vocabulary may be sharded over tensor parallel ranks.
+"""A language model head on chunks of tokens: logits, softmax and gradients, for losses that never hold the logits of
+all tokens. The vocabulary may be sharded over tensor parallel ranks.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,12 +11,12 @@ from ds_finetune.model.parallel.tensor import TensorParallelGroup
 from ds_finetune.plan.forward import CPU_BLOCK_NUMBERS, CPU_TOKENS
 
 CHUNK_TOKENS = CPU_TOKENS
-"""Default number of supervised positions whose logits are held at once."""
+"""Default number of supervised tokens whose logits are in memory at a time."""
 _BLOCK_NUMBERS = CPU_BLOCK_NUMBERS
 
 
 class NeededGradients(NamedTuple):
-    """Which gradients of a head have to be computed."""
+    """Which of a head's gradients are needed: those of hidden states, weight and bias."""
 
     hidden: bool
     weight: bool
@@ -24,7 +24,7 @@ class NeededGradients(NamedTuple):
 
 
 def needed_gradients(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> NeededGradients:
-    """Which gradients of a head autograd will ask for."""
+    """Find out which gradients of a head autograd needs."""
     is_on = torch.is_grad_enabled()
     return NeededGradients(
         *(is_on and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias))
@@ -32,10 +32,9 @@ def needed_gradients(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Ten
 
 
 class HeadGradients(NamedTuple):
-    """Gradients of a head with the shapes of `hidden`, `weight` and `bias`, filled chunk by chunk; None where
-    unneeded.
+    """Gradients of a head, summed chunk by chunk, with the shapes of `hidden`, `weight` and `bias`; None if not needed.
 
-    `d_weight` and `d_bias` are fp32. With a sharded vocabulary, `d_hidden` is this rank's partial sum.
+    `d_weight` and `d_bias` are fp32. If the vocabulary is sharded, `d_hidden` is this rank's part of a sum.
     """
 
     d_hidden: torch.Tensor | None
@@ -46,7 +45,7 @@ class HeadGradients(NamedTuple):
     def zeros(
         cls, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, needed: NeededGradients
     ) -> Self:
-        """Make zero gradients, for those that are needed."""
+        """Allocate zeros for the gradients that are needed."""
         return cls(
             d_hidden=torch.zeros_like(hidden) if needed.hidden else None,
             d_weight=torch.zeros_like(weight, dtype=torch.float32) if needed.weight else None,
@@ -54,17 +53,17 @@ class HeadGradients(NamedTuple):
         )
 
     def add_chunk(self, d_logits: torch.Tensor, part: torch.Tensor, weight: torch.Tensor, start: int) -> None:
-        """Add the gradients of `part`, the chunk of `hidden` from token `start` on, from its `d_logits` (fp32)."""
+        """Add a chunk's gradients from `d_logits` (fp32). `part` is the chunk of `hidden` from token `start` on."""
         self.add_bias(d_logits)
         self.add_products(d_logits.to(part.dtype), part, weight, start)
 
     def add_bias(self, d_logits: torch.Tensor) -> None:
-        """Add the gradient of the bias from the logits' gradients `d_logits` of some tokens. The sum is fp32."""
+        """Add to the bias's gradient the sum of `d_logits` over tokens, in fp32."""
         if self.d_bias is not None:
             self.d_bias.add_(d_logits.sum(0, dtype=self.d_bias.dtype))
 
     def add_products(self, d_logits: torch.Tensor, part: torch.Tensor, weight: torch.Tensor, start: int) -> None:
-        """Add the gradients of hidden states and weight, from the `d_logits` of a chunk in the dtype of `hidden`."""
+        """Add to the gradients of hidden states and weight, from a chunk's `d_logits` in the dtype of `hidden`."""
         if self.d_hidden is not None:
             torch.mm(d_logits, weight, out=self.d_hidden[start : start + len(part)])
         if self.d_weight is not None:
@@ -76,15 +75,15 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
     if left.dtype == total.dtype:
         torch.addmm(total, left, right, out=total)
     elif total.device.type == "cuda":
-        # The product of 16-bit matrices is accumulated in fp32, without rounding it to 16 bits first.
+        # A product of 16-bit matrices is summed in fp32 and stays fp32, without rounding to 16 bits in between.
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
-        # torch 2.13 computes products of 16-bit matrices with an fp32 result only on GPUs.
+        # torch 2.13 can return fp32 products of 16-bit matrices on GPUs only.
         total += left @ right
 
 
 class LossSumsAndGradients(NamedTuple):
-    """Loss of a head (fp32 scalar), sums for metrics, and the gradients of the loss, all computed in the forward."""
+    """Loss of a head (fp32 scalar), sums for metrics, and the loss's gradients, computed in the forward."""
 
     loss: torch.Tensor
     sums: torch.Tensor
@@ -92,17 +91,19 @@ class LossSumsAndGradients(NamedTuple):
 
 
 LossAtOnce = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], LossSumsAndGradients]
-"""Function that computes a head's loss from `hidden` [tokens, width], `weight` [vocabulary, width] and `bias`."""
+"""Function that computes a head's loss and gradients: (`hidden` [tokens, width], `weight` [vocabulary, width],
+`bias`).
+"""
 
 
 def loss_with_gradients(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, compute: LossAtOnce
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute loss and sums with `compute`, as an autograd function with the gradients that `compute` returns.
+    """Make the loss of `compute` differentiable, with the gradients that `compute` returns. Returns loss and sums.
 
-    Gradients are computed chunk by chunk in forward, while a chunk's logits exist, and only scaled in backward. This
-    takes three matrix products; recomputing logits in backward would take four. It needs memory for one gradient of the
-    head, which backward needs soon after anyway.
+    Gradients of each chunk are computed in the forward, while its logits exist; backward only scales them. That takes
+    three matrix products instead of four with logits recomputed in backward. It needs memory for the head's gradient in
+    the forward, which backward needs soon after anyway.
     """
     return _ScaledGradients.apply(hidden, weight, bias, compute)  # type: ignore[no-any-return]
 
@@ -135,14 +136,13 @@ class _ScaledGradients(torch.autograd.Function):
 
 
 class ChunkSoftmax(NamedTuple):
-    """Softmax of the logits of a chunk, and the log-probabilities of its labels, in fp32.
+    """Softmax of a chunk's logits, and the log-probabilities of its labels, in fp32.
 
-    With a tensor parallel group, `exps` covers this rank's shard of the vocabulary, the other fields the full
-    vocabulary.
+    With tensor parallelism `exps` has this rank's shard of the vocabulary; the other fields cover all of it.
     """
 
     exps: torch.Tensor
-    """exp(logit - largest logit), [tokens, vocabulary]; in the memory of the logits."""
+    """exp(logit - largest logit), [tokens, vocabulary]; overwrites the logits."""
     norm: torch.Tensor
     """Sum of `exps` over the vocabulary, [tokens]."""
     log_sum: torch.Tensor
@@ -150,21 +150,21 @@ class ChunkSoftmax(NamedTuple):
     logp: torch.Tensor
     """Log-probability of the label in nats, [tokens]."""
     num_correct: torch.Tensor
-    """Number of tokens whose label has the largest logit, int64 scalar."""
+    """Number of tokens whose label has the highest logit, int64 scalar."""
 
 
 def logits_of_chunk(
     part: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, buffer: torch.Tensor
 ) -> torch.Tensor:
-    """Compute `part @ weight.T + bias` in fp32, in the memory of `buffer` if that is fp32."""
+    """Compute logits `part @ weight.T + bias` in fp32, written to `buffer` if that is fp32."""
     torch.mm(part, weight.T, out=buffer)
     logits = buffer.float()
     return logits if bias is None else logits.add_(bias)
 
 
 def cap_logits(logits: torch.Tensor, cap: float | None, *, needs_slope: bool) -> torch.Tensor | None:
-    """Replace `logits` z, fp32 [tokens, vocabulary], by cap x tanh(z / cap) in place (Gemma 2, arXiv 2408.00118,
-    section 2). Returns the derivative with respect to z, or None where it is not needed or there is no cap.
+    """Replace logits z, fp32 [tokens, vocabulary], by cap * tanh(z / cap) in place (Gemma 2, arXiv 2408.00118, section
+    2). Returns the derivative with respect to z; None if it is not needed or `cap` is None.
     """
     if cap is None:
         return None
@@ -175,11 +175,11 @@ def cap_logits(logits: torch.Tensor, cap: float | None, *, needs_slope: bool) ->
 
 
 class ChunkBlocks:
-    """Converts the matrix products of a chunk to fp32 logits in blocks of rows. On CPUs a block fits in the caches;
-    elsewhere the full chunk is one block.
+    """Converts a chunk's matrix products to fp32 logits, in blocks of rows that fit into a CPU's caches. On other
+    devices the chunk is one block.
 
-    Rows are independent, so blocks do not change the result. Products in fp32 are used in place. With a tensor parallel
-    group the chunk is one block, because each block would cost all-reduces.
+    Rows are independent, so blocks do not change results. fp32 products need no conversion. With tensor parallelism the
+    chunk is one block, because each block would cost all-reduces.
     """
 
     def __init__(self, buffer: torch.Tensor, bias: torch.Tensor | None, tp_group: TensorParallelGroup | None) -> None:
@@ -191,8 +191,8 @@ class ChunkBlocks:
             self._scratch = buffer.new_empty(rows, buffer.shape[1], dtype=torch.float32)
 
     def split(self, products: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield each block's rows and their logits, fp32 [rows, vocabulary], from `products` [tokens, vocabulary] =
-        `hidden @ weight.T`. Logits are in place if products are fp32, else in a buffer that the next block reuses.
+        """Yield the rows of each block with their fp32 logits [rows, vocabulary], from `products` = `hidden @ weight.T`
+        [tokens, vocabulary]. fp32 products are used in place; else the next block overwrites the logits.
         """
         for start in range(0, len(products), self._rows):
             rows = slice(start, min(start + self._rows, len(products)))
@@ -202,7 +202,7 @@ class ChunkBlocks:
             yield rows, logits if self._bias is None else logits.add_(self._bias)
 
     def keep(self, d_logits: torch.Tensor, products: torch.Tensor) -> None:
-        """Copy the gradients of a block's logits into its rows of `products`, unless they were computed in place."""
+        """Copy the gradient of a block's logits to its rows of `products`, unless it was computed there."""
         if self._scratch is not None:
             products.copy_(d_logits)
 
@@ -213,8 +213,8 @@ def softmax_of_chunk(
     """Compute the softmax of `logits` fp32 [tokens, vocabulary], which are overwritten, and the log-probabilities of
     `labels` int64 [tokens].
 
-    With `tp_group` the logits are this rank's shard of the vocabulary. A few numbers per token are all-reduced, never
-    the logits.
+    With `tp_group` the logits are this rank's shard of the vocabulary. Ranks all-reduce a few numbers per token, never
+    logits.
     """
     top, most_likely = logits.max(-1)
     if tp_group is not None:
@@ -233,7 +233,7 @@ def softmax_of_chunk(
 def subtract_one_hot(
     probabilities: torch.Tensor, labels: torch.Tensor, tp_group: TensorParallelGroup | None = None
 ) -> torch.Tensor:
-    """Subtract 1 from `probabilities` [tokens, vocabulary] at each label, in place; with `tp_group` in its shard."""
+    """Subtract 1 at each label from `probabilities` [tokens, vocabulary] (sharded by `tp_group`), in place."""
     columns, is_here = columns_in_shard(labels[:, None], probabilities.shape[1], tp_group)
     return probabilities.scatter_(1, columns, probabilities.gather(1, columns) - is_here.to(probabilities.dtype))
 
@@ -241,9 +241,8 @@ def subtract_one_hot(
 def columns_in_shard(
     ids: torch.Tensor, size: int, tp_group: TensorParallelGroup | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Find the column of each id in this rank's vocabulary shard of `size` columns: int64, 0 for an id of another
-    shard. The second result says whether each id is in the shard. A mask is used, since a list of the ids would
-    synchronise host and GPU.
+    """Columns of ids in this rank's vocabulary shard of `size` columns, int64 (0 for ids of other shards), and a mask
+    of the ids that are in the shard. Selecting them instead would synchronise host and GPU.
     """
     if tp_group is None:
         return ids.long(), torch.ones_like(ids, dtype=torch.bool)

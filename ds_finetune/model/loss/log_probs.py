@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens and documents, and gradients of any loss of them, without all logits in memory.
+"""Log-probabilities of tokens and documents, and gradients of any loss on them, without all logits in memory.
 
 With logits z_t = W h_t + b and the log-probability lp_t = z_t[y_t] - log sum exp z_t, a loss L(lp) has the gradient
 dL/dz_t = g_t (onehot(y_t) - softmax(z_t)) with g_t = dL/dlp_t. The g_t depend on the log-probabilities of full
@@ -34,11 +34,11 @@ from ds_finetune.objectives.objective import (
 
 
 class HeadInputs(NamedTuple):
-    """Inputs of a head that predicts `targets` int64 [tokens]: `hidden` [tokens, width], `weight` [vocabulary, width]
+    """What a head reads to predict `targets` int64 [tokens]: `hidden` [tokens, width], `weight` [vocabulary, width],
     and `bias` [vocabulary] or None.
 
-    With a tensor parallel group, `weight` and `bias` are this rank's shard of the vocabulary. `cap` is the soft cap of
-    the logits, or None.
+    With tensor parallelism, `weight` and `bias` are this rank's shard of the vocabulary. `cap` is the logits' soft cap,
+    or None.
     """
 
     hidden: torch.Tensor
@@ -48,7 +48,7 @@ class HeadInputs(NamedTuple):
     cap: float | None = None
 
     def detach(self) -> Self:
-        """Copy of the inputs whose tensors get no gradient."""
+        """Copy of the head's inputs without gradients."""
         return self._replace(
             hidden=self.hidden.detach(),
             weight=self.weight.detach(),
@@ -59,8 +59,8 @@ class HeadInputs(NamedTuple):
 class TwoPassHead:
     """A head that computes log-probabilities of tokens in a first pass over chunks, and gradients in a second pass.
 
-    The second pass visits chunks in reverse, because the softmax of the last chunk is still in memory. If only `hidden`
-    needs a gradient, the first pass computes it up to the factor g_t of each token.
+    The second pass begins with the last chunk, whose softmax is still in memory. If only `hidden` needs a gradient, the
+    first pass already computes it up to the factor g_t of each token.
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class TwoPassHead:
         forbidden: torch.Tensor | None = None,
         with_entropy: bool = False,
     ) -> None:
-        """`forbidden`, bool [vocabulary] or this rank's shard of it, marks ids that get probability 0. `with_entropy`
-        makes the first pass compute entropies.
+        """`forbidden`, bool [vocabulary] or this rank's shard, marks ids that get probability 0. `with_entropy` makes
+        the first pass compute entropies too.
         """
         self._inputs, self._chunk, self._tp_group = inputs, chunk, tp_group
         self._forbidden = forbidden
@@ -83,23 +83,21 @@ class TwoPassHead:
         self._log_sum = torch.zeros(tokens, dtype=torch.float32, device=inputs.hidden.device)
         self._last: _CappedChunk | None = None
         self.entropy = torch.zeros_like(self._log_sum) if with_entropy else None
-        """Entropy of the predicted distribution at each token in nats, fp32 [tokens]; zero until all chunks of the
-        vocabulary were read once.
-        """
+        """Entropy of the predicted distribution of each token in nats, fp32 [tokens]; zero before the first pass."""
 
     def log_probs(self) -> torch.Tensor:
-        """Run the first pass: the log-probability of each target in nats, fp32 [tokens]."""
+        """First pass: the log-probability of each target in nats, fp32 [tokens]."""
         return self._first_pass(directions=None)
 
     def log_probs_and_directions(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the first pass, and return log-probabilities with their gradients with respect to the rows of `hidden`
-        [tokens, width]. A frozen head needs no other gradients.
+        """First pass: log-probabilities, and their gradients with respect to `hidden` [tokens, width], which is all
+        that a frozen head needs.
         """
         directions = torch.zeros_like(self._inputs.hidden)
         return self._first_pass(directions), directions
 
     def gradients(self, d_logp: torch.Tensor, needed: NeededGradients) -> HeadGradients:
-        """Run the second pass: gradients of a loss, from its gradient `d_logp` [tokens] by the log-probabilities."""
+        """Second pass: gradients of a loss, whose gradient with respect to log-probabilities is `d_logp` [tokens]."""
         hidden, weight, bias, targets, _ = self._inputs
         gradients = HeadGradients.zeros(hidden, weight, bias, needed)
         for start in reversed(self._starts):
@@ -120,7 +118,7 @@ class TwoPassHead:
             softmax = softmax_of_chunk(logits, targets[chunk_rows], self._tp_group)
             logp[chunk_rows], self._log_sum[chunk_rows] = softmax.logp, softmax.log_sum
             if self.entropy is not None:
-                # With e = `exps` and their sum n, the entropy -sum e/n log(e/n) is log n - 1/n sum e log e.
+                # With e = `exps` and their sum n, the entropy -sum (e/n) log(e/n) is log n - (1/n) sum e log e.
                 weighted = torch.special.entr(softmax.exps).sum(-1)
                 weighted = weighted if self._tp_group is None else self._tp_group.all_reduce(weighted)
                 self.entropy[chunk_rows] = softmax.norm.log() + weighted / softmax.norm
@@ -161,20 +159,19 @@ class _CappedChunk(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class DocumentTokens:
-    """The supervised tokens of a forward, and the documents to which they belong.
+    """The supervised tokens of a forward, with the documents to which they belong.
 
-    With `sp_group`, the tokens are those of this rank, while documents extend over all ranks of the group.
+    With `sp_group` these are this rank's tokens, while documents extend over all ranks of the group.
     """
 
     index: torch.Tensor
-    """Index of each token's document within the forward, int64 [tokens]."""
+    """Number of each token's document in the forward, int64 [tokens]."""
     examples: Examples
     sp_group: SequenceParallelGroup | None = None
 
     def sums(self, logp: torch.Tensor) -> DocumentLogProbs:
-        """Log-probabilities of documents from `logp`, fp32 [tokens] of this rank. Every rank gets the same.
-
-        All ranks of the sequence parallel group take part, even without a supervised token.
+        """Log-probabilities of documents, from those of this rank's tokens, `logp` fp32 [tokens]. The result is the
+        same on all sequence parallel ranks, all of which must call this.
         """
         sums = torch.zeros(2, len(self.examples.numbers), dtype=torch.float64, device=logp.device)
         sums.index_add_(1, self.index, torch.stack([logp.double(), torch.ones_like(logp, dtype=torch.float64)]))
@@ -185,14 +182,14 @@ class DocumentTokens:
 
 @dataclass(frozen=True, eq=False)
 class AnswerPositions:
-    """The answer tokens of a forward: positions of their labels, and the documents to which they belong."""
+    """The answer tokens of a forward: where their labels are, and to which documents they belong."""
 
     positions: torch.Tensor
-    """Positions of the labels in the flattened rows, int64 [tokens]."""
+    """Indices of the labels in the flattened rows, int64 [tokens]."""
     documents: DocumentTokens
 
     def numbers(self, logp: torch.Tensor, entropy: torch.Tensor) -> AnswerTokens:
-        """Collect all inputs of a loss on answer tokens. All ranks of the sequence parallel group take part."""
+        """Collect the inputs of a loss on answer tokens. All sequence parallel ranks must call this."""
         examples, index = self.documents.examples, self.documents.index
         answers = examples.answers
         absent = torch.full_like(logp, torch.nan, requires_grad=False)
@@ -214,7 +211,7 @@ class AnswerPositions:
 
 
 class LossOfDocuments:
-    """Computes a forward's loss from log-probabilities, for an objective on documents and the weights of one step."""
+    """Computes the loss of a forward from log-probabilities, for an objective that scores documents."""
 
     def __init__(self, objective: DocumentObjective, tokens: DocumentTokens, numbers: StepNumbers | None) -> None:
         self._objective, self._tokens = objective, tokens
@@ -222,7 +219,7 @@ class LossOfDocuments:
 
     def of_tokens(self, logp: torch.Tensor, *, has_gradient: bool) -> tuple[LossAndSums, torch.Tensor | None]:
         """Compute loss and sums from the log-probabilities of this rank's tokens, fp32 [tokens]. With `has_gradient`
-        also return the gradient of the loss by these log-probabilities, fp64 [tokens], else None.
+        the third result is the loss's gradient with respect to them, fp64 [tokens], else None.
 
         Sums are zero on all sequence parallel ranks but the first, so that each document counts once.
         """
@@ -240,8 +237,8 @@ class LossOfDocuments:
 
 
 class LossOfAnswers:
-    """Computes a forward's loss from log-probabilities, for an objective on answer tokens and the weights of one step.
-    `head` provides the entropies.
+    """Computes the loss of a forward from log-probabilities, for an objective on answer tokens. `head` has their
+    entropies.
     """
 
     def __init__(
@@ -250,7 +247,7 @@ class LossOfAnswers:
         self._objective, self._tokens, self._numbers, self._head = objective, tokens, numbers, head
 
     def of_tokens(self, logp: torch.Tensor, *, has_gradient: bool) -> tuple[LossAndSums, torch.Tensor | None]:
-        """Compute loss, sums and gradient of this rank's tokens, with results like `LossOfDocuments.of_tokens`."""
+        """Compute loss, sums and gradient from the log-probabilities of this rank's answer tokens, fp32 [tokens]."""
         assert self._head.entropy is not None
         logp = logp.double().requires_grad_(has_gradient)
         one = torch.ones(1, dtype=torch.float64, device=logp.device)
@@ -262,10 +259,10 @@ class LossOfAnswers:
 
 
 class _DocumentLoss(torch.autograd.Function):
-    """Autograd function of a loss on documents or answer tokens. The head's gradients are computed in forward, and
-    scaled in backward.
+    """Autograd function of a loss on documents or answer tokens. The forward computes the head's gradients, and
+    backward scales them.
 
-    Backward reads no weight of the head, because under ZeRO-3 it may be partitioned again by then.
+    Backward reads no weight of the head, because ZeRO-3 may have partitioned it again by then.
     """
 
     @staticmethod
@@ -283,7 +280,7 @@ class _DocumentLoss(torch.autograd.Function):
         if needed.weight or needed.bias:
             values, d_logp = loss.of_tokens(head.log_probs(), has_gradient=True)
             assert d_logp is not None
-            # Gradients are scaled to a largest value of one, so that small ones do not underflow in 16 bits.
+            # Gradients are scaled so that the largest is one. Otherwise small ones would underflow in 16 bits.
             factors = torch.cat([d_logp.abs(), d_logp.new_full((1,), torch.finfo(torch.float32).tiny)]).max()[None]
             gradients = head.gradients((d_logp / factors).float(), needed)
         elif needed.hidden:
@@ -314,9 +311,9 @@ class _DocumentLoss(torch.autograd.Function):
 def document_loss(
     inputs: HeadInputs, loss: LossOfDocuments, *, chunk: int = CHUNK_TOKENS, tp_group: TensorParallelGroup | None = None
 ) -> LossAndSums:
-    """The loss of the documents of a forward, with gradients for `hidden`, `weight` and `bias` where they require one.
+    """Loss of the documents of a forward, with gradients for those of `hidden`, `weight` and `bias` that require one.
 
-    With `tp_group` the gradient of `hidden` is this rank's partial sum.
+    With `tp_group` the gradient of `hidden` is this rank's part of a sum.
     """
     return _loss(inputs, loss, TwoPassHead(inputs.detach(), chunk=chunk, tp_group=tp_group))
 
@@ -328,8 +325,8 @@ def answer_loss(
     objective: AnswerObjective,
     head: TwoPassHead,
 ) -> LossAndSums:
-    """The loss of the sampled answers of a forward, with gradients for `hidden`, `weight` and `bias` where they require
-    one. `head` has the same inputs, detached, and computes entropies.
+    """Loss of the sampled answers of a forward, with gradients for those of `hidden`, `weight` and `bias` that require
+    one. `head` has the same tensors, detached, and computes entropies.
     """
     return _loss(inputs, LossOfAnswers(objective, tokens, numbers, head), head)
 
@@ -343,5 +340,5 @@ def _loss(inputs: HeadInputs, loss: LossOfDocuments | LossOfAnswers, head: TwoPa
 def document_log_probs(
     inputs: HeadInputs, tokens: DocumentTokens, *, tp_group: TensorParallelGroup | None = None
 ) -> torch.Tensor:
-    """Log-probabilities of the documents of a forward in nats, fp64 [documents], without a gradient."""
+    """Log-probability of each document of a forward in nats, fp64 [documents], without gradient."""
     return tokens.sums(TwoPassHead(inputs.detach(), tp_group=tp_group).log_probs()).logp

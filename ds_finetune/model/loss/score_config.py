@@ -1,4 +1,4 @@
-"""Settings of a classification head in a model's configuration: names of the classes, and the padding token."""
+"""Settings of a classifier in the model's configuration: names of the classes, and the padding token."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -13,36 +13,36 @@ from ds_finetune.model.build.skeleton import Task
 from ds_finetune.objectives.objective import Objective
 
 SETTINGS = "ds_finetune"
-"""Key of config.json under which a run stores its `objective` and `pooled_token`, the token whose hidden state is
-scored: `last`, `first`, or `mean` for the mean over all tokens.
+"""Key of config.json in which a run stores its `objective` and `pooled_token`: whether the hidden state of the `last`
+or `first` token is scored, or the `mean` over all tokens.
 """
 REWARD = "reward"
-"""Name of the reward objective, and of the only class of a reward model."""
+"""Name of the objective for reward models, and of a reward model's only class."""
 _CLASS_SUFFIX = "ForSequenceClassification"
 _SPARE = re.compile(r"pad|reserved|unused|placeholder|fim", re.IGNORECASE)
-"""Pattern of the names of added tokens that neither texts nor chat templates use."""
+"""Pattern of added tokens that are reserved: neither texts nor chat templates use them."""
 NEW_PADDING = "<|pad|>"
-"""Name of the padding token that an exported tokenizer gets where it has no unused token."""
+"""Name of the padding token that is added to an exported tokenizer without an unused token."""
 _UNNAMED = re.compile(r"LABEL_\d+")
 _FRESH = ("score.weight", "score.bias")
 
 
 def is_classifier(config: PretrainedConfig | Mapping[str, Any]) -> bool:
-    """Whether a config.json names a class for sequence classification."""
+    """Whether a config.json names a model class for sequence classification."""
     names = config.get("architectures") if isinstance(config, Mapping) else config.architectures
     return any(str(name).endswith(_CLASS_SUFFIX) for name in names or ())
 
 
 def fresh_parameters(base: PretrainedConfig, task: Task, head: Sequence[str] = ()) -> tuple[str, ...]:
-    """Names of parameters that the base model may lack because they are randomly initialised. These are the parameters
-    of a new classification head, whose names on this rank are `head`.
+    """Names of parameters that may be missing in the base model, because they are randomly initialised: those of a new
+    classification head. `head` has this rank's names of the head.
     """
     return (*_FRESH, *head) if task == "sequence_classification" and not is_classifier(base) else ()
 
 
 def with_base_classes(section: ObjectiveConfig, base: PretrainedConfig) -> ObjectiveConfig:
-    """Take the number and names of the classes from `base` if it is a classifier and `section` names none. Other
-    sections are returned unchanged. ModelError if the numbers of classes differ, or their names are in another order.
+    """Take the number and names of classes from the classifier `base` if `section` names none; other sections are
+    returned unchanged. ModelError if the numbers of classes differ, or their names are in another order.
     """
     if not isinstance(section, ClassificationObjective) or not is_classifier(base):
         return section
@@ -68,7 +68,7 @@ def _check_number(base: PretrainedConfig, outputs: int) -> None:
 
 
 def set_classes(hf_config: PretrainedConfig, section: ObjectiveConfig, *, outputs: int) -> None:
-    """Write the number and names of the classes into `hf_config`. ModelError if `hf_config` has another number."""
+    """Write the classes' names and number into `hf_config`. ModelError if its number of classes is another one."""
     _check_number(hf_config, outputs)
     names = section.labels if isinstance(section, ClassificationObjective) else (REWARD,)
     hf_config.num_labels = outputs
@@ -79,8 +79,8 @@ def set_classes(hf_config: PretrainedConfig, section: ObjectiveConfig, *, output
 
 
 def score_settings(hf_config: PretrainedConfig, objective: Objective) -> dict[str, Any]:
-    """Keys of an exported config.json for the classification head: the number of classes, and under `SETTINGS` what
-    transformers has no key for.
+    """config.json keys for an exported classifier: the number of classes and, in `SETTINGS`, what transformers has no
+    keys for.
     """
     encoder = encoder_of(hf_config)
     pooling = None if encoder is None else getattr(hf_config, encoder.pooling_key or "", "cls")
@@ -89,12 +89,12 @@ def score_settings(hf_config: PretrainedConfig, objective: Objective) -> dict[st
 
 
 def set_padding_token(hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Choose the padding token of a classifier and write it into `hf_config`; returns a text for the log.
+    """Choose a classifier's padding token and write it into `hf_config`. Returns a text for the log.
 
-    transformers 5.23 scores the last token that is not the padding token (modeling_layers.py:186), so no document may
-    end in it. Candidates in order: the tokenizer's or the model's own padding token unless it ends sequences; an added
-    token that texts do not contain; a new token `NEW_PADDING`, with the first id of the model's vocabulary that the
-    tokenizer does not use. ModelError where there is none.
+    transformers 5.23 scores the last token that is not padding (modeling_layers.py:186), so no document may end with
+    the padding token. Candidates in this order: the tokenizer's or model's padding token unless it ends sequences; an
+    added token that no text contains; a new token `NEW_PADDING` with the first id of the vocabulary that the tokenizer
+    does not use. ModelError if there is none.
     """
     eos_ids = hf_config.eos_token_id
     end_ids = {*(eos_ids if isinstance(eos_ids, list) else [eos_ids]), tokenizer.eos_token_id, tokenizer.bos_token_id}

@@ -99,9 +99,9 @@ def test_documents_may_be_as_long_as_the_model_has_positions(name: str, most: in
 @pytest.mark.parametrize(
     ("changed", "text"),
     [
-        ({"objective": "sft"}, "objective sft with model_type `bert`, an encoder"),
-        ({"attention": "eager"}, "model.attention eager with model_type `bert`"),
-        ({"is_decoder": True}, "is_decoder true in config.json with model_type `bert`"),
+        ({"objective": "sft"}, "objective sft is not supported for encoders such as model_type `bert`"),
+        ({"attention": "eager"}, "model.attention eager is not supported for encoders"),
+        ({"is_decoder": True}, "is_decoder true in config.json is not supported for encoders"),
     ],
 )
 def test_an_encoder_is_not_trained_as_another_model(changed: dict[str, Any], text: str) -> None:

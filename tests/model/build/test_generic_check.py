@@ -92,7 +92,7 @@ def test_a_window_counts_where_rows_are_longer() -> None:
 
 def test_what_a_trial_refuses() -> None:
     with pytest.raises(
-        ModelError, match="padding changes a document, relative difference 3e-01 on a tiny copy, limit 1e-04"
+        ModelError, match="padding changes a document's results, relative difference 3e-01 on a tiny copy, limit 1e-04"
     ) as caught:
         check_trial("x", Trial(padded=0.3), packing=False)
     assert caught.value.hint == "set data.packing: true"
@@ -187,7 +187,8 @@ def test_a_type_that_transformers_cannot_build_is_named() -> None:
 @pytest.mark.parametrize("kind", ["bloom", "mamba"])
 def test_a_type_without_sdpa_is_told_what_there_is(kind: str) -> None:
     with pytest.raises(
-        ModelError, match=f"model.attention sdpa with model_type `{kind}`, for which transformers has eager"
+        ModelError,
+        match=f"model.attention sdpa is not available for model_type `{kind}`, for which transformers has eager",
     ) as caught:
         try_model_type(config_of(kind), attention="sdpa", row_tokens=ROW_TOKENS)
     assert caught.value.hint == "set model.attention: eager"
@@ -195,7 +196,10 @@ def test_a_type_without_sdpa_is_told_what_there_is(kind: str) -> None:
 
 def test_widths_of_experts_that_the_grouped_product_rejects() -> None:
     config = config_of("flex_olmo", intermediate_size=14340)
-    with pytest.raises(ModelError, match=r"down_proj` has rows of 14340 x 2 bytes in bf16, no multiple of 16 bytes"):
+    with pytest.raises(
+        ModelError,
+        match=r"down_proj` has rows of 14340 x 2 bytes in bf16, but torch's grouped matrix product needs a multiple of 16 bytes",
+    ):
         check_generic_type(config, attention="sdpa", packing=True, row_tokens=ROW_TOKENS, precision="bf16")
     assert check_generic_type(config, attention="sdpa", packing=True, row_tokens=ROW_TOKENS, precision="fp32")
 
@@ -210,7 +214,7 @@ def test_a_balance_loss_that_is_asked_for_is_refused(kind: str, tmp_path: Path) 
     tree = config_of(kind).to_dict() | {"output_router_logits": True, "router_aux_loss_coef": 0.02}
     (tmp_path / "config.json").write_text(json.dumps(tree))
     with pytest.raises(
-        ModelError, match=r"`output_router_logits` = true asks for a balance loss of the experts, weight 0.02"
+        ModelError, match=r"`output_router_logits` = true turns on transformers' load-balancing loss .weight 0.02"
     ) as caught:
         read_hf_config(str(tmp_path))
     assert "output_router_logits to false" in caught.value.hint

@@ -54,7 +54,7 @@ def test_a_type_whose_adapters_would_be_passed_over_is_refused(monkeypatch: pyte
     config = config_of("olmo2")
     monkeypatch.setattr(modeling_olmo2.Olmo2MLP, "forward", _reads_a_weight)
     with pytest.raises(
-        ModelError, match="adapters compute something else than weights into which they are merged"
+        ModelError, match="the model with adapters differs from the model with merged weights"
     ) as refused:
         check_generic_type(config, **ROWS, adapted={"up_proj", "q_proj"})
     assert "lora.target_modules" in refused.value.hint
