@@ -1,9 +1,9 @@
 """Writes LoRA adapters in peft's format.
 
-peft 0.21 stores the adapters of fused experts, whose weight is [experts, out, in], as A [rank x experts, in] and B
-[out, rank x experts]. Expert e has the rows e x rank to (e + 1) x rank of A, and the columns e, e + experts, e + 2 x
-experts, ... of B (tuners/lora/layer.py, ParamWrapper.get_delta_weight). A module of fused experts has two weights,
-gate_up_proj and down_proj. peft nests their adapters and names the first one `base_layer` (_inject_parameters).
+A module of fused experts has two weights, gate_up_proj and down_proj, each [experts, out, in]. peft 0.21 stores the
+adapter of such a weight as A [rank x experts, in] and B [out, rank x experts]: expert e has the rows from e x rank to
+(e + 1) x rank of A, and the columns e, e + experts, e + 2 x experts, ... of B (tuners/lora/layer.py, get_delta_weight).
+peft nests the two adapters of the module and names the first one `base_layer` (_inject_parameters).
 """
 
 import json
@@ -25,7 +25,7 @@ from ds_finetune.model.adapters.peft_adapter import BASE_DIGEST, CONFIG, DOWN, G
 from ds_finetune.plan.lora_targets import is_peft_parameter
 
 MODEL_CONFIG = "config.json"
-"""Name of the file with a model's configuration. An adapter folder has this file only if the model is a classifier."""
+"""Name of the model's configuration file. An adapter folder has this file only if the model is a classifier."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,20 +37,20 @@ class AdapterBase:
     """Digest of the base model's weights."""
     family: Family
     module: str = "model"
-    """Name of the text model's module in transformers' class. It is `model`, except in composite models."""
+    """Attribute of transformers' class with the text model; not `model` if the class also has images or sound."""
     trained: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Fully trained weights by name, such as the head of a classifier."""
     classifier_config: Mapping[str, Any] = field(default_factory=dict)
     """The config.json of a classifier, which has the names of its classes; empty for other models."""
     files: Sequence[Path] = ()
-    """Tokenizer and generation files to copy. They may end and render answers otherwise than the base model's files."""
+    """Tokenizer and generation files to copy. Chat template and end tokens may differ from the base model's."""
     texts: Mapping[str, str] = field(default_factory=dict)
     """Further files of the adapter's folder as text, by name. They replace files of the same name in `files`."""
 
 
 def write_adapter(factors: Mapping[str, Factors], lora: LoraConfig, out: Path, base: AdapterBase) -> None:
-    """Write the adapters `factors`, by name of the adapted weight, to `out`, which appears only when complete.
-    OutputError where the disk is full; the incomplete folder is then removed.
+    """Write the LoRA adapters `factors`, by name of the adapted weight, to the folder `out`, which appears only when
+    complete. OutputError if the disk is full; the incomplete folder is then removed.
     """
     factors = {re.sub(r"^model\.", f"{base.module}.", name): adapter for name, adapter in factors.items()}
     with replaced_folder(out) as partial, as_output_errors(partial):
@@ -65,8 +65,8 @@ def write_adapter(factors: Mapping[str, Factors], lora: LoraConfig, out: Path, b
 
 
 def write_weights(tensors: dict[str, torch.Tensor], folder: Path, base_digest: str) -> None:
-    """Write tensors to the file adapter_model.safetensors of `folder`, with the permissions of the umask. safetensors'
-    own `save_file` writes files that only the owner can read. OSError if the disk is full.
+    """Write tensors to the file adapter_model.safetensors of `folder`. safetensors' own `save_file` would make a file
+    that only its owner can read. OSError if the disk is full.
     """
     (folder / WEIGHTS).write_bytes(save(tensors, metadata={"format": "pt", BASE_DIGEST: base_digest}))
 

@@ -22,9 +22,9 @@ from ds_finetune.model.weights.names import is_kept_in_fp32, published_name
 
 
 def hub_source(hub: HubFolder, family: Family) -> TensorSource:
-    """Source of the tensors of a Hugging Face folder; FP8 tensors are dequantised to fp32. It marks the fp32 tensors
-    that exports keep in fp32: the ones that the family's table names, and, if the family computes with fp32 weights,
-    all tensors that are stored in fp32. ModelError if a weight has an unsupported dtype.
+    """The tensors of a Hugging Face folder as the source of an export, with FP8 tensors dequantised to fp32. Exports
+    keep two kinds of fp32 tensors in fp32: tensors that the table of model families names, and, if the family computes
+    with fp32 weights, all tensors stored in fp32. ModelError if a weight has an unsupported dtype.
     """
     hub.check_dtypes()
     plain = {key for key in hub.shapes if not hub.is_quantised(key)} if family.fp32_weights else set()
@@ -34,7 +34,7 @@ def hub_source(hub: HubFolder, family: Family) -> TensorSource:
 
 _SHOWN = 3
 _MATRIX = 2
-"""Number of dimensions of an embedding or head weight, by which it is told from a norm's weight."""
+"""Number of dimensions of embedding and head weights. Norm weights have one dimension."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class BaseFolder:
 
     @classmethod
     def from_hub(cls, hub: HubFolder, spec: ModelSpec) -> "BaseFolder":
-        """The base folder of adapters, from the open folder `hub`. Its experts may be stored one by one or fused."""
+        """The base folder of LoRA adapters, from the open folder `hub`, which may store experts one by one or fused."""
         published = spec.published_shapes()
         return cls(
             hub,
@@ -72,9 +72,9 @@ class BaseFolder:
         )
 
     def with_base_tensors(self, parts: FolderParts, *, without: Collection[str] = ()) -> tuple[FolderParts, list[str]]:
-        """Return `parts` with the base's `unbuilt` tensors added, except the names in `without`, and notes for the
-        user. Tensors that equal the base's embedding or head are written as copies of the trained embedding or head. In
-        an FP8 export, unchanged blocks are copied from this base, unless `parts` already names another `fp8_base`.
+        """Add the base's `unbuilt` tensors, except the names in `without`, to the contents `parts` of an export.
+        Returns the new contents, and notes for the user. Copies of the base's embedding or head become copies of the
+        trained one. In FP8, unchanged blocks are copied from this base or from the `fp8_base` of `parts`.
         """
         parts, notes = self.with_copies(parts, [key for key in self.unbuilt if key not in without])
         if self.hub.published:
@@ -94,11 +94,11 @@ class BaseFolder:
         return replace(parts, base_tensors=conversion.tensors, copy_base_tensors=conversion.copy_to), [line, *notes]
 
     def with_copies(self, parts: FolderParts, keys: Iterable[str]) -> tuple[FolderParts, list[str]]:
-        """Let an export write the trained embedding or head under each of the names `keys` whose tensor in the base is
-        a copy of the base's. Returns the changed `parts` and notes for the user.
+        """Find the names in `keys` whose tensor in the base is a copy of its embedding or head, and let the export
+        write the trained one under them. Returns the changed contents of the export, and notes for the user.
 
-        A multi-token prediction layer has such copies, and vLLM drafts tokens with them if they differ from the model's
-        embedding and head (vLLM PR 42538): untrained copies would make bad drafts.
+        Multi-token prediction layers have such copies. vLLM drafts tokens with them if they differ from the model's
+        embedding and head (vLLM PR 42538), and untrained copies would make bad drafts.
         """
         copies = {key: original for key in keys if (original := self._original(key))}
         line = (
@@ -108,8 +108,8 @@ class BaseFolder:
         return replace(parts, copies=copies), [line] if copies else []
 
     def _original(self, key: str) -> str | None:
-        """Name of the embedding or head whose values equal the tensor `key`; None if neither does. If both do, an
-        embedding is preferred for a key that names an embedding.
+        """Name of the embedding or head with the same values as the tensor `key`, or None. If both have them, the
+        embedding is returned for a key that names an embedding, else the head.
         """
         equal = (
             name
@@ -120,7 +120,7 @@ class BaseFolder:
 
 
 def read_readable_config(folder: Path) -> dict[str, Any]:
-    """Read the config.json of `folder`. ExportError if it is no model's, or names an unsupported quantised format."""
+    """Read the config.json of `folder`. ExportError if it describes no model, or an unsupported quantised format."""
     file = folder / "config.json"
     try:
         config = dict(json.loads(file.read_text(encoding="utf-8")))
@@ -144,8 +144,8 @@ def _first_names(names: list[str]) -> str:
 def with_stored_weights(
     tensors: Iterable[tuple[str, torch.Tensor | None]], names: Collection[str], folder: Path, family: Family
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Yield `tensors`, with the values of the tensors in `names` replaced by the published ones of `folder`, in the
-    same dtype. Tensors are full and on the CPU, and None on ranks other than zero. `names` has no routed experts.
+    """Yield `tensors`, but for the tensors `names` the published values in `folder`, cast to the same dtype. Tensors
+    are full and on the CPU on rank zero, and None on other ranks. `names` must not name routed experts.
     """
     hub = HubFolder(folder)
     for name, tensor in tensors:
@@ -156,8 +156,8 @@ def with_stored_weights(
 
 def find_base(model: str) -> Path | None:
     """Folder of the base model `model` (a folder or a Hub id) on this machine; None if it is absent or has no weights.
-    It is searched with the file patterns of a run's download: huggingface_hub 2.4 ignores a download if any other
-    requested file of the repository is missing (_snapshot_download.py:562-600).
+    The Hub cache is searched with the file patterns of a run's download, because huggingface_hub 2.4 ignores a cached
+    download if any file that the patterns request is missing (_snapshot_download.py:562-600).
     """
     folder = Path(model)
     if not folder.is_dir() and model.count("/") == 1:

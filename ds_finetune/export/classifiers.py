@@ -29,7 +29,7 @@ def holds_classifier(folder: Path) -> bool:
 
 
 def auto_class(config: PretrainedConfig) -> Any:  # noqa: ANN401 - transformers' factories share no type
-    """transformers' Auto class for the model class that `config` names. For a composite model it loads all parts."""
+    """transformers' Auto class that loads the full model of `config`, with its parts for images and sound, if any."""
     if hasattr(config, TEXT_CONFIG):
         return AutoModelForMultimodalLM
     return AutoModelForSequenceClassification if is_classifier(config) else AutoModelForCausalLM

@@ -145,8 +145,8 @@ def _linear_keys(model: PreTrainedModel) -> list[str]:
 
 
 def _quantised_keys(model: PreTrainedModel, hub: HubFolder, quantiser: _Quantiser) -> frozenset[str]:
-    """Names of the weights to quantise: their rows divide into quantisation groups. ExportError if no weight can be
-    quantised, or if the weight of a routed expert cannot: servers read all experts in one dtype.
+    """Names of the weights to quantise: their rows divide into quantisation groups. ExportError if there is none, or if
+    a routed expert's weight does not fit, because servers read all experts in one dtype.
     """
     keys = _linear_keys(model)
     fitting = frozenset(key for key in keys if quantiser.fits(hub.shapes[key][1]))
@@ -154,7 +154,8 @@ def _quantised_keys(model: PreTrainedModel, hub: HubFolder, quantiser: _Quantise
     if unfit or not fitting:
         key = unfit or keys[0]
         raise ExportError(
-            f"`{key}` has rows of {hub.shapes[key][1]}, which groups of {quantiser.weights.group_size} do not divide",
+            f"the rows of `{key}` have {hub.shapes[key][1]} elements, no multiple of the quantisation group size "
+            f"{quantiser.weights.group_size}",
             hint="export with --dtype w8a16 or fp8",
         )
     return fitting
@@ -163,7 +164,7 @@ def _quantised_keys(model: PreTrainedModel, hub: HubFolder, quantiser: _Quantise
 def _stored(
     hub: HubFolder, key: str, family: Family, weights: frozenset[str], quantiser: _Quantiser
 ) -> list[HubTensor]:
-    """Names, shapes and dtypes of the tensors that are written for the published tensor `key`."""
+    """The tensors, by name, shape and dtype, that the export stores for the published tensor `key`."""
     shape = hub.shapes[key]
     if key not in weights:
         dtype = torch.float32 if is_kept_in_fp32(key, family) else torch.bfloat16
@@ -202,7 +203,7 @@ def _write_files(
 def _parts_of(
     hub: HubFolder, key: str, dtype: torch.dtype, quantiser: _Quantiser | None
 ) -> Iterator[tuple[str, int, torch.Tensor]]:
-    """Yield a tensor as stored, in chunks: suffix of the stored name, index of the first element, and elements."""
+    """Yield chunks of the tensors stored for `key`: suffix of the stored name, index of the first element, elements."""
     shape = hub.shapes[key]
     columns = math.prod(shape[1:])
     step = max(_CHUNK_NUMEL // columns, 1)
@@ -220,9 +221,9 @@ def _parts_of(
 
 
 def _compare(source: Path, folder: Path, out: Path, dtype: str, weights: frozenset[str]) -> tuple[str, ...]:
-    """Load the quantised folder `out` with plain transformers, and compare its weights and loss with the model in
-    `folder`. `folder` is the unquantised export of `source`. VerificationError if a tensor is missing, or a weight
-    differs by more than rounding explains.
+    """Load the quantised folder `out` with plain transformers, and compare its weights and loss with the unquantised
+    export of `source` in `folder`. VerificationError if a tensor is missing, or a weight differs by more than rounding
+    explains.
     """
     show_loading_as_phase()
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, trust_remote_code=False).eval()
@@ -237,14 +238,15 @@ def _compare(source: Path, folder: Path, out: Path, dtype: str, weights: frozens
     for name, weight in plain.state_dict().items():
         keys = [piece.key for piece in hub_pieces(name, tuple(weight.shape), family)]
         limit = 0.0 if weights.isdisjoint(keys) else _QUANTISERS[dtype].error + _SLACK
-        # transformers 5.24 loads routers in fp32, whatever `dtype` says (`_keep_in_fp32_modules_strict`).
+        # transformers 5.24 loads routers in fp32 (`_keep_in_fp32_modules_strict`), so they are compared unrounded.
         expected = weight if any(is_kept_in_fp32(key, family) for key in keys) else weight.bfloat16()
         largest = expected.abs().amax(-1, keepdim=True)
         if name not in stored or ((stored[name] - expected).abs() > limit * largest).any():
             problems.append(name)
     if problems or not math.isfinite(cost.loss_after):
         raise VerificationError(
-            f"plain transformers loads other weights than were quantised: {', '.join(problems[:5]) or 'NaN'}",
+            "plain transformers loads the quantised model with missing or wrong tensors: "
+            + (", ".join(problems[:5]) or "its loss is NaN"),
             hint="please report this",
         )
     return f"{len(stored)} tensors in plain transformers, each within its rounding", cost.line()

@@ -1,8 +1,7 @@
-"""Whether llama.cpp and ONNX Runtime GenAI make the same tokens of texts and chats as transformers.
+"""Checks whether llama.cpp and ONNX Runtime GenAI tokenise texts and chats as transformers does.
 
-Both have a tokenizer of their own. They put a space before a text and behind every control token, or nowhere, whatever
-the normalizer and pre-tokenizer of tokenizer.json do. They compose no characters (NFC), and ignore that an added token
-strips the white space beside it.
+Both have tokenizers of their own. Whatever tokenizer.json says, they add a space before a text and after each control
+token, or never. They do not compose characters (NFC), nor strip the white space beside an added token.
 """
 
 import json
@@ -23,12 +22,12 @@ _SHOWN_CHARACTERS, _SHOWN_TOKENS = 40, 6
 
 @dataclass(frozen=True)
 class Agreement:
-    """Numbers of chats and of plain texts that another program tokenises as transformers does."""
+    """How many chats and plain texts another program tokenises as transformers does."""
 
     chats: int
     texts: int
     note: str
-    """For the user: which texts the program tokenises otherwise than transformers; empty if there are none."""
+    """Note for the user on texts that the program tokenises otherwise than transformers; empty if there are none."""
 
 
 def is_sentencepiece(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -40,8 +39,8 @@ def is_sentencepiece(tokenizer: PreTrainedTokenizerBase) -> bool:
 def compare_tokens(
     tokenizer: PreTrainedTokenizerBase, chats: Sequence[str], program: str, *, adds_space: bool
 ) -> Agreement:
-    """Compare transformers' tokens of PROBES and of rendered `chats` with those of `program`, which puts a space before
-    a text and behind control tokens if `adds_space`.
+    """Count on which of the sample texts PROBES and rendered `chats` the tokenizer of another `program` agrees with
+    transformers. With `adds_space`, that program adds a space before a text and after control tokens.
     """
     own, texts = tokenizer.backend_tokenizer, list(PROBES.values())
     other = _as_elsewhere(tokenizer, adds_space=adds_space)
@@ -68,20 +67,20 @@ def compare_tokens(
 
 
 def genai_note(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Note for the user if ONNX Runtime GenAI does not read the tokenizer, or makes other tokens with it than
-    transformers; else empty.
+    """Note for the user if ONNX Runtime GenAI cannot read the tokenizer or tokenises otherwise than transformers; else
+    empty.
     """
     tree = json.loads(tokenizer.backend_tokenizer.to_str())
     steps = _steps(tree)
     if tree["model"]["type"] != "BPE" or steps.count("Split") > 1:
-        # Version 0.18 fails on the tokenizers of DeepSeek-LLM and DeepSeek-Coder, which have several, and on Unigram.
+        # GenAI 0.18 fails on Unigram tokenizers, and on several `Split` steps, as DeepSeek-LLM's tokenizer has.
         return "ONNX Runtime GenAI does not read this kind of tokenizer: give it token ids of transformers"
     adds_space = is_sentencepiece(tokenizer) and not {"Prepend", "Metaspace"}.isdisjoint(steps)
     return compare_tokens(tokenizer, probe_chats(tokenizer), "ONNX Runtime GenAI", adds_space=adds_space).note
 
 
 def probe_chats(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """A rendered dialogue about each text of PROBES; empty if no chat template exists, or if it fails on dialogues."""
+    """A rendered dialogue about each sample text of PROBES; empty without a chat template that renders dialogues."""
     given = tokenizer.chat_template
     source = given.get("default") if isinstance(given, dict) else given
     if not source:

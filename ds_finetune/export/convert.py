@@ -25,7 +25,7 @@ CHUNK_NUMEL = 2**20
 """Number of elements that a thread reads, casts and writes at a time: 4 MiB of fp32, which fits into CPU caches."""
 
 _COLUMNS = 16 * BLOCK
-"""Number of columns of a weight that are quantised at a time."""
+"""Number of columns that are quantised to FP8 at a time, to bound the fp32 copy."""
 
 _WORKERS_PER_CORE, _MAX_WORKERS = 2, 16
 """A conversion runs two threads per core, since some wait for the disk while others cast, and at most 16 threads, since
@@ -39,14 +39,14 @@ def num_workers() -> int:
 
 
 Blocks = tuple[int, int]
-"""Number of quantised blocks that were written, and how many of these were copied from the base byte for byte."""
+"""Numbers of quantised blocks: all that were written, and those copied byte for byte from the base model's folder."""
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """Converts all tensors of `source` to the dtypes of `parts`, with `workers` threads. The dtype is fp32 for the
-    source's `fp32_names`, FP8 blocks for linear weights if `parts.is_fp8`, else `parts.dtype`. An FP8 block that equals
-    the block in `parts.fp8_base` is copied byte for byte.
+    """Converts the tensors of `source` to the dtypes of an exported folder, described by `parts`, with `workers`
+    threads. The `fp32_names` of the source stay in fp32. With `parts.is_fp8`, linear weights become FP8 blocks; a block
+    that equals the block in the base folder `parts.fp8_base` is copied byte for byte. Other tensors get `parts.dtype`.
     """
 
     source: TensorSource
@@ -60,16 +60,16 @@ class Conversion:
         return tuple(tensor for name, shape in self.source.shapes.items() for tensor in self._hub_tensors(name, shape))
 
     def write(self, out: Path, *, max_shard_bytes: int) -> Blocks:
-        """Write all tensors and the files of `parts` to `out`, which appears only when complete. Result and errors as
-        in `copy_to`. Each thread holds one chunk of `CHUNK_NUMEL` elements, or 128 rows of a quantised weight, whatever
-        the model's size.
+        """Write all tensors and the other files of the export to the folder `out`, which appears only when complete.
+        Returns the numbers of quantised blocks. Each thread holds one chunk of `CHUNK_NUMEL` elements, or 128 rows of a
+        quantised weight, whatever the model's size. Raises the errors of `copy_to`.
         """
         with folder_writer(self.tensors, out, self.parts, max_shard_bytes=max_shard_bytes) as writer:
             return self.copy_to(writer)
 
     def copy_to(self, writer: ShardWriter) -> Blocks:
-        """Write all tensors with `writer`, and return the numbers of quantised blocks. ExportError names a tensor that
-        has NaN or infinity before or after the cast.
+        """Write all tensors with `writer`, and return the numbers of quantised blocks. ExportError if a tensor has NaN
+        or infinity before or after the cast.
         """
         num_threads = torch.get_num_threads()
         # Each core already runs a thread of the conversion, so torch operations use one thread each.
@@ -131,7 +131,7 @@ class Conversion:
         return scales.numel(), copied
 
     def _quantise(self, item: "_WorkItem", values: torch.Tensor, writer: ShardWriter) -> Blocks:
-        """Write a chunk of a weight's rows as FP8 blocks, and their scales. `_COLUMNS` columns at a time are fp32."""
+        """Write some rows of a weight as FP8 blocks, and their scales. Only `_COLUMNS` columns at a time are fp32."""
         parts, row = self.parts, item.start // item.columns
         base = parts.fp8_base if parts.fp8_base is not None and parts.fp8_base.is_fp8(item.key) else None
         rows = item.key, row, row + len(values)
@@ -155,9 +155,9 @@ class Conversion:
 
 @dataclass(frozen=True, slots=True)
 class _WorkItem:
-    """A chunk to convert: elements `start` to `start + numel` of the published tensor `key`. Element 0 of `key` is
-    element `begin` of the source's tensor `name`. `columns` is the number of columns of a weight that is quantised,
-    else 0.
+    """A chunk to convert: elements `start` to `start + numel` of the published tensor `key`, whose element 0 is element
+    `begin` of the source's tensor `name`. `columns` is the number of columns of a weight to be quantised, and 0 for
+    other tensors.
     """
 
     name: str

@@ -15,7 +15,7 @@ from ds_finetune.export.verify.record import UNVERIFIED
 from ds_finetune.export.verify.verify import VerificationResult, mark_folder
 
 _SEGMENT_BYTES = MIB
-"""Number of bytes of a file that share one digest. A message can name the changed range to this precision."""
+"""Number of bytes of a file that share one digest. A changed byte is located within a segment of this size."""
 Runs = list[tuple[int, int]]
 """Byte ranges of a file, each as first and last byte."""
 
@@ -76,9 +76,9 @@ def read_file_record(folder: Path, kind: str) -> tuple[dict[str, FileSums], dict
 
 
 Tree = Mapping[str, Any]
-"""The entries of a folder's record."""
+"""The parsed JSON record of an exported folder."""
 Findings = tuple[list[str], list[str]]
-"""Two lists of lines for the user: differences, and what was compared."""
+"""Result of a comparison as lines for the user: the differences, and what was compared."""
 
 
 def verify_files(
@@ -91,10 +91,10 @@ def verify_files(
 ) -> VerificationResult:
     """Compare the files of an exported folder with the digests in its record, and mark the folder as verified or not.
 
-    The marker file UNVERIFIED is removed, or says what is wrong. `parts_at(folder, tree, name, changed)` names the
-    tensors of the file `name` that changed; `changed` has the changed byte ranges by file. If no file differs,
-    `compare(folder, tree)` checks the results that the model computes. ConfigError if a base is named, which is not
-    needed; ExportError if the record cannot be read.
+    If files differ, `parts_at(folder, tree, name, changed)` names the tensors of the file `name` that changed; `tree`
+    is the parsed record and `changed` has the changed byte ranges by file. If no file differs, `compare(folder, tree)`
+    checks the results that the model computes. ConfigError if `base` is given, because this comparison uses no base
+    model; ExportError if the record cannot be read.
     """
     if base is not None:
         raise ConfigError(

@@ -1,8 +1,8 @@
-"""Changes the tokenizer files of an export so that transformers' pipelines tokenise as training does.
+"""Changes an exported tokenizer so that transformers' pipelines tokenise as training does.
 
-Training ends each text that a decoder classifies with EOS, which few tokenizers add themselves, and begins texts with
-BOS if tokenizer_config.json says `add_bos_token`. transformers 5.23 ignores `add_bos_token` and `add_eos_token` if
-there is a tokenizer.json, and uses its post-processor unchanged. So the post-processor in tokenizer.json is replaced.
+Training ends each text that a decoder classifies with EOS, and begins texts with BOS if tokenizer_config.json has
+`add_bos_token`. If there is a tokenizer.json, transformers 5.23 ignores `add_bos_token` and `add_eos_token` and uses
+the post-processor of tokenizer.json, which seldom adds EOS. So an export replaces this post-processor.
 """
 
 import itertools
@@ -30,7 +30,7 @@ Encode = Callable[[str, str | None], list[int]]
 """Function from a text, or a pair of texts, to the token ids that training uses."""
 _TOKENIZER = "tokenizer.json"
 _ADDED = ("add_bos_token", "add_eos_token")
-"""Keys of tokenizer_config.json that make some tokenizer classes of transformers replace the post-processor."""
+"""Keys that an export removes from tokenizer_config.json; with them, some tokenizers replace the post-processor."""
 _PROBE = "x"
 _SINGLE = [(text, None) for text in TEXTS]
 _PAIRS = list(itertools.pairwise(TEXTS))
@@ -52,7 +52,7 @@ def fit_tokenizer(
     tokenizer: PreTrainedTokenizerBase, files: Mapping[str, Path], encode: Encode, *, config: Mapping[str, Any]
 ) -> FittedTokenizer:
     """Change the tokenizer files of a decoder classifier so that a pipeline of transformers gives the token ids of
-    `encode`. `files` are paths by file name. The pipeline pads with the `pad_token_id` of the config.json `config`.
+    `encode`. `files` are paths by file name. Padding is the `pad_token_id` of `config`, the model's config.json.
     """
     # transformers chooses the class of the tokenizer by config.json, so the trial folder needs one.
     changed = {CONFIG: json.dumps(config), TOKENIZER_CONFIG: with_padding(files, tokenizer, config["pad_token_id"])}
@@ -79,9 +79,9 @@ def fit_beginning(
     *,
     config: Mapping[str, Any],
 ) -> dict[str, str]:
-    """Make a tokenizer.json for a language model that puts the same special tokens before a text as training does, and
-    none after it. Returns its content by file name; empty if the present file does so. `files` are the tokenizer files
-    by name, `config` is the model's config.json.
+    """Make a tokenizer.json for a language model that adds the same special tokens before a text as training does, and
+    none after it. Returns its content by file name, or an empty dict if the present file needs no change. `files` are
+    the tokenizer files by name, `config` is the model's config.json.
     """
     is_same = tokenizer(_PROBE)["input_ids"] == prompts.text_ids(tokenizer, _PROBE)
     if is_same and not getattr(tokenizer, "add_bos_token", False):
@@ -113,7 +113,7 @@ def fit_folder(
 def check_tokenizer(
     tokenizer: PreTrainedTokenizerBase, files: Mapping[str, Path], encode: Encode, *, config: Mapping[str, Any]
 ) -> FittedTokenizer:
-    """Compare an encoder's unchanged tokenizer files with training. A note says if a pipeline tokenises otherwise."""
+    """Compare an encoder's unchanged tokenizer files with training. The result has a note if a pipeline differs."""
     texts = _agreeing(files, {CONFIG: json.dumps(config)}, encode, _SINGLE)
     notes = [] if len(texts) == len(_SINGLE) else [_note_on_texts(tokenizer, encode, len(texts))]
     return FittedTokenizer({}, tuple(text for text, _ in texts), tuple(notes))
@@ -128,9 +128,8 @@ def _note_on_texts(tokenizer: PreTrainedTokenizerBase, encode: Encode, agreeing:
 
 
 def with_padding(files: Mapping[str, Path], tokenizer: PreTrainedTokenizerBase, pad: int) -> str:
-    """The text of tokenizer_config.json with a padding token that pads on the right. If the id `pad` has no token, a
-    new token is named, to which transformers gives the first free id. A causal model's results do not depend on padding
-    on the right.
+    """The text of tokenizer_config.json with padding on the right by the token with id `pad`. If that id has no token,
+    a new padding token is named, to which transformers gives the first free id.
     """
     file = files.get(TOKENIZER_CONFIG)
     config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file else {}
@@ -140,7 +139,7 @@ def with_padding(files: Mapping[str, Path], tokenizer: PreTrainedTokenizerBase, 
 
 
 def _template(tokenizer: PreTrainedTokenizerBase, encode: Encode) -> dict[str, list[int]] | None:
-    """Token ids that `encode` adds before, between and after texts; None if it changes the ids of a text itself."""
+    """Special token ids that `encode` adds before, between and after texts; None if it changes a text's own ids."""
     inner = tokenizer(_PROBE, add_special_tokens=False)["input_ids"]
     single = _around(encode(_PROBE, None), inner)
     if single is None:
@@ -190,7 +189,7 @@ def _with_template(
 def _agreeing(
     files: Mapping[str, Path], changed: Mapping[str, str], encode: Encode, samples: Sequence[tuple[str, str | None]]
 ) -> list[tuple[str, str | None]]:
-    """Samples for which plain transformers, with the changed tokenizer files, gives the token ids of `encode`."""
+    """The samples for which plain transformers gives the token ids of `encode`, with the changed tokenizer files."""
     with tempfile.TemporaryDirectory() as folder:
         for name, path in files.items():
             if "/" not in name:

@@ -64,7 +64,7 @@ class ExportResult:
     num_bytes: int
     seconds: float
     num_tensors: int | None = None
-    """Number of tensors in the weight files; None for formats whose tensors are parts of a graph."""
+    """Number of tensors in the weight files; None for ONNX, whose tensors are parts of a graph."""
     notes: tuple[str, ...] = ()
     """Lines for the user on comparisons and on surprising results, e.g. tensors that were copied from the base."""
     verdict: "VerificationResult | None" = None
@@ -88,7 +88,7 @@ class FormatModule(Protocol):
         ...
 
     def verify(self, folder: Path, base: Path | None) -> "VerificationResult":
-        """Compare an exported folder with its record, and mark it as verified or not. `base` is the model's base."""
+        """Compare an exported folder with its record, and mark it as verified or not. `base` is the base model."""
         ...
 
     def check_model(
@@ -141,8 +141,7 @@ class ExportFormat:
     extra: str = ""
     """Name of the extra of this package that installs `packages`."""
     has_family: Callable[[Family], bool] = lambda _: True
-    """Function that says whether the format supports models of a family; for encoders, whether it supports classifiers.
-    """
+    """Function that says whether the format supports the models of a family; of encoder families, only classifiers."""
     is_of_model: bool = True
     """Whether the format contains the full model, and not only adapters. `export.formats` accepts only such formats."""
     has_card: bool = False
@@ -205,7 +204,7 @@ class ExportFormat:
         return sorted(name for name, row in rows if self.has_family(row) and (row.encoder is not None) == is_encoder)
 
     def check_not_composite(self, config: Mapping[str, Any]) -> None:
-        """Raise ExportError for a composite model (text and images, for example), unless this is safetensors."""
+        """Sorted model types of the encoders, or of the decoders, that can be exported to this format."""
         if is_composite(config) and self is not SAFETENSORS:
             raise ExportError(
                 f"model_type `{config.get('model_type')}` combines text with images or sound, and cannot be "
@@ -214,7 +213,7 @@ class ExportFormat:
             )
 
     def holds_weights(self, folder: Path) -> bool:
-        """Whether `folder` has weight files of this format."""
+        """Raise ExportError if the model combines text with images or sound, unless this format is safetensors."""
         return any(any(folder.glob(pattern)) for pattern in self.weights)
 
     def check_runs_here(self, folder: Path) -> None:
@@ -361,7 +360,9 @@ def format_named(name: str, where: str = "format") -> ExportFormat:
 
 
 def formats_of_run(names: Sequence[str]) -> list[ExportFormat]:
-    """The formats in `export.formats`. ConfigError if one is unknown, needs an adapter, or safetensors is not first."""
+    """The formats in `export.formats`. ConfigError if one is unknown or only for adapters, or if the first is another
+    than safetensors.
+    """
     if list(names) != list(dict.fromkeys((SAFETENSORS.name, *names))):
         raise ConfigError(
             f"export.formats is {list(names)}",
@@ -378,7 +379,7 @@ def formats_of_run(names: Sequence[str]) -> list[ExportFormat]:
 
 
 def format_of(folder: Path) -> ExportFormat:
-    """The format of an exported folder, by the folder's record, else by its weight files, else safetensors."""
+    """Format of an exported folder: as its record says, else recognised by its weight files, else safetensors."""
     try:
         tree = json.loads((folder / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError):

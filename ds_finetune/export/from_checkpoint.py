@@ -79,7 +79,7 @@ def export_checkpoint(path: Path, out: Path, *, dtype: str, max_shard_bytes: int
         )
     if parts.is_fp8 and all(tensor.dtype != FP8_DTYPE for tensor in tensors):
         raise ExportError(
-            f"{path} has no linear weights that are published in FP8 ({spec.architecture})",
+            f"{path} cannot be exported in FP8: {spec.architecture} has no linear weights that are published in FP8",
             hint="export with --dtype bf16",
         )
     size = sum(tensor.num_bytes for tensor in tensors)
@@ -98,7 +98,7 @@ def export_checkpoint(path: Path, out: Path, *, dtype: str, max_shard_bytes: int
 def _with_base(
     parts: FolderParts, spec: ModelSpec, opened: OpenedSource, named: Path | None, *, without: Collection[str]
 ) -> tuple[FolderParts, list[str]]:
-    """Add to `parts` tensors and FP8 blocks that only the base has, except `without`. Returns `parts` and notes."""
+    """Complete the contents `parts` of an export with the base's FP8 folder and tensors, except the names `without`."""
     folder = named or opened.base
     if parts.is_fp8 and is_composite(parts.config):
         raise ExportError(

@@ -25,9 +25,9 @@ _TEXTS = (".json", ".jinja", ".md", ".txt", "")
 
 @contextmanager
 def kept_edits(out: Path, say: Say) -> Iterator[None]:
-    """Context in which the export folder `out` is replaced by a newer export of the same run. Files in `out` that a
-    user added or changed are afterwards in the folder `OUT-edits`; `say` tells the user. OutputError if they cannot be
-    saved, and then `out` is unchanged.
+    """Context that replaces the export folder `out` by a newer export of the same run. Files that a user added or
+    changed in `out` are saved in the folder `OUT-edits`, and named in a message to `say`. OutputError if they cannot be
+    saved; `out` is then unchanged.
     """
     if not out.is_dir():
         yield
@@ -68,7 +68,7 @@ def marked_card(card: str) -> str:
 
 
 def is_generated_card(path: Path) -> bool:
-    """Whether the model card is as `marked_card` returned it, so that nobody has edited it."""
+    """Whether the model card is exactly as this program wrote it, so that nobody has edited it."""
     text = path.read_bytes().decode(errors="replace")
     return MARK in text and text == marked_card(re.sub(f"({MARK} [^ ,]+),.*", r"\1 -->", text, count=1))
 

@@ -22,7 +22,7 @@ def load_exported(folder: Path) -> PreTrainedModel:
 
 
 def load_scorer(folder: Path) -> Scorer:
-    """Load the classifier of `folder`, on a GPU if there is one and the engine supports it. Errors: `load_exported`."""
+    """Load the classifier of `folder` on a GPU, if the engine can. Raises the errors of `load_exported`."""
     check_loadable(folder)
     return format_of(folder).load_engine(folder).load_scorer(folder)
 

@@ -21,19 +21,19 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 NAMED_TEMPLATES = "additional_chat_templates"
 """Subfolder with further chat templates, such as one for requests with tools."""
 _KEYS_OF_KINDS = ("layer_types", "mlp_layer_types", "compress_rates")
-"""Keys that transformers 5.23 writes for DeepSeek-V4 beside the published ones, and vLLM's model class rejects."""
+"""Keys that transformers 5.23 adds to DeepSeek-V4's config.json. They are removed, because vLLM rejects them."""
 _UNSCALED_KEYS = ("rope_theta", "partial_rotary_factor")
-"""Keys of `rope_parameters` that the older schema of config.json has at top level, not in `rope_scaling`."""
+"""Keys of `rope_parameters` that older versions of config.json have at top level, not in `rope_scaling`."""
 
 
 def served_config(config: Mapping[str, Any], family: Family, keys: Collection[str]) -> dict[str, Any]:
-    """The config.json of an exported folder that has the tensors `keys`, without quantisation keys. `config` is the
-    base's.
+    """The config.json of an exported folder with the tensors `keys`, made from the base's `config`. It has no
+    quantisation keys.
 
     `auto_map` is removed, because transformers has the class and the code is not exported. Missing keys that `family`
-    needs are added, and rotary settings are written in both schemas. `num_nextn_predict_layers` is set to the number of
-    multi-token prediction layers among `keys`. Of a composite model's config.json only quantisation keys and `auto_map`
-    are removed.
+    needs are added, and rotary settings are written under old and new keys. `num_nextn_predict_layers` is set to the
+    number of multi-token prediction layers among `keys`. If the model combines text with images or sound, only
+    quantisation keys and `auto_map` are removed.
     """
     served = dict(config)
     for key in ("quantization_config", "expert_dtype"):
@@ -60,8 +60,8 @@ def served_config(config: Mapping[str, Any], family: Family, keys: Collection[st
 
 
 def served_tokenizer(file: Path) -> str | None:
-    """The text of a tokenizer_config.json without `auto_map`; None if the file needs no change. It needs no change if
-    it names no Python code, or if transformers has no tokenizer class that replaces the code.
+    """The text of a tokenizer_config.json without `auto_map`; None if the file stays unchanged, because it names no
+    Python code or transformers has no class that replaces the code.
     """
     config = _config_with_code(file)
     if not config or tokenizer_class_from_name(str(config.get("tokenizer_class"))) is None:
@@ -71,7 +71,7 @@ def served_tokenizer(file: Path) -> str | None:
 
 def write_files(folder: Path, files: Iterable[Path], texts: Mapping[str, str]) -> None:
     """Copy tokenizer and generation `files` to `folder`, and write `texts` by file name; a text replaces a file of its
-    name. Names of Python code are removed from a tokenizer_config.json.
+    name. `served_tokenizer` changes a tokenizer_config.json.
     """
     for file in (file for file in files if file.name not in texts):
         text = served_tokenizer(check_inside(file)) if file.name == TOKENIZER_CONFIG else None

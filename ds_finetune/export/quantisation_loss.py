@@ -100,7 +100,7 @@ def _sampled(model: PreTrainedModel) -> list[Batch]:
 
 
 def _log_probabilities(model: PreTrainedModel, ids: torch.Tensor, counts: torch.Tensor) -> NDArray[np.float32]:
-    """Log-probabilities [masked tokens, vocabulary] of the next token, if `counts` selects that token."""
+    """Log-probabilities [selected tokens, vocabulary] of the model for the tokens that the mask `counts` selects."""
     with torch.no_grad():
         logits = model(ids, use_cache=False).logits[:, :-1]
         logs: NDArray[np.float32] = logits[counts[:, 1:]].float().log_softmax(-1).numpy()

@@ -35,9 +35,9 @@ SECTION = "quantization_config"
 _SCALE_FORMAT, _POWERS_OF_TWO = "scale_fmt", "ue8m0"
 _SCALE_FORMATS = (None, "float", _POWERS_OF_TWO)
 _NOT_CONVERTED = ("modules_to_not_convert", "ignored_layers")
-"""Keys of `quantization_config` that list modules which are not in FP8. A config.json has at most one of them."""
+"""Keys of `quantization_config` that list the modules without FP8 weights; a config.json has at most one of them."""
 _COPIED_NUMEL = 2**22
-"""Number of elements that are copied at a time from the other parts of a composite model."""
+"""Number of elements that are copied at a time from a model's parts for images or sound."""
 _MATRIX = 2
 _WEIGHT = ".weight"
 
@@ -61,10 +61,10 @@ def writable_section(config: Mapping[str, Any], file: Path) -> Mapping[str, Any]
 
 
 def section_for(tensors: Collection[HubTensor], base: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The `quantization_config` of an exported FP8 folder with `tensors`. `base` is the base's own section, or None.
-    With the base's section, the result is this section without listed modules that are now in FP8. Without it, the
-    result lists each module with a matrix that is not in FP8: servers take the router of Qwen3's experts for a linear
-    layer, and expect it in FP8 unless it is listed.
+    """The `quantization_config` of an exported FP8 folder with `tensors`. It is the base's section, if `base` is given,
+    with its list of unquantised modules reduced by modules that are now in FP8. Otherwise it lists each module with a
+    matrix that is not in FP8, because servers expect every linear layer in FP8 that is not listed, even Qwen3's
+    routers.
     """
     if base is None:
         plain = (
@@ -97,7 +97,7 @@ TOKENIZER_FILES = (
     "processor_config.json",
     "video_preprocessor_config.json",
 )
-"""Names of the files of a tokenizer, and of the processors for images and sound of a composite model."""
+"""Names of the files of a tokenizer, and of processors of images and sound."""
 _WEIGHTS = ".safetensors"
 
 
@@ -133,9 +133,9 @@ class FolderParts:
     copy_base_tensors: Callable[[ShardWriter], object] | None = None
     """Function that writes `base_tensors`; None if there are none."""
     composite: HubFolder | None = None
-    """The composite model whose text part is exported. Its other parts are copied byte for byte."""
+    """The model, if it combines text with images or sound. Its text part is exported, its other parts are copied."""
     copies: Mapping[str, str] = field(default_factory=dict)
-    """Names of additional tensors that are copies of a model's tensor, each with the name of the original."""
+    """Additional tensors that are copies: each name with the name of the model's tensor that it equals."""
     record: ExportRecord | None = None
     """Record with which the folder will be verified; None if no record is written."""
     texts: dict[str, str] = field(default_factory=dict)
@@ -143,7 +143,7 @@ class FolderParts:
 
     @property
     def other_parts(self) -> list[HubTensor]:
-        """Tensors of a composite model's parts other than text."""
+        """Tensors of the parts for images or sound; empty for a model of text only."""
         others = self.composite.others if self.composite is not None else {}
         return [HubTensor(key, stored.shape, stored.dtype) for key, stored in others.items()]
 
@@ -236,9 +236,9 @@ def _pieces(specs: Specs, parts: FolderParts) -> Iterator[HubTensor]:
 def folder_writer(
     tensors: Iterable[HubTensor], out: Path, parts: FolderParts, *, max_shard_bytes: int
 ) -> Iterator[ShardWriter]:
-    """Context with a writer of `tensors` to `out`, which is complete when the context ends without an error. Tensors
-    and files of `parts` are added at the end; then an older `out` is replaced. ExportError if the folder with the other
-    parts of a composite model is unknown.
+    """Context with a writer of `tensors` to `out`, which is complete when the context ends without an error. The other
+    tensors and files of `parts` are written at the end; then an older `out` is replaced. ExportError if the model
+    combines text with images or sound, and the folder with its other parts is unknown.
     """
     if is_composite(parts.config) and parts.composite is None:
         raise ExportError(
@@ -250,7 +250,7 @@ def folder_writer(
     names = parts.composite.published if parts.composite is not None else {}
     fused = parts.composite.fused if parts.composite is not None else {}
     all_tensors = [replace(each, key=names.get(each.key, (each.key,))[0]) for each in all_tensors] + parts.other_parts
-    # All experts of a layer may be parts of one tensor.
+    # A file may store all experts of a layer as one tensor, so equal names are merged.
     all_tensors = [*{each.key: replace(each, shape=fused.get(each.key, each.shape)) for each in all_tensors}.values()]
     with replaced_folder(out) as partial:
         with closing(ShardWriter(partial, plan_shards(all_tensors, max_shard_bytes), names)) as writer:

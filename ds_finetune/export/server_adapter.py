@@ -104,7 +104,8 @@ def check_servable(adapter: PeftAdapter, model_type: str) -> None:
                 sides[module].add(leaf)
         if factors.a.shape[-2] > LARGEST_RANK:
             raise ExportError(
-                f"{adapter.folder}: `{name}` has rank {factors.a.shape[-2]}, and {VLLM} allows {LARGEST_RANK}",
+                f"the adapter of `{name}` in {adapter.folder} has rank {factors.a.shape[-2]}, and {VLLM} allows at "
+                f"most {LARGEST_RANK}",
                 hint=_MERGE,
             )
     if ignored:
@@ -142,7 +143,7 @@ def _tensors(
         missing = rank - each.a.shape[-2]
         a, b = pad(each.a, (0, 0, 0, missing)), pad(each.b.float() * each.scale, (0, missing))
         for piece in hub_pieces(name, each.shape, family_of(model_type)):
-            # `piece.index` is the expert and, for gate and up, a range of rows of B. Gate and up share A.
+            # `piece.index` is an expert and, if gate and up are fused, a range of rows of B. Both share A.
             key = KEY_PREFIX + piece.key.removesuffix(".weight")
             yield f"{key}.lora_A.weight", a[piece.index[:1]].to(dtype).clone().contiguous()
             yield f"{key}.lora_B.weight", b[piece.index].to(dtype).clone().contiguous()

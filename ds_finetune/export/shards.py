@@ -92,8 +92,8 @@ class _TensorProgress:
 class ShardWriter:
     """Writes the safetensors files `shards` to `folder`. `write` may be called from several threads and in any order. A
     file is created with its header at its first write, and flushed and closed when it is full, so that few files are
-    open at a time. `names` maps each name passed to `write` to the tensor of the file that contains it, and
-    to the index of its first element there.
+    open at a time. If a file stores several tensors as one, `names` maps their names to the name of the stored tensor
+    and the index of their first element in it.
     """
 
     def __init__(self, folder: Path, shards: Shards, names: Mapping[str, tuple[str, int]] | None = None) -> None:

@@ -40,12 +40,12 @@ class TensorSource:
     def select(
         self, shapes: Mapping[str, tuple[int, ...]], originals: Mapping[str, str] | None = None
     ) -> "TensorSource":
-        """The source with only the tensors in `shapes`. `originals` maps names to tensors that are read for them."""
+        """The source with the tensors `shapes` only. A name in `originals` reads the tensor that is its value there."""
         names = originals or {}
         return replace(self, shapes=shapes, read=lambda name, *part: self.read(names.get(name, name), *part))
 
     def with_copies(self, copies: Mapping[str, str]) -> "TensorSource":
-        """The source with `copies` added. Each name in `copies` reads the tensor that is its value."""
+        """The source with additional tensors: each name in `copies` reads the tensor that is its value there."""
         return self.select({**self.shapes, **{key: self.shapes[name] for key, name in copies.items()}}, copies)
 
 
@@ -99,7 +99,7 @@ def read_model_spec(folder: Path) -> ModelSpec:
     except (AttributeError, ValueError, OSError, KeyError, TypeError, AssertionError, RecursionError) as unknown:
         reason = (str(unknown).splitlines() or [repr(unknown)])[0]
         raise ExportError(
-            f"{folder}/config.json: {reason}",
+            f"transformers cannot build a model from {folder}/config.json: {reason}",
             hint="name a folder with the config.json of a language model or a classifier by --base",
         ) from unknown
     once = dict(model.named_parameters())
@@ -120,10 +120,10 @@ def read_model_spec(folder: Path) -> ModelSpec:
 
 
 def fit_source(source: TensorSource, spec: ModelSpec, *, label: str) -> TensorSource:
-    """Select the tensors of `spec` from `source`, in the order of `spec`, followed by tensors that the model ignores.
-    Names in `source` may also be published ones; transformers 4, for example, has a tensor for each expert. A tied
-    tensor may be absent; if present, it must equal its owner and is not selected. ExportError lists tensors that are
-    missing, unexpected or of another shape.
+    """Select the tensors of the model class `spec` from `source`, followed by tensors that the class ignores. The
+    source may have published names instead of transformers' names, e.g. one tensor per expert. A tied tensor may be
+    absent; if present, it must equal its owner and is not selected. ExportError lists tensors that are missing,
+    unexpected or of another shape.
     """
     unbuilt = {name: shape for name, shape in source.shapes.items() if name not in spec.tied and spec.may_skip(name)}
     present = {name: shape for name, shape in source.shapes.items() if name not in spec.tied and name not in unbuilt}
@@ -166,15 +166,15 @@ def _is_equal(source: TensorSource, name: str, other: str) -> bool:
 
 
 def check_finite(key: str, stored: torch.Tensor, cast: torch.Tensor, *, others: str) -> None:
-    """Raise ExportError if `cast`, a chunk of the tensor `key` cast from `stored`, has NaN or infinity. The hint names
-    the dtypes `others`, unless the source already had NaN or infinity.
+    """Raise ExportError if `cast`, a chunk of the tensor `key` cast from `stored`, has NaN or infinity. The hint
+    proposes the dtypes `others`, unless `stored` already has NaN or infinity.
     """
     low, high = torch.aminmax(cast)
     if torch.isfinite(low) and torch.isfinite(high):
         return
     if torch.isfinite(stored).all():
-        text = f"as {str(cast.dtype).removeprefix('torch.')}"
-        raise ExportError(f"tensor `{key}` holds NaN or infinity {text}", hint=f"export with --dtype {others}")
+        dtype = str(cast.dtype).removeprefix("torch.")
+        raise ExportError(f"tensor `{key}` holds NaN or infinity as {dtype}", hint=f"export with --dtype {others}")
     raise ExportError(
         f"tensor `{key}` holds NaN or infinity in the source",
         hint="training had diverged when the source was saved: export an older checkpoint",

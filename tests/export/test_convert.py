@@ -133,7 +133,7 @@ def test_a_config_without_a_causal_lm(tree: dict[str, str], said: str, tmp_path:
     (tmp_path / "config.json").write_text(json.dumps(tree))
     with pytest.raises(ExportError, match=said) as caught:
         read_model_spec(tmp_path)
-    assert caught.value.message.startswith(f"{tmp_path}/config.json: ")
+    assert f"cannot build a model from {tmp_path}/config.json: " in caught.value.message
 
 
 def test_what_does_not_fit_is_listed(llama: PreTrainedModel, tmp_path: Path) -> None:

@@ -178,7 +178,7 @@ def test_one_weight_of_the_experts_and_a_large_rank_are_refused(tmp_path: Path) 
                 {"target_modules": [], "target_parameters": ["experts.down_proj"]},
                 "adapts only down_proj of .* cannot load",
             ),
-            ({"target_modules": ["o_proj"], "r": 513}, "has rank 513, and vLLM 0.32 allows 512"),
+            ({"target_modules": ["o_proj"], "r": 513}, "has rank 513, and vLLM 0.32 allows at most 512"),
         )
     ):
         model = base_model("deepseek_v3")

@@ -75,8 +75,8 @@ def check_model(
 def _write_file(
     source: Path, folder: Path, file: Path, options: ExportOptions
 ) -> tuple[dict[str, tuple[int, int]], list[str], str]:
-    """Write the model of `folder`, which is the export of `source`, to the GGUF `file`. Returns the first byte and the
-    end of each tensor by name, notes for the user, and the text of an Ollama Modelfile.
+    """Write the model of `folder`, which is the export of `source`, to the GGUF `file`. Returns the byte range of each
+    tensor by name, notes for the user, and the text of an Ollama Modelfile.
     """
     model, hub = plain_model(folder, check_model)
     config, family = model.config, family_of(model.config.model_type)
@@ -106,9 +106,9 @@ def _write_file(
 def _write_tensors(
     writer: gguf.GGUFWriter, file: Path, tensors: list[GgufTensor], hub: HubFolder
 ) -> dict[str, tuple[int, int]]:
-    """Write header, settings and tensors to the GGUF file. Returns the first byte and the end of each tensor by name.
-    VerificationError if the file has other bytes than were written. The bytes are compared without gguf's own reader,
-    which takes 10 s for a vocabulary of 100,000 tokens.
+    """Write header, settings and tensors to a GGUF file, and read the tensors back. Returns the byte range of each
+    tensor by name. VerificationError if the file has other bytes than were written. gguf's own reader is not used,
+    because it takes 10 s for a vocabulary of 100,000 tokens.
     """
     writer.write_header_to_file(file)
     writer.write_kv_data_to_file()

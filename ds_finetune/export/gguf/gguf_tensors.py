@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file: the published tensors that each one consists of, and its bytes in bounded chunks."""
+"""The tensors of a GGUF file, each made from one or more published tensors in chunks of bounded size."""
 
 import math
 import re
@@ -27,12 +27,12 @@ _FP32_WEIGHTS = ("_norm.weight", ".ffn_gate_inp.weight")
 _ROTATED = tuple(f"{name}_proj.{part}" for name in "qk" for part in ("weight", "bias"))
 
 Change = Callable[[torch.Tensor], torch.Tensor]
-"""Function that reorders the rows of a published tensor, [groups, rows of a group, columns], for a GGUF tensor."""
+"""Function from a chunk of a published tensor, [groups, rows of a group, columns], to the GGUF tensor's values."""
 
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """One tensor of a GGUF file. It is the concatenation of the published tensors `keys`."""
+    """One tensor of a GGUF file: the published tensors `keys`, concatenated."""
 
     name: str
     shape: tuple[int, ...]
@@ -40,10 +40,10 @@ class GgufTensor:
     kind: Kind
     keys: tuple[str, ...]
     group: int = 1
-    """Number of consecutive rows that the function `change` reorders together."""
+    """Number of consecutive rows that the function `change` gets together, e.g. the rows of an attention head."""
     change: Change | None = None
     values: torch.Tensor | None = None
-    """Values of a tensor that is computed from the configuration instead of read from the published ones."""
+    """Values of a tensor that is computed from the configuration; None for tensors made from published ones."""
 
     @property
     def num_bytes(self) -> int:
@@ -137,7 +137,7 @@ def _views(key: str, shape: tuple[int, ...], config: PretrainedConfig, family: F
 
 
 def _keys_and_values(prefix: str, shape: tuple[int, ...], config: PretrainedConfig) -> list[_View]:
-    """Split kv_b_proj into keys and values. llama.cpp multiplies queries by the key part, so it is transposed."""
+    """Split kv_b_proj into keys and values. The key part is transposed, because llama.cpp multiplies queries by it."""
     nope, rank = config.qk_nope_head_dim, shape[1]
     head_rows = nope + config.v_head_dim
     heads = shape[0] // head_rows
@@ -148,7 +148,7 @@ def _keys_and_values(prefix: str, shape: tuple[int, ...], config: PretrainedConf
 
 
 def _outputs_first(key: str, shape: tuple[int, ...]) -> list[_View]:
-    """GGUF tensors of experts published as [experts, inputs, outputs], in which gate and up columns alternate."""
+    """GGUF tensors of expert weights published as [experts, inputs, outputs]; gate and up columns alternate."""
     start, bias, _ = key.partition("_bias")
     turns = {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}
     views: list[_View] = []
@@ -161,8 +161,8 @@ def _outputs_first(key: str, shape: tuple[int, ...]) -> list[_View]:
 
 
 def _pairs(heads: torch.Tensor) -> torch.Tensor:
-    """Reorder the rows of attention heads for llama.cpp's rotary embedding. The two rows that rotate together become
-    neighbours; before, they are half a head apart.
+    """Reorder the rows of attention heads for llama.cpp's rotary embedding, which rotates neighbouring rows. In
+    transformers, rows that rotate together are half a head apart.
     """
     groups, rows, columns = heads.shape
     return heads.view(groups, 2, rows // 2, columns).transpose(1, 2)

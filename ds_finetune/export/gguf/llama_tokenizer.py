@@ -46,8 +46,8 @@ _SPLITTERS = {
     "9d032fcbd5501f4a38150912590928bfb36091efb5df11b8e2124b0390e3fb1e": "falcon3",
     "3ce83efda5659b07b1ad37ca97ca5797ea4285d9b9ab0dc679e4a720c9da7454": "gpt-2",
 }
-"""Names of llama.cpp's rules that split text into words, by the sha256 of a tokenizer's ids of `_PROBE`. llama.cpp's
-converter lists them; this table has the tokenizers of the exported families.
+"""llama.cpp's rules for splitting text into words: their name by the sha256 of a tokenizer's ids of `_PROBE`. The table
+has the tokenizers of the supported model families, from llama.cpp's converter.
 """
 
 
@@ -58,7 +58,7 @@ def splitting(tokenizer: PreTrainedTokenizerBase) -> str | None:
     if is_sentencepiece(tokenizer):
         return None
     ids = [tokenizer(_PROBE, add_special_tokens=special)["input_ids"] for special in (True, False)]
-    # The published tokenizer may begin texts with BOS, and transformers 5.23 does not save `add_bos_token`.
+    # The table may have the ids with BOS, which an export lacks: transformers 5.23 does not save `add_bos_token`.
     ids.append([tokenizer.bos_token_id, *ids[-1]])
     sums = [sha256(str(each).encode()).hexdigest() for each in ids]
     for each in sums:
@@ -77,12 +77,12 @@ def splitting(tokenizer: PreTrainedTokenizerBase) -> str | None:
 def add_tokenizer(
     writer: gguf.GGUFWriter, folder: Path, config: PretrainedConfig, source: Path
 ) -> tuple[PreTrainedTokenizerBase, list[str]]:
-    """Write the tokenizer of `folder` to the GGUF `writer`, for a model of `config`. Returns the tokenizer, whose chat
-    template is that of the GGUF, and notes for the user. `folder` is the export of `source`, which messages name.
+    """Write the tokenizer of `folder`, the export of `source`, to the GGUF `writer`. Returns the tokenizer with the
+    GGUF's chat template, and notes for the user. `config` is the model's configuration. Messages name `source`.
 
     DataError if the folder has no tokenizer. ExportError if the tokenizer has more tokens than the model, if llama.cpp
-    does not support its splitting of text or its chat template, or if llama.cpp makes other tokens of every chat, or,
-    without a chat template, of every text.
+    does not support its splitting of text or its chat template, or if llama.cpp tokenises all chats (without a chat
+    template, all texts) otherwise than transformers.
     """
     tokenizer, vocab_size = load_tokenizer(str(folder)), int(config.vocab_size)
     tokenizer.name_or_path = str(source)
@@ -90,7 +90,7 @@ def add_tokenizer(
     rules, tree = splitting(tokenizer), json.loads(tokenizer.backend_tokenizer.to_str())
     template = tokenizer.chat_template
     if (plain := PlainFormat.of(template)) is not None:
-        # llama.cpp adds the space behind BOS itself.
+        # llama.cpp itself adds a space after BOS, so the template must not.
         tokenizer.chat_template = plain.template(has_bos="{{ bos_token" in template)
     adds_space, note = _space_prefix(tokenizer, [] if plain else probe_chats(tokenizer))
     core, added = tree["model"], {token["id"]: token for token in tree["added_tokens"]}
@@ -122,8 +122,8 @@ def add_tokenizer(
 
 
 def _space_prefix(tokenizer: PreTrainedTokenizerBase, chats: Sequence[str]) -> tuple[bool, str]:
-    """Whether llama.cpp must put a space before a text and behind each control token to tokenise most `chats` and texts
-    as transformers does, and a note on the others. ExportError if it tokenises all of them otherwise.
+    """Whether llama.cpp must add a space before a text and after each control token to tokenise most `chats` and texts
+    as transformers does, and a note on texts that still differ. ExportError if all of them differ.
     """
     default = tokenizer.tokenize("a")[0].startswith("▁")
     values = (default, not default) if is_sentencepiece(tokenizer) else (default,)

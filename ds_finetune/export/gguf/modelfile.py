@@ -35,7 +35,7 @@ def modelfile(name: str, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]
 
 
 def _go_template(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The chat template in Go, for dialogues without tools; empty if a message's rendering depends on others."""
+    """The chat template in Go, for dialogues without tools; empty if a message's text depends on other messages."""
     given = tokenizer.chat_template
     try:
         template = ChatTemplate(tokenizer, given["default"] if isinstance(given, dict) else given)
@@ -65,7 +65,7 @@ def _go_template(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _around(template: ChatTemplate, messages: Messages) -> list[str]:
-    """Render `messages`, and return the chat template's texts before, between and after them, up to the answer."""
+    """Render `messages`. Returns what the chat template writes before the first, between, and after the last one."""
     parts = template.render(messages, None, opens=True).split(placeholder("text"))
     if len(parts) != len(messages) + 1:
         raise RenderingError

@@ -37,7 +37,7 @@ def check_settings(config: PretrainedConfig, family: Family) -> None:
     for name, value, supported in values:
         if value not in supported:
             raise ExportError(
-                f"{name} is {value} in config.json, and llama.cpp computes {config.model_type} with {supported[0]}",
+                f"{name} is {value} in config.json, and llama.cpp supports only {supported[0]} for {config.model_type}",
                 hint="export with --format safetensors or onnx",
             )
     for name in ("num_experts_per_tok", *(["sliding_window"] if family.has_sinks else [])):

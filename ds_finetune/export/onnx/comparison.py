@@ -38,8 +38,8 @@ GENERATED = (
     ((0,), 12, (8, 4)),
     ((2, 0), 21, (1, 9, 1, 1, 4, 1, 4)),
 )
-"""Test inputs of a language model. Each has the number of padding tokens at the start of each row, the row length with
-padding, and the lengths of the chunks in which a row is fed to the model, each with the cache of earlier chunks.
+"""Test inputs of a language model. Each has three values: numbers of padding tokens at the start of its rows, length of
+a row with padding, and lengths of the chunks in which rows are fed. A chunk uses the cache of earlier chunks.
 """
 PROMPTS = ((0, 4, 1, 7), 11)
 """Inputs for greedy decoding: number of padding tokens at the start of each row, and row length with padding."""
@@ -66,8 +66,8 @@ class Case:
     chunks: tuple[int, ...] = ()
     """Sizes of the chunks in which the tokens are fed to a language model; empty for a classifier."""
     logits: Floats = field(default_factory=lambda: np.zeros((0, 0), dtype=np.float32))
-    """Logits [tokens without padding, vocabulary] of a language model, or [rows, labels] of a classifier. Only logits
-    that `is_sampled` selects with `stride` are compared.
+    """Logits [tokens without padding, vocabulary] of a language model, or [rows, labels] of a classifier. With a
+    `stride` above 1, only some of them are compared.
     """
     stride: int = 1
     """Distance between the compared logits of one position; 1 compares all logits."""
@@ -87,13 +87,13 @@ class Reference:
 
     cases: tuple[Case, ...]
     experts: str
-    """For messages: the number of routed experts that the tokens reach; empty for a model without experts."""
+    """Number of routed experts that the tokens reach, as text for messages; empty for a model without experts."""
     tokens: Ints | None = None
     """Prompts with the tokens that `generate` adds greedily, [rows, length + NEW_TOKENS]; None for a classifier."""
     leads: Floats | None = None
     """For each generated token, (best - second best logit) / largest |logit|, [rows, NEW_TOKENS]."""
     chosen: Ints | None = None
-    """Best token at the position of each generated token, [rows, NEW_TOKENS]. A quantised graph may choose others."""
+    """Best token at each generated token's position, [rows, NEW_TOKENS]. A quantised graph may choose other tokens."""
     program: str = "transformers"
     """Name in messages of the program that computed the reference, by default transformers."""
 
@@ -110,9 +110,9 @@ class OnnxComparison:
     """Largest difference between a logit of ONNX Runtime and of the reference, relative to the largest logit."""
     tolerance: float
     allowed_share: float
-    """Fraction of positions, and of generated tokens, that may exceed the tolerance."""
+    """Fraction of positions, and of greedily generated tokens, that may exceed the tolerance."""
     new_tokens_differing: int | None
-    """Number of greedy tokens that differ; None for a classifier."""
+    """Number of greedily generated tokens that differ from the reference; None for a classifier."""
     experts: str
     program: str
     failures: tuple[str, ...]
@@ -178,7 +178,7 @@ class _ProductsInFp32(TorchFunctionMode):
             return out.float() if function is functional.embedding else out
         inputs, weight, bias = (*args, None)[:3]
         out, first = inputs.new_empty(*inputs.shape[:-1], len(weight)), 0
-        # One buffer is used for all parts, because a new buffer for each part would fragment the heap.
+        # One buffer is used for all chunks, because a new buffer for each chunk would fragment the heap.
         buffer = torch.empty(max(_PRODUCT_NUMEL // weight.shape[1], 1), weight.shape[1])
         for part in weight.split(len(buffer)):
             out[..., first : first + len(part)] = function(inputs, buffer[: len(part)].copy_(part))
@@ -194,7 +194,7 @@ def generated_case(vocab: int, pads: tuple[int, ...], length: int, chunks: tuple
 
 
 def scored_case(config: PretrainedConfig, pads: tuple[int, ...], length: int, side: str) -> Case:
-    """Rows of random tokens for a classifier. None is the padding token, so transformers finds the end of each text."""
+    """Rows of random tokens for a classifier, without the padding token: transformers finds a text's end by it."""
     rng, pad = np.random.default_rng([len(pads), length]), config.pad_token_id
     if pad is None:
         pads = pads[:1]
@@ -272,9 +272,9 @@ def with_logits(case: Case, model: PreTrainedModel) -> Case:
 
 
 def generate_tokens(model: PreTrainedModel, tokens: Ints | None = None) -> tuple[Ints, torch.Tensor]:
-    """Generate NEW_TOKENS tokens after each of PROMPTS with `generate` of `model`, greedily, or forced to be those of
-    `tokens`. Returns all tokens, [rows, length + NEW_TOKENS], and the logits before each new token, [rows, NEW_TOKENS,
-    vocabulary].
+    """Generate NEW_TOKENS tokens greedily after each of PROMPTS. If `tokens` is given, its tokens are appended instead
+    of the best ones. Returns all tokens, [rows, length + NEW_TOKENS], and the logits before each new token, [rows,
+    NEW_TOKENS, vocabulary].
     """
     prompts = generated_case(model.config.vocab_size, *PROMPTS, chunks=(PROMPTS[1],))
     settings = GenerationConfig(

@@ -142,7 +142,7 @@ def _append_to_cache(graph: Graph, number: int) -> CacheUpdate:
 
 @dataclass(frozen=True)
 class _AttentionScope:
-    """What an attention layer in an ONNX graph needs besides its hidden states: mask, rotary embedding, cache."""
+    """Values that attention layers of an ONNX graph need besides hidden states: mask, rotary embedding and cache."""
 
     layers: Layers
     config: PretrainedConfig
@@ -229,7 +229,7 @@ ATTENTION: Mapping[str, Callable[[PretrainedConfig], tuple[Callable[[_AttentionS
     "latent": _latent,
     "grouped_query": _grouped_query,
 }
-"""Builders of attention layers and of their cache shapes, by the name of the attention in a family's `OnnxGraph`."""
+"""Functions that build an attention layer, with its cache shape, by the attention's name in a family's `OnnxGraph`."""
 
 
 def _mask(graph: Graph) -> Mask:

@@ -82,7 +82,7 @@ ROUTERS: Mapping[str, Callable[[Layers, str, str, PretrainedConfig], Routing]] =
     "softmax": _route_softmax,
     "sigmoid": _route_sigmoid,
 }
-"""Functions that choose experts from router logits, fp32 [tokens, experts], by the name in a family's `OnnxGraph`."""
+"""Functions that choose experts by router logits, fp32 [tokens, experts], by their name in a family's `OnnxGraph`."""
 
 
 def _top(graph: Graph, x: str, k: int) -> list[str]:

@@ -37,7 +37,7 @@ from ds_finetune.model.loss.score_config import is_classifier
 INLINE_BYTES = 256 * MIB
 """Weights of more bytes than this get a file of their own, since a protobuf message must be smaller than 2 GiB."""
 _NUMBERS = {"fp32": "float32", "fp16": "float16", "int8": "float32", "int4": "float32"}
-"""Dtype of activations and unquantised weights in numpy's terms, by the value of `--dtype`."""
+"""numpy dtype of activations and unquantised weights, by the value of `--dtype`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ _PIECE_NUMEL = 2**22
 
 
 def parts_of(config: PretrainedConfig) -> OnnxGraph:
-    """The ONNX description of the model's family. ExportError if the family has none."""
+    """The ONNX settings of the model's family. ExportError if the family cannot be exported to ONNX."""
     parts = ONNX.check_model_type(config.model_type).onnx
     assert parts is not None
     return parts
@@ -64,8 +64,8 @@ class Layers:
         name: str = "",
         dtype: np.dtype | None = None,
     ) -> str:
-        """Add the model's tensor `key`, after `change`, as the weight `name` of the graph (by default `key`). Its dtype
-        is the graph's unless `dtype` is given; routers are fp32, as in transformers. Fused experts are not supported.
+        """Add the model's tensor `key`, changed by the function `change`, to the graph under `name` (by default `key`).
+        Its dtype is the graph's unless `dtype` is given, e.g. fp32 for routers. Fused experts are not supported.
         """
         module, _, leaf = key.rpartition(".")
         shape, stored = tuple(change(getattr(self.module(module), leaf)).shape), published_name(key, self.family)

@@ -45,8 +45,8 @@ def quantise_weights(folder: Path, dtype: str, source: Path, *, inline_bytes: in
 
 
 def own_reference(folder: Path, reference: Reference) -> Reference:
-    """Replace the logits of `reference` by those of the quantised graph in `folder`, so that a later check finds
-    changed files. Only two test inputs are kept, because 8-bit weights are unpacked at each use.
+    """Replace the logits of `reference` by those of the quantised graph in `folder`, so that a later verification
+    detects changed files. Only two test inputs are kept to save time, because 8-bit weights are unpacked at each use.
     """
     assert reference.tokens is not None
     model = OnnxCausalLM.from_pretrained(folder, is_mapped=True)

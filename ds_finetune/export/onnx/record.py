@@ -15,7 +15,7 @@ from ds_finetune.export.onnx.comparison import Case, Reference, compare, is_samp
 FORMAT = "onnx 3"
 """Name and version of the format in the record of an exported folder."""
 _SAMPLED_LOGITS = 1024
-"""Minimum number of logits recorded per position. There are more if some rows of the head would be missed."""
+"""Minimum number of logits recorded per position, more if otherwise a row of the head would be in no record."""
 
 
 def write_record(folder: Path, reference: Reference, about: Mapping[str, Any]) -> None:
@@ -62,8 +62,8 @@ def weights_at(folder: Path, _: object, name: str, changed: Mapping[str, Runs]) 
 
 
 def _case_tree(case: Case, longest: int) -> dict[str, Any]:
-    """A test input as JSON, with its sampled logits in fp32. All logits of a classifier are recorded. `longest` is the
-    number of positions of the longest test input, whose samples must cover every row of the head.
+    """A test input as JSON, with sampled logits in fp32, or all logits of a classifier. `longest` is the number of
+    positions of the longest test input, whose samples must cover every row of the language-model head.
     """
     stride = min(-(-case.logits.shape[1] // _SAMPLED_LOGITS), longest) if case.chunks else 1
     return {

@@ -21,11 +21,10 @@ _PAST = "past_key_values."
 
 def open_session(folder: Path, *, is_mapped: bool = False) -> tuple[onnxruntime.InferenceSession, np.dtype]:
     """Open the graph of `folder` with ONNX Runtime on all CPU cores of this process. Returns the session and the
-    logits' dtype. With `is_mapped`, weights stay in the file, which takes little memory and is slower: they are neither
-    reordered for faster products nor cast ahead of use. Quantised weights would be unpacked at each use, so they are
-    copied to memory, unless the embedding is also the head and would be copied too.
+    logits' dtype. With `is_mapped`, weights stay in the file, which saves memory but is slower. Quantised weights would
+    be unpacked at each use, so they are copied to memory all the same, unless the embedding is also the head.
     """
-    # Earlier versions of this program wrote model.onnx beside config.json.
+    # Folders of earlier versions of this program have model.onnx beside config.json.
     file = folder / MODEL if (folder / MODEL).is_file() else folder / "model.onnx"
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = len(os.sched_getaffinity(0))
@@ -66,9 +65,9 @@ class OnnxModel:
     def run(
         self, ids: np.ndarray, mask: np.ndarray, cache: list[np.ndarray], positions: np.ndarray | None = None
     ) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Logits [rows, length, vocabulary] of `ids` [rows, length], and the cache extended by these tokens. `mask`
-        [rows, total] is the attention mask of cached tokens and `ids`. By default the positions of `ids` are counted in
-        `mask`.
+        """Compute the logits [rows, length, vocabulary] of `ids` [rows, length], and the cache extended by these
+        tokens. `mask` [rows, total] is the attention mask of cached tokens and `ids`. Without `positions`, positions
+        follow from `mask`.
         """
         if positions is None:
             positions = np.maximum(mask.cumsum(axis=1) - 1, 0)[:, -ids.shape[1] :]

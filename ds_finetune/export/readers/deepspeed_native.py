@@ -38,8 +38,8 @@ class InertInt(int):
 
 def load_values(path: Path, stand_ins: Sequence[tuple[Any, str]]) -> dict[str, Any]:
     """Load the dictionary that torch.save wrote to `path`, with tensors on the meta device; `span_of` locates their
-    data. Only classes of torch's allow-list and placeholders are constructed: `stand_ins` are pairs of a placeholder
-    and the pickled name that it replaces. Any other name raises ExportError before the pickle is executed.
+    data. `stand_ins` are pairs of a placeholder class and the pickled class name that it replaces. ExportError, before
+    any pickled code runs, if the file has another class that torch does not allow.
     """
     try:
         with safe_globals(list(stand_ins)):
@@ -83,9 +83,9 @@ class FileSpan:
 
 
 def span_of(tensor: torch.Tensor, file: DataFile) -> FileSpan:
-    """The range of `file` with the data of a tensor that `load_values(file.path)` returned. ExportError if it is not
-    contiguous. torch 2.13 gives the storage of a tensor on the meta device its offset in the file
-    (serialization.py:2098).
+    """Locate the data of a tensor that `load_values(file.path)` returned in `file`. torch 2.13 gives the storage of a
+    tensor on the meta device its offset in the file (serialization.py:2098). ExportError if the tensor is not
+    contiguous.
     """
     if not tensor.is_contiguous() or not tensor.dtype.is_floating_point:
         raise ExportError(
@@ -117,8 +117,8 @@ def part_of(vector: Vector, start: int, numel: int) -> Iterator[FileSpan]:
 
 @dataclass(frozen=True)
 class SplitTensor:
-    """A tensor stored in slices of `slice_numel` elements. Slice i begins at element `offset` of `vectors[i]`. The last
-    slice may end with padding.
+    """A tensor stored in slices of `slice_numel` elements, e.g. one per rank. Slice i begins at element `offset` of the
+    flat vector `vectors[i]`. The last slice may end with padding.
     """
 
     shape: tuple[int, ...]
@@ -184,7 +184,7 @@ def read_deepspeed_checkpoint(folder: Path) -> TensorSource:
     for path in sorted(step.iterdir()):
         for pattern, meaning in _UNSUPPORTED_LAYOUTS:
             if pattern.fullmatch(path.name):
-                raise ExportError(f"{step} holds `{path.name}`: {meaning}, which is not supported", hint=_ELSEWHERE)
+                raise ExportError(f"{step} has `{path.name}`, which is not supported: {meaning}", hint=_ELSEWHERE)
     model = _read_model_states(step)
     optim = _read_optim_states(step, model)
     stored = dict((*_trained_weights(step, model, optim), *_frozen_weights(model)))
@@ -211,7 +211,7 @@ def read_deepspeed_checkpoint(folder: Path) -> TensorSource:
 
 @dataclass(frozen=True)
 class _States:
-    """A file of model or optimizer states, loaded with tensors on the meta device."""
+    """The contents of a file with model or optimizer states, with tensors on the meta device."""
 
     file: DataFile
     values: dict[str, Any]
@@ -306,7 +306,7 @@ def _trained_weights(step: Path, model: Sequence[_States], optim: Sequence[_Stat
         return iter(())
     zero = _zero(optim[0])
     if "ds_zero_partition_groups" in zero or any(model[0].values.get(key) for key in _AUTOEP_KEYS):
-        raise ExportError(f"{step}: {_UNSUPPORTED_LAYOUTS[0][1]}, which is not supported", hint=_ELSEWHERE)
+        raise ExportError(f"the checkpoint {step} is not supported: {_UNSUPPORTED_LAYOUTS[0][1]}", hint=_ELSEWHERE)
     if "fp32_flat_groups" in zero:
         return _stage_3_weights(step, model[0].values["param_shapes"], optim)
     return _stage_1_and_2_weights(step, model[0].values["param_shapes"], optim)
@@ -328,8 +328,8 @@ def _stage_3_weights(
 def _stage_1_and_2_weights(
     step: Path, groups: Sequence[Mapping[str, Sequence[int]]], optim: Sequence[_States]
 ) -> Iterator[_NamedTensor]:
-    """Weights at ZeRO stages 1 and 2: the partitions of a group, joined in order of ranks, have the group's parameters
-    in order. The state file says how many elements of padding follow each parameter.
+    """Weights at ZeRO stages 1 and 2: each parameter group is a flat vector, partitioned over the ranks. Its parameters
+    follow in order, each followed by the padding that the state file names.
     """
     paddings = _zero(optim[0]).get("param_alignment_paddings") or [[0] * len(group) for group in groups]
     flats = [_zero(states)["single_partition_of_fp32_groups"] for states in optim]
@@ -357,14 +357,14 @@ def _check_count(step: Path, present: Sequence[int], expected: Sequence[int], un
     for rank, (has, needs) in enumerate(zip(present, expected, strict=True)):
         if has != needs:
             raise ExportError(
-                f"{step}: the flat weights hold {has} {unit} where the model states need {needs} (file {rank})",
+                f"the optimizer states in {step} have {has} {unit}, the model states need {needs} (state file {rank})",
                 hint="the folder mixes files of different saves; use the folder of another step",
             )
 
 
 def _frozen_weights(model: Sequence[_States]) -> Iterator[_NamedTensor]:
-    """Frozen parameters, which the optimizer does not have. At ZeRO stage 3 they are stored in slices, else as full
-    tensors; at stage 1 they are only in the entry `module`.
+    """Frozen parameters, which have no optimizer state. At ZeRO stage 3 they are stored in slices, at stage 2 as full
+    tensors, and at stage 1 only in the entry `module` of the model states.
     """
     values = model[0].values
     sliced = values.get("frozen_param_fragments") or {}

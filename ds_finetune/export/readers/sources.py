@@ -62,7 +62,8 @@ def read_checkpoint(folder: Path) -> tuple[TensorSource, frozenset[str]]:
             copied += reader.copy(item.key, box, target)
         if copied != numel:
             raise CheckpointError(
-                f"{numel - copied:,} of {numel:,} elements of `{name}` are in no part", hint="take another checkpoint"
+                f"{numel - copied:,} of {numel:,} elements of `{name}` are missing in the checkpoint",
+                hint="take another checkpoint",
             )
         return out
 
@@ -98,7 +99,7 @@ class OpenedSource:
 
 
 def open_deepspeed(path: Path, _: Path | None) -> OpenedSource:
-    """Open a checkpoint in DeepSpeed's own format. The Hugging Face Trainer writes config.json beside it."""
+    """Open a checkpoint in DeepSpeed's own format. The Hugging Face Trainer also writes a config.json to its folder."""
     return OpenedSource(
         read_deepspeed_checkpoint(path), (path,) if (path / "latest").is_file() else (path, path.absolute().parent)
     )
@@ -131,7 +132,7 @@ def open_checkpoint(path: Path, base: Path | None) -> OpenedSource:
     lora, dtype = LoraConfig.model_validate(state.config["lora"] or {}), PRECISION_DTYPES[train["precision"]]
 
     def factors(weight: str) -> Factors:
-        """The adapter of `weight`, rounded to the training dtype, with which the model computed in training."""
+        """The LoRA adapter of `weight`, rounded to the dtype in which training computed with it."""
         a, b = (
             source.read(name, 0, prod(source.shapes[name])).view(source.shapes[name]).to(dtype)
             for name in (sides[weight, s] for s in "AB")
@@ -230,7 +231,7 @@ def _merged_source(
     factors = lru_cache(maxsize=8)(lambda name: adapters.factors(name).as_stored(name, family))
 
     def pieces_of(name: str, shape: tuple[int, ...]) -> list[tuple[str, int, tuple[int, ...]]]:
-        """The base folder's tensors that make up the model's tensor `name`: key, index of first element, and shape."""
+        """Tensors of the base folder that make up the tensor `name`, as (key, index of first element, shape)."""
         if name in base.shapes:
             return [(name, 0, shape)]
         return [(piece.key, piece.first_element(shape), piece.shape) for piece in hub_pieces(name, shape, family)]
@@ -245,13 +246,13 @@ def _merged_source(
         shape = factors(name).shape
         pieces = pieces_of(name, shape)
         wrong = [
-            f"{key} {piece_shape}, in the base {base.shapes.get(key, 'absent')}"
+            f"`{key}` is {piece_shape}, and in the base {base.shapes.get(key, 'absent')}"
             for key, _, piece_shape in pieces
             if base.shapes.get(key) != piece_shape
         ]
         if wrong:
             raise ExportError(
-                f"{label} does not fit the base: `{name}` is {shape}, {'; '.join(wrong[:3])}",
+                f"{label} does not fit the base model's shapes: {'; '.join(wrong[:3])}",
                 hint="name the folder of the model that training started from by --base",
             )
         adapted |= {key: (name, begin) for key, begin, _ in pieces}
@@ -324,6 +325,6 @@ def open_source(path: Path, base: Path | None = None) -> OpenedSource:
             return open_kind(path, base)
     content = ", ".join(sorted(entry.name for entry in path.iterdir())[:10]) or "nothing"
     raise ExportError(
-        f"`{path}` holds no checkpoint: {content}",
+        f"`{path}` is no folder that can be exported; it holds {content}",
         hint=bin_conversion(path) or f"name a folder that holds {' or '.join(KINDS)}",
     )

@@ -181,9 +181,8 @@ def _limit(record: ExportRecord, loaded: LoadedFolder, logits: Floats) -> float:
 
 
 def deviations(logits: Floats, expected: Floats, lengths: Sequence[int]) -> NDArray[np.float64]:
-    """Deviation of the logits at each position, [positions]; position i has `lengths[i]` of the flat `logits`. A
-    deviation is the root mean square of `logits - expected` over the position's logits, divided by the largest
-    |expected| of all positions.
+    """Deviation of the logits at each position, [positions]: the root mean square of `logits - expected`, divided by
+    the largest |expected| of all positions. Logits are flat; `lengths` has the number of logits of each position.
     """
     ends = np.cumsum(lengths)
     squares = (logits.astype(np.float64) - expected) ** 2

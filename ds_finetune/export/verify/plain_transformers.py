@@ -112,9 +112,8 @@ def _inspect_folder(folder: Path, config: PretrainedConfig) -> tuple[dict[str, A
 
 
 def _choose_experts(model: PreTrainedModel, record: dict[str, Any]) -> str:
-    """Switch to eager experts if torch's grouped matrix product does not support the model. Returns the reason, or an
-    empty text. torch 2.13 requires that rows have a multiple of 16 bytes (aten, GroupedMMUtils.h). Verification does
-    not need the product.
+    """Compute experts one by one if torch's grouped matrix product does not support the model. Returns the reason, or
+    an empty text. torch 2.13 requires that rows have a multiple of 16 bytes (aten, GroupedMMUtils.h).
     """
     if getattr(model.config, "_experts_implementation", None) != _GROUPED:
         return ""

@@ -49,7 +49,7 @@ class Digest:
     runs: tuple[tuple[int, int], ...]
     """Lengths of the segments, run-length encoded: (elements, number of consecutive segments of that length)."""
     value: str
-    """xxh3 digest over the xxh3 digests of the segments."""
+    """xxh3 digest of the concatenated digests of the segments."""
 
     @classmethod
     def of(cls, segments: Iterable[tuple[int, int]]) -> "Digest":
@@ -76,7 +76,7 @@ class ExportRecord:
     base: str
     """Folder of the base model from which training started."""
     dtype: str
-    """Dtype of the model that computed the logits."""
+    """Dtype in which the recorded logits were computed."""
     vocab_size: int
     prompts: tuple[tuple[int, ...], ...]
     """Token ids of each prompt."""
@@ -175,7 +175,7 @@ def sampling_stride(vocab_size: int) -> int:
 
 def fixed_prompts(vocab_size: int, tokenizer: PreTrainedTokenizerBase | None) -> tuple[tuple[int, ...], ...]:
     """Eight prompts of `PROMPT_TOKENS` random token ids, and the first tokens of eight short texts. Each call returns
-    the same. A text for which the tokenizer gives no tokens, e.g. in an unknown script, is left out.
+    the same prompts. Texts for which the tokenizer gives no tokens, e.g. in an unknown script, are left out.
     """
     texts = [] if tokenizer is None else tokenizer(list(TEXTS))["input_ids"]
     return (*_random_prompts(vocab_size), *(tuple(ids[:PROMPT_TOKENS]) for ids in texts if ids))

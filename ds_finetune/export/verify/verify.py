@@ -62,8 +62,8 @@ def changed_tensors(tensors: Mapping[str, StoredTensor], record: ExportRecord) -
 
 
 def digest_of(data: NDArray[np.uint8], tensor: StoredTensor, *, like: Digest) -> Digest:
-    """The digest of a tensor in a file with the bytes `data`, over the segments of the digest `like`. If the file is
-    too short, only the bytes that exist are digested.
+    """The digest of a tensor in a file with the bytes `data`, computed segment by segment as the recorded digest
+    `like`. If the file is too short, only the bytes that exist are digested.
     """
     begin, segments = tensor.begin, []
     for numel in like.lengths():

@@ -224,17 +224,17 @@ def test_damaged_files_are_named(copy: Path) -> None:
         (
             "qwen2-stage3-bf16-frozen",
             "deepseek_v3-stage3-bf16",
-            r"the flat weights hold \d+ elements where the model states need \d+ \(file 0\)",
+            r"optimizer states in .* have \d+ elements, the model states need \d+ \(state file 0\)",
         ),
         (
             "qwen2-stage2-bf16-frozen",
             "deepseek_v3-stage2-bf16",
-            r"the flat weights hold 32 parameters where the model states need 15",
+            r"optimizer states in .* have 32 parameters, the model states need 15",
         ),
         (
             "deepseek_v3-stage1-bf16",
             "deepseek_v3-stage1-fp32-frozen",
-            r"the flat weights hold \d+ parameters where the model states need \d+",
+            r"optimizer states in .* have \d+ parameters, the model states need \d+",
         ),
     ],
 )
@@ -281,7 +281,7 @@ def test_what_the_command_refuses(copy: Path, tmp_path: Path, capsys: pytest.Cap
 
     empty, out = tmp_path / "empty", tmp_path / "out"
     empty.mkdir()
-    assert f"`{empty}` holds no checkpoint: nothing" in said(str(empty), str(out))
+    assert f"`{empty}` is no folder that can be exported; it holds nothing" in said(str(empty), str(out))
     assert "is not a folder" in said(str(tmp_path / "none"), str(out))
     assert "--max-shard-size `5 apples` is no number" in said(str(copy), str(out), "--max-shard-size", "5 apples")
     assert f"`{copy}` is not empty: config.json" in said(str(copy), str(copy))

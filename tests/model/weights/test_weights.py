@@ -286,7 +286,7 @@ def test_the_hint_for_pickled_weights_converts_them(tmp_path: Path) -> None:
     torch.save(wanted, folder / "pytorch_model.bin")
     with pytest.raises(ModelError, match="has no safetensors weights") as caught:
         load_weights(skeleton(folder), folder, family=family_of("qwen2"))
-    with pytest.raises(ExportError, match=r"holds no checkpoint: config\.json") as also:
+    with pytest.raises(ExportError, match=r"is no folder that can be exported; it holds config\.json") as also:
         open_source(folder)
     assert also.value.hint == caught.value.hint
     said, _, command = caught.value.hint.partition(": ")
