@@ -1,4 +1,4 @@
-"""The text part of a multimodal model: its section of config.json, and the names of its tensors.
+"""The text part of a composite model (text with images or sound): its config.json section, and names of tensors.
 
 Only the text part is trained, as a model of the model type in that section.
 """

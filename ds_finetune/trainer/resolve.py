@@ -153,18 +153,18 @@ def resolve(  # noqa: PLR0913 - what is decided, and what it is decided from
             row.load().check_model(model.hf_config, is_classifier=is_classifier, tokenizer=tokenizer)
     context = model.context.notes() if model.context is not None else ()
     lengths = length_notes(model, max_seq_len=plan.train.max_seq_len)
-    kinds = f"model_type {tree['model_type']}: text part trained as {model.hf_config.model_type}, without other media"
-    parts = (kinds,) if is_composite(tree) else ()
+    part = f"text part trained as {model.hf_config.model_type}, without images or sound"
+    parts = (f"model_type {tree['model_type']}: {part}",) if is_composite(tree) else ()
     notes = (*plan.notes, *precision, *parts, *context, *try_generic_type(plan, model), *lengths)
     plan = replace(plan, notes=notes)
     return ResolvedRun(config, plan if is_config_only else freeze_parameters(plan, model), model)
 
 
 def _check_composite(run: RunSettings) -> None:
-    where = f"with `{run.model.path}`, a model of text and other media"
+    where = f"with `{run.model.path}`, which combines text with images or sound"
     if run.model.weights == "random":
         raise ModelError(
-            f"model.weights random {where}: an export needs the parts for other media, which have no weights",
+            f"model.weights random {where}: an export needs the parts for images or sound, which have no weights",
             hint="initialise it with transformers, save it by save_pretrained, and set model.weights: load",
         )
     for key in ("start", "modules_to_save"):

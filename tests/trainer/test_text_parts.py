@@ -189,10 +189,10 @@ def test_a_text_part_has_the_layouts_of_its_row(tmp_path: Path) -> None:
     [
         ({"model_type": "qwen2_vl", "text_config": {}}, "has no causal LM of its text part `qwen2_vl_text`"),
         ({"model_type": "glm4v_moe", "text_config": {}}, "has no causal LM of its text part `glm4v_moe_text`"),
-        ({"model_type": "gemma3"}, "whose text part `gemma3_text` cannot be exported"),
+        ({"model_type": "gemma3"}, "its text part `gemma3_text` cannot be exported"),
         (
             {**CONFIGS["mistral3"], "quantization_config": {"quant_method": "fp8"}},
-            "with a quantization_config, which is not supported",
+            "its quantization_config is not supported",
         ),
     ],
     ids=["class", "moe", "section", "quantised"],
@@ -208,12 +208,12 @@ def test_text_parts_that_are_not_trained(tree: dict[str, Any], said: str, tmp_pa
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        ("model.weights=random", "an export needs the parts for other media"),
+        ("model.weights=random", "an export needs the parts for images or sound"),
         ("objective={name: classification, num_labels: 2}", "is trained as a language model only"),
         ("export.formats=[safetensors,gguf]", "cannot be exported to GGUF"),
         ("mtp={train: true}", "has model_type internvl, with which mtp.train is not tested"),
-        ("lora={rank: 4, modules_to_save: [lm_head]}", "lora.modules_to_save with .* a model of text and other media"),
-        ("lora={rank: 4, start: folder}", "lora.start with .* a model of text and other media"),
+        ("lora={rank: 4, modules_to_save: [lm_head]}", "lora.modules_to_save with .* combines text with images or sound"),
+        ("lora={rank: 4, start: folder}", "lora.start with .* combines text with images or sound"),
     ],
 )
 def test_settings_that_composite_models_do_not_have(setting: str, said: str, tmp_path: Path) -> None:

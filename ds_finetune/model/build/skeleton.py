@@ -207,8 +207,8 @@ def check_vocabulary(config: PretrainedConfig, label: str) -> None:
     """ModelError if the configuration has no vocabulary size, as in a multimodal model."""
     if not hasattr(config, "vocab_size"):
         raise ModelError(
-            f"{label}: model_type `{config.model_type}` has no vocab_size of its own: it is a model of text and "
-            "other media",
+            f"{label}: model_type `{config.model_type}` has no vocab_size of its own: it combines text with images or "
+            "sound",
             hint="train a text model, whose model_type often ends in `_text`",
         )
 

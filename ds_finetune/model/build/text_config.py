@@ -1,4 +1,4 @@
-"""Configuration of the text part of a multimodal model, and refusal of models whose text part cannot be trained."""
+"""Configuration of the text part of a composite model, which combines text with images or sound, and its refusals."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +19,7 @@ _QUANTISATION = "quantization_config"
 
 
 def text_config(config: PretrainedConfig) -> PretrainedConfig:
-    """Configuration of the language model in `config`: for a multimodal model that of the text part, with the full
+    """Configuration of the language model in `config`: for a composite model that of the text part, with the full
     model's token ids and tied embeddings; else `config` itself.
     """
     text = getattr(config, TEXT_CONFIG, None)
@@ -34,38 +34,38 @@ def text_config(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def check_text_part(config: PretrainedConfig, tree: Mapping[str, Any], task: str, label: str) -> None:
-    """ModelError if `config`, read from `tree`, is a multimodal model whose text part cannot be trained for `task`."""
+    """ModelError if `config`, read from `tree`, is a composite model whose text part cannot be trained for `task`."""
     text = text_config(config)
     if text is config:
         return
     kind, part = f"model_type `{config.model_type}`", f"text part `{text.model_type}`"
     if type(text) not in AutoModelForCausalLM._model_mapping:
         raise ModelError(
-            f"{label}: {kind} is a model of text and other media, and transformers {transformers.__version__} has no "
+            f"{label}: {kind} combines text with images or sound, and transformers {transformers.__version__} has no "
             f"causal LM of its {part}",
             hint="train a text model, or a model whose text part is a causal LM of transformers",
         )
     if type(config) not in AutoModelForMultimodalLM._model_mapping or not is_composite(tree):
         where = f"transformers {transformers.__version__} has no class that generates text with it"
         raise ModelError(
-            f"{label}: {kind} is a model of text and other media, whose {part} cannot be exported: "
+            f"{label}: {kind} combines text with images or sound, and its {part} cannot be exported: "
             f"{where if is_composite(tree) else f'config.json has no {TEXT_CONFIG}'}",
             hint="train a text model" if is_composite(tree) else "load it with transformers and save it again",
         )
     if task != "causal_lm":
         raise ModelError(
-            f"{label}: {kind} is a model of text and other media, whose {part} is trained as a language model only",
+            f"{label}: {kind} combines text with images or sound, and its {part} is trained as a language model only",
             hint="train a text model as a classifier or reward model",
         )
     if getattr(config, _QUANTISATION, None) is not None or getattr(text, _QUANTISATION, None) is not None:
         raise ModelError(
-            f"{label}: {kind} is a model of text and other media with a {_QUANTISATION}, which is not supported",
+            f"{label}: {kind} combines text with images or sound, and its {_QUANTISATION} is not supported",
             hint=f"use a bf16 copy of the model, whose config.json has no {_QUANTISATION}",
         )
 
 
 def text_module(folder: Path) -> str:
-    """Name of the text decoder in transformers' class of a multimodal model. Alone, this decoder is called `model`."""
+    """Name of the text decoder in transformers' class of a composite model. Alone, this decoder is called `model`."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     with torch.device("meta"):
         model = AutoModelForMultimodalLM.from_config(config, trust_remote_code=False)
