@@ -20,10 +20,10 @@ LogProbs = NDArray[np.float32] | None
 
 @dataclass(frozen=True, eq=False)
 class ScoredAnswer:
-    """A sampled answer with its advantage, and what is known of its tokens.
+    """A sampled answer with its advantage, and numbers of its tokens that are known before the training forward pass.
 
-    `sampled` are log-probabilities that the sampler reported, `old` those under the weights that sampled, `reference`
-    those under the reference model. `experts` are the experts that computed the tokens (`AnswerNumbers`).
+    Log-probabilities: `sampled` as the sampler reported them, `old` under the weights that sampled, `reference` under
+    the reference model. `experts` are the MoE experts that computed each token (see `AnswerNumbers`).
     """
 
     prompt_ids: Sequence[int]
@@ -41,8 +41,8 @@ class ScoredAnswer:
 def answer_batch(answers: Sequence[ScoredAnswer], plan: BatchPlan, *, position: Position | None = None) -> Batch:
     """Make this rank's batch of a step from all sampled `answers`, which are the same on every rank.
 
-    Packed rows are filled by best fit, longest documents first. All ranks run the same number of forward passes; the
-    last ones may have fewer rows, or one empty row. `position` is the position in the prompts after the step.
+    Longest answers first, each goes into the fullest packed row with room. Empty rows are added so that all ranks run
+    the same number of forward passes. `position` is the position in the prompts at which a run resumes after this step.
     """
     answer_rows = _rows(answers, plan)
     rows = [*answer_rows, *[None] * (-len(answer_rows) % (plan.micro_batch_size * plan.dp))]
@@ -140,7 +140,7 @@ def _row(groups: Sequence[Sequence[ScoredAnswer]]) -> Row:
 def _with_numbers(micro: MicroBatch, answers: dict[int, ScoredAnswer]) -> MicroBatch:
     """Add the answers' log-probabilities to a micro-batch, at the positions of the labels; they are NaN elsewhere."""
     assert micro.examples is not None
-    # Documents are in the order of the rows of the micro-batch and none is split, so numbers can be concatenated.
+    # No document is split and all are in the order of the micro-batch's rows, so their numbers can be concatenated.
     of_batch = [answers[number] for number in micro.examples.numbers.tolist()]
     is_supervised = (micro.labels != IGNORE_INDEX).numpy()
 

@@ -67,10 +67,10 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Position:
-    """Position in the training data at which a run resumes: row `index` of `epoch` is the next one.
+    """Position in the training data at which a run resumes: the next row is row `index` of the epoch `epoch`.
 
-    In streamed data, the next row is row `row` of this rank's chunk `index` of records, in pass `epoch` over the
-    sources.
+    Streamed data is read in chunks of records: the next row is row `row` of this rank's chunk `index` in the pass
+    `epoch` over the sources.
     """
 
     epoch: int
@@ -147,8 +147,8 @@ def training_batches(
 
     Step s has rows [s x global_batch_size, (s + 1) x global_batch_size) of the concatenated epochs. An epoch is a
     permutation of all rows, or the rows chosen by a mixture. The last batch is filled with empty rows, so that all
-    ranks run the same number of forwards and no row is used more often than others. Costs of rows in the plan decide
-    which rank and forward gets a row. With `mismatched`, batches have a `baseline`.
+    ranks run the same number of forward passes and no row is used more often than others. `plan.row_cost` decides which
+    rank and forward pass gets a row. With `mismatched`, each batch also has micro-batches for KTO's baseline.
     """
     steps, per_epoch = -(-total_rows // plan.global_batch_size), rows_per_epoch(rows, plan)
     for step in range(start_step, steps):
@@ -186,7 +186,7 @@ def eval_batches(rows: Rows, plan: BatchPlan, *, limit: int = 0) -> Iterator[Bat
 
 
 def eval_baseline(mismatched: MismatchedAnswers, plan: BatchPlan, *, limit: int = 0) -> Iterator[MicroBatch]:
-    """This rank's micro-batches for KTO's baseline z0 of an evaluation of all rows or the first `limit` (0: all)."""
+    """Micro-batches of this rank for KTO's baseline z0 of an evaluation; `limit` rows are evaluated (0: all)."""
     end, size = num_eval_rows(mismatched.rows, limit), plan.global_batch_size
     for first in range(0, end, size):
         yield from _baseline(mismatched, range(first, min(first + size, end)), plan)
@@ -198,7 +198,7 @@ def num_eval_rows(rows: Rows, limit: int) -> int:
 
 
 def _baseline(mismatched: MismatchedAnswers, row_ids: Sequence[int], plan: BatchPlan) -> tuple[MicroBatch, ...]:
-    """This rank's micro-batches for KTO's baseline z0 of a global batch; all ranks get the same number of them."""
+    """This rank's micro-batches for computing KTO's baseline z0 of a batch; all ranks get the same number."""
     rows, size = mismatched.rows_for(row_ids), plan.micro_batch_size
     rows += [empty_row(plan.pad_token_id)] * (-len(rows) % (size * plan.dp))
     of_rank = rows[len(rows) // plan.dp * plan.rank :][: len(rows) // plan.dp]
@@ -208,8 +208,8 @@ def _baseline(mismatched: MismatchedAnswers, row_ids: Sequence[int], plan: Batch
 def indices_of_rank(costs: Sequence[float] | None, num_rows: int, plan: BatchPlan) -> Sequence[int]:
     """Indices of the rows that this rank computes, among the `num_rows` rows of a step.
 
-    With `costs`, the ranks' total costs are balanced; with None, each rank has a contiguous range. Rows beyond `costs`
-    are empty and cost nothing.
+    `costs` are those of the first rows; rows after them are empty. The ranks' total costs are balanced; without
+    `costs`, each rank has a contiguous range.
     """
     rows_of_rank = num_rows // plan.dp
     if costs is None:
@@ -220,7 +220,7 @@ def indices_of_rank(costs: Sequence[float] | None, num_rows: int, plan: BatchPla
 
 
 def row_id(number: int, num_rows: int, plan: BatchPlan) -> int:
-    """Index in the data of the run's row number `number`, counted through all epochs of `num_rows` rows each."""
+    """Index in the data of the row that a run trains on after `number` other rows; each epoch has `num_rows` rows."""
     epoch, index = divmod(number, num_rows)
     if plan.mixture is not None:
         return int(_mixed_order(plan.mixture, plan.seed, epoch, shuffle=plan.shuffle)[index])
@@ -245,9 +245,9 @@ def _batch(rows: Rows, ids: Sequence[int | None], plan: BatchPlan, position: Pos
 def make_batch(
     rows: Sequence[Row | None], plan: BatchPlan, position: Position, row_ids: tuple[int, ...], *, is_filled: bool = True
 ) -> Batch:
-    """One rank's batch of a step from its rows, in which None stands for an empty row.
+    """One rank's batch of a step, made from its `rows`; None stands for an empty row.
 
-    Unless `is_filled`, empty rows are left out of forward passes that have other rows.
+    If `is_filled` is false, empty rows are left out of each forward pass that has other rows.
     """
     filled, size = [row or empty_row(plan.pad_token_id) for row in rows], plan.micro_batch_size
     forwards = [filled[start : start + size] for start in range(0, len(filled), size)]
@@ -308,7 +308,7 @@ def _stack(rows: Sequence[Row], plan: BatchPlan) -> MicroBatch:
 
 
 def _look_ahead(input_ids: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor) -> Ahead:
-    """Shift ids and labels [rows, tokens] left by one within each document; documents begin where `positions` is 0."""
+    """Shift ids and labels [rows, tokens] left by one within each document; documents begin where positions are 0."""
     is_last = torch.ones_like(positions, dtype=torch.bool)
     is_last[:, :-1] = positions[:, 1:] == 0
     return Ahead(input_ids.roll(-1, dims=1), labels.roll(-1, dims=1).masked_fill(is_last, IGNORE_INDEX))
@@ -438,8 +438,8 @@ def _swap(parts: list[list[int]], costs: NDArray[np.float64]) -> None:
 
 
 def _best_swap(dear: NDArray[np.float64], cheap: NDArray[np.float64], gap: float) -> tuple[int, int]:
-    """The two rows, one of a costly part `dear` and one of a `cheap` part, whose swap best closes the `gap` between the
-    parts: their costs differ by nearly gap / 2.
+    """The two rows, one of the costly part `dear` and one of the cheap part `cheap`, whose swap best closes the `gap`
+    between the parts' costs.
     """
     order = np.argsort(cheap, kind="stable")
     targets = dear - gap / 2
@@ -453,7 +453,7 @@ def _best_swap(dear: NDArray[np.float64], cheap: NDArray[np.float64], gap: float
 Item = TypeVar("Item")
 Prepared = TypeVar("Prepared")
 _Queued = tuple[tuple[object, ...], BaseException | None]
-"""Item of the prefetching thread's queue: a tuple with one value (empty at the end), and an error if one occurred."""
+"""Queue item of the prefetching thread: a tuple with a prepared value (empty at the end), and an error or None."""
 _SECONDS = 10.0
 """Seconds to wait for the prefetching thread when it is closed. If it is blocked longer, it ends with the process."""
 
@@ -462,11 +462,11 @@ _SECONDS = 10.0
 def prefetched(
     items: Iterable[Item], prepare: Callable[[Item], Prepared], *, begin: Callable[[], None] = lambda: None
 ) -> Iterator[Iterator[Prepared]]:
-    """Context manager with an iterator over `prepare(item)` for each item, in order, which a thread computes in
-    advance.
+    """Context manager that computes `prepare(item)` for each item in a thread, in advance, and gives an iterator over
+    the results in order.
 
-    The thread calls `begin` first and stays at most two items ahead. An error is raised where its item would come, so
-    earlier items are still yielded. The thread ends when the context closes.
+    The thread calls `begin` first and prepares at most two items in advance. An error is raised by the iterator after
+    the results before it. The thread ends when the context closes.
     """
     ready: Queue[_Queued] = Queue(maxsize=1)
     is_closed = Event()

@@ -31,9 +31,7 @@ _STATM = Path("/proc/self/statm")
 
 
 class _TimeIsUpError(BaseException):
-    """Rendering took too long. It is no Exception, which jinja2 ignores in expressions of constants (3.1.6,
-    nodes.py:511).
-    """
+    """Rendering took too long. Not an Exception, which jinja2 3.1.6 ignores in constant expressions (nodes.py:511)."""
 
 
 class TemplateLimits:
@@ -74,9 +72,7 @@ def _is_main_thread() -> bool:
 
 @lru_cache(maxsize=1)
 def _address_space_limit(_: int) -> int | None:
-    """Limit of the process's address space in bytes: its present size plus what a rendering may take. The argument is
-    the time in seconds, so that the cached result expires.
-    """
+    """Limit of the process's address space in bytes, computed once a second: the argument is the present second."""
     if not _STATM.exists():
         return None
     return int(_STATM.read_text().split()[0]) * resource.getpagesize() + _RENDER_BYTES
@@ -142,8 +138,8 @@ class ChatTemplate:
 
     def render(self, messages: Messages, tools: Sequence[Mapping[str, Any]] | None, *, opens: bool = False) -> str:
         """Render messages to text; with `opens`, add the header of an answer. RenderingError if the template fails."""
-        # Renderings are cached: the prompt of a row is rendered twice and that of a pair four times, and with
-        # placeholders for their texts many dialogues are equal. The key is a repr, in which 1 and True differ.
+        # Renderings are cached, since many are repeated: the prompt of a pair is rendered four times, and with
+        # placeholders for texts many dialogues are equal. The key is a repr, in which 1 and True differ.
         key = repr((messages, tools, opens))
         if key in self._recent:
             self._recent.move_to_end(key)
@@ -236,12 +232,10 @@ def _probes(template: ChatTemplate) -> Probes:
 
 
 def _call_probes(template: ChatTemplate) -> tuple[str, bool, str | None]:
-    """Render a probe message with a tool call. Returns the rendering, whether it takes arguments as an object, and the
-    content of a message with a call.
+    """Render a probe message with a tool call, in several forms until the rendering has its name and arguments. Returns
+    the rendering (else empty), whether arguments are an object, and the content that is expected beside a call.
 
-    Several forms of the call are tried until one is rendered with name and arguments; if none is, the rendering is
-    empty. Some templates write a content of None as `None`, and Mistral's templates fail on an id that does not have
-    nine characters.
+    Some templates write a content of None as `None`, and Mistral's fail on an id that does not have nine characters.
     """
     objects: dict[str, int] = {placeholder("key"): 1}
     for no_content, arguments, call_id in product((None, ""), (objects, json.dumps(objects, ensure_ascii=False)), _IDS):

@@ -114,8 +114,8 @@ def _by_name(read: _Labels, kind: RowKind) -> RowKind:
             )
     if len(labels) == 1:
         raise DataError(
-            f"column `{read.column}` is {labels[0]!r} in all rows, the first of which is {read.names[labels[0]]}",
-            hint="give rows of two classes at least, or name all classes in objective.labels",
+            f"column `{read.column}` has the only class {labels[0]!r} (first row: {read.names[labels[0]]})",
+            hint="give rows of at least two classes, or name all classes in objective.labels",
         )
     if kind.num_labels not in (None, len(labels)):
         locations = ", ".join(f"{label!r} in {read.names.get(label, 'no row')}" for label in labels[:_SHOWN_CLASSES])

@@ -99,7 +99,7 @@ class Counts:
     unread: NamedCounts = field(default_factory=NamedCounts)
     """Numbers of rows by name of a column or message field that training does not use."""
     forms: NamedCounts = field(default_factory=NamedCounts)
-    """Numbers of completions that were tokenised without a chat template, by form of their prompt (`Tokens.form`)."""
+    """Number of completions without a chat template by the form of their prompt: `alpaca`, `separator` or `joined`."""
     named: NamedCounts = field(default_factory=NamedCounts)
     """For each key of `data.columns`, the number of rows that have the column it names."""
     by_path: NamedCounts = field(default_factory=NamedCounts)
@@ -110,7 +110,7 @@ class Counts:
     bad: tuple[str, ...] = ()
     """Error messages of bad rows, at most `BAD_ROWS_SHOWN` for each part of the data."""
     long_prompts: tuple[tuple[int, str], ...] = ()
-    """For each prompt that leaves no room for an answer: tokens beyond the limit, and the location of its row."""
+    """For each prompt that leaves too few tokens for an answer: its excess tokens, and the location of its row."""
 
     def __add__(self, other: Self) -> Self:
         return type(self)(
@@ -166,7 +166,7 @@ class Documents:
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         targets = np.array([document.target for document in documents], dtype=np.float64)
         second = [length if d.second is None else d.second for d, length in zip(documents, lengths, strict=True)]
-        # `records` and `places` have a line for each document, or are empty if all documents lack them.
+        # In a folder, `records` and `places` have a line for each document, or are empty if no document has one.
         texts = [[document.record for document in documents], [document.where for document in documents]]
         lines = ["".join(f"{text}\n" for text in each) if any(each) else "" for each in texts]
         records, places = (np.frombuffer(each.encode(), dtype=np.uint8) for each in lines)

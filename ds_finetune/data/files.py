@@ -112,8 +112,8 @@ def _read_text(path: str) -> str:
         content = file.read(_MOST_WHOLE_BYTES + 1 if is_compressed else -1)
     if is_compressed and len(content) > _MOST_WHOLE_BYTES:
         raise DataError(
-            f"{path} has more than {_MOST_WHOLE_BYTES:,} bytes when decompressed, and is read whole",
-            hint="write the rows as .jsonl, of which one line at a time is read",
+            f"{path} has more than {_MOST_WHOLE_BYTES:,} bytes when decompressed, which is too much to read at once",
+            hint="write the rows to a .jsonl file, which is read line by line",
         )
     start = len(_BOM) if content.startswith(_BOM) else 0
     return _decode(content[start:], path, offset=start)
@@ -161,7 +161,7 @@ def _parse_line(line: str, where: str) -> ReadRecord:
         what = f"column {broken.colno} is not JSON: {broken.msg}"
     except (ValueError, RecursionError) as broken:
         what = f"cannot be read: {broken}"
-    return DataError(f"{where} {what}: {line.strip()[:_SHOWN_CHARACTERS]!r}", hint="correct or remove that line")
+    return DataError(f"{where} {what}: {line.strip()[:_SHOWN_CHARACTERS]!r}", hint="correct or remove the line")
 
 
 def _read_json(path: str) -> Iterator[tuple[str, ReadRecord]]:
@@ -258,7 +258,7 @@ def _csv_lines(path: str, undecodable: list[DataError]) -> Iterator[str]:
 
 
 def _next_row(rows: Any, path: str, undecodable: list[DataError]) -> list[str] | DataError | None:  # noqa: ANN401 - a csv.reader
-    """The next row of a CSV file, the error of a row that cannot be read, or None at the end of the file.
+    """Read the next row of a CSV file: the row, or the error if it cannot be read, or None at the end of the file.
 
     DataError where the faulty row spans several lines, since with wrong quotes its end is unknown.
     """

@@ -15,7 +15,7 @@ from ds_finetune.errors import DataError
 Json = str | int | float | bool | None | list["Json"] | dict[str, "Json"]
 ROLES = ("system", "user", "assistant", "tool")
 RESERVED_CHARACTERS = "\ue0f1\ue0f2\ue0f3\ue0f4"
-"""Private-use characters that mark texts while a chat template is rendered; rows that contain one are refused."""
+"""Private-use characters that mark texts in a rendered chat template; rows that contain one are refused."""
 _ROLE_NAMES = {
     **{role: role for role in ROLES},
     "developer": "system",
@@ -36,15 +36,14 @@ ANSWER_ROLES = tuple(name for name, role in _ROLE_NAMES.items() if role in ("ass
 """Names of the assistant's role."""
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _VALUE_PARTS = ("reasoning", "text", "tool_call")
-"""Types of the parts of LLaMA-Factory's assistant messages, in the order in which templates write them."""
+"""Types of parts in LLaMA-Factory's assistant messages, in the order in which chat templates write the parts."""
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _TRAINED_IF = {
     **dict.fromkeys(("weight", "loss", "loss_scale", "loss_weight", "train", "training"), 1),
     **dict.fromkeys(("mask", "masked"), 0),
 }
-"""Fields that say whether an assistant message is trained, each with the value that means yes. They come from OpenAI
-(weight), ms-swift (loss, loss_scale), LLaMA-Factory (loss_weight), axolotl (train, training), and others (mask,
-torchtune's masked).
+"""Message fields that say whether an assistant message is trained, with the value that means yes: of OpenAI (weight),
+ms-swift (loss, loss_scale), LLaMA-Factory (loss_weight), axolotl (train, training), torchtune (masked) and others.
 """
 _MESSAGE_KEYS = {
     "role",
@@ -96,10 +95,10 @@ def read_conversation(messages: object, tools: object, column: str, where: str) 
     turns: list[dict[str, Any]] = []
     unread: dict[str, None] = {}
     for number, message in enumerate(messages, start=1):
-        what = f"{where}: message {number} of `{column}`"
-        turn, unknown = _message(message, what, where)
+        location = f"{where}: message {number} of `{column}`"
+        turn, unknown = _message(message, location, where)
         if turns and turn["role"] == turns[-1]["role"] == "assistant":
-            turns[-1] = _joined(turns[-1], turn, what)
+            turns[-1] = _joined(turns[-1], turn, location)
         else:
             turns.append(turn)
         unread |= dict.fromkeys(f"{column}[].{name}" for name in unknown)
@@ -122,21 +121,21 @@ def read_tools(tools: object, where: str) -> tuple[Mapping[str, Any], ...] | Non
     return tuple(_tool(tool, f"{where}: tool {number}") for number, tool in enumerate(parsed, start=1))
 
 
-def check_text(value: object, what: str) -> str:
-    """Return `value` if it is a text that a tokenizer accepts; else a DataError whose message begins with `what`."""
+def check_text(value: object, name: str) -> str:
+    """Return `value` if it is a text that a tokenizer accepts; else raise a DataError about `name`."""
     if not isinstance(value, str):
-        raise DataError(f"{what} is {shown_value(value)}, not text", hint="correct the row, or name another column")
+        raise DataError(f"{name} is {shown_value(value)}, not text", hint="correct the row, or name another column")
     try:
         value.encode()
     except UnicodeEncodeError as lone:
         raise DataError(
-            f"{what} contains the lone surrogate U+{ord(value[lone.start]):04X}, half of a character",
+            f"{name} contains the lone surrogate U+{ord(value[lone.start]):04X}, half of a character",
             hint="correct the row: the text was cut inside a UTF-16 pair",
         ) from None
     reserved = "" if value.isascii() else next((char for char in RESERVED_CHARACTERS if char in value), "")
     if reserved:
         raise DataError(
-            f"{what} contains the private-use character U+{ord(reserved):04X}",
+            f"{name} contains the private-use character U+{ord(reserved):04X}",
             hint="remove it: chat templates are rendered with it",
         )
     return value
@@ -154,85 +153,85 @@ def shown_value(value: object) -> str:
     return f"{type(value).__name__} {value!r:.60}"
 
 
-def _tool(tool: object, what: str) -> Mapping[str, Any]:
+def _tool(tool: object, location: str) -> Mapping[str, Any]:
     inner = tool.get("function", tool) if isinstance(tool, dict) else tool
     if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
         raise DataError(
-            f"{what} is {shown_value(tool)}, which has no function with a name",
+            f"{location} is {shown_value(tool)}, which has no function with a name",
             hint="give {type: function, function: {name, ...}}",
         )
     assert isinstance(tool, dict)
     return tool if inner is not tool and "type" in tool else {"type": "function", "function": inner}
 
 
-def _message(message: object, what: str, where: str) -> tuple[dict[str, Any], list[str]]:
+def _message(message: object, location: str, where: str) -> tuple[dict[str, Any], list[str]]:
     """Convert a message to OpenAI's form. Also returns the names of its unused fields."""
     if not isinstance(message, dict):
-        raise DataError(f"{what} is {shown_value(message)}, not an object", hint="give a list of {role, content}")
+        raise DataError(f"{location} is {shown_value(message)}, not an object", hint="give a list of {role, content}")
     fields = {key: value for key, value in message.items() if value is not None}
     name = fields.get("role", fields.get("from"))
     role = _ROLE_NAMES.get(name) if isinstance(name, str) else None
     if role is None:
         raise DataError(
-            f"{where}: unknown role {name!r} in {what.removeprefix(f'{where}: ')}",
+            f"{where}: unknown role {name!r} in {location.removeprefix(f'{where}: ')}",
             hint=f"roles are {', '.join(_ROLE_NAMES)}",
         )
     content = fields.get("content", fields.get("value"))
     has_fields = any(fields.get(key) for key in ("tool_calls", *_REASONING))
     if role == "assistant" and isinstance(content, list | tuple) and not has_fields:
-        fields |= (read := _value_parts(content, what))
+        fields |= (read := _value_parts(content, location))
         content = read.get("content", content)
     if role in ("assistant", "call"):
-        return _assistant(fields, content, is_call=role == "call", what=what)
+        return _assistant(fields, content, is_call=role == "call", location=location)
     for key in ("tool_calls", "function_call"):
         if fields.get(key):
             raise DataError(
-                f"{what}: a {role} message has `{key}` {fields[key]!r:.60}", hint="only assistant messages call tools"
+                f"{location}: a {role} message has `{key}` {fields[key]!r:.60}",
+                hint="only assistant messages call tools",
             )
-    turn = {"role": role, "content": _text(content, what)}
-    turn |= {key: check_text(fields[key], f"{what}: `{key}`") for key in ("name", "tool_call_id") if key in fields}
+    turn = {"role": role, "content": _text(content, location)}
+    turn |= {key: check_text(fields[key], f"{location}: `{key}`") for key in ("name", "tool_call_id") if key in fields}
     for key in ("train", "training", "train_detail"):
         if fields.get(key):
             raise DataError(
-                f"{what}: a {role} message has `{key}` {fields[key]!r:.60}, and only assistant messages are trained",
+                f"{location}: a {role} message has `{key}` {fields[key]!r:.60}, but only assistant ones are trained",
                 hint="remove the field, or set data.train_on to all, which trains every token of the dialogue",
             )
     return turn, [key for key in fields if key not in _MESSAGE_KEYS and fields[key] != 1 - _TRAINED_IF.get(key, -1)]
 
 
 def _assistant(
-    fields: Mapping[str, Any], content: object, *, is_call: bool, what: str
+    fields: Mapping[str, Any], content: object, *, is_call: bool, location: str
 ) -> tuple[dict[str, Any], list[str]]:
-    calls = _calls(content, what) if is_call else []
+    calls = _calls(content, location) if is_call else []
     for key in ("tool_calls", "function_call"):
-        calls += _calls(fields[key], what) if fields.get(key) else []
+        calls += _calls(fields[key], location) if fields.get(key) else []
     reasoning = next((fields[key] for key in _REASONING if fields.get(key)), None)
     if (content is None or is_call) and not calls:
         raise DataError(
-            f"{what}: an assistant message has neither content nor tool calls: {dict(fields)!r:.60}",
+            f"{location}: an assistant message has neither content nor tool calls: {dict(fields)!r:.60}",
             hint="correct or remove the row",
         )
-    text = None if is_call or content is None else _text(content, what)
-    # A message with tool calls has the content None, by which R1's template recognises a call; OpenAI's API also gives
-    # an empty text.
+    text = None if is_call or content is None else _text(content, location)
+    # R1's template recognises a message with tool calls by the content None; OpenAI's API may also give an empty text.
     turn: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else "")}
     if calls:
         turn["tool_calls"] = calls
     if reasoning is not None:
-        turn["reasoning_content"] = check_text(reasoning, f"{what}: the reasoning")
+        turn["reasoning_content"] = check_text(reasoning, f"{location}: the reasoning")
         if text and "</think>" in text:
             raise DataError(
-                f"{what} has a reasoning field, and `</think>` in its content: {text!r:.60}",
-                hint="give the reasoning once",
+                f"{location} has a reasoning field, and `</think>` in its content: {text!r:.60}",
+                hint="give the reasoning in one of the two only",
             )
-    if not _is_trained(fields, what):
+    if not _is_trained(fields, location):
         turn["weight"] = 0
     unread = [key for key in fields if key not in _MESSAGE_KEYS and key not in _REASONING and key not in _TRAINED_IF]
     return turn, [*unread, *(["name"] if "name" in fields else [])]
 
 
-def _joined(first: Mapping[str, Any], second: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """Join two consecutive assistant messages to one turn; DataError where their parts are in another order."""
+def _joined(first: Mapping[str, Any], second: Mapping[str, Any], location: str) -> dict[str, Any]:
+    """Join two consecutive assistant messages; DataError unless they continue in the order reasoning, text, calls."""
     first_keys = [key for key in ("reasoning_content", "content", "tool_calls") if first.get(key)]
     parts = [key for key in ("reasoning_content", "content", "tool_calls") if second.get(key)]
     if "tool_calls" in first_keys and parts != ["tool_calls"]:
@@ -246,91 +245,91 @@ def _joined(first: Mapping[str, Any], second: Mapping[str, Any], what: str) -> d
         calls = [*first.get("tool_calls", ()), *second.get("tool_calls", ())]
         turn = {**first, **second, "content": text or (None if calls else "")}
         return {**turn, "tool_calls": calls} if calls else turn
-    raise DataError(f"{what} {problem}", hint="write one assistant message, or what is missing between the two")
+    raise DataError(f"{location} {problem}", hint="join the two messages, or add the one missing between them")
 
 
-def _is_trained(fields: Mapping[str, Any], what: str) -> bool:
+def _is_trained(fields: Mapping[str, Any], location: str) -> bool:
     flags = {key: fields[key] for key in _TRAINED_IF if key in fields}
     shown = ", ".join(f"{key} {value!r:.60}" for key, value in flags.items())
     if any(not isinstance(value, int | float) or value not in (0, 1) for value in flags.values()):
-        raise DataError(f"{what} has {shown}", hint="an assistant message is trained (weight 1) or not (weight 0)")
+        raise DataError(f"{location} has {shown}", hint="an assistant message is trained (weight 1) or not (weight 0)")
     if fields.get("train_detail"):
         raise DataError(
-            f"{what} has `train_detail` {fields['train_detail']!r:.60}, and a message is trained whole or not at all",
+            f"{location} has `train_detail` {fields['train_detail']!r:.60}; a message is trained whole or not at all",
             hint="remove the field, or divide the message",
         )
     verdicts = {value == _TRAINED_IF[key] for key, value in flags.items()}
     if len(verdicts) > 1:
-        raise DataError(f"{what} has {shown}, which contradict each other", hint="keep one of these fields")
+        raise DataError(f"{location} has {shown}, which contradict each other", hint="keep one of these fields")
     return verdicts != {False}
 
 
-def _text(content: object, what: str) -> str:
+def _text(content: object, location: str) -> str:
     """Content of a message as one text. Parts are joined by newlines, as vLLM does for templates that expect text;
     LLaMA-Factory's parts, which have a `value`, are concatenated.
     """
     if not isinstance(content, list | tuple):
-        return check_text(content, f"{what}: the content")
+        return check_text(content, f"{location}: the content")
     have_values = all(isinstance(part, dict) and "value" in part for part in content)
-    return ("" if have_values else "\n").join(_part(part, what) for part in content)
+    return ("" if have_values else "\n").join(_part(part, location) for part in content)
 
 
-def _value_parts(parts: Sequence[Any], what: str) -> dict[str, Any]:
+def _value_parts(parts: Sequence[Any], location: str) -> dict[str, Any]:
     """Read the parts of a LLaMA-Factory message, which have a `value`, into OpenAI's fields; empty for other parts."""
     kinds: list[Any] = [part.get("type") for part in parts if isinstance(part, dict) and "value" in part]
     if len(kinds) < len(parts) or not all(kind in _VALUE_PARTS for kind in kinds):
         return {}
     if kinds != sorted(kinds, key=_VALUE_PARTS.index):
         raise DataError(
-            f"{what} has the parts {', '.join(kinds)}, which no chat template writes in this order",
+            f"{location} has the parts {', '.join(kinds)}, which no chat template writes in this order",
             hint=f"give them in the order {', '.join(_VALUE_PARTS)}, or divide the message",
         )
     texts = {
-        kind: [check_text(part["value"], f"{what}: a {kind} part") for part in parts if part["type"] == kind]
+        kind: [check_text(part["value"], f"{location}: a {kind} part") for part in parts if part["type"] == kind]
         for kind in _VALUE_PARTS
     }
-    calls = [call for text in texts["tool_call"] for call in _calls(text, what)]
+    calls = [call for text in texts["tool_call"] for call in _calls(text, location)]
     return {"content": "".join(texts["text"]), "reasoning_content": "".join(texts["reasoning"]), "tool_calls": calls}
 
 
-def _part(part: object, what: str) -> str:
+def _part(part: object, location: str) -> str:
     if isinstance(part, str):
-        return check_text(part, f"{what}: a part")
+        return check_text(part, f"{location}: a part")
     kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
     if not isinstance(part, dict) or kind not in _TEXT_PARTS:
         raise DataError(
-            f"{what} has a part of type {kind!r}: {part!r:.60}",
+            f"{location} has a part of type {kind!r}: {part!r:.60}",
             hint="only text is trained, and parts of an assistant that have a `value`; remove rows with media",
         )
-    return check_text(part.get("text", part.get("value")), f"{what}: a text part")
+    return check_text(part.get("text", part.get("value")), f"{location}: a text part")
 
 
-def _calls(value: object, what: str) -> list[dict[str, Any]]:
-    parsed = _parse_row_json(value, f"{what}: the tool call") if isinstance(value, str) else value
+def _calls(value: object, location: str) -> list[dict[str, Any]]:
+    parsed = _parse_row_json(value, f"{location}: the tool call") if isinstance(value, str) else value
     calls = parsed if isinstance(parsed, list | tuple) else [parsed]
-    return [_call(call, what) for call in calls]
+    return [_call(call, location) for call in calls]
 
 
-def _call(call: object, what: str) -> dict[str, Any]:
+def _call(call: object, location: str) -> dict[str, Any]:
     inner = call.get("function", call) if isinstance(call, dict) else None
     kind = (call.get("type") or "function") if isinstance(call, dict) else type(call).__name__
     if kind != "function" or not isinstance(inner, dict) or not isinstance(inner.get("name"), str) or not inner["name"]:
         raise DataError(
-            f"{what} has the tool call {shown_value(call)}, which has no function with a name",
+            f"{location} has the tool call {shown_value(call)}, which has no function with a name",
             hint="give {name, arguments}",
         )
     assert isinstance(call, dict)
     turn = {
         "type": "function",
-        "function": {"name": check_text(inner["name"], what), "arguments": _arguments(inner, what)},
+        "function": {"name": check_text(inner["name"], location), "arguments": _arguments(inner, location)},
     }
-    return turn | ({"id": check_text(call["id"], f"{what}: `id`")} if call.get("id") is not None else {})
+    return turn | ({"id": check_text(call["id"], f"{location}: `id`")} if call.get("id") is not None else {})
 
 
-def _arguments(inner: Mapping[str, Any], what: str) -> str:
+def _arguments(inner: Mapping[str, Any], location: str) -> str:
     """Arguments of a tool call as the JSON text of an object. Arguments that are text already are not changed."""
     value = inner.get("arguments", inner.get("parameters"))
-    name = f"{what}: `arguments` of {inner['name']}"
+    name = f"{location}: `arguments` of {inner['name']}"
     text = value if isinstance(value, str) else _json({} if value is None else value, name)
     parsed = _parse_row_json(check_text(text, name), name) if text.strip() else {}
     if not isinstance(parsed, dict):
@@ -344,19 +343,19 @@ def parse_json(text: str) -> Json:
     return json.loads(text, object_pairs_hook=unique_keys, parse_float=_finite, parse_constant=_finite)
 
 
-def _parse_row_json(text: str, what: str) -> Json:
+def _parse_row_json(text: str, name: str) -> Json:
     try:
         return parse_json(text)
     except (ValueError, RecursionError) as broken:
-        raise DataError(f"{what} is not JSON: {broken}: {text!r:.60}", hint="correct or remove the row") from None
+        raise DataError(f"{name} is not JSON: {broken}: {text!r:.60}", hint="correct or remove the row") from None
 
 
-def _json(value: object, what: str) -> str:
+def _json(value: object, name: str) -> str:
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError) as broken:
         raise DataError(
-            f"{what} cannot be written as JSON: {broken}: {value!r:.60}", hint="correct or remove the row"
+            f"{name} cannot be written as JSON: {broken}: {value!r:.60}", hint="correct or remove the row"
         ) from None
 
 

@@ -16,12 +16,12 @@ from ds_finetune.errors import DataError
 from ds_finetune.objectives.labels import IGNORE_INDEX
 
 _SEED = 1
-"""Part of a seed: makes the permutation of examples differ from that of rows, which has the seed and the epoch."""
+"""Third number of the seed, without which examples would be permuted as the rows of epoch 0 are."""
 
 
 @dataclass(frozen=True, eq=False)
 class MismatchedAnswers:
-    """Mismatched documents of `rows`: each has the prompt of one document and the answer of another.
+    """Documents made from `rows` with the prompt of one document and the answer of another.
 
     The mismatched document with the prompt of document n has the number n + (number of documents). It is truncated to
     `max_seq_len` tokens and has at least one token of the answer.
@@ -34,11 +34,11 @@ class MismatchedAnswers:
     """Whether a row may hold several documents."""
 
     def check(self, name: str) -> None:
-        """DataError where all examples of `name`, a key of the run file, have the same prompt."""
+        """Raise DataError if all examples of the data set `name` (a key of the run file) have the same prompt."""
         first = self._prompt(0)
         if all(np.array_equal(self._prompt(number), first) for number in range(1, len(self))):
             raise DataError(
-                f"the {len(self)} examples of {name} have one prompt, and z0 of objective kto compares each prompt "
+                f"the {len(self)} examples of {name} have one prompt, but objective kto estimates z0 from each prompt "
                 "with the answer to another one",
                 hint="add examples of other prompts, or use objective dpo with pairs of answers",
             )
@@ -47,8 +47,8 @@ class MismatchedAnswers:
         return self.rows.counts.documents
 
     def partner(self, number: int) -> int:
-        """Number of the document whose answer follows the prompt of document `number`: the next one with another
-        prompt, in a permutation by the seed.
+        """Number of the document whose answer follows the prompt of document `number` in a mismatched document: the
+        next one with a different prompt in a seeded permutation.
         """
         order, positions = self._order
         prompt, position = self._prompt(number), int(positions[number])
@@ -56,7 +56,7 @@ class MismatchedAnswers:
         return next(other for other in followers if not np.array_equal(self._prompt(other), prompt))
 
     def rows_for(self, row_ids: Sequence[int]) -> list[Row]:
-        """Rows of mismatched documents for the prompts in the data rows `row_ids`, packed if data rows are packed."""
+        """Rows of mismatched documents with the prompts of the data rows `row_ids`, packed if the data rows are."""
         rows = self.rows
         numbers = np.concatenate([rows.order[rows.offsets[row] : rows.offsets[row + 1]] for row in row_ids])
         if not self.is_packed:

@@ -53,15 +53,15 @@ class Mixture:
         return " + ".join(f"{draw} of {size}" for draw, size in zip(self.draws, self.sizes, strict=True))
 
     def per_epoch(self, sums: Sequence[float]) -> float:
-        """Expected sum of a quantity over the rows of an epoch, given its sum over all rows of each source."""
+        """Expected sum of a quantity over the rows of an epoch, from its sum over all rows of each source."""
         return sum(part / size * draw for part, size, draw in zip(sums, self.sizes, self.draws, strict=True))
 
     def order(self, *, seed: int, epoch: int, shuffle: bool) -> Numbers:
         """Row indices of an epoch in their order, int64 [rows_per_epoch].
 
-        The rows of each source are spread evenly: with two sources, the number from one of them among the first n rows
-        differs from its fraction of n by less than one. A source is read in passes over all its rows, each shuffled or
-        in the order of its files.
+        The sources alternate evenly: in the first n rows of an epoch with two sources, the number of rows from one
+        source differs from n times its fraction by less than one. A source is read in passes over all its rows, each
+        shuffled or in the order of its files.
         """
         jitter = np.random.default_rng([seed, epoch]).random(self.rows_per_epoch) if shuffle else 0.5
         numbers = np.concatenate([np.arange(draw) for draw in self.draws])
@@ -85,7 +85,7 @@ class Mixture:
         size, draw = self.sizes[source], self.draws[source]
         passes, index = np.divmod(np.arange(epoch * draw, (epoch + 1) * draw), size)
         if shuffle:
-            # The source's index is raised by one, since numpy's seeds [a, b] and [a, b, 0] are the same.
+            # The source's index is raised by one because numpy gives the seeds [a, b] and [a, b, 0] the same numbers.
             orders = {p: np.random.default_rng([seed, p, source + 1]).permutation(size) for p in set(passes.tolist())}
             index = np.concatenate([orders[p][index[passes == p]] for p in sorted(orders)])
         return index + self._ends[source] - size

@@ -211,8 +211,8 @@ def _response_pair(view: Mapping[str, Any], where: str) -> Preference:
 
 
 def _ranked_pair(view: Mapping[str, Any], where: str) -> Preference:
-    """Preference of the best over the worst of several ranked answers. If all ranks are equal, both sides are the same
-    answer, and the pair is dropped later.
+    """Preference of the answer with the best rank over the one with the worst. If all ranks are equal, both are the
+    same answer, and the pair is dropped later.
     """
     ranked = _ranked_answers(view["answers"], where)
     best, worst = (pick(ranked, key=operator.itemgetter(0))[1] for pick in (min, max))

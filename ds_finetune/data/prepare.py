@@ -143,8 +143,8 @@ def _units_of_paths(
         if not number:
             files = [source.path for source in sources if source.entry == entry]
             raise DataError(
-                f"data.train gives `{path}` ({len(files)} files) a weight, and none of its rows is left",
-                hint="look at them with `ds-finetune data show`, or leave it out",
+                f"data.train gives `{path}` ({len(files)} files) a weight, but no row of it can be trained",
+                hint="look at its rows with `ds-finetune data show`, or leave the path out",
             )
     return numbers
 
@@ -224,8 +224,8 @@ def _tokenise(
     parts: dict[Path, int] = {}
     tasks = _open_parts(choice, sources, folder, parts)
     size = sum(source.fingerprint[1] for source in sources)
-    # A process takes one or two seconds to start, so small data is tokenised here. Hub data sets count as large, since
-    # their size is unknown.
+    # Small data is tokenised in this process, since another process takes one or two seconds to start. The size of hub
+    # data sets is unknown, so they count as large.
     is_divided = workers > 1 and (size > _BYTES_FOR_PROCESSES or any(source.format == "hub" for source in sources))
     warmup = (workers if is_divided else 1) * ROWS_PER_PART
     done = len(list(folder.glob("part-??????"))) * ROWS_PER_PART
@@ -237,7 +237,7 @@ def _tokenise(
             line.advance(ROWS_PER_PART)
     counts = sum((read_counts(part) for part in parts), Counts())
     if len(set(parts.values())) > 1:
-        # A part has records of a single path, so all its documents count for that path.
+        # All documents of a part count for one path, since a part has records of a single path.
         by_path = (NamedCounts({str(entry): (read_counts(part).documents, "")}) for part, entry in parts.items())
         counts = replace(counts, by_path=sum(by_path, NamedCounts()))
     if counts.read:
@@ -249,7 +249,7 @@ def _tokenise(
         if choice.fraction:
             purpose, percent = "data.eval" if choice.is_held_out else "data.train", f"{float(choice.fraction * 100):g}%"
             raise DataError(
-                f"{purpose} has no row: {names} have too few to hold out {percent} of them",
+                f"{purpose} has no row: {names} have too few rows to hold out {percent} of them",
                 hint="give more rows, or name a file as data.eval",
             )
         raise DataError(f"data files {names} have 0 rows", hint="write at least one row")
@@ -258,9 +258,9 @@ def _tokenise(
 def _open_parts(
     choice: RecordChoice, sources: Sequence[Source], folder: Path, parts: dict[Path, int]
 ) -> Iterator[_Task]:
-    """Yield a task for each part that is not written yet.
+    """Yield each part of the data that is not yet written completely.
 
-    The folder of every part is added to `parts`, with the index in data.train of the path that its records come from.
+    The folders of all parts are added to `parts`, with the index in data.train of the path of their records.
     """
     for source, records in choice.read(sources):
         while chunk := list(islice(records, ROWS_PER_PART)):

@@ -117,15 +117,15 @@ def empty_row(pad_token_id: int) -> Row:
 _SHOWN_CLASSES = 8
 _LINE_FEED = ord("\n")
 _ODD = np.uint64(0x9E3779B97F4A7C15)
-"""Odd factor that makes the hash of a pair depend on the order of its sides."""
+"""Odd factor for the hash of a pair's first document, so that exchanging the two documents changes the hash."""
 
 
 @dataclass(frozen=True, eq=False)
 class PreparedRows:
     """Training rows in memory-mapped arrays. Row i has the units `order[offsets[i] : offsets[i + 1]]`.
 
-    A unit u is document u, or for pairs documents 2u and 2u + 1. Only `order` and `offsets`, a few bytes per unit, are
-    held in memory.
+    Unit u is document u, or documents 2u and 2u + 1 if units are pairs. Only `order` and `offsets`, a few bytes per
+    unit, are held in memory.
     """
 
     documents: Documents
@@ -207,14 +207,14 @@ class PreparedRows:
         return [int(lengths.sum()) for lengths in self._lengths_by_source()]
 
     def units_of_sources(self) -> dict[str, range]:
-        """Indices of the documents, pairs or examples of each source by its name, which is empty without a mixture."""
+        """Unit indices (documents, pairs or examples) of each source by its name, which is empty without a mixture."""
         ends = np.cumsum([len(part) for part in self._lengths_by_source()]) // max(self.kind.documents_per_unit, 1)
         names = ("",) if self.mixture is None else self.mixture.names
         starts = [0, *ends[:-1].tolist()]
         return {name: range(start, end) for name, start, end in zip(names, starts, ends.tolist(), strict=True)}
 
     def summary(self) -> str:
-        """One line with numbers of rows, units and tokens, and the shares of supervised and of truncated tokens."""
+        """One line with numbers of rows, units and tokens, and the fractions of supervised and of truncated tokens."""
         supervised = self.num_supervised_tokens / max(self.num_tokens, 1)
         units = f"{self.num_units:,} {self.kind.unit}, " if self.kind.documents_per_unit else ""
         is_packed = len(self) < self.num_units
@@ -314,7 +314,7 @@ class PreparedRows:
         return self.documents.ids[span].tolist(), self.documents.mask[span].tolist()
 
     def _sizes_of(self, numbers: Numbers) -> tuple[Numbers, Numbers]:
-        """Length and number of supervised tokens of each document, whose first token is not counted: it is no label."""
+        """Lengths of documents, and their numbers of supervised tokens; a document's first token is never a label."""
         starts, ends = self.documents.offsets[numbers], self.documents.offsets[numbers + 1]
         mask = np.asarray(self.documents.mask)
         spans = zip(starts.tolist(), ends.tolist(), strict=True)
@@ -326,8 +326,8 @@ class PreparedRows:
         return (units[:, None] * size + np.arange(size)).reshape(-1)
 
     def label_lines(self) -> list[tuple[str, str]]:
-        """Lines about the labels of rows, each with a name and a text: numbers of good and bad answers, fractions of
-        classes, or the range of regression labels. Rows without labels have no line.
+        """Lines (name and text) about the labels of rows: numbers of good and bad answers, fractions of classes, or the
+        range of regression labels. Rows without labels have none.
         """
         targets = self.documents.targets
         if self.kind.name == "marked":

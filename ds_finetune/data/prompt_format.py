@@ -38,7 +38,7 @@ _CALLS = [
 ]
 """Probe tool calls; their ids have nine characters, which Mistral's templates require."""
 TEMPLATES = Path(__file__).parent / "templates"
-"""Folder of the chat templates that a run file may name; each renders as the published template of that name."""
+"""Folder of the chat templates that data.template may name; each renders like the published template of its name."""
 _MARK = re.compile(r"\{# ds_finetune: (\{.*?\}) #\}")
 _TEMPLATE = Template(
     "{# ds_finetune: $mark #}$begin{% for message in messages %}{% set content = message['content'] %}"
@@ -83,9 +83,8 @@ class PlainFormat:
     def template(self, *, has_bos: bool, has_space: bool = False) -> str:
         """A chat template that writes a user's text as in training, and ends an answer with the eos token.
 
-        It begins with a comment that holds this format. It accepts every role, since servers try a template on sample
-        dialogues. With `has_space`, a space stands between BOS and a text that does not begin with one, for tokenizers
-        that put a space before a text and not behind BOS.
+        It begins with a comment that records this format, and accepts every role, since servers render sample dialogues
+        with it. With `has_space`, a space follows BOS, for tokenizers that put one before a text but not after BOS.
         """
         separator = "" if self.form == "joined" else self.separator
         prompt = f"content + ('' if content[-1:].strip() != content[-1:] else {_quoted(separator)})"
@@ -96,7 +95,7 @@ class PlainFormat:
         if has_space:
             begin += "{{ ' ' }}" if self.form == "alpaca" else "{{ '' if messages[0]['content'][:1] == ' ' else ' ' }}"
         return _TEMPLATE.substitute(
-            # A `#}` in the format would end the Jinja comment.
+            # The template records this format in a Jinja comment, which `#}` would end.
             mark=json.dumps(asdict(self)).replace("#", "\\u0023"),
             begin=begin,
             prompt=prompt,
@@ -139,8 +138,8 @@ class PromptFormat:
     def of_run(
         cls, config: DataConfig, kind: RowKind, counts: Counts, tokenizer: PreTrainedTokenizerBase
     ) -> "PromptFormat":
-        """The prompt format of a run's training rows. Exports get the template of data.template, or one that writes
-        completions as in training.
+        """The prompt format of a run's training rows. Exports get data.template, or for completions that were trained
+        without a template one that writes them as in training.
         """
         settings, is_scorer = template_settings(config, tokenizer), OBJECTIVES[kind.objective].head == "scores"
         ends = () if is_scorer or kind.name == "text" else trained_ends(tokenizer, settings)
@@ -170,12 +169,12 @@ class PromptFormat:
         return tokeniser.tokenise([("", PlainText(text))])[0].ids
 
     def chat_ids(self, tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-        """Token ids of a user's text as a prompt of training, up to the answer. Empty where no format is known or the
-        template refuses the text.
+        """Token ids of a user's text as a training prompt, up to the answer; empty if the template is missing or
+        refuses the text, or if it writes the date.
         """
         plain = PlainFormat.of(self.template)
         template = self.template or self.settings.chat_template
-        # Ids from a template that writes the current date are different on another day, so they prove nothing.
+        # A template that writes the current date gives other ids on another day, so its ids cannot be compared later.
         if not template or "strftime_now" in template:
             return []
         sample = plain.sample(text) if plain else Conversation(({"role": "user", "content": text},))
@@ -220,18 +219,18 @@ def _chat_template(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> st
         raise ConfigError(f"data.template `{config.template}` has more than 1 MiB", hint="name a Jinja file")
     if stray := next((character for character in "\0\ufeff\ufffd" if character in text), ""):
         raise ConfigError(
-            f"data.template `{config.template}` contains U+{ord(stray):04X}, which every prompt would have",
-            hint="remove the character; a wrong conversion of the file's encoding leaves it",
+            f"data.template `{config.template}` contains U+{ord(stray):04X}, which it would write into prompts",
+            hint="remove the character, which a wrong conversion of the file's encoding leaves behind",
         )
     return text
 
 
 def _shipped_template(file: Path, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Read a chat template of the package; ConfigError if a file has its name, or the tokenizer lacks its tokens."""
+    """Read a chat template of this package; ConfigError if a file has its name or the tokenizer lacks a token of it."""
     name, text = file.stem, file.read_text(encoding="utf-8")
     if Path(name).exists():
         raise ConfigError(
-            f"data.template `{name}` is a template of this program and a file of the working directory",
+            f"data.template `{name}` names both a template of this program and a file of the working directory",
             hint=f"write ./{name} for the file, or rename it",
         )
     vocabulary = tokenizer.get_vocab()
@@ -273,8 +272,8 @@ def trained_ends(tokenizer: PreTrainedTokenizerBase, settings: TemplateSettings)
 
 
 def _end_of(tokeniser: SampleTokeniser, tokenizer: PreTrainedTokenizerBase, sample: Sample) -> tuple[int, ...] | None:
-    """The end token of a sample's answer: its last supervised id, if that is a special token which occurs once. Empty
-    if it is not; None if the sample is refused or dropped.
+    """The end token of a sample's answer: its last supervised id, if that is a special token that occurs once. Empty if
+    it is not such a token; None if the sample is refused or dropped.
     """
     try:
         (row,) = tokeniser.tokenise([("", sample)])
@@ -292,16 +291,16 @@ def read_generation(folder: Path) -> dict[str, Any]:
     """Parse the generation_config.json of a folder; empty where there is none, DataError where it is no JSON object or
     `eos_token_id` is no id or list of ids.
     """
-    file, hint = folder / GENERATION, "correct it, or remove it"
+    file = folder / GENERATION
     try:
         tree = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     except ValueError as broken:
-        raise DataError(f"{file} is not JSON: {broken}", hint=hint) from None
+        raise DataError(f"{file} is not JSON: {broken}", hint="correct the file or remove it") from None
     if not isinstance(tree, dict):
-        raise DataError(f"{file} holds {type(tree).__name__}, not an object", hint=hint)
+        raise DataError(f"{file} holds a JSON {type(tree).__name__}, not an object", hint="correct the file")
     ends = tree.get("eos_token_id")
     if ends is not None and not all(type(each) is int for each in (ends if isinstance(ends, list) else [ends])):
-        raise DataError(f"{file}: eos_token_id is {ends!r:.60}, not a token id or a list of them", hint=hint)
+        raise DataError(f"{file}: eos_token_id is {ends!r:.60}, not a token id or a list of them", hint="correct it")
     return tree
 
 
@@ -318,7 +317,7 @@ def end_ids(
 
 
 def served_generation(folder: Path, config: PretrainedConfig, ends: Sequence[int]) -> dict[str, str]:
-    """Name and text of an export's generation_config.json; empty if that of `folder` already names exactly `ends`."""
+    """Text of an export's generation_config.json by file name; empty if that in `folder` has these end tokens."""
     tree, config = read_generation(folder), config.get_text_config()
     given = tree.get("eos_token_id", config.eos_token_id)
     if not ends or set(given if isinstance(given, list) else [given]) == set(ends):

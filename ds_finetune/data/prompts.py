@@ -1,6 +1,6 @@
 """Reads prompts to which the model samples answers, with the columns of their rows for the rewards.
 
-A row may have a reference answer, as rows of supervised fine-tuning do; it becomes the column `answer` of the record.
+If a row has a reference answer, as in supervised fine-tuning, it becomes the column `answer` of the prompt's record.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ ANSWER = "answer"
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt: a conversation without the answer, or a text with its conversation and an empty completion."""
+    """A prompt to which the model samples answers: a conversation without its answer, or a completion still empty."""
 
     sample: Conversation | Completion
     answer: object = None
@@ -31,7 +31,7 @@ class Prompt:
         return replace(self, sample=self.sample.with_system(text, where))
 
     def of_record(self, record: Record) -> Self:
-        """A copy of the prompt that holds all columns of its row, and the reference answer if there is one."""
+        """A copy of the prompt with all columns of its row, and with the reference answer if there is one."""
         return replace(self, record={**record, **({} if self.answer is None else {ANSWER: self.answer})})
 
 
@@ -41,7 +41,7 @@ def _prompt_of(view: Mapping[str, Any], column: str, where: str) -> Prompt:
     if isinstance(value, list | tuple):
         if value and is_answer(value[-1]):
             raise DataError(
-                f"{where}: `{column}` ends with an assistant turn, {value[-1]!r:.60}, and the model writes the answer",
+                f"{where}: `{column}` ends with an assistant turn, {value[-1]!r:.60}, but the model writes the answer",
                 hint=f"end `{column}` with the user's turn",
             )
         return Prompt(read_conversation(value, view.get("tools"), column, where), answer)
@@ -65,7 +65,7 @@ def _reference(view: Mapping[str, Any]) -> object:
 
 
 def _without_answer(sample: Sample, answer: object) -> Prompt:
-    """The prompt of a dialogue; the last turn is the reference answer unless `answer` is given."""
+    """The prompt of a dialogue. A last assistant turn is removed; without `answer` it is the reference answer."""
     conversation = sample.conversation if isinstance(sample, Completion) else sample
     assert isinstance(conversation, Conversation)
     last = conversation.messages[-1]

@@ -31,9 +31,8 @@ _OTHER_NAMES = (
     {"prompt": "query"},
     {"chosen": "chosen_messages", "rejected": "rejected_messages"},
 )
-"""Column names in published data sets that stand for the names in a layout; tried in this order if no layout fits. They
-are from HelpSteer and verl, ms-swift, Orca, dolly and GPTeacher, prompts with reference answers, and LLaMA-Factory's
-pairs.
+"""Names that columns of layouts have in published data sets; tried in this order if no layout fits. They are from
+HelpSteer and verl, ms-swift, Orca, dolly and GPTeacher, prompts with reference answers, and LLaMA-Factory's pairs.
 """
 _PAIRS_OF_TEXTS = (
     ("sentence1", "sentence2"),
@@ -49,7 +48,7 @@ _GUESSES = {
     "chosen": "chosen chosen_response response_chosen chosen_answer preferred better winner",
     "rejected": "rejected rejected_response response_rejected rejected_answer dispreferred worse loser",
 }
-"""Column names in lower case, by which a hint guesses what a column is."""
+"""Frequent column names in lower case, from which a hint guesses the columns of the prompt, the answer and so on."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +59,11 @@ class Completion:
     completion: str
     conversation: Conversation
     has_all_turns: bool = False
-    """Whether `prompt` has all messages before the answer, even if there are several."""
+    """Whether `prompt` is complete: it has all messages before the answer."""
     is_joined: bool = False
-    """Whether `prompt` already ends with the necessary separator."""
+    """Whether `prompt` already ends with the separator that divides it from the completion."""
     wrapper: str = ""
-    """Name of the text that the layout puts around the row's text, `alpaca`; empty where there is none."""
+    """`alpaca` if the layout puts Alpaca's text around the prompt, else empty."""
 
     def with_system(self, text: str, where: str) -> Self:
         """Prepend a system message."""
@@ -113,7 +112,7 @@ def published_columns(
 
 
 def default_columns(record: Record, columns: Mapping[str, str]) -> dict[str, str]:
-    """Extend `columns` by the columns that KTO's and GLUE's data sets have as `label`, `text` and `text_pair`."""
+    """Extend `columns` by the names that KTO's and GLUE's data sets use for `label`, `text` and `text_pair`."""
     defaults: dict[str, str] = {}
     if "label" not in record and "kto_tag" in record:
         defaults["label"] = "kto_tag"
@@ -166,15 +165,15 @@ def check_supervised(record: Record, columns: Mapping[str, str], where: str) -> 
     present = _present(record, columns)
     if {"chosen", "rejected"} <= present:
         raise DataError(
-            f"{where} is a preference row (columns {', '.join(sorted(record))}), and fine-tuning is supervised",
-            hint="train them with objective dpo, simpo, cpo, orpo or reward, or name the answer to imitate: "
+            f"{where} is a preference row (columns {', '.join(sorted(record))}); objective sft imitates all answers",
+            hint="train such rows with objective dpo, simpo, cpo, orpo or reward, or name the answer to imitate: "
             f"data.columns {{{'completion' if 'prompt' in record else 'messages'}: chosen}}",
         )
     if "kto_tag" in present or ("label" in present and isinstance(record["label"], bool)):
         raise DataError(
             f"{where} is a KTO row, whose answer is labelled good or bad (columns {', '.join(sorted(record))}), "
-            "and fine-tuning is supervised",
-            hint="train them with objective kto, or keep the rows whose answer is to be imitated, and remove the "
+            "but objective sft imitates all answers",
+            hint="train such rows with objective kto, or keep the rows whose answer is to be imitated, and remove the "
             "column with the labels",
         )
 
@@ -239,11 +238,11 @@ def hh_turns(text: str) -> list[dict[str, str]]:
 
 
 def check_not_continued(prompt: Sequence[object], answer: Sequence[object], where: str) -> None:
-    """DataError where the answer would follow or continue an assistant's turn of the prompt."""
+    """DataError where both the last turn of the prompt and the first turn of the answer are an assistant's."""
     if prompt and answer and is_answer(prompt[-1]) and is_answer(answer[0]):
         raise DataError(
-            f"{where}: the prompt ends with an assistant turn, {prompt[-1]!r:.60}, and the answer is another",
-            hint="end the prompt with the user's turn; put the beginning of an answer into the answer itself",
+            f"{where}: the prompt ends with an assistant turn, {prompt[-1]!r:.60}, and the answer follows it",
+            hint="end the prompt with the user's turn, or put the beginning of an answer into the answer itself",
         )
 
 

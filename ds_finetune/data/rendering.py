@@ -26,8 +26,8 @@ _THINK_END = "</think>"
 class Turn:
     """An assistant turn in a rendered dialogue: its prompt, its supervised body, and the text that ends the turn.
 
-    `number` is the index of its message. `is_open` marks a tool call after which the template does not write the token
-    that ends other turns.
+    `number` is the index of the turn's message. `is_open` is true for a tool call after which the template does not
+    write the token that ends other turns.
     """
 
     number: int
@@ -48,9 +48,8 @@ class RewrittenTurnError(Exception):
 class RenderedConversation:
     """A conversation rendered with a chat template; `messages` come from `chat_template.adapt_messages`.
 
-    With `only`, just the assistant message of this index becomes a turn, and earlier messages are rendered without
-    placeholders. UnrenderedTextError where the conversation has tool calls or reasoning that the template does not
-    render.
+    With `only`, the assistant message of this index is the only turn, and answers before it belong to its prompt.
+    UnrenderedTextError if the template does not render tool calls or reasoning of the conversation.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class RenderedConversation:
         ]
 
     def prefixes(self, numbers: Sequence[int]) -> "list[RenderedConversation]":
-        """For each assistant message in `numbers`: the conversation that ends with this message, its only turn."""
+        """For each assistant message in `numbers`: the conversation up to this message, which is its only turn."""
         return [RenderedConversation(self._template, self._messages, self._tools, self._where, only=n) for n in numbers]
 
     def _is_turn(self, number: int) -> bool:
@@ -105,7 +104,7 @@ class RenderedConversation:
         return turns or [Turn(len(self._messages), self._render(self._messages), "", "")]
 
     def _without_last_text(self, turn: Turn, done: str) -> tuple[Turn, str]:
-        """Cut the text after the end token from a turn, and from the end of `done`, the text rendered so far."""
+        """Remove the text after the end token from a turn, and from the rendering up to its end, `done`."""
         token = self._template.turn_end(turn.ending)
         ending = turn.ending.partition(token)[0] + token if token else turn.ending
         if ending == turn.ending:
@@ -126,8 +125,8 @@ class RenderedConversation:
     def check(self, turns: Sequence[Turn], *, is_protected: bool) -> None:
         """UnrenderedTextError where `turns` lack a text of the row, or the template reorders texts.
 
-        With `is_protected`, control tokens are in brackets (`ControlTokens.protect`), which a template that writes
-        ASCII JSON would escape; the row is then refused too.
+        With `is_protected`, control tokens are in brackets (`ControlTokens.protect`). A template that writes ASCII JSON
+        would escape the brackets, so the row is refused too.
         """
         document = "".join(turn.prompt + turn.body + turn.ending for turn in turns)
         end = turns[-1].number + 1
@@ -187,7 +186,7 @@ class RenderedConversation:
             raise template_error(self._where, broken) from broken
 
     def _after(self, done: str, rendered: str) -> str:
-        """The part of `rendered` after `done`, the text of earlier turns; RewrittenTurnError if that differs."""
+        """The part of `rendered` after the text of earlier turns `done`; RewrittenTurnError if it begins otherwise."""
         _, separator, rest = rendered.partition(done) if done else ("", "", rendered)
         if separator == done:
             return rest
@@ -213,7 +212,7 @@ class RenderedConversation:
         return turn, last_name + tail + stop
 
     def _with_texts(self, prompt: str) -> str:
-        """Replace placeholders of earlier turns by texts: gpt-oss's template repeats a call's name with its result."""
+        """Fill in texts of earlier turns that a prompt repeats, as gpt-oss's template repeats a call's name."""
         texts = {
             name: text
             for number, message in enumerate(self._messages)
@@ -223,10 +222,9 @@ class RenderedConversation:
         return _fill_in(prompt, texts)
 
     def _next_header(self, number: int, done: str) -> str:
-        """The text from the end of a turn to the first special token of the next turn, where a model such as GLM-4.5
-        stops; empty if there is none.
-
-        If the conversation ends here, the next turn is a tool's result after tool calls, else the user's.
+        """The text that the template writes between a turn and the first special token of the next one, at which models
+        such as GLM-4.5 stop; empty if there is none. If the conversation ends here, a tool's result (after tool calls)
+        or a user's turn is rendered next.
         """
         is_call = bool(self._messages[number].get("tool_calls"))
         after = self._messages[number + 1 : number + 2] or [{"role": "tool" if is_call else "user", "content": "x"}]
@@ -239,17 +237,16 @@ class RenderedConversation:
         return header.partition(token)[0] + token if token else ""
 
     def _call_end(self, middle: str, tail: str) -> tuple[int, bool]:
-        """Index in `tail`, the text after a tool call, where the turn ends, and whether it lacks an end token."""
+        """Index in `tail`, the text after a turn's calls, where the turn ends, and whether the end token is missing."""
         token = self._template.probes.turn_end
         ends = find_token(token, tail)
         if len(ends) > 1 or find_token(token, middle):
-            # A turn with several end tokens is refused. R1's template writes one after each call but the first.
+            # A turn with several end tokens is refused: R1's template writes one after each call but the first.
             raise UnrenderedTextError("calls")
         return (ends[0], False) if ends else (len(tail.rstrip("\n")), True)
 
     def _split(self, number: int, done: str, header: str, rest: str) -> tuple[str, str]:
-        """Prompt and body of a turn. `header` is the rendering up to the turn's first text, and `rest` the rendering
-        from there on.
+        """Prompt and body of a turn, which is rendered as `header` up to its first text and as `rest` from there on.
 
         The prompt is the one that a server would send, if the turn begins with it; else it is `header`.
         """
@@ -258,8 +255,8 @@ class RenderedConversation:
         is_call = not message["content"] and not message.get("reasoning_content") and message.get("tool_calls")
         written = header[len(opened) :] if opened is not None and header.startswith(opened) else ""
         if opened is not None and _THINK_END in written and _THINK_END in (message["content"] or ""):
-            # The template writes empty reasoning for an answer without a reasoning field, but this content has its own
-            # reasoning.
+            # The template opens this answer with empty reasoning, because its reasoning is in the content and not in a
+            # field. So the header without reasoning is used.
             header = opened
         text = header + rest
         for prompt in (opened, *(self._call_prompts(number, done) if is_call else [header])):
@@ -268,7 +265,7 @@ class RenderedConversation:
         raise UnrenderedTextError("calls")
 
     def _call_prompts(self, number: int, done: str) -> Iterator[str]:
-        """Prompts that a tool call may follow: first with the header of a text answer, then without a header."""
+        """Prompts that a tool call may follow: first with the header that opens a text answer, then without it."""
         answer = {"role": "assistant", "content": placeholder(number)}
         yield self._after(done, self._render([*self._with_placeholders[:number], answer])).partition(
             placeholder(number)
@@ -286,8 +283,8 @@ def _placeholders(message: Mapping[str, Any], number: int, template: ChatTemplat
     if message.get("reasoning_content"):
         texts.append((placeholder(f"{number}r"), message["reasoning_content"], "reasoning"))
     for index, call in enumerate(calls):
-        # If the template writes the id of a call, as Kimi K2's, the id is looked for, since it contains the function's
-        # name.
+        # Kimi K2's template writes a call's id, which contains the function's name, instead of the name. So the id is
+        # looked for.
         name = call.get("id", "") if template.probes.is_named_by_id else call["function"]["name"]
         texts.append((placeholder(f"{number}c{index}"), str(name), "calls"))
     return texts

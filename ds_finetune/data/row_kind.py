@@ -21,7 +21,7 @@ _DESCRIPTIONS: Mapping[KindName, str] = {
 class RowKind:
     """Properties of an objective that decide how records become documents.
 
-    Class names and number are those of the run file until `classes.find_classes` has read the data
+    The number and names of classes are those of the run file until `classes.find_classes` has read them from the data
     (`has_known_classes`). `labels` is empty where classes are numbers without names.
     """
 
@@ -85,7 +85,7 @@ class RowKind:
 
     @property
     def fingerprint(self) -> list[Any]:
-        """Properties that change documents, for the key of the data cache; the objective's name is not one of them."""
+        """Properties that change documents, for the key of the data cache. The objective's name is not among them."""
         ends = [self.bos, self.has_eos] if self.name == "text" else []
         return [self.name, self.has_margin, list(self.labels), self.num_labels, *ends]
 

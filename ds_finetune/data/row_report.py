@@ -40,7 +40,7 @@ DROPPED = {
         "set data.reasoning to strip, or give a data.template that opens both answers alike",
     ),
 }
-"""For each reason to drop a row, a description of such rows and a hint."""
+"""For each reason to drop a row: a predicate for a sentence about such rows, and a hint."""
 NOTED = {
     "tools": "name tools that the prompt does not contain, so the model does not see them",
     "tools_partly": "name tools of which the chat template renders only a part",
@@ -67,7 +67,7 @@ NOTED = {
     "control character) in a text, which are trained as they are",
     "control_plain": "contain control tokens, which stay control tokens because no chat template is used",
 }
-"""Remarks on trained rows by name; each is the predicate of a sentence about the rows."""
+"""Remarks on trained rows by key; each is the predicate of a sentence, as in "[rows] have an empty answer"."""
 
 
 def bad_row_lines(counts: Counts) -> list[str]:
@@ -135,12 +135,12 @@ def check_bad_rows(counts: Counts, config: DataConfig) -> None:
     """DataError with the rows that cannot be read or tokenised, unless data.bad_rows is drop."""
     if config.bad_rows == "drop" or not counts.bad_rows:
         return
-    message, _, hint = counts.bad[0].partition("\n  hint: ")
+    errors, _, hint = counts.bad[0].partition("\n  hint: ")
     if counts.bad_rows > 1:
-        message = "\n  ".join([f"{counts.bad_rows:,} of {counts.read:,} rows are bad:", *bad_row_lines(counts)])
+        errors = "\n  ".join([f"{counts.bad_rows:,} of {counts.read:,} rows are bad:", *bad_row_lines(counts)])
         may_drop = counts.bad_rows < counts.read and counts.bad_rows <= config.max_dropped_ratio * counts.read
         hint += "; or set data.bad_rows: drop" * may_drop
-    raise DataError(f"{message}", hint=hint)
+    raise DataError(f"{errors}", hint=hint)
 
 
 def check_dropped_rows(counts: Counts, config: DataConfig, sources: Sequence[Source]) -> None:

@@ -70,7 +70,7 @@ class TemplateSettings:
 
 @dataclass(frozen=True)
 class _SampleText:
-    """Text segments of a sample, and its `Tokens`, in which ids and mask are still empty."""
+    """Text segments of a sample, and its `Tokens` without the ids and the mask, which are computed later."""
 
     segments: tuple[Segment, ...]
     result: Tokens
@@ -79,8 +79,7 @@ class _SampleText:
 class SampleTokeniser:
     """Tokenises the samples of rows with one tokenizer and one chat template.
 
-    Without a template, `bos` and `has_eos` decide which tokens begin and end a sample. `begin` has the ids that begin
-    one.
+    Without a template, `begin` has the ids that begin a sample, as `bos` says, and with `has_eos` an EOS token ends it.
     """
 
     def __init__(
@@ -123,8 +122,8 @@ class SampleTokeniser:
     def _tokens_of(
         self, text: _SampleText, encoded: Sequence[tuple[list[int], bool]], *, is_chat: bool, where: str
     ) -> Tokens:
-        """Join the token ids of a sample's segments. Each segment has a flag, whether the tokenizer would merge its
-        beginning with the segment before it.
+        """Join the ids of a sample's segments. A flag of each segment in `encoded` says whether the tokenizer would
+        merge its beginning with the segment before it.
         """
         ids = [] if is_chat else list(self.begin)
         mask = [False] * len(ids)
@@ -149,8 +148,8 @@ class SampleTokeniser:
             text.result,
             ids=ids,
             mask=mask,
-            # A server tokenises an earlier answer together with the text after it, which gives other tokens if the two
-            # merge.
+            # A server tokenises an earlier answer together with the text after it; if the tokenizer merges the two, it
+            # gets other tokens.
             server_prompt_differs=text.result.server_prompt_differs or any(is_joined[: answers[-1]] if answers else ()),
             notes=(*text.result.notes, *notes),
         )
@@ -183,7 +182,7 @@ class SampleTokeniser:
         return [_SampleText(tuple(segments), Tokens([], [], notes=notes, form=form))]
 
     def _prompt_texts(self, sample: Conversation | Completion, where: str) -> list[_SampleText]:
-        """The prompt that a server renders from the messages; without a chat template, the text before a completion."""
+        """The prompt as a server renders it from the messages; without a chat template the text before a completion."""
         if self._template is None:
             (text,) = self._sample_texts(sample, where)
             notes = tuple(note for note in text.result.notes if note != "empty_answer")
@@ -251,8 +250,8 @@ class SampleTokeniser:
     def _rendered_turns(
         self, dialogue: RenderedConversation, conversation: Conversation
     ) -> list[tuple[RenderedConversation, list[Turn]]]:
-        """Renderings that become documents, with their turns. There is one rendering, or where the template changes
-        earlier turns one for each supervised answer.
+        """Renderings that become documents, with their turns: one, or if the template changes earlier turns when later
+        ones follow, one for each supervised answer.
         """
         try:
             return [(dialogue, dialogue.turns())]
@@ -288,7 +287,7 @@ class SampleTokeniser:
 
 
 def _unread_fields(conversation: Conversation, template: ChatTemplate) -> list[str]:
-    """Message fields that the template is given and does not render, as texts for the report."""
+    """Names of message fields that a conversation has and the template does not render, as texts for the report."""
     messages = conversation.messages
     present = {f"{message['role']}.{key}" for message in messages for key in ("name", "tool_call_id") if key in message}
     if any("id" in call for message in messages for call in message.get("tool_calls") or ()):

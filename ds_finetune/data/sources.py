@@ -70,7 +70,7 @@ class Source:
 
     @property
     def fingerprint(self) -> tuple[str, int, int]:
-        """Identity of a source: a file's path, size and modification time; hub data's id, subset, split, then 0, 0."""
+        """Identity of a source: a file's path, size and modification time, or a hub data set's id, subset and split."""
         if self.format == "hub":
             return f"{self.path}:{self.subset}:{self.split or DEFAULT_SPLITS[self.purpose]}", 0, 0
         stat = Path(self.path).stat()
@@ -93,11 +93,11 @@ def find_sources(paths: Sequence[str], *, purpose: str = "train") -> list[Source
 
 @dataclass(frozen=True)
 class RecordChoice:
-    """Selects which records of the training files are read: the first `rows` records (None: all), without those that
-    are held out for evaluation, or with `is_held_out` only those.
+    """Selects which records of the training files are read: of the first `rows` records (None: all) those that are not
+    held out for evaluation, or with `is_held_out` those that are.
 
-    In each block of 1 / `fraction` records one is held out, chosen by a hash of `seed` and block number. So the choice
-    depends on neither the number of records nor that of processes.
+    One record of each block of 1 / `fraction` records is held out, chosen by a hash of `seed` and the block's number.
+    So the choice does not depend on the number of records or of processes.
     """
 
     rows: int | None = None
@@ -151,7 +151,9 @@ def _expand(path: str, purpose: str) -> Iterator[Source]:
     elif file.is_file():
         file_format = FileFormat.of(file)
         if names:
-            raise DataError(f"data file `{base}` has no split `{':'.join(names)}`", hint="name only the file")
+            raise DataError(
+                f"data file `{base}` has no split `{':'.join(names)}`", hint="name the file without a split"
+            )
         if file_format is None:
             raise DataError(
                 f"data file `{path}` ends in `{''.join(file.suffixes[-2:])}`", hint=f"known endings: {known_endings()}"
@@ -173,9 +175,9 @@ _NO_PATH = {
     ",": "write several files as a list: `train: [a.jsonl, b.jsonl]`",
     "~": "`~` is not expanded: write the whole path",
 }
-"""Parts of data names that only other programs understand, each with a hint for the error."""
+"""Parts of data paths that only other programs understand, each with a hint for the error message."""
 _DESCRIPTION = "dataset_info.json"
-"""File name of LLaMA-Factory's list of data sets, and of the description that `Dataset.save_to_disk` writes."""
+"""File name of LLaMA-Factory's list of data sets; `Dataset.save_to_disk` also writes a description under this name."""
 
 
 def _check_no_description(path: Path) -> None:
@@ -267,8 +269,8 @@ def _split_names(splits: Iterable[str]) -> str:
 
 
 def estimate_rows(sources: Sequence[Source]) -> int:
-    """Estimated number of rows, to show the remaining time of tokenisation; 0 if any source's number is unknown (a hub
-    data set, a compressed file).
+    """Estimated number of rows, to show the remaining time of tokenisation; 0 if it cannot be estimated for one of the
+    sources, e.g. a hub data set or a compressed file.
     """
     numbers = [_estimate_rows_of(source) for source in sources]
     return sum(numbers) if all(numbers) else 0
@@ -342,7 +344,7 @@ def _load(path: str, subset: str) -> "DatasetDict":
         if problem:
             raise DataError(
                 f"data `{path}` is neither a file nor in the cache of `datasets`, and {problem}",
-                hint="check the name, give a file, or run where the hub can be reached",
+                hint="correct the name, give a file, or run where the hub can be reached",
             ) from missing
         raise DataError(
             f"data `{path}` is neither a file nor a data set of the hub: {without_password(missing)}",

@@ -93,11 +93,11 @@ def streaming_batches(
 ) -> Iterator[Batch]:
     """Batches of the steps from `start_step` (0-based) to `steps`, exclusive.
 
-    Rank r takes records r, r + dp, ... of each pass over the sources, and shuffles the rows of each chunk of
-    `RECORDS_AT_A_TIME` records by (seed, pass, chunk, rank). Unlike batches of prepared rows, these depend on dp. If
-    the plan has costs of rows, a rank's rows of a step are sorted by descending cost, so that the n-th forwards of all
-    ranks take similar time. On resume, `start` is the position after the last batch; earlier records are read again,
-    but not tokenised.
+    Rank r takes records r, r + dp, ... of each pass over the sources, so the batches depend on dp, unlike those of
+    prepared rows. The rows of each chunk of `RECORDS_AT_A_TIME` records are shuffled by (seed, pass, chunk, rank). With
+    costs of rows in the plan, a rank's rows of a step are sorted by descending cost, so that the n-th forward passes of
+    all ranks take similar time. On resume, `start` is the position after the last batch; earlier records are read
+    again, but not tokenised.
     """
     rank_rows = _my_rows(rows, plan, start)
     rows_of_step = plan.global_batch_size // plan.dp
@@ -150,10 +150,10 @@ def _rows_of(
 
 
 def overlap_notes(train: PreparedRows | StreamedRows, held_out: Mapping[str, PreparedRows]) -> list[str]:
-    """Warnings for held-out sets that repeat training data, with the number of documents or pairs whose tokens equal
-    those of a training row.
+    """Warnings for held-out sets that repeat training data: number of documents or pairs with the tokens of a training
+    row.
 
-    Streamed training data is not read in advance; then the warning names files that are in both.
+    Streamed training data is not read in advance; for it the warning names the files that are in both data sets.
     """
     if isinstance(train, StreamedRows):
         held_out_files = _files_of(find_sources(train.config.paths("eval"), purpose="eval"))

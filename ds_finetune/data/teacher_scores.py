@@ -34,7 +34,7 @@ _HASHED = 2**22
 
 @dataclass(frozen=True)
 class ScoreIdentity:
-    """What a teacher's scores were computed from, and how; all shards of a folder have the same identity."""
+    """Input of a teacher's scores: data, teacher and settings. All shards of a folder have the same identity."""
 
     documents: str
     """Hash of the token ids and masks of all documents, in order."""
@@ -57,10 +57,10 @@ class DocumentScores:
     """A teacher's distributions for the supervised tokens of one document, in order."""
 
     ids: NDArray[np.int32]
-    """Ids of the k most likely next tokens, in descending order, [supervised tokens, k]."""
+    """Ids of the k most likely next tokens, most likely first, [supervised tokens, k]."""
     log_probs: NDArray[np.float16]
-    """Log-probabilities of the tokens `ids`, and in the last column of all other tokens together, in nats at
-    temperature 1, [supervised tokens, k + 1].
+    """Log-probabilities of the tokens `ids`, and in the last column the log of the probability of all other tokens, in
+    nats at temperature 1, [supervised tokens, k + 1].
     """
 
 
@@ -88,7 +88,7 @@ class StoredScores:
         for number in range(num_shards):
             if damage := find_damage(folder / shard_name(number)):
                 raise DataError(
-                    f"scores are damaged: {damage}",
+                    f"the teacher's scores are damaged: {damage}",
                     hint=f"remove {folder / shard_name(number)} and {folder / _MANIFEST}, and run `ds-finetune teach` "
                     "again; it writes what is missing",
                 )
@@ -104,14 +104,14 @@ class StoredScores:
     def check(self, documents: Documents, tokens: Mapping[str, int], vocabulary: int) -> None:
         """DataError where the scores belong to other documents, or to another tokenizer or vocabulary."""
         stored = self.identity
-        for what, theirs, ours in (
+        for kind, theirs, ours in (
             ("vocabulary size", stored.vocabulary, vocabulary),
             ("tokenizer", stored.tokenizer, tokens_hash(tokens)),
             ("training rows", stored.documents, documents_hash(documents)),
         ):
             if theirs != ours:
                 raise DataError(
-                    f"the scores in {self.folder} are of another {what}: {theirs} there, {ours} in this run",
+                    f"the scores in {self.folder} are of another {kind}: {theirs} there, {ours} in this run",
                     hint="write scores with this run file: ds-finetune teach TEACHER RUN.yaml OUT",
                 )
 
@@ -129,7 +129,7 @@ def shard_name(number: int) -> str:
 
 
 def write_shard(folder: Path, number: int, scores: Sequence[DocumentScores], identity: ScoreIdentity) -> None:
-    """Write the teacher's scores of consecutive documents; the shard is complete as soon as its folder exists."""
+    """Write the teacher's scores of consecutive documents; the folder of the shard appears once it is complete."""
     offsets = np.cumsum([0, *(len(part.ids) for part in scores)]).astype(np.int64)
     flat = {name: [getattr(part, name).reshape(-1) for part in scores] for name in ("ids", "log_probs")}
     arrays = {name: ArrayParts(parts[0].dtype, sum(map(len, parts)), parts) for name, parts in flat.items()}
@@ -138,7 +138,7 @@ def write_shard(folder: Path, number: int, scores: Sequence[DocumentScores], ide
 
 
 def is_shard_complete(folder: Path, number: int, identity: ScoreIdentity) -> bool:
-    """Whether shard `number` is complete. A damaged shard is removed; OutputError where it has another identity."""
+    """Whether shard `number` is complete. A damaged shard is removed; OutputError if its `ScoreIdentity` is another."""
     shard = folder / shard_name(number)
     if not shard.is_dir():
         return False
@@ -150,13 +150,14 @@ def is_shard_complete(folder: Path, number: int, identity: ScoreIdentity) -> boo
         names = [name for name, value in asdict(identity).items() if stored.get(name) != value]
         changed = [f"{name} {stored.get(name)!r} there, {getattr(identity, name)!r} now" for name in names]
         raise OutputError(
-            f"{folder} holds other scores: {'; '.join(changed)}", hint="name another folder, or remove it"
+            f"folder {folder} holds scores of other inputs: {'; '.join(changed)}",
+            hint="name another folder for the scores, or remove this one",
         )
     return True
 
 
 def write_manifest(folder: Path, identity: ScoreIdentity, num_shards: int, remarks: Mapping[str, object]) -> None:
-    """Write the manifest, which marks the scores of a folder as complete. Nothing reads the `remarks` in it."""
+    """Write the manifest, which marks the scores of a folder as complete; its `remarks` are not read by programs."""
     text = json.dumps({"identity": asdict(identity), "shards": num_shards, **remarks}, indent=1)
     try:
         replace_file(folder / _MANIFEST, text + "\n")
@@ -177,7 +178,7 @@ def _with_scores(micro: MicroBatch, scores: StoredScores) -> MicroBatch:
     assert micro.examples is not None
     top_k, rows = scores.identity.top_k, micro.labels.shape
     ids, log_probs = np.zeros((*rows, top_k), np.int32), np.zeros((*rows, top_k + 1), np.float16)
-    # Concatenating by document fits the rows: documents are in the order of the rows, and none is split.
+    # Scores can be concatenated by document: documents are in the order of the rows, and none is split.
     documents = [scores[number] for number in micro.examples.numbers.tolist()]
     is_supervised = (micro.labels != IGNORE_INDEX).numpy()
     if documents:

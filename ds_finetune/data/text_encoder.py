@@ -24,7 +24,7 @@ from ds_finetune.data.messages import Conversation, map_texts
 from ds_finetune.errors import DataError
 
 _CONTEXT, _CONTEXT_WITHOUT_ADDED = 64, 16
-"""Number of characters before a text on which its first tokens depend, with and without an added token among them."""
+"""Number of characters before a text that can affect its first tokens: with an added token among them, and without."""
 
 
 class TextEncoder:
@@ -42,10 +42,8 @@ class TextEncoder:
         """Whether a text after an added token gets the same ids as at the start of a document."""
 
     def encode(self, texts: Sequence[tuple[str, str]]) -> list[tuple[list[int], bool]]:
-        """For each pair (text, preceding text): ids of the text as a continuation, and whether the tokenizer would
-        merge characters of both in one token.
-
-        The preceding text is empty at the start of a document.
+        """For each pair (text, preceding text): the ids of the text as a continuation, and whether the tokenizer would
+        merge the end of the preceding text with its beginning. At the start of a document the preceding text is empty.
         """
         contexts = [self._context(before) if text else "" for text, before in texts]
         distinct = [*{*contexts, *(context + text for context, (text, _) in zip(contexts, texts, strict=True))}]
@@ -116,14 +114,14 @@ class ControlTokens:
         written = [
             token.content for token in added if template and token.content in template and not token.content.isspace()
         ]
-        # In answers and system texts, `<think>` is no control token, and added tokens for tool calls may be written.
+        # In answers and system texts, `<think>` and added tokens for tool calls are not control tokens.
         of_answers = _any_of([token for token in special if token not in _THINK])
         of_users = _any_of([*special, *written])
         self._patterns = {"system": of_answers, "assistant": of_answers, "user": of_users, "tool": of_users}
         self._as_text: dict[str, list[int]] = {}
 
     def check_plain(self, texts: Sequence[str], where: str) -> bool:
-        """Whether texts that no template renders contain a special token; DataError where these are refused."""
+        """Whether texts that no template renders contain a special token; DataError if these are to be refused."""
         is_present = any(self._patterns["system"].search(text) for text in texts)
         if is_present and self._choice == "refuse":
             raise DataError(
@@ -168,8 +166,8 @@ class ControlTokens:
             parts.append([re.split(f"{_OPEN}(.*?){_CLOSE}", text) if _OPEN in text else [text] for text in texts])
             for pieces in parts[-1]:
                 for number, piece in enumerate(pieces[::2]):
-                    # A chat template may cut a text inside a bracketed token, so a bracket is left to be removed. After
-                    # a control token in characters, a text is encoded as after a line feed, as in transformers.
+                    # A chat template may cut a bracketed token, so single brackets are removed. As in transformers, a
+                    # text after a control token that is encoded as characters is encoded as after a line feed.
                     plain.append((strip_brackets(piece), "\n" if number else before))
                     before = plain[-1][0] or before
                 before = "\n" if len(pieces) > 1 and not pieces[-1] else before
@@ -177,7 +175,7 @@ class ControlTokens:
         return [[self._joined(pieces, encoded) for pieces in of_document] for of_document in parts]
 
     def _joined(self, pieces: Sequence[str], encoded: Iterator[tuple[list[int], bool]]) -> tuple[list[int], bool]:
-        """Ids of a text in `pieces`, by turns plain and a control token; `encoded` has the ids of the plain pieces."""
+        """Ids of a text from its `pieces`, by turns plain and a control token; `encoded` has the plain pieces' ids."""
         ids, is_merged = next(encoded)
         ids = list(ids)
         for token in pieces[1::2]:

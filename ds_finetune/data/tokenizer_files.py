@@ -38,8 +38,8 @@ def has_vocabulary(folder: Path) -> bool:
 def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
     """Load the fast tokenizer of a folder.
 
-    DataError where there is none or only a tiktoken.model, where it has no end-of-sequence token and is no encoder's,
-    or where its tokens differ from those of its tokenizer.json.
+    DataError if the folder has no tokenizer or only a tiktoken.model, if the tokenizer has no end-of-sequence token (an
+    encoder's needs none), or if it gives other tokens than its tokenizer.json.
     """
     _check_files(Path(folder))
     try:
@@ -69,7 +69,7 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     """Hash of everything in a tokenizer that determines the ids of a text."""
     core = tokenizer.backend_tokenizer
-    # Truncation and padding are left out, since transformers 5.23 turns them off before each call of the tokenizer.
+    # Truncation and padding do not count, since transformers 5.23 turns them off before each call of the tokenizer.
     core.no_truncation()
     core.no_padding()
     return hashlib.sha256(core.to_str().encode()).hexdigest()
@@ -84,12 +84,12 @@ def is_encoder_tokenizer(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def _check_files(folder: Path) -> None:
-    """DataError for a folder without a vocabulary, or with only tiktoken's, as Kimi K2 and Moonlight are published, or
-    with another file than it should be.
+    """DataError for a folder without a vocabulary, with only tiktoken's vocabulary (as Kimi K2 and Moonlight are
+    published), or with a configuration file that is not a JSON object.
 
     Without a vocabulary, transformers 5.23 makes an empty tokenizer for some model types, such as qwen3 and
-    gemma3_text, which encodes texts to no tokens or unknown ones. The pattern by which tiktoken splits texts into words
-    is only in the folder's Python code (tokenization_kimi.py, tokenization_moonshot.py).
+    gemma3_text, which encodes texts to no tokens or unknown ones. The pattern by which tiktoken splits texts is only in
+    the folder's Python code (tokenization_kimi.py, tokenization_moonshot.py).
     """
     if folder.is_dir() and not has_vocabulary(folder):
         raise DataError(
@@ -98,7 +98,7 @@ def _check_files(folder: Path) -> None:
         )
     for file in (folder / name for name in _OBJECTS):
         if file.is_file() and not file.read_bytes().lstrip().startswith(b"{"):
-            raise DataError(f"{file} holds no JSON object", hint="take the file published with the model")
+            raise DataError(f"{file} holds no JSON object", hint="replace it by the file published with the model")
     if (folder / _TIKTOKEN).is_file() and not (folder / "tokenizer.json").is_file():
         raise DataError(
             f"`{folder}` has {_TIKTOKEN} and no tokenizer.json: its tokenizer is Python code of the folder, which is "
@@ -108,8 +108,8 @@ def _check_files(folder: Path) -> None:
 
 
 def check_beside(tokenizer: PreTrainedTokenizerBase, folder: str, config: PretrainedConfig) -> None:
-    """DataError where the tokenizer in `folder` gives other tokens when transformers loads it beside the model's
-    config.json `config`, as in an export.
+    """DataError if the tokenizer of `folder` gives other tokens when transformers loads it beside the model's
+    config.json, as in an export. `config` is this config.json.
     """
     try:
         served = AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=False)
@@ -157,8 +157,10 @@ _SAVED_HINT = (
 )
 
 
-def _compare(tokenizer: PreTrainedTokenizerBase, expected_of: Callable[[str], list[int]], what: str, hint: str) -> None:
-    """DataError, beginning with `what`, where `tokenizer` encodes a text of PROBES to other ids than `expected_of`."""
+def _compare(
+    tokenizer: PreTrainedTokenizerBase, expected_of: Callable[[str], list[int]], loading: str, hint: str
+) -> None:
+    """Raise a DataError that begins with `loading` if `tokenizer` encodes a text of PROBES unlike `expected_of`."""
     for name, text in PROBES.items():
         expected, actual = expected_of(text), tokenizer(text, add_special_tokens=False)["input_ids"]
         if actual == expected:
@@ -168,7 +170,7 @@ def _compare(tokenizer: PreTrainedTokenizerBase, expected_of: Callable[[str], li
         shown = slice(start, start + _SHOWN_TOKENS)
         ours, theirs = (tokenizer.convert_ids_to_tokens(ids[shown]) for ids in (expected, actual))
         raise DataError(
-            f"{what} as {type(tokenizer).__name__}, which makes other tokens of {name} ({text!r}), from token {start} "
-            f"on: {theirs} instead of {ours}",
+            f"{loading} as {type(tokenizer).__name__}, which gives other tokens for {name} ({text!r}), from "
+            f"token {start} on: {theirs} instead of {ours}",
             hint=hint,
         )

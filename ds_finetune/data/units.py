@@ -1,7 +1,7 @@
 """Makes documents from records: reads each record as a sample, tokenises it, and applies the length limit.
 
-Where the loss is not a sum over tokens, a row becomes two documents for a pair, or one for a labelled completion, a
-labelled text or a prompt. Dropped rows are counted by their reason.
+Where the loss is not a sum over tokens, a pair becomes two documents, and a labelled completion, a labelled text or a
+prompt becomes one. Dropped rows are counted by reason.
 """
 
 import json
@@ -45,7 +45,7 @@ _NOTED_CHARACTERS = {
         re.compile("[\0-\x08\x0e-\x1f\x7f-\x9f\ufeff\ufffd-\uffff]"),
     ),
 }
-"""For each remark on odd characters (`row_report.NOTED`): a pattern for the repr of a row, and one for a text."""
+"""Two patterns for each remark on unusual characters (`row_report.NOTED`): for the repr of a row, and for a text."""
 _Ids = tuple[list[int], list[bool]]
 """Token ids of a document, and its mask of supervised tokens."""
 
@@ -55,9 +55,9 @@ class MadeRow(NamedTuple):
 
     documents: Sequence[TokenisedDocument]
     tokens: Tokens
-    """Remarks on the row and its unused fields; ids and mask of this value are not used."""
+    """`Tokens` with remarks on the row and its unused fields; their ids and mask are not used."""
     counts: Sequence[Counts] = ()
-    """What the row adds to the counts, such as a truncation or a reason to drop it."""
+    """Numbers to be added to the counts of the data, such as a truncation or a reason to drop the row."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,8 @@ class Tokenisation:
 def tokenise_records(records: Sequence[tuple[str, ReadRecord]], how: Tokenisation) -> tuple[Documents, Counts]:
     """Tokenise records by one call of the tokenizer. Returns their documents, and counts of the records.
 
-    Rows that cannot be read or tokenised are counted with their errors. If there are at least `ROWS_PER_PART` of them,
-    which is a whole part, a setting such as data.layout is wrong, and the first error is raised.
+    Rows that cannot be read or tokenised are counted with their errors. If they fill a whole part (`ROWS_PER_PART`
+    rows), a setting such as data.layout is wrong, and the first error is raised.
     """
     bad = dict[str, DataError]()
     rows = [row for where, record in records if (row := _read_row(where, record, how, bad)) is not None]
@@ -140,13 +140,13 @@ def _check_size(record: Record, max_seq_len: int, where: str) -> None:
     messages = max((sum(isinstance(each, Mapping) for each in value) for value in conversations), default=0)
     if messages > max(_MOST_MESSAGES, max_seq_len):
         raise DataError(
-            f"{where} has {messages:,} messages, and a row may have {max(_MOST_MESSAGES, max_seq_len):,}",
+            f"{where} has {messages:,} messages, and a row may have at most {max(_MOST_MESSAGES, max_seq_len):,}",
             hint="divide the conversation into several rows",
         )
     number, most = sum(map(len, _texts(record))), max(_MOST_CHARACTERS, _MOST_CHARACTERS_PER_TOKEN * max_seq_len)
     if number > most:
         raise DataError(
-            f"{where} has {number:,} characters, and a row may have {most:,}",
+            f"{where} has {number:,} characters, and a row may have at most {most:,}",
             hint="divide its text into several rows (a .txt file is one row)",
         )
 
@@ -160,7 +160,7 @@ def _texts(value: object) -> Iterator[str]:
 
 
 def _errors_of(samples: Sequence[tuple[str, Any]], how: Tokenisation) -> dict[str, DataError]:
-    """Errors of samples that cannot be tokenised, by location, found by bisection."""
+    """Errors of samples that cannot be tokenised, by the location of their rows. The samples are found by bisection."""
     try:
         list(_MAKERS[how.kind.name](samples, how))
     except DataError as error:
@@ -173,8 +173,8 @@ def _errors_of(samples: Sequence[tuple[str, Any]], how: Tokenisation) -> dict[st
 
 def _notes(record: Record, unused: Sequence[str], row: Tokens) -> tuple[str, ...]:
     read = {name: value for name, value in record.items() if name not in unused}
-    # Searching the repr of the row first, in which control characters are escaped, is ten times as fast as searching
-    # each text.
+    # Control characters are escaped in the repr of a row, and searching the repr first is ten times as fast as
+    # searching each text.
     suspects = [name for name, (in_repr, _) in _NOTED_CHARACTERS.items() if in_repr.search(repr(read))]
     noted = [name for name in suspects if any(map(_NOTED_CHARACTERS[name][1].search, _texts(read)))]
     return (*noted, *row.notes)
@@ -216,13 +216,13 @@ def _fit(row: Tokens, rule: str, size: int, target: float) -> MadeRow:
 
 
 def _shorten(ids: list[int], mask: list[bool], rule: str, size: int) -> tuple[list[_Ids], Counts]:
-    """Apply `rule` to a document longer than `size` tokens: ids and masks of its pieces, and what to add to counts."""
+    """Apply `rule` to a document longer than `size` tokens; returns ids and masks of its pieces, and counts to add."""
     if rule == "drop":
         return [], Counts(too_long_dropped=1)
     if rule == "truncate":
         return [(ids[:size], mask[:size])], Counts(truncated=1, truncated_tokens=len(ids) - size)
-    # Each later piece begins with the last token of the piece before, which is not supervised there. So every token
-    # after the document's first is predicted exactly once.
+    # Each later piece begins with the last token of the piece before, unsupervised, so every token after the document's
+    # first is predicted exactly once.
     starts = range(0, len(ids) - 1, size - 1)
     return [(ids[at : at + size], [mask[at] and not at, *mask[at + 1 : at + size]]) for at in starts], Counts(split=1)
 
@@ -230,7 +230,7 @@ def _shorten(ids: list[int], mask: list[bool], rule: str, size: int) -> tuple[li
 def _make_pairs(samples: Sequence[tuple[str, Preference]], how: Tokenisation) -> Iterator[MadeRow]:
     """Two documents for each pair, the chosen one first.
 
-    The limit applies to both documents together. A longer pair is truncated at the end of its answers, or dropped.
+    The limit applies to the sum of both lengths. A longer pair is truncated at the end of its answers, or dropped.
     """
     sides: list[tuple[str, Sample]] = []
     for where, pair in samples:
@@ -250,7 +250,7 @@ def _make_pairs(samples: Sequence[tuple[str, Preference]], how: Tokenisation) ->
 
 
 def _join_alike(pair: Preference, separator: str) -> tuple[Sample, Sample]:
-    """Both sides of a pair with equal prompt texts, which end with a separator if plain answers need one."""
+    """Both sides of a pair with equal prompt texts, which end with a separator if an answer needs it."""
     chosen, rejected = pair.chosen, pair.rejected
     if not (isinstance(chosen, Completion) and isinstance(rejected, Completion)):
         return chosen, rejected
@@ -262,8 +262,8 @@ def _join_alike(pair: Preference, separator: str) -> tuple[Sample, Sample]:
 
 
 def _fit_pair(chosen: Tokens, rejected: Tokens, limit: LengthLimit) -> tuple[list[_Ids], str, list[Counts]]:
-    """Truncate both documents of a pair to the limit. Returns their ids and masks, or none and the reason (a key of
-    `row_report.DROPPED`), and what to add to the counts.
+    """Truncate both documents of a pair to the limit. Returns their ids and masks, or none and the reason to drop the
+    pair (a key of `row_report.DROPPED`), and numbers for the counts.
     """
     reason = chosen.dropped or rejected.dropped
     sides = [(side.ids, side.mask) for side in (chosen, rejected)]
@@ -338,7 +338,7 @@ def encode_labelled(
 
 def _make_prompts(samples: Sequence[tuple[str, Prompt]], how: Tokenisation) -> Iterator[MadeRow]:
     """One document for each prompt, with the columns of its row; no token is supervised. A prompt beyond the limit is
-    left out and counted, since a part of a question has another answer.
+    counted and left out, since half a question has another answer.
     """
     for (where, prompt), row in zip(samples, how.tokeniser.tokenise(samples), strict=True):
         excess = len(row.ids) - how.limits.max_seq_len

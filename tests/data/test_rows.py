@@ -264,7 +264,7 @@ def test_a_row_of_more_messages_than_fit_is_refused(tokenizer: PreTrainedTokeniz
     """Each answer renders all messages before it, so a row of 40,000 would take hours."""
     turns = [{"role": role, "content": "a"} for role in ("user", "assistant")]
     (tmp_path / "eval.jsonl").write_text(json.dumps({"messages": turns * 1_001}) + "\n")
-    with pytest.raises(DataError, match=r"eval.jsonl line 1 has 2,002 messages, and a row may have 2,000"):
+    with pytest.raises(DataError, match=r"eval.jsonl line 1 has 2,002 messages, and a row may have at most 2,000"):
         rows_of(tmp_path, tokenizer, tmp_path / "cache")
 
 
@@ -283,7 +283,9 @@ def test_a_row_of_megabytes_is_refused_by_name_before_it_is_tokenised(
     }
     (tmp_path / "eval.jsonl").write_text("".join(json.dumps(rows[form](text)) + "\n" for text in (short, long)))
     characters = "10,013" if form == "messages" else "5,001" if form == "prompt" else "5,000"
-    with pytest.raises(DataError, match=rf"eval.jsonl line 2 has {characters} characters, and a row may have 4,000"):
+    with pytest.raises(
+        DataError, match=rf"eval.jsonl line 2 has {characters} characters, and a row may have at most 4,000"
+    ):
         rows_of(tmp_path, tokenizer, tmp_path / "cache")
     for name, row, limits in (
         ("unread", {"text": short, "raw": long}, LIMITS),

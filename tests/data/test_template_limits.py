@@ -73,5 +73,5 @@ def test_no_prompt_begins_with_the_byte_order_mark_of_a_file(
     assert tokenisation.settings.chat_template == source
     for character, code in (("\0", "0000"), ("\ufeff", "FEFF"), ("\ufffd", "FFFD")):
         file.write_text(source + character, encoding="utf-8")
-        with pytest.raises(ConfigError, match=rf"contains U\+{code}, which every prompt would have"):
+        with pytest.raises(ConfigError, match=rf"contains U\+{code}, which it would write into prompts"):
             plan_tokenisation(config, "train", tokenizer=chat_tokenizer, limits=TokenLimits(256, 200_000))

@@ -53,7 +53,7 @@ def test_a_tokenizer_that_transformers_replaces(
     with pytest.raises(DataError) as caught:
         load_tokenizer(str(folder))
     assert (
-        f"{folder / 'tokenizer.json'} as Qwen2Tokenizer, which makes other tokens of {name} (" in caught.value.message
+        f"{folder / 'tokenizer.json'} as Qwen2Tokenizer, which gives other tokens for {name} (" in caught.value.message
     )
     assert repr(text)[1:-1] in caught.value.message
     found, wanted = caught.value.message.rpartition(" on: ")[2].split(" instead of ")
