@@ -29,18 +29,18 @@ from ds_finetune.trainer.rollouts.sampling import AnswerTexts
 
 @dataclass(frozen=True)
 class ScoredAnswers:
-    """Reference or sampled answers, with each reward's result; None where a reward did not get the answer."""
+    """Reference or sampled answers with each reward's result, which is None if the reward did not score the answer."""
 
     title: str
     answers: Sequence[AnswerToScore]
     parts: Sequence[Sequence[Part | None]]
 
     def column(self, reward: int) -> list[Part]:
-        """Results of reward number `reward`, for the answers that it got."""
+        """Results of reward number `reward` for the answers that it scored."""
         return [part for parts in self.parts if (part := parts[reward]) is not None]
 
     def scores(self, reward: int) -> list[float]:
-        """Scores by reward number `reward`, without answers to which it does not apply."""
+        """Scores by reward number `reward`, without the answers to which it is not applicable."""
         return [part["score"] for part in self.column(reward) if part.get("score") is not None]
 
     def errors(self, reward: int) -> list[str]:
@@ -53,7 +53,7 @@ class ScoredAnswers:
         ]
 
     def numbers(self, reward: int) -> tuple[str, ...]:
-        """Cells of a reward's row: mean score, answers parsed, answers not applicable, errors, seconds per answer."""
+        """Cells of a table row: mean score, answers parsed, answers not applicable, errors, seconds per answer."""
         parts, scores = self.column(reward), self.scores(reward)
         read = [part["has_result"] for part in parts if part.get("has_result") is not None]
         errors = len(self.errors(reward))

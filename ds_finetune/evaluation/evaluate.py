@@ -115,9 +115,9 @@ def evaluate_model(request: EvalRequest) -> EvalReport:
         return scoring.of_documents()
     if request.extract is not None:
         raise ConfigError(
-            f"--extract {request.extract} with objective {request.preference.name}, whose answers are not compared "
-            "with right ones",
-            hint="leave one of them out",
+            f"--extract {request.extract} generates answers, but objective {request.preference.name} scores those "
+            "of the rows",
+            hint="leave out either --extract or the objective",
         )
     check_reference(request.preference, request.baseline)
     if request.kind.name == "marked":
@@ -166,7 +166,8 @@ class _Scoring:
         request, folder, base = self.request, self.folder, self.base
         if request.extract is not None:
             raise ConfigError(
-                f"--extract {request.extract} needs answers, and `{folder}` holds a classifier", hint="leave it out"
+                f"--extract {request.extract} needs answers, and `{folder}` holds a classifier",
+                hint="leave --extract out",
             )
         if request.preference is not None:
             raise ConfigError(

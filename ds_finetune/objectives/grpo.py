@@ -20,7 +20,7 @@ _ROUNDING = 8 * np.finfo(np.float64).eps
 
 
 def has_spread(rewards: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Whether answers of a group have different rewards, bool [groups]; `rewards` fp64 [groups, size], else NaN."""
+    """Whether answers to a prompt differ in reward, bool [groups], from `rewards` fp64 [groups, size] (NaN: none)."""
     is_scored = ~np.isnan(rewards)
     top = np.where(is_scored, rewards, -np.inf).max(axis=1)
     bottom = np.where(is_scored, rewards, np.inf).min(axis=1)

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from ds_finetune.config.objectives import OBJECTIVES, DistillObjective, Head, ObjectiveConfig
 
 Unit = Literal["supervised_tokens", "chosen_tokens", "pairs", "examples", "documents", "tokens"]
-"""What a term of a loss is a mean over. `chosen_tokens` are the supervised tokens of the chosen answers of pairs.
-`documents` are those with at least one token, and each side of a pair is one. `tokens` are all tokens except padding,
+"""Units over which a term of a loss is a mean. `chosen_tokens` are the supervised tokens of the chosen answers of
+pairs, `documents` the documents with at least one token (a pair has two), and `tokens` all tokens except padding,
 supervised or not.
 """
 
@@ -46,10 +46,10 @@ class LossAndSums(NamedTuple):
 
 
 class StepNumbers(NamedTuple):
-    """Numbers of the global batch by which a forward pass scales its loss. Without them, a loss is a plain sum."""
+    """Numbers that normalise the loss of a forward pass by the global batch. Without them, the loss is a plain sum."""
 
     weights: torch.Tensor
-    """Factor of each term of the objective, fp64 [terms]."""
+    """Factor by which each term's sum is multiplied, fp64 [terms]."""
     baseline: torch.Tensor
     """Baseline z0 of KTO, fp64 scalar; 0 for other objectives."""
 
@@ -111,7 +111,7 @@ class Objective(ABC):
         return 0.0
 
     def score_metrics(self, scores: NDArray[np.float64], targets: NDArray[np.float64]) -> dict[str, float]:
-        """Metrics by name that need all documents at once; each has a score and a target, fp64 [documents]."""
+        """Metrics by name that need the score and the target of every document at once, fp64 [documents] each."""
         return {}
 
     @abstractmethod
@@ -172,7 +172,7 @@ class AnswerTokens(NamedTuple):
     sampled: torch.Tensor
     """Log-probability of each token that the sampler reported."""
     means: Callable[[torch.Tensor], torch.Tensor]
-    """Function that replaces each number of a tensor fp64 [tokens], without a gradient, by the mean over its answer."""
+    """Function from a number for each token (fp64 [tokens]) to its mean over the token's answer, without a gradient."""
 
 
 class AnswerObjective(Objective):
@@ -182,8 +182,8 @@ class AnswerObjective(Objective):
 
     @abstractmethod
     def loss(self, tokens: AnswerTokens, weights: torch.Tensor) -> LossAndSums:
-        """Contribution of these answer tokens to the loss of the step, with sums over the tokens for the metrics.
-        `weights` fp64 [terms] scale the sum of each term of the loss.
+        """Contribution of answer tokens to the loss of the step, with sums over the tokens for the metrics. `weights`
+        fp64 [terms] scale the sum of each term of the loss.
         """
 
 
@@ -202,12 +202,12 @@ class ScoreObjective(Objective):
 
 
 def token_objective(section: ObjectiveConfig) -> TokenObjective:
-    """The cross-entropy objective that the run file's section names."""
+    """The cross-entropy objective for the run file's section `objective`."""
     return TokenObjective(section.name)
 
 
 def make_objective(section: ObjectiveConfig) -> Objective:
-    """Make the objective that the run file's section describes.
+    """Make the objective for the run file's section `objective`.
 
     A classification whose number of classes is not given gets two outputs, until the trainer has read the data and
     makes another objective.
@@ -244,7 +244,7 @@ class TopLogProbs:
     ids: torch.Tensor
     """Ids of the k most likely tokens, int32 [rows, tokens, k]."""
     log_probs: torch.Tensor
-    """Log-probabilities of the tokens `ids`, and last of all other tokens together, fp16 [rows, tokens, k + 1]."""
+    """Log-probabilities of the tokens `ids`, then of all other tokens as one, fp16 [rows, tokens, k + 1]."""
 
     def to(self, device: torch.device, *, non_blocking: bool = False) -> "TopLogProbs":
         """The teacher's distributions, copied to `device`."""

@@ -17,7 +17,7 @@ from ds_finetune.objectives.objective import LossAndSums, ScoreObjective, Term
 Floats = NDArray[np.float64]
 _BINARY = 2
 _ROUNDING = 1e-13
-"""Fraction of a sum of squares in fp64, below which a variance counts as the rounding error of equal numbers."""
+"""A variance below this fraction of the fp64 sum of squares is the rounding error of equal numbers."""
 
 
 class Classification(ScoreObjective):
@@ -161,5 +161,5 @@ class Reward(ScoreObjective):
 
 
 def make_reward(section: RewardObjective) -> Reward:
-    """The reward objective that the run file's section describes."""
+    """The reward objective for the run file's section `objective`."""
     return Reward(center_weight=section.center_weight)

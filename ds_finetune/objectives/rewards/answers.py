@@ -45,8 +45,8 @@ class RewardFaultError(Exception):
 
 
 def final_part(answer: AnswerToScore) -> str:
-    """The part of an answer after its reasoning, or the content of the last `<answer>` tag in that part. Empty where
-    reasoning does not end, which the prompt may have begun.
+    """The part of an answer after its reasoning, or the content of the last `<answer>` tag in that part. Empty if the
+    reasoning, which may begin in the prompt, does not end.
     """
     _, end, text = answer.text.rpartition("</think>")
     if not end and ("<think>" in answer.text or begins_reasoning(answer.prompt)):

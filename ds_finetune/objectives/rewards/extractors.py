@@ -22,14 +22,14 @@ _ARGUMENT = r"\s*(?:\{\s*([-+]?[\d.,]+)\s*\}|(\d))"
 _FRACTION = re.compile(rf"(\d\s*)?\\[dtc]?frac{_ARGUMENT}{_ARGUMENT}")
 _OVER = re.compile(r"\{\s*([-+]?[\d.]+)\s*\\over\s*([-+]?[\d.]+)\s*\}")
 _NO_NUMBER = re.compile(r"\\sqrt|\\pi\b|[\u221a\u03c0]")
-"""Patterns of expressions whose digits are not their value, so that no number is read from them."""
+"""Expressions with roots or pi, whose digits are not their value: a text with one of them has no number."""
 _GROUP = r"\{(?:[^{}]|\{[^{}]*\})*\}"
 _UNREAD_BEFORE = re.compile(
     r"\\sqrt(?:\[[^]]*\])?\{[^{}]*$|\u221a\(?$|(?:\}|\\pi|\u03c0)/$"
     rf"|\\[dtc]?frac\s*(?:{_GROUP}\s*)?\{{(?:[^{{}}]|{_GROUP})*$"
 )
 _UNREAD_AFTER = re.compile(r"\s*(?:\\sqrt|\\pi\b|[\u221a\u03c0])")
-"""Text before or after a number that is only a part of an expression that is not evaluated."""
+"""Text before or after a number that makes it a part of a root, a fraction or a multiple of pi, so it is not read."""
 _POWERS = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _LARGE = re.compile(rf"(?<=\d) ?({'|'.join(_POWERS)})\b", re.IGNORECASE)
 _RAISED = re.compile("(?<=[0-9])[\u207b]?[\u00b2\u00b3\u00b9\u2070\u2074-\u2079]+")
@@ -58,7 +58,7 @@ _EXACT = decimal.Context(prec=50, traps=[])
 _STYLE = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
 _MARKS = re.compile(r"\*\*|__|[$`\"\u201c\u201d]|\\[()\[\]]|</?answer>|(?<!\w)'(?=\w\W)|(?<=\W\w)'(?!\w)")
 _EAST = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7a3"
-"""Characters of Chinese, Japanese and Korean, which write no spaces beside a letter."""
+"""Character ranges of Chinese, Japanese and Korean, in which a choice letter needs no space beside it."""
 _LETTER = (
     # `A` and `I` are choice letters only where no ordinary word follows, unlike in `A bird`.
     rf"[(\[{{*]*(?<![^\W_{_EAST}])(?:([A-Z])(?![^\W_{_EAST}]|_\w|['\u2019+#/=-])"
@@ -88,7 +88,7 @@ def last_number(text: str) -> decimal.Decimal | None:
 
 def _read_number(text: str, *, which: int) -> decimal.Decimal | None:
     boxed = last_box(text)
-    # In a box, as behind an equals sign, `- 5` is a number and no item of a list.
+    # Text in a box is read as if it followed an equals sign, where `- 5` is a number and not a list item.
     text = text if boxed is None else f"={boxed.lstrip()}"
     if boxed is not None and _NO_NUMBER.search(boxed):
         return None
@@ -111,7 +111,7 @@ def _read_number(text: str, *, which: int) -> decimal.Decimal | None:
 
 
 def _plain_fraction(fraction: re.Match[str]) -> str:
-    r"""`3 1/2` for `3\frac12`. A sign below the fraction bar is written before the fraction."""
+    r"""A LaTeX fraction as plain text: `3\frac12` becomes `3 1/2`; a minus of the denominator moves to the front."""
     whole, above, below = fraction[1] or "", fraction[2] or fraction[3], fraction[4] or fraction[5]
     is_negative = above.startswith("-") != below.startswith("-")
     return f"{whole}{' ' * bool(whole)}{'-' * is_negative}{above.lstrip('+-')}/{below.lstrip('+-')}"
@@ -171,7 +171,7 @@ def json_value(text: str) -> str | None:
         except json.JSONDecodeError:
             continue
         except (ValueError, RecursionError):
-            # An integer of more than 4,300 digits, or more levels than Python parses.
+            # Python refuses an integer of more than 4,300 digits and JSON that is nested too deeply.
             return None
     return None
 

@@ -37,7 +37,7 @@ _VALUES: Mapping[str, Callable[[Any], tuple[Any, ...]]] = {
     "numpy.ndarray": lambda value: (value.tolist(), value.dtype.str),
     **{f"datetime.{name}": lambda value: value.__reduce__()[1] for name in ("date", "datetime", "time", "timedelta")},
 }
-"""Types of objects that are sent to the tests' process by the arguments of their constructors."""
+"""Constructor arguments with which an object is sent to the tests' process, as functions by name of its type."""
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.GeneratorType)
 _HEADER = struct.Struct("=cQ")
 """Header of a message: its kind (`?` request or `!` reply) and its number."""
@@ -47,14 +47,14 @@ _FORWARDED += ["abs", "neg", "index", "reversed", "enter", "exit", "hash", "call
 _BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift")
 _ORDER = ("lt", "le", "gt", "ge")
 _DIFFERENCES = ("add", "sub", "mod", "xor", *_ORDER)
-"""Operations by which a program's object could fake a difference of zero from the value that a test expects."""
+"""Operators whose result compares a program's object with an expected value, which the object could fake."""
 _TO_NUMBERS = ("abs", "bool", "float", "index", "int", "round")
 
 
 class Proxy:
     """Handle of an object that lives in the other process; operations on the handle are run there."""
 
-    # There is no `__dict__`, which a received pickle could fill.
+    # Without a `__dict__`, a pickle from the program cannot add attributes to a proxy.
     __slots__ = ("_asks", "_is_difference", "_number")
 
     def __init__(self, asks: Callable[..., Any], number: int) -> None:
@@ -86,7 +86,7 @@ def _forwarded(name: str) -> Callable[..., Any]:
     def forward(self: Proxy, *given: Any, **named: Any) -> Any:  # noqa: ANN401
         result = _marked(self._asks(name, self, *given, **named), self._is_difference)
         if self._is_difference and name in _TO_NUMBERS and not isinstance(result, Proxy):
-            # Without this check, `abs(f(3) - 3.5) < 1e-6` would pass for an object whose differences are always 0.
+            # Otherwise `abs(f(3) - 3.5) < 1e-6` would pass for an object of the program whose differences are always 0.
             raise TypeError(f"{name}() of a difference from an object")
         return result
 
@@ -100,10 +100,10 @@ def _marked(result: Any, is_difference: bool) -> Any:  # noqa: ANN401
 
 
 def _operator(name: str, is_reflected: bool) -> Callable[[Proxy, Any], Any]:
-    """Make a binary operator of proxies.
+    """Make a binary operator for proxies.
 
-    If the other operand is data of the test, the object is first converted to data, so that the operation runs in the
-    tests' process. If that is not possible, only a proxy may result.
+    If the other operand is data of the test, the proxy's object is first converted to data, so that the operation runs
+    in the tests' process. If that is not possible, the program's process computes it, and only a proxy may result.
     """
 
     def operate(self: Proxy, other: Any) -> Any:  # noqa: ANN401
@@ -154,8 +154,8 @@ class _Peer:
         self._asked = 0
 
     def ask(self, operation: str, *given: Any, **named: Any) -> Any:  # noqa: ANN401
-        """Result of an operation on an object of the other process. Lists, dictionaries and sets among the arguments
-        are changed here as the operation changed them there.
+        """Result of an operation on an object of the other process. Changes of lists, dictionaries and sets among the
+        arguments are applied to the caller's objects too.
         """
         self._asked += 1
         number = self._asked
@@ -180,7 +180,7 @@ class _Peer:
             elif type(argument) is type(changed) and isinstance(argument, dict | set):
                 argument.clear()
                 argument.update(changed)
-            # A function that returns its argument returns the caller's object here, not a copy.
+            # If a function returned one of its arguments, the caller gets its own object and not a copy.
             value = argument if value is changed and value is not None else value
         if error is not None:
             raise error.__new__(error, *value)
@@ -239,7 +239,7 @@ class _Peer:
         if not self.is_judge:
             return _Unpickler(self, io.BytesIO(body)).load()
         try:
-            # The pickle instruction BUILD is refused, the only one that could change a function of the tests.
+            # The pickle instruction BUILD is refused, since it could change a function of the tests.
             if self.held and any(code.name == "BUILD" for code, *_ in pickletools.genops(body)):
                 self.end()
             return _DataUnpickler(self, io.BytesIO(body)).load()
@@ -255,10 +255,8 @@ class _Peer:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles plain data, and replaces other objects by handles.
-
-    The program's process sends handles of all other objects. The tests' process sends handles of functions only, and
-    pickles the rest.
+    """Pickles plain data, and replaces other objects by handles. The tests' process replaces only functions, the
+    program's process all objects that are not plain data.
     """
 
     def __init__(self, peer: _Peer, file: io.BytesIO) -> None:
@@ -344,7 +342,7 @@ def _names(tests: Sequence[ast.Module]) -> tuple[set[str], set[str], dict[str, A
 
 
 def _defined(peer: _Peer, names: set[str]) -> dict[str, Any]:
-    """Objects of the program by name. Other names that a forged reply defines, such as `abs`, never reach the tests."""
+    """Objects of the program by name. Only requested names count: a forged reply cannot replace e.g. `abs`."""
     reply = peer.ask("names", sorted(names))
     return {name: reply[name] for name in names & reply.keys()} if type(reply) is dict else {}
 

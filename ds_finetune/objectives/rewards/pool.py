@@ -38,7 +38,7 @@ _PROGRAM = (
 )
 _START_SECONDS, _END_SECONDS = 120.0, 1.0
 _LOG_BYTES = 2**24
-"""Size in bytes at which the workers' log is emptied, which a line in it then says."""
+"""Size in bytes at which the workers' log is emptied; a line in the log then says so."""
 
 
 class _EndedError(Exception):
@@ -308,9 +308,9 @@ def open_rewards(
 ) -> Iterator[Rewards]:
     """Context manager with the rewards of a run, whose worker processes end with it.
 
-    `workers` is the number of processes. If it is 0, the largest `workers` of `sections` counts, and if that is 0 too,
-    this rank's part of the cores of a machine with `ranks_here` ranks. What reward functions print is appended to the
-    file `log`, or to a temporary file. ConfigError where a reward cannot be loaded.
+    `workers` is the number of processes; 0 takes the largest `workers` of `sections`, or if that is 0 as well, this
+    rank's part of the cores of a machine with `ranks_here` ranks. What reward functions print is appended to the file
+    `log`, or to a temporary file. ConfigError where a reward cannot be loaded.
     """
     cores = max(1, len(os.sched_getaffinity(0)) // ranks_here)
     number = workers or max(section.workers for section in sections) or cores

@@ -63,7 +63,7 @@ def read_tests(value: Any) -> Tests:  # noqa: ANN401 - any JSON value
 
 
 def _code_of(*tests: str) -> Tests:
-    """Tests of Python code; RewardFaultError where no program, or every program, would pass them."""
+    """Tests from Python code; RewardFaultError for code that no program or every program would pass."""
     try:
         with warnings.catch_warnings(action="ignore"):
             modules = [ast.parse(test, "test.py") for test in tests]
