@@ -428,8 +428,8 @@ class Engine:
             self.own_norms = dict(zip(self.own_norms, own_norms, strict=True))
             is_skipped = self.has_bad_gradient or not all(map(math.isfinite, (norm, *own_norms)))
             if is_skipped:
-                # At stage 0 in fp32, DeepSpeed 0.19.8 would apply NaN gradients. Without gradients, torch's optimizer
-                # changes nothing.
+                # DeepSpeed 0.19.8 would apply NaN gradients at stage 0 in fp32. torch's optimizer changes no weight
+                # without a gradient.
                 self._ds.zero_grad()
             self._ds.step()
             return norm, is_skipped

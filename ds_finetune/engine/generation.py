@@ -53,8 +53,8 @@ def answer_prompts(
                     eos_token_id=list(limits.stop_ids),
                     # Padding only follows an answer that has ended, while other ranks still generate.
                     pad_token_id=0,
-                    # Models that run some modules only at certain lengths would leave other ranks waiting for these
-                    # modules' weights.
+                    # Models with modules that run only at certain lengths use no cache: other ranks would wait to
+                    # gather these modules' weights.
                     use_cache=not (is_collective and lm._is_stateful),
                     # A rank whose answer has ended still runs the model until the answers of all ranks have ended.
                     synced_gpus=is_collective,

@@ -13,7 +13,7 @@ UNITS: tuple[str, ...] = get_args(Unit)
 
 
 def unit_counts(counts: Mapping[str, float]) -> torch.Tensor:
-    """Counts of units as fp64 [units] on the host, in the order of `UNITS`. Missing units have 0."""
+    """Numbers of units by name as fp64 [units] on the host, in the order of `UNITS`; a missing unit has 0."""
     return torch.tensor([counts.get(unit, 0) for unit in UNITS], dtype=torch.float64)
 
 

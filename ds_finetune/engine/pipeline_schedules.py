@@ -131,7 +131,7 @@ def run_interleaved_1f1b(
         arriving = step.receive(turns[0])
         for number, turn in enumerate(turns, start=1):
             arrived = arriving.wait() if arriving is not None else None
-            # The next receive is posted before this turn is computed, so that both overlap.
+            # The next input is received while this forward or backward is computed.
             arriving = step.receive(turns[number]) if number < len(turns) else None
             if turn.is_forward:
                 step.run_forward(turn, arrived, forward)
@@ -153,7 +153,7 @@ class _InterleavedStep:
         self._sent_grads: deque[_TensorMessage] = deque()
 
     def receive(self, turn: PipelineTurn) -> _TensorMessage | None:
-        """Post the receive of a turn's input from another rank; None if the turn needs no input."""
+        """Begin to receive the input of `turn` (a chunk's forward or backward); None if it needs no input."""
         stage = self._stage
         is_edge = (stage.is_first and turn.chunk == 0) if turn.is_forward else self._is_last_of_model(turn)
         if is_edge:
@@ -176,13 +176,13 @@ class _InterleavedStep:
         """Run backward of a chunk from the gradient of its output, and send the gradient of its input back."""
         key = turn.chunk, turn.micro
         if arrived is not None:
-            # The receiver had these hidden states before it sent their gradient, so their send is complete.
+            # This gradient shows that the next rank has received these hidden states, so their send is complete.
             self._sent.pop(key).wait()
         backward(scalar_of(self._done.pop(key), arrived))
         received = self._arrived.pop(key)
         if received is not None:
             self._sent_grads.append(self._send(grad_of(received), is_forward=False))
-        # The receiver is at most one turn behind, so waiting is short; it bounds the memory of pending sends.
+        # Waiting bounds the memory of sends; it is short, as the receiver lags by at most one forward or backward.
         while len(self._sent_grads) > self._stage.size:
             self._sent_grads.popleft().wait()
 

@@ -233,8 +233,8 @@ def arrange_forward(lm: PreTrainedModel, plan: Plan, model: ModelPlan) -> None:
         # As a leaf module, an MLP is gathered by ZeRO-3 before its first tile, and released after its last tile.
         set_z3_leaf_module(module, True)
     if model.mlp_tiles == 1 and not family_of(model.hf_config.model_type).is_generic:
-        # Shared experts are not computed ahead with tiles, which compute routed experts without them, and again in
-        # backward.
+        # Tiles compute routed experts without shared experts, and again in backward, so shared experts are not computed
+        # ahead.
         compute_shared_experts_ahead(lm)
 
 

@@ -21,7 +21,7 @@ from ds_finetune.objectives.objective import LossAndSums
 from ds_finetune.plan.mesh import Mesh
 
 DocumentScores = NDArray[np.float64]
-"""First score and target of each document, fp64 [documents, 2]."""
+"""First output of the classification head and target of each document, fp64 [documents, 2]."""
 NO_SCORES: DocumentScores = np.zeros((0, 2))
 
 
@@ -51,7 +51,7 @@ class StepReading:
     counts: dict[str, float]
     """Numbers of units in the global batch, by unit."""
     counted: dict[str, tuple[torch.Tensor, torch.Tensor]]
-    """Counts by auxiliary losses in the step, by the loss's name: a tensor on the device, and one on the host."""
+    """Counts by auxiliary losses, such as tokens per expert, by the loss's name: a device tensor and a host tensor."""
 
 
 def read_step(

@@ -72,9 +72,9 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
             # At ZeRO stage 0 the engine itself clips parameters that only an auxiliary loss trains.
             OwnClipping(engine, optimizer, groups)
         engine.random_parameters = random_parameters
-        # Dropout uses torch's generator. Seeds differ between ranks with other tokens or layers, and are equal on
-        # tensor parallel ranks, which generate masks of whole activations. A resumed run restores the generator's
-        # state.
+        # Dropout uses torch's generator. Ranks with different tokens or layers have different seeds. Tensor parallel
+        # ranks have the same seed, since they generate masks of whole activations. A resumed run restores the
+        # generator's state.
         coordinates = ".".join(str(plan.mesh.coordinate(axis)) for axis in ("dp", "sp", "pp"))
         torch.manual_seed(seed_of(plan.train.seed, f"dropout.{coordinates}"))
         with engine.meter.counting():

@@ -41,8 +41,8 @@ INPUT_AT = {
     SEND: (SEND, 0),
     RECEIVE: (RECEIVE, 0),
 }
-"""Methods of a process group, each with its kind of collective and the index of the argument that is this rank's input.
-For a receive, this argument is the tensor to fill. Some methods are only called by older or newer versions of torch.
+"""For each method of a process group: its kind of collective, and the index of the argument that is this rank's input
+(of a receive, the tensor to fill). Some methods are only called by older or newer versions of torch.
 """
 POINT_TO_POINT = (SEND, RECEIVE)
 
@@ -81,7 +81,7 @@ def sent_bytes(name: str, args: Sequence[Any], *, size: int, group_rank: int) ->
 
 
 def _bytes_staying_here(own_input: Any, args: Sequence[Any], size: int, group_rank: int) -> float:  # noqa: ANN401
-    """Number of bytes of an all-to-all that stay on this rank: its own tensor of a list, or its part of the rows."""
+    """Bytes of an all-to-all that stay on this rank: its own tensor in a list of tensors, or its part of the rows."""
     if isinstance(own_input, list | tuple):
         return bytes_of(own_input[group_rank])
     sent_rows = args[3] if len(args) > 3 else ()

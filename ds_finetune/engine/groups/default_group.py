@@ -167,8 +167,8 @@ def process_group(
 
 
 def _check_accelerator(device: str) -> None:
-    """Raise ConfigError if DeepSpeed has chosen another accelerator. DeepSpeed 0.19.8 chooses one per process
-    (accelerator/real_accelerator.py:53).
+    """Raise ConfigError if DeepSpeed has chosen another accelerator than `device`. DeepSpeed 0.19.8 chooses one per
+    process (accelerator/real_accelerator.py:53).
     """
     from deepspeed.accelerator import get_accelerator
 

@@ -99,7 +99,7 @@ class OwnClipping:
         return norms
 
     def _clip(self, group: Any, total_norm: torch.Tensor) -> None:  # noqa: ANN401 - a number, or gradients
-        """Replaces DeepSpeed's function. Its argument `group` is a number at stage 3, else the group's gradients."""
+        """Replaces DeepSpeed's clipping of `group`: the number of a parameter group at stage 3, else its gradients."""
         partitions = [] if self._is_partitioned else self._optimizer.single_partition_of_fp32_groups
         numbers = (number for number, partition in enumerate(partitions) if partition.grad is group[0])
         loss = self._losses[group if self._is_partitioned else next(numbers)]

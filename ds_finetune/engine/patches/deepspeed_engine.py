@@ -106,8 +106,8 @@ def destroyed_at_end(engine: Any, world: World) -> Iterator[None]:  # noqa: ANN4
 
 
 def link_optimizer_states(optimizer: Any) -> None:  # noqa: ANN401 - DeepSpeed's optimizer of stages 1 and 2
-    """Make DeepSpeed link the optimizer states of all parameter groups. It links them once, after the step of the first
-    group, when the other groups have no states yet (zero/stage_1_and_2.py:2987).
+    """Make DeepSpeed link the optimizer states of all parameter groups to their parameters. It links them only after
+    the step of the first group, when the other groups have no states yet (zero/stage_1_and_2.py:2987).
     """
     _LINKED_STATES.attribute(optimizer, "_hp_optimizer_states_linked")
     link = _LINKED_STATES.attribute(optimizer, "_lazy_init_hp_params_optimizer_state")

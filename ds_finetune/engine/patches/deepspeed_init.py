@@ -82,7 +82,7 @@ def zenflow_keeps_matrices() -> Iterator[None]:
 
     def update(optimizer: Any, group_index: int) -> None:  # noqa: ANN401
         plain(optimizer, group_index)
-        # Each 2-D parameter is now a contiguous view with the elements of its transposed matrix.
+        # Each parameter is now a view of its transposed matrix's elements: view it as that matrix and transpose it.
         for param in optimizer.bit16_groups[group_index]:
             if param.dim() == 2:
                 rows, columns = param.shape

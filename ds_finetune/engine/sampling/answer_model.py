@@ -59,8 +59,8 @@ class AnswerModel:
         return config._attn_implementation == BY_DOCUMENT and family_of(config.model_type).indexer is None
 
     def read_prompts(self, texts: Sequence[Sequence[int]]) -> tuple[list[ReadPrompt], torch.Tensor]:
-        """Prefill: compute the cache of several prompts. Returns each prompt's place in it, and next-token logits fp32
-        [prompts, vocabulary]. The prompts must have one length unless `takes_mixed_lengths`.
+        """Prefill: compute the KV cache of several prompts. Returns the position of each prompt in it, and next-token
+        logits fp32 [prompts, vocabulary]. The prompts must have one length unless `takes_mixed_lengths`.
         """
         cache, lengths = prompt_cache(), [len(text) for text in texts]
         positions = [torch.arange(length, device=self.device) for length in lengths]
@@ -83,7 +83,7 @@ class AnswerModel:
 
     def reading_tokens(self) -> AbstractContextManager[None]:
         """Context in which tokens are decoded, by `read_tokens`."""
-        # If forwards are collective, ZeRO-3 may gather the weights again for each of them, so that no weights are kept.
+        # Derived weights are not kept if forwards are collective, since ZeRO-3 may gather weights anew for each.
         return attending_to_latents(self.lm, keeps_weights=not self.is_collective)
 
     def read_tokens(

@@ -17,7 +17,7 @@ def prompt_cache() -> Cache:
 
 
 class ReadPrompt(NamedTuple):
-    """Place of a prompt in the cache of a prefill of several prompts: its row, and its range of tokens."""
+    """A prompt in the KV cache that a prefill of several prompts has computed: its row, and its range of tokens."""
 
     cache: Cache
     row: int

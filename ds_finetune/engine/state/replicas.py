@@ -36,9 +36,9 @@ _MIX = 0x1E3779B97F4A7C15
 
 @dataclass(frozen=True)
 class _Copies:
-    """Tensors that are replicated on the ranks of `group` (None: all ranks), as numbers of elements by key. With
-    `is_divided`, ZeRO partitions a tensor differently at the two ends of a pipeline, and the ranks of `shards` (None:
-    all ranks) together have one replica.
+    """Tensors that are replicated on the ranks of `group` (None: all ranks), as number of elements by name. With
+    `is_divided`, ZeRO partitions a tensor differently at the two ends of a pipeline, and only the ranks of `shards`
+    (None: all ranks) together have one replica.
     """
 
     group: dist.ProcessGroup | None

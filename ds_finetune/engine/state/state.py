@@ -58,8 +58,8 @@ class Master:
     """Whether the master is one full parameter, whose optimizer states may have any shape."""
 
     def parts_in(self, state: torch.Tensor, *, restoring: bool) -> tuple[Part, ...]:
-        """The parts of parameters in `state`, an optimizer state of this master. To save, each element belongs to one
-        rank; to restore, to all ranks that have it.
+        """The parts of parameters in `state`, an optimizer state of this master. For saving, each element is in the
+        parts of one rank only; with `restoring`, in the parts of all ranks that have it.
         """
         if state.numel() == self.flat.numel():
             return self.parts
@@ -199,9 +199,9 @@ class EngineState:
         self._optimizers = [base, *([backup] if backup is not None else [])]
 
     def groups(self, *, restoring: bool = False, home: Sequence[int] = ()) -> list[StateGroup]:
-        """All slices of this rank, weights before optimizer states. Each sub-group on NVMe is a separate group. To
-        save, each element belongs to exactly one of the ranks `home` that share a folder (none given: all ranks). With
-        `restoring`, the slices are everything that this rank needs.
+        """All slices of this rank, weights before optimizer states. Each sub-group on NVMe is a separate group. For
+        saving, each element is in the slices of only one of the ranks `home`, which share a folder (none given: all
+        ranks). With `restoring`, the slices are everything that this rank needs.
         """
         self._home = frozenset(home or range(self._plan.mesh.world_size))
         if self._plan.device == "cuda":
@@ -286,7 +286,7 @@ class EngineState:
         for part, flat in self._parts_in_fp32():
             flat_of[part.name][part.start : part.start + part.numel] = flat
         if self._plan.zero_stage:
-            # Each element of the values belongs to one rank, and is zero on the others.
+            # The sum is a gather: each element is set on one rank, and zero on the others.
             dist.all_reduce(flat_values, group=self._same_part)
         for name, flat in flat_of.items():
             in_fp32.values[name].view(-1).copy_(flat)
@@ -370,8 +370,8 @@ class EngineState:
         return self._is_first_here(*of_shards, *of_rows, same_experts=shard.is_expert_parallel)
 
     def _is_first_here(self, *axes: Axis, same_experts: bool = False) -> bool:
-        """Whether this rank is the first rank with these elements among the ranks that share its folder. Ranks with the
-        same elements differ from it only along `axes` and, with `same_experts`, have the same experts.
+        """Whether this rank is the first of the ranks with the same elements that share its folder. They differ only
+        along `axes` and, with `same_experts`, have the same experts.
         """
         mesh = self._plan.mesh
         line = next(line for line in mesh.groups(*axes) if mesh.rank in line)
@@ -393,7 +393,8 @@ class EngineState:
         """Frozen weights that are saved with the run. With LoRA the base weights are not saved."""
         mesh, stage = self._plan.mesh, self._plan.zero_stage
         is_replicated = stage < 3 and mesh.pp == 1
-        # Below stage 3 all ranks of a pipeline stage have the same elements; at stage 3 tensor parallel ranks do.
+        # Below stage 3, all ranks of a pipeline stage have all elements; at stage 3, only tensor parallel ranks share
+        # them.
         of_rows: tuple[Axis, ...] = () if stage == 3 else ("dp", "sp")
         is_saved = restoring or is_replicated or self._is_first_here(*of_rows, "tp")
         params = [(name, param) for name, param in self._ds.module.lm.named_parameters() if name in self._plan.frozen]
@@ -426,7 +427,7 @@ class EngineState:
         with self._swap_in(masters[0], write):
             yield read
             if write:
-                # While the master is in memory, the parameters of its sub-group are updated too, which may be on NVMe.
+                # With the master in memory, its sub-group's parameters, which may be on NVMe, are updated too.
                 self._ds.optimizer._reassign_or_swap_out_partitioned_parameters(masters[0].number)
 
     @contextmanager
