@@ -1,1 +1,1 @@
-"""The run file: its schema, its YAML with line numbers, and the errors of both."""
+"""The run file: its schema, the reader of its YAML, and error messages that name key and line."""

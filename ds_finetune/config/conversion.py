@@ -1,5 +1,5 @@
-"""Converts the configuration file of another trainer to a run file. A key of the other trainer's file is called a word;
-the outcome of each word is recorded.
+"""Converts the configuration file of another trainer, such as axolotl or TRL, to a run file. Here a `word` is a key of
+the other trainer's file.
 """
 
 import math
@@ -33,7 +33,7 @@ FILL_IN = "FILL_IN"
 """Placeholder in a converted run file for a value that the other trainer's file does not have."""
 Outcome = Literal["taken", "default", "not available"]
 _SECTIONS = ("trl", "lr_scheduler_kwargs", "peft_config", "optim_config", "dist_config", "quant_config")
-"""Sections of other trainers' files whose keys are converted as if they stood at the top level."""
+"""Sections of other trainers' files whose keys are converted like top-level keys."""
 _LISTS = ("lora.modules_to_save", "log.trackers", "rollout.stop")
 _ACCUMULATION = ("gradient_accumulation_steps", "gradient_accumulation", "accumulation_steps")
 _BATCH = ("train.micro_batch_size", "train.global_batch_size")
@@ -41,9 +41,7 @@ _PLAIN_TYPES = ("completion", "pretrain")
 _KNOWN_TYPES = ("chat_template", "sharegpt", *_PLAIN_TYPES)
 _OFF: tuple[object, ...] = (None, "", False, 0, "none", "no", "false", "full", "steps", "disabled", [], {})
 _COLUMNS = {"field": "text", "field_messages": "messages", "field_chosen": "chosen", "field_rejected": "rejected"}
-"""Keys of a data set in an axolotl file that name a column of the rows, each with the key of `data.columns` for that
-column.
-"""
+"""Maps a key of a data set in an axolotl file to the key of `data.columns` that names the same column."""
 _WIDTH = 60
 _LENGTHS = ("train.for", "optim.warmup", "checkpoint.every", "eval.every")
 """Run-file keys whose value is a number with a unit, such as `100 steps`. Other trainers write only the number."""
@@ -54,16 +52,16 @@ texts.
 
 
 class ConvertedRun:
-    """A run file converted from another trainer's file: its keys, their origins, and the outcome of each word."""
+    """A run file converted from another trainer's file, with the origin of each key that the run file has."""
 
     def __init__(self, program: Program, words: Mapping[str, object], ranks: int) -> None:
         self.program, self.ranks = program, ranks
         self.words = dict(_flattened(words))
         self.tree: dict[str, Any] = {"model": FILL_IN, "data": {"train": [FILL_IN]}, "output_dir": FILL_IN}
         self.origins: dict[str, str] = {}
-        """Text on the origin of each run-file key: the word and value, or the other trainer's default."""
+        """Source of each run-file key's value: a key and value of the other file, or the other trainer's default."""
         self.outcomes: dict[str, tuple[Outcome, str]] = {}
-        """Outcome of each word, with the run-file key that it set or the reason why it set none."""
+        """Outcome of each key of the other file, with the run-file key that it set or the reason why it set none."""
         self.to_fill: dict[str, str] = {}
         """Run-file keys whose values the user has to write, each with the reason."""
         self._take_objective()
@@ -75,8 +73,8 @@ class ConvertedRun:
         self._take_rows()
         self._take_batch()
         for is_last in (False, True):
-            # Some keys have an effect only together with another key, so that a second pass tries the words that the
-            # first pass did not take.
+            # Some keys have an effect only once another key is set, so that a second pass tries the keys that the first
+            # pass could not convert.
             for word in [word for word in self.words if word not in self.outcomes]:
                 self._take_word(word, self.words[word], is_last=is_last)
         self._take_defaults()
@@ -93,19 +91,18 @@ class ConvertedRun:
         key, match = self._key(word), _MISWRITTEN.fullmatch(value.strip()) if isinstance(value, str) else None
         path, section = section_of(RunConfig, key.split("."))
         field = field_of(section, path[-1])
-        # The objective of the run may be another one than that which has the key. Then `section` has no field for the
-        # key.
+        # A key of an objective counts as a number where the run's objective does not have the key.
         is_number = re.search(r"\b(int|float)\b", str(field.annotation)) if field else path[0] == "objective"
         if match is None or not (is_number or key in _LENGTHS):
             return
         before, after = match["before"], match["after"]
-        hint = "write one number"
+        number = "one number"
         if before:
             is_thousands = len(after) == 3 and before != "0"
-            hint = f"write {before}.{after}" + f", or {before}{after} for thousands" * is_thousands
+            number = f"{before}.{after}" + f", or {before}{after} for thousands" * is_thousands
         elif match["unit"]:
-            hint = f"write {float(match['factor']) * (1e3 if match['unit'] in 'kK' else 1e6):.0f}"
-        raise ConfigError(f"`{word}` is `{value}`, which is no number", hint=hint)
+            number = f"{float(match['factor']) * (1e3 if match['unit'] in 'kK' else 1e6):.0f}"
+        raise ConfigError(f"`{word}` is `{value}`, which is not a number", hint=f"write {number}")
 
     def _take_defaults(self) -> None:
         asked = {self._key(word) for word, value in self.words.items() if not _is_off(value)}
@@ -121,7 +118,7 @@ class ConvertedRun:
             self.to_fill["rollout.address"] = "the address of a vLLM server, such as http://127.0.0.1:8000"
 
     def text(self, source: str) -> str:
-        """Text of the run file; comments name the origin of each key and the words that set no key."""
+        """Text of the run file. Comments name the origin of each key, and the keys of the other file that set none."""
         tree = self.config.model_dump(mode="json", by_alias=True, exclude_unset=True)
         origins = " ".join(self.origins.values())
         lines = [
@@ -181,7 +178,7 @@ class ConvertedRun:
         return bool(self.words.get("pretraining_dataset")) or (bool(kinds) and kinds <= {*_PLAIN_TYPES})
 
     def _take_adapters(self) -> bool:
-        """Decide whether LoRA adapters are trained: by the words for LoRA, else by the default of the other trainer."""
+        """Decide whether LoRA adapters are trained: as the other trainer's file says, else as is its default."""
         given = {word: value for word, value in self.words.items() if KEY_OF.get(word) == "lora"}
         for word, value in given.items():
             if text := value_of(word, value, "lora"):
@@ -215,7 +212,7 @@ class ConvertedRun:
         return ":".join(str(part) for part in (self.words["dataset_name"], subset, split) if part)
 
     def _source(self, word: str, entry: object) -> str:
-        """An entry of data.train, made from an entry of the data list of the other trainer's file."""
+        """Convert an entry of the other trainer's list of data sets to an entry of `data.train`."""
         if isinstance(entry, Mapping):
             return self._described_source(word, entry)
         if word == "dataset_name":
@@ -228,7 +225,7 @@ class ConvertedRun:
         return name
 
     def _described_source(self, word: str, entry: Mapping[str, Any]) -> str:
-        """An entry of data.train for a data set that axolotl or TRL describes by several keys."""
+        """Convert a data set that axolotl or TRL describes by several keys to an entry of `data.train`."""
         rest = {key: value for key, value in entry.items() if value not in _OFF}
         path, subset, split = (str(rest.pop(key, "")) for key in ("path", "name", "split"))
         files = rest.pop("data_files", None)
@@ -314,7 +311,7 @@ class ConvertedRun:
         return value if text == str(value) else text and yaml.safe_load(text)
 
     def _take(self, key: str, value: object, word: str = "", *, origin: str = "", is_last: bool = True) -> None:
-        """Set `key: value` if the schema allows it and it has an effect, and record the outcome of `word`."""
+        """Set run-file key `key` if `value` is valid and has an effect; record the outcome of `word`."""
         tree, origin = deepcopy(self.tree), origin or self._text_of(word)
         set_key(tree, {}, key, value, source=self.program.name)
         try:
@@ -371,7 +368,7 @@ def _flattened(words: Mapping[str, object]) -> Iterator[tuple[str, object]]:
 
 
 def _as_number(value: object) -> object:
-    """Convert a text to a number or boolean where it is one: YAML reads `1e-5` as a text."""
+    """Convert a text such as `1e-5` or `true` to the number or boolean that it spells; other values are returned."""
     if isinstance(value, str):
         with suppress(ValueError):
             number = int(value) if value.isdecimal() else float(value)
@@ -408,7 +405,7 @@ def _duration(self: ConvertedRun, word: str, value: object) -> object:
 
 
 def _row_length(self: ConvertedRun, word: str, value: object) -> object:
-    """Value of train.max_seq_len, from the other trainer's maximum length of a row, or with GRPO of a prompt."""
+    """Value of `train.max_seq_len`. With GRPO, `value` is the length of prompts; the length of answers is added."""
     if is_grpo(self.objective) and isinstance(value, int):
         return value + self._size("rollout.max_new_tokens", 1)
     return value
@@ -434,7 +431,7 @@ def _warmup(self: ConvertedRun, word: str, value: object) -> object:
 
 
 def _stage(self: ConvertedRun, word: str, value: object) -> object:
-    """Name of the shipped DeepSpeed configuration for a DeepSpeed file or section, or an FSDP sharding strategy."""
+    """Name of the shipped configuration, such as `zero2_offload`, for another trainer's DeepSpeed or FSDP setting."""
     text = str(value).lower()
     if word.startswith("fsdp") or "fsdp" in text:
         offload = "_offload" * ("offload_params': true" in text)
@@ -485,6 +482,6 @@ _CONVERTERS: Mapping[str, Callable[[ConvertedRun, str, object], object]] = {
     **dict.fromkeys(("data.train", "rollout.prompts_per_step"), lambda self, word, value: None),
     "rewards": lambda self, word, value: self.to_fill.update(rewards=f"{word} is {value}"),
 }
-"""Functions that convert the value of a word, by run-file key. A key has a function if its value also depends on other
-words or needs a calculation.
+"""Maps a run-file key to the function that computes its value from the other trainer's file. It lists keys whose value
+depends on several keys of that file or needs a calculation.
 """

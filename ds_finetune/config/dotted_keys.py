@@ -5,12 +5,12 @@ from typing import Any
 
 
 def values_by_key(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Flatten nested sections to `{dotted key: value}`; an empty section is a value."""
+    """Flatten nested sections to `{dotted key: value}`; an empty section is kept as the value `{}`."""
     return dict(_leaves(tree, ""))
 
 
 def set_values(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Flatten nested sections to `{dotted key: value}`, without None and empty sections."""
+    """Flatten nested sections to `{dotted key: value}`, leaving out None and empty sections."""
     return {key: value for key, value in _leaves(tree, "") if value is not None and value != {}}
 
 

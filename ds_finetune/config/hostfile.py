@@ -9,7 +9,7 @@ from pathlib import Path
 from ds_finetune.config.shipped import read_text
 from ds_finetune.errors import LaunchError
 
-_EXAMPLE = "write e.g. `worker-1 slots=8`, `me@10.0.0.2:2222 slots=4` or `[fe80::1]:22 slots=8`"
+_EXAMPLES = "`worker-1 slots=8`, `me@10.0.0.2:2222 slots=4` or `[fe80::1]:22 slots=8`"
 _TARGET = re.compile(
     r"(?:(?P<user>[^@\s]*)@)?"
     r"(?:\[(?P<v6>[^\]\s]*)\](?::(?P<port6>\S*))?|(?P<name>[^:\s]*)(?::(?P<port>[^:\s]*))?|(?P<bare>\S*))$"
@@ -23,13 +23,13 @@ class Host:
     name: str
     """Host name or address, without user, port and brackets."""
     slots: int
-    """Ranks on the host."""
+    """Number of ranks to start on the host."""
     line: int
-    """Line of the hostfile, from 1."""
+    """Number of the host's line in the hostfile, from 1."""
     user: str = ""
-    """User to log in as; empty where ssh decides."""
+    """User that ssh logs in as; empty for the default of ssh."""
     port: int = 0
-    """Port of the host's sshd; 0 where ssh decides."""
+    """Port of the host's ssh server; 0 for the default of ssh."""
     devices: tuple[int, ...] = ()
     """Device numbers selected by `--include` or `--exclude`; empty for the first `slots` devices."""
 
@@ -40,16 +40,16 @@ class Host:
 
 
 def read_hostfile(path: str | Path) -> tuple[Host, ...]:
-    """Hosts and slots of a hostfile; LaunchError with line and column.
+    """Read the hosts of a hostfile. A LaunchError names line and column of an invalid entry.
 
-    A missing hostfile is an error: no run is started on this machine instead.
+    A missing hostfile is an error too: the run is not started on this machine only.
 
-    A line is `HOST slots=N`, HOST being `name`, `user@name`, `name:port`, an IPv6 address, or one in brackets with a
-    port; `#` begins a comment. DeepSpeed 0.19.8 reads the same lines (launcher/runner.py, `_parse_hostfile`), but gives
-    ports to ssh as part of the name.
+    A line is `HOST slots=N`. HOST is `name`, `user@name`, `name:port`, an IPv6 address, or an IPv6 address in brackets
+    with a port. `#` begins a comment. DeepSpeed 0.19.8 reads the same lines (launcher/runner.py, `_parse_hostfile`),
+    but gives ports to ssh as part of the name.
     """
     hint = "name a file with lines such as `worker-1 slots=8`; a run is never started locally instead"
-    lines = read_text(path, what="hostfile", hint=hint, error=LaunchError).splitlines()
+    lines = read_text(path, "hostfile", hint, error=LaunchError).splitlines()
     hosts: dict[tuple[str, int], Host] = {}
     for number, line in enumerate(lines, start=1):
         text = line.split("#", 1)[0]
@@ -65,20 +65,19 @@ def read_hostfile(path: str | Path) -> tuple[Host, ...]:
         hosts[host.name, host.port] = host
     if not hosts:
         raise LaunchError(
-            f"hostfile `{path}` names no host in {len(lines)} lines", hint="write lines such as `worker-1 slots=8`"
+            f"hostfile `{path}` has {len(lines)} lines and names no host", hint="write lines such as `worker-1 slots=8`"
         )
     return tuple(hosts.values())
 
 
 def select_hosts(hosts: Sequence[Host], *, include: str = "", exclude: str = "") -> tuple[Host, ...]:
-    """The hosts and devices that `include` selects, or all but those that `exclude` names, in the order of the
-    hostfile.
+    """Select the hosts and devices named by `include`, or all except those named by `exclude`, in the order of `hosts`.
 
-    The form is DeepSpeed's: `host1@host2:0,2` is all of host1 and devices 0 and 2 of host2. LaunchError where both are
-    given, where a host or a device is not in `hosts`, or where nothing is left.
+    Both are written as for DeepSpeed: `host1@host2:0,2` is all of host1 and devices 0 and 2 of host2. LaunchError if
+    both are given, if a named host or device does not exist, or if no device remains.
     """
     if include and exclude:
-        raise LaunchError(f"--include {include} and --exclude {exclude} are both given", hint="give one of them")
+        raise LaunchError(f"--include {include} and --exclude {exclude} are both given", hint="give only one of them")
     if not include and not exclude:
         return tuple(hosts)
     named = _named_devices(include or exclude, hosts, "--include" if include else "--exclude")
@@ -107,12 +106,13 @@ def _named_devices(text: str, hosts: Sequence[Host], option: str) -> dict[str, s
         if name not in slots:
             near = difflib.get_close_matches(name, slots, n=1)
             raise LaunchError(
-                f"{option} names host `{name}`, which is not among the {len(slots)} of the hostfile",
-                hint=f"did you mean `{near[0]}`?" if near else f"known: {', '.join(list(slots)[:8])}",
+                f"{option} names host `{name}`, which is not among the {len(slots)} hosts of the hostfile",
+                hint=f"did you mean `{near[0]}`?" if near else f"its hosts are {', '.join(list(slots)[:8])}",
             )
         if devices and not re.fullmatch(r"\d+(,\d+)*", devices):
             raise LaunchError(
-                f"{option}: `{devices}` after host `{name}` is not a list of devices", hint="write e.g. `worker-1:0,2`"
+                f"{option}: `{devices}` after host `{name}` is not a list of device numbers",
+                hint="write e.g. `worker-1:0,2`",
             )
         wanted = {int(d) for d in devices.split(",")} if devices else set(range(slots[name]))
         beyond = sorted(d for d in wanted if d >= slots[name])
@@ -130,14 +130,18 @@ def _read_host(text: str, where: str, number: int) -> Host:
     assert match
     target, rest, at, column = match[1], match[3], match.start(1) + 1, match.start(3) + 1
     if "=" in target:
-        raise LaunchError(f"{where} column {at}: `{target}` is where a host's name belongs", hint=_EXAMPLE)
+        raise LaunchError(f"{where} column {at}: expected a host, not `{target}`", hint=f"write e.g. {_EXAMPLES}")
     name, user, port = _read_target(target, f"{where} column {at}")
     slots = re.fullmatch(r"slots\s*=\s*(\d+)", rest)
     if not slots:
-        raise LaunchError(f"{where} column {column}: `{rest}` after host `{target}` is not `slots=N`", hint=_EXAMPLE)
+        raise LaunchError(
+            f"{where} column {column}: host `{target}` is followed by `{rest}`, which is not `slots=N`",
+            hint=f"write e.g. {_EXAMPLES}",
+        )
     if not int(slots[1]):
         raise LaunchError(
-            f"{where} column {column}: host `{target}` has slots=0", hint="leave the host out, or give it slots"
+            f"{where} column {column}: host `{target}` has slots=0",
+            hint="delete the line, or write its number of ranks",
         )
     return Host(name, int(slots[1]), number, user, port)
 
@@ -145,7 +149,7 @@ def _read_host(text: str, where: str, number: int) -> Host:
 def _read_target(target: str, where: str) -> tuple[str, str, int]:
     match = _TARGET.match(target)
     if not match:
-        raise LaunchError(f"{where}: `{target}` is not a host", hint=_EXAMPLE)
+        raise LaunchError(f"{where}: `{target}` is not a host name or address", hint=f"write e.g. {_EXAMPLES}")
     name = match["v6"] or match["name"] or match["bare"] or ""
     port = match["port6"] if match["v6"] is not None else match["port"]
     if (
@@ -154,7 +158,7 @@ def _read_target(target: str, where: str) -> tuple[str, str, int]:
         or name.startswith("-")
         or (match["user"] or "").startswith("-")
     ):
-        raise LaunchError(f"{where}: `{target}` is not a host", hint=_EXAMPLE)
+        raise LaunchError(f"{where}: `{target}` is not a host name or address", hint=f"write e.g. {_EXAMPLES}")
     if port is not None and not (re.fullmatch(r"\d{1,5}", port) and 0 < int(port) < 65536):
-        raise LaunchError(f"{where}: port `{port}` of host `{name}` is not one of 1 to 65535", hint=_EXAMPLE)
+        raise LaunchError(f"{where}: port `{port}` of host `{name}` is not 1 to 65535", hint=f"write e.g. {_EXAMPLES}")
     return name, match["user"] or "", int(port or 0)

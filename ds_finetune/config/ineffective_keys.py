@@ -17,8 +17,8 @@ Values = Mapping[str, Any]
 
 
 def _is(key: str, value: object, reason: str = "", *, negated: bool = False) -> tuple[Callable[[Values], bool], str]:
-    """Condition of a rule, and its text in messages: that `key` has the value `value`, or that `key` is empty if
-    `value` is None. The text ends with `reason`. `negated` inverts a condition on a value.
+    """Make a rule's condition `key == value` (with `negated` `key != value`, with a `value` of None that `key` is
+    empty), and its text for messages, which ends with `reason`.
     """
     shown = str(value).lower() if isinstance(value, bool) else value
     text = f"there is no {key}" if value is None else f"{key} is {'not ' * negated}{shown}"
@@ -30,10 +30,10 @@ def _is(key: str, value: object, reason: str = "", *, negated: bool = False) -> 
 
 
 class _KeyRule(NamedTuple):
-    """Rule that `keys` have no effect in runs for which `applies` is true, because of `reason`.
+    """Rule that the run-file keys `keys` have no effect in runs for which `applies` is true, because of `reason`.
 
-    `keys` are separated by spaces; one that ends in a dot is a whole section. Values in `harmless` are allowed: they
-    change nothing.
+    `keys` is one text with spaces between the keys; a key that ends in a dot is a whole section. Values in `harmless`
+    are not refused, since they say what happens anyway.
     """
 
     keys: str
@@ -208,18 +208,18 @@ _RULES = (
 
 
 def check_keys_have_effect(given: Values, run: Values, source: str, lines: Lines) -> None:
-    """Raise a NoEffectError if keys of `given` have no effect in `run`. It names each key with its line and the reason.
+    """Raise a NoEffectError that names each key of `given` without an effect in `run`, with its line and the reason.
 
-    `given` must hold only keys that differ from their default: a resolved run file names all keys and is valid.
+    `given` must hold only values that differ from the default, since a resolved run file names all keys and is valid.
     """
-    messages, hints = [], []
+    ineffective_keys, remedies = [], []
     for key, value in given.items():
         rule = next((rule for rule in _RULES if rule.concerns(key, value) and rule.applies(run)), None)
         if rule is None:
             continue
         line = lines.get(tuple(key.split(".")))
         where = f"{source} line {line}" if line else source
-        messages.append(f"{where}: `{key}` is {value!r} and has no effect: {rule.reason}")
-        hints.append(f"leave `{key}` out, or {rule.hint}")
-    if messages:
-        raise NoEffectError("; ".join(messages), hint="; ".join(hints))
+        ineffective_keys.append(f"{where}: `{key}` is {value!r} and has no effect: {rule.reason}")
+        remedies.append(f"leave `{key}` out, or {rule.hint}")
+    if ineffective_keys:
+        raise NoEffectError("; ".join(ineffective_keys), hint="; ".join(remedies))

@@ -28,8 +28,8 @@ _BOUNDS = (("ge", "at least"), ("gt", "above"), ("le", "at most"), ("lt", "below
 
 
 def explain(invalid: ValidationError, root: type[Section], source: str, lines: Lines) -> ConfigError:
-    """The ConfigError for a run file that does not fit the schema `root`. It names each wrong key with its line and
-    what to write.
+    """Make the ConfigError for a run file that does not fit the schema `root`. It names each wrong key with its line,
+    and says what to write.
     """
     # pydantic reports one error for each member of a union; keep the first error of each key.
     firsts = {_keys_of(error): error for error in reversed(invalid.errors())}
@@ -37,10 +37,8 @@ def explain(invalid: ValidationError, root: type[Section], source: str, lines: L
     unknown = [error for error in errors if _is_foreign(error)]
     if len(unknown) > 1:
         return _explain_pasted(unknown, [error for error in errors if error not in unknown], root, source, lines)
-    texts = [_explain_one(error, root, source, lines) for error in errors]
-    return ConfigError(
-        "; ".join(message for message, _ in texts), hint="; ".join(dict.fromkeys(hint for _, hint in texts))
-    )
+    wrong_keys, remedies = zip(*(_explain_one(error, root, source, lines) for error in errors), strict=True)
+    return ConfigError("; ".join(wrong_keys), hint="; ".join(dict.fromkeys(remedies)))
 
 
 def _explain_pasted(
@@ -57,13 +55,13 @@ def _explain_pasted(
     texts += [_explain_one(error, root, source, lines)[0] for error in others if error not in missing]
     return ConfigError(
         "\n  ".join([f"{source} has {len(unknown)} keys that a run file does not have:", *texts]),
-        hint="write what is right of the arrows; docs/reference/other-trainers.md lists keys of other trainers, and "
+        hint="write the keys right of the arrows; docs/reference/other-trainers.md lists keys of other trainers, and "
         "`ds-finetune init ROWS` writes a run file",
     )
 
 
 def _instead(path: Sequence[str], section: type[BaseModel], root: type[BaseModel], value: object) -> str:
-    """Text that follows an unknown key in a list of unknown keys: the key to write instead, or why there is none."""
+    """Text behind an unknown key in a list of them: the run-file key to write instead, or why there is none."""
     word, key = path[-1], meant_key(path[-1], section, root)
     if word.lower() in NOT_AVAILABLE:
         return ": not available here"
@@ -75,8 +73,8 @@ def _instead(path: Sequence[str], section: type[BaseModel], root: type[BaseModel
 
 
 def _is_foreign(error: Any) -> bool:  # noqa: ANN401 - pydantic's ErrorDetails
-    """Whether a pydantic error is about an unknown key, or about another trainer's key that has the name of a section
-    of the run file.
+    """Whether a pydantic error is about an unknown key. A key of another trainer is unknown too where it has the name
+    of a section of the run file, as in `optim: adamw_torch`.
     """
     is_value = error["type"] == "model_type" and len(error["loc"]) == 1 and error["loc"][0] in KEY_OF
     return error["type"] == "extra_forbidden" or is_value
@@ -90,9 +88,9 @@ def _example(word: str, value: object, key: str) -> str:
 
 
 def written(word: str, value: object, key: str) -> str:
-    """Text that names the run-file key `key`, which replaces `word: value` of another trainer's file.
+    """Text that names run-file key `key` as the replacement of `word: value` in another trainer's file.
 
-    The converted value follows if it differs, or what the values of `key` mean if the value cannot be converted.
+    It ends with the converted value if that differs from `value`, or with the meaning of `key` if there is none.
     """
     text = value_of(word, value, key)
     if text is None and key in MEANINGS:
@@ -113,9 +111,8 @@ def _explain_one(error: Any, root: type[Section], source: str, lines: Lines) -> 
     line = lines.get(path)
     where = f"{source} line {line}" if line else source
     name = ".".join(path)
-    objective = explain_objective(error)
-    if objective is not None:
-        return f"{where}: {objective[0]}", objective[1]
+    if objective := explain_objective(error):
+        return f"{where}: {objective.message}", objective.hint
     if error["type"] == "extra_forbidden":
         owner = f" of objective {_tag(section)}" if path[0] == "objective" else ""
         return f"{where}: unknown key `{name}`{owner}", _suggestion(path, section, root, error["input"])
@@ -136,7 +133,7 @@ def _explain_one(error: Any, root: type[Section], source: str, lines: Lines) -> 
 
 
 def field_of(section: type[BaseModel], key: str) -> FieldInfo | None:
-    """The field of a section of the run file that has the key; None if there is none."""
+    """The pydantic field of key `key` in class `section`; None if the section has no such key."""
     return next((field for name, field in section.model_fields.items() if key in (name, field.alias)), None)
 
 
@@ -152,9 +149,9 @@ def _value_hint(name: str, field: FieldInfo | None, page: str) -> str:
 
 
 def section_of(root: type[BaseModel], parts: Sequence[str]) -> tuple[tuple[str, ...], type[BaseModel]]:
-    """The path of keys of a pydantic location, and the section class that has the last key.
+    """Split the location of a pydantic error into the path of run-file keys and the section class with the last key.
 
-    pydantic adds the tag of a section that is a member of a discriminated union; the path omits it.
+    The path omits the tags that pydantic adds for members of a discriminated union.
     """
     path: tuple[str, ...] = ()
     section, rest = root, list(parts)
@@ -169,15 +166,15 @@ def section_of(root: type[BaseModel], parts: Sequence[str]) -> tuple[tuple[str, 
 
 
 def _tag(section: type[BaseModel]) -> str:
-    """The `name` literal that selects this class among the members of a union; empty for other sections."""
+    """The value of `name` by which pydantic selects this class in a union of sections; empty for other sections."""
     field = section.model_fields.get("name")
     values = get_args(field.annotation) if field is not None else ()
     return str(values[0]) if values else ""
 
 
 def _suggestion(path: Sequence[str], section: type[BaseModel], root: type[BaseModel], value: object) -> str:
-    """A hint for an unknown key with the run-file key that was probably meant. An unknown key may be another trainer's
-    name, a key of another section, or a misspelling.
+    """Hint for an unknown key: the run-file key that was probably meant. The unknown key may be another trainer's name
+    of it, a key of another section, or a misspelling.
     """
     word, names = path[-1], _own_names(section)
     if word.lower() in NOT_AVAILABLE:
@@ -205,7 +202,7 @@ def _grpo_key(word: str, section: type[BaseModel]) -> str | None:
 
 
 def meant_key(word: str, section: type[BaseModel], root: type[BaseModel]) -> str | None:
-    """The dotted key for `word`, which is another trainer's name of it or a key in the wrong section; else None."""
+    """The dotted run-file key that `word` stands for: as another trainer's name, or as a key in the wrong section."""
     names = (name for name in _all_names(root) if word in (name, name.rpartition(".")[2]))
     return _grpo_key(word, section) or KEY_OF.get(word.lower()) or next(names, None)
 
@@ -217,7 +214,7 @@ def _all_names(root: type[BaseModel]) -> Iterator[str]:
 
 
 def section_keys(root: type[BaseModel], key: str) -> list[str]:
-    """Names of the keys of section `key`, of all its classes if it has several; empty where it is a plain value."""
+    """Names of the keys of section `key`, over all its classes; empty where `key` has a plain value."""
     return list(dict.fromkeys(name for section in _sections(root, key) for name in _own_names(section)))
 
 

@@ -1,6 +1,6 @@
-"""The training objectives: a section class of the run file and an `ObjectiveRow` for each.
+"""The training objectives. Each has a section class for its keys in the run file, and an `ObjectiveRow`.
 
-A new objective needs a section, a row and a loss, here or in another package (CONTRIBUTING.md, "Adding an objective").
+A new objective needs both and a loss, here or in another package (CONTRIBUTING.md, "Adding an objective").
 """
 
 import difflib
@@ -27,13 +27,13 @@ KindName = Literal["dialogue", "text", "pairs", "marked", "labelled", "prompts"]
 Unit = Literal["supervised tokens", "pairs", "examples"]
 """Unit over which the loss is averaged, such as supervised tokens or pairs."""
 Head = Literal["tokens", "documents", "answers", "scores"]
-"""Input of a loss: logits of tokens, log-probabilities of whole documents, log-probabilities of the tokens of sampled
-answers, or scores of a classifier.
+"""What a loss is computed from: logits of tokens, log-probabilities of whole documents, log-probabilities of the tokens
+of sampled answers, or scores of a classifier.
 """
 Need = Literal["reference", "teacher", "baseline", "rollout"]
-"""Extra input of a loss. `reference`: log-probabilities of a reference model. `teacher`: a teacher's next-token
-distributions. `baseline`: a number computed from the global batch before the loss. `rollout`: answers sampled during
-training, and their rewards.
+"""Further input that a loss may need. `reference`: log-probabilities of a reference model. `teacher`: a teacher's
+next-token distributions. `baseline`: a number computed from the global batch before the loss. `rollout`: answers
+sampled during training, and their rewards.
 """
 ENTRY_POINTS = "ds_finetune.objectives"
 """Entry point group for objectives of installed packages: the entry's name is the objective, and its module calls
@@ -48,7 +48,7 @@ class ObjectiveConfig(Section):
 
     @property
     def row(self) -> "ObjectiveRow":
-        """The objective's row in the table OBJECTIVES."""
+        """The entry of this objective in the table OBJECTIVES."""
         return OBJECTIVES[self.name]
 
     @property
@@ -73,7 +73,7 @@ class ObjectiveConfig(Section):
 
     @property
     def row_settings(self) -> Mapping[str, Any]:
-        """Fields of `data.row_kind.RowKind` whose values this section of the run file sets."""
+        """Values that this section of the run file sets in `data.row_kind.RowKind`, by field."""
         return {}
 
 
@@ -90,7 +90,7 @@ class PretrainObjective(ObjectiveConfig):
     name: Refused[Literal["pretrain"]]
     """Cross entropy of every token of plain text."""
     bos: Rows[BosRule] = "auto"
-    """Token that begins each text: `auto` is what the tokenizer itself adds."""
+    """Whether each text begins with the beginning-of-sequence token; `auto` does what the tokenizer does by itself."""
     eos: Rows[bool] = True
     """Whether each text ends with the end-of-sequence token, which is predicted too."""
 
@@ -104,11 +104,11 @@ class ClassificationObjective(ObjectiveConfig):
     """Classification or regression of texts and pairs of texts."""
 
     name: Refused[Literal["classification"]]
-    """Cross entropy of the classes of texts, or with one label the squared error of a number."""
+    """Cross entropy of the class of a text, or with `num_labels: 1` the squared error of a predicted number."""
     num_labels: Refused[int | None] = Field(default=None, ge=1)
     """Number of classes; 1 is regression. Left out, it is counted in the training rows."""
     labels: Refused[tuple[str, ...]] = ()
-    """Names of the classes, in the order of their numbers; left out, the data's or the model's names."""
+    """Names of the classes, in the order of their numbers. Left out, they are read from the data or the model."""
     label_smoothing: Refused[float] = Field(default=0.0, ge=0, lt=1)
     """Label smoothing: fraction of the target that is spread over all classes."""
 
@@ -127,9 +127,9 @@ class RewardObjective(ObjectiveConfig):
     """A reward model, trained on pairs of answers."""
 
     name: Refused[Literal["reward"]]
-    """-log sigmoid(difference of the rewards - margin) of pairs; rows may have a column `margin`."""
+    """Loss of a pair: -log sigmoid(chosen reward - rejected reward - margin). Rows may have a column `margin`."""
     center_weight: Refused[float] = Field(default=0.0, ge=0)
-    """Weight of the squared sum of both rewards, which keeps rewards centred at zero; 0.01 is usual."""
+    """Weight of the squared sum of a pair's rewards, a term that keeps rewards centred at zero; 0.01 is usual."""
 
     @property
     def num_outputs(self) -> int:
@@ -146,20 +146,20 @@ class DpoObjective(ObjectiveConfig):
     """Direct preference optimisation (Rafailov et al., arXiv 2305.18290) and its variants."""
 
     name: Refused[Literal["dpo"]]
-    """Preference loss of pairs with a reference model, which is the model before training."""
+    """Preference loss of pairs. Its reference model is the model before training."""
     beta: Refused[float] = Field(default=0.1, gt=0)
-    """Strength of the tie to the reference model, beta of the papers."""
+    """How strongly the loss ties the model to the reference model: beta of the papers."""
     loss: Refused[Literal["sigmoid", "robust", "hinge", "ipo", "apo_zero", "apo_down", "sigmoid_norm"]] = "sigmoid"
     """Variant of the DPO loss."""
     label_smoothing: Refused[float] = Field(default=0.0, ge=0, lt=0.5)
-    """Assumed share of pairs in which the rejected answer is better; for `loss: sigmoid` (conservative DPO) and
+    """Assumed fraction of pairs whose rejected answer is better. It applies to `loss: sigmoid` (conservative DPO) and
     `robust`.
     """
     nll_weight: Refused[float] = Field(default=0.0, ge=0)
     """Weight of the cross entropy of the chosen answers."""
     reference: Reference = "cache"
-    """The reference's log-probabilities are computed once and cached, or at each step by the model without its
-    adapters.
+    """Where the reference model's log-probabilities come from. `cache`: they are computed once and stored.
+    `adapters_off`: the model without its adapters computes them at each step.
     """
 
 
@@ -171,7 +171,7 @@ class SimpoObjective(ObjectiveConfig):
     beta: Refused[float] = Field(default=2.0, gt=0)
     """Scale of the difference of the mean log-probabilities."""
     gamma: Refused[float] = Field(default=0.5, ge=0)
-    """Margin that is subtracted from the scaled difference of log-probabilities, gamma of the paper."""
+    """Margin that is subtracted from the scaled difference of log-probabilities: gamma of the paper."""
 
 
 class CpoObjective(ObjectiveConfig):
@@ -207,14 +207,14 @@ class KtoObjective(ObjectiveConfig):
     name: Refused[Literal["kto"]]
     """Loss of single answers that are labelled as good or bad, with a reference model."""
     beta: Refused[float] = Field(default=0.1, gt=0)
-    """Strength of the tie to the reference model, beta of the papers."""
+    """How strongly the loss ties the model to the reference model: beta of the papers."""
     desirable_weight: Refused[float] = Field(default=1.0, gt=0)
     """Weight of good answers in the loss."""
     undesirable_weight: Refused[float] = Field(default=1.0, gt=0)
     """Weight of bad answers in the loss."""
     reference: Reference = "cache"
-    """The reference's log-probabilities are computed once and cached, or at each step by the model without its
-    adapters.
+    """Where the reference model's log-probabilities come from. `cache`: they are computed once and stored.
+    `adapters_off`: the model without its adapters computes them at each step.
     """
 
 
@@ -228,7 +228,7 @@ class DistillObjective(ObjectiveConfig):
     teacher: str | None = None
     """Folder or hub id of a teacher that runs beside the model; it needs the model's tokenizer and vocabulary."""
     scores: str | None = None
-    """Folder of stored top-k log-probabilities, written by `ds-finetune teach`."""
+    """Folder of a teacher's top-k log-probabilities of the training rows, which `ds-finetune teach` writes."""
     teacher_offload: Free[Literal["none", "cpu"]] = "none"
     """`cpu` holds the teacher's weights in host memory, partitioned over ranks. `none` holds them on each GPU, in full
     or with ZeRO-3 partitioned.
@@ -238,12 +238,12 @@ class DistillObjective(ObjectiveConfig):
     `scores`.
     """
     label_weight: Refused[float] = Field(default=0.0, ge=0, lt=1)
-    """Share of the cross entropy of the labels in the loss; the rest is the divergence."""
+    """Weight of the cross entropy of the labels in the loss; the KL divergence has the weight 1 - label_weight."""
 
 
 SEQUENCE_CLIPS = {"clip_low": 3e-4, "clip_high": 4e-4}
-"""Clips of GSPO, which are the defaults with `ratio: sequence`. They are small because the mean ratio of an answer
-varies much less than the ratio of a token.
+"""Defaults of GRPO's clips with `ratio: sequence` (GSPO). They are small because the mean ratio of an answer varies
+much less than the ratio of a token.
 """
 
 
@@ -255,7 +255,7 @@ class GrpoObjective(ObjectiveConfig):
     """Reinforcement learning from rewards of sampled answers: GRPO (Shao et al., arXiv 2402.03300) and its variants."""
 
     name: Refused[Literal["grpo"]]
-    """Answers whose reward is above the mean of their prompt's answers become more likely, the others less."""
+    """Makes answers with a reward above the mean of their prompt's answers more likely, and the others less likely."""
     group_size: Refused[int] = Field(default=8, ge=2)
     """Answers that are sampled for each prompt."""
     advantage: Refused[Literal["mean", "mean_std", "leave_one_out"]] = "mean"
@@ -267,52 +267,53 @@ class GrpoObjective(ObjectiveConfig):
     `drop` leaves them out, and `resample` replaces them by answers to other prompts (DAPO).
     """
     aggregation: Refused[Literal["token", "sequence", "fixed"]] = "token"
-    """How the loss is averaged: over all answer tokens of the step (`token`, DAPO), or over answers, of which each
-    counts with the mean of its tokens (`sequence`, GRPO) or their sum / `fixed_length` (`fixed`, Dr. GRPO).
+    """How the loss is averaged. `token` (DAPO): mean over all answer tokens of the step. `sequence` (GRPO): mean over
+    answers of the mean of their tokens. `fixed` (Dr. GRPO): mean over answers of the sum of their tokens /
+    `fixed_length`.
     """
     fixed_length: Refused[int | None] = Field(default=None, ge=1)
     """Divisor of an answer's loss with `aggregation: fixed`; left out, it is rollout.max_new_tokens."""
     ratio: Refused[Literal["token", "sequence", "capped"]] = "token"
-    """Ratio of a token's probability under the current weights to that at sampling: clipped for each token (`token`);
-    its geometric mean over the answer, clipped (`sequence`, GSPO); or a weight of each token, at most `ratio_cap` and
-    without a gradient (`capped`, CISPO).
+    """How the ratio of a token's probability to its probability at sampling enters the loss. `token` clips it.
+    `sequence` (GSPO) clips its geometric mean over the answer. `capped` (CISPO) takes it as the token's weight, of at
+    most `ratio_cap` and without a gradient.
     """
     clip_low: Refused[float] = Field(default=0.2, gt=0, lt=1)
     """A token with a ratio below 1 - clip_low is not made less likely. The default with `ratio: sequence` is 3e-4."""
     clip_high: Refused[float] = Field(default=0.28, gt=0)
     """A token with a ratio above 1 + clip_high is not made more likely. The default with `ratio: sequence` is 4e-4."""
     ratio_cap: Refused[float | None] = Field(default=None, gt=1)
-    """Largest ratio with `ratio: capped`, such as 5.0: the ratio itself, not its excess over 1."""
+    """Upper bound of the ratio with `ratio: capped`, such as 5.0. Unlike `clip_high`, it is not added to 1."""
     dual_clip: Refused[float | None] = Field(default=None, gt=1)
-    """Largest ratio that counts for tokens with a negative advantage, such as 3.0."""
+    """Upper bound of the ratio for tokens with a negative advantage, such as 3.0."""
     kl_weight: Refused[float] = Field(default=0.0, ge=0)
-    """Weight of the KL divergence from the model to the reference; the estimate of its gradient is unbiased."""
+    """Weight of the KL divergence from the model to the reference model, whose gradient is estimated without bias."""
     reference: Annotated[
         Literal["auto", "none", "adapters_off", "start"], refused_values(model=_OTHER_MODEL, cache=_NOT_CACHED)
     ] = "auto"
-    """Reference of the KL divergence: the model without its adapters (`adapters_off`), the initial model, whose weights
-    are kept in host memory (`start`), or none. `auto` is `adapters_off` with `lora`, else `none`.
+    """Reference model of the KL divergence: the model without its adapters (`adapters_off`), the initial weights, which
+    stay in host memory (`start`), or none. `auto` is `adapters_off` with `lora`, else `none`.
     """
     truncated: Refused[Literal["train", "mask"]] = "train"
     """Whether answers cut at rollout.max_new_tokens are trained on; the mean of their group always includes them."""
     mismatch: Refused[Literal["none", "token", "geometric"]] = "none"
-    """Weight of tokens that corrects for different probabilities in sampling and training: none, each token's ratio, or
-    its geometric mean over the answer.
+    """Weight of a token's loss that corrects for different probabilities in training and sampling: none, the ratio of
+    both (`token`), or its geometric mean over the answer (`geometric`).
     """
     mismatch_cap: Refused[float] = Field(default=2.0, ge=1)
-    """Largest correcting weight of `objective.mismatch`."""
+    """Upper bound of the weight that `mismatch` computes."""
     reward_scale: Refused[Literal["sum", "each"]] = "sum"
-    """`sum` adds up the weighted rewards and compares their sums. `each` first brings each reward of a group to mean 0
-    and standard deviation 1 (GDPO).
+    """How several rewards become one. `sum` adds them up with their weights. `each` (GDPO) first normalises each reward
+    within the group of answers, to mean 0 and standard deviation 1.
     """
 
     @property
     def unit(self) -> Unit:
-        """Supervised tokens for `aggregation: token`, else examples."""
+        """Unit over which GRPO's loss is averaged: supervised tokens with `aggregation: token`, else examples."""
         return "supervised tokens" if self.aggregation == "token" else "examples"
 
     def has_reference(self, *, has_adapters: bool) -> bool:
-        """Whether log-probabilities of a reference model are computed."""
+        """Whether GRPO computes log-probabilities of a reference model."""
         return self.reference in ("adapters_off", "start") or (self.reference == "auto" and has_adapters)
 
 
@@ -321,10 +322,10 @@ class ObjectiveRow:
     """Properties of an objective that the program needs before torch is imported."""
 
     section: type[ObjectiveConfig]
-    """Class of the objective's section in the run file; its `name` is a literal."""
+    """Class of the objective's section in the run file; the literal type of its `name` is the objective's name."""
     maker: str | Callable[[Any], Any]
-    """Makes the objectives.objective.Objective from its section. A text `module:name` in `ds_finetune.objectives` is
-    imported when the objective is made, since that needs torch.
+    """Function that makes the objectives.objective.Objective from the section. A text names it as `module:name` below
+    `ds_finetune.objectives` and is imported late, since that imports torch.
     """
     kind: KindName
     """Kind of rows that the objective is trained on."""
@@ -364,7 +365,7 @@ OBJECTIVES: dict[str, ObjectiveRow] = {
         ObjectiveRow(GrpoObjective, "grpo:PolicyGradient", "prompts", "supervised tokens", "answers", ("rollout",)),
     )
 }
-"""The objectives by name, in the order in which the docs and messages list them."""
+"""All objectives by name, in the order in which docs and messages list them."""
 
 
 def register(row: ObjectiveRow) -> None:
@@ -375,17 +376,17 @@ def register(row: ObjectiveRow) -> None:
 
 
 def is_distillation(section: ObjectiveConfig) -> TypeGuard[DistillObjective]:
-    """Whether the model learns from a teacher."""
+    """Whether the objective of this section trains on a teacher's distributions."""
     return "teacher" in section.row.needs
 
 
 def is_grpo(section: ObjectiveConfig) -> TypeGuard[GrpoObjective]:
-    """Whether the model learns from rewards of answers that it samples."""
+    """Whether the objective of this section trains on rewards of sampled answers."""
     return isinstance(section, GrpoObjective)
 
 
 def rows_of_step(section: ObjectiveConfig, rollout: RolloutConfig, global_batch_size: int) -> int:
-    """Rows of the data that an optimizer step uses: the global batch, or with GRPO the step's prompts."""
+    """Number of data rows per optimizer step: the global batch size, or with GRPO the number of prompts."""
     return rollout.prompts_per_step if is_grpo(section) else global_batch_size
 
 
@@ -401,7 +402,7 @@ def _sections() -> TypeAdapter[ObjectiveConfig]:
 
 
 def _read_section(value: object) -> ObjectiveConfig:
-    """Parse a section with the class of its row; an unknown name is looked up in the packages' entry points."""
+    """Parse the `objective` section of a run file. An unknown name is looked up in the entry points of packages."""
     if isinstance(value, ObjectiveConfig):
         return value
     name = value.get("name") if isinstance(value, Mapping) else None
@@ -426,41 +427,41 @@ ObjectiveField = Annotated[ObjectiveConfig, _SectionOfRow(), BeforeValidator(sho
 
 
 def read_objective(value: object) -> ObjectiveConfig:
-    """Parse an objective from its name or mapping; ConfigError where it is not valid."""
+    """Parse the value of `objective`, a name or a mapping; ConfigError if it is not valid."""
     try:
         section: ObjectiveConfig = TypeAdapter(ObjectiveField).validate_python(value)
     except ValidationError as invalid:
         error = invalid.errors()[0]
         if explained := explain_objective({**error, "loc": ("objective", *error["loc"])}):
-            message, hint = explained
-            raise ConfigError(f"{message}", hint=hint) from None
+            raise explained from None
         key = ".".join(map(str, error["loc"][1:]))
         raise ConfigError(
-            f"objective {value!r} is not valid: {f'{key}: ' if key else ''}{error['msg']}",
+            f"objective {value!r} is not valid: {f'key {key}: ' if key else ''}{error['msg']}",
             hint="write a name such as pretrain, or {name: pretrain, eos: false}",
         ) from None
     return section
 
 
-def explain_objective(error: Any) -> tuple[str, str] | None:  # noqa: ANN401 - pydantic's ErrorDetails
-    """Message and hint for an invalid `objective`; None where the error is about one of its keys."""
+def explain_objective(error: Any) -> ConfigError | None:  # noqa: ANN401 - pydantic's ErrorDetails
+    """Make the ConfigError for a pydantic error about the value of `objective`; None if it is about a key below it."""
     if tuple(error["loc"]) != ("objective",):
         return None
     names = f"objectives are {', '.join(OBJECTIVES)}"
-    if error["type"] == "union_tag_not_found":
-        return "`objective` has no `name`", f"write e.g. `objective: {{name: dpo, beta: 0.1}}`; {names}"
     if error["type"] != "union_tag_invalid":
-        return f"`objective` is {error['input']!r}: it should be a name or a section with a name", names
+        return ConfigError(
+            f"`objective` is {error['input']!r}: it should be a name or a section with a name",
+            hint=f"write e.g. `objective: {{name: dpo, beta: 0.1}}`; {names}",
+        )
     given = error["input"]["name"]
     word = str(given).lower().replace("-", "_")
     if word in SAMPLING:
-        return (
+        return ConfigError(
             f"`objective` is {given!r}, which trains on sampled answers and is not available in this version",
-            f"train grpo, which compares rewards of sampled answers, or dpo with pairs of answers; {names}",
+            hint=f"train grpo, which compares rewards of sampled answers, or dpo with pairs of answers; {names}",
         )
     near = MEANT.get(word) or next(iter(difflib.get_close_matches(word, OBJECTIVES, n=1)), None)
-    hint = f"did you mean `{near}`? " if near else ""
-    return f"`objective` is {given!r}, which is no objective", f"{hint}{names}"
+    guess = f"did you mean `{near}`? " if near else ""
+    return ConfigError(f"`objective` is {given!r}, which is no objective", hint=f"{guess}{names}")
 
 
 def objectives_with(key: str) -> list[str]:

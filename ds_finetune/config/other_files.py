@@ -17,15 +17,15 @@ from ds_finetune.errors import ConfigError
 
 _ASSIGNED = re.compile(r"^\s*(?:export\s+)?(\w+)=(\S*)\s*$", re.MULTILINE)
 _RANKS = ("NPROC_PER_NODE", "NNODES", "num_processes", "nproc_per_node", "nnodes")
-_HINT = (
-    "give a YAML or JSON file of axolotl, LLaMA-Factory, ms-swift or TRL, or a shell script with its training command; "
+_ACCEPTED = (
+    "a YAML or JSON file of axolotl, LLaMA-Factory, ms-swift or TRL, or a shell script with its training command; "
     "`ds-finetune init ROWS` writes a run file without one"
 )
 
 
 @dataclass(frozen=True)
 class OtherFile:
-    """Keys of another trainer's file, and the number of ranks if its command names one."""
+    """Keys and values of another trainer's file, and the number of ranks that its command starts, if it names one."""
 
     program: Program
     words: dict[str, object]
@@ -33,14 +33,16 @@ class OtherFile:
 
 
 def read_other_file(path: Path) -> OtherFile:
-    """Read another trainer's file; ConfigError where it is not recognised as one."""
-    text = read_text(path, what="file", hint=_HINT)
+    """Read another trainer's file; ConfigError if it has no key or command of a known trainer."""
+    text = read_text(path, "file", f"give {_ACCEPTED}")
     tree = _tree(text)
     if tree is None:
         return _from_script(text, path)
     counts = [len(tree.keys() & set(program.marks.split())) for program in PROGRAMS]
     if not max(counts):
-        raise ConfigError(f"`{path}` is no file of a trainer that is known here: it has {', '.join(tree)}", hint=_HINT)
+        raise ConfigError(
+            f"`{path}` is not the file of a known trainer; its keys are {', '.join(tree)}", hint=f"give {_ACCEPTED}"
+        )
     return OtherFile(PROGRAMS[counts.index(max(counts))], tree)
 
 
@@ -62,8 +64,8 @@ def _from_script(text: str, path: Path) -> OtherFile:
     ]
     if len(commands_found) != 1:
         raise ConfigError(
-            f"`{path}` has {len(commands_found)} training commands of trainers that are known here",
-            hint="leave one in the file" if commands_found else _HINT,
+            f"`{path}` has {len(commands_found)} training commands of known trainers instead of one",
+            hint="keep one of them in the file" if commands_found else f"give {_ACCEPTED}",
         )
     program, match = commands_found[0]
     options, files = _options(lines[match.end() :].partition("\n")[0])
@@ -77,7 +79,7 @@ def _from_script(text: str, path: Path) -> OtherFile:
         named = next((file for file in (Path(name), path.parent / name) if file.is_file()), None)
         tree = _tree(named.read_text(encoding="utf-8")) if named else None
         if tree is None:
-            raise ConfigError(f"`{path}` names `{name}`, which is no file with keys", hint="give that file itself")
+            raise ConfigError(f"`{path}` names `{name}`, which is not a file with keys", hint="give the file with keys")
         words = tree
     words |= {key: before[key] for key in ("config_file",) if key in before} | options
     trainer = next(filter(None, match.groups()[1:]), "")
@@ -95,8 +97,9 @@ def _objective_of(trainer: str) -> str:
 
 
 def _options(text: str, *, may_repeat: bool = False) -> tuple[dict[str, object], list[str]]:
-    """Options and variable assignments of a shell command, by name, and the names of the YAML and JSON files among its
-    arguments. ConfigError if an option is given twice, unless options `may_repeat`, as those of `mpirun`.
+    """Parse a shell command to its options and variable assignments, by name, and its YAML and JSON arguments.
+
+    ConfigError if an option is given twice, unless it `may_repeat`, as options of `mpirun` do.
     """
     options, files, values = dict[str, list[str]](), list[str](), list[str]()
     try:
@@ -113,7 +116,7 @@ def _options(text: str, *, may_repeat: bool = False) -> tuple[dict[str, object],
             values = [value] if equals else []
             key = name.removeprefix("--").replace("-", "_")
             if token.startswith("--") and key in options and not may_repeat:
-                raise ConfigError(f"the command gives `{name}` twice", hint=f"keep one `{name}`")
+                raise ConfigError(f"the training command gives `{name}` twice", hint=f"keep one `{name}`")
             options[key] = values
         elif options:
             values.append(token)

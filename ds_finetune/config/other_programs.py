@@ -155,7 +155,7 @@ KEYS_OF_GRPO: Mapping[str, str] = {
     "temperature": "rollout.temperature",
     "max_length": "rollout.max_new_tokens",
 }
-"""Keys of other trainers that mean something else in a GRPO run than elsewhere, each with its run-file key."""
+"""Maps keys of other trainers that have another meaning in GRPO runs to the run-file key for that meaning."""
 MEANT = {word: meant for meant, words in NAMES_OF_OTHER_PROGRAMS.items() for word in words.split()}
 MEANINGS = {
     "model.attention": "the name of a kernel, such as sdpa or flash_attention_2",
@@ -220,7 +220,7 @@ HAPPENS: Mapping[str, str] = {
     "merge_lora create_checkpoint_symlink",
     "no answers are sampled, but for eval.generate": "max_new_tokens sample_backend infer_backend do_predict",
 }
-"""Keys of other trainers that a run file does not need, by the reason; `galore_*` matches names with this prefix."""
+"""Maps a reason to keys of other trainers that a run file does not need; `ddp_*` is every key with this prefix."""
 ABSENT: Mapping[str, str] = {
     "adapters are those of LoRA": "use_dora use_pissa pissa_* lora_* loraplus_* lorap_* oft_* lora_bias init_weights "
     "relora relora_* quantize_moe_experts loraplus_lr_ratio",
@@ -254,7 +254,7 @@ ABSENT: Mapping[str, str] = {
     "a vLLM server runs by itself": "vllm_* sglang_* sleep_level offload_model offload_optimizer",
     "name another output_dir: nothing is overwritten": "overwrite_output_dir",
 }
-"""Keys of other trainers for options that are not available here, by the reason."""
+"""Maps a reason to keys of other trainers for options that are not available here."""
 NO_KEY = {word: reason for table in (HAPPENS, ABSENT) for reason, words in table.items() for word in words.split()}
 NOT_AVAILABLE = frozenset(NO_KEY)
 _VALUES: Mapping[str, Mapping[str, str]] = {
@@ -337,11 +337,11 @@ _VALUES: Mapping[str, Mapping[str, str]] = {
     "objective.clip_high objective.nll_weight": {"*": "{}"},
     "use_vllm": {"true": "vllm", "false": "own"},
 }
-"""Conversions of values by the other trainer's key or the run-file key; `*` matches any other value."""
-PER_16_ROWS, TWICE_THE_RANK = "16 rows", "twice the rank"
-"""Markers of defaults that are computed from other values: accumulation up to 16 rows per step, and lora_alpha = 2 x
-rank.
+"""Maps another trainer's key, or a run-file key, to a table from that trainer's values to values of the run file. The
+value `*` matches all values that are not listed.
 """
+PER_16_ROWS, TWICE_THE_RANK = "16 rows", "twice the rank"
+"""Placeholders for computed defaults: gradient accumulation up to 16 rows per step, and lora_alpha = 2 x rank."""
 HUGGING_FACE_TRAINER: Mapping[str, object] = {
     **{"num_train_epochs": 3, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "seed": 42},
     **{"learning_rate": 5e-5, "lr_scheduler_type": "linear", "warmup_ratio": 0, "min_lr_rate": 0, "max_grad_norm": 1.0},
@@ -360,23 +360,23 @@ class Program:
 
     name: str
     version: str
-    """Commit from which the defaults were read."""
+    """Commit of the trainer's repository whose defaults are listed."""
     marks: str
-    """Keys that occur only in configuration files of the other trainer, by which such a file is recognised."""
+    """Keys by which a file of the trainer is recognised, because no other trainer has them; separated by spaces."""
     command: str
     """Regular expression that matches the trainer's command in a shell script; group 1 is the objective."""
     defaults: Mapping[str, object]
-    """Defaults of the trainer that may differ from those of a run file."""
+    """Defaults of the trainer, by its own keys, that may differ from those of a run file."""
     of_objective: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
-    """Further defaults of the trainer for some objectives, by objective."""
+    """Further defaults of the trainer that hold for one objective, by name of the objective."""
     of_lora: Mapping[str, object] = field(default_factory=dict)
     """Further defaults of the trainer for runs with LoRA."""
     trains_adapters: bool = False
     """Whether the trainer trains adapters by default."""
     absent: Mapping[str, str] = field(default_factory=dict)
-    """Keys whose meaning in this trainer is not available here, with the reason."""
+    """Keys that mean something in this trainer that is not available here, each with the reason."""
     notes: Mapping[str, str] = field(default_factory=dict)
-    """Notes for the user by run-file key, printed where the trainer's default or its data set names are taken over."""
+    """Notes for the user, by run-file key, printed if the key gets the trainer's default or names a data set."""
 
 
 PROGRAMS = (
@@ -448,7 +448,7 @@ _VALUES_OF = {word: values for words, values in _VALUES.items() for word in word
 
 
 def value_of(word: str, value: object, key: str) -> str | None:
-    """The value of run-file key `key` for another trainer's `word: value`, as YAML; None where it is not known."""
+    """The value of run-file key `key` for another trainer's `word: value`, as YAML; None if there is no conversion."""
     word, text = word.lower(), str(value).lower() if isinstance(value, bool) else str(value)
     if isinstance(value, list | Mapping) or value is None:
         return None

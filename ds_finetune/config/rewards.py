@@ -23,10 +23,10 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     "math": ("column", "unparsed"),
     "code": ("column", "partial", "unparsed"),
 }
-"""Options of each built-in reward, without the options that all rewards have."""
+"""Options that each built-in reward has besides those of all rewards."""
 _NEEDED = {"regex": "pattern", "length": "max_tokens"}
 _COLUMNS = {"code": "tests", "json": ""}
-"""Data column that a built-in reward reads by default; `answer` for rewards that are not listed."""
+"""Data column that each of these built-in rewards reads by default; other built-in rewards read `answer`."""
 _FUNCTION = re.compile(r".+\.py:[A-Za-z_]\w*")
 
 
@@ -34,30 +34,29 @@ class RewardConfig(Section):
     """A function that scores an answer; `NAME` alone is short for `{reward: NAME}`."""
 
     reward: str
-    """A built-in reward, or a function of a Python file as `file.py:function`."""
+    """Name of a built-in reward, or a function of a Python file as `file.py:function`."""
     name: str | None = None
     """Name of the reward in metrics and tables; left out, the built-in reward's or function's own name."""
     weight: float = 1.0
     """Factor of the reward's scores in the sum of all rewards; with 0 the reward is only reported."""
     timeout: float = Field(default=30.0, gt=0)
-    """Maximum seconds for scoring an answer. More end the run with an error, or with `math` and `code` give the score
-    `unparsed`.
+    """Maximum seconds for scoring an answer. When they are exceeded, `math` and `code` give the score `unparsed`; other
+    rewards end the run with an error.
     """
     memory: Annotated[str, checked(partial(parse_bytes, name="memory of a reward"))] = "4GB"
-    """Memory limit of the reward's process, and of each program of `code`."""
+    """Memory limit of the reward's process, and of each program that `code` runs."""
     workers: int = Field(default=0, ge=0)
-    """Processes that score answers on each rank; of several rewards, the largest number counts. 0 is one for each core.
-    """
+    """Number of processes per rank that score answers; 0 is one per core. The largest value of all rewards counts."""
     column: str | None = None
-    """Data column with the reference answer (`answer`) or the tests of `code` (`tests`); `extra.answer` names a key
-    inside a mapping. Without a column, `json` accepts any JSON.
+    """Data column with the reference answer (by default `answer`), or for `code` with the tests (`tests`);
+    `extra.answer` names a key inside a mapping. Without a column, `json` accepts any JSON.
     """
     unparsed: float = 0.0
     """Score of an answer without a result, such as an empty one or one whose reasoning does not end."""
     ignore_case: bool = False
-    """For `exact_match`: whether upper and lower case are the same."""
+    """For `exact_match`: whether to ignore differences of upper and lower case."""
     tolerance: float = Field(default=0.0, ge=0)
-    """For `number`: largest difference, as a share of the reference answer."""
+    """For `number`: largest accepted difference from the reference answer, relative to it."""
     pattern: str | None = None
     """For `regex`: regular expression to search in the answer."""
     answer_tag: bool = False
@@ -67,7 +66,7 @@ class RewardConfig(Section):
     soft_tokens: int = Field(default=0, ge=0)
     """For `length`: number of tokens before `max_tokens` over which the score falls from 0 to -1."""
     partial: bool = False
-    """For `code`: score the share of tests that pass, instead of 1 if all pass."""
+    """For `code`: whether the score is the fraction of tests that pass, instead of 1 if all pass and else 0."""
 
     @model_validator(mode="before")
     @classmethod
@@ -120,12 +119,12 @@ class RewardConfig(Section):
 
     @property
     def read_column(self) -> str:
-        """Column of the record that the reward reads; empty for a function and for a reward that reads none."""
+        """Data column that the reward reads; empty for a function and for a built-in reward that reads none."""
         return self.column or _COLUMNS.get(self.reward, "answer") if "column" in OPTIONS.get(self.reward, ()) else ""
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Settings that are sent to the reward's process."""
+        """Settings that the process of the reward gets."""
         return self.model_dump() | {
             "name": self.shown_name,
             "column": self.read_column,
@@ -144,4 +143,4 @@ def _check_rewards(rewards: Sequence[RewardConfig]) -> Sequence[RewardConfig]:
 
 
 RewardList = Annotated[tuple[RewardConfig, ...], BeforeValidator(as_list), AfterValidator(_check_rewards)]
-"""Rewards; a single name is a list of one."""
+"""Type of `rewards` in the run file: a list of rewards, or the name of a single reward."""

@@ -12,9 +12,9 @@ from ds_finetune.config.shipped import read_text
 from ds_finetune.errors import ConfigError, OutputError
 
 Lines = dict[tuple[str, ...], int]
-"""Line number of each key in the YAML file, by the path of keys from the top."""
+"""Line number of each key in the YAML file, by the path of keys such as `("optim", "lr")`."""
 SHORT_FORMS = {"model": "path", "objective": "name", "lora": "rank"}
-"""Sections that may be written as the value of one of their keys, each with that key."""
+"""Sections that may be written as the value of one key, with this key: `model: X` is short for `model: {path: X}`."""
 _MOST_NODES, _MOST_DEPTH = 50_000, 100
 
 
@@ -34,7 +34,7 @@ PlainLoader.yaml_implicit_resolvers = {
 def parse_yaml(text: str, loader: Any = PlainLoader) -> Any:  # noqa: ANN401 - any YAML value, by a class of yaml
     """Parse a YAML document; yaml.YAMLError where it is invalid or has too many values or levels.
 
-    An alias counts as all values that it expands to, which bounds the memory that a small file can take.
+    An alias counts as all values that it expands to, so that a small file cannot fill the memory.
     """
     opened: list[tuple[str | None, int]] = []
     sizes: dict[str | None, int] = {}
@@ -60,16 +60,16 @@ def parse_yaml(text: str, loader: Any = PlainLoader) -> Any:  # noqa: ANN401 - a
 
 
 def read_yaml(path: Path) -> tuple[dict[str, Any], Lines]:
-    """Read a YAML mapping with the line of each key; ConfigError where the file is no mapping or repeats a key."""
-    text = read_text(path, what="run file", hint="the first argument is the run's YAML file")
+    """Read a YAML mapping with the line of each key; ConfigError if the file is not a mapping or repeats a key."""
+    text = read_text(path, "run file", "give the run's YAML file as the first argument")
     try:
         tree, node = parse_yaml(text), yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as broken:
         raise ConfigError(
-            f"{path} cannot be read as YAML: {broken}", hint="check that line and its indentation"
+            f"{path} cannot be read as YAML: {broken}", hint="check the named line and its indentation"
         ) from None
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path} holds {type(tree).__name__}, not a mapping", hint="see ds_configs/runs for examples")
+        raise ConfigError(f"run file {path} holds {type(tree).__name__}, not a mapping", hint="see ds_configs/runs")
     return tree, dict(_key_lines(node, ()))
 
 
@@ -81,7 +81,7 @@ def _key_lines(node: yaml.Node | None, path: tuple[str, ...]) -> Iterator[tuple[
         line = key.start_mark.line + 1
         if key.value in seen:
             raise ConfigError(
-                f"`{'.'.join((*path, key.value))}` is given twice, in lines {seen[key.value]} and {line}",
+                f"key `{'.'.join((*path, key.value))}` is given twice, in lines {seen[key.value]} and {line}",
                 hint="keep one of them",
             )
         seen[key.value] = line
@@ -104,11 +104,11 @@ def apply_override(tree: dict[str, Any], lines: Lines, override: str) -> None:
 def set_key(tree: dict[str, Any], lines: Lines, name: str, value: object, *, source: str) -> None:
     """Set the dotted key `name` of `tree`, and remove its line number.
 
-    ConfigError, which begins with `source`, where `name` has an empty part or goes through a value that is no section.
+    ConfigError, which begins with `source`, if `name` has an empty part or goes through a value that is not a section.
     """
     keys = tuple(name.strip().split("."))
     if not all(keys):
-        raise ConfigError(f"{source} is not of the form section.key=value", hint="e.g. optim.lr=1e-5")
+        raise ConfigError(f"{source} is not of the form section.key=value", hint="write e.g. optim.lr=1e-5")
     branch = tree
     for depth, key in enumerate(keys[:-1]):
         section = branch.setdefault(key, {})
@@ -117,7 +117,7 @@ def set_key(tree: dict[str, Any], lines: Lines, name: str, value: object, *, sou
         if not isinstance(section, dict):
             raise ConfigError(
                 f"{source}: `{'.'.join(keys[: depth + 1])}` is `{section}`, not a section",
-                hint="set the whole value instead",
+                hint=f"set `{'.'.join(keys[: depth + 1])}` as a whole",
             )
         branch = section
     branch[keys[-1]] = value
@@ -125,7 +125,7 @@ def set_key(tree: dict[str, Any], lines: Lines, name: str, value: object, *, sou
 
 
 def one_line_yaml(value: object) -> str:
-    """A value as YAML on one line, quoted where YAML needs quotes, also inside a flow mapping `{...}`."""
+    """Format a value as YAML on one line, with quotes where YAML needs them, also inside a flow mapping `{...}`."""
     # A text with line ends or control characters needs double quotes, because in other styles YAML folds line ends.
     style = '"' if isinstance(value, str) and not value.isprintable() else None
     options: dict[str, Any] = {"sort_keys": False, "width": math.inf, "allow_unicode": True, "default_style": style}

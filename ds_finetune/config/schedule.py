@@ -14,7 +14,7 @@ _TEXT = re.compile(r"^\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE][0-9]+)?)\s*(step|epoc
 _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(second|minute|hour)s?")
 _SECONDS = {"second": 1, "minute": 60, "hour": 3600}
 WSD_DECAY_SHARE = 0.1
-"""Share of the run in which `wsd` decays, after its stable phase (MiniCPM, arXiv 2404.06395)."""
+"""Fraction of the run at its end in which the learning rate of `wsd` decays (MiniCPM, arXiv 2404.06395)."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Duration:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read `N steps | N epochs | N tokens`; ValueError names what was given."""
+        """Parse `N steps`, `N epochs` or `N tokens`; ValueError for any other text."""
         match = _TEXT.match(text)
         if not match:
             raise ValueError(f"`{text}` is not a duration; write `200 steps`, `3 epochs` or `1e9 tokens`")
@@ -38,7 +38,7 @@ class Duration:
         return cls(value, unit)  # type: ignore[arg-type]
 
     def in_steps(self, *, rows: int, tokens: float, global_batch_size: int) -> int:
-        """Optimizer steps of this duration, rounded up, where an epoch is `rows` rows with `tokens` tokens."""
+        """Convert to optimizer steps, rounded up; an epoch has `rows` rows with `tokens` tokens in total."""
         if self.unit == "steps":
             return int(self.value)
         if self.unit == "epochs":
@@ -46,7 +46,7 @@ class Duration:
         return max(1, math.ceil(round(self.value / tokens * rows, 6) / global_batch_size))
 
     def in_rows(self, rows: int) -> int:
-        """Rows in this duration of epochs, over a data set of `rows` rows; rounded up, and at least one."""
+        """Convert a duration in epochs of `rows` rows to rows, rounded up and at least one."""
         assert self.unit == "epochs"
         return max(1, math.ceil(round(self.value * rows, 6)))
 
@@ -58,8 +58,8 @@ class Duration:
 
 @dataclass(frozen=True)
 class Interval:
-    """Interval between events in steps, epochs or seconds. A unit that is not given is infinite; if several are given,
-    the first to pass counts.
+    """Interval between events such as checkpoints, in steps, epochs or seconds. A unit that is not given is infinite;
+    if several are given, an event is due when the first of them has passed.
 
     Steps need not be whole: the events of 2.5 steps are at steps 3, 5, 8 and so on.
     """
@@ -91,11 +91,11 @@ class Interval:
         return Interval(self.epochs * steps_per_epoch, self.seconds) if self.epochs < math.inf else self
 
     def times(self, step: int) -> int:
-        """Number of events that are due from the beginning of the run to the end of `step`."""
+        """Number of events that are due by the end of optimizer step `step`, counted from 1."""
         return math.floor(step / self.steps + 1e-9)
 
     def is_due(self, step: int) -> bool:
-        """Whether an event falls on the end of `step`."""
+        """Whether an event is due at the end of optimizer step `step`."""
         return self.times(step) > self.times(step - 1)
 
 
@@ -133,7 +133,7 @@ def is_steps(text: str) -> bool:
 
 
 def warmup_steps(text: str, steps: int) -> int:
-    """Warm-up steps of `N steps` or of a share such as `3%` of `steps`, rounded up."""
+    """Number of warm-up steps for `N steps`, or for a share such as `3%` of a run of `steps` steps, rounded up."""
     percent = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", text)
     if percent:
         return math.ceil(round(steps * float(percent[1]) / 100, 6))
@@ -146,7 +146,7 @@ def warmup_steps(text: str, steps: int) -> int:
 
 
 def seconds_of(text: str) -> float:
-    """Seconds of `90 seconds`, `30 minutes` or `2 hours`; ValueError names what was given."""
+    """Convert `90 seconds`, `30 minutes` or `2 hours` to seconds; ValueError for any other text."""
     match = _TIME.fullmatch(text.strip())
     if not match or not float(match[1]):
         raise ValueError(f"`{text}` is not a time; write `90 seconds`, `30 minutes` or `2 hours`")

@@ -47,11 +47,11 @@ class RunConfig(Section):
     data: DataConfig
     """Training data and held-out data."""
     deepspeed: Annotated[Free[str | dict[str, Any] | None], BeforeValidator(stage_as_file)] = None
-    """DeepSpeed's settings: a JSON file, a name of ds_configs/ such as `zero3`, a ZeRO stage, or a section."""
+    """DeepSpeed's settings: a JSON file, a name of ds_configs/ such as `zero3`, a ZeRO stage 0 to 3, or a section."""
     inexact: InexactNames = ()
     """DeepSpeed options to allow although they differ from a reference loop; see docs/how-to/inexact-options.md."""
     rollout: RolloutConfig = RolloutConfig()
-    """How answers are sampled during training."""
+    """How answers are sampled during training with `objective: grpo`."""
     objective: ObjectiveField = SftObjective()
     """Objective of training: a name such as `dpo`, or a section `{name: dpo, beta: 0.1}`."""
     rewards: RewardList = ()
@@ -63,7 +63,7 @@ class RunConfig(Section):
     eval: EvalConfig = EvalConfig()
     """Evaluation of held-out data."""
     checkpoint: Free[CheckpointConfig] = CheckpointConfig()
-    """When checkpoints are saved, and what a start resumes from."""
+    """When checkpoints are saved, and from which one a run resumes."""
     parallel: ParallelConfig = ParallelConfig()
     """Tensor, pipeline, expert and sequence parallel sizes."""
     lora: Annotated[Refused[LoraConfig | None], BeforeValidator(short_lora)] = None
@@ -71,7 +71,7 @@ class RunConfig(Section):
     mtp: MtpConfig = MtpConfig()
     """Training of multi-token prediction layers."""
     router: RouterConfig | None = None
-    """How routers of experts are trained."""
+    """How the routers of mixtures of experts are trained."""
     indexer: IndexerConfig = IndexerConfig()
     """How indexers of sparse attention are trained."""
     features: Refused[dict[str, dict[str, Any]]] = Field(default_factory=dict)
@@ -139,17 +139,17 @@ def _filled(section: _Filled, **values: object) -> _Filled:
 
 
 ConfigSource: TypeAlias = "RunConfig | Mapping[str, Any] | str | Path"
-"""A configuration, its nested dictionary, or the path of a run file."""
+"""A RunConfig, the nested dictionary of a run file, or the path of a run file."""
 
 
 def read_config(source: ConfigSource, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a run file and apply `a.b=value` overrides; ConfigError names key, line and the nearest legal name.
+    """Read a run file and apply `a.b=value` overrides; a ConfigError names a wrong key, its line and the nearest name.
 
     A key that has no effect because of the values of other keys is an error too.
     """
     is_list = isinstance(overrides, Sequence) and not isinstance(overrides, str)
     if not is_list or not all(isinstance(override, str) for override in overrides):
-        raise ConfigError(f"overrides are {overrides!r}", hint="give a list of texts, such as ['optim.lr=1e-5']")
+        raise ConfigError(f"`overrides` is {overrides!r}", hint="give a list of texts, such as ['optim.lr=1e-5']")
     if isinstance(source, RunConfig) and not overrides:
         return source
     lines: Lines = {}
@@ -160,8 +160,9 @@ def read_config(source: ConfigSource, overrides: Sequence[str] = ()) -> RunConfi
     elif isinstance(source, Mapping):
         tree = _plain(source)
     else:
-        hint = "give the path of a run file, a dictionary, or a RunConfig"
-        raise ConfigError(f"the configuration is {source!r}", hint=hint)
+        raise ConfigError(
+            f"the configuration is {source!r}", hint="give the path of a run file, a dictionary, or a RunConfig"
+        )
     for override in overrides:
         apply_override(tree, lines, override)
     return validate_tree(tree, lines, str(source) if isinstance(source, str | Path) else "the configuration")
@@ -174,9 +175,9 @@ def _plain(value: Any) -> Any:  # noqa: ANN401 - any value
 
 
 def validate_tree(tree: dict[str, Any], lines: Lines, source: str) -> RunConfig:
-    """Validate the nested dictionary of a run file; ConfigError as from `read_config`.
+    """Make the RunConfig of a run file's nested dictionary; a ConfigError names each key that is not valid.
 
-    `source` names the file in errors, and `lines` has the line numbers of its keys.
+    `source` names the run file in errors, and `lines` has the line numbers of its keys.
     """
     try:
         config = RunConfig.model_validate(tree)

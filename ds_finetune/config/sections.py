@@ -31,9 +31,9 @@ from ds_finetune.config.value_types import (
 
 Precision = Literal["auto", "bf16", "fp16", "fp32"]
 OWN_ATTENTIONS = ("sdpa", "by_document", "varlen")
-"""Values of `model.attention` that this program implements for model types in `families/table.py`; transformers
-    implements the other values.
-    """
+"""Values of `model.attention` that this program implements for model types in `families/table.py`. transformers
+implements the other values.
+"""
 
 
 class Section(BaseModel):
@@ -46,7 +46,7 @@ class Section(BaseModel):
 
 
 def short_form(key: str) -> Callable[[object], object]:
-    """A validator that expands a text to the section `{key: text}`."""
+    """Make a validator that expands a text to the section `{key: text}`."""
     return lambda value: {key: value} if isinstance(value, str) else value
 
 
@@ -67,18 +67,18 @@ class ModelConfig(Section):
     resize_vocabulary: bool = False
     """Add rows to embedding and head for ids of the tokenizer that the model lacks; false refuses such a tokenizer."""
     context: int | None = Field(default=None, ge=1)
-    """Positions (tokens of a document) that the model must have. If config.json has fewer, YaRN extends them, also in
-    exports.
+    """Number of positions, so of tokens of a document, that the model must have. If config.json has fewer, YaRN extends
+    them, also in exports.
     """
     weights: Literal["load", "random"] = "load"
-    """`random` builds the model only from `config.json`, with new random weights; the plan says so."""
+    """`load` reads the weights of the folder. `random` initialises weights randomly, from `config.json` only."""
     attention: Literal["sdpa", "by_document", "varlen", "eager", "flash_attention_2"] = "sdpa"
-    """Attention kernel; each keeps packed documents apart. `by_document` makes a call for each document, `varlen` one
-    call for all documents of a forward (GPUs in bf16 and fp16). `sdpa` is `varlen` where it fits the model, else
-    `by_document`.
+    """Attention kernel. With every kernel, packed documents do not attend to each other. `by_document` makes one call
+    for each document, `varlen` one call for all documents of a forward (GPUs in bf16 and fp16). `sdpa` is `varlen`
+    where that supports the model, else `by_document`.
     """
     loss: Literal["auto", "chunked", "liger"] = "auto"
-    """Loss kernel. `auto` is Liger's on GPUs where liger-kernel is installed, else the chunked one."""
+    """Loss kernel: Liger's, or one that computes logits in chunks. `auto` is `liger` on GPUs if it is installed."""
     kernels: Literal["auto", "torch", "liger", "compile"] = "auto"
     """Kernels of RMSNorm, rotary embedding and SwiGLU: Liger's, those of torch.compile (ZeRO 0 to 2), or torch's own
     operations. `auto` is the first of these that can run on a GPU, and `torch` on a CPU; the plan says why. A run file
@@ -92,7 +92,7 @@ class DataConfig(Section):
     train: Rows[WeightedPaths]
     """Training files, folders or hub ids (JSON, JSONL, CSV, Parquet, text); a split follows a colon, as in
     `org/name:train` or `org/name:subset:train`, and is the training split by default. A mapping to weights, such as
-    `{new.txt: 0.9, old.txt: 0.1}`, mixes their rows in these shares. `data/*.jsonl` names all files that match.
+    `{new.txt: 0.9, old.txt: 0.1}`, mixes rows of the files in these proportions. `data/*.jsonl` names all matches.
     """
     eval: HeldOutPaths = ()
     """Held-out files, folders or hub ids, by default of the validation split, else of the test split. Several sets have
@@ -104,11 +104,11 @@ class DataConfig(Section):
     layout: Rows[Layout] = "auto"
     """Layout of a row; `auto` recognises it by its columns."""
     columns: Rows[dict[str, str]] = Field(default_factory=dict)
-    """Other names of the layout's columns, e.g. `{prompt: question, completion: answer}`."""
+    """Names of the data's columns where the layout has other names, e.g. `{prompt: question, completion: answer}`."""
     template: Rows[str] = "auto"
     """`auto` uses the tokenizer's chat template, or plain text where it has none. `plain` never uses a template.
-    `chatml`, `llama3`, `mistral` (7B v0.2) and `alpaca` render as the published ones, and the tokenizer must have
-    their tokens. Any other value is the path of a Jinja file.
+    `chatml`, `llama3`, `mistral` (7B v0.2) and `alpaca` are the published templates; the tokenizer must have their
+    special tokens. Any other value is the path of a Jinja file.
     """
     train_on: Rows[Literal["assistant", "last_assistant", "all"]] = "assistant"
     """Tokens that carry loss: every assistant turn, only the last one, or every token."""
@@ -117,8 +117,8 @@ class DataConfig(Section):
     control_tokens: Rows[Literal["text", "keep", "refuse"]] = "text"
     """Control tokens inside the texts of a conversation: tokenised as `text`, kept as control tokens, or refused."""
     separator: Rows[str] = "\n"
-    """Text between prompt and completion without a chat template, unless white space is there already; also between two
-    texts with a label.
+    """Without a chat template: text between prompt and completion, unless white space is there already, and between the
+    two texts of a labelled pair.
     """
     packing: Rows[bool] = True
     """Fill rows of `max_seq_len` with several documents that cannot see each other; false pads each row instead."""
@@ -136,15 +136,15 @@ class DataConfig(Section):
     max_truncated_ratio: Free[float] = Field(default=0.1, ge=0, le=1)
     """Largest share of all tokens that truncation may lose."""
     streaming: Refused[bool] = False
-    """Read and tokenise while training, for data too large to prepare; `train.for` is then in steps."""
+    """Read and tokenise rows during training, for data too large to prepare; `train.for` must then be in steps."""
     shuffle: Refused[bool] = True
     """Shuffle rows by seed and epoch; false keeps the order of the files."""
     balance: Free[bool] = True
-    """Divide the rows of a step over ranks and forwards by cost, so that ranks wait less; false keeps their order."""
+    """Divide the rows of a step over ranks and micro-batches by cost, so ranks wait less; false keeps their order."""
     workers: Free[int] = Field(default=0, ge=0)
-    """Number of processes that tokenise; 0 uses every core."""
+    """Number of processes that tokenise; 0 is one per core."""
     cache_dir: Free[str] = ".cache/ds_finetune"
-    """Folder of tokenised data, which later runs with the same data and settings use again."""
+    """Folder of tokenised data; later runs with the same data and settings read it instead of tokenising again."""
 
     def paths(self, purpose: str) -> tuple[str, ...]:
         """All paths of `train` or `eval`, which may be a list or a mapping."""
@@ -154,12 +154,12 @@ class DataConfig(Section):
 
     @property
     def weights(self) -> dict[str, float]:
-        """Weight of each path of `train`; empty where all rows of all paths are used alike."""
+        """Weight of each path of `train`; empty if `train` names no weights."""
         return self.train if isinstance(self.train, dict) else {}
 
     @property
     def held_out_share(self) -> Fraction:
-        """The share of the rows of `train` that is not trained; 0 where `eval` names files or nothing."""
+        """The fraction of the rows of `train` that is held out; 0 where `eval` names files or nothing."""
         return share_of(self.eval)
 
     @property
@@ -182,7 +182,7 @@ class TrainConfig(Section):
     objective.group_size, which is also the default.
     """
     micro_batch_size: MicroBatchSize = 1
-    """Rows of one forward on one rank; accumulation is derived. `auto` takes the most that fit into memory."""
+    """Rows of one forward on one rank; gradient accumulation follows from it. `auto` is the most that fits memory."""
     max_seq_len: Rows[int] = Field(default=2048, ge=2)
     """Maximum tokens of a row; both answers of a pair are in one row."""
     precision: Precision = "auto"
@@ -190,7 +190,7 @@ class TrainConfig(Section):
     it (GPUs from compute capability 8.0, CPUs with AMX or AVX512-BF16), fp32 on other CPUs, and an error on other GPUs.
     """
     seed: Refused[int] = Field(default=0, ge=0)
-    """Seed of data order and of fresh weights."""
+    """Seed of the order of rows and of randomly initialised weights."""
     max_grad_norm: float = Field(default=1.0, ge=0)
     """Global norm to which the gradient is clipped; 0 does not clip."""
     activation_checkpointing: Literal["auto", "full", "selective", "none"] = "auto"
@@ -209,14 +209,14 @@ class TrainConfig(Section):
     names, or by regular expressions on these such as `model\.layers\.3\..*`. Left out, all are trained.
     """
     freeze: Annotated[Refused[tuple[str, ...]], BeforeValidator(as_list)] = ()
-    """Parameters that stay as they are, named as in `only`; they are in no optimizer state, norm or checkpoint."""
+    """Parameters that are not trained, named as in `only`; they are in no optimizer state, norm or checkpoint."""
     max_skipped_steps: Free[int] = Field(default=5, ge=1)
     """The run ends after this many steps in a row without a finite gradient. In the first 100 steps of fp16, while the
     loss scale falls, at least 17 are allowed.
     """
     reduction_dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Dtype in which gradients are summed over ranks and forwards. `auto` is that of `precision`. `fp32` in a bf16 run
-    needs ZeRO-2 or 3. `bf16` in an fp32 run rounds what is sent, and the sum over forwards stays fp32.
+    needs ZeRO-2 or 3. `bf16` in an fp32 run rounds gradients that are sent; the sum over forwards stays fp32.
     """
     reduction_every: Literal["auto", "step"] = "auto"
     """How often gradients are summed over ranks. `auto` leaves it to the ZeRO stage: 2 and 3 sum in every forward.
@@ -236,7 +236,7 @@ class OptimConfig(Section):
     share of each parameter's size, so its `lr` is larger. AdamW8bit and Adafactor take ZeRO-0 only.
     """
     lr: float = Field(default=1e-5, gt=0)
-    """Peak learning rate: that of the last step of `warmup`, or of the first step without one."""
+    """Peak learning rate, which is reached at the last step of `warmup`, or at the first step without warm-up."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay of matrices; norms and biases are not decayed."""
     betas: tuple[_Beta, _Beta] = (0.9, 0.95)
@@ -244,14 +244,14 @@ class OptimConfig(Section):
     eps: float = Field(default=1e-8, gt=0)
     """Number that is added to Adam's denominator."""
     lr_scheduler: SchedulerName = "cosine"
-    """Shape of the learning rate after warm-up. `wsd` stays at `lr` and decays in the last tenth. `exponential_rise`,
-    of `sweep` with `--lr-range`, rises to `lr` without warm-up.
+    """Shape of the learning rate after warm-up. `wsd` stays at `lr` and decays in the last tenth of the run.
+    `exponential_rise`, which `sweep --lr-range` uses, rises to `lr` without warm-up.
     """
     warmup: WarmupText = "3%"
     """Linear warm-up: `N steps`, or a share of the run such as `3%`, rounded up."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
-    """Learning rate at the end, as a share of `lr`. With `exponential_rise` it is the rate at the beginning, and above
-    0.
+    """Learning rate at the end of the run, as a fraction of `lr`; with `exponential_rise` the one at the beginning,
+    which must be above 0.
     """
 
     @model_validator(mode="after")
@@ -274,8 +274,8 @@ class EvalConfig(Section):
     """Evaluation of held-out data: its interval, the best weights, and an early end of the run."""
 
     every: LengthText | None = None
-    """`N steps` or `N epochs` between evaluations; one that is due within a step follows that step. Left out, the only
-    evaluation is at the end of the run.
+    """`N steps` or `N epochs` between evaluations; an evaluation that is due within a step follows that step. Left out,
+    the only evaluation is at the end of the run.
     """
     limit: int = Field(default=0, ge=0)
     """Number of held-out rows to evaluate, from the first on (packed rows when packing); 0 evaluates all."""
@@ -293,18 +293,18 @@ class EvalConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """When the state of the run is saved, and what a start resumes from."""
+    """When the state of the run is saved, and from which checkpoint it resumes."""
 
     every: EveryText = "500 steps or 15 minutes"
-    """`N steps` or `N epochs`, a time such as `15 minutes`, or both joined by `or`: then the first to pass counts. The
-    last step and a signal save too. `never` saves nothing at all.
+    """Interval of saves: `N steps` or `N epochs`, a time such as `15 minutes`, or both joined by `or` for whichever is
+    shorter. The last step and a signal save too. `never` saves nothing at all.
     """
     keep: int = Field(default=2, ge=1)
     """Number of newest checkpoints to keep."""
     keep_best: bool = True
-    """Whether the checkpoint with the lowest eval loss is kept too."""
+    """Whether to keep the checkpoint with the lowest eval loss besides the newest ones."""
     max_failed: int = Field(default=3, ge=1)
-    """The run ends after this many checkpoints in a row that cannot be written. Its last checkpoint must be written."""
+    """The run ends with an error if this many checkpoints in a row, or its last one, cannot be written."""
     resume: str = "auto"
     """`auto` resumes from the newest complete checkpoint of `output_dir`; `never` starts from the beginning. Any other
     value is the folder of a run or checkpoint.
@@ -312,7 +312,7 @@ class CheckpointConfig(Section):
     asynchronous: bool = True
     """Write checkpoints while training continues, from a copy in host memory; false needs no copy."""
     node_local: bool = False
-    """Each node keeps the parts of its own ranks in its own `output_dir`; for hosts without a shared file system."""
+    """Each node stores the checkpoint files of its ranks in its own `output_dir`; for nodes without shared storage."""
 
     @property
     def saves(self) -> bool:
@@ -329,12 +329,12 @@ class ParallelConfig(Section):
     """Degrees of tensor, pipeline, expert and sequence parallelism; data parallelism takes the remaining ranks."""
 
     tp: int = Field(default=1, ge=1)
-    """Tensor parallel size: ranks that hold parts of every layer, cut by heads, inner width and vocabulary."""
+    """Tensor parallel size: ranks over which each layer is divided by heads, MLP width and vocabulary."""
     pp: int = Field(default=1, ge=1)
-    """Pipeline parallel size: stages of consecutive layers, balanced by parameters."""
+    """Pipeline parallel size: stages of consecutive layers, with about as many parameters each."""
     pp_layers: tuple[int, ...] = ()
-    """Layers of each stage, such as [12, 16], instead of a balance by parameters; with `vpp` of each chunk, in the
-    model's order.
+    """Number of layers of each pipeline stage, such as [12, 16], or with `vpp` of each chunk in the model's order. Left
+    out, numbers of parameters are balanced.
     """
     vpp: int = Field(default=1, ge=1)
     """Virtual pipeline size: chunks of consecutive layers that each pipeline rank holds. With more than one, ranks wait
@@ -349,12 +349,12 @@ class ParallelConfig(Section):
 
     @property
     def axes(self) -> frozenset[str]:
-        """Parallel axes with more than one rank, besides data parallelism."""
+        """Parallel axes with more than one rank (of pp, sp, tp and ep)."""
         return frozenset(axis for axis in ("pp", "sp", "tp", "ep") if getattr(self, axis) > 1)
 
 
 def refused_values(**reasons: str) -> BeforeValidator:
-    """A validator that refuses certain values of a key; `reasons` has the message of each."""
+    """Make a validator that refuses certain values of a key; `reasons` maps each of them to its error message."""
 
     def check(value: object) -> object:
         if reason := reasons.get(str(value).lower()):
@@ -391,25 +391,25 @@ class LoraConfig(Section):
     as in `target_modules`.
     """
     start: str | None = None
-    """Folder of an adapter in peft's format, from which training begins; it has the modules, rank and scale of this
-    section. Left out, A is random and B zero.
+    """Folder of an adapter in peft's format from which training starts; it must have the modules, rank and scale of
+    this section. Left out, A is random and B is zero.
     """
 
     @property
     def scale(self) -> float:
-        """Factor of the product B A: alpha / rank, or with rsLoRA alpha / sqrt(rank)."""
+        """Factor of an adapter's product B A: alpha / rank, or with rsLoRA alpha / sqrt(rank)."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
 class MtpConfig(Section):
-    """Multi-token prediction: a layer after the last one predicts the token after the next. Servers draft tokens with
-    this layer.
+    """Multi-token prediction: a layer after the last one predicts the token after the next. Servers use this layer for
+    speculative decoding.
     """
 
     train: Refused[bool] = False
     """Train the prediction layer that the model is published with; false carries it to exports unchanged."""
     weight: float = Field(default=0.1, gt=0)
-    """Weight of the prediction layer's loss beside that of the next token."""
+    """Weight of the prediction layer's loss; the loss of the next token has weight 1."""
     detach: Refused[bool] = True
     """Whether the prediction layer's loss trains only that layer; other weights then have the same bits as without the
     loss.
@@ -439,7 +439,7 @@ class IndexerConfig(Section):
     indexers, by attention to all earlier tokens.
     """
     weight: float = Field(default=1.0, gt=0)
-    """Weight of the indexers' loss; the steps of Adam hardly depend on it."""
+    """Weight of the indexers' loss; it hardly matters with Adam, which normalises gradients."""
 
 
 _NO_SGLANG = refused_values(sglang="SGLang is not supported; vllm is, and own needs no server")
@@ -464,7 +464,7 @@ class RolloutConfig(Section):
     prompts_per_step: Refused[int] = Field(default=32, ge=1)
     """Prompts per optimizer step; their answers are its global batch."""
     steps_per_rollout: Refused[int] = Field(default=1, ge=1)
-    """Optimizer steps per rollout. All its answers are sampled by the weights before the first of these steps."""
+    """Optimizer steps per rollout. All answers of a rollout are sampled with the weights before its first step."""
     ahead: Refused[Literal[0, 1]] = 0
     """Number of rollouts that are sampled ahead. With 1, a rollout is sampled before the steps on the preceding
     rollout, or by a server during these steps; its rewards are computed during them. objective.mismatch corrects for
@@ -475,7 +475,7 @@ class RolloutConfig(Section):
     temperature: Refused[float] = Field(default=1.0, gt=0)
     """Temperature of sampling; only 1 is supported."""
     stop: Annotated[Refused[tuple[str, ...]], BeforeValidator(as_list)] = ()
-    """Texts that end an answer, beside the end token of the model; rewards see what is before them."""
+    """Texts that end an answer, besides the model's end token; rewards see the text before them."""
     eval_samples: int = Field(default=0, ge=0)
     """Answers to each held-out prompt that are sampled for `eval/pass_at_k`, beside the greedy one."""
     batch_rows: Free[Annotated[int, Field(ge=1)] | Literal["auto"]] = "auto"
@@ -492,18 +492,18 @@ class LogConfig(Section):
     are always printed.
     """
     verbose: bool = False
-    """Also print what otherwise is only in `log.txt`: kernels, rewritten keys, and what exports were compared in."""
+    """Also print lines that are otherwise only in `log.txt`: kernels, rewritten keys, and how exports were compared."""
     trackers: Annotated[tuple[str, ...], BeforeValidator(as_list)] = ("tensorboard",)
-    """Names of trackers that accelerate knows: tensorboard, wandb, mlflow, ..."""
+    """Experiment trackers by their names in accelerate: tensorboard, wandb, mlflow, ..."""
     observers: Annotated[tuple[str, ...], BeforeValidator(as_list)] = ()
-    """Observers that installed packages offer; each looks at every step and may end the run."""
+    """Names of observers from installed packages. An observer gets the record of every step and may end the run."""
 
 
 _PROFILED = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 def step_range(text: str) -> tuple[int, int]:
-    """First and last step of `10-12`, or of `10`; ValueError where it is no range of steps from 1 on."""
+    """Parse `10-12` or `10` to the first and last step; ValueError unless it is a range of steps from 1 on."""
     match = _PROFILED.fullmatch(text.replace(" ", ""))
     if match is None:
         raise ValueError(f"`{text}` is not a range of steps; write `10-12`, or `10` for a single step")
@@ -532,12 +532,12 @@ def _as_ranks(value: object) -> object:
 
 
 class ProfileConfig(Section):
-    """Steps whose time is recorded and broken down (docs/how-to/timeline.md). Left out, no step is."""
+    """Steps whose time is recorded and broken down (docs/how-to/timeline.md). Left out, none is recorded."""
 
     steps: Annotated[str, BeforeValidator(_check_profiled_steps)]
-    """First and last step that are profiled, as in `10-12`, or a single step."""
+    """First and last step to profile, as in `10-12`, or a single step."""
     ranks: Annotated[Literal["all"] | tuple[int, ...], BeforeValidator(_as_ranks)] = "all"
-    """Ranks that are profiled: `all`, one or a list. Waits for the slowest rank are known only with `all`."""
+    """Ranks that are profiled: `all`, one or a list. Only `all` shows how long ranks wait for the slowest one."""
 
     @property
     def first_and_last(self) -> tuple[int, int]:
@@ -559,7 +559,7 @@ class WatchdogConfig(Section):
     `never` detects no hang.
     """
     start: TimeText = "30 minutes"
-    """Longest time without a collective from loading to the end of the first step, which may compile."""
+    """Longest time without a collective from loading the model to the end of the first step, which may compile."""
     other: TimeText = "30 minutes"
     """Longest time without a collective in evaluation and export, and longest time of a save."""
     meet: TimeText = "2 hours"
@@ -569,7 +569,7 @@ class WatchdogConfig(Section):
     `start` and `other`.
     """
     straggler_ratio: float = Field(default=1.5, gt=1)
-    """The progress line names the slowest rank where its time is this many times the median."""
+    """The progress line names the slowest rank if its step time is at least this many times the median of all ranks."""
 
     @property
     def longest_limit(self) -> float:
@@ -591,24 +591,23 @@ class ExportConfig(Section):
     at_end: bool = True
     """Write `export/` when training ends."""
     formats: Annotated[tuple[str, ...], BeforeValidator(as_list)] = ("safetensors",)
-    """Formats of the model at the end: `safetensors` in `export/`, from which each other one is made as `export-NAME/`.
-    `onnx` and `gguf` need the extras of these names.
+    """Formats of the exports at the end of the run. `safetensors` is written to `export/`, and other formats are
+    converted from it to `export-NAME/`. `onnx` and `gguf` need the extras of the same names.
     """
     max_shard_size: SizeText = "5GB"
     """Largest size of a safetensors file."""
     verify: bool = True
-    """Compare each export with logits of the run, in a fresh process of plain transformers."""
+    """Reload each export in a new process with plain transformers, and compare its logits with those of the run."""
 
 
 class LaunchConfig(Section):
-    """How `ds-finetune launch` restarts a run on its hosts; other launchers do not read it."""
+    """How `ds-finetune launch` restarts a run on its hosts; other launchers ignore this section."""
 
     restarts: int = Field(default=0, ge=0)
-    """How often a run restarts from its newest checkpoint after a rank or a host has failed, before it is given up."""
+    """How many times a run restarts from its newest checkpoint after a rank or a host has failed."""
     min_hosts: int | None = Field(default=None, ge=1)
     """Fewest hosts to resume with. Left out, it is all hosts of the hostfile. The global batch stays the same."""
     greeting_seconds: float = Field(default=30, gt=0)
-    """Seconds that a host has to answer, including the start of ssh and Python."""
+    """Seconds within which a host must answer when a run starts; they include the start of ssh and Python."""
     silent_seconds: float = Field(default=10, ge=3)
-    """A host that does not answer for this long is given up, and one that hears nothing for this long ends its ranks.
-    """
+    """A host that does not answer for this long has failed; a host that hears nothing for this long ends its ranks."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from ds_finetune.errors import ConfigError, LaunchError
 
 DS_CONFIGS, HOSTFILES = "ds_configs", "hostfiles"
-"""Folders of files in the package: links to the repository's folders in a checkout, copies in a wheel."""
+"""Folders of the package with shipped files. In a checkout they are links to folders of the repository."""
 _PACKAGE = Path(__file__).parent
 _MOST_BYTES = 2**20
 
@@ -28,20 +28,20 @@ def shipped_names(folder: str) -> Iterator[str]:
     return (str(path.relative_to(root)) for path in sorted(root.rglob("*")) if path.is_file())
 
 
-def read_text(given: str | Path, *, what: str, hint: str, error: type[ConfigError | LaunchError] = ConfigError) -> str:
-    """Text of the file `given`, or of the file of that name that comes with the package. If it cannot be read or is
-    larger than 1 MiB, `error` is raised with a message that begins with `what`.
+def read_text(given: str | Path, kind: str, hint: str, error: type[ConfigError | LaunchError] = ConfigError) -> str:
+    """Text of the file `given`, or of the file of that name that comes with the package. Raise `error`, which names
+    `kind` such as "hostfile", if the file cannot be read or is larger than 1 MiB.
     """
     path = Path(given)
     try:
         with (path if path.exists() else shipped_file(str(given)) or path).open("rb") as file:
             raw = file.read(_MOST_BYTES + 1)
         if len(raw) > _MOST_BYTES:
-            raise error(f"{what} `{given}` has more than {_MOST_BYTES} bytes", hint=hint)
+            raise error(f"{kind} `{given}` has more than {_MOST_BYTES} bytes", hint=hint)
         return raw.decode("utf-8-sig")
     except FileNotFoundError:
-        raise error(f"{what} `{given}` does not exist", hint=hint) from None
+        raise error(f"{kind} `{given}` does not exist", hint=hint) from None
     except OSError as unreadable:
-        raise error(f"{what} `{given}` cannot be read: {unreadable.strerror}", hint=hint) from None
+        raise error(f"{kind} `{given}` cannot be read: {unreadable.strerror}", hint=hint) from None
     except UnicodeDecodeError as binary:
-        raise error(f"{what} `{given}` is not UTF-8: {binary}", hint="save it as UTF-8") from None
+        raise error(f"{kind} `{given}` is not UTF-8 text: {binary}", hint="save it as UTF-8") from None

@@ -11,7 +11,7 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MI
 
 
 def share_text(fraction: float, digits: int = 1) -> str:
-    """A share as a percentage; only exactly 1 and 0 become 100% and 0%, other shares `>99.9%` or `<0.1%`."""
+    """Format a fraction as a percentage. Only 0 and 1 become 0% and 100%; values near them `<0.1%` and `>99.9%`."""
     least = 10.0 ** -(digits + 2)
     if 0 < fraction < least / 2:
         return f"<{least:.{digits}%}"
@@ -21,10 +21,10 @@ def share_text(fraction: float, digits: int = 1) -> str:
 
 
 def parse_bytes(text: str, *, name: str) -> int:
-    """Bytes of a size such as `5GB`, `500MB` or `2GiB`; ConfigError, which names option `name`, for other texts."""
+    """Convert a size such as `5GB` or `2GiB` to bytes; ConfigError, which names option `name`, for other texts."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B)\s*", text, re.IGNORECASE)
     if not match:
-        raise ConfigError(f"{name} `{text}` is no number with a unit", hint="write e.g. 500MB, 5GB or 2TB")
+        raise ConfigError(f"{name} `{text}` is not a size with a unit", hint="write e.g. 500MB, 5GB or 2TB")
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 

@@ -46,20 +46,20 @@ class OnResume(StrEnum):
 
 
 _T = TypeVar("_T")
-# A mark of a run-file key says what happens if a resumed run has another value. A change of a key without a mark is
-# printed; free keys do not affect the results of training.
+# These types mark run-file keys by what happens if a resumed run has another value. A change of an unmarked key is only
+# printed; keys marked Free do not affect the results of training.
 Refused = Annotated[_T, OnResume.REFUSED]
 Rows = Annotated[_T, OnResume.ROWS]
 Free = Annotated[_T, OnResume.FREE]
 _SHARE = re.compile(r"(\d*[1-9]\d*(\.\d+)?|0*\.\d*[1-9]\d*)%")
 SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
-"""Names of held-out sets."""
+"""Pattern that names of held-out sets and of rewards match."""
 
 
 def check_whole_number(name: str, value: object, *, least: int) -> None:
-    """ConfigError where a function's argument is no integer of at least `least`."""
+    """Raise a ConfigError if `value`, the argument `name` of a function, is not an integer of at least `least`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"{name} is {value!r}", hint=f"give a whole number of {least} or more")
+        raise ConfigError(f"argument {name} is {value!r}", hint=f"give a whole number of {least} or more")
 
 
 def as_list(value: object) -> object:
@@ -74,7 +74,7 @@ def _check_folder_name(text: str) -> str:
 
 
 def stage_as_file(value: object) -> object:
-    """Convert a ZeRO stage to the name of its configuration file."""
+    """Convert a ZeRO stage 0 to 3 to the name of its shipped configuration, such as `zero3`."""
     return f"zero{value}" if type(value) is int and value in range(4) else value
 
 
@@ -119,13 +119,13 @@ def _as_sets(value: object) -> object:
 
 
 def share_of(held_out: object) -> Fraction:
-    """The share of the training rows that `data.eval` holds out, such as `5%`; 0 where it names files."""
+    """The fraction of the training rows that `data.eval` holds out: 1/20 for `5%`, 0 where it names files."""
     text = held_out[0] if isinstance(held_out, list | tuple) and len(held_out) == 1 else held_out
     return Fraction(text[:-1]) / 100 if isinstance(text, str) and _SHARE.fullmatch(text) else Fraction(0)
 
 
 def checked(parse: Callable[[str], object], *words: str) -> BeforeValidator:
-    """A validator that keeps a value as text where it is one of `words` or `parse` reads it without a ValueError."""
+    """Make a validator for texts: it accepts the texts `words`, and texts that `parse` reads without a ValueError."""
 
     def check(value: object) -> str:
         if value not in words:

@@ -102,7 +102,7 @@ OVERRIDES: tuple[tuple[str, str], ...] = (
     ("objective={name: dpo, loss: log}", "`objective.loss` is 'log'"),
     ("objective={name: distill}", "objective distill has objective.teacher None"),
     ("objective={name: distill, teacher: /no/such}", "model `/no/such` is not a folder"),
-    ("objective={beta: 1}", "`objective` has no `name`"),
+    ("objective={beta: 1}", "`objective` is {'beta': 1}: it should be a name or a section with a name"),
     ("objective={name: classification, num_labels: 1}", "`eval.generate.max_new_tokens` is 24 and has no effect"),
     ("lora.rank=0", "`lora.rank` is 0"),
     ("lora.rank=-8", "`lora.rank` is -8"),
@@ -146,7 +146,7 @@ OVERRIDES: tuple[tuple[str, str], ...] = (
     ("watchdog.limit=0 s", "`watchdog.limit` is '0 s'"),
     ("watchdog.straggler_ratio=0.5", "`watchdog.straggler_ratio` is 0.5"),
     ("export.max_shard_size=5", "`export.max_shard_size` is 5"),
-    ("export.max_shard_size=huge", "export.max_shard_size `huge` is no number with a unit"),
+    ("export.max_shard_size=huge", "export.max_shard_size `huge` is not a size with a unit"),
     ("export.format=gguf", "unknown key `export.format`"),
     ("output_dir=", "`output_dir` is None"),
     ("foo=1", "unknown key `foo`"),
@@ -278,8 +278,8 @@ CALLS: tuple[tuple[Call, str], ...] = (
     (lambda _: ds_finetune.train(None), "the configuration is None"),  # type: ignore[arg-type]
     (lambda _: ds_finetune.train({"model": "x", "data": {"train": "a"}, "lr": 1}), "unknown key `lr`"),
     (lambda at: ds_finetune.train(at / "run.yaml", ["optim.lr"]), "override `optim.lr` is not of the form"),
-    (lambda at: ds_finetune.train(at / "run.yaml", "optim.lr=1"), "overrides are 'optim.lr=1'"),
-    (lambda at: ds_finetune.train(at / "run.yaml", [5]), "overrides are [5]"),  # type: ignore[list-item]
+    (lambda at: ds_finetune.train(at / "run.yaml", "optim.lr=1"), "`overrides` is 'optim.lr=1'"),
+    (lambda at: ds_finetune.train(at / "run.yaml", [5]), "`overrides` is [5]"),  # type: ignore[list-item]
     (lambda at: ds_finetune.train(at / "run.yaml", rows=5), "are a `int`"),  # type: ignore[arg-type]
     (lambda at: ds_finetune.train(at / "run.yaml", rows=[]), "data.train has 0 rows"),
     (lambda at: ds_finetune.train(at / "run.yaml", rows=[5]), "row 1 of data.train is a `int`"),  # type: ignore[list-item]
@@ -287,7 +287,7 @@ CALLS: tuple[tuple[Call, str], ...] = (
     (lambda at: ds_finetune.export_model(5, at / "out"), "source is 5"),  # type: ignore[arg-type]
     (lambda at: ds_finetune.export_model(at, at / "out", format="tar"), "format `tar` is not known"),  # type: ignore[arg-type]
     (lambda at: ds_finetune.export_model(at, at / "out", dtype="int3"), "unknown --dtype `int3`"),
-    (lambda at: ds_finetune.export_model(at, at / "out", max_shard_size="huge"), "`huge` is no number with a unit"),
+    (lambda at: ds_finetune.export_model(at, at / "out", max_shard_size="huge"), "`huge` is not a size with a unit"),
     (lambda at: ds_finetune.evaluate("/no", at / "train.jsonl"), "model `/no` is not a folder"),
     (lambda at: ds_finetune.evaluate(at / "model", []), "has nothing to score on"),
     (lambda at: ds_finetune.evaluate(at / "model", at / "train.jsonl", objective="orpp"), "`objective` is 'orpp'"),

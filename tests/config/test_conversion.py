@@ -243,19 +243,19 @@ def test_what_a_file_does_not_say_is_to_be_filled_in(
 
 
 WRONG = {
-    "model: m\ndata: {train: a}\n": "is no file of a trainer that is known here: it has model, data",
-    "just words\n": "has 0 training commands of trainers that are known here",
-    "swift sft --model a\nswift pt --model b\n": "has 2 training commands of trainers that are known here",
+    "model: m\ndata: {train: a}\n": "is not the file of a known trainer; its keys are model, data",
+    "just words\n": "has 0 training commands of known trainers instead of one",
+    "swift sft --model a\nswift pt --model b\n": "has 2 training commands of known trainers instead of one",
     "swift sft --model 'a\n": "the command `--model 'a` cannot be read: No closing quotation",
-    "llamafactory-cli train missing.yaml\n": "names `missing.yaml`, which is no file with keys",
+    "llamafactory-cli train missing.yaml\n": "names `missing.yaml`, which is not a file with keys",
     "base_model: m\nrl: ebft\n": "`objective` is 'ebft', which is no objective",
     "stage: ppo\nmodel_name_or_path: m\n": "`objective` is 'ppo', which trains on sampled answers",
     "\x00\x01": "has 0 training commands",
-    "model_name_or_path: m\nlora_r: 8\nlearning_rate: 3,14\n": "`learning_rate` is `3,14`, which is no number\n  hint: write 3.14\n",
-    "model_name_or_path: m\nlora_r: 8\nmax_steps: 5k\n": "`max_steps` is `5k`, which is no number\n  hint: write 5000\n",
+    "model_name_or_path: m\nlora_r: 8\nlearning_rate: 3,14\n": "`learning_rate` is `3,14`, which is not a number\n  hint: write 3.14\n",
+    "model_name_or_path: m\nlora_r: 8\nmax_steps: 5k\n": "`max_steps` is `5k`, which is not a number\n  hint: write 5000\n",
     "model_name_or_path: m\nlora_r: 8\nmax_length: 1,024\n": "hint: write 1.024, or 1024 for thousands\n",
-    "model_name_or_path: m\nlora_r: 8\nwarmup_ratio: 3:30\n": "`warmup_ratio` is `3:30`, which is no number",
-    "trl sft --model_name_or_path m --learning_rate 1 --learning_rate 2\n": "the command gives `--learning_rate` twice",
+    "model_name_or_path: m\nlora_r: 8\nwarmup_ratio: 3:30\n": "`warmup_ratio` is `3:30`, which is not a number",
+    "trl sft --model_name_or_path m --learning_rate 1 --learning_rate 2\n": "the training command gives `--learning_rate` twice",
 }
 
 

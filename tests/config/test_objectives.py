@@ -48,7 +48,7 @@ def test_a_name_alone_is_a_section_with_defaults(tmp_path: Path) -> None:
         ("poetry", "`objective` is 'poetry'", "objectives are sft, pretrain, classification, dpo, simpo, cpo, orpo, reward"),
         (5, "`objective` is 5: it should be a name or a section", "objectives are sft"),
         (None, "`objective` is None: it should be a name or a section", "objectives are sft"),
-        ({"beta": 0.1}, "`objective` has no `name`", "write e.g. `objective: {name: dpo, beta: 0.1}`"),
+        ({"beta": 0.1}, "`objective` is {'beta': 0.1}: it should be a name", "`objective: {name: dpo, beta: 0.1}`"),
         ({"name": "dpo", "bta": 1}, "unknown key `objective.bta` of objective dpo", "did you mean `beta`?"),
         (
             {"name": "simpo", "nll_weight": 1},

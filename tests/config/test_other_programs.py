@@ -221,7 +221,9 @@ def test_a_hint_has_the_whole_description(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(f"{MINIMAL}log: {{trackers: 5}}\n")
     with pytest.raises(ConfigError) as refused:
         read_config(tmp_path / "run.yaml")
-    assert refused.value.hint.endswith("Names of trackers that accelerate knows: tensorboard, wandb, mlflow, ...")
+    assert refused.value.hint.endswith(
+        "Experiment trackers by their names in accelerate: tensorboard, wandb, mlflow, ..."
+    )
 
 
 def test_patterns_of_files_and_slices_of_splits(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def test_columns_and_files() -> None:
         ([{"reward": "json", "name": "a b"}], "the name `a b` has more than letters"),
         ([{"reward": "json", "weight": 0}], "the weight of every reward is 0"),
         ([{"reward": "json", "timeout": 0}], "`rewards.timeout` is 0: it should be above 0"),
-        ([{"reward": "json", "memory": "much"}], "memory of a reward `much` is no number with a unit"),
+        ([{"reward": "json", "memory": "much"}], "memory of a reward `much` is not a size with a unit"),
         ([{"reward": "json", "wieght": 1}], "unknown key `rewards.wieght`"),
         ([{"weight": 1}], "`rewards.reward` is missing"),
     ],

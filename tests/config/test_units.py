@@ -12,7 +12,7 @@ def test_sizes(text: str, size: int) -> None:
 
 
 def test_a_text_that_is_no_size() -> None:
-    with pytest.raises(ConfigError, match=r"export\.max_shard_size `5 apples` is no number with a unit"):
+    with pytest.raises(ConfigError, match=r"export\.max_shard_size `5 apples` is not a size with a unit"):
         parse_bytes("5 apples", name="export.max_shard_size")
 
 
