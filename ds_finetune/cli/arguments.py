@@ -19,7 +19,7 @@ from ds_finetune.errors import ExportError
 from ds_finetune.plan.config_json import check_model_path
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-"""Type of the object to which the parsers of commands are added. argparse's method `add_subparsers` returns it."""
+"""Type of the object that argparse's method `add_subparsers` returns, to which each command adds its parser."""
 Arguments = argparse.Namespace
 BEGINNING = """\
 where to begin:
@@ -28,17 +28,17 @@ where to begin:
   ds-finetune config schema   print every key of a run file
   docs/index.md               of the repository leads to the documentation
 """
-"""The last lines that `ds-finetune --help` prints."""
+"""Text at the end of `ds-finetune --help` that names first commands to try."""
 
 
 _OPTION = re.compile(r"--?[A-Za-z][\w.-]*")
 _RUN_FILES = ("config", "config_file", "cfg", "yaml", "run")
-"""Names of the options by which other trainers are given their configuration file."""
+"""Names of options such as `--config` with which other trainers take their configuration file."""
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A command-line parser that refuses unknown options and prints the usage of the command. If another trainer has
-    such an option, the error says which key of the run file to set.
+    """A parser of command lines that refuses unknown options. If another trainer has the option, the error names the
+    key of the run file to set instead.
     """
 
     def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def,override]  # noqa: ANN001, ANN201
@@ -49,7 +49,7 @@ class CommandParser(argparse.ArgumentParser):
         lines = []
         for number, word in enumerate(words):
             option, equals, value = word.partition("=")
-            # A word such as `-oFILE` is the option `-o` followed by its value.
+            # An argument such as `-oFILE` is the option `-o` followed by its value.
             name = option if option.startswith("--") else option[:2]
             if not _OPTION.fullmatch(option) or name in self._option_string_actions:
                 continue
@@ -64,7 +64,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def _as_override(option: str, value: str, command: str) -> str:
-    """Text that says what to write instead of an unknown option. The option may be one of another trainer, or a key of
+    """Text that says what to write instead of an unknown option, which may be an option of another trainer, or a key of
     the run file.
     """
     word = option.lstrip("-").replace("-", "_")
@@ -134,7 +134,7 @@ def exported_folder(path: str) -> Path:
     if folder.is_dir():
         check_model_path(str(folder))
     if not (folder / "config.json").is_file():
-        raise ExportError(f"`{folder}` holds no config.json", hint="name an exported folder, e.g. runs/r1/export")
+        raise ExportError(f"`{folder}` has no config.json", hint="name an exported folder, e.g. runs/r1/export")
     return folder
 
 

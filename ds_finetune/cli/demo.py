@@ -107,7 +107,7 @@ def write_demo(folder: Path, *, ranks: int = 2, days: int = DAYS) -> Path:
         existing = [name for name in names if not _may_write(folder / name, (new / name).read_bytes())]
         if existing:
             raise OutputError(
-                f"`{folder}` has other files than the example by these names: {', '.join(existing)}",
+                f"the example cannot be written: `{folder}` has other files with its names: {', '.join(existing)}",
                 hint="name a new folder, or move these files away",
             )
         with as_output_errors(folder):

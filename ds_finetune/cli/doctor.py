@@ -68,8 +68,8 @@ def _doctor(arguments: Arguments) -> None:
 
 
 def run_needs(config: RunConfig) -> dict[str, Any]:
-    """The fields of DoctorRequest that describe what a run needs. The run is planned later, when the hosts have
-    reported their devices.
+    """Fields of DoctorRequest that describe what a run needs from its hosts. Their function `resolve` plans the run
+    once the hosts have reported their devices.
     """
 
     def resolve_on(world: "World", device: str) -> "ResolvedRun":

@@ -83,10 +83,11 @@ def _add_scoring_options(parser: argparse.ArgumentParser) -> None:
 def _evaluate(arguments: Arguments) -> None:
     if not arguments.data and not arguments.tasks:
         raise ConfigError(
-            f"eval of `{arguments.model}` has nothing to score on", hint="give --data test.jsonl, or --tasks"
+            f"`{arguments.model}` has nothing to score on: neither --data nor --tasks is given",
+            hint="give held-out rows, such as --data test.jsonl, or tasks",
         )
     arguments.model = export_of(arguments.model)
-    # Paths are checked before the slow imports of model code.
+    # Paths are checked first, because the imports of model code take seconds.
     for path in (arguments.model, *([arguments.baseline] if arguments.baseline else [])):
         check_model_path(path)
     if arguments.json:
@@ -118,7 +119,7 @@ def _evaluate(arguments: Arguments) -> None:
 def _write_text(file: str, text: str, *, mode: str) -> None:
     """Write `text` to a file, or append it with mode `a`. OutputError if the file cannot be written.
 
-    Before anything is scored, an empty text is appended, so that a file that cannot be written is reported at once.
+    The command first appends an empty text, to report a file that cannot be written before it scores anything.
     """
     try:
         with Path(file).open(mode, encoding="utf-8") as out:
@@ -131,7 +132,8 @@ def _scored(arguments: Arguments) -> "EvalReport":
     wrong = [column for column in arguments.column if "=" not in column]
     if wrong:
         raise ConfigError(
-            f"--column is `{wrong[0]}`", hint="write e.g. --column prompt=question --column completion=answer"
+            f"--column has `{wrong[0]}` instead of NAME=COLUMN",
+            hint="write e.g. --column prompt=question --column completion=answer",
         )
     with _flags_named():
         return api.evaluate(
@@ -155,7 +157,7 @@ def _scored(arguments: Arguments) -> "EvalReport":
 
 @contextmanager
 def _flags_named() -> Iterator[None]:
-    """In errors about rows from the `with` block, replace keys of a run file by options of this command."""
+    """Reword errors that the `with` block raises about rows: options of this command replace keys of the run file."""
     try:
         yield
     except (ConfigError, DataError) as error:
@@ -173,15 +175,18 @@ def _column_flags(pairs: str) -> str:
 
 
 def _sets_of(files: Sequence[str]) -> Sequence[str] | Mapping[str, list[str]]:
-    """The files that the option --data names. If they are given as NAME=FILE, they are grouped by name. ConfigError if
-    only some have a name.
+    """The files of the option --data; those given as NAME=FILE are grouped by name. ConfigError if only some have a
+    name.
     """
     named = [file for file in files if "=" in file and not Path(file).exists()]
     if not named:
         return files
     if len(named) < len(files):
         without = next(file for file in files if file not in named)
-        raise ConfigError(f"--data `{without}` has no name, and `{named[0]}` has one", hint="write each as NAME=FILE")
+        raise ConfigError(
+            f"--data names a set for `{named[0]}`, but not for `{without}`",
+            hint="write all as NAME=FILE, or none",
+        )
     sets: dict[str, list[str]] = {}
     for name, _, file in (text.partition("=") for text in named):
         sets.setdefault(name, []).append(file)

@@ -50,20 +50,20 @@ def _export(arguments: Arguments) -> None:
         return
     if arguments.out is None:
         raise ConfigError(
-            f"export has SOURCE `{arguments.source}` and no OUT",
-            hint="write `ds-finetune export SOURCE OUT`, or `--check OUT`",
+            f"export has the argument SOURCE `{arguments.source}`, but no OUT",
+            hint="write `ds-finetune export SOURCE OUT`, or `ds-finetune export --check OUT`",
         )
-    # The paths are checked before slow imports.
+    # Paths are checked first, because the imports of model code take seconds.
     check_out_empty(Path(arguments.out))
     if not Path(arguments.source).is_dir():
         raise ExportError(
-            f"`{arguments.source}` is not a folder", hint="name the folder of a run, a checkpoint or a model"
+            f"SOURCE `{arguments.source}` is not a folder", hint="name the folder of a run, a checkpoint or a model"
         )
     source, out = Path(arguments.source).resolve(), Path(arguments.out).resolve()
     if source in out.parents and any((source / name).is_file() for name in ("config.json", "adapter_config.json")):
         raise ConfigError(
-            f"OUT `{arguments.out}` lies in the model `{arguments.source}` that it is made from",
-            hint="name a folder beside it: programs would take both for one model",
+            f"OUT `{arguments.out}` lies inside SOURCE `{arguments.source}`, so programs would take both for one model",
+            hint="name a folder outside SOURCE",
         )
     api.export_model(
         arguments.source,
@@ -87,20 +87,20 @@ def _push(folder: Path, repository: str | None) -> None:
 
 
 def _check(arguments: Arguments) -> None:
-    """Verify an exported folder. VerificationError if it differs from its record; ConfigError or ExportError if it
-    cannot be verified.
+    """Verify an exported folder. VerificationError if it differs from its verification record; ConfigError or
+    ExportError if it cannot be verified.
     """
     options = {"--format": arguments.format, "--dtype": arguments.dtype, "--max-shard-size": arguments.max_shard_size}
     options |= {"--no-cache": arguments.no_cache, "--no-verify": not arguments.verify}
     options_given = [name for name, value in options.items() if value]
     if options_given:
         raise ConfigError(
-            f"--check {arguments.check} is given with {' and '.join(options_given)}",
-            hint=f"leave {' and '.join(options_given)} out: the folder and its record say how it was written",
+            f"--check {arguments.check} cannot be combined with {' and '.join(options_given)}",
+            hint=f"leave {' and '.join(options_given)} out: the exported folder records how it was written",
         )
     folder, base = Path(arguments.check), arguments.base
     if not folder.is_dir():
-        raise ExportError(f"`{folder}` is not a folder", hint="name a folder that `ds-finetune export` wrote")
+        raise ExportError(f"--check `{folder}` is not a folder", hint="name a folder that `ds-finetune export` wrote")
     from ds_finetune.model.build.hub_folder import check_folder
 
     for model in (folder, *([Path(base)] if base else [])):

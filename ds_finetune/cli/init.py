@@ -36,7 +36,7 @@ optim: {{lr: {lr}}}
 output_dir: {output_dir}  # checkpoints, metrics and the exported model; the same command resumes a run
 """
 _RATES = {"dpo": ("5.0e-7", "5.0e-6"), "kto": ("1.0e-6", "1.0e-5"), "classification": ("2.0e-5", "2.0e-4")}
-"""Learning rates by objective for training all weights and for adapters, as in docs/how-to/preferences.md."""
+"""Maps an objective to two learning rates: for training all weights, and for adapters (docs/how-to/preferences.md)."""
 _LENGTH = 2048
 
 
@@ -55,8 +55,11 @@ def add_commands(commands: Commands) -> None:
 
 def _init(arguments: Arguments) -> None:
     if bool(arguments.rows) == bool(arguments.other):
-        given = f"`{arguments.rows[0]}` and --from {arguments.other}" if arguments.rows else "neither ROWS nor --from"
-        raise ConfigError(f"init has {given}", hint="give files with rows, or --from with a file of another trainer")
+        given = f"`{arguments.rows[0]}` and --from {arguments.other}" if arguments.rows else "neither"
+        raise ConfigError(
+            f"init needs either ROWS or --from, and has {given}",
+            hint="give files with rows, or --from with a file of another trainer",
+        )
     if arguments.other:
         _convert(Path(arguments.other), arguments)
     else:
@@ -64,7 +67,7 @@ def _init(arguments: Arguments) -> None:
 
 
 def _convert(path: Path, arguments: Arguments) -> None:
-    """Convert another trainer's file to a run file, which says what became of each key, and write it."""
+    """Convert another trainer's file to a run file and write it. Its comments say what became of each key."""
     from ds_finetune.config.conversion import ConvertedRun
     from ds_finetune.config.other_files import read_other_file
     from ds_finetune.config.run_file import write_run_file
@@ -93,7 +96,7 @@ def _from_rows(arguments: Arguments) -> None:
     out = Path(arguments.out)
     where, record = next(read_records(find_sources(arguments.rows)[0]), ("", {}))
     if not record:
-        raise DataError(f"`{arguments.rows[0]}` has no rows", hint="write at least one row")
+        raise DataError(f"the training data `{arguments.rows[0]}` has no rows", hint="write at least one row")
     objective, columns = _recognised(record, where)
     lr, lora_lr = next((rates for name, rates in _RATES.items() if name in objective), ("1.0e-5", "2.0e-4"))
     model = arguments.model or _MODEL
@@ -116,8 +119,8 @@ def _from_rows(arguments: Arguments) -> None:
 
 
 def _recognised(record: "Record", where: str) -> tuple[str, Mapping[str, str]]:
-    """Find the objective that fits a row, and the names of the row's columns if they differ from those of a known
-    layout. DataError if no objective fits.
+    """Find the objective that a row of data fits, and a value for `data.columns`, which is empty if the columns have
+    known names. DataError if no objective fits.
     """
     from ds_finetune.data.record_layouts import PlainText
     from ds_finetune.data.row_kind import DIALOGUE, RowKind, objectives_of
@@ -126,8 +129,8 @@ def _recognised(record: "Record", where: str) -> tuple[str, Mapping[str, str]]:
     label = record.get("label")
     for columns in ({}, *_guesses(record)):
         for name in LAYOUTS_OF:
-            # The classes of a classifier are known only once all rows are read. So the label of this row stands for
-            # them.
+            # The classes of a classifier are unknown until all rows are read, so the label of this row is the only
+            # class.
             is_number = name == "labelled" and isinstance(label, float)
             kind = RowKind(
                 name,

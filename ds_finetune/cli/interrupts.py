@@ -7,9 +7,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 INTERRUPT_EXIT_CODE = 128 + signal.SIGINT
-"""Exit code of a command that Ctrl-C ended, which is the one that shells use. A run that Ctrl-C ended after it had
-saved exits with 3.
-"""
+"""Exit code of a command that Ctrl-C ended, as shells use it. (A run that saves after Ctrl-C exits with 3.)"""
 
 
 @contextmanager

@@ -52,25 +52,26 @@ def add_commands(commands: Commands) -> None:
 
 
 def _hosts(arguments: Arguments, nproc: int | None) -> tuple[Host, ...]:
-    """The hosts that the options select. Without a hostfile it is this machine, with `nproc` ranks."""
+    """The hosts on which ranks start: a selection from the hostfile, or this machine with `nproc` ranks."""
     if arguments.hostfile:
         if nproc is not None:
             raise LaunchError(
-                f"--nproc {nproc} and --hostfile {arguments.hostfile} are both given",
-                hint="leave --nproc out: the hostfile sets the slots",
+                f"--nproc {nproc} cannot be combined with --hostfile {arguments.hostfile}",
+                hint="leave --nproc out: the slots in the hostfile are the numbers of ranks",
             )
         return hosts_of(arguments)
     if arguments.include or arguments.exclude:
         raise LaunchError(
-            f"{arguments.include or arguments.exclude} selects from a hostfile, and --hostfile is not given",
+            f"`{arguments.include or arguments.exclude}` selects hosts from a hostfile, but --hostfile is not given",
             hint="give --hostfile as well",
         )
     if nproc is None:
         raise LaunchError(
-            f"neither --hostfile nor --nproc says where to start ranks of {arguments.run}", hint="give one of them"
+            f"where to start {arguments.run} is unknown: neither --hostfile nor --nproc is given",
+            hint="give --nproc N for N ranks on this machine, or --hostfile HOSTS",
         )
     if nproc < 1:
-        raise LaunchError(f"--nproc is {nproc}", hint="give the number of ranks on this host, at least 1")
+        raise LaunchError(f"--nproc is {nproc}, but at least one rank must start", hint="give 1 or more")
     return (Host("localhost", nproc, 0),)
 
 

@@ -32,11 +32,11 @@ _MODULES = (
     *("train", "launch", "plan", "report", "doctor", "config", "rewards", "checkpoint", "export", "evaluate"),
     *("serve", "selftest", "sweep", "init", "demo"),
 )
-"""Names of the modules that implement commands, in the order in which `--help` lists these."""
+"""Modules of this package that implement commands, in the order in which `--help` lists the commands."""
 _WITHOUT_MODELS = ("launch", "report", "watch", "doctor", "config", "checkpoint", "init", "demo", "completion")
-"""Commands that use no model in this process. They run with any versions of torch, transformers and DeepSpeed."""
+"""Commands that use no model in this process, so they accept any version of torch, transformers and DeepSpeed."""
 _LONG = ("train", "launch", "sweep", "scaling", "serve", "watch")
-"""Commands that continue even if a line of output cannot be printed, because their result is not what they print."""
+"""Commands whose result is not what they print, so they continue if a line cannot be printed."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _QUIET_SECONDS = 5.0
 """Seconds that the ranks of a host, except local rank 0, wait before they exit with an error. Meanwhile local rank 0
@@ -53,8 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     command_line = sys.argv[1:] if argv is None else list(argv)
     arguments = parse_arguments(command_line)
     for stream in (sys.stdout, sys.stderr):
-        # PYTHONIOENCODING may set an encoding that lacks characters of rows. Such characters are printed as escapes,
-        # instead of ending the program.
+        # Printed rows may have characters that the encoding of the terminal lacks. They are printed as escapes such as
+        # `\u2026`, because an encoding error would end the program.
         if isinstance(stream, io.TextIOWrapper) and codecs.lookup(stream.encoding).name != "utf-8":
             stream.reconfigure(errors="backslashreplace")
     try:
@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _check_printed(command: str) -> None:
-    """Raise the error of a full disk, if a line could not be printed and the command's result is what it prints."""
+    """If a full disk kept a line from being printed, raise its error, unless the command's result lies elsewhere."""
     if LOST and LOST[-1].errno in _FULL and command not in _LONG:
         raise LOST.pop()
 
@@ -98,8 +98,8 @@ def _check_encoding() -> None:
     encoding = locale.getpreferredencoding(do_setlocale=False)
     if codecs.lookup(encoding).name != "utf-8":
         raise ConfigError(
-            f"this locale's encoding is {encoding}, with which packages would read their files wrongly",
-            hint="set PYTHONUTF8=1 in the environment, or a locale in UTF-8 such as LC_ALL=C.UTF-8",
+            f"the text encoding of this locale is {encoding}, with which packages would read their files wrongly",
+            hint="set the environment variable PYTHONUTF8=1, or a UTF-8 locale such as LC_ALL=C.UTF-8",
         )
 
 
@@ -167,7 +167,8 @@ def _check_given_once(overrides: Sequence[str]) -> None:
         key, _, value = override.partition("=")
         if first_values.setdefault(key, value) != value:
             raise ConfigError(
-                f"`{key}` is given twice: {key}={first_values[key]} and {override}", hint=f"give `{key}` once"
+                f"`{key}` is given twice: {key}={first_values[key]} and {override}",
+                hint=f"give `{key}` once",
             )
 
 
@@ -193,7 +194,8 @@ def _print_once(text: str) -> None:
     """Record an error, and print it in full on local rank 0 only, because all ranks of a host find the same fault."""
     record_error(text)
     if os.environ.get("LOCAL_RANK", "0") == "0" or {RUN_ID, "TORCHELASTIC_RUN_ID"} <= os.environ.keys():
-        # `launch` separates the output of ranks, and reports the rank that ends first as the cause.
+        # Under `launch` every rank prints at once: each has its own log, and the rank that ends first counts as the
+        # cause.
         show_error(f"error: {text}")
         return
     time.sleep(_QUIET_SECONDS)

@@ -1,4 +1,4 @@
-"""`ds-finetune plan`: shows what a run decides and needs on given machines, which need not be available."""
+"""`ds-finetune plan`: shows the plan and the memory of a run on given machines, which need not be available."""
 
 import json
 import shlex
@@ -72,7 +72,7 @@ def _check_options(arguments: Arguments) -> None:
     given += ["--gpu cpu"] if arguments.tensors and arguments.gpu == "cpu" else []
     given += ["--json"] if arguments.tensors and arguments.json else []
     if len(given) > 1:
-        raise ConfigError(f"{' with '.join(given)} is not possible", hint=f"leave {given[-1]} out")
+        raise ConfigError(f"the options {' and '.join(given)} cannot be combined", hint=f"leave {given[-1]} out")
 
 
 def _search(arguments: Arguments, config: RunConfig, target: "Target") -> None:
@@ -111,9 +111,8 @@ def _show_forecast(config: RunConfig, target: "Target", *, is_json: bool) -> Non
 
 
 def _memory_lines(memory: "MemoryEstimate") -> Iterator[tuple[str, str]]:
-    """Lines about the memory of a run. The first ones show the peak of each kind of memory. A further line for each
-    item shows its size, its kind of memory, its name, the moments at which it exists if not always, and the run-file
-    key that reduces it.
+    """Lines about the memory of a rank: first the peak of each kind of memory (GPU, host, NVMe, disk), then each item
+    with its size, kind of memory and name, the moments at which it exists unless always, and the key that reduces it.
     """
     from ds_finetune.plan.estimate.rows import MOMENTS, peak
 
@@ -131,7 +130,7 @@ def _memory_lines(memory: "MemoryEstimate") -> Iterator[tuple[str, str]]:
 
 
 def _layout_lines(result: "SearchResult", given: "RunSettings") -> Iterator[tuple[str, str]]:
-    """Two lines for each proposed layout: the layout with the memory that it needs, and its overrides."""
+    """Two lines for each proposed layout: the layout and the memory that it needs, and the overrides that select it."""
     from ds_finetune.plan.search.candidates import layout_overrides
     from ds_finetune.plan.search.search import layout_text
 

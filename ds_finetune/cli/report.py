@@ -35,7 +35,7 @@ def _report(arguments: Arguments) -> None:
         show_line(f"report: {write_report(runs, Path(arguments.out))}")
         return
     if len(runs) > 1:
-        raise ConfigError(f"{len(runs)} runs have no common folder for their report", hint="name a file with -o FILE")
+        raise ConfigError(f"a report on {len(runs)} runs needs the name of a file", hint="add -o FILE")
     show_line(f"report: {write_run_report(runs[0])}")
 
 

@@ -45,12 +45,13 @@ def _try(arguments: Arguments) -> None:
         show_line(f"the model is not asked: model.weights is {config.model.weights}")
     if problems := list(faults(config.rewards, scored)):
         raise ConfigError(
-            "; ".join(problems), hint="correct the reward, its `column`, or the rows: nothing would be learned from it"
+            f"rewards from which nothing would be learned: {'; '.join(problems)}",
+            hint="correct these reward functions, their key `column`, or the rows",
         )
 
 
 def _result_text(part: "Part") -> str:
-    """Format the result of a reward for one answer: its error, or its score with what it read from the answer."""
+    """Format what a reward function returned for an answer: an error, or a score and the result read from it."""
     if "error" in part:
         return str(part["error"])
     read = {None: "", False: " (no result read)", True: f" (read {part.get('read')!r})"}

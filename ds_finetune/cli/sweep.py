@@ -75,7 +75,8 @@ def _sweep(arguments: Arguments) -> None:
         _lr_range(arguments)
         return
     if options_given := [name for name in ("steps", "ranks", "out") if getattr(arguments, name) is not None]:
-        raise ConfigError(f"--{options_given[0]} belongs to --lr-range, and a sweep file has keys", hint="leave it out")
+        hint = f"leave --{options_given[0]} out, or set a key of the sweep file"
+        raise ConfigError(f"--{options_given[0]} has no effect without --lr-range", hint=hint)
     from ds_finetune.runs.experiments.sweep import BEST, REPORT, run_sweep, value_text
     from ds_finetune.runs.experiments.sweep_file import read_sweep
 

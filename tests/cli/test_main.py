@@ -327,7 +327,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("serve model --engine transformers", "`model` has a config.json but no weights"),
         ("eval model --data eval.jsonl", "`model` has a config.json but no weights"),
         ("eval model --data eval.jsonl --json dir", "--json `dir` cannot be written: Is a directory"),
-        ("sweep run.yaml", "run.yaml is a run file, and a sweep needs a sweep file"),
+        ("sweep run.yaml", "run.yaml is a run file, but a sweep needs a sweep file"),
         (
             "launch run.yaml --nproc 2 --dry-run --ssh-args '",
             "ssh arguments `'` cannot be split into words: No closing quotation",
@@ -449,7 +449,7 @@ def test_the_demo_replaces_no_file_of_the_user(tmp_path: Path, capsys: pytest.Ca
         (tmp_path / "new" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "new" / name).write_text("mine")
     assert cli.main(["demo", str(tmp_path / "new")]) == 2
-    assert "has other files than the example by these names: model/config.json, run.yaml, train.jsonl" in (
+    assert "has other files with its names: model/config.json, run.yaml, train.jsonl" in (
         capsys.readouterr().err
     )
     kept = {str(path.relative_to(tmp_path / "new")): path.read_text() for path in (tmp_path / "new").rglob("*.*")}
@@ -475,7 +475,7 @@ def test_a_locale_that_is_not_utf8_is_refused_by_name(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "ds_finetune", "report", str(tmp_path / "\u4f60")]
     done = subprocess.run(command, env=clean | ascii_locale, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "this locale's encoding is" in done.stderr
+    assert "the text encoding of this locale is" in done.stderr
     assert "hint: set PYTHONUTF8=1" in done.stderr
     done = subprocess.run(
         command, env=clean | {"PYTHONIOENCODING": "gbk:strict", "PYTHONUTF8": "1"}, capture_output=True, check=False

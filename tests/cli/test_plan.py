@@ -164,7 +164,7 @@ def test_no_figure_of_a_gpu_is_shown_as_confirmed(
         ("--gpus 512 --gpu h100-80g train.max_seq_len=1000000", "is more than the 163840 positions"),
         ("--gpus 512 --gpu h100-80g model=nowhere", "model `nowhere` is not a folder"),
         ("--gpus 8 --gpu-memory much", "--gpu-memory `much` is not a size with a unit"),
-        ("--gpus 8 --gpu cpu --tensors", "--tensors with --gpu cpu is not possible"),
+        ("--gpus 8 --gpu cpu --tensors", "the options --tensors and --gpu cpu cannot be combined"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(

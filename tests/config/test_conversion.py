@@ -285,7 +285,7 @@ def test_rows_or_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["init", "rows.jsonl", "--from", "a.yaml"]) == 2
     assert main(["init", "--from", "nowhere.yaml"]) == 2
     said = capsys.readouterr().err
-    assert "init has neither ROWS nor --from" in said
+    assert "init needs either ROWS or --from, and has neither" in said
     assert "init has `rows.jsonl` and --from a.yaml" in said
     assert "file `nowhere.yaml` does not exist" in said
 

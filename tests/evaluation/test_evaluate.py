@@ -185,7 +185,7 @@ def test_sampled_answers_are_those_to_their_prompts(task: tuple[Path, dict[str, 
     [
         (["--samples", "4"], "samples is 4, and extract is not given"),
         (["--extract", "gsm8k"], "`--extract gsm8k` finds no answer in 11 of 11 rows, the first number 0"),
-        (["--column", "x"], "--column is `x`"),
+        (["--column", "x"], "--column has `x` instead of NAME=COLUMN"),
         (["--baseline", "{folder}/none"], "is not a folder"),
         (["--baseline", "{folder}/small"], "token ids up to"),
         (["--baseline", "{folder}/other"], "tokens that the rows use"),
