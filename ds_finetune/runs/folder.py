@@ -52,7 +52,7 @@ class RunFolder:
         """
         if not is_run(path):
             raise OutputError(
-                f"`{path}` holds no run: neither {METRICS} nor {CONFIG} with {PLAN}",
+                f"the folder `{path}` holds no run: it has neither {METRICS} nor both {CONFIG} and {PLAN}",
                 hint="name the output_dir of a run",
             )
         run = cls(path.absolute())
@@ -65,8 +65,8 @@ class RunFolder:
             self.metrics.update()
         if self.metrics.problem and not self.metrics.curves:
             raise OutputError(
-                f"`{self.path}` is no run of this version: {self.metrics.problem}",
-                hint="each line of metrics.jsonl needs the key `step` with a whole number",
+                f"the run in `{self.path}` cannot be read: {self.metrics.problem}",
+                hint="repair metrics.jsonl: each line needs the key `step` with an integer",
             )
 
     @property
@@ -74,7 +74,7 @@ class RunFolder:
         """The run's path relative to `within`, or the folder's own name; bytes that are not UTF-8 are escaped."""
         relative = os.path.relpath(self.path.absolute(), self.within)
         name = self.path.resolve().name if relative == "." else relative
-        # A folder's name need not be UTF-8, but pages and addresses must be, so its bytes are escaped.
+        # A folder's name need not be valid UTF-8, but HTML pages and URLs must be, so other bytes are escaped.
         return name.encode(errors="backslashreplace").decode()
 
     def file(self, name: str) -> Path | None:
@@ -122,7 +122,7 @@ class RunFolder:
 
     @property
     def status(self) -> RunStatus:
-        """The state of the run, as seen from outside: a run that says it is running may hang or be dead."""
+        """The state of the run. A run whose status file says `running` may be seen to hang or to be dead."""
         if os.path.lexists(self.path / STATUS) and self.file(STATUS) is None:
             return RunStatus("unknown", f"{STATUS} is no file of this folder")
         return seen_status(self.path, change=self._status_change)
@@ -142,7 +142,9 @@ class RunFolder:
 
     @property
     def settings(self) -> dict[str, str]:
-        """The values of the run's configuration by dotted key, each as YAML on one line of at most 160 characters."""
+        """The run's configuration by dotted key, such as `optim.lr`. A value is one line of YAML, cut at 160
+        characters.
+        """
         return {key: _yaml_text(value) for key, value in values_by_key(self.config).items()}
 
     @property
@@ -202,7 +204,7 @@ class RunFolder:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder holds a run. It then has metrics, or both a run file with all defaults and a plan."""
+    """Whether a folder holds a run: it has metrics.jsonl, or both config.yaml and plan.json."""
     try:
         return (folder / METRICS).is_file() or ((folder / CONFIG).is_file() and (folder / PLAN).is_file())
     except OSError:

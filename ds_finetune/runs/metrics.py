@@ -45,7 +45,7 @@ class Curve:
 
     @property
     def last(self) -> float:
-        """The value of the metric at the last step."""
+        """The last value of the metric."""
         return float(self._values[-1])
 
     def append(self, step: int, value: float) -> None:
@@ -54,18 +54,19 @@ class Curve:
         self._values.append(value)
 
     def points(self) -> list[tuple[int, float]]:
-        """The pairs of step and value of the metric."""
+        """The values of the metric as pairs of step and value."""
         return list(zip(self._steps, self._values, strict=True))
 
 
 class MetricsReader:
-    """Reads a growing `metrics.jsonl`. `curves` holds the values by name of the metric; `notices` and `slow` hold
-    messages about steps and about slow ranks, with their steps.
+    """Reads the file `metrics.jsonl` of a run while the run appends to it.
 
-    An incomplete last line is left for a later update. The file is read again from its beginning if it was replaced or
-    truncated, as by a run that resumed from an earlier checkpoint. To notice that, its inode and the end of the last
-    line are compared, because a new file may have the inode of the old one. `problem` is a message about lines that are
-    no records of a step, or about an unreadable file; otherwise it is empty.
+    `curves` holds the values by name of the metric. `notices` and `slow` hold messages about steps and about slow
+    ranks, each with its step. `problem` says which lines could not be read; it is empty if all could.
+
+    An incomplete last line is left for a later update. If the file was replaced or truncated, e.g. because the run
+    resumed from an earlier checkpoint, it is read again from its beginning. The reader notices that by the inode and by
+    the end of the last line that it has read, because a new file may get the inode of the old one.
     """
 
     def __init__(self, path: Path) -> None:
@@ -123,17 +124,13 @@ class MetricsReader:
 
 
 def record_of(line: str | bytes) -> dict[str, Any] | None:
-    """Parse a line as the record of a step. Returns its JSON object if the key `step` is a whole number of at most 53
-    bits, else None.
-    """
+    """Parse a line of JSON as the metrics of a step; None unless the key `step` is an integer of at most 53 bits."""
     record = parse_object(line)
     return record if type(record.get(_STEP)) is int and 0 <= record[_STEP] < _MOST_INTEGER else None
 
 
 def parse_records(records: Iterable[dict[str, Any]], parse: Callable[[dict[str, Any]], T]) -> list[T]:
-    """Apply `parse` to each record, and return the results. Damaged records, and those of another version, are
-    skipped.
-    """
+    """Apply `parse` to each record, and return the results. Records that `parse` cannot read are skipped."""
     results = list[T]()
     for record in records:
         with suppress(KeyError, TypeError, ValueError, AttributeError, OverflowError):
@@ -181,6 +178,6 @@ class Sample:
     scores: str = ""
 
     def line(self) -> str:
-        """The sample as a line of JSON for `samples.jsonl`."""
+        """Format the sample as a line of `samples.jsonl`."""
         tree = {name: value for name, value in asdict(self).items() if value or name != "scores"}
         return json.dumps(tree, ensure_ascii=False) + "\n"

@@ -22,18 +22,17 @@ from ds_finetune.system.whole_file import replace_file
 STATUS = "status.json"
 FORMAT = 1
 ALIVE_SECONDS = 5.0
-"""A running run writes its status again after this number of seconds."""
+"""Seconds after which a running run writes its status file again."""
 SILENT_SECONDS = 60.0
-"""A run that says it is running counts as hung or dead if its status is older than this number of seconds."""
+"""A running run whose status file is older than this number of seconds counts as hung or dead."""
 _MOST_BYTES = 2**16
 _MOST_CLOCK_ERROR = 3600.0
-"""Clocks of two hosts are assumed to differ by less than this number of seconds."""
+"""Seconds by which the clocks of two hosts may differ."""
 WRITE_SECONDS = 3.0
 """Maximum number of seconds that an ending run waits for the write of a file, because the file system may hang."""
 
 _WRITING = threading.Lock()
-"""Lock that a thread holds while it reads and rewrites the status. It keeps an update of a running run from replacing
-the run's final status.
+"""Lock of a thread that reads and rewrites the status. Without it, an update could replace the final status of a run.
 """
 State = Literal["running", "hung", "finished", "stopped", "failed", "unknown"]
 
@@ -120,26 +119,25 @@ def write_running(folder: Path, status: RunStatus) -> bool:
 
 
 class LastChange:
-    """Measures by the reader's own clock for how long a file has not changed."""
+    """Measures by the clock of this process for how long a file has not changed."""
 
     def __init__(self) -> None:
         self._changed_at: float | None = None
         self._seen_at = 0.0
 
     def seconds_since(self, changed_at: float, *, now: float) -> float:
-        """Seconds since the reader first saw `changed_at` as the time of the file's last change."""
+        """Seconds since this method was first called with the file's present modification time `changed_at`."""
         if changed_at != self._changed_at:
             self._changed_at, self._seen_at = changed_at, now
         return now - self._seen_at
 
 
 def seen_status(folder: Path, *, now: float | None = None, change: LastChange | None = None) -> RunStatus:
-    """Read the status of a run and judge it from outside: a run whose status says `running` may in fact hang or be
-    dead.
+    """Read the status of a run. If it says `running`, find out whether the run in fact hangs or is dead.
 
-    A reader that calls this function repeatedly passes the same `change` each time. A run on another host, whose clock
-    may be wrong, is then judged by how long the reader has seen no change of the file. If the file is more than an hour
-    old, its age decides.
+    A reader that calls this function repeatedly passes the same `change` each time. For a run on another host, whose
+    clock may differ, it measures by the reader's clock how long the file has not changed. If the file is more than an
+    hour old, its age decides.
     """
     status = RunStatus.read(folder)
     if status is None:
@@ -159,7 +157,7 @@ def seen_status(folder: Path, *, now: float | None = None, change: LastChange | 
 
 
 def _seen_from_outside(status: RunStatus, silent: float, *, is_alive: bool | None) -> tuple[State, str]:
-    """State and reason of a run whose status says `running` and was written `silent` seconds ago."""
+    """The true state of a run whose status, written `silent` seconds ago, says `running`; and the reason for it."""
     if is_alive is False:
         return "failed", "its process has ended without a message"
     if silent > SILENT_SECONDS:

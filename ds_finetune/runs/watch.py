@@ -50,7 +50,7 @@ _TAIL_BYTES = 64 * 1024
 _SEARCH_SECONDS = 2.0
 _CLOSING_SECONDS = 2
 _LEVEL = 4
-"""Level of gzip compression for pages, which contain a megabyte of scripts."""
+"""Level of gzip compression for pages, most of which are a megabyte of scripts."""
 COOKIE = "ds_finetune_watch"
 _COLUMNS = ("", "run", "state", "step", "eta", "loss", "tokens/s", "last sign")
 _HEADERS = {
@@ -61,7 +61,7 @@ _HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
 }
-"""HTTP headers of each answer. The page itself contains the policy that says what scripts may do."""
+"""Security headers of each HTTP response. A policy in the page itself restricts its scripts."""
 
 
 class AccessCheck(BaseHTTPMiddleware):
@@ -102,12 +102,12 @@ def watch(
 ) -> None:
     """Serve the pages of the runs in `folder` until SIGINT or SIGTERM; `show` prints a line.
 
-    Requests may name the server by `host`, by the names of this machine, and by `allowed_hosts`.
+    The Host header of a request must be `host`, a name of this machine, or one of `allowed_hosts`.
 
     ServeError if `folder` is no folder, or if the address cannot be used.
     """
     if not folder.is_dir():
-        raise ServeError(f"`{folder}` is not a folder", hint="name the folder of a run, or one with runs below it")
+        raise ServeError(f"`{folder}` is not a folder", hint="name the folder of a run, or a folder with runs below it")
     token = "" if is_loopback(host) else secrets.token_urlsafe(24)
     rules = HostRules(host, allowed=tuple(allowed_hosts))
     with _listen(host, port) as listener:
@@ -136,8 +136,8 @@ def _listen(host: str, port: int) -> socket.socket:
         return socket.create_server((str(address[0]), port), family=family)
     except OSError as refused:
         raise ServeError(
-            f"cannot listen on {host} port {port}: {refused.strerror or refused}",
-            hint="give another --port (0 takes a free one) or --host",
+            f"the server cannot listen on {host} port {port}: {refused.strerror or refused}",
+            hint="choose another --port (0 for any free port) or --host",
         ) from refused
 
 
@@ -209,8 +209,8 @@ class _Runs:
 
 
 def _row_of(run: RunFolder) -> tuple[bool, float, Row]:
-    """Describe a run for the table of runs: whether it does not train, the time of its last sign of life, and the cells
-    of its row.
+    """Make the row of a run in the table of runs. Returns whether the run is not running, when its files last changed,
+    and the cells.
     """
     tick = '<input type="checkbox" name="run" value="{0}" id="tick-{0}" aria-label="Compare {0}">'
     names = (Markup(tick).format(run.name), Markup('<a href="/run?run={}">{}</a>').format(quote(run.name), run.name))
@@ -234,8 +234,8 @@ def _row_of(run: RunFolder) -> tuple[bool, float, Row]:
 
 
 def _answer(request: Request, page: Page) -> Response:
-    """Answer a request with `page` as HTML. `library=no` in the address leaves out the chart library, which the browser
-    already has.
+    """Answer a request with `page` as HTML. The chart library is left out if the address has `library=no`, which a page
+    that already has the library asks for.
     """
     html = render_page(page, is_live=True, has_library=request.query_params.get("library") != "no")
     # Texts of a run may contain half a surrogate pair, which UTF-8 cannot represent.

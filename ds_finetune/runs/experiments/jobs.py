@@ -34,9 +34,9 @@ _POLL_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class RunSlot:
-    """The hardware that one run at a time uses: the command and options that start a run there, and its GPUs.
+    """Devices that one run at a time may use. A run starts there with `command` and `options` of `ds-finetune`.
 
-    `gpus` are values for CUDA_VISIBLE_DEVICES. They are empty for runs on CPUs and on the hosts of a hostfile.
+    `gpus` go into CUDA_VISIBLE_DEVICES. They are empty for runs on CPUs and on the hosts of a hostfile.
     """
 
     command: str = "train"
@@ -45,10 +45,10 @@ class RunSlot:
 
 
 def run_slots(*, ranks: int, parallel: int, hostfile: str | None) -> list[RunSlot]:
-    """Make slots for runs of `ranks` ranks each: `parallel` slots on this machine, or as many slots as the hosts of
-    `hostfile` have room for.
+    """Make slots for runs of `ranks` ranks each: `parallel` slots on this machine, or as many as fit on the hosts of
+    `hostfile`.
 
-    LaunchError if there are too few GPUs, or too few slots of hosts.
+    LaunchError if this machine has too few GPUs, or the hosts have too few slots.
     """
     if hostfile is not None:
         groups = _groups_of_slots(hostfile, read_hostfile(hostfile), ranks)
@@ -58,7 +58,7 @@ def run_slots(*, ranks: int, parallel: int, hostfile: str | None) -> list[RunSlo
     names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(number)))).split(",")[:number]
     if number and parallel * ranks > number:
         raise LaunchError(
-            f"{parallel} runs at once of {ranks} ranks each need {parallel * ranks} GPUs, and {number} are visible",
+            f"{parallel} parallel runs of {ranks} ranks each need {parallel * ranks} GPUs, but {number} are visible",
             hint="lower `parallel` or `ranks`, set CUDA_VISIBLE_DEVICES to more GPUs, or give a hostfile",
         )
     starts = range(0, parallel * ranks, ranks)
@@ -79,15 +79,15 @@ def _groups_of_slots(hostfile: str, hosts: Sequence[Host], ranks: int) -> list[s
     names, number = [host.name for host in hosts if host.slots == most], ranks // most
     if ranks % most or number > len(names):
         raise LaunchError(
-            f"{hostfile} has {len(names)} hosts of {most} slots, and no group of them has the {ranks} ranks of a run",
-            hint="choose `ranks` so that it is at most the slots of a host, or the slots of several whole hosts",
+            f"{hostfile} has {len(names)} hosts of {most} slots, from which no group of {ranks} ranks can be formed",
+            hint=f"set `ranks` to at most {most}, or to a multiple of {most} that the hosts have",
         )
     return ["@".join(names[first : first + number]) for first in range(0, len(names) - number + 1, number)]
 
 
 @dataclass(frozen=True)
 class ShortRuns:
-    """An experiment with runs of `steps` steps of a run file with overrides. Results go to the new folder `folder`."""
+    """Settings of an experiment: the run file with overrides, the steps of each run, and a new folder for results."""
 
     run_file: Path
     overrides: Sequence[str]
@@ -97,13 +97,13 @@ class ShortRuns:
     def check(self, fewest_steps: int) -> None:
         """Raise ConfigError if runs have fewer than `fewest_steps` steps, or OutputError if `folder` exists."""
         if self.steps < fewest_steps:
-            raise ConfigError(f"--steps is {self.steps}: too few to measure", hint=f"take {fewest_steps} or more")
+            raise ConfigError(f"--steps {self.steps} is too few to measure", hint=f"take {fewest_steps} or more")
         if self.folder.exists():
-            raise OutputError(f"`{self.folder}` exists already", hint="name another folder")
+            raise OutputError(f"the output folder `{self.folder}` exists already", hint="name another folder")
 
     def run_tree(self, output_dir: Path) -> dict[str, Any]:
-        """Make the run file of one run, without evaluation, checkpoints, exports and trackers. ConfigError if the
-        experiment's run file is invalid.
+        """Make the run file of one run from that of the experiment, without evaluation, checkpoints, exports and
+        trackers. ConfigError if the run file of the experiment is invalid.
         """
         tree, lines = read_yaml(self.run_file)
         for override in self.overrides:
@@ -123,15 +123,13 @@ def yaml_text(tree: dict[str, Any]) -> str:
 
 
 class ExperimentRun:
-    """A run of an experiment by the run file `tree`. Its `folder` gets the files `run.yaml` and `output.log` and the
-    run folder `run`.
+    """A run of an experiment with the run file `tree`. In `folder` it writes the files `run.yaml` and `output.log`,
+    and its output directory `run`.
 
-    If the folder holds a run already, that run is resumed from its checkpoints, or started again if it has none. If
-    this process ends for any reason, also by kill -9, the kernel sends the run SIGTERM, after which the run saves and
-    ends.
+    A run that the folder holds already is resumed from its checkpoints, or started again if it has none. If this
+    process ends for any reason, even kill -9, the kernel sends SIGTERM to the run, which then saves and ends.
 
-    After `train`, `seconds` is the duration of the run and `code` its exit code. `reason` says why the run failed, if
-    it did.
+    After `train`, `seconds` is the duration of the run, `code` its exit code, and `reason` why it failed, if it did.
     """
 
     def __init__(self, folder: Path, tree: dict[str, Any]) -> None:
@@ -146,7 +144,7 @@ class ExperimentRun:
         If this coroutine is cancelled, it waits until the run has saved and ended. A second cancellation kills the run.
         """
         if (process := self._start(slot)) is None:
-            show_line(f"{self.folder / RUN} is still written by a run of an earlier process; waiting for its end")
+            show_line(f"waiting for the end of an earlier run that still writes to {self.folder / RUN}")
         while process is None:
             await asyncio.sleep(_POLL_SECONDS)
             process = self._start(slot)
@@ -173,10 +171,8 @@ class ExperimentRun:
 
     def _start(self, slot: RunSlot) -> subprocess.Popen[bytes] | None:
         """Start the process of the run. Returns None while a process of an earlier experiment still saves in this
-        folder.
-
-        The new process inherits the lock of its log. On a file system without locks, only the lock of the checkpoint
-        folder keeps two runs from overlapping.
+        folder: each process holds a lock on its log file. Without locks in the file system, only the lock of the
+        checkpoint folder prevents two runs at once.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / LOG).open("ab") as log:
@@ -223,7 +219,7 @@ Job = Callable[[RunSlot], Awaitable[None]]
 
 
 class JobsInterruptedError(SystemExit):
-    """Raised after a signal, once all runs have saved and ended. The exit code is that of an interrupted run."""
+    """Raised when a signal has ended an experiment and all its runs have saved. Has an interrupted run's exit code."""
 
 
 def run_jobs(jobs: Iterator[Job], slots: Sequence[RunSlot]) -> None:

@@ -16,22 +16,20 @@ from ds_finetune.runs.report.page import Charts, Page, PageSection, Table
 from ds_finetune.runs.report.write import write_page
 
 _LEAST_STEPS, _REACH = 10, 5
-"""_LEAST_STEPS is the minimum number of steps of a range test. The loss of a step is averaged over _REACH steps before
-and after it.
-"""
+"""A range test has at least _LEAST_STEPS steps. Losses are averaged over _REACH steps before and after each step."""
 
 
 def run_range_test(runs: ShortRuns, low: float, high: float, *, ranks: int, say: Say) -> list[tuple[str, str]]:
-    """Train on `ranks` ranks while the learning rate rises exponentially from `low` to `high`, and write the page of
-    the test.
+    """Train on `ranks` ranks while the learning rate rises exponentially from `low` to `high`, and write a page with
+    the losses.
 
-    Returns results as pairs of name and text. ConfigError or OutputError if the test is refused before anything is
-    written. RunError if the run fails, unless its loss diverged; ConfigError if the run refuses its settings.
+    Returns results as pairs of name and text. ConfigError or OutputError before anything is written if the settings or
+    the folder are unusable. RunError if the run fails; a run whose loss diverges has not failed.
     """
     folder = runs.folder
     if not 0 < low < high:
         hint = "choose LOW above 0 and HIGH above LOW"
-        raise ConfigError(f"the learning rate would rise from {low:g} to {high:g}", hint=hint)
+        raise ConfigError(f"--lr-range asks for learning rates that rise from {low:g} to {high:g}", hint=hint)
     runs.check(_LEAST_STEPS)
     tree = runs.run_tree(folder / RUN)
     rising_lr = {"lr": high, "lr_scheduler": "exponential_rise", "min_lr_ratio": low / high}
@@ -43,11 +41,14 @@ def run_range_test(runs: ShortRuns, low: float, high: float, *, ranks: int, say:
     run_jobs(iter([run.train]), slots)
     if run.reason and not run.has_diverged:
         error = ConfigError if run.code == USER_ERROR_EXIT_CODE else RunError
-        raise error(f"the run failed: {run.reason}", hint=f"see {folder / LOG}")
+        raise error(f"the run of the range test failed: {run.reason}", hint=f"read its output in {folder / LOG}")
     losses, rates = run.metrics.curves["train/loss"].values, run.metrics.curves["optim/lr"].values
     is_number = np.isfinite(losses)
     if is_number.sum() < _LEAST_STEPS:
-        raise RunError(f"only {is_number.sum()} steps had a finite loss", hint="lower HIGH, or raise --steps")
+        raise RunError(
+            f"the loss was finite in only {is_number.sum()} steps, and {_LEAST_STEPS} are needed",
+            hint="lower HIGH of --lr-range, or raise --steps",
+        )
     rates, losses = rates[is_number], losses[is_number]
     steepest, lowest = evaluate(rates, losses)
     rows = [("steepest fall", f"{steepest:.2e}"), ("lowest loss", f"{lowest:.2e}")]
@@ -73,7 +74,7 @@ def evaluate(rates: NDArray[np.float64], losses: NDArray[np.float64]) -> tuple[f
     smoothed = smooth(losses, _REACH)
     slopes = np.gradient(smoothed, np.log(rates))
     lowest = int(np.argmin(smoothed))
-    # The first steps are left out, because their averages are over few steps and their slopes noisy. Steps after the
-    # lowest loss are left out, because the loss rises there.
+    # The search leaves out the first steps, whose averages over few losses are noisy, and steps after the lowest loss,
+    # where the loss rises.
     first = min(_LEAST_STEPS, lowest)
     return float(rates[first + int(np.argmin(slopes[first : lowest + 1]))]), float(rates[lowest])

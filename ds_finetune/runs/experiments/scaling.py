@@ -31,10 +31,8 @@ _AXIS = re.compile(r"(zero|tp|pp|sp|ep)(\d+)")
 
 
 class Variant(ExperimentRun):
-    """One run of a scaling comparison, on `ranks` ranks with the parallel `layout`, such as `tp2+zero3`. An empty
-    layout stands for that of the run file.
-
-    If the run is impossible, ConfigError or LaunchError names the variant.
+    """One run of a scaling comparison, on `ranks` ranks with the parallel `layout`, such as `tp2+zero3`; an empty
+    layout is the one in the run file. ConfigError or LaunchError names a variant that is impossible.
     """
 
     def __init__(self, runs: ShortRuns, ranks: int, layout: str, hostfile: str | None) -> None:
@@ -50,14 +48,14 @@ class Variant(ExperimentRun):
             make_plan(RunSettings.of(config), world=World(0, ranks, 0, ranks, "scaling"), device="cpu")
             self.slots = run_slots(ranks=ranks, parallel=1, hostfile=hostfile)[:1]
         except FinetuneError as illegal:
-            raise type(illegal)(f"{self.name}: {illegal.message}", hint=illegal.hint) from None
+            raise type(illegal)(f"the variant {self.name} cannot run: {illegal.message}", hint=illegal.hint) from None
 
     def timed(self, name: str) -> list[float]:
         """The values of the metric `name` at the steps after the warm-up."""
         return self.metrics.curves[name].values.tolist()[_WARMUP_STEPS:]
 
     def row(self, first: "Variant") -> dict[str, Any]:
-        """The results of this variant: speed, memory and losses, also relative to the variant `first`."""
+        """Speed, memory and losses of this variant, and its speed and losses relative to the variant `first`."""
         seconds = self.timed("perf/step_seconds")
         tokens = (s * rate for s, rate in zip(seconds, self.timed("perf/tokens_per_second"), strict=True))
         losses, first_losses = (run.metrics.curves["train/loss"].values.tolist() for run in (self, first))
@@ -99,7 +97,7 @@ def compare_scaling(
         (runs.folder / RESULT).write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
     if not ran:
         name, reason = [*tree["failed"].items()][-1]
-        raise RunError(f"all runs failed; {name}: {reason}", hint=f"see {runs.folder}")
+        raise RunError(f"all variants failed; {name}: {reason}", hint=f"read the logs in {runs.folder}")
     write_page(_page(tree), runs.folder / REPORT)
     return tree
 
@@ -107,8 +105,8 @@ def compare_scaling(
 def _apply_layout(tree: dict[str, Any], part: str) -> None:
     match = _AXIS.fullmatch(part)
     if match is None:
-        hint = "write e.g. `zero1,zero3,tp2,tp2+zero3`: zero, tp, pp, sp, ep"
-        raise ConfigError(f"--layouts: `{part}` is no layout", hint=hint)
+        hint = "combine zero, tp, pp, sp and ep with numbers, e.g. `--layouts zero1,zero3,tp2,tp2+zero3`"
+        raise ConfigError(f"--layouts has `{part}`, which is not a layout", hint=hint)
     axis, number = match[1], int(match[2])
     if axis == "zero":
         choices, _ = given_choices(tree.get("deepspeed"))

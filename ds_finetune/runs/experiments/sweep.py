@@ -51,21 +51,21 @@ report it (128 + 15).
 
 
 def run_sweep(sweep: SweepConfig, say: Say) -> dict[str, Any]:
-    """Run the remaining trials of a sweep, and write the best run file and the page. Returns the content of
-    `sweep.json`.
+    """Run the trials of a sweep that are not done yet, and write the run file of the best trial and a page. Returns the
+    content of `sweep.json`.
 
-    An interrupted sweep, even one that kill -9 ended, resumes its trials in their folders. JobsInterruptedError after a
-    signal, once all runs have saved. RunError if trials fail one after another, or if no trial has a value. ConfigError
-    or OutputError before anything is written.
+    An interrupted sweep, even after kill -9, resumes its trials in their folders. JobsInterruptedError after a signal,
+    once all runs have saved. RunError if trials fail one after another, or if no trial has a value. ConfigError or
+    OutputError, before anything is written, if the sweep file or the folder is unusable.
     """
     folder = Path(sweep.output_dir)
     slots = run_slots(ranks=sweep.ranks, parallel=sweep.parallel, hostfile=sweep.hostfile)
     make_sampler(sweep, 0)
     make_chosen(sweep.pruner, "pruner", {})
     if not (folder / JOURNAL).is_file():
-        # A sweep that was killed before it created its journal leaves only its lock.
+        # A sweep that was killed before it created its journal leaves only its lock file in the folder.
         check_out_empty(
-            folder, f"output_dir `{folder}` is not empty and holds no sweep", may_hold=lambda entry: entry.name == LOCK
+            folder, f"output_dir `{folder}` is not empty, but holds no sweep", may_hold=lambda entry: entry.name == LOCK
         )
     folder.mkdir(parents=True, exist_ok=True)
     with lock_folder(folder, seconds=0.0, say=say):
@@ -77,17 +77,17 @@ def run_sweep(sweep: SweepConfig, say: Say) -> dict[str, Any]:
         except ImportError as absent:
             # optuna imports the packages that a sampler needs only when the sampler first learns from trials.
             raise DependencyError(
-                f"`sampler: {sweep.sampler.name}` needs `{absent.name}`, which is not installed",
-                hint="install it and give the same command again, which continues, or choose another sampler",
+                f"optuna's `{sweep.sampler.name}` needs the package `{absent.name}`, which is not installed",
+                hint="install the package and repeat the command, which resumes the sweep, or choose another sampler",
             ) from None
         _check_failures(sweep, study)
         tree = _write_result(sweep, study)
         if tree["best"] is None:
             last = tree["trials"][-1]
             raise RunError(
-                f"none of {len(tree['trials'])} trials has ended with a value of {sweep.metric}; "
-                f"trial {last['number']}: {last['state']}, {last['reason']}",
-                hint=f"see {folder / _TRIALS}, or raise `trials`",
+                f"none of {len(tree['trials'])} trials ended with a value of {sweep.metric}; "
+                f"trial {last['number']} has the state {last['state']}: {last['reason']}",
+                hint=f"read the logs of the trials in {folder / _TRIALS}, or raise `trials`",
             )
         best = tree["trials"][tree["best"]]
         (folder / BEST).write_text(yaml_text(sweep.run_tree(best["values"], folder / "best")), encoding="utf-8")
@@ -119,16 +119,15 @@ def _open_study(sweep: SweepConfig, say: Say) -> "Study":
     except KeyError:
         study = optuna.create_study(study_name=_STUDY, direction=sweep.direction, storage=storage, pruner=pruner)
     dumped = sweep.model_dump(mode="json")
-    # An earlier sweep in this folder must have the same settings. Otherwise the values of its trials would have another
-    # meaning.
+    # Trials of an earlier sweep in this folder count only if it had the same settings.
     settings = {f"`{name}`": dumped[name] for name in ("space", "metric", "direction", "value", "ranks")}
     settings = {"the run file": read_yaml(Path(sweep.run))[0], **settings}
     parts = {name: json.dumps(part, sort_keys=True) for name, part in settings.items()}
     earlier = study.user_attrs.get(_MADE_FROM, parts)
     if changed := [name for name in parts if earlier.get(name) != parts[name]]:
         raise ConfigError(
-            f"`{sweep.output_dir}` holds a sweep whose {' and '.join(changed)} was different: {changed[0]} was "
-            f"{earlier.get(changed[0])} and is {parts[changed[0]]}",
+            f"`{sweep.output_dir}` holds a sweep with other settings: {' and '.join(changed)}; {changed[0]} was "
+            f"{earlier.get(changed[0])} and is now {parts[changed[0]]}",
             hint="name another output_dir, or undo the change",
         )
     if _MADE_FROM not in study.user_attrs:
@@ -143,8 +142,8 @@ def _trial_jobs(sweep: SweepConfig, study: "Study", say: Say) -> Iterator[Job]:
     for frozen in study.get_trials(states=(TrialState.RUNNING,)):
         study.sampler = make_sampler(sweep, frozen.number)
         yield partial(_run_trial, sweep, study, Trial(study, frozen._trial_id), say)
-    # The number of trials of a grid is limited here: while its last combinations are running, optuna 5.0.0 would sample
-    # a combination again (samplers/_grid.py).
+    # `most_trials` limits a grid to one trial per combination. While the last combinations are running, optuna 5.0.0
+    # would sample a combination again (samplers/_grid.py).
     while (number := len(study.get_trials(deepcopy=False))) < sweep.most_trials:
         _check_failures(sweep, study)
         study.sampler = make_sampler(sweep, number)
@@ -157,15 +156,15 @@ def _check_failures(sweep: SweepConfig, study: "Study") -> None:
     last = finished[-sweep.max_failed :]
     if len(last) == sweep.max_failed and all(trial.state.name == "FAIL" for trial in last):
         raise RunError(
-            f"the last {len(last)} trials have failed; trial {last[-1].number}: {last[-1].user_attrs[_REASON]}",
-            hint=f"fix the cause and name another output_dir, or raise max_failed ({sweep.max_failed})",
+            f"the last {len(last)} trials failed; trial {last[-1].number} because: {last[-1].user_attrs[_REASON]}",
+            hint=f"fix the cause and name another output_dir, or raise max_failed, which is {sweep.max_failed}",
         )
 
 
 async def _run_trial(sweep: SweepConfig, study: "Study", trial: "Trial", say: Say, slot: RunSlot) -> None:
     """Train one trial, report each value of its metric to optuna's pruner, and store its result in the study."""
-    # Sample values as `Study.ask(space)` does. An earlier process that was killed may have sampled some of them
-    # already, which `_suggest` then returns (optuna 5.0.0, trial/_trial.py).
+    # Sample the trial's values as `Study.ask(space)` does. If a killed process has sampled some of them already,
+    # `_suggest` returns those (optuna 5.0.0, trial/_trial.py).
     parameters = {key: trial._suggest(key, values.distribution()) for key, values in sweep.space.items()}
     values, folder = sweep.values_of(parameters), Path(sweep.output_dir) / _TRIALS / f"{trial.number:04}"
     tree = sweep.run_tree({**values, "eval.keep_best": False}, folder / RUN)
@@ -202,8 +201,8 @@ async def _run_trial(sweep: SweepConfig, study: "Study", trial: "Trial", say: Sa
     _write_result(sweep, study)
     if not run.code and sweep.metric not in run.metrics.curves:
         raise RunError(
-            f"the sweep's metric is `{sweep.metric}`, and trial {trial.number} ended without a record of it",
-            hint=f"name another output_dir, and one of its metrics: {', '.join(sorted(run.metrics.curves))}",
+            f"the metric of the sweep is `{sweep.metric}`, but trial {trial.number} has not recorded it",
+            hint=f"name another output_dir, and a recorded metric: {', '.join(sorted(run.metrics.curves))}",
         )
 
 

@@ -19,7 +19,7 @@ from ds_finetune.errors import ConfigError
 from ds_finetune.system.versions import require_extra
 
 _GRID_SAMPLERS = ("BruteForceSampler", "GridSampler")
-"""Samplers of optuna that try each combination of choices once."""
+"""Samplers of optuna that train one trial with each combination of choices."""
 _ONE_SEED_SAMPLERS = (*_GRID_SAMPLERS, "QMCSampler")
 """Samplers of optuna that need the same seed in all trials, because one seed determines the values of all trials."""
 _SWEEP_KEYS = ("output_dir", "launch", "export", "eval.keep_best")
@@ -68,7 +68,7 @@ class Range(Section):
             step = {} if self.step is None else {"step": self.step}
             distribution = kind(self.low, self.high, log=self.log, **step)
         if distribution.high != self.high:
-            raise ValueError(f"whole steps do not lead to `high`; the last value would be {distribution.high}")
+            raise ValueError(f"`high` is not whole steps above `low`; the last value would be {distribution.high}")
         return distribution
 
 
@@ -122,14 +122,14 @@ class SweepConfig(Section):
 def read_sweep(path: Path, overrides: Sequence[str] = ()) -> SweepConfig:
     """Read a sweep file. ConfigError names a wrong key with its line and the nearest valid key.
 
-    Each choice and each end of a range is set in the run file, and the result is checked like any run file.
+    The run file is also validated with each choice of a key, and with both ends of a range.
     """
     tree, lines = read_yaml(path)
     for override in overrides:
         apply_override(tree, lines, override)
     if "run" not in tree and {"model", "data"} <= tree.keys():
         raise ConfigError(
-            f"{path} is a run file, and a sweep needs a sweep file that names it",
+            f"{path} is a run file, but a sweep needs a sweep file, which names a run file",
             hint=f"write one with `run: {path}`, `trials: 12` and `space: {{optim.lr: {{low: 1.0e-6, high: 1.0e-3}}}}`",
         )
     try:
@@ -142,11 +142,11 @@ def read_sweep(path: Path, overrides: Sequence[str] = ()) -> SweepConfig:
         source = f"{path} line {lines.get(('space', key), '?')}"
         if reserved := [own for own in _SWEEP_KEYS if key in (own, own.split(".")[0]) or key.startswith(f"{own}.")]:
             raise ConfigError(
-                f"{source}: `{key}` is in the space, and the sweep sets `{reserved[0]}` itself",
-                hint="leave it out of the space",
+                f"{source}: the space has `{key}`, but the sweep itself sets `{reserved[0]}`",
+                hint=f"remove `{key}` from the space",
             )
         if inner := [other for other in sweep.space if other.startswith(f"{key}.")]:
-            raise ConfigError(f"{source}: the space has `{key}` and `{inner[0]}` of it", hint="leave one of them out")
+            raise ConfigError(f"{source}: the space has `{key}` and its key `{inner[0]}`", hint="remove one of them")
         for value in values.choices or (values.low, values.high):
             changed = copy.deepcopy(base)
             set_key(changed, dict(base_lines), key, value, source=source)
@@ -160,12 +160,12 @@ def _check_metric(sweep: SweepConfig, config: RunConfig) -> None:
         return
     if not config.data.held_out_sets:
         raise ConfigError(
-            f"the sweep's metric is `{sweep.metric}`, and {sweep.run} has no `data.eval`",
+            f"the metric of the sweep is `{sweep.metric}`, but {sweep.run} has no `data.eval`",
             hint="name held-out data in data.eval, or a metric of training such as train/loss",
         )
     if config.eval.every is None and "eval.every" not in sweep.space and sweep.pruner.name != "NopPruner":
         raise ConfigError(
-            f"`pruner: {sweep.pruner.name}` needs values while a trial runs, and {sweep.run} has no `eval.every`: "
+            f"`pruner: {sweep.pruner.name}` needs evaluations during a trial, but {sweep.run} has no `eval.every`, so "
             "held-out data is evaluated only at the end",
             hint="set eval.every to e.g. `50 steps`, or leave `pruner` out",
         )
@@ -180,7 +180,7 @@ def make_sampler(sweep: SweepConfig, number: int) -> Any:  # noqa: ANN401 - of o
     is_grid = sweep.sampler.name in _GRID_SAMPLERS
     if is_grid and (ranges := [key for key, values in sweep.space.items() if values.choices is None]):
         raise ConfigError(
-            f"`sampler: {sweep.sampler.name}` needs lists of values, and `{ranges[0]}` of the space is a range",
+            f"`sampler: {sweep.sampler.name}` needs lists of values, but the space has a range for `{ranges[0]}`",
             hint=f"write `choices` for `{ranges[0]}`",
         )
     own_options: dict[str, Any] = {"seed": sweep.seed + number * (sweep.sampler.name not in _ONE_SEED_SAMPLERS)}
@@ -195,7 +195,7 @@ def make_chosen(choose: Choose, kind: str, own_options: dict[str, Any]) -> Any: 
     classes, options = getattr(optuna, f"{kind}s"), choose.model_extra or {}
     names = [name for name in dir(classes) if name.lower().endswith(kind) and not name.startswith("Base")]
     if choose.name not in names:
-        raise ConfigError(f"`{kind}: {choose.name}` is not in optuna.{kind}s", hint=f"known: {', '.join(names)}")
+        raise ConfigError(f"optuna.{kind}s has no class `{choose.name}`", hint=f"choose one of {', '.join(names)}")
     made_class = getattr(classes, choose.name)
     parameters = inspect.signature(made_class).parameters
     try:
@@ -203,5 +203,5 @@ def make_chosen(choose: Choose, kind: str, own_options: dict[str, Any]) -> Any: 
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             return made_class(**{name: value for name, value in own_options.items() if name in parameters} | options)
     except (TypeError, ValueError, AttributeError) as wrong:
-        hint = f"its options: {', '.join(parameters)}"
-        raise ConfigError(f"`{kind}: {choose.name}` does not take {options}: {wrong}", hint=hint) from None
+        hint = f"use its options: {', '.join(parameters)}"
+        raise ConfigError(f"`{kind}: {choose.name}` does not accept {options}: {wrong}", hint=hint) from None

@@ -12,7 +12,7 @@ from ds_finetune.runs.folder import RANK_TIMES, RunFolder
 from ds_finetune.runs.metrics import Curve, parse_records
 
 MOST_POINTS, _FEWEST_POINTS, _PAGE_POINTS = 1200, 16, 60_000
-"""Maximum and minimum number of points of a line in a chart, and number of points that the lines of a page share."""
+"""Limits of drawn points: the most and the fewest of a line, and the number that all lines of a page share."""
 POINTS_PER_STRETCH = 4
 _SMOOTHING_FRACTION, _MOST_SMOOTHED_STEPS, _FEWEST_SMOOTHED_POINTS = 40, 100, 30
 """A smoothed curve averages, at each step, over a fortieth of the run before and after it, but over at most 100 steps
@@ -22,7 +22,7 @@ _MOST_RANKS = 8
 _FIRST_TITLES = ("reward", "answer_tokens", "reward_accuracy", "reward_margin", "loss", "accuracy", "grad_norm")
 """Titles of the charts that a page shows first, if the run has their metrics."""
 _WITHOUT_CHART = ("skipped", "skipped_steps", "tokens_seen", "predicted_gib", "measured_gib", "eta_seconds")
-"""Ends of the names of metrics that have no chart, because the page shows these metrics in another form."""
+"""Last parts of metric names, such as `eta_seconds`, that get no chart: a page shows these values elsewhere."""
 _PERCENTAGES = ("accuracy", "exact_match", "reward_accuracy", "mfu", "mtp_accuracy")
 _KIND_SUFFIXES = ("_mean", "_min", "_max")
 
@@ -44,7 +44,7 @@ class Line:
     values: ArrayLike = ()
 
     def tree(self) -> dict[str, Any]:
-        """The line as a JSON object, with numbers of six digits, and null for a number that is not finite."""
+        """The line as a JSON object. Numbers have six digits, and null stands for NaN and infinity."""
         numbers = {name: [_rounded(each) for each in np.asarray(getattr(self, name)).tolist()] for name in "xy"}
         values = [_rounded(each) for each in np.asarray(self.values).tolist()]
         return {"name": self.name, "role": self.role, "colour": self.colour, **numbers, "values": values}
@@ -153,8 +153,8 @@ def _position(title: str) -> int:
 def _chart(
     title: str, series: Sequence[tuple[str, RunFolder, str]], num_lines: int, markers: Sequence[int] = ()
 ) -> Chart:
-    """Make a chart of `series`, on a page with `num_lines` lines. Each item of `series` is the name of a line, its run
-    and its metric.
+    """Make a chart with a line for each item of `series`: the label of the line, a run, and the name of a metric. All
+    charts of the page have `num_lines` lines.
     """
     most = max(_FEWEST_POINTS, min(MOST_POINTS, _PAGE_POINTS // max(num_lines, 1)))
     lines: list[Line] = []
@@ -189,12 +189,11 @@ def _lines_of(curve: Curve, name: str, line: Line, most: int) -> Iterator[Line]:
 
 
 def drawn_points(values: NDArray[np.float64], most: int) -> NDArray[np.intp]:
-    """Choose the points of a curve that are drawn: ascending indices [at most `most`] of `values` [n]. The curve looks
-    as if all values were drawn.
+    """Choose which of the `values` [n] of a curve to draw, so that it looks as if all were drawn: returns at most
+    `most` ascending indices, where `most` is at least 8.
 
-    The curve is divided into equal stretches. Of each stretch the lowest, the highest and the last value are drawn, and
-    the first one that is not finite, so that no spike, dip or gap is lost. The first value of the curve is drawn too.
-    `most` is at least 8.
+    The curve is divided into equal stretches. The lowest, the highest, the last and the first non-finite value of each
+    stretch are drawn, so that no spike, dip or gap is lost, and also the first value of the curve.
     """
     assert most >= 2 * POINTS_PER_STRETCH, most
     n = len(values)
@@ -202,7 +201,7 @@ def drawn_points(values: NDArray[np.float64], most: int) -> NDArray[np.intp]:
         return np.arange(n)
     size = -(-n // ((most - 1) // POINTS_PER_STRETCH))
     starts = np.arange(0, n, size)
-    # The last stretch is padded to full length. Indices of the padding are limited to that of the last value.
+    # The last stretch is padded to the size of the others. Indices into the padding become the last index.
     padded = np.pad(values, (0, len(starts) * size - n), mode="edge").reshape(-1, size)
     is_finite = np.isfinite(padded)
     picked = [

@@ -19,7 +19,7 @@ from ds_finetune.system.whole_file import replace_file
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".zst")
 _SETTINGS = ("objective.name", "train.", "optim.", "data.packing", "lora.rank", "lora.alpha", "lora.target_modules")
-"""Beginnings of the run-file keys that a model card lists with their values. None of these keys holds a path."""
+"""Prefixes of the keys of the run file that a model card lists with their values. No such value is a path."""
 
 
 def write_model_cards(run: RunFolder) -> list[Path]:
@@ -139,7 +139,7 @@ def _config_of(folder: Path) -> Mapping[str, Any]:
 
 
 def _step_of(run: RunFolder, folder: Path) -> int:
-    """The step after which the weights of an exported folder were saved."""
+    """The number of optimizer steps that the weights of an exported folder had been trained."""
     step = read_object(folder / "verification.json").get("step")
     if isinstance(step, int):
         return step

@@ -49,8 +49,8 @@ class Charts:
 
 @dataclass(frozen=True)
 class Text:
-    """A text block of a page. It consists of spans, and a span may be marked by a colour. A text that is a tail is
-    shown in a box that is scrolled to its end.
+    """A text on a page, in spans that may be marked by a colour. If `is_tail`, the text is the end of a file, and its
+    box is scrolled to the end.
     """
 
     title: str

@@ -32,13 +32,13 @@ from ds_finetune.runs.status import RunStatus, State
 
 T = TypeVar("T")
 _MOST_EVENTS, _MOST_SAMPLES, _MOST_ANSWERS, _MOST_RANKS = 100, 16, 12, 64
-"""Maximum numbers on a page: events of a kind, prompts or documents, answers to a prompt, ranks in a table."""
+"""Limits of a page: events of one kind, prompts or documents, answers to one prompt, and ranks in a table."""
 _LONGEST_TEXT, _LONGEST_FILE = 1500, 100_000
 """Maximum number of characters that a page shows of a prompt or an answer, and of a file."""
 _LOG_BYTES = 16_384
 _UNKNOWN_FORM = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, OSError)
-"""Errors that functions of `SECTIONS` raise if another version wrote a file, or if a file cannot be read. The section
-is then left out.
+"""Errors while a section of a page is made from a file that another version wrote or that cannot be read. The page is
+then written without this section.
 """
 _RESULTS = (
     *("train/loss", "rollout/reward", "rollout/answer_tokens", "train/reward_accuracy", "train/reward_margin"),
@@ -95,7 +95,7 @@ def _results(run: RunFolder) -> dict[str, str]:
 
 
 def _rows(columns: Sequence[Mapping[str, str]]) -> list[tuple[str, ...]]:
-    """Combine columns into rows of a table. A column maps row names to texts; a dash stands for a missing text."""
+    """Make the rows of a table from its columns. A column maps names of rows to texts; a missing text is a dash."""
     names = dict.fromkeys(name for column in columns for name in column)
     return [(name, *(column.get(name, NONE) for column in columns)) for name in names]
 

@@ -54,13 +54,13 @@ def write_page(page: Page, path: Path) -> Path:
         replace_file(path, html)
     except OSError as refused:
         raise OutputError(
-            f"`{path}` cannot be written: {refused.strerror or refused}", hint="name a file that can be written with -o"
+            f"the report `{path}` cannot be written: {refused.strerror or refused}", hint="name another file with -o"
         ) from refused
     return path
 
 
 def try_run_report(run_folder: Path, say: Say, *, state: State) -> Path | None:
-    """Write the report of a run that ends. A failure only prints a line, because the run itself has ended well."""
+    """Write the report of a run that ends. Errors are only printed: a trained run must not fail for its report."""
     try:
         return write_run_report(run_folder, state=state)
     except Exception as failed:  # noqa: BLE001 - a run that is trained and exported must not fail for its report
@@ -72,10 +72,12 @@ def try_run_report(run_folder: Path, say: Say, *, state: State) -> Path | None:
 def _check_replaceable(path: Path) -> None:
     """OutputError if `path` exists and is not a report, because writing a page would destroy its content."""
     if path.is_dir():
-        raise OutputError(f"`{path}` is a folder", hint="name a file such as report.html")
+        raise OutputError(f"the report cannot replace the folder `{path}`", hint="name a file such as report.html")
     if not path.exists():
         return
     with path.open("rb") as file:
         head = file.read(_HEAD_BYTES)
     if head and _MARK not in head:
-        raise OutputError(f"`{path}` exists and is not a report", hint="name another file, or move that one away")
+        raise OutputError(
+            f"the report cannot replace `{path}`, which is not a report", hint="name a new file, or move that file away"
+        )

@@ -1,5 +1,5 @@
-"""Annotations in torch.profiler's trace. They mark the phases of a step, and name each collective by a key that is
-equal on all its ranks.
+"""Annotations in traces of torch.profiler. They mark the phases of a step. Each collective is annotated with a key that
+is equal on all ranks that take part.
 """
 
 import functools
@@ -18,11 +18,11 @@ from ds_finetune.foreign.torch_distributed import wrapped_group_calls
 
 DATA, CHECKPOINT, WAIT = "data", "checkpoint", "wait"
 SEPARATOR = "|"
-"""Separates the parts of a collective's annotation: kind, group, number in the group, and input bytes."""
+"""Separator in the annotation of a collective between its kind, group, number in the group, and input bytes."""
 
 
 class Annotations:
-    """Annotates phases of the thread that created this object in a profile, and collectives of all threads."""
+    """Annotates a profile with the phases of the thread that created this object, and with all threads' collectives."""
 
     def __init__(self) -> None:
         self._phases: list[str] = []
@@ -44,7 +44,7 @@ class Annotations:
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Annotate the `with` block as a phase in torch's profile, except inside the phase or in another thread."""
+        """Annotate the `with` block as a phase. Does nothing inside a block of the same phase, or in another thread."""
         if phase in self._phases or threading.get_ident() != self._thread:
             yield
             return

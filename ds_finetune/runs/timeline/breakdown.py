@@ -1,4 +1,4 @@
-"""Reads the trace of a rank, and divides its steps by kind of work. Each moment counts as exactly one kind."""
+"""Divides the time of optimizer steps in a rank's trace by kind of work. Each moment counts as exactly one kind."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,22 +20,24 @@ _KIND_OF_PHASE = {
 _HOST = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver")
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _TORCH_PREFIXES = ("gloo:", "nccl:")
-"""Prefixes of torch's own events of collectives, which do not nest; this program's annotations replace them."""
+"""Prefixes of torch's own collective events. Annotations replace these events, because they do not nest."""
 _MATCHED = ("allreduce", "reduce", "broadcast", "allgather", "reduce_scatter", "all_to_all", "all_to_allv", "barrier")
-"""NCCL collectives that are matched between ranks. Messages are not, since their kernels do not name both ranks."""
+"""NCCL collectives that are matched between ranks to find who waits. Kernels of send and receive do not name both
+ranks, so these are not matched.
+"""
 _PHASE, _COPY, _COLLECTIVE, _WAIT, _KERNEL = range(5)
-"""Layers of a step, lowest first. Each moment counts as the kind of work of the highest layer that covers it."""
+"""Priorities of kinds of work, lowest first: a moment with several kinds of work counts as the highest one."""
 Event = dict[str, Any]
 """An event of Chrome's trace format; times are in microseconds."""
 CollectiveKey = tuple[str, int]
 """Identifies a collective on all its ranks by the group of ranks and the number of the collective in that group."""
 Layer = tuple[int, str, float, float]
-"""A stretch of time with one kind of work: index of its layer, kind of work, and begin and end in microseconds."""
+"""A stretch of time with one kind of work: its priority, kind of work, and begin and end in microseconds."""
 
 
 @dataclass
 class RankTrace:
-    """The events of one rank on rank zero's clock, with the steps, collectives and layers found in them."""
+    """The events of one rank by the clock of rank zero, and the steps, collectives and stretches of work in them."""
 
     events: list[Event]
     steps: list[tuple[int, float, float]] = field(default_factory=list)
@@ -49,8 +51,7 @@ class RankTrace:
 
 
 def read_trace(tree: Mapping[str, Any], rank: int, shift: float, *, is_gpu: bool) -> RankTrace:
-    """Convert the JSON of Kineto, torch's profiler, to the events of process `rank` in Chrome's trace format. `shift`
-    microseconds are added to all times.
+    """Read the trace of `rank` from the JSON of Kineto, torch's profiler. `shift` microseconds are added to all times.
 
     On a GPU the kernels of NCCL count as communication. On a CPU the annotated calls do, because they block the rank.
     """
@@ -105,10 +106,8 @@ def _add_device_event(trace: RankTrace, event: Event, counts: Counter[str]) -> N
 
 
 def mark_waits(trace: RankTrace, starts: Sequence[Mapping[CollectiveKey, float]]) -> None:
-    """Record how long this rank waited in each collective for the last rank to start it, and name that rank in the
-    event.
-
-    `starts` holds, for each rank, the start times of its collectives.
+    """Add to each collective of a rank how long it waited for the last rank to start the collective, and which rank
+    that was. `starts` holds the start times of the collectives of each rank.
     """
     latest: dict[CollectiveKey, tuple[float, int]] = {}
     for rank, each in enumerate(starts):
@@ -124,7 +123,8 @@ def mark_waits(trace: RankTrace, starts: Sequence[Mapping[CollectiveKey, float]]
 
 def break_down(trace: RankTrace) -> list[dict[str, Any]]:
     """Divide the time of each step by kind of work. The seconds of all kinds add up to the time of the step."""
-    # Within a layer, longer stretches come first and shorter ones cover them, so that the innermost phase counts.
+    # Of stretches with equal priority the longer come first, and shorter ones count in their place, so that the
+    # innermost phase counts.
     layers = sorted(trace.layers, key=lambda layer: (layer[0], layer[2] - layer[3]))
     return [
         {"step": number, "seconds": (end - begin) / 1e6, "categories": seconds_by_kind(begin, end, layers)}
@@ -133,7 +133,7 @@ def break_down(trace: RankTrace) -> list[dict[str, Any]]:
 
 
 def seconds_by_kind(first: float, last: float, layers: Iterable[Layer]) -> dict[str, float]:
-    """Seconds of each kind of work between two times in microseconds. Later `layers` cover earlier ones."""
+    """Seconds of each kind of work between two times in microseconds. Where `layers` overlap, the later one counts."""
     cut = [(kind, max(begin, first), min(end, last)) for _, kind, begin, end in layers if begin < last and end > first]
     edges = np.unique([first, last, *(time for _, *span in cut for time in span)])
     kinds = np.full(len(edges) - 1, KINDS.index(OTHER))
@@ -144,7 +144,7 @@ def seconds_by_kind(first: float, last: float, layers: Iterable[Layer]) -> dict[
 
 
 def mean_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Mean seconds of a step by kind of work, over steps or over ranks."""
+    """Mean seconds of a step by kind of work. `rows` are steps, or the means of ranks."""
     categories = {kind: fmean(row["categories"][kind] for row in rows) for kind in KINDS}
     return {"seconds": fmean(row["seconds"] for row in rows), "categories": categories}
 

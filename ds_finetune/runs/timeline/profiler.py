@@ -35,9 +35,7 @@ _VERSION = 2
 _PATIENCE = timedelta(hours=12)
 """Maximum time that a rank waits for an answer through the store. The watchdog detects dead ranks earlier."""
 _QUIET_LOG_LEVEL = "6"
-"""A level above every level of Kineto's log (torch 2.13). At lower levels Kineto writes a line to standard error
-whenever a profile ends.
-"""
+"""Log level that silences Kineto (torch 2.13), which otherwise writes a line to standard error when a profile ends."""
 _MOST_RANKS = 8
 _ROUND_TRIPS = 20
 WrapPhases = Callable[[Annotations], AbstractContextManager[None]]
@@ -45,7 +43,7 @@ WrapPhases = Callable[[Annotations], AbstractContextManager[None]]
 
 @dataclass(frozen=True)
 class ProfiledRun:
-    """Facts about a profiled run for the summary: device, layout of ranks, and the ranks that are profiled."""
+    """Facts about a profiled run that `summary.json` repeats: device, layout of ranks, and the profiled ranks."""
 
     device: str
     layout: str
@@ -54,7 +52,7 @@ class ProfiledRun:
 
     @property
     def knows_waiting(self) -> bool:
-        """Whether all ranks were profiled, so that the last rank of each collective is known."""
+        """Whether waiting times are known: all ranks were profiled, and so the last one to start each collective."""
         return len(self.profiled_ranks) == self.world_size
 
 
@@ -138,7 +136,7 @@ class StepProfiler:
         parts = [part | {"mean": mean_of(part["steps"])} for part in all_gather_object(part) if part["steps"]]
         traces = self._traces(zlib.compress(",\n".join(map(json.dumps, trace.events)).encode(), level=1))
         problem = self._write(folder, traces, parts) if rank == 0 else ""
-        # Every rank takes part in sending the traces: ranks other than zero, and rank zero even if its disk is full.
+        # `_traces` broadcasts from each profiled rank, so every rank exhausts it, even rank zero after a write error.
         for _ in traces:
             pass
         lines = [f"profiled {text}: open {folder / TRACE} in https://ui.perfetto.dev; {folder / SUMMARY}"]
@@ -147,8 +145,8 @@ class StepProfiler:
             say(line)
 
     def _read(self) -> tuple[dict[str, Any], str]:
-        """Read the trace of torch.profiler through a temporary file. Returns the trace, and a text that says why
-        reading failed (empty on success).
+        """Read the trace of torch.profiler through a temporary file. Returns the trace and an error message (empty on
+        success).
         """
         profiler, self._profile = self._profile, None
         if profiler is None:
@@ -172,7 +170,7 @@ class StepProfiler:
             yield trace[0]
 
     def _write(self, folder: Path, traces: Iterator[bytes], parts: Sequence[Mapping[str, Any]]) -> str:
-        """Write the trace and the summary of the profile; returns why that failed, empty on success."""
+        """Write the trace and the summary of the profile; returns an error message, empty on success."""
         partial = folder / f"{TRACE}.partial"
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -196,7 +194,7 @@ class StepProfiler:
 
 @dataclass(frozen=True)
 class HostClock:
-    """The clock of this process's host. Tests add `shift_ns` to the system's time."""
+    """The clock of this process's host. `shift_ns` simulates a wrong clock in tests."""
 
     host: str = field(default_factory=lambda: boot_id() or socket.gethostname())
     """Identifies the clock: the same text for all processes that share it."""
@@ -208,8 +206,8 @@ class HostClock:
 
 
 class MeasuredOffset(NamedTuple):
-    """The difference between a host's clock and that of rank zero's host: the nanoseconds to add to the host's clock,
-    and the maximum error of that number.
+    """The difference between the clock of a host and that of rank zero's host: `offset` nanoseconds are to be added to
+    times of the host, and are wrong by at most `uncertainty` nanoseconds.
 
     Hosts ask rank zero for its time through the ranks' store. An answer is wrong by at most half the round trip, so the
     shortest of several round trips is used (Cristian, "Probabilistic clock synchronization", 1989).

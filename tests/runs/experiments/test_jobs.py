@@ -65,7 +65,7 @@ def test_a_run_starts_once_that_of_an_earlier_process_has_saved(
     run_jobs(iter([run.train]), [RunSlot()])
     assert ended.is_set()
     assert (run.code, run.reason) == (0, "")
-    assert "waiting for its end" in capsys.readouterr().out.replace("\n", " ")
+    assert "waiting for the end of an earlier run" in capsys.readouterr().out.replace("\n", " ")
 
 
 def test_a_run_diverged_only_where_it_failed_in_a_skipped_step(tmp_path: Path) -> None:

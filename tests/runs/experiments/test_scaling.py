@@ -71,7 +71,7 @@ def test_layouts_change_the_run_file(tmp_path: Path) -> None:
     [
         ({"ranks": (5,)}, "5 ranks: .*12.*"),
         ({"layouts": ("tp4",)}, "1 rank, tp4: "),
-        ({"layouts": ("fast",)}, "`fast` is no layout"),
+        ({"layouts": ("fast",)}, "`fast`, which is not a layout"),
         ({"steps": 3}, "--steps is 3"),
         ({"overrides": ("optim.rate=1",)}, r"unknown key `optim\.rate`"),
     ],
@@ -102,7 +102,7 @@ def test_a_failed_run_is_a_reason_and_a_folder_is_not_overwritten(tmp_path: Path
         compare(tmp_path)
     other = tmp_path / "other"
     other.mkdir()
-    with pytest.raises(RunError, match=r"all runs failed; 2 ranks, tp2\+zero2: exit code 1: it fails"):
+    with pytest.raises(RunError, match=r"all variants failed; 2 ranks, tp2\+zero2: exit code 1: it fails"):
         compare(other, ranks=(2,), layouts=("tp2+zero2",))
 
 

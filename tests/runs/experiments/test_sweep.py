@@ -146,7 +146,7 @@ def test_failed_trials_are_passed_over_until_there_are_too_many(tmp_path: Path) 
     assert sum("fail: exit code 1: error: the learning rate is above 1" in line for line in said) == 2
     other = tmp_path / "other"
     other.mkdir()
-    with pytest.raises(RunError, match=r"the last 2 trials have failed; trial 1: exit code 1: error: the learning"):
+    with pytest.raises(RunError, match=r"the last 2 trials failed; trial 1 because: exit code 1: error: the learning"):
         run(sweep_of(other, space={"optim.lr": {"low": 2.0, "high": 3.0}}, trials=9, max_failed=2))
 
 
@@ -240,7 +240,7 @@ def test_files_of_the_user_are_not_replaced(tmp_path: Path) -> None:
     sweep = sweep_of(tmp_path)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "best.yaml").write_text("mine")
-    with pytest.raises(OutputError, match=r"out` is not empty and holds no sweep: best.yaml"):
+    with pytest.raises(OutputError, match=r"out` is not empty, but holds no sweep: best.yaml"):
         run(sweep)
     assert (tmp_path / "out" / "best.yaml").read_text() == "mine"
     assert len(list((tmp_path / "out").iterdir())) == 1
@@ -267,8 +267,8 @@ def test_two_sweeps_do_not_share_a_folder(tmp_path: Path) -> None:
         ({"space": {"optim.lr": {"low": 0, "high": 1, "log": True}}}, "`low >= 1` must hold"),
         ({"space": {"optim.lr": {"low": 1}}}, "either `choices`, or `low` and `high`"),
         ({"space": {"optim.lr": {"low": 0, "high": 1}}}, r"with `optim.lr: 0`, .*greater than 0"),
-        ({"space": {"output_dir": {"choices": ["a"]}}}, "the sweep sets `output_dir` itself"),
-        ({"space": {"eval.keep_best": {"choices": [True]}}}, "the sweep sets `eval.keep_best` itself"),
+        ({"space": {"output_dir": {"choices": ["a"]}}}, "the sweep itself sets `output_dir`"),
+        ({"space": {"eval.keep_best": {"choices": [True]}}}, "the sweep itself sets `eval.keep_best`"),
         (
             {"space": {"optim.lr": LR, "optim": {"choices": [{"lr": 1.0}]}}},
             "the space has `optim` and `optim.lr` of it",
@@ -294,8 +294,8 @@ def test_wrong_sweep_files_are_refused(tmp_path: Path, keys: dict[str, object], 
     ("keys", "run_keys", "said"),
     [
         ({"sampler": "TPE"}, {}, "`sampler: TPE` is not in optuna.samplers"),
-        ({"pruner": {"name": "MedianPruner", "startup": 3}}, {}, "`pruner: MedianPruner` does not take"),
-        *(({"sampler": name}, {}, f"{name}` needs lists of values, and `optim.lr`") for name in POINTS),
+        ({"pruner": {"name": "MedianPruner", "startup": 3}}, {}, "`pruner: MedianPruner` does not accept"),
+        *(({"sampler": name}, {}, f"{name}` needs lists of values, but the space has a range for `optim.lr`") for name in POINTS),
         ({"pruner": "MedianPruner"}, {"eval": {"every": None}}, "has no `eval.every`"),
         ({}, {"data": {"eval": ()}, "eval": {"every": None}}, "has no `data.eval`"),
     ],
@@ -309,13 +309,13 @@ def test_wrong_choices_are_refused_before_anything_is_written(
 
 
 def test_a_sweep_without_a_value_says_how_its_last_trial_ended(tmp_path: Path) -> None:
-    said = r"none of 2 trials has ended with a value of eval/loss; trial 1: pruned, diverged"
+    said = r"none of 2 trials ended with a value of eval/loss; trial 1 has the state pruned: diverged"
     with pytest.raises(RunError, match=said):
         run(sweep_of(tmp_path, space={"optim.lr": {"choices": [0.6, 0.7]}}, sampler="GridSampler"))
 
 
 def test_a_metric_that_no_record_has_ends_the_sweep_after_one_trial(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"`eval/los`, and trial 0 ended without a record of it\n.*eval/loss"):
+    with pytest.raises(RunError, match=r"`eval/los`, but trial 0 has not recorded it\n.*eval/loss"):
         run(sweep_of(tmp_path, metric="eval/los"))
     assert len(result_of(tmp_path)["trials"]) == 1
 
@@ -362,7 +362,7 @@ def test_slots_of_hosts_are_shared_out(tmp_path: Path) -> None:
     assert includes(2) == ["a:0,1", "a:2,3", "b:0,1", "b:2,3", "c:0,1", "c:2,3"]
     assert includes(3) == ["a:0,1,2", "b:0,1,2", "c:0,1,2"]
     assert includes(8) == ["a@b"]
-    with pytest.raises(LaunchError, match="3 hosts of 4 slots, and no group of them has the 6 ranks"):
+    with pytest.raises(LaunchError, match="3 hosts of 4 slots, from which no group of 6 ranks can be formed"):
         includes(6)
 
 

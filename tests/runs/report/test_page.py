@@ -377,7 +377,7 @@ def test_a_report_that_fails_is_one_line_with_its_reason(tmp_path: Path) -> None
     assert try_run_report(run, said.append, state="finished") is None
     (line,) = said
     assert line.startswith("REPORT NOT WRITTEN: ")
-    assert "is not a report" in line
+    assert "which is not a report" in line
     assert f"ds-finetune report '{run}'" in line
     assert (run / "report.html").read_text() == "mine"
 

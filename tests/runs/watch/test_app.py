@@ -194,7 +194,7 @@ def test_a_folder_whose_metrics_have_no_steps_is_one_error(runs: Path, capsys: p
     assert (answer.status_code, str(old) in answer.text, "`step`" in answer.text) == (422, True, True)
     assert main(["report", str(old)]) == 2
     error = capsys.readouterr().err
-    assert f"`{old}` is no run of this version: 2 of 2 lines of metrics.jsonl are no records of a step" in error
+    assert f"the run in `{old}` cannot be read: 2 of 2 lines of metrics.jsonl are no records of a step" in error
     assert "key `step`" in error
 
 
