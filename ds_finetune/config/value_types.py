@@ -28,6 +28,7 @@ Layout = Literal[
     "question_pair",
     "alpaca_pair",
     "sharegpt_pair",
+    "chat_pair",
     "pair",
     "ranked_pair",
     "labelled",

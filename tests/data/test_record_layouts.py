@@ -13,7 +13,7 @@ from ds_finetune.config.sections import DataConfig
 from ds_finetune.data.prepare import TokenLimits, prepare_rows
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.row_kind import RowKind
-from ds_finetune.data.samples import read_row
+from ds_finetune.data.samples import LAYOUTS_OF, read_row
 from ds_finetune.errors import ConfigError, DataError
 
 TEMPLATE = (
@@ -185,6 +185,11 @@ def test_rows_that_are_refused(record: dict[str, Any], objective: str, said: str
     assert caught.value.message.startswith("rows.json item 7")
     assert said in caught.value.message
     assert hint in (caught.value.hint or "")
+
+
+def test_every_layout_can_be_named_in_a_run_file() -> None:
+    for layout in {name for layouts in LAYOUTS_OF.values() for name in layouts}:
+        assert DataConfig(train={"t.jsonl": 1}, layout=layout).layout == layout
 
 
 def test_columns_without_effect_are_refused(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
