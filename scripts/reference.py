@@ -30,9 +30,8 @@ PUBLISHED = json.loads(Path(__file__).with_name("published_models.json").read_te
 FOLDER = Path(__file__).parent.parent / "docs" / "reference"
 WIDTH = 120
 RESUME = {
-    OnResume.REFUSED: "refused",
-    OnResume.ROWS: "refused (rows)",
-    OnResume.FREE: "free",
+    OnResume.REFUSED: "cannot change on resume",
+    OnResume.ROWS: "training rows cannot change on resume",
 }
 RUN_FILE = """\
 # Run-file keys
@@ -57,9 +56,8 @@ with overrides applied and defaults filled in.
 An error names the key and its line if the key is unknown (with the nearest key, also for keys of TRL, LLaMA-Factory and
 axolotl), if its value has a wrong type or is out of range, or if it has no effect, as `eval.every` without `data.eval`.
 
-A key without a default is not set or empty. After type and default, *resume* says what happens if the value differs
-from that in the checkpoint from which a run [resumes](../how-to/resume.md). The run is *refused*, or *refused (rows)*
-because training rows would differ; or the key is *free* to change. For other keys the change is printed.
+A key without a default is not set or empty. A run that [resumes](../how-to/resume.md) is refused where a key that
+"cannot change on resume" differs from the checkpoint's, or where training rows do.
 """
 COMMANDS = """\
 # Commands
@@ -293,9 +291,9 @@ def _sections(schema: Mapping[str, Any]) -> Iterator[str]:
     for name, section in sections.items():
         if section:
             key = schema["properties"][name]
-            optional = " The section may be left out." if "anyOf" in key else ""
-            listed = " This is a list of such sections, which is empty by default." if "items" in key else ""
-            yield f"\n## {name}\n\n{_wrapped(section['description'] + optional + listed)}\n"
+            listed = " The key takes a list of such sections, by default an empty one." if "items" in key else ""
+            text = f"`{name}`: {section['description']}{listed}"
+            yield f"\n## {name}\n\n{_wrapped(text)}\n"
             yield from _keys(schema, section, prefix=f"{name}.")
         elif objectives := _objectives(schema, schema["properties"][name]):
             yield from _objective_section(name, schema["properties"][name], objectives)
@@ -320,7 +318,7 @@ def _objective_section(name: str, key: Mapping[str, Any], objectives: Sequence[M
         default = " (default)" if key["default"] == {"name": title} else ""
         text = f"- `{title}`{default}: {section['description']} {fields['name']['description']}{names}"
         yield f"{_wrapped(text, indent='  ')}\n"
-    yield f"\nA run that resumes with another objective is {RESUME[on_resume(f'{name}.name')]}.\n"
+    yield "\nA run that resumes with another objective is refused.\n"
     for field, uses in keys.items():
         yield _objective_key(f"{name}.{field}", uses)
 
@@ -329,9 +327,10 @@ def _objective_key(name: str, uses: Sequence[tuple[str, Mapping[str, Any]]]) -> 
     """A heading for a key, and a line for each meaning that it has in objectives."""
     meanings: dict[str, list[str]] = {}
     for objective, key in uses:
-        facts = "; ".join(filter(None, (_type(key), _default(key), _resume(name))))
+        facts = _facts(name, key)
         meanings.setdefault(f"{key['description']} ({facts})", []).append(f"`{objective}`")
-    lines = [_wrapped(f"- {', '.join(names)}: {text}", indent="  ") for text, names in meanings.items()]
+    word = name.rpartition(".")[2]
+    lines = [_wrapped(f"- `{word}` of {', '.join(names)}: {text}", indent="  ") for text, names in meanings.items()]
     return f"\n### `{name}`\n\n{chr(10).join(lines)}\n"
 
 
@@ -339,7 +338,8 @@ def _keys(schema: Mapping[str, Any], section: Mapping[str, Any], *, prefix: str)
     for name, key in section["properties"].items():
         inner = _target(schema, key)
         if inner:
-            yield f"\n### `{prefix}{name}`\n\n{_wrapped('mapping: ' + inner['description'])}\n"
+            text = f"`{prefix}{name}`: {inner['description']}"
+            yield f"\n### `{prefix}{name}`\n\n{_wrapped(text)}\n"
             yield from _keys(schema, inner, prefix=f"{prefix}{name}.")
         else:
             yield _key(f"{prefix}{name}", key, is_required=name in section.get("required", ()))
@@ -355,15 +355,15 @@ def _target(schema: Mapping[str, Any], key: Mapping[str, Any]) -> Mapping[str, A
 
 
 def _key(name: str, key: Mapping[str, Any], *, is_required: bool) -> str:
-    facts = "; ".join(filter(None, (_type(key), "required" if is_required else _default(key), _resume(name))))
-    text = f"{key.get('description', '')} ({facts})"
+    text = f"`{name}`: {key['description']} ({_facts(name, key, is_required=is_required)})"
     return f"\n### `{name}`\n\n{_wrapped(text)}\n"
 
 
-def _resume(name: str) -> str:
-    """What happens where the key's value differs from the checkpoint's; empty where the change is printed."""
-    rule = on_resume(name)
-    return f"resume: {RESUME[rule]}" if rule in RESUME else ""
+def _facts(name: str, key: Mapping[str, Any], *, is_required: bool = False) -> str:
+    """Type and default of a key, and what of it a resumed run cannot change. A default shows a boolean or text."""
+    kind, default = _type(key), _default(key)
+    shown = "" if default and kind in ("boolean", "string") else kind
+    return "; ".join(filter(None, (shown, "required" if is_required else default, RESUME.get(on_resume(name), ""))))
 
 
 def _type(key: Mapping[str, Any]) -> str:

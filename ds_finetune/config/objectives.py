@@ -106,7 +106,7 @@ class ClassificationObjective(ObjectiveConfig):
     name: Refused[Literal["classification"]]
     """Cross entropy of the class of a text, or with `num_labels: 1` the squared error of a predicted number."""
     num_labels: Refused[int | None] = Field(default=None, ge=1)
-    """Number of classes; 1 is regression. Left out, it is counted in the training rows."""
+    """Number of classes; 1 means regression. Left out, classes are counted in the training rows."""
     labels: Refused[tuple[str, ...]] = ()
     """Names of the classes, in the order of their numbers. Left out, they are read from the data or the model."""
     label_smoothing: Refused[float] = Field(default=0.0, ge=0, lt=1)
@@ -150,13 +150,13 @@ class DpoObjective(ObjectiveConfig):
     beta: Refused[float] = Field(default=0.1, gt=0)
     """How strongly the loss ties the model to the reference model: beta of the papers."""
     loss: Refused[Literal["sigmoid", "robust", "hinge", "ipo", "apo_zero", "apo_down", "sigmoid_norm"]] = "sigmoid"
-    """Variant of the DPO loss."""
+    """Variant of the DPO loss; docs/explanation/objectives.md has the formulas."""
     label_smoothing: Refused[float] = Field(default=0.0, ge=0, lt=0.5)
     """Assumed fraction of pairs whose rejected answer is better. It applies to `loss: sigmoid` (conservative DPO) and
     `robust`.
     """
     nll_weight: Refused[float] = Field(default=0.0, ge=0)
-    """Weight of the cross entropy of the chosen answers."""
+    """Weight of the cross entropy of the chosen answers, which is added to the preference loss."""
     reference: Reference = "cache"
     """Where the reference model's log-probabilities come from. `cache`: they are computed once and stored.
     `adapters_off`: the model without its adapters computes them at each step.
@@ -169,7 +169,7 @@ class SimpoObjective(ObjectiveConfig):
     name: Refused[Literal["simpo"]]
     """Preference loss of mean log-probabilities, without a reference model."""
     beta: Refused[float] = Field(default=2.0, gt=0)
-    """Scale of the difference of the mean log-probabilities."""
+    """Factor of the difference of both answers' mean log-probabilities (beta of the paper)."""
     gamma: Refused[float] = Field(default=0.5, ge=0)
     """Margin that is subtracted from the scaled difference of log-probabilities: gamma of the paper."""
 
@@ -180,11 +180,11 @@ class CpoObjective(ObjectiveConfig):
     name: Refused[Literal["cpo"]]
     """Preference loss without a reference model, plus the cross entropy of the chosen answers."""
     beta: Refused[float] = Field(default=0.1, gt=0)
-    """Scale of the difference of the log-probabilities."""
+    """Factor of the difference of both answers' log-probabilities (beta of the paper)."""
     loss: Refused[Literal["sigmoid", "hinge", "ipo"]] = "sigmoid"
-    """Variant of the CPO loss."""
+    """Variant of the CPO loss; docs/explanation/objectives.md has the formulas."""
     nll_weight: Refused[float] = Field(default=1.0, ge=0)
-    """Weight of the cross entropy of the chosen answers."""
+    """Weight of the cross entropy of the chosen answers, which is added to the preference loss."""
 
 
 class OrpoObjective(ObjectiveConfig):
@@ -193,7 +193,7 @@ class OrpoObjective(ObjectiveConfig):
     name: Refused[Literal["orpo"]]
     """Cross entropy of the chosen answers plus the log odds ratio of both answers, without a reference model."""
     beta: Refused[float] = Field(default=0.1, gt=0)
-    """Weight of the odds ratio term."""
+    """Weight of the odds-ratio term of the loss."""
 
     @property
     def chosen_weight(self) -> float:
@@ -226,16 +226,16 @@ class DistillObjective(ObjectiveConfig):
     the labels.
     """
     teacher: str | None = None
-    """Folder or hub id of a teacher that runs beside the model; it needs the model's tokenizer and vocabulary."""
+    """Folder or hub id of a teacher that runs beside the model and has the same tokenizer and vocabulary."""
     scores: str | None = None
     """Folder of a teacher's top-k log-probabilities of the training rows, which `ds-finetune teach` writes."""
     teacher_offload: Free[Literal["none", "cpu"]] = "none"
-    """`cpu` holds the teacher's weights in host memory, partitioned over ranks. `none` holds them on each GPU, in full
-    or with ZeRO-3 partitioned.
+    """Where the teacher's weights are: `cpu` partitions them over ranks in host memory; `none` keeps them on each GPU,
+    in full, or with ZeRO-3 partitioned.
     """
     temperature: Refused[float] = Field(default=1.0, gt=0)
-    """Divisor of both models' logits in the divergence, which is multiplied by temperature squared; must be 1 with
-    `scores`.
+    """Number by which both models' logits are divided in the divergence, which is then multiplied by its square; must
+    be 1 with `scores`.
     """
     label_weight: Refused[float] = Field(default=0.0, ge=0, lt=1)
     """Weight of the cross entropy of the labels in the loss; the KL divergence has the weight 1 - label_weight."""
@@ -257,14 +257,15 @@ class GrpoObjective(ObjectiveConfig):
     name: Refused[Literal["grpo"]]
     """Makes answers with a reward above the mean of their prompt's answers more likely, and the others less likely."""
     group_size: Refused[int] = Field(default=8, ge=2)
-    """Answers that are sampled for each prompt."""
+    """Number of answers that are sampled for each prompt (its group)."""
     advantage: Refused[Literal["mean", "mean_std", "leave_one_out"]] = "mean"
-    """An answer's advantage: its reward minus the mean of its group (`mean`, Dr. GRPO), that divided by the group's
-    standard deviation (`mean_std`, GRPO), or its reward minus the mean of the other answers (`leave_one_out`, RLOO).
+    """Advantage of an answer: its reward minus its group's mean (`mean`, Dr. GRPO), the same divided by the group's
+    standard deviation (`mean_std`, GRPO), or its reward minus the mean of the group's other answers (`leave_one_out`,
+    RLOO).
     """
     no_spread: Refused[Literal["count", "drop", "resample"]] = "count"
-    """Groups of answers with equal rewards, whose advantages are 0: `count` includes them in the mean of the loss,
-    `drop` leaves them out, and `resample` replaces them by answers to other prompts (DAPO).
+    """Treatment of groups with equal rewards, whose advantages are 0: `count` includes them in the mean of the loss,
+    `drop` leaves them out, `resample` replaces them by answers to other prompts (DAPO).
     """
     aggregation: Refused[Literal["token", "sequence", "fixed"]] = "token"
     """How the loss is averaged. `token` (DAPO): mean over all answer tokens of the step. `sequence` (GRPO): mean over
@@ -272,16 +273,16 @@ class GrpoObjective(ObjectiveConfig):
     `fixed_length`.
     """
     fixed_length: Refused[int | None] = Field(default=None, ge=1)
-    """Divisor of an answer's loss with `aggregation: fixed`; left out, it is rollout.max_new_tokens."""
+    """Number by which an answer's summed loss is divided with `aggregation: fixed`; default rollout.max_new_tokens."""
     ratio: Refused[Literal["token", "sequence", "capped"]] = "token"
     """How the ratio of a token's probability to its probability at sampling enters the loss. `token` clips it.
     `sequence` (GSPO) clips its geometric mean over the answer. `capped` (CISPO) takes it as the token's weight, of at
     most `ratio_cap` and without a gradient.
     """
     clip_low: Refused[float] = Field(default=0.2, gt=0, lt=1)
-    """A token with a ratio below 1 - clip_low is not made less likely. The default with `ratio: sequence` is 3e-4."""
+    """Tokens whose probability ratio is below 1 - clip_low are not made less likely; 3e-4 with `ratio: sequence`."""
     clip_high: Refused[float] = Field(default=0.28, gt=0)
-    """A token with a ratio above 1 + clip_high is not made more likely. The default with `ratio: sequence` is 4e-4."""
+    """Tokens whose probability ratio is above 1 + clip_high are not made more likely; 4e-4 with `ratio: sequence`."""
     ratio_cap: Refused[float | None] = Field(default=None, gt=1)
     """Upper bound of the ratio with `ratio: capped`, such as 5.0. Unlike `clip_high`, it is not added to 1."""
     dual_clip: Refused[float | None] = Field(default=None, gt=1)
@@ -295,7 +296,7 @@ class GrpoObjective(ObjectiveConfig):
     stay in host memory (`start`), or none. `auto` is `adapters_off` with `lora`, else `none`.
     """
     truncated: Refused[Literal["train", "mask"]] = "train"
-    """Whether answers cut at rollout.max_new_tokens are trained on; the mean of their group always includes them."""
+    """Whether answers cut at rollout.max_new_tokens are trained on; the mean reward of their group includes them."""
     mismatch: Refused[Literal["none", "token", "geometric"]] = "none"
     """Weight of a token's loss that corrects for different probabilities in training and sampling: none, the ratio of
     both (`token`), or its geometric mean over the answer (`geometric`).

@@ -31,7 +31,7 @@ _FUNCTION = re.compile(r".+\.py:[A-Za-z_]\w*")
 
 
 class RewardConfig(Section):
-    """A function that scores an answer; `NAME` alone is short for `{reward: NAME}`."""
+    """A reward: a function that scores an answer. `NAME` is short for `{reward: NAME}`."""
 
     reward: str
     """Name of a built-in reward, or a function of a Python file as `file.py:function`."""
@@ -52,17 +52,17 @@ class RewardConfig(Section):
     `extra.answer` names a key inside a mapping. Without a column, `json` accepts any JSON.
     """
     unparsed: float = 0.0
-    """Score of an answer without a result, such as an empty one or one whose reasoning does not end."""
+    """Score of an answer in which a reward finds no result, as in an empty one or one whose reasoning does not end."""
     ignore_case: bool = False
     """For `exact_match`: whether to ignore differences of upper and lower case."""
     tolerance: float = Field(default=0.0, ge=0)
     """For `number`: largest accepted difference from the reference answer, relative to it."""
     pattern: str | None = None
-    """For `regex`: regular expression to search in the answer."""
+    """For `regex`: regular expression that is searched in the answer."""
     answer_tag: bool = False
     """For `format`: whether `<answer>` and `</answer>` must enclose all text after the reasoning."""
     max_tokens: int | None = Field(default=None, ge=1)
-    """For `length`: number of tokens from which the score is -1."""
+    """For `length`: number of tokens of an answer from which on its score is -1."""
     soft_tokens: int = Field(default=0, ge=0)
     """For `length`: number of tokens before `max_tokens` over which the score falls from 0 to -1."""
     partial: bool = False

@@ -49,7 +49,7 @@ class RunConfig(Section):
     deepspeed: Annotated[Free[str | dict[str, Any] | None], BeforeValidator(stage_as_file)] = None
     """DeepSpeed's settings: a JSON file, a name of ds_configs/ such as `zero3`, a ZeRO stage 0 to 3, or a section."""
     inexact: InexactNames = ()
-    """DeepSpeed options to allow although they differ from a reference loop; see docs/how-to/inexact-options.md."""
+    """Options of DeepSpeed that are allowed although they change results (docs/how-to/inexact-options.md)."""
     rollout: RolloutConfig = RolloutConfig()
     """How answers are sampled during training with `objective: grpo`."""
     objective: ObjectiveField = SftObjective()
@@ -87,7 +87,7 @@ class RunConfig(Section):
     export: Free[ExportConfig] = ExportConfig()
     """Exports of the trained model."""
     output_dir: Free[FolderText]
-    """Folder of the run; docs/reference/run-directory.md lists what it holds."""
+    """Folder to which the run writes its files (docs/reference/run-directory.md)."""
 
     @field_validator("objective")
     @classmethod

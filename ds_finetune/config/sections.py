@@ -61,11 +61,11 @@ class ModelConfig(Section):
     """Which model is trained; `model: PATH` is short for `model: {path: PATH}`."""
 
     path: str
-    """Folder or hub id holding `config.json` and safetensors weights."""
+    """Folder or Hugging Face hub id of the model, with `config.json` and safetensors weights."""
     tokenizer: Rows[str | None] = None
-    """Folder or hub id of the tokenizer. Left out, it is the model's own."""
+    """Folder or hub id of the tokenizer; left out, the model's own."""
     resize_vocabulary: bool = False
-    """Add rows to embedding and head for ids of the tokenizer that the model lacks; false refuses such a tokenizer."""
+    """Add rows to embedding and head for tokens that the model lacks; false refuses a tokenizer with such tokens."""
     context: int | None = Field(default=None, ge=1)
     """Number of positions, so of tokens of a document, that the model must have. If config.json has fewer, YaRN extends
     them, also in exports.
@@ -80,9 +80,9 @@ class ModelConfig(Section):
     loss: Literal["auto", "chunked", "liger"] = "auto"
     """Loss kernel: Liger's, or one that computes logits in chunks. `auto` is `liger` on GPUs if it is installed."""
     kernels: Literal["auto", "torch", "liger", "compile"] = "auto"
-    """Kernels of RMSNorm, rotary embedding and SwiGLU: Liger's, those of torch.compile (ZeRO 0 to 2), or torch's own
-    operations. `auto` is the first of these that can run on a GPU, and `torch` on a CPU; the plan says why. A run file
-    with `torch` also turns off Triton's product of experts and FlashAttention 3.
+    """Kernels of RMSNorm, rotary embedding and SwiGLU: those of Liger, of torch.compile (ZeRO 0 to 2), or of torch.
+    `auto` takes the first of these three that runs on the GPU, and `torch` on a CPU; the plan says why. Setting `torch`
+    also turns off Triton's product of experts and FlashAttention 3.
     """
 
 
@@ -95,14 +95,14 @@ class DataConfig(Section):
     `{new.txt: 0.9, old.txt: 0.1}`, mixes rows of the files in these proportions. `data/*.jsonl` names all matches.
     """
     eval: HeldOutPaths = ()
-    """Held-out files, folders or hub ids, by default of the validation split, else of the test split. Several sets have
-    names, as in `{new: a.txt, old: b.txt}`, and metrics of their own, `eval/new/loss`. A share such as `5%` holds out
-    that many rows of `train`: one of each 20 consecutive rows, chosen by `train.seed`.
+    """Held-out files, folders or hub ids; their split is by default that of validation, else of test. Sets may have
+    names, as in `{new: a.txt, old: b.txt}`, and then have metrics of their own, `eval/new/loss`. `5%` holds out that
+    share of the training rows: one of each 20 consecutive rows, chosen by `train.seed`.
     """
     rows: Rows[int | None] = Field(default=None, ge=1)
-    """Number of rows of `train` to read, from its first file on, for a trial. Left out, all rows are read."""
+    """Number of training rows to read, from the first file on, for a trial; left out, all rows."""
     layout: Rows[Layout] = "auto"
-    """Layout of a row; `auto` recognises it by its columns."""
+    """Layout of the rows; `auto` recognises it by their columns."""
     columns: Rows[dict[str, str]] = Field(default_factory=dict)
     """Names of the data's columns where the layout has other names, e.g. `{prompt: question, completion: answer}`."""
     template: Rows[str] = "auto"
@@ -111,30 +111,32 @@ class DataConfig(Section):
     special tokens. Any other value is the path of a Jinja file.
     """
     train_on: Rows[Literal["assistant", "last_assistant", "all"]] = "assistant"
-    """Tokens that carry loss: every assistant turn, only the last one, or every token."""
+    """Tokens that the loss counts: those of every assistant turn, of the last one, or all tokens."""
     reasoning: Rows[Literal["keep", "strip"]] = "keep"
-    """Whether `<think>...</think>` of an assistant turn stays in the text."""
+    """Whether the reasoning `<think>...</think>` of assistant turns is kept or stripped."""
     control_tokens: Rows[Literal["text", "keep", "refuse"]] = "text"
-    """Control tokens inside the texts of a conversation: tokenised as `text`, kept as control tokens, or refused."""
+    """Whether control tokens such as `<|im_end|>` in messages are tokenised as text, kept, or refused."""
     separator: Rows[str] = "\n"
     """Without a chat template: text between prompt and completion, unless white space is there already, and between the
     two texts of a labelled pair.
     """
     packing: Rows[bool] = True
-    """Fill rows of `max_seq_len` with several documents that cannot see each other; false pads each row instead."""
+    """Fill each row of `max_seq_len` tokens with documents that cannot see each other; false pads rows instead."""
     long_rows: Rows[Literal["auto", "truncate", "drop", "split"]] = "auto"
-    """Rows longer than `max_seq_len` are cut at the end, left out, or (only plain text) continued in the next row.
-    `auto` splits plain text and truncates all else. Both sides of a pair are cut to a common length.
+    """Rows longer than `max_seq_len`: `truncate` cuts them at the end, `drop` leaves them out, `split` continues plain
+    text in the next row. `auto` splits plain text and truncates all else. The sides of a pair are cut to a common
+    length.
     """
     bad_rows: Free[Literal["error", "drop"]] = "error"
-    """Rows that cannot be read or tokenised are listed; `error` ends the run before it starts, `drop` leaves them out.
+    """Rows that cannot be read or tokenised: `error` lists them and ends the run before it starts, `drop` leaves them
+    out.
     """
     max_dropped_ratio: Free[float] = Field(default=0.1, ge=0, le=1)
-    """Largest share of dropped rows with which a run starts. Dropped rows are bad, too long, lost in the chat template,
-    or without a supervised token.
+    """Largest share of dropped rows with which a run starts. Rows are dropped that are bad, too long, not fully
+    rendered by the chat template, or without a supervised token.
     """
     max_truncated_ratio: Free[float] = Field(default=0.1, ge=0, le=1)
-    """Largest share of all tokens that truncation may lose."""
+    """Largest share of all training tokens that the truncation of long rows may lose."""
     streaming: Refused[bool] = False
     """Read and tokenise rows during training, for data too large to prepare; `train.for` must then be in steps."""
     shuffle: Refused[bool] = True
@@ -178,13 +180,13 @@ class TrainConfig(Section):
     duration: DurationText = Field(default="1 epochs", alias="for")
     """Length of the run: `N steps`, `N epochs` or `N tokens`."""
     global_batch_size: Refused[int] = Field(default=32, ge=1)
-    """Rows of one optimizer step over all ranks (packed rows when packing). For `grpo` it is rollout.prompts_per_step x
-    objective.group_size, which is also the default.
+    """Rows of an optimizer step over all ranks (packed rows with `data.packing`). For `grpo` it is
+    rollout.prompts_per_step x objective.group_size, which is also the default.
     """
     micro_batch_size: MicroBatchSize = 1
     """Rows of one forward on one rank; gradient accumulation follows from it. `auto` is the most that fits memory."""
     max_seq_len: Rows[int] = Field(default=2048, ge=2)
-    """Maximum tokens of a row; both answers of a pair are in one row."""
+    """Maximum tokens of a row, which holds both answers of a pair."""
     precision: Precision = "auto"
     """Dtype of weights and activations; master weights and moments are fp32. `auto` is bf16 where the device computes
     it (GPUs from compute capability 8.0, CPUs with AMX or AVX512-BF16), fp32 on other CPUs, and an error on other GPUs.
@@ -192,35 +194,35 @@ class TrainConfig(Section):
     seed: Refused[int] = Field(default=0, ge=0)
     """Seed of the order of rows and of randomly initialised weights."""
     max_grad_norm: float = Field(default=1.0, ge=0)
-    """Global norm to which the gradient is clipped; 0 does not clip."""
+    """Norm to which the gradient of all parameters is clipped; 0 does not clip."""
     activation_checkpointing: Literal["auto", "full", "selective", "none"] = "auto"
-    """What backward recomputes instead of keeping it. `full`: all of a layer but its input. `selective`: as `full`, but
-    not attention, the products of routed experts and their exchange between ranks. `none`: nothing. `auto` is
-    `selective` where the estimate fits the GPUs, else `full`. Results do not depend on it.
+    """What backward recomputes to save memory: each layer from its input (`full`); the same without attention, the
+    products of routed experts and their exchange between ranks (`selective`); or nothing (`none`). `auto` is
+    `selective` if that fits the GPUs by the estimate, else `full`. Results do not depend on it.
     """
     activation_offload: Free[bool] = False
     """Keep the inputs of recomputed layers in pinned host memory instead of on the GPU."""
     tiled_mlp: bool = False
-    """Compute MLPs and routed experts for a part of the tokens at a time, and once more in backward, which saves memory
-    for long rows.
+    """Compute MLPs and routed experts for a part of the tokens at a time, and again in backward, to save memory with
+    long rows.
     """
     only: Annotated[Refused[tuple[str, ...]], BeforeValidator(as_list)] = ()
-    """Parameters that are trained, by the last part of their module's name such as `experts` or `lm_head`, by full
-    names, or by regular expressions on these such as `model\.layers\.3\..*`. Left out, all are trained.
+    """Parameters that are trained: the last part of a module's name such as `experts` or `lm_head`, a full name, or a
+    regular expression on either such as `model\.layers\.3\..*`. Left out, all parameters are trained.
     """
     freeze: Annotated[Refused[tuple[str, ...]], BeforeValidator(as_list)] = ()
     """Parameters that are not trained, named as in `only`; they are in no optimizer state, norm or checkpoint."""
     max_skipped_steps: Free[int] = Field(default=5, ge=1)
-    """The run ends after this many steps in a row without a finite gradient. In the first 100 steps of fp16, while the
-    loss scale falls, at least 17 are allowed.
+    """Number of steps in a row with a non-finite gradient after which the run ends; at least 17 in the first 100 steps
+    of fp16, while the loss scale falls.
     """
     reduction_dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Dtype in which gradients are summed over ranks and forwards. `auto` is that of `precision`. `fp32` in a bf16 run
     needs ZeRO-2 or 3. `bf16` in an fp32 run rounds gradients that are sent; the sum over forwards stays fp32.
     """
     reduction_every: Literal["auto", "step"] = "auto"
-    """How often gradients are summed over ranks. `auto` leaves it to the ZeRO stage: 2 and 3 sum in every forward.
-    `step` sums once, and each rank holds the gradients of all its weights until then.
+    """How often gradients are summed over ranks. With `auto` ZeRO stages 2 and 3 sum in every forward, 0 and 1 once a
+    step. `step` sums once a step at every stage; until then each rank holds the gradients of all its weights.
     """
 
 
@@ -231,24 +233,24 @@ class OptimConfig(Section):
     """Optimizer and learning rate."""
 
     name: Refused[str] = "AdamW"
-    """AdamW (Adam is the same), Lion, Adagrad, Lamb, SGD, Muon (with AdamW for embedding, head and vectors) of
-    DeepSpeed; RAdam, Adamax, RMSprop and Adafactor of torch; AdamW8bit of bitsandbytes. The step of Adafactor is a
-    share of each parameter's size, so its `lr` is larger. AdamW8bit and Adafactor take ZeRO-0 only.
+    """Optimizer: DeepSpeed's AdamW (Adam is the same), Lion, Adagrad, Lamb, SGD or Muon (with AdamW for embedding, head
+    and vectors), torch's RAdam, Adamax, RMSprop or Adafactor, or AdamW8bit of bitsandbytes. The step of Adafactor is a
+    share of each parameter's size, so its `lr` is larger. AdamW8bit and Adafactor need ZeRO-0.
     """
     lr: float = Field(default=1e-5, gt=0)
     """Peak learning rate, which is reached at the last step of `warmup`, or at the first step without warm-up."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay of matrices; norms and biases are not decayed."""
     betas: tuple[_Beta, _Beta] = (0.9, 0.95)
-    """Decay rates of the moments of Adam and Lion."""
+    """Decay rates of the two moments of Adam and Lion."""
     eps: float = Field(default=1e-8, gt=0)
-    """Number that is added to Adam's denominator."""
+    """Number added to the denominator of Adam's update."""
     lr_scheduler: SchedulerName = "cosine"
     """Shape of the learning rate after warm-up. `wsd` stays at `lr` and decays in the last tenth of the run.
     `exponential_rise`, which `sweep --lr-range` uses, rises to `lr` without warm-up.
     """
     warmup: WarmupText = "3%"
-    """Linear warm-up: `N steps`, or a share of the run such as `3%`, rounded up."""
+    """Length of the linear warm-up: `N steps`, or a share of the run such as `3%`, rounded up."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     """Learning rate at the end of the run, as a fraction of `lr`; with `exponential_rise` the one at the beginning,
     which must be above 0.
@@ -265,9 +267,9 @@ class GenerateConfig(Section):
     """Greedy answers to held-out prompts during evaluation, scored by exact match."""
 
     prompts: int = Field(default=0, ge=0)
-    """Number of held-out prompts to answer at each evaluation; 0 generates nothing."""
+    """Number of held-out prompts that the model answers at each evaluation."""
     max_new_tokens: int = Field(default=64, ge=1)
-    """Maximum tokens of an answer."""
+    """Maximum tokens of an answer in an evaluation."""
 
 
 class EvalConfig(Section):
@@ -278,13 +280,13 @@ class EvalConfig(Section):
     the only evaluation is at the end of the run.
     """
     limit: int = Field(default=0, ge=0)
-    """Number of held-out rows to evaluate, from the first on (packed rows when packing); 0 evaluates all."""
+    """Number of held-out rows (packed rows with `data.packing`) to evaluate, from the first on; 0 is all."""
     generate: GenerateConfig = GenerateConfig()
     """Answers to held-out prompts, scored by exact match."""
     keep_best: bool = True
-    """Keep the weights with the lowest eval loss in `export-best/`."""
+    """Export the weights with the lowest `eval/loss` to `export-best/`."""
     patience: int = Field(default=0, ge=0)
-    """The run ends early after this many evaluations without a lower loss; 0 never ends it."""
+    """Number of evaluations without a lower loss after which the run ends early; 0 never ends it early."""
 
     @property
     def interval(self) -> Interval:
@@ -306,11 +308,11 @@ class CheckpointConfig(Section):
     max_failed: int = Field(default=3, ge=1)
     """The run ends with an error if this many checkpoints in a row, or its last one, cannot be written."""
     resume: str = "auto"
-    """`auto` resumes from the newest complete checkpoint of `output_dir`; `never` starts from the beginning. Any other
-    value is the folder of a run or checkpoint.
+    """What a start resumes from: `auto` is the newest complete checkpoint of `output_dir`; `never` starts from the
+    beginning; any other value is the folder of a run or checkpoint.
     """
     asynchronous: bool = True
-    """Write checkpoints while training continues, from a copy in host memory; false needs no copy."""
+    """Write checkpoints from a copy in host memory while training continues; false needs no copy."""
     node_local: bool = False
     """Each node stores the checkpoint files of its ranks in its own `output_dir`; for nodes without shared storage."""
 
@@ -337,14 +339,14 @@ class ParallelConfig(Section):
     out, numbers of parameters are balanced.
     """
     vpp: int = Field(default=1, ge=1)
-    """Virtual pipeline size: chunks of consecutive layers that each pipeline rank holds. With more than one, ranks wait
-    less and send more often.
+    """Virtual pipeline size: chunks of layers on each pipeline rank. With more than one, ranks wait less and send more
+    often.
     """
     ep: int = Field(default=1, ge=1)
-    """Expert parallel size: data (and sequence) parallel ranks over which the routed experts are divided."""
+    """Expert parallel size: data (and sequence) parallel ranks that divide the routed experts of each layer."""
     sp: int = Field(default=1, ge=1)
-    """Sequence parallel size: ranks that share the tokens of each row. In attention each computes a part of the heads
-    over whole rows.
+    """Sequence parallel size: ranks that share the tokens of each row. In attention each rank computes a part of the
+    heads over full rows.
     """
 
     @property
@@ -372,23 +374,23 @@ class LoraConfig(Section):
     """Low-rank adapters; with this section the model's weights stay unchanged and only the adapters are trained."""
 
     rank: int = Field(default=16, ge=1)
-    """Rank of an adapter, whose matrices are A and B; with routed experts it is a multiple of 8."""
+    """Rank of each adapter, whose matrices are A and B; for routed experts it must be a multiple of 8."""
     alpha: float = Field(default=32, gt=0)
-    """An adapter's product B A is multiplied by alpha / rank before it is added."""
+    """Scale of adapters: the product B A is multiplied by alpha / rank before it is added to a weight."""
     rslora: bool = False
     """Multiply an adapter's product by alpha / sqrt(rank) instead of alpha / rank (rsLoRA)."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Share of the inputs of adapters that a forward in training drops; the frozen weights get all inputs."""
+    """Share of an adapter's inputs that is dropped in training; the frozen weights get all inputs."""
     target_modules: Annotated[tuple[str, ...], Field(min_length=1), BeforeValidator(as_list)] | None = None
     """Modules to adapt, by the last part of their names such as `q_proj` or `experts`, or by regular expressions on
-    full names. Left out, all linear modules of attention, MLPs, shared and routed experts are adapted. Routers are
-    adapted only by `all-linear`, as in peft, or where `gate` is named; embeddings and head never are.
+    full names. Left out, all linear modules of attention, MLPs, shared and routed experts are adapted. `all-linear`, as
+    in peft, or `gate` adapts routers too. Embeddings and head are never adapted.
     """
     quantize: Literal["nf4"] | None = None
-    """`nf4` holds the frozen weights of attention, dense MLPs and shared experts in four bits, by bitsandbytes."""
+    """`nf4` holds frozen weights of attention, dense MLPs and shared experts in four bits, by bitsandbytes (QLoRA)."""
     modules_to_save: Annotated[tuple[str, ...], BeforeValidator(as_list)] = ()
-    """Modules whose weights are trained in full beside the adapters, such as `embed_tokens`, `lm_head` or norms, named
-    as in `target_modules`.
+    """Modules that are trained in full beside the adapters, such as `embed_tokens`, `lm_head` or norms, named as in
+    `target_modules`.
     """
     start: str | None = None
     """Folder of an adapter in peft's format from which training starts; it must have the modules, rank and scale of
@@ -407,7 +409,7 @@ class MtpConfig(Section):
     """
 
     train: Refused[bool] = False
-    """Train the prediction layer that the model is published with; false carries it to exports unchanged."""
+    """Train the multi-token prediction layer that the model is published with; false exports it unchanged."""
     weight: float = Field(default=0.1, gt=0)
     """Weight of the prediction layer's loss; the loss of the next token has weight 1."""
     detach: Refused[bool] = True
@@ -417,15 +419,15 @@ class MtpConfig(Section):
 
 
 class RouterConfig(Section):
-    """How routers, which choose experts, are trained. Left out, they are trained like all weights."""
+    """How routers, which choose the experts of a token, are trained. Left out, they are trained like all weights."""
 
     train: Refused[bool] = True
-    """Whether the weights of routers are trained; false leaves them as they are."""
+    """Whether the weights of routers are trained; false freezes them."""
     balance: float = Field(default=0.0, ge=0)
-    """Weight of the balance loss of experts, which is 1 for a layer whose experts are chosen equally often."""
+    """Weight of the balance loss, which is 1 for a layer whose experts are chosen equally often."""
     bias_update: float = Field(default=0.0, ge=0)
-    """Change of each expert's bias after a step: down where the expert was chosen more often than the mean, else up; 0
-    changes no bias.
+    """Number by which an expert's router bias changes after each step: down if the expert was chosen more often than
+    the mean, else up.
     """
 
 
@@ -433,10 +435,10 @@ class IndexerConfig(Section):
     """Indexers of DeepSeek sparse attention, which choose the tokens that a query attends to."""
 
     train: Refused[bool] = False
-    """Train indexers to score tokens as attention weighs them; false leaves them as they are."""
+    """Train indexers to score tokens as attention weighs them; false freezes indexers."""
     stage: Refused[Literal["sparse", "dense_warmup"]] = "sparse"
-    """`sparse` trains indexers beside the other weights, by attention to the chosen tokens. `dense_warmup` trains only
-    indexers, by attention to all earlier tokens.
+    """`sparse` trains indexers and the other weights, with attention to the chosen tokens. `dense_warmup` trains only
+    indexers, with attention to all earlier tokens.
     """
     weight: float = Field(default=1.0, gt=0)
     """Weight of the indexers' loss; it hardly matters with Adam, which normalises gradients."""
@@ -455,38 +457,37 @@ class RolloutConfig(Section):
     """How answers are sampled while the model trains, for `objective: grpo`."""
 
     engine: Annotated[Literal["own", "vllm"], _NO_SGLANG] = "own"
-    """What samples answers: `own` is the model under training, `vllm` a server, which loads the weights from a folder
-    in output_dir. The folder has the size of an export; it is written before each rollout and evaluation and removed
-    after loading.
+    """What samples answers: `own` is the model under training, `vllm` a vLLM server. Before each rollout and evaluation
+    the run writes the weights to a folder in output_dir, of the size of an export, which is removed once the server has
+    loaded it.
     """
     address: Annotated[Free[str | None], BeforeValidator(_check_address)] = None
     """Address of the vLLM server, such as http://127.0.0.1:8000."""
     prompts_per_step: Refused[int] = Field(default=32, ge=1)
-    """Prompts per optimizer step; their answers are its global batch."""
+    """Prompts per optimizer step, whose sampled answers are its global batch."""
     steps_per_rollout: Refused[int] = Field(default=1, ge=1)
     """Optimizer steps per rollout. All answers of a rollout are sampled with the weights before its first step."""
     ahead: Refused[Literal[0, 1]] = 0
-    """Number of rollouts that are sampled ahead. With 1, a rollout is sampled before the steps on the preceding
-    rollout, or by a server during these steps; its rewards are computed during them. objective.mismatch corrects for
-    the change of weights.
+    """Number of rollouts that are sampled ahead. With 1, answers are sampled before the steps of the preceding rollout,
+    or by a vLLM server during them, and scored during them. `objective.mismatch` corrects for the change of weights.
     """
     max_new_tokens: int = Field(default=256, ge=1)
-    """Maximum tokens of an answer; a longer answer is cut."""
+    """Maximum tokens of a sampled answer; a longer answer is cut."""
     temperature: Refused[float] = Field(default=1.0, gt=0)
     """Temperature of sampling; only 1 is supported."""
     stop: Annotated[Refused[tuple[str, ...]], BeforeValidator(as_list)] = ()
     """Texts that end an answer, besides the model's end token; rewards see the text before them."""
     eval_samples: int = Field(default=0, ge=0)
-    """Answers to each held-out prompt that are sampled for `eval/pass_at_k`, beside the greedy one."""
+    """Number of answers to each held-out prompt that are sampled for `eval/pass_at_K`, beside the greedy one."""
     batch_rows: Free[Annotated[int, Field(ge=1)] | Literal["auto"]] = "auto"
-    """Answers that a rank samples at a time; `auto` takes as many as fit into memory."""
+    """Number of answers that a rank samples at a time; `auto` is as many as fit into memory."""
 
 
 class LogConfig(Section):
     """Progress lines and trackers of a run, beside `metrics.jsonl`."""
 
     every: int = Field(default=1, ge=1)
-    """Steps between progress lines; `log.txt` has all of them, standard output at most one in `seconds`."""
+    """Steps between progress lines in `log.txt`; standard output has at most one in `log.seconds`."""
     seconds: float = Field(default=5.0, ge=0)
     """Minimum seconds between progress lines on standard output; 0 prints all. Evaluations, notices and the last step
     are always printed.
@@ -555,18 +556,18 @@ class WatchdogConfig(Section):
     """When a run that hangs is ended, and which rank counts as slow."""
 
     limit: Annotated[str, checked(seconds_of, "auto", "never")] = "auto"
-    """Longest time of an optimizer step. `auto` is ten times the median of the last steps, and at least a minute.
-    `never` detects no hang.
+    """Longest time of an optimizer step, after which the run counts as hung. `auto` is ten times the median of the last
+    steps, at least a minute; `never` detects no hang.
     """
     start: TimeText = "30 minutes"
     """Longest time without a collective from loading the model to the end of the first step, which may compile."""
     other: TimeText = "30 minutes"
     """Longest time without a collective in evaluation and export, and longest time of a save."""
     meet: TimeText = "2 hours"
-    """How long a rank that has started waits for the others to start; preparing data has no limit."""
+    """Longest time that a rank waits for the others to start; preparing data has no limit."""
     collective: Annotated[str, checked(seconds_of, "auto")] = "auto"
-    """How long torch lets a rank wait in a collective; `auto` is five minutes more than the longest of `limit`,
-    `start` and `other`.
+    """Longest time of a collective, after which torch ends the process; `auto` is five minutes more than the longest of
+    `limit`, `start` and `other`.
     """
     straggler_ratio: float = Field(default=1.5, gt=1)
     """The progress line names the slowest rank if its step time is at least this many times the median of all ranks."""
@@ -589,13 +590,13 @@ class ExportConfig(Section):
     """Exports of the trained model for other programs, written at the end of the run."""
 
     at_end: bool = True
-    """Write `export/` when training ends."""
+    """Export the model to `export/` when training ends."""
     formats: Annotated[tuple[str, ...], BeforeValidator(as_list)] = ("safetensors",)
     """Formats of the exports at the end of the run. `safetensors` is written to `export/`, and other formats are
     converted from it to `export-NAME/`. `onnx` and `gguf` need the extras of the same names.
     """
     max_shard_size: SizeText = "5GB"
-    """Largest size of a safetensors file."""
+    """Largest size of a safetensors file of an export."""
     verify: bool = True
     """Reload each export in a new process with plain transformers, and compare its logits with those of the run."""
 
@@ -606,7 +607,7 @@ class LaunchConfig(Section):
     restarts: int = Field(default=0, ge=0)
     """How many times a run restarts from its newest checkpoint after a rank or a host has failed."""
     min_hosts: int | None = Field(default=None, ge=1)
-    """Fewest hosts to resume with. Left out, it is all hosts of the hostfile. The global batch stays the same."""
+    """Fewest hosts with which a restart resumes; left out, all of the hostfile. The global batch stays the same."""
     greeting_seconds: float = Field(default=30, gt=0)
     """Seconds within which a host must answer when a run starts; they include the start of ssh and Python."""
     silent_seconds: float = Field(default=10, ge=3)
