@@ -22,6 +22,8 @@ from ds_finetune.runs.status import STATUS, LastChange, RunStatus, parse_object,
 CONFIG, PLAN, EXPERTS, LOG, RANK_TIMES = "config.yaml", "plan.json", "experts.jsonl", "log.txt", "ranks.jsonl"
 STARTS = "starts.jsonl"
 REPORT = "watchdog/report.txt"
+BEST_EXPORTS = ("export-best", "adapter-best")
+"""Names of the folders of a run that have the weights of its best evaluation."""
 _INTEGERS = ("after_step", "steps", "ranks", "ranks_per_host", "pid")
 """Keys whose values must be integers in each line of `starts.jsonl`."""
 _MOST_BYTES = 8 * MIB
@@ -182,6 +184,21 @@ class RunFolder:
             results[name] = unverified.strip() if unverified else "verified" if has_record else "not verified"
         return results
 
+    def export_step(self, name: str) -> int | None:
+        """The step after which the weights in the run's export `name` were saved; None if it is missing or unknown.
+
+        An export that is not verified has no record of its step, which is then taken from the metrics.
+        """
+        if not (self.path / name).is_dir():
+            return None
+        step = self.recorded(f"{name.replace('adapter', 'export')}/verification.json").get("step")
+        if isinstance(step, int):
+            return step
+        if name not in BEST_EXPORTS:
+            return self.metrics.last_step
+        best = self.best("eval/reward", is_highest=True) or self.best("eval/loss")
+        return None if best is None else best[0]
+
     @property
     def curves(self) -> Mapping[str, Curve]:
         """The curves of the metrics in `metrics.jsonl`, by name of the metric."""
@@ -192,11 +209,11 @@ class RunFolder:
         curve = self.curves.get(name)
         return curve.last if curve is not None and len(curve) else None
 
-    def best(self, name: str) -> tuple[int, float] | None:
-        """Step and value of the lowest finite value of the metric `name`; None if it has no finite value."""
+    def best(self, name: str, *, is_highest: bool = False) -> tuple[int, float] | None:
+        """Step and value of the lowest or highest finite value of the metric `name`; None if it has no finite value."""
         curve = self.curves.get(name)
         finite = [] if curve is None else [point for point in curve.points() if np.isfinite(point[1])]
-        return min(finite, key=lambda point: point[1], default=None)
+        return min(finite, key=lambda point: -point[1] if is_highest else point[1], default=None)
 
     def _note(self, problem: str) -> None:
         if problem not in self.problems:

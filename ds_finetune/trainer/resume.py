@@ -3,9 +3,10 @@
 import shutil
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, astuple, dataclass, replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -45,6 +46,7 @@ from ds_finetune.model.build.hub_folder import copy_model_file
 from ds_finetune.observers.checkpointing import RunText
 from ds_finetune.observers.record import Resumable, StepRecord
 from ds_finetune.plan.plan import Plan
+from ds_finetune.runs.folder import BEST_EXPORTS, RunFolder
 from ds_finetune.system.free_memory import available_bytes
 from ds_finetune.system.whole_file import synchronise_names
 from ds_finetune.trainer.exports import adapt_tokenizer
@@ -118,29 +120,53 @@ def _find_checkpoint(run: PreparedRun, checkpoints: CheckpointFolder, say: Say) 
         *changes_since_checkpoint(state, inputs_of(run)),
         *_random_state_changes(usable, run),
         *_rows_left_out(usable, run),
-        *best_weights_elsewhere(usable, run.output_dir),
+        *(best_weights_lines(usable, run.output_dir) if run.config.eval.keep_best else ()),
     ]
     for line in usable.passed_over:
         say(line)
     # Checkpoints after the resume point are renamed, so that they do not count among the newest ones to keep.
     for name in later if checkpoints.is_leader else ():
         say(f"{checkpoints.path / name} is renamed to {rename_unusable(checkpoints.path / name).name}")
+    if checkpoints.is_leader:
+        move_later_exports(run.output_dir, state.step, say)
     saved_by = f"{state.layout.get('mesh')}, ZeRO-{state.layout.get('zero_stage')}"
     for line in (f"resuming from {usable.folder}, step {state.step} of {saved_by}", *lines):
         say(line)
     return usable
 
 
-def best_weights_elsewhere(usable: UsableCheckpoint, output_dir: Path) -> list[str]:
-    """A line with the path of the best weights so far, if they are in the folder of another run."""
-    other_folder, best = usable.folder.parent.parent, usable.state.observers.get("best", {})
-    names = [name for name in ("export-best", "adapter-best") if (other_folder / name).is_dir()]
-    if not names or other_folder.resolve() == output_dir.resolve():
+def best_weights_lines(usable: UsableCheckpoint, output_dir: Path) -> list[str]:
+    """Lines that say where the weights of the checkpoint's best evaluation are, unless they are in `output_dir`."""
+    folder, best_step = usable.folder.parent.parent, usable.state.observers.get("best", {}).get("best_step", 0)
+    if not best_step:
         return []
-    paths = " and ".join(str(other_folder / name) for name in names)
-    return [
-        f"the best evaluation so far is of step {best.get('best_step')}: until a better one, its weights are {paths}"
-    ]
+    steps = _steps_of_best(folder)
+    is_elsewhere = folder.resolve() != output_dir.resolve()
+    best = f"the best evaluation so far is of step {best_step}"
+    if steps and not set(steps.values()) - {best_step, None}:
+        paths = " and ".join(str(folder / name) for name in steps)
+        return [f"{best}: until a better one, its weights are {paths}"] if is_elsewhere else []
+    others = "".join(f"; {folder / name} is of step {step}" for name, step in steps.items() if is_elsewhere)
+    checkpoint = usable.folder.with_name(step_name(best_step))
+    command = f"; `ds-finetune export {checkpoint} OUT` exports them" if checkpoint.is_dir() else ""
+    return [f"{best.upper()}, AND {folder} HAS NO EXPORT OF ITS WEIGHTS{others}{command}"]
+
+
+def _steps_of_best(folder: Path) -> dict[str, int | None]:
+    """The step of each export of the best weights in a run's folder, by its name; None where it is unknown."""
+    run = RunFolder(folder)
+    with suppress(OutputError):
+        run.update()
+    return {name: run.export_step(name) for name in BEST_EXPORTS if (folder / name).is_dir()}
+
+
+def move_later_exports(folder: Path, after_step: int, say: Say) -> None:
+    """Rename exports of the best weights that are of steps after `after_step`, which are trained again."""
+    for name, step in _steps_of_best(folder).items():
+        if step is not None and step > after_step:
+            new = next(path for n in count(1) if not (path := folder / f"{name}-of-step-{step}-{n}").exists())
+            (folder / name).rename(new)
+            say(f"{folder / name} is of step {step}, which is trained again, and is renamed to {new.name}")
 
 
 def _lock_folder(checkpoints: CheckpointFolder, say: Say) -> TextIO | None:

@@ -20,7 +20,7 @@ from ds_finetune.plan.settings import RunSettings
 from ds_finetune.runs.folder import RunFolder
 from ds_finetune.runs.metrics import SAMPLES, Sample
 from ds_finetune.system.world import World
-from ds_finetune.trainer.resume import best_weights_elsewhere
+from ds_finetune.trainer.resume import best_weights_lines, move_later_exports
 from ds_finetune.trainer.run_dir import (
     check_only_own_files,
     check_run_disk,
@@ -253,12 +253,41 @@ def test_a_resume_keeps_samples_with_any_character(tmp_path: Path) -> None:
 def test_the_best_weights_of_the_folder_that_is_resumed_elsewhere_are_named(tmp_path: Path) -> None:
     state: Any = SimpleNamespace(observers={"best": {"best_step": 4}})
     found: Any = SimpleNamespace(folder=tmp_path / "old" / "checkpoints" / "step-000006", state=state)
-    assert best_weights_elsewhere(found, tmp_path / "new") == []
-    (tmp_path / "old" / "export-best").mkdir(parents=True)
-    assert best_weights_elsewhere(found, tmp_path / "old") == []
-    (line,) = best_weights_elsewhere(found, tmp_path / "new")
-    assert "of step 4" in line
-    assert str(tmp_path / "old" / "export-best") in line
+    (line,) = best_weights_lines(found, tmp_path / "new")
+    assert "STEP 4, AND" in line
+    assert f"{tmp_path / 'old'} HAS NO EXPORT OF ITS WEIGHTS" in line
+    best = tmp_path / "old" / "export-best"
+    best.mkdir(parents=True)
+    losses = "".join(f'{{"step": {step}, "eval/loss": {loss}}}\n' for step, loss in ((2, 3), (4, 2), (6, 2), (8, 2.5)))
+    (tmp_path / "old" / "metrics.jsonl").write_text(losses)
+    assert best_weights_lines(found, tmp_path / "old") == []
+    (line,) = best_weights_lines(found, tmp_path / "new")
+    assert "of step 4: " in line
+    assert line.endswith(str(best))
+    # The run went on from the checkpoint, and a later evaluation was better.
+    (tmp_path / "old" / "metrics.jsonl").write_text(losses + '{"step": 10, "eval/loss": 1}\n')
+    found.folder.with_name("step-000004").mkdir(parents=True)
+    for where, other in (("new", f"; {best} is of step 10"), ("old", "")):
+        (line,) = best_weights_lines(found, tmp_path / where)
+        assert f"HAS NO EXPORT OF ITS WEIGHTS{other}; `ds-finetune export" in line
+        assert "step-000004 OUT` exports them" in line
+    # Rewards are best where they are highest, and a record of the export itself counts first.
+    (tmp_path / "old" / "metrics.jsonl").write_text('{"step": 4, "eval/reward": 1}\n{"step": 6, "eval/reward": 0}\n')
+    assert best_weights_lines(found, tmp_path / "old") == []
+    (best / "verification.json").write_text('{"step": 6}')
+    assert "export-best is of step 6" in best_weights_lines(found, tmp_path / "new")[0]
+
+
+def test_best_weights_of_steps_that_are_trained_again_are_moved_aside(tmp_path: Path) -> None:
+    messages: list[str] = []
+    for name, step in (("export-best", 6), ("adapter-best", 6)):
+        (tmp_path / name).mkdir()
+        (tmp_path / "export-best" / "verification.json").write_text(f'{{"step": {step}}}')
+    move_later_exports(tmp_path, 6, messages.append)
+    assert messages == []
+    move_later_exports(tmp_path, 4, messages.append)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter-best-of-step-6-1", "export-best-of-step-6-1"]
+    assert "export-best is of step 6, which is trained again" in messages[0]
 
 
 @pytest.mark.parametrize("name", ["link", "link/run"])

@@ -59,7 +59,7 @@ def model_card(run: RunFolder, folder: Path, verified: Sequence[str] = ()) -> st
 
     is_adapter, settings = (folder / "adapter_config.json").is_file(), run.settings
     export_format = format_of(folder)
-    step = _step_of(run, folder)
+    step = run.export_step(folder.name) or run.metrics.last_step
     results = dict(_results_at(run, step))
     base, objective = base_model(run.config), settings.get("objective.name", "sft")
     is_scorer = objective in OBJECTIVES and OBJECTIVES[objective].head == "scores"
@@ -136,17 +136,6 @@ def _config_of(folder: Path) -> Mapping[str, Any]:
     """The model config of an exported folder. For an adapter it is that of the merged export beside it."""
     merged = folder.with_name(folder.name.replace("adapter", "export"))
     return read_object(folder / "config.json") or read_object(merged / "config.json")
-
-
-def _step_of(run: RunFolder, folder: Path) -> int:
-    """The number of optimizer steps that the weights of an exported folder had been trained."""
-    step = read_object(folder / "verification.json").get("step")
-    if isinstance(step, int):
-        return step
-    best = run.best("eval/loss")
-    if folder.name.endswith("-best") and best is not None:
-        return best[0]
-    return run.metrics.last_step
 
 
 def _results_at(run: RunFolder, step: int) -> Iterator[tuple[str, float]]:
