@@ -449,9 +449,7 @@ def test_the_demo_replaces_no_file_of_the_user(tmp_path: Path, capsys: pytest.Ca
         (tmp_path / "new" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "new" / name).write_text("mine")
     assert cli.main(["demo", str(tmp_path / "new")]) == 2
-    assert "has other files with its names: model/config.json, run.yaml, train.jsonl" in (
-        capsys.readouterr().err
-    )
+    assert "has other files with its names: model/config.json, run.yaml, train.jsonl" in (capsys.readouterr().err)
     kept = {str(path.relative_to(tmp_path / "new")): path.read_text() for path in (tmp_path / "new").rglob("*.*")}
     assert kept == dict.fromkeys(("train.jsonl", "run.yaml", "model/config.json"), "mine")
 

@@ -286,7 +286,7 @@ def test_rows_or_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["init", "--from", "nowhere.yaml"]) == 2
     said = capsys.readouterr().err
     assert "init needs either ROWS or --from, and has neither" in said
-    assert "init has `rows.jsonl` and --from a.yaml" in said
+    assert "init needs either ROWS or --from, and has `rows.jsonl` and --from a.yaml" in said
     assert "file `nowhere.yaml` does not exist" in said
 
 

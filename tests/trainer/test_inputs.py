@@ -128,7 +128,9 @@ def test_sources_with_weights_are_named_with_their_passes(tmp_path: Path) -> Non
     assert shown.get().count("⟦") == 4
     empty = tmp_path / "empty.jsonl"
     empty.write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
-    with pytest.raises(DataError, match=r"gives `.*empty\.jsonl` \(1 files\) a weight, but no row of it can be trained"):
+    with pytest.raises(
+        DataError, match=r"gives `.*empty\.jsonl` \(1 files\) a weight, but no row of it can be trained"
+    ):
         inputs_of(tmp_path, train={train: 3, str(empty): 1})
 
 

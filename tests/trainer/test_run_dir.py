@@ -264,7 +264,7 @@ def test_the_best_weights_of_the_folder_that_is_resumed_elsewhere_are_named(tmp_
     (line,) = best_weights_lines(found, tmp_path / "new")
     assert "of step 4: " in line
     assert line.endswith(str(best))
-    # The run went on from the checkpoint, and a later evaluation was better.
+    # The run resumed from the checkpoint, and a later evaluation was better.
     (tmp_path / "old" / "metrics.jsonl").write_text(losses + '{"step": 10, "eval/loss": 1}\n')
     found.folder.with_name("step-000004").mkdir(parents=True)
     for where, other in (("new", f"; {best} is of step 10"), ("old", "")):

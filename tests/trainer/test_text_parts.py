@@ -212,7 +212,10 @@ def test_text_parts_that_are_not_trained(tree: dict[str, Any], said: str, tmp_pa
         ("objective={name: classification, num_labels: 2}", "is trained as a language model only"),
         ("export.formats=[safetensors,gguf]", "cannot be exported to GGUF"),
         ("mtp={train: true}", "has model_type internvl, with which mtp.train is not tested"),
-        ("lora={rank: 4, modules_to_save: [lm_head]}", "lora.modules_to_save with .* combines text with images or sound"),
+        (
+            "lora={rank: 4, modules_to_save: [lm_head]}",
+            "lora.modules_to_save with .* combines text with images or sound",
+        ),
         ("lora={rank: 4, start: folder}", "lora.start with .* combines text with images or sound"),
     ],
 )

@@ -295,7 +295,10 @@ def test_wrong_sweep_files_are_refused(tmp_path: Path, keys: dict[str, object], 
     [
         ({"sampler": "TPE"}, {}, "`sampler: TPE` is not in optuna.samplers"),
         ({"pruner": {"name": "MedianPruner", "startup": 3}}, {}, "`pruner: MedianPruner` does not accept"),
-        *(({"sampler": name}, {}, f"{name}` needs lists of values, but the space has a range for `optim.lr`") for name in POINTS),
+        *(
+            ({"sampler": name}, {}, f"{name}` needs lists of values, but the space has a range for `optim.lr`")
+            for name in POINTS
+        ),
         ({"pruner": "MedianPruner"}, {"eval": {"every": None}}, "has no `eval.every`"),
         ({}, {"data": {"eval": ()}, "eval": {"every": None}}, "has no `data.eval`"),
     ],
