@@ -1,10 +1,10 @@
-"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): a decoder layer after the last one that predicts
-the token after the next from a hidden state of the model and the embedding of the next token.
+"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): one more decoder layer predicts the token after
+the next, from a hidden state of the model and the embedding of the next token.
 
-The layer is `model.layers.N` of the model itself, with N = `num_hidden_layers`. So its tensors have their published
-names, and parallel modules, ZeRO and checkpoints treat it like other layers. The model's own forward skips it
-(transformers 5.23 runs `layers[: config.num_hidden_layers]`, deepseek_v3/modeling_deepseek_v3.py:621). DeepSeek-V4's
-forward runs all layers: there the layer is wrapped in a module that returns its input.
+The layer is `model.layers.N` of the model with N = `num_hidden_layers`. So its tensors have their published names, and
+parallel modules, ZeRO and checkpoints treat it like other layers. The model's own forward skips it (transformers 5.23
+runs `layers[: config.num_hidden_layers]`, deepseek_v3/modeling_deepseek_v3.py:621). DeepSeek-V4's forward runs all
+layers: there the layer is inside a module that returns its input.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,32 +22,32 @@ from ds_finetune.foreign.transformers_attention import hyper_head
 from ds_finetune.foreign.transformers_models import replaced_layers
 
 _BUILT = "ds_finetune_mtp_layers"
-"""Attribute of a transformers configuration, never saved: number of multi-token prediction layers to build."""
+"""Attribute of a configuration for the number of multi-token prediction layers to build. It is never saved."""
 PREDICTION_LAYERS = "num_nextn_predict_layers"
-"""Key of config.json for the number of multi-token prediction layers after the last layer (DeepSeek-V3)."""
+"""Key of config.json for the number of multi-token prediction layers (DeepSeek-V3)."""
 _PER_LAYER: Mapping[str, str | None] = {"layer_types": None, "mlp_layer_types": None, "indexer_types": "full"}
-"""Per-layer lists of a config.json, and their entry for a multi-token prediction layer. None repeats the last layer's
-entry. In published checkpoints a multi-token prediction layer has its own indexer, even if the last layer has none.
+"""Lists of a config.json with an entry for each layer, and the entry for a multi-token prediction layer. None means
+that of the last layer. A published prediction layer has its own indexer, even if the last layer has none.
 """
 _COMPRESSED: Mapping[str, str | int] = {
     "layer_types": "sliding_attention",
     "mlp_layer_types": "moe",
     "compress_ratios": 0,
 }
-"""Per-layer entries of DeepSeek-V4's multi-token prediction layer, which has no compressor and no table of ids."""
+"""Entries of DeepSeek-V4's multi-token prediction layer in lists of config.json: no compressor, no expert table."""
 
 
 def set_mtp_layers(hf_config: PretrainedConfig, layers: int) -> None:
-    """Set how many multi-token prediction layers models of `hf_config` are built with."""
+    """Set the number of multi-token prediction layers in models built from `hf_config`."""
     setattr(hf_config, _BUILT, layers)
 
 
 def mtp_layers(hf_config: PretrainedConfig) -> range:
-    """Indices of the multi-token prediction layers with which models of `hf_config` are built.
+    """Numbers of the multi-token prediction layers in models built from `hf_config`.
 
-    `num_mtp_layers` of transformers' configurations cannot be used: it is 1 if config.json does not set it.
+    transformers' `num_mtp_layers` is not used: it is 1 if config.json does not set it.
     """
-    # Some model types without such layers use another key for their depth (transformers 5.23, BltConfig).
+    # Some model types without such layers have another key for their number of layers (transformers 5.23, BltConfig).
     first = getattr(hf_config, "num_hidden_layers", 0)
     return range(first, first + getattr(hf_config, _BUILT, 0))
 
@@ -58,8 +58,8 @@ def is_mtp_tensor(name: str, hf_config: PretrainedConfig) -> bool:
 
 
 def published_copies(hf_config: PretrainedConfig) -> dict[str, str]:
-    """Published tensors of multi-token prediction layers that copy the model's embedding and head, with the names of
-    the originals. This program's prediction layers use the originals.
+    """Published tensors of multi-token prediction layers that are copies of the model's embedding and head, by the
+    names of the originals, which prediction layers use here.
     """
     return {
         f"model.layers.{layer}.{copy}": original
@@ -93,7 +93,7 @@ def more_layers(hf_config: PretrainedConfig, number: int) -> Iterator[None]:
 
 @contextmanager
 def build_mtp_layers(model_class: type[PreTrainedModel], hf_config: PretrainedConfig) -> Iterator[None]:
-    """Context in which a model of `hf_config` is built with its multi-token prediction layers."""
+    """Context in which a model of `hf_config` is built with multi-token prediction layers."""
     layers = mtp_layers(hf_config)
     if not layers:
         yield
@@ -111,7 +111,7 @@ def build_mtp_layers(model_class: type[PreTrainedModel], hf_config: PretrainedCo
 
 
 class PassedLayer(nn.Module):
-    """Holds the multi-token prediction layer `mtp` in a model whose own forward runs all layers, and skips it there."""
+    """Module around a multi-token prediction layer `mtp`, which does nothing in the forward of the model's layers."""
 
     def __init__(self, mtp: nn.Module) -> None:
         super().__init__()
@@ -123,12 +123,12 @@ class PassedLayer(nn.Module):
 
 
 def add_mtp_modules(layer: Any, config: PretrainedConfig) -> None:  # noqa: ANN401 - a decoder layer of any family
-    """Add the modules that a multi-token prediction layer has besides a decoder layer, under the published names."""
+    """Add to a decoder layer, in place, the further modules of a multi-token prediction layer, by published names."""
     width, norm_class = config.hidden_size, type(layer.input_layernorm)
     layer.enorm = norm_class(width, eps=config.rms_norm_eps)
     layer.hnorm = norm_class(width, eps=config.rms_norm_eps)
     if family_of(config.model_type).compresses:
-        # These are the names in DeepSeek-V4's checkpoint (vLLM 0.32, models/deepseek_v4/nvidia/mtp.py).
+        # Module names in DeepSeek-V4's checkpoint (vLLM 0.32, models/deepseek_v4/nvidia/mtp.py).
         layer.e_proj, layer.h_proj = (nn.Linear(width, width, bias=False) for _ in range(2))
         layer.hc_head, layer.norm = hyper_head(config), norm_class(width, eps=config.rms_norm_eps)
         return
@@ -138,13 +138,12 @@ def add_mtp_modules(layer: Any, config: PretrainedConfig) -> None:  # noqa: ANN4
 
 
 def mtp_layer_inputs(layer: Any, embedded: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
-    """Compute the input [rows, tokens, width] of a multi-token prediction layer, from embeddings of the next tokens
-    and the model's hidden states after the final norm, [rows, tokens, width] each. With several residual streams
-    per token, the input has streams too, and `hidden` are the streams after the last layer, [rows, tokens, streams,
-    width].
+    """Compute a multi-token prediction layer's input [rows, tokens, width], from the next tokens' embeddings and the
+    model's hidden states after the final norm, [rows, tokens, width] each. With several residual streams, `hidden` are
+    the streams after the last layer, [rows, tokens, streams, width], and the input has streams too.
 
-    The published weights take the embedding first (transformers 5.23, modeling_layers.py:357; vLLM and SGLang too),
-    though the paper writes the hidden state first (eq. 21).
+    Published weights take the embedding first (transformers 5.23, modeling_layers.py:357; vLLM and SGLang too), though
+    the paper writes the hidden state first (eq. 21).
     """
     if hidden.dim() > embedded.dim():
         streams: torch.Tensor = layer.h_proj(layer.hnorm(hidden))
@@ -160,8 +159,8 @@ def run_mtp_layer(
     position_ids: torch.Tensor,
     **arguments: Any,  # noqa: ANN401 - what attention takes
 ) -> torch.Tensor:
-    """Run a multi-token prediction layer of `lm` on its input, like the model's own layers. Returns hidden states
-    [rows, tokens, width] before the head.
+    """Run a multi-token prediction layer of `lm` like the model's own layers. Returns hidden states [rows, tokens,
+    width] before the head.
     """
     if family_of(lm.config.model_type).compresses:
         return _run_compressed_layer(lm, layer, joined, position_ids, arguments)
@@ -171,7 +170,7 @@ def run_mtp_layer(
         None,
         None,
         position_ids=position_ids,
-        # The mask must not be skipped where transformers' indexer reads it (deepseek_v32/modeling_deepseek_v32.py:729).
+        # transformers' indexer reads the mask, so it must be made (deepseek_v32/modeling_deepseek_v32.py:729).
         allow_is_causal_skip=family_of(lm.config.model_type).indexer is None,
     )
     states = layer(
@@ -182,7 +181,7 @@ def run_mtp_layer(
         use_cache=False,
         **arguments,
     )
-    # Layers that pass chosen tokens to the next layer return a tuple.
+    # Layers that pass chosen tokens to later layers return a tuple.
     normed: torch.Tensor = layer.shared_head.norm(states[0] if isinstance(states, tuple) else states)
     return normed
 

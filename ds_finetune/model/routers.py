@@ -1,5 +1,5 @@
-"""Routers of experts: collects their choices for the tokens of each document, sums choices over all ranks and a step,
-and updates router biases.
+"""Collects which experts routers choose for the tokens of each document, counts them over all ranks and a step, and
+updates router biases.
 """
 
 from collections.abc import Iterator
@@ -20,11 +20,11 @@ from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.routers import RouterPlan
 
 _MARKS = 2**15
-"""Upper bound of marks, which are hashes of sets of experts."""
+"""Number of different marks. A mark is a hash of a set of experts."""
 
 
 class RouterOutput(NamedTuple):
-    """Output of a layer's router for the tokens of the flattened rows."""
+    """What a layer's router returns for the tokens of the flattened rows."""
 
     logits: torch.Tensor
     """Router logits [tokens, experts]."""
@@ -33,25 +33,25 @@ class RouterOutput(NamedTuple):
 
 
 class RouterCollector:
-    """Collects the outputs of this rank's routers in each forward, and counts their choices in a step.
+    """Collects what this rank's routers return in each forward, and counts chosen experts over a step.
 
-    Hooks are installed after DeepSpeed's, so that at ZeRO stage 3 a gradient of the logits gathers the weights.
+    Its hooks are installed after DeepSpeed's, so that ZeRO-3 gathers the weights when logits have a gradient.
     """
 
     counts: torch.Tensor
-    """How often each expert was chosen since `clear`, without padding, int64 [layers, experts]."""
+    """How often each expert was chosen since `clear`, without padding tokens, int64 [layers, experts]."""
     entropy: torch.Tensor
-    """Sum over tokens since `clear` of the entropy (nats) of experts' shares of the scores, fp64 [layers]."""
+    """Entropy (nats) of a token's normalised router scores, summed over tokens since `clear`, fp64 [layers]."""
     keeps_outputs: bool = False
-    """Whether router outputs stay available after a forward. They take [tokens, experts] numbers per layer."""
+    """Whether routers' outputs stay in memory after a forward: [tokens, experts] numbers per layer."""
     num_tokens: torch.Tensor
     """Number of tokens since `clear`, without padding, int64 scalar."""
     compared: torch.Tensor
-    """Two numbers of tokens of sampled answers, int64 [layers, 2]: tokens whose experts differ from sampling, and all
-    compared.
+    """For tokens of sampled answers, int64 [layers, 2]: how many chose other experts than in sampling, and how many
+    were compared.
     """
     marks: NDArray[np.int16]
-    """Hash of the set of experts of each token and layer, for the tokens passed to `watch`, [tokens, layers]."""
+    """Hash of the set of chosen experts, for tokens given to `watch` and each layer, [tokens, layers]."""
 
     def __init__(self, lm: nn.Module, plan: RouterPlan, *, device: torch.device) -> None:
         self.plan, self._device = plan, device
@@ -70,17 +70,17 @@ class RouterCollector:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Indices of this rank's layers with a router, in the order of `counts`."""
+        """Numbers of this rank's layers with a router, in the order of `counts`."""
         return tuple(self.modules)
 
     @property
     def outputs(self) -> tuple[RouterOutput, ...]:
-        """Outputs of balanced routers in the latest forward, in the order of `layers`. `release` drops them."""
+        """Router outputs of the last forward for the balance loss, in the order of `layers`. `release` frees them."""
         return tuple(self._outputs[layer] for layer in self.modules if layer in self._outputs)
 
     @property
     def tokens(self) -> RealTokens:
-        """Tokens of the latest forward without padding, and the documents to which they belong."""
+        """Which tokens of the last forward are not padding, and to which documents they belong."""
         assert self._tokens is not None, "no forward was listened to"
         return self._tokens
 
@@ -94,7 +94,7 @@ class RouterCollector:
 
     @contextmanager
     def watch(self, tokens: torch.Tensor | None) -> Iterator[None]:
-        """Context of a forward that sets `marks` for the given tokens of the flattened rows (None for all tokens)."""
+        """Context of a forward that sets `marks` for `tokens`, indices in the flattened rows (None: all tokens)."""
         keeps, self.keeps_outputs, self._is_listening, self._is_counting = self.keeps_outputs, True, True, False
         try:
             yield
@@ -105,15 +105,15 @@ class RouterCollector:
         self._outputs.clear()
 
     def _mark(self, chosen: torch.Tensor) -> torch.Tensor:
-        """Hash sets of experts, given as indices int64 [..., chosen], to int16 [...]. Collisions: 1 in 32,768."""
+        """Hash sets of expert numbers, int64 [..., chosen], to int16 [...]. Probability of a collision: 1 / 32,768."""
         return (self._marks[chosen].sum(-1) % _MARKS).to(torch.int16)
 
     @contextmanager
     def listen(self, rows: ForwardRows, *, is_counting: bool, counts_tokens: bool = True) -> Iterator[None]:
-        """Context that collects router outputs of the forward of `rows`. `is_counting` adds its choices to `counts`,
-        and `counts_tokens` its tokens to `num_tokens`. Of several forwards of a model's parts, one counts tokens.
+        """Context that collects router outputs in the forward of `rows`. With `is_counting` its chosen experts are
+        added to `counts`, with `counts_tokens` its tokens to `num_tokens`, once for several forwards of the same rows.
 
-        Backward runs outside of this context, so recomputed forwards are not collected.
+        Backward runs outside of the context, so recomputed forwards are not collected.
         """
         assert rows.real is not None, "the rows do not say where padding begins"
         self._tokens = rows.real
@@ -128,7 +128,7 @@ class RouterCollector:
             self._is_listening = False
 
     def release(self) -> None:
-        """Drop the router outputs of the latest forward."""
+        """Free the router outputs of the last forward."""
         self._outputs.clear()
         self._tokens = None
 
@@ -158,7 +158,7 @@ class RouterCollector:
 
 
 def score_shares(logits: torch.Tensor, scores: str) -> torch.Tensor:
-    """Share of each expert in the sum of a token's scores, fp32 [tokens, experts]."""
+    """Router scores of each token, normalised to a sum of 1, fp32 [tokens, experts]."""
     if scores == "softmax":
         return logits.float().softmax(dim=-1)
     values = functional.softplus(logits.float()).sqrt() if scores == "sqrtsoftplus" else logits.float().sigmoid()
@@ -167,34 +167,34 @@ def score_shares(logits: torch.Tensor, scores: str) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class RouterChoices:
-    """Choices of all routers of the model for the tokens of a global batch, identical on every rank.
+    """Which experts the model's routers chose for a global batch. It is identical on all ranks.
 
     Tensors are on the CPU.
     """
 
     layers: tuple[int, ...]
-    """Indices of the layers with a router."""
+    """Numbers of the layers with a router."""
     counts: torch.Tensor
-    """How often each expert was chosen, without padding, int64 [layers, experts]."""
+    """How often each expert was chosen, without padding tokens, int64 [layers, experts]."""
     entropy: torch.Tensor
-    """Mean over tokens of the entropy (nats) of experts' shares of the scores, fp64 [layers]."""
+    """Entropy (nats) of a token's normalised router scores, averaged over tokens, fp64 [layers]."""
     num_tokens: int
     mismatch: float | None = None
-    """Fraction of tokens of sampled answers whose experts differ from those of sampling, as a mean over layers. None if
-    no tokens were compared.
+    """Fraction of tokens of sampled answers that chose other experts than in sampling, averaged over layers. None if no
+    tokens were compared.
     """
 
 
 def table_of_choices(routers: RouterCollector, mesh: Mesh) -> torch.Tensor:
-    """Table of this rank's counts, fp64 [layers of the model, experts + 4]. Its columns are the choices of each expert,
-    tokens that differ from sampling, tokens compared, sum of the entropy, and tokens. The sum over all ranks has every
-    choice once.
+    """This rank's counts as a table, fp64 [layers of the model, experts + 4], which can be summed over all ranks. Its
+    columns: how often each expert was chosen, tokens that differ from sampling, tokens compared, sum of the entropy,
+    and tokens.
     """
     plan = routers.plan
-    # Counts are exact in fp64 up to 2**53.
+    # fp64 counts exactly up to 2**53.
     table = torch.zeros(len(plan.layers), plan.experts + 4, dtype=torch.float64, device=routers.counts.device)
     if mesh.coordinate("tp") == 0:
-        # Tensor parallel ranks count the same tokens; pipeline stages count different layers.
+        # Tensor parallel ranks count the same tokens, and pipeline stages different layers.
         for number, layer in enumerate(routers.layers):
             row = table[plan.layers.index(layer)]
             row[:-4], row[-4:-2] = routers.counts[number], routers.compared[number]
@@ -203,7 +203,7 @@ def table_of_choices(routers: RouterCollector, mesh: Mesh) -> torch.Tensor:
 
 
 def choices_of(table: torch.Tensor, plan: RouterPlan) -> RouterChoices:
-    """Read the choices of all routers from a `table_of_choices` that was summed over all ranks and is on the CPU."""
+    """Read the chosen experts from a table of `table_of_choices` on the CPU, summed over all ranks."""
     counts, tokens, (differing, compared) = (
         table[:, :-4].long(),
         table[:, -1].long(),
@@ -214,7 +214,7 @@ def choices_of(table: torch.Tensor, plan: RouterPlan) -> RouterChoices:
 
 
 def check_each_counted(choices: RouterChoices, plan: RouterPlan, *, num_tokens: int) -> None:
-    """Assert that each router counted `plan.per_token` experts for each of the `num_tokens` tokens of the batch."""
+    """Assert that each router counted `plan.per_token` experts for each of the batch's `num_tokens` tokens."""
     counted = dict(zip(choices.layers, choices.counts.sum(dim=1).tolist(), strict=True))
     expected = dict.fromkeys(choices.layers, num_tokens * plan.per_token)
     assert counted == expected, (counted, expected)
@@ -224,8 +224,8 @@ def check_each_counted(choices: RouterChoices, plan: RouterPlan, *, num_tokens: 
 def finish_step(
     routers: RouterCollector, choices: RouterChoices, table: torch.Tensor, *, num_tokens: int, is_skipped: bool
 ) -> None:
-    """Check that `choices` cover all `num_tokens` tokens of the global batch, and update router biases unless the step
-    was skipped. `table` has the counts of `choices` on the device.
+    """Check that `choices` cover all `num_tokens` tokens of the global batch and, unless the step was skipped, update
+    router biases. `table` has the same counts on the device.
     """
     check_each_counted(choices, routers.plan, num_tokens=num_tokens)
     if routers.plan.section.bias_update and not is_skipped:
@@ -234,8 +234,8 @@ def finish_step(
 
 @torch.no_grad()
 def update_biases(routers: RouterCollector, table: torch.Tensor) -> None:
-    """Lower the router biases of experts with more choices than their layer's mean by `router.bias_update`, and raise
-    those of experts with fewer, in fp32 (arXiv 2408.15664, algorithm 1).
+    """Lower the router bias of experts that were chosen more often than their layer's mean by `router.bias_update`, and
+    raise that of the others by it, in fp32 (arXiv 2408.15664, algorithm 1).
 
     `table` has the counts of all ranks, on the device of the biases.
     """
@@ -243,7 +243,7 @@ def update_biases(routers: RouterCollector, table: torch.Tensor) -> None:
     assert kind.bias is not None
     for layer in (layer for layer in routers.plan.balanced if layer in routers.modules):
         counts = table[routers.plan.layers.index(layer), :-4].long()
-        # The sign is computed in integers, so that it is exactly 0 for a load equal to the mean.
+        # Integers give a sign of exactly 0 for a load equal to the mean.
         above = torch.sign(counts * len(counts) - counts.sum())
         bias = routers.decoder_layers[layer].get_buffer(kind.bias)
         assert bias.dtype == torch.float32, (layer, bias.dtype)

@@ -183,7 +183,9 @@ def test_other_rows_and_vocabularies_are_refused_with_both_values(task: Path, tm
     first, second = sorted(tokens, key=tokens.get)[10:12]
     tokens[first], tokens[second] = tokens[second], tokens[first]
     file.write_text(json.dumps(tree))
-    with pytest.raises(FinetuneError, match=r"id 1\d is '.*' in the tokenizer of the teacher .*, and '.*' in that of"):
+    with pytest.raises(
+        FinetuneError, match=r"id 1\d is '.*' in the tokenizer of the teacher .*, but '.*' in the model's"
+    ):
         _prepared(_run_file(task, "renamed", {"teacher": str(tmp_path / "renamed")}))
 
 

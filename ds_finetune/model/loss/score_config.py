@@ -51,9 +51,9 @@ def with_base_classes(section: ObjectiveConfig, base: PretrainedConfig) -> Objec
     has_names = base.num_labels > 1 and not any(map(_UNNAMED.fullmatch, names))
     if section.labels != names and set(section.labels) == set(names):
         raise ModelError(
-            f"objective.labels {', '.join(section.labels)} has another order than the base model, a classifier of "
+            f"objective.labels {', '.join(section.labels)} has another order than the base model's classes, "
             f"{', '.join(names)}",
-            hint="leave objective.labels out",
+            hint="leave objective.labels out to use the base model's order",
         )
     labels = section.labels or (names if has_names else ())
     return section.model_copy(update={"labels": labels, "num_labels": base.num_labels})
@@ -62,7 +62,7 @@ def with_base_classes(section: ObjectiveConfig, base: PretrainedConfig) -> Objec
 def _check_number(base: PretrainedConfig, outputs: int) -> None:
     if is_classifier(base) and base.num_labels != outputs:
         raise ModelError(
-            f"the base model is a classifier with {base.num_labels} labels, and {outputs} are trained",
+            f"the base model is a classifier with {base.num_labels} labels, but the run trains {outputs}",
             hint="set model.path to its language model, or train on data with the same labels",
         )
 
@@ -74,7 +74,7 @@ def set_classes(hf_config: PretrainedConfig, section: ObjectiveConfig, *, output
     hf_config.num_labels = outputs
     hf_config.id2label = dict(enumerate(names or (f"LABEL_{number}" for number in range(outputs))))
     hf_config.label2id = {name: number for number, name in hf_config.id2label.items()}
-    # With this problem type a transformers pipeline returns a regression's number without a sigmoid.
+    # With this problem type a pipeline of transformers returns a regression's number without a sigmoid.
     hf_config.problem_type = "regression" if outputs == 1 else "single_label_classification"
 
 
@@ -117,7 +117,7 @@ def set_padding_token(hf_config: PretrainedConfig, tokenizer: PreTrainedTokenize
 
 
 def _new_id(hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
-    """The id of the new padding token; ModelError where the tokenizer uses every id of the model's vocabulary."""
+    """An id for the new padding token. ModelError if the tokenizer uses every id of the model's vocabulary."""
     tokens = tokenizer.get_vocab()
     number = max(tokens.values()) + 1
     if number < hf_config.vocab_size and NEW_PADDING not in tokens:
@@ -126,7 +126,7 @@ def _new_id(hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> 
     reason = f"no padding token but {pad_token!r}, which ends documents" if pad_token else "no padding token"
     reason = f"the padding token {pad_token!r} with id {pad}" if pad_token and pad >= hf_config.vocab_size else reason
     raise ModelError(
-        f"the tokenizer has {reason}, and its {number} ids take all {hf_config.vocab_size} of the model's vocabulary: "
-        "transformers would score another token than the last of a text",
+        f"the tokenizer has {reason}, and its {number} ids leave none of the model's {hf_config.vocab_size} ids for "
+        "one, without which transformers would not score the last token of a text",
         hint=f'write "pad_token": "{NEW_PADDING}" in tokenizer_config.json and set model.resize_vocabulary: true',
     )

@@ -1,8 +1,7 @@
-"""The head of a classifier or reward model, which scores the last token of each document.
+"""Head of a classifier or reward model, which scores the last token of each document.
 
-Documents are located by their lengths, never by padding tokens. transformers' own classes search the last token that is
-not `pad_token_id`. They would give one score for a packed row, and ignore the end of a document that ends in
-`pad_token_id`.
+It finds a document's end by document lengths. transformers' own classes search the last token that is not
+`pad_token_id`: they would give one score for a packed row, and ignore the end of a document that ends in that token.
 """
 
 import math
@@ -23,18 +22,18 @@ from ds_finetune.model.weights.load import draw_normal, initialise_weights, seed
 from ds_finetune.objectives.objective import Examples, LossAndSums, Objective, ScoreObjective, StepNumbers, is_of_scores
 
 SCORE_HEAD = "score"
-"""Attribute name of the head in transformers' classes for sequence classification of causal models."""
+"""Name of the head's attribute in transformers' sequence classification classes of causal models."""
 INITIAL_REWARD = 1e-4
-"""Standard deviation of a new reward model's rewards, for hidden states with a mean square of 1. The first loss is then
-ln 2 to within 1e-3. Unlike with a head of zeros, hidden states still get a gradient.
+"""Standard deviation of a new reward model's rewards, for hidden states with a mean square of 1. It is so small that
+the first loss is ln 2 to within 1e-3, but unlike with a head of zeros, hidden states get a gradient.
 """
 
 
 def loss_of_scores(
     objective: ScoreObjective, scores: torch.Tensor, examples: Examples, numbers: StepNumbers | None
 ) -> LossAndSums:
-    """Contribution of all documents of a forward to the loss of the step, from scores fp32 [documents, outputs].
-    Without `numbers` it is not scaled.
+    """Loss of a forward's documents from their scores, fp32 [documents, outputs], weighted for the step by `numbers`;
+    without `numbers` it is not weighted.
     """
     device = scores.device
     weights = torch.ones(len(objective.terms), dtype=torch.float64) if numbers is None else numbers.weights
@@ -43,10 +42,10 @@ def loss_of_scores(
 
 
 class ScoreHead(nn.Linear):
-    """A linear head that returns logits or, with `examples`, the loss of the scores of each document's last token.
+    """Linear head that returns logits or, with `examples`, the loss of the scores of each document's last token.
 
-    Tensor parallel ranks hold identical heads and hidden states. A sequence parallel rank scores the documents that end
-    among its tokens, and scores are all-reduced.
+    Tensor parallel ranks have identical heads and hidden states. A sequence parallel rank scores the documents that end
+    among its tokens, and an all-reduce gives all ranks the scores.
     """
 
     objective: ScoreObjective
@@ -61,12 +60,12 @@ class ScoreHead(nn.Linear):
         *,
         supervised: torch.Tensor | None = None,
     ) -> Any:  # noqa: ANN401 - logits or LossAndSums
-        """Map `hidden` [rows, tokens, width] to logits [rows, tokens, outputs] or, with `examples`, to their
-        LossAndSums with scores in fp32. `labels` and `supervised` are not used.
+        """Map `hidden` [rows, tokens, width] to logits [rows, tokens, outputs] or, with `examples`, to the documents'
+        loss with fp32 scores. `labels` and `supervised` are not used.
 
-        Without a document the loss is 0 and its gradients are zeros, so that every rank takes part in the reductions.
-        With sequence parallelism `hidden` holds this rank's tokens of each row, and sums are zero on all ranks but the
-        first, so that each document counts once.
+        Without documents the loss is 0 with zero gradients, so that every rank takes part in reductions. A sequence
+        parallel rank gets its own tokens of each row, and only the first rank returns sums, so that each document
+        counts once.
         """
         if examples is None:
             logits = super().forward(hidden)
@@ -76,13 +75,13 @@ class ScoreHead(nn.Linear):
         return loss if is_first else loss._replace(sums=torch.zeros_like(loss.sums))
 
     def scores(self, hidden: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """Scores fp32 [documents, outputs] of documents that end at `ends`, int64, in the flattened rows."""
+        """Scores fp32 [documents, outputs] of documents whose last tokens are at `ends` in the flattened rows."""
         sp_group = self.groups.sp
         ranks, rank = (1, 0) if sp_group is None else (sp_group.size, sp_group.group_rank)
         ends, tokens = ends.to(hidden.device), hidden.shape[1]
         row, column = ends // (tokens * ranks), ends % (tokens * ranks) - tokens * rank
         is_own = (column >= 0) & (column < tokens)
-        # A mask is used, since a list of the documents that end on this rank would synchronise host and GPU.
+        # A mask is used, because selecting the documents that end on this rank would synchronise host and GPU.
         pooled = hidden.reshape(-1, hidden.shape[-1]).index_select(0, (row * tokens + column).where(is_own, 0))
         bias = None if self.bias is None else self.bias.float()
         scores = functional.linear(pooled.float(), self.weight.float(), bias)
@@ -90,9 +89,9 @@ class ScoreHead(nn.Linear):
 
 
 def logits_of_prompt(lm: PreTrainedModel, input_ids: torch.Tensor) -> torch.Tensor:
-    """Logits [tokens, vocabulary] of one prompt, int64 [1, tokens]; for a classifier its scores, [1, outputs].
+    """Logits [tokens, vocabulary] of one prompt, int64 [1, tokens]; of a classifier its scores, [1, outputs].
 
-    A decoder's score is that of the last token, whatever the padding token is.
+    A causal model scores the prompt's last token, even if that is the padding token.
     """
     if not has_score_head(lm):
         return lm(input_ids=input_ids, use_cache=False).logits[0]  # type: ignore[no-any-return]
@@ -103,7 +102,7 @@ def logits_of_prompt(lm: PreTrainedModel, input_ids: torch.Tensor) -> torch.Tens
 
 
 def head_parameters(lm: PreTrainedModel) -> list[str]:
-    """Names of the parameters of a classification head on this rank; none for a language model."""
+    """Names of the classification head's parameters on this rank; none for a language model."""
     encoder = encoder_of(lm.config)
     modules = (SCORE_HEAD,) if encoder is None else encoder.head
     prefixes = tuple(f"{module}." for module in modules)
@@ -113,10 +112,10 @@ def head_parameters(lm: PreTrainedModel) -> list[str]:
 def initialise_score_head(
     lm: PreTrainedModel, objective: Objective, names: Sequence[str], *, seed: int, where: Where
 ) -> None:
-    """Randomly initialise the parameters `names` of the classification head: by the model's own rule, or with small
-    values for reward models.
+    """Randomly initialise the classification head's parameters `names`: by the model's own rule, or with small values
+    for a reward model.
 
-    The values depend only on the seed and the parameter's name, not on the layout.
+    Values depend on the seed and the parameter's name, not on the layout.
     """
     if not (is_of_scores(objective) and objective.starts_small):
         initialise_weights(lm, seed=seed, where=where, names=names)
@@ -128,7 +127,7 @@ def initialise_score_head(
 
 
 class EncoderHead:
-    """The classification modules of an encoder, with the interface of a ScoreHead. It has no parameters of its own."""
+    """Runs an encoder's classification modules through the interface of ScoreHead. It has no parameters of its own."""
 
     def __init__(self, lm: PreTrainedModel, objective: ScoreObjective) -> None:
         self.lm = lm
@@ -143,10 +142,9 @@ class EncoderHead:
         *,
         supervised: torch.Tensor | None = None,
     ) -> LossAndSums:
-        """Compute the LossAndSums of the documents `examples` from `hidden` [rows, tokens, width]. `labels` and
-        `supervised` are not used.
+        """Loss of the documents `examples` from `hidden` [rows, tokens, width]. `labels` and `supervised` are not used.
 
-        Without a document the loss is 0 and its gradients are zeros, so that every rank takes part in the reductions.
+        Without documents the loss is 0 with zero gradients, so that every rank takes part in reductions.
         """
         assert examples is not None
         return loss_of_scores(self.objective, encoder_scores(self.lm, hidden, examples), examples, numbers)
@@ -155,12 +153,12 @@ class EncoderHead:
 def install_score_head(
     lm: PreTrainedModel, objective: ScoreObjective, groups: HeadGroups = ScoreHead.groups
 ) -> ScoreHead:
-    """Turn the head `score` of `lm` into a ScoreHead in place: same module, same parameters, same name."""
+    """Turn the head of the classifier `lm` into a ScoreHead in place. Module, parameters and names stay."""
     head = getattr(lm, SCORE_HEAD, None)
     if type(head) is not nn.Linear:
         kind = "none" if head is None else f"a {type(head).__name__}"
         raise ModelError(
-            f"{type(lm).__name__} needs a linear head `{SCORE_HEAD}` and has {kind}",
+            f"{type(lm).__name__} must have a linear head `{SCORE_HEAD}`, but has {kind}",
             hint="train a classifier of another model type, such as llama, qwen3 or deepseek_v3",
         )
     assert head.out_features == objective.num_outputs, (head.out_features, objective.num_outputs)
@@ -171,7 +169,7 @@ def install_score_head(
 
 
 def install_encoder_head(lm: PreTrainedModel, objective: ScoreObjective) -> EncoderHead:
-    """Give the encoder `lm` an EncoderHead as attribute `encoder_head`. The modules of `lm` are unchanged."""
+    """Set the attribute `encoder_head` of the encoder `lm` to an EncoderHead. The modules of `lm` stay."""
     head = EncoderHead(lm, objective)
     lm.encoder_head = head
     return head

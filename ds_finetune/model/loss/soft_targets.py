@@ -1,7 +1,7 @@
-"""Distillation: summed KL divergence of a model's next-token distributions from a teacher's, with its gradients.
+"""Distillation loss: KL(teacher || model) between next-token distributions, summed over tokens, with gradients.
 
-Logits of model and teacher are held for one chunk of tokens at a time. The divergence is KL(teacher || model). Its
-gradient with respect to the model's logits is p_model - p_teacher, so one pass with three matrix products is enough.
+Logits of model and teacher exist for one chunk of tokens at a time. The gradient with respect to the model's logits is
+p_model - p_teacher, so one pass with three matrix products is enough.
 """
 
 from dataclasses import dataclass
@@ -20,16 +20,16 @@ from ds_finetune.model.parallel.tensor import TensorParallelGroup
 from ds_finetune.plan.forward import DISTILLATION_TOKENS
 
 CHUNK_TOKENS = DISTILLATION_TOKENS
-"""Number of supervised positions whose logits are held at once."""
+"""Number of supervised tokens whose logits are in memory at a time."""
 
 
 @dataclass(frozen=True)
 class Mix:
-    """Weights of the loss of a token: `label_weight` x cross entropy + (1 - `label_weight`) x T^2 x divergence.
+    """How a token's loss is mixed: `label_weight` x cross entropy + (1 - `label_weight`) x T^2 x divergence.
 
-    T is `temperature`, which divides the logits of model and teacher in the divergence. Gradients of the divergence
-    shrink as 1 / T^2 (Hinton et al., arXiv 1503.02531, section 2.1). The factor T^2 keeps the balance of both parts,
-    and the fitting learning rate, independent of T.
+    T is `temperature`, by which the logits of model and teacher are divided in the divergence. Gradients of the
+    divergence shrink as 1 / T^2 (Hinton et al., arXiv 1503.02531, section 2.1); the factor T^2 makes the balance of
+    both losses, and the best learning rate, independent of T.
     """
 
     temperature: float = 1.0
@@ -37,51 +37,51 @@ class Mix:
 
 
 class VocabularyShard(NamedTuple):
-    """This rank's shard of the vocabulary: the ids from `start` on, one for each column of the logits."""
+    """This rank's shard of the vocabulary: the ids from `start` on, one for each column of its logits."""
 
     start: int
     tp_group: TensorParallelGroup | None
 
     def log_norm(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logarithm of the sum of exp(logits) over the whole vocabulary, [tokens, 1]."""
+        """Logarithm of the sum of exp(logits) over the vocabulary of all ranks, [tokens, 1]."""
         local = torch.logsumexp(logits, dim=-1, keepdim=True)
         if self.tp_group is None:
             return local
         return torch.logsumexp(self.tp_group.all_gather_last_dim(local), dim=-1, keepdim=True)
 
     def add_up(self, partial: torch.Tensor) -> torch.Tensor:
-        """The sum of `partial` over tensor parallel ranks."""
+        """Sum of `partial` over tensor parallel ranks."""
         return partial if self.tp_group is None else self.tp_group.all_reduce(partial)
 
     def most_likely(self, logits: torch.Tensor) -> torch.Tensor:
-        """The id of the largest logit of each token, int64 [tokens]."""
+        """The id with the largest logit for each token, int64 [tokens]."""
         top, index = logits.max(-1)
         return index if self.tp_group is None else self.tp_group.all_reduce_argmax(top, index + self.start)[1]
 
 
 class SoftTargets(Protocol):
-    """A source of the teacher's distribution for each supervised token."""
+    """Interface of what gives a teacher's distribution for each supervised token."""
 
     def divergence(
         self, log_probs: torch.Tensor, tokens: slice, shard: VocabularyShard
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sum of KL(teacher || model) over a slice of the supervised tokens, scalar, and its gradient with respect to
-        the model's logits.
+        """Sum of KL(teacher || model) over the supervised tokens in the slice `tokens`, scalar, and its gradient with
+        respect to the model's logits.
 
-        `log_probs` fp32 [tokens, columns of the shard] are the model's; the gradient has the same shape.
+        `log_probs` fp32 [tokens, columns of the shard] are the model's log-probabilities; the gradient has their shape.
         """
         ...
 
 
 _NEVER = -1e30
-"""Logit of an id that the teacher lacks; finite, so that its probability of zero times its logarithm is zero."""
+"""Logit of an id that the teacher lacks. It is finite, so that probability 0 times its logarithm is 0 and not NaN."""
 
 
 @dataclass(frozen=True)
 class TeacherStates:
-    """Target distributions from a teacher's hidden states and head, whose width may differ from the model's.
+    """Distributions of a running teacher, from its hidden states and head, whose width may differ from the model's.
 
-    Two vocabularies of one tokenizer may be padded to different sizes. An id that one of them lacks gets probability 0.
+    Vocabularies of one tokenizer may be padded to different sizes. An id that only one of them has gets probability 0.
     """
 
     hidden: torch.Tensor
@@ -96,7 +96,7 @@ class TeacherStates:
     def divergence(
         self, log_probs: torch.Tensor, tokens: slice, shard: VocabularyShard
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sum and gradient of KL(teacher || model) over a slice of the supervised tokens, as in `SoftTargets`."""
+        """Sum of KL(teacher || model) over the supervised tokens in `tokens`, and its gradient for logits."""
         columns = slice(shard.start, shard.start + log_probs.shape[1])
         logits = (self.hidden[tokens] @ self.weight[columns].T).float()
         if self.bias is not None:
@@ -113,10 +113,10 @@ class TeacherStates:
 
 @dataclass(frozen=True)
 class TopTargets:
-    """Target distributions over the teacher's k most likely tokens and one bucket for all other tokens.
+    """Stored distributions of a teacher: its k most likely tokens, and a bucket for all others together.
 
-    The model's probability of the bucket is the sum over all other tokens of its softmax over the whole vocabulary, so
-    that its whole distribution is trained.
+    The model's probability of the bucket is the sum over the other tokens of its softmax, so its full distribution is
+    trained.
     """
 
     ids: torch.Tensor
@@ -127,12 +127,12 @@ class TopTargets:
     def divergence(
         self, log_probs: torch.Tensor, tokens: slice, shard: VocabularyShard
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sum and gradient of KL(teacher || model) over a slice of the supervised tokens, as in `SoftTargets`."""
+        """Sum of KL(teacher || model) over the supervised tokens in `tokens`, and its gradient for logits."""
         teacher_log_probs = torch.log_softmax(self.log_probs[tokens].float(), dim=-1)
         columns, is_here = columns_in_shard(self.ids[tokens], log_probs.shape[1], shard.tp_group)
         top = shard.add_up(torch.where(is_here, log_probs.gather(1, columns), 0.0))
-        # A mask is used, since a list of the ids of this shard would synchronise host and GPU. Ids of other shards are
-        # mapped to column 0, which an id of this shard may use too.
+        # A mask is used, because selecting this shard's ids would synchronise host and GPU. Ids of other shards get
+        # column 0, which an id of this shard may have too.
         infinity = torch.full_like(top, float("inf"))
         others = log_probs.scatter_reduce(1, columns, torch.where(is_here, -infinity, infinity), "amin")
         bucket = shard.log_norm(others)
@@ -143,9 +143,9 @@ class TopTargets:
 
 
 class MixedLoss(NamedTuple):
-    """Sums of losses over tokens, fp64 scalars, and the gradients of `loss_sum`.
+    """Sums of a forward's losses, fp64 scalars, and the gradients of `loss_sum`.
 
-    `divergence_sum` and `label_loss_sum` are in nats, before the weights of `Mix`.
+    `divergence_sum` and `label_loss_sum` are in nats, before they are mixed.
     """
 
     loss_sum: torch.Tensor
@@ -168,12 +168,12 @@ def chunked_mixed_loss(  # noqa: PLR0913 - a head, its targets, and how they are
     chunk: int = CHUNK_TOKENS,
     tp_group: TensorParallelGroup | None = None,
 ) -> MixedLoss:
-    """Distillation loss of `hidden` [tokens, width] with the head `weight` [vocabulary, width] and `bias` [vocabulary]
-    or None.
+    """Distillation loss of `hidden` [tokens, width], for a head with `weight` [vocabulary, width] and `bias`
+    [vocabulary] or None.
 
-    `labels` are int64 [tokens]. Without `targets` the loss is the cross entropy of the labels only. Softmax, sums and
-    the gradients of the head are at least fp32. With `tp_group`, `weight` and `bias` are this rank's shard of the
-    vocabulary, and `d_hidden` is this rank's partial sum. `cap` is the soft cap of the logits.
+    `labels` are int64 [tokens]. Without `targets` the loss is the labels' cross entropy. Softmax, sums and the head's
+    gradients are at least fp32. With `tp_group`, `weight` and `bias` are this rank's shard of the vocabulary, and
+    `d_hidden` is this rank's part of a sum. `cap` is the logits' soft cap.
     """
     shard = VocabularyShard(0 if tp_group is None else tp_group.group_rank * weight.shape[0], tp_group)
     mix = mix if targets is not None else Mix(label_weight=1.0)
@@ -203,7 +203,7 @@ def _chunk_loss(  # noqa: PLR0913 - the values of one chunk
     shard: VocabularyShard,
     mix: Mix,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums of divergence, label loss and correct predictions, fp64 [3], and the gradient with respect to `logits`."""
+    """Sums of divergence, label cross entropy and correct predictions, fp64 [3], and the gradient for `logits`."""
     correct = (shard.most_likely(logits) == labels).sum()
     soft = None if mix.temperature == 1 else logits / mix.temperature
     log_probs = logits.sub_(shard.log_norm(logits))
@@ -231,8 +231,8 @@ def top_log_probs(  # noqa: PLR0913 - a head and its soft cap
     cap: float | None = None,
     chunk: int = CHUNK_TOKENS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `top_k` most likely token ids, int32 [tokens, top_k], and their log-probabilities, fp16 [tokens, top_k + 1].
-    The last column is the log-probability of all other tokens together.
+    """The `top_k` most likely token ids, int32 [tokens, top_k], and their log-probabilities, fp16 [tokens, top_k + 1],
+    with that of all other tokens together in the last column.
 
     `hidden` is [tokens, width], `weight` [vocabulary, width], `bias` [vocabulary] or None. The softmax is fp32.
     """

@@ -1,4 +1,4 @@
-"""The teacher model of a distillation: its weights and its next-token distributions."""
+"""The running teacher of a distillation: its weights and its next-token distributions."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -33,17 +33,17 @@ from ds_finetune.model.weights.load import load_weights
 
 @dataclass(frozen=True)
 class TeacherPlan:
-    """The teacher model of a distillation run."""
+    """The plan of a distillation's teacher that runs beside the model."""
 
     path: str
     """Folder or hub id of the teacher model."""
     hf_config: PretrainedConfig = field(repr=False)
     offload: str
-    """`cpu` if the teacher's weights are kept in host memory, else `none`."""
+    """`cpu` if the teacher's weights are held in host memory, else `none`."""
 
 
 def plan_teacher(objective: ObjectiveConfig) -> TeacherPlan | None:
-    """Plan of the teacher model that `objective` names, else None."""
+    """Plan of the running teacher that the objective names; None if it names none."""
     if not is_distillation(objective) or objective.teacher is None:
         return None
     teacher = read_hf_config(objective.teacher, files=TOKENIZER_PATTERNS)
@@ -51,7 +51,7 @@ def plan_teacher(objective: ObjectiveConfig) -> TeacherPlan | None:
 
 
 def check_same_tokens(teacher: TeacherPlan, tokens: Mapping[str, int], model_tokens: Mapping[str, int]) -> None:
-    """ModelError unless teacher and model have the same vocabulary (id by token), and an output for each id."""
+    """ModelError if teacher and model have different tokens or ids, or the teacher too few outputs for its ids."""
     size = int(teacher.hf_config.vocab_size)
     if tokens == model_tokens and size <= max(tokens.values()):
         raise ModelError(
@@ -64,8 +64,8 @@ def check_same_tokens(teacher: TeacherPlan, tokens: Mapping[str, int], model_tok
     theirs, ours = ({number: token for token, number in part.items()} for part in (tokens, model_tokens))
     number = min(number for number in theirs.keys() | ours.keys() if theirs.get(number) != ours.get(number))
     raise ModelError(
-        f"id {number} is {theirs.get(number)!r} in the tokenizer of the teacher {teacher.path}, which has "
-        f"{len(theirs)} tokens, and {ours.get(number)!r} in that of the model, which has {len(ours)}",
+        f"token id {number} is {theirs.get(number)!r} in the tokenizer of the teacher {teacher.path} ({len(theirs)} "
+        f"tokens), but {ours.get(number)!r} in the model's tokenizer ({len(ours)} tokens)",
         hint="distil from a teacher with the model's own tokenizer and vocabulary",
     )
 
@@ -86,7 +86,7 @@ class HiddenStates(TrainedModel):
         return head
 
     def unsharded_teacher(self) -> "Teacher":
-        """Make a Teacher of this model, whose weights are not sharded."""
+        """Make a Teacher of a model whose weights are not sharded."""
         return Teacher(self, self.head, nullcontext, soft_cap(self.config))
 
 
@@ -100,7 +100,7 @@ def load_teacher(  # noqa: PLR0913 - where and how the model is built
     where: Where = full_fragment,
     init_context: AbstractContextManager[object] | None = None,
 ) -> HiddenStates:
-    """Build the teacher in evaluation mode without gradients, as `build_skeleton` and `load_weights` do."""
+    """Build a teacher and load its weights, in evaluation mode and without gradients."""
     dtype = PRECISION_DTYPES[precision]
     lm = build_skeleton(teacher.hf_config, attention=attention, dtype=dtype, device=device, init_context=init_context)
     in_fp32 = Fp32Weights(lm, where)
@@ -114,13 +114,13 @@ def load_teacher(  # noqa: PLR0913 - where and how the model is built
 
 @dataclass(frozen=True)
 class Teacher:
-    """A teacher model that is ready to run. It is not part of the trained module."""
+    """A teacher model that is ready to run. It is separate from the trained module."""
 
     run: Callable[..., torch.Tensor]
-    """Runs the teacher and returns hidden states: `HiddenStates`, or the DeepSpeed engine around it."""
+    """Function that runs the teacher and returns hidden states: `HiddenStates`, or a DeepSpeed engine around it."""
     head: nn.Linear
     open_weights: Callable[[list[nn.Parameter]], AbstractContextManager[Any]]
-    """Returns a context in which ZeRO-3 parameters of the head are gathered."""
+    """Function (parameters of the head) -> context in which ZeRO-3 has gathered them."""
     cap: float | None
     """Soft cap of the teacher's logits; None without one."""
 
@@ -132,12 +132,12 @@ class Teacher:
         documents: tuple[Documents, ...] | None,
         supervised: torch.Tensor,
     ) -> torch.Tensor:
-        """Compute hidden states at the `supervised` positions of the flattened rows, [supervised tokens, width]."""
+        """Compute hidden states at the indices `supervised` of the flattened rows, [supervised tokens, width]."""
         return self.run(input_ids, position_ids, documents).flatten(0, 1).index_select(0, supervised)
 
     @contextmanager
     def targets(self, hidden: torch.Tensor, temperature: float) -> Iterator[TeacherStates]:
-        """Context with the target distributions for `hidden`, in which the head's weights are gathered."""
+        """Context with the teacher's distributions for `hidden`, in which the weights of its head are gathered."""
         bias: nn.Parameter | None = self.head.bias
         with self.open_weights(list(self.head.parameters())):
             weight, detached = self.head.weight.detach(), None if bias is None else bias.detach()

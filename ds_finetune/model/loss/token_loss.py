@@ -1,4 +1,4 @@
-"""The loss at supervised positions, computed in chunks: logits of all tokens [tokens, vocabulary] are never built."""
+"""The loss at supervised tokens, computed in chunks, so that logits of all tokens [tokens, vocabulary] never exist."""
 
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
@@ -57,24 +57,24 @@ from ds_finetune.objectives.objective import (
 
 @dataclass(frozen=True)
 class HeadGroups:
-    """Process groups with which a head computes its loss; None for a parallel axis of size one."""
+    """Process groups with which a head computes its loss. A group is None if its parallel axis has size one."""
 
     tp: TensorParallelGroup | None = None
-    """Ranks that hold the other shards of the vocabulary."""
+    """Ranks that have the other shards of the vocabulary."""
     sp: SequenceParallelGroup | None = None
-    """Ranks that hold the other tokens of the documents."""
+    """Ranks that have the other tokens of the documents."""
     pp: PipelineGroup | None = None
     """Pipeline stages; the last one has the head, and sends its logits to the others."""
 
 
 class LossHead(nn.Linear):
-    """A language model head that returns logits or, with `labels`, the loss without building all logits."""
+    """Language model head that returns logits or, with `labels`, the loss, for which it never holds all logits."""
 
     kernel: Kernel = staticmethod(chunked_cross_entropy)
     objective: Objective = TokenObjective("sft")
     groups = HeadGroups()
     cap: float | None = None
-    """Soft cap of the logits that the loss applies. The model itself applies it to logits that this module returns."""
+    """Soft cap of the logits in the loss. Logits that are returned get it in the model's own forward."""
     forbidden: torch.Tensor | None = None
     """Mask of ids that are never sampled, bool [vocabulary] or its shard. Softmax over answer tokens excludes them."""
 
@@ -89,17 +89,17 @@ class LossHead(nn.Linear):
         wants_log_probs: bool = False,
         is_trained: bool = True,
     ) -> Any:  # noqa: ANN401 - logits, LossAndSums or log-probabilities
-        """Map `hidden` [..., width] to logits [..., vocabulary] or, with `labels` [...] (already shifted, int64), to
-        the LossAndSums of the objective.
+        """Map `hidden` [..., width] to logits [..., vocabulary] or, with shifted `labels` [...] (int64), to the
+        objective's loss as LossAndSums.
 
-        With `wants_log_probs` it returns the sum of the log-probabilities of the supervised tokens of each document in
-        `examples`, fp64 [documents], without a gradient and identical on every tensor and sequence parallel rank. For
-        sampled answers it returns the log-probabilities of this rank's tokens, fp32 [supervised tokens].
+        With `wants_log_probs`, return the log-probability of each document of `examples`, summed over supervised
+        tokens, fp64 [documents], without gradient and identical on all tensor and sequence parallel ranks. For sampled
+        answers return the log-probabilities of this rank's tokens, fp32 [supervised tokens].
 
-        Without `is_trained`, the head's own weights get no gradient from this call. `supervised` are the positions
-        whose label is not IGNORE_INDEX, int64 [supervised tokens]; only they are computed. None means to derive them
-        from the labels, which synchronises host and GPU. Without a supervised position the loss is 0 and its gradients
-        are zeros, so that every rank takes part in the reductions.
+        Without `is_trained` the head's own weights get no gradient. Only the indices `supervised`, int64 [supervised
+        tokens], are computed, whose labels are not IGNORE_INDEX; None means to find them in the labels, which
+        synchronises host and GPU. Without supervised tokens the loss is 0 with zero gradients, so that every rank takes
+        part in reductions.
         """
         if labels is None:
             logits = super().forward(hidden)
@@ -150,9 +150,9 @@ def install_loss_head(
     objective: Objective = LossHead.objective,
     groups: HeadGroups = LossHead.groups,
 ) -> LossHead:
-    """Turn the head of `lm` into a LossHead in place: same module, same parameters, same name.
+    """Turn the head of `lm` into a LossHead in place. Module, parameters and names stay.
 
-    `kernel` computes the cross entropy; with a tensor parallel group it must handle a shard of the vocabulary.
+    `kernel` computes the cross entropy; with a tensor parallel group it must support a shard of the vocabulary.
     """
     head = lm.get_output_embeddings()
     if type(head) is not nn.Linear:
@@ -167,17 +167,17 @@ def install_loss_head(
 
 
 class TrainedModel(nn.Module):
-    """The trained module, whose forward returns the loss. `lm` is the transformers model, or a stage of it."""
+    """The module that is trained, with the loss as forward. `lm` is the transformers model or a pipeline stage."""
 
     extras: tuple[ExtraLoss, ...] = ()
-    """Auxiliary losses, added to the loss of the head."""
+    """Auxiliary losses, which are added to the objective's loss."""
     packs_documents = False
-    """Whether attention handles all documents of a forward in one kernel call."""
+    """Whether one attention kernel call computes all documents of a forward."""
     _packed: tuple[tuple[Documents, ...], PackedDocuments] | None = None
     chunks: ModelChunks | None = None
-    """The model chunks of a rank in an interleaved pipeline; None with one chunk per rank."""
+    """This rank's chunks of layers in an interleaved pipeline; None with one chunk per rank."""
     in_fp32: Fp32Weights
-    """Weights that forwards use in fp32 in a 16-bit run."""
+    """Weights that stay in fp32 in the forward of a 16-bit run."""
 
     def __init__(
         self, lm: PreTrainedModel, sp_group: SequenceParallelGroup | None = None, pp_group: PipelineGroup | None = None
@@ -188,8 +188,8 @@ class TrainedModel(nn.Module):
         self.pp_group = pp_group
 
     def continues_documents(self, device: torch.device) -> bool:
-        """Whether documents may continue earlier ones (`MicroBatch.shared`) in forwards on `device`. This needs
-        attention by document, and no other layer that reads several tokens of a document.
+        """Whether documents may continue earlier ones (`MicroBatch.shared`) on `device`. This needs attention by
+        document, and no other layers that mix tokens.
         """
         family = family_of(self.config.model_type)
         is_by_document = self.config._attn_implementation == BY_DOCUMENT and (
@@ -199,21 +199,21 @@ class TrainedModel(nn.Module):
 
     @property
     def has_head(self) -> bool:
-        """Whether a forward ends with the head on this rank; otherwise it returns hidden states."""
+        """Whether the forward ends with the head on this rank. If not, it returns hidden states."""
         return self.pp_group is None or self.pp_group.runs_head
 
     @property
     def config(self) -> Any:  # noqa: ANN401 - a PretrainedConfig
-        """The model's configuration, under the name that DeepSpeed reads."""
+        """The model's configuration, in the attribute that DeepSpeed reads."""
         return self.lm.config
 
     def forward(
         self, rows: ForwardRows, numbers: StepNumbers | None = None, *, wants_log_probs: bool = False
     ) -> LossAndSums | StageOutput | torch.Tensor:
-        """Compute the loss of `rows` for the objective and, with `numbers`, the auxiliary losses.
+        """Compute the objective's loss of `rows` and, with `numbers`, the auxiliary losses.
 
-        With `wants_log_probs` it returns the log-probabilities of the examples instead, fp64 [documents]. Pipeline
-        stages or chunks before the last return hidden states.
+        With `wants_log_probs`, return the examples' log-probabilities instead, fp64 [documents]. Pipeline stages or
+        chunks before the last one return hidden states.
         """
         with self._running_chunk():
             return self._loss(rows, numbers, wants_log_probs=wants_log_probs)
@@ -251,8 +251,8 @@ class TrainedModel(nn.Module):
         return out._replace(loss=loss, sums=torch.cat([out.sums, extra_sums]))
 
     def head_inputs(self, rows: ForwardRows) -> dict[str, Any]:
-        """Arguments of the head besides hidden states, labels and numbers. They are prepared before the forward, while
-        no activations are in memory for backward.
+        """Further arguments of the head. They are prepared before the forward, when no activations are in memory
+        yet.
         """
         return {"examples": rows.examples, "supervised": rows.supervised}
 
@@ -266,9 +266,9 @@ class TrainedModel(nn.Module):
     ) -> torch.Tensor:
         """Compute hidden states before the head, [batch, tokens, width].
 
-        Attention by document and FlashAttention separate documents by their lengths, transformers' other
-        implementations by positions that restart at 0. Neither an attention mask nor a cache is passed: with either,
-        transformers 5.23 ignores the positions (masking_utils.py:873), and packed documents would attend to each other.
+        Attention by document and FlashAttention separate documents by their lengths, other implementations of
+        transformers by position ids that restart at 0. No attention mask and no cache are passed: with either,
+        transformers 5.23 ignores position ids (masking_utils.py:873), and packed documents would attend to each other.
         """
         lengths = self.document_arguments(documents, input_ids.device, shared)
         inputs = {"position_ids": position_ids, "input_ids": input_ids}
@@ -280,7 +280,7 @@ class TrainedModel(nn.Module):
     def document_arguments(
         self, documents: tuple[Documents, ...] | None, device: torch.device, shared: tuple[Documents, ...] | None = None
     ) -> dict[str, Any]:
-        """Arguments that tell attention where documents begin, and which earlier tokens they continue."""
+        """Keyword arguments that tell attention where documents begin, and which earlier tokens they continue."""
         attention = self.lm.config._attn_implementation
         if attention == BY_DOCUMENT:
             packed = self._pack(documents, device, shared) if self.packs_documents and documents is not None else None

@@ -1,1 +1,1 @@
-"""Tensor, sequence, pipeline and expert parallel modules, and the shard of each tensor that a rank holds."""
+"""Tensor, sequence, pipeline and expert parallel modules, and which shard of each tensor a rank holds."""

@@ -1,7 +1,7 @@
-"""Expert parallelism: each rank holds some of the routed experts and computes them for the tokens of all ranks.
+"""Expert parallelism: each rank holds some of the routed experts, and computes them for the tokens of all ranks.
 
-Tokens are exchanged with the ranks of their experts by all-to-all (Lepikhin et al., GShard, arXiv 2006.16668). No token
-is dropped, and none is padded. Every rank holds the full router, which is the family's own.
+An all-to-all sends tokens to the ranks of their experts (Lepikhin et al., GShard, arXiv 2006.16668), without dropping
+or padding tokens. Every rank has the full router, which is that of transformers.
 """
 
 import copy
@@ -23,12 +23,12 @@ from ds_finetune.model.parallel.rank_group import RankGroup
 
 
 class ExpertParallelGroup(RankGroup):
-    """Ranks that share the routed experts of a layer; rank i holds the i-th of equal shards."""
+    """Ranks that share a layer's routed experts. Rank i has the i-th of equal shards."""
 
 
 class _Exchange:
-    """An asynchronous all-to-all of rows in forward, and of their gradients in backward. Computation in between
-    overlaps with it.
+    """An asynchronous all-to-all of rows in the forward, and of their gradients in backward, which overlaps with
+    computation.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class _Exchange:
         self._kept = current_outputs() if is_kept else None
 
     def start(self, rows: torch.Tensor, *, is_backward: bool = False) -> torch.Tensor:
-        """Start to send `rows`; returns the tensor that the all-to-all will fill."""
+        """Start to send `rows`. Returns the tensor that the all-to-all fills."""
         send, receive = (self._receive, self._send) if is_backward else (self._send, self._receive)
         sent = rows.contiguous()
         work: dist.Work | None = None
@@ -51,7 +51,7 @@ class _Exchange:
             return out
 
         out = begin() if self._kept is None or is_backward else self._kept.keep(begin)
-        # The sent rows stay in memory too, because the all-to-all reads them until it has ended.
+        # Sent rows stay in memory too, because the all-to-all reads them until it is complete.
         self._pending = out, sent, work
         return out
 
@@ -65,10 +65,10 @@ class _Exchange:
 
 
 class _StartExchange(torch.autograd.Function):
-    """Starts an all-to-all in forward. Backward waits for the all-to-all of the gradients.
+    """Starts an all-to-all in the forward. Its backward waits for the all-to-all of the gradients.
 
-    Autograd runs backward in the reverse order of forward. So computation between `_StartExchange` and `_AwaitExchange`
-    overlaps with the all-to-all in forward, and its backward overlaps with the all-to-all of the gradients.
+    Computation between `_StartExchange` and `_AwaitExchange` overlaps with the all-to-all in the forward. Autograd runs
+    backward in reverse order, so the gradients of that computation overlap with the gradients' all-to-all.
     """
 
     @staticmethod
@@ -82,7 +82,7 @@ class _StartExchange(torch.autograd.Function):
 
 
 class _AwaitExchange(torch.autograd.Function):
-    """Waits for an all-to-all in forward. Backward starts the all-to-all of the gradients."""
+    """Waits for an all-to-all in the forward. Its backward starts the all-to-all of the gradients."""
 
     @staticmethod
     def forward(ctx: Any, arriving: torch.Tensor, exchange: _Exchange) -> torch.Tensor:  # noqa: ANN401
@@ -93,22 +93,22 @@ class _AwaitExchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # noqa: ANN401
         ctx.exchange.start(grad, is_backward=True)
-        # Only the shape of this result is used: `_StartExchange.backward` returns the gradients that were received.
+        # Only the shape of this result matters: `_StartExchange.backward` returns the received gradients.
         return grad, None
 
 
 class ExpertParallelExperts(nn.Module):
-    """Mixin for a family's experts module, which holds `num_experts` of the layer's routed experts. It exchanges tokens
-    with the ranks of the other experts.
+    """Mixin for a family's experts module with `num_experts` of the layer's routed experts. It exchanges tokens with
+    the ranks that have the other experts.
     """
 
     ep_group: ExpertParallelGroup
     num_experts: int
     compute_meanwhile: Callable[[], None] | None = None
-    """Function that is called while the all-to-all to the experts runs."""
+    """Function to call while the all-to-all to the experts runs."""
 
     def forward(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        """Maps hidden states [tokens, width], routed experts [tokens, k] and their weights to [tokens, width]."""
+        """Map hidden states [tokens, width], chosen experts [tokens, k] and routing weights to [tokens, width]."""
         chosen = SortedRows.of(top_k_index)
         saved_outputs, counted = current_outputs(), partial(self._count_rows, chosen.experts)
         arriving, send_counts, receive_counts = counted() if saved_outputs is None else saved_outputs.keep(counted)
@@ -119,39 +119,40 @@ class ExpertParallelExperts(nn.Module):
             self.compute_meanwhile()
         rows = _AwaitExchange.apply(arriving_rows, of_rows)
         weights = _AwaitExchange.apply(arriving_weights, of_weights)
-        # Rows that return from experts are not saved for recomputation, because no gradient needs them.
+        # Recomputation does not need the rows that return from experts, so they are not saved.
         back = _Exchange(self.ep_group, receive_counts, send_counts, is_kept=False)
         out = self._run_local_experts(rows, weights, arriving)
         return chosen.sums_of(_AwaitExchange.apply(_StartExchange.apply(out, back), back))
 
     def _count_rows(self, experts: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int]]:
-        """Three counts: rows received for each local expert from each rank, rows sent to each rank, and rows received
-        from each rank. `experts` are the sorted expert numbers of this rank's rows.
+        """Numbers of rows: received for each local expert from each rank, sent to each rank, and received from each
+        rank. `experts` are the sorted expert numbers of this rank's rows.
         """
         per_expert = rows_up_to(experts, self.num_experts * self.ep_group.size).diff(prepend=experts.new_zeros(1))
         arriving = torch.empty_like(per_expert)
         dist.all_to_all_single(arriving, per_expert, group=self.ep_group.group)
         both = torch.stack([per_expert, arriving]).view(2, self.ep_group.size, -1)
-        # The only host synchronisation of a layer: NCCL needs the row counts on the host.
+        # This is a layer's only wait of the host for the GPU: NCCL needs the numbers of rows on the host.
         send_counts, receive_counts = both.sum(2).tolist()
         return arriving, send_counts, receive_counts
 
     def _run_local_experts(self, rows: torch.Tensor, weights: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
-        """Compute the outputs of this rank's experts for `rows`, times `weights` [rows, 1]. Rows are sorted by source
-        rank and expert, and counted by `arriving`.
+        """Compute this rank's experts on `rows`, times routing `weights` [rows, 1]. Rows are sorted by source rank and
+        expert; `arriving` has their numbers.
         """
         expert = torch.arange(self.num_experts, device=rows.device).repeat(self.ep_group.size)
         expert = expert.repeat_interleave(arriving, output_size=len(rows))
         if not len(rows):
-            # Without rows, experts and all-to-alls would have no gradient, and other ranks would hang. The row of zeros
-            # depends on `rows`: recomputation stops at the last tensor saved for backward, which must not be before the
-            # all-to-alls, and frozen experts save nothing for a row without a gradient.
+            # A rank without rows gets a row of zeros, so that its experts and all-to-alls have a gradient. Otherwise
+            # other ranks would hang. The zeros depend on `rows`: recomputation stops at the last tensor saved for
+            # backward, which must not come before the all-to-alls, and frozen experts save nothing for a row without a
+            # gradient.
             zero = self.run_experts(rows.sum(0, keepdim=True), expert.new_zeros(1, 1), weights.sum(0, keepdim=True))
             return rows + zero.sum() * 0
         return self.run_experts(rows, expert[:, None], weights)
 
     def run_experts(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        """Run the family's own forward of this rank's experts, without communication."""
+        """Run this rank's experts by the family's own forward, without communication."""
         return super().forward(hidden, top_k_index, top_k_weights)  # type: ignore[no-any-return]
 
 
@@ -163,7 +164,7 @@ def build_local_experts(
     model_class: type[PreTrainedModel], family: Family, *, ep_size: int, mark: MarkParameter
 ) -> Iterator[None]:
     """Context in which a model is built with one of `ep_size` equal shards of its routed experts. `mark` is called with
-    each parameter of these experts.
+    each of their parameters.
     """
     if ep_size == 1 or family.experts_class is None:
         yield
@@ -185,7 +186,7 @@ def build_local_experts(
 
 
 def install_expert_parallel(lm: PreTrainedModel, ep_group: ExpertParallelGroup) -> None:
-    """Add the communication of expert parallelism to a model built under `build_local_experts`, in place."""
+    """Make the experts of a model built under `build_local_experts` exchange tokens, in place."""
     for name, module in list(lm.named_modules()):
         if name.endswith(".mlp.experts"):
             module.__class__ = type(f"ExpertParallel{type(module).__name__}", (ExpertParallelExperts, type(module)), {})
@@ -193,30 +194,29 @@ def install_expert_parallel(lm: PreTrainedModel, ep_group: ExpertParallelGroup) 
 
 
 class SharedExpertsAhead(nn.Module):
-    """Mixin for a layer's shared experts that can compute their output before the layer calls them."""
+    """Mixin for a layer's shared experts: their output can be computed before the layer calls them."""
 
     _ahead: torch.Tensor | None = None
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the output that `compute_ahead` stored, once, or else compute the shared experts of `hidden`."""
+        """Return the output that `compute_ahead` stored, and forget it. Without one, compute the shared experts."""
         ready, self._ahead = self._ahead, None
         return super().__call__(hidden) if ready is None else ready  # type: ignore[no-any-return]
 
     def compute_ahead(self, hidden: torch.Tensor) -> None:
-        """Compute the shared experts of `hidden` in advance, with all hooks of the module."""
+        """Compute the shared experts of `hidden` in advance, and store the output. All hooks of the module run."""
         self._ahead = super().__call__(hidden)
 
     def forget(self) -> None:
-        """Drop an output that was computed ahead and not used."""
+        """Forget an output that was computed in advance but not used."""
         self._ahead = None
 
 
 def compute_shared_experts_ahead(lm: PreTrainedModel) -> None:
-    """Compute shared experts during the all-to-all to the routed experts, or before them on ranks that hold all
-    experts, in place. Results do not change, and recomputation can stop before the down projection of the routed
-    experts.
+    """Make shared experts run during the all-to-all to the routed experts, or before them on ranks with all experts, in
+    place. Results do not change. Recomputation can then stop before the routed experts' down projection.
 
-    This affects only families whose layers compute `shared_experts(x)` after `experts(x, ...)`.
+    Only families whose layers compute `shared_experts(x)` after `experts(x, ...)` are changed.
     """
     for name, module in list(lm.named_modules()):
         shared = getattr(module, "shared_experts", None)
@@ -226,15 +226,15 @@ def compute_shared_experts_ahead(lm: PreTrainedModel) -> None:
 
 
 class _Overlap:
-    """Hooks that pass the input of a layer's MLP to its shared experts once the all-to-all has started."""
+    """Hooks that compute a layer's shared experts as soon as the all-to-all to the routed experts has started."""
 
     def __init__(self, mlp: nn.Module, shared: SharedExpertsAhead, experts: Any) -> None:  # noqa: ANN401 - of any family
         self._shared = shared
         self._hidden: torch.Tensor | None = None
         self._has_grad = False
         mlp.register_forward_pre_hook(self._begin)
-        # This hook also runs after an exception, because torch stops a layer's recomputation by raising one, as soon as
-        # backward has what it needs.
+        # This hook also runs after an exception: torch ends a layer's recomputation by raising one, as soon as backward
+        # has what it needs.
         mlp.register_forward_hook(self._end, always_call=True)
         if isinstance(experts, ExpertParallelExperts):
             experts.compute_meanwhile = self._compute

@@ -1,9 +1,8 @@
-"""Pipeline parallelism: each rank holds consecutive layers of a model and sends hidden states to the next (Huang et
-al., GPipe, arXiv 1811.06965).
+"""Pipeline parallelism: each rank holds consecutive layers of a model, and sends hidden states to the next rank (Huang
+et al., GPipe, arXiv 1811.06965).
 
-A stage is the whole Hugging Face model without the parameters of other stages, so its tensors keep their names. All
-ranks of a pipeline read the same rows: positions, documents and labels are known on every stage, and only hidden states
-are sent.
+A stage is the full Hugging Face model without the parameters of other stages, so tensors keep their names. All ranks of
+a pipeline read the same rows, so positions, documents and labels need not be sent.
 """
 
 import copy
@@ -32,35 +31,35 @@ T = TypeVar("T")
 class Link(NamedTuple):
     """One direction between neighbouring ranks of an interleaved pipeline. Messages arrive in the order of sending.
 
-    Each link has its own process group: NCCL ignores tags, and two ranks that both send before they receive would hang
-    within one group.
+    Each link has its own process group, because NCCL ignores tags: in a common group two ranks that both send before
+    they receive would hang.
     """
 
     is_forward: bool
-    """Whether the link carries hidden states; otherwise their gradients."""
+    """Whether the link carries hidden states, or else their gradients."""
     wraps: bool
-    """Whether the link connects the last rank with the first one."""
+    """Whether the link goes between the last rank and the first one."""
 
 
 class PipelineGroup(RankGroup):
-    """Ranks that hold a model's layers in order; rank i is stage i, with one or several chunks of layers."""
+    """Ranks that hold a model's layers in order. Rank i is stage i, and has one or several chunks of layers."""
 
     num_chunks: int = 1
     running_chunk: int | None = None
-    """The chunk of layers that the current forward runs. None if it runs all chunks, and sends hidden states itself."""
+    """Number of the chunk that the forward runs. None: it runs all chunks, and sends hidden states itself."""
     no_hidden_states: torch.Tensor
     """Empty tensor [0, width] with the width, dtype and device of the model's hidden states."""
     links: Mapping[Link, dist.ProcessGroup] = MappingProxyType({})
-    """The process group of each link to the neighbours; empty with one chunk per rank."""
+    """Process group of each link between neighbouring ranks; empty with one chunk per rank."""
     embedding_group: dist.ProcessGroup | None = None
-    """Ranks of the first and last stage with the same tensor parallel shard, with all their data and sequence parallel
-    replicas. None on other stages, and if only one of both stages has the embedding.
+    """Ranks of the first and last stage with the same tensor parallel shard, including their data and sequence parallel
+    replicas. None on other stages, and if only one of these stages has the embedding.
     """
     adds_embedding: bool = True
-    """Whether this rank keeps the summed gradient of the embedding. The other ranks of its stage get zeros."""
+    """Whether this rank keeps the embedding's summed gradient. The other ranks of its stage set theirs to zero."""
     input_hidden_states: torch.Tensor | None = None
-    """Hidden states that the previous stage sent for the latest forward. In training they are a leaf that requires a
-    gradient. With several chunks per rank they belong to the running chunk. None for the model's first chunk.
+    """Hidden states that the previous stage (or, with several chunks per rank, the chunk before the running one) sent
+    for this forward. In training they are a leaf that requires a gradient. None for the model's first chunk.
     """
 
     @property
@@ -80,51 +79,51 @@ class PipelineGroup(RankGroup):
 
     @property
     def runs_head(self) -> bool:
-        """Whether the current forward ends with the head on this rank."""
+        """Whether the forward ends with the head on this rank."""
         return self.is_last and self.running_chunk in (None, self.num_chunks - 1)
 
     @property
     def next_rank(self) -> int:
-        """The rank after this one in the pipeline. The last rank is followed by the first."""
+        """The rank after this one in the pipeline; after the last rank it is the first."""
         return (self.group_rank + 1) % self.size
 
     @property
     def previous_rank(self) -> int:
-        """The rank before this one in the pipeline. The first rank is preceded by the last."""
+        """The rank before this one in the pipeline; before the first rank it is the last."""
         return (self.group_rank - 1) % self.size
 
     def empty_hidden(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Uninitialised tensor [rows, tokens, width] for the hidden states of the tokens `input_ids`."""
+        """Uninitialised tensor [rows, tokens, width] to receive hidden states for the tokens `input_ids`."""
         return self.no_hidden_states.new_empty(*input_ids.shape, self.no_hidden_states.shape[-1])
 
     def send(self, tensor: torch.Tensor, *, to: int) -> None:
-        """Send a tensor to stage `to`; blocks until it is sent."""
+        """Send a tensor to stage `to`, and wait until it is sent."""
         dist.send(tensor.detach().contiguous(), group=self.group, group_dst=to)
 
     def receive(self, into: torch.Tensor, *, source: int) -> torch.Tensor:
-        """Receive a tensor from stage `source` into `into`, which is returned; blocks until it has arrived."""
+        """Receive a tensor from stage `source` in `into`, wait until it has arrived, and return it."""
         dist.recv(into, group=self.group, group_src=source)
         return into
 
     def broadcast_from_last(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Broadcast the last stage's `tensor` to every stage, where `tensor` is overwritten."""
+        """Send the last stage's `tensor` to every stage, where it overwrites `tensor`."""
         tensor = tensor.contiguous()
         dist.broadcast(tensor, group=self.group, group_src=self.size - 1)
         return tensor
 
     def all_gather_object(self, value: T) -> list[T]:
-        """Gather the object `value` of every stage, in order of stages."""
+        """Gather the object `value` of all stages, in their order."""
         values = [value] * self.size
         dist.all_gather_object(values, value, group=self.group)
         return values
 
     def all_reduce_embedding_grad(self, grad: torch.Tensor) -> None:
-        """All-reduce the gradient of an embedding weight that the first and the last stage both hold. The average over
-        a stage's ranks is then the sum of both stages' gradients, averaged over ranks with different rows.
+        """All-reduce the gradient of an embedding weight that the first and last stage both have. A stage's average
+        over ranks is then the sum of both stages' gradients, averaged over ranks with different rows.
 
-        One rank of each stage gets the full sum and the others zeros, because adding zeros is exact in every order.
-        Otherwise the two copies would drift apart, since buckets and NCCL's algorithms decide the order of additions on
-        each stage.
+        One rank of each stage gets the sum and the others zeros, because adding zeros is exact in every order.
+        Otherwise the copies would drift apart: on each stage buckets and NCCL's algorithms decide the order of
+        additions.
         """
         assert self.embedding_group is not None, "only ends of a pipeline that share the embedding"
         dist.all_reduce(grad, group=self.embedding_group)
@@ -132,20 +131,20 @@ class PipelineGroup(RankGroup):
             grad.zero_()
 
     def broadcast_embedding(self, weight: torch.Tensor) -> None:
-        """Overwrite the last stage's copy of the embedding's `weight` with the first stage's."""
+        """Overwrite the last stage's copy of the embedding `weight` with the first stage's."""
         assert self.embedding_group is not None, "only ends of a pipeline that share the embedding"
         dist.broadcast(weight.detach(), group=self.embedding_group, group_src=0)
 
     def close(self) -> None:
-        """Drop the references to the process groups."""
+        """Drop the references to process groups, so that they can be destroyed."""
         super().close()
         self.embedding_group = None
         self.links = {}
 
 
 class MissingLayer(nn.Module):
-    """Placeholder for a layer of another stage. With `has_choice`, layers also return tokens chosen by an indexer. With
-    several `streams`, hidden states between layers are [batch, tokens, streams, width].
+    """Placeholder for a layer of another stage. With `has_choice` it also returns an indexer's chosen tokens, as layers
+    do. With several residual `streams`, hidden states between layers are [batch, tokens, streams, width].
     """
 
     def __init__(self, layer: int, *, has_choice: bool = False, streams: int = 1) -> None:
@@ -158,42 +157,42 @@ class MissingLayer(nn.Module):
         *_: Any,  # noqa: ANN401 - what layers take
         **arguments: Any,  # noqa: ANN401
     ) -> torch.Tensor | tuple[torch.Tensor, None]:
-        """Return the hidden states unchanged, and add a number per token to the cache, which counts tokens."""
+        """Return the hidden states unchanged. The cache gets a number per token, because its length counts tokens."""
         cache = take_cache(arguments)
         if cache is not None:
-            # The cache counts the tokens of this tensor, so it must not be empty (transformers 5.23, cache_utils.py,
+            # The cache counts tokens by this tensor, so it must not be empty (transformers 5.23, cache_utils.py,
             # get_seq_length).
             token = hidden.flatten(2)[:, None, :, :1]
             cache.update(token, token, self.layer)
         if self.streams > 1:
-            # Other stages send all residual streams of a token in one dimension.
+            # Other stages send a token's residual streams as one vector.
             hidden = hidden.reshape(*hidden.shape[:2], self.streams, -1)
         return (hidden, None) if self.has_choice else hidden
 
 
 class ReceiveHiddenStates(nn.Embedding):
-    """Replaces the embedding on later stages: receives hidden states from the previous stage.
+    """Takes the embedding's place on later stages: receives hidden states from the previous stage.
 
-    The embedding's weight stays on this stage if a tied head or multi-token prediction needs it.
+    It keeps the embedding's weight if the stage needs it for a tied head or multi-token prediction.
     """
 
     pp_group: PipelineGroup
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Receive hidden states [batch, tokens, width] for the token ids [batch, tokens]."""
+        """Receive the previous stage's hidden states [batch, tokens, width] for the token ids [batch, tokens]."""
         hidden = self.pp_group.receive(self.pp_group.empty_hidden(input_ids), source=self.pp_group.group_rank - 1)
         self.pp_group.input_hidden_states = hidden.requires_grad_(torch.is_grad_enabled())
         return self.pp_group.input_hidden_states
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Token embeddings [batch, tokens, width] from the weight kept on this stage."""
+        """Embed tokens as [batch, tokens, width] by the embedding weight on this stage."""
         return super().forward(input_ids)
 
 
 class SendHiddenStates(nn.Module):
-    """Replaces the final norm on earlier pipeline stages.
+    """Takes the final norm's place on earlier pipeline stages.
 
-    It sends hidden states to the next stage if gradients are disabled. In training the pipeline schedule sends them.
+    Without gradients it sends hidden states to the next stage. In training the pipeline schedule sends them.
     """
 
     def __init__(self, pp_group: PipelineGroup) -> None:
@@ -201,44 +200,46 @@ class SendHiddenStates(nn.Module):
         self.pp_group = pp_group
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Send the hidden states if gradients are disabled, and return them unchanged."""
+        """Send hidden states to the next stage if gradients are off, and return them unchanged."""
         if not torch.is_grad_enabled():
             self.pp_group.send(hidden, to=self.pp_group.group_rank + 1)
         return hidden
 
 
 class ReceiveLogits(nn.Linear):
-    """Replaces the head on earlier stages: receives the last stage's logits, so that all generate the same token."""
+    """Takes the head's place on earlier stages: receives the last stage's logits, so all stages generate the same
+    token.
+    """
 
     pp_group: PipelineGroup
     outputs: int
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Receive the logits [..., outputs] for hidden states [..., width]."""
+        """Receive the last stage's logits [..., outputs] for hidden states [..., width]."""
         return self.pp_group.broadcast_from_last(hidden.new_empty(*hidden.shape[:-1], self.outputs))
 
 
 def build_meta_model(hf_config: PretrainedConfig, task: Task = "causal_lm") -> PreTrainedModel:
-    """The unsharded model on the meta device, which allocates no memory."""
+    """The unsharded model on the meta device, where it needs no memory."""
     config = copy.deepcopy(hf_config)
     return build_skeleton(config, attention="eager", dtype=torch.bfloat16, device="meta", task=task)
 
 
 def missing_layer(config: PretrainedConfig, layer: int) -> MissingLayer:
-    """The placeholder for layer number `layer` of a model with this configuration."""
+    """Placeholder for layer number `layer` of a model with this configuration."""
     indexer = family_of(config.model_type).indexer
     has_choice = indexer is not None and indexer.is_shared
     return MissingLayer(layer, has_choice=has_choice, streams=residual_streams(config))
 
 
 def residual_streams(config: PretrainedConfig) -> int:
-    """Hidden-state vectors of a token between layers: several with hyper-connections (DeepSeek-V4), else 1."""
+    """Number of residual streams between layers, each a hidden state per token: several in DeepSeek-V4, else 1."""
     return int(config.hc_mult) if family_of(config.model_type).compresses else 1
 
 
 def _of_one_stream(config: PretrainedConfig) -> PretrainedConfig:
-    """Make the configuration for a later stage's model, which must not expand its input into equal streams, because it
-    receives all streams as one wide vector. The configuration of its layers is unchanged.
+    """Configuration for a later stage's model. That must not expand its input into equal residual streams, because it
+    receives all streams as one wide vector. The layers' configuration is unchanged.
     """
     changed = copy.copy(config)
     changed.hc_mult = 1
@@ -260,14 +261,15 @@ def build_only_layers(model_class: type[PreTrainedModel], layers: Container[int]
 
 
 def install_pipeline_stage(lm: PreTrainedModel, pp_group: PipelineGroup, *, outputs: int) -> None:
-    """Replace embedding, norm and head of other stages in a model built under `build_only_layers`, in place.
+    """Replace embedding, norm and head that belong to other stages, in a model built under `build_only_layers`, in
+    place.
 
-    `outputs` is the number of outputs of the unsharded head: tokens of the vocabulary, or scores.
+    `outputs` is the number of outputs of the unsharded head: vocabulary size or number of scores.
     """
     embedding, head = lm.get_input_embeddings(), head_of(lm)
     is_tied = head.weight is embedding.weight
     streams, base = residual_streams(lm.config), lm.base_model
-    # All residual streams of a token are sent as one vector.
+    # A token's residual streams are sent as one vector.
     pp_group.no_hidden_states = embedding.weight.new_empty(0, streams * embedding.embedding_dim)
     if not pp_group.is_first:
         base.config = _of_one_stream(lm.config) if streams > 1 else base.config
@@ -285,21 +287,21 @@ def install_pipeline_stage(lm: PreTrainedModel, pp_group: PipelineGroup, *, outp
 
 
 def has_tied_head(lm: PreTrainedModel) -> bool:
-    """Whether the head's weight is the embedding's. A score head has its own weight, whatever the config says."""
+    """Whether the head's weight is the embedding's. The head for scores always has its own weight."""
     return bool(lm.config.tie_word_embeddings) and not has_score_head(lm)
 
 
 def has_embedding_copy(lm: PreTrainedModel, pp_group: PipelineGroup) -> bool:
-    """Whether this stage holds a copy of the first stage's embedding, for a tied head or multi-token prediction."""
+    """Whether this stage has a copy of the first stage's embedding, for a tied head or multi-token prediction."""
     return pp_group.is_last and lm.get_input_embeddings().weight is not None
 
 
 class HandOver(MissingLayer):
-    """Placeholder for a neighbouring layer of another rank, which sends or receives hidden states in forwards that run
-    all chunks of this rank.
+    """Placeholder for a layer of a neighbouring rank. In forwards that run all chunks of this rank it sends or receives
+    hidden states.
 
-    Such forwards compute no gradient, and run one micro-batch at a time, so a blocking send only waits for a rank that
-    is about to receive.
+    Such forwards have no gradient and run one micro-batch at a time, so a blocking send only waits for a rank that is
+    about to receive.
     """
 
     def __init__(self, missing: MissingLayer, pp_group: PipelineGroup) -> None:
@@ -308,7 +310,7 @@ class HandOver(MissingLayer):
         self.sends = self.receives = False
 
     def forward(self, hidden: torch.Tensor, **arguments: Any) -> torch.Tensor | tuple[torch.Tensor, None]:  # noqa: ANN401
-        """Send `hidden` if this rank's chunk ends before this layer; receive it if the chunk begins after it."""
+        """Send `hidden` if this rank's chunk ends before this layer, or receive it if a chunk begins after it."""
         assert not torch.is_grad_enabled(), "the schedule sends and receives where there are gradients"
         if self.sends:
             self.pp_group.send(hidden, to=self.pp_group.next_rank)
@@ -318,9 +320,9 @@ class HandOver(MissingLayer):
 
 
 class ModelChunks:
-    """The model chunks of a rank in an interleaved pipeline, installed in `lm` after `install_pipeline_stage`.
+    """This rank's chunks of layers in an interleaved pipeline, installed in `lm` after `install_pipeline_stage`.
 
-    Outside the context `only`, a forward runs all chunks in order and sends hidden states between them.
+    A forward runs all chunks in order and sends hidden states between them, except in the context `only`.
     """
 
     def __init__(self, lm: PreTrainedModel, pp_group: PipelineGroup, chunks: Sequence[range]) -> None:
@@ -339,9 +341,9 @@ class ModelChunks:
 
     @contextmanager
     def only(self, chunk: int) -> Iterator[None]:
-        """Context in which the model has only the layers of this chunk and, in the model's last chunk, norm and head.
+        """Context in which the model has only the layers of one chunk; the last chunk also has final norm and head.
 
-        Activation checkpointing recomputes layers directly, so backward may run outside the context.
+        Activation checkpointing recomputes layers directly, so backward may run outside of the context.
         """
         attributes = {name: getattr(self._base, name) for name in self._parts[chunk]}
         for name, part in self._parts[chunk].items():

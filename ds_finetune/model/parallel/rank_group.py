@@ -1,4 +1,4 @@
-"""Handle of a process group, through which parallel modules communicate."""
+"""Process groups through which parallel modules communicate."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 @dataclass
 class RankGroup:
-    """Ranks with equal shards of a tensor, of layers or of rows; this process holds shard number `group_rank`."""
+    """Ranks with equal shards of a tensor, of layers or of rows. This process has shard number `group_rank`."""
 
     group: dist.ProcessGroup | None
     """The torch process group; None after `close`."""
@@ -18,13 +18,13 @@ class RankGroup:
     """Rank of this process within the group."""
 
     def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
-        """Sum `partial` over the ranks of the group, in a new tensor without a gradient."""
+        """Sum `partial` over all ranks. The result is a new tensor without gradient."""
         total = partial.detach().clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=self.group)
         return total
 
     def close(self) -> None:
-        """Drop the reference to the process group; modules may still refer to this object."""
+        """Drop the reference to the process group, while modules may still refer to this object."""
         self.group = None
 
 
@@ -41,5 +41,5 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 def sum_over_ranks(partial: torch.Tensor, ranks: RankGroup) -> torch.Tensor:
-    """Sum `partial` over all ranks. Backward passes the gradient of the sum to each rank's tensor unchanged."""
+    """Sum `partial` over all ranks. In backward each rank gets the gradient of the sum unchanged."""
     return _SumOverRanks.apply(partial, ranks)  # type: ignore[no-any-return]

@@ -1,5 +1,5 @@
-"""Sequence parallelism: each rank holds some tokens of each row, and within attention some heads of all tokens
-(Ulysses, Jacobs et al., arXiv 2309.14509).
+"""Sequence parallelism: each rank holds some tokens of each row, and in attention some heads of all tokens (Ulysses,
+Jacobs et al., arXiv 2309.14509).
 """
 
 import math
@@ -24,7 +24,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 class _GatherTokens(torch.autograd.Function):
-    """All-gather along tokens in forward. In backward the gradients of this rank's tokens are summed over all ranks."""
+    """All-gather of tokens in the forward. Backward sums the gradients of this rank's tokens over all ranks."""
 
     @staticmethod
     def forward(ctx: Any, shard: torch.Tensor, sp_group: "SequenceParallelGroup") -> torch.Tensor:  # noqa: ANN401
@@ -39,48 +39,48 @@ class _GatherTokens(torch.autograd.Function):
 
 
 class SequenceParallelGroup(RankGroup):
-    """Ranks that share rows; rank i holds the i-th of equal shards of each row's tokens."""
+    """Ranks that share rows. Rank i has the i-th of equal shards of each row's tokens."""
 
     def all_to_all(self, slices: torch.Tensor) -> torch.Tensor:
-        """Send slice i of dim 0 to rank i and receive a slice from each rank. The result has no gradient."""
+        """Send slice i of dim 0 to rank i, and receive a slice from each rank. The result has no gradient."""
         slices = slices.contiguous()
         received = torch.empty_like(slices)
         dist.all_to_all_single(received, slices, group=self.group)
         return received
 
     def shard(self, rows: torch.Tensor) -> torch.Tensor:
-        """Select this rank's shard of the tokens of `rows` [batch, tokens, ...]."""
+        """This rank's shard of the tokens of full `rows` [batch, tokens, ...]."""
         return rows.chunk(self.size, dim=1)[self.group_rank]
 
     def gather_tokens(self, shard: torch.Tensor) -> torch.Tensor:
-        """All-gather tokens: [batch, tokens / ranks, ...] of each rank become [batch, tokens, ...]."""
+        """All-gather tokens: [batch, tokens / ranks, ...] of each rank becomes [batch, tokens, ...]."""
         return _GatherTokens.apply(shard, self)  # type: ignore[no-any-return]
 
     def with_tokens_before(self, shard: torch.Tensor, number: int) -> torch.Tensor:
-        """This rank's tokens [batch, tokens, ...], preceded by up to `number` tokens of earlier ranks."""
+        """This rank's tokens [batch, tokens, ...], with up to `number` tokens of earlier ranks before them."""
         size = min(number, shard.shape[1])
         tails, end = self.gather_tokens(shard[:, shard.shape[1] - size :]), self.group_rank * size
         return torch.cat([tails[:, max(0, end - number) : end], shard], dim=1)
 
     def gather_tokens_scatter_heads(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        """All-to-all before attention: this rank's tokens of all heads [batch, heads, tokens, width] become all tokens
-        of this rank's heads. All `tensors` share one all-to-all.
+        """All-to-all before attention: maps this rank's tokens of all heads, [batch, heads, tokens, width], to all
+        tokens of this rank's heads. One all-to-all serves all `tensors`.
 
-        Key and value heads are first repeated if their number is not a multiple of the number of ranks.
+        Key and value heads are repeated first if the number of ranks does not divide them.
         """
         repeated = (repeat_kv(tensor, self.size // math.gcd(tensor.shape[1], self.size)) for tensor in tensors)
         by_rank = [tensor.unflatten(1, (self.size, -1)).transpose(0, 1) for tensor in repeated]
         received = _AllToAll.apply(torch.cat([slices.reshape(self.size, -1) for slices in by_rank], dim=1), self)
         pieces = received.split([slices[0].numel() for slices in by_rank], dim=1)
-        # Pieces arrive as [ranks, batch, heads, tokens, width], where dim 0 counts the shards of a row.
+        # Received pieces are [ranks, batch, heads, tokens, width], in the order of the row's shards.
         return [
             piece.view(slices.shape).permute(1, 2, 0, 3, 4).flatten(2, 3)
             for piece, slices in zip(pieces, by_rank, strict=True)
         ]
 
     def gather_heads_scatter_tokens(self, out: torch.Tensor) -> torch.Tensor:
-        """All-to-all after attention: all tokens of this rank's heads [batch, tokens, heads, width] become this rank's
-        tokens of all heads.
+        """All-to-all after attention: maps all tokens of this rank's heads, [batch, tokens, heads, width], to this
+        rank's tokens of all heads.
         """
         batch, tokens, heads, width = out.shape
         by_rank = out.view(batch, self.size, tokens // self.size, heads, width).transpose(0, 1)

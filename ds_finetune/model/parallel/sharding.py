@@ -1,5 +1,5 @@
-"""The shard of each tensor that a rank holds under tensor and expert parallelism, by parameter name. It is the same for
-weights, optimizer states and gradients.
+"""Which shard of each tensor a rank holds under tensor and expert parallelism, by parameter name. Optimizer states and
+gradients are sharded like weights.
 """
 
 import re
@@ -20,32 +20,31 @@ _COLUMN_PARALLEL = re.compile(
     r"((q_proj|k_proj|v_proj|q_b_proj|kv_b_proj|o_a_proj|gate_proj|up_proj|embed_tokens|lm_head)\.(weight|bias)"
     r"|self_attn\.sinks)$"
 )
-"""Names of parameters sharded along dim 0, their output (heads, inner width, vocabulary), except in compressors."""
+"""Names of parameters sharded along dim 0, their outputs (heads, inner width, vocabulary), except in compressors."""
 _ROW_PARALLEL = re.compile(r"(^|\.)(o_proj|o_b_proj|down_proj)\.weight$")
-"""Names of weights sharded along dim 1, their input. The bias is replicated, and added once, after the all-reduce."""
+"""Names of weights sharded along dim 1, their inputs. Biases are replicated, and added once after the all-reduce."""
 _FUSED_EXPERTS = re.compile(r"\.mlp\.experts\.(?P<part>(gate_up_proj|down_proj)(_bias)?)$")
 """Names of fused tensors of all routed experts, which are sharded along each expert's inner width."""
 _INNER_DIM: dict[bool, dict[str, int | None]] = {
     False: {"gate_up_proj": 2, "down_proj": 2},
     True: {"gate_up_proj": 2, "gate_up_proj_bias": 1, "down_proj": 1, "down_proj_bias": None},
 }
-"""Dimension of the inner width in fused expert tensors, by whether they are transposed. In transposed tensors gate and
-up columns alternate, so that equal shards hold both. The output bias has no inner width.
+"""Dimension of the inner width in fused expert tensors, for transposed tensors or not. Transposed tensors have
+alternating gate and up columns, so that equal shards have both. The output bias has no inner width.
 """
 
 
 @lru_cache(maxsize=4096)
 def _fused_experts_part(name: str) -> str | None:
-    """The last part of the name of a fused expert tensor, such as `gate_up_proj_bias`; None for other names."""
+    """Last part of the name of a fused expert tensor, such as `gate_up_proj_bias`; None for other names."""
     fused = _FUSED_EXPERTS.search(name)
     return fused["part"] if fused else None
 
 
 def _box_dim(name: str, *, has_transposed_experts: bool) -> int | None:
-    """Dimension along which tensor parallelism shards a tensor; None where it is replicated.
+    """Dimension along which tensor parallelism shards a tensor; None if it is replicated.
 
-    For a fused `gate_up_proj` [experts, 2 x inner, hidden] that is not transposed, the dimension refers to the view
-    [experts, 2, inner, hidden].
+    A fused `gate_up_proj` [experts, 2 x inner, hidden] that is not transposed is viewed as [experts, 2, inner, hidden].
     """
     part = _fused_experts_part(name)
     if part is not None:
@@ -56,7 +55,7 @@ def _box_dim(name: str, *, has_transposed_experts: bool) -> int | None:
 
 
 def tensor_of(name: str, shape: Ints, *, has_transposed_experts: bool) -> FullTensor:
-    """Describe the tensor `name` by its unsharded `shape` and the dimensions along which it is sharded."""
+    """Describe the tensor `name`: its unsharded `shape`, and along which dimensions it is sharded."""
     part, dim = _fused_experts_part(name), _box_dim(name, has_transposed_experts=has_transposed_experts)
     is_gate_up = part == "gate_up_proj" and not has_transposed_experts
     return FullTensor(shape, 1 if is_gate_up else dim, part is not None)
@@ -64,8 +63,8 @@ def tensor_of(name: str, shape: Ints, *, has_transposed_experts: bool) -> FullTe
 
 @dataclass(frozen=True)
 class ModelShard:
-    """This rank's shard of a model: number `tp_rank` of the `tp_size` tensor parallel shards, and number `ep_rank` of
-    the `ep_size` shards of the routed experts.
+    """Which shard of a model this rank has: number `tp_rank` of `tp_size` tensor parallel shards, and number `ep_rank`
+    of `ep_size` shards of the routed experts.
     """
 
     tp_size: int = 1
@@ -76,14 +75,14 @@ class ModelShard:
 
     @classmethod
     def of(cls, mesh: Mesh, family: Family) -> Self:
-        """Shard that this rank of the mesh holds of a model of the family."""
+        """The shard of a family's model on this rank of the mesh."""
         return cls(mesh.tp, mesh.coordinate("tp"), mesh.ep, mesh.expert_index, family.transposed_experts)
 
     def tensor_shard(self, name: str, local_shape: Ints) -> "TensorShard":
-        """This rank's shard of the tensor `name`, whose local shape is `local_shape`.
+        """This rank's shard of the tensor `name`, from its shape on this rank.
 
-        LoRA factors are sharded like their weight [out, in]. If the weight is sharded along `out`, B [out, rank] is
-        sharded and A [rank, in] replicated. If it is sharded along `in`, A is sharded and B replicated.
+        LoRA factors A [rank, in] and B [out, rank] are sharded like their weight [out, in]: along `out` B is sharded
+        and A replicated, along `in` A is sharded and B replicated.
         """
         weight, side = weight_of(name) if is_adapter(name) else (name, "")
         fused = _fused_experts_part(weight)
@@ -92,7 +91,7 @@ class ModelShard:
         box = (local_shape[0], 2, local_shape[1] // 2, local_shape[2]) if has_halves else local_shape
         dim = _box_dim(weight, has_transposed_experts=self.has_transposed_experts)
         if side and dim is not None:
-            # LoRA factors refer to [experts, out, in] even if the weight is stored as [experts, in, out].
+            # LoRA factors have the order [experts, out, in], even if the weight is [experts, in, out].
             dim = 3 - dim if fused and self.has_transposed_experts else dim
             is_input = dim == len(local_shape) - 1 and not is_gate_up
             dim = dim if is_input == (side == "A") else None
@@ -115,19 +114,19 @@ UNSHARDED = ModelShard()
 
 @dataclass(frozen=True)
 class TensorShard:
-    """A shard of a tensor: a box of shape `local_shape`, whose first element is at index `offsets` of the full tensor.
+    """A shard of a tensor: a box of shape `local_shape` with its first element at index `offsets` of the full tensor.
 
-    A fused `gate_up_proj` [experts, 2 x inner, hidden] is viewed as [experts, 2, inner, hidden], in which a shard is
-    one box.
+    A fused `gate_up_proj` [experts, 2 x inner, hidden] is viewed as [experts, 2, inner, hidden], because a shard is a
+    box only there.
     """
 
     global_shape: Ints
     local_shape: Ints
     offsets: Ints
     dim: int | None
-    """Dimension along which tensor parallel ranks are sharded. None where all ranks hold the same elements."""
+    """Dimension along which tensor parallel ranks are sharded; None if all of them have the same elements."""
     is_expert_parallel: bool = False
-    """Whether the shard holds only some of the experts, along dim 0."""
+    """Whether the shard has only some of the experts, which are dim 0."""
 
     @property
     def is_full(self) -> bool:
@@ -140,7 +139,7 @@ class TensorShard:
         return shape_in_model(self.global_shape)
 
     def slice(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Select the elements of this shard from the full tensor `tensor`, 1-D."""
+        """Elements of this shard, 1-D, from the full tensor."""
         box = tensor.view(self.global_shape)
         for dim, (start, size) in enumerate(zip(self.offsets, self.local_shape, strict=True)):
             box = box.narrow(dim, start, size)
@@ -148,6 +147,6 @@ class TensorShard:
 
 
 def shape_in_model(shape: Ints) -> Ints:
-    """Shape of a tensor in the model, from a `global_shape` or `local_shape`, which may be a 4-D view."""
+    """Shape in the model of a tensor with this `global_shape` or `local_shape`, which may be a 4-D view."""
     experts_gate_inner_hidden = 4
     return (shape[0], shape[1] * shape[2], shape[3]) if len(shape) == experts_gate_inner_hidden else shape

@@ -1,7 +1,7 @@
-"""Tensor parallelism: attention heads, MLP widths and the vocabulary are sharded over ranks that process the same rows.
+"""Tensor parallelism: attention heads, MLP widths and the vocabulary are sharded over ranks that compute the same rows.
 
-It follows Megatron-LM (Shoeybi et al., arXiv 1909.08053). In multi-head latent attention all heads share a rotary key;
-its gradient is summed over the ranks, which DeepSpeed 0.19.8's AutoTP does not do.
+It follows Megatron-LM (Shoeybi et al., arXiv 1909.08053). In multi-head latent attention all heads share a rotary key,
+whose gradient is summed over ranks, which DeepSpeed 0.19.8's AutoTP does not do.
 """
 
 import copy
@@ -32,10 +32,10 @@ _SHARDED_SIZES = (
 
 
 class TensorParallelGroup(RankGroup):
-    """Ranks that hold the shards of each tensor parallel tensor."""
+    """Ranks that have the shards of tensor parallel weights."""
 
     def all_reduce_argmax(self, values: torch.Tensor, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Elementwise maximum of `values` over ranks, and the smallest index (int64) of the ranks that hold it."""
+        """Elementwise maximum of `values` over ranks, and its index (int64): the smallest of several ranks' indices."""
         maximum = values.detach().clone()
         dist.all_reduce(maximum, dist.ReduceOp.MAX, group=self.group)
         first = torch.where(values == maximum, indices, torch.iinfo(torch.int64).max)
@@ -66,69 +66,69 @@ class _CopyToTensorParallelRegion(torch.autograd.Function):
 
 
 def copy_to_tensor_parallel_region(replicated: torch.Tensor, tp_group: TensorParallelGroup) -> torch.Tensor:
-    """Pass an input that is replicated on every rank to sharded weights. Its gradient is summed over ranks."""
+    """Pass an input, which is equal on all ranks, to sharded weights. Backward sums its gradient over ranks."""
     return _CopyToTensorParallelRegion.apply(replicated, tp_group)  # type: ignore[no-any-return]
 
 
 class ParallelLinear(nn.Linear):
-    """A linear layer with a shard of its weight. `forward` consists of `multiply` and the communication."""
+    """Linear module with a shard of the weight. `forward` is `multiply` and communication."""
 
     tp_group: TensorParallelGroup
 
     def multiply(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Compute this rank's part of the matrix product, without communication."""
+        """This rank's part of the matrix product, without communication."""
         raise NotImplementedError
 
 
 class RowParallelLinear(ParallelLinear):
-    """A linear layer sharded along its input. The bias is replicated, and added after the all-reduce."""
+    """Linear module sharded along its input. The bias is replicated, and added after the all-reduce."""
 
     def forward(self, shard: torch.Tensor) -> torch.Tensor:
-        """Map this rank's input [..., input / ranks] to the output [..., output], which is identical on every rank."""
+        """Map this rank's input [..., input / ranks] to the output [..., output], which is equal on all ranks."""
         out = sum_over_ranks(self.multiply(shard), self.tp_group)
         return out if self.bias is None else out + self.bias
 
     def multiply(self, shard: torch.Tensor) -> torch.Tensor:
-        """Map this rank's input [..., input / ranks] to its partial sum of the output, without the bias."""
+        """This rank's part of the sum that is the output, from its input [..., input / ranks], without bias."""
         return functional.linear(shard, self.weight)
 
 
 class ColumnParallelLinear(ParallelLinear):
-    """A linear layer sharded along its output. Its input is replicated."""
+    """Linear module sharded along its output. Its input is equal on all ranks."""
 
     def forward(self, replicated: torch.Tensor) -> torch.Tensor:
-        """Map a replicated input [..., input] to this rank's part of the output, [..., output / ranks]."""
+        """Map an input [..., input], equal on all ranks, to this rank's output, [..., output / ranks]."""
         return self.multiply(copy_to_tensor_parallel_region(replicated, self.tp_group))
 
     def multiply(self, copied: torch.Tensor) -> torch.Tensor:
-        """Multiply an input that already passed `copy_to_tensor_parallel_region` with this rank's shard."""
+        """Multiply with this rank's shard. The input has passed `copy_to_tensor_parallel_region`."""
         return nn.Linear.forward(self, copied)
 
 
 class BiasedExperts(nn.Module):
-    """Mixin for a family's sharded experts with biases. The output bias is replicated. Each rank adds the bias divided
-    by the number of ranks, so that the all-reduce adds it once.
+    """Mixin for sharded experts with biases. The output bias is replicated. Each rank adds its part, the bias divided
+    by the number of ranks, so that the all-reduce adds the full bias.
     """
 
     tp_group: TensorParallelGroup
 
     @property
     def down_proj_bias(self) -> torch.Tensor:
-        """This rank's part of the output bias, [experts, width]. Its gradient is summed over ranks."""
+        """This rank's part of the output bias, [experts, width]. Backward sums its gradient over ranks."""
         bias = self._parameters["down_proj_bias"]
         assert bias is not None
         return copy_to_tensor_parallel_region(bias, self.tp_group) / self.tp_group.size
 
 
 class VocabParallelEmbedding(nn.Embedding):
-    """An embedding sharded along the vocabulary. A rank gives zeros for ids of other ranks, and an all-reduce adds up
-    the embedding. `padding_idx` is an id of the full vocabulary.
+    """Embedding sharded along the vocabulary. A rank's embedding of other ranks' ids is zero, and an all-reduce adds up
+    the ranks. `padding_idx` is an id of the full vocabulary.
     """
 
     tp_group: TensorParallelGroup
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Embed ids of the full vocabulary [...] as [..., width], identical on every rank."""
+        """Embed ids of the full vocabulary [...] as [..., width], equal on all ranks."""
         start = self.tp_group.group_rank * self.num_embeddings
         local_ids = input_ids - start
         is_local = (local_ids >= 0) & (local_ids < self.num_embeddings)
@@ -137,33 +137,33 @@ class VocabParallelEmbedding(nn.Embedding):
             local_ids.where(is_local, 0), self.weight, pad if 0 <= pad < self.num_embeddings else None
         )
         out = sum_over_ranks(embedded * is_local[..., None], self.tp_group)
-        # Gemma's embedding has this buffer, by which it multiplies embeddings.
+        # Gemma's embedding multiplies its output by this buffer.
         scale: torch.Tensor | None = getattr(self, "embed_scale", None)
         return out if scale is None else out * scale.to(out.dtype)
 
 
 class ReceiveOrEmbed(ReceiveHiddenStates):
-    """The embedding on later pipeline stages. If it keeps its weight, the weight is sharded along the vocabulary."""
+    """Takes the embedding's place on later pipeline stages. Its weight, if needed, is sharded along the vocabulary."""
 
     tp_group: TensorParallelGroup
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Token embeddings from the weight kept on this stage, identical on every tensor parallel rank."""
+        """Embed tokens by the embedding weight on this stage. The result is equal on all tensor parallel ranks."""
         return VocabParallelEmbedding.forward(cast("VocabParallelEmbedding", self), input_ids)
 
 
 class NormOverShards(nn.Module):
-    """RMSNorm over sharded columns with a replicated weight, whose gradient covers this rank's columns only."""
+    """RMSNorm over sharded columns. The weight is replicated, and its gradient covers this rank's columns only."""
 
     tp_group: TensorParallelGroup
     weight: nn.Parameter
     variance_epsilon: float
 
     def forward(self, shard: torch.Tensor) -> torch.Tensor:
-        """Normalise this rank's columns [..., columns / ranks] over the columns of all ranks."""
+        """Normalise this rank's columns [..., columns / ranks] by the mean square of all ranks' columns."""
         wide, width = shard.float(), shard.shape[-1]
         squares = sum_over_ranks(wide.square().sum(-1, keepdim=True), self.tp_group)
-        # Every rank's output depends on this sum of squares, so its gradient is added over ranks.
+        # All ranks' outputs depend on this sum of squares, so its gradient is summed over ranks.
         mean = copy_to_tensor_parallel_region(squares, self.tp_group) / (width * self.tp_group.size)
         start = self.tp_group.group_rank * width
         normed = wide * torch.rsqrt(mean + self.variance_epsilon)
@@ -171,14 +171,14 @@ class NormOverShards(nn.Module):
 
 
 def local_config(hf_config: PretrainedConfig, tp_size: int) -> PretrainedConfig:
-    """The configuration from which transformers builds one tensor parallel shard of the model."""
+    """Configuration with which transformers builds one tensor parallel shard of a model."""
     config = copy.deepcopy(hf_config)
     if tp_size == 1:
         return config
     if hasattr(config, "num_key_value_heads") and not hasattr(config, "kv_lora_rank"):
         config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     for name in _SHARDED_SIZES:
-        # `attribute_map` lists aliases of other sizes, not to divide again. A single key-value head is replicated.
+        # `attribute_map` lists aliases of sizes, not to be divided twice. A single key-value head is replicated.
         if name not in config.attribute_map and (getattr(config, name, None) or 0) > 1:
             setattr(config, name, getattr(config, name) // tp_size)
     config.pad_token_id = None
@@ -186,9 +186,9 @@ def local_config(hf_config: PretrainedConfig, tp_size: int) -> PretrainedConfig:
 
 
 def install_tensor_parallel(lm: PreTrainedModel, tp_group: TensorParallelGroup, *, padding_idx: int | None) -> None:
-    """Add the communication of tensor parallelism to a model built from `local_config`, in place.
+    """Make the modules of a model built from `local_config` communicate, in place.
 
-    `padding_idx` is the padding id of the embedding, in the full vocabulary.
+    `padding_idx` is the embedding's padding id in the full vocabulary.
     """
     embedding = lm.get_input_embeddings()
     assert isinstance(embedding, nn.Embedding), type(embedding)
@@ -210,9 +210,9 @@ def _change_class(module: nn.Module, parallel_class: type[nn.Module], tp_group: 
 
 
 def install_tensor_parallel_attention(attention: Any, tp_group: TensorParallelGroup, *, family: Family) -> None:  # noqa: ANN401 - an attention module of any family
-    """Add the communication of tensor parallelism to an attention module with a shard of the heads, in place."""
+    """Make an attention module with a shard of the heads communicate, in place."""
     if family.compresses:
-        # The key-value head and the compressed entries are replicated; all heads contribute to their gradients.
+        # Key-value head and compressed entries are replicated; heads of all ranks contribute to their gradients.
         _change_class(attention.q_b_proj, ColumnParallelLinear, tp_group)
         _change_class(attention.o_b_proj, RowParallelLinear, tp_group)
         attention.for_heads = partial(copy_to_tensor_parallel_region, tp_group=tp_group)
@@ -226,7 +226,7 @@ def install_tensor_parallel_attention(attention: Any, tp_group: TensorParallelGr
             if norm is not None and family.normalises_over_heads:
                 _change_class(norm, NormOverShards, tp_group)
             if norm is not None and norm.weight.requires_grad:
-                # The norm's weight is replicated, and each rank computes its gradient from its own heads only.
+                # The norm's weight is replicated. A rank computes its gradient from its own heads only.
                 norm.weight.register_hook(tp_group.all_reduce)
         return
     query = attention.q_proj if attention.q_lora_rank is None else attention.q_b_proj
@@ -235,7 +235,7 @@ def install_tensor_parallel_attention(attention: Any, tp_group: TensorParallelGr
     rank = attention.kv_lora_rank
 
     def copy_rotary_key(_: nn.Module, __: Any, latents: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
-        """Copy the rotary key, which sharded heads use directly; the latents first pass a norm that is replicated."""
+        """Mark the rotary key as input of sharded heads. Latents need no mark, because they pass a replicated norm."""
         rotary_key = copy_to_tensor_parallel_region(latents[..., rank:], tp_group)
         return torch.cat([latents[..., :rank], rotary_key], dim=-1)
 
@@ -252,14 +252,14 @@ def _copy_hidden_states(
 
 
 def install_tensor_parallel_mlp(mlp: Any, tp_group: TensorParallelGroup) -> None:  # noqa: ANN401 - an MLP or a mixture of experts of any family
-    """Add tensor parallel communication to an MLP or mixture of experts with a shard of each inner width, in place."""
+    """Make an MLP or mixture of experts with a shard of the inner width communicate, in place."""
 
     def copy_input(_: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         return (copy_to_tensor_parallel_region(args[0], tp_group),)
 
     def copy_to_experts(_: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """Copy hidden states and routing weights, for which each rank computes a part of the gradient. The router is
-        replicated, while its weights multiply this rank's partial outputs of the experts.
+        """Mark hidden states and routing weights as inputs of sharded experts: each rank has a part of their gradient.
+        The router is replicated, while its weights multiply this rank's part of the experts' outputs.
         """
         hidden, indices, weights = args
         return (
@@ -285,5 +285,5 @@ def install_tensor_parallel_mlp(mlp: Any, tp_group: TensorParallelGroup) -> None
             return sum_over_ranks(out[0], tp_group), *out[1:]
         return sum_over_ranks(out, tp_group)
 
-    # One all-reduce serves routed and shared experts.
+    # One all-reduce sums routed and shared experts.
     mlp.register_forward_hook(reduce_output)

@@ -1,1 +1,1 @@
-"""Reads weights in FP8, MXFP4 and FP4, and keeps frozen weights in four bits."""
+"""Weights in FP8, MXFP4 and FP4, which are dequantised when read, and frozen weights in four bits."""

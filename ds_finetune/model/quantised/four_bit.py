@@ -1,9 +1,8 @@
 """Frozen weights of linear modules in four bits (Dettmers et al., QLoRA, arXiv 2305.14314), with bitsandbytes 0.50.
 
-The format is NF4 with a scale per block of 64 numbers. The scales of 256 blocks are quantised to eight bits with a
-common scale (double quantisation, the default of `Linear4bit`). A weight is quantised on its final device as soon as
-its last number has been read. At ZeRO-3 every rank quantises the full weight and keeps its part of the packed numbers;
-every rank has all scales.
+The format is NF4 with a scale per 64 numbers. The scales of 256 such blocks are quantised to eight bits with a common
+scale (double quantisation, the default of `Linear4bit`). A weight is quantised on its device as soon as it is fully
+read. At ZeRO-3 every rank quantises the full weight, and keeps its part of the packed numbers and all scales.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -21,11 +20,11 @@ from ds_finetune.model.build.skeleton import Fragment, Where
 
 
 def install_four_bit(lm: PreTrainedModel, names: Iterable[str], *, device: str) -> None:
-    """Replace the linear modules `names` of `lm` by modules that hold NF4 on `device` once their weights are written
-    through `four_bit_or`. Names of modules on other pipeline stages are skipped.
+    """Replace the linear modules `names` of `lm` by modules whose weights are quantised to NF4 on `device`, once they
+    are written through `four_bit_or`. Modules on other pipeline stages are skipped.
 
-    Either `lm` was built inside `linears_without_memory` (foreign/torch_nn.py), and its other linear modules get
-    uninitialised memory here, or ZeRO-3 partitioned its parameters at construction.
+    `lm` was built inside `linears_without_memory` (foreign/torch_nn.py), and its other linear modules get uninitialised
+    memory here; or ZeRO-3 partitioned its parameters at construction.
     """
     modules = dict(lm.named_modules())
     for name in names:
@@ -42,7 +41,7 @@ def _four_bit(linear: Any, device: str) -> nn.Module:  # noqa: ANN401 - a linear
 
     assert type(linear) is nn.Linear, type(linear)
     dtype, width, out = linear.weight.dtype, linear.in_features, linear.out_features
-    # ZeRO-3 gives this attribute to a weight that it has partitioned.
+    # ZeRO-3 adds this attribute to a weight that it has partitioned.
     is_partitioned = hasattr(linear.weight, "ds_tensor")
     quantised = Linear4bit(width, out, bias=False, compute_dtype=dtype, quant_type="nf4", device="meta")
     if is_partitioned:
@@ -57,10 +56,10 @@ def _four_bit(linear: Any, device: str) -> nn.Module:  # noqa: ANN401 - a linear
 
 
 class _RegatheredProduct(torch.autograd.Function):
-    """`matmul_4bit` that reads the weight again from its parameter in backward.
+    """Product with a four-bit weight that backward reads from its parameter again.
 
-    bitsandbytes' function saves the gathered weight from forward to backward (0.50.2, autograd/_functions.py:321, 358),
-    so ZeRO-3 could not release it.
+    bitsandbytes' function saves the gathered weight for backward (0.50.2, autograd/_functions.py:321, 358), so that
+    ZeRO-3 could not release it.
     """
 
     @staticmethod
@@ -77,13 +76,13 @@ class _RegatheredProduct(torch.autograd.Function):
 
 
 class _RegatheredLinear(nn.Module):
-    """Mixin of a `Linear4bit` whose weight ZeRO-3 gathers for each forward and backward."""
+    """Mixin for a `Linear4bit` whose weight ZeRO-3 gathers in each forward and backward."""
 
     weight: Any
     bias: torch.Tensor | None
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Map [..., in] to [..., out], in the dtype of `hidden`, which is the module's compute dtype."""
+        """Map [..., in] to [..., out], in the compute dtype, which `hidden` has."""
         product: torch.Tensor = _RegatheredProduct.apply(hidden, self.weight)
         return product if self.bias is None else product + self.bias
 
@@ -94,14 +93,14 @@ def is_four_bit(param: torch.Tensor) -> bool:
 
 
 Partition = Callable[[list[nn.Parameter]], None]
-"""Function that partitions full parameters under ZeRO-3."""
+"""Function that partitions unsharded parameters under ZeRO-3."""
 
 
 def four_bit_or(other: Where, partition: Partition | None = None) -> Where:
-    """Make a function that returns the fragment of a tensor that this rank holds.
+    """Make a function from a parameter to its fragment, which also works for four-bit weights.
 
-    A tensor that will be stored in four bits has its full tensor as fragment, which is quantised when the fragment
-    closes and then passed to `partition`. For other tensors `other` returns the fragment.
+    The fragment of a four-bit weight is the full tensor. When the fragment closes, it is quantised and passed to
+    `partition`. For other parameters `other` returns the fragment.
     """
 
     def where(tensor: torch.Tensor) -> Fragment:
@@ -128,19 +127,19 @@ def _quantise_when_closed(param: Any, partition: Partition | None) -> Iterator[t
 
 
 def shape_of(param: Any) -> tuple[int, ...]:  # noqa: ANN401 - bitsandbytes' Params4bit, or any tensor
-    """Shape of the weight in a parameter, quantised to four bits or not."""
+    """Shape of a weight, also if it is stored in four bits."""
     state = getattr(param, "quant_state", None)
     return tuple(param.shape if state is None else state.shape)
 
 
 def dtype_of(param: Any) -> torch.dtype:  # noqa: ANN401
-    """Dtype in which a parameter takes part in products, also if it is stored in four bits."""
+    """Dtype of a weight in products, also if it is stored in four bits."""
     state = getattr(param, "quant_state", None)
     return param.dtype if state is None else state.dtype  # type: ignore[no-any-return]
 
 
 def dequantised(param: Any) -> torch.Tensor:  # noqa: ANN401
-    """A parameter's value without gradient. Four bits are dequantised to a copy in the compute dtype."""
+    """Value of a parameter, without gradient. A four-bit weight is dequantised to its compute dtype."""
     if getattr(param, "quant_state", None) is None:
         return param.detach()  # type: ignore[no-any-return]
     from bitsandbytes.functional import dequantize_4bit

@@ -1,8 +1,8 @@
-"""Weights in FP8 as DeepSeek-V3 and R1 publish them: E4M3 values and one fp32 scale for each block of 128 x 128.
+"""Weights in FP8 as published with DeepSeek-V3 and R1: E4M3 values, with an fp32 scale for each block of 128 x 128.
 
-The format is that of DeepSeek-V3's README_WEIGHTS.md: a block is multiplied with its `weight_scale_inv`, and incomplete
-blocks at the end of a tensor are padded with zeros. Scales in UE8M0 (DeepSeek-V3.1: `scale_fmt: ue8m0`) are powers of
-two, stored as fp32 or as one byte of exponent each (F8_E8M0). Other checkpoints store scales in bf16 or fp16.
+The format is described in DeepSeek-V3's README_WEIGHTS.md: a block is multiplied by its `weight_scale_inv`, and blocks
+at the end of a tensor are padded with zeros. UE8M0 scales (DeepSeek-V3.1: `scale_fmt: ue8m0`) are powers of two, stored
+as fp32 or as a byte of exponent (F8_E8M0). Other checkpoints have scales in bf16 or fp16.
 """
 
 import re
@@ -16,14 +16,14 @@ import torch
 from ds_finetune.families.family import Family
 
 BLOCK = 128
-"""Number of rows and of columns of an FP8 block."""
+"""Number of rows, and of columns, of an FP8 block."""
 FP8 = torch.float8_e4m3fn
 SCALE = "_scale_inv"
-"""Suffix that turns a weight's name into the name of its scales."""
+"""What follows a weight's name in the name of its scales."""
 BYTE_SCALE = torch.float8_e8m0fnu
-"""Dtype of scales that are powers of two, stored as exponents."""
+"""Dtype of scales that are powers of two, stored as exponents in a byte."""
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, BYTE_SCALE)
-"""Dtypes of scales that are read, each exactly as fp32; Qwen3's FP8 checkpoints have bf16 scales."""
+"""Supported dtypes of scales, all of which fp32 represents exactly. Qwen3's FP8 checkpoints have bf16 scales."""
 QUANTIZATION_CONFIG: Mapping[str, Any] = {
     "activation_scheme": "dynamic",
     "fmt": "e4m3",
@@ -35,15 +35,15 @@ _LARGEST = 448.0
 """Largest E4M3 number, to which a block's scale maps the block's largest magnitude."""
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 _HALF = 0.5
-"""Mantissa of a power of two, as frexp returns it."""
+"""Mantissa of every power of two in `frexp`."""
 _NUMBERS = torch.arange(256, dtype=torch.uint8).view(FP8).float().numpy()
 """Value of each of the 256 E4M3 bytes. A table lookup is four times faster than torch 2.13's cast on a CPU."""
 _ROWS = 16
-"""Number of rows that `dequantise` looks up at a time, a divisor of `BLOCK`. numpy needs eight bytes per index."""
+"""Number of rows that `dequantise` converts at a time, which divides `BLOCK`. numpy needs eight bytes per index."""
 
 
 def is_quantised(key: str, shape: tuple[int, ...], family: Family) -> bool:
-    """Whether `family` publishes the weight `key` in FP8, never for embeddings, head, norms, routers and biases."""
+    """Whether `family` publishes the weight `key` in FP8. Embeddings, head, norms, routers and biases never are."""
     matrix = 2
     return len(shape) == matrix and family.fp8_linear is not None and re.search(family.fp8_linear, key) is not None
 
@@ -56,7 +56,7 @@ def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 def dequantise(values: torch.Tensor, scale: torch.Tensor, *, row: int = 0, column: int = 0) -> torch.Tensor:
     """Dequantise FP8 `values` [rows, columns] to fp32. Their first element is at (`row`, `column`) of the full tensor.
 
-    `scale` [block rows, block columns] has the scales of the blocks, starting with the block of the first element.
+    `scale` [block rows, block columns] begins with the block of that element.
     """
     out, numbers = torch.empty(values.shape), values.view(torch.uint8).numpy()
     of_column = (torch.arange(values.shape[1]) + column % BLOCK) // BLOCK
@@ -68,12 +68,12 @@ def dequantise(values: torch.Tensor, scale: torch.Tensor, *, row: int = 0, colum
 
 
 def quantise(values: torch.Tensor, *, scales_of_two: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise one row of blocks, [at most 128 rows, columns] in fp32, to FP8 of that shape and fp32 scales [block
-    columns].
+    """Quantise a row of blocks, fp32 [up to 128 rows, columns], to FP8. Returns values of this shape, and fp32 scales
+    [block columns].
 
-    A block's scale is its largest magnitude / 448, but at least the smallest normal number, so that a block of zeros
-    has no zero scale. With `scales_of_two` it is the next power of two. Quotients are at most 448 (1 + 2^-22), which
-    the cast rounds to 448.
+    A block's scale is its largest magnitude / 448, but at least the smallest normal number, so that it is never zero.
+    With `scales_of_two` it is the next power of two. Quotients are at most 448 (1 + 2^-22), which the cast rounds to
+    448.
     """
     rows, columns = values.shape
     padded = torch.nn.functional.pad(values, (0, -columns % BLOCK)).view(rows, -1, BLOCK)
@@ -84,7 +84,7 @@ def quantise(values: torch.Tensor, *, scales_of_two: bool = False) -> tuple[torc
 
 
 def next_power_of_two(scale: torch.Tensor) -> torch.Tensor:
-    """The smallest power of two not below each element. It is exact, unlike exp2(ceil(log2(x)))."""
+    """The smallest power of two that is not below each element. Exact, unlike exp2(ceil(log2(x)))."""
     mantissa, exponent = scale.frexp()
     return torch.ldexp(torch.ones_like(scale), exponent - (mantissa == _HALF).to(exponent.dtype))
 
@@ -92,12 +92,11 @@ def next_power_of_two(scale: torch.Tensor) -> torch.Tensor:
 def quantise_like(
     values: torch.Tensor, stored: torch.Tensor, scale: torch.Tensor, *, scales_of_two: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Quantise `values`, but restore the bytes `stored` and the `scale` [block columns] of unchanged blocks. Returns
-    values, scales and the mask of unchanged blocks.
+    """Quantise `values` to FP8, but keep the bytes `stored` and the `scale` [block columns] of blocks that training did
+    not change. Returns values, scales and the mask of unchanged blocks.
 
-    A block is unchanged if all its values equal the stored block dequantised to fp32, or rounded from there to bf16 or
-    fp16. `quantise` alone would restore the stored bytes only if their scales were computed as it does, from bf16
-    numbers.
+    A block is unchanged if its values equal the dequantised stored block, in fp32 or rounded to bf16 or fp16.
+    `quantise` gives the same bytes only if the stored scales were computed as it does, from bf16 numbers.
     """
     quantised, new_scale = quantise(values, scales_of_two=scales_of_two)
     plain = dequantise(stored, scale[None])

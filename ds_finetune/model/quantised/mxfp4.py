@@ -1,9 +1,9 @@
-"""Weights in MXFP4 as gpt-oss publishes its experts: E2M1 numbers of four bits, 32 to a scale that is a power of two.
+"""Experts' weights in MXFP4 as published with gpt-oss: E2M1 numbers of four bits, 32 to a scale that is a power of two.
 
-The format is MXFP4 of OCP's Microscaling Formats 1.0, laid out as transformers 5.23 reads it
-(integrations/mxfp4.py:_convert_moe_packed_tensors). The model's tensor `X` [experts, inputs, outputs] is published as
-two tensors: bytes `X_blocks` [experts, outputs, inputs / 32, 16] and exponents `X_scales` [experts, outputs, inputs /
-32]. A byte has the earlier number in its lower half.
+The format is that of OCP's Microscaling Formats 1.0, in the layout that transformers 5.23 reads
+(integrations/mxfp4.py:_convert_moe_packed_tensors). A tensor `X` [experts, inputs, outputs] of the model is published
+as bytes `X_blocks` [experts, outputs, inputs / 32, 16] and exponents `X_scales` [experts, outputs, inputs / 32]. The
+lower half of a byte is the earlier number.
 """
 
 import threading
@@ -19,21 +19,21 @@ from ds_finetune.model.quantised.fp8 import BYTE_SCALE, SCALE, next_power_of_two
 from ds_finetune.model.weights.safetensors_file import Shape, StoredTensor
 
 GROUP = 32
-"""How many MXFP4 numbers share a scale."""
+"""Number of MXFP4 values with a common scale."""
 BLOCKS, SCALES = "_blocks", "_scales"
-"""Suffixes that turn a weight's name into the names of its bytes and of its scales."""
+"""What follows a weight's name in the names of its packed bytes and of its scales."""
 QUANT_METHOD = "mxfp4"
-"""`quant_method` in the config.json published with gpt-oss."""
+"""`quant_method` in gpt-oss' config.json."""
 _HALF_BYTE = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 _E2M1 = torch.cat([_HALF_BYTE, -_HALF_BYTE])
 _PAIRS = (
     torch.stack([_E2M1.repeat(16), _E2M1.repeat_interleave(16)], dim=1).contiguous().view(torch.int64)[:, 0].numpy()
 )
-"""The two E2M1 numbers of each byte, as the bits of two fp32 numbers in an int64."""
+"""The two E2M1 numbers in each byte value, as bits of two fp32 numbers in an int64."""
 _EXPONENTS = torch.arange(256, dtype=torch.uint8).view(torch.float8_e8m0fnu).float()
-"""Scale that each exponent byte stands for: 2^(byte - 127). 255 is NaN."""
+"""Scale for each exponent byte: 2^(byte - 127); NaN for 255."""
 _BYTES = 2**18
-"""Number of bytes that `dequantise` looks up at a time. numpy needs eight bytes per index."""
+"""Number of bytes that `dequantise` converts at a time. numpy needs eight bytes per index."""
 _BYTES_OF_GROUP = GROUP // 2
 _DIMENSIONS = 4
 _SHOWN = 10
@@ -42,7 +42,7 @@ _SHOWN = 10
 def dequantise(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Dequantise bytes [..., groups, 16] with exponents [..., groups], both uint8, to fp32 [..., groups x 32].
 
-    bf16 represents every result exactly: results have two significant bits, and exponents in bf16's range.
+    Every result is exact in bf16 too: it has two significant bits, and its exponent is in bf16's range.
     """
     flat = np.ascontiguousarray(blocks.numpy()).reshape(-1)
     pairs = np.empty(flat.size, dtype=np.int64)
@@ -54,14 +54,14 @@ def dequantise(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 class LastExpert(threading.local):
-    """Cache of the expert that this thread read last, because adjacent parts of a tensor share an expert."""
+    """Cache of the expert that a thread read last, because successive reads are often of the same expert."""
 
     def __init__(self) -> None:
         self._of: tuple[StoredTensor, int] | None = None
         self._blocks = self._scales = torch.empty(0, dtype=torch.uint8)
 
     def read(self, blocks: StoredTensor, scales: StoredTensor, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Read the blocks [outputs, groups, 16] and scales [outputs, groups] of one expert."""
+        """Read one expert's packed bytes [outputs, groups, 16] and scales [outputs, groups]."""
         if self._of != (blocks, expert):
             self._of = None
             self._blocks, self._scales = (part.rows(expert, expert + 1)[0] for part in (blocks, scales))
@@ -71,21 +71,21 @@ class LastExpert(threading.local):
 
 @dataclass(frozen=True)
 class Mxfp4Experts:
-    """Experts' weights [experts, inputs, outputs] in MXFP4, which are dequantised to fp32 when read."""
+    """Weights of experts [experts, inputs, outputs] in MXFP4, which reads dequantise to fp32."""
 
     blocks: StoredTensor
     scales: StoredTensor
     last: LastExpert
-    """Cache shared by all weights of a folder, so that a thread holds the bytes of one expert."""
+    """Cache for all weights of a folder, so that a thread holds the bytes of one expert only."""
 
     @property
     def shape(self) -> Shape:
-        """Shape that the experts' weights have in the model."""
+        """Shape of the experts' weights in the model."""
         experts, outputs, groups, _ = self.blocks.shape
         return (experts, groups * GROUP, outputs)
 
     def read(self, start: int, numel: int) -> torch.Tensor:
-        """Read elements `start` to `start + numel` of the row-major flattened tensor, 1-D, from full experts."""
+        """Read elements `start` to `start + numel` of the flattened (row-major) tensor, 1-D, from full experts."""
         _, inputs, outputs = self.shape
         first, last = start // outputs, -(-(start + numel) // outputs)
         parts = [
@@ -109,9 +109,9 @@ class Mxfp4Experts:
 
 
 def find_experts(stored: Mapping[str, StoredTensor], folder: Path) -> dict[str, Mxfp4Experts]:
-    """Find the MXFP4 weights of `folder`, by their names in the model.
+    """Find the MXFP4 weights of `folder`. Returns them by their names in the model.
 
-    ModelError if bytes lack scales or scales lack bytes, or if their shapes or dtypes do not match.
+    ModelError if packed bytes or scales are missing, or their shapes or dtypes do not match.
     """
     names = {
         key.removesuffix(suffix)
@@ -129,7 +129,7 @@ def find_experts(stored: Mapping[str, StoredTensor], folder: Path) -> dict[str, 
     for name in sorted(names):
         _check_parts(name, stored[name + BLOCKS], stored[name + SCALES], folder)
         if name in stored:
-            raise ModelError(f"{folder} holds `{name}` twice, once in MXFP4", hint="remove one of them")
+            raise ModelError(f"{folder} has `{name}` twice, once in MXFP4", hint="remove one of the two tensors")
     last = LastExpert()
     return {name: Mxfp4Experts(stored[name + BLOCKS], stored[name + SCALES], last) for name in sorted(names)}
 
@@ -149,7 +149,7 @@ PACKED = torch.int8
 _PER_BYTE = 2
 _READ = "only FP4 as in DeepSeek-V4-Flash is supported; use a bf16 copy of the model"
 _BETWEEN = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
-"""Midpoints between adjacent E2M1 numbers, by index of the lower number."""
+"""Midpoints between neighbouring E2M1 numbers, by index of the lower number."""
 
 
 def packed_shapes(shape: Shape) -> tuple[Shape, Shape]:
@@ -161,12 +161,12 @@ def packed_shapes(shape: Shape) -> tuple[Shape, Shape]:
 def pack(
     values: torch.Tensor, like: tuple[torch.Tensor, torch.Tensor] | None
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Quantise rows [rows, columns] to FP4: packed bytes (int8) and exponents. Also returns how many groups got the
-    bytes of `like`.
+    """Quantise rows [rows, columns] to FP4. Returns packed bytes (int8), exponents, and how many groups kept the bytes
+    of `like`.
 
-    A group's scale is the smallest power of two with which its largest number is at most 6. A midpoint between two E2M1
-    numbers rounds to even. A group equal to `like` dequantised gets the bytes of `like`, because several pairs of bytes
-    and scale represent the same numbers.
+    A group's scale is the smallest power of two for which its largest number is at most 6. Midpoints between E2M1
+    numbers round to even. A group equal to `like` dequantised keeps the bytes of `like`, because other bytes with
+    another scale may represent the same numbers.
     """
     groups = values.float().view(len(values), -1, GROUP)
     scale = next_power_of_two((groups.abs().amax(-1) / _HALF_BYTE[-1]).clamp_(min=torch.finfo(torch.float32).tiny))
@@ -184,7 +184,7 @@ def pack(
 
 @dataclass(frozen=True)
 class Fp4Matrix:
-    """A matrix [rows, columns] in FP4, stored in `packed` and `scales`, dequantised to fp32 when read."""
+    """A matrix [rows, columns] in FP4, stored as `packed` and `scales`, which reads dequantise to fp32."""
 
     packed: StoredTensor
     scales: StoredTensor
@@ -200,15 +200,15 @@ class Fp4Matrix:
         return self.packed.rows(first, last), self.scales.rows(first, last)
 
     def rows(self, first: int, last: int, within: tuple[slice, ...] = ()) -> torch.Tensor:
-        """Read rows `first` to `last`, [rows, columns]. `within` selects consecutive columns."""
+        """Read rows `first` to `last`, [rows, columns]. `within` selects a range of columns."""
         blocks = self.packed.rows(first, last).view(torch.uint8).view(last - first, -1, GROUP // _PER_BYTE)
         return dequantise(blocks, self.scales.rows(first, last).view(torch.uint8))[(slice(None), *within)]
 
 
 def find_matrices(stored: Mapping[str, StoredTensor], folder: Path) -> dict[str, Fp4Matrix]:
-    """Find the FP4 matrices of `folder`, by name. They are int8 tensors with scales.
+    """Find the FP4 matrices of `folder`, by name: int8 tensors that have scales.
 
-    ModelError if the shape or dtype of the scales does not match.
+    ModelError if shape or dtype of scales do not match.
     """
     names = [key for key, tensor in stored.items() if tensor.dtype == PACKED and key + SCALE in stored]
     for name in names:

@@ -1,4 +1,4 @@
-"""Checks which quantised formats of published weights can be read, by the `quantization_config` of a config.json."""
+"""Checks if the quantised format that a config.json names in `quantization_config` can be read."""
 
 import json
 from collections.abc import Mapping
@@ -18,9 +18,9 @@ _HINT = (
 
 
 def check_config_readable(config: Mapping[str, Any], label: str, error: type[FinetuneError]) -> None:
-    """Raise `error` if the published config.json `config` names an unsupported quantised format.
+    """Raise `error` if a published config.json names a quantised format that is not supported.
 
-    As in transformers 5.23 (deepseek_v4/configuration_deepseek_v4.py:247-255), `expert_dtype` belongs to this format.
+    `expert_dtype` is part of the format (transformers 5.23, deepseek_v4/configuration_deepseek_v4.py:247-255).
     """
     section = config.get("quantization_config")
     if isinstance(section, Mapping) and config.get(EXPERT_DTYPE) is not None:
@@ -30,9 +30,9 @@ def check_config_readable(config: Mapping[str, Any], label: str, error: type[Fin
 
 
 def check_no_other_format(folder: Path, error: type[FinetuneError]) -> None:
-    """Raise `error` if a file of NVIDIA's Model Optimizer beside config.json names the format of the weights.
+    """Raise `error` if the folder has a file of NVIDIA's Model Optimizer that names a quantised format.
 
-    NVFP4 is published with such a file (nvidia/DeepSeek-V3.1-NVFP4), while config.json does not mention the format.
+    NVFP4 is published with such a file (nvidia/DeepSeek-V3.1-NVFP4), while config.json does not name the format.
     """
     file = folder / MODEL_OPTIMIZER_FILE
     if not file.is_file():
@@ -47,9 +47,9 @@ def check_no_other_format(folder: Path, error: type[FinetuneError]) -> None:
 
 
 def check_readable(section: Any, label: str, error: type[FinetuneError]) -> None:  # noqa: ANN401 - whatever a config.json holds
-    """Raise `error` if the `quantization_config` of `label` names an unsupported format.
+    """Raise `error` if a `quantization_config` names a format that is not supported. `label` is its file.
 
-    Supported are FP8 in blocks (`model/quantised/fp8.py`), with or without experts in FP4, and MXFP4
+    Supported are FP8 in blocks (`model/quantised/fp8.py`), also with FP4 experts, and MXFP4
     (`model/quantised/mxfp4.py`).
     """
     tree = section if isinstance(section, Mapping) else {}

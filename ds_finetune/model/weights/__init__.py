@@ -1,1 +1,1 @@
-"""Reads weights from files by name. Each rank reads the part of each tensor that it holds."""
+"""Reads weights from files by name. Each rank reads only its own part of each tensor."""

@@ -1,8 +1,8 @@
-"""Parameters with which a family computes in fp32 even in a 16-bit run.
+"""Parameters that a family uses in fp32 even in a 16-bit run.
 
-DeepSpeed 0.19.8 casts every parameter to the run's precision (runtime/keep_in_fp32.py keeps only buffers), and makes
-the optimizer's fp32 copies from the cast parameters. So this module stores the values of these parameters in fp32, in
-full on each rank. Modules compute with them, and the 16-bit parameters get the gradients.
+DeepSpeed 0.19.8 casts every parameter to the run's precision (runtime/keep_in_fp32.py excludes only buffers), and makes
+the optimizer's fp32 copies of the cast values. So the fp32 values are held here too, unsharded on each rank. Modules
+compute with them, and the 16-bit parameters get the gradients.
 """
 
 from functools import lru_cache
@@ -17,7 +17,7 @@ from ds_finetune.model.build.skeleton import Fragment, Where, full_fragment
 
 
 class _InFp32(torch.autograd.Function):
-    """Returns the fp32 value of a parameter. The value's gradient goes to the parameter."""
+    """Returns a parameter's fp32 value. Its gradient becomes the parameter's gradient."""
 
     @staticmethod
     def forward(ctx: Any, param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
@@ -30,7 +30,7 @@ class _InFp32(torch.autograd.Function):
 
 
 class Fp32Weights:
-    """The fp32 values of the parameters of `lm` that its family keeps in fp32. There are none for a model in fp32."""
+    """The fp32 values of the parameters that the family of `lm` uses in fp32. Empty for an fp32 run."""
 
     def __init__(self, lm: PreTrainedModel, where: Where = full_fragment) -> None:
         family, self._where = family_of(lm.config.model_type), where
@@ -46,12 +46,12 @@ class Fp32Weights:
         self._of_param = {id(param): self.values[name] for name, param in self.params.items()}
 
     def where(self, param: torch.Tensor) -> Fragment:
-        """Fragment into which `param` is loaded: its fp32 value if it has one, else this rank's part of `param`."""
+        """Fragment to load `param` into: its fp32 value if it has one, else this rank's part of `param`."""
         value = self._of_param.get(id(param))
         return self._where(param) if value is None else full_fragment(value)
 
     def round_into_parameters(self) -> None:
-        """Set the 16-bit parameters to their rounded fp32 values."""
+        """Set the 16-bit parameters to the fp32 values, rounded."""
         for name, param in self.params.items():
             fragment = self._where(param)
             if fragment.end > fragment.start:
@@ -59,7 +59,7 @@ class Fp32Weights:
                     flat[: fragment.end - fragment.start] = self.values[name].view(-1)[fragment.start : fragment.end]
 
     def install(self, lm: nn.Module) -> None:
-        """Make the modules of `lm` compute with the fp32 values."""
+        """Make modules of `lm` compute with the fp32 values, in place."""
         for name in self.params:
             owner, _, leaf = name.rpartition(".")
             module = lm.get_submodule(owner)

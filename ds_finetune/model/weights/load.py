@@ -1,5 +1,5 @@
-"""Fills the fragments of a model on this rank: streams weights from safetensors, checking that no tensor is missing or
-left over, or initialises new weights.
+"""Fills this rank's fragments of a model with weights from safetensors, and checks that no tensor is missing or
+unexpected; or initialises new weights.
 """
 
 import hashlib
@@ -27,18 +27,18 @@ from ds_finetune.model.weights.names import Piece, hub_pieces, is_table
 from ds_finetune.model.weights.vocabulary import GrownFolder, Growth
 
 _STRIP_NUMEL = 2**20
-"""Number of elements of a checkpoint tensor that are in memory at a time, in full rows."""
+"""Number of elements of a checkpoint tensor to read at a time, rounded to full rows."""
 _ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 _FUSED_EXPERTS = re.compile(r"\.experts\.\w+$")
 _LANGUAGE_MODEL_HEAD = re.compile(r"^(lm_head|embed_out|output)\.(weight|bias)$")
 _DIGESTED = 256
-"""Approximate number of tensors that are hashed for a digest of the weights."""
+"""Approximate number of tensors that a digest of weights reads."""
 
 
 @dataclass(frozen=True)
 class LoadReport:
-    """Number of checkpoint tensors loaded, names of those that the model lacks, and of this rank's parameters that the
-    file lacks.
+    """Result of loading: number of loaded tensors, names of checkpoint tensors that were not loaded (`skipped`), and of
+    this rank's parameters that the checkpoint lacks (`missing`).
     """
 
     num_tensors: int
@@ -48,13 +48,13 @@ class LoadReport:
 
 @dataclass(frozen=True)
 class _ModelTensor:
-    """A tensor of the model: its name, its fragment, and the checkpoint tensors of which it consists."""
+    """A tensor of the model, with this rank's fragment and the checkpoint tensors that make it up."""
 
     name: str
     fragment: Fragment
     pieces: tuple[Piece, ...]
     offsets: tuple[int, ...] = ()
-    """Index, in each piece's checkpoint tensor, of the first element that this rank holds."""
+    """Index of this rank's first element in the checkpoint tensor of each piece."""
 
 
 def load_weights(  # noqa: PLR0913
@@ -68,15 +68,15 @@ def load_weights(  # noqa: PLR0913
     growth: Growth | None = None,
     may_be_missing: Collection[str] = (),
 ) -> LoadReport:
-    """Copy the safetensors of `folder` into the fragments `where` of `model`, a bounded piece at a time.
+    """Load the safetensors of `folder` into the fragments `where` of `model`, in pieces of bounded size.
 
-    Only the `model_shard` of each tensor is read. For a pipeline stage, `skeleton` is the complete model on the meta
-    device, which the checkpoint must match. With `growth` the model has more tokens than the folder, and the missing
-    rows are initialised. Parameters in `may_be_missing` stay unchanged if the folder lacks their module.
+    Only this rank's `model_shard` of each tensor is read. For a pipeline stage `skeleton` is the complete model on the
+    meta device, which the checkpoint must match. With `growth` the model has more tokens than the folder, and new rows
+    are initialised. Parameters in `may_be_missing` stay unchanged if the folder has nothing of their module.
 
-    Names and shapes are compared from the headers before anything is written. ModelError lists what is missing,
-    unexpected or of another shape. Weights in FP8 blocks are dequantised in fp32, only in the needed rows and columns.
-    Values are cast to the dtype of their target, and ModelError is raised for NaN or infinity.
+    Names and shapes are compared before anything is written. ModelError lists tensors that are missing, unexpected or
+    of wrong shape. FP8 weights are dequantised in fp32, only in the needed rows and columns. Values are cast to the
+    dtype of their target; ModelError if one is NaN or infinite.
     """
     targets = list(_model_tensors(model, family, where, model_shard))
     expected = (
@@ -86,7 +86,7 @@ def load_weights(  # noqa: PLR0913
     )
     rename = partial(published_name, expected=expected, prefix=model.base_model_prefix) if family.encoder else None
     hub = HubFolder(folder, rename=rename) if growth is None else GrownFolder(folder, growth, expected, rename=rename)
-    # A parameter may be missing only if the folder has no tensor of the parameter's module.
+    # A parameter may be missing only if the folder has no tensor of the module.
     present = {name.rpartition(".")[0] for name in may_be_missing if name in hub.shapes}
     missing = {name for name in may_be_missing if name.rpartition(".")[0] not in present}
     skipped = _check_tensors(hub, {key: expected[key] for key in expected if key not in missing}, model, family)
@@ -105,16 +105,16 @@ def load_weights(  # noqa: PLR0913
 
 
 def open_weights(model: PreTrainedModel, folder: Path, *, family: Family) -> HubFolder:
-    """Open the safetensors of `folder` for reading; ModelError if they do not fit `model` (maybe on meta)."""
+    """Open the safetensors of `folder`. ModelError if they do not fit `model`, which may be on the meta device."""
     hub = HubFolder(folder)
     _check_tensors(hub, _expected_tensors(model, family, full_fragment, UNSHARDED), model, family)
     return hub
 
 
 def weights_digest(folder: Path) -> str:
-    """Sixteen hexadecimal digits that identify the weights of `folder`: a hash of the first rows of many tensors.
+    """Sixteen hexadecimal digits that identify a folder's weights, hashed from the first rows of many tensors.
 
-    An fp32 copy of a bf16 model has the same digest, and so has a bf16 copy of an FP8 model.
+    A bf16 model and its fp32 copy have the same digest, as have an FP8 model and its bf16 copy.
     """
     digest, hub = hashlib.sha256(), HubFolder(folder)
     keys = sorted(hub.shapes)
@@ -132,10 +132,10 @@ def initialise_weights(
     model_shard: ModelShard = UNSHARDED,
     names: Collection[str] | None = None,
 ) -> None:
-    """Initialise all weights (or those in `names`) by the model's own rule (`_init_weights`). Values do not depend on
-    world size, ZeRO stage and shard.
+    """Randomly initialise all weights (or those in `names`) by the model's own rule, `_init_weights`. Values do not
+    depend on world size, ZeRO stage or shard.
 
-    One module at a time is initialised in fp32 on the CPU, seeded by (seed, module name), and copied to its fragment.
+    Modules are initialised one by one in fp32 on the CPU, seeded by (`seed`, module name), and copied to fragments.
     """
     tied = {name for name in (model.all_tied_weights_keys or {}) if model.config.tie_word_embeddings}
     for name, module in model.named_modules():
@@ -153,7 +153,7 @@ def initialise_weights(
 
 
 def draw_normal(param: nn.Parameter, *, deviation: float, seed: int, where: Where = full_fragment) -> None:
-    """Fill an unsharded parameter with normally distributed values, which depend on `seed` and not on the layout."""
+    """Fill an unsharded parameter with normally distributed values that depend on `seed`, but not on the layout."""
     fragment = where(param)
     values = torch.randn(math.prod(fragment.shape), generator=torch.Generator().manual_seed(seed)) * deviation
     if fragment.end > fragment.start:
@@ -162,14 +162,14 @@ def draw_normal(param: nn.Parameter, *, deviation: float, seed: int, where: Wher
 
 
 def clear_weights(model: PreTrainedModel, *, where: Where = full_fragment) -> None:
-    """Set every parameter to zero until its values are restored, because uninitialised memory may contain NaN."""
+    """Set all parameters to zero until values are restored, because uninitialised memory may contain NaN."""
     for param in model.parameters():
         with where(param).opened() as flat:
             flat.zero_()
 
 
 def seed_of(seed: int, name: str) -> int:
-    """Seed of the random values of the tensor `name` in a run with `seed`."""
+    """Seed for the random values of the tensor `name`, in a run with the seed `seed`."""
     return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:7], "big")
 
 
@@ -224,7 +224,7 @@ def _model_tensors(
         shard = model_shard.tensor_shard(name, fragment.shape)
         first = shard.offsets[0] if shard.is_expert_parallel else 0
         pieces = hub_pieces(name, fragment.shape, family, first_expert=first)
-        # The last dimensions of a tensor are the dimensions of its pieces.
+        # A piece has the last dimensions of its tensor.
         offsets = shard.offsets[len(shard.offsets) - len(pieces[0].shape) :]
         yield _ModelTensor(name, fragment, pieces, offsets)
     for module_name, module in model.named_modules():
@@ -238,8 +238,8 @@ def _model_tensors(
 def _check_tensors(
     hub: HubFolder, expected: Mapping[str, tuple[int, ...]], model: PreTrainedModel, family: Family
 ) -> list[str]:
-    """Compare the checkpoint with the `expected` tensors. Returns names of tensors that are not loaded: those that the
-    family's row allows, a tied head, the language-model head of a classifier's base, and layers past the last one.
+    """Compare a checkpoint's tensors with the `expected` ones. Returns the names of tensors that are not loaded: those
+    that the family allows, a tied head, a language model head for a classifier, and layers past the last one.
     """
     _check_layout_of_experts(hub, expected, model, family)
     tied = dict(model.all_tied_weights_keys or {}) if model.config.tie_word_embeddings else {}
@@ -260,9 +260,9 @@ def _check_tensors(
     for key, original in published_copies(model.config).items():
         if key in hub.shapes and not hub.is_same(key, original):
             raise ModelError(
-                f"mtp.train true: `{key}` of {hub.folder} differs from `{original}`, with which its layer would be "
-                "trained",
-                hint="leave the section mtp out: the tensor is then carried to exports",
+                f"mtp.train true: `{key}` of {hub.folder} differs from `{original}`, which the prediction layer "
+                "would use instead",
+                hint="leave the section mtp out; exports then get the tensor from the model's folder",
             )
     return remaining
 
@@ -270,22 +270,21 @@ def _check_tensors(
 def _check_layout_of_experts(
     hub: HubFolder, expected: Mapping[str, tuple[int, ...]], model: PreTrainedModel, family: Family
 ) -> None:
-    """ModelError if the checkpoint has a tensor for each expert, the model fused experts, and the family no mapping."""
+    """ModelError if only the checkpoint has a tensor per expert, and the family cannot join them to the model's."""
     one_by_one = sorted(key for key in hub.shapes if key not in expected and _ONE_EXPERT.search(key))
     fused = sorted(key for key in expected if key not in hub.shapes and _FUSED_EXPERTS.search(key))
     if not family.fused_experts and one_by_one and fused:
         legal = ", ".join(kind for kind, row in FAMILIES.items() if row.fused_experts)
         raise ModelError(
-            f"model_type `{family.model_type}` is not supported with a tensor for each expert, as {hub.folder} "
-            f"has them (`{one_by_one[0]}`): {type(model).__name__} has one for all (`{fused[0]}`), and only those "
-            f"of {legal} can be joined",
+            f"{hub.folder} has a tensor for each expert (`{one_by_one[0]}`), but {type(model).__name__} has one for "
+            f"all (`{fused[0]}`). Joining them is not supported for model_type `{family.model_type}`, only for {legal}",
             hint="load the weights with transformers, save them by "
             "save_pretrained(folder, save_original_format=False) and name that folder",
         )
 
 
 def _copy_piece(hub: HubFolder, target: _ModelTensor, flat: torch.Tensor, piece: Piece) -> None:
-    """Copy the elements of `piece` that this rank holds to `flat`. Only the needed rows are read, some at a time."""
+    """Copy this rank's elements of `piece` to `flat`. Only the needed rows are read, a few at a time."""
     fragment = target.fragment
     begin, width = piece.first_element(fragment.shape), max(1, math.prod(piece.shape[1:]))
     first = max(0, (fragment.start - begin) // width)
@@ -293,7 +292,7 @@ def _copy_piece(hub: HubFolder, target: _ModelTensor, flat: torch.Tensor, piece:
     step = max(1, _STRIP_NUMEL // width)
     for low in range(first, last, step):
         values = _read_rows(hub, piece, slice(low, min(low + step, last)), target.offsets)
-        # Minimum and maximum are NaN for data with NaN, and faster to check than isfinite of all elements.
+        # Minimum and maximum of data with NaN are NaN. They are faster to compute than isfinite of all elements.
         if not all(map(math.isfinite, map(float, torch.aminmax(values)))):
             raise ModelError(
                 f"tensor `{piece.key}` of {hub.folder} holds NaN or infinity",
@@ -307,11 +306,11 @@ def _copy_piece(hub: HubFolder, target: _ModelTensor, flat: torch.Tensor, piece:
 
 
 def _check_table(hub: HubFolder, target: _ModelTensor, table: torch.Tensor, model: PreTrainedModel) -> None:
-    """ModelError if a table of experts by token id names an expert that does not exist."""
+    """ModelError if a table from token ids to experts has a number without an expert."""
     low, high, experts = int(table.min()), int(table.max()), int(model.config.n_routed_experts)
     if low < 0 or high >= experts:
         raise ModelError(
-            f"tensor `{target.pieces[0].key}` of {hub.folder} names experts {low} to {high}, and a layer has {experts}",
+            f"tensor `{target.pieces[0].key}` of {hub.folder} names experts {low} to {high}, but a layer has {experts}",
             hint="the checkpoint is damaged; download it again",
         )
 

@@ -1,6 +1,6 @@
-"""Names of tensors in the model, in published checkpoints and in adapters, for loading and export.
+"""Names of tensors in the model, in published checkpoints and in adapters.
 
-Adapter parameters are named `MODULE.lora_A` for a module's `weight`, else `MODULE.LEAF_lora_A`.
+An adapter's parameters are `MODULE.lora_A` and `_B` for the weight `weight`, `MODULE.LEAF_lora_A` for a weight LEAF.
 """
 
 import math
@@ -19,14 +19,14 @@ _FUSED = re.compile(r"^(?P<experts>.*\.mlp\.experts)\.(?P<part>gate_up_proj|down
 
 @dataclass(frozen=True)
 class Piece:
-    """A checkpoint tensor `key` of `shape` that is the part `tensor[index]` of a model tensor."""
+    """A checkpoint tensor `key` of shape `shape`, which is the part `tensor[index]` of a tensor of the model."""
 
     key: str
     index: Index
     shape: tuple[int, ...]
 
     def first_element(self, shape: tuple[int, ...]) -> int:
-        """Index of the piece's first element in the flattened model tensor of `shape`; the others follow it."""
+        """Index of the piece's first element in the flattened tensor of `shape`. The piece's other elements follow."""
         begin, stride = 0, math.prod(shape)
         for size, part in zip(shape, self.index, strict=False):
             stride //= size
@@ -35,11 +35,11 @@ class Piece:
 
 
 def hub_pieces(name: str, shape: tuple[int, ...], family: Family, *, first_expert: int = 0) -> tuple[Piece, ...]:
-    """The checkpoint tensors that make up the model tensor `name` of `shape`. Together they have each element once.
+    """The checkpoint tensors that make up the model's tensor `name` of shape `shape`, without gaps or overlap.
 
-    Fused experts `gate_up_proj` [experts, 2 x inner, hidden] and `down_proj` [experts, hidden, inner] are one matrix
-    per expert and projection in a checkpoint (transformers 5.23, conversion_mapping.py:51-53, 1270). All other tensors
-    are the same in both. `first_expert` is the index in the layer of the tensor's first expert.
+    Fused experts `gate_up_proj` [experts, 2 x inner, hidden] and `down_proj` [experts, hidden, inner] are a matrix per
+    expert and projection in checkpoints (transformers 5.23, conversion_mapping.py:51-53, 1270). Other tensors are the
+    same in both. `first_expert` is the number in the layer of the tensor's first expert.
     """
     names = family.published_mlp
     fused = _FUSED.match(name) if family.fused_experts else None
@@ -59,14 +59,14 @@ def hub_pieces(name: str, shape: tuple[int, ...], family: Family, *, first_exper
 
 
 def published_names(shapes: Mapping[str, tuple[int, ...]], family: Family) -> tuple[str, ...]:
-    """Names that the model tensors `shapes` (by name) have in a published checkpoint."""
+    """Names in a published checkpoint of the model's tensors `shapes`, which are given by name."""
     return tuple(piece.key for name, shape in shapes.items() for piece in hub_pieces(name, shape, family))
 
 
 def published_name(name: str, family: Family) -> str:
-    """Name in a published checkpoint of the model's tensor `name`, which must not belong to fused experts.
+    """Name in a published checkpoint of the model's tensor `name`, which must not be of fused experts.
 
-    For a generic type, this is the name by which transformers saves the tensor.
+    For a model type that is not in the table of families, it is the name by which transformers saves the tensor.
     """
     for renaming in renamings(family.model_type)[1] if family.is_generic else ():
         name = renaming.rename_source_key(name)[0]
@@ -75,8 +75,8 @@ def published_name(name: str, family: Family) -> str:
 
 
 def canonical_name(key: str, family: Family) -> str:
-    """Published name of a tensor of a generic type. The checkpoint's name `key` may follow transformers' saving rules,
-    or be the model's own name.
+    """Published name of a tensor, for a model type that is not in the table of families. `key` may be the name by which
+    transformers saves it, or the name in the model.
     """
 
     def in_model(name: str) -> str:
@@ -84,20 +84,20 @@ def canonical_name(key: str, family: Family) -> str:
             name = renaming.rename_source_key(name)[0]
         return name
 
-    # transformers' patterns also match some names of the model. These are recognised by mapping the result back.
+    # transformers' patterns also match some names in the model. Mapping the result back shows which.
     renamed, original = published_name(in_model(key), family), published_name(key, family)
     return original if renamed != key and in_model(original) == key else renamed
 
 
 def renamed(name: str, renames: Renames) -> str:
-    """Apply all `renames` to `name`, in order."""
+    """Apply all `renames` to `name`, one after the other."""
     for pattern, new in renames:
         name = re.sub(pattern, new, name)
     return name
 
 
 def is_table(name: str) -> bool:
-    """Whether a tensor is a table of the experts of each token id, in integers (DeepSeek-V4)."""
+    """Whether a tensor is an integer table from token ids to experts (DeepSeek-V4)."""
     return name.endswith(".tid2eid")
 
 
@@ -108,8 +108,8 @@ def is_kept_in_fp32(key: str, family: Family) -> bool:
 
 
 def differences(expected: Mapping[str, tuple[int, ...]], stored: Mapping[str, tuple[int, ...]]) -> str:
-    """Describe differences in name and shape between tensors `stored` in a checkpoint and tensors `expected` by the
-    model. The text is empty without differences.
+    """Text on differences in names and shapes between a checkpoint's tensors `stored` and the tensors `expected` by the
+    model. Empty without differences.
     """
     common = sorted(key for key in expected.keys() & stored.keys() if expected[key] != stored[key])
     mismatched = [f"{key}: model {expected[key]}, checkpoint {stored[key]}" for key in common]
@@ -129,12 +129,12 @@ _ADAPTER = re.compile(r"^(?P<module>.+)\.((?P<leaf>\w+)_)?lora_(?P<side>[AB])$")
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of the model is part of an adapter."""
+    """Whether a parameter belongs to a LoRA adapter."""
     return _ADAPTER.match(name) is not None
 
 
 def weight_of(name: str) -> tuple[str, str]:
-    """The weight that an adapter's parameter `name` adapts, and the parameter's side, `A` or `B`."""
+    """Name of the weight that an adapter's parameter `name` adapts, and which factor it is, `A` or `B`."""
     match = _ADAPTER.match(name)
     assert match, name
     return f"{match['module']}.{match['leaf'] or 'weight'}", match["side"]

@@ -1,5 +1,5 @@
-"""Reads and writes headers of safetensors files, and reads tensors in parts. A file has 8 bytes of header length, a
-header in JSON, and the tensors' data.
+"""Reads and writes headers of safetensors files, and reads parts of their tensors. A file has 8 bytes for the length of
+the header, the header in JSON, and the tensors' data.
 """
 
 import json
@@ -20,7 +20,7 @@ from ds_finetune.errors import ModelError
 from ds_finetune.model.build.dtypes import SAFETENSORS_DTYPES, SAFETENSORS_NAMES
 
 MAX_HEADER_BYTES = 100_000_000
-"""Maximum size of a header in bytes: MAX_HEADER_SIZE of safetensors 0.8 (tensor.rs)."""
+"""Maximum size of a header in bytes, MAX_HEADER_SIZE in safetensors 0.8 (tensor.rs)."""
 _METADATA = "__metadata__"
 _LENGTH = struct.Struct("<Q")
 _ALIGNMENT = 8
@@ -29,7 +29,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class HeaderEntry:
-    """Location of a tensor in a safetensors file. Its row-major data starts at byte `begin`."""
+    """A tensor in a safetensors file. Its row-major data begins at byte `begin`."""
 
     dtype: torch.dtype
     shape: Shape
@@ -43,16 +43,16 @@ class HeaderEntry:
 
 @dataclass(frozen=True)
 class Header:
-    """The tensors of a safetensors file by name, in the order of their data, which has no gaps."""
+    """The tensors of a safetensors file by name, in the order of their data, which must have no gaps."""
 
     tensors: Mapping[str, HeaderEntry]
     metadata: Mapping[str, str]
     end: int
-    """The byte of the file at which the data should end."""
+    """Number of the byte in the file at which data should end."""
 
 
 def header_bytes(path: Path) -> int:
-    """Header size that a safetensors file states; 0 for a file that is too short, ValueError if it is too large."""
+    """Size of the header that a safetensors file states; 0 if the file is too short. ValueError if it is too large."""
     with path.open("rb") as file:
         prefix = file.read(_LENGTH.size)
     size: int = _LENGTH.unpack(prefix)[0] if len(prefix) == _LENGTH.size else 0
@@ -64,9 +64,9 @@ def header_bytes(path: Path) -> int:
 def read_header(path: Path, *, is_complete: bool = True) -> Header:
     """Read the header of the safetensors file `path`.
 
-    OSError if it cannot be read. ValueError if the file is no regular file, if the header is invalid, names unknown
-    dtypes or is longer than `MAX_HEADER_BYTES`, or if tensors overlap or leave gaps. With `is_complete` also if the
-    data does not end with the file.
+    OSError if it cannot be read. ValueError if it is not a regular file; if the header is invalid, too long
+    (`MAX_HEADER_BYTES`) or has unknown dtypes; if tensors overlap or leave gaps; and, with `is_complete`, if the data
+    does not end at the end of the file.
     """
     if not path.is_file():
         raise ValueError("it is no regular file")
@@ -95,8 +95,8 @@ def _parse(tree: Any, begin: int) -> Header:  # noqa: ANN401 - whatever a file h
 
 
 def _parse_entry(name: str, item: Mapping[str, Any], data: int, end: int) -> HeaderEntry:
-    """Parse the header's entry of a tensor, whose data must begin at byte `end`. The file's data begins at byte `data`.
-    ValueError for any other location.
+    """Parse a tensor's entry in the header. ValueError if its data does not begin at byte `end`. The file's data begins
+    at byte `data`.
     """
     if item["dtype"] not in SAFETENSORS_DTYPES:
         raise ValueError(f"`{name}` is {item['dtype']}, not one of {', '.join(SAFETENSORS_DTYPES)}")
@@ -115,7 +115,7 @@ def _parse_entry(name: str, item: Mapping[str, Any], data: int, end: int) -> Hea
 def encode_header(
     tensors: Iterable[tuple[str, torch.dtype, Shape]], metadata: Mapping[str, str]
 ) -> tuple[bytes, list[int]]:
-    """Encode the header of a file with consecutive tensors (name, dtype, shape). Also returns where each one begins."""
+    """Encode the header for tensors (name, dtype, shape) one after the other. Also returns where each one begins."""
     entries, begins, end = {}, [], 0
     for name, dtype, shape in tensors:
         assert name not in entries, name
@@ -130,7 +130,7 @@ def encode_header(
 
 
 class DataFile:
-    """A file that several threads read at any offset. It is opened at the first read and closed with the object."""
+    """A file that threads read at any offset. The first read opens it, and it is closed with the object."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -154,26 +154,26 @@ class SafetensorsFile(DataFile):
     """A safetensors file whose tensors are read in parts."""
 
     def read(self, dtype: torch.dtype, numel: int, offset: int, *, into: "Scratch | None" = None) -> torch.Tensor:
-        """Read `numel` elements from byte `offset`, 1-D, into new memory or the buffer `into`."""
+        """Read `numel` elements from byte `offset` on, 1-D, into new memory or the buffer `into`."""
         out = torch.empty(numel, dtype=dtype) if into is None else into.take(numel, dtype)
         view = out.view(torch.uint8).numpy().data
         try:
             self.read_into(view, offset)
         except EOFError as short:
             raise ModelError(
-                f"{short}", hint="another program shortened the file while it was read; copy it again"
+                str(short), hint="another program shortened the file while it was read; copy it again"
             ) from short
         return out
 
 
 class Scratch(threading.local):
-    """One growing buffer per thread, because allocating memory takes longer than reading into it."""
+    """A buffer for each thread that grows with need, because allocating memory takes longer than reading into it."""
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """1-D tensor in this thread's buffer, valid until the thread's next `take`."""
+        """A 1-D tensor in this thread's buffer, which the thread's next `take` overwrites."""
         size = numel * dtype.itemsize
         if self._bytes.numel() < size:
             self._bytes = torch.empty(size, dtype=torch.uint8)
@@ -182,7 +182,7 @@ class Scratch(threading.local):
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Location of a tensor. Its row-major data starts at byte `begin` of `file`."""
+    """A tensor in a file. Its row-major data begins at byte `begin` of `file`."""
 
     file: SafetensorsFile
     dtype: torch.dtype

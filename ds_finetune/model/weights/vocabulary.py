@@ -1,4 +1,4 @@
-"""Enlarges a model's vocabulary beyond the published one: embedding and head keep their rows and get new rows."""
+"""Adds tokens to a model's vocabulary: embedding and head keep their rows and get new ones."""
 
 import math
 import re
@@ -14,14 +14,14 @@ from ds_finetune.model.build.hub_folder import HubFolder, Shape
 
 _EMBEDDING = re.compile(r"\b(embed_tokens|word_embeddings|embed_in|wte|embed)\.weight$")
 _COMPARED, _MARGIN = 256, 1.25
-"""Maximum number of embeddings for comparison, and tolerated ratio between distances of untrained embeddings."""
+"""To recognise untrained embeddings: maximum number of embeddings to compare with, and tolerated ratio of distances."""
 _STRIP_NUMEL = 2**20
-"""Number of elements of a published tensor that are in memory at a time, in full rows."""
+"""Number of elements of a published tensor to read at a time, rounded to full rows."""
 
 
 @dataclass(frozen=True)
 class Growth:
-    """Vocabulary sizes of the published weights and of the model, and a seed for each tensor name."""
+    """Vocabulary sizes of the published weights and of the enlarged model, and a function from tensor name to seed."""
 
     before: int
     after: int
@@ -29,7 +29,7 @@ class Growth:
 
 
 def grow_vocabulary(hf_config: PretrainedConfig, ids: int) -> None:
-    """Enlarge the vocabulary to `ids` tokens if it is smaller. ModelError for a negative `pad_token_id`, or a model
+    """Set the vocabulary size to `ids` tokens if it is smaller. ModelError for a negative `pad_token_id`, or a model
     with token embeddings for each layer.
     """
     if ids <= hf_config.vocab_size:
@@ -43,18 +43,18 @@ def grow_vocabulary(hf_config: PretrainedConfig, ids: int) -> None:
     pad = hf_config.pad_token_id
     if pad is not None and pad < 0:
         raise ModelError(
-            f"pad_token_id {pad} of the model counts from the end of {hf_config.vocab_size} rows, "
-            f"which model.resize_vocabulary makes {ids}",
-            hint=f"write pad_token_id {pad + hf_config.vocab_size} in config.json",
+            f"pad_token_id {pad} counts from the end of the model's vocabulary, which model.resize_vocabulary enlarges "
+            f"from {hf_config.vocab_size} to {ids} tokens",
+            hint=f"write pad_token_id {pad + hf_config.vocab_size} in config.json, which is the same token",
         )
     hf_config.vocab_size = ids
 
 
 def untrained_rows(folder: Path, candidates: Collection[int], used: Collection[int]) -> list[int]:
-    """The ids of `candidates` whose embedding in the weights of `folder` looks untrained.
+    """Those of the token ids `candidates` whose embeddings in the weights of `folder` look untrained.
 
-    Such an embedding is as near to the mean embedding of ids outside `used` as the embeddings of those ids are. If all
-    ids are in `used`, it is within half their median distance of their mean.
+    An embedding looks untrained if it is about as near to the mean embedding of unused ids (not in `used`) as their own
+    embeddings are. If all ids are used, it must be nearer to the mean of all than half the median distance.
     """
     hub = HubFolder(folder)
     table = next((key for key, shape in hub.shapes.items() if _EMBEDDING.search(key) and len(shape) == 2), None)
@@ -73,11 +73,10 @@ def untrained_rows(folder: Path, candidates: Collection[int], used: Collection[i
 
 
 class GrownFolder(HubFolder):
-    """Published weights with the shapes of a model with more tokens. `rows` reads published rows and samples new ones.
+    """Published weights with the shapes of a model with more tokens: `rows` reads published rows and samples new ones.
 
-    Each column of the new rows is normally distributed, with mean and standard deviation of the published rows. Samples
-    depend on the tensor's name and the seed, so they are equal for any layout. Tensors that grow are known by their
-    shapes.
+    Columns of new rows are normally distributed, with mean and standard deviation of the published rows. Samples depend
+    on the tensor's name and the seed, not on the layout. Tensors with a row per token are found by their shapes.
     """
 
     def __init__(
@@ -95,7 +94,7 @@ class GrownFolder(HubFolder):
         self.shapes = {**self.shapes, **grown}
 
     def rows(self, key: str, first: int, last: int, within: tuple[slice, ...] = ()) -> torch.Tensor:
-        """Read rows `first` to `last` of a tensor, or their part `within`, valid until the thread's next read."""
+        """Read rows `first` to `last` of a tensor, or their part `within`. The thread's next read overwrites them."""
         before = self._growth.before
         if key not in self._grown or last <= before:
             return super().rows(key, first, last, within)
@@ -113,13 +112,15 @@ class GrownFolder(HubFolder):
         return HubFolder(self.folder).is_same(key, other)
 
     def check_left(self, keys: Iterable[str]) -> None:
-        """ModelError if a tensor of `keys`, which no module loads, has a row per token and would have to grow."""
+        """ModelError if one of the tensors `keys`, which no module loads, has a row per token and would have to
+        grow.
+        """
         growing = [key for key in keys if self.shapes[key][:1] == (self._growth.before,)]
         if growing:
             raise ModelError(
-                f"model.resize_vocabulary makes {self._growth.after} rows of {self._growth.before}, and "
-                f"{self.folder} has {len(growing)} tensors of {self._growth.before} rows for which transformers' class "
-                f"has no module and which an export would copy: {', '.join(growing)}",
+                f"model.resize_vocabulary enlarges {self._growth.before} rows to {self._growth.after}, but "
+                f"{self.folder} has {len(growing)} tensors of {self._growth.before} rows that transformers does not "
+                f"load and an export would copy unchanged: {', '.join(growing)}",
                 hint="train a copy of the model without its multi-token prediction layers",
             )
 

@@ -150,9 +150,9 @@ def test_a_base_that_is_a_classifier_keeps_its_head(tmp_path: Path) -> None:
     assert section == ClassificationObjective(name="classification", num_labels=3, labels=("no", "maybe", "yes"))
     with pytest.raises(ModelError, match="yes, no, maybe has another order than the base model"):
         with_base_classes(ClassificationObjective(name="classification", labels=("yes", "no", "maybe")), published)
-    with pytest.raises(ModelError, match="classifier with 3 labels, and 2 are trained"):
+    with pytest.raises(ModelError, match="classifier with 3 labels, but the run trains 2"):
         with_base_classes(ClassificationObjective(name="classification", num_labels=2), published)
-    with pytest.raises(ModelError, match="classifier with 3 labels, and 1 are trained"):
+    with pytest.raises(ModelError, match="classifier with 3 labels, but the run trains 1"):
         set_classes(published, RewardObjective(name="reward"), outputs=1)
 
 
@@ -215,7 +215,9 @@ def test_a_tokenizer_whose_only_padding_ends_documents_is_refused() -> None:
     config = config_of("llama")
     config.pad_token_id, config.eos_token_id = 4, [2, 4]
     last = config.vocab_size - 1
-    with pytest.raises(ModelError, match=f"no padding token but '<2>'.*{last + 1} ids take all {last + 1}") as refused:
+    with pytest.raises(
+        ModelError, match=f"no padding token but '<2>'.*{last + 1} ids leave none of the model's {last + 1}"
+    ) as refused:
         set_padding_token(config, Tokenizer(2, {"<|User|>": last}))  # type: ignore[arg-type]
     assert refused.value.hint == (
         'write "pad_token": "<|pad|>" in tokenizer_config.json and set model.resize_vocabulary: true'

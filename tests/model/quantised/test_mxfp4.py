@@ -153,7 +153,7 @@ def _add_plain(tensors: dict[str, torch.Tensor]) -> None:
         (_change("_scales", lambda t: t[:, :-1].clone()), r"has blocks \(4, 96, 2, 16\) of torch.uint8 and scales"),
         (_change("_blocks", lambda t: t[..., :8].clone()), r"has blocks \(4, 96, 2, 8\) of torch.uint8"),
         (_change("_scales", lambda t: t.float()), r"scales \(4, 96, 2\) of torch.float32"),
-        (_add_plain, rf"holds `{DOWN}` twice, once in MXFP4"),
+        (_add_plain, rf"has `{DOWN}` twice, once in MXFP4"),
     ],
     ids=["no scales", "no blocks", "few scales", "short blocks", "fp32 scales", "twice"],
 )

@@ -163,7 +163,7 @@ def test_tensors_that_would_not_fit_any_more_are_refused(tmp_path: Path) -> None
     """Copies of embedding and head in a multi-token prediction layer go to the export as they are."""
     folder = publish(tmp_path / "model", master())
     with pytest.raises(
-        ModelError, match=rf"makes 102 rows of 96, .* 2 tensors .*model\.layers\.{MTP}\.embed_tokens\.weight"
+        ModelError, match=rf"enlarges 96 rows to 102, .* 2 tensors .*model\.layers\.{MTP}\.embed_tokens\.weight"
     ) as caught:
         loaded(folder)
     assert "without its multi-token prediction layers" in caught.value.hint
@@ -182,7 +182,9 @@ def test_a_tied_head_that_is_published_too_is_still_compared(tmp_path: Path) -> 
 
 def test_a_padding_row_counted_from_the_end_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["llama"] | {"model_type": "llama", "pad_token_id": -1}))
-    with pytest.raises(ModelError, match="pad_token_id -1 of the model counts from the end of 96 rows") as caught:
+    with pytest.raises(
+        ModelError, match=r"pad_token_id -1 counts from the end of the model's vocabulary, .* from 96"
+    ) as caught:
         config_of(tmp_path)
     assert "write pad_token_id 95 in config.json" in caught.value.hint
 
