@@ -95,7 +95,9 @@ class RouterKind:
     """Name of the router in a layer."""
     parameters: tuple[str, ...] = ("weight",)
     bias: str | None = None
-    """Name of the layer's buffer of biases that only influence which experts are chosen (arXiv 2408.15664)."""
+    """Name of the buffer with biases that only influence the choice of experts (arXiv 2408.15664); None without
+    them.
+    """
     reads_ids: bool = False
     """Whether some layers choose experts by token id, from a table that replaces scores and biases."""
     rounds_weights: bool = True
@@ -151,7 +153,7 @@ class Indexer:
     """Whether the indexer chooses compressed entries, means of several keys, instead of tokens (DeepSeek-V4)."""
 
     def longest_document(self, config: Mapping[str, Any]) -> int:
-        """Number of tokens up to which the indexer chooses every earlier token of a document."""
+        """In documents of at most this many tokens the indexer chooses all earlier tokens."""
         chosen = int(config["index_topk"])
         rate = entry_tokens(config) if self.chooses_entries else 1
         return chosen * rate + rate - 1
@@ -208,7 +210,7 @@ class Family:
     attention, MLPs and experts. None: their names are read from the base model instead.
     """
     fp8_scale: str = ".weight_scale_inv"
-    """What follows a module's name in the name of its FP8 or FP4 scales."""
+    """Suffix of a module's name that gives the name of its FP8 or FP4 scales."""
     export_config: Mapping[str, object] = field(default_factory=dict)
     """Keys that servers need in config.json. Exports add them if the base model's config.json lacks them."""
 
@@ -250,9 +252,7 @@ class Family:
 
     @property
     def mtp_module(self) -> str:
-        """Prefix of tensor names within a prediction layer: `mtp.` for DeepSeek-V4, where a module `mtp` holds it, or
-        empty.
-        """
+        """Prefix of tensor names in a multi-token prediction layer: `mtp.` in DeepSeek-V4, else empty."""
         return "mtp." if self.compresses else ""
 
     @property

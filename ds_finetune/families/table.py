@@ -76,7 +76,7 @@ def _tiny(name: str, config: ModelConfig, *, in_standard_selftest: bool = False,
 
 _DENSE = Family("", parallel_axes=_DENSE_AXES, has_lora=True, onnx=OnnxGraph("grouped_query"))
 _TRAINED = replace(_DENSE, onnx=None, fp8_linear=None)
-"""Entry for dense model types that are trained and exported in 16 or 32 bits, but not to ONNX or FP8."""
+"""Entry for dense model types that are exported only as Hugging Face folders in 16 or 32 bits."""
 _MIXTURE = Family(
     "",
     fused_experts=True,
@@ -387,8 +387,8 @@ FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ROWS}
 BUILT_AS: Mapping[str, str] = {name: family.built_as for name, family in FAMILIES.items() if family.built_as}
 """Model types unknown to transformers, with the model type whose classes build the model."""
 TEXT_PARTS: Mapping[str, str] = {"qwen3_vl_text": "qwen3"}
-"""Model types of the text part of a composite model, with the type that is trained instead, because transformers has no
-causal LM for the former. On plain text both compute the same.
+"""Model types of the text part of a multimodal model, with the type that is trained instead, because transformers has
+no causal LM for the former. On plain text both compute the same.
 """
 WITH_TINY_MODELS = tuple(name for name, family in FAMILIES.items() if family.tiny_models is not None)
 """Model types whose tiny models are compared with transformers."""

@@ -58,8 +58,8 @@ def register_models(name: str, *, built_as: str) -> None:
 
 @cache
 def renamings(model_type: str) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """transformers' rules for renaming a causal LM's checkpoint tensors: those for loading, and those for saving. The
-    method `rename_source_key` of a rule returns the new name. Both are empty if transformers also merges or splits
+    """transformers' rules for renaming a causal LM's checkpoint tensors: those for loading, and those for saving. A
+    rule's method `rename_source_key` returns the new name. No rules are returned if transformers also merges or splits
     tensors.
     """
     from transformers import conversion_mapping

@@ -19,7 +19,7 @@ TESTED = {
 }
 """The version of each package for which the patches were written and tested."""
 Wrap = Callable[[str, Callable[..., Any]], Callable[..., Any]]
-"""Function that takes the name of a function and the function, and returns a wrapper for it."""
+"""Function (name of a function, the function) -> a wrapper that replaces the function."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ _PROBE_SECONDS = 8.0
 def hub_problem() -> str:
     """Why the Hugging Face hub cannot be used: HF_HUB_OFFLINE is set, or it does not answer. Empty if it can be used.
 
-    Without this check an unreachable hub costs minutes: huggingface_hub 2.4 has no timeout on its client
+    Without this check an unreachable hub costs much time: huggingface_hub 2.4 has no timeout on its client
     (utils/_http.py:341-350), and datasets 5.2 repeats a request for 23 seconds or longer.
     """
     if constants.HF_HUB_OFFLINE:

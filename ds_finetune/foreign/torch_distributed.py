@@ -19,8 +19,8 @@ _GROUP = Foreign("torch", "_C/_distributed_c10d.pyi:381-640")
 def default_timeout(timeout: timedelta) -> Iterator[None]:
     """Context in which new process groups have the timeout `timeout`, unless another one is passed.
 
-    DeepSpeed passes none (0.19.8, comm/torch.py:539), and device meshes pass none. torch would then use its own default
-    (10 minutes with NCCL, 30 with gloo), not the timeout of the first group.
+    DeepSpeed passes none (0.19.8, comm/torch.py:539). torch would then use its own default (10 minutes with NCCL, 30
+    with gloo), not the timeout of the first group. Device meshes are affected too.
     """
     c10d = dist.distributed_c10d
     _TIMEOUT.parameters(_TIMEOUT.attribute(c10d, "_get_default_timeout"), "backend")

@@ -74,7 +74,7 @@ def _check_masks() -> None:
 
 
 def attention_function(name: str) -> Callable[..., Any]:
-    """transformers' function for the attention implementation `name`; `eager` is that of latent attention."""
+    """transformers' function for the attention implementation `name`; for `eager`, latent attention's own function."""
     eager = _LATENT.attribute(modeling_deepseek_v3, "eager_attention_forward")
     return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)  # type: ignore[no-any-return]
 

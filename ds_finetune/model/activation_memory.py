@@ -78,7 +78,7 @@ def _checkpoint_on_host(
     run in the compute stream, so none is read before it is complete.
     """
     copies = save_on_cpu(pin_memory=True)
-    # Autograd keeps these two hooks until backward. A reference to the input in them would keep its memory allocated.
+    # Autograd keeps these hooks until backward. If they referred to the layer's input, they would keep it in memory.
     host_copy = _identity(hidden)
 
     def pack(saved: torch.Tensor) -> Any:  # noqa: ANN401
@@ -113,7 +113,7 @@ class _TokensInTiles(torch.autograd.Function):
     ) -> torch.Tensor:
         tensors = tensors_and_weights[:num_tensors]
         ctx.forward, ctx.tiles = forward, tiles
-        # Saved through autograd, weights would fail its version check: ZeRO-3 gathers them again for backward.
+        # Autograd would report saved weights as changed in place, because ZeRO-3 gathers them again for backward.
         ctx.weights = tensors_and_weights[num_tensors:]
         ctx.save_for_backward(*tensors)
         out: torch.Tensor | None = None

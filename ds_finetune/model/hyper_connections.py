@@ -21,7 +21,7 @@ _Backward = Callable[..., torch.Tensor]
 class _StreamSizes(NamedTuple):
     streams: int
     times: int
-    """How often `comb` is divided by its column sums. It is divided by its row sums once less."""
+    """Number of divisions of the mixing weights `comb` by their column sums; by row sums they are divided once less."""
     eps: float
     norm_eps: float
 

@@ -53,7 +53,7 @@ def mtp_layers(hf_config: PretrainedConfig) -> range:
 
 
 def is_mtp_tensor(name: str, hf_config: PretrainedConfig) -> bool:
-    """Whether the model's tensor `name` belongs to a multi-token prediction layer."""
+    """Whether the tensor `name` of the model belongs to a multi-token prediction layer."""
     return layer_of(name) in mtp_layers(hf_config)
 
 

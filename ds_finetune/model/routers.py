@@ -20,7 +20,7 @@ from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.routers import RouterPlan
 
 _MARKS = 2**15
-"""Number of different marks. A mark is a hash of a set of experts."""
+"""Number of different marks. A mark is a small hash of the set of experts that a token chose."""
 
 
 class RouterOutput(NamedTuple):
@@ -158,7 +158,7 @@ class RouterCollector:
 
 
 def score_shares(logits: torch.Tensor, scores: str) -> torch.Tensor:
-    """Router scores of each token, normalised to a sum of 1, fp32 [tokens, experts]."""
+    """Router scores of each token, divided by their sum, fp32 [tokens, experts]."""
     if scores == "softmax":
         return logits.float().softmax(dim=-1)
     values = functional.softplus(logits.float()).sqrt() if scores == "sqrtsoftplus" else logits.float().sigmoid()
@@ -167,7 +167,7 @@ def score_shares(logits: torch.Tensor, scores: str) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class RouterChoices:
-    """Which experts the model's routers chose for a global batch. It is identical on all ranks.
+    """Which experts the model's routers chose for a global batch, identical on all ranks.
 
     Tensors are on the CPU.
     """
@@ -234,8 +234,8 @@ def finish_step(
 
 @torch.no_grad()
 def update_biases(routers: RouterCollector, table: torch.Tensor) -> None:
-    """Lower the router bias of experts that were chosen more often than their layer's mean by `router.bias_update`, and
-    raise that of the others by it, in fp32 (arXiv 2408.15664, algorithm 1).
+    """Lower the router biases of experts chosen more often than their layer's mean by `router.bias_update`, and raise
+    those of experts chosen less often, in fp32 (arXiv 2408.15664, algorithm 1).
 
     `table` has the counts of all ranks, on the device of the biases.
     """
@@ -243,7 +243,7 @@ def update_biases(routers: RouterCollector, table: torch.Tensor) -> None:
     assert kind.bias is not None
     for layer in (layer for layer in routers.plan.balanced if layer in routers.modules):
         counts = table[routers.plan.layers.index(layer), :-4].long()
-        # Integers give a sign of exactly 0 for a load equal to the mean.
+        # Integers are compared, so that the sign is exactly 0 for a load equal to the mean.
         above = torch.sign(counts * len(counts) - counts.sum())
         bias = routers.decoder_layers[layer].get_buffer(kind.bias)
         assert bias.dtype == torch.float32, (layer, bias.dtype)

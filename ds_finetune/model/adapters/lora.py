@@ -63,7 +63,7 @@ class _AdaptedLinear(_LowRankLinear):
 
 
 class _AdaptedParallelLinear(_LowRankLinear):
-    """A tensor parallel linear module with an adapter. Ranks communicate once, for the sum of both products."""
+    """A tensor parallel linear module with an adapter. Ranks communicate once, for the sum of weight and adapter."""
 
     def multiply(self, hidden: torch.Tensor) -> torch.Tensor:
         """Compute this rank's part of the linear module's output, weight and adapter, without communication."""
@@ -99,10 +99,10 @@ class _LowRankExperts(_Adapted):
         return run_experts(self, hidden, top_k_index, top_k_weights, self._project)
 
     def _project(self, rows: torch.Tensor, ends: torch.Tensor, leaf: str) -> torch.Tensor:
-        """Multiply `rows` [rows, in] by the weight `leaf` and the adapter of their expert; expert i ends at ends[i]."""
+        """Multiply `rows` [rows, in], sorted by expert up to `ends`, by their experts' weight `leaf` and adapter."""
         low = multiply(rows, getattr(self, f"{leaf}_lora_A"), ends)
         low = multiply(low, getattr(self, f"{leaf}_lora_B"), ends)
-        # Summing in place keeps at most two tensors of the width of gate and up in memory.
+        # A sum in place avoids a third tensor of the width of gate and up.
         return low.mul_(self.lora_scale).add_(project(self, rows, ends, leaf))  # type: ignore[no-any-return]
 
 
@@ -135,7 +135,7 @@ class AdapterPlacement:
     tp_group: RankGroup | None = None
     """Tensor parallel group; None without tensor parallelism."""
     mark_expert: MarkParameter | None = None
-    """Called for parameters of experts under expert parallelism, to mark them for DeepSpeed."""
+    """Marks, for DeepSpeed, parameters of experts that are sharded by expert parallelism."""
     partition: Callable[[list[nn.Parameter]], None] = lambda _: None
     """Partitions a module's new parameters under ZeRO-3. The default does nothing."""
 
@@ -150,7 +150,7 @@ class AdapterPlacement:
         if shard.is_expert_parallel and self.mark_expert is not None:
             self.mark_expert(param)
         if self.tp_group is not None and of.dim is not None and shard.dim is None:
-            # This factor is not sharded, but the other one is: each rank has a part of its gradient, which is summed.
+            # The factor A or B that is not sharded gets a part of its gradient on each rank, which must be summed.
             param.register_hook(self.tp_group.all_reduce)
 
     def set_full(self, name: str, param: nn.Parameter, values: torch.Tensor) -> None:

@@ -89,8 +89,8 @@ class LoraPlan:
 
 
 def plan_lora(hf_config: PretrainedConfig, lora: LoraConfig, task: Task = "causal_lm") -> LoraPlan:
-    """Plan which modules the section `lora` adapts, and which weights it quantises. Adapted are the modules that
-    `lora.target_modules` matches; by default all but routers.
+    """Plan which modules the section `lora` adapts, and which weights it quantises. The modules that
+    `lora.target_modules` matches are adapted; by default all but routers.
 
     ConfigError if a pattern matches nothing or a module that cannot be adapted, if torch's grouped matrix product does
     not support the experts' rank, or if there is no weight to quantise.

@@ -115,8 +115,8 @@ class PeftAdapter:
 
     def rank_and_scale(self, name: str) -> tuple[int, float]:
         """Rank of a weight's adapter, and the scale by which B A is multiplied."""
-        # peft matches these patterns with the weight's name if it adapts a parameter, else with the module's name
-        # (tuners/tuners_utils.py).
+        # peft matches the patterns of ranks and alphas with the weight's name if it adapts a parameter, else with the
+        # module's name (tuners/tuners_utils.py).
         rank, alpha = self._value("rank_pattern", "r", name), self._value("alpha_pattern", "lora_alpha", name)
         if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or not math.isfinite(alpha):
             raise ExportError(
@@ -186,10 +186,10 @@ def _is_fully_trained(key: str, modules: Sequence[str]) -> bool:
 
 
 def _weight(module: str, inner: str | None, outer: str) -> str:
-    """Name of the weight that an adapter tensor adapts, as in the text part of a multimodal model.
+    """Name of the weight that an adapter tensor adapts, without the prefix of a multimodal model's text part.
 
-    Fused experts have two weights: a key with `base_layer` (`inner`) adapts the first, other keys the weight `outer`.
-    In other modules it is `weight`.
+    For fused experts, which have two weights, it depends on the tensor's name: with `base_layer` (`inner`) it is the
+    first weight, else `outer`. For other modules it is `weight`.
     """
     leaf = GATE_UP if inner else outer if module.endswith(".experts") else "weight"
     return text_name(f"{module}.{leaf}") or f"{module}.{leaf}"

@@ -29,7 +29,7 @@ from ds_finetune.model.kept_outputs import save_outputs
 from ds_finetune.model.parallel.sequence import SequenceParallelGroup
 
 BY_DOCUMENT = "ds_finetune_by_document"
-"""Name of this attention implementation in transformers' registry."""
+"""Name of attention by document in transformers' registry of attention implementations."""
 
 FLASH = "flash_attention_2"
 """transformers' name of the attention implementation FlashAttention 2."""
@@ -88,7 +88,7 @@ class _DocumentAttention:
             mask = None if mask is None else functional.pad(mask, (1, 0), value=True)
             query, key, value = _with_sinks(query, key, value, self.sinks / self.scaling)
             if mask is None and is_whole:
-                # The sink's key gets a query too, because the kernel's causal mask expects equal numbers.
+                # A query is added for the sink's key, because the kernel's causal mask expects equal numbers of both.
                 query = functional.pad(query, (0, 0, 1, 0))
         out = attend_document(
             query,
@@ -289,7 +289,7 @@ def document_batches(documents: tuple[Documents, ...], shared: tuple[Documents, 
 
 
 def check_arguments(module: nn.Module, others: Mapping[str, Any]) -> None:
-    """ModelError if one of the arguments `others`, which this attention ignores, would change the result."""
+    """ModelError if an argument in `others`, which attention by document ignores, would change the result."""
     if unknown := _unknown(others):
         raise ModelError(
             f"{type(module).__name__} passes `{unknown[0]}` to its attention, "

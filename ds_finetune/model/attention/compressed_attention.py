@@ -61,20 +61,20 @@ class _Seen(NamedTuple):
     tokens: SeenTokens
     entries: Entries | None
     scored: ScoreInputs | None
-    """Queries and keys of the indexer; None if queries attend to all earlier entries."""
+    """Queries and keys of the indexer; None if queries attend to all earlier compressed entries."""
     topk: int
-    """Number of entries that the indexer chooses for each query; 0 without an indexer."""
+    """Number of compressed entries that the indexer chooses for each query; 0 without an indexer."""
     scale: float
     """Factor by which the indexer's query-key products are multiplied."""
 
     def parts(self, heads: int) -> tuple[QueryPart, ...]:
-        """Split the queries of the forward into blocks."""
+        """Split the queries of the forward into blocks, to bound memory."""
         return parts_of(self.tokens, self.entries, self.topk, _QUERIES, PRODUCTS_AT_ONCE // heads)
 
     def choose(self, part: QueryPart) -> torch.Tensor | None:
-        """Indices of the entries with the highest indexer scores for each query of `part`: int64 [queries, chosen],
-        which may include entries that the query must not see. None if no query sees more than `topk` entries. Scores
-        are computed for blocks of entries, from which the best so far are kept.
+        """Indices of the compressed entries with the highest indexer scores for each query of `part`: int64 [queries,
+        chosen], which may include entries that the query must not see. None if no query sees more than `topk` entries.
+        Scores are computed for blocks of entries, from which the best so far are kept.
         """
         if self.scored is None or self.entries is None:
             return None
@@ -97,7 +97,7 @@ class _Seen(NamedTuple):
         return best[1]
 
     def bias(self, part: QueryPart, chosen: torch.Tensor | None) -> torch.Tensor:
-        """Additive mask, fp32 [queries, 1, keys]: 0 where a query of `part` sees a token or entry, else -inf."""
+        """Additive mask, fp32 [queries, 1, keys]: 0 where a query of `part` sees the token or entry, else -inf."""
         seen = self._seen(part, chosen) if part.seen is None else part.seen
         if part.keeps_seen and chosen is None:
             part.seen = seen
@@ -228,7 +228,7 @@ class _EntryWeights(NamedTuple):
     seen: _Seen
 
     def parts(self, index: ScoreInputs, tensors: Sequence[Any]) -> Iterator[KeyPart]:
-        """Split queries into the attention's blocks, and these further if products with all entries need it."""
+        """Split queries into blocks, smaller ones if products with all compressed entries need too much memory."""
         heads = max(index.query.shape[1], tensors[0].shape[1])
         for part in self.seen.parts(tensors[0].shape[1]):
             entries = part.entries.stop - part.entries.start
@@ -237,7 +237,7 @@ class _EntryWeights(NamedTuple):
                 yield KeyPart(slice(begin, min(begin + size, part.queries.stop)), part.entries)
 
     def weights(self, part: KeyPart, tensors: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention weights of entries, summed over heads, and a mask of the entries that each query sees."""
+        """Attention weights of compressed entries, summed over heads, and a mask of entries that each query sees."""
         query, entries, log_sum, *chosen = tensors
         entry = torch.arange(part.keys.start, part.keys.stop, device=query.device)
         is_seen = self.seen.sees(part.queries, entry)
@@ -288,12 +288,12 @@ class CompressorByDocument(nn.Module):
     rotate = staticmethod(rotate_last_pairs)
     indexer: "IndexerByDocument"
     chooses = False
-    """Whether the indexer runs, because documents of the run may have more entries than it chooses. It does not depend
-    on the documents of a forward: under ZeRO-3 all ranks must gather the indexer's parameters equally often.
+    """Whether the indexer runs, because documents of the run may have more compressed entries than it chooses. Under
+    ZeRO-3 all ranks must gather its parameters equally often, so this does not depend on the documents of one forward.
     """
 
     def forward(self, hidden: torch.Tensor, *others: Any, rows: RowShards | None = None, sp_group: Any = None) -> Any:  # noqa: ANN401
-        """Return the entries of `rows`, and the indexer's inputs. Without `rows`, run transformers' forward."""
+        """Return the compressed entries of `rows` and indexer inputs. Without `rows`, run transformers' forward."""
         if rows is None:
             return super().forward(hidden, *others)
         is_scored = self.chooses and hasattr(self, "indexer")
@@ -346,14 +346,14 @@ def _in_windows(tokens: torch.Tensor, layout: Entries, series: int) -> torch.Ten
 
 
 class IndexerByDocument(CompressorByDocument):
-    """Mixin for DeepSeek-V4's indexer in transformers. Only the indexer loss trains it, and it alone."""
+    """Mixin for DeepSeek-V4's indexer in transformers. Its own loss trains it, and trains no other module."""
 
     q_b_proj: nn.Linear
     scorer: Any
     is_trained = False
 
     def forward(self, hidden: torch.Tensor, *others: Any, rows: RowShards | None = None, sp_group: Any = None) -> Any:  # noqa: ANN401
-        """Return the indexer's inputs for scores of `rows`. Without `rows`, run transformers' forward."""
+        """Return the tensors for the indexer's scores of `rows`. Without `rows`, run transformers' forward."""
         if rows is None:
             return super().forward(hidden, *others)
         hidden, (low_rank, positions) = hidden.detach(), others[:2]
@@ -387,9 +387,9 @@ class CompressedAttention(nn.Module):
     compressor: CompressorByDocument | None
     rotate = staticmethod(rotate_last_pairs)
     collector: DivergenceCollector | None = None
-    """Takes the divergences of the layer's indexer. None if the layer has no indexer or does not train it."""
+    """Receives the loss of the layer's indexer. None if the layer has no indexer, or it is not trained."""
     for_heads: Callable[[torch.Tensor], torch.Tensor] = staticmethod(lambda shared: shared)
-    """Applied to keys, which are the same for all heads: backward sums their gradients over tensor parallel ranks."""
+    """Function applied to keys, which all heads share. Its backward sums their gradient over tensor parallel ranks."""
 
     def forward(  # noqa: PLR0913 - transformers' interface
         self,
@@ -439,7 +439,7 @@ class CompressedAttention(nn.Module):
 
     def _attend(self, query: torch.Tensor, tokens: torch.Tensor, entries: torch.Tensor, seen: _Seen) -> torch.Tensor:
         """Attention outputs of heads, [tokens, heads, width]. If the layer's indexer is trained, the collector gets the
-        divergence of its scores from the attention weights of entries.
+        divergence of its scores from the attention weights of compressed entries.
         """
         scored, collector = seen.scored, self.collector
         if collector is not None and collector.attends_to_all:
@@ -470,7 +470,7 @@ def _mixins() -> dict[type[nn.Module], type[nn.Module]]:
 
 
 def install_compressed_attention(lm: PreTrainedModel) -> None:
-    """Change the attention of a DeepSeek-V4 to work within documents, in place. Other models are unchanged."""
+    """Make the attention of a DeepSeek-V4 work within documents, in place. Other models are unchanged."""
     if not family_of(lm.config.model_type).compresses:
         return
     if lm.config.attention_dropout:

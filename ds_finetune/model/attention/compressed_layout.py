@@ -16,7 +16,7 @@ import torch
 from ds_finetune.model.attention.by_document import Documents
 
 _LAYOUTS = 8
-"""Size of the caches of layouts. Layers with the same compression rate use the same layout in a forward."""
+"""Number of cached layouts. In a forward, all layers with the same compression rate use the same layout."""
 _KEPT_PAIRS = 2**20
 """Boolean masks of up to this many query-key pairs (1 MiB) are cached; larger masks are recomputed."""
 
@@ -52,32 +52,32 @@ class Entries:
     """Layout of compressed entries: which tokens each entry averages, and which entries each token sees."""
 
     windows: torch.Tensor
-    """Indices of the tokens of each entry that this rank computes, int64 [own entries, rate]. If windows overlap, an
-    entry's preceding window is `rate` tokens earlier.
+    """Indices of the tokens of each compressed entry that this rank computes, int64 [own entries, rate]. If windows
+    overlap, an entry's preceding window is `rate` tokens earlier.
     """
     is_first: torch.Tensor
-    """Whether the entry is the first one of its document, bool [own entries]."""
+    """Whether a compressed entry is the first one of its document, bool [own entries]."""
     positions: torch.Tensor
-    """Position of each entry's first token in its document, int64 [own entries]."""
+    """Position of each compressed entry's first token in its document, int64 [own entries]."""
     order: torch.Tensor
-    """Index of each entry in the all-gathered tensor, which has `most` entries of each rank, int64 [entries]."""
+    """Index of each compressed entry in the all-gathered tensor, with `most` entries per rank, int64 [entries]."""
     most: int
     first: torch.Tensor
-    """For each token, index of the first entry of its document, int64 [tokens]."""
+    """For each token, index of the first compressed entry of its document, int64 [tokens]."""
     end: torch.Tensor
-    """For each token, one past the last entry that it sees. An entry must not end later, int64 [tokens]."""
+    """For each token, index after the last compressed entry that ends with or before it, int64 [tokens]."""
     ranges: tuple[np.ndarray, np.ndarray]
     """Copies of `first` and `end` as numpy arrays in host memory."""
 
 
 @dataclass(frozen=True, eq=False)
 class SeenTokens:
-    """Which tokens each token of this rank attends to within the sliding window. Indices count this rank's shards, each
-    with the tokens before it.
+    """Which tokens each token of this rank attends to within the sliding window. Token indices refer to this rank's
+    tokens of each row, preceded by those received from earlier ranks.
     """
 
     own: torch.Tensor
-    """Index of the token itself, the last token that it attends to, int64 [tokens]."""
+    """Index of each token itself, which is the last token that it attends to, int64 [tokens]."""
     first: torch.Tensor
     """For each token, the first token that it attends to: the start of its window or document, int64 [tokens]."""
     own_array: np.ndarray
@@ -138,7 +138,7 @@ class QueryPart:
     entries: slice
     keeps_seen: bool = False
     seen: torch.Tensor | None = None
-    """Mask of the tokens and entries that each query sees, bool [queries, keys]; None if it is not cached."""
+    """Mask of the tokens and compressed entries that each query sees, bool [queries, keys]; None if not cached."""
 
 
 @lru_cache(_LAYOUTS)

@@ -15,7 +15,7 @@ _Batches = tuple[tuple[tuple[int, int], ...], torch.Tensor, torch.Tensor]
 
 
 def install_gated_delta(lm: PreTrainedModel) -> None:
-    """Make the gated delta nets of `lm` work within documents, in place, if its attention does.
+    """Make the gated delta nets of `lm` work within documents, in place, if `lm` uses attention by document.
 
     Documents of similar length are batched. They are padded at their ends, which earlier tokens do not see.
     """

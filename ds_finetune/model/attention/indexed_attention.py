@@ -56,7 +56,7 @@ class FollowedWeights(Protocol):
         """Process groups over which the attention weights of all heads are summed."""
 
     def parts(self, index: ScoreInputs, tensors: Sequence[Any]) -> Iterator[KeyPart]:
-        """Split the queries into blocks."""
+        """Split the queries into blocks, to bound memory."""
 
     def weights(self, part: KeyPart, tensors: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention weights of a block's keys, fp32 [queries, keys], summed over this rank's heads, and a mask of the
@@ -306,7 +306,7 @@ class IndexedAttention(nn.Module):
     def _divergences(
         self, choice: Choice | None, query: torch.Tensor, key: torch.Tensor, others: dict[str, Any]
     ) -> torch.Tensor:
-        """Divergences of this rank's tokens from the attention weights in nats, fp32 [rows, tokens]."""
+        """Divergence of indexer scores from attention weights in nats, for this rank's tokens, fp32 [rows, tokens]."""
         assert self.collector is not None
         assert choice is not None, self.layer_idx
         assert choice.scored is not None, self.layer_idx

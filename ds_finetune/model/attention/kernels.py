@@ -63,8 +63,8 @@ def problem_of_flash_3(hf_config: PretrainedConfig) -> str:
 
 
 def choose_flash_attention(hf_config: PretrainedConfig, *, is_wanted: bool) -> None:
-    """Make torch's attention use FlashAttention 3 in this process if it `is_wanted`, which it is for packed documents,
-    and the GPU supports it; else torch's own kernels.
+    """Make torch's attention use FlashAttention 3 in this process if `is_wanted` and the GPU supports it, else torch's
+    own kernels. Models with packed documents want it.
 
     DependencyError if the package FlashAttention 3 cannot be loaded.
     """
@@ -97,7 +97,7 @@ class PackedDocuments:
     first. None if no document continues another.
     """
     key_bounds: torch.Tensor | None = None
-    """Index of each document's first key, followed by the number of keys: int32 [documents + 1]. None like `keys`."""
+    """Index of each document's first key, then the number of keys: int32 [documents + 1]. None if `keys` is None."""
     most_keys: int = 0
 
 

@@ -1,1 +1,1 @@
-"""Builds the model of a run: its plan, its modules without weights, and tests of model types outside the table."""
+"""Builds the model of a run: its plan, its modules without weights, and tests of unknown model types."""

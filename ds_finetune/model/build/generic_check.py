@@ -48,12 +48,12 @@ _LENGTHS = (27, 21)
 """Lengths of the two test documents in tokens. Both exceed a tiny model's attention window."""
 _PADDING, _LAST = 11, 4
 _SEEN = 1e-3
-"""Relative difference of hidden states from which on earlier tokens count as having an effect on later ones."""
+"""Smallest relative difference of hidden states which shows that earlier tokens affect later ones."""
 _SEED = 5
 _HEADS = (4, 2, 1, 8)
 """Numbers of attention heads to try for a tiny model, beginning with the likeliest to fit."""
 _MORE_LAYERS = (1, 3)
-"""Factors by which the number of a tiny model's layers is increased if fewer do not work, as for shared weights."""
+"""Factors tried for the number of a tiny model's layers. Models that share weights may need more layers."""
 _NOISE, _HEAD_GAIN = 0.1, 8.0
 _MAX_PARAMETERS = 60_000_000
 """Maximum number of parameters of a tiny model, so that the test takes little time."""
@@ -68,7 +68,7 @@ _FAILURES = (
     ArithmeticError,
     ImportError,
 )
-"""Errors by which a model type shows that it cannot be built or run like this."""
+"""Errors that models raise if they cannot be built, or cannot run as in training."""
 
 
 @dataclass(frozen=True)

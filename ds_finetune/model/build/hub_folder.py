@@ -49,7 +49,7 @@ from ds_finetune.plan.config_json import check_sizes
 _COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.codes", "additional_chat_templates/*.jinja")
 """Patterns of files in a model folder that checkpoints and exports copy, or that transformers writes there."""
 _INDEX = ".index.json"
-"""End of the names of files that list the weights' files."""
+"""Suffix of the index files of weights, which list all weight files."""
 
 
 def check_folder(folder: Path) -> None:
@@ -76,8 +76,9 @@ def check_folder(folder: Path) -> None:
         try:
             header_bytes(file)
         except ValueError as too_long:
-            hint = "the file is damaged or harmful; download it again"
-            raise ModelError(f"{file} cannot be read: {too_long}", hint=hint) from too_long
+            raise ModelError(
+                f"{file} cannot be read: {too_long}", hint="the file is damaged or harmful; download it again"
+            ) from too_long
     index = folder / INDEX
     if (folder / SINGLE).is_file() and index.is_file() and f'"{SINGLE}"'.encode() not in index.read_bytes():
         raise ModelError(

@@ -91,8 +91,8 @@ class ModelPlan:
         return described(self.hf_config, self.task, teacher=None if self.teacher is None else self.teacher.hf_config)
 
     def is_untrained(self, name: str) -> bool:
-        """Whether no loss of the run trains the parameter `name`. If only indexers are trained, these are all other
-        parameters; if indexers are not trained, theirs.
+        """Whether no loss of the run trains the parameter `name`: parameters of indexers if indexers are not trained,
+        or all other parameters if only indexers are trained.
         """
         is_of_indexer = family_of(self.hf_config.model_type).is_of_indexer(name)
         if self.indexer is None:

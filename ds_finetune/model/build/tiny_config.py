@@ -100,7 +100,7 @@ def _kind(layer: nn.Module) -> Kind:
 
 
 def _settings(module: nn.Module) -> str:
-    """Flags, texts and names of None attributes of a module, but no sizes."""
+    """Settings of a module that are not sizes: flags, texts, and names of attributes that are None."""
     attributes = {name: value for name, value in vars(module).items() if not name.startswith("_")}
     switches = sorted((name, value) for name, value in attributes.items() if isinstance(value, bool | str))
     return repr((switches, sorted(name for name, value in attributes.items() if value is None)))

@@ -87,9 +87,9 @@ def _rotations(module: nn.Module, kind: Any, kernels: Kernels) -> dict[str, Any]
 
 
 def _expand_kv(module: Any, latent: torch.Tensor, rotary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ANN401
-    """Replacement of transformers' method that expands latents to keys and values. That one writes keys into an empty
-    tensor, whose gradient autograd copies twice. Inputs are [rows, 1, tokens, width], keys and values [rows, heads,
-    tokens, width].
+    """Replacement of transformers' method that expands latents to keys and values. The original writes keys into an
+    empty tensor, whose gradient autograd copies twice. Inputs are [rows, 1, tokens, width], keys and values [rows,
+    heads, tokens, width].
     """
     widths = [module.qk_nope_head_dim, module.v_head_dim]
     plain, value = module.kv_b_proj(latent[:, 0]).unflatten(-1, (-1, sum(widths))).transpose(1, 2).split(widths, -1)

@@ -37,11 +37,11 @@ def kernels_of(name: str) -> Kernels:
         return import_module("ds_finetune.foreign.liger_operations")  # type: ignore[return-value]
     assert name == "compile", name
     # Shapes are dynamic, because the numbers of packed rows and of experts' tokens change. Sizes 0 and 1 and strided
-    # rows still get a kernel each, and torch would raise an error above the limit.
+    # rows still get a kernel each. With more kernels than the limit torch would raise an error.
     options: dict[str, Any] = {"fullgraph": True, "dynamic": True}
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
-        # The limit is passed here because from torch 2.12 on torch._dynamo's setting holds for one thread only, and
-        # backward runs in other threads.
+        # The limit of kernels is an argument, because from torch 2.12 on torch._dynamo's setting holds for one thread
+        # only, and backward runs in other threads.
         options["recompile_limit"] = _MOST_KERNELS
     else:
         torch._dynamo.config.recompile_limit = max(_MOST_KERNELS, torch._dynamo.config.recompile_limit)

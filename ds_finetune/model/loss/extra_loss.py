@@ -20,7 +20,7 @@ class ExtraLoss(ABC):
     name: str
     terms: tuple[Term, ...]
     sum_names: tuple[str, ...]
-    """Names of the sums that a forward returns for `metrics`. No other loss may use the same names."""
+    """Names of the sums that a forward returns for `metrics`. Other losses must use other names."""
     trains_embedding: bool = False
     """Whether the loss trains the input embedding, of which the last pipeline stage then has a copy."""
 
@@ -86,7 +86,7 @@ def add_extra_losses(
 
 @dataclass(frozen=True)
 class TotalLoss:
-    """The objective's loss and all auxiliary losses, with their terms and sums in this order."""
+    """The objective's loss and all auxiliary losses. The objective's terms and sums come first."""
 
     objective: Objective
     extras: tuple[ExtraLoss, ...] = ()

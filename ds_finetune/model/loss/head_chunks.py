@@ -45,7 +45,7 @@ class HeadGradients(NamedTuple):
     def zeros(
         cls, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, needed: NeededGradients
     ) -> Self:
-        """Allocate zeros for the gradients that are needed."""
+        """Allocate the needed gradients, filled with zeros."""
         return cls(
             d_hidden=torch.zeros_like(hidden) if needed.hidden else None,
             d_weight=torch.zeros_like(weight, dtype=torch.float32) if needed.weight else None,
@@ -83,7 +83,7 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
 
 
 class LossSumsAndGradients(NamedTuple):
-    """Loss of a head (fp32 scalar), sums for metrics, and the loss's gradients, computed in the forward."""
+    """Loss of a head (fp32 scalar), sums for metrics, and gradients of the loss, computed in the forward."""
 
     loss: torch.Tensor
     sums: torch.Tensor
@@ -191,8 +191,8 @@ class ChunkBlocks:
             self._scratch = buffer.new_empty(rows, buffer.shape[1], dtype=torch.float32)
 
     def split(self, products: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield the rows of each block with their fp32 logits [rows, vocabulary], from `products` = `hidden @ weight.T`
-        [tokens, vocabulary]. fp32 products are used in place; else the next block overwrites the logits.
+        """Yield each block's rows with their fp32 logits [rows, vocabulary], from `products` = `hidden @ weight.T`
+        [tokens, vocabulary]. Logits replace fp32 products; else the next block overwrites them.
         """
         for start in range(0, len(products), self._rows):
             rows = slice(start, min(start + self._rows, len(products)))

@@ -34,8 +34,8 @@ def is_classifier(config: PretrainedConfig | Mapping[str, Any]) -> bool:
 
 
 def fresh_parameters(base: PretrainedConfig, task: Task, head: Sequence[str] = ()) -> tuple[str, ...]:
-    """Names of parameters that may be missing in the base model, because they are randomly initialised: those of a new
-    classification head. `head` has this rank's names of the head.
+    """Names of parameters that the base model may lack: those of a new classification head, which are randomly
+    initialised. `head` has this rank's names of the head's parameters.
     """
     return (*_FRESH, *head) if task == "sequence_classification" and not is_classifier(base) else ()
 

@@ -153,7 +153,7 @@ class EncoderHead:
 def install_score_head(
     lm: PreTrainedModel, objective: ScoreObjective, groups: HeadGroups = ScoreHead.groups
 ) -> ScoreHead:
-    """Turn the head of the classifier `lm` into a ScoreHead in place. Module, parameters and names stay."""
+    """Turn the head of the classifier `lm` into a ScoreHead in place, with the same parameters and names."""
     head = getattr(lm, SCORE_HEAD, None)
     if type(head) is not nn.Linear:
         kind = "none" if head is None else f"a {type(head).__name__}"
@@ -169,7 +169,7 @@ def install_score_head(
 
 
 def install_encoder_head(lm: PreTrainedModel, objective: ScoreObjective) -> EncoderHead:
-    """Set the attribute `encoder_head` of the encoder `lm` to an EncoderHead. The modules of `lm` stay."""
+    """Set the attribute `encoder_head` of the encoder `lm` to an EncoderHead. Its modules are not changed."""
     head = EncoderHead(lm, objective)
     lm.encoder_head = head
     return head

@@ -60,7 +60,7 @@ class VocabularyShard(NamedTuple):
 
 
 class SoftTargets(Protocol):
-    """Interface of what gives a teacher's distribution for each supervised token."""
+    """Interface of a source of the teacher's distribution for each supervised token."""
 
     def divergence(
         self, log_probs: torch.Tensor, tokens: slice, shard: VocabularyShard

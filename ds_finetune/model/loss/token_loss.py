@@ -150,7 +150,7 @@ def install_loss_head(
     objective: Objective = LossHead.objective,
     groups: HeadGroups = LossHead.groups,
 ) -> LossHead:
-    """Turn the head of `lm` into a LossHead in place. Module, parameters and names stay.
+    """Turn the head of `lm` into a LossHead in place, with the same parameters and names.
 
     `kernel` computes the cross entropy; with a tensor parallel group it must support a shard of the vocabulary.
     """

@@ -93,7 +93,7 @@ class _AwaitExchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # noqa: ANN401
         ctx.exchange.start(grad, is_backward=True)
-        # Only the shape of this result matters: `_StartExchange.backward` returns the received gradients.
+        # Only this result's shape matters, because `_StartExchange.backward` returns the received gradients.
         return grad, None
 
 
@@ -199,7 +199,7 @@ class SharedExpertsAhead(nn.Module):
     _ahead: torch.Tensor | None = None
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the output that `compute_ahead` stored, and forget it. Without one, compute the shared experts."""
+        """Return the output that `compute_ahead` stored, once. If there is none, compute the shared experts."""
         ready, self._ahead = self._ahead, None
         return super().__call__(hidden) if ready is None else ready  # type: ignore[no-any-return]
 

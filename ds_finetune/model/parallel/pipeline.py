@@ -238,8 +238,8 @@ def residual_streams(config: PretrainedConfig) -> int:
 
 
 def _of_one_stream(config: PretrainedConfig) -> PretrainedConfig:
-    """Configuration for a later stage's model. That must not expand its input into equal residual streams, because it
-    receives all streams as one wide vector. The layers' configuration is unchanged.
+    """Configuration for a later pipeline stage, whose model must not expand its input into equal residual streams,
+    because it receives all streams as one wide vector. The configuration of layers is unchanged.
     """
     changed = copy.copy(config)
     changed.hc_mult = 1

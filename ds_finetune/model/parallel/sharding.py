@@ -116,8 +116,8 @@ UNSHARDED = ModelShard()
 class TensorShard:
     """A shard of a tensor: a box of shape `local_shape` with its first element at index `offsets` of the full tensor.
 
-    A fused `gate_up_proj` [experts, 2 x inner, hidden] is viewed as [experts, 2, inner, hidden], because a shard is a
-    box only there.
+    A fused `gate_up_proj` [experts, 2 x inner, hidden] is viewed as [experts, 2, inner, hidden], in which a shard is
+    one box.
     """
 
     global_shape: Ints

@@ -71,7 +71,7 @@ def copy_to_tensor_parallel_region(replicated: torch.Tensor, tp_group: TensorPar
 
 
 class ParallelLinear(nn.Linear):
-    """Linear module with a shard of the weight. `forward` is `multiply` and communication."""
+    """Linear module with a shard of the weight. `forward` multiplies (`multiply`) and communicates."""
 
     tp_group: TensorParallelGroup
 
@@ -235,7 +235,7 @@ def install_tensor_parallel_attention(attention: Any, tp_group: TensorParallelGr
     rank = attention.kv_lora_rank
 
     def copy_rotary_key(_: nn.Module, __: Any, latents: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
-        """Mark the rotary key as input of sharded heads. Latents need no mark, because they pass a replicated norm."""
+        """Mark the rotary key as an input of sharded heads. Latents need no mark: their norm is replicated."""
         rotary_key = copy_to_tensor_parallel_region(latents[..., rank:], tp_group)
         return torch.cat([latents[..., :rank], rotary_key], dim=-1)
 
@@ -258,8 +258,8 @@ def install_tensor_parallel_mlp(mlp: Any, tp_group: TensorParallelGroup) -> None
         return (copy_to_tensor_parallel_region(args[0], tp_group),)
 
     def copy_to_experts(_: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """Mark hidden states and routing weights as inputs of sharded experts: each rank has a part of their gradient.
-        The router is replicated, while its weights multiply this rank's part of the experts' outputs.
+        """Mark hidden states and routing weights as inputs of sharded experts, so that backward sums their gradients
+        over ranks. The router itself is replicated.
         """
         hidden, indices, weights = args
         return (

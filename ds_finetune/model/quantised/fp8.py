@@ -19,7 +19,7 @@ BLOCK = 128
 """Number of rows, and of columns, of an FP8 block."""
 FP8 = torch.float8_e4m3fn
 SCALE = "_scale_inv"
-"""What follows a weight's name in the name of its scales."""
+"""Suffix of a weight's name that gives the name of its scales."""
 BYTE_SCALE = torch.float8_e8m0fnu
 """Dtype of scales that are powers of two, stored as exponents in a byte."""
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, BYTE_SCALE)
@@ -35,7 +35,7 @@ _LARGEST = 448.0
 """Largest E4M3 number, to which a block's scale maps the block's largest magnitude."""
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 _HALF = 0.5
-"""Mantissa of every power of two in `frexp`."""
+"""Mantissa that `frexp` gives for every power of two."""
 _NUMBERS = torch.arange(256, dtype=torch.uint8).view(FP8).float().numpy()
 """Value of each of the 256 E4M3 bytes. A table lookup is four times faster than torch 2.13's cast on a CPU."""
 _ROWS = 16

@@ -21,7 +21,7 @@ from ds_finetune.model.weights.safetensors_file import Shape, StoredTensor
 GROUP = 32
 """Number of MXFP4 values with a common scale."""
 BLOCKS, SCALES = "_blocks", "_scales"
-"""What follows a weight's name in the names of its packed bytes and of its scales."""
+"""Suffixes of a weight's name that give the names of its packed bytes and of its scales."""
 QUANT_METHOD = "mxfp4"
 """`quant_method` in gpt-oss' config.json."""
 _HALF_BYTE = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])

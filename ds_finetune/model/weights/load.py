@@ -54,7 +54,7 @@ class _ModelTensor:
     fragment: Fragment
     pieces: tuple[Piece, ...]
     offsets: tuple[int, ...] = ()
-    """Index of this rank's first element in the checkpoint tensor of each piece."""
+    """Index of this rank's first element in each of the checkpoint tensors."""
 
 
 def load_weights(  # noqa: PLR0913
@@ -86,7 +86,7 @@ def load_weights(  # noqa: PLR0913
     )
     rename = partial(published_name, expected=expected, prefix=model.base_model_prefix) if family.encoder else None
     hub = HubFolder(folder, rename=rename) if growth is None else GrownFolder(folder, growth, expected, rename=rename)
-    # A parameter may be missing only if the folder has no tensor of the module.
+    # A parameter may be missing only if the folder has no tensor of its module.
     present = {name.rpartition(".")[0] for name in may_be_missing if name in hub.shapes}
     missing = {name for name in may_be_missing if name.rpartition(".")[0] not in present}
     skipped = _check_tensors(hub, {key: expected[key] for key in expected if key not in missing}, model, family)
@@ -224,7 +224,7 @@ def _model_tensors(
         shard = model_shard.tensor_shard(name, fragment.shape)
         first = shard.offsets[0] if shard.is_expert_parallel else 0
         pieces = hub_pieces(name, fragment.shape, family, first_expert=first)
-        # A piece has the last dimensions of its tensor.
+        # The last dimensions of a model's tensor are the dimensions of the checkpoint tensors in it.
         offsets = shard.offsets[len(shard.offsets) - len(pieces[0].shape) :]
         yield _ModelTensor(name, fragment, pieces, offsets)
     for module_name, module in model.named_modules():
@@ -306,7 +306,7 @@ def _copy_piece(hub: HubFolder, target: _ModelTensor, flat: torch.Tensor, piece:
 
 
 def _check_table(hub: HubFolder, target: _ModelTensor, table: torch.Tensor, model: PreTrainedModel) -> None:
-    """ModelError if a table from token ids to experts has a number without an expert."""
+    """ModelError if a table from token ids to experts names an expert that does not exist."""
     low, high, experts = int(table.min()), int(table.max()), int(model.config.n_routed_experts)
     if low < 0 or high >= experts:
         raise ModelError(

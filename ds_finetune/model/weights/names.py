@@ -84,7 +84,7 @@ def canonical_name(key: str, family: Family) -> str:
             name = renaming.rename_source_key(name)[0]
         return name
 
-    # transformers' patterns also match some names in the model. Mapping the result back shows which.
+    # transformers' patterns also match some names that the model itself has. Renaming the result back identifies those.
     renamed, original = published_name(in_model(key), family), published_name(key, family)
     return original if renamed != key and in_model(original) == key else renamed
 

@@ -1,4 +1,4 @@
-"""Adds tokens to a model's vocabulary: embedding and head keep their rows and get new ones."""
+"""Enlarges a model's vocabulary: embedding and head keep their rows and get new ones."""
 
 import math
 import re
@@ -14,7 +14,7 @@ from ds_finetune.model.build.hub_folder import HubFolder, Shape
 
 _EMBEDDING = re.compile(r"\b(embed_tokens|word_embeddings|embed_in|wte|embed)\.weight$")
 _COMPARED, _MARGIN = 256, 1.25
-"""To recognise untrained embeddings: maximum number of embeddings to compare with, and tolerated ratio of distances."""
+"""Maximum number of embeddings to compare with, and tolerated ratio of distances, to recognise untrained embeddings."""
 _STRIP_NUMEL = 2**20
 """Number of elements of a published tensor to read at a time, rounded to full rows."""
 
@@ -112,9 +112,7 @@ class GrownFolder(HubFolder):
         return HubFolder(self.folder).is_same(key, other)
 
     def check_left(self, keys: Iterable[str]) -> None:
-        """ModelError if one of the tensors `keys`, which no module loads, has a row per token and would have to
-        grow.
-        """
+        """ModelError if one of the tensors `keys`, which no module loads, has a row for each token."""
         growing = [key for key in keys if self.shapes[key][:1] == (self._growth.before,)]
         if growing:
             raise ModelError(
