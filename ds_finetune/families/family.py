@@ -95,9 +95,7 @@ class RouterKind:
     """Name of the router in a layer."""
     parameters: tuple[str, ...] = ("weight",)
     bias: str | None = None
-    """Name of the buffer with biases that only influence the choice of experts (arXiv 2408.15664); None without
-    them.
-    """
+    """Name of the buffer with biases that only influence the choice of experts (arXiv 2408.15664), or None."""
     reads_ids: bool = False
     """Whether some layers choose experts by token id, from a table that replaces scores and biases."""
     rounds_weights: bool = True

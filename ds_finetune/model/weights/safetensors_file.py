@@ -161,7 +161,7 @@ class SafetensorsFile(DataFile):
             self.read_into(view, offset)
         except EOFError as short:
             raise ModelError(
-                str(short), hint="another program shortened the file while it was read; copy it again"
+                f"{short}", hint="another program shortened the file while it was read; copy it again"
             ) from short
         return out
 

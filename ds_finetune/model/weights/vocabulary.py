@@ -51,7 +51,7 @@ def grow_vocabulary(hf_config: PretrainedConfig, ids: int) -> None:
 
 
 def untrained_rows(folder: Path, candidates: Collection[int], used: Collection[int]) -> list[int]:
-    """Those of the token ids `candidates` whose embeddings in the weights of `folder` look untrained.
+    """Token ids among `candidates` whose embeddings in the weights of `folder` look untrained.
 
     An embedding looks untrained if it is about as near to the mean embedding of unused ids (not in `used`) as their own
     embeddings are. If all ids are used, it must be nearer to the mean of all than half the median distance.
