@@ -55,7 +55,7 @@ class RenamedCheckpointError(CheckpointError):
 
 
 def find_renamed_checkpoint(checkpoints: Path) -> RenamedCheckpointError | None:
-    """The error for the first renamed checkpoint in the folder `checkpoints`, or None. Damaged ones are skipped."""
+    """The error for the first renamed checkpoint folder in `checkpoints`, or None. Damaged checkpoints are skipped."""
     for step in complete_steps(checkpoints):
         try:
             Manifest.read(checkpoints / step_name(step))
@@ -134,7 +134,7 @@ class Manifest:
         if named and int(named[1]) != step:
             raise RenamedCheckpointError(
                 f"{folder} was renamed: its name says step {int(named[1])}, but it is the checkpoint of step {step}",
-                hint=f"rename the folder to {step_name(step)}, or to a name that says no step",
+                hint=f"rename the folder to {step_name(step)}, or to a name without a step",
             )
         return manifest
 
@@ -211,8 +211,7 @@ def commit(job: CommitJob, keep_waiting: Callable[[], bool]) -> Path:
     sums = {name: write_checksummed(partial / name, [text.encode()]) for name, text in job.texts.items()}
     for name, source in job.linked.items():
         link_or_copy(source, partial / name)
-        # The content of a hard-linked file may still be in memory only; once it is on the disk, synchronising costs
-        # nothing.
+        # The content of a hard-linked file may not be on the disk yet.
         synchronise(partial / name)
         sums[name] = checksum_of(partial / name)
     for folder in {(partial / name).parent for name in job.linked}:

@@ -33,7 +33,7 @@ class CheckpointFolder:
 
     @property
     def portion(self) -> tuple[int, int]:
-        """Index and number of the ranks that share the folder. Each of them writes a portion of replicated tensors."""
+        """This rank as (index, count) of the ranks that share the folder. They divide the writing of replicas."""
         return self.ranks.index(self.rank), len(self.ranks)
 
 

@@ -28,8 +28,8 @@ _SIGNALS_OF_A_JOB = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHU
 
 
 class PinnedMap:
-    """Keeps a memory map pinned for CUDA, one at a time. Without a GPU it does nothing. Pages are pinned when the map
-    is registered, which takes about as long as filling them once. This happens in the first save.
+    """Pins a memory map for faster copies from the GPU; does nothing without a GPU. At most one map is pinned at a
+    time. Pages are pinned in the first save, which takes about as long as filling them once.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class PinnedMap:
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         error = self._cudart.cudaHostRegister(address, len(memory), 0)
         if int(error):
-            # CUDA keeps an error until it is read, and torch would raise it from its next kernel.
+            # CUDA keeps the error and would raise it from torch's next kernel, so one is run here to clear it.
             with suppress(RuntimeError):
                 self._run_kernel()
             warnings.warn(

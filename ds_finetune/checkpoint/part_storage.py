@@ -36,7 +36,7 @@ class Chunk:
         return math.prod(self.sizes)
 
     def moved(self, by: Ints) -> "Chunk":
-        """The chunk in the coordinates of a larger tensor, in which the chunk's own tensor begins at index `by`."""
+        """The chunk in the coordinates of a larger tensor that contains the chunk's tensor from index `by` on."""
         return Chunk(tuple(offset + more for offset, more in zip(self.offsets, by, strict=True)), self.sizes)
 
 
@@ -104,7 +104,7 @@ class StoredChunk:
 
 
 def part_header(stored: Sequence[StoredChunk], extra: Mapping[str, Any]) -> bytes:
-    """The safetensors header of a part whose chunks follow in order, with `extra` as JSON. `begin` is ignored."""
+    """The safetensors header of a part with the chunks `stored` in this order, and with `extra` as JSON metadata."""
     shapes = {item.key: item.shape for item in stored}
     tensors = (
         (f"{item.key}@{','.join(map(str, item.chunk.offsets))}", item.dtype, item.chunk.sizes) for item in stored
@@ -114,7 +114,7 @@ def part_header(stored: Sequence[StoredChunk], extra: Mapping[str, Any]) -> byte
 
 
 class PartFile:
-    """A part that is opened for reading by mapping its file. `forget` releases the pages that were read."""
+    """The file of a part, mapped to memory for reading. `forget` releases the pages that were read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -156,7 +156,7 @@ def _stored(name: str, entry: HeaderEntry, shapes: Mapping[str, Sequence[int]]) 
 
 
 class PartSink(Protocol):
-    """Interface of objects that receive the bytes of a part, in order."""
+    """Interface of objects that receive the bytes of a checkpoint's part, in order."""
 
     def begin(self, num_bytes: int) -> None:
         """Prepare to receive the bytes of a part of `num_bytes`."""
@@ -168,7 +168,7 @@ class PartSink(Protocol):
 
 
 class PartReader:
-    """Reads chunks of tensors from parts, in which they may be divided differently."""
+    """Reads any chunk of a tensor from the parts of a checkpoint, even if it is split differently in them."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self.parts = [PartFile(path) for path in paths]
@@ -181,7 +181,7 @@ class PartReader:
         seen: set[tuple[str, Chunk]] = set()
         for part in self.parts:
             for item in part.stored:
-                # A chunk that ranks of several nodes have can be stored several times if the nodes share no folder.
+                # If nodes share no folder, ranks of several nodes may store the same chunk; the first one is read.
                 if nodes.get(item.key, part.node) == part.node and (item.key, item.chunk) not in seen:
                     seen.add((item.key, item.chunk))
                     self.held.setdefault(item.key, []).append((part, item))
@@ -221,9 +221,9 @@ class PartReader:
 def serialise_part(
     groups: Sequence[StateGroup], sink: PartSink, extra: Mapping[str, Any], *, portion: tuple[int, int]
 ) -> None:
-    """Write this rank's part of `groups` to `sink`: a header that contains `extra`, then the chunks. `portion` is
-    (index, count): of a replicated tensor, this rank writes portion `index` of `count`. A group is in memory only while
-    its chunks are written.
+    """Write this rank's part of the state `groups` to `sink`: a header that contains `extra`, then the chunks.
+    `portion` is (index, count): of a replicated tensor, this rank writes portion `index` of `count`. A group is in
+    memory only while its chunks are written.
     """
     chunks = [_chunks_of_group(group, portion) for group in groups]
     stored = [item for of_group in chunks for item, _ in of_group]
@@ -240,7 +240,7 @@ def serialise_part(
 
 
 def _chunks_of_group(group: StateGroup, portion: tuple[int, int]) -> list[tuple[StoredChunk, int]]:
-    """The chunks of a group that this rank writes, each with its offset within the elements of its slice."""
+    """The chunks of a state group that this rank writes, each with its offset within the elements of its slice."""
     chunks = []
     for part in group.slices:
         piece = portion_of_slice(part, *portion) if part.is_replicated else part
@@ -250,8 +250,8 @@ def _chunks_of_group(group: StateGroup, portion: tuple[int, int]) -> list[tuple[
 
 
 def read_state_groups(groups: Sequence[StateGroup], reader: PartReader, *, absent: str) -> None:
-    """Fill the slices of `groups` from the parts of `reader`. `absent` names missing parts in error messages.
-    CheckpointError if a tensor is missing, has another shape, or is in parts that are not available.
+    """Read the state `groups` of this rank, slice by slice, from the parts of a checkpoint. CheckpointError if a tensor
+    is missing, has another shape, or is in parts that are not available; the message names these as `absent`.
     """
     for group in groups:
         with group.opened(True) as read:
@@ -265,7 +265,7 @@ def _check_shape(piece: Slice, reader: PartReader) -> None:
     if stored is None or stored[0][1].shape != piece.shape:
         description = "nothing" if stored is None else f"shape {stored[0][1].shape}"
         raise CheckpointError(
-            f"`{piece.key}` has shape {piece.shape} here, the checkpoint holds {description}",
+            f"`{piece.key}` has shape {piece.shape} in this run, and the checkpoint has {description} for it",
             hint="resume with the model from which the checkpoint was saved",
         )
 
@@ -276,7 +276,7 @@ def _read_slice(piece: Slice, reader: PartReader, read: Read, *, absent: str) ->
         copied += reader.copy(piece.key, chunk, read(piece.key)[at : at + chunk.numel].view(chunk.sizes))
     if copied != piece.numel:
         raise CheckpointError(
-            f"{piece.numel - copied:,} elements of `{piece.key}` are in parts that are not here: {absent}",
+            f"{piece.numel - copied:,} elements of `{piece.key}` are in missing parts of the checkpoint: {absent}",
             hint="gather all parts with `ds-finetune checkpoint gather`, or start the same ranks on the same nodes",
         )
 

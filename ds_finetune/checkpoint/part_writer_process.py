@@ -20,7 +20,7 @@ from ds_finetune.checkpoint.commit import byte_pieces, commit, mark_part_written
 from ds_finetune.checkpoint.messages import Job, JobDone, RemoveJob, ReserveJob, StopWaiting, WriteJob
 
 ORPHAN_SECONDS = 10.0
-"""Seconds for which this process, when its rank has exited, waits for parts of other ranks that do not grow."""
+"""Seconds for which the writer process, after its rank has exited, waits for parts that have stopped growing."""
 
 
 class _JobQueue:
@@ -82,8 +82,8 @@ def main() -> None:
 
 
 def _wait_condition(jobs: _JobQueue, partial: Path) -> Callable[[], bool]:
-    """Returns a function that says whether to keep waiting for the parts of other ranks. It waits until the rank sends
-    StopWaiting or, after the rank has exited, while the parts still grow.
+    """Return a function that says whether to keep waiting for the parts of other ranks: until the rank sends
+    StopWaiting or, if the rank has exited, as long as the parts grow.
     """
     size, since = -1, time.monotonic()
 

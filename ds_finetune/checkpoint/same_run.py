@@ -27,12 +27,12 @@ _DERIVED = (
     "bf16.enabled",
     "fp16.enabled",
 )
-"""Keys of the DeepSpeed configuration that follow from keys of the run file."""
+"""Keys of the DeepSpeed configuration that follow from the run file, so that only the run file is compared."""
 
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """Values that identify a run: its run file as plain values, and fields that are described in `RunState`."""
+    """Values by which a resumed run is compared with its checkpoint: the run file, and fields as in `RunState`."""
 
     config: Mapping[str, Any]
     data: str
@@ -72,7 +72,7 @@ def _differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, s
 
 
 def on_resume(key: str) -> OnResume:
-    """What resuming does if the value of `key` has changed: the mark of its field or section; else PRINTED."""
+    """Whether resuming refuses, prints or ignores a changed value of `key` in the run file; by default it prints it."""
     sections: list[type[BaseModel]] = [RunConfig]
     for name in key.split("."):
         infos = [info for part in sections for own, info in part.model_fields.items() if name == (info.alias or own)]
@@ -93,7 +93,7 @@ def _keys(config: Mapping[str, Any]) -> dict[str, Any]:
     )
     routers = {"router": RouterConfig().model_dump()}
     values = set_values(defaults) | set_values(routers) | set_values(config)
-    # Adam and AdamW are the same optimizer in this program: both use decoupled weight decay.
+    # Adam and AdamW are the same optimizer in this program (decoupled weight decay), so they count as equal.
     name = str(values["optim.name"]).lower()
     values["optim.name"] = "adamw" if name == "adam" else name
     # In run files of older versions, train.activation_checkpointing is a boolean.
@@ -102,7 +102,7 @@ def _keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _other_choices(state: RunState, now: RunIdentity) -> list[str]:
-    """Lines on DeepSpeed keys that differ. A DeepSpeed file may have changed under the same name."""
+    """Lines on changed DeepSpeed keys. A DeepSpeed file may have changed although the run file names the same file."""
     if not state.deepspeed:
         return []
     differ = _differences(set_values(state.deepspeed), set_values(now.deepspeed))
@@ -110,7 +110,7 @@ def _other_choices(state: RunState, now: RunIdentity) -> list[str]:
 
 
 def _other_evaluation(state: RunState, now: RunIdentity) -> list[str]:
-    """A line if the evaluation rows differ. CheckpointError if losses on the old and the new rows would be compared."""
+    """A line if the evaluation rows have changed. CheckpointError if the run would compare new losses with old ones."""
     if not (state.held_out and now.held_out) or state.held_out == now.held_out:
         return []
     best = float(state.observers.get("best", {}).get("best_loss", math.inf))
@@ -131,7 +131,7 @@ _WITHOUT_EFFECT = frozenset(
         "_name_or_path",
         "architectures",
         "auto_map",
-        # Keys that the run sets itself, by train.precision and model.attention, and a cache that is off in training.
+        # Keys that the run file sets (train.precision, model.attention), and the cache, which training does not use.
         "dtype",
         "torch_dtype",
         "_attn_implementation",

@@ -1,1 +1,1 @@
-"""Reference PyTorch loops, and what compares the engine with them: the selftest and the benchmark."""
+"""Reference PyTorch training loops, and the commands that compare the engine with them: selftest and bench."""

@@ -79,7 +79,7 @@ class QueueLimits:
 
 
 class RequestQueue:
-    """Answers requests one at a time in the order of arrival; the awaitable `idle()` ends when the model is idle."""
+    """Answers requests one at a time in the order of arrival. `idle()` is awaited until the model is idle."""
 
     def __init__(self, limits: QueueLimits, stopper: GenerationStopper, idle: Callable[[], Awaitable[Any]]) -> None:
         self._limits, self._stopper, self._idle = limits, stopper, idle
@@ -171,7 +171,7 @@ def _stopping() -> RequestError:
 
 
 def stop_position(text: str, stops: Sequence[str]) -> int | None:
-    """Position where an answer is cut: the start of the stop text that ends first (the longest if several do)."""
+    """Position where an answer is cut: the start of the stop text that ends first; of several, the longest one."""
     spans = [(text.index(stop) + len(stop), text.index(stop)) for stop in stops if stop in text]
     return min(spans)[1] if spans else None
 
@@ -204,7 +204,7 @@ class AnswerText:
         return text if self.is_stopped else text + self._unsent
 
     def _undecoded(self, tokenizer: Tokenizer) -> str:
-        """Text of tokens not decoded yet. Earlier ones are decoded too, as tokenizers may drop a leading space."""
+        """Text of tokens not decoded yet. Earlier tokens are decoded too, to keep a leading space of the new text."""
         before = tokenizer.decode(self._ids[self._begin : self._end], skip_special_tokens=self._skip)
         return str(tokenizer.decode(self._ids[self._begin :], skip_special_tokens=self._skip)[len(before) :])
 
@@ -238,7 +238,7 @@ class AnswerStreamer(DirectStreamer):
         for item in items if rest else []:
             self._enqueue(item)
         if self._decode_stream.is_stopped:
-            # With this many tokens, handlers report "length" as the reason (cli/serving/chat_completion.py:257, 301).
+            # Handlers would report "length" for an answer of max_new_tokens (cli/serving/chat_completion.py:257, 301).
             self._settings.max_new_tokens = None
         super().end()
 
@@ -275,7 +275,7 @@ class AnswerManager(GenerateManager):
         return queue, streamer
 
     async def generate_non_streaming(self, *given: Any, **_: object) -> tuple[str, int, torch.Tensor]:  # noqa: ANN401 - of transformers
-        """The answer's text before it is cut at a stop text, the number of prompt tokens, and the token ids."""
+        """Generate an answer. Returns its text, not yet cut at a stop text, number of prompt tokens, and token ids."""
         done, _streamer = self._start(*given, asyncio.Queue(), None)
         length = given[2]["input_ids"].shape[-1]
         ids = (await done)[0, length:]
@@ -304,5 +304,5 @@ class AnswerState(GenerationState):
         self.manager = AnswerManager(stopper)
 
     def get_manager(self, *_: object, **__: object) -> AnswerManager:
-        """The manager of all answers."""
+        """The `AnswerManager` that all handlers share."""
         return self.manager

@@ -320,7 +320,7 @@ class ApiKeyCheck:
         self._app, self._expected = app, f"Bearer {key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, or refuse it if it has not the API key."""
+        """Answer a request, or refuse it if the API key is missing or wrong."""
         if scope["type"] == "http" and scope["path"] != "/health":
             given = Headers(scope=scope).get("authorization", "").encode()
             if not hmac.compare_digest(given, self._expected):
@@ -368,7 +368,7 @@ def make_app(folder: Path, limits: QueueLimits, *, device: str = "cpu", api_key:
 
 
 class AnsweringServer(uvicorn.Server):
-    """A server that listens on after a signal until its answer ends, and refuses requests with status 503."""
+    """A server that waits after a signal until its current answer ends, and refuses other requests (status 503)."""
 
     def __init__(self, config: uvicorn.Config, queue: RequestQueue) -> None:
         super().__init__(config)

@@ -11,7 +11,7 @@ from ds_finetune.errors import ExportError
 
 Message = dict[str, str]
 EXIT_WORD = "exit"
-"""Word that the user types to end a chat."""
+"""Maximum number of tokens of prompt and answer; infinite where the model's config has none."""
 
 
 def ask(folder: Path, prompts: Sequence[str], *, max_new_tokens: int = 128) -> list[str]:
@@ -38,12 +38,12 @@ def ask(folder: Path, prompts: Sequence[str], *, max_new_tokens: int = 128) -> l
 
 
 def _load(folder: Path) -> tuple[Any, Any]:
-    """Load the model in `folder` and its tokenizer. Its answers end at the ids that `end_ids` names."""
+    """Load the model in `folder` and its tokenizer. Answers end at the end tokens of the folder."""
     from ds_finetune.data.prompt_format import end_ids, read_generation
     from ds_finetune.data.tokenizer_files import load_tokenizer
     from ds_finetune.export.load import check_generates, load_exported
 
-    # Before any of its files is read, because a linked one may be a private file of this machine.
+    # The folder is checked before any file is read, because a linked file may be a private file of this machine.
     check_generates(folder)
     read_generation(folder)
     model, tokenizer = load_exported(folder), load_tokenizer(str(folder))
@@ -52,7 +52,7 @@ def _load(folder: Path) -> tuple[Any, Any]:
 
 
 def _check_generates(model: Any, folder: Path, **settings: Any) -> None:  # noqa: ANN401 - of transformers
-    """ExportError where transformers refuses to generate by the generation config, e.g. to sample at temperature 0."""
+    """ExportError where transformers refuses the generation config, e.g. sampling at temperature 0."""
     import torch
 
     ids = torch.zeros((1, 1), dtype=torch.long, device=model.device)
@@ -60,7 +60,7 @@ def _check_generates(model: Any, folder: Path, **settings: Any) -> None:  # noqa
         model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, **settings)
     except (ValueError, TypeError, LookupError, ArithmeticError) as refused:
         raise ExportError(
-            f"transformers cannot generate by `{folder / 'generation_config.json'}`: {refused}",
+            f"transformers cannot generate with `{folder / 'generation_config.json'}`: {refused}",
             hint="correct it, or move it away",
         ) from refused
 
@@ -85,13 +85,13 @@ def _context(model: Any) -> float:  # noqa: ANN401 - of transformers
 
 
 def _room(tokens: int, context: float) -> float:
-    """Number of positions after `tokens` of a prompt; ExportError where it has none, or no token."""
+    """Number of tokens that fit after a prompt of `tokens` tokens. ExportError if it is empty or too long."""
     if not tokens:
         raise ExportError(f"the prompt has {tokens} tokens, and a model needs at least one", hint="write a text")
     if tokens >= context:
         raise ExportError(
             f"the message has {tokens} tokens, and the model's context is {context} tokens",
-            hint="send a shorter one",
+            hint="send a shorter message",
         )
     return context - tokens
 
@@ -128,7 +128,7 @@ def _check_text(text: str) -> None:
     except UnicodeEncodeError:
         raise ExportError(
             f"the text {text!r:.60} has bytes that are no characters in the encoding of this terminal",
-            hint="write it in UTF-8, and let no PYTHONIOENCODING name another encoding",
+            hint="write it in UTF-8, and unset PYTHONIOENCODING if it names another encoding",
         ) from None
 
 

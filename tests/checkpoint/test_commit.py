@@ -237,13 +237,17 @@ def test_what_two_nodes_both_hold_is_taken_from_one(tmp_path: Path) -> None:
 
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     reader = PartReader(written(tmp_path, [group_of({"weight/w": (torch.zeros(6), (3, 4), 0)})]))
-    with pytest.raises(CheckpointError, match=r"6 elements of `weight/w` are in parts that are not here: part-x"):
+    with pytest.raises(
+        CheckpointError, match=r"6 elements of `weight/w` are in missing parts of the checkpoint: part-x"
+    ):
         read_state_groups([group_of({"weight/w": (torch.zeros(12), (3, 4), 0)})], reader, absent="part-x")
     with pytest.raises(
-        CheckpointError, match=r"`weight/w` has shape \(4, 3\) here, the checkpoint holds shape \(3, 4\)"
+        CheckpointError, match=r"`weight/w` has shape \(4, 3\) in this run, and the checkpoint has shape \(3, 4\)"
     ):
         read_state_groups([group_of({"weight/w": (torch.zeros(6), (4, 3), 0)})], reader, absent="")
-    with pytest.raises(CheckpointError, match=r"`weight/v` has shape \(6,\) here, the checkpoint holds nothing"):
+    with pytest.raises(
+        CheckpointError, match=r"`weight/v` has shape \(6,\) in this run, and the checkpoint has nothing"
+    ):
         read_state_groups([group_of({"weight/v": (torch.zeros(6), (6,), 0)})], reader, absent="")
 
 

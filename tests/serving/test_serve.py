@@ -398,7 +398,7 @@ def test_a_chat_leaves_out_what_its_context_does_not_hold(folder: Path) -> None:
     notes = [piece for piece in printed if "context" in piece]
     assert notes == [
         "(2 earlier messages left out: the context is 512 tokens)\n",
-        "the message has 603 tokens, and the model's context is 512 tokens\n  hint: send a shorter one\n",
+        "the message has 603 tokens, and the model's context is 512 tokens\n  hint: send a shorter message\n",
         "(2 earlier messages left out: the context is 512 tokens)\n",
     ]
     question, answer = session.messages
@@ -411,9 +411,9 @@ def test_a_chat_leaves_out_what_its_context_does_not_hold(folder: Path) -> None:
     [
         ("generation_config.json", "[]", "holds list, not an object"),
         ("generation_config.json", '{"eos_token_id": "x"}', "eos_token_id is 'x', not a token id"),
-        ("generation_config.json", '{"num_beams": 0}', "cannot generate by"),
-        ("generation_config.json", '{"bad_words_ids": 5}', "cannot generate by"),
-        ("generation_config.json", '{"forced_eos_token_id": 99999}', "cannot generate by"),
+        ("generation_config.json", '{"num_beams": 0}', "cannot generate with"),
+        ("generation_config.json", '{"bad_words_ids": 5}', "cannot generate with"),
+        ("generation_config.json", '{"forced_eos_token_id": 99999}', "cannot generate with"),
         ("chat_template.jinja", "{% if", "does not render the message: unexpected"),
         ("chat_template.jinja", "{{ raise_exception('no user') }}", "does not render the message: no user"),
         ("chat_template.jinja", "{{ nope.x }}", "does not render the message: 'nope' is undefined"),

@@ -1,4 +1,4 @@
-"""An ordinary PyTorch training loop, compared by `bench` with the engine: transformers' model, logits of all tokens."""
+"""An ordinary PyTorch training loop with transformers' model, with which `bench` compares the engine."""
 
 import copy
 import json
@@ -42,9 +42,9 @@ PADDED_DOCUMENTS = 8
 
 @dataclass(frozen=True)
 class PlainForward:
-    """Inputs of one forward of transformers' model, and labels of its tokens. `index`, int64 [rows, tokens], is the
-    number of each token's document, or -1 for padding. `targets` and `reference`, fp64 [documents], are the target and
-    the reference log-probability of each document. `top` has a teacher's stored distributions.
+    """Inputs of one forward of transformers' model, and labels of its tokens. `index`, int64 [rows, tokens], is each
+    token's document, or -1 for padding. `targets` and `reference`, fp64 [documents], are the target and the reference
+    model's log-probability of each document. `top` has a teacher's stored distributions.
     """
 
     inputs: dict[str, torch.Tensor]
@@ -78,8 +78,8 @@ def padded_forwards(batch: Batch) -> list[PlainForward]:
 
 
 class _PlainDocument(NamedTuple):
-    """A document without padding: token ids and labels, [tokens], its target and its reference log-probability. `top`
-    are a teacher's stored distributions [tokens, ...]; `token_types`, [tokens], are 1 for the second text of a pair.
+    """A document without padding: token ids and labels, [tokens], target, and log-probability under the reference
+    model. `top` are a teacher's stored distributions [tokens, ...]; `token_types`, [tokens], are 1 for a second text.
     """
 
     ids: torch.Tensor

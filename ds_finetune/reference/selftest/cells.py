@@ -145,7 +145,7 @@ def samples() -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def units(documents_per_unit: int = 0) -> list[list[int]]:
-    """Numbers of the samples that must be in one row, for each unit: single samples, or pairs."""
+    """Groups of samples that must share a row, as lists of sample numbers: pairs of answers, or single samples."""
     size = max(documents_per_unit, 1)
     return [[*range(first, first + size)] for first in range(0, SAMPLES, size)]
 
@@ -185,15 +185,15 @@ def answer_advantages() -> np.ndarray:
 
 
 def rows(packing: bool, documents_per_unit: int = 0) -> list[Row]:
-    """Rows of one unit each, or with `packing` of several units. The positions of each sample start at 0. With
-    `documents_per_unit`, rows have the boundaries of their documents.
+    """Rows of samples: each row has one unit (a sample, or a pair of answers), or with `packing` several units.
+    Positions restart at each sample. With `documents_per_unit`, rows also have the boundaries of their documents.
     """
     bins = row_numbers(packing, documents_per_unit)
     return [_row(numbers, samples(), has_documents=documents_per_unit > 0) for numbers in bins]
 
 
 def row_numbers(packing: bool, documents_per_unit: int = 0) -> list[list[int]]:
-    """For each row, the numbers of the samples that it has."""
+    """Numbers of the samples in each row."""
     bins: list[list[int]] = []
     for unit in units(documents_per_unit):
         if not packing or not bins or sum(len(samples()[n][0]) for n in [*bins[-1], *unit]) > ROW_LEN:
@@ -275,8 +275,8 @@ def run_tree(cell: Cell, model: Path, out: Path, *, dp: int) -> dict[str, Any]:
 
 
 _MEAN_RATIO = 4.0
-"""Nats by which the made-up reference model finds a mismatched answer less likely than randomly initialised weights do.
-An untrained tiny model finds them 1 to 2 nats less likely, so KTO's z0 is above 0.
+"""By how many nats a mismatched answer is less likely under the made-up reference model than under random weights. An
+untrained tiny model is only 1 to 2 nats below random weights, so KTO's z0 is above 0.
 """
 
 

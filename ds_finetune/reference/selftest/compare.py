@@ -69,7 +69,7 @@ from ds_finetune.trainer.resolve import complete_features, plan_model
 
 
 def batch_plan(plan: Plan, objective: Objective | None = None) -> BatchPlan:
-    """Distribution of the samples over ranks. A unit of `objective` may have several documents; None means one."""
+    """How the samples are distributed over ranks for `objective`; None means one document per unit."""
     is_compared = objective is not None and objective.needs_reference
     return BatchPlan(
         global_batch_size=plan.train.global_batch_size,
@@ -131,7 +131,7 @@ def eval_loss(engine: Engine) -> float:
 
 
 def whole_batch(engine: Engine) -> Batch:
-    """The part of a batch with all samples that this rank processes."""
+    """This rank's part of the one batch that contains all samples."""
     all_rows = rows(engine.plan.data.packing, engine.objective.documents_per_unit)
     plan = batch_plan(engine.plan, engine.objective)
     if is_of_answers(engine.objective):
@@ -159,7 +159,7 @@ def _with_scores(engine: Engine, batches: Iterator[Batch]) -> Iterator[Batch]:
 
 
 def first_moments(engine: Engine) -> dict[str, torch.Tensor]:
-    """Adam's first moments by parameter name, fp32 on the CPU; a stage's first rank has those of the whole stage."""
+    """Adam's first moments by parameter name, fp32 on the CPU; on a pipeline stage's first rank, of the whole stage."""
     moments = {}
     for name, param in engine.lm.named_parameters():
         assert isinstance(param, nn.Parameter)

@@ -41,7 +41,7 @@ def add_layer(model: PreTrainedModel) -> nn.Module:
     config: Any = model.config
     if family_of(config.model_type).compresses:
         return _add_compressed_layer(model)
-    # transformers 5.23 has the keys of a multi-token prediction layer only for some model types.
+    # These keys are set here because transformers 5.23 has them only for some model types.
     config.num_mtp_layers = 1
     for key in ("layer_types", "mlp_layer_types"):
         if getattr(config, key, None):
@@ -304,7 +304,7 @@ SoftTarget = tuple[torch.Tensor, torch.Tensor | None]
 
 
 def with_teacher(section: DistillObjective, model: Path) -> DistillObjective:
-    """The section `objective` of a tiny student in the folder `model`, with paths of its teacher or stored scores."""
+    """The section `objective` of the tiny student in folder `model`, with the paths of its teacher or stored scores."""
     folder = Path(f"{model}-teacher")
     has_scores = section.scores is not None
     paths = {"scores": str(folder / _SCORES), "teacher": None} if has_scores else {"teacher": str(folder / _TEACHER)}

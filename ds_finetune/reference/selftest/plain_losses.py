@@ -60,7 +60,7 @@ def samples_per_unit(section: ObjectiveConfig) -> int:
 
 
 def answers_loss(section: ObjectiveConfig, answers: Sequence[Answer], z0: float) -> torch.Tensor:
-    """The loss of a unit, without the cross entropy of its chosen answer. In a pair, the chosen answer comes first."""
+    """The loss of an answer or a pair (chosen answer first), without the chosen answer's cross entropy."""
     w, r = answers[0], answers[-1]
     match section:
         case DpoObjective():
@@ -166,7 +166,7 @@ def kto_baseline(ratios: list[float]) -> float:
 
 
 def score_loss(section: ObjectiveConfig, scores: torch.Tensor, targets: list[float]) -> torch.Tensor:
-    """The loss of a unit from its scores [samples, outputs]: cross entropy, squared error, or Bradley-Terry."""
+    """The loss of a text or pair by its scores [samples, outputs]: cross entropy, squared error, or Bradley-Terry."""
     scores = scores.double()
     match section:
         case RewardObjective():

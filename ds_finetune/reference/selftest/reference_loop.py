@@ -90,8 +90,8 @@ def _task(objective: ObjectiveConfig) -> Task:
 
 @dataclass(frozen=True)
 class _Problem:
-    """What the reference loop optimises: the objective, the numbers of units in all samples, and log-probabilities
-    under the reference model. The log-probabilities are fp64, of the samples followed by the mismatched samples.
+    """What the reference loop optimises: the objective, the numbers of units in all samples by name, and the fp64
+    log-probabilities under the reference model, of the samples followed by the mismatched samples.
     """
 
     objective: ObjectiveConfig
@@ -220,7 +220,7 @@ def _baseline(model: nn.Module, problem: _Problem) -> float:
 
 
 def _unit_loss(model: nn.Module, unit: Sequence[int], problem: _Problem, *, baseline: float) -> torch.Tensor:
-    """Contribution of a unit's samples to the mean loss over all samples (scalar)."""
+    """Contribution of one answer, pair or text to the mean loss over all samples (scalar)."""
     objective, counts = problem.objective, problem.counts
     if objective.row.head == "scores":
         rows = [torch.from_numpy(samples()[number][0]).long()[None] for number in unit]
