@@ -83,8 +83,8 @@ def _share_prompts(answers: Sequence[ScoredAnswer], row_len: int) -> list[list[l
     for prompt, group in groups.items():
         group_of_row: dict[int, list[ScoredAnswer]] = {}
         for answer in sorted(group, key=lambda each: -len(each.ids)):
-            # An answer in a row that already has its prompt needs only one more token, a copy of the prompt's last
-            # token.
+            # In a row that already has its prompt, an answer needs one token besides its own: a copy of the prompt's
+            # last one.
             length = len(answer.ids) + 1
             space_and_row = next(
                 (each for each in spaces[bisect(spaces, (length,)) :] if each[1] in group_of_row), None
@@ -138,7 +138,7 @@ def _row(groups: Sequence[Sequence[ScoredAnswer]]) -> Row:
 
 
 def _with_numbers(micro: MicroBatch, answers: dict[int, ScoredAnswer]) -> MicroBatch:
-    """Add the answers' log-probabilities to a micro-batch, at the positions of the labels; they are NaN elsewhere."""
+    """Add the answers' log-probabilities to a micro-batch at the positions of their labels; others get NaN."""
     assert micro.examples is not None
     # No document is split and all are in the order of the micro-batch's rows, so their numbers can be concatenated.
     of_batch = [answers[number] for number in micro.examples.numbers.tolist()]

@@ -117,9 +117,9 @@ class BatchPlan:
     pad_token_id: int
     row_len: int | None
     multiple: int = 1
-    """Unpacked rows are padded to a multiple of this number of tokens, which sequence parallel ranks can share."""
+    """Unpacked rows are padded to a multiple of this number of tokens, which sequence parallelism can divide."""
     documents_per_unit: int = 0
-    """Documents that the loss takes as one example: 2 for pairs, 1 for others, 0 for a loss that sums over tokens."""
+    """Number of documents in an example of the loss: 2 for pairs, 0 for a loss that sums over tokens, else 1."""
     reference: NDArray[np.float64] | None = None
     """Log-probability of each document under the reference model, by document index; None without a reference model."""
     mixture: Mixture | None = None

@@ -1,4 +1,4 @@
-"""Renders dialogues with a chat template, and finds out by probe messages which fields of a message it renders.
+"""Renders dialogues with a chat template, and finds out by probe messages which message fields the template renders.
 
 A template may come with a model of unknown origin, so the time and memory of rendering are limited.
 """
@@ -89,7 +89,7 @@ def _has_power(source: str) -> bool:
     try:
         return any(kind == "operator" and text == "**" for _, kind, text in Environment(autoescape=True).lex(source))
     except TemplateError:
-        # A syntax error is reported when the template is rendered.
+        # A syntax error in a template is not reported here, but when the template is rendered.
         return False
 
 
@@ -177,7 +177,7 @@ class ChatTemplate:
         return {self._reasoning_key if key == "reasoning_content" else key: value for key, value in message.items()}
 
     def turn_end(self, text: str) -> str:
-        """The first special token of `text`; empty where there is none."""
+        """First special token of `text`, which ends a turn; empty if there is none."""
         positions = [(text.find(token), token) for token in self._ends if token in text]
         return min(positions)[1] if positions else ""
 
@@ -201,7 +201,7 @@ class Probes:
     is_named_by_id: bool
     """Whether the template writes the id of a tool call, as Kimi K2's does, instead of the function's name."""
     changed: str
-    """A probe answer as the template renders it, if that changes its text, e.g. by escapes; else empty."""
+    """Rendering of a probe answer if the template changes the answer's text, e.g. by escapes; else empty."""
     fields: frozenset[str]
     """Further message fields that the template renders, as `user.name` or `tool.name`."""
 
@@ -294,7 +294,7 @@ def strip_reasoning(content: str) -> str:
 
 
 def template_error(where: str, broken: RenderingError) -> DataError:
-    """The DataError for a row on which the chat template fails."""
+    """Make the DataError for a row whose messages the chat template refuses."""
     return DataError(
         f"{where}: the chat template refuses the row: {broken}", hint="correct the row, or give another data.template"
     )

@@ -59,7 +59,7 @@ _ARRAYS = {
 DOCUMENT_ARRAYS = ("ids", "mask", "offsets", "digests", "targets", "second")
 PROMPT_ARRAYS = (*DOCUMENT_ARRAYS, "records")
 TOKEN_ARRAYS = ("ids", "mask", "offsets", "digests")
-"""Names of the arrays that determine training where the loss is a sum over tokens."""
+"""Names of the arrays of `Documents` that affect training where the loss is a sum over tokens."""
 
 
 BAD_ROWS_SHOWN = 20
@@ -93,15 +93,15 @@ class Counts:
     tokens: int = 0
     supervised: int = 0
     dropped: NamedCounts = field(default_factory=NamedCounts)
-    """Numbers of dropped rows by reason, a key of `row_report.DROPPED`."""
+    """Numbers of dropped rows by reason, which is a key of `row_report.DROPPED`."""
     noted: NamedCounts = field(default_factory=NamedCounts)
-    """Numbers of trained rows by remark on them, a key of `row_report.NOTED`."""
+    """Numbers of trained rows by remark (a key of `row_report.NOTED`), such as an empty answer."""
     unread: NamedCounts = field(default_factory=NamedCounts)
     """Numbers of rows by name of a column or message field that training does not use."""
     forms: NamedCounts = field(default_factory=NamedCounts)
     """Number of completions without a chat template by the form of their prompt: `alpaca`, `separator` or `joined`."""
     named: NamedCounts = field(default_factory=NamedCounts)
-    """For each key of `data.columns`, the number of rows that have the column it names."""
+    """By key of `data.columns`: number of rows that have the column which the key names."""
     by_path: NamedCounts = field(default_factory=NamedCounts)
     """Number of documents by index of their path in data.train or data.eval; empty for a single path."""
 

@@ -158,10 +158,10 @@ def _parse_line(line: str, where: str) -> ReadRecord:
     try:
         return _as_record(json.loads(line.rstrip(), object_pairs_hook=unique_keys), where)
     except json.JSONDecodeError as broken:
-        what = f"column {broken.colno} is not JSON: {broken.msg}"
+        problem = f"column {broken.colno} is not JSON: {broken.msg}"
     except (ValueError, RecursionError) as broken:
-        what = f"cannot be read: {broken}"
-    return DataError(f"{where} {what}: {line.strip()[:_SHOWN_CHARACTERS]!r}", hint="correct or remove the line")
+        problem = f"cannot be read: {broken}"
+    return DataError(f"{where} {problem}: {line.strip()[:_SHOWN_CHARACTERS]!r}", hint="correct or remove the line")
 
 
 def _read_json(path: str) -> Iterator[tuple[str, ReadRecord]]:

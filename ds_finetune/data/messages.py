@@ -136,7 +136,7 @@ def check_text(value: object, name: str) -> str:
     if reserved:
         raise DataError(
             f"{name} contains the private-use character U+{ord(reserved):04X}",
-            hint="remove it: chat templates are rendered with it",
+            hint="remove the character, which is reserved for rendering chat templates",
         )
     return value
 
@@ -250,9 +250,11 @@ def _joined(first: Mapping[str, Any], second: Mapping[str, Any], location: str) 
 
 def _is_trained(fields: Mapping[str, Any], location: str) -> bool:
     flags = {key: fields[key] for key in _TRAINED_IF if key in fields}
-    shown = ", ".join(f"{key} {value!r:.60}" for key, value in flags.items())
+    flag_values = ", ".join(f"{key} {value!r:.60}" for key, value in flags.items())
     if any(not isinstance(value, int | float) or value not in (0, 1) for value in flags.values()):
-        raise DataError(f"{location} has {shown}", hint="an assistant message is trained (weight 1) or not (weight 0)")
+        raise DataError(
+            f"{location} has {flag_values}", hint="an assistant message is trained (weight 1) or not (weight 0)"
+        )
     if fields.get("train_detail"):
         raise DataError(
             f"{location} has `train_detail` {fields['train_detail']!r:.60}; a message is trained whole or not at all",
@@ -260,7 +262,7 @@ def _is_trained(fields: Mapping[str, Any], location: str) -> bool:
         )
     verdicts = {value == _TRAINED_IF[key] for key, value in flags.items()}
     if len(verdicts) > 1:
-        raise DataError(f"{location} has {shown}, which contradict each other", hint="keep one of these fields")
+        raise DataError(f"{location} has {flag_values}, which contradict each other", hint="keep one of these fields")
     return verdicts != {False}
 
 

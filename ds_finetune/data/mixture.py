@@ -36,7 +36,7 @@ class Mixture:
         for name, draw, fraction in zip(weights, draws, fractions, strict=True):
             if not draw:
                 raise DataError(
-                    f"data.train gives `{name}` a share of {fraction:.3%}, which is no row in an epoch of "
+                    f"data.train gives `{name}` a share of {fraction:.3%}, which is less than one row in an epoch of "
                     f"{sum(draws):,} rows",
                     hint="give it a larger weight, or leave it out",
                 )

@@ -79,11 +79,11 @@ def _check_same_turns(sides: Mapping[str, Conversation], where: str) -> None:
     number = next(
         (n for n, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs))
     )
-    chosen, rejected = (
+    turn_of_chosen, turn_of_rejected = (
         f"of `{column}` is {_shown_turn(side, number)}" for column, side in zip(sides, (ours, theirs), strict=True)
     )
     raise DataError(
-        f"{where}: turn {number + 1} {rejected}, and {chosen}; the turns before the answers have to be equal",
+        f"{where}: turns before the answers must be equal: turn {number + 1} {turn_of_rejected}, and {turn_of_chosen}",
         hint="give both answers to the same prompt, or remove the row",
     )
 

@@ -134,7 +134,7 @@ def _choice_notes(choice: RecordChoice, counts: Counts, sources: Sequence[Source
 def _units_of_paths(
     counts: Counts, weights: Mapping[str, float], sources: Sequence[Source], kind: RowKind
 ) -> list[int]:
-    """Number of training examples by path in `weights`, or of all data; DataError where a path has none."""
+    """Numbers of training examples by path of `weights`, or of all for a single one; DataError if a path has none."""
     size = max(kind.documents_per_unit, 1)
     if len(weights) < 2:
         return [counts.documents // size]
@@ -167,11 +167,11 @@ def plan_tokenisation(
     sources = find_sources(config.paths(purpose), purpose=purpose)
     settings = template_settings(config, tokenizer)
     if config.long_rows == "split" and (config.layout not in ("auto", "text") or kind.documents_per_unit):
-        what = kind.description if kind.documents_per_unit else f"data.layout is {config.layout}"
-        raise ConfigError(f"data.long_rows split is for plain text, and {what}", hint="use truncate or drop")
+        rows_read = kind.description if kind.documents_per_unit else f"data.layout is {config.layout}"
+        raise ConfigError(f"data.long_rows split is for plain text, but {rows_read}", hint="use truncate or drop")
     if config.long_rows == "truncate" and kind.name == "prompts":
         raise ConfigError(
-            f"data.long_rows is {config.long_rows}, and {kind.description}: a prompt without its end is another one",
+            f"data.long_rows is {config.long_rows}, and {kind.description}; a prompt without its end is another one",
             hint="set data.long_rows to drop, or leave it out, so that a longer prompt is an error",
         )
     limit = LengthLimit(limits.max_seq_len - limits.answer_tokens, config.long_rows)
@@ -229,7 +229,7 @@ def _tokenise(
     is_divided = workers > 1 and (size > _BYTES_FOR_PROCESSES or any(source.format == "hub" for source in sources))
     warmup = (workers if is_divided else 1) * ROWS_PER_PART
     done = len(list(folder.glob("part-??????"))) * ROWS_PER_PART
-    # The progress line is always shown: only the process that holds the lock tokenises, whatever its rank.
+    # Only the process with the lock tokenises, so it shows the progress whatever its rank.
     estimate = estimate_rows(sources)
     total = max(min(estimate, choice.rows or estimate) - done, 0)
     with PhaseLine("tokenising rows", total, warmup=warmup, is_rank_zero=True) as line:

@@ -279,12 +279,12 @@ def read_alpaca(view: Mapping[str, Any], where: str) -> Completion:
 
 
 def _history(view: Mapping[str, Any], where: str) -> list[dict[str, str]]:
-    pairs, what = view.get("history") or [], f"{where}: column `history`"
+    pairs, column = view.get("history") or [], f"{where}: column `history`"
     is_list = isinstance(pairs, list | tuple)
     if not is_list or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
-        raise DataError(f"{what} is {pairs!r:.60}, no list of pairs", hint="give a list of [question, answer] pairs")
+        raise DataError(f"{column} is {pairs!r:.60}, no list of pairs", hint="give a list of [question, answer] pairs")
     turns = ((role, text) for pair in pairs for role, text in zip(("user", "assistant"), pair, strict=True))
-    return [{"role": role, "content": check_text(text, what)} for role, text in turns]
+    return [{"role": role, "content": check_text(text, column)} for role, text in turns]
 
 
 def _prompt_completion(view: Mapping[str, Any], where: str) -> Sample:

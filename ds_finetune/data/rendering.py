@@ -343,7 +343,7 @@ def _contains(text: str, leaf: str) -> bool:
 
 
 def _find(text: str, leaf: str) -> int:
-    """Index in `text` of `leaf`, verbatim or escaped for JSON or HTML; -1 where it is missing."""
+    """Index in `text` of a tool call's value `leaf`, verbatim or escaped for JSON or HTML; -1 if missing."""
     index = text.find(leaf)
     if index >= 0:
         return index

@@ -59,7 +59,7 @@ class RowKind:
 
     @property
     def documents_per_unit(self) -> int:
-        """Documents that the loss takes as one example: 2 for pairs, 1 for others, 0 for a loss over tokens."""
+        """Number of documents in an example of the loss: 2 for pairs, 0 for a loss that sums over tokens, else 1."""
         return {"dialogue": 0, "text": 0, "pairs": 2}.get(self.name, 1)
 
     @property

@@ -56,8 +56,7 @@ def run_1f1b(stage: PipelineGroup, batches: Sequence[ForwardRows], forward: Forw
     arrived: dict[int, torch.Tensor | None] = {}
     done: dict[int, StageForward] = {}
     grads: dict[int, torch.Tensor] = {}
-    # The forward itself receives hidden states (model/parallel/pipeline.py), directly after the schedule's
-    # RecvActivation.
+    # RecvActivation needs no action: the forward itself receives the hidden states (model/parallel/pipeline.py).
     actions: dict[type, Callable[[int], object]] = {
         schedule.ForwardPass: lambda slot: (
             done.update({slot: forward(next(waiting))}),
@@ -164,7 +163,7 @@ class _InterleavedStep:
         return _TensorMessage(into, dist.irecv(into, group=group, group_src=source))
 
     def run_forward(self, turn: PipelineTurn, arrived: torch.Tensor | None, forward: Forward) -> None:
-        """Run a chunk on the received hidden states, and send its output."""
+        """Run the forward of a chunk of layers on the received hidden states, and send its output."""
         key, stage = (turn.chunk, turn.micro), self._stage
         stage.running_chunk = turn.chunk
         stage.input_hidden_states = self._arrived[key] = arrived.requires_grad_() if arrived is not None else None
@@ -173,7 +172,7 @@ class _InterleavedStep:
             self._sent[key] = self._send(hidden_of(self._done[key]).detach(), is_forward=True)
 
     def run_backward(self, turn: PipelineTurn, arrived: torch.Tensor | None, backward: Backward) -> None:
-        """Run backward of a chunk from the gradient of its output, and send the gradient of its input back."""
+        """Run the backward of a chunk of layers from its output's gradient, and send its input's gradient back."""
         key = turn.chunk, turn.micro
         if arrived is not None:
             # This gradient shows that the next rank has received these hidden states, so their send is complete.

@@ -52,7 +52,7 @@ def _results(model: str, tasks: Sequence[str | dict[str, Any]], limit: int | Non
 
 
 def _with_errors(values: Mapping[str, Any]) -> Iterator[tuple[str, tuple[float, float]]]:
-    """Yield metrics that have a standard error, as `acc_stderr,none` of `acc,none`; lm_eval writes N/A without one."""
+    """Yield the metrics that have a standard error: lm_eval writes `acc_stderr,none` for `acc,none`, or N/A."""
     for key, value in values.items():
         name, _, kind = key.partition(",")
         error = values.get(f"{name}_stderr,{kind}")

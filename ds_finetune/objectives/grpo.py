@@ -68,8 +68,8 @@ def combine_rewards(
         compared, deviations = advantages(parts.T, "mean").T, np.ma.masked_invalid(parts).std(axis=0, ddof=1)
         factors = weights / np.where(has_spread(parts.T), deviations.filled(1.0), 1.0)
     total = np.where(applies, compared * factors, 0.0).sum(axis=1)
-    # Where the scores of several rewards cancel each other, only rounding errors differ between answers. They are
-    # removed, since `mean_std` would scale them up to the size of real rewards.
+    # If the scores of several rewards cancel each other, totals differ only by rounding errors, which `mean_std` would
+    # scale up to the size of real rewards. So all answers get the same total.
     rounding = _ROUNDING * np.where(applies, np.abs(parts * factors), 0.0).sum(axis=1).max()
     scored = total[applies.any(axis=1)]
     if len(scored) and np.ptp(scored) <= rounding:

@@ -77,7 +77,7 @@ class Objective(ABC):
     head: ClassVar[Head]
     terms: tuple[Term, ...]
     sum_names: tuple[str, ...]
-    """Names of the sums that a forward pass returns, from which `metrics` computes."""
+    """Names of the sums that a forward pass returns, from which the metrics are computed."""
     documents_per_unit: int = 1
     """Number of documents that must be in the same row: 2 for pairs, 0 where the loss does not depend on documents."""
     is_per_token: bool = False

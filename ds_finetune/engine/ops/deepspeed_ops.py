@@ -55,7 +55,7 @@ def build_op(name: str, say: Say = say_nothing) -> None:
     import deepspeed.ops.op_builder as builders
 
     if not (_folder(name) / f"{name}.so").exists():
-        # torch 2.13 compiles operators with this C++ compiler (utils/cpp_extension.py, get_cxx_compiler).
+        # The C++ compiler that torch 2.13 takes for operators (utils/cpp_extension.py, get_cxx_compiler).
         program = shlex.split(os.environ.get("CXX", "c++"))[0]
         if not shutil.which(program):
             raise ConfigError(
@@ -177,6 +177,6 @@ def use_cores(plan: Plan, environ: MutableMapping[str, str]) -> Plan:
 
 
 def cores_of_rank(world: World, *, available: int, total: int) -> int:
-    """Number of cores for a rank: its part of the `available` ones, or all if it is bound to some of `total`."""
+    """Number of cores for a rank: its part of the `available` ones, or all if it is bound to fewer than `total`."""
     is_own = world.launcher in _BINDING_LAUNCHERS and available < total
     return available if is_own else max(1, available // world.local_world_size)

@@ -48,12 +48,12 @@ class AnswerModel:
     on_forward: Callable[[], object] = lambda: None
     """Function that is called before each forward."""
     routers: RouterCollector | None = None
-    """Recorder of the experts of the tokens whose next-token logits were computed last; None without experts."""
+    """Recorder of the experts that computed the latest next-token logits; None for a model without experts."""
 
     @property
     def takes_mixed_lengths(self) -> bool:
-        """Whether a batch may have prompts of different lengths. Then attention, and an indexer if there is one, must
-        know which cache columns belong to a row.
+        """Whether prompts of different lengths may share a batch: attention must know the cache columns of each row,
+        and the model must have no indexer.
         """
         config = self.lm.config
         return config._attn_implementation == BY_DOCUMENT and family_of(config.model_type).indexer is None
@@ -107,7 +107,7 @@ class AnswerModel:
         cache: Cache,
         **arguments: Any,  # noqa: ANN401
     ) -> torch.Tensor:
-        """Next-token logits, fp32 [tokens, vocabulary], after the tokens at `last` of the flattened rows, or all."""
+        """Logits of the next token, fp32 [tokens, vocabulary], after positions `last` (None: all) of the flat rows."""
         self.on_forward()
         if self.is_collective:
             all_reduce_max(1.0)

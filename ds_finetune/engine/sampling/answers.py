@@ -48,7 +48,7 @@ class SampledAnswer(NamedTuple):
     finish: Finish
     """`length` if the answer was cut after `max_new_tokens`, else `stop`."""
     experts: NDArray[np.int16] | None = None
-    """Encoded experts behind each token's logits, int16 [tokens, layers]; None without experts, or from a server."""
+    """Experts that computed each token's logits, encoded, int16 [tokens, layers]; None if unknown, as from a server."""
 
 
 OnAnswer = Callable[[int, SampledAnswer], object]
@@ -78,6 +78,6 @@ class SamplingRequest:
     every rank.
     """
     on_forward: Callable[[], object] = lambda: None
-    """Function that is called before each forward of a rank, or as often as `is_over` if a server samples."""
+    """Function that is called before each forward of a rank; if a server samples, whenever `is_over` is called."""
     on_answer: OnAnswer = ignore
     """Function that is called when an answer has ended, on the rank that sampled it, or on one rank for a server."""

@@ -8,7 +8,7 @@ from torch.nn import functional
 from transformers.cache_utils import Cache, DynamicIndexedLayer
 
 _GROWTH = 1.5
-"""Factor by which the number of reserved columns grows. Each growth copies the cache."""
+"""Factor by which the reserved columns of a KV cache grow. Each growth copies the cache."""
 
 
 def prompt_cache() -> Cache:

@@ -116,7 +116,7 @@ class TokenChoice:
 
 
 class BatchOfAnswers:
-    """Samples a batch with the answers to `parts`, which are sorted by prompt length."""
+    """Samples one batch of answers. `parts` say which answers to which prompts, sorted by prompt length."""
 
     def __init__(self, model: AnswerModel, parts: Sequence[PromptPart], choice: TokenChoice) -> None:
         self._model, self._choice = model, choice
@@ -126,7 +126,7 @@ class BatchOfAnswers:
         lengths = [part.length for part in parts for _ in part.samples]
         self._lengths = torch.tensor(lengths, device=model.device)
         columns = max(lengths)
-        # Maximum number of cache columns: the last token of an answer is never read.
+        # The cache needs no column for the last token of an answer, which is never read.
         longest = columns + choice.limits.max_new_tokens - 1
         self._is_key = None
         if min(lengths) < columns:
@@ -134,7 +134,7 @@ class BatchOfAnswers:
             self._is_key = torch.arange(longest, device=model.device) >= first
         self._logits: list[torch.Tensor] = []
         self._experts: list[NDArray[np.int16]] = []
-        """Experts of the last token that was read of each row; empty for a model without experts."""
+        """For each row, the experts of the latest token that the model has read; empty for a model without experts."""
         self._cache = RowCache(self._read_prompts(parts), rows=len(lengths), columns=columns, longest=longest)
 
     def _read_prompts(self, parts: Sequence[PromptPart]) -> Iterator[tuple[ReadPrompt, slice]]:

@@ -138,7 +138,7 @@ def _unequal(copies: _Copies, sums: Mapping[str, torch.Tensor]) -> list[str]:
     own_sums = torch.stack([sums[key].to(collective_device()) for key in copies.sizes])
     if copies.is_divided:
         dist.all_reduce(own_sums, group=copies.shards)
-    # One all-reduce gives minimum and maximum: ~x falls as x rises, without overflow.
+    # One all-reduce gives maximum and minimum: the largest ~x belongs to the smallest x, without overflow.
     extremes = torch.cat([own_sums, ~own_sums])
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group=copies.group)
     largest, smallest = extremes.chunk(2)

@@ -33,11 +33,11 @@ class Builtin:
     """A built-in reward: how it scores answers and reads reference answers."""
 
     score: Callable[[AnswerToScore, Any, Settings], Outcome]
-    """Function that scores an answer, given what `read` made of the reference answer, and the reward's options."""
+    """Function that scores an answer, from the reference answer as `read` has parsed it and the reward's options."""
     read: Callable[[Any], Any] | None = None
     """Function that parses the reference answer of a data row for `score`; RewardFaultError where that fails."""
     is_long_answers_fault: bool = False
-    """Whether it is the answer's fault if scoring takes too long, and not that of the reward function."""
+    """Whether scoring that takes too long counts as a bad answer and not as an error of the reward function."""
     package: str = ""
     """Name of a module that must be installed for this reward; empty for none."""
 

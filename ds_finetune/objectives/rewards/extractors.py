@@ -52,7 +52,7 @@ _SPELLINGS = (
     (r"\^[{(]\s*([-+]?\d+)\s*[})]", r"^\1"),
     (r"\*\*|__", ""),
 )
-"""Regular expressions for other spellings of a number, each with its replacement, which `_NUMBER` matches."""
+"""Other spellings of a number as regular expressions, each with a replacement in a form that `_NUMBER` matches."""
 _EXACT = decimal.Context(prec=50, traps=[])
 
 _STYLE = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")

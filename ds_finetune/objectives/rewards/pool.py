@@ -77,7 +77,7 @@ class _Worker:
                 start_new_session=True,
             )
         if self._is_closed:
-            # Another thread may have called `close` before it could see the new process.
+            # `close` may have been called before it could see the new process, so the process is ended here.
             self._signal()
         limit = _START_SECONDS + max(map(seconds_of, self._settings))
         try:
@@ -196,7 +196,7 @@ class PendingScores:
         return self._array("score")
 
     def has_result(self) -> NDArray[np.float64]:
-        """fp64 [answers, rewards]: 1 where a reward parsed a result from an answer, else 0; NaN if it parses none."""
+        """1 where a reward parsed a result from an answer, else 0; NaN if it never does; fp64 [answers, rewards]."""
         return self._array("has_result")
 
     def _array(self, key: str) -> NDArray[np.float64]:
