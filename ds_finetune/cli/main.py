@@ -99,7 +99,7 @@ def _check_encoding() -> None:
     if codecs.lookup(encoding).name != "utf-8":
         raise ConfigError(
             f"the text encoding of this locale is {encoding}, with which packages would read their files wrongly",
-            hint="set the environment variable PYTHONUTF8=1, or a UTF-8 locale such as LC_ALL=C.UTF-8",
+            hint="set PYTHONUTF8=1 in the environment, or a UTF-8 locale such as LC_ALL=C.UTF-8",
         )
 
 

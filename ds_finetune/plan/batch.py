@@ -13,8 +13,8 @@ AUTO = "auto"
 
 
 def rows_of_forward(train: TrainConfig) -> int:
-    """Rows that a rank computes in one forward: the micro-batch size, or 1 while `train.micro_batch_size: auto` is
-    undecided.
+    """Rows that a rank computes in one forward: the micro-batch size, or 1 as long as `train.micro_batch_size: auto` is
+    not resolved.
     """
     size = train.micro_batch_size
     return size if isinstance(size, int) else 1
@@ -22,9 +22,7 @@ def rows_of_forward(train: TrainConfig) -> int:
 
 @lru_cache(maxsize=4096)
 def divisors(number: int, *, most: int | None = None) -> tuple[int, ...]:
-    """Divisors of `number` that are at most `most`, ascending. They are searched up to the square root, because a
-    search of layouts asks for thousands of numbers.
-    """
+    """Divisors of `number` that are at most `most`, ascending."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return tuple(n for n in sorted({*small, *(number // n for n in small)}) if most is None or n <= most)
 
@@ -47,7 +45,7 @@ def check_auto(train: TrainConfig, tree: Mapping[str, Any], source: str, acceler
         raise ConfigError(
             f"{name} {value!r} contradicts train.micro_batch_size auto, which chooses both the rows of a forward and "
             "how often they are accumulated",
-            hint='write "auto" for it or leave it out, or give train.micro_batch_size a number',
+            hint=f'write "auto" for {name} or leave {name} out, or give train.micro_batch_size a number',
         )
 
 

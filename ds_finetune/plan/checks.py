@@ -436,7 +436,7 @@ _INDEXERS = refuse_pairs(
 
 
 def _option(name: str, applies: Condition[RunSettings], evidence: str, hint: str) -> Refusal[RunSettings]:
-    """Refusal of a DeepSpeed option that is known to fail or to compute wrong numbers."""
+    """Refusal of a DeepSpeed option that fails or computes wrong numbers, with the `evidence` for it."""
     message = f"{name} is refused (device {{device}}, zero stage {{zero_stage}}, {{precision}}): {evidence}"
     return Refusal(applies, message, f"use {hint}")
 
@@ -574,7 +574,7 @@ def _joined_epochs(run: LengthSettings) -> MessageFields:
 
 
 def length_notes(run: LengthSettings) -> list[str]:
-    """Note of the plan if an optimizer step uses more rows than an epoch has."""
+    """Note of the plan about an optimizer step that uses more rows than an epoch has."""
     values = _larger_step(run)
     text = "{key} {batch} is more than the {rows} {kind} of an epoch: each step sees rows more than once"
     return [text.format(**values)] if values else []

@@ -84,9 +84,11 @@ def read_config_json(path: str) -> dict[str, Any]:
     try:
         tree = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as broken:
-        raise ModelError(f"{file} cannot be read: {broken}", hint="correct it, or get the published one") from broken
+        raise ModelError(
+            f"{file} cannot be read: {broken}", hint="correct the file, or get the published one"
+        ) from broken
     if not isinstance(tree, dict) or not isinstance(tree.get("model_type"), str):
-        raise ModelError(f"{file} names no model_type", hint=_PUBLISHED)
+        raise ModelError(f"{file} has no key `model_type` with a text", hint=_PUBLISHED)
     return tree
 
 
@@ -115,7 +117,7 @@ def check_sizes(file: Path) -> None:
             raise ModelError(
                 f"{file}: model_type {kind} is neither trained nor converted: transformers 5.23 has no classes for it. "
                 "Missing are keys and values that layers share, Engram tables and DSpark layers",
-                hint="take DeepSeek-V4",
+                hint="train DeepSeek-V4 instead",
             )
         problem = next(_problems_of_v4(tree), None) if family_of(str(kind)).compresses else None
         if problem is not None:
@@ -123,8 +125,8 @@ def check_sizes(file: Path) -> None:
 
 
 def _problems_of_v4(tree: Mapping[str, Any]) -> Iterator[str]:
-    """Error messages about a DeepSeek-V4 config.json whose sizes are valid. A caller must read only the first message:
-    computing the next one may raise an error.
+    """Yield error messages about a DeepSeek-V4 config.json whose sizes are valid. A caller may read only the first one,
+    because later checks rely on earlier ones.
     """
     for keys in _NEEDED_BY_V4:
         if all(tree.get(key) is None for key in keys):
@@ -169,8 +171,8 @@ def _facts_stated_twice(tree: Mapping[str, Any]) -> Iterator[tuple[str, str, Any
 
 
 def _check_widths(file: Path, tree: Mapping[str, Any]) -> None:
-    """ModelError where a size is no integer of at least 1, attention heads are no multiple of key and value heads, or a
-    rotated width an odd number.
+    """ModelError where a size is no integer of at least 1, the number of attention heads is no multiple of that of key
+    and value heads, or the number of rotated columns is odd.
     """
     if not isinstance(quantised := tree.get("quantization_config") or {}, Mapping):
         raise ModelError(f"{file}: quantization_config is {quantised!r:.60}, not an object", hint=_PUBLISHED)
@@ -187,8 +189,8 @@ def _check_widths(file: Path, tree: Mapping[str, Any]) -> None:
     heads, groups = tree.get("num_attention_heads"), tree.get("num_key_value_heads")
     if isinstance(heads, int) and isinstance(groups, int) and heads % groups:
         raise ModelError(
-            f"{file}: num_attention_heads {heads} is no multiple of num_key_value_heads {groups}, so key and "
-            "value heads cannot serve equally many of them",
+            f"{file}: num_attention_heads {heads} is no multiple of num_key_value_heads {groups}, so "
+            "attention heads cannot be divided equally among key and value heads",
             hint=_PUBLISHED,
         )
     if any(isinstance(tree.get(key), list) for key in _SIZES):
@@ -196,7 +198,7 @@ def _check_widths(file: Path, tree: Mapping[str, Any]) -> None:
     name, width = _rotary_width(tree)
     if width % 2:
         raise ModelError(
-            f"{file}: {name} {width} is an odd number, and a rotary embedding rotates pairs of columns", hint=_PUBLISHED
+            f"{file}: {name} {width} is odd, but rotary embeddings rotate pairs of columns", hint=_PUBLISHED
         )
 
 

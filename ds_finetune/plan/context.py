@@ -78,8 +78,8 @@ def plan_context(model: Mapping[str, Any], context: int) -> ContextPlan:
     kind, published = str(model.get("model_type")), model.get(_POSITIONS)
     if kind not in WITH_CONTEXT or not published:
         raise ConfigError(
-            f"model.context {context} of model_type {kind} is not tested",
-            hint=f"leave it out; tested: {', '.join(WITH_CONTEXT)}",
+            f"model.context {context} is not tested with model_type {kind}",
+            hint=f"leave model.context out, or use one of {', '.join(WITH_CONTEXT)}",
         )
     rope, is_latent = dict(model.get("rope_parameters") or {}), model.get("kv_lora_rank") is not None
     if rope and _rope_type(rope) == "yarn" and rope.get("factor") is None:
@@ -96,13 +96,13 @@ def plan_context(model: Mapping[str, Any], context: int) -> ContextPlan:
 
 
 def _original_positions(rope: Mapping[str, Any], published: int, context: int) -> int:
-    more = f"model.context {context} is more than the {published} positions of the model"
     is_by_layer = any(isinstance(value, Mapping) for value in rope.values())
     if not rope or is_by_layer or _rope_type(rope) not in ("default", "yarn"):
         scaling = "another by type of layer" if is_by_layer else _rope_type(rope) if rope else "none"
         raise ConfigError(
-            f"{more}, and its rotary scaling ({scaling}) is not one that YaRN extends: `default` or `yarn`",
-            hint=f"set model.context to {published} or leave it out, or take another model",
+            f"model.context {context} is more than the {published} positions of the model, whose rotary scaling "
+            f"({scaling}) YaRN cannot extend, unlike `default` or `yarn`",
+            hint=f"set model.context to {published}, leave it out, or train another model",
         )
     if _rope_type(rope) == "default":
         return published
@@ -120,16 +120,16 @@ def _new_factor(rope: Mapping[str, Any], original: int, context: int) -> float:
         raise ConfigError(
             f"model.context {context} is less than the {scaled} positions of the model's YaRN: {original} x factor "
             f"{_factor(rope):g}",
-            hint=f"set it to {scaled}",
+            hint=f"set model.context to {scaled}",
         )
     if int(original * factor) != context:
         # vLLM computes the number of positions as original x factor, cut to an integer.
         below = context // original * original
         legal = [size for size in (below, below + original) if size >= scaled]
         raise ConfigError(
-            f"model.context {context} is not {original} positions x the factor {factor!r} in floating point, by which "
-            "vLLM computes it",
-            hint=f"set it to {' or '.join(map(str, legal))}",
+            f"model.context {context} is not the number of positions that vLLM computes, {original} x the factor "
+            f"{factor!r} in floating point",
+            hint=f"set model.context to {' or '.join(map(str, legal))}",
         )
     return factor
 

@@ -64,7 +64,7 @@ def _check_same_file(given: str | Mapping[str, Any] | None, file: str) -> None:
         values = "; ".join(f"{key} {run_file.get(key)!r} and {accelerate.get(key)!r}" for key in other)
         raise ConfigError(
             f"{source} contradicts accelerate's deepspeed_config_file {file}: {values}",
-            hint="leave one of them out, or make them equal",
+            hint="leave one of the two configurations out, or make them equal",
         )
 
 
@@ -90,15 +90,18 @@ def given_choices(given: str | Mapping[str, Any] | None) -> tuple[Tree, str]:
         tree = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as broken:
         raise ConfigError(
-            f"{given} line {broken.lineno} column {broken.colno} is not JSON: {broken.msg}",
-            hint="check commas and quotes",
+            f"deepspeed file `{given}` line {broken.lineno} column {broken.colno} is not JSON: {broken.msg}",
+            hint="check the commas and quotes there",
         ) from None
     except (OSError, ValueError, RecursionError) as unreadable:
         raise ConfigError(
             f"deepspeed file `{path}` cannot be read: {unreadable}", hint="name a JSON file in UTF-8"
         ) from None
     if not isinstance(tree, dict):
-        raise ConfigError(f"{given} holds {type(tree).__name__}, not an object", hint="see ds_configs/zero2.json")
+        raise ConfigError(
+            f"deepspeed file `{given}` holds a {type(tree).__name__}, not an object",
+            hint="write it like ds_configs/zero2.json",
+        )
     return tree, given
 
 
@@ -127,7 +130,7 @@ def stage_of(tree: Mapping[str, Any], source: str) -> int:
     """ZeRO stage of the configuration, 0 to 3; ConfigError for another value."""
     stage = (tree.get("zero_optimization") or {}).get("stage", 0)
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
-        raise ConfigError(f"{source}: zero_optimization.stage is {stage!r}", hint="use 0, 1, 2 or 3")
+        raise ConfigError(f"{source}: zero_optimization.stage is {stage!r}", hint="set the stage to 0, 1, 2 or 3")
     return int(stage)
 
 
@@ -152,9 +155,8 @@ def _optimizer_section(optim: OptimConfig, *, on_cpu: bool, offloaded: bool, tor
 
 
 def _check_torch_adam(tree: Tree, optim: OptimConfig, source: str, *, on_cpu: bool, offloaded: bool) -> bool | None:
-    """Value of the user's `torch_adam`; None where it is not given.
-
-    ConfigError where `torch_adam` has no effect, and for other parameters, which are not passed on.
+    """The user's `torch_adam`, or None. ConfigError where it has no effect, and for optimizer parameters that would not
+    be passed on to the optimizer.
     """
     params = (tree.get("optimizer") or {}).get("params") or {}
     given = {key: value for key, value in params.items() if value != "auto"}
@@ -186,9 +188,9 @@ def with_reduction_dtype(tree: Mapping[str, Any], train: TrainConfig, *, source:
         given = (tree if key == _COMMUNICATION else data_types).get(key)
         if given not in (None, "auto", value):
             raise ConfigError(
-                f"{source}: {key} {given!r} contradicts train.reduction_dtype {train.reduction_dtype}, that is "
+                f"{source}: {key} {given!r} contradicts train.reduction_dtype {train.reduction_dtype}, which sets "
                 f"{value!r}",
-                hint=f"leave {key} out, or train.reduction_dtype",
+                hint=f"leave {key} or train.reduction_dtype out",
             )
     merged = {**tree}
     if _COMMUNICATION in own:
@@ -245,11 +247,11 @@ def _without_auto(tree: Mapping[str, Any]) -> Tree:
 
 def _check_equal(pairs: Iterable[tuple[str, object, str, object]], hint: str, *, before: str, after: str = "") -> None:
     """Raise a ConfigError if a value given outside of the run file contradicts the run file. None and "auto" count as
-    absent. Each item of `pairs` has the outer name and value, and the run file's name and value.
+    absent. Each item of `pairs` has a name and a value from outside, and a key and its value from the run file.
     """
-    for name, outer, own, ours in pairs:
-        if outer not in (None, "auto") and outer != ours and not (isinstance(outer, list) and tuple(outer) == ours):
-            raise ConfigError(f"{before}{name} {outer!r} contradicts {own} {ours!r}{after}", hint=hint.format(name))
+    for name, value, key, own in pairs:
+        if value not in (None, "auto") and value != own and not (isinstance(value, list) and tuple(value) == own):
+            raise ConfigError(f"{before}{name} {value!r} contradicts {key} {own!r}{after}", hint=hint.format(name))
 
 
 def _values_given_twice(

@@ -33,5 +33,5 @@ class IndexerPlan:
 
 
 def plan_indexer(section: IndexerConfig, model: Mapping[str, Any]) -> IndexerPlan | None:
-    """Indexers of the model with this config.json that the run trains; None where it trains none."""
+    """The indexers that the run trains; None if it trains none, or the model has none."""
     return IndexerPlan(indexed_layers(model), section) if section.train else None

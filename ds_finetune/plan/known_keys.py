@@ -52,7 +52,7 @@ _REFUSED = {
     "tensorboard": "trackers belong to log.trackers",
     "wandb": "trackers belong to log.trackers",
     "managed_gradient_accumulation": "accumulation is derived from train.global_batch_size",
-    # Deprecated keys, which DeepSpeed 0.19.8 translates after this program has read the configuration without them.
+    # DeepSpeed 0.19.8 itself translates these deprecated keys, but only after this program has read the configuration.
     "cpu_offload": 'write offload_optimizer: {"device": "cpu"}',
     "cpu_offload_param": 'write offload_param: {"device": "cpu"}',
     "cpu_offload_use_pin_memory": "write offload_optimizer.pin_memory and offload_param.pin_memory",
@@ -96,7 +96,7 @@ def check_keys(tree: Mapping[str, Any], source: str) -> None:
         for key, value in given.items():
             _check_key(f"{source}: in {section}: ", key, value, types)
             if wanted := _expected_value(key, value, types[key]):
-                raise ConfigError(f"{source}: `{section}.{key}` is {value!r}", hint=f"write {wanted}")
+                raise ConfigError(f"{source}: `{section}.{key}` has the wrong value {value!r}", hint=f"write {wanted}")
     for section in _SECTIONS:
         _section(tree, section.split("."), source)
 
@@ -123,7 +123,7 @@ def _section(tree: Mapping[str, Any], path: Sequence[str], source: str) -> Mappi
         if section is not None and not isinstance(section, Mapping):
             wrong = ".".join(path[:depth])
             raise ConfigError(
-                f"{source}: `{wrong}` is {section!r}, not a section", hint="see ds_configs/zero3_offload.json"
+                f"{source}: `{wrong}` is {section!r}, not a section", hint="write it like ds_configs/zero3_offload.json"
             )
         tree = section or {}
     return tree

@@ -50,9 +50,9 @@ def check_trained_stages(
         missing = sorted(set.union(*kinds) - own_kinds)
         if missing and layers is not None:
             raise ConfigError(
-                f"{given}: trains no {missing[0]} of stage {number} of parallel.pp {len(stages)}, layers {layers}, and "
-                "some of another stage",
-                hint=f"name {missing[0]} of every stage or of none, or set parallel.pp to 1",
+                f"{given} selects no {missing[0]} in stage {number} of parallel.pp {len(stages)} (layers {layers}), "
+                "but some in another stage",
+                hint=f"select {missing[0]} in every stage or in none, or set parallel.pp to 1",
             )
 
 
@@ -78,9 +78,9 @@ def stages_of(tensors: ModelTensors, parallel: ParallelConfig) -> tuple[StageLay
     for stage, layers in enumerate(stages):
         if parallel.ep > 1 and not have_experts & set(layers):
             raise ConfigError(
-                f"parallel.ep {parallel.ep}: stage {stage} of parallel.pp {parallel.pp}, layers {layers}, has no "
-                "routed experts",
-                hint=f"layers {min(have_experts)} to {max(have_experts)} have them; set parallel.pp_layers, or a "
+                f"parallel.ep {parallel.ep} needs routed experts in each pipeline stage, but stage {stage} of "
+                f"parallel.pp {parallel.pp} (layers {layers}) has none",
+                hint=f"layers {min(have_experts)} to {max(have_experts)} have experts; set parallel.pp_layers, or a "
                 "smaller parallel.pp",
             )
     return stages

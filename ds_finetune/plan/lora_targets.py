@@ -176,8 +176,8 @@ def quantised_targets(adaptable: Sequence[LoraTarget], lora: LoraConfig) -> tupl
     if not fitting:
         first = candidates[0]
         raise ConfigError(
-            f"lora.quantize {lora.quantize}: none of the {len(candidates)} weights has rows of a multiple of 64 "
-            f"numbers, such as {first.name} {first.shapes['weight']}",
+            f"lora.quantize {lora.quantize} needs weights whose rows are multiples of 64 numbers, and none of the "
+            f"{len(candidates)} weights has such rows; e.g. {first.name} has the shape {first.shapes['weight']}",
             hint="leave lora.quantize out",
         )
     return fitting

@@ -22,7 +22,8 @@ def matching(pattern: str, names: Mapping[str, Collection[str]], *, key: str, wh
             expression = re.compile(pattern)
         except re.error as broken:
             raise ConfigError(
-                f"{key} `{pattern}` is not a regular expression: {broken}", hint="see Python's `re`"
+                f"{key} `{pattern}` is not a regular expression: {broken}",
+                hint="write a regular expression of Python's module `re`",
             ) from broken
         matches = [name for name, own in names.items() if any(map(expression.fullmatch, own))]
     if not matches:

@@ -223,7 +223,7 @@ def loss_kernel(name: str, *, device: str, tp: int = 1, is_cross_entropy: bool =
     if tp > 1:
         if name == "liger":
             raise ConfigError(
-                f"model.loss liger with parallel.tp {tp}: its kernel needs the whole vocabulary",
+                f"model.loss liger with parallel.tp {tp}: the kernel needs the full vocabulary on each rank",
                 hint="set model.loss to auto",
             )
         return "chunked"
@@ -242,7 +242,7 @@ def loss_kernel(name: str, *, device: str, tp: int = 1, is_cross_entropy: bool =
         return "chunked"
     if version != LIGER:
         raise ConfigError(
-            f"liger-kernel {version} is installed, and the loss calls a function of {LIGER} that is private there",
+            f"liger-kernel {version} is installed, but the loss calls a private function of version {LIGER}",
             hint=f"pip install liger-kernel=={LIGER}, or set model.loss to chunked",
         )
     return "liger"

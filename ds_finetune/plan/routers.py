@@ -32,8 +32,8 @@ class RouterPlan:
         return tuple(layer for layer in self.layers if layer not in self.by_id)
 
     def parameters(self, beyond: range = range(0), module: str = "") -> tuple[str, ...]:
-        """Full names of the routers' parameters. `beyond` are layers after the last one (multi-token prediction), whose
-        routers are inside `module`.
+        """Full names of the routers' parameters. `beyond` has the numbers of multi-token prediction layers, in which
+        the layer with the router has the name `module`.
         """
         layers = (*map(str, self.layers), *(f"{layer}.{module}".rstrip(".") for layer in beyond))
         return tuple(
@@ -72,7 +72,7 @@ def plan_routers(section: RouterConfig | None, model: DescribedModel) -> RouterP
         if section is not None:
             given = ", ".join(f"{name} {getattr(section, name)}" for name in section.model_fields_set) or "empty"
             raise ConfigError(
-                f"`router` ({given}) with model_type {family.model_type}, which has no routed experts by config.json",
+                f"`router` ({given}) with model_type {family.model_type}, which has no routed experts in config.json",
                 hint="leave `router` out",
             )
         return None

@@ -81,7 +81,7 @@ def test_scaling_that_reaches_further_than_the_positions_stays() -> None:
     assert plan.notes() == ()
     with pytest.raises(ConfigError, match=r"65536 is less than the 131072 positions .* 32768 x factor 4") as caught:
         plan_context(model(40960, rope), 65536)
-    assert caught.value.hint == "set it to 131072"
+    assert caught.value.hint == "set model.context to 131072"
 
 
 @pytest.mark.parametrize(
@@ -91,8 +91,8 @@ def test_scaling_that_reaches_further_than_the_positions_stays() -> None:
         (model(rope={"rope_type": "longrope"}), r"\(longrope\)", "set model.context to 32768"),
         (model(rope={"full_attention": {}, "sliding_attention": {}}), "another by type of layer", "32768"),
         (model(rope={}), r"\(none\)", "32768"),
-        (model(model_type="bert"), "model_type bert is not tested", "tested: deepseek_v2"),
-        (model(model_type="gemma3_text"), "model_type gemma3_text is not tested", "tested: deepseek_v2"),
+        (model(model_type="bert"), "is not tested with model_type bert", "use one of deepseek_v2"),
+        (model(model_type="gemma3_text"), "is not tested with model_type gemma3_text", "use one of deepseek_v2"),
     ],
 )
 def test_what_cannot_be_extended_is_refused(tree: dict[str, Any], said: str, hint: str) -> None:
@@ -103,10 +103,12 @@ def test_what_cannot_be_extended_is_refused(tree: dict[str, Any], said: str, hin
 
 def test_a_factor_that_servers_would_round_down_is_refused() -> None:
     lost = next(n for n in range(101, 10**6) if int(100 * (n / 100)) != n)
-    with pytest.raises(ConfigError, match=rf"model\.context {lost} is not 100 positions x the factor") as caught:
+    with pytest.raises(
+        ConfigError, match=rf"model\.context {lost} is not the number of positions that vLLM computes, 100 x the factor"
+    ) as caught:
         plan_context(model(100), lost)
     below = lost // 100 * 100
-    assert caught.value.hint == f"set it to {below} or {below + 100}"
+    assert caught.value.hint == f"set model.context to {below} or {below + 100}"
 
 
 @pytest.mark.parametrize(

@@ -42,10 +42,10 @@ def test_chunks_go_around_the_ranks() -> None:
 @pytest.mark.parametrize(
     ("names", "ep", "said"),
     [
-        (["lm_head.weight"], 1, "trains no matrices of stage 0 of parallel.pp 2, layers 0 to 1"),
-        (["model.embed_tokens.weight"], 1, "no matrices of stage 1"),
-        (["model.layers.0.mlp.up_proj.weight", "lm_head.weight", "model.norm.weight"], 1, "no vectors of stage 0"),
-        (["model.layers.0.mlp.experts.down_proj", "lm_head.weight"], 2, "no matrices of stage 0"),
+        (["lm_head.weight"], 1, r"selects no matrices in stage 0 of parallel.pp 2 \(layers 0 to 1\)"),
+        (["model.embed_tokens.weight"], 1, "no matrices in stage 1"),
+        (["model.layers.0.mlp.up_proj.weight", "lm_head.weight", "model.norm.weight"], 1, "no vectors in stage 0"),
+        (["model.layers.0.mlp.experts.down_proj", "lm_head.weight"], 2, "no matrices in stage 0"),
         (["model.layers.0.mlp.experts.down_proj", "lm_head.weight"], 1, ""),
         (["model.embed_tokens.weight", "lm_head.weight"], 1, ""),
         (["model.layers.1.norm.weight", "model.norm.weight"], 2, ""),

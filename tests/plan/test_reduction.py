@@ -59,14 +59,14 @@ FP32, STEP = {"reduction_dtype": "fp32"}, {"reduction_every": "step"}
         (
             2,
             {**FP32, "choices": {"communication_data_type": "bf16"}},
-            "communication_data_type 'bf16' contradicts train.reduction_dtype fp32, that is 'fp32'",
-            "leave communication_data_type out",
+            "communication_data_type 'bf16' contradicts train.reduction_dtype fp32, which sets 'fp32'",
+            "leave communication_data_type or train.reduction_dtype out",
         ),
         (
             3,
             {**FP32, "choices": {"data_types": {"grad_accum_dtype": "bf16"}}},
             "grad_accum_dtype 'bf16' contradicts train.reduction_dtype fp32",
-            "leave grad_accum_dtype out",
+            "leave grad_accum_dtype or train.reduction_dtype out",
         ),
         (2, {**FP32, **STEP}, "reduction_every step with train.reduction_dtype fp32 in bf16", "leave one of them out"),
         (

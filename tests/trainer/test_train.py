@@ -372,7 +372,7 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
     "context that the positions do not allow": (
         lambda f: _change_model(f, rope_scaling={"rope_type": "linear", "factor": 2.0}),
         {"model": {"context": 1024}},
-        "model.context 1024 is more than the 512 positions of the model, and its rotary scaling (linear)",
+        "model.context 1024 is more than the 512 positions of the model, whose rotary scaling (linear)",
     ),
     "offload without a device": (
         None,

@@ -1,5 +1,5 @@
-"""Memory estimate of a run: rows with what a rank holds on its device, in host memory and on disk, and the option that
-lowers each row.
+"""Memory estimate of a run: rows that say how many bytes a rank holds on its device, in host memory and on disk, and
+which option reduces them.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -80,8 +80,8 @@ class MemoryEstimate:
 
 
 def estimate_memory(plan: Plan, model: DescribedModel, traces: Tracer, *, budget: int | None = None) -> MemoryEstimate:
-    """Memory that the run of `plan` needs; `traces` gives the activations of its model. `budget` is the size in bytes
-    of a rank's device, a part of which sampling of answers fills; None assumes no more than training steps need.
+    """Memory that the run of `plan` needs; `traces` gives the activations of its model. `budget` is the memory of a
+    rank's device in bytes, of which sampling of answers takes a part; with None it takes no more than training steps.
 
     ModelError where the traced layers do not match the layers of the model's tensors.
     """
@@ -101,9 +101,9 @@ def estimate_stages(
     expected, computed = len(model.tensors.layers) - model.tensors.num_predictions, len(traced.layers)
     if expected != computed:
         raise ModelError(
-            f"the memory of model_type {model['model_type']} is not known: its tensors are those of {expected} layers, "
-            f"and {computed} were computed",
-            hint="the run may train all the same: its memory is known after a short run",
+            f"the memory of model_type {model['model_type']} cannot be estimated: it has tensors of {expected} layers, "
+            f"but its traced forward has {computed}",
+            hint="train a few steps to measure the memory",
         )
     files = (*_communicator_rows(plan), *_file_rows(plan, model))
     last = tuple(teacher_rows(plan, model.teacher))

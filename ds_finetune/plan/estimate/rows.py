@@ -1,5 +1,5 @@
-"""Rows of a memory estimate. A row states a memory, the bytes in it, the moments of a step at which they are held, and
-the run-file option that lowers them.
+"""Rows of a memory estimate. A row says how many bytes of which memory (GPU, host, ...) a rank holds for something, at
+which moments of a step, and which run-file option reduces them.
 """
 
 from collections.abc import Sequence

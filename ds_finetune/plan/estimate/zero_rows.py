@@ -65,7 +65,7 @@ DEFAULT_RULES = FetchingRules.of({})
 
 @dataclass(frozen=True)
 class _Zero:
-    """A run's plan and numbers of elements, with the quantities that determine DeepSpeed's memory on a rank."""
+    """The quantities that determine DeepSpeed's memory on a rank, from the run's plan and its numbers of elements."""
 
     plan: Plan
     own: RankElements
@@ -339,12 +339,13 @@ def gathered_weights(
         modules[_module_of(kind.name)] += kind.numel // kind.count
     head = modules.pop(_module_of(HEAD), 0)
     largest = max(modules.values(), default=0)
-    # Between two uses of one layer, the head is used at most twice: in forward and in backward.
+    # Weights used again within `max_reuse` elements stay gathered. Between two uses of a layer the head is used at most
+    # twice (forward and backward), and its elements count.
     near = max(rules.max_reuse - 2 * head, 0) // passes
     reused, ahead = near + largest, rules.max_live if rules.prefetch_bucket else 0
     with_head = min(total, max(reused + head, ahead + max(largest, head)))
     without_head = min(total - head, max(reused, ahead + largest))
-    # A tensor that is gathered alone is not copied (partition_parameters.py:1607).
+    # An all-gather of a single tensor needs no buffer and no copy (partition_parameters.py:1607).
     smallest = min((kind.numel // kind.count for kind in fetched), default=0)
     bucket = rules.prefetch_bucket + max(largest, head) if rules.prefetch_bucket > smallest else 0
     # Gloo has two threads, each with a buffer of its own besides the receiving buffer (ProcessGroupGloo.cpp).

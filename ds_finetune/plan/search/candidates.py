@@ -179,7 +179,10 @@ class Candidates:
         """Why `train` refuses these sizes at every ZeRO stage; None where it does not."""
         batch, dp = self.run.train.global_batch_size, self._dp(sizes)
         if batch % dp:
-            return ConfigError(f"train.global_batch_size {batch} is not a multiple of dp {dp}", hint="set a multiple")
+            return ConfigError(
+                f"train.global_batch_size {batch} is not a multiple of dp {dp}",
+                hint=f"set train.global_batch_size to a multiple of {dp}",
+            )
         return _refusal(self._check_search, replace(self.run, parallel=sizes))
 
     def largest(
@@ -244,7 +247,7 @@ class Candidates:
         )
         if len(stages) > 1 and patterns:
             raise ConfigError(
-                f"patterns {list(patterns)} with parallel.pp {len(stages)}: which stages train their matches is known "
+                f"patterns {list(patterns)} with parallel.pp {len(stages)}: which stages they select is known only "
                 "once the model is built",
                 hint="set parallel.pp in the run file, and leave --search out",
             )

@@ -98,7 +98,7 @@ class Budget:
         """Text with needed and available bytes of each memory that is too small; empty where the run fits."""
         device = (memory.device_bytes, usable(self.device_bytes), "on its device")
         host = (memory.host_bytes, usable(self.host_bytes), "in its share of the host's memory")
-        # The device of a CPU rank is its host.
+        # A CPU rank computes in host memory, so only the limit of the host counts.
         limits = (host,) if memory.device == "host" else (device, host)
         texts = [f"{_gib(need)} of {_gib(most)} {where}" for need, most, where in limits if need > most]
         return f"needs {' and '.join(texts)}" if texts else ""

@@ -100,6 +100,7 @@ def _ranks(request: Request, *, usual: int, device: str = "cuda") -> Ranks:
     if per_node < 1 or gpus % per_node or (request.nodes and gpus != request.nodes * per_node):
         what = f"{request.nodes} nodes" if request.nodes else f"nodes of {per_node}"
         raise ConfigError(
-            f"{gpus} GPUs do not fill {what}", hint="set --gpus to a multiple of them, or set --gpus-per-node"
+            f"{gpus} GPUs do not fill {what}",
+            hint="set --gpus to a multiple of the GPUs of a node, or set --gpus-per-node",
         )
     return Ranks(gpus, per_node, device)

@@ -171,9 +171,9 @@ def search_layouts(given: RunSettings, target: Target, model: DescribedModel, tr
     ConfigError where no layout is legal or none fits, with what is missing and what would provide it.
     """
     if target.budget is None or not target.is_named:
-        reason = "this machine has none" if target.budget is not None else "their memory is not known"
+        reason = "this machine has no GPU" if target.budget is not None else "the memory of a GPU is not known"
         raise ConfigError(
-            f"--search for {target.ranks.number} GPU{'s' * (target.ranks.number > 1)}, and {reason}",
+            f"--search for {target.ranks.number} GPU{'s' * (target.ranks.number > 1)} is impossible: {reason}",
             hint="name the GPU, as --gpu h100-80g, give --gpu-memory 40GiB, or --gpu cpu for this machine's CPU ranks",
         )
     # An undecided micro-batch counts as one row; the search chooses it.
@@ -204,8 +204,8 @@ def _no_legal_layout(search: Search) -> FinetuneError:
     usable = next(n for n in numbers if replace(candidates, ranks=replace(candidates.ranks, number=n)).sizes)
     batch, tree = run.train.global_batch_size, candidates.model
     return ConfigError(
-        f"no layout of {run.model.path} uses {number} ranks: its {tree.get('num_attention_heads')} heads and "
-        f"{tree.get('num_hidden_layers')} layers, and train.global_batch_size {batch}, cannot be divided so",
+        f"no layout of {run.model.path} uses {number} ranks, over which {tree.get('num_attention_heads')} heads, "
+        f"{tree.get('num_hidden_layers')} layers and train.global_batch_size {batch} cannot be divided",
         hint=f"use {usable} ranks, or set train.global_batch_size to a multiple of {number}",
     )
 
@@ -216,8 +216,8 @@ def _none_fits(search: Search, target: Target, result: SearchResult, nearest: Pr
     tried = f" (the search ended after {MOST_TRIED} layouts whose states fit)" if result.is_cut_off else ""
     return ConfigError(
         f"no layout of {search.candidates.run.model.path} fits {target.name}{tried}: {layout_text(nearest)} comes "
-        f"nearest and {search.budget.problem(nearest.memory)} ({SPARE:.0%} stay free), so {missing:,.1f} GiB of a rank "
-        "are missing",
+        f"nearest and {search.budget.problem(nearest.memory)} ({SPARE:.0%} stay free), so a rank lacks "
+        f"{missing:,.1f} GiB",
         hint=f"take more GPUs or hosts with more memory, {adapters}or set a smaller train.max_seq_len",
     )
 

@@ -65,7 +65,7 @@ def test_noise_of_the_first_steps_is_no_fall() -> None:
 def test_wrong_requests_are_refused_and_failed_runs_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"that rise from 1 to 0\.1"):
         run_test(tmp_path, low=1.0, high=0.1)
-    with pytest.raises(ConfigError, match="--steps is 3"):
+    with pytest.raises(ConfigError, match="--steps 3 is too few"):
         run_test(tmp_path, steps=3)
     with pytest.raises(ConfigError, match=r"unknown key `optim\.rate`"):
         run_test(tmp_path, overrides=("optim.rate=1",))

@@ -69,10 +69,10 @@ def test_layouts_change_the_run_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"ranks": (5,)}, "5 ranks: .*12.*"),
-        ({"layouts": ("tp4",)}, "1 rank, tp4: "),
+        ({"ranks": (5,)}, "5 ranks cannot run: .*12.*"),
+        ({"layouts": ("tp4",)}, "1 rank, tp4 cannot run: "),
         ({"layouts": ("fast",)}, "`fast`, which is not a layout"),
-        ({"steps": 3}, "--steps is 3"),
+        ({"steps": 3}, "--steps 3 is too few"),
         ({"overrides": ("optim.rate=1",)}, r"unknown key `optim\.rate`"),
     ],
 )
@@ -88,7 +88,7 @@ def test_too_few_gpus_are_refused_before_anything_starts(tmp_path: Path, monkeyp
     monkeypatch.delenv("DS_ACCELERATOR")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    with pytest.raises(LaunchError, match="need 3 GPUs, and 2 are visible"):
+    with pytest.raises(LaunchError, match="need 3 GPUs, but 2 are visible"):
         compare(tmp_path)
     assert not (tmp_path / "out").exists()
 
