@@ -314,9 +314,8 @@ def _objective_section(name: str, key: Mapping[str, Any], objectives: Sequence[M
         title, *others = fields["name"]["const"], *(field for field in fields if field != "name")
         for field in others:
             keys.setdefault(field, []).append((title, fields[field]))
-        names = f" Keys: {', '.join(f'`{field}`' for field in others)}." if others else ""
         default = " (default)" if key["default"] == {"name": title} else ""
-        text = f"- `{title}`{default}: {section['description']} {fields['name']['description']}{names}"
+        text = f"- `{title}`{default}: {section['description']} {fields['name']['description']}"
         yield f"{_wrapped(text, indent='  ')}\n"
     yield "\nA run that resumes with another objective is refused.\n"
     for field, uses in keys.items():
@@ -360,9 +359,9 @@ def _key(name: str, key: Mapping[str, Any], *, is_required: bool) -> str:
 
 
 def _facts(name: str, key: Mapping[str, Any], *, is_required: bool = False) -> str:
-    """Type and default of a key, and what of it a resumed run cannot change. A default shows a boolean or text."""
+    """Type and default of a key, and what of it a resumed run cannot change. A default alone shows a simple type."""
     kind, default = _type(key), _default(key)
-    shown = "" if default and kind in ("boolean", "string") else kind
+    shown = re.sub(r"^(boolean|string|list|integer|number) ?", "", kind) if default and " or " not in kind else kind
     return "; ".join(filter(None, (shown, "required" if is_required else default, RESUME.get(on_resume(name), ""))))
 
 

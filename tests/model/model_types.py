@@ -2,6 +2,7 @@
 docs/reference/model-types.md`.
 """
 
+import re
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -36,8 +37,8 @@ have.
 """
 _HEAD = """# Model types
 
-This page lists the model types that can be trained. Most need no settings; if a run is refused, the error says what to
-set:
+This page lists the model types (`model_type` of config.json) that can be trained. Most need no settings; if a run is
+refused, the error says what to set:
 
 ```yaml
 model: {{path: my-bloom, attention: eager}}
@@ -57,12 +58,12 @@ which takes about a second:
 | loss | the loss of this program, and that of the model's own logits with transformers' plain attention |
 | adapters, with `lora` | loss, gradients and logits with adapters, and with weights to which they are added |
 
-Results count as equal up to a relative difference of 1e-4; rounding makes 1e-7 to 4e-5. If the loss differs, or the
-rows that the run asks for (packed or padded), the run ends on every rank with exit code 2 before anything is loaded.
-The differences are printed under the plan.
+Results of the trial count as equal up to a relative difference of 1e-4, and are printed under the plan. If the loss
+differs, or the kind of rows that the run has (packed or padded), the run ends with exit code 2 before anything is
+loaded.
 
-The tiny model has the first layers of the model, as many as hold one of each kind. If it cannot be built, packing is
-refused. Without packing, a line under the plan then says that the loss is not known to be right.
+If the tiny model cannot be built, packing is refused; without packing, a line under the plan says that the loss is not
+known to be right.
 
 The encoders `{encoders}` are families too. They attend in both directions and are trained
 only with `objective: classification`. Tests compare documents of packed rows with each document by itself in plain
@@ -70,39 +71,37 @@ transformers.
 
 [Sparse attention](../how-to/sparse-attention.md) (`deepseek_v32`, `glm_moe_dsa`) over documents longer than
 `index_topk` is refused with `model.attention: eager`, in teachers, and if a pipeline stage of GLM begins with a layer
-without an indexer. The indexer of `deepseek_v4` leaves out nothing in documents of at most 4 x `index_topk` + 3 tokens.
+without an indexer.
 
 `deepseek_v41` is refused, since transformers has no classes for it.
 
-Gated delta nets (`qwen3_next`, `qwen3_5_moe_text`, `qwen3_5_text`) start anew at each document of a packed row, with
-`model.attention: sdpa` or the kernels of this program. No answers are sampled from these models.
+Models with gated delta nets (`qwen3_next`, `qwen3_5_moe_text`, `qwen3_5_text`) start anew at each document of a packed
+row. No answers are sampled from them.
 
-Router biases (`e_score_correction_bias`, `expert_bias`) stay fp32 in every type. The balance loss of a `config.json`
-with `output_router_logits: true` is refused; see [routers](../how-to/routers.md) for the one that can be trained.
+A `config.json` with `output_router_logits: true` asks for transformers' balance loss and is refused; set
+[`router.balance`](../how-to/routers.md) instead.
 
 ## Text parts
 
 A model whose `config.json` has a section `text_config` also processes images, video or audio. Its text part is trained
 as a model of the type that the section names, and only the text part needs memory. An export holds the complete model
-with all other bytes unchanged. It is compared with the run on texts in transformers' class of the complete model. With
-LoRA the merged export is the complete model too, and `adapter/` fits it in peft.
+with all other bytes unchanged, and is compared with the run on texts. With LoRA `adapter/` fits the complete model in
+peft.
 
 For models with a text part, rows with images, video or audio are refused, and also `model.weights: random`, quantised
 weights, classifiers, and exports to GGUF, ONNX, compressed-tensors and server adapters. A type whose text part has no
 causal LM in transformers, such as `qwen2_vl`, is refused too.
 
-Tests train gemma3, gemma4, internvl, kimi_k25, mistral3, qwen3_5, qwen3_5_moe and qwen3_vl. The other model types below
-are not trained by tests; their exports are compared too, so export after a few steps first. The text part of the
-default configuration is in parentheses; your config.json may have another.
+Of the types with a text part, tests train gemma3, gemma4, internvl, kimi_k25, mistral3, qwen3_5, qwen3_5_moe and
+qwen3_vl. Export a model of another type after a few steps first, to see whether the export is verified.
 
 {trained}
 
 ## What each type allows
 
-The results below are for transformers {version}, `train.max_seq_len` {row_tokens} and `model.attention: sdpa`, or
-`eager` (marked) if there is no other. They hold for transformers' default configurations, with {settings} that
-get the layers of published models or could not be built (`SETTINGS` in `tests/model/model_types.py`). A run tries your
-own `config.json`. This page is written by `python -m tests.model.model_types > docs/reference/model-types.md`.
+The lists below are for transformers {version}, its default configurations but for {settings} (`SETTINGS` in
+`tests/model/model_types.py`), `train.max_seq_len` {row_tokens} and `model.attention: sdpa`, or `eager` (marked) if there
+is no other. A run tries your own `config.json`. This page is written by `python -m tests.model.model_types`.
 """
 
 
@@ -128,8 +127,9 @@ class Row:
 
     @property
     def reason(self) -> str:
-        """The same words for every type."""
-        return self.why.replace(f"model_type `{self.kind}`", "the model type").removeprefix("config.json: ")
+        """The same words for every type, without the text of an exception."""
+        text = self.why.replace(f"model_type `{self.kind}`", "the model type").removeprefix("config.json: ")
+        return re.sub(r"(: | with )\w+Error: .*", "", text)
 
 
 def config_of(kind: str, **settings: Any) -> PretrainedConfig:
@@ -176,18 +176,17 @@ def generic_types() -> Iterator[str]:
 
 
 def composite_types() -> list[str]:
-    """Composite types whose text part can be trained, each with the type of its text part."""
+    """Composite types whose text part can be trained."""
     trained = []
     mapping = AutoModelForMultimodalLM._model_mapping
     kinds = (kind for kind, config in sorted(CONFIG_MAPPING.items()) if config in mapping)
     for kind in (kind for kind in kinds if TEXT_CONFIG in CONFIG_MAPPING[kind].sub_configs):
         config = config_of(kind)
-        part = f"{kind} ({config.text_config.model_type})"
         try:
             check_text_part(config, {TEXT_CONFIG: {}}, "causal_lm", "config.json")
         except ModelError:
             continue
-        trained.append(part)
+        trained.append(kind)
     return trained
 
 
@@ -206,7 +205,7 @@ def page(found: list[Row]) -> str:
         version=transformers.__version__,
         settings=f"{len(SETTINGS)} exceptions",
         row_tokens=ROW_TOKENS,
-        trained=textwrap.fill(f"Types with a text part are {', '.join(composite_types())}.", 120),
+        trained=textwrap.fill(f"Types with a text part are {', '.join(composite_types())}.", 120, break_on_hyphens=False),
     )
     return head + "".join(_section(verdict, heading, found) for verdict, heading in _HEADINGS.items())
 
