@@ -184,17 +184,16 @@ class RunFolder:
             results[name] = unverified.strip() if unverified else "verified" if has_record else "not verified"
         return results
 
-    def export_step(self, name: str) -> int | None:
-        """The step after which the weights in the run's export `name` were saved; None if it is missing or unknown.
+    def export_step(self, folder: Path) -> int | None:
+        """The step after which the weights in an exported folder of this run were saved; None if it is unknown.
 
         An export that is not verified has no record of its step, which is then taken from the metrics.
         """
-        if not (self.path / name).is_dir():
-            return None
-        step = self.recorded(f"{name.replace('adapter', 'export')}/verification.json").get("step")
+        record = folder.with_name(folder.name.replace("adapter", "export")) / "verification.json"
+        step = read_object(record).get("step")
         if isinstance(step, int):
             return step
-        if name not in BEST_EXPORTS:
+        if folder.name not in BEST_EXPORTS:
             return self.metrics.last_step
         best = self.best("eval/reward", is_highest=True) or self.best("eval/loss")
         return None if best is None else best[0]

@@ -39,10 +39,10 @@ def synchronise(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as refused:
-        if refused.errno != errno.EINVAL:
+        if refused.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
             raise
         raise OSError(
-            errno.EINVAL, f"its file system refuses fsync of {path}, without which files may be lost"
+            refused.errno, f"its file system refuses fsync of {path}, without which files may be lost"
         ) from refused
     finally:
         os.close(descriptor)

@@ -157,7 +157,7 @@ def _steps_of_best(folder: Path) -> dict[str, int | None]:
     run = RunFolder(folder)
     with suppress(OutputError):
         run.update()
-    return {name: run.export_step(name) for name in BEST_EXPORTS if (folder / name).is_dir()}
+    return {name: run.export_step(folder / name) for name in BEST_EXPORTS if (folder / name).is_dir()}
 
 
 def move_later_exports(folder: Path, after_step: int, say: Say) -> None:

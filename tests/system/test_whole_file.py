@@ -11,9 +11,12 @@ from ds_finetune.export.output_folder import as_output_errors
 from ds_finetune.system.whole_file import synchronise
 
 
-def test_a_file_system_that_refuses_fsync_of_a_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP])
+def test_a_file_system_that_refuses_fsync_of_a_folder_is_named(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(_: int) -> None:
-        raise OSError(errno.EINVAL, "Invalid argument")
+        raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(os, "fsync", refuse)
     with pytest.raises(OutputError, match=f"its file system refuses fsync of {tmp_path}"), as_output_errors(tmp_path):

@@ -59,7 +59,7 @@ def model_card(run: RunFolder, folder: Path, verified: Sequence[str] = ()) -> st
 
     is_adapter, settings = (folder / "adapter_config.json").is_file(), run.settings
     export_format = format_of(folder)
-    step = run.export_step(folder.name) or run.metrics.last_step
+    step = run.export_step(folder) or run.metrics.last_step
     results = dict(_results_at(run, step))
     base, objective = base_model(run.config), settings.get("objective.name", "sft")
     is_scorer = objective in OBJECTIVES and OBJECTIVES[objective].head == "scores"
@@ -106,7 +106,7 @@ def model_card(run: RunFolder, folder: Path, verified: Sequence[str] = ()) -> st
         prompts=[] if is_scorer else _prompt_lines(run, folder),
         uses=() if export_format.name == SAFETENSORS.name else export_format.uses,
         built_as=built_as,
-        has_new_tokenizer=read_object(folder / "tokenizer_config.json").get("tokenizer_class") == "TokenizersBackend",
+        new_in_tokenizer=_new_in_tokenizer(read_object(folder / "tokenizer_config.json")),
         type_argument=f', model_type="{built_as}"' if built_as else "",
         raw_score=', function_to_apply="none"' if objective == "reward" else "",
         step=step,
@@ -117,6 +117,13 @@ def model_card(run: RunFolder, folder: Path, verified: Sequence[str] = ()) -> st
         versions=run.versions,
     )
     return marked_card(card)
+
+
+def _new_in_tokenizer(tokenizer_config: Mapping[str, Any]) -> str:
+    """What transformers 4 cannot read in a tokenizer_config.json; empty if it reads the file."""
+    if tokenizer_config.get("tokenizer_class") == "TokenizersBackend":
+        return "the class `TokenizersBackend`"
+    return "a list of `extra_special_tokens`" if isinstance(tokenizer_config.get("extra_special_tokens"), list) else ""
 
 
 def _prompt_lines(run: RunFolder, folder: Path) -> list[str]:

@@ -124,10 +124,21 @@ def test_the_snippet_of_every_card_runs(tmp_path: Path) -> None:
         assert bool(printed) is bool(expected), kind
 
 
-@pytest.mark.parametrize("name", ["TokenizersBackend", "LlamaTokenizerFast"])
-def test_a_tokenizer_that_transformers_4_does_not_read_is_named(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("tokenizer_config", "is_new"),
+    [
+        ({"tokenizer_class": "TokenizersBackend"}, True),
+        ({"tokenizer_class": "LlamaTokenizerFast"}, False),
+        # transformers 4.57: 'list' object has no attribute 'keys'
+        ({"tokenizer_class": "PreTrainedTokenizerFast", "extra_special_tokens": ["<x>"]}, True),
+        ({"tokenizer_class": "PreTrainedTokenizerFast", "extra_special_tokens": {"image_token": "<x>"}}, False),
+    ],
+)
+def test_a_tokenizer_that_transformers_4_does_not_read_is_named(
+    tokenizer_config: dict[str, object], is_new: bool, tmp_path: Path
+) -> None:
     (tmp_path / "export").mkdir()
-    (tmp_path / "export" / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": name}))
+    (tmp_path / "export" / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
     card = write_model_card(RunFolder.read(make_run(tmp_path / "run")), tmp_path / "export")
     assert card
-    assert ("needs transformers 5" in card.read_text()) == (name == "TokenizersBackend")
+    assert ("needs transformers 5" in card.read_text()) == is_new
