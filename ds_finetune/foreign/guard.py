@@ -18,8 +18,6 @@ TESTED = {
     "transformers": "5.23.0",
 }
 """The version of each package for which the patches were written and tested."""
-Wrap = Callable[[str, Callable[..., Any]], Callable[..., Any]]
-"""Function (name of a function, the function) -> a wrapper that replaces the function."""
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,17 @@
 """Patches of torch.distributed: the default timeout, hooks around collectives, and access to NCCL's flight recorder."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ds_finetune.foreign.guard import Foreign, Wrap, replaced
+from ds_finetune.foreign.guard import Foreign, replaced
 
 _TIMEOUT = Foreign("torch", "distributed/distributed_c10d.py:836")
 _ABORT = Foreign("torch", "distributed/distributed_c10d.py:2460")
@@ -35,19 +38,49 @@ def abort_groups() -> None:
     _ABORT.attribute(dist.distributed_c10d, "_abort_process_group")()
 
 
+Span = Callable[[], AbstractContextManager[object]]
+"""Function that makes the context in which a call of a collective, or a wait for it, runs."""
+
+
 @contextmanager
-def wrapped_group_calls(names: Sequence[str], wrap: Wrap) -> Iterator[None]:
-    """Context in which `Work.wait` and the methods `names` of process groups are replaced by `wrap(name, method)`.
+def spans_of_collectives(
+    names: Sequence[str],
+    spans_of: Callable[[dist.ProcessGroup, str, Sequence[Any]], tuple[Span, Span]],
+    other_waits: Span,
+) -> Iterator[None]:
+    """Context in which the methods `names` of process groups, and waits for their asynchronous results, run inside
+    contexts of the caller. `spans_of(group, name, arguments)` makes those of a call: one for the call, and one for a
+    wait. A wait for a call that began earlier runs in `other_waits()`.
 
     torch has no hook that runs before and after collectives on every backend. But every communication function of
     torch.distributed, `isend` and `irecv` too, calls one of these methods in the end.
     """
-    group, work = dist.ProcessGroup, dist.Work
-    _GROUP.attribute(group, "allreduce")
+    waits: weakref.WeakKeyDictionary[dist.Work, Span] = weakref.WeakKeyDictionary()
+    group_class, work_class = dist.ProcessGroup, dist.Work
+    _GROUP.attribute(group_class, "allreduce")
+    wait = _GROUP.attribute(work_class, "wait")
+
+    def spanned(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+            span, span_of_wait = spans_of(group, name, args)
+            with span():
+                work = method(group, *args, **kwargs)
+            if work is not None:
+                waits[work] = span_of_wait
+            return work
+
+        return call
+
+    @functools.wraps(wait)
+    def spanned_wait(work: dist.Work, *args: Any, **kwargs: Any) -> bool:  # noqa: ANN401 - a timeout or none
+        with waits.get(work, other_waits)():
+            return wait(work, *args, **kwargs)
+
     with ExitStack() as stack:
-        for name in filter(partial(hasattr, group), names):
-            stack.enter_context(replaced(group, name, wrap(name, getattr(group, name))))
-        stack.enter_context(replaced(work, "wait", wrap("wait", _GROUP.attribute(work, "wait"))))
+        for name in filter(partial(hasattr, group_class), names):
+            stack.enter_context(replaced(group_class, name, spanned(name, getattr(group_class, name))))
+        stack.enter_context(replaced(work_class, "wait", spanned_wait))
         yield
 
 

@@ -38,7 +38,9 @@ def sources_of(mixture: Mixture, rows: np.ndarray) -> np.ndarray:
 
 def test_an_epoch_is_one_pass_over_the_source_with_the_largest_weight() -> None:
     assert [mixture.draws for mixture in MIXTURES] == [(90, 10), (20, 9), (17, 17, 17), (11, 4, 7), (6,)]
-    with pytest.raises(DataError, match=r"gives `b` a share of 0\.990%, which is less than one row in an epoch of 40 rows"):
+    with pytest.raises(
+        DataError, match=r"gives `b` a share of 0\.990%, which is less than one row in an epoch of 40 rows"
+    ):
         Mixture.of({"a": 1, "b": 0.01}, [40, 5])
 
 

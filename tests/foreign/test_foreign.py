@@ -4,7 +4,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -248,7 +248,7 @@ GUARDS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], Any]]
     ),
     "collectives": (
         lambda patch: missing(patch, dist.ProcessGroup, "allreduce"),
-        lambda: within(torch_distributed.wrapped_group_calls(["barrier", "allreduce"], lambda _, function: function)),
+        lambda: within(torch_distributed.spans_of_collectives(["barrier", "allreduce"], no_parameters, nullcontext)),
     ),
     "build lock": (
         lambda patch: missing(patch, FileBaton, "release"),
@@ -302,7 +302,7 @@ def test_a_refused_wrap_of_collectives_has_replaced_nothing(monkeypatch: pytest.
     barrier = dist.ProcessGroup.barrier
     monkeypatch.delattr(dist.Work, "wait")
     with pytest.raises(DependencyError):
-        within(torch_distributed.wrapped_group_calls(["barrier"], lambda _, function: lambda: function))
+        within(torch_distributed.spans_of_collectives(["barrier"], no_parameters, nullcontext))
     assert dist.ProcessGroup.barrier is barrier
 
 

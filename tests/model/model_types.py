@@ -205,7 +205,9 @@ def page(found: list[Row]) -> str:
         version=transformers.__version__,
         settings=f"{len(SETTINGS)} exceptions",
         row_tokens=ROW_TOKENS,
-        trained=textwrap.fill(f"Types with a text part are {', '.join(composite_types())}.", 120, break_on_hyphens=False),
+        trained=textwrap.fill(
+            f"Types with a text part are {', '.join(composite_types())}.", 120, break_on_hyphens=False
+        ),
     )
     return head + "".join(_section(verdict, heading, found) for verdict, heading in _HEADINGS.items())
 

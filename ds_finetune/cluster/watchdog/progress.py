@@ -4,14 +4,14 @@ NCCL calls return as soon as they are enqueued. Therefore, on a GPU, CUDA events
 whether the device waits in the collective or still computes.
 """
 
-import functools
 import math
 import statistics
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from ds_finetune.config.schedule import seconds_of
 from ds_finetune.config.sections import REPORT_SECONDS, WatchdogConfig
 from ds_finetune.engine.groups.communication import ALL_TO_ALL, INPUT_AT, bytes_of, input_of
 from ds_finetune.engine.groups.communication import POINT_TO_POINT as _SEND_RECEIVE
-from ds_finetune.foreign.torch_distributed import wrapped_group_calls
+from ds_finetune.foreign.torch_distributed import Span, spans_of_collectives
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.system.gpu_threads import use_device
 
@@ -268,26 +268,17 @@ def observe_collectives(progress: RankProgress) -> Iterator[None]:
     """Record every collective of this process's groups, and every wait for one, while the context is open."""
     names: dict[int, str] = {}
 
-    def wrap(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        kind = "" if name == "wait" else INPUT_AT[name][0]
+    def spans_of(group: dist.ProcessGroup, name: str, args: Sequence[Any]) -> tuple[Span, Span]:
+        if not (ranks := names.get(id(group)) or _ranks_text(group)):
+            return nullcontext, progress.waiting
+        names[id(group)] = ranks
+        kind, _ = INPUT_AT[name]
+        ranks = POINT_TO_POINT if kind in _SEND_RECEIVE else ranks
+        # Inputs of an all-to-all or a scatter may differ in size between ranks, so 0 is recorded for all.
+        size = 0 if kind in (ALL_TO_ALL, "scatter") else bytes_of(input_of(name, args))
+        return partial(progress.collective, kind, size, ranks), progress.waiting
 
-        @functools.wraps(function)
-        def call(owner: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - a process group or work of one
-            if not kind:
-                with progress.waiting():
-                    return function(owner, *args, **kwargs)
-            if not (ranks := names.get(id(owner)) or _ranks_text(owner)):
-                return function(owner, *args, **kwargs)
-            names[id(owner)] = ranks
-            ranks = POINT_TO_POINT if kind in _SEND_RECEIVE else ranks
-            # Inputs of an all-to-all or a scatter may differ in size between ranks, so 0 is recorded for all.
-            size = 0 if kind in (ALL_TO_ALL, "scatter") else bytes_of(input_of(name, args))
-            with progress.collective(kind, size, ranks):
-                return function(owner, *args, **kwargs)
-
-        return call
-
-    with wrapped_group_calls(tuple(INPUT_AT), wrap):
+    with spans_of_collectives(tuple(INPUT_AT), spans_of, other_waits=progress.waiting):
         yield
 
 

@@ -1,19 +1,18 @@
 """Measures a rank's collectives in each optimizer step: bytes sent and, if collectives block the host, their time."""
 
-import functools
 import time
-import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ds_finetune.config.units import MIB
-from ds_finetune.foreign.torch_distributed import wrapped_group_calls
+from ds_finetune.foreign.torch_distributed import Span, spans_of_collectives
 
 SEND, RECEIVE, BARRIER, ALL_TO_ALL = "send", "recv", "barrier", "all_to_all"
 INPUT_AT = {
@@ -124,12 +123,11 @@ class CommunicationMeter:
         self._is_blocking = is_blocking
         self._bytes: Counter[str] = Counter()
         self._seconds: defaultdict[str, float] = defaultdict(float)
-        self._kind_of_work: weakref.WeakKeyDictionary[dist.Work, str] = weakref.WeakKeyDictionary()
 
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Context in which the collectives of this process are counted."""
-        with wrapped_group_calls(tuple(INPUT_AT), self._wrap):
+        with spans_of_collectives(tuple(INPUT_AT), self._spans_of, other_waits=nullcontext):
             yield
 
     def restart(self) -> None:
@@ -141,39 +139,18 @@ class CommunicationMeter:
         """Bytes and seconds of collectives since `restart`."""
         return StepCommunication(dict(self._bytes), dict(self._seconds) if self._is_blocking else None)
 
-    def _wrap(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        if name == "wait":
-            return self._wrap_wait(function) if self._is_blocking else function
-        return self._wrap_call(name, function)
-
-    def _wrap_call(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _spans_of(self, group: dist.ProcessGroup, name: str, args: Sequence[Any]) -> tuple[Span, Span]:
         kind, _ = INPUT_AT[name]
         counted_as = SEND_RECEIVE if kind in POINT_TO_POINT else kind
+        if kind != BARRIER:
+            self._bytes[counted_as] += round(sent_bytes(name, args, size=group.size(), group_rank=group.rank()))
+        span = partial(self._timed, counted_as) if self._is_blocking else nullcontext
+        return span, span
 
-        @functools.wraps(function)
-        def call(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-            if kind != BARRIER:
-                self._bytes[counted_as] += round(sent_bytes(name, args, size=group.size(), group_rank=group.rank()))
-            if not self._is_blocking:
-                return function(group, *args, **kwargs)
-            began = time.perf_counter()
-            work = function(group, *args, **kwargs)
-            self._seconds[counted_as] += time.perf_counter() - began
-            if work is not None:
-                self._kind_of_work[work] = counted_as
-            return work
-
-        return call
-
-    def _wrap_wait(self, wait: Callable[..., bool]) -> Callable[..., bool]:
-        @functools.wraps(wait)
-        def call(work: dist.Work, *args: Any, **kwargs: Any) -> bool:  # noqa: ANN401 - a timeout or none
-            began = time.perf_counter()
-            try:
-                return wait(work, *args, **kwargs)
-            finally:
-                kind = self._kind_of_work.get(work)
-                if kind is not None:
-                    self._seconds[kind] += time.perf_counter() - began
-
-        return call
+    @contextmanager
+    def _timed(self, kind: str) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[kind] += time.perf_counter() - began

@@ -2,19 +2,18 @@
 is equal on all ranks that take part.
 """
 
-import functools
 import threading
-import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 from torch.profiler import record_function
 
 from ds_finetune.engine.groups.communication import INPUT_AT, POINT_TO_POINT, bytes_of, input_of
-from ds_finetune.foreign.torch_distributed import wrapped_group_calls
+from ds_finetune.foreign.torch_distributed import Span, spans_of_collectives
 
 DATA, CHECKPOINT, WAIT = "data", "checkpoint", "wait"
 SEPARATOR = "|"
@@ -29,7 +28,6 @@ class Annotations:
         self._data: record_function | None = None
         self._thread = threading.get_ident()
         self._counts: Counter[str] = Counter()
-        self._names: weakref.WeakKeyDictionary[dist.Work, str] = weakref.WeakKeyDictionary()
 
     def begin_data(self) -> None:
         """Begin to annotate the wait for data. The annotation ends when the next phase begins."""
@@ -58,31 +56,10 @@ class Annotations:
 
     def on_collectives(self) -> AbstractContextManager[None]:
         """Annotate every collective of this process's groups, and every wait for one, while the context is open."""
-        return wrapped_group_calls(
-            tuple(INPUT_AT), lambda name, function: self._wait(function) if name == WAIT else self._call(name, function)
-        )
+        other_waits = partial(record_function, WAIT)
+        return spans_of_collectives(tuple(INPUT_AT), self._spans_of, other_waits=other_waits)
 
-    def _call(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def call(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-            annotation = self._name_of(group, name, args)
-            with record_function(annotation):
-                work = function(group, *args, **kwargs)
-            if work is not None:
-                self._names[work] = annotation
-            return work
-
-        return call
-
-    def _wait(self, function: Callable[..., bool]) -> Callable[..., bool]:
-        @functools.wraps(function)
-        def call(work: dist.Work, *args: Any, **kwargs: Any) -> bool:  # noqa: ANN401 - a timeout or none
-            with record_function(self._names.get(work, WAIT)):
-                return function(work, *args, **kwargs)
-
-        return call
-
-    def _name_of(self, group: dist.ProcessGroup, name: str, args: Sequence[Any]) -> str:
+    def _spans_of(self, group: dist.ProcessGroup, name: str, args: Sequence[Any]) -> tuple[Span, Span]:
         kind, _ = INPUT_AT[name]
         key = str(group.group_name)
         if kind in POINT_TO_POINT:
@@ -91,4 +68,6 @@ class Annotations:
             # The key names the sender before the receiver, so that both ranks of a message use the same key.
             key = "{} {}>{}".format(key, *(ends if kind == "send" else ends[::-1]))
         self._counts[key] += 1
-        return SEPARATOR.join((kind, key, str(self._counts[key]), str(bytes_of(input_of(name, args)))))
+        text = SEPARATOR.join((kind, key, str(self._counts[key]), str(bytes_of(input_of(name, args)))))
+        span = partial(record_function, text)
+        return span, span
