@@ -22,7 +22,7 @@ from ds_finetune.plan.settings import RunSettings
 
 @dataclass(frozen=True)
 class RankParts:
-    """What the engine passes to features: this rank's process groups, its device and the start of a teacher."""
+    """What the engine passes to features: this rank's process groups, its device, and how to start a teacher."""
 
     groups: HeadGroups
     device: torch.device

@@ -83,7 +83,7 @@ class IndexerFeature(Feature):
 
     @property
     def own_loss(self) -> str:
-        """Name of the indexer loss; empty if indexers are all that is trained."""
+        """Name of the indexer loss if other parameters are trained too, by the objective; else empty."""
         return "" if self.settings.trains_only_indexers else IndexerLoss.name
 
     def lines(self) -> list[tuple[str, str]]:

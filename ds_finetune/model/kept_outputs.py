@@ -59,7 +59,7 @@ class KeptOutputs(TorchDispatchMode):
         self._outputs, self._is_recomputing, self.is_selective = outputs, is_recomputing, is_selective
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
-        """Called by torch for each operation while the mode is active."""
+        """Called by torch for each operation while this dispatch mode is active."""
 
         def compute() -> Any:  # noqa: ANN401
             return func(*args, **(kwargs or {}))
@@ -85,7 +85,7 @@ class _KeptChoices(TorchDispatchMode):
         self._kept = outputs
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
-        """Called by torch for each operation while the mode is active."""
+        """Called by torch for each operation while this dispatch mode is active."""
         options = kwargs or {}
         if func is not torch.ops.aten.topk.default:
             return func(*args, **options)

@@ -86,7 +86,7 @@ class PeftAdapter:
         if refused:
             raise ExportError(
                 f"{folder} holds {', '.join(refused)}, which is not supported here",
-                hint="merge the adapter into its model with peft's merge_and_unload; it cannot merge aLoRA and prompt "
+                hint="merge the adapter into its model with peft's merge_and_unload, not possible for aLoRA and prompt "
                 "adapters",
             )
         fused_experts = {str(name).rpartition(".")[2] for name in config.get("target_parameters") or ()} & {

@@ -67,7 +67,7 @@ class Entries:
     end: torch.Tensor
     """For each token, index after the last compressed entry that ends with or before it, int64 [tokens]."""
     ranges: tuple[np.ndarray, np.ndarray]
-    """Copies of `first` and `end` as numpy arrays in host memory."""
+    """Copies of `first` and `end`, the range of compressed entries that each token sees, in host memory."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,9 +81,9 @@ class SeenTokens:
     first: torch.Tensor
     """For each token, the first token that it attends to: the start of its window or document, int64 [tokens]."""
     own_array: np.ndarray
-    """Copy of `own` as a numpy array in host memory."""
+    """Index of each token itself, as a numpy array in host memory."""
     first_array: np.ndarray
-    """Copy of `first` as a numpy array in host memory."""
+    """For each token, the first token that it attends to, as a numpy array in host memory."""
     starts: np.ndarray
     """Start of each document among this rank's tokens, followed by the number of these tokens."""
 

@@ -173,7 +173,7 @@ _RULES: Sequence[tuple[re.Pattern[str], Callable[[int, Fraction], int]]] = (
     (re.compile(r"(^|_)(lora_rank|lowrank)$"), _at_most(32)),
     (re.compile(r"^index_n_heads$"), _at_most(16)),
     (re.compile(r"^index_(block_size|topk_blocks)$"), _at_most(4)),
-    # With this limit a vocabulary that is padded stays larger than one that is not.
+    # The limit of unpadded sizes is lower than that of padded ones, so that the two still differ.
     (re.compile(r"^unpadded_vocab_size$"), _at_most(VOCABULARY - 16)),
     (re.compile(r"(^|_)(vocab_size|vocab_size_per_layer_input|vocab_size_base|group_vocab)$"), _at_most(VOCABULARY)),
     (_WINDOWS, _at_most(WINDOW)),

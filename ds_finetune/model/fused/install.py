@@ -110,7 +110,7 @@ def _rotate_last(
     turning = Turning(2 * cos.shape[-1], in_pairs=True, is_back=is_back)
     plain, last = x.split([x.shape[-1] - turning.width, turning.width], -1)
     last = last.transpose(1, 2)
-    # The kernels rotate two tensors, so half of this tensor is passed as the second one.
+    # The kernels rotate two tensors, so a part of this tensor is passed as the second one.
     turned, _ = rotate(kernels, turning, last, last[:, :1].detach(), cos.float(), sin.float())
     return torch.cat([plain, turned.transpose(1, 2)], -1)
 

@@ -61,7 +61,7 @@ class ForwardRows:
     shared: tuple[Documents, ...] | None = None
     """For each document, number of tokens of an earlier document that it continues; None if none continues another."""
     examples: Examples | None = None
-    """Documents of the rows, for objectives that score documents. `index` in it covers only this rank's tokens."""
+    """Documents of the rows, for objectives that score documents. Its `index` covers this rank's tokens only."""
     token_types: torch.Tensor | None = None
     """Token types for encoders, int64 [rows, tokens]: 1 in the second text of a pair, else 0."""
     next_ids: torch.Tensor | None = None

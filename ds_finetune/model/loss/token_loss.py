@@ -60,9 +60,9 @@ class HeadGroups:
     """Process groups with which a head computes its loss. A group is None if its parallel axis has size one."""
 
     tp: TensorParallelGroup | None = None
-    """Ranks that have the other shards of the vocabulary."""
+    """Tensor parallel ranks, which have the other shards of the vocabulary."""
     sp: SequenceParallelGroup | None = None
-    """Ranks that have the other tokens of the documents."""
+    """Sequence parallel ranks, which have the other tokens of the documents."""
     pp: PipelineGroup | None = None
     """Pipeline stages; the last one has the head, and sends its logits to the others."""
 

@@ -93,7 +93,7 @@ class _AwaitExchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # noqa: ANN401
         ctx.exchange.start(grad, is_backward=True)
-        # Only this result's shape matters, because `_StartExchange.backward` returns the received gradients.
+        # Autograd needs only the shape of this gradient. Its values come from `_StartExchange.backward`.
         return grad, None
 
 

@@ -35,7 +35,7 @@ class TensorParallelGroup(RankGroup):
     """Ranks that have the shards of tensor parallel weights."""
 
     def all_reduce_argmax(self, values: torch.Tensor, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Elementwise maximum of `values` over ranks, and its index (int64): the smallest of several ranks' indices."""
+        """Elementwise maximum of `values` over ranks, with its index (int64); of equal maxima, the smallest index."""
         maximum = values.detach().clone()
         dist.all_reduce(maximum, dist.ReduceOp.MAX, group=self.group)
         first = torch.where(values == maximum, indices, torch.iinfo(torch.int64).max)

@@ -39,7 +39,7 @@ _HALF = 0.5
 _NUMBERS = torch.arange(256, dtype=torch.uint8).view(FP8).float().numpy()
 """Value of each of the 256 E4M3 bytes. A table lookup is four times faster than torch 2.13's cast on a CPU."""
 _ROWS = 16
-"""Number of rows that `dequantise` converts at a time, which divides `BLOCK`. numpy needs eight bytes per index."""
+"""Number of rows (a divisor of `BLOCK`) that `dequantise` converts at a time: numpy needs eight bytes per index."""
 
 
 def is_quantised(key: str, shape: tuple[int, ...], family: Family) -> bool:

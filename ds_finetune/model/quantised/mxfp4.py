@@ -33,7 +33,7 @@ _PAIRS = (
 _EXPONENTS = torch.arange(256, dtype=torch.uint8).view(torch.float8_e8m0fnu).float()
 """Scale for each exponent byte: 2^(byte - 127); NaN for 255."""
 _BYTES = 2**18
-"""Number of bytes that `dequantise` converts at a time. numpy needs eight bytes per index."""
+"""Number of bytes that `dequantise` converts at a time, to bound memory: numpy needs eight bytes per index."""
 _BYTES_OF_GROUP = GROUP // 2
 _DIMENSIONS = 4
 _SHOWN = 10
