@@ -93,9 +93,9 @@ def _read_labels(records: Iterable[tuple[str, Record]], columns: Mapping[str, st
             raise _bad_label(label, column, where, "give a whole number or a name")
     if names and numbers:
         number_text, where = next(iter(numbers.items()))
-        name, other = next(iter(names.items()))
+        name, other_row = next(iter(names.items()))
         raise DataError(
-            f"{where}: column `{column}` is the number {number_text}, and {other} has the name {name!r}",
+            f"{where}: column `{column}` is the number {number_text}, and {other_row} has the name {name!r}",
             hint="give all classes by number, or all by name",
         )
     return _Labels(column, names, numbers, orders.pop() if len(orders) == 1 else ())

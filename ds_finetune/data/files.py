@@ -155,13 +155,13 @@ def _read_jsonl(path: str) -> Iterator[tuple[str, ReadRecord]]:
 
 
 def _parse_line(line: str, where: str) -> ReadRecord:
+    shown, hint = line.strip()[:_SHOWN_CHARACTERS], "correct or remove the line"
     try:
         return _as_record(json.loads(line.rstrip(), object_pairs_hook=unique_keys), where)
     except json.JSONDecodeError as broken:
-        problem = f"column {broken.colno} is not JSON: {broken.msg}"
+        return DataError(f"{where} column {broken.colno} is not JSON: {broken.msg}: {shown!r}", hint=hint)
     except (ValueError, RecursionError) as broken:
-        problem = f"cannot be read: {broken}"
-    return DataError(f"{where} {problem}: {line.strip()[:_SHOWN_CHARACTERS]!r}", hint="correct or remove the line")
+        return DataError(f"{where} cannot be read: {broken}: {shown!r}", hint=hint)
 
 
 def _read_json(path: str) -> Iterator[tuple[str, ReadRecord]]:

@@ -235,17 +235,20 @@ def _joined(first: Mapping[str, Any], second: Mapping[str, Any], location: str) 
     first_keys = [key for key in ("reasoning_content", "content", "tool_calls") if first.get(key)]
     parts = [key for key in ("reasoning_content", "content", "tool_calls") if second.get(key)]
     if "tool_calls" in first_keys and parts != ["tool_calls"]:
-        problem = "follows tool calls without a result of a tool between them"
+        problem = "no result follows the tool calls before it"
     elif "reasoning_content" in parts and first_keys:
-        problem = "has reasoning, and is the rest of the assistant message before it"
+        problem = "it begins with new reasoning"
     elif first.get("weight", 1) != second.get("weight", 1):
-        problem = "is the rest of the assistant message before it, and only one of the two is trained"
+        problem = "only one of the two is trained"
     else:
         text = "\n".join(turn["content"] for turn in (first, second) if turn["content"])
         calls = [*first.get("tool_calls", ()), *second.get("tool_calls", ())]
         turn = {**first, **second, "content": text or (None if calls else "")}
         return {**turn, "tool_calls": calls} if calls else turn
-    raise DataError(f"{location} {problem}", hint="join the two messages, or add the one missing between them")
+    raise DataError(
+        f"{location} continues an assistant message, but {problem}",
+        hint="join the two messages, or add the one missing between them",
+    )
 
 
 def _is_trained(fields: Mapping[str, Any], location: str) -> bool:

@@ -104,7 +104,7 @@ class RenderedConversation:
         return turns or [Turn(len(self._messages), self._render(self._messages), "", "")]
 
     def _without_last_text(self, turn: Turn, done: str) -> tuple[Turn, str]:
-        """Remove the text after the end token from a turn, and from the rendering up to its end, `done`."""
+        """Remove the text after a turn's end token from the turn and from `done`, the rendering up to its end."""
         token = self._template.turn_end(turn.ending)
         ending = turn.ending.partition(token)[0] + token if token else turn.ending
         if ending == turn.ending:

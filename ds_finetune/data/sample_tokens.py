@@ -79,7 +79,7 @@ class _SampleText:
 class SampleTokeniser:
     """Tokenises the samples of rows with one tokenizer and one chat template.
 
-    Without a template, `begin` has the ids that begin a sample, as `bos` says, and with `has_eos` an EOS token ends it.
+    Without a template, a sample begins with the ids `begin` (see `bos`), and with `has_eos` ends with an EOS token.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class SampleTokeniser:
         self._has_eos = has_eos
 
     def tokenise(self, samples: Sequence[tuple[str, Sample | Prompt]]) -> list[Tokens]:
-        """Tokenise samples by one call of the tokenizer; of a prompt, the ids are those that a server gives the model.
+        """Tokenise samples by one call of the tokenizer; a prompt gets the ids that a server would give the model.
 
         The first element of each pair names the row in messages (`file line 7`). DataError where a row cannot be
         tokenised.

@@ -160,10 +160,10 @@ def _expand(path: str, purpose: str) -> Iterator[Source]:
             )
         yield Source(path, file_format.name, purpose=purpose)
     elif FileFormat.of(file) or base.startswith((".", "/", "~")) or base.count("/") != 1:
+        mark = next((mark for mark in _NO_PATH if mark in path), "")
         raise DataError(
-            f"data file `{path if any(mark in path for mark in _NO_PATH) else base}` does not exist",
-            hint=next((hint for mark, hint in _NO_PATH.items() if mark in path), "")
-            or "check data.train and data.eval; paths are relative to the working directory",
+            f"data file `{path if mark else base}` does not exist",
+            hint=_NO_PATH.get(mark, "check data.train and data.eval; paths are relative to the working directory"),
         )
     else:
         yield _hub_source(base, names, purpose)

@@ -84,7 +84,9 @@ class StoredScores:
                 hint="run the same `ds-finetune teach` again; it continues where it stopped",
             ) from None
         except (ValueError, TypeError, KeyError) as wrong:
-            raise DataError(f"{folder / _MANIFEST} cannot be read: {wrong}", hint="write the scores again") from wrong
+            raise DataError(
+                f"{folder / _MANIFEST} cannot be read: {wrong}", hint="run `ds-finetune teach` again"
+            ) from wrong
         for number in range(num_shards):
             if damage := find_damage(folder / shard_name(number)):
                 raise DataError(

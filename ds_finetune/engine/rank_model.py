@@ -145,8 +145,8 @@ def fill_weights(
     family = family_of(lm.config.model_type)
     model_shard = ModelShard.of(plan.mesh, family)
     for name, param in lm.named_parameters():
-        # For norms, DeepSpeed 0.19.8 counts parameters without the attribute `model_parallel` once per tensor parallel
-        # group (runtime/utils.py:134).
+        # DeepSpeed 0.19.8 counts parameters without the attribute `model_parallel` once per tensor parallel group in
+        # norms (runtime/utils.py:134).
         param.model_parallel = model_shard.tensor_shard(name, tuple(local_shape(param))).dim is not None  # type: ignore[attr-defined]
     if not loads_weights and all(param.requires_grad for param in lm.parameters()):
         clear_weights(lm, where=where)

@@ -1,4 +1,4 @@
-"""Batches as one rank uses them: the rank's tokens of the rows, ready to be copied to its device.
+"""Batches as one rank uses them: its own tokens of each row, ready to be copied to its device.
 
 All numbers of tokens and documents are computed on the host before the copy, because reading them from a GPU would
 synchronise it.
@@ -17,7 +17,7 @@ from ds_finetune.objectives.objective import AnswerNumbers, Examples
 
 @dataclass(frozen=True)
 class RankBatch(Batch):
-    """A batch with the rows of all its forwards, as this rank uses them."""
+    """A batch with the rows of each forward pass, of which this rank has its own tokens."""
 
     rows: tuple[ForwardRows, ...] = ()
     """The rows of each forward, one for each micro-batch in `micro`."""

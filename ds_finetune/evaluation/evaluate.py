@@ -286,7 +286,7 @@ def _check_same_tokens(
     if largest >= size:
         raise DataError(
             f"the rows have token ids up to {largest} and `{base}` a vocabulary of {size}",
-            hint="name the model from which the export was trained as the baseline",
+            hint="give the model that the export was trained from as --baseline",
         )
     if not (base / "tokenizer_config.json").is_file() and not (base / "tokenizer.json").is_file():
         return [f"`{base}` has no tokenizer to compare; the token ids of `{folder}` are used"]

@@ -12,7 +12,7 @@ from ds_finetune.objectives.objective import DocumentObjective, is_of_documents,
 
 
 def preference_of(section: ObjectiveConfig) -> DocumentObjective | None:
-    """The preference or KTO objective that the run file's section names; None for other objectives."""
+    """The preference or KTO objective of the run file's section `objective`; None for other objectives."""
     objective = make_objective(section)
     return objective if is_of_documents(objective) else None
 

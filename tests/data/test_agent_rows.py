@@ -192,9 +192,12 @@ THINK = {"role": "assistant", "content": "So.", "reasoning_content": "hm"}
 @pytest.mark.parametrize(
     ("turns", "said"),
     [
-        ([{"role": "assistant", "tool_calls": CALLS}, LAST], "message 3 of `messages` follows tool calls without"),
-        ([LAST, THINK], "message 3 of `messages` has reasoning, and is the rest"),
-        ([{**LAST, "weight": 0}, LAST], "message 3 of `messages` is the rest .* only one of the two is trained"),
+        (
+            [{"role": "assistant", "tool_calls": CALLS}, LAST],
+            "message 3 of `messages` continues an assistant message, but no result",
+        ),
+        ([LAST, THINK], "message 3 of `messages` continues an assistant message, but it begins with new"),
+        ([{**LAST, "weight": 0}, LAST], "message 3 of `messages` continues an assistant message, but only one"),
     ],
 )
 def test_messages_that_are_no_turn_together_are_refused(turns: list[dict[str, Any]], said: str) -> None:

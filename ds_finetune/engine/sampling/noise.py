@@ -46,7 +46,7 @@ def answer_keys(seed: int, answers: Iterable[tuple[int, int, int]], device: torc
 
 
 def id_keys(vocabulary: int, device: torch.device) -> torch.Tensor:
-    """Keys of all token ids, int64 [vocabulary]."""
+    """Keys of all token ids for their random numbers, int64 [vocabulary]."""
     return mix(torch.arange(1, vocabulary + 1, device=device) * _STEP)
 
 

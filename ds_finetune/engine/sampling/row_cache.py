@@ -82,7 +82,7 @@ class RowCache(Cache):
         """Copy prompts of at most `columns` tokens, each to a range of rows. The cache grows to at most `longest`."""
         super().__init__(layers=[])
         self.columns = self._reserved = columns
-        """Number of columns with tokens, and number of reserved columns."""
+        """Number of the cache's columns with tokens, and number of its reserved columns."""
         self._longest = longest
         for prompt, of_prompt in prompts:
             self.layers += [_RowLayer(self) for _ in prompt.cache.layers[len(self.layers) :]]

@@ -314,7 +314,7 @@ class EngineState:
         return states[0] if states else {}
 
     def _kinds(self, master: Master) -> dict[str, torch.Tensor]:
-        """Optimizer states with a value per element of the master (or its `full_parts`), by kind; empty on NVMe."""
+        """A master's optimizer states by kind, if they have a value per element (or of `full_parts`); none on NVMe."""
         sizes = (master.flat.numel(), sum(part.numel for part in master.full_parts))
         tensors = {
             kind: value for kind, value in self._state(master).items() if torch.is_tensor(value) and kind != "step"
@@ -347,7 +347,8 @@ class EngineState:
 
     def _slice(self, key: str, part: Part, dtype: torch.dtype) -> Slice:
         if part.is_state:
-            # Optimizers whose states differ in shape from the parameter train full parameters on every rank.
+            # States whose shape differs from the parameter's come from optimizers that train full parameters on every
+            # rank.
             return Slice(key, part.shape, 0, part.numel, dtype, is_replicated=True)
         shard = self._model_shard.tensor_shard(part.name, part.shape)
         is_replicated = self._plan.zero_stage == 0 and shard.is_full and self._plan.mesh.pp == 1
@@ -356,8 +357,8 @@ class EngineState:
         )
 
     def _is_saved_here(self, part: Slice) -> bool:
-        """Whether this rank saves a slice that other ranks have too: any at stage 0, or replicated by tensor
-        parallelism.
+        """Whether this rank saves a slice. At stage 0 other ranks have it too, and so they do if tensor parallelism
+        replicates it.
         """
         name = part.key.partition("/")[2]
         if part.is_replicated:

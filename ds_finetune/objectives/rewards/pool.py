@@ -239,7 +239,7 @@ class Rewards:
         return pending
 
     def submit(self, answer: AnswerToScore) -> Future[list[Part]]:
-        """Score one answer in the background; the result has a part for each reward."""
+        """Score one answer in the background; the result has a `Part` for each reward."""
         return self._threads.submit(self._score, answer)
 
     def error(self, name: str, reason: str, answer: AnswerToScore) -> RewardError:

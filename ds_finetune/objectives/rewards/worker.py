@@ -154,7 +154,7 @@ def _module_of(file: str) -> ModuleType:
 
 
 def check_score(score: Any) -> float | None:  # noqa: ANN401 - what a reward returns
-    """The score as a float, or None; RewardFaultError where it is no finite number (also of numpy or torch)."""
+    """The score (of Python, numpy or torch) as a float, or None; RewardFaultError if it is not a finite number."""
     score = score.item() if getattr(score, "shape", None) == () else score
     if score is None:
         return None
