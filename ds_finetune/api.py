@@ -95,7 +95,7 @@ def plan_run(config: ConfigSource, *, gpus: int, gpus_per_node: int = 8) -> "Pla
     check_whole_number("gpus_per_node", gpus_per_node, least=1)
     if gpus % min(gpus, gpus_per_node):
         raise ConfigError(
-            f"{gpus} GPUs do not fill nodes of {gpus_per_node}", hint="give a multiple of --gpus-per-node"
+            f"{gpus} GPUs do not fill nodes of {gpus_per_node} GPUs", hint="give a multiple of --gpus-per-node"
         )
     from ds_finetune.trainer.dry_run import planned_run
     from ds_finetune.trainer.resolve import resolve
@@ -132,7 +132,7 @@ def export_model(  # noqa: PLR0913 - each is an option of the command
 
     for name, path in (("source", source), ("out", out)):
         if not isinstance(path, str | Path):
-            raise ConfigError(f"{name} is {path!r}", hint="give the path of a folder")
+            raise ConfigError(f"argument {name} is {path!r}", hint="give the path of a folder")
     row, trained = format_named(format), None if base is None else Path(base)
     options = row.resolved(
         ExportOptions(
@@ -256,8 +256,8 @@ def _eval_objective(objective: str | Mapping[str, object]) -> tuple["RowKind", "
     if kind.documents_per_unit and preference is None:
         raise ConfigError(
             f"objective {kind.objective} has neither a mean loss of tokens nor answers of a language model to score",
-            hint="leave it out for a classifier or a reward model; other metrics on held-out rows are in metrics.jsonl "
-            "of the run",
+            hint="leave `objective` out for a classifier or a reward model; metrics.jsonl of the run has other metrics "
+            "on held-out rows",
         )
     return kind, preference
 
@@ -283,7 +283,7 @@ def _held_out_paths(
     for name in texts:
         if not SET_NAME.fullmatch(name):
             raise ConfigError(
-                f"the name `{name}` of a held-out set has more than letters, digits, `_`, `-` and `.`",
+                f"the name `{name}` of a held-out set has characters besides letters, digits, `_`, `-` and `.`",
                 hint="write e.g. old=a.txt new=b.txt",
             )
     return texts

@@ -66,9 +66,7 @@ class ServeError(FinetuneError):
 
 
 class RewardError(FinetuneError):
-    """A reward function itself is wrong, not the answer that it scores; or a record lacks a field that a reward
-    needs.
-    """
+    """A reward function failed or returned an invalid value, or a data row lacks a field that a reward needs."""
 
     exit_code = RUN_ERROR_EXIT_CODE
 

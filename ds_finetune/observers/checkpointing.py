@@ -78,7 +78,7 @@ class Checkpointing:
         name = self.signals.name or "a signal to another rank"
         if not self._report(self.saver.settle(wait=True)):
             raise RunError(
-                f"{name}: the checkpoint of step {record.step} was NOT saved",
+                f"{name} ends the run, and the checkpoint of step {record.step} was NOT saved",
                 hint="the same command resumes from the checkpoint before it",
             )
         return record.stopping(f"{name}: saved at step {record.step}; the same command resumes from there")

@@ -20,8 +20,10 @@ def load_observers(names: Sequence[str]) -> list[Observer]:
     for name in names:
         if name not in offered:
             installed = ", ".join(sorted(offered)) or "none"
-            hint = f"installed: {installed}; install the package whose entry point of {ENTRY_POINTS} it is"
-            raise ConfigError(f"log.observers names `{name}`, which no installed package offers", hint=hint)
+            raise ConfigError(
+                f"log.observers names `{name}`, which no installed package offers (installed: {installed})",
+                hint=f"install the package that has `{name}` among its entry points {ENTRY_POINTS}",
+            )
     observers = list[Observer]()
     for name in names:
         try:
@@ -68,11 +70,15 @@ def _seen(observer: Observer, record: StepRecord) -> StepRecord:
     except FinetuneError:
         raise
     except Exception as error:
-        hint = "correct it; the same command resumes from the last checkpoint"
-        raise RunError(f"observer {name} failed {where}: {type(error).__name__}: {error}", hint=hint) from error
+        raise RunError(
+            f"observer {name} failed {where}: {type(error).__name__}: {error}",
+            hint="correct the observer; the same command resumes from the last checkpoint",
+        ) from error
     if returned is None:
         return record
     if not isinstance(returned, StepRecord) or not returned.values.items() >= record.values.items():
-        hint = "return None, or the record by its `with_values` or `stopping`; values may be added under new names"
-        raise RunError(f"observer {name} returned {returned!r:.200} {where}", hint=hint)
+        raise RunError(
+            f"observer {name} returned {returned!r:.200} {where}",
+            hint="return None, or the record by its `with_values` or `stopping`; values may be added under new names",
+        )
     return returned

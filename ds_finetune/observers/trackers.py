@@ -131,7 +131,7 @@ def _opening(name: str, say: Say, *, is_resumed: bool) -> Iterator[None]:
         if not is_resumed:
             raise ConfigError(
                 f"log.trackers names `{name}`, which cannot be opened: {one_line(failed)}",
-                hint="set the variables of its package, or leave it out",
+                hint="set the environment variables that its package needs, or leave it out",
             ) from failed
         say(f"{name} CANNOT BE OPENED: {one_line(failed)}; training continues, and its records wait")
 

@@ -17,8 +17,8 @@ def record_error(text: str, *, cause: str = "", file: str = "") -> None:
 
     `cause` says why the run ends, for a rank that only ends because of another one. `file` is the error file of another
     rank that this process is about to kill; by default it is this process's own. The format is that of torch 2.13
-    (elastic/multiprocessing/errors/error_handler.py:80). `at` in it is more exact than the agent's timestamp in
-    seconds.
+    (elastic/multiprocessing/errors/error_handler.py:80). Its key `at` is more exact than the agent's timestamp
+    in seconds.
     """
     path = Path(file or os.environ.get(ERROR_FILE, ""))
     if path == Path() or path.exists():
@@ -26,6 +26,6 @@ def record_error(text: str, *, cause: str = "", file: str = "") -> None:
     now = time.time()
     extra = {"py_callstack": text, "timestamp": str(int(now))}
     message = {"message": text, "extraInfo": extra, "at": now, "cause": cause}
-    # The file is written whole or not at all: the agent fails on a part of one, as a full disk leaves it.
+    # The file is replaced atomically: the agent fails on an incomplete file, which a full disk would leave.
     with suppress(OSError):
         replace_file(path, json.dumps({"message": message}))

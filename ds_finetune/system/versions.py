@@ -88,19 +88,21 @@ def range_text(line: Requirement) -> str:
 
 @cache
 def check_versions(extra: str = "") -> None:
-    """DependencyError where installed packages are outside the tested version ranges; a warning if `UNTESTED` is 1."""
+    """Raise DependencyError if installed versions are outside the tested ranges; with `UNTESTED`=1 only warn."""
     if not requirements_of():
         _warn("ds_finetune is not installed, and no pyproject.toml is beside it: versions of packages are not checked")
     elif wrong := outside_ranges(installed_versions([extra]), extra):
-        text = f"packages outside the tested ranges: {', '.join(wrong)}"
+        names = ", ".join(wrong)
         if os.environ.get(UNTESTED) != "1":
-            hint = f"{pip_install(*wrong.values())}; or set {UNTESTED}=1 to compute with versions that no test has seen"
-            raise DependencyError(text, hint=hint)
-        _warn(f"{text}; no test has seen these versions ({UNTESTED}=1)")
+            raise DependencyError(
+                f"packages outside the tested ranges: {names}",
+                hint=f"{pip_install(*wrong.values())}; or set {UNTESTED}=1 to compute with untested versions",
+            )
+        _warn(f"packages outside the tested ranges: {names}; no test has seen these versions ({UNTESTED}=1)")
 
 
 def require_extra(extra: str, what: str) -> None:
-    """DependencyError where `what` needs an extra with a package that is absent or outside its tested range."""
+    """Raise DependencyError if the extra that `what` needs is not installed, or in untested versions."""
     missing = [line.name for line in requirements_of(extra) if find_spec(line.name) is None]
     if missing:
         raise DependencyError(

@@ -133,7 +133,7 @@ class World:
         if local_size < size and "MASTER_ADDR" not in environ:
             raise LaunchError(
                 f"Open MPI runs {size} ranks on several hosts ({local_size} here) and MASTER_ADDR is not set",
-                hint=f"mpirun -x MASTER_ADDR=FIRST_HOST -x MASTER_PORT={DEFAULT_PORT} ...",
+                hint=f"start with mpirun -x MASTER_ADDR=FIRST_HOST -x MASTER_PORT={DEFAULT_PORT} ...",
             )
         job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid") or "0"
         return cls(rank, size, local, local_size, "mpirun", *_master_address(environ, job))
@@ -223,7 +223,7 @@ def _check_hostfile_arguments(line: list[str]) -> None:
         if name and not Path(name).is_file():
             raise LaunchError(
                 f"`deepspeed` was given hostfile `{name}`, which does not exist, and started only on this machine",
-                hint="create it, or leave --hostfile out",
+                hint="create the hostfile, or leave --hostfile out",
             )
         if name:
             read_hostfile(name)
@@ -275,8 +275,8 @@ def _check_other_mpi(environ: Mapping[str, str], world_size: str) -> None:
     wrong += [name for name in _OTHER_RANKS if world_size == "1" and environ.get(name, "0") != "0"]
     if wrong:
         raise LaunchError(
-            f"{wrong[0]} is {environ[wrong[0]]} but the world size is {world_size}: ranks of this launcher are not "
-            "known here",
+            f"{wrong[0]} is {environ[wrong[0]]} but the world size is {world_size}: the launcher that sets it is not "
+            "supported",
             hint="start with Open MPI's mpirun, srun or torchrun, or set RANK, WORLD_SIZE, LOCAL_RANK, "
             "LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each rank",
         )
@@ -292,7 +292,7 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
 
 
 def _master_address(environ: Mapping[str, str], job: str) -> tuple[str, int]:
-    """Address and port of rank 0. Without MASTER_PORT, the port follows from the job id, so that jobs differ."""
+    """Address and port of rank 0. Without MASTER_PORT, the port is computed from the job id, so that jobs differ."""
     port = _FIRST_PORT + sum(ord(c) * 31**i for i, c in enumerate(job)) % _PORTS if job else DEFAULT_PORT
     return environ.get("MASTER_ADDR", "127.0.0.1"), master_port(environ, port)
 
@@ -325,13 +325,13 @@ def slurm_nodes(environ: Mapping[str, str], *names: str) -> list[str]:
     if not re.fullmatch(rf"{_NODES}(?:,{_NODES})*", text):
         raise LaunchError(
             f"{name} `{text}` is not a list of nodes",
-            hint="run it under salloc or sbatch; a rank may have MASTER_ADDR and MASTER_PORT of rank 0 instead",
+            hint="start under salloc or sbatch, or set MASTER_ADDR and MASTER_PORT of rank 0 for every rank",
         )
     return [name for part in re.findall(_NODES, text) for name in _expand(part)]
 
 
 def _expand(part: str) -> list[str]:
-    """Nodes of an entry: `node[01-03,7]-ib` is node01-ib, node02-ib, node03-ib, node7-ib; brackets multiply."""
+    """Nodes of an entry: `node[01-03,7]-ib` is node01-ib, node02-ib, node03-ib, node7-ib; brackets are combined."""
     pieces = re.split(r"\[([^\[\]]*)\]", part)
     choices = [_numbers(piece) if index % 2 else [piece] for index, piece in enumerate(pieces)]
     return ["".join(chosen) for chosen in product(*choices)]

@@ -1,4 +1,4 @@
-"""Batches of this rank, from prepared or streamed rows, from the beginning of a run or from where it resumes."""
+"""Makes the batches of this rank from prepared or streamed rows, beginning at the step at which the run resumes."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager

@@ -67,8 +67,8 @@ def check_lengths(
         if max_seq_len > limit.tokens and (is_streamed or model.objective.needs_baseline):
             source = "data.streaming" if is_streamed else f"objective {model.objective.name}"
             raise ConfigError(
-                f"train.max_seq_len {max_seq_len} is more than index_topk {limit.tokens}, the documents of "
-                f"{source} are not known before the run, and sparse attention {limit.reason} is not tested",
+                f"train.max_seq_len {max_seq_len} is more than index_topk {limit.tokens}, with {source} the documents "
+                f"are not known before the run, and on longer ones sparse attention {limit.reason} is not tested",
                 hint=f"set train.max_seq_len: {limit.tokens}, or {limit.hint}",
             )
         for name, rows in named.items():
@@ -79,8 +79,8 @@ def check_lengths(
             if longest and longest + generate.max_new_tokens > limit.tokens:
                 raise ConfigError(
                     f"eval.generate: a prompt of {longest} tokens in {name} and max_new_tokens "
-                    f"{generate.max_new_tokens} are more than index_topk {limit.tokens}, and sparse attention "
-                    f"{limit.reason} is not tested",
+                    f"{generate.max_new_tokens} add up to more than index_topk {limit.tokens}, for which sparse "
+                    f"attention {limit.reason} is not tested",
                     hint=f"set {limit.hint}, or fewer max_new_tokens",
                 )
 
@@ -96,7 +96,7 @@ def _limits(model: ModelPlan) -> Iterator[DocumentLimit]:
             yield DocumentLimit(tokens, where, "model.attention: sdpa", holds_for_answers=True)
         types = getattr(model.hf_config, "indexer_types", None) or ()
         chunks = [chunk for layers in model.stages if layers is not None for chunk in layers.chunks]
-        # The first layer of a pipeline chunk would need the tokens that the indexer of the preceding layer has chosen.
+        # Such a layer needs the tokens chosen by the indexer of the preceding layer, which another rank has.
         for layer in (chunk[0] for chunk in chunks if types and types[chunk[0]] == "shared"):
             where = f"where a stage of parallel.pp {len(model.stages)} begins with layer {layer}, without an indexer"
             yield DocumentLimit(tokens, where, "parallel.pp: 1, or other parallel.pp_layers", holds_for_answers=True)
@@ -111,10 +111,10 @@ def _check_documents(key: str, rows: PreparedRows, limit: DocumentLimit) -> None
     too_long = int((lengths > limit.tokens).sum())
     if too_long:
         raise DataError(
-            f"{key}: {too_long} of {len(lengths)} documents are longer than index_topk {limit.tokens}, the longest has "
-            f"{lengths.max()} tokens, and sparse attention {limit.reason} is not tested",
-            hint=f"set {limit.hint}; or train.max_seq_len: {limit.tokens}, and longer documents are cut, split or "
-            "dropped as data.long_rows says",
+            f"{key}: {too_long} of {len(lengths)} documents are longer than index_topk {limit.tokens} (the longest has "
+            f"{lengths.max()} tokens), and on them sparse attention {limit.reason} is not tested",
+            hint=f"set {limit.hint}; or set train.max_seq_len: {limit.tokens}, so that data.long_rows decides whether "
+            "longer documents are cut, split or dropped",
         )
 
 
@@ -126,7 +126,7 @@ def check_answers_fit(generate: GenerateConfig, model: ModelPlan, held_out: Mapp
         if allowed and longest and longest + generate.max_new_tokens > allowed:
             raise ConfigError(
                 f"eval.generate: a prompt of {longest} tokens in {name} and max_new_tokens {generate.max_new_tokens} "
-                f"are more than the {allowed} positions of {model.path}",
+                f"add up to more than the {allowed} positions of {model.path}",
                 hint=f"set eval.generate.max_new_tokens to {allowed - longest} or less"
                 if longest < allowed
                 else "leave eval.generate out",

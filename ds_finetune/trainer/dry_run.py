@@ -31,7 +31,7 @@ class PlannedRun:
     plan: Plan = field(repr=False)
     """Decisions: mesh, ZeRO stage, offload, DeepSpeed configuration (`plan.deepspeed_config`)."""
     tensors: tuple[tuple[TensorKind, ...], ...] = field(repr=False)
-    """Tensors of a rank of each pipeline stage."""
+    """For each pipeline stage, the tensors that one of its ranks holds."""
     estimate: RunEstimate
     """Parameters, bytes of a rank of the largest stage, and files on disk."""
     lines: tuple[tuple[str, str], ...]

@@ -193,7 +193,7 @@ def export(run: PreparedRun, engine: Engine, out: Path, *, step: int | None) -> 
             max_shard_bytes=max_shard_bytes,
         )
     except OutputError as full:
-        raise RunError(f"{full.message}; training is finished, and its export is missing", hint=full.hint) from full
+        raise RunError(f"training is finished, but its export is missing: {full.message}", hint=full.hint) from full
     return notes
 
 

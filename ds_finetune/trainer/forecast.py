@@ -124,23 +124,20 @@ def _out_of_memory(run: PreparedRun, error: Exception, device: DeviceMemory | No
     message = f"rank {run.plan.world.rank} ran out of memory: {first}"
     estimate = estimate_of(run)
     if estimate is None or device is None:
-        unknown = (
-            "what is free here" if device is None else f"the memory of model_type {run.inputs.hf_config.model_type}"
-        )
+        unknown = "its free memory" if device is None else f"the memory of model_type {run.inputs.hf_config.model_type}"
         return OutOfMemoryError(
             f"{message}; {unknown} is not known",
             hint="lower train.micro_batch_size, or take a higher zero_optimization.stage or more ranks",
         )
     need = f"by the estimate a rank needs {estimate.device_bytes / GIB:.3f} GiB at most"
     available = f"the {device.name} had {device.free_bytes / GIB:.3f} GiB free for it when the run was prepared"
-    text = "\n".join([message, f"{need}, and {available}:", *memory_table(estimate)])
-    bucket = _bucket_hint(run, device)
-    if estimate.device_bytes >= device.free_bytes:
-        fits = what_fits(run, budget=device.free_bytes)
-        return OutOfMemoryError(text, hint=f"{bucket}; then {fits}" if bucket else fits)
-    less = what_fits(run, budget=estimate.device_bytes)
-    unexpected = "the estimate is less than what was free: look for other processes and limits, or take less"
-    return OutOfMemoryError(text, hint=bucket or f"{unexpected}; {less}")
+    table = "\n".join(memory_table(estimate))
+    bucket, fits = _bucket_hint(run, device), what_fits(run, budget=min(device.free_bytes, estimate.device_bytes))
+    remedy = f"{bucket}; then {fits}" if bucket else fits
+    if estimate.device_bytes < device.free_bytes:
+        unexpected = "the estimate is less than what was free: look for other processes and limits, or take less"
+        remedy = bucket or f"{unexpected}; {fits}"
+    return OutOfMemoryError(f"{message}\n{need}, and {available}:\n{table}", hint=remedy)
 
 
 def _bucket_hint(run: PreparedRun, device: DeviceMemory) -> str:

@@ -110,7 +110,7 @@ class RunInputs:
 
     @cached_property
     def beginning(self) -> dict[str, str]:
-        """The changed tokenizer.json of exports, by file name, if the run's begins texts otherwise than training."""
+        """The tokenizer.json of exports, by file name, if the run's own adds another BOS than training; else empty."""
         files = {name: path for name, path in self.copied_files.items() if name != GENERATION}
         return fit_beginning(self.tokenizer, files, self.prompts, config=self.config_tree)
 
@@ -138,9 +138,9 @@ def read_inputs(run: RunSettings, model: ModelPlan) -> RunInputs:
             )
     if run.data.streaming and run.data.weights:
         raise ConfigError(
-            f"data.train gives weights to {', '.join(run.data.weights)}, which needs the number of rows, unknown with "
-            "data.streaming",
-            hint="set data.streaming to false, or write the rows of a mixture to one file",
+            f"data.train gives weights to {', '.join(run.data.weights)}, which needs the number of rows, but with "
+            "data.streaming it is not known",
+            hint="set data.streaming to false, or write the mixed rows to one file",
         )
     check_files(run.rewards)
     kind = find_classes(run.data, RowKind.of(run.objective))
@@ -273,7 +273,7 @@ def config_tree(folder: Path, model: ModelPlan) -> dict[str, Any]:
 
 
 def check_teacher_tokens(model: ModelPlan, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ModelError if the teacher's tokenizer has other tokens than the run's, DataError if it has none."""
+    """Raise ModelError if the teacher's tokenizer has other tokens than the run's, DataError if it is missing."""
     if model.teacher is not None:
         folder = resolve_folder(model.teacher.path, files=TOKENIZER_PATTERNS)
         teacher_tokenizer = load_tokenizer(str(folder))
@@ -310,6 +310,6 @@ def check_records(sections: Sequence[RewardConfig], rows: PreparedRows) -> None:
     """Raise DataError for the first record that a reward cannot use. Called before the first rollout."""
     if problem := unusable_record(sections, rows):
         raise DataError(
-            f"the rewards cannot use {problem}",
+            f"the rewards cannot use a row of the data: {problem}",
             hint="correct the row, or set the key `column` of the reward to another column",
         )

@@ -57,7 +57,7 @@ def decide_micro_batch(run: PreparedRun, store: dist.Store, monitor: Monitor) ->
     monitor.wait_until_prepared(store)
     if run.memory is None:
         raise ConfigError(
-            f"train.micro_batch_size auto: {sys.platform} does not say how much memory is free", hint="give a number"
+            f"train.micro_batch_size auto: {sys.platform} does not say how much memory is free", hint="set a number"
         )
     texts = exchange(store, world, "memory", json.dumps(asdict(run.memory)), timeout=_TIMEOUT)
     budget = min(json.loads(text)["free_bytes"] for text in texts)
@@ -92,12 +92,12 @@ def _nothing_fits(run: PreparedRun, budget: int, too_many: int) -> ConfigError:
     estimate = estimate_memory(plan, run.model.described, run.traces)
     need, has = estimate.device_bytes / GIB, budget / GIB
     failed = f", and {too_many} rows ran out of memory before" if too_many else ""
-    lines = [
+    table, remedy = "\n".join(memory_table(estimate)), what_fits(replace(run, plan=plan), budget=budget)
+    return ConfigError(
         f"train.micro_batch_size auto: not even forwards of one row leave {SPARE:.0%} of the memory free; a rank needs "
-        f"{need:.3f} GiB by the estimate and has {has:.3f} GiB{failed}:",
-        *memory_table(estimate),
-    ]
-    return ConfigError("\n".join(lines), hint=what_fits(replace(run, plan=plan), budget=budget))
+        f"{need:.3f} GiB by the estimate and has {has:.3f} GiB{failed}:\n{table}",
+        hint=remedy,
+    )
 
 
 def _file(run: PreparedRun, estimates: dict[int, int], devices: list[int]) -> Path:

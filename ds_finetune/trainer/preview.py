@@ -74,7 +74,7 @@ def documents_of(rows: PreparedRows, units: range) -> range:
 
 
 def document_title(rows: PreparedRows, document: int) -> str:
-    """Heading of a document; empty where it needs none."""
+    """Heading of a document in the preview; empty if its text needs no heading."""
     kind, target = rows.kind, float(rows.documents.targets[document])
     if kind.name == "prompts":
         return f"prompt {document + 1}, {rows.where(document)}"

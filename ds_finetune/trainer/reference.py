@@ -72,7 +72,7 @@ def _rows(run: PreparedRun) -> dict[str, PreparedRows]:
 
 
 def _compute(run: PreparedRun, engine: Engine, name: str, rows: PreparedRows) -> LogProbs:
-    # A mixture is left out, because it repeats some rows and omits others in the first pass.
+    # Rows are not mixed by weights here: the first pass of a mixture repeats some rows and omits others.
     plan, limit = replace(batch_plan(run), mixture=None, reference=None), run.config.eval.limit
     mismatched = mismatched_answers(run.plan, engine.objective, rows)
     first: list[Batch] = []

@@ -161,16 +161,16 @@ def resolve(  # noqa: PLR0913 - what is decided, and what it is decided from
 
 
 def _check_composite(run: RunSettings) -> None:
-    where = f"with `{run.model.path}`, which combines text with images or sound"
+    composite = f"`{run.model.path}`, which combines text with images or sound"
     if run.model.weights == "random":
         raise ModelError(
-            f"model.weights random {where}: an export needs the parts for images or sound, which have no weights",
+            f"model.weights is random for {composite}: an export would lack the weights of the parts for other media",
             hint="initialise it with transformers, save it by save_pretrained, and set model.weights: load",
         )
     for key in ("start", "modules_to_save"):
         if getattr(run.lora, key, None):
             raise ConfigError(
-                f"lora.{key} {where}: not tested, because peft names the weights differently there",
+                f"lora.{key} is not tested with {composite}, because peft names its weights differently",
                 hint=f"leave lora.{key} out; a merged adapter may be trained further",
             )
 
@@ -180,7 +180,8 @@ def _check_muon(device: str) -> None:
     runtime/zero/muon/original_muon.py:50).
     """
     if os.environ.get("TORCH_COMPILE_DISABLE") != "1" and (problem := kernels_problem("compile", device, stage=0)):
-        raise ConfigError(f"optim.name Muon: {problem[0]}", hint=f"{problem[1]}, or set TORCH_COMPILE_DISABLE=1")
+        cause, remedy = problem
+        raise ConfigError(f"optim.name is Muon: {cause}", hint=f"{remedy}, or set TORCH_COMPILE_DISABLE=1")
 
 
 def make_model_plan(run: RunSettings, *, is_config_only: bool = False) -> ModelPlan:

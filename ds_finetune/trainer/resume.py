@@ -214,7 +214,7 @@ def _read_back_error(trial: CheckpointFolder, numbers: torch.Tensor) -> OutputEr
     if torch.equal(again, numbers):
         return None
     return OutputError(
-        f"other numbers were read from the checkpoint folder {trial.path.parent} than rank {trial.rank} wrote",
+        f"the checkpoint folder {trial.path.parent} returned other numbers than rank {trial.rank} had written",
         hint="set output_dir to a folder on another disk",
     )
 
@@ -297,11 +297,9 @@ def _memory_error(num_bytes: int, plan: Plan) -> OutputError | None:
     needed, free = num_bytes * plan.world.local_world_size, available_bytes()
     if not plan.saves_asynchronously or needed <= free:
         return None
-    sizes = (
-        f"{needed / GIB:.2f} GiB of state to the memory of {socket.gethostname()}, which has {free / GIB:.2f} GiB left"
-    )
     return OutputError(
-        f"checkpoint.asynchronous copies {sizes}",
+        f"checkpoint.asynchronous needs {needed / GIB:.2f} GiB of memory for a copy of the state, and host "
+        f"{socket.gethostname()} has {free / GIB:.2f} GiB free",
         hint="set checkpoint.asynchronous to false; training then waits while a checkpoint is written",
     )
 
@@ -339,7 +337,7 @@ def check_not_past_end(point: ResumePoint, *, steps: int, duration: str) -> None
     step = point.progress.step
     if point.checkpoint is not None and step > steps:
         raise CheckpointError(
-            f"{point.checkpoint.folder} is of step {step}, and train.for {duration} ends after step {steps}",
+            f"checkpoint {point.checkpoint.folder} is of step {step}, and train.for {duration} ends after step {steps}",
             hint="raise train.for, or export the checkpoint's weights with `ds-finetune export`",
         )
 

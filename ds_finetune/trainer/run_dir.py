@@ -72,14 +72,14 @@ def _belongs_to_run(entry: Path, cache: Path) -> bool:
     if entry.name in ("logs", Path(REPORT).parent.name, ROWS) or entry.name.startswith(".") or entry.suffix in _LOGS:
         return True
     if entry.name == CHECKPOINTS and not complete_steps(entry):
-        # The entry may be a link to another disk with other contents.
+        # The checkpoints' folder may be a link to another disk, on which other files may be.
         return True
     return cache.is_relative_to(entry.resolve()) or (entry.is_dir() and not any(entry.iterdir()))
 
 
 def check_run_folder(folder: Path, policy: CheckpointConfig) -> None:
-    """Raise OutputError if a run cannot use `output_dir`. Leaves no file or folder behind. It cannot if the folder
-    cannot be written, is a file or a broken link, or has a run that cannot be resumed.
+    """Raise OutputError if `output_dir` cannot be written, is a file or a broken link, or has a run that cannot be
+    resumed. Leaves no file or folder behind.
     """
     existing = nearest_existing(folder)
     if (folder / METRICS).exists() and not _is_resumable(folder, policy):
@@ -232,15 +232,15 @@ def _write(rows: Rows, name: str, folder: Path) -> str:
     size and modification time are the key of prepared rows, and must be equal for ranks that write the file
     concurrently.
     """
-    hint = "give a list of dictionaries or a datasets.Dataset, such as dataset['train']"
+    accepted = "a list of dictionaries or a datasets.Dataset, such as dataset['train']"
     if isinstance(rows, str | Mapping) or not isinstance(rows, Iterable):
-        raise DataError(f"the rows of data.{name} are a `{type(rows).__name__}`", hint=hint)
+        raise DataError(f"the rows of data.{name} are a `{type(rows).__name__}`", hint=f"give {accepted}")
     content, ending = _with_classes(rows), "parquet"
     if not content:
-        lines = [_line(row, f"row {number} of data.{name}", hint) for number, row in enumerate(rows, start=1)]
+        lines = [_line(row, f"row {number} of data.{name}", accepted) for number, row in enumerate(rows, start=1)]
         content, ending = "".join(lines).encode(), "jsonl"
     if not content:
-        raise DataError(f"data.{name} has 0 rows", hint=hint)
+        raise DataError(f"data.{name} has 0 rows", hint=f"give {accepted}")
     path = folder / f"{name}-{hashlib.sha256(content).hexdigest()[:16]}.{ending}"
     partial = path.with_suffix(f".{os.getpid()}")
     try:
@@ -268,9 +268,9 @@ def _with_classes(rows: Rows) -> bytes:
     return bytes(sink.getvalue()) if len(rows) else b""
 
 
-def _line(row: object, where: str, hint: str) -> str:
+def _line(row: object, where: str, accepted: str) -> str:
     if not isinstance(row, Mapping):
-        raise DataError(f"{where} is a `{type(row).__name__}`, not a dictionary", hint=hint)
+        raise DataError(f"{where} is a `{type(row).__name__}`, not a dictionary", hint=f"give {accepted}")
     try:
         return json.dumps(dict(row), allow_nan=False) + "\n"
     except (TypeError, ValueError, RecursionError) as other:

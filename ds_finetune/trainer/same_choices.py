@@ -25,7 +25,7 @@ def check_same_versions(world: World, store: dist.Store) -> None:
     """
     versions = host_versions(installed_versions([""]))
     compared = {name: (version, "") for name, version in versions.items() if name not in ("python", "driver")}
-    _check_same("versions", compared, world, store, hint="install the same versions on every host")
+    _check_same("versions", compared, world, store, "install the same versions on every host")
 
 
 def check_same_precision(section: TrainConfig, world: World, store: dist.Store) -> None:
@@ -34,7 +34,7 @@ def check_same_precision(section: TrainConfig, world: World, store: dist.Store) 
         return
     train, lines = with_precision(section, device=(device := choose_device()), support=bf16_support(device, world))
     hint = "set train.precision to one that all devices compute fast, such as fp32"
-    _check_same("precision", {"train.precision auto": (train.precision, lines[0])}, world, store, hint=hint)
+    _check_same("precision", {"train.precision auto": (train.precision, lines[0])}, world, store, hint)
 
 
 def check_same_kernels(kernels: ChosenKernels, device: str, world: World, store: dist.Store) -> None:
@@ -47,11 +47,11 @@ def check_same_kernels(kernels: ChosenKernels, device: str, world: World, store:
         choices["Triton"] = ("unusable" if problem else "usable", problem)
         choices["FlashAttention 3"] = ("installed" if has_flash_3 else "not installed", "")
     hint = "install the missing parts on every host, or set model.kernels to torch"
-    _check_same("kernels", choices, world, store, hint=hint)
+    _check_same("kernels", choices, world, store, hint)
 
 
-def _check_same(topic: str, own: Mapping[str, tuple[str, str]], world: World, store: dist.Store, *, hint: str) -> None:
-    """Raise ConfigError if values in `own` differ between ranks. They have reasons, which may differ."""
+def _check_same(topic: str, own: Mapping[str, tuple[str, str]], world: World, store: dist.Store, hint: str) -> None:
+    """Raise ConfigError if the values of a name differ between ranks. `own` maps a name to its value and the reason."""
     record = json.dumps([socket.gethostname(), own])
     ranks = [json.loads(text) for text in exchange(store, world, topic, record, timeout=COLLECTIVE_TIMEOUT)]
     for rank, (_, of_rank) in enumerate(ranks):

@@ -63,5 +63,5 @@ def test_a_run_asks_before_its_first_step(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(REFUSED)
     done = start([sys.executable, str(program), str(tiny_task(tmp_path))])
-    assert "checkpoint.asynchronous copies 0.00 GiB of state" in done.stdout, done.stderr
+    assert "checkpoint.asynchronous needs 0.00 GiB of memory" in done.stdout, done.stderr
     assert not (tmp_path / "run" / "metrics.jsonl").exists()

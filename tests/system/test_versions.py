@@ -60,8 +60,8 @@ def test_an_untested_version_is_the_first_error(tmp_path: Path, name: str, versi
     assert done.stdout == "2 False\n"
     assert done.stderr.splitlines() == [
         f"error: packages outside the tested ranges: {name} {version} (tested: {wanted})",
-        f"  hint: pip install '{name}{wanted}'; or set DS_FINETUNE_UNTESTED_VERSIONS=1 to compute with versions that no "
-        "test has seen",
+        f"  hint: pip install '{name}{wanted}'; or set DS_FINETUNE_UNTESTED_VERSIONS=1 to compute with "
+        "untested versions",
     ]
 
 

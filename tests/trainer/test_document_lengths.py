@@ -45,22 +45,22 @@ def _read(config: RunConfig, mesh: Mesh = ONE_RANK) -> tuple[str, ...]:
             "deepseek_v32",
             ONE_RANK,
             EAGER,
-            "data.train: 31 of 32 documents are longer than index_topk 24, the longest has 31 tokens, and sparse "
-            "attention with model.attention eager is not tested",
-            "set model.attention: sdpa; or train.max_seq_len: 24, and longer documents are cut, split or dropped",
+            "data.train: 31 of 32 documents are longer than index_topk 24 (the longest has 31 tokens), and on them "
+            "sparse attention with model.attention eager is not tested",
+            "set model.attention: sdpa; or set train.max_seq_len: 24, so that data.long_rows decides",
         ),
         (
             "glm_moe_dsa",
             Mesh(0, 1, pp=2),
             {"parallel": {"pp": 2}},
             "sparse attention where a stage of parallel.pp 2 begins with layer 1, without an indexer is not tested",
-            "set parallel.pp: 1, or other parallel.pp_layers; or train.max_seq_len: 24",
+            "set parallel.pp: 1, or other parallel.pp_layers; or set train.max_seq_len: 24",
         ),
         (
             "deepseek_v32",
             ONE_RANK,
             EAGER | {"data": {"streaming": True}},
-            "train.max_seq_len 64 is more than index_topk 24, the documents of data.streaming are not known",
+            "train.max_seq_len 64 is more than index_topk 24, with data.streaming the documents are not known",
             "set train.max_seq_len: 24, or model.attention: sdpa",
         ),
         (
@@ -72,7 +72,7 @@ def _read(config: RunConfig, mesh: Mesh = ONE_RANK) -> tuple[str, ...]:
                 "data": CUT,
                 "eval": {"generate": {"prompts": 2, "max_new_tokens": 12}},
             },
-            "a prompt of 13 tokens in eval and max_new_tokens 12 are more than index_topk 24",
+            "a prompt of 13 tokens in eval and max_new_tokens 12 add up to more than index_topk 24",
             "set model.attention: sdpa, or fewer max_new_tokens",
         ),
     ],

@@ -118,7 +118,7 @@ def test_sources_with_weights_are_named_with_their_passes(tmp_path: Path) -> Non
     assert f"data.eval.new repeats training data: {ROWS} of {ROWS} held-out" in shown.get()
     assert run.inputs.held_out.keys() == {"eval/old", "eval/new"}
     with pytest.raises(
-        ConfigError, match=r"gives weights to .*, which needs the number of rows, unknown with data\.streaming"
+        ConfigError, match=r"gives weights to .*, which needs the number of rows, but with data\.streaming it"
     ):
         inputs_of(tmp_path, train={train: 3, held_out: 1}, streaming=True)
     with OUT.capture() as shown:

@@ -208,15 +208,15 @@ def test_text_parts_that_are_not_trained(tree: dict[str, Any], said: str, tmp_pa
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        ("model.weights=random", "an export needs the parts for images or sound"),
+        ("model.weights=random", "an export would lack the weights of the parts for other media"),
         ("objective={name: classification, num_labels: 2}", "is trained as a language model only"),
         ("export.formats=[safetensors,gguf]", "cannot be exported to GGUF"),
         ("mtp={train: true}", "has model_type internvl, with which mtp.train is not tested"),
         (
             "lora={rank: 4, modules_to_save: [lm_head]}",
-            "lora.modules_to_save with .* combines text with images or sound",
+            "lora.modules_to_save is not tested with .* combines text with images or sound",
         ),
-        ("lora={rank: 4, start: folder}", "lora.start with .* combines text with images or sound"),
+        ("lora={rank: 4, start: folder}", "lora.start is not tested with .* combines text with images or sound"),
     ],
 )
 def test_settings_that_composite_models_do_not_have(setting: str, said: str, tmp_path: Path) -> None:

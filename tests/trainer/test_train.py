@@ -367,7 +367,7 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
     "answers too long for the model": (
         None,
         {"eval": {"generate": {"prompts": 2, "max_new_tokens": 512}}},
-        "and max_new_tokens 512 are more than the 512 positions",
+        "and max_new_tokens 512 add up to more than the 512 positions",
     ),
     "context that the positions do not allow": (
         lambda f: _change_model(f, rope_scaling={"rope_type": "linear", "factor": 2.0}),

@@ -101,7 +101,7 @@ class Rollout:
     trained: tuple[int, ...]
     """Indices of the groups whose answers are trained on."""
     until: int
-    """Number of the draw that follows the rollout's last prompt."""
+    """Position that follows the rollout's last prompt, in the order in which the run samples prompts."""
     steps: int
     """Number of optimizer steps of this rollout."""
     sampled_at: int = 0
@@ -160,9 +160,9 @@ class RolloutFiles:
             with suppress(OSError):
                 content = path.read_bytes()
             if hashlib.sha256(content).hexdigest() != digest:
-                what = "is damaged" if content else "is missing"
+                fault = "damaged" if content else "missing"
                 error = CheckpointError(
-                    f"`{path}` {what}, and the checkpoint needs it: it was saved in the middle of a rollout",
+                    f"`{path}` is {fault}, and the checkpoint needs it, since it was saved in the middle of a rollout",
                     hint="restore the file, or resume from another checkpoint",
                 )
         raise_on_every_rank(error)

@@ -31,7 +31,7 @@ from ds_finetune.trainer.rollouts.vllm import ServerLostError, sampling_started
 LOST = (ServerLostError, RewardError)
 """Errors after which the completed steps are saved before the run ends."""
 MOST_DRAWS = 4
-"""With `no_spread: resample`, a rollout samples at most this number times its number of prompts."""
+"""Limit of `no_spread: resample`: a rollout of n prompts samples answers to at most `MOST_DRAWS` * n prompts."""
 
 
 class RolloutSource:
@@ -82,7 +82,7 @@ class RolloutSource:
         self._resumed = dict(state)
 
     def batches(self, after: Progress, position: Position) -> Iterator[Batch]:
-        """Yield this rank's batches of the remaining steps. `position` is the place of the next prompt in the data.
+        """Yield this rank's batches of the remaining steps. `position` is the position of the next prompt in the data.
         They end early if the sampling server is lost, or if a reward fails.
         """
         try:
@@ -113,7 +113,7 @@ class RolloutSource:
 
     def _begin(self, first: int, cursor: int, *, done: int) -> Callable[[], Rollout]:
         """Start to sample answers for the steps from `first` on, and return a function that waits for their rewards.
-        The prompts are taken from draw `cursor` on; `done` is the number of completed steps.
+        `cursor` is the position of the first prompt in the run's order, and `done` the number of completed steps.
         """
         steps = min(self._steps, self.run.schedule.steps - first)
         # The last step of a run whose length is given in epochs may have fewer prompts.

@@ -169,7 +169,7 @@ class VllmEngine:
         try:
             return work(self._server), None  # type: ignore[arg-type]
         except ServeError as failed:
-            lost = ServerLostError(failed.message, hint=failed.hint)
+            lost = ServerLostError(**vars(failed))
             return None, lost if self._has_answered else failed
 
     def _update(self) -> None:

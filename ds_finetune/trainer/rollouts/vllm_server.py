@@ -156,7 +156,7 @@ class VllmServer:
             raise self._error("answers without token ids and their log-probabilities", "use vLLM 0.32")
         finish = choice.get("finish_reason")
         if finish not in ("stop", "length"):
-            raise self._error(f"has ended an answer for the reason {finish}", "see its output")
+            raise self._error(f"has ended an answer for the reason {finish}", "read the server's output")
         cut: Finish = "length" if finish == "length" else "stop"
         return SampledAnswer(np.array(ids, dtype=np.int64), np.array(log_probs, dtype=np.float32), cut)
 
@@ -167,7 +167,7 @@ class VllmServer:
 
     def _request(self, route: str, body: object = None, *, seconds: float | None = None, missing: str = "") -> Any:  # noqa: ANN401 - JSON
         """GET a route, or POST `body` to it; returns the response. `missing` is the error for an unknown route."""
-        data, hint = (None, START) if body is None else (json.dumps(body).encode(), "see its output")
+        data, hint = (None, START) if body is None else (json.dumps(body).encode(), "read the server's output")
         seconds = seconds or (_SECONDS if body is None else _LONG_SECONDS)
         key = os.environ.get(API_KEY)
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})

@@ -1,1 +1,1 @@
-"""Activations and FLOPs of a rank, from the program's own modules on fake tensors."""
+"""Computes the activation memory and FLOPs of a rank by running the program's own modules on fake tensors."""

@@ -78,7 +78,7 @@ class Traces:
             reason = ": ".join((reason, *str(error).splitlines()[:1]))
             raise ModelError(
                 f"the activations of {self._run.model.path} cannot be traced: {reason}",
-                hint="the run may train all the same: its memory is known after a short run",
+                hint="the run may still train: start a short run to learn its memory",
             ) from error
         layers = list(dict.fromkeys(traced.layers))
         tree = asdict(traced) | {"layers": list(map(asdict, layers)), "stands": list(map(layers.index, traced.layers))}
