@@ -160,5 +160,5 @@ def _read_target(target: str, where: str) -> tuple[str, str, int]:
     ):
         raise LaunchError(f"{where}: `{target}` is not a host name or address", hint=f"write e.g. {_EXAMPLES}")
     if port is not None and not (re.fullmatch(r"\d{1,5}", port) and 0 < int(port) < 65536):
-        raise LaunchError(f"{where}: port `{port}` of host `{name}` is not 1 to 65535", hint=f"write e.g. {_EXAMPLES}")
+        raise LaunchError(f"{where}: port `{port}` of host `{name}` is not from 1 to 65535", hint=f"e.g. {_EXAMPLES}")
     return name, match["user"] or "", int(port or 0)

@@ -288,7 +288,7 @@ class GrpoObjective(ObjectiveConfig):
     dual_clip: Refused[float | None] = Field(default=None, gt=1)
     """Upper bound of the ratio for tokens with a negative advantage, such as 3.0."""
     kl_weight: Refused[float] = Field(default=0.0, ge=0)
-    """Weight of the KL divergence from the model to the reference model, whose gradient is estimated without bias."""
+    """Weight of the KL divergence from the model to the reference model; the estimate of its gradient is unbiased."""
     reference: Annotated[
         Literal["auto", "none", "adapters_off", "start"], refused_values(model=_OTHER_MODEL, cache=_NOT_CACHED)
     ] = "auto"

@@ -26,8 +26,8 @@ _MOST_STEPS = 50
 over a tenth of its steps.
 """
 _ENOUGH_TOKENS = 20
-"""Mean number of tokens per expert from which loads are judged. An expert without tokens is then no chance: with even
-loads its probability is e^-20.
+"""Mean number of tokens per expert from which loads are judged. With even loads, an expert then gets no token with a
+probability of only e^-20.
 """
 _MANY_DEAD, _MORE_DEAD = 0.1, 0.01
 """The warning about loads is printed if the fraction _MANY_DEAD of experts gets no token, or if the fraction without

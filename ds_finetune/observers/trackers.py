@@ -211,8 +211,7 @@ class _TensorBoard(_Tracker):
         folder = self._folder / "tensorboard"
         has_files = any(folder.glob("events.*"))
         earlier = self._earlier[-1:] if has_files else self._earlier
-        # Without earlier records all steps are hidden, because a run that ended before its first checkpoint has left
-        # event files.
+        # Event files without earlier records are from a run that ended before its first checkpoint: hide all its steps.
         first = (earlier[0][0] if earlier else 0) if has_files and not self._is_reopened else None
         self._open = SummaryWriter(str(folder), purge_step=first)  # type: ignore[no-untyped-call] # of torch
         if self._is_reopened:

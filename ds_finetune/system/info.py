@@ -61,7 +61,8 @@ class HostInfo:
 class Gpu:
     """A GPU as nvidia-smi lists it. Memory is in bytes, or None where nvidia-smi does not report it.
 
-    It reports no memory for GPUs that share the host's, and no usage of a GPU in MIG mode to users without access.
+    nvidia-smi reports no memory for GPUs that share the host's memory, and to users without access no used memory of a
+    GPU in MIG mode.
     """
 
     name: str

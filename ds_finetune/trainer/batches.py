@@ -90,9 +90,9 @@ def batch_plan(run: PreparedRun) -> BatchPlan:
 
 
 def _row_costs(run: PreparedRun) -> dict[str, Any]:
-    """Cost functions of rows for `BatchPlan`; empty if rows stay in order. Prepared rows have costs by index; streamed
-    rows and rows of sampled answers have costs by row. On one rank, costs only reduce padding by grouping rows of
-    similar length, and packed rows have no such padding.
+    """Functions that compute the cost of a row, by which `BatchPlan` divides rows over ranks; empty if rows stay in
+    order. Their argument is the row's index if rows are prepared, else the row. On one rank, costs only group rows of
+    similar length, which reduces padding; packed rows have no such padding.
     """
     rows, is_packed = run.inputs.train, run.plan.data.packing
     if not run.config.data.balance or (run.plan.dp == 1 and is_packed):

@@ -64,7 +64,7 @@ from ds_finetune.trainer.inputs import RunInputs
 from ds_finetune.trainer.prepare import PreparedRun
 
 _LONGEST = 2 * PROMPT_TOKENS
-"""Maximum number of tokens of a text whose scores are recorded."""
+"""Maximum number of tokens of a text whose classifier scores are recorded for verification."""
 
 
 def verify_run_exports(
@@ -241,9 +241,9 @@ def _write_adapters(run: PreparedRun, engine: Engine, out: Path | None, parts: F
 
 
 def adapt_tokenizer(run: PreparedRun) -> FittedTokenizer:
-    """The files of an export that differ from the run's tokenizer files. They are a chat template, the ids that end an
-    answer of a language model, and the tokenizer of a decoder classifier. An encoder keeps its training tokenizer. A
-    reward model of dialogues scores the rendering of the chat template, which needs no further tokens.
+    """The tokenizer files of an export that differ from the run's. A language model gets the chat template, the ids
+    that end an answer and the BOS rule of training, a reward model of dialogues the chat template and the padding
+    token. The tokenizer of another decoder classifier adds the special tokens of training; an encoder keeps its own.
     """
     inputs = run.inputs
     template = {CHAT_TEMPLATES[0]: inputs.prompts.template} if inputs.prompts.template else {}
@@ -262,8 +262,8 @@ def adapt_tokenizer(run: PreparedRun) -> FittedTokenizer:
 
 
 def _tokenizer_config(inputs: RunInputs) -> dict[str, str]:
-    """The changed tokenizer_config.json by its file name; empty if nothing changes. A chat template is removed if
-    another one is exported, since programs read either, and `add_bos_token` is removed if training rows had no BOS.
+    """The tokenizer_config.json of an export by file name; empty if it does not change. `chat_template` is removed if
+    the export has a template file, since programs read either, and `add_bos_token` if training rows had no BOS.
     """
     file, tokenizer = inputs.tokenizer_folder / TOKENIZER_CONFIG, inputs.tokenizer
     published = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
@@ -278,7 +278,7 @@ def _encode_of(run: PreparedRun) -> Encode | None:
     tokenizer, data = run.inputs.tokenizer, run.config.data
     if run.model.objective.name == "reward" and run.inputs.prompts.settings.chat_template is not None:
         return None
-    # Texts are not truncated, since a pipeline does not know the limit.
+    # Texts are not truncated: transformers' pipelines do not truncate either, since they do not know max_seq_len.
     return lambda text, pair: encode_labelled(LabelledText(text, pair, 0.0), tokenizer, data.separator, sys.maxsize)[0]
 
 
@@ -310,8 +310,8 @@ def export_record(run: PreparedRun, engine: Engine, tokenizer: FittedTokenizer, 
 
 
 def _with_texts(record: ExportRecord, run: PreparedRun, tokenizer: FittedTokenizer) -> ExportRecord:
-    """Add the prompts of a classifier to its record. Texts are added too, if `tokenizer`, known only on rank zero,
-    gives the run's token ids for all of them.
+    """Add token ids of prompts to the record of a classifier. Their texts are added too if the exported `tokenizer`,
+    which only rank zero has, converts all texts to these ids.
     """
     hf_config, encode = run.inputs.hf_config, _encode_of(run)
     limit = min(_LONGEST, run.plan.train.max_seq_len)

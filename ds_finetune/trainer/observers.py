@@ -109,7 +109,7 @@ def make_observers(started: StartedRun, signals: StopSignals, rollouts: RolloutS
 
 
 def make_time_left(run: PreparedRun) -> TimeLeft:
-    """Estimator of the remaining time, as of before the first step."""
+    """Make the estimator of the remaining time of a run, before its first step."""
     config, held_out = run.config, run.inputs.held_out
     intervals = {SAVE: run.interval(config.checkpoint)} if config.checkpoint.saves else {}
     steps = 0.0

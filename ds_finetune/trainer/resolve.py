@@ -320,8 +320,8 @@ def with_chunked_loss(plan: Plan, model: ModelPlan) -> Plan:
 
 
 def _unreached_parameters(plan: Plan, model: ModelPlan) -> tuple[tuple[str, ...], list[str]]:
-    """Names of parameters that get no gradient, although weight decay would shrink them; and notes, if it is not known
-    which get one.
+    """Names of parameters that get no gradient and would only be shrunk by weight decay. Also notes, if it is not known
+    which parameters get a gradient.
 
     In families of the table, indexers get no gradient; if only indexers are trained, all other parameters get none.
     """

@@ -184,7 +184,7 @@ def finished_before(run: PreparedRun, point: ResumePoint) -> Report | None:
         and status is not None
         and (status.state, status.step) == ("finished", last.step)
     )
-    # Rank zero's folder decides, since other hosts may have folders of their own.
+    # Rank zero decides whether the run is finished, since other hosts may have output folders of their own.
     if not all_gather_object(is_finished and bool(exports or not run.config.export.at_end))[0]:
         return None
     if point.lock is not None:

@@ -46,7 +46,7 @@ def test_hostfile_forms(tmp_path: Path) -> None:
         ("# none\n", "has 1 lines and names no host"),
         ("a slots=8 extra\n", "line 1 column 3: host `a` is followed by `slots=8 extra`, which is not `slots=N`"),
         ("a slots=-1\n", "line 1 column 3: host `a` is followed by `slots=-1`"),
-        ("\n  a:99999 slots=1\n", "line 2 column 3: port `99999` of host `a` is not 1 to 65535"),
+        ("\n  a:99999 slots=1\n", "line 2 column 3: port `99999` of host `a` is not from 1 to 65535"),
         ("a:ssh slots=1\n", "line 1 column 1: port `ssh`"),
         ("@a slots=1\n", "line 1 column 1: `@a` is not a host"),
         ("-oProxyCommand=x slots=1\n", "expected a host, not `-oProxyCommand=x`"),

@@ -187,7 +187,7 @@ class RolloutSource:
             sampled=answer.log_probs,
             old=rollout.old.get(number),
             reference=rollout.reference.get(number),
-            # In later steps of the rollout, the weights and so the chosen experts have changed.
+            # Later steps have other weights, which choose other experts than at sampling.
             experts=answer.experts if index in rollout.groups_of_step(0) else None,
             number=number,
         )

@@ -39,8 +39,8 @@ _MOST_NATS = {True: 1e-3, False: 0.25}
 engine, by whether both compute in fp32. If only half of the weights were loaded, the difference would be whole nats.
 """
 _MOVED = 0.25
-"""Fraction of token log-probabilities in this engine above which a change must also be seen on the server. Rounding
-hides small changes, and a prompt may have no token that the model predicts well.
+"""If more than this fraction of the log-probabilities of fixed prompts has changed in this engine, some must have
+changed on the server too. Rounding may hide smaller changes.
 """
 
 
