@@ -73,8 +73,8 @@ class BaseFolder:
 
     def with_base_tensors(self, parts: FolderParts, *, without: Collection[str] = ()) -> tuple[FolderParts, list[str]]:
         """Add the base's `unbuilt` tensors, except the names in `without`, to the contents `parts` of an export.
-        Returns the new contents, and notes for the user. Copies of the base's embedding or head become copies of the
-        trained one. In FP8, unchanged blocks are copied from this base or from the `fp8_base` of `parts`.
+        Returns the new contents, and notes for the user. A tensor that equals the base's embedding or head becomes a
+        copy of the trained one. In FP8, unchanged blocks are copied from this base or from `parts.fp8_base`.
         """
         parts, notes = self.with_copies(parts, [key for key in self.unbuilt if key not in without])
         if self.hub.published:
@@ -144,8 +144,8 @@ def _first_names(names: list[str]) -> str:
 def with_stored_weights(
     tensors: Iterable[tuple[str, torch.Tensor | None]], names: Collection[str], folder: Path, family: Family
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Yield `tensors`, but for the tensors `names` the published values in `folder`, cast to the same dtype. Tensors
-    are full and on the CPU on rank zero, and None on other ranks. `names` must not name routed experts.
+    """Yield `tensors`, but replace the values of `names`, which has no routed experts, by the published ones in
+    `folder`, cast to the same dtype. Tensors are full and on the CPU on rank zero, and None on other ranks.
     """
     hub = HubFolder(folder)
     for name, tensor in tensors:

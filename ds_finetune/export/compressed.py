@@ -245,8 +245,7 @@ def _compare(source: Path, folder: Path, out: Path, dtype: str, weights: frozens
             problems.append(name)
     if problems or not math.isfinite(cost.loss_after):
         raise VerificationError(
-            "plain transformers loads the quantised model with missing or wrong tensors: "
-            + (", ".join(problems[:5]) or "its loss is NaN"),
+            f"in plain transformers, the quantised model has wrong tensors or loss: {', '.join(problems[:5]) or 'NaN'}",
             hint="please report this",
         )
     return f"{len(stored)} tensors in plain transformers, each within its rounding", cost.line()

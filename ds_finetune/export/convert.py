@@ -155,9 +155,9 @@ class Conversion:
 
 @dataclass(frozen=True, slots=True)
 class _WorkItem:
-    """A chunk to convert: elements `start` to `start + numel` of the published tensor `key`, whose element 0 is element
-    `begin` of the source's tensor `name`. `columns` is the number of columns of a weight to be quantised, and 0 for
-    other tensors.
+    """A chunk to convert: elements `start` to `start + numel` of the published tensor `key`. In the source, `key` is
+    part of the tensor `name`, from element `begin` on. `columns` is the number of columns of a weight to be quantised,
+    and 0 for other tensors.
     """
 
     name: str

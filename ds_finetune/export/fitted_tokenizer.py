@@ -99,7 +99,7 @@ def fit_beginning(
 def fit_folder(
     files: Sequence[Path], config: Mapping[str, Any]
 ) -> tuple[PreTrainedTokenizerBase, dict[str, str]] | None:
-    """Load the tokenizer from its `files`, and apply `fit_beginning`. Returns None if no tokenizer can be loaded."""
+    """Load the tokenizer from its `files`. Returns it and the result of `fit_beginning`, or None if there is none."""
     try:
         tokenizer = load_tokenizer(str(files[0].parent)) if files else None
     except DataError:

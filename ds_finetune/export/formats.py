@@ -199,12 +199,12 @@ class ExportFormat:
         return family
 
     def model_types(self, *, is_encoder: bool) -> list[str]:
-        """Sorted model types that can be exported to this format: encoders or decoders."""
+        """Sorted model types of the encoders, or of the decoders, that can be exported to this format."""
         rows = FAMILIES.items()
         return sorted(name for name, row in rows if self.has_family(row) and (row.encoder is not None) == is_encoder)
 
     def check_not_composite(self, config: Mapping[str, Any]) -> None:
-        """Sorted model types of the encoders, or of the decoders, that can be exported to this format."""
+        """Raise ExportError if the model combines text with images or sound, unless this format is safetensors."""
         if is_composite(config) and self is not SAFETENSORS:
             raise ExportError(
                 f"model_type `{config.get('model_type')}` combines text with images or sound, and cannot be "
@@ -213,7 +213,7 @@ class ExportFormat:
             )
 
     def holds_weights(self, folder: Path) -> bool:
-        """Raise ExportError if the model combines text with images or sound, unless this format is safetensors."""
+        """Whether `folder` has weight files of this format."""
         return any(any(folder.glob(pattern)) for pattern in self.weights)
 
     def check_runs_here(self, folder: Path) -> None:
@@ -360,9 +360,7 @@ def format_named(name: str, where: str = "format") -> ExportFormat:
 
 
 def formats_of_run(names: Sequence[str]) -> list[ExportFormat]:
-    """The formats in `export.formats`. ConfigError if one is unknown or only for adapters, or if the first is another
-    than safetensors.
-    """
+    """The formats in `export.formats`. ConfigError for an unknown or adapter format, or if safetensors is not first."""
     if list(names) != list(dict.fromkeys((SAFETENSORS.name, *names))):
         raise ConfigError(
             f"export.formats is {list(names)}",

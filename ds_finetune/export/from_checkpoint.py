@@ -111,8 +111,7 @@ def _with_base(
     if parts.is_fp8 and opened.hub and opened.hub.has_fp8:
         parts = replace(parts, fp8_base=opened.hub)
     if spec.is_classifier:
-        # A classifier needs no tensor that only the base has: they belong to a language-model head or multi-token
-        # prediction.
+        # Tensors that only the base has are for its language-model head or multi-token prediction.
         return parts, []
     if opened.hub and folder in (None, opened.hub.folder):
         # Adapters may change embedding and head; then their copies in a multi-token prediction layer must change too.

@@ -41,7 +41,7 @@ def check_generates(folder: Path) -> None:
 
 
 def check_loadable(folder: Path) -> None:
-    """Raise ExportError if `folder` lacks config.json or known weights, or if this program cannot run the format."""
+    """Raise ExportError if `folder` lacks config.json or weights, or if this program cannot run the format."""
     format_of(folder).check_runs_here(folder)
     if not (folder / "config.json").is_file():
         raise ExportError(f"`{folder}` holds no config.json", hint=_HINT)

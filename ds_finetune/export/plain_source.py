@@ -55,7 +55,7 @@ def plain_model(folder: Path, check_model: Callable[..., None]) -> tuple[PreTrai
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (ValueError, OSError) as unknown:
         raise ExportError(
-            f"{folder}/config.json: {str(unknown).splitlines()[0]}",
+            f"transformers cannot read {folder}/config.json: {str(unknown).splitlines()[0]}",
             hint="name the folder of a causal LM or a classifier",
         ) from unknown
     quantized = getattr(config, "quantization_config", None)

@@ -29,7 +29,7 @@ def check_repository(name: str) -> None:
     try:
         validate_repo_id(name)
     except HFValidationError as wrong:
-        raise ConfigError(f"--push-to-hub {name}: {wrong}", hint="write OWNER/NAME") from None
+        raise ConfigError(f"--push-to-hub {name} is no repository name: {wrong}", hint="write OWNER/NAME") from None
     if name.count("/") != 1:
         raise ConfigError(f"--push-to-hub {name} names no owner", hint="write OWNER/NAME")
 

@@ -122,8 +122,7 @@ class FolderParts:
     dtype: torch.dtype
     """Dtype of all tensors except fp32 tensors and, if `is_fp8`, linear weights."""
     files: tuple[Path, ...]
-    """Files to copy. Only a tokenizer_config.json is changed: keys that name Python code, as `auto_map`, are removed.
-    """
+    """Files to copy. Keys that name Python code, e.g. `auto_map`, are removed from a tokenizer_config.json."""
     is_fp8: bool = False
     """Whether linear weights are written in FP8 blocks."""
     fp8_base: HubFolder | None = None

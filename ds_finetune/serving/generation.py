@@ -232,7 +232,7 @@ class AnswerStreamer(DirectStreamer):
         self._decode_stream, self._settings = text, settings
 
     def end(self) -> None:
-        """Send the text that was held back, then end the stream."""
+        """Send the rest of the answer's text, then end the stream."""
         rest = self._decode_stream.finish(self._tokenizer)
         items = [rest] if self._parser is None else response_events_to_chunks(self._parser.feed(rest))
         for item in items if rest else []:

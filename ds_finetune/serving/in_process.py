@@ -11,7 +11,7 @@ from ds_finetune.errors import ExportError
 
 Message = dict[str, str]
 EXIT_WORD = "exit"
-"""Maximum number of tokens of prompt and answer; infinite where the model's config has none."""
+"""Word that the user types to end a chat."""
 
 
 def ask(folder: Path, prompts: Sequence[str], *, max_new_tokens: int = 128) -> list[str]:
@@ -80,7 +80,7 @@ def _inputs(tokenizer: Any, messages: Sequence[Message]) -> Any:  # noqa: ANN401
 
 
 def _context(model: Any) -> float:  # noqa: ANN401 - of transformers
-    """Number of positions of a model; infinite where its config has none."""
+    """Maximum number of tokens of prompt and answer; infinite where the model's config has none."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
 
 

@@ -91,7 +91,7 @@ class ServeOptions:
         wrong = [f"{name} {value:g}" for name, value in limits.items() if value is not None and value <= 0]
         if wrong:
             example = f"e.g. --queue {QUEUE} --request-seconds {REQUEST_SECONDS:g}"
-            raise ServeError(f"{wrong[0]} is not more than 0", hint=example)
+            raise ServeError(f"{wrong[0]} must be more than 0", hint=example)
         seconds = self.request_seconds or REQUEST_SECONDS
         return replace(self, engine=engine, queue=self.queue or QUEUE, request_seconds=seconds)
 

@@ -367,7 +367,7 @@ def test_limits_of_a_server_are_checked(
     assert "--allow-host a.example is not valid with --engine vllm" in capsys.readouterr().err
     _serving()
     assert main(["serve", str(tmp_path), "--engine", "transformers", "--request-seconds", "0"]) == 2
-    assert "--request-seconds 0 is not more than 0" in capsys.readouterr().err
+    assert "--request-seconds 0 must be more than 0" in capsys.readouterr().err
 
 
 def test_a_chat_keeps_earlier_messages(folder: Path, served: Path) -> None:

@@ -126,7 +126,9 @@ def _write_tensors(
         writer.flush()
         read = np.memmap(file, np.uint8, mode="r", offset=begin, shape=(tensor.num_bytes,))
         if xxhash.xxh3_64_digest(read.data) != digest.digest():
-            raise VerificationError(f"`{tensor.name}` is not read back as it was written", hint="check the disk")
+            raise VerificationError(
+                f"{file} has other bytes for `{tensor.name}` than were written", hint="check the disk"
+            )
     return ranges
 
 

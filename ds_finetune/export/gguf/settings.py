@@ -103,7 +103,7 @@ def _latent_heads(config: PretrainedConfig) -> dict[str, Any]:
     """Settings of multi-head latent attention. In llama.cpp it has one key/value head, as wide as the cached latent."""
     return {
         "head_count_kv": 1,
-        # Without q_lora_rank llama.cpp reads only models of 26, 27 and 48 layers (src/models/deepseek2.cpp, is_lite).
+        # Written even if 0: without it llama.cpp reads only 26, 27 or 48 layers (src/models/deepseek2.cpp, is_lite).
         "q_lora_rank": config.q_lora_rank or 0,
         "kv_lora_rank": config.kv_lora_rank,
         "key_length": config.kv_lora_rank + config.qk_rope_head_dim,
@@ -128,7 +128,7 @@ def _rope(config: PretrainedConfig) -> dict[str, Any]:
         "rope_scaling_yarn_beta_slow": rope.get("beta_slow") or 1.0,
     }
     if hasattr(config, "kv_lora_rank"):
-        # llama.cpp divides yarn_log_mul by 0.1 (src/models/deepseek2.cpp, TAG_DEEPSEEK2_YARN_LOG_MUL_FIX).
+        # llama.cpp divides this value by 0.1 (src/models/deepseek2.cpp, TAG_DEEPSEEK2_YARN_LOG_MUL_FIX).
         return base | {"rope_scaling_yarn_log_mul": 0.1 * rope["mscale_all_dim"]}
     # llama.cpp multiplies attn_factor by YaRN's default factor, which is therefore divided out (src/llama-context.cpp,
     # yarn_attn_factor).
@@ -155,7 +155,7 @@ def _experts(config: PretrainedConfig, family: Family) -> dict[str, Any]:
         "leading_dense_block_count": config.first_k_dense_replace,
         "expert_shared_count": config.n_shared_experts,
         "expert_weights_scale": config.routed_scaling_factor,
-        # transformers 5.23 never normalises the weights of softmax routers
+        # transformers 5.23 ignores norm_topk_prob for softmax routers, and never normalises their weights
         # (deepseek_v2/modeling_deepseek_v2.py:97-116).
         "expert_weights_norm": is_sigmoid and config.norm_topk_prob,
         "expert_gating_func": ExpertGatingFuncType.SIGMOID if is_sigmoid else ExpertGatingFuncType.SOFTMAX,

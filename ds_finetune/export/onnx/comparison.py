@@ -1,4 +1,4 @@
-"""Compares ONNX Runtime with plain transformers: batch sizes, lengths, padding, a growing cache and greedy decoding."""
+"""Compares ONNX Runtime with plain transformers for several batches, with a growing cache, and in greedy decoding."""
 
 import gc
 from collections.abc import Iterator

@@ -69,13 +69,13 @@ def _genai_config(folder: Path, config: PretrainedConfig) -> dict[str, Any]:
         },
     }
     model = {
-        # GenAI's type for any decoder with a standard key/value cache; the graph decides how the model computes.
+        # GenAI calls every decoder with a standard key/value cache `llama`, whatever the graph computes.
         "type": "llama",
         "vocab_size": config.vocab_size,
         "context_length": config.max_position_embeddings,
         **({} if ids["bos"] is None else {"bos_token_id": ids["bos"]}),
         "eos_token_id": ids["eos"],
-        # GenAI fills up finished answers of a batch with the padding token.
+        # GenAI needs a padding token to fill up finished answers of a batch.
         "pad_token_id": end if ids["pad"] is None else ids["pad"],
         "decoder": decoder,
     }

@@ -130,8 +130,8 @@ def token_positions(graph: Graph) -> str:
 @dataclass(frozen=True)
 class Rotary:
     """Rotary embedding: cosines and sines of all positions, [batch, 1, length, width / 2] in the graph's dtype. Two
-    dimensions rotate together: (i, i + width / 2), or neighbours (2i, 2i + 1). `pairs_in` says that the input has
-    neighbours, `pairs_out` that the result has.
+    dimensions rotate together: (i, i + width / 2), or neighbours (2i, 2i + 1). With `pairs_in` they are
+    neighbours in the input, with `pairs_out` in the result.
     """
 
     graph: Graph

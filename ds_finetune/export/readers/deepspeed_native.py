@@ -170,7 +170,7 @@ _PREFIXES = ("module.", "lm.")
 
 
 def is_deepspeed_checkpoint(folder: Path) -> bool:
-    """Whether `folder` is a checkpoint written by DeepSpeed: it has a file `latest`, or files of states."""
+    """Whether `folder` is a checkpoint written by DeepSpeed: it has a file `latest`, or *_states.pt files."""
     return (folder / "latest").is_file() or any(folder.glob("*_states.pt"))
 
 
@@ -288,7 +288,7 @@ def _read_optim_states(step: Path, model: Sequence[_States]) -> list[_States]:
         return int(max(partitions) if isinstance(partitions, list) else partitions)
 
     absent = ExportError(
-        f"{step} holds no *_optim_states.pt file, which have the fp32 weights",
+        f"{step} holds no *_optim_states.pt files, which contain the fp32 weights",
         hint="copy these files of every rank into the folder",
     )
     return _read_ranks(step, "optim", _OPTIM_KEYS, num_ranks, absent)

@@ -277,7 +277,7 @@ def _open_merged(base: Path, adapters: _Adapters, *, config_folder: Path, label:
     is_own = holds_classifier(config_folder)
     unused: set[str] = set()
     if is_own:
-        # The base's language-model head and multi-token prediction layers, which a classifier does not use.
+        # A classifier does not use the base's language-model head and multi-token prediction layers.
         spec = read_model_spec(config_folder)
         unused = hub.shapes.keys() - spec.shapes.keys() - spec.published_shapes().keys()
     source = _merged_source(hub_source(hub, family), adapters, family, label=label, without=unused)

@@ -61,7 +61,7 @@ _MANTISSA, _SMALLEST_STEP = 3, 2.0**-9
 
 def main() -> None:
     """Load every exported folder of the command line, and write the report and logits of each."""
-    # The tolerance for fp32 does not hold for TF32, which NVIDIA's containers enable.
+    # NVIDIA's containers enable TF32, which would exceed the tolerance for fp32, so it is disabled here.
     torch.set_float32_matmul_precision("highest")
     out, built_as, folders = Path(sys.argv[2]), json.loads(sys.argv[3]), map(Path, sys.argv[4:])
     for number, folder in enumerate(folders):
@@ -129,7 +129,7 @@ def _choose_experts(model: PreTrainedModel, record: dict[str, Any]) -> str:
 def _load_plain(folder: Path, config: PretrainedConfig) -> tuple[PreTrainedModel, dict[str, Any]]:
     settings = {"dtype": "auto", "local_files_only": True, "trust_remote_code": False}
     kind = AutoModelForSequenceClassification if _is_classifier(config) else AutoModelForCausalLM
-    # AutoModelForCausalLM loads some composite models in full, of others only the text part, and others not at all.
+    # AutoModelForCausalLM does not load every model of text and images or sound, or loads its text part only.
     kind = AutoModelForMultimodalLM if hasattr(config, "text_config") else kind
     return kind.from_pretrained(folder, config=config, output_loading_info=True, **settings)
 

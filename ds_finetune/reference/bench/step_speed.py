@@ -97,7 +97,7 @@ def compare_step_speed(resolved: ResolvedRun, *, steps: int, say: Say) -> SpeedC
 
 
 def with_reference(engine: Engine, batches: Iterator[Batch]) -> Iterator[Batch]:
-    """Add the current model's log-probabilities to the batches as the reference's, if the objective needs them."""
+    """Add the current model's log-probabilities to batches as the reference model's, if the objective needs them."""
     if not engine.objective.needs_reference or engine.objective.reference_from_adapters:
         return batches
     all_batches = list(batches)

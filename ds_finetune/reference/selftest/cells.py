@@ -81,12 +81,12 @@ class Cell:
 
     @property
     def recomputation(self) -> str:
-        """Value of `train.activation_checkpointing` for the cell."""
+        """Value of `train.activation_checkpointing` for this combination of settings."""
         return ("selective" if self.is_selective else "full") if self.checkpointing else "none"
 
     @property
     def layout(self) -> str:
-        """The cell's parallel sizes without data parallelism, e.g. `pp 2 x tp 2`; `dp` if all are 1."""
+        """Parallel sizes other than the data parallel size, e.g. `pp 2 x tp 2`; `dp` if all are 1."""
         sizes = {axis: getattr(self, axis) for axis in ("pp", "vpp", "sp", "tp", "ep")}
         return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "dp"
 
@@ -97,7 +97,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Name of the cell for files and tests: all settings that differ from their defaults."""
+        """Name of this combination of settings for files and tests: all settings that differ from their defaults."""
         defaults = {each.name: each.default for each in fields(self)}
         return "-".join(f"{key}={value}" for key, value in asdict(self).items() if value != defaults[key])
 
@@ -228,7 +228,7 @@ def router_section(family: str) -> dict[str, float]:
 
 
 def run_tree(cell: Cell, model: Path, out: Path, *, dp: int) -> dict[str, Any]:
-    """The run file of a cell with data parallel size `dp`. An optimizer step has all samples."""
+    """The run file for the settings `cell` and data parallel size `dp`. Each optimizer step has all samples."""
     rows_per_rank = dp * cell.accumulation
     per_unit = objective_of(cell.objective).documents_per_unit
     size = -(-(PACKED_ROWS if cell.packing else len(units(per_unit))) // rows_per_rank)

@@ -201,7 +201,7 @@ def of_all_stages(engine: Engine, tensors: dict[str, torch.Tensor]) -> dict[str,
 
 
 _cached_steps = cache(reference_loop)
-"""The reference loop is cached by folder, because all layouts of a model are compared with the same loop."""
+"""Results of the reference loop, cached by folder, because all layouts of a model are compared with the same loop."""
 _FEW_STEPS = 3
 _LONG_RUN = 2e-4
 """Tolerance for losses over more than _FEW_STEPS steps, over which rounding errors grow."""

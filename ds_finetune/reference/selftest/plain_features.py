@@ -151,7 +151,7 @@ class PlainMtp:
         return functional.linear(self.states(ids), head.detach() if self._section.detach else head)
 
     def states(self, ids: torch.Tensor) -> torch.Tensor:
-        """Output of the prediction layer before the head, [tokens - 1, width]; `ids` are the latest forward's."""
+        """The prediction layer's output before the head, [tokens - 1, width]; `ids` are the latest forward's tokens."""
         embedded, hidden = self._model.get_input_embeddings()(ids[None, 1:]), self._hidden[:, :-1]
         if self._section.detach:
             embedded, hidden = embedded.detach(), hidden.detach()
