@@ -100,7 +100,7 @@ Parallel sizes follow these rules, each with an error of its own:
 - `parallel.vpp` (chunks of layers on each pipeline rank) works in every layout with `pp`, but not with `indexer.train`.
   `pp` x `vpp` is at most the number of layers, and `pp` divides the micro-batches of a step.
 - LoRA works in every layout, for the model types of [LoRA](../how-to/lora.md#limits). `lora.quantize` needs `tp` 1.
-- With `data.packing`, `sp` divides `train.max_seq_len`.
+- With `data.packing`, `parallel.sp` divides `train.max_seq_len`.
 - A parallel size above 1 is refused with the settings in [refused combinations](combinations.md).
 
 [Parallelism](../explanation/parallelism.md) explains how each size works.
@@ -267,7 +267,7 @@ def _layouts() -> str:
         return f"| {axes} | {', '.join(map(str, row.stages))} | {named(row)} |"
 
     dense = [name for name in model_types if name not in with_experts]
-    text = f"With experts: {', '.join(with_experts)}. All: these and {', '.join(dense)}."
+    text = f"In the table, types with experts are {', '.join(with_experts)}; all are these and {', '.join(dense)}."
     head = ["| beside dp | ZeRO stages | model types |", "| --- | --- | --- |"]
     return "\n".join([*head, *map(line, TESTED_LAYOUTS), "", *textwrap.wrap(text, WIDTH)]) + "\n"
 

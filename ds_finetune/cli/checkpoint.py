@@ -14,11 +14,11 @@ def add_commands(commands: Commands) -> None:
     listing = add_command(actions, "list", "list the checkpoints of a run", _list)
     listing.add_argument("run", metavar="RUN", help="output directory of the run")
     show = add_command(actions, "show", "print the contents of a checkpoint", _show)
-    verify = add_command(actions, "verify", "compare the checksum of every file with the recorded one", _verify)
+    verify = add_command(actions, "verify", "compare the checksums of a checkpoint with its files", _verify)
     for parser in (show, verify):
         text = "a checkpoint, or a run for its newest checkpoint"
         parser.add_argument("folder", metavar="RUN_OR_CHECKPOINT", help=text)
-    text = "merge the parts that several nodes keep into one checkpoint"
+    text = "merge the parts of a checkpoint that several nodes keep into one"
     gathering = add_command(actions, "gather", text, _gather)
     gathering.add_argument("out", metavar="OUT", help="folder to write")
     gathering.add_argument("folders", nargs="+", metavar="CHECKPOINT", help="the checkpoint's folder on each node")

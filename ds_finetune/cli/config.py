@@ -13,7 +13,7 @@ def add_commands(commands: Commands) -> None:
     """Add the commands `config show`, `config schema` and `data show` to the program."""
     data = commands.add_parser("data", help="show the training data of a run")
     actions = data.add_subparsers(required=True, metavar="WHAT")
-    rows = add_run_command(actions, "show", "print samples with their supervised tokens marked, and counts", _show_rows)
+    rows = add_run_command(actions, "show", "print rows of a run with supervised tokens marked, and counts", _show_rows)
     rows.add_argument("--samples", type=positive, default=3, help="number of rows to print (default 3)")
     config = commands.add_parser("config", help="show a run file with its defaults, or its schema")
     actions = config.add_subparsers(required=True, metavar="WHAT")

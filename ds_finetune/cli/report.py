@@ -14,7 +14,7 @@ _PORT = 7117
 
 def add_commands(commands: Commands) -> None:
     """Add the commands `report` and `watch` to the program."""
-    report = add_command(commands, "report", "write a page about a run, or one that compares several", _report)
+    report = add_command(commands, "report", "write a page about a run, or a page that compares several", _report)
     report.add_argument("runs", nargs="+", metavar="RUN", help="the output_dir of a run")
     text = "file of the page (default: report.html in RUN; required for several runs)"
     report.add_argument("-o", "--out", metavar="FILE", help=text)

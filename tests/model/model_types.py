@@ -58,9 +58,9 @@ which takes about a second:
 | loss | the loss of this program, and that of the model's own logits with transformers' plain attention |
 | adapters, with `lora` | loss, gradients and logits with adapters, and with weights to which they are added |
 
-Results of the trial count as equal up to a relative difference of 1e-4, and are printed under the plan. If the loss
-differs, or the kind of rows that the run has (packed or padded), the run ends with exit code 2 before anything is
-loaded.
+Results of the trial of a generic type count as equal up to a relative difference of 1e-4, and are printed under the
+plan. If the loss differs, or the hidden states of packed rows where the run packs, else of padded ones, the run ends
+with exit code 2 before anything is loaded.
 
 If the tiny model cannot be built, packing is refused; without packing, a line under the plan says that the loss is not
 known to be right.
