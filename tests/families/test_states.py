@@ -48,7 +48,7 @@ def test_answers_are_not_sampled() -> None:
 def test_attention_in_both_directions(kind: str, value: Any, tmp_path: Path) -> None:
     tree = hf_config(kind).to_dict() | {"use_bidirectional_attention": value}
     (tmp_path / "config.json").write_text(json.dumps(tree))
-    with pytest.raises(ModelError, match=f"use_bidirectional_attention is {value!r}, and tokens"):
+    with pytest.raises(ModelError, match=f"use_bidirectional_attention is {value!r}: a token"):
         read_hf_config(str(tmp_path))
 
 
