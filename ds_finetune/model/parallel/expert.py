@@ -138,7 +138,7 @@ class ExpertParallelExperts(nn.Module):
 
     def _run_local_experts(self, rows: torch.Tensor, weights: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
         """Compute this rank's experts on `rows`, times routing `weights` [rows, 1]. Rows are sorted by source rank and
-        expert; `arriving` has their numbers.
+        expert, and `arriving` has the number of rows of each pair.
         """
         expert = torch.arange(self.num_experts, device=rows.device).repeat(self.ep_group.size)
         expert = expert.repeat_interleave(arriving, output_size=len(rows))
