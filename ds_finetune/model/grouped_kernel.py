@@ -21,8 +21,8 @@ them fit into the shared memory of every GPU with compute capability 8.x.
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _tile(ends, number, experts, PADDED: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Find the expert of the tile of rows of this program, the tile's first row, and the end of the expert's rows.
-    Beyond the last tile the expert is PADDED.
+    """Find the expert of tile number `number`, the tile's first row, and the end of the expert's rows. Beyond the last
+    tile the expert is PADDED.
     """
     index = tl.arange(0, PADDED)
     is_expert = index < experts
