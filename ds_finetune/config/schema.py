@@ -47,7 +47,7 @@ class RunConfig(Section):
     data: DataConfig
     """Training data and held-out data."""
     deepspeed: Annotated[Free[str | dict[str, Any] | None], BeforeValidator(stage_as_file)] = None
-    """DeepSpeed's settings: a JSON file, a shipped file such as `zero3`, a ZeRO stage 0 to 3, or a section."""
+    """DeepSpeed's settings: a JSON file, a file of ds_configs/ such as `zero3`, a ZeRO stage 0 to 3, or a section."""
     inexact: InexactNames = ()
     """Options of DeepSpeed that are allowed although they change results (docs/how-to/inexact-options.md)."""
     rollout: RolloutConfig = RolloutConfig()

@@ -41,7 +41,7 @@ def test_a_copy_that_the_host_cannot_hold_is_refused_before_the_first_step(
     monkeypatch.setattr(resume, "available_bytes", lambda: gib * GIB)
     error = resume._memory_error(12 * GIB, plan)
     assert (error is not None) == is_refused
-    assert error is None or "24.00 GiB of state" in error.message
+    assert error is None or "needs 24.00 GiB" in error.message
 
 
 REFUSED = """

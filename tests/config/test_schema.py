@@ -80,7 +80,7 @@ def test_override_replaces_and_creates(run_file: Path) -> None:
         ("optim: {betas: [1, 2, 3]}\n", "`optim.betas` is [1, 2, 3]: it should have 2 values", "[0.9, 0.95]"),
         ("optim: {warmup: 0.03}\n", "`0.03` is not a warm-up; write `3%` of the run or `100 steps`", "optim.warmup"),
         ("optim: {min_lr_ratio: 2}\n", "is 2: it should be at most 1", "(at least 0, at most 1, by default 0.1)"),
-        ("deepspeed: 5\n", "`deepspeed` is 5: it should be a valid string", "a name of ds_configs/"),
+        ("deepspeed: 5\n", "`deepspeed` is 5: it should be a valid string", "a file of ds_configs/"),
         (
             "optim: {betas: [-0.1, 0.9]}\n",
             "`optim.betas` is -0.1: it should be at least 0",
