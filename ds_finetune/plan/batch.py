@@ -65,7 +65,7 @@ def accumulation_steps(*, global_batch_size: int, micro_batch_size: int, dp: int
     steps, rest = divmod(global_batch_size, rows_per_pass)
     if rest:
         nearest = [n * rows_per_pass for n in (steps, steps + 1) if n]
-        hint = f"nearest: {' or '.join(map(str, nearest))}"
+        hint = f"set train.global_batch_size to {' or '.join(map(str, nearest))}"
         if global_batch_size % dp == 0:
             sizes = legal_micro_batches(global_batch_size=global_batch_size, dp=dp)[:8]
             hint += f"; or train.micro_batch_size {', '.join(map(str, sizes))}"

@@ -57,7 +57,7 @@ def _untested_value(option: str) -> Conflict:
     tested = _TESTED_OPTIONS[option]
     return Conflict(
         f"{option} {{options[{option}]}}",
-        "leave it out",
+        f"leave {option} out",
         lambda run: option in run.options and run.options[option] not in tested,
     )
 
@@ -80,8 +80,9 @@ _OBJECTIVE: tuple[Refusal[RunSettings], ...] = (
         lambda run: (
             is_distillation(run.objective) and (run.objective.teacher is None) == (run.objective.scores is None)
         ),
-        "objective distill has objective.teacher {objective.teacher!r} and objective.scores {objective.scores!r}",
-        "give one of them: a teacher that runs beside the model, or scores that `ds-finetune teach` wrote",
+        "objective distill has objective.teacher {objective.teacher!r} and objective.scores {objective.scores!r}, but "
+        "needs exactly one of them",
+        "give either a teacher, which runs beside the model, or scores that `ds-finetune teach` wrote",
     ),
     Refusal(
         lambda run: run.objective.reference_source == "adapters_off" and run.lora is None,
@@ -96,7 +97,7 @@ _OBJECTIVE: tuple[Refusal[RunSettings], ...] = (
     Refusal(
         lambda run: run.data.rows and run.data.weights,
         "data.rows {data.rows} with weights of data.train: the first rows all come from the first files",
-        "give data.train as a list, or leave data.rows out",
+        "give data.train as a list without weights, or leave data.rows out",
     ),
     Refusal(
         lambda run: run.objective.reference_source == "cache" and run.data.streaming,
@@ -158,7 +159,7 @@ _ACTIVATIONS: tuple[Refusal[RunSettings], ...] = (
     Refusal(
         lambda run: run.train.activation_offload and run.device == "cpu",
         "train.activation_offload true with device {device}: activations are in host memory already",
-        "leave it out, or train on a GPU",
+        "leave train.activation_offload out, or train on a GPU",
     ),
 )
 
@@ -206,7 +207,7 @@ _LAYOUT: tuple[Refusal[RunSettings], ...] = (
             and {"nearest": nearest_layout(run.axes, run.zero_stage)}
         ),
         "parallel {mesh} with zero stage {zero_stage} is not tested",
-        "nearest: {nearest}",
+        "use the nearest tested layout: {nearest}",
     ),
     # At stage 0 in 16 bits, DeepSpeed 0.19.8 clips by the gradient norm of each rank's own shard
     # (fp16/unfused_optimizer.py). On the tiny DeepSeek-V3 that is 0.78 of the true norm.
@@ -227,7 +228,7 @@ _LAYOUT: tuple[Refusal[RunSettings], ...] = (
             and {"legal": _multiples(run.train.max_seq_len, run.mesh.sp)}
         ),
         "train.max_seq_len {train.max_seq_len} is not a multiple of parallel.sp {mesh.sp}",
-        "set it to {legal}",
+        "set train.max_seq_len to {legal}",
     ),
 )
 
@@ -255,13 +256,13 @@ _REDUCTION: tuple[Refusal[RunSettings], ...] = (
     Refusal(
         lambda run: run.accumulation_dtype and run.zero_stage < 2 and run.precision == "bf16",
         "data_types.grad_accum_dtype {accumulation_dtype!r} with zero stage {zero_stage} in bf16 is not tested",
-        "use stage 2 or 3, or leave it out",
+        "set zero_optimization.stage to 2 or 3, or leave grad_accum_dtype out",
     ),
     Refusal(
         lambda run: run.train.reduction_every == "step" and _rounded_sum(run),
         "train.reduction_every step with {key} fp32 in {precision}: ranks would accumulate their own gradients in "
         "{precision}",
-        "leave one of them out",
+        "leave train.reduction_every or {key} out",
     ),
     Refusal(
         lambda run: run.train.reduction_every == "step" and run.zero_stage >= 2 and run.optimizer == "muon",
@@ -317,7 +318,7 @@ _LORA: tuple[Refusal[RunSettings], ...] = (
     Refusal(
         lambda run: run.lora is not None and run.lora.dropout and run.train.tiled_mlp,
         "lora.dropout {lora.dropout:g} with train.tiled_mlp true: backward would drop other inputs than forward",
-        "leave one of them out",
+        "leave lora.dropout or train.tiled_mlp out",
     ),
     Refusal(
         lambda run: run.lora is not None and run.lora.modules_to_save and _turns_adapters_off(run),
@@ -328,7 +329,7 @@ _LORA: tuple[Refusal[RunSettings], ...] = (
     Refusal(
         lambda run: run.lora is not None and run.lora.modules_to_save and run.mtp.train,
         "lora.modules_to_save with mtp.train true is not tested",
-        "leave one of them out",
+        "leave lora.modules_to_save or mtp.train out",
     ),
     # Quantising a shard of a weight gives other values than quantising the weight: 256 block scales share a
     # second-level scale, and all block scales of a weight share a mean.
@@ -362,11 +363,11 @@ _FREEZING = refuse_pairs(
         # A run that resumes reads frozen weights from the model's folder, because checkpoints have no frozen weights.
         setting("model.weights random", "load weights, or train all"),
         setting("model.resize_vocabulary true", "train all weights, or use a tokenizer that fits the model"),
-        Conflict("model.context {model.context}", "leave one of them out", lambda run: run.model.context is not None),
+        Conflict("model.context {model.context}", "train all weights", lambda run: run.model.context is not None),
         Conflict("lora", "name modules in lora.target_modules instead", lambda run: run.lora is not None),
         Conflict("`router`", "leave router out; train.freeze may name gate", lambda run: run.router is not None),
-        setting("mtp.train true", "leave one of them out"),
-        setting("indexer.train true", "leave one of them out"),
+        setting("mtp.train true", "train all weights, or set mtp.train to false"),
+        setting("indexer.train true", "train all weights, or set indexer.train to false"),
     ),
 )
 
@@ -380,7 +381,7 @@ def _broken_groups(run: RunSettings) -> MessageFields:
 _INTERLEAVING: tuple[Refusal[RunSettings], ...] = (
     Refusal(
         lambda run: run.parallel.vpp > 1 and run.mesh.pp == 1,
-        "parallel.vpp {parallel.vpp} with parallel.pp 1",
+        "parallel.vpp {parallel.vpp} with parallel.pp 1, which has no pipeline stages to interleave",
         "set parallel.pp, or leave parallel.vpp out",
     ),
     Refusal(
@@ -454,13 +455,13 @@ _OPTIONS: tuple[Refusal[RunSettings], ...] = (
     Refusal(
         lambda run: run.optim.weight_decay and "weight_decay" not in OPTIMIZERS[run.optimizer].keys,
         "optim.weight_decay {optim.weight_decay} with {optim.name} would be added to the gradient (torch.optim), "
-        "not decoupled",
-        "set optim.weight_decay to 0, or take AdamW",
+        "not decoupled from it",
+        "set optim.weight_decay to 0, or optim.name to AdamW",
     ),
     _option(
         "fp16 on the CPU accelerator",
         lambda run: run.device == "cpu" and run.precision == "fp16",
-        "DeepSpeed 0.19.8 has no fp16 there",
+        "DeepSpeed 0.19.8 does not support fp16 on CPUs",
         "train.precision bf16 or fp32",
     ),
     _option(
@@ -474,7 +475,7 @@ _OPTIONS: tuple[Refusal[RunSettings], ...] = (
     _option(
         "offload to nvme below ZeRO-3",
         lambda run: run.zero_stage < 3 and "nvme" in (run.offload_optimizer, run.offload_param),
-        "DeepSpeed 0.19.8 stages 1 and 2 keep the states in CPU memory instead, without a word (zero/stage_1_and_2.py)",
+        "DeepSpeed 0.19.8 silently keeps the states in CPU memory at stages 1 and 2 (zero/stage_1_and_2.py)",
         "zero_optimization.stage 3, or device cpu",
     ),
     _without_path("offload_optimizer"),
@@ -482,7 +483,7 @@ _OPTIONS: tuple[Refusal[RunSettings], ...] = (
     _option(
         "offload_param below ZeRO-3",
         lambda run: run.zero_stage < 3 and run.offload_param != "none",
-        "parameters are only partitioned, and so offloadable, at stage 3",
+        "parameters are partitioned, and can be offloaded, only at stage 3",
         "zero_optimization.stage 3, or leave offload_param out",
     ),
     _option(
@@ -495,7 +496,7 @@ _OPTIONS: tuple[Refusal[RunSettings], ...] = (
     # small weights after the step (zero/stage3.py:2840, zero/partition_parameters.py:2128); other gathers start on a
     # separate stream.
     _option(
-        "ZeRO-3 with overlap_comm and no weights that stay whole",
+        "ZeRO-3 with overlap_comm and a persistence threshold of 0",
         lambda run: (
             run.zero_stage == 3
             and run.device != "cpu"
@@ -518,15 +519,15 @@ _OPTIONS: tuple[Refusal[RunSettings], ...] = (
         "clipping with Muon under ZeRO",
         lambda run: run.zero_stage >= 1 and run.optimizer == "muon" and run.train.max_grad_norm > 0,
         "DeepSpeed 0.19.8 orthogonalises before it takes the norm (zero/stage_1_and_2.py:2865, zero/stage3.py:1697): "
-        "the update would be clipped, not the gradient; losses of a tiny DeepSeek-V3 depart from stage 0 by 3e-4 after "
-        "two steps",
+        "it would clip the update instead of the gradient; losses of a tiny DeepSeek-V3 differ from those at stage 0 "
+        "by 3e-4 after two steps",
         "train.max_grad_norm 0, or zero_optimization.stage 0",
     ),
     _option(
         "Adagrad without offload_optimizer under ZeRO",
         lambda run: run.zero_stage >= 1 and run.optimizer == "adagrad" and run.offload_optimizer == "none",
-        "DeepSpeed 0.19.8: torch.optim.Adagrad makes its states in its constructor, which ZeRO's flat partitions have "
-        "not; it ends in an IndexError",
+        "torch.optim.Adagrad creates its states in its constructor, and ZeRO's flat partitions get none, so DeepSpeed "
+        "0.19.8 ends in an IndexError",
         "offload_optimizer.device cpu (DeepSpeedCPUAdagrad), or zero_optimization.stage 0",
     ),
     _option(
@@ -544,13 +545,13 @@ _OPTIONS: tuple[Refusal[RunSettings], ...] = (
     _option(
         "optim.name {optim.name} under ZeRO",
         lambda run: run.zero_stage >= 1 and (why := OPTIMIZERS[run.optimizer].needs_unsharded) and {"why": why},
-        "{why}; on a rank's flat partition it would be another number on each count of ranks",
+        "{why}; computed on a rank's flat partition, the step would depend on the number of ranks",
         "zero_optimization.stage 0, or optim.name AdamW",
     ),
     _option(
         "offload_optimizer with optim.name {optim.name}",
         lambda run: run.offload_optimizer != "none" and run.optimizer in ("radam", "adamax", "rmsprop"),
-        "DeepSpeed 0.19.8 has no kernel of it for the CPU, and torch's is not tested there",
+        "DeepSpeed 0.19.8 has no CPU kernel for this optimizer, and torch's is not tested with offload",
         "optim.name AdamW, or leave offload_optimizer out",
     ),
     Refusal(

@@ -84,7 +84,7 @@ def _wrong_groups(run: RunSettings) -> MessageFields:
     if ranks % group == 0 and group < ranks:
         return None
     legal = list(map(str, divisors(ranks)[1:-1]))
-    hint = f"set it to {' or '.join(legal)}" if legal else "start at least 4 ranks"
+    hint = f"set zero_hpz_partition_size to {' or '.join(legal)}" if legal else "start at least 4 ranks"
     return {"ranks": ranks, "group": group, "legal": hint}
 
 
@@ -119,7 +119,7 @@ def _untimed(key: str) -> Conflict:
         is_number = isinstance(value, int) and not isinstance(value, bool) and value >= 1
         return None if is_number else {"value": value}
 
-    return Conflict(f"zenflow.{key} {{value}}", "set it to a number of steps", is_untimed)
+    return Conflict(f"zenflow.{key} {{value}}", f"set {key} to a number of steps", is_untimed)
 
 
 def _several_forwards(run: RunSettings) -> MessageFields:
@@ -170,7 +170,7 @@ OPTIONS = (
             *_QUANTIZED,
             Conflict(
                 "zero_optimization.reduce_scatter false",
-                "leave it out",
+                "leave reduce_scatter out",
                 lambda run: run.zero.get("reduce_scatter") is False,
             ),
         ),
@@ -289,7 +289,7 @@ def _option_checks(option: InexactOption) -> Iterator[Refusal[RunSettings]]:
 
 def _why(option: InexactOption, run: RunSettings) -> str:
     if option.name == "bf16_reduction" and run.precision != "fp32":
-        return f"gradients of a run with train.precision {run.precision} have 16 bits and are reduced so without it"
+        return f"gradients of a run with train.precision {run.precision} are reduced in 16 bits anyway"
     return f"the DeepSpeed configuration does not have {option.key}"
 
 

@@ -96,7 +96,7 @@ def check_keys(tree: Mapping[str, Any], source: str) -> None:
         for key, value in given.items():
             _check_key(f"{source}: in {section}: ", key, value, types)
             if wanted := _expected_value(key, value, types[key]):
-                raise ConfigError(f"{source}: `{section}.{key}` has the wrong value {value!r}", hint=f"write {wanted}")
+                raise ConfigError(f"{source}: `{section}.{key}` is {value!r}", hint=f"write {wanted}")
     for section in _SECTIONS:
         _section(tree, section.split("."), source)
 

@@ -45,7 +45,7 @@ class Mesh:
             legal = ", ".join(map(str, divisors(dp * parallel.sp)))
             raise ConfigError(
                 f"parallel.ep {parallel.ep} does not divide the {dp * parallel.sp} ranks of dp {dp} x sp {parallel.sp}",
-                hint=f"set it to one of {legal}",
+                hint=f"set parallel.ep to one of {legal}",
             )
         return cls(rank, dp, **inner, ep=parallel.ep)
 

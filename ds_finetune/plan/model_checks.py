@@ -80,25 +80,25 @@ def _divided_dimensions(run: ModelSettings) -> Iterator[tuple[str, str, int]]:
 _SIZES: tuple[Refusal[ModelSettings], ...] = (
     Refusal(
         lambda run: run.mesh.pp == 1 and run.parallel.pp_layers and {"given": list(run.parallel.pp_layers)},
-        "parallel.pp_layers {given} with parallel.pp 1",
-        "set parallel.pp, or leave it out",
+        "parallel.pp_layers {given} with parallel.pp 1, which has no pipeline stages",
+        "set parallel.pp, or leave parallel.pp_layers out",
     ),
-    Refusal(_untested_type, "parallel {mesh} of model_type {model_type} is not tested", "tested: {tested}"),
+    Refusal(_untested_type, "parallel {mesh} of model_type {model_type} is not tested", "use one of {tested}"),
     Refusal(
         lambda run: run.axes and run.mesh.pp > (values := _chunk_values(run))["layers"] and values,
         "parallel.pp {mesh.pp} is more than the {layers} layers of the model",
-        "set it to {layers} at most",
+        "set parallel.pp to at most {layers}",
     ),
     Refusal(
         lambda run: run.axes and (values := _chunk_values(run))["chunks"] > values["layers"] and values,
         "parallel.pp {mesh.pp} x parallel.vpp {parallel.vpp} = {chunks} chunks are more than the {layers} layers of "
         "the model",
-        "set parallel.vpp to {legal} at most",
+        "set parallel.vpp to at most {legal}",
     ),
     Refusal(
         lambda run: run.parallel.pp_layers and _wrong_shares(run),
         "parallel.pp_layers {given} does not divide {layers} layers over {parts}",
-        "name {chunks} numbers of at least 1 whose sum is {layers}, or leave it out",
+        "name {chunks} numbers of at least 1 whose sum is {layers}, or leave parallel.pp_layers out",
     ),
     # transformers 5.23 selects scaling factors by the positions in a call (modeling_rope_utils.py:47), and each rank's
     # call has only a part of the positions.
@@ -114,7 +114,7 @@ _SIZES: tuple[Refusal[ModelSettings], ...] = (
     Refusal(
         _undivided,
         "parallel.{axis} {size} does not divide the {number} {what} of the model",
-        "set it to one of {legal}",
+        "set parallel.{axis} to one of {legal}",
     ),
 )
 
@@ -178,7 +178,7 @@ def _untested_switch(key: str) -> Refusal[ModelSettings]:
     return Refusal(
         lambda run: getattr(run.train, key) and run.model_type not in FULLY_TESTED,
         f"train.{key} true of model_type {{model_type}} is not tested",
-        f"leave it out; tested: {', '.join(FULLY_TESTED)}",
+        f"leave train.{key} out, or use one of {', '.join(FULLY_TESTED)}",
     )
 
 
@@ -215,14 +215,14 @@ _TYPE: tuple[Refusal[ModelSettings], ...] = (
             and {"tested": f"{_types_with('has_lora')}, and types without a row in the table of families"}
         ),
         "lora of model_type {model_type} is not tested",
-        "tested: {tested}",
+        "use one of {tested}",
     ),
     # An odd number of rotary columns makes torch fail in the first step (transformers 5.23,
     # deepseek_v2/modeling_deepseek_v2.py:264).
     Refusal(
         _odd_columns,
-        "{sum} of the model make an odd number of columns",
-        "take the config.json published with the model",
+        "{sum} in config.json is an odd number of columns, but rotary embeddings rotate pairs of columns",
+        "use the config.json published with the model",
         ModelError,
     ),
     Refusal(
@@ -337,7 +337,7 @@ _KERNEL: tuple[Refusal[ModelSettings], ...] = (
     ),
     Refusal(
         lambda run: run.model.kernels in ("liger", "compile") and not run.family.fused,
-        "model.kernels {model.kernels} with model_type `{model_type}` computes nothing, or is not tested",
+        "model.kernels {model.kernels} with model_type `{model_type}` would replace no operation, or is not tested",
         "set model.kernels to auto",
         ModelError,
     ),

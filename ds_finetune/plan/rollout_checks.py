@@ -72,7 +72,7 @@ def _sampling_checks() -> Iterator[Refusal[RunSettings]]:
     yield _refused(
         lambda run: run.rollout.ahead and _section(run).no_spread == "resample",
         "rollout.ahead {rollout.ahead} with objective.no_spread resample: the rewards, which decide which prompts are "
-        "replaced, are computed beside the steps that would need the other answers",
+        "replaced, are computed while the steps that would need the new answers already run",
         "set objective.no_spread to drop, or rollout.ahead to 0",
     )
     yield _refused(
@@ -93,7 +93,7 @@ def rollout_checks() -> Iterator[Refusal[RunSettings]]:
     )
     yield _refused(
         lambda run: run.rollout.temperature != 1,
-        "rollout.temperature {rollout.temperature:g}: answers would not be drawn from the distribution that is "
+        "rollout.temperature {rollout.temperature:g}: answers would not be sampled from the distribution that is "
         "trained, and the ratio of their probabilities would be wrong from the first token on",
         "leave rollout.temperature out, which is 1",
     )
@@ -101,7 +101,7 @@ def rollout_checks() -> Iterator[Refusal[RunSettings]]:
         lambda run: run.rollout.max_new_tokens >= run.train.max_seq_len,
         "rollout.max_new_tokens {rollout.max_new_tokens} leaves no room for a prompt in a row of train.max_seq_len "
         "{train.max_seq_len}",
-        "set train.max_seq_len to the longest prompt and rollout.max_new_tokens together",
+        "set train.max_seq_len to the length of the longest prompt plus rollout.max_new_tokens",
     )
     yield _refused(
         lambda run: _section(run).ratio == "capped" and _section(run).ratio_cap is None,
@@ -149,7 +149,7 @@ ROLLOUT_MODEL: tuple[Refusal[ModelSettings], ...] = (
     _refused(
         _dropouts,
         "objective grpo of a model with {drops}: answers would be sampled, scored and trained by different models",
-        "set it to 0 in the model's config.json",
+        "set these keys to 0 in the model's config.json",
     ),
 )
 """Checks of runs with sampled answers (rollouts) that need the model's config.json."""

@@ -118,7 +118,7 @@ SAMPLED: list[tuple[str, dict[str, Any], dict[str, Any], Mesh | None]] = [
         {},
         None,
     ),
-    ("rollout.temperature 0.7: answers would not be drawn", GRPO | {"rollout": {"temperature": 0.7}}, {}, None),
+    ("rollout.temperature 0.7: answers would not be sampled", GRPO | {"rollout": {"temperature": 0.7}}, {}, None),
     (
         "rollout.max_new_tokens 256 leaves no room for a prompt in a row of train.max_seq_len 256",
         GRPO | {"train": {"max_seq_len": 256}},

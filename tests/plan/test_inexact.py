@@ -73,16 +73,22 @@ def test_a_name_without_effect_is_refused(name: InexactName) -> None:
         ("quantized_weights", {}, {"device": "cpu"}, "cannot work with device cpu", "only as CUDA kernels"),
         ("quantized_gradients", {}, {"device": "cpu"}, "cannot work with device cpu", "only as CUDA kernels"),
         ("quantized_gradients", {}, {"dp": 1}, "cannot work with 1 rank", "several ranks"),
-        ("quantized_gradients", {"reduce_scatter": False}, {}, "reduce_scatter false", "leave it out"),
+        ("quantized_gradients", {"reduce_scatter": False}, {}, "reduce_scatter false", "leave reduce_scatter out"),
         ("hierarchical_partition", {"stage": 2}, {}, "cannot work with zero stage 2", "stage to 3"),
         (
             "hierarchical_partition",
             {"zero_hpz_partition_size": 3},
             {},
             "4 ranks, which do not form several groups of 3",
-            "set it to 2",
+            "set zero_hpz_partition_size to 2",
         ),
-        ("hierarchical_partition", {"zero_hpz_partition_size": 4}, {}, "4 ranks, which do not form", "set it to 2"),
+        (
+            "hierarchical_partition",
+            {"zero_hpz_partition_size": 4},
+            {},
+            "4 ranks, which do not form",
+            "set zero_hpz_partition_size to 2",
+        ),
         ("hierarchical_partition", {}, {"dp": 2}, "2 ranks, which do not form", "at least 4 ranks"),
         ("zenflow", {"stage": 3}, {}, "cannot work with zero stage 3", "1 or 2"),
         ("zenflow", {"offload_optimizer": {}}, {}, "offload_optimizer.device none", "device to cpu"),
@@ -168,7 +174,7 @@ def test_other_inexact_options_have_no_name(deepspeed: dict[str, Any], precision
 def test_gradients_of_bf16_are_reduced_in_bf16_without_a_name() -> None:
     assert plan_of(zero(2) | {"communication_data_type": "bf16"}).notes == ()
     error = refused(zero(2) | {"communication_data_type": "bf16"}, inexact="bf16_reduction")
-    assert "gradients of a run with train.precision bf16 have 16 bits" in error.message
+    assert "train.precision bf16 are reduced in 16 bits anyway" in error.message
 
 
 def test_gradients_of_fp32_need_the_name_with_every_layout_and_by_every_key() -> None:

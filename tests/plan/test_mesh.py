@@ -61,7 +61,7 @@ def _check_model(subject: str, mesh: Mesh, model: dict[str, Any], **sections: An
 @pytest.mark.parametrize(
     ("sections", "message", "hint"),
     [
-        ({}, "train.max_seq_len 30 is not a multiple of parallel.sp 4", "set it to 28 or 32"),
+        ({}, "train.max_seq_len 30 is not a multiple of parallel.sp 4", "set train.max_seq_len to 28 or 32"),
         (
             {"model": {"path": "m", "attention": "eager"}},
             "parallel dp 1 x sp 4 with model.attention eager is not tested",
@@ -83,14 +83,14 @@ def test_layouts_that_cannot_be_are_refused(sections: dict[str, Any], message: s
             2,
             "none",
             "parallel dp 1 x pp 2 with zero stage 2 is not tested",
-            "nearest: parallel.pp with zero stage 0, 1",
+            "use the nearest tested layout: parallel.pp with zero stage 0, 1",
         ),
         (
             Mesh(0, 1, pp=2, tp=2),
             3,
             "none",
             "parallel dp 1 x pp 2 x tp 2 with zero stage 3 is not tested",
-            "nearest: parallel.pp and parallel.tp with zero stage 0, 1",
+            "use the nearest tested layout: parallel.pp and parallel.tp with zero stage 0, 1",
         ),
         (
             Mesh(0, 1, pp=2),
@@ -104,7 +104,7 @@ def test_layouts_that_cannot_be_are_refused(sections: dict[str, Any], message: s
             3,
             "none",
             "parallel dp 2 x sp 2 x tp 2 x ep 2 with zero stage 3 is not tested",
-            "nearest: parallel.sp and parallel.tp with zero stage 0, 1, 2, 3",
+            "use the nearest tested layout: parallel.sp and parallel.tp with zero stage 0, 1, 2, 3",
         ),
         (
             Mesh(0, 1, tp=2),
@@ -163,7 +163,7 @@ def test_ranks_of_experts() -> None:
         Mesh.of(ParallelConfig(ep=4, tp=2), world_size=12, rank=0)
     assert (caught.value.message, caught.value.hint) == (
         "parallel.ep 4 does not divide the 6 ranks of dp 6 x sp 1",
-        "set it to one of 1, 2, 3, 6",
+        "set parallel.ep to one of 1, 2, 3, 6",
     )
 
 
@@ -174,13 +174,13 @@ def test_ranks_of_experts() -> None:
             Mesh(0, 1, sp=3),
             DENSE | {"model_type": "llama"},
             "parallel.sp 3 does not divide the 4 attention heads of the model",
-            "set it to one of 1, 2, 4",
+            "set parallel.sp to one of 1, 2, 4",
         ),
         (
             Mesh(0, 1, sp=4, tp=2),
             DENSE | {"model_type": "llama"},
             "parallel.sp 4 does not divide the 2 attention heads of a tensor parallel rank of the model",
-            "set it to one of 1, 2",
+            "set parallel.sp to one of 1, 2",
         ),
         (
             Mesh(0, 1, sp=2),
@@ -204,20 +204,20 @@ def test_ranks_of_experts() -> None:
             Mesh(0, 1, ep=3),
             DENSE | {"model_type": "mixtral", "num_local_experts": 4},
             "parallel.ep 3 does not divide the 4 routed experts of the model",
-            "set it to one of 1, 2, 4",
+            "set parallel.ep to one of 1, 2, 4",
         ),
         (
             Mesh(0, 1, tp=4),
             DENSE | {"model_type": "llama"},
             "parallel.tp 4 does not divide the 2 key and value heads of the model",
-            "set it to one of 1, 2",
+            "set parallel.tp to one of 1, 2",
         ),
         (
             # A prime: a divisor is looked for up to its root alone, and a size that no machine has is not named.
             Mesh(0, 1, tp=2),
             DENSE | {"model_type": "llama", "vocab_size": 10**12 + 39},
             "parallel.tp 2 does not divide the 1000000000039 tokens of the vocabulary of the model",
-            "set it to one of 1",
+            "set parallel.tp to one of 1",
         ),
         (
             Mesh(0, 1, tp=7),
@@ -225,13 +225,13 @@ def test_ranks_of_experts() -> None:
             | {"model_type": "llama", "num_attention_heads": 7, "num_key_value_heads": 7}
             | {"intermediate_size": 49, "vocab_size": 151936},
             "parallel.tp 7 does not divide the 151936 tokens of the vocabulary of the model",
-            "set it to one of 1, 2, 4, 8, 16, 32, 64, 128, 1187, 2374",
+            "set parallel.tp to one of 1, 2, 4, 8, 16, 32, 64, 128, 1187, 2374",
         ),
         (
             Mesh(0, 1, sp=2),
             {"model_type": "gpt2"},
             "parallel dp 1 x sp 2 of model_type gpt2 is not tested",
-            f"tested: {', '.join(TESTED_LAYOUTS[0].families)}",
+            f"use one of {', '.join(TESTED_LAYOUTS[0].families)}",
         ),
     ],
 )
@@ -246,20 +246,25 @@ def test_sizes_that_do_not_divide_the_model_are_refused(
 @pytest.mark.parametrize(
     ("pp", "given", "message", "hint"),
     [
-        (3, [], "parallel.pp 3 is more than the 2 layers of the model", "set it to 2 at most"),
+        (3, [], "parallel.pp 3 is more than the 2 layers of the model", "set parallel.pp to at most 2"),
         (
             2,
             [2],
             "parallel.pp_layers [2] does not divide 2 layers over 2 stages",
-            "name 2 numbers of at least 1 whose sum is 2, or leave it out",
+            "name 2 numbers of at least 1 whose sum is 2, or leave parallel.pp_layers out",
         ),
         (
             2,
             [2, 0],
             "parallel.pp_layers [2, 0] does not divide 2 layers over 2 stages",
-            "name 2 numbers of at least 1 whose sum is 2, or leave it out",
+            "name 2 numbers of at least 1 whose sum is 2, or leave parallel.pp_layers out",
         ),
-        (1, [1, 1], "parallel.pp_layers [1, 1] with parallel.pp 1", "set parallel.pp, or leave it out"),
+        (
+            1,
+            [1, 1],
+            "parallel.pp_layers [1, 1] with parallel.pp 1, which has no pipeline stages",
+            "set parallel.pp, or leave parallel.pp_layers out",
+        ),
     ],
 )
 def test_stages_that_do_not_share_out_the_layers_are_refused(

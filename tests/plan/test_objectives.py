@@ -28,11 +28,11 @@ def off(name: str) -> dict[str, Any]:
         ),
         (off("kto") | LORA | STREAM, "objective kto with data.streaming true: z0", "data.streaming to false"),
         ({"objective": "kto"} | ONE_ROW, "objective kto with train.global_batch_size 1: z0", "8 or more"),
-        ({"objective": "distill"}, "objective.teacher None and objective.scores None", "give one of them"),
+        ({"objective": "distill"}, "objective.teacher None and objective.scores None", "give either a teacher"),
         (
             {"objective": {"name": "distill", "teacher": "t", "scores": "s"}},
             "objective.teacher 't' and objective.scores 's'",
-            "give one of them",
+            "give either a teacher",
         ),
         *(
             ({"objective": name, "model": {"path": "m", "loss": "liger"}}, f"model.loss liger with objective {name}", "auto")

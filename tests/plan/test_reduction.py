@@ -68,12 +68,17 @@ FP32, STEP = {"reduction_dtype": "fp32"}, {"reduction_every": "step"}
             "grad_accum_dtype 'bf16' contradicts train.reduction_dtype fp32",
             "leave grad_accum_dtype or train.reduction_dtype out",
         ),
-        (2, {**FP32, **STEP}, "reduction_every step with train.reduction_dtype fp32 in bf16", "leave one of them out"),
+        (
+            2,
+            {**FP32, **STEP},
+            "reduction_every step with train.reduction_dtype fp32 in bf16",
+            "reduction_every or train.reduction_dtype out",
+        ),
         (
             3,
             {**STEP, "choices": {"data_types": {"grad_accum_dtype": "fp32"}}},
             "reduction_every step with data_types.grad_accum_dtype fp32 in bf16",
-            "leave one of them out",
+            "leave train.reduction_every or data_types.grad_accum_dtype out",
         ),
         (
             2,
