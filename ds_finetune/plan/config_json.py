@@ -172,7 +172,7 @@ def _facts_stated_twice(tree: Mapping[str, Any]) -> Iterator[tuple[str, str, Any
 
 def _check_widths(file: Path, tree: Mapping[str, Any]) -> None:
     """ModelError where a size is no integer of at least 1, the number of attention heads is no multiple of that of key
-    and value heads, or the number of rotated columns is odd.
+    and value heads, or that of rotated columns not even.
     """
     if not isinstance(quantised := tree.get("quantization_config") or {}, Mapping):
         raise ModelError(f"{file}: quantization_config is {quantised!r:.60}, not an object", hint=_PUBLISHED)
@@ -198,7 +198,7 @@ def _check_widths(file: Path, tree: Mapping[str, Any]) -> None:
     name, width = _rotary_width(tree)
     if width % 2:
         raise ModelError(
-            f"{file}: {name} {width} is odd, but rotary embeddings rotate pairs of columns", hint=_PUBLISHED
+            f"{file}: {name} {width} is an odd number, but rotary embeddings rotate pairs", hint=_PUBLISHED
         )
 
 

@@ -151,15 +151,15 @@ def test_heads_share_keys_and_values_evenly(tmp_path: Path) -> None:
     [
         (
             {"model_type": "llama", "head_dim": 13},
-            "head_dim 13 is odd, but rotary embeddings rotate pairs of columns",
+            "head_dim 13 is an odd number, but rotary embeddings rotate pairs",
         ),
         (
             {"model_type": "qwen2", "hidden_size": 52, "num_attention_heads": 4},
-            "hidden_size / num_attention_heads 13 is odd",
+            "hidden_size / num_attention_heads 13 is an odd number",
         ),
         (
             {"model_type": "deepseek_v3", "qk_nope_head_dim": 8, "qk_rope_head_dim": 7},
-            "qk_rope_head_dim 7 is odd",
+            "qk_rope_head_dim 7 is an odd number",
         ),
         ({"model_type": "llama", "head_dim": 12}, ""),
         ({"model_type": "glm4_moe", "head_dim": 13, "partial_rotary_factor": 0.5}, ""),
