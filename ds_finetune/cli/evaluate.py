@@ -175,18 +175,13 @@ def _column_flags(pairs: str) -> str:
 
 
 def _sets_of(files: Sequence[str]) -> Sequence[str] | Mapping[str, list[str]]:
-    """The files of the option --data; those given as NAME=FILE are grouped by name. ConfigError if only some have a
-    name.
-    """
+    """The files of the option --data, grouped by name if all are NAME=FILE. ConfigError if only some have names."""
     named = [file for file in files if "=" in file and not Path(file).exists()]
     if not named:
         return files
     if len(named) < len(files):
         without = next(file for file in files if file not in named)
-        raise ConfigError(
-            f"--data names a set for `{named[0]}`, but not for `{without}`",
-            hint="write all as NAME=FILE, or none",
-        )
+        raise ConfigError(f"--data `{named[0]}` has a name, but `{without}` has none", hint="write each as NAME=FILE")
     sets: dict[str, list[str]] = {}
     for name, _, file in (text.partition("=") for text in named):
         sets.setdefault(name, []).append(file)

@@ -56,10 +56,7 @@ def add_commands(commands: Commands) -> None:
 def _init(arguments: Arguments) -> None:
     if bool(arguments.rows) == bool(arguments.other):
         given = f"`{arguments.rows[0]}` and --from {arguments.other}" if arguments.rows else "neither"
-        raise ConfigError(
-            f"init needs either ROWS or --from, and has {given}",
-            hint="give files with rows, or --from with a file of another trainer",
-        )
+        raise ConfigError(f"init needs either ROWS or --from, and has {given}", hint="give files for one of the two")
     if arguments.other:
         _convert(Path(arguments.other), arguments)
     else:
@@ -129,8 +126,7 @@ def _recognised(record: "Record", where: str) -> tuple[str, Mapping[str, str]]:
     label = record.get("label")
     for columns in ({}, *_guesses(record)):
         for name in LAYOUTS_OF:
-            # The classes of a classifier are unknown until all rows are read, so the label of this row is the only
-            # class.
+            # The classes of a classifier are unknown until all rows are read. The label of this row is one of them.
             is_number = name == "labelled" and isinstance(label, float)
             kind = RowKind(
                 name,

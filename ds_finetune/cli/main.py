@@ -167,8 +167,7 @@ def _check_given_once(overrides: Sequence[str]) -> None:
         key, _, value = override.partition("=")
         if first_values.setdefault(key, value) != value:
             raise ConfigError(
-                f"`{key}` is given twice: {key}={first_values[key]} and {override}",
-                hint=f"give `{key}` once",
+                f"`{key}` is given twice: {key}={first_values[key]} and {override}", hint=f"give `{key}` once"
             )
 
 
@@ -194,8 +193,7 @@ def _print_once(text: str) -> None:
     """Record an error, and print it in full on local rank 0 only, because all ranks of a host find the same fault."""
     record_error(text)
     if os.environ.get("LOCAL_RANK", "0") == "0" or {RUN_ID, "TORCHELASTIC_RUN_ID"} <= os.environ.keys():
-        # Under `launch` every rank prints at once: each has its own log, and the rank that ends first counts as the
-        # cause.
+        # Under `launch` each rank has its own log, and the rank that ends first counts as the cause, so none waits.
         show_error(f"error: {text}")
         return
     time.sleep(_QUIET_SECONDS)

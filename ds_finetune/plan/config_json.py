@@ -84,9 +84,7 @@ def read_config_json(path: str) -> dict[str, Any]:
     try:
         tree = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as broken:
-        raise ModelError(
-            f"{file} cannot be read: {broken}", hint="correct the file, or get the published one"
-        ) from broken
+        raise ModelError(f"{file} cannot be read: {broken}", hint=_PUBLISHED) from broken
     if not isinstance(tree, dict) or not isinstance(tree.get("model_type"), str):
         raise ModelError(f"{file} has no key `model_type` with a text", hint=_PUBLISHED)
     return tree

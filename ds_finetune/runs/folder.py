@@ -144,9 +144,7 @@ class RunFolder:
 
     @property
     def settings(self) -> dict[str, str]:
-        """The run's configuration by dotted key, such as `optim.lr`. A value is one line of YAML, cut at 160
-        characters.
-        """
+        """The run's configuration by dotted key, such as `optim.lr`, as one line of YAML cut at 160 characters."""
         return {key: _yaml_text(value) for key, value in values_by_key(self.config).items()}
 
     @property

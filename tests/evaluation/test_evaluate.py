@@ -253,7 +253,7 @@ def test_named_sets_have_metrics_of_their_own(
     assert named["metrics"] == scored(*map(str, files.values()))["metrics"]
     for name, file in files.items():
         assert named["sets"][name] == scored(str(file))["metrics"]
-    for data, text in ((["a b=x.jsonl"], "the name `a b`"), (["x.jsonl", "a=y.jsonl"], "but not for `x.jsonl`")):
+    for data, text in ((["a b=x.jsonl"], "the name `a b`"), (["x.jsonl", "a=y.jsonl"], "but `x.jsonl` has none")):
         assert main(["eval", str(folder / "tuned"), "--data", *data]) == 2
         assert text in capsys.readouterr().err
 

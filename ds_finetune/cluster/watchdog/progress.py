@@ -162,9 +162,7 @@ class RankProgress:
         return call.end is not None and _is_reached(call.end)
 
     def take_waited(self) -> float:
-        """Return the seconds that the computation has waited in finished collectives since the last call of this
-        method.
-        """
+        """Seconds for which the computation has waited in finished collectives since the last call of `take_waited`."""
         self._settle()
         waited, self._waited_seconds = self._waited_seconds, 0.0
         return waited

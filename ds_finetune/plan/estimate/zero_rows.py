@@ -345,7 +345,7 @@ def gathered_weights(
     reused, ahead = near + largest, rules.max_live if rules.prefetch_bucket else 0
     with_head = min(total, max(reused + head, ahead + max(largest, head)))
     without_head = min(total - head, max(reused, ahead + largest))
-    # An all-gather of a single tensor needs no buffer and no copy (partition_parameters.py:1607).
+    # An all-gather of a single tensor needs no copy (partition_parameters.py:1607).
     smallest = min((kind.numel // kind.count for kind in fetched), default=0)
     bucket = rules.prefetch_bucket + max(largest, head) if rules.prefetch_bucket > smallest else 0
     # Gloo has two threads, each with a buffer of its own besides the receiving buffer (ProcessGroupGloo.cpp).

@@ -180,8 +180,7 @@ class Candidates:
         batch, dp = self.run.train.global_batch_size, self._dp(sizes)
         if batch % dp:
             return ConfigError(
-                f"train.global_batch_size {batch} is not a multiple of dp {dp}",
-                hint=f"set train.global_batch_size to a multiple of {dp}",
+                f"train.global_batch_size {batch} is not a multiple of dp {dp}", hint=f"set a multiple of {dp}"
             )
         return _refusal(self._check_search, replace(self.run, parallel=sizes))
 

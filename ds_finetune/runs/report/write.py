@@ -78,6 +78,4 @@ def _check_replaceable(path: Path) -> None:
     with path.open("rb") as file:
         head = file.read(_HEAD_BYTES)
     if head and _MARK not in head:
-        raise OutputError(
-            f"the report cannot replace `{path}`, which is not a report", hint="name a new file, or move that file away"
-        )
+        raise OutputError(f"the report cannot replace `{path}`, which is not a report", hint="name another file")
