@@ -87,8 +87,9 @@ parallel: {tp: 4, ep: 8}      # 8 ranks hold the experts, groups of 4 hold each 
 deepspeed: zero1
 ```
 
-Each layout is [compared with a reference loop](../explanation/numerical-rules.md#parity-with-a-reference-loop) on a
-tiny model of each type. Data parallelism by itself is tested with all model types and ZeRO stages 0 to 3.
+Each layout of the table is [compared with a reference
+loop](../explanation/numerical-rules.md#parity-with-a-reference-loop) on a tiny model of each type. Data parallelism by
+itself is tested with all model types and ZeRO stages 0 to 3.
 
 """
 RULES = """
