@@ -132,7 +132,8 @@ ds-finetune export runs/r1 OUT --format onnx
 
 A run that ends writes the formats in [`export.formats`](run-file.md#exportformats). Every export is
 [verified](../explanation/verification.md). This table says which programs loaded exports in tests, and how close their
-results were. An export of a model type in a format that is not listed for it is refused.
+results were; "all" are the model types that are tested for the format in the second table. An export of another model
+type is refused.
 
 {judged}
 
@@ -195,8 +196,10 @@ def _judged() -> Iterator[str]:
     """A table of formats, programs that have computed with them, how close, and the model types."""
     yield "| format | judged by | how close | model types |\n| --- | --- | --- | --- |"
     for row in CELLS:
-        types = "every one" if {*row.types} == _tested(row.format) else ", ".join(sorted(row.types)) + row.note
-        yield f"\n| {row.format} | {row.program} | {row.result} (`tests/{row.test}`) | {types} |"
+        others = sorted(_tested(row.format) - {*row.types})
+        all_but = f"all but {', '.join(others)}" if others else "all"
+        types = all_but if len(others) < len(row.types) / 2 else ", ".join(sorted(row.types))
+        yield f"\n| {row.format} | {row.program} | {row.result} (`tests/{row.test}`) | {types}{row.note} |"
 
 
 def _families() -> Iterator[str]:
@@ -357,9 +360,13 @@ def _key(name: str, key: Mapping[str, Any], *, is_required: bool) -> str:
 
 
 def _facts(name: str, key: Mapping[str, Any], *, is_required: bool = False) -> str:
-    """Type and default of a key, and what of it a resumed run cannot change. A default alone shows a simple type."""
+    """Type and default of a key, and what of it a resumed run cannot change. Left out are a simple type, which the
+    default shows, and values that the description names.
+    """
     kind, default = _type(key), _default(key)
     shown = re.sub(r"^(boolean|string|list|integer|number) ?", "", kind) if default and " or " not in kind else kind
+    if all(f"`{choice}`" in key["description"] for choice in key.get("enum", [None])):
+        shown = ""
     return "; ".join(filter(None, (shown, "required" if is_required else default, RESUME.get(on_resume(name), ""))))
 
 
