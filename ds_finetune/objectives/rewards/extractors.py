@@ -22,15 +22,31 @@ _ARGUMENT = r"\s*(?:\{\s*([-+]?[\d.,]+)\s*\}|(\d))"
 _FRACTION = re.compile(rf"(\d\s*)?\\[dtc]?frac{_ARGUMENT}{_ARGUMENT}")
 _OVER = re.compile(r"\{\s*([-+]?[\d.]+)\s*\\over\s*([-+]?[\d.]+)\s*\}")
 _NO_NUMBER = re.compile(r"\\sqrt|\\pi\b|[\u221a\u03c0]")
-"""Expressions with roots or pi, whose digits are not their value: a text with one of them has no number."""
+"""Patterns of expressions whose digits are not their value, so that no number is read from them."""
+_LIST = re.compile(r"\d\s*[;,]\s+[-+]?\d|\d!")
+"""Pattern of several numbers in a box, or of a factorial, which is no number either."""
 _GROUP = r"\{(?:[^{}]|\{[^{}]*\})*\}"
 _UNREAD_BEFORE = re.compile(
     r"\\sqrt(?:\[[^]]*\])?\{[^{}]*$|\u221a\(?$|(?:\}|\\pi|\u03c0)/$"
     rf"|\\[dtc]?frac\s*(?:{_GROUP}\s*)?\{{(?:[^{{}}]|{_GROUP})*$"
+    # `1,5`, `3:30`, `1..5`, `12'34`, `x1`, `0x10`, `5(3)`, `10^{1/2}`, `log 5`
+    r"|\d[,:'\u2019]$|\d\.\.$|[A-Za-z]$|\w_$|[\w)]\($|\^[{(]\s*$|(?:log|ln|sin|cos|tan)(?:_\{?\w+\}?)?[ ({]*$"
+    # `2+3`, `x-4`, `2024-01-31`, `10 - 5`, `5 x 4`, `1/2/2024`, `5\pm1`, `x > 2`
+    r"|[\w)\]}][-+*/\u2010-\u2013]$|[\d)\]}] ?[-+*/\u2010-\u2013xX] ?$|(?:\u00b1|\\pm) ?$"
+    r"|(?:(?:\s|\d)[<>]=?|[\u2264\u2265\u2260]|\\(?:[gl]eq?|[gl]t|neq?))\s*$"
 )
-_UNREAD_AFTER = re.compile(r"\s*(?:\\sqrt|\\pi\b|[\u221a\u03c0])")
-"""Text before or after a number that makes it a part of a root, a fraction or a multiple of pi, so it is not read."""
-_POWERS = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_UNREAD_AFTER = re.compile(
+    r"\s*(?:\\sqrt|\\pi\b|[\u221a\u03c0])|\^(?!\{?\\circ)|[,.:'\u2019/]\d|\.\.\d"
+    r"|[-\u2010-\u2013](?:\d|[a-z]\b)"
+    # `2+x`, `5 * 3`, `5 x 4`, `5\pm1`, `3k`, `$2M`, `3x`, `5i`, `2 dozen`
+    r"| ?\+ ?[\w\\(]| ?[*xX] ?\d|\*[\w\\(]| ?(?:\u00b1|\\pm)"
+    r"|(?:[abeiknqrtuvwxyzBKMTX]|[bx][\dA-F]+|bn|mn|mil)(?![A-Za-z])"
+    r"| ?(?:dozen|mil|bn)\b"
+)
+"""Text before or after a number that is only a part of an expression that is not evaluated, of a date, a time, a name
+or a list, or whose unit changes its value.
+"""
+_POWERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _LARGE = re.compile(rf"(?<=\d) ?({'|'.join(_POWERS)})\b", re.IGNORECASE)
 _RAISED = re.compile("(?<=[0-9])[\u207b]?[\u00b2\u00b3\u00b9\u2070\u2074-\u2079]+")
 _POINTS = re.compile(r"(?<![\d.,])(\d{1,3})(?:((?:\.\d{3})++),(\d++)|((?:\.\d{3}){2,}+))(?![.,]?\d)")
@@ -44,9 +60,10 @@ _SPELLINGS = (
     (r"\\[,;: ]|[\u00a0\u2009\u202f]", " "),
     (r"\\\$", "$"),
     (r"\\times|\\cdot|[\u00d7\u00b7]", "*"),
-    (r"[\u20ac\u00a3\u00a5\u20b9]", "$"),
+    (r"[\u20ac\u00a3\u00a5\u20b9]|\b(?:USD|EUR|GBP|INR|JPY|CNY|RMB|CAD|AUD|CHF|US(?=\$)|Rs)\.? ?(?=[\d$])", "$"),
+    (r"(?<=\d) ?([cdkm]?m)[23\u00b2\u00b3]\b", r" \1"),
     (r"(?<=\d)['\u2019_](?=\d{3}(?!\d))", ","),
-    (r"(?<=\d)\*\*(?=[-+]?\d)", "^"),
+    (r"(?<=\d)(?:\*\*(?=[-+]?\d)| \*\* (?=\d))", "^"),
     (r"(?<=\d) ?[xX] ?(?=10\^)", "*"),
     (r"(?<=\d) ?[/\u2044] ?(?=\d)", "/"),
     (r"\^[{(]\s*([-+]?\d+)\s*[})]", r"^\1"),
@@ -81,7 +98,8 @@ def last_number(text: str) -> decimal.Decimal | None:
     r"""The last number in the last `\\boxed{...}`, or in the text if it has none; None without a finite number.
 
     `$` and thousands separators are ignored. Powers (`10^6`, `2 \\times 10^5`), fractions and mixed numbers (`3 1/2`,
-    `\\frac12`) are evaluated.
+    `\\frac12`) are evaluated. None where the last digits are a part of something else, such as of `1,5`, `3:30`, `$3k`,
+    a date, a range, a name or another expression.
     """
     return _read_number(text, which=-1)
 
@@ -90,7 +108,7 @@ def _read_number(text: str, *, which: int) -> decimal.Decimal | None:
     boxed = last_box(text)
     # Text in a box is read as if it followed an equals sign, where `- 5` is a number and not a list item.
     text = text if boxed is None else f"={boxed.lstrip()}"
-    if boxed is not None and _NO_NUMBER.search(boxed):
+    if boxed is not None and (_NO_NUMBER.search(boxed) or _LIST.search(boxed)):
         return None
     text = _RAISED.sub(lambda raised: "^" + unicodedata.normalize("NFKC", raised[0]).replace("\u2212", "-"), text)
     for written, plain in _SPELLINGS:
