@@ -283,7 +283,7 @@ def _held_out_paths(
     for name in texts:
         if not SET_NAME.fullmatch(name):
             raise ConfigError(
-                f"the name `{name}` of a held-out set has characters besides letters, digits, `_`, `-` and `.`",
+                f"the name `{name}` of a held-out set may have only letters, digits, `_`, `-` and `.`",
                 hint="write e.g. old=a.txt new=b.txt",
             )
     return texts

@@ -168,7 +168,7 @@ class ConvertedRun:
             f"objective.{key}": self._text_of(word) for key in _entry(self.tree["objective"]) if key != "name"
         }
         if self.method == "gkd":
-            self.to_fill["objective"] = "gkd there samples answers and mixes two divergences; this is the forward one"
+            self.to_fill["objective"] = "gkd samples answers and mixes two divergences; distill uses the forward one"
         for each in [*words, *([word] if word == "reward_model" else [])]:
             self.outcomes[each] = "taken", "objective"
 
@@ -425,7 +425,7 @@ def _last_rate(self: ConvertedRun, word: str, value: object) -> object:
 def _warmup(self: ConvertedRun, word: str, value: object) -> object:
     schedulers = [self.words[other] for other in self._words_of("optim.lr_scheduler")]
     if value and schedulers and schedulers[0] == "constant":
-        self.outcomes[word] = "default", "the scheduler `constant` has none"
+        self.outcomes[word] = "default", "the scheduler `constant` has no warm-up"
         return None
     return value_of(word, value, "optim.warmup")
 

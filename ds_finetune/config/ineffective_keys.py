@@ -75,18 +75,18 @@ _RULES = (
     _KeyRule(
         "optim.warmup",
         *_is("optim.lr_scheduler", "exponential_rise", "the learning rate rises all the time"),
-        "leave it out",
+        "use another lr_scheduler",
     ),
     _KeyRule(
         "optim.betas",
         lambda run: run["optim.name"].lower() in ("sgd", "adagrad", "rmsprop", "adafactor"),
-        "the optimizer of optim.name has none",
+        "the optimizer of optim.name has no betas",
         "use another optimizer",
     ),
     _KeyRule(
         "optim.eps",
         lambda run: run["optim.name"].lower() in ("sgd", "lion", "adafactor"),
-        "the optimizer of optim.name has none",
+        "the optimizer of optim.name has no eps",
         "use another optimizer",
     ),
     _KeyRule(
@@ -141,12 +141,12 @@ _RULES = (
     ),
     _KeyRule(
         "rollout.address",
-        *_is("rollout.engine", "own", "the model under training samples"),
+        *_is("rollout.engine", "own", "the model under training samples the answers"),
         "set rollout.engine to vllm",
     ),
     _KeyRule(
         "objective.clip_low objective.clip_high objective.dual_clip",
-        *_is("objective.ratio", "capped", "which has only an upper bound"),
+        *_is("objective.ratio", "capped", "its only bound is objective.ratio_cap"),
         "set objective.ratio_cap",
     ),
     _KeyRule(
@@ -169,7 +169,7 @@ _RULES = (
     _KeyRule(
         "objective.label_smoothing",
         lambda run: run.get("objective.loss", "sigmoid") not in ("sigmoid", "robust"),
-        "the loss of objective.loss has none",
+        "the loss of objective.loss has no label smoothing",
         "set objective.loss to sigmoid or robust",
     ),
     _KeyRule(

@@ -162,7 +162,7 @@ MEANINGS = {
     "model.loss": "auto, chunked or liger",
     "model.kernels": "auto, torch, liger or compile",
     "data.columns": "a mapping such as `{prompt: question, completion: answer}`",
-    "data.layout": "left out for one that the columns show",
+    "data.layout": "left out, if the columns of the data show it",
     "data.train_on": "assistant, last_assistant or all",
     "data.long_rows": "auto, truncate, drop or split",
     "optim.name": "`AdamW`; with ZeRO-0 and without LoRA also `AdamW8bit` and `Adafactor`",
@@ -181,7 +181,7 @@ MEANINGS = {
     "optim.min_lr_ratio": "a share of `lr`",
     "eval.every": "`200 steps` or `1 epoch`",
     "checkpoint.every": "`500 steps` or `1 epoch`",
-    "lora": "left out for all weights, else e.g. `{rank: 16}`",
+    "lora": "left out to train all weights, else e.g. `{rank: 16}`",
     "lora.quantize": "nf4",
     "lora.modules_to_save": "a list of names such as `[embed_tokens, lm_head]`",
     "lora.start": "the folder of an adapter that is trained further",
@@ -191,9 +191,9 @@ MEANINGS = {
     "objective.clip_high": "what the ratio may exceed 1 by. For CISPO set objective.ratio_cap, the largest ratio: "
     "epsilon_high of TRL and ms-swift, and 1 + that of verl",
     "rollout.engine": "own or vllm, whose server loads weights from a folder; NCCL and CUDA IPC are not supported",
-    "rollout.steps_per_rollout": "how many steps the answers of one rollout are divided over; each is used once",
-    "rollout.temperature": "1, with which answers are drawn from the distribution that is trained; nothing else is "
-    "supported",
+    "rollout.steps_per_rollout": "the steps that the answers of one rollout are divided over; each answer is used once",
+    "rollout.temperature": "1, with which answers are sampled from the distribution that is trained; nothing else "
+    "is supported",
     "objective": "a name such as dpo, or a section with `name`",
     "rewards": "a list such as `[exact_match, {reward: file.py:function, weight: 0.5}]`",
     "objective.nll_weight": "a key of dpo and cpo",

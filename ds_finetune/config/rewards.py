@@ -84,7 +84,7 @@ class RewardConfig(Section):
         for option in sorted(all_options & self.model_fields_set - set(own)):
             if getattr(self, option) != type(self).model_fields[option].default:
                 owners = ", ".join(name for name, options in OPTIONS.items() if option in options)
-                has = f"has {', '.join(own)}" if own else "has none"
+                has = f"has {', '.join(own)}" if own else "has no options"
                 raise ValueError(f"`{option}` is an option of {owners}; `{self.reward}` {has}")
         self._check_values()
         return self
@@ -96,7 +96,7 @@ class RewardConfig(Section):
         if self.soft_tokens > (self.max_tokens or 0):
             raise ValueError(f"`soft_tokens` {self.soft_tokens} is more than `max_tokens` {self.max_tokens}")
         if self.name is not None and not SET_NAME.fullmatch(self.name):
-            raise ValueError(f"the name `{self.name}` has more than letters, digits, `_`, `-` and `.`")
+            raise ValueError(f"the name `{self.name}` may have only letters, digits, `_`, `-` and `.`")
         try:
             re.compile(self.pattern or "")
         except re.error as wrong:

@@ -91,10 +91,10 @@ def _as_weighted(value: object) -> object:
         is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
         if not (isinstance(path, str) and is_number and 0 < weight < math.inf):
             raise ValueError(
-                f"it should be files, or a mapping of files to weights above 0, and `{path}` has {weight!r}"
+                f"it should be files, or a mapping of files to weights above 0, and `{path}` has the weight {weight!r}"
             )
     if not value:
-        raise ValueError("a mapping names at least one file with its weight, as in `{new.txt: 0.9, old.txt: 0.1}`")
+        raise ValueError("the mapping is empty: name files with weights, as in `{new.txt: 0.9, old.txt: 0.1}`")
     return value
 
 
@@ -107,10 +107,10 @@ def _as_sets(value: object) -> object:
     sets = value if isinstance(value, dict) else {"": value}
     sets = {name: as_list(paths) for name, paths in sets.items()}
     if not sets:
-        raise ValueError("a mapping names at least one held-out set, as in `{new: a.txt, old: b.txt}`")
+        raise ValueError("the mapping is empty: name held-out sets, as in `{new: a.txt, old: b.txt}`")
     for name, paths in sets.items():
         if isinstance(value, dict) and not (isinstance(name, str) and SET_NAME.fullmatch(name)):
-            raise ValueError(f"the name `{name}` of a held-out set has more than letters, digits, `_`, `-` and `.`")
+            raise ValueError(f"the name `{name}` of a held-out set may have only letters, digits, `_`, `-` and `.`")
         is_list = isinstance(paths, list | tuple) and all(isinstance(path, str) for path in paths)
         if not is_list or (isinstance(value, dict) and not paths):
             raise ValueError("it should be files, or a mapping of names to files")
@@ -144,7 +144,7 @@ def _check_warmup(text: str) -> None:
 
 def _check_size(text: str) -> str:
     if parse_bytes(text, name="export.max_shard_size") < 1:
-        raise ValueError(f"`{text}` holds no tensor; write e.g. `5GB`")
+        raise ValueError(f"`{text}` is less than a byte; write e.g. `5GB`")
     return text
 
 

@@ -226,9 +226,9 @@ FILES: tuple[tuple[bytes, str], ...] = (
     (b"model: x\ndata:\n", "`data` is None"),
     (b"model: x\ndata: {train: a}\nlr: 1\n", "line 3: unknown key `lr`"),
     (b"model: x\ndata: {train: a}\noutput_dir: 5\n", "line 3: `output_dir` is 5"),
-    (b"model: x\ndata: {train: {a: 0}}\n", "`a` has 0"),
-    (b"model: x\ndata: {train: {a: -1}}\n", "`a` has -1"),
-    (b"model: x\ndata: {train: {}}\n", "names at least one file"),
+    (b"model: x\ndata: {train: {a: 0}}\n", "`a` has the weight 0"),
+    (b"model: x\ndata: {train: {a: -1}}\n", "`a` has the weight -1"),
+    (b"model: x\ndata: {train: {}}\n", "the mapping is empty: name files"),
 )
 """Run files, and a part of the error of `config show`."""
 ROW = '{"prompt": "a", "completion": "b"}\n'
