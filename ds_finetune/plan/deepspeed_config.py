@@ -32,7 +32,7 @@ TORCH_ADAM: Tree = {"torch_adam": True, "fused": True}
 def choose_deepspeed(
     given: str | Mapping[str, Any] | None, accelerate: AccelerateChoices | None
 ) -> str | Mapping[str, Any] | None:
-    """DeepSpeed configuration `given` by the run file, else accelerate's DeepSpeed file or fields, else None.
+    """Choose the DeepSpeed configuration: `given` by the run file, else accelerate's file or fields, else None.
 
     ConfigError where accelerate names a DeepSpeed file whose values differ from the run file's.
     """

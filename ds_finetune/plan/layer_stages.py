@@ -96,8 +96,8 @@ def balance_layers(weights: tuple[int, ...], stages: int) -> tuple[range, ...]:
 
 
 _Split = tuple[int, int, tuple[int, ...]]
-"""A split of layers into parts: the largest sum of weights of a part, the sum of the squared sums, and the end index of
-each part.
+"""A split of layers into parts: the largest weight (sum of its layers' weights) of a part, the sum of the squared
+weights of parts, and the end index of each part.
 """
 
 

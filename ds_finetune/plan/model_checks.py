@@ -421,8 +421,8 @@ _STAGES: tuple[Refusal[ModelSettings], ...] = (
 
 
 def _may_choose(run: ModelSettings) -> bool:
-    """Whether a document as long as a row may have more tokens than an indexer chooses, in a model in which layers
-    reuse another layer's choice.
+    """Whether a document may be so long that an indexer chooses among its tokens, in a model whose layers without an
+    indexer reuse the choice of another layer.
     """
     chosen = run.model_json.get("index_topk")
     is_shared = run.family.indexer is not None and run.family.indexer.is_shared

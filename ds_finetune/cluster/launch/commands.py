@@ -31,7 +31,7 @@ _LOGIN_VARIABLES = ("HOME", "USER", "LOGNAME")
 Slurm's own and TMPDIR (tried with Slurm 22.05).
 """
 _COMMANDS = 2
-"""`launch --dry-run` prints a command for each host. Of a long list it prints only this many at both ends."""
+"""`launch --dry-run` prints a command for each host. Of a long list it prints only this many at each end."""
 
 
 @dataclass(frozen=True)

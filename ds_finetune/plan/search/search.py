@@ -111,8 +111,8 @@ class Search:
         return SearchResult(tuple(proposals), nearest, num_tried + len(too_large), num_tried, is_cut_off)
 
     def _groups(self) -> Iterator[Candidate]:
-        """For each legal combination of sizes, ZeRO stage and offload, in search order, the layout with all rows of a
-        rank in one forward and the least recomputation.
+        """Yield a layout for each legal combination of parallel sizes, ZeRO stage and offload, in search order. The
+        layout has all rows of a rank in one forward, and the least recomputation.
         """
         by_size = sorted(self.candidates.sizes, key=_order_of_sizes)
         axes = sorted({len(sizes.axes) for sizes in by_size})
