@@ -5,6 +5,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
+from ds_finetune.data.prompt_format import read_generation
 from ds_finetune.errors import ExportError
 from ds_finetune.export.classifiers import holds_classifier
 from ds_finetune.export.formats import Scorer, format_of
@@ -41,10 +42,13 @@ def check_generates(folder: Path) -> None:
 
 
 def check_loadable(folder: Path) -> None:
-    """Raise ExportError if `folder` lacks config.json or weights, or if this program cannot run the format."""
+    """Raise ExportError if `folder` lacks config.json or weights, or if this program cannot run the format. DataError
+    if its generation_config.json cannot be read.
+    """
     format_of(folder).check_runs_here(folder)
     if not (folder / "config.json").is_file():
         raise ExportError(f"`{folder}` holds no config.json", hint=_HINT)
     if not format_of(folder).holds_weights(folder):
         raise ExportError(f"`{folder}` has a config.json but no weights", hint=_HINT)
     check_weight_files(folder)
+    read_generation(folder)

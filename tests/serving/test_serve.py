@@ -411,6 +411,8 @@ def test_a_chat_leaves_out_what_its_context_does_not_hold(folder: Path) -> None:
     [
         ("generation_config.json", "[]", "holds list, not an object"),
         ("generation_config.json", '{"eos_token_id": "x"}', "eos_token_id is 'x', not a token id"),
+        ("generation_config.json", '{"max_new_tokens": -1}', "transformers cannot read"),
+        ("generation_config.json", '{"max_new_tokens": "x"}', "transformers cannot read"),
         ("generation_config.json", '{"num_beams": 0}', "cannot generate with"),
         ("generation_config.json", '{"bad_words_ids": 5}', "cannot generate with"),
         ("generation_config.json", '{"forced_eos_token_id": 99999}', "cannot generate with"),
