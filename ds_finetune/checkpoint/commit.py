@@ -90,7 +90,7 @@ class Manifest:
 
     @property
     def parts(self) -> list[str]:
-        """Names of the files in this checkpoint folder that have state of ranks."""
+        """Names of the files in this checkpoint folder with the state of ranks, one file per rank."""
         return [part_name(rank, self.world_size) for rank in self.ranks]
 
     @property
@@ -183,7 +183,7 @@ def checksum_of(path: Path) -> FileChecksum:
 
 
 def mark_part_written(part: Path, checksum: FileChecksum) -> None:
-    """Write the checksum of `part` to a file beside it. The existence of that file marks the part as complete."""
+    """Write the checksum of the part file `part` to a file beside it, whose existence marks the part as complete."""
     unnamed = part.with_name(part.name + ".aside")
     write_checksummed(unnamed, [json.dumps(asdict(checksum)).encode()])
     unnamed.rename(part.with_name(part.name + _STATUS))
@@ -265,8 +265,8 @@ def link_or_copy(source: Path, target: Path) -> None:
 def _wait_for_parts(partial: Path, names: Sequence[str], keep_waiting: Callable[[], bool]) -> dict[str, FileChecksum]:
     sums: dict[str, FileChecksum] = {}
     while True:
-        # Listing the folder shows files of other hosts at once. After a look-up by name, NFS caches that a file does
-        # not exist.
+        # The folder is listed, because NFS caches that a file does not exist after it was looked up by name, and would
+        # not show new files of other hosts.
         seen = {entry.name for entry in os.scandir(partial)}
         for name in [name for name in names if name not in sums and name + _STATUS in seen]:
             sums[name] = FileChecksum(**json.loads((partial / (name + _STATUS)).read_bytes()))

@@ -33,7 +33,7 @@ class CheckpointFolder:
 
     @property
     def portion(self) -> tuple[int, int]:
-        """This rank as (index, count) of the ranks that share the folder. They divide the writing of replicas."""
+        """This rank as (index, count) of the ranks that share the folder. They divide writing replicated tensors."""
         return self.ranks.index(self.rank), len(self.ranks)
 
 
@@ -83,7 +83,7 @@ def try_in_folder(folder: Path, work: Callable[[], object]) -> OutputError | Non
 
 def _is_seen(mark: Path) -> bool:
     until = time.monotonic() + _SEEN_SECONDS
-    # Listing the folder shows the new file at once. After a look-up by name, NFS caches that a file does not exist.
+    # The folder is listed, because NFS caches that a file does not exist after it was looked up by name.
     while mark not in set(mark.parent.iterdir()):
         if time.monotonic() > until:
             return False

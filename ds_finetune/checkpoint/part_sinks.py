@@ -166,7 +166,7 @@ class WriterProcess:
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes in the shared memory of the part that was copied last."""
+        """Size in bytes of the part that was last copied to shared memory."""
         return self._filled
 
     def close(self) -> None:
@@ -180,7 +180,7 @@ class WriterProcess:
 
 
 class FilePartSink:
-    """Writes a part synchronously through a small buffer, for states that are too large to copy to shared memory."""
+    """Writes a rank's part of a checkpoint synchronously, if it is too large to copy to shared memory."""
 
     def __init__(self, part: Path) -> None:
         self._part = part

@@ -145,7 +145,7 @@ class PartFile:
         )
 
     def forget(self) -> None:
-        """Release the pages of the file that were read so far from this process's memory."""
+        """Release from memory the pages of the file that this process has read."""
         self._map.madvise(mmap.MADV_DONTNEED)
 
 

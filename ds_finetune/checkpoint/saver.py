@@ -124,7 +124,7 @@ class Saver:
         return None
 
     def remove(self, folders: list[Path]) -> None:
-        """Remove checkpoint folders, on the leader only. Its writer process, if any, does so after its earlier jobs."""
+        """Remove checkpoint folders, on the leader only. A writer process removes them after its earlier jobs."""
         if not self.folder.is_leader or not folders:
             return
         if self.is_asynchronous:

@@ -82,7 +82,10 @@ def verify_checkpoint(path: Path, *, workers: int) -> str:
         damage = [problem for problems in checks for problem in problems]
     if damage:
         undamaged = len(manifest.files) - len(damage)
-        raise CheckpointError("; ".join(damage), hint=f"use another checkpoint; {undamaged} other files are undamaged")
+        raise CheckpointError(
+            f"the checkpoint is damaged: {'; '.join(damage)}",
+            hint=f"use another checkpoint; {undamaged} other files are undamaged",
+        )
     return f"{folder}: {len(manifest.files)} files, {manifest.num_bytes / GIB:.2f} GiB, as they were written"
 
 

@@ -291,13 +291,13 @@ def read_generation(folder: Path) -> dict[str, Any]:
     """Parse the generation_config.json of a folder; empty where there is none, DataError where it is no JSON object,
     `eos_token_id` is no id or list of ids, or transformers refuses it.
     """
-    file = folder / GENERATION
+    file, hint = folder / GENERATION, "correct the file, or remove it"
     try:
         tree = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     except ValueError as broken:
-        raise DataError(f"{file} is not JSON: {broken}", hint="correct the file or remove it") from None
+        raise DataError(f"{file} is not JSON: {broken}", hint=hint) from None
     if not isinstance(tree, dict):
-        raise DataError(f"{file} holds a JSON {type(tree).__name__}, not an object", hint="correct the file")
+        raise DataError(f"{file} holds a JSON {type(tree).__name__}, not an object", hint=hint)
     ends = tree.get("eos_token_id")
     if ends is not None and not all(type(each) is int for each in (ends if isinstance(ends, list) else [ends])):
         raise DataError(f"{file}: eos_token_id is {ends!r:.60}, not a token id or a list of them", hint=hint)

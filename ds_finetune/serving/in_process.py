@@ -107,7 +107,7 @@ def classify(folder: Path, texts: Sequence[str]) -> list[dict[str, float]]:
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if getattr(config, SETTINGS, {}).get("objective") == REWARD:
         raise ExportError(
-            f"`{folder}` holds a reward model, which scores answers to prompts and no single texts",
+            f"`{folder}` holds a reward model, which scores answers to prompts, not single texts",
             hint="score it on pairs of answers with `ds-finetune eval`",
         )
     tokenizer, score = AutoTokenizer.from_pretrained(folder, trust_remote_code=False), load_scorer(folder)

@@ -91,7 +91,7 @@ class ServeOptions:
         wrong = [f"{name} {value:g}" for name, value in limits.items() if value is not None and value <= 0]
         if wrong:
             example = f"e.g. --queue {QUEUE} --request-seconds {REQUEST_SECONDS:g}"
-            raise ServeError(f"{wrong[0]} must be more than 0", hint=example)
+            raise ServeError(f"the option {wrong[0]} must be more than 0", hint=example)
         seconds = self.request_seconds or REQUEST_SECONDS
         return replace(self, engine=engine, queue=self.queue or QUEUE, request_seconds=seconds)
 
@@ -167,7 +167,7 @@ def choose_engine(engine: str, folder: Path) -> str:
         )
     if engine == "vllm" and not shutil.which("vllm"):
         raise ServeError(
-            f"--engine {engine}: there is no `vllm` on the path",
+            f"--engine {engine} needs the command `vllm`, which is not on the path",
             hint="pip install vllm==0.32.0, or use --engine transformers",
         )
     absent = [name for name in (*_SERVING, *row.packages) if engine != "vllm" and find_spec(name) is None]

@@ -330,7 +330,7 @@ def test_engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest
     assert main(["serve", str(tmp_path)]) == 2
     (tmp_path / "config.json").write_text("{}")
     assert main(["serve", str(tmp_path), "--engine", "vllm"]) == 2
-    assert "there is no `vllm` on the path" in capsys.readouterr().err
+    assert "needs the command `vllm`, which is not on the path" in capsys.readouterr().err
     (tmp_path / "vllm").write_text("#!/bin/sh\n")
     (tmp_path / "vllm").chmod(0o755)
     assert choose_engine("vllm", tmp_path) == "vllm"
@@ -409,7 +409,7 @@ def test_a_chat_leaves_out_what_its_context_does_not_hold(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("generation_config.json", "[]", "holds list, not an object"),
+        ("generation_config.json", "[]", "holds a JSON list, not an object"),
         ("generation_config.json", '{"eos_token_id": "x"}', "eos_token_id is 'x', not a token id"),
         ("generation_config.json", '{"max_new_tokens": -1}', "transformers cannot read"),
         ("generation_config.json", '{"max_new_tokens": "x"}', "transformers cannot read"),

@@ -131,7 +131,7 @@ def compare_padding(record: ExportRecord, loaded: LoadedFolder) -> tuple[list[st
 
 
 def compare_tokens(record: ExportRecord, loaded: LoadedFolder) -> tuple[list[str], list[str]]:
-    """Compare the folder's token ids with its record. Returns lines on differences, and lines on what was compared."""
+    """Compare the token ids of the folder's tokenizer with its record. Returns lines on differences and on matches."""
     count = len(record.texts)
     if not count:
         return [], []
@@ -157,7 +157,7 @@ def compare_tokens(record: ExportRecord, loaded: LoadedFolder) -> tuple[list[str
 
 
 def _compare_with_run(record: ExportRecord, expected: Floats, loaded: LoadedFolder, logits: Floats) -> tuple[bool, str]:
-    """Compare logits with the run's. Returns whether nine tenths of the positions are within the limit, and a line."""
+    """Compare logits with the recorded ones. Returns whether 90% of the positions are within the limit, and a line."""
     compared = logits if loaded.perturbed is None or loaded.fp32 is None else loaded.fp32
     deviation, limit = deviations(compared, expected, record.lengths()), _limit(record, loaded, logits)
     high = float(np.quantile(deviation, _QUANTILE))

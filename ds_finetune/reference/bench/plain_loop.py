@@ -42,9 +42,9 @@ PADDED_DOCUMENTS = 8
 
 @dataclass(frozen=True)
 class PlainForward:
-    """Inputs of one forward of transformers' model, and labels of its tokens. `index`, int64 [rows, tokens], is each
-    token's document, or -1 for padding. `targets` and `reference`, fp64 [documents], are the target and the reference
-    model's log-probability of each document. `top` has a teacher's stored distributions.
+    """Inputs of one forward of transformers' model, and labels of its tokens. `index`, int64 [rows, tokens], is the
+    number of each token's document, or -1 for padding. `targets` and `reference`, fp64 [documents], are each document's
+    target and its log-probability under the reference model. `top` has a teacher's stored distributions.
     """
 
     inputs: dict[str, torch.Tensor]

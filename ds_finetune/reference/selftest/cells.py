@@ -50,7 +50,7 @@ OBJECTIVES: Mapping[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Cell:
-    """One combination of settings with which the optimizer step is taken."""
+    """One combination of settings with which the selftest takes an optimizer step."""
 
     family: str
     stage: int
@@ -275,8 +275,8 @@ def run_tree(cell: Cell, model: Path, out: Path, *, dp: int) -> dict[str, Any]:
 
 
 _MEAN_RATIO = 4.0
-"""By how many nats a mismatched answer is less likely under the made-up reference model than under random weights. An
-untrained tiny model is only 1 to 2 nats below random weights, so KTO's z0 is above 0.
+"""Nats by which the made-up reference log-probability of a mismatched answer is below that of uniformly random tokens.
+Tiny models are only 1 to 2 nats below it, so KTO's z0 is above 0.
 """
 
 

@@ -106,7 +106,7 @@ def take_steps(engine: Engine, steps: int) -> Iterator[Steps]:
             results.gradients = first_gradients(engine)
         if step == 1 and has_gradients:
             results.later_gradients = _later_gradients(engine, results.gradients)
-        # Models whose layers have a recurrent state cannot sample answers.
+        # The engine samples no answers from models whose layers have a recurrent state.
         lm: Any = engine.lm
         is_sampled = engine.objective.head != "scores" and not family_of(lm.config.model_type).has_state
         if step == steps - 1 and is_sampled:

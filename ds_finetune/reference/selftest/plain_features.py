@@ -41,7 +41,7 @@ def add_layer(model: PreTrainedModel) -> nn.Module:
     config: Any = model.config
     if family_of(config.model_type).compresses:
         return _add_compressed_layer(model)
-    # These keys are set here because transformers 5.23 has them only for some model types.
+    # Keys of a multi-token prediction layer are set here, because transformers 5.23 has them only for some types.
     config.num_mtp_layers = 1
     for key in ("layer_types", "mlp_layer_types"):
         if getattr(config, key, None):

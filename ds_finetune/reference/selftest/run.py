@@ -170,7 +170,7 @@ def selftest(run: RunSettings | None, size: SelftestSize, *, say: Say) -> None:
     # Tiny models are loaded hundreds of times, each time with progress bars and warnings, so these are turned off.
     quiet_packages()
     show_loading_as_phase()
-    # The tolerances assume fp32 products. NVIDIA's containers enable TF32 with TORCH_ALLOW_TF32_CUBLAS_OVERRIDE.
+    # NVIDIA's containers enable TF32 (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE), for which the tolerances are too strict.
     torch.set_float32_matmul_precision("highest")
     # Launchers send SIGTERM to the other ranks when one fails. The handler lets rank zero remove its folder.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
