@@ -67,7 +67,6 @@ class _Watch:
         self._hooks.close()
 
     def begin_backward(self) -> None:
-        """Mark the end of the loss and the beginning of backward."""
         self._mark("loss")
         self._is_backward = True
 

@@ -76,7 +76,6 @@ class _GroupedProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # noqa: ANN401
-        """Gradients of rows and weights."""
         rows, weight = ctx.saved_tensors
         d_rows = grad @ weight[0].T if ctx.needs_input_grad[0] else None
         if not ctx.needs_input_grad[1]:
@@ -149,7 +148,6 @@ class _HostCopies:
         self._recorder = recorder
 
     def pack_hook(self, tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
-        """Record the tensor's shape and dtype instead of copying it."""
         self._recorder.on_host += tensor.nbytes
         return tensor.shape, tensor.dtype
 
