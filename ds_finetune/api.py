@@ -223,9 +223,9 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
     from ds_finetune.objectives.rewards.extractors import EXTRACTORS
 
     if extract is not None and extract not in EXTRACTORS:
-        raise ConfigError(f"extract is `{extract}`", hint=f"name one of {', '.join(EXTRACTORS)}")
+        raise ConfigError(f"argument extract is `{extract}`", hint=f"name one of {', '.join(EXTRACTORS)}")
     if samples and extract is None:
-        raise ConfigError(f"samples is {samples}, and extract is not given", hint="give extract too, or no samples")
+        raise ConfigError(f"samples is {samples}, and extract is not given", hint="give extract, or leave samples out")
     if not isinstance(data, str | Path) and not data:
         raise ConfigError(f"eval of `{model}` has nothing to score on", hint="give at least one file of rows")
     settings = {"columns": columns or {}, "template": template, "train_on": train_on, "long_rows": long_rows}
@@ -240,14 +240,12 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
         except ValidationError as invalid:
             raise explain(invalid, DataConfig, "evaluate", {}) from None
         if rows.held_out_share:
-            raise ConfigError(f"data is {data!r}, a share of training rows", hint="name the files to score")
+            raise ConfigError(f"argument data is {data!r}, a share of training rows", hint="name the files to score")
         return evaluate_model(EvalRequest(str(model), base, rows, extract, *limits, kind, preference, samples))
 
 
 def _eval_objective(objective: str | Mapping[str, object]) -> tuple["RowKind", "DocumentObjective | None"]:
-    """The kind of rows that `objective` scores, and the objective that scores documents (None if metrics are per
-    token).
-    """
+    """The kind of rows that `objective` scores, and the preference objective; None if metrics are means over tokens."""
     from ds_finetune.data.row_kind import RowKind
     from ds_finetune.evaluation.preference_scores import preference_of
 
@@ -274,7 +272,7 @@ def _held_out_paths(
     texts: dict[str, tuple[str, ...]] = {}
     for name, files in sets.items():
         if not isinstance(files, str | Path | Iterable):
-            raise ConfigError(f"data is {data!r}", hint="give the path of a file, a list of paths, or rows")
+            raise ConfigError(f"argument data is {data!r}", hint="give the path of a file, a list of paths, or rows")
         paths = [files] if isinstance(files, str | Path) else files
         is_paths = isinstance(paths, Sequence) and all(isinstance(path, str | Path) for path in paths)
         texts[name] = tuple(map(str, paths)) if is_paths else write_rows(folder, {"eval": cast("Rows", paths)})["eval"]

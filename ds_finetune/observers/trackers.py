@@ -52,7 +52,7 @@ def check_trackers(names: Sequence[str]) -> None:
     known_names = sorted(str(name) for name in LOGGER_TYPE_TO_CLASS)
     for name in names:
         if name not in known_names:
-            raise ConfigError(f"log.trackers names `{name}`", hint=f"accelerate knows {', '.join(known_names)}")
+            raise ConfigError(f"log.trackers names `{name}`", hint=f"name one of {', '.join(known_names)}")
         if name not in available:
             raise ConfigError(
                 f"log.trackers names `{name}`, whose package is not installed",
