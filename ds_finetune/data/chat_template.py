@@ -94,7 +94,7 @@ def _has_power(source: str) -> bool:
 
 
 def _refusal(reason: str) -> ConfigError:
-    return ConfigError(f"the chat template {reason}", hint="give another one as data.template")
+    return ConfigError(f"the chat template cannot be used: it {reason}", hint="give another one as data.template")
 
 
 Messages = Sequence[Mapping[str, Any]]

@@ -89,11 +89,9 @@ def choose_device() -> str:
     present = 0 if usable or requested else present_gpus()
     if not usable and (requested == "cuda" or present):
         host = socket.gethostname()
-        problem = f"DS_ACCELERATOR is cuda, and torch {torch.__version__} can use no GPU on {host}"
-        if present:
-            problem = f"{host} has {present} NVIDIA GPUs, and torch {torch.__version__} can use none"
+        wanted = f"{host} has {present} NVIDIA GPUs" if present else f"DS_ACCELERATOR is cuda on {host}"
         raise ConfigError(
-            f"{problem}: {why_no_gpu()}",
+            f"{wanted}, and torch {torch.__version__} can use no GPU: {why_no_gpu()}",
             hint="install a driver and a torch that fit each other (docs/how-to/install.md), or set DS_ACCELERATOR=cpu",
         )
     if requested is None and not usable and torch.xpu.is_available():

@@ -323,7 +323,7 @@ def test_long_dialogue_is_truncated_or_dropped_and_never_split(
         rows_of(demo, tokenizer, tmp_path, SHORT, long_rows="drop")
     with pytest.raises(DataError, match=r"eval\.jsonl line 1 is dialogue, and data\.long_rows split is for plain text"):
         rows_of(demo, tokenizer, tmp_path, SHORT, long_rows="split")
-    with pytest.raises(ConfigError, match=r"long_rows split is for plain text, and data\.layout is messages"):
+    with pytest.raises(ConfigError, match=r"long_rows split is for plain text, but data\.layout is messages"):
         rows_of(demo, tokenizer, tmp_path, SHORT, long_rows="split", layout="messages")
 
 

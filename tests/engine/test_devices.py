@@ -83,9 +83,9 @@ def test_the_device_is_what_is_asked_for_and_there(
         (
             "cuda",
             0,
-            f"DS_ACCELERATOR is cuda, and torch {torch.__version__} can use no GPU on {socket.gethostname()}: ",
+            f"DS_ACCELERATOR is cuda on {socket.gethostname()}, and torch {torch.__version__} can use no GPU: ",
         ),
-        (None, 8, f"{socket.gethostname()} has 8 NVIDIA GPUs, and torch {torch.__version__} can use none: "),
+        (None, 8, f"{socket.gethostname()} has 8 NVIDIA GPUs, and torch {torch.__version__} can use no GPU: "),
         ("xpu", 0, "DS_ACCELERATOR is `xpu`"),
     ],
 )

@@ -151,7 +151,7 @@ def test_kto_is_scored_with_z0_of_all_rows(
     ("options", "said"),
     [
         ({"objective": "dpo"}, "objective dpo compares with a reference model, and there is no baseline"),
-        ({"objective": "simpo", "extract": "text"}, "--extract text with objective simpo"),
+        ({"objective": "simpo", "extract": "text"}, "--extract text generates answers, but objective simpo"),
         ({"objective": "kto"}, "objective kto compares with a reference model, and there is no baseline"),
         ({"objective": "reward"}, "objective reward has neither"),
     ],

@@ -225,9 +225,8 @@ class Rewards:
             worker.start()
         except (RewardFaultError, _EndedError) as fault:
             name = self._settings[worker.at]["reward"]
-            reason = f"cannot be loaded: it {fault}" if isinstance(fault, _EndedError) else str(fault)
             raise ConfigError(
-                f"reward `{name}` {reason}",
+                f"reward `{name}` does not work: it {fault}",
                 hint=f"{self._log_line()}write e.g. `def reward(record, text)`, which returns a number",
             ) from None
 

@@ -61,7 +61,7 @@ def load_scorer(settings: Settings) -> Scorer:
         try:
             check_versions("math")
         except DependencyError as outside:
-            raise RewardFaultError(outside.message) from None
+            raise RewardFaultError(f"needs another version of a package: {outside.message}") from None
 
     def score(answer: AnswerToScore) -> Outcome:
         return builtin.score(answer, read_reference(settings, answer.record), settings)

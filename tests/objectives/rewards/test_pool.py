@@ -224,14 +224,14 @@ def test_a_file_without_such_a_function(function: str, message: str) -> None:
         ("def reward(text): return 1 +", "cannot be imported: SyntaxError"),
         ("import no_such_module", "cannot be imported: ModuleNotFoundError"),
         ("import sys; sys.exit()", "cannot be imported: SystemExit"),
-        ("import os; os._exit(3)", "cannot be loaded: it ended its process with exit code 3"),
+        ("import os; os._exit(3)", "does not work: it ended its process with exit code 3"),
     ],
 )
 def test_a_file_that_cannot_be_imported(source: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(source)
     with pytest.raises(ConfigError, match=message):
         scores_of([f"{tmp_path}/mine.py:reward"], [])
-    with pytest.raises(ConfigError, match=r"none\.py:reward` cannot be imported: FileNotFoundError"):
+    with pytest.raises(ConfigError, match=r"none\.py:reward` does not work: it cannot be imported: FileNotFoundError"):
         scores_of([f"{tmp_path}/none.py:reward"], [])
 
 
@@ -301,5 +301,5 @@ def test_a_formula_that_takes_too_long_is_the_answers_fault() -> None:
 
 @pytest.mark.skipif(find_spec("math_verify") is not None, reason="it is about a package that is missing")
 def test_a_reward_without_its_package() -> None:
-    with pytest.raises(ConfigError, match="reward `math` needs the package math-verify"):
+    with pytest.raises(ConfigError, match="reward `math` does not work: it needs the package math-verify"):
         scores_of(["math"], [])
