@@ -16,6 +16,7 @@ from ds_finetune.config.schema import ConfigSource, RunConfig, dump_config, read
 from ds_finetune.config.sections import ModelConfig
 from ds_finetune.data.classes import find_classes
 from ds_finetune.data.prepare import TokenLimits
+from ds_finetune.data.prompt_format import template_settings
 from ds_finetune.data.row_kind import RowKind
 from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.engine.devices import bf16_support, choose_device
@@ -150,6 +151,8 @@ def resolve(  # noqa: PLR0913 - what is decided, and what it is decided from
         # config.json does not check them.
         if not is_config_only:
             is_classifier, tokenizer = model.task != "causal_lm", _tokenizer(plan.model)
+            if plan.data.template != "auto":
+                tokenizer.chat_template = template_settings(plan.data, tokenizer).chat_template
             row.load().check_model(model.hf_config, is_classifier=is_classifier, tokenizer=tokenizer)
     context = model.context.notes() if model.context is not None else ()
     lengths = length_notes(model, max_seq_len=plan.train.max_seq_len)

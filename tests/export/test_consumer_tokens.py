@@ -13,10 +13,14 @@ from tokenizers import AddedToken, Tokenizer, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import ds_finetune
+from ds_finetune.config.schema import read_config
 from ds_finetune.errors import ExportError
 from ds_finetune.export.consumer_tokens import _as_elsewhere, genai_note
+from ds_finetune.system.world import World
+from ds_finetune.trainer.resolve import resolve_here
 from tests.answers_task import train_answers
 from tests.export.gguf.models import save
+from tests.running import tiny_task
 
 HEADER = "{% for m in messages %}<|u|>{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<|u|>{% endif %}"
 SPACED = HEADER.replace("<|u|>{{", "<|u|> {{")
@@ -84,6 +88,13 @@ def test_chats_that_llama_cpp_cannot_tokenise_are_refused(how: dict[str, Any], t
     made.save_pretrained(tmp_path / "hub")
     with pytest.raises(ExportError, match="7 of 7 chats"):
         ds_finetune.export_model(tmp_path / "hub", tmp_path / "out", format="gguf")
+    # A run that exports to GGUF is refused before its first step, unless its own template replaces the one above.
+    run_file = tiny_task(tmp_path, model={"path": str(tmp_path / "hub")}, export={"formats": ["safetensors", "gguf"]})
+    with pytest.raises(ExportError, match="7 of 7 chats"):
+        resolve_here(read_config(run_file), World(0, 1, 0, 1, "a test"))
+    (tmp_path / "own.jinja").write_text(HEADER)
+    own = [f"data.template={tmp_path / 'own.jinja'}"]
+    resolve_here(read_config(run_file, own), World(0, 1, 0, 1, "a test"))
 
 
 READ_ELSEWHERE = {

@@ -18,7 +18,7 @@ from ds_finetune.export.file_record import Runs, verify_files, write_file_record
 from ds_finetune.export.formats import GGUF, ExportOptions, ExportResult
 from ds_finetune.export.from_checkpoint import check_free_space
 from ds_finetune.export.gguf.gguf_tensors import KINDS, GgufTensor, gguf_tensors
-from ds_finetune.export.gguf.llama_tokenizer import add_tokenizer, check_template, splitting
+from ds_finetune.export.gguf.llama_tokenizer import add_tokenizer, choose_space_prefix
 from ds_finetune.export.gguf.modelfile import modelfile
 from ds_finetune.export.gguf.settings import add_settings, check_settings, notes_on
 from ds_finetune.export.output_folder import as_output_errors, check_out_empty, replaced_folder
@@ -68,8 +68,7 @@ def check_model(
     """Raise ExportError if llama.cpp does not support the model type, a setting, the tokenizer or chat template."""
     check_settings(config, GGUF.check_language_model(config, is_classifier=is_classifier))
     if tokenizer is not None:
-        splitting(tokenizer)
-        check_template(tokenizer)
+        choose_space_prefix(tokenizer)
 
 
 def _write_file(

@@ -80,19 +80,17 @@ def add_tokenizer(
     """Write the tokenizer of `folder`, the export of `source`, to the GGUF `writer`. Returns the tokenizer with the
     GGUF's chat template, and notes for the user. `config` is the model's configuration. Messages name `source`.
 
-    DataError if the folder has no tokenizer. ExportError if the tokenizer has more tokens than the model, if llama.cpp
-    does not support its splitting of text or its chat template, or if llama.cpp tokenises all chats (without a chat
-    template, all texts) otherwise than transformers.
+    DataError if the folder has no tokenizer. ExportError if the tokenizer has more tokens than the model, or if
+    `choose_space_prefix` refuses it.
     """
     tokenizer, vocab_size = load_tokenizer(str(folder)), int(config.vocab_size)
     tokenizer.name_or_path = str(source)
-    check_template(tokenizer)
+    adds_space, note = choose_space_prefix(tokenizer)
     rules, tree = splitting(tokenizer), json.loads(tokenizer.backend_tokenizer.to_str())
     template = tokenizer.chat_template
     if (plain := PlainFormat.of(template)) is not None:
         # llama.cpp itself adds a space after BOS, so the template must not.
         tokenizer.chat_template = plain.template(has_bos="{{ bos_token" in template)
-    adds_space, note = _space_prefix(tokenizer, [] if plain else probe_chats(tokenizer))
     core, added = tree["model"], {token["id"]: token for token in tree["added_tokens"]}
     texts = {number: text for text, number in core["vocab"].items()}
     texts |= {number: token["content"] for number, token in added.items()}
@@ -121,10 +119,16 @@ def add_tokenizer(
     return tokenizer, [note] if note else []
 
 
-def _space_prefix(tokenizer: PreTrainedTokenizerBase, chats: Sequence[str]) -> tuple[bool, str]:
-    """Whether llama.cpp must add a space before a text and after each control token to tokenise most `chats` and texts
-    as transformers does, and a note on texts that still differ. ExportError if all of them differ.
+def choose_space_prefix(tokenizer: PreTrainedTokenizerBase) -> tuple[bool, str]:
+    """Whether llama.cpp must add a space before a text and after each control token to tokenise most chats and texts
+    as transformers does, and a note on texts that still differ.
+
+    ExportError if llama.cpp does not support the tokenizer's splitting of text or its chat template, or if it makes
+    other tokens of every chat, or, without a chat template, of every text.
     """
+    check_template(tokenizer)
+    splitting(tokenizer)
+    chats = [] if PlainFormat.of(tokenizer.chat_template) else probe_chats(tokenizer)
     default = tokenizer.tokenize("a")[0].startswith("▁")
     values = (default, not default) if is_sentencepiece(tokenizer) else (default,)
     choices = {adds: compare_tokens(tokenizer, chats, "llama.cpp", adds_space=adds) for adds in values}
