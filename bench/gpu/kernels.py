@@ -21,7 +21,7 @@ from ds_finetune.model.attention.by_document import attend_by_document
 from ds_finetune.model.attention.kernels import pack_documents
 from ds_finetune.model.build.skeleton import build_skeleton
 from ds_finetune.model.loss.cross_entropy import chunked_cross_entropy, liger_cross_entropy
-from ds_finetune.model.loss.head_chunks import NeededGradients
+from ds_finetune.model.loss.head_chunks import HeadInputs, NeededGradients
 
 _HALF_LIMIT = 3e-2
 """Largest difference from fp32, relative to the largest number, of attention and its gradients in half precision."""
@@ -152,15 +152,15 @@ def _measure_head(values: Values, kernel: str, shape: tuple[int, int, int]) -> N
     weight = torch.randn(vocabulary, width, device=device(), dtype=torch.bfloat16) * width**-0.5
     targets = torch.randint(vocabulary, (tokens,), device=device())
     needed = NeededGradients(hidden=True, weight=True, bias=False)
-    seconds = median_seconds(lambda: _LOSSES[kernel](hidden, weight, None, targets, needed), repeats=5)
+    seconds = median_seconds(lambda: _LOSSES[kernel](HeadInputs(hidden, weight, None, targets), needed), repeats=5)
     values |= {"ms": seconds * 1e3, "TFLOP/s": 6 * tokens * width * vocabulary / seconds / 1e12}
     some = slice(0, 256)
-    found = _LOSSES[kernel](hidden[some], weight, None, targets[some], needed)
+    found = _LOSSES[kernel](HeadInputs(hidden[some], weight, None, targets[some]), needed)
     leaves = [hidden[some].float().requires_grad_(), weight.float().requires_grad_()]
     loss = nn.functional.cross_entropy(leaves[0] @ leaves[1].T, targets[some], reduction="sum")
     wanted = torch.autograd.grad(loss, leaves)
-    values.check("loss", abs(float(found.loss_sum / loss.detach()) - 1), limit=1e-3)
-    for name, one, other in (("d_hidden", found.d_hidden, wanted[0]), ("d_weight", found.d_weight, wanted[1])):
+    values.check("loss", abs(float(found.loss / loss.detach()) - 1), limit=1e-3)
+    for name, one, other in zip(("d_hidden", "d_weight"), found.gradients, wanted, strict=False):
         assert one is not None
         values.check(name, float((one.float() - other).norm() / other.norm()), limit=2e-2)
 

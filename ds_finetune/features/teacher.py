@@ -12,7 +12,7 @@ from ds_finetune.features.feature import Feature, RankParts
 from ds_finetune.model.build.meta_model import read_tensors
 from ds_finetune.model.build.model_plan import ModelPlan
 from ds_finetune.model.loss.forward_rows import ForwardRows, find_supervised
-from ds_finetune.model.loss.head_chunks import LossSumsAndGradients, loss_with_gradients, needed_gradients
+from ds_finetune.model.loss.head_chunks import HeadInputs, loss_with_gradients
 from ds_finetune.model.loss.soft_targets import Mix, SoftTargets, TopTargets, chunked_mixed_loss
 from ds_finetune.model.loss.teacher import Teacher, TeacherPlan, plan_teacher
 from ds_finetune.model.loss.token_loss import LossHead, TrainedModel
@@ -46,19 +46,11 @@ class DistillationHead(LossHead):
         supervised = find_supervised(labels) if supervised is None else supervised
         part = hidden.flatten(0, -2).index_select(0, supervised)
         part = part if self.groups.tp is None else copy_to_tensor_parallel_region(part, self.groups.tp)
-        expected = labels.flatten().index_select(0, supervised)
-        needed = needed_gradients(part, self.weight, self.bias)
+        inputs = HeadInputs(part, self.weight, self.bias, labels.flatten().index_select(0, supervised), self.cap)
         with open_targets() as targets:
-
-            def compute(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> LossSumsAndGradients:
-                loss = chunked_mixed_loss(
-                    hidden, weight, bias, expected, targets, needed, mix=self.mix, cap=self.cap, tp_group=self.groups.tp
-                )
-                sums = [loss.loss_sum, loss.divergence_sum, loss.label_loss_sum, loss.num_correct]
-                return LossSumsAndGradients(loss.loss_sum.float(), torch.stack(sums), loss.gradients)
-
-            loss_sum, sums = loss_with_gradients(part, self.weight, self.bias, compute)
-        sums = torch.cat([sums, sums.new_full((1,), len(expected) if targets is not None else 0)])
+            compute = partial(chunked_mixed_loss, inputs, targets, mix=self.mix, tp_group=self.groups.tp)
+            loss_sum, sums = loss_with_gradients(inputs, compute)
+        sums = torch.cat([sums, sums.new_full((1,), len(inputs.targets) if targets is not None else 0)])
         return LossAndSums(loss_sum if numbers is None else loss_sum * numbers.weights[0].to(loss_sum.dtype), sums)
 
 

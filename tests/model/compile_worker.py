@@ -16,7 +16,7 @@ from triton.runtime.jit import JITFunction
 from ds_finetune.foreign import liger_operations
 from ds_finetune.model.fused.formulas import Turning
 from ds_finetune.model.grouped_kernel import grouped_product
-from ds_finetune.model.loss.cross_entropy import NeededGradients, liger_cross_entropy
+from ds_finetune.model.loss.cross_entropy import HeadInputs, NeededGradients, liger_cross_entropy
 
 TOKENS, HIDDEN, EXPERTS, INNER, VOCABULARY = 4, 2048, 8, 1408, 32768
 GPUS = {75: torch.float16, 80: torch.bfloat16, 89: torch.bfloat16, 90: torch.bfloat16}
@@ -47,9 +47,10 @@ def _launch_all(dtype: torch.dtype) -> None:
         liger_operations.rotate((heads, heads[:, :4]), (angles, angles), turning, is_backward)
     for parts in ((rows, rows.clone()), (rows.clone(),)):
         liger_operations.gate_backward(liger_operations.gate(*parts), *parts)
-    head, targets = torch.zeros(VOCABULARY, HIDDEN, dtype=dtype), torch.zeros(TOKENS, dtype=torch.int64)
+    weight = torch.zeros(VOCABULARY, HIDDEN, dtype=dtype)
+    head = HeadInputs(rows, weight, None, torch.zeros(TOKENS, dtype=torch.int64))
     for needed in (NeededGradients(True, True, False), NeededGradients(False, False, False)):
-        liger_cross_entropy(rows, head, None, targets, needed, chunk=TOKENS)
+        liger_cross_entropy(head, needed, chunk=TOKENS)
 
 
 if __name__ == "__main__":

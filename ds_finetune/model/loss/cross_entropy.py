@@ -1,7 +1,6 @@
 """Cross entropy of a language model head with gradients, in chunks of tokens: in PyTorch, and with Liger's kernel."""
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 
@@ -9,6 +8,8 @@ from ds_finetune.model.loss.head_chunks import (
     CHUNK_TOKENS,
     ChunkBlocks,
     HeadGradients,
+    HeadInputs,
+    LossSumsAndGradients,
     NeededGradients,
     cap_logits,
     softmax_of_chunk,
@@ -21,44 +22,28 @@ _LIGER_BLOCK = 32768
 """Liger's maximum number of columns per block (liger-kernel 0.8.5, ops/fused_linear_cross_entropy.py:26)."""
 
 
-class LossAndGradients(NamedTuple):
-    """Sum of the cross entropy in nats (fp32 scalar), number of correctly predicted tokens (int64 scalar), and the
-    sum's gradients. They have the shapes of `hidden`, `weight` and `bias`; None if not needed.
-    """
-
-    loss_sum: torch.Tensor
-    num_correct: torch.Tensor
-    d_hidden: torch.Tensor | None
-    d_weight: torch.Tensor | None
-    d_bias: torch.Tensor | None
-
-
-Kernel = Callable[..., LossAndGradients]
-"""Function that computes the cross entropy of a head from `hidden` [tokens, width], `weight` [vocabulary, width],
-`bias` [vocabulary] or None, `targets` int64 [tokens], which gradients are needed, and `cap`, the logits' soft cap or
-None.
+Kernel = Callable[[HeadInputs, NeededGradients], LossSumsAndGradients]
+"""Function that computes the cross entropy of a head, summed over tokens, and its gradients. Sums: loss in nats and
+number of correctly predicted tokens, fp64 [2].
 """
 
 
-def chunked_cross_entropy(  # noqa: PLR0913 - a Kernel, its chunk and its group of ranks
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    targets: torch.Tensor,
+def chunked_cross_entropy(
+    inputs: HeadInputs,
     needed: NeededGradients,
     *,
-    cap: float | None = None,
     chunk: int = CHUNK_TOKENS,
     tp_group: TensorParallelGroup | None = None,
-) -> LossAndGradients:
+) -> LossSumsAndGradients:
     """Sum of the cross entropy, in plain PyTorch. Softmax, sums over chunks, `d_weight` and `d_bias` are fp32.
 
-    With `tp_group`, `weight` and `bias` are this rank's shard of the vocabulary, and `d_hidden` is this rank's part of
-    a sum. Ranks all-reduce a few numbers per token, never logits.
+    With `tp_group`, weight and bias are this rank's shard of the vocabulary, and `d_hidden` is this rank's part of a
+    sum. Ranks all-reduce a few numbers per token, never logits.
     """
+    hidden, weight, bias, targets, cap = inputs
     loss_sum = torch.zeros((), dtype=torch.float32, device=hidden.device)
     num_correct = torch.zeros((), dtype=torch.int64, device=hidden.device)
-    gradients = HeadGradients.zeros(hidden, weight, bias, needed)
+    gradients = HeadGradients.zeros(inputs, needed)
     # All chunks use one buffer for logits: fresh memory pages cost a third of the matrix product on a CPU (torch 2.13,
     # [1024, 102400] fp32).
     buffer = hidden.new_empty(min(chunk, len(hidden)), weight.shape[0])
@@ -80,19 +65,12 @@ def chunked_cross_entropy(  # noqa: PLR0913 - a Kernel, its chunk and its group 
         loss_sum.sub_(logp[: len(part)].sum())
         if any(needed):
             gradients.add_products(products, part, weight, start)
-    return LossAndGradients(loss_sum, num_correct, *gradients)
+    return LossSumsAndGradients(loss_sum, torch.stack([loss_sum.double(), num_correct.double()]), gradients)
 
 
-def liger_cross_entropy(  # noqa: PLR0913 - a Kernel and its chunk
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    targets: torch.Tensor,
-    needed: NeededGradients,
-    *,
-    cap: float | None = None,
-    chunk: int = CHUNK_TOKENS,
-) -> LossAndGradients:
+def liger_cross_entropy(
+    inputs: HeadInputs, needed: NeededGradients, *, chunk: int = CHUNK_TOKENS
+) -> LossSumsAndGradients:
     """Sum of the cross entropy by Liger's kernel (liger-kernel 0.8.5, ops/cross_entropy.py), which computes softmax,
     loss and gradient in one pass and overwrites the logits.
 
@@ -100,10 +78,11 @@ def liger_cross_entropy(  # noqa: PLR0913 - a Kernel and its chunk
     supervised tokens, which synchronises host and GPU, and its chunks of some hundred tokens cost a pass over
     `d_weight` each.
     """
+    hidden, weight, bias, targets, cap = inputs
     assert cap is None, "Triton's interpreter cannot run the kernel's soft cap, so no test covers it"
     losses = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
     predicted = torch.empty_like(targets)
-    gradients = HeadGradients.zeros(hidden, weight, bias, needed)
+    gradients = HeadGradients.zeros(inputs, needed)
     buffer = hidden.new_empty(min(chunk, len(hidden)), weight.shape[0])
     for start in range(0, len(hidden), chunk):
         chunk_rows = slice(start, start + chunk)
@@ -116,7 +95,8 @@ def liger_cross_entropy(  # noqa: PLR0913 - a Kernel and its chunk
         if any(needed):
             gradients.add_bias(logits)
             gradients.add_products(logits, part, weight, start)
-    return LossAndGradients(losses.sum(), (predicted == targets).sum(), *gradients)
+    loss_sum, num_correct = losses.sum(), (predicted == targets).sum()
+    return LossSumsAndGradients(loss_sum, torch.stack([loss_sum.double(), num_correct.double()]), gradients)
 
 
 def _run_liger_kernel(

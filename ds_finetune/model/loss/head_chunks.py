@@ -3,6 +3,7 @@ all tokens. The vocabulary may be sharded over tensor parallel ranks.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -23,12 +24,19 @@ class NeededGradients(NamedTuple):
     bias: bool
 
 
-def needed_gradients(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> NeededGradients:
-    """Find out which gradients of a head autograd needs."""
-    is_on = torch.is_grad_enabled()
-    return NeededGradients(
-        *(is_on and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias))
-    )
+class HeadInputs(NamedTuple):
+    """What a head reads to predict `targets` int64 [tokens]: `hidden` [tokens, width], `weight` [vocabulary, width],
+    and `bias` [vocabulary] or None.
+
+    With tensor parallelism, `weight` and `bias` are this rank's shard of the vocabulary. `cap` is the logits' soft cap,
+    or None.
+    """
+
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    targets: torch.Tensor
+    cap: float | None = None
 
 
 class HeadGradients(NamedTuple):
@@ -42,10 +50,9 @@ class HeadGradients(NamedTuple):
     d_bias: torch.Tensor | None
 
     @classmethod
-    def zeros(
-        cls, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, needed: NeededGradients
-    ) -> Self:
+    def zeros(cls, inputs: HeadInputs, needed: NeededGradients) -> Self:
         """Allocate the needed gradients, filled with zeros."""
+        hidden, weight, bias, *_ = inputs
         return cls(
             d_hidden=torch.zeros_like(hidden) if needed.hidden else None,
             d_weight=torch.zeros_like(weight, dtype=torch.float32) if needed.weight else None,
@@ -83,29 +90,31 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
 
 
 class LossSumsAndGradients(NamedTuple):
-    """Loss of a head (fp32 scalar), sums for metrics, and gradients of the loss, computed in the forward."""
+    """Loss of a head (fp32 scalar), sums for metrics (fp64), and gradients of the loss, computed in the forward.
+
+    `factors`, fp64, multiply the gradients if they are not None: [1] all gradients, [tokens] that of hidden states.
+    """
 
     loss: torch.Tensor
     sums: torch.Tensor
     gradients: HeadGradients
-
-
-LossAtOnce = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], LossSumsAndGradients]
-"""Function that computes a head's loss and gradients: (`hidden` [tokens, width], `weight` [vocabulary, width],
-`bias`).
-"""
+    factors: torch.Tensor | None = None
 
 
 def loss_with_gradients(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, compute: LossAtOnce
+    inputs: HeadInputs, compute: Callable[[NeededGradients], LossSumsAndGradients]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Make the loss of `compute` differentiable, with the gradients that `compute` returns. Returns loss and sums.
 
     Gradients of each chunk are computed in the forward, while its logits exist; backward only scales them. That takes
     three matrix products instead of four with logits recomputed in backward. It needs memory for the head's gradient in
-    the forward, which backward needs soon after anyway.
+    the forward, which backward needs soon after anyway. Backward reads no weight of the head, because ZeRO-3 may have
+    partitioned it again by then.
     """
-    return _ScaledGradients.apply(hidden, weight, bias, compute)  # type: ignore[no-any-return]
+    hidden, weight, bias, *_ = inputs
+    is_on = torch.is_grad_enabled()
+    needed = NeededGradients(*(is_on and each is not None and each.requires_grad for each in (hidden, weight, bias)))
+    return _ScaledGradients.apply(hidden, weight, bias, partial(compute, needed))  # type: ignore[no-any-return]
 
 
 class _ScaledGradients(torch.autograd.Function):
@@ -115,22 +124,24 @@ class _ScaledGradients(torch.autograd.Function):
         hidden: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        compute: LossAtOnce,
+        compute: Callable[[], LossSumsAndGradients],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        loss, sums, gradients = compute(hidden, weight, bias)
-        ctx.save_for_backward(*gradients)
-        ctx.dtypes = (weight.dtype, bias.dtype if bias is not None else None)
+        loss, sums, gradients, factors = compute()
+        ctx.save_for_backward(*gradients, factors)
+        ctx.dtypes = (hidden.dtype, weight.dtype, bias.dtype if bias is not None else None)
         ctx.mark_non_differentiable(sums)
         return loss, sums
 
     @staticmethod
     def backward(ctx: Any, d_loss: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
-        d_hidden, d_weight, d_bias = ctx.saved_tensors
-        weight_dtype, bias_dtype = ctx.dtypes
+        d_hidden, d_weight, d_bias, factors = ctx.saved_tensors
+        hidden_dtype, weight_dtype, bias_dtype = ctx.dtypes
+        scale = d_loss if factors is None else factors.float() * d_loss
+        scale_of_token = d_loss if factors is None else scale[:, None]
         return (
-            None if d_hidden is None else d_hidden * d_loss,
-            None if d_weight is None else d_weight.mul_(d_loss).to(weight_dtype),
-            None if d_bias is None else d_bias.mul_(d_loss).to(bias_dtype),
+            None if d_hidden is None else (d_hidden * scale_of_token).to(hidden_dtype),
+            None if d_weight is None else d_weight.mul_(scale).to(weight_dtype),
+            None if d_bias is None else d_bias.mul_(scale).to(bias_dtype),
             None,
         )
 

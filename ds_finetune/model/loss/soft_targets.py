@@ -5,12 +5,14 @@ p_model - p_teacher, so one pass with three matrix products is enough.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
 from ds_finetune.model.loss.head_chunks import (
     HeadGradients,
+    HeadInputs,
+    LossSumsAndGradients,
     NeededGradients,
     cap_logits,
     columns_in_shard,
@@ -59,20 +61,6 @@ class VocabularyShard(NamedTuple):
         return index if self.tp_group is None else self.tp_group.all_reduce_argmax(top, index + self.start)[1]
 
 
-class SoftTargets(Protocol):
-    """Interface of a source of the teacher's distribution for each supervised token."""
-
-    def divergence(
-        self, log_probs: torch.Tensor, tokens: slice, shard: VocabularyShard
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sum of KL(teacher || model) over the supervised tokens in the slice `tokens`, scalar, and its gradient with
-        respect to the model's logits.
-
-        `log_probs` fp32 [tokens, columns of the shard] are the model's log-probabilities; the gradient has their shape.
-        """
-        ...
-
-
 _NEVER = -1e30
 """Logit of an id that the teacher lacks. It is finite, so that probability 0 times its logarithm is 0 and not NaN."""
 
@@ -96,7 +84,9 @@ class TeacherStates:
     def divergence(
         self, log_probs: torch.Tensor, tokens: slice, shard: VocabularyShard
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sum of KL(teacher || model) over the supervised tokens in `tokens`, and its gradient for logits."""
+        """Sum of KL(teacher || model) over the supervised tokens in the slice `tokens`, scalar, and its gradient with
+        respect to the model's logits. `log_probs` fp32 [tokens, columns of the shard] are the model's.
+        """
         columns = slice(shard.start, shard.start + log_probs.shape[1])
         logits = (self.hidden[tokens] @ self.weight[columns].T).float()
         if self.bias is not None:
@@ -142,56 +132,44 @@ class TopTargets:
         return divergence, gradient.sub_(others.add_(teacher_log_probs[:, -1:] - bucket).exp_())
 
 
-class MixedLoss(NamedTuple):
-    """Sums of a forward's losses, fp64 scalars, and the gradients of `loss_sum`.
-
-    `divergence_sum` and `label_loss_sum` are in nats, before they are mixed.
-    """
-
-    loss_sum: torch.Tensor
-    divergence_sum: torch.Tensor
-    label_loss_sum: torch.Tensor
-    num_correct: torch.Tensor
-    gradients: HeadGradients
+SoftTargets = TeacherStates | TopTargets
+"""Source of the teacher's distribution for each supervised token."""
 
 
 def chunked_mixed_loss(  # noqa: PLR0913 - a head, its targets, and how they are mixed
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    labels: torch.Tensor,
-    targets: SoftTargets | None,
+    inputs: HeadInputs,
+    soft_targets: SoftTargets | None,
     needed: NeededGradients,
     *,
     mix: Mix,
-    cap: float | None = None,
     chunk: int = CHUNK_TOKENS,
     tp_group: TensorParallelGroup | None = None,
-) -> MixedLoss:
-    """Distillation loss of `hidden` [tokens, width], for a head with `weight` [vocabulary, width] and `bias`
-    [vocabulary] or None.
+) -> LossSumsAndGradients:
+    """Distillation loss of a head. Sums, fp64 [4]: the mixed loss, divergence and cross entropy of the labels in nats,
+    and number of correctly predicted tokens.
 
-    `labels` are int64 [tokens]. Without `targets` the loss is the labels' cross entropy. Softmax, sums and the head's
-    gradients are at least fp32. With `tp_group`, `weight` and `bias` are this rank's shard of the vocabulary, and
-    `d_hidden` is this rank's part of a sum. `cap` is the logits' soft cap.
+    Without `soft_targets` the loss is the labels' cross entropy. Softmax, sums and the head's gradients are at least
+    fp32. With `tp_group`, weight and bias are this rank's shard of the vocabulary, and `d_hidden` is this rank's part
+    of a sum.
     """
+    hidden, weight, bias, labels, cap = inputs
     shard = VocabularyShard(0 if tp_group is None else tp_group.group_rank * weight.shape[0], tp_group)
-    mix = mix if targets is not None else Mix(label_weight=1.0)
+    mix = mix if soft_targets is not None else Mix(label_weight=1.0)
     sums = torch.zeros(3, dtype=torch.float64, device=hidden.device)
-    gradients = HeadGradients.zeros(hidden, weight, bias, needed)
+    gradients = HeadGradients.zeros(inputs, needed)
     buffer = hidden.new_empty(min(chunk, len(hidden)), weight.shape[0])
     for start in range(0, len(hidden), chunk):
         tokens = slice(start, start + chunk)
         part = hidden[tokens]
         logits = logits_of_chunk(part, weight, bias, buffer[: len(part)])
         slope = cap_logits(logits, cap, needs_slope=any(needed))
-        chunk_sums, d_logits = _chunk_loss(logits, labels[tokens], targets, tokens, shard=shard, mix=mix)
+        chunk_sums, d_logits = _chunk_loss(logits, labels[tokens], soft_targets, tokens, shard=shard, mix=mix)
         sums += chunk_sums
         d_logits = d_logits if slope is None else d_logits.mul_(slope)
         gradients.add_chunk(d_logits, part, weight, start)
     divergence, label_loss, correct = sums
     loss = mix.label_weight * label_loss + (1 - mix.label_weight) * mix.temperature**2 * divergence
-    return MixedLoss(loss, divergence, label_loss, correct, gradients)
+    return LossSumsAndGradients(loss.float(), torch.stack([loss, divergence, label_loss, correct]), gradients)
 
 
 def _chunk_loss(  # noqa: PLR0913 - the values of one chunk

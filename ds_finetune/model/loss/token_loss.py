@@ -2,6 +2,7 @@
 
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,21 +25,13 @@ from ds_finetune.model.build.skeleton import head_of, soft_cap
 from ds_finetune.model.loss.cross_entropy import Kernel, chunked_cross_entropy
 from ds_finetune.model.loss.extra_loss import ExtraLoss, add_extra_losses, numbers_of_parts
 from ds_finetune.model.loss.forward_rows import ForwardRows, StageOutput, find_supervised
-from ds_finetune.model.loss.head_chunks import (
-    HeadGradients,
-    LossSumsAndGradients,
-    loss_with_gradients,
-    needed_gradients,
-)
+from ds_finetune.model.loss.head_chunks import HeadInputs, loss_with_gradients
 from ds_finetune.model.loss.log_probs import (
-    AnswerPositions,
     DocumentTokens,
-    HeadInputs,
+    LossOfAnswers,
     LossOfDocuments,
     TwoPassHead,
-    answer_loss,
-    document_log_probs,
-    document_loss,
+    loss_of_log_probs,
 )
 from ds_finetune.model.parallel.pipeline import ModelChunks, PipelineGroup
 from ds_finetune.model.parallel.sequence import SequenceParallelGroup
@@ -114,33 +107,23 @@ class LossHead(nn.Linear):
             weight, bias = weight.detach(), None if bias is None else bias.detach()
         inputs = HeadInputs(part, weight, bias, labels.reshape(-1).index_select(0, supervised), self.cap)
         if not wants_log_probs and self.objective.is_per_token:
-            return self._cross_entropy(inputs, numbers)
+            loss_sum, sums = loss_with_gradients(inputs, partial(self.kernel, inputs))
+            return LossAndSums(loss_sum if numbers is None else loss_sum * numbers.weights[0].to(loss_sum.dtype), sums)
         assert examples is not None, "the batch has no examples; set documents_per_unit in its BatchPlan"
         index = examples.index.reshape(-1).index_select(0, supervised)
         tokens = DocumentTokens(index, examples, self.groups.sp)
         if is_of_answers(self.objective):
             head = TwoPassHead(
-                inputs.detach(), tp_group=self.groups.tp, forbidden=self.forbidden, with_entropy=not wants_log_probs
+                inputs, tp_group=self.groups.tp, forbidden=self.forbidden, with_entropy=not wants_log_probs
             )
             if wants_log_probs:
                 return head.log_probs()
-            return answer_loss(inputs, AnswerPositions(supervised, tokens), numbers, self.objective, head)
+            return loss_of_log_probs(inputs, LossOfAnswers(self.objective, supervised, tokens, numbers, head), head)
+        head = TwoPassHead(inputs, tp_group=self.groups.tp)
         if wants_log_probs:
-            return document_log_probs(inputs, tokens, tp_group=self.groups.tp)
+            return tokens.sums(head.log_probs()).logp
         assert is_of_documents(self.objective), type(self.objective)
-        return document_loss(inputs, LossOfDocuments(self.objective, tokens, numbers), tp_group=self.groups.tp)
-
-    def _cross_entropy(self, inputs: HeadInputs, numbers: StepNumbers | None) -> LossAndSums:
-        hidden, weight, bias, targets, cap = inputs
-        needed = needed_gradients(hidden, weight, bias)
-
-        def compute(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> LossSumsAndGradients:
-            loss = self.kernel(hidden, weight, bias, targets, needed, cap=cap)
-            sums = torch.stack([loss.loss_sum.double(), loss.num_correct.double()])
-            return LossSumsAndGradients(loss.loss_sum, sums, HeadGradients(*loss[2:]))
-
-        loss_sum, sums = loss_with_gradients(hidden, weight, bias, compute)
-        return LossAndSums(loss_sum if numbers is None else loss_sum * numbers.weights[0].to(loss_sum.dtype), sums)
+        return loss_of_log_probs(inputs, LossOfDocuments(self.objective, tokens, numbers), head)
 
 
 def install_loss_head(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_finetune.model.loss.cross_entropy import NeededGradients, liger_cross_entropy
+from ds_finetune.model.loss.cross_entropy import HeadInputs, NeededGradients, liger_cross_entropy
 from tests.conftest import ROOT
 
 CASES = """
@@ -22,12 +22,14 @@ device, worst = sys.argv[1], 0.0
 for tokens, width, vocabulary, bias in ((37, 16, 300, False), (5, 24, 1030, True), (1, 8, 17, False), (0, 8, 17, True)):
     torch.manual_seed(tokens)
     make = lambda *shape: torch.randn(*shape, device=device)
-    given = make(tokens, width), make(vocabulary, width), make(vocabulary) if bias else None, torch.randint(0, vocabulary, (tokens,), device=device)
+    given = make(tokens, width), make(vocabulary, width), make(vocabulary) if bias else None
+    head = ce.HeadInputs(*given, torch.randint(0, vocabulary, (tokens,), device=device))
     for needed in (ce.NeededGradients(True, True, bias), ce.NeededGradients(True, False, False), ce.NeededGradients(False, False, False)):
-        wanted, found = ce.chunked_cross_entropy(*given, needed, chunk=8), ce.liger_cross_entropy(*given, needed, chunk=8)
-        assert found.num_correct.item() == wanted.num_correct.item()
-        assert abs(found.loss_sum - wanted.loss_sum) <= 1e-6 * wanted.loss_sum.abs(), (found.loss_sum, wanted.loss_sum)
-        for mine, theirs in zip(found[2:], wanted[2:], strict=True):
+        wanted, found = ce.chunked_cross_entropy(head, needed, chunk=8), ce.liger_cross_entropy(head, needed, chunk=8)
+        assert found.sums[1].item() == wanted.sums[1].item()
+        assert found.sums[0].item() == found.loss.item()
+        assert abs(found.loss - wanted.loss) <= 1e-6 * wanted.loss.abs(), (found.loss, wanted.loss)
+        for mine, theirs in zip(found.gradients, wanted.gradients, strict=True):
             assert (mine is None) == (theirs is None)
             if theirs is not None and theirs.numel():
                 worst = max(worst, float((mine - theirs).norm() / theirs.norm()))
@@ -50,9 +52,8 @@ def test_a_block_has_as_many_threads_as_the_gpu_allows(
     for name in ("liger_kernel", "liger_kernel.ops"):
         monkeypatch.setitem(sys.modules, name, SimpleNamespace())
     targets = torch.zeros(2, dtype=torch.int64)
-    liger_cross_entropy(
-        torch.zeros(2, 8), torch.zeros(16, 8), None, targets, NeededGradients(False, False, False), chunk=4
-    )
+    head = HeadInputs(torch.zeros(2, 8), torch.zeros(16, 8), None, targets)
+    liger_cross_entropy(head, NeededGradients(False, False, False), chunk=4)
     assert [given["num_warps"] for given in launched] == [warps]
 
 

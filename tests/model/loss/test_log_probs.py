@@ -7,14 +7,8 @@ import torch
 
 from ds_finetune.config.objectives import CpoObjective, DpoObjective, KtoObjective, OrpoObjective, SimpoObjective
 from ds_finetune.model.loss import log_probs
-from ds_finetune.model.loss.head_chunks import softmax_of_chunk
-from ds_finetune.model.loss.log_probs import (
-    DocumentTokens,
-    HeadInputs,
-    LossOfDocuments,
-    document_log_probs,
-    document_loss,
-)
+from ds_finetune.model.loss.head_chunks import CHUNK_TOKENS, HeadInputs, softmax_of_chunk
+from ds_finetune.model.loss.log_probs import DocumentTokens, LossOfDocuments, TwoPassHead, loss_of_log_probs
 from ds_finetune.objectives.objective import (
     DocumentLogProbs,
     DocumentObjective,
@@ -107,6 +101,10 @@ def ours(
     return document_loss(HeadInputs(hidden, weight, bias[0] if bias else None, case.targets, cap), loss, chunk=chunk)
 
 
+def document_loss(inputs: HeadInputs, loss: LossOfDocuments, chunk: int = CHUNK_TOKENS) -> LossAndSums:
+    return loss_of_log_probs(inputs, loss, TwoPassHead(inputs, chunk=chunk))
+
+
 def relative(found: torch.Tensor | None, wanted: torch.Tensor | None) -> float:
     assert found is not None
     assert wanted is not None
@@ -191,7 +189,7 @@ def test_the_same_numbers_with_and_without_gradients(dtype: torch.dtype) -> None
     given = leaves(case, dtype)
     tokens = DocumentTokens(case.index, case.examples)
     inputs = HeadInputs(given[0], given[1], None, case.targets)
-    logp = document_log_probs(inputs, tokens)
+    logp = tokens.sums(TwoPassHead(inputs).log_probs()).logp
     same = case._replace(examples=Examples(**{**vars(case.examples), "reference": logp}))
     found = ours(same, given, dpo(), 1024)
     found.loss.backward()

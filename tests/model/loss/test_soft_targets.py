@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from ds_finetune.model.loss.head_chunks import NeededGradients
+from ds_finetune.model.loss.head_chunks import HeadInputs, NeededGradients
 from ds_finetune.model.loss.soft_targets import (
     Mix,
     SoftTargets,
@@ -86,8 +86,8 @@ def assert_equal(
     chunk: int = 7,
     cap: float | None = None,
 ) -> None:
-    found = chunked_mixed_loss(*head(WIDTH, 0), labels(), targets, EVERY, mix=mix, cap=cap, chunk=chunk)
-    assert found.loss_sum.item() == pytest.approx(wanted[0].item(), rel=1e-6)
+    found = chunked_mixed_loss(HeadInputs(*head(WIDTH, 0), labels(), cap), targets, EVERY, mix=mix, chunk=chunk)
+    assert found.loss.item() == pytest.approx(wanted[0].item(), rel=1e-6)
     for mine, theirs in zip(found.gradients, wanted[1], strict=True):
         assert mine is not None
         assert (mine - theirs).norm() / theirs.norm() < 1e-5
@@ -139,21 +139,23 @@ def test_with_one_token_in_the_bucket_the_loss_is_that_of_the_whole_distribution
 
 def test_half_precision_of_stored_numbers_costs_a_thousandth() -> None:
     wanted, _ = expected(Mix(), teacher_log_probs())
-    found = chunked_mixed_loss(*head(WIDTH, 0), labels(), top_targets(VOCABULARY - 1, torch.float16), EVERY, mix=Mix())
-    assert found.loss_sum.item() == pytest.approx(wanted.item(), rel=1e-3)
+    found = chunked_mixed_loss(
+        HeadInputs(*head(WIDTH, 0), labels()), top_targets(VOCABULARY - 1, torch.float16), EVERY, mix=Mix()
+    )
+    assert found.loss.item() == pytest.approx(wanted.item(), rel=1e-3)
 
 
 @pytest.mark.parametrize("targets", [TeacherStates(*head(WIDTH, 0), 1.0), None], ids=["teacher", "none"])
 def test_an_equal_teacher_leaves_no_loss_and_none_leaves_that_of_the_labels(targets: SoftTargets | None) -> None:
     hidden, weight, bias = head(WIDTH, 0)
-    found = chunked_mixed_loss(hidden, weight, bias, labels(), targets, EVERY, mix=Mix())
+    found = chunked_mixed_loss(HeadInputs(hidden, weight, bias, labels()), targets, EVERY, mix=Mix())
     wanted = functional.cross_entropy(hidden @ weight.T + bias, labels(), reduction="sum").item()
-    assert found.label_loss_sum.item() == pytest.approx(wanted, rel=1e-6)
+    assert found.sums[2].item() == pytest.approx(wanted, rel=1e-6)
     # With an equal teacher, the log-probabilities of both cancel, each weighted with its probability.
     log_probs = (hidden @ weight.T + bias).log_softmax(-1)
     limit = rounding(float((log_probs.exp() * log_probs).abs().sum()), WIDTH + VOCABULARY)
-    assert found.loss_sum.item() == pytest.approx(0 if targets else wanted, rel=1e-6, abs=limit)
-    assert found.num_correct == ((hidden @ weight.T + bias).argmax(-1) == labels()).sum()
+    assert found.loss.item() == pytest.approx(0 if targets else wanted, rel=1e-6, abs=limit)
+    assert found.sums[3] == ((hidden @ weight.T + bias).argmax(-1) == labels()).sum()
 
 
 def test_a_model_that_is_sure_of_the_top_tokens_keeps_finite_gradients() -> None:
@@ -163,8 +165,8 @@ def test_a_model_that_is_sure_of_the_top_tokens_keeps_finite_gradients() -> None
     weight, bias = torch.zeros_like(weight), torch.full_like(bias, -300.0)
     bias[targets.ids[0].long()] = 0.0
     one = replace(targets, ids=targets.ids[:1], log_probs=targets.log_probs[:1])
-    found = chunked_mixed_loss(hidden[:1], weight, bias, labels()[:1], one, EVERY, mix=Mix())
-    assert found.loss_sum.isfinite()
+    found = chunked_mixed_loss(HeadInputs(hidden[:1], weight, bias, labels()[:1]), one, EVERY, mix=Mix())
+    assert found.loss.isfinite()
     assert found.gradients.d_bias is not None
     assert found.gradients.d_bias.isfinite().all()
     magnitude = float(found.gradients.d_bias.abs().sum())
@@ -174,6 +176,6 @@ def test_a_model_that_is_sure_of_the_top_tokens_keeps_finite_gradients() -> None
 
 def test_only_what_is_needed_is_computed() -> None:
     needed = NeededGradients(hidden=True, weight=False, bias=False)
-    found = chunked_mixed_loss(*head(WIDTH, 0), labels(), teacher_states(), needed, mix=Mix())
+    found = chunked_mixed_loss(HeadInputs(*head(WIDTH, 0), labels()), teacher_states(), needed, mix=Mix())
     assert found.gradients.d_hidden is not None
     assert found.gradients.d_weight is found.gradients.d_bias is None
