@@ -754,8 +754,8 @@ MUTANTS = (
     Mutant(
         "adapters on in the reference",
         "model/adapters/lora.py",
-        "module.lora_scale = 0.0",
-        "module.lora_scale *= 1.0",
+        'replaced(module, "lora_scale", 0.0)',
+        'replaced(module, "lora_scale", module.lora_scale)',
         OBJECTIVES,
     ),
     Mutant(

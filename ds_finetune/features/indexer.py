@@ -1,13 +1,14 @@
 """The feature that trains the indexers of sparse attention towards the attention weights of their layers."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ds_finetune.families.table import family_of
 from ds_finetune.features.feature import Feature, RankParts
+from ds_finetune.foreign.guard import replaced
 from ds_finetune.model.attention.indexed_attention import DivergenceCollector, train_indexers
 from ds_finetune.model.loss.extra_loss import ExtraLoss
 from ds_finetune.model.loss.forward_rows import ForwardRows
@@ -38,14 +39,9 @@ class IndexerLoss(ExtraLoss):
         """The metric `indexer_loss`: divergence in nats, averaged over tokens and indexers, without the loss weight."""
         return {"indexer_loss": sums["indexer"] / max(counts["tokens"], 1) / self._indexers}
 
-    @contextmanager
-    def listen(self, rows: ForwardRows, *, is_counting: bool, is_first: bool) -> Iterator[None]:
+    def listen(self, rows: ForwardRows, *, is_counting: bool, is_first: bool) -> AbstractContextManager[None]:
         """Context of a forward in which attention layers pass the divergences of their indexers to this loss."""
-        self._collector.is_listening = True
-        try:
-            yield
-        finally:
-            self._collector.is_listening = False
+        return replaced(self._collector, "is_listening", True)
 
     def loss(self, rows: ForwardRows, hidden: torch.Tensor, weights: torch.Tensor) -> LossAndSums | None:
         """Weighted divergence of a forward, without padding tokens. A sequence parallel rank adds its own tokens."""

@@ -8,7 +8,7 @@ layers: there the layer is inside a module that returns its input.
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from transformers.masking_utils import create_causal_mask
 
 from ds_finetune.families.family import layer_of
 from ds_finetune.families.table import family_of
+from ds_finetune.foreign.guard import replaced
 from ds_finetune.foreign.transformers_attention import hyper_head
 from ds_finetune.foreign.transformers_models import replaced_layers
 
@@ -81,14 +82,10 @@ def more_layers(hf_config: PretrainedConfig, number: int) -> Iterator[None]:
         longer = {
             k: [*settings[k], *[kind or settings[k][-1]] * number] for k, kind in _PER_LAYER.items() if settings.get(k)
         }
-    changed = {"num_hidden_layers": layers} | {key: getattr(hf_config, key) for key in longer}
-    for key, value in (longer | {"num_hidden_layers": layers + number}).items():
-        setattr(hf_config, key, value)
-    try:
+    with ExitStack() as stack:
+        for key, value in (longer | {"num_hidden_layers": layers + number}).items():
+            stack.enter_context(replaced(hf_config, key, value))
         yield
-    finally:
-        for key, value in changed.items():
-            setattr(hf_config, key, value)
 
 
 @contextmanager

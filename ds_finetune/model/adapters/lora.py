@@ -5,7 +5,7 @@ out, in] have an A and a B per expert. Results equal those of peft 0.21; `export
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self
@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from ds_finetune.config.sections import LoraConfig
 from ds_finetune.families.family import Family
+from ds_finetune.foreign.guard import replaced
 from ds_finetune.model.build.skeleton import Where
 from ds_finetune.model.experts import multiply, project, run_experts
 from ds_finetune.model.parallel.expert import ExpertParallelExperts, MarkParameter
@@ -156,9 +157,7 @@ class AdapterPlacement:
     def set_full(self, name: str, param: nn.Parameter, values: torch.Tensor) -> None:
         """Set the parameter `name` from a full tensor: this rank takes its part of `values`."""
         fragment = self.where(param)
-        part = self.model_shard.tensor_shard(name, fragment.shape).slice(values)[fragment.start : fragment.end]
-        with fragment.opened() as flat:
-            flat[: len(part)].copy_(part)
+        fragment.write(self.model_shard.tensor_shard(name, fragment.shape).slice(values))
 
 
 Initial = Callable[[str, Shape], Mapping[str, torch.Tensor]]
@@ -244,14 +243,10 @@ def adapters_off(lm: nn.Module) -> Iterator[None]:
     """
     adapted = [module for module in lm.modules() if isinstance(module, _Adapted)]
     assert adapted, "the model has no adapters"
-    scales = [module.lora_scale for module in adapted]
-    for module in adapted:
-        module.lora_scale = 0.0
-    try:
+    with ExitStack() as stack:
+        for module in adapted:
+            stack.enter_context(replaced(module, "lora_scale", 0.0))
         yield
-    finally:
-        for module, scale in zip(adapted, scales, strict=True):
-            module.lora_scale = scale
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ not project the whole cache.
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -18,28 +19,16 @@ from ds_finetune.foreign.guard import replaced
 from ds_finetune.foreign.transformers_attention import register_attention
 
 _BY_LATENTS = "ds_finetune_by_latents"
-_Weights = tuple[torch.Tensor, torch.Tensor]
 
 
-class _LatentWeights:
-    """A layer's up-projection of latents, split into a part for keys [rank, heads, width] and one for values."""
-
-    def __init__(self, attention: Any, *, is_kept: bool) -> None:  # noqa: ANN401 - latent attention of transformers
-        self._attention, self._is_kept = attention, is_kept
-        self._parts: _Weights | None = None
-
-    def parts(self, like: torch.Tensor) -> _Weights:
-        """Return the up-projection's weights for keys and for values. They are read off the module's outputs for an
-        identity matrix, since it may have LoRA adapters, 4-bit weights or ZeRO-3 shards.
-        """
-        if self._parts is not None:
-            return self._parts
-        attention = self._attention
-        matrix = attention.kv_b_proj(torch.eye(attention.kv_lora_rank, dtype=like.dtype, device=like.device))
-        widths = [attention.qk_nope_head_dim, attention.v_head_dim]
-        to_key, to_value = matrix.unflatten(-1, (-1, sum(widths))).split(widths, dim=-1)
-        self._parts = (to_key, to_value) if self._is_kept else None
-        return to_key, to_value
+def _split_projection(attention: Any, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, ...]:  # noqa: ANN401
+    """Split the up-projection of latents into a part for keys [rank, heads, width] and one for values. They are read
+    off the module's outputs for an identity matrix, since it may have LoRA adapters, 4-bit weights or ZeRO-3 shards.
+    """
+    matrix = attention.kv_b_proj(torch.eye(attention.kv_lora_rank, dtype=dtype, device=device))
+    widths = [attention.qk_nope_head_dim, attention.v_head_dim]
+    parts: tuple[torch.Tensor, ...] = matrix.unflatten(-1, (-1, sum(widths))).split(widths, dim=-1)
+    return parts
 
 
 @contextmanager
@@ -60,8 +49,8 @@ def attending_to_latents(lm: PreTrainedModel, *, keeps_weights: bool) -> Iterato
         stack.enter_context(replaced(lm.config, "_attn_implementation_internal", _BY_LATENTS))
         for layer in layers:
             stack.enter_context(replaced(layer, "expand_kv", lambda latent, rotary: (latent, rotary)))
-            weights = _LatentWeights(layer, is_kept=keeps_weights)
-            stack.enter_context(replaced(layer, "latent_weights", weights))
+            split = partial(_split_projection, layer)
+            stack.enter_context(replaced(layer, "split_projection", cache(split) if keeps_weights else split))
         yield
 
 
@@ -82,8 +71,8 @@ def _attend_to_latents(  # noqa: PLR0913 - transformers' interface
     """
     assert attention_mask is None
     latents, rotary = key[:, 0], value[:, 0]
-    weights: Any = module.latent_weights
-    to_key, to_value = weights.parts(query)
+    split_projection: Any = module.split_projection
+    to_key, to_value = split_projection(query.dtype, query.device)
     plain, rotated = query[:, :, 0].split([to_key.shape[2], rotary.shape[2]], dim=-1)
     projected = torch.einsum("bhw,rhw->bhr", plain, to_key)
     scores = (projected @ latents.mT + rotated @ rotary.mT) * scaling

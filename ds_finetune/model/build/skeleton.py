@@ -80,6 +80,12 @@ class Fragment:
         """Where the fragment ends in the flattened tensor, without padding."""
         return min(self.start + self.numel, math.prod(self.shape))
 
+    def write(self, values: torch.Tensor) -> None:
+        """Copy this rank's elements of the flattened full tensor `values` into the fragment."""
+        if self.end > self.start:
+            with self.opened() as flat:
+                flat[: self.end - self.start].copy_(values[self.start : self.end])
+
 
 Where = Callable[[torch.Tensor], Fragment]
 """Function from a tensor of the model to the fragment of it that this rank holds."""

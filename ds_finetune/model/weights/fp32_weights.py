@@ -53,10 +53,7 @@ class Fp32Weights:
     def round_into_parameters(self) -> None:
         """Set the 16-bit parameters to the fp32 values, rounded."""
         for name, param in self.params.items():
-            fragment = self._where(param)
-            if fragment.end > fragment.start:
-                with fragment.opened() as flat:
-                    flat[: fragment.end - fragment.start] = self.values[name].view(-1)[fragment.start : fragment.end]
+            self._where(param).write(self.values[name].view(-1))
 
     def install(self, lm: nn.Module) -> None:
         """Make modules of `lm` compute with the fp32 values, in place."""

@@ -156,9 +156,7 @@ def draw_normal(param: nn.Parameter, *, deviation: float, seed: int, where: Wher
     """Fill an unsharded parameter with normally distributed values that depend on `seed`, but not on the layout."""
     fragment = where(param)
     values = torch.randn(math.prod(fragment.shape), generator=torch.Generator().manual_seed(seed)) * deviation
-    if fragment.end > fragment.start:
-        with fragment.opened() as flat:
-            flat[: fragment.end - fragment.start].copy_(values[fragment.start : fragment.end])
+    fragment.write(values)
 
 
 def clear_weights(model: PreTrainedModel, *, where: Where = full_fragment) -> None:
@@ -196,12 +194,7 @@ def _initialise_module(  # noqa: PLR0913
     module._parameters.update(parameters)
     module._buffers.update(buffers)
     for leaf, param in own_parameters:
-        fragment = where(param)
-        if fragment.end > fragment.start:
-            with fragment.opened() as flat:
-                flat[: fragment.end - fragment.start].copy_(
-                    shards[leaf].slice(values[leaf])[fragment.start : fragment.end]
-                )
+        where(param).write(shards[leaf].slice(values[leaf]))
 
 
 def _expected_tensors(
