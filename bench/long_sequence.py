@@ -29,11 +29,11 @@ from typing import Any
 import yaml
 
 from ds_finetune.cli.demo import MODEL, write_demo
+from ds_finetune.cli.plan import planned_traces
 from ds_finetune.config.schema import read_config
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
-from ds_finetune.trainer.tracing.cache import planned_traces
 
 ROOT = Path(__file__).parents[1]
 SHORT = 2048

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ds_finetune.observers.record import Observer
     from ds_finetune.trainer.dry_run import PlannedRun
     from ds_finetune.trainer.run_dir import Rows
-    from ds_finetune.trainer.train import Report
+    from ds_finetune.trainer.run_records import Report
 
 PathLike = str | Path
 EvalRows: TypeAlias = "PathLike | Sequence[PathLike] | Rows"

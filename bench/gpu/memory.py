@@ -9,6 +9,7 @@ from bench.gpu.machine import device
 from bench.gpu.models import DEEPSEEK_V2_LITE, QWEN2_1B
 from bench.gpu.results import Recorder, SkippedError
 from bench.gpu.training import OPTIMIZER_ON_HOST, TrainingRun, deepspeed
+from ds_finetune.cli.plan import planned_traces
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.units import GIB
 from ds_finetune.console.phase_line import say_nothing
@@ -18,7 +19,6 @@ from ds_finetune.plan.estimate.memory import MemoryEstimate, estimate_memory
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
-from ds_finetune.trainer.tracing.cache import planned_traces
 
 _LIMIT = 0.05
 """Largest difference of planned and measured bytes, relative."""

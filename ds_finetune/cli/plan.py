@@ -8,16 +8,20 @@ from typing import TYPE_CHECKING
 
 from ds_finetune.cli.arguments import Arguments, Commands, add_run_command, positive, read_run
 from ds_finetune.config.schema import RunConfig
+from ds_finetune.config.sections import ParallelConfig
 from ds_finetune.config.units import GIB, parse_bytes
+from ds_finetune.console.phase_line import Say
 from ds_finetune.console.tables import ERR, OUT, show_note, show_pairs
 from ds_finetune.errors import ConfigError
 
 if TYPE_CHECKING:
     # These modules are imported only by type checkers, which keeps other commands fast.
+    from ds_finetune.model.build.model_plan import ModelPlan
     from ds_finetune.plan.estimate.memory import MemoryEstimate
     from ds_finetune.plan.search.machines import Target
     from ds_finetune.plan.search.search import SearchResult
     from ds_finetune.plan.settings import RunSettings
+    from ds_finetune.trainer.tracing.cache import Traces
 
 
 def add_commands(commands: Commands) -> None:
@@ -79,7 +83,6 @@ def _search(arguments: Arguments, config: RunConfig, target: "Target") -> None:
     from ds_finetune.model.build.planned_model import model_of_run
     from ds_finetune.plan.search.search import result_notes, result_tree, search_layouts
     from ds_finetune.plan.settings import RunSettings
-    from ds_finetune.trainer.tracing.cache import planned_traces
 
     run = RunSettings.of(config)
     result = search_layouts(run, target, model_of_run(run), planned_traces(run, ERR.print))
@@ -95,7 +98,6 @@ def _show_forecast(config: RunConfig, target: "Target", *, is_json: bool) -> Non
     from ds_finetune.model.build.planned_model import model_of_run
     from ds_finetune.plan.search.forecast import forecast_run
     from ds_finetune.plan.settings import RunSettings
-    from ds_finetune.trainer.tracing.cache import planned_traces
 
     run = RunSettings.of(config)
     traces = planned_traces(run, ERR.print)
@@ -108,6 +110,30 @@ def _show_forecast(config: RunConfig, target: "Target", *, is_json: bool) -> Non
     show_pairs("plan", forecast.lines())
     for note in forecast.notes():
         show_note(note)
+
+
+def planned_traces(run: "RunSettings", say: Say) -> "Traces":
+    """Traces of a run that is only planned, of whose model only config.json is read. ConfigError or ModelError if the
+    model cannot be built.
+    """
+    from ds_finetune.trainer.tracing.cache import Traces
+
+    return Traces(run, lambda: _plan_model(run), say)
+
+
+def _plan_model(run: "RunSettings") -> "ModelPlan":
+    # These imports are here because they import torch, which is not needed if all traces are cached.
+    from ds_finetune.model.build.model_plan import task_of
+    from ds_finetune.model.build.skeleton import TOKENIZER_PATTERNS, read_hf_config
+    from ds_finetune.model.loss.score_config import set_classes
+    from ds_finetune.trainer.resolve import plan_model, with_classes
+
+    # The model is planned for one rank, because the plan of the run has checked the layout already.
+    run = with_classes(replace(run, parallel=ParallelConfig()), is_config_only=True)
+    hf_config = read_hf_config(run.model.path, files=TOKENIZER_PATTERNS, task=task_of(run.objective))
+    if run.objective.row.head == "scores":
+        set_classes(hf_config, run.objective, outputs=run.objective.num_outputs)
+    return plan_model(hf_config, run)
 
 
 def _memory_lines(memory: "MemoryEstimate") -> Iterator[tuple[str, str]]:

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,25 @@ Spans = list[tuple[str, bool]]
 _MOST_WAITING = 1_000
 PAGE = REPORT
 """Name of the file with a run's report in its folder."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Result of a run: record of the last step, run folder, exports, and seconds."""
+
+    last: StepRecord | None
+    """Record of the last step; None if no step was taken."""
+    output_dir: Path
+    exports: tuple[Path, ...]
+    seconds: float = 0.0
+    interrupted: str = ""
+    """The signal that ended the run, and where it resumes; empty without a signal."""
+    verdicts: tuple[VerificationResult, ...] = ()
+    """Results of verifying the exports, on rank zero only."""
+    page: Path | None = None
+    """Path of the HTML report; None on other ranks than zero, and if it could not be written."""
+    was_finished: bool = False
+    """Whether an earlier start had finished the run, so that this one did nothing."""
 
 
 class RunLog:

@@ -10,7 +10,7 @@ from ds_finetune.console.tables import OUT, show_line, show_pairs
 if TYPE_CHECKING:
     from ds_finetune.export.verify.verify import VerificationResult
     from ds_finetune.trainer.prepare import PreparedRun
-    from ds_finetune.trainer.train import Report
+    from ds_finetune.trainer.run_records import Report
 
 
 _FIRST = ("model", "parameters", "lora", "objective", "ranks", "layout", "memory of a rank", "data", "held-out data")

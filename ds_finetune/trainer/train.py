@@ -5,7 +5,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
@@ -59,6 +59,7 @@ from ds_finetune.trainer.rollouts.vllm import check_server
 from ds_finetune.trainer.run_dir import check_only_own_files, remove_empty_on_failure
 from ds_finetune.trainer.run_records import (
     PAGE,
+    Report,
     RunLog,
     StatusKeeper,
     begin_run_folder,
@@ -70,25 +71,6 @@ from ds_finetune.trainer.same_choices import check_same_kernels, check_same_prec
 from ds_finetune.trainer.show import plan_lines, plan_notes
 
 Announce = Callable[[PreparedRun], None]
-
-
-@dataclass(frozen=True)
-class Report:
-    """Result of a run: record of the last step, run folder, exports, and seconds."""
-
-    last: StepRecord | None
-    """Record of the last step; None if no step was taken."""
-    output_dir: Path
-    exports: tuple[Path, ...]
-    seconds: float = 0.0
-    interrupted: str = ""
-    """The signal that ended the run, and where it resumes; empty without a signal."""
-    verdicts: tuple[VerificationResult, ...] = ()
-    """Results of verifying the exports, on rank zero only."""
-    page: Path | None = None
-    """Path of the HTML report; None on other ranks than zero, and if it could not be written."""
-    was_finished: bool = False
-    """Whether an earlier start had finished the run, so that this one did nothing."""
 
 
 def train(

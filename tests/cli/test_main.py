@@ -417,8 +417,8 @@ def test_numbers_out_of_range_are_wrong_usage(command: str, message: str, capsys
 
 
 def test_a_run_ends_by_printing_the_next_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from ds_finetune.trainer.run_records import Report
     from ds_finetune.trainer.show import show_next
-    from ds_finetune.trainer.train import Report
 
     export = tmp_path / "my run" / "export"
     shutil.copytree(tiny_task(tmp_path / "task").parent / "model", export)

@@ -5,7 +5,7 @@ import os
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,13 +13,11 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from ds_finetune.config.objectives import is_distillation
-from ds_finetune.config.sections import ParallelConfig
 from ds_finetune.console.phase_line import Say, say_nothing
 from ds_finetune.errors import FinetuneError, ModelError
 from ds_finetune.plan.config_json import read_config_json
 from ds_finetune.plan.estimate.traced import TracedLayer, TracedModel
 from ds_finetune.plan.kernels import version_of
-from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.plan import Plan
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.info import source_version
@@ -108,25 +106,3 @@ def traced_layout(plan: Plan) -> tuple[object, ...]:
         plan.objective,
     )
     return sizes, threads, list(map(repr, (*train, *kernels, *sections)))
-
-
-def planned_traces(run: RunSettings, say: Say) -> Traces:
-    """Traces of a run that is only planned, of whose model only config.json is read. ConfigError or ModelError if the
-    model cannot be built.
-    """
-    return Traces(run, lambda: _plan_model(run), say)
-
-
-def _plan_model(run: RunSettings) -> "ModelPlan":
-    # This import is here because it imports torch, which is not needed if all traces are cached.
-    from ds_finetune.model.build.model_plan import task_of
-    from ds_finetune.model.build.skeleton import TOKENIZER_PATTERNS, read_hf_config
-    from ds_finetune.model.loss.score_config import set_classes
-    from ds_finetune.trainer.resolve import plan_model, with_classes
-
-    # The model is planned for one rank, because the plan of the run has checked the layout already.
-    run = with_classes(replace(run, parallel=ParallelConfig(), mesh=Mesh(0, 1)), is_config_only=True)
-    hf_config = read_hf_config(run.model.path, files=TOKENIZER_PATTERNS, task=task_of(run.objective))
-    if run.objective.row.head == "scores":
-        set_classes(hf_config, run.objective, outputs=run.objective.num_outputs)
-    return plan_model(hf_config, run)
