@@ -45,8 +45,8 @@ from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.model.build.skeleton import read_hf_config
 from ds_finetune.model.loss.forward_rows import ForwardRows
 from ds_finetune.model.parallel.pipeline import PipelineGroup
+from ds_finetune.plan.batch import idle_fraction
 from ds_finetune.plan.mesh import Mesh
-from ds_finetune.plan.pipeline import idle_fraction
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World

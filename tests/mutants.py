@@ -1013,7 +1013,7 @@ MUTANTS = (
     ),
     Mutant(
         "backwards of chunks in the order of their forwards",
-        "plan/pipeline.py",
+        "plan/batch.py",
         "PipelineTurn(False, vpp - 1 - turn.chunk, turn.micro)",
         "PipelineTurn(False, turn.chunk, turn.micro)",
         "tests/plan/test_pipeline.py",

@@ -140,7 +140,7 @@ def _memory_lines(memory: "MemoryEstimate") -> Iterator[tuple[str, str]]:
     """Lines about the memory of a rank: first the peak of each kind of memory (GPU, host, NVMe, disk), then each item
     with its size, kind of memory and name, the moments at which it exists unless always, and the key that reduces it.
     """
-    from ds_finetune.plan.estimate.rows import MOMENTS, peak
+    from ds_finetune.plan.estimate.zero_rows import MOMENTS, peak
 
     rows = [
         (memory.device_bytes, memory.device, "at most"),

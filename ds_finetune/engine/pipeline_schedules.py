@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ds_finetune.model.loss.forward_rows import ForwardRows
 from ds_finetune.model.parallel.pipeline import Link, PipelineGroup
-from ds_finetune.plan.pipeline import PipelineTurn, interleaved_turns
+from ds_finetune.plan.batch import PipelineTurn, interleaved_turns
 
 
 class StageForward(NamedTuple):

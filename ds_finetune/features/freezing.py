@@ -10,8 +10,8 @@ from ds_finetune.model.build.meta_model import read_tensors
 from ds_finetune.model.build.model_plan import task_of
 from ds_finetune.model.loss.score_head import head_parameters
 from ds_finetune.model.parallel.pipeline import build_meta_model
-from ds_finetune.plan.freezing import FreezePlan, plan_freezing
 from ds_finetune.plan.settings import RunSettings
+from ds_finetune.plan.trained_parts import FreezePlan, plan_freezing
 
 
 class FreezeFeature(Feature):

@@ -14,8 +14,8 @@ from ds_finetune.model.loss.extra_loss import ExtraLoss
 from ds_finetune.model.loss.forward_rows import ForwardRows
 from ds_finetune.model.loss.token_loss import TrainedModel
 from ds_finetune.objectives.objective import LossAndSums, Term
-from ds_finetune.plan.indexer import IndexerPlan, plan_indexer
 from ds_finetune.plan.settings import RunSettings
+from ds_finetune.plan.trained_parts import IndexerPlan, plan_indexer
 
 
 class IndexerLoss(ExtraLoss):

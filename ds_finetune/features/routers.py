@@ -32,8 +32,8 @@ from ds_finetune.objectives.objective import LossAndSums, Term
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.name_patterns import patterns_of
 from ds_finetune.plan.plan import Plan
-from ds_finetune.plan.routers import RouterPlan, plan_routers
 from ds_finetune.plan.settings import RunSettings
+from ds_finetune.plan.trained_parts import RouterPlan, plan_routers
 
 
 class BalanceLoss(ExtraLoss):

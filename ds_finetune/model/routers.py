@@ -17,7 +17,7 @@ from ds_finetune.model.loss.forward_rows import ForwardRows, RealTokens
 from ds_finetune.model.parallel.pipeline import MissingLayer
 from ds_finetune.objectives.objective import UNKNOWN_EXPERTS
 from ds_finetune.plan.mesh import Mesh
-from ds_finetune.plan.routers import RouterPlan
+from ds_finetune.plan.trained_parts import RouterPlan
 
 _MARKS = 2**15
 """Number of different marks. A mark is a small hash of the set of experts that a token chose."""

@@ -11,8 +11,9 @@ from importlib.util import find_spec
 from ds_finetune.config.objectives import cross_entropies, is_distillation, is_grpo, rows_of_step
 from ds_finetune.config.schedule import Duration
 from ds_finetune.config.sections import OWN_ATTENTIONS, REPORT_SECONDS
+from ds_finetune.plan.deepspeed_config import OPTIMIZERS
 from ds_finetune.plan.inexact import inexact_checks
-from ds_finetune.plan.optimizers import OPTIMIZERS
+from ds_finetune.plan.mesh import TESTED_LAYOUTS, nearest_layout
 from ds_finetune.plan.rollout_checks import rollout_checks
 from ds_finetune.plan.settings import (
     UNTESTED_STATES,
@@ -26,7 +27,6 @@ from ds_finetune.plan.settings import (
     refuse_pairs,
     setting,
 )
-from ds_finetune.plan.tested_layouts import TESTED_LAYOUTS, nearest_layout
 
 _TESTED_OPTIONS: Mapping[str, tuple[object, ...]] = {
     "reduce_scatter": (True,),

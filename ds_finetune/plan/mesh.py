@@ -1,4 +1,6 @@
-"""The grid of ranks: each rank's coordinates along the axes of parallelism, and the groups of ranks."""
+"""The grid of ranks: each rank's coordinates along the axes of parallelism, the groups of ranks, and the parallel
+layouts that are tested.
+"""
 
 import math
 from dataclasses import dataclass
@@ -6,6 +8,7 @@ from typing import Literal, Self, get_args
 
 from ds_finetune.config.sections import ParallelConfig
 from ds_finetune.errors import ConfigError
+from ds_finetune.families.table import FAMILIES
 from ds_finetune.plan.batch import divisors
 
 Axis = Literal["pp", "dp", "sp", "tp"]
@@ -128,3 +131,46 @@ class Mesh:
     @property
     def _sizes(self) -> tuple[int, ...]:
         return tuple(getattr(self, axis) for axis in AXES)
+
+
+PARALLEL_AXES = ("pp", "sp", "tp", "ep")
+"""Parallel axes besides data parallelism."""
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """Axes with more than one rank besides data parallelism, and the ZeRO stages that they are tested with."""
+
+    axes: frozenset[str]
+    stages: tuple[int, ...]
+
+    @property
+    def families(self) -> tuple[str, ...]:
+        """Model types whose row in the table of families has all of these axes."""
+        return tuple(name for name, family in FAMILIES.items() if self.axes <= family.parallel_axes)
+
+
+TESTED_LAYOUTS = (
+    ParallelLayout(frozenset({"sp"}), (0, 1, 2, 3)),
+    ParallelLayout(frozenset({"tp"}), (0, 1, 2, 3)),
+    ParallelLayout(frozenset({"sp", "tp"}), (0, 1, 2, 3)),
+    ParallelLayout(frozenset({"ep"}), (0, 1, 2, 3)),
+    ParallelLayout(frozenset({"sp", "ep"}), (0, 1, 2, 3)),
+    ParallelLayout(frozenset({"tp", "ep"}), (0, 1, 2, 3)),
+    ParallelLayout(frozenset({"pp"}), (0, 1)),
+    ParallelLayout(frozenset({"pp", "tp"}), (0, 1)),
+    ParallelLayout(frozenset({"pp", "sp"}), (0, 1)),
+    ParallelLayout(frozenset({"pp", "ep"}), (0, 1)),
+    ParallelLayout(frozenset({"pp", "tp", "ep"}), (0, 1)),
+    ParallelLayout(frozenset({"pp", "sp", "ep"}), (0, 1)),
+)
+"""Layouts that tests/parity/test_parallel.py compares with a PyTorch reference loop."""
+
+
+def nearest_layout(axes: frozenset[str], stage: int) -> str:
+    """The row of `TESTED_LAYOUTS` nearest to a layout with these axes, for a hint."""
+    row = min(TESTED_LAYOUTS, key=lambda row: (len(row.axes ^ axes), min(abs(stage - other) for other in row.stages)))
+    return (
+        f"{' and '.join(f'parallel.{axis}' for axis in sorted(row.axes))} with zero stage "
+        f"{', '.join(map(str, row.stages))}"
+    )

@@ -10,9 +10,10 @@ from ds_finetune.families.layer_rules import hashed_layers, indexed_layers, long
 from ds_finetune.families.table import FAMILIES, FULLY_TESTED, WITH_CONTEXT
 from ds_finetune.plan.batch import divisors
 from ds_finetune.plan.forward import problem_of_calls, varlen_problem
+from ds_finetune.plan.mesh import TESTED_LAYOUTS
+from ds_finetune.plan.precision import ROW_BYTES, WEIGHT_BYTES, wider
 from ds_finetune.plan.rollout_checks import ROLLOUT_MODEL
 from ds_finetune.plan.settings import UNTESTED_TRAINING, Conflict, MessageFields, ModelSettings, Refusal, both, setting
-from ds_finetune.plan.tested_layouts import ROW_BYTES, TESTED_LAYOUTS, WEIGHT_BYTES, wider
 
 _MOST_RANKS_OF_AXIS = 4096
 """Largest size of a parallel axis that an error's hint proposes."""

@@ -8,10 +8,11 @@ from ds_finetune.config.objectives import ObjectiveConfig
 from ds_finetune.config.sections import CheckpointConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.table import family_of
-from ds_finetune.plan.batch import AUTO, accumulation_steps, check_auto, rows_of_forward
+from ds_finetune.plan.batch import AUTO, accumulation_steps, check_auto, idle_fraction, rows_of_forward
 from ds_finetune.plan.checks import check
 from ds_finetune.plan.deepspeed_config import (
     HAS_TORCH_ADAM,
+    OPTIMIZERS,
     TORCH_ADAM,
     check_accelerate_agrees,
     choose_deepspeed,
@@ -26,11 +27,8 @@ from ds_finetune.plan.inexact import inexact_lines
 from ds_finetune.plan.kernels import ChosenKernels, choose_kernels, triton_problem, version_of
 from ds_finetune.plan.layer_stages import StageLayers
 from ds_finetune.plan.mesh import Mesh
-from ds_finetune.plan.optimizers import OPTIMIZERS
-from ds_finetune.plan.pipeline import idle_fraction
-from ds_finetune.plan.precision import with_precision
+from ds_finetune.plan.precision import WEIGHT_BYTES, with_precision
 from ds_finetune.plan.settings import RunSettings, sections_of
-from ds_finetune.plan.tested_layouts import WEIGHT_BYTES
 from ds_finetune.system.world import AccelerateChoices, World
 
 LIGER = "0.8.5"

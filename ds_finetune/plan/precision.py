@@ -1,5 +1,6 @@
 """Resolves `train.precision: auto`: bf16 where the device computes products in bf16, and fp32 on other CPUs."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -7,6 +8,10 @@ from pathlib import Path
 from ds_finetune.config.sections import TrainConfig
 from ds_finetune.errors import ConfigError
 
+ROW_BYTES = 16
+"""Number of bytes of which each row of an expert's matrix must be a multiple, for torch's grouped product."""
+WEIGHT_BYTES: Mapping[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
+"""Bytes of a weight by precision."""
 OLDEST_BF16 = (8, 0)
 """Minimum compute capability of GPUs that compute products in bf16."""
 _CPU_FLAGS = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16"}
@@ -59,3 +64,9 @@ def with_precision(
     chosen = "bf16" if support.is_native else "fp32"
     line = f"train.precision auto is {chosen}: {support.device} {has} products in bf16"
     return train.model_copy(update={"precision": chosen}), (line,)
+
+
+def wider(precision: str) -> str:
+    """Hint for experts whose rows are not a multiple of 16 bytes."""
+    other = "train a model of other widths"
+    return other if precision == "fp32" else f"set train.precision to fp32, or {other}"

@@ -31,9 +31,8 @@ from ds_finetune.families.table import family_of
 from ds_finetune.plan.batch import rows_of_forward
 from ds_finetune.plan.deepspeed_config import Tree, offload_device
 from ds_finetune.plan.layer_stages import StageLayers
-from ds_finetune.plan.mesh import Mesh
+from ds_finetune.plan.mesh import PARALLEL_AXES, Mesh
 from ds_finetune.plan.precision import with_precision
-from ds_finetune.plan.tested_layouts import AXES
 
 _ONE_RANK = Mesh(0, 1)
 
@@ -154,7 +153,7 @@ class RunSettings(Sections):
     @property
     def axes(self) -> frozenset[str]:
         """Parallel axes with more than one rank, besides data parallelism."""
-        return frozenset(axis for axis in AXES if getattr(self.mesh, axis) > 1)
+        return frozenset(axis for axis in PARALLEL_AXES if getattr(self.mesh, axis) > 1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from ds_finetune.families.family import RouterKind
 from ds_finetune.model.loss.forward_rows import ForwardRows, RealTokens
 from ds_finetune.model.routers import RouterCollector, choices_of, finish_step, table_of_choices
 from ds_finetune.plan.mesh import Mesh
-from ds_finetune.plan.routers import RouterPlan
+from ds_finetune.plan.trained_parts import RouterPlan
 
 PLAN = RouterPlan(RouterKind("softmax", module="gate"), layers=(0, 1), experts=4, per_token=2, section=RouterConfig())
 

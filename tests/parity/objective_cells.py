@@ -18,7 +18,7 @@ from ds_finetune.data.mismatched import MismatchedAnswers
 from ds_finetune.data.prepared_rows import PreparedRows, Row, RowDocuments
 from ds_finetune.families.configs import VOCAB
 from ds_finetune.objectives.labels import IGNORE_INDEX
-from ds_finetune.plan.tested_layouts import TESTED_LAYOUTS
+from ds_finetune.plan.mesh import TESTED_LAYOUTS
 from ds_finetune.reference.selftest.cells import ROW_LEN, Cell, run_tree
 
 LENGTHS = ((2, 3), (5, 4), (3, 30), (31, 9), (12, 12), (33, 31), (7, 2), (20, 24), (9, 16), (2, 2), (26, 6))

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.families.table import FAMILIES
 from ds_finetune.model.experts import spread_ids
-from ds_finetune.plan.tested_layouts import TESTED_LAYOUTS
+from ds_finetune.plan.mesh import TESTED_LAYOUTS
 from ds_finetune.reference.selftest.cells import TINY_MODELS, Cell, hf_config, router_section, run_tree
 
 STEPS = 2

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ds_finetune.families.table import FULLY_TESTED
-from ds_finetune.plan.tested_layouts import TESTED_LAYOUTS, ParallelLayout
+from ds_finetune.plan.mesh import TESTED_LAYOUTS, ParallelLayout
 from ds_finetune.reference.selftest.cells import TINY_MODELS, Cell
 from tests.parity.reference import GRADIENT_TOLERANCE, LOSS_TOLERANCE, is_for, launch
 

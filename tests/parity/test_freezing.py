@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from ds_finetune.plan.tested_layouts import TESTED_LAYOUTS
+from ds_finetune.plan.mesh import TESTED_LAYOUTS
 from ds_finetune.reference.selftest.cells import Cell
 from ds_finetune.reference.selftest.reference_loop import Steps, reference_steps
 from tests.parity.optimizers import plain_optimizer

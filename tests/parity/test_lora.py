@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from ds_finetune.config.sections import LoraConfig
 from ds_finetune.families.table import FAMILIES
-from ds_finetune.plan.tested_layouts import TESTED_LAYOUTS
+from ds_finetune.plan.mesh import TESTED_LAYOUTS
 from ds_finetune.reference.selftest.cells import TINY_MODELS, Cell
 from ds_finetune.reference.selftest.reference_loop import reference_steps
 from tests.lora_twin import adapted, has_rounding, in_peft, lora_tree, recording_adamw, write_adapter_of

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ds_finetune.config.sections import LoraConfig
-from ds_finetune.plan.tested_layouts import TESTED_LAYOUTS
+from ds_finetune.plan.mesh import TESTED_LAYOUTS
 from ds_finetune.reference.selftest.cells import Cell
 from ds_finetune.reference.selftest.reference_loop import reference_steps
 from tests.lora_twin import adapted, in_peft, lora_tree, recording_adamw, write_adapter_of

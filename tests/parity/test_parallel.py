@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import pytest
 
 from ds_finetune.families.table import FAMILIES
-from ds_finetune.plan.tested_layouts import TESTED_LAYOUTS, ParallelLayout
+from ds_finetune.plan.mesh import TESTED_LAYOUTS, ParallelLayout
 from ds_finetune.reference.selftest.cells import TINY_MODELS, Cell
 from tests.pairwise import each_value, pairwise
 from tests.parity.reference import (

@@ -18,7 +18,7 @@ from ds_finetune.config.sections import LoraConfig
 from ds_finetune.families.table import FAMILIES
 from ds_finetune.model.adapters.lora_plan import plan_lora
 from ds_finetune.plan.lora_targets import nf4_bytes
-from ds_finetune.plan.tested_layouts import TESTED_LAYOUTS
+from ds_finetune.plan.mesh import TESTED_LAYOUTS
 from ds_finetune.reference.selftest.cells import TINY_MODELS, Cell
 from ds_finetune.reference.selftest.reference_loop import reference_steps
 from tests.lora_twin import (

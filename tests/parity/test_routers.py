@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 from ds_finetune.config.objectives import read_objective
 from ds_finetune.model.build.meta_model import described
-from ds_finetune.plan.routers import RouterPlan, plan_routers
+from ds_finetune.plan.trained_parts import RouterPlan, plan_routers
 from ds_finetune.reference.selftest.cells import samples
 from ds_finetune.reference.selftest.reference_loop import Steps, reference_loop
 from tests.pairwise import each_value, pairwise

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ds_finetune.objectives.scores import Regression
-from ds_finetune.plan.tested_layouts import TESTED_LAYOUTS
+from ds_finetune.plan.mesh import TESTED_LAYOUTS
 from ds_finetune.reference.selftest.cells import hf_config
 from tests.pairwise import each_value, pairwise
 from tests.parity.four_bit import HAS_FOUR_BIT, write_wide

@@ -9,10 +9,10 @@ from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.sections import IndexerConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.configs import SHARED_INDEX
-from ds_finetune.plan.indexer import plan_indexer
 from ds_finetune.plan.layer_stages import StageLayers
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.settings import RunSettings
+from ds_finetune.plan.trained_parts import plan_indexer
 from tests.checking import check, settings_of
 
 V32 = {"model_type": "deepseek_v32", "num_hidden_layers": 3}

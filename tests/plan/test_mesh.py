@@ -12,9 +12,8 @@ from ds_finetune.config.sections import ParallelConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.configs import DENSE
 from ds_finetune.families.table import FAMILIES
-from ds_finetune.plan.mesh import Mesh
+from ds_finetune.plan.mesh import TESTED_LAYOUTS, Mesh
 from ds_finetune.plan.settings import RunSettings
-from ds_finetune.plan.tested_layouts import TESTED_LAYOUTS
 from tests.checking import check, settings_of
 
 

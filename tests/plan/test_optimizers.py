@@ -7,7 +7,7 @@ import torch
 
 from ds_finetune.errors import ConfigError
 from ds_finetune.plan import checks
-from ds_finetune.plan.optimizers import OPTIMIZERS
+from ds_finetune.plan.deepspeed_config import OPTIMIZERS
 from tests.plan.test_plan import plan_of, zero
 
 SIZE = 512

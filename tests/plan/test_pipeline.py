@@ -8,14 +8,9 @@ import pytest
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.configs import DENSE
+from ds_finetune.plan.batch import PipelineTurn, idle_fraction, interleaved_turns, num_forwards_in_flight
 from ds_finetune.plan.layer_stages import stages_of
 from ds_finetune.plan.mesh import Mesh
-from ds_finetune.plan.pipeline import (
-    PipelineTurn,
-    idle_fraction,
-    interleaved_turns,
-    num_forwards_in_flight,
-)
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World

@@ -8,7 +8,7 @@ from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.table import FAMILIES
 from ds_finetune.model.build.meta_model import described
-from ds_finetune.plan.routers import RouterPlan, plan_routers
+from ds_finetune.plan.trained_parts import RouterPlan, plan_routers
 from ds_finetune.reference.selftest.cells import TINY_MODELS, hf_config
 from tests.checking import check, settings_of
 from tests.described import described_tree

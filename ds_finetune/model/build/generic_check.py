@@ -37,7 +37,7 @@ from ds_finetune.objectives.labels import IGNORE_INDEX
 from ds_finetune.objectives.objective import Objective, ScoreObjective, TokenObjective, is_of_scores
 from ds_finetune.plan.lora_targets import Shape, linear_targets
 from ds_finetune.plan.name_patterns import last_part
-from ds_finetune.plan.tested_layouts import ROW_BYTES, WEIGHT_BYTES, wider
+from ds_finetune.plan.precision import ROW_BYTES, WEIGHT_BYTES, wider
 
 _LANGUAGE_MODEL = TokenObjective("sft")
 LIMIT = 1e-4

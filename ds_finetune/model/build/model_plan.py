@@ -16,11 +16,9 @@ from ds_finetune.model.build.skeleton import Task
 from ds_finetune.model.loss.teacher import TeacherPlan
 from ds_finetune.objectives.objective import Objective
 from ds_finetune.plan.context import ContextPlan
-from ds_finetune.plan.freezing import FreezePlan
-from ds_finetune.plan.indexer import IndexerPlan
 from ds_finetune.plan.layer_stages import StageLayers
 from ds_finetune.plan.model_tensors import DescribedModel
-from ds_finetune.plan.routers import RouterPlan
+from ds_finetune.plan.trained_parts import FreezePlan, IndexerPlan, RouterPlan
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,30 +10,28 @@ from ds_finetune.config.units import GIB
 from ds_finetune.errors import ModelError
 from ds_finetune.families.layer_rules import ModelConfig
 from ds_finetune.families.table import family_of
+from ds_finetune.plan.batch import num_forwards_in_flight
 from ds_finetune.plan.estimate.rank_weights import RankWeights, rank_elements, weights_of_run
-from ds_finetune.plan.estimate.rows import (
+from ds_finetune.plan.estimate.states import files_of, staging_bytes
+from ds_finetune.plan.estimate.traced import TracedLayer, TracedModel, Tracer
+from ds_finetune.plan.estimate.zero_rows import (
     KEPT_FOR_BACKWARD,
+    FetchingRules,
     MemoryRow,
     Moment,
     Place,
     fullest_moment,
-    held,
-    peak,
-)
-from ds_finetune.plan.estimate.states import files_of, staging_bytes
-from ds_finetune.plan.estimate.traced import TracedLayer, TracedModel, Tracer
-from ds_finetune.plan.estimate.zero_rows import (
-    FetchingRules,
     gathered_weights,
+    held,
     num_persistent,
+    peak,
     teacher_rows,
     zero_rows,
 )
 from ds_finetune.plan.forward import PROMPT_TOKENS, WEIGHTS_SHARE, head_widths, rows_of_batch, rows_sampled_at_once
 from ds_finetune.plan.model_tensors import DescribedModel
-from ds_finetune.plan.pipeline import num_forwards_in_flight
 from ds_finetune.plan.plan import Plan
-from ds_finetune.plan.tested_layouts import WEIGHT_BYTES
+from ds_finetune.plan.precision import WEIGHT_BYTES
 
 _MICRO_BATCH, _LENGTH, _ANSWERS = "train.micro_batch_size", "train.max_seq_len", "rollout.batch_rows"
 _WIDE = WEIGHT_BYTES["fp32"]

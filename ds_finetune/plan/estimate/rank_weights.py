@@ -11,7 +11,6 @@ from math import prod
 from ds_finetune.config.sections import LoraConfig, ParallelConfig
 from ds_finetune.families.family import layer_of
 from ds_finetune.families.table import family_of
-from ds_finetune.plan.freezing import plan_freezing
 from ds_finetune.plan.layer_stages import stages_of
 from ds_finetune.plan.lora_targets import (
     LoraTarget,
@@ -30,6 +29,7 @@ from ds_finetune.plan.model_tensors import (
     part_of,
 )
 from ds_finetune.plan.plan import Plan
+from ds_finetune.plan.trained_parts import plan_freezing
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 
 from ds_finetune.config.objectives import is_grpo
 from ds_finetune.plan.estimate.rank_weights import count_adapters, rank_elements, weights_of_run
-from ds_finetune.plan.estimate.rows import MemoryRow, peak
-from ds_finetune.plan.estimate.zero_rows import teacher_rows, zero_rows
-from ds_finetune.plan.freezing import plan_freezing
+from ds_finetune.plan.estimate.zero_rows import MemoryRow, peak, teacher_rows, zero_rows
 from ds_finetune.plan.model_tensors import DescribedModel
 from ds_finetune.plan.plan import Plan
+from ds_finetune.plan.trained_parts import plan_freezing
 
 
 @dataclass(frozen=True)

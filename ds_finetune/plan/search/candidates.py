@@ -16,12 +16,11 @@ from ds_finetune.plan.checks import check
 from ds_finetune.plan.config_json import max_positions
 from ds_finetune.plan.deepspeed_config import given_choices
 from ds_finetune.plan.layer_stages import stages_of
-from ds_finetune.plan.mesh import Mesh
+from ds_finetune.plan.mesh import TESTED_LAYOUTS, Mesh
 from ds_finetune.plan.model_checks import WITH_MESH, WITHOUT_MESH, check_model
 from ds_finetune.plan.model_tensors import DescribedModel
 from ds_finetune.plan.plan import Plan, Recomputation, make_plan
 from ds_finetune.plan.settings import ModelSettings, RunSettings
-from ds_finetune.plan.tested_layouts import TESTED_LAYOUTS
 from ds_finetune.system.world import World
 
 Offload = Literal["none", "optimizer", "all"]

@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 
 from ds_finetune.config.units import GIB
 from ds_finetune.errors import FinetuneError
-from ds_finetune.plan.batch import legal_micro_batches
+from ds_finetune.plan.batch import forwards_multiple, legal_micro_batches
 from ds_finetune.plan.deepspeed_config import read_choices
 from ds_finetune.plan.estimate.memory import MemoryEstimate, estimate_memory
 from ds_finetune.plan.estimate.traced import Tracer
 from ds_finetune.plan.model_tensors import DescribedModel
-from ds_finetune.plan.pipeline import forwards_multiple
 from ds_finetune.plan.plan import Plan, Recomputation, make_plan
 
 SPARE = 0.07

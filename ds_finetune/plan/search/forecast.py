@@ -9,17 +9,15 @@ from ds_finetune.plan.batch import AUTO
 from ds_finetune.plan.estimate.memory import MemoryEstimate, estimate_memory
 from ds_finetune.plan.estimate.rank_weights import weights_of_run
 from ds_finetune.plan.estimate.traced import Tracer
-from ds_finetune.plan.freezing import plan_freezing
-from ds_finetune.plan.indexer import plan_indexer
 from ds_finetune.plan.layer_stages import StageLayers
 from ds_finetune.plan.model_shape import Shape, has_known_shape
 from ds_finetune.plan.model_tensors import DescribedModel
 from ds_finetune.plan.plan import Plan, check_largest_slice, make_plan
-from ds_finetune.plan.routers import plan_routers
 from ds_finetune.plan.search.candidates import Candidates, check_run
 from ds_finetune.plan.search.fitting import SPARE, chosen_recomputation, largest_micro_batch, usable
 from ds_finetune.plan.search.machines import Target
 from ds_finetune.plan.settings import RunSettings
+from ds_finetune.plan.trained_parts import plan_freezing, plan_indexer, plan_routers
 
 UNCONFIRMED = "No GPU has confirmed the estimates of memory."
 

@@ -30,7 +30,7 @@ from ds_finetune.model.mtp import PassedLayer, add_mtp_modules, more_layers, set
 from ds_finetune.model.weights.names import hub_pieces
 from ds_finetune.objectives.labels import IGNORE_INDEX
 from ds_finetune.plan.lora_targets import LoraTarget
-from ds_finetune.plan.routers import RouterPlan
+from ds_finetune.plan.trained_parts import RouterPlan
 from ds_finetune.reference.selftest.cells import SAMPLES, TINY_MODELS, samples
 
 

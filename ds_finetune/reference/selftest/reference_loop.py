@@ -17,7 +17,7 @@ from ds_finetune.foreign.auto_models import AutoModelForCausalLM, AutoModelForSe
 from ds_finetune.model.build.skeleton import Task
 from ds_finetune.model.weights.names import is_adapter
 from ds_finetune.objectives.labels import IGNORE_INDEX
-from ds_finetune.plan.routers import RouterPlan
+from ds_finetune.plan.trained_parts import RouterPlan
 from ds_finetune.reference.selftest.cells import (
     SAMPLES,
     all_reference_log_probs,

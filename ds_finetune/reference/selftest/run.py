@@ -39,12 +39,11 @@ from ds_finetune.model.build.skeleton import has_class, read_hf_config
 from ds_finetune.model.mtp import set_mtp_layers
 from ds_finetune.plan.deepspeed_config import choose_deepspeed, read_choices
 from ds_finetune.plan.inexact import without_inexact
-from ds_finetune.plan.mesh import Mesh
+from ds_finetune.plan.mesh import TESTED_LAYOUTS, Mesh
 from ds_finetune.plan.model_checks import check_model
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.plan.precision import with_precision
 from ds_finetune.plan.settings import RunSettings
-from ds_finetune.plan.tested_layouts import TESTED_LAYOUTS
 from ds_finetune.reference.selftest.cells import (
     OBJECTIVES,
     TINY_MODELS,

@@ -19,7 +19,7 @@ from ds_finetune.model.loss.forward_rows import ForwardRows, RealTokens, find_re
 from ds_finetune.model.loss.token_loss import TrainedModel
 from ds_finetune.model.routers import RouterCollector
 from ds_finetune.model.weights.load import initialise_weights
-from ds_finetune.plan.routers import plan_routers
+from ds_finetune.plan.trained_parts import plan_routers
 from ds_finetune.reference.selftest.cells import TINY_MODELS
 from tests.rounding import rounding_of_outputs
 

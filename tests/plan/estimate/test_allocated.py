@@ -7,7 +7,7 @@ import pytest
 
 from ds_finetune.foreign.auto_configs import AutoConfig
 from ds_finetune.plan.estimate.memory import MemoryEstimate, estimate_memory
-from ds_finetune.plan.estimate.rows import peak
+from ds_finetune.plan.estimate.zero_rows import peak
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.reference.selftest.compare import write_model

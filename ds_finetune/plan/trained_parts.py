@@ -1,14 +1,18 @@
-"""The routers of a model's experts, how a run changes them, and the plan's lines about them."""
+"""Parts of a model that a run trains, freezes or changes: routers, indexers, and parameters by `train.only` and
+`train.freeze`.
+"""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from ds_finetune.config.sections import RouterConfig
+from ds_finetune.config.sections import IndexerConfig, RouterConfig, TrainConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.family import RouterKind
-from ds_finetune.families.layer_rules import hashed_layers
+from ds_finetune.families.layer_rules import hashed_layers, indexed_layers
 from ds_finetune.families.table import family_of
-from ds_finetune.plan.model_tensors import DescribedModel
+from ds_finetune.plan.model_tensors import DescribedModel, FullTensor
+from ds_finetune.plan.name_patterns import matching, parameter_names, patterns_of
 
 
 @dataclass(frozen=True)
@@ -78,3 +82,63 @@ def plan_routers(section: RouterConfig | None, model: DescribedModel) -> RouterP
         return None
     by_id = hashed_layers(model) if kind.reads_ids else ()
     return RouterPlan(kind, layers, keys.number(model), keys.per_token(model), section or RouterConfig(), by_id)
+
+
+@dataclass(frozen=True)
+class IndexerPlan:
+    """Indexers that a run trains."""
+
+    layers: tuple[int, ...]
+    """Indices of the layers that have an indexer, counted over all pipeline stages."""
+    section: IndexerConfig
+
+    @property
+    def trains_only_indexers(self) -> bool:
+        """Whether only indexers are trained, with attention to all earlier tokens (stage `dense_warmup`)."""
+        return self.section.stage == "dense_warmup"
+
+    def lines(self) -> list[tuple[str, str]]:
+        """Plan line about indexers."""
+        how = (
+            "alone, by attention to all earlier tokens"
+            if self.trains_only_indexers
+            else "by attention to the tokens they choose"
+        )
+        loss = f"plus {self.section.weight:g} x their divergence, a mean over the tokens of the global batch"
+        return [("indexers", f"{len(self.layers)}, trained {how}; {loss}")]
+
+
+def plan_indexer(section: IndexerConfig, model: Mapping[str, Any]) -> IndexerPlan | None:
+    """The indexers that the run trains; None if it trains none, or the model has none."""
+    return IndexerPlan(indexed_layers(model), section) if section.train else None
+
+
+class FreezePlan(NamedTuple):
+    """Trained and frozen parameters of a run with `train.only` or `train.freeze`, by name."""
+
+    trained: Mapping[str, FullTensor]
+    frozen: Mapping[str, FullTensor]
+
+    def lines(self) -> list[tuple[str, str]]:
+        """Plan lines about trained and frozen parameters."""
+        lines, total = [], len(self.trained) + len(self.frozen)
+        for part, tensors in self._asdict().items():
+            numel = sum(tensor.numel for tensor in tensors.values())
+            names = patterns_of(list(tensors))
+            lines.append((part, f"{len(tensors)} of {total} tensors, {numel:,} parameters: {names}"))
+        return lines
+
+
+def plan_freezing(train: TrainConfig, tensors: Mapping[str, FullTensor]) -> FreezePlan | None:
+    """Divide a model's `tensors` into trained and frozen parameters; None if all are trained. ConfigError if a pattern
+    matches no parameter.
+    """
+    if not (train.only or train.freeze):
+        return None
+    names = parameter_names(tensors)
+    only, freeze = (
+        {name for pattern in patterns for name in matching(pattern, names, key=key, what="parameter")}
+        for key, patterns in (("train.only", train.only), ("train.freeze", train.freeze))
+    )
+    trained = {name: each for name, each in tensors.items() if name not in freeze and (not only or name in only)}
+    return FreezePlan(trained, {name: each for name, each in tensors.items() if name not in trained})
