@@ -10,8 +10,8 @@ from typing import Any, get_args
 from pydantic import BaseModel
 
 from ds_finetune.checkpoint.run_state import RunState, versions
-from ds_finetune.config.dotted_keys import set_values
 from ds_finetune.config.objectives import OBJECTIVES, ObjectiveConfig
+from ds_finetune.config.run_file import set_values
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.sections import RouterConfig
 from ds_finetune.config.value_types import OnResume

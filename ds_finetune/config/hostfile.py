@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ds_finetune.config.shipped import read_text
+from ds_finetune.config.run_file import read_text
 from ds_finetune.errors import LaunchError
 
 _EXAMPLES = "`worker-1 slots=8`, `me@10.0.0.2:2222 slots=4` or `[fe80::1]:22 slots=8`"

@@ -11,8 +11,7 @@ import yaml
 
 from ds_finetune.config.objectives import OBJECTIVES
 from ds_finetune.config.other_programs import KEY_OF, MEANT, PROGRAMS, SAMPLING, Program
-from ds_finetune.config.run_file import parse_yaml
-from ds_finetune.config.shipped import read_text
+from ds_finetune.config.run_file import parse_yaml, read_text
 from ds_finetune.errors import ConfigError
 
 _ASSIGNED = re.compile(r"^\s*(?:export\s+)?(\w+)=(\S*)\s*$", re.MULTILINE)

@@ -15,7 +15,7 @@ from queue import Full, Queue
 from threading import Thread, current_thread
 from typing import Any, ClassVar, Self
 
-from ds_finetune.config.dotted_keys import values_by_key
+from ds_finetune.config.run_file import values_by_key
 from ds_finetune.config.units import MIB
 from ds_finetune.console.phase_line import Say
 from ds_finetune.errors import ConfigError

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ds_finetune.config.dotted_keys import set_values
+from ds_finetune.config.run_file import DS_CONFIGS, set_values, shipped_file, shipped_names
 from ds_finetune.config.sections import OptimConfig, TrainConfig
-from ds_finetune.config.shipped import DS_CONFIGS, shipped_file, shipped_names
 from ds_finetune.errors import ConfigError
 from ds_finetune.plan.batch import rows_of_forward
 from ds_finetune.plan.known_keys import check_keys

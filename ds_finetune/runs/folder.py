@@ -12,8 +12,7 @@ from typing import Any, Self
 import numpy as np
 import yaml
 
-from ds_finetune.config.dotted_keys import values_by_key
-from ds_finetune.config.run_file import parse_yaml
+from ds_finetune.config.run_file import parse_yaml, values_by_key
 from ds_finetune.config.units import MIB
 from ds_finetune.errors import OutputError
 from ds_finetune.runs.metrics import METRICS, Curve, MetricsReader, record_of

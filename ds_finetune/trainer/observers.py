@@ -1,22 +1,24 @@
-"""Observers of a run, which act after each step: evaluation, checkpoints, the progress line and others."""
+"""Observers of a run, which act after each step: evaluation, checkpoints, the progress line, slow ranks and others."""
 
 import math
+import socket
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from ds_finetune.checkpoint.saver import Saver
-from ds_finetune.cluster.watchdog.progress import RankProgress
+from ds_finetune.cluster.watchdog.progress import RECENT_STEPS, RankProgress
 from ds_finetune.console.phase_line import PhaseLine, Say
 from ds_finetune.data.batches import BatchPlan, MicroBatch, eval_baseline, eval_batches, num_eval_rows
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.stream import StreamedRows
 from ds_finetune.engine.engine import Engine
-from ds_finetune.engine.groups.collectives import all_gather_object
+from ds_finetune.engine.groups.collectives import all_gather_object, all_gather_scalar
 from ds_finetune.engine.results import HeldOutScores
 from ds_finetune.engine.sampling.answers import SamplingLimits
 from ds_finetune.observers.checkpointing import Checkpointing, CheckpointPolicy
@@ -24,7 +26,7 @@ from ds_finetune.observers.evaluation import BestAndPatience, Evaluation, matche
 from ds_finetune.observers.outside import OutsideObservers
 from ds_finetune.observers.performance import Utilisation
 from ds_finetune.observers.progress import ANSWERS, EVALUATION, EXPORT, SAVE, ProgressLine, TimeLeft
-from ds_finetune.observers.record import Observer, Resumable
+from ds_finetune.observers.record import Observer, Resumable, StepRecord
 from ds_finetune.observers.routers import (
     ExpertLoadsFile,
     LoadWatch,
@@ -46,7 +48,6 @@ from ds_finetune.trainer.rollouts.evaluation import RewardEvaluation
 from ds_finetune.trainer.rollouts.observer import LOSS_NOTE, RolloutMetrics, RolloutSamples
 from ds_finetune.trainer.rollouts.source import RolloutSource
 from ds_finetune.trainer.run_records import synchronise_records
-from ds_finetune.trainer.stragglers import Stragglers
 
 Scored = Callable[[], Mapping[str, HeldOutScores] | None]
 Answered = Callable[[], Mapping[str, float] | None]
@@ -282,3 +283,43 @@ class HeldOutEvaluation:
 
     def _phase(self, what: str, rounds: int) -> PhaseLine:
         return PhaseLine(what, rounds, is_rank_zero=self.engine.is_rank_zero)
+
+
+_NOTICEABLE_SECONDS = 0.05
+"""Differences between ranks of fewer seconds than this are noise, e.g. in small models."""
+_LEAST_STEPS = 5
+"""Minimum number of steps in a median, so that a rank that pauses in a single step does not count as slow."""
+
+
+@dataclass
+class Stragglers(Observer):
+    """Every `every` steps, adds `perf/straggler_ratio`: the step time of the slowest rank over the median of all ranks.
+    The step time of a rank is the median over its last `every` steps, at least five, without the time in collectives,
+    in which the other ranks wait for the slow one. All ranks gather the times at these steps. `record.slow` names a
+    rank whose ratio is `ratio` or more.
+    """
+
+    progress: RankProgress
+    every: int
+    ratio: float
+    hosts: list[str] = field(default_factory=list)
+
+    def after_step(self, record: StepRecord) -> StepRecord:
+        """Add the ratio to the record every `every` steps, at which this call is collective."""
+        window = max(self.every, _LEAST_STEPS)
+        if record.step % self.every or len(self.progress.own_seconds) < min(window, RECENT_STEPS):
+            return record
+        self.hosts = self.hosts or all_gather_object(socket.gethostname())
+        seconds = all_gather_scalar(statistics.median(list(self.progress.own_seconds)[-window:]))
+        slowest, ratio = straggler(seconds)
+        record = replace(record.with_values({"perf/straggler_ratio": ratio}), rank_seconds=tuple(seconds))
+        if ratio < self.ratio or seconds[slowest] - statistics.median_low(seconds) < _NOTICEABLE_SECONDS:
+            return record
+        return replace(record, slow=f"rank {slowest} (host {self.hosts[slowest]}) {ratio:.1f}x the median")
+
+
+def straggler(seconds: Sequence[float]) -> tuple[int, float]:
+    """The slowest rank, and its seconds over the median of all ranks (with two ranks, over the faster one's)."""
+    slowest = max(range(len(seconds)), key=seconds.__getitem__)
+    median = statistics.median_low(seconds)
+    return slowest, seconds[slowest] / median if median else 1.0

@@ -40,7 +40,13 @@ from ds_finetune.trainer.forecast import explain_out_of_memory, forecast_lines
 from ds_finetune.trainer.loop import run_steps, training_steps
 from ds_finetune.trainer.micro_batch import decide_micro_batch, decide_recomputation
 from ds_finetune.trainer.observers import StartedRun, make_observers
-from ds_finetune.trainer.prepare import PreparedRun, prepare_run
+from ds_finetune.trainer.prepare import (
+    PreparedRun,
+    check_same_kernels,
+    check_same_precision,
+    check_same_versions,
+    prepare_run,
+)
 from ds_finetune.trainer.profiling import profiled
 from ds_finetune.trainer.reference import complete_reference, find_reference
 from ds_finetune.trainer.resolve import ResolvedRun, resolve_here
@@ -67,7 +73,6 @@ from ds_finetune.trainer.run_records import (
     record_end,
     report_failure,
 )
-from ds_finetune.trainer.same_choices import check_same_kernels, check_same_precision, check_same_versions
 from ds_finetune.trainer.show import plan_lines, plan_notes
 
 Announce = Callable[[PreparedRun], None]

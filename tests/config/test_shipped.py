@@ -11,8 +11,8 @@ import pytest
 
 from ds_finetune.cli.main import main
 from ds_finetune.config.hostfile import read_hostfile
+from ds_finetune.config.run_file import DS_CONFIGS, HOSTFILES, shipped_file, shipped_names
 from ds_finetune.config.schema import read_config
-from ds_finetune.config.shipped import DS_CONFIGS, HOSTFILES, shipped_file, shipped_names
 from ds_finetune.errors import ConfigError, LaunchError
 from ds_finetune.plan.deepspeed_config import read_choices
 from tests.conftest import ROOT

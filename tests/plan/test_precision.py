@@ -22,8 +22,8 @@ from ds_finetune.plan.precision import Bf16Support, cpu_support, with_precision
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.reference.selftest.run import _cases_of_run
 from ds_finetune.system.world import World
+from ds_finetune.trainer.prepare import check_same_precision
 from ds_finetune.trainer.resolve import resolve, resolve_here
-from ds_finetune.trainer.same_choices import check_same_precision
 from ds_finetune.trainer.teach import teach
 from tests.running import metrics, start, tiny_task
 
@@ -108,7 +108,7 @@ def test_every_start_asks_about_its_own_gpu(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", ["NVIDIA A100", "Tesla V100"].__getitem__)
     monkeypatch.setattr(torch.cuda, "get_device_capability", [(8, 0), (7, 0)].__getitem__)
-    for module in ("resolve", "same_choices", "teach"):
+    for module in ("resolve", "prepare", "teach"):
         monkeypatch.setattr(f"ds_finetune.trainer.{module}.choose_device", lambda: "cuda")
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)

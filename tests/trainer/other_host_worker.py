@@ -12,7 +12,7 @@ from ds_finetune.config.sections import WatchdogConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.plan.kernels import choose_kernels
 from ds_finetune.system.world import World
-from ds_finetune.trainer.same_choices import check_same_kernels
+from ds_finetune.trainer.prepare import check_same_kernels
 from ds_finetune.trainer.train import start_watchdog
 
 

@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from ds_finetune.model.build.model_plan import ModelPlan
 from ds_finetune.plan.estimate.traced import TracedLayer, TracedModel
 from ds_finetune.plan.plan import Plan
-from ds_finetune.trainer.tracing.recorder import HeldBytes
+from ds_finetune.trainer.tracing.kernels import HeldBytes
 from ds_finetune.trainer.tracing.short_model import ShortModel
 
 

@@ -1,5 +1,8 @@
-"""Replacements of kernels, communication and copies to host memory while a model computes on fake tensors."""
+"""Replacements of kernels, communication and copies to host memory while a model computes on fake tensors, and the
+count of the bytes that operations allocate.
+"""
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import islice
@@ -10,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import FakeProcessGroup
-from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.integrations import moe
 
@@ -22,7 +26,45 @@ from ds_finetune.model.fused import install
 from ds_finetune.model.kept_outputs import KeptOutputs
 from ds_finetune.model.loss import cross_entropy, head_chunks
 from ds_finetune.model.parallel.expert import ExpertParallelExperts
-from ds_finetune.trainer.tracing.recorder import HeldBytes
+
+
+class HeldBytes(TorchDispatchMode):
+    """Counts the bytes that operations have allocated and not yet freed, and the peak of that number since a mark."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = self.peak = self.on_host = 0
+        self._live: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        """Run the operation and count what it allocates."""
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        known_storages = {each.untyped_storage()._cdata for each in _tensors((args, kwargs))}
+        for each in _tensors(out):
+            storage = each.untyped_storage()
+            if storage._cdata not in known_storages and storage._cdata not in self._live:
+                self._add(storage)
+        return out
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        self._live[key] = size
+        self.held += size
+        self.peak = max(self.peak, self.held)
+        weakref.finalize(storage, self._free, key)
+
+    def _free(self, key: int) -> None:
+        self.held -= self._live.pop(key)
+
+    def since_mark(self) -> int:
+        """Peak of allocated bytes since the last call of this function."""
+        peak, self.peak = self.peak, self.held
+        return peak
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:  # noqa: ANN401
+    return [each for each in tree_leaves(tree) if isinstance(each, torch.Tensor)]
 
 
 class OutputsOnly:

@@ -45,8 +45,7 @@ from ds_finetune.objectives.objective import AnswerNumbers, Distillation, Exampl
 from ds_finetune.plan.forward import mlp_tiles, varlen_problem
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.plan import Plan
-from ds_finetune.trainer.tracing.kernels import silent_group, stand_ins
-from ds_finetune.trainer.tracing.recorder import HeldBytes
+from ds_finetune.trainer.tracing.kernels import HeldBytes, silent_group, stand_ins
 
 _ALIKE = 2
 """Number of layers of each kind that are computed, besides the last layer of the model. One is not enough, because the

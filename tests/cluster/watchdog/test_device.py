@@ -25,7 +25,7 @@ from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
-from ds_finetune.trainer.stragglers import straggler
+from ds_finetune.trainer.observers import straggler
 
 SECONDS = 60.0
 NEVER = WatchdogConfig(limit="100 seconds", start="100 seconds", other="100 seconds")

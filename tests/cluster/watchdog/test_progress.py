@@ -13,7 +13,7 @@ from ds_finetune.config.schedule import seconds_of
 from ds_finetune.config.sections import WatchdogConfig
 from ds_finetune.model.parallel.tensor import TensorParallelGroup
 from ds_finetune.observers.record import StepRecord
-from ds_finetune.trainer.stragglers import straggler
+from ds_finetune.trainer.observers import straggler
 from ds_finetune.trainer.tracing.kernels import silent_group
 
 
