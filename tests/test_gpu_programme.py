@@ -76,7 +76,7 @@ def test_every_run_of_real_size_is_planned_for_a_gpu(tmp_path: Path, monkeypatch
         if "lora" in (run.sections or {}):
             continue
         planned = plan_run(run.config(tmp_path / str(number)), gpus=1)
-        assert planned.estimate.gpu_bytes < 70 * GIB, name
+        assert planned.states.device_bytes < 70 * GIB, name
 
 
 def test_adapters_need_four_flops_for_a_frozen_weight() -> None:

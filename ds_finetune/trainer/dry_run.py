@@ -15,8 +15,8 @@ from ds_finetune.data.row_kind import RowKind
 from ds_finetune.features.table import features_of
 from ds_finetune.model.attention.kernels import problem_of_flash_3
 from ds_finetune.model.build.model_plan import ModelPlan
+from ds_finetune.plan.estimate.memory import MemoryEstimate
 from ds_finetune.plan.estimate.rank_weights import TensorKind
-from ds_finetune.plan.estimate.states import RunEstimate
 from ds_finetune.plan.mesh import AXES, Mesh
 from ds_finetune.plan.plan import Plan
 from ds_finetune.trainer.resolve import ResolvedRun
@@ -32,8 +32,8 @@ class PlannedRun:
     """Decisions: mesh, ZeRO stage, offload, DeepSpeed configuration (`plan.deepspeed_config`)."""
     tensors: tuple[tuple[TensorKind, ...], ...] = field(repr=False)
     """For each pipeline stage, the tensors that one of its ranks holds."""
-    estimate: RunEstimate
-    """Parameters, bytes of a rank of the largest stage, and files on disk."""
+    states: MemoryEstimate
+    """Memory besides activations of the rank that needs most."""
     lines: tuple[tuple[str, str], ...]
     """Plan lines: name and text of each decision."""
     notes: tuple[str, ...] = ()
@@ -41,8 +41,8 @@ class PlannedRun:
 
     @property
     def state_bytes(self) -> Mapping[str, int]:
-        """Bytes of weights, gradients, optimizer states and buffers on a rank of the largest stage, by name."""
-        return {row.name: row.num_bytes for row in self.estimate.rows}
+        """Bytes of weights, gradients, optimizer states and buffers on the rank that needs most, by name."""
+        return {row.name: row.num_bytes for row in self.states.rows if row.place != "disk" and row.num_bytes}
 
     def __rich__(self) -> RenderableType:
         table = Table(title="plan", title_justify="left", show_header=False, box=None)
@@ -66,24 +66,26 @@ def planned_run(run: ResolvedRun) -> PlannedRun:
     lines = (
         *run.plan.decisions,
         *model_lines(run.model, run.plan),
-        *_totals(run.estimate, num_stages=run.plan.mesh.pp),
+        *_totals(run),
     )
     notes, kind = run.plan.notes, RowKind.of(run.plan.objective)
     if kind.name == "labelled" and not kind.num_labels and not kind.labels:
         notes += ("2 classes are assumed: their number is found in the training rows, which are not read here",)
-    return PlannedRun(run.plan, run.tensors, run.estimate, lines, notes)
+    return PlannedRun(run.plan, run.tensors, run.states, lines, notes)
 
 
-def _totals(estimate: RunEstimate, *, num_stages: int) -> list[tuple[str, str]]:
-    files, stage = estimate.files, f" of stage {estimate.stage}" if num_stages > 1 else ""
+def _totals(run: ResolvedRun) -> list[tuple[str, str]]:
+    files, states = run.files, run.states
+    stage, on_rank = f" of stage {states.stage}" if run.plan.mesh.pp > 1 else "", run.tensors[states.stage]
     parts = [
         f"{row.name} {row.num_bytes / GIB:,.2f} GiB{'' if row.place == 'gpu' else f' ({row.place})'}"
-        for row in estimate.rows
-        if row.num_bytes
+        for row in states.rows
+        if row.place != "disk" and row.num_bytes
     ]
+    total = run.model.described.tensors.numel / 1e9
     disk = f"{files.num_bytes / GIB:,.2f} GiB: {files.exports} export(s) and {files.checkpoints} checkpoints at most"
     return [
-        ("parameters", f"{estimate.total / 1e9:,.3f} B, {estimate.rank / 1e9:,.3f} B on a rank{stage}"),
+        ("parameters", f"{total:,.3f} B, {sum(kind.numel for kind in on_rank) / 1e9:,.3f} B on a rank{stage}"),
         (f"state of a rank{stage}", ", ".join(parts)),
         ("disk", disk),
     ]

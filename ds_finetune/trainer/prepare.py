@@ -83,8 +83,10 @@ def prepare_run(resolved: ResolvedRun) -> PreparedRun:
     check_run_folder(run.output_dir, run.config.checkpoint)
     # Only the first host writes exports. If all hosts share the folder, each host checks the space for the files of all
     # hosts.
-    is_first_host = world.rank < world.local_world_size or not run.estimate.is_node_local
-    check_run_disk(run.output_dir, run.estimate.disk(ranks=world.local_world_size, is_first_host=is_first_host))
+    is_first_host = world.rank < world.local_world_size or not run.plan.checkpoint.node_local
+    check_run_disk(
+        run.output_dir, run.files.of_host(run.plan, ranks=world.local_world_size, is_first_host=is_first_host)
+    )
     inputs, schedule = run.inputs, run.schedule
     rows = None if isinstance(inputs.train, StreamedRows) else inputs.train.rows_per_epoch
     length = LengthSettings(

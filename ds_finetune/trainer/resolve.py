@@ -37,8 +37,9 @@ from ds_finetune.model.weights.vocabulary import grow_vocabulary
 from ds_finetune.objectives.objective import make_objective
 from ds_finetune.plan.config_json import read_config_json
 from ds_finetune.plan.context import ContextPlan, plan_context
+from ds_finetune.plan.estimate.memory import DiskNeed, MemoryEstimate, estimate_memory, files_of
 from ds_finetune.plan.estimate.rank_weights import TensorKind, weights_of_run
-from ds_finetune.plan.estimate.states import RunEstimate, estimate_run
+from ds_finetune.plan.estimate.traced import without_activations
 from ds_finetune.plan.forward import mlp_tiles
 from ds_finetune.plan.kernels import kernels_problem
 from ds_finetune.plan.layer_stages import check_trained_stages
@@ -100,9 +101,15 @@ class ResolvedRun:
         return tuple(stage.kinds for stage in weights_of_run(self.plan, self.model.described))
 
     @cached_property
-    def estimate(self) -> RunEstimate:
-        """Memory and disk space that the run needs, estimated from the shapes of its ranks' tensors."""
-        return estimate_run(self.plan, self.model.described)
+    def states(self) -> MemoryEstimate:
+        """Memory that the run needs besides activations, estimated from the shapes of its ranks' tensors."""
+        described = self.model.described
+        return estimate_memory(self.plan, described, without_activations(described))
+
+    @cached_property
+    def files(self) -> DiskNeed:
+        """Files of the run, counted as if all were on one disk."""
+        return files_of(self.plan, self.model.described)
 
 
 S = TypeVar("S", bound=RunSettings)

@@ -22,7 +22,7 @@ from ds_finetune.errors import DataError, FinetuneError, OutputError
 from ds_finetune.export.output_folder import as_output_errors, check_out_empty
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.observers.writers import line_of
-from ds_finetune.plan.estimate.states import DiskNeed
+from ds_finetune.plan.estimate.memory import DiskNeed
 from ds_finetune.runs.folder import EXPERTS, PLAN, RANK_TIMES, REPORT, STARTS
 from ds_finetune.runs.metrics import METRICS, ROLLOUTS, SAMPLES
 from ds_finetune.runs.status import read_object

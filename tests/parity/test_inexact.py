@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.plan.estimate.states import estimate_run
+from ds_finetune.plan.estimate.memory import estimate_memory
+from ds_finetune.plan.estimate.traced import without_activations
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
@@ -45,7 +46,8 @@ def test_the_second_weights_of_hierarchical_partitions_are_estimated(results: Pa
     tree |= {"inexact": "hierarchical_partition", "checkpoint": {"every": "never"}}
     config = RunConfig.model_validate(tree)
     plan = make_plan(RunSettings.of(config), world=World(0, 4, 0, 4, "torchrun"), device="cpu")
-    rows = {row.name: row for row in estimate_run(plan, one_tensor(result["numel"])).rows}
+    model = one_tensor(result["numel"])
+    rows = {row.name: row for row in estimate_memory(plan, model, without_activations(model)).rows}
     assert rows["second weights"].num_bytes == pytest.approx(result["second_bytes"], rel=0.02)
     assert rows["second weights"].place == "host"
 

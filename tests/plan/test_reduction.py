@@ -6,7 +6,8 @@ import pytest
 
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError
-from ds_finetune.plan.estimate.states import estimate_run
+from ds_finetune.plan.estimate.memory import estimate_memory
+from ds_finetune.plan.estimate.traced import without_activations
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
@@ -114,7 +115,8 @@ def test_the_estimate_counts_what_each_choice_keeps(stage: int, own: int) -> Non
     def estimated(**train: Any) -> dict[str, int]:
         config = config_of(stage, **train)
         plan = make_plan(RunSettings.of(config), world=World(0, 2, 0, 2, "torchrun"), device="cpu")
-        return {row.name: row.num_bytes for row in estimate_run(plan, one_tensor(1000)).rows}
+        model = one_tensor(1000)
+        return {row.name: row.num_bytes for row in estimate_memory(plan, model, without_activations(model)).rows}
 
     plain = estimated()
     part = "gradients of this rank's part"

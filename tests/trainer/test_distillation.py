@@ -212,7 +212,7 @@ def test_the_plan_counts_the_teacher(task: Path) -> None:
         zero = {"zero_optimization": {"stage": stage}}
         run_file = _run_file(task, "planned", teacher | {"teacher_offload": offload}, deepspeed=zero)
         planned = plan_run(read_config(run_file), gpus=4)
-        (row,) = (row for row in planned.estimate.rows if row.name == "weights of the teacher")
+        (row,) = (row for row in planned.states.rows if row.name == "weights of the teacher")
         sizes[stage, offload] = row.num_bytes, row.place
         held = "whole in GPU memory of each rank" if (stage, offload) == (2, "none") else "over 4 ranks"
         assert held in dict(planned.lines)["teacher"]

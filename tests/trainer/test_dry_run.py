@@ -10,8 +10,9 @@ from transformers import AutoConfig
 
 from ds_finetune.cli.main import main
 from ds_finetune.config.schema import RunConfig
+from ds_finetune.plan.estimate.memory import estimate_memory
 from ds_finetune.plan.estimate.rank_weights import weights_of_run
-from ds_finetune.plan.estimate.states import estimate_run
+from ds_finetune.plan.estimate.traced import without_activations
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
@@ -64,12 +65,12 @@ def test_every_parameter_of_deepseek_v3_is_somewhere(
     assert cut > 0 or not parallel
     if on_a_rank is not None:
         assert sum(kind.numel for kind in kinds) == on_a_rank
-    estimate = estimate_run(plan, model.described)
-    assert estimate.total == 671_026_404_352
+    assert model.described.tensors.numel == 671_026_404_352
+    estimate = estimate_memory(plan, model.described, without_activations(model.described))
     size = {row.name: row.num_bytes for row in estimate.rows}
     share = max(sum(kind.sharded for kind in each) for each in stages)
     assert size["fp32 weights"] + size["moments"] == 12 * share
-    assert (size["weights"] == 2 * estimate.rank) == (stage < 3)
+    assert (size["weights"] == 2 * sum(kind.numel for kind in stages[estimate.stage])) == (stage < 3)
 
 
 def test_the_command_shows_ranks_shapes_and_deepspeed(
@@ -104,8 +105,9 @@ def test_with_lora_adapters_alone_have_gradients_and_moments(deepseek_v3: Path) 
     adapters = model.lora.num_params
     # Of 61 layers 58 have 256 experts with weights [4096, 7168] and [7168, 2048].
     assert adapters > 58 * 256 * 16 * (4096 + 7168 + 7168 + 2048)
-    size = {row.name: row.num_bytes for row in estimate_run(plan, model.described).rows}
-    whole = estimate_run(replace(plan, lora=None), model.described)
+    traces = without_activations(model.described)
+    size = {row.name: row.num_bytes for row in estimate_memory(plan, model.described, traces).rows}
+    whole = estimate_memory(replace(plan, lora=None), model.described, traces)
     (weights,) = (row.num_bytes for row in whole.rows if row.name == "weights")
     assert size["gradients of this rank's part"] == 2 * -(-adapters // 256)
     assert size["fp32 weights"] + size["moments"] == 12 * -(-adapters // 256)

@@ -139,12 +139,13 @@ def _single_host_checks(
         if resolved is not None:
             from ds_finetune.engine.ops.deepspeed_ops import needed_ops
 
-            estimate, plan = resolved.estimate, resolved.plan
+            states, plan = resolved.states, resolved.plan
             ops = [op for op in needed_ops(plan) if op != "fused_adam" or not plan.may_take_torch_adam]
             query["compiler"] = {"operators": ops}
-            need = estimate.disk(ranks=host.slots, is_first_host=number == 0).num_bytes
+            need = resolved.files.of_host(plan, ranks=host.slots, is_first_host=number == 0).num_bytes
             query["disk"] = {"folder": request.folders["output_dir"], "num_bytes": need}
-            query["memory"] = {"host_bytes": host.slots * estimate.host_bytes, "gpu_bytes": estimate.gpu_bytes}
+            gpu_bytes = states.device_bytes if states.device == "gpu" else 0
+            query["memory"] = {"host_bytes": host.slots * states.host_bytes, "gpu_bytes": gpu_bytes}
         queries[name] = query
     for name, (results, _, _) in cluster.ask(queries, seconds=_HOST_SECONDS).items():
         rows = [row for group in ("gpus", "compiler", "disk", "memory") for row in results.get(group, ())]

@@ -1,9 +1,10 @@
 """Memory estimate of a run: rows that say how many bytes a rank holds on its device, in host memory and on disk, and
-which option reduces them.
+which option reduces them. `train` compares the size of the files with the free disk space. `plan --tensors` prints the
+estimate, and `doctor` compares it with the memory and disks of hosts.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ds_finetune.config.objectives import GrpoObjective, is_grpo
 from ds_finetune.config.units import GIB
@@ -11,8 +12,7 @@ from ds_finetune.errors import ModelError
 from ds_finetune.families.layer_rules import ModelConfig
 from ds_finetune.families.table import family_of
 from ds_finetune.plan.batch import num_forwards_in_flight
-from ds_finetune.plan.estimate.rank_weights import RankWeights, rank_elements, weights_of_run
-from ds_finetune.plan.estimate.states import files_of, staging_bytes
+from ds_finetune.plan.estimate.rank_weights import RankWeights, count_adapters, rank_elements, weights_of_run
 from ds_finetune.plan.estimate.traced import TracedLayer, TracedModel, Tracer
 from ds_finetune.plan.estimate.zero_rows import (
     KEPT_FOR_BACKWARD,
@@ -32,6 +32,7 @@ from ds_finetune.plan.forward import PROMPT_TOKENS, WEIGHTS_SHARE, head_widths, 
 from ds_finetune.plan.model_tensors import DescribedModel
 from ds_finetune.plan.plan import Plan
 from ds_finetune.plan.precision import WEIGHT_BYTES
+from ds_finetune.plan.trained_parts import plan_freezing
 
 _MICRO_BATCH, _LENGTH, _ANSWERS = "train.micro_batch_size", "train.max_seq_len", "rollout.batch_rows"
 _WIDE = WEIGHT_BYTES["fp32"]
@@ -75,6 +76,31 @@ class MemoryEstimate:
     def disk_bytes(self) -> int:
         """Bytes of all files of the run, counted as if all hosts shared one disk."""
         return peak(self.rows, "disk")
+
+
+@dataclass(frozen=True)
+class DiskNeed:
+    """Maximum number of exports and checkpoints on a host's disk at the same time, and the bytes of each."""
+
+    exports: int
+    export_bytes: int
+    checkpoints: int
+    checkpoint_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all exports and checkpoints."""
+        return self.exports * self.export_bytes + self.checkpoints * self.checkpoint_bytes
+
+    def of_host(self, plan: Plan, *, ranks: int, is_first_host: bool) -> "DiskNeed":
+        """Disk space that a host with `ranks` ranks of the run of `plan` needs.
+
+        The first host writes the exports. If all hosts share the folder, it also writes the checkpoints.
+        """
+        exports = self.exports if is_first_host else 0
+        if not plan.checkpoint.node_local:
+            return replace(self, exports=exports, checkpoints=self.checkpoints if is_first_host else 0)
+        return replace(self, exports=exports, checkpoint_bytes=self.checkpoint_bytes * ranks // plan.world.world_size)
 
 
 def estimate_memory(plan: Plan, model: DescribedModel, traces: Tracer, *, budget: int | None = None) -> MemoryEstimate:
@@ -234,6 +260,29 @@ def _file_rows(plan: Plan, model: DescribedModel) -> Iterator[MemoryRow]:
     yield MemoryRow("checkpoints", "disk", files.checkpoints * files.checkpoint_bytes, "checkpoint.keep")
     yield MemoryRow("exports", "disk", files.exports * files.export_bytes, "export.at_end")
     yield MemoryRow("a checkpoint that is written", "host", staging_bytes(plan, files), "checkpoint.asynchronous")
+
+
+def staging_bytes(plan: Plan, files: DiskNeed) -> int:
+    """Bytes of host memory on a rank for its part of an asynchronous checkpoint; 0 for synchronous ones."""
+    return files.checkpoint_bytes // plan.world.world_size if plan.saves_asynchronously else 0
+
+
+def files_of(plan: Plan, model: DescribedModel) -> DiskNeed:
+    """Number and bytes of a run's exports and checkpoints."""
+    checkpoint, has_best, total = plan.checkpoint, bool(plan.data.eval), model.tensors.numel
+    # A new checkpoint is complete before the oldest is removed.
+    checkpoints = checkpoint.keep + 1 + (checkpoint.keep_best and has_best) if checkpoint.saves else 0
+    # The export that a server loads during training is removed before the final one is written.
+    is_served = is_grpo(plan.objective) and plan.rollout.engine == "vllm"
+    trained = total if plan.lora is None else count_adapters(plan, model)
+    if freezing := plan_freezing(plan.train, model.tensors.by_name):
+        trained = sum(tensor.numel for tensor in freezing.trained.values())
+    return DiskNeed(
+        exports=(plan.export.at_end or is_served) + (plan.eval.keep_best and has_best),
+        export_bytes=total * plan.weight_bytes,
+        checkpoints=checkpoints,
+        checkpoint_bytes=int(trained * plan.checkpoint_bytes_per_parameter) if checkpoints else 0,
+    )
 
 
 def _activation_rows(

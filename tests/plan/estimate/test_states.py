@@ -1,7 +1,6 @@
 """One estimate of what a run needs: train, `plan --dry-run` and the doctor have the same numbers."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,10 @@ from ds_finetune.cli.doctor import run_needs
 from ds_finetune.cluster.doctor.run import resolve_on
 from ds_finetune.config.hostfile import Host
 from ds_finetune.config.schema import read_config
-from ds_finetune.plan.estimate.states import DiskNeed, RunEstimate
+from ds_finetune.config.units import GIB
+from ds_finetune.plan.estimate.memory import DiskNeed
+from ds_finetune.plan.plan import make_plan
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
 from ds_finetune.trainer.prepare import prepare_run
 from ds_finetune.trainer.resolve import resolve_here
@@ -52,28 +54,35 @@ def test_train_plan_and_doctor_agree(tmp_path: Path, layout: str) -> None:
         )
     config = read_config(run_file)
     hosts = [Host("a", 3, 1), Host("b", 1, 2)]
-    trained = prepare_run(resolve_here(config, World(0, RANKS, 0, 3, "a test"))).estimate
-    planned = plan_run(config, gpus=RANKS, gpus_per_node=RANKS).estimate
+    trained = prepare_run(resolve_here(config, World(0, RANKS, 0, 3, "a test")))
+    planned = plan_run(config, gpus=RANKS, gpus_per_node=RANKS)
     resolved, check = resolve_on(run_needs(config)["resolve"], hosts, "cpu")
     assert resolved is not None, check
-    doctors = resolved.estimate
-    assert trained.files == planned.files
-    assert [row.num_bytes for row in trained.rows if row.name in STATES] == [
-        row.num_bytes for row in planned.rows if row.name in STATES
+    assert trained.files == resolved.files
+    assert dict(planned.lines)["disk"].startswith(f"{trained.files.num_bytes / GIB:,.2f} GiB")
+    assert [row.num_bytes for row in trained.states.rows if row.name in STATES] == [
+        row.num_bytes for row in planned.states.rows if row.name in STATES
     ]
-    assert trained.total == planned.total == described_tree(tree).tensors.numel
-    assert (doctors.host_bytes, doctors.gpu_bytes) == (trained.host_bytes, trained.gpu_bytes)
+    assert trained.model.described.tensors.numel == described_tree(tree).tensors.numel
+    assert resolved.states == trained.states
     for host in hosts:
         of_host = {"ranks": host.slots, "is_first_host": host is hosts[0]}
-        assert doctors.disk(**of_host) == trained.disk(**of_host)
-    assert {row.place for row in trained.rows} == {"host"}, "a rank without a GPU keeps everything in host memory"
+        assert resolved.files.of_host(resolved.plan, **of_host) == trained.files.of_host(trained.plan, **of_host)
+    places = {row.place for row in trained.states.rows if row.place != "disk"}
+    assert places == {"host"}, "a rank without a GPU keeps everything in host memory"
 
 
-def test_what_each_host_writes() -> None:
+def test_what_each_host_writes(tmp_path: Path) -> None:
     files = DiskNeed(exports=2, export_bytes=10, checkpoints=4, checkpoint_bytes=120)
-    shared = RunEstimate(5, 5, 0, (), 0, files, world_size=4, is_node_local=False)
-    assert shared.disk(ranks=2, is_first_host=True) == files
-    assert shared.disk(ranks=2, is_first_host=False).num_bytes == 0
-    local = replace(shared, is_node_local=True)
-    assert local.disk(ranks=3, is_first_host=True).num_bytes == 2 * 10 + 4 * 90
-    assert local.disk(ranks=1, is_first_host=False).num_bytes == 4 * 30
+    shared, local = (
+        make_plan(
+            RunSettings.of(tiny_task(tmp_path / str(is_local), checkpoint={"node_local": is_local})),
+            world=World(0, RANKS, 0, 3, "a test"),
+            device="cpu",
+        )
+        for is_local in (False, True)
+    )
+    assert files.of_host(shared, ranks=2, is_first_host=True) == files
+    assert files.of_host(shared, ranks=2, is_first_host=False).num_bytes == 0
+    assert files.of_host(local, ranks=3, is_first_host=True).num_bytes == 2 * 10 + 4 * 90
+    assert files.of_host(local, ranks=1, is_first_host=False).num_bytes == 4 * 30
