@@ -8,6 +8,7 @@ import difflib
 import re
 import shlex
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -152,26 +153,6 @@ def export_of(path: str) -> str:
     return str(folder / "export")
 
 
-def zero_or_more(text: str) -> int:
-    """Parse a command-line argument as an integer of 0 or more."""
-    return _whole_number(text, least=0)
-
-
-def positive(text: str) -> int:
-    """Parse a command-line argument as an integer of 1 or more."""
-    return _whole_number(text, least=1)
-
-
-def two_or_more(text: str) -> int:
-    """Parse a command-line argument as an integer of 2 or more."""
-    return _whole_number(text, least=2)
-
-
-def port(text: str) -> int:
-    """Parse a command-line argument as a network port; 0 stands for any free port."""
-    return _whole_number(text, least=0, most=65_535)
-
-
 def _whole_number(text: str, *, least: int, most: int | None = None) -> int:
     try:
         number = int(text)
@@ -181,3 +162,8 @@ def _whole_number(text: str, *, least: int, most: int | None = None) -> int:
         allowed = f"{least} or more" if most is None else f"{least} to {most}"
         raise argparse.ArgumentTypeError(f"{number} is not {allowed}")
     return number
+
+
+zero_or_more, positive, two_or_more = (partial(_whole_number, least=least) for least in range(3))
+port = partial(_whole_number, least=0, most=65_535)
+"""Parses a command-line argument as a network port; 0 stands for any free port."""
