@@ -27,6 +27,16 @@ _HIDDEN = ("", "-1", "NoDevFiles")
 """Values of CUDA_VISIBLE_DEVICES that hide all GPUs."""
 
 
+def use_device(device: torch.device) -> None:
+    """Select the GPU `device` for CUDA calls of this thread; no effect for a CPU.
+
+    CUDA has a current device per thread, initially GPU 0, and its first call creates a context of about 0.5 GiB on that
+    device. So a thread must call this before it uses CUDA.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 def present_gpus(devices: Path = Path("/dev")) -> int:
     """Number of NVIDIA GPUs of this machine; 0 if CUDA_VISIBLE_DEVICES hides all of them. GPUs are counted by their
     device files or, if there are none (WSL 2), by nvidia-smi.

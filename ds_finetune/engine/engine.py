@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from ds_finetune.data.batches import Batch, MicroBatch
+from ds_finetune.engine.devices import use_device
 from ds_finetune.engine.generation import answer_prompts
 from ds_finetune.engine.gradients import FiniteProbe, clip_gradients
 from ds_finetune.engine.groups.collectives import all_gather_object
@@ -55,7 +56,6 @@ from ds_finetune.model.parallel.pipeline import PipelineGroup, has_tied_head
 from ds_finetune.model.weights.names import is_adapter
 from ds_finetune.objectives.objective import Examples, LossAndSums, Objective, StepNumbers, is_of_answers
 from ds_finetune.plan.plan import Plan
-from ds_finetune.system.gpu_threads import use_device
 
 
 def _examples_of(rows: ForwardRows) -> Examples:

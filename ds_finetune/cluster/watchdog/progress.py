@@ -19,11 +19,11 @@ import torch.distributed as dist
 
 from ds_finetune.config.schedule import seconds_of
 from ds_finetune.config.sections import REPORT_SECONDS, WatchdogConfig
+from ds_finetune.engine.devices import use_device
 from ds_finetune.engine.groups.communication import ALL_TO_ALL, INPUT_AT, bytes_of, input_of
 from ds_finetune.engine.groups.communication import POINT_TO_POINT as _SEND_RECEIVE
 from ds_finetune.foreign.torch_distributed import Span, spans_of_collectives
 from ds_finetune.observers.record import StepRecord
-from ds_finetune.system.gpu_threads import use_device
 
 STEP_FACTOR, LEAST_SECONDS, RECENT_STEPS = 10, 60.0, 25
 """Values behind `watchdog.limit: auto`: the limit is STEP_FACTOR times the median time of the last RECENT_STEPS steps,
