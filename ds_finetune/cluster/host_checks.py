@@ -5,7 +5,7 @@ The functions here judge facts that each host has sent (HostInfo). They do not c
 
 import ipaddress
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, combinations
 from typing import Literal
@@ -38,10 +38,6 @@ class Check:
     hint: str = ""
     values: Mapping[str, float] = field(default_factory=dict, compare=False)
     """Measured numbers by name, for programs that read the output of `doctor --json`. The names include the units."""
-
-
-Answer = HostInfo | Check
-"""What a host has answered: its facts, or a failed check if it could not be reached."""
 
 
 def label(host: Host) -> str:
@@ -226,26 +222,13 @@ def unreachable_check(host: Host, code: int | None, stderr: str, remote: Remote)
     return Check("python", label(host), "fail", f"Python ended with exit code {code}: {last}", hint)
 
 
-def other_program_check(host: str) -> Check:
-    """The failed check of a host whose version of ds_finetune sends other facts than this version expects."""
-    text, hint = "it has another version of ds_finetune", "install the same source on every host"
-    return Check("versions", host, "fail", text, hint)
-
-
-def preflight_checks(
-    answers: Mapping[Host, Answer], here: HostInfo, env: Mapping[str, str], others: Sequence[Check] = ()
-) -> list[tuple[Host, Check]]:
-    """Check the hosts before ranks start, and return the checks that did not pass, in the order of the hosts.
-
-    `here` holds the facts of this machine, and `env` the environment variables of ranks. `others` are checks that were
-    made before. A check that concerns all hosts is listed with the first host.
+def failed_checks(hosts: Mapping[str, Host], checks: Iterable[Check]) -> list[tuple[Host, Check]]:
+    """The checks that did not pass, in the order of their hosts. A check that concerns all hosts is listed with the
+    first host.
     """
-    hosts = {label(host): host for host in answers}
-    infos = {label(host): answer for host, answer in answers.items() if isinstance(answer, HostInfo)}
-    checks = [*others, *(answer for answer in answers.values() if isinstance(answer, Check))]
-    checks += host_checks(hosts, infos, here=here, environ=env)
-    faults = [(hosts.get(check.host, next(iter(answers))), check) for check in checks if check.state != "ok"]
-    return sorted(faults, key=lambda fault: list(answers).index(fault[0]))
+    order = list(hosts.values())
+    faults = [(hosts.get(check.host, order[0]), check) for check in checks if check.state != "ok"]
+    return sorted(faults, key=lambda fault: order.index(fault[0]))
 
 
 def describe(host: Host, check: Check) -> str:

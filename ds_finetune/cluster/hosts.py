@@ -10,14 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from typing import Any
 
-from ds_finetune.cluster.host_checks import (
-    Check,
-    clock_check,
-    label,
-    other_program_check,
-    preflight_checks,
-    unreachable_check,
-)
+from ds_finetune.cluster.host_checks import Check, clock_check, failed_checks, host_checks, label, unreachable_check
 from ds_finetune.cluster.launch.remote import Remote
 from ds_finetune.config.hostfile import Host
 from ds_finetune.errors import LaunchError
@@ -66,13 +59,15 @@ class Cluster:
             try:
                 infos[name] = HostInfo(**results["facts"])
             except TypeError:
-                self.lost[name] = other_program_check(name)
+                text, hint = "it has another version of ds_finetune", "install the same source on every host"
+                self.lost[name] = Check("versions", name, "fail", text, hint)
         return infos
 
     def preflight(self, infos: Mapping[str, HostInfo], environ: Mapping[str, str]) -> list[tuple[Host, Check]]:
         """Check all hosts before ranks with the environment `environ` start; returns the checks that did not pass."""
-        answers = {host: self.lost[name] if name in self.lost else infos[name] for name, host in self.hosts.items()}
-        return preflight_checks(answers, gather_host_info(), environ, self._clock_checks)
+        answered = {name: info for name, info in infos.items() if name not in self.lost}
+        checks = host_checks(self.hosts, answered, here=gather_host_info(), environ=environ)
+        return failed_checks(self.hosts, [*self._clock_checks, *self.lost.values(), *checks])
 
     def ask(self, requests: Mapping[str, Mapping[str, Any]], *, seconds: float) -> dict[str, Reply]:
         """Send each host its request, and return the replies by host. A host that does not reply in time is `lost`."""

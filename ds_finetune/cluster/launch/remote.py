@@ -95,21 +95,12 @@ def is_here(host: Host) -> bool:
     """Whether `host` needs no ssh: it names no user and no port, and resolves to an address of this machine."""
     if host.user or host.port:
         return False
-    return bool(own_addresses(host.name))
-
-
-def own_addresses(name: str) -> list[str]:
-    """The addresses of this machine to which the host name `name` resolves."""
-    try:
-        entries = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
-    except OSError:
-        return []
-    own = []
-    for family, _, _, _, address in entries:
-        with socket.socket(family, socket.SOCK_STREAM) as listening, suppress(OSError):
-            listening.bind(address)
-            own.append(str(address[0]))
-    return own
+    with suppress(OSError):
+        for family, _, _, _, address in socket.getaddrinfo(host.name, 0, type=socket.SOCK_STREAM):
+            with socket.socket(family, socket.SOCK_STREAM) as listening, suppress(OSError):
+                listening.bind(address)
+                return True
+    return False
 
 
 def address_of(host: Host) -> str:

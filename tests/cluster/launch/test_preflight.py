@@ -8,10 +8,10 @@ import pytest
 from ds_finetune.cluster.host_checks import (
     Check,
     describe,
+    failed_checks,
     host_checks,
     label,
     meeting_address,
-    preflight_checks,
     unreachable_check,
 )
 from ds_finetune.cluster.launch.commands import Job
@@ -73,9 +73,17 @@ CASES: list[tuple[dict[Host, Any], dict[str, str], list[tuple[Host, str]]]] = [
 ]
 
 
+def _faults(answers: dict[Host, Any], env: dict[str, str]) -> list[tuple[Host, Check]]:
+    """The faults that a launch finds: each host has sent its facts, or a failed check says why not."""
+    hosts = {label(host): host for host in answers}
+    infos = {label(host): answer for host, answer in answers.items() if isinstance(answer, HostInfo)}
+    lost = [answer for answer in answers.values() if isinstance(answer, Check)]
+    return failed_checks(hosts, [*lost, *host_checks(hosts, infos, here=HERE, environ=env)])
+
+
 @pytest.mark.parametrize(("answers", "env", "wanted"), CASES)
 def test_hosts_that_are_refused(answers: dict[Host, Any], env: dict[str, str], wanted: list[tuple[Host, str]]) -> None:
-    failed = [(host, check.found) for host, check in preflight_checks(answers, HERE, env) if check.state == "fail"]
+    failed = [(host, check.found) for host, check in _faults(answers, env) if check.state == "fail"]
     assert failed == wanted
 
 
@@ -85,7 +93,7 @@ def test_the_refusal_of_a_launch_is_what_the_doctor_finds(
 ) -> None:
     """The doctor's own assembly of its checks for the same answers has the same text and hint for each fault."""
     with pytest.raises(LaunchError) as refused:
-        check_hosts(preflight_checks(answers, HERE, env), len(answers), print)
+        check_hosts(_faults(answers, env), len(answers), print)
     names = {label(host): host for host in answers}
     infos = {label(host): answer for host, answer in answers.items() if isinstance(answer, HostInfo)}
     reached = [answer for answer in answers.values() if isinstance(answer, Check)]
