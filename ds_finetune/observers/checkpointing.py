@@ -11,6 +11,7 @@ from typing import Any
 from ds_finetune.checkpoint.restore import random_state
 from ds_finetune.checkpoint.saver import Saver, SaveResult, superseded_checkpoints
 from ds_finetune.config.schedule import Interval
+from ds_finetune.config.sections import CheckpointConfig
 from ds_finetune.console.phase_line import Say
 from ds_finetune.engine.groups.collectives import all_gather_object, all_reduce_max
 from ds_finetune.errors import RunError
@@ -22,26 +23,14 @@ RunText = Callable[[StepRecord, Mapping[str, Mapping[str, Any]]], str]
 """Function that builds the text of a checkpoint's run state, from a step's record and the observers' states by name."""
 
 
-@dataclass(frozen=True)
-class CheckpointPolicy:
-    """Says when checkpoints are saved and which ones are kept. A checkpoint is saved every `interval`. The last `keep`
-    checkpoints are kept, and with `keep_best` also the one with the lowest eval loss. After `max_failed` failed saves
-    in a row the run ends.
-    """
-
-    interval: Interval
-    keep: int
-    keep_best: bool
-    max_failed: int
-
-
 @dataclass
 class Checkpointing:
-    """Saves checkpoints by the `policy`, with the states of the observers in `remembered`. `say` prints a line."""
+    """Saves checkpoints every `interval`, with the states of the observers in `remembered`. `say` prints a line."""
 
     saver: Saver
     signals: StopSignals
-    policy: CheckpointPolicy
+    config: CheckpointConfig
+    interval: Interval
     remembered: Mapping[str, Resumable]
     run_text: RunText
     say: Say
@@ -55,11 +44,11 @@ class Checkpointing:
 
     def after_step(self, record: StepRecord) -> StepRecord:
         """Finish the previous save if it is complete, and start to save a checkpoint if one is due."""
-        is_late = time.monotonic() - self._began >= self.policy.interval.seconds
+        is_late = time.monotonic() - self._began >= self.interval.seconds
         # Clocks differ between ranks, so all ranks save as soon as the interval has passed on one of them.
         is_stop_requested, is_time = map(bool, all_reduce_max(bool(self.signals.name), is_late))
         self._report(self.saver.settle())
-        is_due = is_time or self.policy.interval.is_due(record.step)
+        is_due = is_time or self.interval.is_due(record.step)
         if not (is_stop_requested or record.is_last or record.stop or is_due):
             return record
         self._began = time.monotonic()
@@ -106,7 +95,7 @@ class Checkpointing:
             self._failed, self.saver.last_error = 0, ""
             if folder.is_leader:
                 self.saver.remove(
-                    superseded_checkpoints(folder.path, keep=self.policy.keep, keep_best=self.policy.keep_best)
+                    superseded_checkpoints(folder.path, keep=self.config.keep, keep_best=self.config.keep_best)
                 )
             return True
         self._failed += 1
@@ -117,10 +106,10 @@ class Checkpointing:
                 self.say(f"CHECKPOINT OF STEP {outcome.step} WAS NOT WRITTEN: {error}; the ones before are untouched")
         self.saver.remove_partial(outcome)
         self.saver.last_error = f"the checkpoint of step {outcome.step} was not written: {errors[0]}"
-        if self._failed >= self.policy.max_failed:
+        if self._failed >= self.config.max_failed:
             raise RunError(
                 f"{self._failed} checkpoints in a row were not written, and checkpoint.max_failed is "
-                f"{self.policy.max_failed}: {errors[0]}",
+                f"{self.config.max_failed}: {errors[0]}",
                 hint="free disk space; the same command resumes from the last complete checkpoint",
             )
         return False

@@ -21,7 +21,7 @@ from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.groups.collectives import all_gather_object, all_gather_scalar
 from ds_finetune.engine.results import HeldOutScores
 from ds_finetune.engine.sampling.answers import SamplingLimits
-from ds_finetune.observers.checkpointing import Checkpointing, CheckpointPolicy
+from ds_finetune.observers.checkpointing import Checkpointing
 from ds_finetune.observers.evaluation import BestAndPatience, Evaluation, matches
 from ds_finetune.observers.outside import OutsideObservers
 from ds_finetune.observers.performance import Utilisation
@@ -176,10 +176,9 @@ def _evaluation(
 def _checkpointing(
     started: StartedRun, saver: Saver, time_left: TimeLeft, signals: StopSignals, resumable: dict[str, Resumable]
 ) -> Checkpointing:
-    policy = started.run.config.checkpoint
-    kept_policy = CheckpointPolicy(started.run.interval(policy), policy.keep, policy.keep_best, policy.max_failed)
-    state_text, saving = make_state_text(started.run, started.engine), partial(_saving, started, time_left)
-    return Checkpointing(saver, signals, kept_policy, resumable, state_text, started.say, saving)
+    run, config = started.run, started.run.config.checkpoint
+    state_text, saving = make_state_text(run, started.engine), partial(_saving, started, time_left)
+    return Checkpointing(saver, signals, config, run.interval(config), resumable, state_text, started.say, saving)
 
 
 def _writers(started: StartedRun, time_left: TimeLeft, rollouts: RolloutSource | None) -> list[Observer]:
