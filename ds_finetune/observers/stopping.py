@@ -11,7 +11,7 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, ClassVar, Self
 
 from ds_finetune.console.phase_line import CLEAR_LINE
@@ -50,9 +50,7 @@ class StopSignals:
         self._before = {number: signal.signal(number, _leave_to_thread) for number in self._handled}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if not self._can_save:
             return
         for number, handler in self._before.items():
