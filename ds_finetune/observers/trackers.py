@@ -7,9 +7,9 @@ import math
 import os
 import posixpath
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from queue import Full, Queue
 from threading import Thread, current_thread
@@ -20,7 +20,7 @@ from ds_finetune.config.units import MIB
 from ds_finetune.console.phase_line import Say
 from ds_finetune.errors import ConfigError
 from ds_finetune.observers.record import StepRecord
-from ds_finetune.observers.writers import MAX_WAITING, Outage, Record, one_line
+from ds_finetune.observers.writers import MAX_WAITING, Outage, Record, one_line, read_records
 from ds_finetune.system.whole_file import replace_file
 
 PACKAGES = {
@@ -82,8 +82,17 @@ class Trackers:
         for name in names:
             kind = {"tensorboard": _TensorBoard, "mlflow": _Mlflow}.get(name, _Tracker)
             trackers.append(kind(name, folder, parameters, earlier, say))
-            with _opening(name, say, is_resumed=is_resumed):
+            try:
                 trackers[-1].start()
+            except Exception as failed:
+                # Trackers raise exception classes of their own packages (wandb.errors.Error, MlflowException), which
+                # need not be installed. So every exception is caught.
+                if not is_resumed:
+                    raise ConfigError(
+                        f"log.trackers names `{name}`, which cannot be opened: {one_line(failed)}",
+                        hint="set the environment variables that its package needs, or leave it out",
+                    ) from failed
+                say(f"{name} CANNOT BE OPENED: {one_line(failed)}; training continues, and its records wait")
         return cls(trackers)
 
     def after_step(self, record: StepRecord) -> StepRecord:
@@ -105,35 +114,6 @@ def flatten(tree: Mapping[str, Any]) -> dict[str, str | float]:
         key: value if isinstance(value, str | int | float) else json.dumps(value)
         for key, value in values_by_key(tree).items()
     }
-
-
-def read_records(path: Path) -> list[Record]:
-    """Read the steps in `metrics.jsonl` with their finite values; empty if the file is missing."""
-    if not path.exists():
-        return []
-    lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-    return [
-        (
-            line["step"],
-            {name: value for name, value in line.items() if name != "step" and isinstance(value, int | float)},
-        )
-        for line in lines
-    ]
-
-
-@contextmanager
-def _opening(name: str, say: Say, *, is_resumed: bool) -> Iterator[None]:
-    try:
-        yield
-    except Exception as failed:
-        # Trackers raise exception classes of their own packages (wandb.errors.Error, MlflowException), which need not
-        # be installed. So every exception is caught.
-        if not is_resumed:
-            raise ConfigError(
-                f"log.trackers names `{name}`, which cannot be opened: {one_line(failed)}",
-                hint="set the environment variables that its package needs, or leave it out",
-            ) from failed
-        say(f"{name} CANNOT BE OPENED: {one_line(failed)}; training continues, and its records wait")
 
 
 class _Tracker:

@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 
 from ds_finetune.console.phase_line import Say
 from ds_finetune.observers.record import StepRecord
-from ds_finetune.runs.metrics import Sample
+from ds_finetune.runs.metrics import Sample, record_of
 
 T = TypeVar("T")
 Record = tuple[int, Mapping[str, float]]
@@ -149,6 +149,16 @@ def line_of(record: StepRecord) -> str:
     )
     texts = {name: text for name, text in (("notice", record.notice), ("slow", record.slow)) if text}
     return json.dumps({"step": record.step, **finite, **non_finite, **texts}) + "\n"
+
+
+def read_records(path: Path) -> list[Record]:
+    """Read the steps in `metrics.jsonl` with their finite values; empty if the file is missing."""
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    records = [record for line in lines if (record := record_of(line)) is not None]
+    return [
+        (record.pop("step"), {name: value for name, value in record.items() if isinstance(value, int | float)})
+        for record in records
+    ]
 
 
 class SampleFile(LineFile):
