@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -218,13 +219,27 @@ def test_a_taken_port_is_refused(server: tuple[int, Any], folder: Path, capsys: 
     assert f"cannot listen on 127.0.0.1 port {server[0]}" in capsys.readouterr().err
 
 
+def _status(pid: int) -> list[str]:
+    """State, parent and so on of a process as /proc gives them; empty if it has ended, which it may do at any time."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return []
+
+
 def _descendants(pid: int) -> list[int]:
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and (entry / "stat").is_file():
-            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            found += [int(entry.name), *_descendants(int(entry.name))] if parent == pid else []
-    return found
+    statuses = {int(path.name): _status(int(path.name)) for path in Path("/proc").glob("[0-9]*")}
+    descendants = [pid]
+    for ancestor in descendants:
+        descendants += [number for number, status in statuses.items() if status[1:2] == [str(ancestor)]]
+    return descendants[1:]
+
+
+def _await_end(pids: list[int]) -> None:
+    """Wait until each process has ended; it may be a zombie for which its new parent has not waited yet."""
+    until = time.monotonic() + 60
+    while running := [pid for pid in pids if _status(pid)[:1] not in ([], ["Z"])]:
+        assert time.monotonic() < until, running
+        time.sleep(0.05)
 
 
 def test_a_signal_ends_it_and_leaves_nothing(server: tuple[int, "subprocess.Popen[str]"], served: Path) -> None:
@@ -258,7 +273,7 @@ def test_a_signal_ends_it_and_leaves_nothing(server: tuple[int, "subprocess.Pope
     assert output.endswith("stopped\n")
     assert "Traceback" not in output
     assert process.wait(60) == 0
-    assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
+    _await_end(children)
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", port))
 
