@@ -34,12 +34,27 @@ def _dispatch_of_tensor(cls: Any, func: Any, types: Any, args: Any = (), kwargs:
     return _told(func, _dispatch.__func__(cls, func, types, args, kwargs or {}))
 
 
+def _addmm_of_dtype(
+    total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, out_dtype: torch.dtype, out: torch.Tensor
+) -> torch.Tensor:
+    """The checks of `torch.addmm` for a product of 16-bit matrices that is added to an fp32 total. Fake tensors of torch
+    before 2.13 fail there, since they take the dtype of the result for a factor.
+    """
+    product = torch.mm(left, right)
+    assert product.dtype in (torch.bfloat16, torch.float16)
+    assert total.dtype == out.dtype == out_dtype == torch.float32
+    assert total.shape == out.shape == product.shape
+    return out
+
+
 class _Mode(FakeTensorMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         def here(leaf: Any) -> Any:
             return DEVICE if isinstance(leaf, torch.device) and leaf == _FOR_AUTOGRAD else leaf
 
         args, kwargs = tree_map(here, (args, kwargs or {}))
+        if func is torch.ops.aten.addmm.dtype_out:
+            return _addmm_of_dtype(*args, **kwargs)
         return _told(func, super().__torch_dispatch__(func, types, args, kwargs))
 
 

@@ -141,7 +141,7 @@ def test_what_a_gpu_refuses_is_refused() -> None:
         (given @ weight).sum().backward()
         assert weight.grad is not None
         assert weight.grad.device.type == "cuda"
-        with pytest.raises(RuntimeError, match="at least two devices, cuda:0 and cpu"):
+        with pytest.raises(RuntimeError, match=r"two( different)? devices,? cuda:0(,| and) cpu"):
             given + torch.empty(4, 8)
         ends, experts = torch.empty(2, dtype=torch.int32, device="cuda"), given.new_empty(2, 16, 4).transpose(1, 2)
         with pytest.raises(RuntimeError, match="multiple of 16 bytes, got 4"):

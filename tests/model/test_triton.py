@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.conftest import ROOT
+from tests.model.fused.fused_kernels import NEEDS_INTERPRETER
 
 pytestmark = [
     pytest.mark.skipif(
@@ -27,6 +28,7 @@ SHARED_KIB = {75: 64, 80: 163, 89: 99, 90: 227}
 """Shared memory of a block at most, by compute capability (CUDA C++ Programming Guide, technical specifications)."""
 
 
+@NEEDS_INTERPRETER
 def test_values_and_gradients_by_the_interpreter() -> None:
     """In a process of its own, since Triton reads the variable when it is imported."""
     options = ("-q", "-p", "no:cacheprovider", "-k", "liger or grouped_kernel", *INTERPRETED)

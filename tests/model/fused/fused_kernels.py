@@ -4,11 +4,13 @@ torch.compile by a C++ compiler.
 
 import os
 import shutil
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 
 from ds_finetune.model.fused import formulas
 from ds_finetune.model.fused.operations import Kernels, kernels_of
@@ -16,6 +18,13 @@ from ds_finetune.model.fused.operations import Kernels, kernels_of
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAMES = ("formulas", pytest.param("compile", marks=pytest.mark.slow), "liger")
 """Those of torch.compile take seconds each to make."""
+NEEDS_INTERPRETER = pytest.mark.skipif(
+    DEVICE == "cpu"
+    and find_spec("triton") is not None
+    and Version(version("triton")) < Version("3.7")
+    and Version(version("numpy")) >= Version("2.4"),
+    reason="the interpreter of Triton 3.6, which torch 2.11 requires, cannot run loops with numpy 2.4 or newer",
+)
 
 
 def fused_kernels(name: str) -> Kernels:

@@ -12,6 +12,7 @@ import torch
 
 from ds_finetune.model.loss.cross_entropy import HeadInputs, NeededGradients, liger_cross_entropy
 from tests.conftest import ROOT
+from tests.model.fused.fused_kernels import NEEDS_INTERPRETER
 
 CASES = """
 import sys
@@ -57,6 +58,7 @@ def test_a_block_has_as_many_threads_as_the_gpu_allows(
     assert [given["num_warps"] for given in launched] == [warps]
 
 
+@NEEDS_INTERPRETER
 def test_liger_equals_the_chunked_loss() -> None:
     if find_spec("liger_kernel") is None:
         pytest.skip("liger-kernel is not installed: pip install -e .[test]")
