@@ -1,4 +1,6 @@
-"""Patches of torch.nn: on which device linear modules are constructed, and dtype conversion of fake parameters."""
+"""Patches of modules of torch and bitsandbytes: on which device linear modules are constructed, dtype conversion of
+fake parameters, and four-bit weights on CPUs.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +14,7 @@ from ds_finetune.foreign.guard import Foreign, replaced
 
 _CONVERSION = Foreign("torch", "nn/modules/module.py:986")
 _LINEAR = Foreign("torch", "nn/modules/linear.py")
+_PACKING = Foreign("bitsandbytes", "nn/modules.py:573, 613")
 
 
 @contextmanager
@@ -43,3 +46,13 @@ def fake_tensors(mode: FakeTensorMode | None = None) -> Iterator[None]:
 
     with mode or FakeTensorMode(), replaced(torch.utils, "swap_tensors", take):
         yield
+
+
+def without_cpu_packing(linear: Any) -> None:  # noqa: ANN401 - a Linear4bit
+    """Stop bitsandbytes from repacking the quantised weights of a Linear4bit on a CPU with AVX512-BF16.
+
+    It repacks them at the first forward in evaluation mode. Products with repacked weights have no gradient
+    (autograd/_functions.py:422).
+    """
+    _PACKING.attribute(linear, "support_avx512bf16_for_cpu")
+    linear.support_avx512bf16_for_cpu = False

@@ -28,10 +28,9 @@ from ds_finetune.features.table import features_of, plan_features
 from ds_finetune.model.adapters.lora_plan import check_stages
 from ds_finetune.model.build.encoder import check_encoder, encoder_of, max_positions
 from ds_finetune.model.build.generic_check import check_generic_type
-from ds_finetune.model.build.meta_model import layers_of_stages
+from ds_finetune.model.build.meta_model import layers_of_stages, unused_parameters
 from ds_finetune.model.build.model_plan import ModelPlan, task_of
 from ds_finetune.model.build.skeleton import TOKENIZER_PATTERNS, Task, read_hf_config, resolve_folder, soft_cap
-from ds_finetune.model.build.unused_parameters import unused_parameters
 from ds_finetune.model.loss.score_config import set_classes, set_padding_token, with_base_classes
 from ds_finetune.model.weights.vocabulary import grow_vocabulary
 from ds_finetune.objectives.objective import make_objective

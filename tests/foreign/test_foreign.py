@@ -32,7 +32,6 @@ from ds_finetune.engine.patches import (
 )
 from ds_finetune.errors import DependencyError
 from ds_finetune.foreign import (
-    bitsandbytes_linear,
     hub_access,
     torch_distributed,
     torch_nn,
@@ -281,7 +280,7 @@ GUARDS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], Any]]
         lambda patch: missing(patch, masking_utils, "find_packed_sequence_indices"),
         lambda: within(transformers_attention.without_search_for_documents()),
     ),
-    "4-bit linear modules": (lambda _: None, lambda: bitsandbytes_linear.without_cpu_packing(nn.Module())),
+    "4-bit linear modules": (lambda _: None, lambda: torch_nn.without_cpu_packing(nn.Module())),
     "datasets offline": (
         lambda patch: patch.delattr("datasets.config.HF_HUB_OFFLINE"),
         lambda: within(hub_access.offline()),

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ds_finetune.foreign.bitsandbytes_linear import without_cpu_packing
+from ds_finetune.foreign.torch_nn import without_cpu_packing
 from ds_finetune.model.build.skeleton import Fragment, Where
 
 

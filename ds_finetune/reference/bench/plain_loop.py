@@ -24,7 +24,7 @@ from ds_finetune.errors import ConfigError
 from ds_finetune.export.adapter import AdapterBase, write_adapter
 from ds_finetune.families.table import family_of
 from ds_finetune.foreign.auto_models import AutoModelForCausalLM, AutoModelForSequenceClassification
-from ds_finetune.foreign.bitsandbytes_linear import without_cpu_packing
+from ds_finetune.foreign.torch_nn import without_cpu_packing
 from ds_finetune.model.adapters.lora import factors_of
 from ds_finetune.model.build.dtypes import PRECISION_DTYPES
 from ds_finetune.model.build.model_plan import ModelPlan

@@ -8,8 +8,8 @@ from torch import nn
 from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from ds_finetune.model.build import unused_parameters as module
-from ds_finetune.model.build.unused_parameters import unused_parameters
+from ds_finetune.model.build import meta_model as module
+from ds_finetune.model.build.meta_model import unused_parameters
 from ds_finetune.plan.name_patterns import patterns_of
 from ds_finetune.reference.selftest.cells import TINY_MODELS
 
@@ -58,8 +58,8 @@ def test_code_that_needs_values_is_not_guessed_at(monkeypatch: pytest.MonkeyPatc
         def forward(self, input_ids: torch.Tensor, use_cache: bool) -> None:
             input_ids.sum().item()
 
-    monkeypatch.setattr(module, "model_class", lambda config: Reads)
-    with pytest.raises(NotImplementedError):
+    monkeypatch.setattr(module, "model_class", lambda config, task: Reads)
+    with pytest.raises(NotImplementedError, match="_local_scalar_dense"):
         unused_parameters(AutoConfig.for_model("llama"), tokens=8)
 
 
