@@ -570,10 +570,6 @@ def _hopeless_patience(run: LengthSettings) -> MessageFields:
     return {"evaluations": evaluations} if patience + 1 >= evaluations else None
 
 
-def _joined_epochs(run: LengthSettings) -> MessageFields:
-    return None if Duration.parse(run.train.duration).unit == "steps" else _larger_step(run)
-
-
 def length_notes(run: LengthSettings) -> list[str]:
     """Note of the plan about an optimizer step that uses more rows than an epoch has."""
     values = _larger_step(run)
@@ -607,7 +603,7 @@ LENGTH_CHECKS: tuple[Refusal[LengthSettings], ...] = (
         "profile steps up to {steps}",
     ),
     Refusal(
-        _joined_epochs,
+        lambda run: Duration.parse(run.train.duration).unit != "steps" and _larger_step(run),
         "{key} {batch} is more than the {rows} {kind} of an epoch: the epochs of `{train.duration}` would be joined in "
         "fewer steps",
         "set {key} to at most {rows}, or give train.for in steps",

@@ -3,7 +3,7 @@ parallel ranks.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -166,12 +166,8 @@ class RowCost:
         """
         padding = 0 if row_len is None else row_len - int(lengths.sum())
         padded = np.append(lengths, padding).astype(np.float64)
-        pairs = sum(float(_pairs(padded, limit).sum()) * count for limit, count in _counted(self.limits))
+        pairs = sum(float(_pairs(padded, limit).sum()) * count for limit, count in Counter(self.limits).items())
         return self.per_token * float(padded.sum()) + self.per_supervised_token * supervised + self.per_pair * pairs
-
-
-def _counted(limits: Sequence[int | None]) -> list[tuple[int | None, int]]:
-    return [(limit, limits.count(limit)) for limit in dict.fromkeys(limits)]
 
 
 def _pairs(lengths: NDArray[np.float64], limit: int | None) -> NDArray[np.float64]:

@@ -93,11 +93,7 @@ class RunSettings(Sections):
     ) -> "ModelSettings":
         """The settings with the config.json of the run's model or of its teacher."""
         return ModelSettings(
-            **sections_of(self),
-            mesh=self.mesh,
-            device=self.device,
-            deepspeed_config=self.deepspeed_config,
-            accumulation=self.accumulation,
+            **{name: getattr(self, name) for name in RunSettings.__dataclass_fields__},
             model_json=model_json,
             positions=positions,
             stages=stages,

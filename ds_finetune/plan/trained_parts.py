@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ds_finetune.config.sections import IndexerConfig, RouterConfig, TrainConfig
 from ds_finetune.errors import ConfigError
-from ds_finetune.families.family import RouterKind
+from ds_finetune.families.family import Family, RouterKind
 from ds_finetune.families.layer_rules import hashed_layers, indexed_layers
 from ds_finetune.families.table import family_of
 from ds_finetune.plan.model_tensors import DescribedModel, FullTensor
@@ -127,6 +127,15 @@ class FreezePlan(NamedTuple):
             names = patterns_of(list(tensors))
             lines.append((part, f"{len(tensors)} of {total} tensors, {numel:,} parameters: {names}"))
         return lines
+
+
+def is_reached(name: str, family: Family, indexer: IndexerConfig | None) -> bool:
+    """Whether a loss of the run reaches the parameter `name`. `indexer` says how indexers are trained; it is None if
+    they are not trained.
+    """
+    if family.is_of_indexer(name):
+        return indexer is not None
+    return indexer is None or indexer.stage != "dense_warmup"
 
 
 def plan_freezing(train: TrainConfig, tensors: Mapping[str, FullTensor]) -> FreezePlan | None:

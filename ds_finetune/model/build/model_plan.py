@@ -18,7 +18,7 @@ from ds_finetune.objectives.objective import Objective
 from ds_finetune.plan.context import ContextPlan
 from ds_finetune.plan.layer_stages import StageLayers
 from ds_finetune.plan.model_tensors import DescribedModel
-from ds_finetune.plan.trained_parts import FreezePlan, IndexerPlan, RouterPlan
+from ds_finetune.plan.trained_parts import FreezePlan, IndexerPlan, RouterPlan, is_reached
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,10 +92,8 @@ class ModelPlan:
         """Whether no loss of the run trains the parameter `name`: parameters of indexers if indexers are not trained,
         or all other parameters if only indexers are trained.
         """
-        is_of_indexer = family_of(self.hf_config.model_type).is_of_indexer(name)
-        if self.indexer is None:
-            return is_of_indexer
-        return self.indexer.trains_only_indexers and not is_of_indexer
+        indexer = None if self.indexer is None else self.indexer.section
+        return not is_reached(name, family_of(self.hf_config.model_type), indexer)
 
     @property
     def head_outputs(self) -> int:

@@ -29,7 +29,7 @@ from ds_finetune.plan.model_tensors import (
     part_of,
 )
 from ds_finetune.plan.plan import Plan
-from ds_finetune.plan.trained_parts import plan_freezing
+from ds_finetune.plan.trained_parts import is_reached, plan_freezing
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,10 @@ def rank_elements(plan: Plan, model: DescribedModel, weights: RankWeights) -> Ra
     if lora is None:
         freezing = plan_freezing(plan.train, model.tensors.by_name)
         names = model.tensors.by_name if freezing is None else freezing.trained
-        kinds = (kind.among(names) for kind in weights.kinds if is_trained(plan, model, kind))
+        family, indexer = family_of(str(model["model_type"])), plan.indexer if plan.indexer.train else None
+        freezes_routers = plan.router is not None and not plan.router.train
+        kinds = [kind for kind in weights.kinds if is_reached(kind.name, family, indexer)]
+        kinds = [kind.among(names) for kind in kinds if not (freezes_routers and part_of(kind.name) == "router")]
         trained = [kind for kind in kinds if kind.count]
     else:
         adapters = _adapter_kinds(model, lora, (plan.mesh.tp, plan.mesh.ep, plan.zero_ranks), weights.layers)
@@ -202,19 +205,6 @@ def count_adapters(plan: Plan, model: DescribedModel) -> int:
     targets, tensors = lora_targets(model, plan.lora), model.tensors.by_name
     others = sum(tensors[name].numel for name in fully_trained_parameters(tensors, plan.lora, targets))
     return others + sum(target.num_params(plan.lora.rank) for target in targets)
-
-
-def is_trained(plan: Plan, model: DescribedModel, kind: TensorKind) -> bool:
-    """Whether a run without LoRA trains a tensor. Indexers are trained only by their own loss, routers unless the run
-    file freezes them.
-    """
-    part = part_of(kind.name)
-    if family_of(str(model["model_type"])).indexer is not None and plan.indexer.train:
-        if plan.indexer.stage == "dense_warmup":
-            return part == "indexer"
-    elif part == "indexer":
-        return False
-    return part != "router" or plan.router is None or plan.router.train
 
 
 @lru_cache(maxsize=4096)

@@ -61,7 +61,7 @@ def held(rows: Sequence[MemoryRow], place: Place, moment: Moment) -> int:
     return sum(row.num_bytes for row in rows if row.place == place and moment in row.when)
 
 
-_WIDE = 4
+_WIDE = WEIGHT_BYTES["fp32"]
 _ZERO, _TP = "deepspeed.zero_optimization", "parallel.tp"
 _STAGE, _OPTIMIZER, _PARAM = f"{_ZERO}.stage", f"{_ZERO}.offload_optimizer", f"{_ZERO}.offload_param"
 _HPZ, _SUB_GROUP = f"{_ZERO}.zero_hpz_partition_size", f"{_ZERO}.sub_group_size"
@@ -125,8 +125,7 @@ class _Zero:
     @property
     def accumulated(self) -> int:
         """Bytes per element of accumulated gradients."""
-        named = str((self.plan.deepspeed_config.get("data_types") or {}).get("grad_accum_dtype"))
-        return WEIGHT_BYTES.get(named, self.width)
+        return WEIGHT_BYTES.get(str(self.plan.accumulation_dtype), self.width)
 
     @property
     def is_accumulating(self) -> bool:
