@@ -90,7 +90,11 @@ class CarriedVariables:
             f"{name}={value}" if may_show(name, value) else f"{name} (its value is not shown)"
             for name, value in self.values.items()
         ]
-        return shown + [f"withheld: {name} ({_why_withheld(name)})" for name in self.withheld]
+        devices, secret = "the hostfile sets devices: choose them with --include or --exclude", "looks like a secret"
+        for name in self.withheld:
+            why = devices if name.endswith(_DEVICES) else f"{secret}; --env {name} passes it"
+            shown.append(f"withheld: {name} ({why})")
+        return shown
 
 
 def carried_variables(
@@ -189,12 +193,6 @@ def _redacted(word: str) -> str:
 
 def _is_listed(name: str) -> bool:
     return name in _NAMES or name.startswith(_PREFIXES)
-
-
-def _why_withheld(name: str) -> str:
-    if name.endswith(_DEVICES):
-        return "the hostfile sets devices: choose them with --include or --exclude"
-    return f"looks like a secret; --env {name} passes it"
 
 
 def _named(text: str, environ: Mapping[str, str]) -> tuple[str, str]:
