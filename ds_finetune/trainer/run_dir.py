@@ -24,8 +24,8 @@ from ds_finetune.observers.record import StepRecord
 from ds_finetune.observers.writers import line_of
 from ds_finetune.plan.estimate.memory import DiskNeed
 from ds_finetune.runs.folder import EXPERTS, PLAN, RANK_TIMES, REPORT, STARTS
-from ds_finetune.runs.metrics import METRICS, ROLLOUTS, SAMPLES
-from ds_finetune.runs.status import read_object
+from ds_finetune.runs.metrics import METRICS, ROLLOUTS, SAMPLES, record_of
+from ds_finetune.runs.status import parse_object, read_object
 from ds_finetune.system.disk import bytes_below, nearest_existing
 from ds_finetune.system.whole_file import replace_file
 from ds_finetune.trainer.resolve import ResolvedRun
@@ -176,28 +176,17 @@ def _missing_steps(folder: Path, after_step: int) -> str:
     if not after_step or not (starts.exists() or metrics.exists()):
         # The checkpoint is from another folder, so this folder need not have earlier records.
         return ""
-    first = next(iter(starts.read_bytes().splitlines() if starts.exists() else ()), b"")
+    start = parse_object(starts.read_bytes().partition(b"\n")[0] if starts.exists() else b"").get("after_step")
     recorded = set(map(_step_of, metrics.read_bytes().split(b"\n") if metrics.exists() else ()))
-    missing = sorted(set(range(_start_of(first) + 1, after_step + 1)) - recorded)
+    missing = sorted(set(range((start if isinstance(start, int) else 0) + 1, after_step + 1)) - recorded)
     if not missing:
         return ""
     return f"{metrics} LACKS THE RECORDS OF STEPS {spans_text(missing, ', ')}: trained, but lost with a machine or disk"
 
 
-def _start_of(line: bytes) -> int:
-    try:
-        return int(json.loads(line)["after_step"])
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return 0
-
-
 def _step_of(line: bytes) -> int | None:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    step = record.get("step") if isinstance(record, dict) else None
-    return step if isinstance(step, int) else None
+    record = record_of(line)
+    return None if record is None else record["step"]
 
 
 def write_rows(output_dir: Path, rows: Mapping[str, Rows]) -> dict[str, tuple[str]]:
