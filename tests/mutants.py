@@ -555,7 +555,7 @@ MUTANTS = (
     Mutant(
         "the planned number of forwards for sampled answers",
         "engine/engine.py",
-        "varies = not once and is_of_answers(self.objective)",
+        "varies = not once and isinstance(self.objective, AnswerObjective)",
         "varies = False",
         ANSWERS,
     ),

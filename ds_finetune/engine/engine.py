@@ -54,7 +54,7 @@ from ds_finetune.model.loss.score_head import logits_of_prompt
 from ds_finetune.model.mtp import mtp_layers
 from ds_finetune.model.parallel.pipeline import PipelineGroup, has_tied_head
 from ds_finetune.model.weights.names import is_adapter
-from ds_finetune.objectives.objective import Examples, LossAndSums, Objective, StepNumbers, is_of_answers
+from ds_finetune.objectives.objective import AnswerObjective, Examples, LossAndSums, Objective, StepNumbers
 from ds_finetune.plan.plan import Plan
 
 
@@ -365,7 +365,7 @@ class Engine:
     def _run_micro_batches(self, micro_batches: Sequence[ForwardRows], numbers: StepNumbers) -> torch.Tensor:
         sums, once = self._no_sums(), self.plan.reduces_once
         # The number of forwards varies with the sampled answers, so DeepSpeed is told which micro-batch is the last.
-        varies = not once and is_of_answers(self.objective)
+        varies = not once and isinstance(self.objective, AnswerObjective)
         with gradients_reduced_at_end(self._ds, zero_stage=self.plan.zero_stage) if once else nullcontext():
             for index, rows in enumerate(micro_batches, start=1):
                 out = self._forward(rows, numbers)

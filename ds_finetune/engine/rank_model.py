@@ -57,7 +57,7 @@ from ds_finetune.model.quantised.four_bit import four_bit_or, install_four_bit
 from ds_finetune.model.weights.fp32_weights import Fp32Weights
 from ds_finetune.model.weights.load import clear_weights, initialise_weights, load_weights, seed_of
 from ds_finetune.model.weights.vocabulary import Growth
-from ds_finetune.objectives.objective import is_of_scores
+from ds_finetune.objectives.objective import ScoreObjective
 from ds_finetune.plan.forward import head_chunk
 from ds_finetune.plan.plan import Plan, is_teacher_partitioned
 
@@ -201,9 +201,9 @@ def install_head(lm: PreTrainedModel, plan: Plan, model: ModelPlan, groups: Grou
     if groups.stage is not None and not groups.stage.is_last:
         return
     head_groups = HeadGroups(tp=groups.tensor, sp=groups.sequence, pp=groups.stage)
-    if is_of_scores(model.objective) and encoder_of(model.hf_config) is not None:
+    if isinstance(model.objective, ScoreObjective) and encoder_of(model.hf_config) is not None:
         install_encoder_head(lm, model.objective)
-    elif is_of_scores(model.objective):
+    elif isinstance(model.objective, ScoreObjective):
         install_score_head(lm, model.objective, head_groups)
     else:
         rows = model.hf_config.vocab_size // plan.mesh.tp

@@ -41,9 +41,9 @@ from ds_finetune.foreign.auto_configs import AutoConfig
 from ds_finetune.model.build.encoder import max_positions
 from ds_finetune.model.build.skeleton import resolve_folder
 from ds_finetune.model.build.text_config import text_config
+from ds_finetune.objectives.grpo import pass_shares
 from ds_finetune.objectives.objective import DocumentObjective
 from ds_finetune.objectives.rewards.extractors import EXTRACTORS
-from ds_finetune.objectives.rewards.pass_at import pass_shares
 
 AnyScores = TypeVar("AnyScores", Scores, ObjectiveScores)
 AnyDocument = TypeVar("AnyDocument", Document, LabelledDocument, LabelledAnswer)

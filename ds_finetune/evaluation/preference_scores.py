@@ -8,13 +8,13 @@ from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.errors import ConfigError
 from ds_finetune.evaluation.model_scores import Document
 from ds_finetune.objectives.labels import IGNORE_INDEX
-from ds_finetune.objectives.objective import DocumentObjective, is_of_documents, make_objective
+from ds_finetune.objectives.objective import DocumentObjective, make_objective
 
 
 def preference_of(section: ObjectiveConfig) -> DocumentObjective | None:
     """The preference or KTO objective of the run file's section `objective`; None for other objectives."""
     objective = make_objective(section)
-    return objective if is_of_documents(objective) else None
+    return objective if isinstance(objective, DocumentObjective) else None
 
 
 def check_reference(objective: DocumentObjective, baseline: str | None) -> None:

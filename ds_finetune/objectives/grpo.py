@@ -1,11 +1,12 @@
-"""Group relative policy optimisation (GRPO): advantages of sampled answers, and the loss of their tokens.
+"""Group relative policy optimisation (GRPO): advantages and pass@k of sampled answers, and the loss of their tokens.
 
 In formulas, `lp` is the log-probability of an answer token under the model being trained, `old` under the weights that
 sampled the answer, and `A` is the advantage of its answer; sg[...] stops the gradient. A loss is the negative of what
 the papers maximise.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -75,6 +76,26 @@ def combine_rewards(
     if len(scored) and np.ptp(scored) <= rounding:
         total[:] = scored[0]
     return np.where(applies.any(axis=1), total, np.nan)
+
+
+def pass_at(k: int, *, samples: int, right: int) -> float:
+    """pass@k: unbiased estimate of the probability that one of k answers is right, if `right` of `samples` answers are:
+    1 - C(samples - right, k) / C(samples, k) (Chen et al., arXiv 2107.03374, equation 1).
+    """
+    return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
+
+
+def pass_shares(right: Sequence[int], *, samples: int) -> dict[str, NDArray[np.float64]]:
+    """Metrics `sampled_pass_at_1` and `pass_at_K` for each prompt, [prompts] each, from its number of right answers. K
+    is each power of two up to `samples`, and `samples` itself.
+    """
+    ks = {1, samples} | {2**power for power in range(samples.bit_length())}
+    return {
+        f"pass_at_{k}" if k > 1 else "sampled_pass_at_1": np.array(
+            [pass_at(k, samples=samples, right=each) for each in right]
+        )
+        for k in sorted(ks)
+    }
 
 
 _PER_TOKEN = ("entropy", "ratio", "clipped_low", "clipped_high", "approx_kl")

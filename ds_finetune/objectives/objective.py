@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pkgutil import resolve_name
-from typing import ClassVar, Literal, NamedTuple, TypeGuard
+from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -218,21 +218,6 @@ def make_objective(section: ObjectiveConfig) -> Objective:
     unit = objective.terms[0].unit.replace("_", " ")
     assert (objective.name, objective.head, unit) == (row.name, row.head, section.unit), row
     return objective
-
-
-def is_of_documents(objective: Objective) -> TypeGuard[DocumentObjective]:
-    """Whether the objective's loss needs log-probabilities of documents."""
-    return objective.head == "documents"
-
-
-def is_of_answers(objective: Objective) -> TypeGuard[AnswerObjective]:
-    """Whether the objective's loss needs the tokens of sampled answers."""
-    return objective.head == "answers"
-
-
-def is_of_scores(objective: Objective) -> TypeGuard[ScoreObjective]:
-    """Whether the objective's loss needs the scores of a classification head."""
-    return objective.head == "scores"
 
 
 @dataclass(frozen=True)

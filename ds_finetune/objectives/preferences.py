@@ -6,7 +6,7 @@ An objective on pairs gives each answer a score, and its loss compares the score
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch.nn.functional import logsigmoid, relu
@@ -98,52 +98,36 @@ class DirectPreference(PairObjective):
 
     def pair_losses(self, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
         """Loss of each pair by the chosen variant of DPO."""
-        return _VARIANTS[self._section.loss](self._section, chosen, rejected)
+        section = self._section
+        return _variant_losses(section.loss, section.beta, section.label_smoothing, chosen, rejected)
 
 
-def _sigmoid(section: DpoObjective, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
-    """DPO's loss of each pair (equation 7 of the paper). With label smoothing e it is the expected loss if a fraction e
-    of the pairs were swapped (cDPO).
-    """
-    margin, e = section.beta * (chosen - rejected), section.label_smoothing
-    return -(1 - e) * logsigmoid(margin) - e * logsigmoid(-margin)
-
-
-def _robust(section: DpoObjective, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
-    """Robust DPO's loss of each pair, which is unbiased with mislabelled pairs (Chowdhury et al., arXiv 2403.00409)."""
-    margin, e = section.beta * (chosen - rejected), section.label_smoothing
-    return (-(1 - e) * logsigmoid(margin) + e * logsigmoid(-margin)) / (1 - 2 * e)
-
-
-def _hinge(section: DpoObjective, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
-    """SLiC's hinge loss of each pair, on the margin between its answers (Zhao et al., arXiv 2305.10425)."""
-    return relu(1 - section.beta * (chosen - rejected))
-
-
-def _ipo(section: DpoObjective, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
-    """IPO's loss of each pair (Azar et al., arXiv 2310.12036), on mean log-ratios per token as in TRL 1.16."""
-    return (chosen - rejected - 1 / (2 * section.beta)) ** 2
-
-
-def _apo_zero(section: DpoObjective, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
-    """APO-zero's loss of each pair (arXiv 2408.06266), for chosen answers that are better than the model's own."""
-    return (1 - torch.sigmoid(section.beta * chosen)) + torch.sigmoid(section.beta * rejected)
-
-
-def _apo_down(section: DpoObjective, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
-    """APO-down's loss of each pair (arXiv 2408.06266), for chosen answers that are worse than the model's own."""
-    return torch.sigmoid(section.beta * chosen) + (1 - torch.sigmoid(section.beta * (chosen - rejected)))
-
-
-_VARIANTS: Mapping[str, Callable[[DpoObjective, torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "sigmoid": _sigmoid,
-    "robust": _robust,
-    "hinge": _hinge,
-    "ipo": _ipo,
-    "apo_zero": _apo_zero,
-    "apo_down": _apo_down,
-    "sigmoid_norm": _sigmoid,
-}
+def _variant_losses(
+    variant: str, beta: float, smoothing: float, chosen: torch.Tensor, rejected: torch.Tensor
+) -> torch.Tensor:
+    """Loss of each pair by a variant of DPO, from the scores of both answers, fp64 [pairs] each."""
+    difference = chosen - rejected
+    margin = beta * difference
+    match variant:
+        case "robust":
+            # Robust DPO is unbiased with mislabelled pairs (Chowdhury et al., arXiv 2403.00409).
+            losses = -(1 - smoothing) * logsigmoid(margin) + smoothing * logsigmoid(-margin)
+            return losses / (1 - 2 * smoothing)
+        case "hinge":
+            # SLiC's hinge loss (Zhao et al., arXiv 2305.10425).
+            return relu(1 - margin)
+        case "ipo":
+            # IPO's loss (Azar et al., arXiv 2310.12036), on mean log-ratios per token as in TRL 1.16.
+            return (difference - 1 / (2 * beta)) ** 2
+        case "apo_zero":
+            # APO-zero (arXiv 2408.06266), for chosen answers that are better than the model's own.
+            return (1 - torch.sigmoid(beta * chosen)) + torch.sigmoid(beta * rejected)
+        case "apo_down":
+            # APO-down (arXiv 2408.06266), for chosen answers that are worse than the model's own.
+            return torch.sigmoid(beta * chosen) + (1 - torch.sigmoid(margin))
+    # DPO's loss (equation 7 of the paper). With label smoothing e it is the expected loss if a fraction e of the pairs
+    # were swapped (cDPO).
+    return -(1 - smoothing) * logsigmoid(margin) - smoothing * logsigmoid(-margin)
 
 
 class KahnemanTversky(DocumentObjective):
@@ -209,14 +193,8 @@ class ContrastivePreference(PairObjective):
         return per_token(documents.logp, documents) if self._variant == "ipo" else documents.logp
 
     def pair_losses(self, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
-        """Loss of each pair, where the margin is beta times the difference of its scores: -log sigmoid(margin), with
-        `hinge` max(0, 1 - margin), with `ipo` (difference - 1 / (2 beta))^2.
-        """
-        difference = chosen - rejected
-        if self._variant == "ipo":
-            return (difference - 1 / (2 * self.beta)) ** 2
-        margin = self.beta * difference
-        return relu(1 - margin) if self._variant == "hinge" else -logsigmoid(margin)
+        """Loss of each pair by DPO's formula for `sigmoid`, `hinge` or `ipo`, from scores without a reference model."""
+        return _variant_losses(self._variant, self.beta, 0.0, chosen, rejected)
 
 
 LARGEST_MEAN = -1e-6

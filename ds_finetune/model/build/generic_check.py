@@ -34,7 +34,7 @@ from ds_finetune.model.parallel.pipeline import build_meta_model
 from ds_finetune.model.weights.load import initialise_weights
 from ds_finetune.model.weights.names import is_adapter
 from ds_finetune.objectives.labels import IGNORE_INDEX
-from ds_finetune.objectives.objective import Objective, ScoreObjective, TokenObjective, is_of_scores
+from ds_finetune.objectives.objective import Objective, ScoreObjective, TokenObjective
 from ds_finetune.plan.lora_targets import Shape, linear_targets
 from ds_finetune.plan.name_patterns import last_part
 from ds_finetune.plan.precision import ROW_BYTES, WEIGHT_BYTES, wider
@@ -260,7 +260,7 @@ def _compare(lm: PreTrainedModel, eager: PreTrainedModel, objective: Objective) 
     """
     first, second = _documents(lm)
     logits = eager(input_ids=first, position_ids=_positions(first), use_cache=False).logits[0].float()
-    scored = objective if is_of_scores(objective) else None
+    scored = objective if isinstance(objective, ScoreObjective) else None
     expected = logits if scored else functional.cross_entropy(logits[:-1], first[0, 1:], reduction="sum")
     model = TrainedModel(lm)
     try:

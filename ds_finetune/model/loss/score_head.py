@@ -19,7 +19,7 @@ from ds_finetune.model.build.skeleton import Where, has_score_head, head_of
 from ds_finetune.model.loss.token_loss import HeadGroups
 from ds_finetune.model.parallel.rank_group import sum_over_ranks
 from ds_finetune.model.weights.load import draw_normal, initialise_weights, seed_of
-from ds_finetune.objectives.objective import Examples, LossAndSums, Objective, ScoreObjective, StepNumbers, is_of_scores
+from ds_finetune.objectives.objective import Examples, LossAndSums, Objective, ScoreObjective, StepNumbers
 
 SCORE_HEAD = "score"
 """Name of the head's attribute in transformers' sequence classification classes of causal models."""
@@ -117,7 +117,7 @@ def initialise_score_head(
 
     Values depend on the seed and the parameter's name, not on the layout.
     """
-    if not (is_of_scores(objective) and objective.starts_small):
+    if not (isinstance(objective, ScoreObjective) and objective.starts_small):
         initialise_weights(lm, seed=seed, where=where, names=names)
         return
     for name in names:

@@ -38,13 +38,13 @@ from ds_finetune.model.parallel.sequence import SequenceParallelGroup
 from ds_finetune.model.parallel.tensor import TensorParallelGroup, copy_to_tensor_parallel_region
 from ds_finetune.model.weights.fp32_weights import Fp32Weights
 from ds_finetune.objectives.objective import (
+    AnswerObjective,
+    DocumentObjective,
     Examples,
     LossAndSums,
     Objective,
     StepNumbers,
     TokenObjective,
-    is_of_answers,
-    is_of_documents,
 )
 
 
@@ -112,7 +112,7 @@ class LossHead(nn.Linear):
         assert examples is not None, "the batch has no examples; set documents_per_unit in its BatchPlan"
         index = examples.index.reshape(-1).index_select(0, supervised)
         tokens = DocumentTokens(index, examples, self.groups.sp)
-        if is_of_answers(self.objective):
+        if isinstance(self.objective, AnswerObjective):
             head = TwoPassHead(
                 inputs, tp_group=self.groups.tp, forbidden=self.forbidden, with_entropy=not wants_log_probs
             )
@@ -122,7 +122,7 @@ class LossHead(nn.Linear):
         head = TwoPassHead(inputs, tp_group=self.groups.tp)
         if wants_log_probs:
             return tokens.sums(head.log_probs()).logp
-        assert is_of_documents(self.objective), type(self.objective)
+        assert isinstance(self.objective, DocumentObjective), type(self.objective)
         return loss_of_log_probs(inputs, LossOfDocuments(self.objective, tokens, numbers), head)
 
 

@@ -32,7 +32,13 @@ from ds_finetune.model.build.skeleton import resolve_folder
 from ds_finetune.model.loss.teacher import TeacherPlan
 from ds_finetune.model.parallel.pipeline import build_meta_model
 from ds_finetune.objectives.labels import IGNORE_INDEX
-from ds_finetune.objectives.objective import Distillation, DocumentLogProbs, TopLogProbs, is_of_documents, is_of_scores
+from ds_finetune.objectives.objective import (
+    Distillation,
+    DocumentLogProbs,
+    DocumentObjective,
+    ScoreObjective,
+    TopLogProbs,
+)
 from ds_finetune.reference.selftest.plain_losses import distill_loss
 from ds_finetune.system.versions import pip_install, requirements_of
 
@@ -289,9 +295,9 @@ class PlainLoop:
 
     def _loss(self, part: PlainForward, weights: torch.Tensor, baseline: torch.Tensor) -> torch.Tensor:
         logits = self._logits(part)
-        if is_of_scores(self._objective):
+        if isinstance(self._objective, ScoreObjective):
             return self._objective.loss(logits, part.targets.to(self._device), weights).loss
-        if is_of_documents(self._objective):
+        if isinstance(self._objective, DocumentObjective):
             return self._objective.loss(self._documents(logits, part), weights, baseline).loss
         labels = part.labels.to(self._device)
         if isinstance(self._objective, Distillation):
@@ -307,7 +313,7 @@ class PlainLoop:
     def _logits(self, part: PlainForward) -> torch.Tensor:
         """Logits of all tokens, fp32 [rows, tokens, vocabulary]; for a classifier, its scores, fp32 [rows, outputs]."""
         inputs = {name: tensor.to(self._device) for name, tensor in part.inputs.items()}
-        if is_of_scores(self._objective):
+        if isinstance(self._objective, ScoreObjective):
             # transformers classifies by the last token that is not the padding token (5.23, modeling_layers.py:170).
             is_padding = part.index.to(self._device) < 0
             inputs["input_ids"] = inputs["input_ids"].masked_fill(is_padding, self._lm.config.pad_token_id)

@@ -40,7 +40,7 @@ from ds_finetune.model.build.skeleton import read_hf_config
 from ds_finetune.model.experts import spread_ids
 from ds_finetune.model.mtp import PREDICTION_LAYERS
 from ds_finetune.model.weights.names import is_adapter
-from ds_finetune.objectives.objective import Distillation, Objective, is_of_answers
+from ds_finetune.objectives.objective import AnswerObjective, Distillation, Objective
 from ds_finetune.plan.model_checks import check_model
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.plan.settings import RunSettings
@@ -118,7 +118,7 @@ def take_steps(engine: Engine, steps: int) -> Iterator[Steps]:
 
 def eval_loss(engine: Engine) -> float:
     """Mean loss of the engine's model over all samples."""
-    if is_of_answers(engine.objective):
+    if isinstance(engine.objective, AnswerObjective):
         answered = engine.evaluate([whole_batch(engine)])
         assert answered is not None
         return answered.loss
@@ -134,7 +134,7 @@ def whole_batch(engine: Engine) -> Batch:
     """This rank's part of the one batch that contains all samples."""
     all_rows = rows(engine.plan.data.packing, engine.objective.documents_per_unit)
     plan = batch_plan(engine.plan, engine.objective)
-    if is_of_answers(engine.objective):
+    if isinstance(engine.objective, AnswerObjective):
         rows_of_batch = []
         for number, advantage in enumerate(answer_advantages().tolist()):
             old, sampled, reference = answer_log_probs(number)

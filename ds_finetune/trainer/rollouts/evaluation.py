@@ -8,8 +8,8 @@ import numpy as np
 
 from ds_finetune.data.batches import num_eval_rows
 from ds_finetune.engine.results import HeldOutScores
+from ds_finetune.objectives.grpo import pass_shares
 from ds_finetune.objectives.rewards.answers import column_of
-from ds_finetune.objectives.rewards.pass_at import pass_shares
 from ds_finetune.runs.metrics import Sample
 from ds_finetune.trainer.rollouts.rollout import AnswerGroup, mean_score
 from ds_finetune.trainer.rollouts.source import LOST, RolloutSource

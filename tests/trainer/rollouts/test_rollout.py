@@ -19,7 +19,7 @@ from ds_finetune.checkpoint.commit import step_name
 from ds_finetune.config.objectives import GrpoObjective
 from ds_finetune.config.sections import RolloutConfig
 from ds_finetune.engine.sampling.answers import SampledAnswer, SamplingRequest
-from ds_finetune.objectives.rewards.pass_at import pass_at, pass_shares
+from ds_finetune.objectives.grpo import pass_at, pass_shares
 from ds_finetune.objectives.rewards.pool import open_rewards
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.trainer.rollouts.evaluation import RewardEvaluation, held_out_scores
