@@ -79,15 +79,15 @@ MUTANTS = (
     Mutant(
         "compressed keys without the gradient of values",
         "model/attention/compressed_attention.py",
-        "in ((of_logits, query[at]), (weights.to(query.dtype), grad[at])):",
-        "in ((of_logits, query[at]),):",
+        "in ((d_logits, query[at]), (weights.to(query.dtype), grad[at])):",
+        "in ((d_logits, query[at]),):",
         COMPRESSED,
     ),
     Mutant(
         "all entries in backward where the indexer chose some",
         "model/attention/compressed_attention.py",
-        "for part, chosen in zip(parts, of_parts, strict=True):",
-        "for part, chosen in zip(parts, [None] * len(of_parts), strict=True):",
+        "for block, chosen in zip(blocks, chosen_of_blocks, strict=True):",
+        "for block, chosen in zip(blocks, [None] * len(chosen_of_blocks), strict=True):",
         COMPRESSED,
     ),
     Mutant(
@@ -345,7 +345,7 @@ MUTANTS = (
     Mutant(
         "indexer follows the heads of one rank",
         "model/attention/indexed_attention.py",
-        "for group in followed.groups:",
+        "for group in target.groups:",
         "for group in ():",
         f"{TRAINED_INDEXER} -k tp2",
     ),

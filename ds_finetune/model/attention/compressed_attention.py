@@ -12,6 +12,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -26,22 +27,22 @@ from ds_finetune.foreign.transformers_attention import compressed_classes, repla
 from ds_finetune.model.attention.by_document import BY_DOCUMENT, Documents, check_arguments
 from ds_finetune.model.attention.compressed_layout import (
     Entries,
-    QueryPart,
+    QueryBlock,
     RowShards,
-    SeenTokens,
+    WindowTokens,
+    blocks_of,
     entries_of,
-    parts_of,
     tokens_of,
 )
 from ds_finetune.model.attention.indexed_attention import (
     DivergenceCollector,
-    KeyPart,
+    IndexerTarget,
+    KeyBlock,
     ScoreInputs,
     divergence_from,
     index_scores,
 )
 from ds_finetune.model.kept_outputs import KeptOutputs, current_outputs
-from ds_finetune.model.parallel.rank_group import RankGroup
 from ds_finetune.model.parallel.sequence import SequenceParallelGroup
 
 PRODUCTS_AT_ONCE = 2**26
@@ -55,10 +56,10 @@ smaller one needs more operations.
 _LOG2_E = 1 / math.log(2)
 
 
-class _Seen(NamedTuple):
+class _VisibleKeys(NamedTuple):
     """Which tokens and compressed entries the queries of a forward attend to."""
 
-    tokens: SeenTokens
+    tokens: WindowTokens
     entries: Entries | None
     scored: ScoreInputs | None
     """Queries and keys of the indexer; None if queries attend to all earlier compressed entries."""
@@ -67,51 +68,52 @@ class _Seen(NamedTuple):
     scale: float
     """Factor by which the indexer's query-key products are multiplied."""
 
-    def parts(self, heads: int) -> tuple[QueryPart, ...]:
+    def blocks(self, heads: int) -> tuple[QueryBlock, ...]:
         """Split the queries of the forward into blocks, to bound memory."""
-        return parts_of(self.tokens, self.entries, self.topk, _QUERIES, PRODUCTS_AT_ONCE // heads)
+        return blocks_of(self.tokens, self.entries, self.topk, _QUERIES, PRODUCTS_AT_ONCE // heads)
 
-    def choose(self, part: QueryPart) -> torch.Tensor | None:
-        """Indices of the compressed entries with the highest indexer scores for each query of `part`: int64 [queries,
+    def choose(self, block: QueryBlock) -> torch.Tensor | None:
+        """Indices of the compressed entries with the highest indexer scores for each query of `block`: int64 [queries,
         chosen], which may include entries that the query must not see. None if no query sees more than `topk` entries.
         Scores are computed for blocks of entries, from which the best so far are kept.
         """
         if self.scored is None or self.entries is None:
             return None
-        begin, stop = part.entries.start, part.entries.stop
-        seen_before, seen = (numbers[part.queries] for numbers in self.entries.ranges)
+        begin, stop = block.entries.start, block.entries.stop
+        seen_before, seen = (numbers[block.queries] for numbers in self.entries.ranges)
         if (seen - seen_before).max() <= self.topk:
             return None
         best: tuple[torch.Tensor, ...] = ()
-        query, weight = self.scored.query[part.queries], self.scored.weight[part.queries]
+        query, weight = self.scored.query[block.queries], self.scored.weight[block.queries]
         at_once = max(self.topk, _SCORES_AT_ONCE // query[..., 0].numel())
         for first in range(begin, stop, at_once):
             last = min(first + at_once, stop)
             entry = torch.arange(first, last, device=query.device)
             scores = index_scores(ScoreInputs(query, self.scored.key[first:last], weight), self.scale)
-            scores, entry = scores.masked_fill_(~self.sees(part.queries, entry), float("-inf")), entry.expand_as(scores)
+            scores = scores.masked_fill_(~self.sees(block.queries, entry), float("-inf"))
+            entry = entry.expand_as(scores)
             if best:
                 scores, entry = (torch.cat(pair, dim=1) for pair in zip(best, (scores, entry), strict=True))
             values, indices = scores.topk(min(self.topk, scores.shape[1]))
             best = values, entry.gather(1, indices)
         return best[1]
 
-    def bias(self, part: QueryPart, chosen: torch.Tensor | None) -> torch.Tensor:
-        """Additive mask, fp32 [queries, 1, keys]: 0 where a query of `part` sees the token or entry, else -inf."""
-        seen = self._seen(part, chosen) if part.seen is None else part.seen
-        if part.keeps_seen and chosen is None:
-            part.seen = seen
-        return torch.where(seen, 0.0, float("-inf"))[:, None]
+    def bias(self, block: QueryBlock, chosen: torch.Tensor | None) -> torch.Tensor:
+        """Additive mask, fp32 [queries, 1, keys]: 0 where a query of `block` sees the token or entry, else -inf."""
+        mask = self._mask(block, chosen) if block.mask is None else block.mask
+        if block.caches_mask and chosen is None:
+            block.mask = mask
+        return torch.where(mask, 0.0, float("-inf"))[:, None]
 
-    def _seen(self, part: QueryPart, chosen: torch.Tensor | None) -> torch.Tensor:
-        token = torch.arange(part.tokens.start, part.tokens.stop, device=self.tokens.own.device)
-        seen = (token <= self.tokens.own[part.queries, None]) & (token >= self.tokens.first[part.queries, None])
+    def _mask(self, block: QueryBlock, chosen: torch.Tensor | None) -> torch.Tensor:
+        token = torch.arange(block.tokens.start, block.tokens.stop, device=self.tokens.own.device)
+        seen = (token <= self.tokens.own[block.queries, None]) & (token >= self.tokens.first[block.queries, None])
         if self.entries is None:
             return seen
         entry = chosen
         if entry is None:
-            entry = torch.arange(part.entries.start, part.entries.stop, device=seen.device)
-        return torch.cat([seen, self.sees(part.queries, entry)], dim=1)
+            entry = torch.arange(block.entries.start, block.entries.stop, device=seen.device)
+        return torch.cat([seen, self.sees(block.queries, entry)], dim=1)
 
     def sees(self, queries: slice, entry: torch.Tensor) -> torch.Tensor:
         """Mask of which compressed entries each of `queries` may see. `entry` has indices of entries, the same for all
@@ -137,11 +139,11 @@ class _Attention(torch.autograd.Function):
         tokens: torch.Tensor,
         entries: torch.Tensor,
         sinks: torch.Tensor,
-        seen: _Seen,
+        visible: _VisibleKeys,
         scaling: float,
         outputs: KeptOutputs | None,
     ) -> tuple[torch.Tensor | None, ...]:
-        ctx.seen, ctx.scaling = seen._replace(scored=None), scaling
+        ctx.visible, ctx.scaling = visible._replace(scored=None), scaling
 
         def attend() -> tuple[Any, ...]:
             out, log_sum = (
@@ -149,10 +151,10 @@ class _Attention(torch.autograd.Function):
                 query.new_empty(query.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32)),
             )
             chosen = []
-            for part in seen.parts(query.shape[1]):
-                chosen.append(seen.choose(part))
-                keys = _Keys(tokens[part.tokens], entries, part.entries, chosen[-1])
-                bias, at = seen.bias(part, chosen[-1]), part.queries
+            for block in visible.blocks(query.shape[1]):
+                chosen.append(visible.choose(block))
+                keys = _Keys(tokens[block.tokens], entries, block.entries, chosen[-1])
+                bias, at = visible.bias(block, chosen[-1]), block.queries
                 out[at], log_sum[at] = _attend(query[at], keys, sinks, bias, scaling)
             return out, log_sum, tuple(chosen)
 
@@ -163,22 +165,22 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, *_: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
-        query, tokens, entries, sinks, out, log_sum, *of_parts = ctx.saved_tensors
-        of_query = torch.empty_like(query)
-        of_tokens, of_entries = (torch.zeros_like(part, dtype=log_sum.dtype) for part in (tokens, entries))
-        of_out = (grad.to(log_sum.dtype) * out).sum(-1)
-        parts = ctx.seen.parts(query.shape[1])
-        for part, chosen in zip(parts, of_parts, strict=True):
-            at, keys = part.queries, _Keys(tokens[part.tokens], entries, part.entries, chosen)
-            logits = torch.add(ctx.seen.bias(part, chosen), keys.products(query[at]), alpha=ctx.scaling * _LOG2_E)
+        query, tokens, entries, sinks, out, log_sum, *chosen_of_blocks = ctx.saved_tensors
+        d_query = torch.empty_like(query)
+        d_tokens, d_entries = (torch.zeros_like(part, dtype=log_sum.dtype) for part in (tokens, entries))
+        d_out = (grad.to(log_sum.dtype) * out).sum(-1)
+        blocks = ctx.visible.blocks(query.shape[1])
+        for block, chosen in zip(blocks, chosen_of_blocks, strict=True):
+            at, keys = block.queries, _Keys(tokens[block.tokens], entries, block.entries, chosen)
+            logits = torch.add(ctx.visible.bias(block, chosen), keys.products(query[at]), alpha=ctx.scaling * _LOG2_E)
             weights = logits.sub_(log_sum[at, :, None]).exp2_()
-            of_logits = keys.products(grad[at]).to(weights.dtype).sub_(of_out[at, :, None])
-            of_logits = of_logits.mul_(weights).mul_(ctx.scaling).to(query.dtype)
-            of_query[at] = keys.sums(of_logits)
-            for each, by in ((of_logits, query[at]), (weights.to(query.dtype), grad[at])):
-                keys.add_gradients(each, by, of_tokens[part.tokens], of_entries)
-        of_sinks = -((sinks.to(log_sum.dtype) * _LOG2_E - log_sum).exp2() * of_out).sum(0).to(sinks.dtype)
-        return of_query, of_tokens.to(tokens.dtype), of_entries.to(entries.dtype), of_sinks, None, None, None
+            d_logits = keys.products(grad[at]).to(weights.dtype).sub_(d_out[at, :, None])
+            d_logits = d_logits.mul_(weights).mul_(ctx.scaling).to(query.dtype)
+            d_query[at] = keys.sums(d_logits)
+            for each, by in ((d_logits, query[at]), (weights.to(query.dtype), grad[at])):
+                keys.add_gradients(each, by, d_tokens[block.tokens], d_entries)
+        d_sinks = -((sinks.to(log_sum.dtype) * _LOG2_E - log_sum).exp2() * d_out).sum(0).to(sinks.dtype)
+        return d_query, d_tokens.to(tokens.dtype), d_entries.to(entries.dtype), d_sinks, None, None, None
 
 
 class _Keys:
@@ -201,20 +203,21 @@ class _Keys:
         return (weights[..., : self._number] @ self._shared).add_(weights[..., self._number :] @ self._own)
 
     def add_gradients(
-        self, weights: torch.Tensor, query: torch.Tensor, of_tokens: torch.Tensor, of_entries: torch.Tensor
+        self, weights: torch.Tensor, query: torch.Tensor, d_tokens: torch.Tensor, d_entries: torch.Tensor
     ) -> None:
-        """Add the keys' gradients, sums of `query` times `weights`, to `of_tokens` and `of_entries`."""
+        """Add the keys' gradients, sums of `query` times `weights`, to `d_tokens` and `d_entries`."""
         if self._chosen is None:
             grad = weights.flatten(0, 1).T @ query.flatten(0, 1)
-            of_tokens += grad[: self._number]
-            of_entries[self._among] += grad[self._number :]
+            d_tokens += grad[: self._number]
+            d_entries[self._among] += grad[self._number :]
             return
-        of_tokens += weights[..., : self._number].flatten(0, 1).T @ query.flatten(0, 1)
+        d_tokens += weights[..., : self._number].flatten(0, 1).T @ query.flatten(0, 1)
         own_grad = weights[..., self._number :].transpose(1, 2) @ query
-        of_entries.index_add_(0, self._chosen.flatten(), own_grad.flatten(0, 1).to(of_entries.dtype))
+        d_entries.index_add_(0, self._chosen.flatten(), own_grad.flatten(0, 1).to(d_entries.dtype))
 
 
-class _EntryWeights(NamedTuple):
+@dataclass(frozen=True)
+class _EntryWeights(IndexerTarget):
     """An indexer's target: the attention weights of compressed entries, from a softmax over tokens, entries and the
     sink.
 
@@ -222,33 +225,30 @@ class _EntryWeights(NamedTuple):
     softmax's sums [tokens, heads], and the chosen entries of each block of queries.
     """
 
-    scale: float
-    groups: tuple[RankGroup, ...]
-    scaling: float
-    seen: _Seen
+    visible: _VisibleKeys
 
-    def parts(self, index: ScoreInputs, tensors: Sequence[Any]) -> Iterator[KeyPart]:
+    def blocks(self, index: ScoreInputs, tensors: Sequence[Any]) -> Iterator[KeyBlock]:
         """Split queries into blocks, smaller ones if products with all compressed entries need too much memory."""
         heads = max(index.query.shape[1], tensors[0].shape[1])
-        for part in self.seen.parts(tensors[0].shape[1]):
-            entries = part.entries.stop - part.entries.start
+        for block in self.visible.blocks(tensors[0].shape[1]):
+            entries = block.entries.stop - block.entries.start
             size = max(1, PRODUCTS_AT_ONCE // (heads * max(1, entries)))
-            for begin in range(part.queries.start, part.queries.stop, size):
-                yield KeyPart(slice(begin, min(begin + size, part.queries.stop)), part.entries)
+            for begin in range(block.queries.start, block.queries.stop, size):
+                yield KeyBlock(slice(begin, min(begin + size, block.queries.stop)), block.entries)
 
-    def weights(self, part: KeyPart, tensors: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    def weights(self, block: KeyBlock, tensors: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention weights of compressed entries, summed over heads, and a mask of entries that each query sees."""
         query, entries, log_sum, *chosen = tensors
-        entry = torch.arange(part.keys.start, part.keys.stop, device=query.device)
-        is_seen = self.seen.sees(part.queries, entry)
-        parts = [range_of_keys.queries.start for range_of_keys in self.seen.parts(query.shape[1])]
-        number = bisect_right(parts, part.queries.start) - 1
-        if (of_part := chosen[number]) is not None:
-            best = of_part[part.queries.start - parts[number] :][: len(is_seen)] - part.keys.start
+        entry = torch.arange(block.keys.start, block.keys.stop, device=query.device)
+        is_seen = self.visible.sees(block.queries, entry)
+        starts = [query_block.queries.start for query_block in self.visible.blocks(query.shape[1])]
+        number = bisect_right(starts, block.queries.start) - 1
+        if (chosen_entries := chosen[number]) is not None:
+            best = chosen_entries[block.queries.start - starts[number] :][: len(is_seen)] - block.keys.start
             is_seen = torch.zeros_like(is_seen).scatter_(1, best, value=True) & is_seen
         bias = torch.where(is_seen, 0.0, float("-inf"))[:, None]
-        logits = torch.add(bias, query[part.queries] @ entries[part.keys].T, alpha=self.scaling * _LOG2_E)
-        return logits.sub_(log_sum[part.queries, :, None]).exp2_().sum(dim=1), is_seen
+        logits = torch.add(bias, query[block.queries] @ entries[block.keys].T, alpha=self.scaling * _LOG2_E)
+        return logits.sub_(log_sum[block.queries, :, None]).exp2_().sum(dim=1), is_seen
 
 
 def _attend(
@@ -318,7 +318,12 @@ class CompressorByDocument(nn.Module):
         if sp_group is not None:
             before = self.series * self.compress_rate - 1
             value, gate = sp_group.with_tokens_before(torch.cat([value, gate], dim=-1), before).chunk(2, dim=-1)
-        value, gate = (_in_windows(part.flatten(0, 1), layout, self.series) for part in (value, gate))
+        # With overlap, an entry also averages the window before its own. For a document's first entry it is masked below.
+        windows = [(layout.windows - self.compress_rate).clamp_min(0), layout.windows][-self.series :]
+        values, gates = (part.flatten(0, 1).chunk(self.series, dim=-1) for part in (value, gate))
+        value, gate = (
+            torch.cat([part[at] for part, at in zip(parts, windows, strict=True)], dim=1) for parts in (values, gates)
+        )
         # The gate stays in fp32 after the position bias is added, as in transformers.
         bias = torch.cat(self.position_bias.chunk(self.series, dim=-1))
         gate = gate + bias.to(torch.promote_types(gate.dtype, torch.float32))
@@ -333,16 +338,6 @@ class CompressorByDocument(nn.Module):
             return entries[0]
         padded = functional.pad(entries, (0, 0, 0, max(layout.most, 1) - entries.shape[1]))
         return sp_group.gather_tokens(padded)[0].index_select(0, layout.order)
-
-
-def _in_windows(tokens: torch.Tensor, layout: Entries, series: int) -> torch.Tensor:
-    """Gather the tokens that each compressed entry averages: [entries, series x rate, width] from [tokens, series x
-    width]. With two series these are the preceding window (first columns) and the entry's own window (last columns).
-    Before a document's first window an arbitrary window is taken, which the caller masks.
-    """
-    windows = layout.windows
-    of_series = [(windows - windows.shape[1]).clamp_min(0), windows][-series:]
-    return torch.cat([part[at] for part, at in zip(tokens.chunk(series, dim=-1), of_series, strict=True)], dim=1)
 
 
 class IndexerByDocument(CompressorByDocument):
@@ -424,33 +419,33 @@ class CompressedAttention(nn.Module):
         if sp_group is not None:
             tokens = sp_group.with_tokens_before(tokens, self.sliding_window - 1)
         query, tokens = query.flatten(0, 1), tokens[:, :, 0].flatten(0, 1)
-        of_tokens = tokens_of(shards, self.sliding_window, hidden_states.device)
-        entries, seen = tokens[:0], _Seen(of_tokens, None, None, 0, 1.0)
+        window = tokens_of(shards, self.sliding_window, hidden_states.device)
+        entries, visible = tokens[:0], _VisibleKeys(window, None, None, 0, 1.0)
         if self.compressor is not None:
             entries, scored = self.compressor(hidden_states, low_rank, position_ids, rows=shards, sp_group=sp_group)
-            seen = seen._replace(entries=self.compressor.layout(shards, hidden_states.device))
+            visible = visible._replace(entries=self.compressor.layout(shards, hidden_states.device))
             if scored is not None:
                 indexer: Any = self.compressor.indexer
-                seen = seen._replace(scored=scored, topk=indexer.index_topk, scale=indexer.scorer.softmax_scale)
-        out = self._attend(query, self.for_heads(tokens), self.for_heads(entries), seen)
+                visible = visible._replace(scored=scored, topk=indexer.index_topk, scale=indexer.scorer.softmax_scale)
+        out = self._attend(query, self.for_heads(tokens), self.for_heads(entries), visible)
         out = self.rotate(out.unflatten(0, (rows, length)), cos, sin, is_back=True)
         out = out.reshape(rows, length, self.config.o_groups, -1)
         return self.o_b_proj(self.o_a_proj(out).flatten(2)), None
 
-    def _attend(self, query: torch.Tensor, tokens: torch.Tensor, entries: torch.Tensor, seen: _Seen) -> torch.Tensor:
+    def _attend(
+        self, query: torch.Tensor, tokens: torch.Tensor, entries: torch.Tensor, visible: _VisibleKeys
+    ) -> torch.Tensor:
         """Attention outputs of heads, [tokens, heads, width]. If the layer's indexer is trained, the collector gets the
         divergence of its scores from the attention weights of compressed entries.
         """
-        scored, collector = seen.scored, self.collector
+        scored, collector = visible.scored, self.collector
         if collector is not None and collector.attends_to_all:
-            seen = seen._replace(scored=None, topk=0)
-        out, *others = _Attention.apply(query, tokens, entries, self.sinks, seen, self.scaling, current_outputs())
+            visible = visible._replace(scored=None, topk=0)
+        out, *others = _Attention.apply(query, tokens, entries, self.sinks, visible, self.scaling, current_outputs())
         if collector is not None and collector.is_needed(in_training=self.training):
             assert scored is not None, self.layer_idx
-            seen = seen._replace(scored=None)
-            followed = _EntryWeights(seen.scale, collector.groups, self.scaling, seen)
-            values = divergence_from(followed, scored, query.detach(), entries.detach(), *others)
-            collector.add(self.layer_idx, values)
+            target = _EntryWeights(visible.scale, collector.groups, self.scaling, visible._replace(scored=None))
+            collector.add(self.layer_idx, divergence_from(target, scored, query.detach(), entries.detach(), *others))
         return out  # type: ignore[no-any-return]
 
     def _cached_mask(self, hidden: torch.Tensor, cache: Any) -> torch.Tensor:  # noqa: ANN401 - transformers' Cache

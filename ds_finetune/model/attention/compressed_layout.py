@@ -17,7 +17,7 @@ from ds_finetune.model.attention.by_document import Documents
 
 _LAYOUTS = 8
 """Number of cached layouts. In a forward, all layers with the same compression rate use the same layout."""
-_KEPT_PAIRS = 2**20
+_CACHED_PAIRS = 2**20
 """Boolean masks of up to this many query-key pairs (1 MiB) are cached; larger masks are recomputed."""
 
 
@@ -71,7 +71,7 @@ class Entries:
 
 
 @dataclass(frozen=True, eq=False)
-class SeenTokens:
+class WindowTokens:
     """Which tokens each token of this rank attends to within the sliding window. Token indices refer to this rank's
     tokens of each row, preceded by those received from earlier ranks.
     """
@@ -95,13 +95,13 @@ def _begins(documents: tuple[Documents, ...]) -> np.ndarray:
 
 
 @lru_cache(_LAYOUTS)
-def tokens_of(shards: RowShards, window: int, device: torch.device) -> SeenTokens:
+def tokens_of(shards: RowShards, window: int, device: torch.device) -> WindowTokens:
     """Which tokens each token attends to: the last `window` tokens of its document up to itself."""
     begins = _begins(shards.documents)
     first = np.maximum(begins, np.arange(len(begins)) - window + 1)
-    own, seen = (shards.local_indices(shards.own(of), window - 1) for of in (np.arange(len(begins)), first))
+    own, seen = (shards.local_indices(shards.own(indices), window - 1) for indices in (np.arange(len(begins)), first))
     starts = np.flatnonzero(np.diff(shards.own(begins), prepend=-1, append=-1))
-    return SeenTokens(torch.from_numpy(own).to(device), torch.from_numpy(seen).to(device), own, seen, starts)
+    return WindowTokens(torch.from_numpy(own).to(device), torch.from_numpy(seen).to(device), own, seen, starts)
 
 
 @lru_cache(_LAYOUTS)
@@ -130,19 +130,21 @@ def entries_of(shards: RowShards, rate: int, before: int, device: torch.device) 
 
 
 @dataclass(eq=False)
-class QueryPart:
+class QueryBlock:
     """A block of queries, with the ranges of tokens and compressed entries that they attend to."""
 
     queries: slice
     tokens: slice
     entries: slice
-    keeps_seen: bool = False
-    seen: torch.Tensor | None = None
+    caches_mask: bool = False
+    mask: torch.Tensor | None = None
     """Mask of the tokens and compressed entries that each query sees, bool [queries, keys]; None if not cached."""
 
 
 @lru_cache(_LAYOUTS)
-def parts_of(tokens: SeenTokens, entries: Entries | None, topk: int, queries: int, pairs: int) -> tuple[QueryPart, ...]:
+def blocks_of(
+    tokens: WindowTokens, entries: Entries | None, topk: int, queries: int, pairs: int
+) -> tuple[QueryBlock, ...]:
     """Split queries into blocks of at most `queries`, from one document or several complete documents, and split blocks
     with more than `pairs` query-key products further. A block's tokens start at the first one that any of its queries
     sees.
@@ -155,16 +157,16 @@ def parts_of(tokens: SeenTokens, entries: Entries | None, topk: int, queries: in
             times = -(-(stop - begin) // queries)
             stops += [begin + (stop - begin) * part // times for part in range(1, times + 1)]
     first, end = entries.ranges if entries is not None else (np.zeros(len(own), int),) * 2
-    parts, products = [], 0
+    blocks, products = [], 0
     for begin, stop in pairwise(stops):
         while begin < stop:
             keys = int(own[stop - 1] - seen[begin]) + 1
             keys += min(int(end[stop - 1] - first[begin]), topk or len(own))
             last = begin + max(1, min(stop - begin, pairs // keys))
-            of_tokens = slice(int(seen[begin]), int(own[last - 1]) + 1)
-            parts.append(QueryPart(slice(begin, last), of_tokens, slice(int(first[begin]), int(end[last - 1]))))
+            window = slice(int(seen[begin]), int(own[last - 1]) + 1)
+            blocks.append(QueryBlock(slice(begin, last), window, slice(int(first[begin]), int(end[last - 1]))))
             products += (last - begin) * keys
             begin = last
-    for part in parts:
-        part.keeps_seen = products <= _KEPT_PAIRS
-    return tuple(parts)
+    for block in blocks:
+        block.caches_mask = products <= _CACHED_PAIRS
+    return tuple(blocks)

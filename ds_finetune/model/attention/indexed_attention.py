@@ -5,9 +5,10 @@ documents of up to `index_topk` tokens these are all tokens. So an untrained ind
 longer.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -35,30 +36,32 @@ class ScoreInputs(NamedTuple):
     """Weights of the indexer's heads, fp32 [batch, tokens, heads]."""
 
 
-class KeyPart(NamedTuple):
+class KeyBlock(NamedTuple):
     """A block of queries, and the range of keys that they attend to."""
 
     queries: slice
     keys: slice
 
 
-class FollowedWeights(Protocol):
-    """Interface of an indexer's target: the attention weights of a layer. Methods take the attention's tensors, such as
-    queries and keys.
+@dataclass(frozen=True)
+class IndexerTarget(ABC):
+    """An indexer's target: the attention weights of a layer. Methods take the attention's tensors, such as queries and
+    keys.
     """
 
-    @property
-    def scale(self) -> float:
-        """Factor by which the indexer's query-key products are multiplied."""
+    scale: float
+    """Factor by which the indexer's query-key products are multiplied."""
+    groups: tuple[RankGroup, ...]
+    """Process groups over which the attention weights of all heads are summed."""
+    scaling: float
+    """Factor by which the attention's query-key products are multiplied."""
 
-    @property
-    def groups(self) -> tuple[RankGroup, ...]:
-        """Process groups over which the attention weights of all heads are summed."""
-
-    def parts(self, index: ScoreInputs, tensors: Sequence[Any]) -> Iterator[KeyPart]:
+    @abstractmethod
+    def blocks(self, index: ScoreInputs, tensors: Sequence[Any]) -> Iterator[KeyBlock]:
         """Split the queries into blocks, to bound memory."""
 
-    def weights(self, part: KeyPart, tensors: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    @abstractmethod
+    def weights(self, block: KeyBlock, tensors: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention weights of a block's keys, fp32 [queries, keys], summed over this rank's heads, and a mask of the
         keys that each query sees, bool [queries, keys].
         """
@@ -74,7 +77,7 @@ def index_scores(part: ScoreInputs, scale: float) -> torch.Tensor:
 
 def divergences(
     scored: ScoreInputs,
-    followed: FollowedWeights,
+    target: IndexerTarget,
     attention: tuple[torch.Tensor, torch.Tensor],
     *,
     documents: Sequence[Sequence[int]],
@@ -93,15 +96,15 @@ def divergences(
         split = [part[row].detach().split(tuple(lengths), dim=1) for part in attention]
         masks = [None] * len(lengths) if chosen is None else chosen[row]
         parts = zip(*index, *split, masks, strict=True)
-        rows.append(torch.cat([divergence_from(followed, ScoreInputs(*part[:3]), *part[3:]) for part in parts]))
+        rows.append(torch.cat([divergence_from(target, ScoreInputs(*part[:3]), *part[3:]) for part in parts]))
     return torch.stack(rows)
 
 
-def divergence_from(followed: FollowedWeights, scored: ScoreInputs, *tensors: torch.Tensor | None) -> torch.Tensor:
+def divergence_from(target: IndexerTarget, scored: ScoreInputs, *tensors: torch.Tensor | None) -> torch.Tensor:
     """KL divergence D_KL(p || softmax(I)) of each query in nats, fp32 [queries]. `tensors` give the attention weights
     p, and `scored` the indexer scores I. Only `scored` gets a gradient.
     """
-    return _Divergence.apply(followed, *scored, *tensors)  # type: ignore[no-any-return]
+    return _Divergence.apply(target, *scored, *tensors)  # type: ignore[no-any-return]
 
 
 class _Divergence(torch.autograd.Function):
@@ -110,80 +113,75 @@ class _Divergence(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,  # noqa: ANN401
-        followed: FollowedWeights,
+        target: IndexerTarget,
         index_query: torch.Tensor,
         index_key: torch.Tensor,
         index_weight: torch.Tensor,
         *tensors: torch.Tensor | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(index_query, index_key, index_weight, *tensors)
-        ctx.followed = followed
+        ctx.target = target
         index = ScoreInputs(index_query, index_key, index_weight)
-        parts = followed.parts(index, tensors)
-        return torch.cat([_divergence(_of_part(index, part), followed, part, tensors) for part in parts])
+        blocks = target.blocks(index, tensors)
+        return torch.cat([_divergence(_block_of(index, block), target, block, tensors) for block in blocks])
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
         # Saved tensors are read only once, because activation checkpointing does not allow a second read.
-        saved, followed = ctx.saved_tensors, ctx.followed
+        saved, target = ctx.saved_tensors, ctx.target
         index, tensors = ScoreInputs(*saved[:3]), saved[3:]
         index_grads = ScoreInputs(*(torch.zeros_like(tensor, dtype=torch.float32) for tensor in index))
-        for part in followed.parts(index, tensors):
+        for block in target.blocks(index, tensors):
             with torch.enable_grad():
-                leaves = ScoreInputs(*(tensor.detach().requires_grad_() for tensor in _of_part(index, part)))
-                values = _divergence(leaves, followed, part, tensors)
-                grads = torch.autograd.grad(values, leaves, grad[part.queries])
-            for total, of_part in zip(_of_part(index_grads, part), grads, strict=True):
-                total += of_part
-        of_index = (total.to(tensor.dtype) for total, tensor in zip(index_grads, index, strict=True))
-        return (None, *of_index, *(None for _ in tensors))
+                leaves = ScoreInputs(*(tensor.detach().requires_grad_() for tensor in _block_of(index, block)))
+                values = _divergence(leaves, target, block, tensors)
+                grads = torch.autograd.grad(values, leaves, grad[block.queries])
+            for total, block_grad in zip(_block_of(index_grads, block), grads, strict=True):
+                total += block_grad
+        d_index = (total.to(tensor.dtype) for total, tensor in zip(index_grads, index, strict=True))
+        return (None, *d_index, *(None for _ in tensors))
 
 
-def _of_part(index: ScoreInputs, part: KeyPart) -> ScoreInputs:
-    return ScoreInputs(index.query[part.queries], index.key[part.keys], index.weight[part.queries])
+def _block_of(index: ScoreInputs, block: KeyBlock) -> ScoreInputs:
+    return ScoreInputs(index.query[block.queries], index.key[block.keys], index.weight[block.queries])
 
 
 def _divergence(
-    index: ScoreInputs, followed: FollowedWeights, part: KeyPart, tensors: tuple[torch.Tensor | None, ...]
+    index: ScoreInputs, target: IndexerTarget, block: KeyBlock, tensors: tuple[torch.Tensor | None, ...]
 ) -> torch.Tensor:
     """KL divergence of an indexer's scores from the attention weights for a block of queries, fp32 [queries]."""
     with torch.no_grad():
-        weights, is_seen = followed.weights(part, tensors)
-        for group in followed.groups:
+        weights, is_seen = target.weights(block, tensors)
+        for group in target.groups:
             weights = group.all_reduce(weights)
         # A query that sees no key has attention weights that sum to 0, so they must not be divided by their sum.
         weights = weights / weights.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
-    scores = index_scores(index, followed.scale).masked_fill(~is_seen, float("-inf"))
+    scores = index_scores(index, target.scale).masked_fill(~is_seen, float("-inf"))
     # For an unseen key, weight 0 times log-probability -inf would be NaN, so the latter is set to 0.
     logs = scores.log_softmax(dim=-1).masked_fill(~is_seen, 0.0)
     return (torch.xlogy(weights, weights) - weights * logs).sum(dim=-1)
 
 
-@dataclass(frozen=True)
-class _DocumentWeights:
+class _DocumentWeights(IndexerTarget):
     """An indexer's target within one document: the attention weights. `tensors` are query and key [heads, tokens,
     width] and a mask of chosen tokens, bool [tokens, tokens], or None for all earlier tokens.
     """
 
-    scale: float
-    groups: tuple[RankGroup, ...]
-    scaling: float
-
-    def parts(self, index: ScoreInputs, tensors: Sequence[Any]) -> Iterator[KeyPart]:
+    def blocks(self, index: ScoreInputs, tensors: Sequence[Any]) -> Iterator[KeyBlock]:
         tokens, heads = len(index.query), max(index.query.shape[1], len(tensors[0]))
         at_once = max(1, SCORES_AT_ONCE // (tokens * heads))
         for begin in range(0, tokens, at_once):
             end = min(begin + at_once, tokens)
-            yield KeyPart(slice(begin, end), slice(0, end))
+            yield KeyBlock(slice(begin, end), slice(0, end))
 
-    def weights(self, part: KeyPart, tensors: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    def weights(self, block: KeyBlock, tensors: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
         query, key, chosen = tensors
         if chosen is None:
-            positions = torch.arange(part.keys.stop, device=query.device)
-            is_seen = positions <= positions[part.queries, None]
+            positions = torch.arange(block.keys.stop, device=query.device)
+            is_seen = positions <= positions[block.queries, None]
         else:
-            is_seen = chosen[part.queries, part.keys]
-        logits = query[:, part.queries].float() @ key[:, part.keys].float().transpose(1, 2) * self.scaling
+            is_seen = chosen[block.queries, block.keys]
+        logits = query[:, block.queries].float() @ key[:, block.keys].float().transpose(1, 2) * self.scaling
         return logits.masked_fill(~is_seen, float("-inf")).softmax(dim=-1).sum(dim=0), is_seen
 
 
@@ -271,7 +269,8 @@ class IndexedAttention(nn.Module):
             latent, rotary_key = cache.update(latent, rotary_key, self.layer_idx)
         is_by_document = self.config._attn_implementation == BY_DOCUMENT
         if self.indexer is not None and is_by_document and (self.chooses or cache is not None):
-            scored = _score_inputs(self, hidden, low_rank, position_embeddings)
+            with torch.set_grad_enabled(torch.is_grad_enabled() and self.collector is not None):
+                scored = _inputs_of_scores(self, hidden.detach(), low_rank.detach(), position_embeddings)
             if cache is not None:
                 scored = scored._replace(key=cache.update_indexer(scored.key, self.layer_idx))
             if others.get("sp_group") is not None:
@@ -358,16 +357,6 @@ def _project(
     return low_rank, torch.cat([plain, rotated], dim=-1), attention.kv_a_layernorm(latent)[:, None], rotary_key
 
 
-def _score_inputs(
-    attention: IndexedAttention,
-    hidden: torch.Tensor,
-    low_rank: torch.Tensor,
-    position_embeddings: tuple[torch.Tensor, torch.Tensor],
-) -> ScoreInputs:
-    with torch.set_grad_enabled(torch.is_grad_enabled() and attention.collector is not None):
-        return _inputs_of_scores(attention, hidden.detach(), low_rank.detach(), position_embeddings)
-
-
 def _inputs_of_scores(
     attention: IndexedAttention,
     hidden: torch.Tensor,
@@ -380,9 +369,9 @@ def _inputs_of_scores(
     indexer, rope = attention.indexer, attention.indexer.qk_rope_head_dim
     query = indexer.wq_b(low_rank).unflatten(-1, (indexer.n_heads, indexer.head_dim))
     key = indexer.k_norm(indexer.wk(hidden))[:, :, None]
-    turn, query_and_key = "pairs" if attention.rotates_pairs else "halves", (query, key)
+    kind, query_and_key = "pairs" if attention.rotates_pairs else "halves", (query, key)
     rotated = attention.rotate(
-        turn, *(each[..., :rope].transpose(1, 2) for each in query_and_key), *position_embeddings
+        kind, *(each[..., :rope].transpose(1, 2) for each in query_and_key), *position_embeddings
     )
     query, key = (
         torch.cat([part.transpose(1, 2), original[..., rope:]], dim=-1)

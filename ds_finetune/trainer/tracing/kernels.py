@@ -223,7 +223,7 @@ def _add_rounded(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
 CACHED_LAYOUTS = (
     compressed_layout.tokens_of,
     compressed_layout.entries_of,
-    compressed_layout.parts_of,
+    compressed_layout.blocks_of,
     by_document.document_batches,
     gated_delta._batches_on,
 )

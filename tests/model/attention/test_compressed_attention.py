@@ -150,7 +150,7 @@ def test_documents_of_packed_rows_are_those_of_transformers_alone(
     at_once: int, make: Callable[..., Models], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compressed_attention, "PRODUCTS_AT_ONCE", at_once)
-    monkeypatch.setattr(compressed_layout, "_KEPT_PAIRS", 2**20 if at_once > 2**20 else 0)
+    monkeypatch.setattr(compressed_layout, "_CACHED_PAIRS", 2**20 if at_once > 2**20 else 0)
     _assert_equal(make())
 
 

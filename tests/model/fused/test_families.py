@@ -12,7 +12,7 @@ from ds_finetune.model.attention.compressed_attention import CompressedAttention
 from ds_finetune.model.attention.indexed_attention import (
     DivergenceCollector,
     IndexedAttention,
-    _score_inputs,
+    _inputs_of_scores,
     expect_documents,
     index_scores,
     train_indexers,
@@ -118,7 +118,7 @@ def test_scores_of_indexers_are_the_same(family: str, kernels: str) -> None:
     for is_fused in (False, True):
         if is_fused:
             install.install_fused(lm, "a test")
-        scored = _score_inputs(attention, hidden, attention.q_a_proj(hidden), angles)
+        scored = _inputs_of_scores(attention, hidden, attention.q_a_proj(hidden), angles)
         scores = torch.stack([index_scores(type(scored)(*each), 1.0) for each in zip(*scored, strict=True)])
         weights = list(attention.indexer.parameters())
         found.append([scores.detach(), *torch.autograd.grad(scores.square().sum(), weights)])
