@@ -25,8 +25,8 @@ from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.units import GIB
 from ds_finetune.foreign.auto_configs import AutoConfig
 from ds_finetune.model.build.meta_model import described
-from ds_finetune.plan.estimate.peaks import gpu_of_device
 from ds_finetune.plan.model_shape import Shape
+from ds_finetune.plan.search.machines import gpu_of_device
 
 _TINY_TOKENS = 48
 _WARM_STEPS = 2

@@ -65,8 +65,7 @@ def _init(arguments: Arguments) -> None:
 
 def _convert(path: Path, arguments: Arguments) -> None:
     """Convert another trainer's file to a run file and write it. Its comments say what became of each key."""
-    from ds_finetune.config.conversion import ConvertedRun
-    from ds_finetune.config.other_files import read_other_file
+    from ds_finetune.config.conversion import ConvertedRun, read_other_file
     from ds_finetune.config.run_file import write_run_file
 
     file, out = read_other_file(path), Path(arguments.out)

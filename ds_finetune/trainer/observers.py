@@ -36,7 +36,7 @@ from ds_finetune.observers.routers import (
 from ds_finetune.observers.stopping import SkippedSteps, StopSignals
 from ds_finetune.observers.trackers import Trackers
 from ds_finetune.observers.writers import MOST_SAMPLES, MetricsFile, RankTimesFile, SampleFile
-from ds_finetune.plan.estimate.peaks import gpu_of_device
+from ds_finetune.plan.search.machines import gpu_of_device
 from ds_finetune.runs.folder import EXPERTS
 from ds_finetune.runs.metrics import Sample
 from ds_finetune.trainer.batches import batch_plan
@@ -44,8 +44,7 @@ from ds_finetune.trainer.exports import Exports
 from ds_finetune.trainer.forecast import forecast_check
 from ds_finetune.trainer.prepare import PreparedRun, mismatched_answers
 from ds_finetune.trainer.resume import ResumePoint, make_state_text, restore_observers
-from ds_finetune.trainer.rollouts.evaluation import RewardEvaluation
-from ds_finetune.trainer.rollouts.observer import LOSS_NOTE, RolloutMetrics, RolloutSamples
+from ds_finetune.trainer.rollouts.observer import LOSS_NOTE, RewardEvaluation, RolloutMetrics, RolloutSamples
 from ds_finetune.trainer.rollouts.source import RolloutSource
 from ds_finetune.trainer.run_records import synchronise_records
 

@@ -3,7 +3,7 @@
 import pytest
 
 from ds_finetune.errors import ConfigError
-from ds_finetune.plan.estimate.peaks import GPUS, gpu_named, gpu_of_device
+from ds_finetune.plan.search.machines import GPUS, gpu_named, gpu_of_device
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from ds_finetune.engine.sampling.answers import SampledAnswer, SamplingRequest
 from ds_finetune.objectives.grpo import pass_at, pass_shares
 from ds_finetune.objectives.rewards.pool import open_rewards
 from ds_finetune.plan.mesh import Mesh
-from ds_finetune.trainer.rollouts.evaluation import RewardEvaluation, held_out_scores
+from ds_finetune.trainer.rollouts.observer import RewardEvaluation, held_out_scores
 from ds_finetune.trainer.rollouts.rollout import AnswerGroup, Rollout, RolloutFiles
 from ds_finetune.trainer.rollouts.sampling import AnswerTexts, Sampler, allowed_ids
 from tests.objectives.rewards.scoring import section_of
