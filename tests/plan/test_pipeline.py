@@ -91,14 +91,14 @@ def test_a_rank_holds_as_many_forwards_as_the_plan_says(pp: int, vpp: int, micro
             3,
             [],
             "parallel.pp 2 x parallel.vpp 3 = 6 chunks are more than the 4 layers of the model",
-            "set parallel.vpp to 2 at most",
+            "set parallel.vpp to at most 2",
         ),
         (
             2,
             2,
             [2, 2],
             "parallel.pp_layers [2, 2] does not divide 4 layers over 2 x 2 chunks",
-            "name 4 numbers of at least 1 whose sum is 4, or leave it out",
+            "name 4 numbers of at least 1 whose sum is 4, or leave parallel.pp_layers out",
         ),
     ],
 )
@@ -134,7 +134,7 @@ def _config(**sections: Any) -> RunConfig:
     [
         (
             {"parallel": {"vpp": 2}},
-            "parallel.vpp 2 with parallel.pp 1",
+            "parallel.vpp 2 with parallel.pp 1, which has no pipeline stages to interleave",
             "set parallel.pp, or leave parallel.vpp out",
         ),
         (
