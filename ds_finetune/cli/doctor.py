@@ -94,7 +94,6 @@ def _this_machine() -> Host:
 
 
 def _show(checks: "Sequence[Check]", *, as_json: bool) -> None:
-    """Print the checks of hosts. If one has failed, raise SystemExit with the exit code of user errors."""
     if as_json:
         OUT.print(json.dumps([asdict(check) for check in checks], indent=1), markup=False)
     else:

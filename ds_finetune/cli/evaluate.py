@@ -59,7 +59,6 @@ def _add_data_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _objective(text: str) -> object:
-    """Parse the objective on the command line, which is its name or a mapping in YAML."""
     import yaml
 
     try:
@@ -189,9 +188,6 @@ def _sets_of(files: Sequence[str]) -> Sequence[str] | Mapping[str, list[str]]:
 
 
 def _table(metrics: Mapping[str, "Metric"], arguments: Arguments, caption: str) -> Table:
-    """Make a table of metrics with their confidence intervals. With a baseline model, the table also has the baseline's
-    metrics and the differences.
-    """
     is_compared = any(metric.baseline is not None for metric in metrics.values())
     compared = ["baseline", "difference"] if is_compared else []
     table = Table(

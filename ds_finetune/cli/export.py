@@ -87,9 +87,6 @@ def _push(folder: Path, repository: str | None) -> None:
 
 
 def _check(arguments: Arguments) -> None:
-    """Verify an exported folder. VerificationError if it differs from its verification record; ConfigError or
-    ExportError if it cannot be verified.
-    """
     options = {"--format": arguments.format, "--dtype": arguments.dtype, "--max-shard-size": arguments.max_shard_size}
     options |= {"--no-cache": arguments.no_cache, "--no-verify": not arguments.verify}
     options_given = [name for name, value in options.items() if value]

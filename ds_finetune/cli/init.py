@@ -64,7 +64,6 @@ def _init(arguments: Arguments) -> None:
 
 
 def _convert(path: Path, arguments: Arguments) -> None:
-    """Convert another trainer's file to a run file and write it. Its comments say what became of each key."""
     from ds_finetune.config.conversion import ConvertedRun, read_other_file
     from ds_finetune.config.run_file import write_run_file
 

@@ -52,7 +52,6 @@ def add_commands(commands: Commands) -> None:
 
 
 def _hosts(arguments: Arguments, nproc: int | None) -> tuple[Host, ...]:
-    """The hosts on which ranks start: a selection from the hostfile, or this machine with `nproc` ranks."""
     if arguments.hostfile:
         if nproc is not None:
             raise LaunchError(

@@ -156,7 +156,6 @@ def _memory_lines(memory: "MemoryEstimate") -> Iterator[tuple[str, str]]:
 
 
 def _layout_lines(result: "SearchResult", given: "RunSettings") -> Iterator[tuple[str, str]]:
-    """Two lines for each proposed layout: the layout and the memory that it needs, and the overrides that select it."""
     from ds_finetune.plan.search.candidates import layout_overrides
     from ds_finetune.plan.search.search import layout_text
 

@@ -51,7 +51,6 @@ def _try(arguments: Arguments) -> None:
 
 
 def _result_text(part: "Part") -> str:
-    """Format what a reward function returned for an answer: an error, or a score and the result read from it."""
     if "error" in part:
         return str(part["error"])
     read = {None: "", False: " (no result read)", True: f" (read {part.get('read')!r})"}

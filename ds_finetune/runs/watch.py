@@ -188,7 +188,6 @@ class _Runs:
         return _answer(request, page)
 
     def _read(self, name: str) -> RunFolder:
-        """Find the run `name`, and read its new metrics."""
         self._search()
         if name not in self._runs:
             raise HTTPException(404, f"there is no run {name!r} in {self._root}")
@@ -201,7 +200,6 @@ class _Runs:
         return folder
 
     def _search(self) -> None:
-        """Search the folder for new and removed runs, but at most every two seconds."""
         if time.monotonic() < self._searched_at + _SEARCH_SECONDS:
             return
         self._runs = {run.name: self._runs.get(run.name, run) for run in find_runs(self._root)}

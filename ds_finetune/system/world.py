@@ -230,7 +230,6 @@ def _check_hostfile_arguments(line: list[str]) -> None:
 
 
 def _scheduler(environ: Mapping[str, str]) -> tuple[str, ...] | None:
-    """Names of the scheduler's environment variables for rank, size and local rank; None without Open MPI or Slurm."""
     if _OPEN_MPI[0] in environ:
         return _OPEN_MPI
     if (
@@ -269,7 +268,6 @@ def _check_leftover_variables(environ: Mapping[str, str], scheduler: tuple[str, 
 
 
 def _check_other_mpi(environ: Mapping[str, str], world_size: str) -> None:
-    """LaunchError where an unsupported launcher has started more processes, each of which would be its own run."""
     sizes = _OTHER_SIZES + _PARTS_OF_OTHERS * (world_size == "1")
     wrong = [name for name in sizes if environ.get(name, "1") not in ("1", world_size)]
     wrong += [name for name in _OTHER_RANKS if world_size == "1" and environ.get(name, "0") != "0"]

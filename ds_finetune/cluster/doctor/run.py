@@ -130,9 +130,6 @@ def resolve_on(resolve: Resolve, hosts: Sequence[Host], device: str) -> tuple["R
 def _single_host_checks(
     request: DoctorRequest, cluster: Cluster, resolved: "ResolvedRun | None", device: str
 ) -> Iterator[Check]:
-    """Examine each host by itself: its GPUs, compiler, disk and memory, and whether its copies of the run's files equal
-    those on this machine.
-    """
     here, queries = digests(request.files if len(request.hosts) > 1 else ()), {}
     for number, (name, host) in enumerate(cluster.hosts.items()):
         query: dict[str, Any] = {"digests": {"paths": list(here)}} | ({"gpus": {}} if device == "cuda" else {})

@@ -206,7 +206,6 @@ class ExperimentRun:
         return self.code != 0 and skipped is not None and skipped.last > 0
 
     def _why_failed(self) -> str:
-        """Text that says why the run failed: its exit code or signal, with the last lines of its output."""
         if self.code == INTERRUPTED_EXIT_CODE:
             return "it was ended by a signal"
         lines = (self.folder / LOG).read_text(encoding="utf-8", errors="replace").splitlines()

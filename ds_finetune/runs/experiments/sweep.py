@@ -96,9 +96,6 @@ def run_sweep(sweep: SweepConfig, say: Say) -> dict[str, Any]:
 
 
 def _open_study(sweep: SweepConfig, say: Say) -> "Study":
-    """Open or create optuna's study in the sweep's folder, which the caller has locked. ConfigError if the folder holds
-    the study of another sweep.
-    """
     optuna = import_optuna()
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend
@@ -136,7 +133,6 @@ def _open_study(sweep: SweepConfig, say: Say) -> "Study":
 
 
 def _trial_jobs(sweep: SweepConfig, study: "Study", say: Say) -> Iterator[Job]:
-    """Yield jobs that train trials: first the trials that an earlier process left unfinished, then new ones."""
     from optuna.trial import Trial, TrialState
 
     for frozen in study.get_trials(states=(TrialState.RUNNING,)):
@@ -151,7 +147,6 @@ def _trial_jobs(sweep: SweepConfig, study: "Study", say: Say) -> Iterator[Job]:
 
 
 def _check_failures(sweep: SweepConfig, study: "Study") -> None:
-    """Raise RunError if the last `max_failed` trials have all failed."""
     finished = [trial for trial in study.get_trials(deepcopy=False) if trial.state.is_finished()]
     last = finished[-sweep.max_failed :]
     if len(last) == sweep.max_failed and all(trial.state.name == "FAIL" for trial in last):
@@ -162,7 +157,6 @@ def _check_failures(sweep: SweepConfig, study: "Study") -> None:
 
 
 async def _run_trial(sweep: SweepConfig, study: "Study", trial: "Trial", say: Say, slot: RunSlot) -> None:
-    """Train one trial, report each value of its metric to optuna's pruner, and store its result in the study."""
     # Sample the trial's values as `Study.ask(space)` does. If a killed process has sampled some of them already,
     # `_suggest` returns those (optuna 5.0.0, trial/_trial.py).
     parameters = {key: trial._suggest(key, values.distribution()) for key, values in sweep.space.items()}
@@ -223,7 +217,6 @@ def _outcome(sweep: SweepConfig, run: ExperimentRun) -> tuple[str, float | None,
 
 
 def _write_result(sweep: SweepConfig, study: "Study") -> dict[str, Any]:
-    """Write `sweep.json` with all trials and the number of the best one, and return its content."""
     trials = study.get_trials(deepcopy=False)
     tree = {
         "format": 1,

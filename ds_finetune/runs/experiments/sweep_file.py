@@ -155,7 +155,6 @@ def read_sweep(path: Path, overrides: Sequence[str] = ()) -> SweepConfig:
 
 
 def _check_metric(sweep: SweepConfig, config: RunConfig) -> None:
-    """Raise ConfigError if no trial will record the sweep's metric, or if the pruner would never get a value of it."""
     if not sweep.metric.startswith("eval/"):
         return
     if not config.data.held_out_sets:

@@ -171,9 +171,6 @@ def run_labels(runs: Sequence[RunFolder]) -> list[str]:
 
 
 def _lines_of(curve: Curve, name: str, line: Line, most: int) -> Iterator[Line]:
-    """The lines that draw one metric. Evaluations and saves are drawn as points. Other metrics are drawn as values, and
-    with their smoothed mean if they have many values.
-    """
     steps, values = curve.steps, curve.values
     indices = drawn_points(values, most)
     line = replace(line, x=steps[indices], y=values[indices])

@@ -127,9 +127,6 @@ def _new_in_tokenizer(tokenizer_config: Mapping[str, Any]) -> str:
 
 
 def _prompt_lines(run: RunFolder, folder: Path) -> list[str]:
-    """Lines of a model card about the prompt format, from the tokenizer in `folder`, or else from that in the run's
-    folder `export`.
-    """
     from ds_finetune.data.prompt_format import prompt_lines
     from ds_finetune.data.tokenizer_files import load_tokenizer
 

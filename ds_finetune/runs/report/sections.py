@@ -120,7 +120,6 @@ def _tiles(run: RunFolder, status: RunStatus) -> list[Tile]:
 
 
 def _warnings(run: RunFolder) -> list[str]:
-    """Warnings for the page of a run: unreadable files, files of another version, and a run without steps."""
     warnings = [text for text in (run.metrics.problem, *run.problems) if text]
     written_by = run.versions.get("ds_finetune", "")
     if written_by not in ("", "not installed", __version__):

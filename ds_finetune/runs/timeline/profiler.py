@@ -145,9 +145,6 @@ class StepProfiler:
             say(line)
 
     def _read(self) -> tuple[dict[str, Any], str]:
-        """Read the trace of torch.profiler through a temporary file. Returns the trace and an error message (empty on
-        success).
-        """
         profiler, self._profile = self._profile, None
         if profiler is None:
             return {"traceEvents": [], "baseTimeNanoseconds": 0}, ""
