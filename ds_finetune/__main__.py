@@ -3,7 +3,7 @@
 import sys
 from typing import NoReturn
 
-from ds_finetune.cli.interrupts import ended_by_interrupt
+from ds_finetune.system.processes import ended_by_interrupt
 
 
 def main() -> NoReturn:

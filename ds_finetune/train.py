@@ -16,7 +16,7 @@ sys.path[:] = [str(_HERE.parent)] + [
     entry for entry in sys.path if Path(entry or ".").resolve() not in (_HERE, _HERE.parent)
 ]
 
-from ds_finetune.cli.interrupts import ended_by_interrupt  # noqa: E402 - only importable from here on
+from ds_finetune.system.processes import ended_by_interrupt  # noqa: E402 - only importable from here on
 
 with ended_by_interrupt():
     from ds_finetune.cli.main import run_and_exit

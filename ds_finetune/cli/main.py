@@ -20,12 +20,11 @@ from typing import NoReturn
 
 from ds_finetune import __version__
 from ds_finetune.cli.arguments import BEGINNING, Arguments, CommandParser, add_command
-from ds_finetune.cli.interrupts import INTERRUPT_EXIT_CODE
-from ds_finetune.cluster.launch.rank_logs import RUN_ID
 from ds_finetune.console.quiet import quiet_packages
 from ds_finetune.console.tables import LOST, show_error, show_piece
 from ds_finetune.errors import RUN_ERROR_EXIT_CODE, ConfigError, FinetuneError
-from ds_finetune.system.error_file import record_error
+from ds_finetune.system.processes import INTERRUPT_EXIT_CODE
+from ds_finetune.system.rank_files import RUN_ID, record_error
 from ds_finetune.system.versions import check_versions
 
 _MODULES = (

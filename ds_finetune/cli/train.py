@@ -14,10 +14,10 @@ from ds_finetune.cli.arguments import (
     positive,
     read_run,
 )
-from ds_finetune.cli.interrupts import ended_by_interrupt
 from ds_finetune.console.quiet import quiet_packages
 from ds_finetune.console.tables import show_line
 from ds_finetune.errors import INTERRUPTED_EXIT_CODE
+from ds_finetune.system.processes import ended_by_interrupt
 from ds_finetune.system.world import World
 
 

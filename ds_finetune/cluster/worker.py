@@ -9,10 +9,10 @@ import sys
 from typing import NoReturn
 
 from ds_finetune.cli import main as cli
-from ds_finetune.cluster.launch.rank_logs import RUN_ID, log_name, logs_folder
 from ds_finetune.config.schema import read_config
 from ds_finetune.errors import FinetuneError
 from ds_finetune.system.processes import die_with_parent
+from ds_finetune.system.rank_files import RUN_ID, log_name, logs_folder
 from ds_finetune.system.world import World
 
 

@@ -17,7 +17,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
+INTERRUPT_EXIT_CODE = 128 + signal.SIGINT
+"""Exit code of a command that Ctrl-C ended, as shells use it. (A run that saves after Ctrl-C exits with 3.)"""
 _PROC = Path("/proc")
 _OOM_KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 _LEAST_SECONDS = 4.0
@@ -130,6 +133,28 @@ def handle_signals(handler: Callable[[int], object]) -> Iterator[None]:
     finally:
         for number, earlier in before.items():
             signal.signal(number, earlier)
+
+
+@contextmanager
+def ended_by_interrupt() -> Iterator[None]:
+    """Context manager in which Ctrl-C ends the process and prints one line.
+
+    It surrounds imports, which take seconds and need no cleaning up. KeyboardInterrupt would print their traceback, or
+    an imported package would catch it.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if before != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, _end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        os.write(2, b"error: interrupted\n")
+    os._exit(INTERRUPT_EXIT_CODE)
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:

@@ -21,7 +21,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from ds_finetune.cluster.launch.rank_logs import RUN_ID
+from ds_finetune.system.rank_files import RUN_ID
 from tests.cluster.bed import Bed
 from tests.running import tiny_task
 

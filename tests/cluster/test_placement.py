@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from ds_finetune.cluster.launch.commands import Job, mpirun_command, starting_environment
-from ds_finetune.cluster.launch.rank_logs import RUN_ID
 from ds_finetune.config.hostfile import Host
+from ds_finetune.system.rank_files import RUN_ID
 from tests.cluster.bed import Bed
 from tests.cluster.slurm import Slurm, allocate, why_no_slurm
 from tests.cluster.training import job_on, processes_with, started

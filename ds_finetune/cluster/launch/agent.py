@@ -25,11 +25,10 @@ from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousPara
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from ds_finetune.cluster.host_program import HostProgram, kill_children
-from ds_finetune.cluster.launch.rank_logs import log_name
 from ds_finetune.errors import INTERRUPTED_EXIT_CODE, USER_ERROR_EXIT_CODE
-from ds_finetune.system.error_file import ERROR_FILE
 from ds_finetune.system.info import interface_towards
 from ds_finetune.system.processes import oom_kills
+from ds_finetune.system.rank_files import ERROR_FILE, log_name
 
 _GRACE_SECONDS = 4.0
 """Seconds from the first failure of a rank until the other ranks of its host are killed. Meanwhile they write reports.

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 
 from ds_finetune.cluster.host_checks import groups_of, ranks_of
 from ds_finetune.cluster.launch.environment import interface_variables, redacted
-from ds_finetune.cluster.launch.rank_logs import RUN_ID
 from ds_finetune.config.hostfile import Host
 from ds_finetune.config.units import spans_text
 from ds_finetune.errors import LaunchError
 from ds_finetune.plan.mesh import Axis, Mesh
+from ds_finetune.system.rank_files import RUN_ID
 from ds_finetune.system.world import slurm_nodes
 
 ENTRY_MODULE = "ds_finetune.cluster.worker"
@@ -190,7 +190,6 @@ def torchrun_commands(job: Job) -> list[list[str]]:
 
 
 def _check_whole_hosts(job: Job, launcher: str, hint: str) -> None:
-    """Raise LaunchError if the hostfile names a user, port or devices, for which mpirun and srun have no options."""
     for host in job.hosts:
         if host.user or host.port or host.devices:
             raise LaunchError(

@@ -10,8 +10,8 @@ import yaml
 
 from ds_finetune.cluster.launch.commands import Job, srun_options
 from ds_finetune.cluster.launch.environment import may_show, redacted
-from ds_finetune.cluster.launch.rank_logs import RUN_ID
 from ds_finetune.errors import INTERRUPTED_EXIT_CODE, LaunchError
+from ds_finetune.system.rank_files import RUN_ID
 from ds_finetune.system.world import DEFAULT_PORT
 
 SAVE_SECONDS = 300
@@ -169,7 +169,6 @@ def _yaml(text: str) -> str:
 
 
 def _equal_slots(request: EmitRequest, what: str, hint: str) -> tuple[int, int]:
-    """The number of hosts and the slots of each host. LaunchError if hosts differ in their slots."""
     slots = {host.slots: host.name for host in request.job.hosts}
     chosen = [host for host in request.job.hosts if host.devices]
     if len(slots) != 1:

@@ -26,7 +26,6 @@ from ds_finetune.cluster.host_checks import (
 from ds_finetune.cluster.hosts import Cluster, Event, Reply
 from ds_finetune.cluster.launch.commands import Job
 from ds_finetune.cluster.launch.environment import interface_variables
-from ds_finetune.cluster.launch.rank_logs import RUN_ID, log_name, logs_folder
 from ds_finetune.cluster.launch.remote import Remote
 from ds_finetune.config.hostfile import Host
 from ds_finetune.config.sections import CheckpointConfig, LaunchConfig
@@ -42,6 +41,7 @@ from ds_finetune.errors import (
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.processes import handle_signals
+from ds_finetune.system.rank_files import RUN_ID, log_name, logs_folder
 
 PROGRAM = "ds_finetune.cluster.launch.host"
 SAVE_NOTICE = "asked the ranks to save and stop; signal again to kill them"

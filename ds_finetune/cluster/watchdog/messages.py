@@ -13,8 +13,8 @@ from pydantic import TypeAdapter
 from ds_finetune.cluster.watchdog.progress import RankStatus
 from ds_finetune.engine.devices import exchange
 from ds_finetune.errors import RUN_ERROR_EXIT_CODE
-from ds_finetune.system.error_file import ERROR_FILE
 from ds_finetune.system.processes import began_at, own_pid_namespace
+from ds_finetune.system.rank_files import ERROR_FILE
 from ds_finetune.system.world import World
 
 _JOIN_TIMEOUT = timedelta(minutes=10)

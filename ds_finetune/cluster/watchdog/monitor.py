@@ -38,8 +38,8 @@ from ds_finetune.console.phase_line import Say, say_nothing
 from ds_finetune.errors import RUN_ERROR_EXIT_CODE, USER_ERROR_EXIT_CODE, FinetuneError, RunError
 from ds_finetune.runs.folder import REPORT
 from ds_finetune.runs.status import mark_ended, try_to_finish
-from ds_finetune.system.error_file import record_error
 from ds_finetune.system.processes import PauseDetector, has_ended, oom_kills
+from ds_finetune.system.rank_files import record_error
 from ds_finetune.system.whole_file import replace_file
 from ds_finetune.system.world import World
 
@@ -225,7 +225,6 @@ class Monitor(threading.Thread):
             time.sleep(_GRACE_SECONDS)
 
     def _exclude_pause(self) -> None:
-        """If this process was paused since the last call, print a line, and exclude the pause from all time limits."""
         if (pause := self._pauses.last_pause()) is None:
             return
         self.progress.exclude_pause(pause.monotonic_seconds)

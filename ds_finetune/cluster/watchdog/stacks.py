@@ -14,8 +14,8 @@ from ds_finetune.cluster.watchdog.messages import RankProcess
 from ds_finetune.cluster.watchdog.progress import RankProgress
 from ds_finetune.foreign.torch_distributed import flight_record
 from ds_finetune.runs.status import try_to_finish
-from ds_finetune.system.error_file import record_error
 from ds_finetune.system.processes import began_at
+from ds_finetune.system.rank_files import record_error
 
 
 class StackFile:

@@ -81,7 +81,7 @@ def test_lines_of_a_shell_that_look_like_messages_are_none(tmp_path: Path) -> No
 
 RANKS = """
 import os, signal, sys, time
-from ds_finetune.system.error_file import record_error
+from ds_finetune.system.rank_files import record_error
 if os.environ["RANK"] == "0":
     time.sleep(100)
 """

@@ -18,9 +18,9 @@ from ds_finetune.cluster.launch.commands import (
     starting_environment,
     torchrun_commands,
 )
-from ds_finetune.cluster.launch.rank_logs import RUN_ID
 from ds_finetune.config.hostfile import Host, read_hostfile
 from ds_finetune.errors import LaunchError
+from ds_finetune.system.rank_files import RUN_ID
 from ds_finetune.system.world import slurm_nodes
 from tests.conftest import ROOT
 

@@ -1,4 +1,4 @@
-"""The file in which a rank leaves its error for torch's elastic agent, which starts the ranks of a host."""
+"""Files of one rank of a launched run: its log, and the file in which it leaves its error for torch's elastic agent."""
 
 import json
 import os
@@ -8,8 +8,20 @@ from pathlib import Path
 
 from ds_finetune.system.whole_file import replace_file
 
+RUN_ID = "DS_FINETUNE_RUN_ID"
+"""Environment variable of every rank with the id of the run, which is also the name of the run's log folder."""
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Environment variable in which torch's elastic agent names a rank's error file."""
+
+
+def logs_folder(output_dir: str, run_id: str) -> Path:
+    """Folder of the logs of a run's ranks, on each host."""
+    return Path(output_dir) / "logs" / run_id
+
+
+def log_name(rank: int) -> str:
+    """File name of a rank's log."""
+    return f"rank-{rank:05d}.log"
 
 
 def record_error(text: str, *, cause: str = "", file: str = "") -> None:
