@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter
 
-from ds_finetune.system.processes import began_at, has_ended, own_pid_namespace
+from ds_finetune.system.processes import began_at, has_ended, own_namespace
 from ds_finetune.system.whole_file import replace_file
 
 STATUS = "status.json"
@@ -182,7 +182,7 @@ def _is_alive(status: RunStatus) -> bool | None:
     """Whether rank zero's process is alive. None if this cannot be known: the process is on another host or in another
     container, or /proc hides the processes of other users.
     """
-    is_here = status.host == socket.gethostname() and status.pid_namespace == own_pid_namespace()
+    is_here = status.host == socket.gethostname() and status.pid_namespace == own_namespace("pid")
     if not is_here or not status.pid_namespace or not status.began:
         return None
     if has_ended(status.pid, status.began):

@@ -22,7 +22,7 @@ import psutil
 
 import ds_finetune
 from ds_finetune.config.units import MIB
-from ds_finetune.system.processes import boot_id
+from ds_finetune.system.processes import own_namespace
 from ds_finetune.system.versions import installed_versions
 
 PACKAGES = ("torch", "deepspeed", "transformers", "accelerate")
@@ -79,7 +79,7 @@ def gather_host_info(port: int = 0) -> HostInfo:
     holder = _port_holder(port) if port else None
     return HostInfo(
         hostname=socket.gethostname(),
-        network_identity=f"{boot_id()} {_link('/proc/self/ns/net')}",
+        network_identity=own_namespace("net"),
         versions=host_versions(packages := installed_versions()),
         packages=packages,
         gpus=gpu_models(),
@@ -206,12 +206,5 @@ def _process_at(port: int) -> str:
 def _read(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8").strip()
-    except OSError:
-        return ""
-
-
-def _link(path: str) -> str:
-    try:
-        return str(Path(path).readlink())
     except OSError:
         return ""

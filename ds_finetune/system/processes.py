@@ -79,12 +79,13 @@ def _exists(pid: int) -> bool:
     return pid > 0
 
 
-def own_pid_namespace() -> str:
-    """Identifier of this process's PID namespace: the machine's boot id, and the namespace. Empty without /proc.
+def own_namespace(kind: str) -> str:
+    """Identifier of this process's namespace of a kind such as `pid` or `net`: the machine's boot id, and the
+    namespace. Empty without /proc.
 
-    Processes with equal identifiers can send each other signals.
+    Processes with equal identifiers of `pid` can send each other signals.
     """
-    namespace = Path("/proc/self/ns/pid")
+    namespace = Path("/proc/self/ns", kind)
     return f"{boot_id()} {namespace.readlink()}" if boot_id() and namespace.exists() else ""
 
 

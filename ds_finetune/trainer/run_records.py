@@ -28,7 +28,7 @@ from ds_finetune.observers.writers import LineFile
 from ds_finetune.runs.folder import LOG, STARTS
 from ds_finetune.runs.report.write import REPORT, try_run_report
 from ds_finetune.runs.status import ALIVE_SECONDS, RunStatus, State, mark_ended, write_running
-from ds_finetune.system.processes import began_at, own_pid_namespace
+from ds_finetune.system.processes import began_at, own_namespace
 from ds_finetune.system.whole_file import replace_file, synchronise
 from ds_finetune.trainer.batches import mixture_lines
 from ds_finetune.trainer.prepare import PreparedRun
@@ -129,7 +129,7 @@ class StatusKeeper:
             ranks=ranks,
             host=socket.gethostname(),
             pid=os.getpid(),
-            pid_namespace=own_pid_namespace(),
+            pid_namespace=own_namespace("pid"),
             began=began_at(os.getpid()),
             started_at=self._started_at,
         )

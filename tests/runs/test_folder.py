@@ -16,7 +16,7 @@ from ds_finetune.runs.folder import RunFolder, find_runs
 from ds_finetune.runs.metrics import Sample
 from ds_finetune.runs.status import SILENT_SECONDS, LastChange, RunStatus, mark_ended, seen_status
 from ds_finetune.system import processes
-from ds_finetune.system.processes import began_at, own_pid_namespace
+from ds_finetune.system.processes import began_at, own_namespace
 
 
 def make_run(folder: Path, *, steps: int = 3) -> Path:
@@ -37,7 +37,7 @@ def own_status() -> RunStatus:
         steps=9,
         host=socket.gethostname(),
         pid=os.getpid(),
-        pid_namespace=own_pid_namespace(),
+        pid_namespace=own_namespace("pid"),
         began=began_at(os.getpid()),
     )
 
@@ -133,7 +133,7 @@ def test_a_running_run_is_seen_to_hang_or_to_be_gone(tmp_path: Path) -> None:
     assert (seen.state, "no sign of life" in seen.reason) == ("failed", True)
 
 
-@pytest.mark.skipif(not own_pid_namespace(), reason="processes are told apart by /proc")
+@pytest.mark.skipif(not own_namespace("pid"), reason="processes are told apart by /proc")
 def test_a_run_whose_process_is_gone_has_failed(tmp_path: Path) -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     replace(own_status(), pid=child.pid, began=began_at(child.pid)).write(tmp_path)

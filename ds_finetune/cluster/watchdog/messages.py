@@ -4,7 +4,6 @@ import os
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Self
 
 import torch.distributed as dist
@@ -13,7 +12,7 @@ from pydantic import TypeAdapter
 from ds_finetune.cluster.watchdog.progress import RankStatus
 from ds_finetune.engine.devices import exchange
 from ds_finetune.errors import RUN_ERROR_EXIT_CODE
-from ds_finetune.system.processes import began_at, own_pid_namespace
+from ds_finetune.system.processes import began_at, own_namespace
 from ds_finetune.system.rank_files import ERROR_FILE
 from ds_finetune.system.world import World
 
@@ -39,8 +38,8 @@ class RankProcess:
     @classmethod
     def here(cls, rank: int) -> Self:
         """Make the `RankProcess` that describes this process."""
-        host, pid, network = socket.gethostname(), os.getpid(), Path("/proc/self/ns/net")
-        machine = f"{host} {own_pid_namespace()} {network.readlink() if network.exists() else ''}"
+        host, pid = socket.gethostname(), os.getpid()
+        machine = f"{host} {own_namespace('pid')} {own_namespace('net')}"
         return cls(rank, host, pid, began_at(pid), machine, os.environ.get(ERROR_FILE, ""))
 
     def __str__(self) -> str:
