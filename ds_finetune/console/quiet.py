@@ -9,6 +9,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from ds_finetune.console.phase_line import count_parts
@@ -50,10 +51,9 @@ def quiet_packages(environ: Mapping[str, str] = os.environ) -> None:
     for category, message in _WARNINGS:
         # The filter is not removed at the end, because that would reset Python's record of warnings already shown.
         warnings.filterwarnings("ignore", message=message, category=category)
-    for name, pattern in _RECORDS.items():
-        logger = logging.getLogger(name)
-        if not any(isinstance(existing, _DropKnownMessages) for existing in logger.filters):
-            logger.addFilter(_DropKnownMessages(pattern))
+    for name, is_shown in _FILTERS.items():
+        # A second call adds nothing, because the logger has this filter already.
+        logging.getLogger(name).addFilter(is_shown)
 
 
 def deepspeed_level(environ: Mapping[str, str] = os.environ) -> str:
@@ -81,12 +81,8 @@ def _bar_or_phase(factory: Callable[..., Any], args: tuple[Any, ...], kwargs: di
     return count_parts("loading weights", args[0], len(args[0]))
 
 
-class _DropKnownMessages(logging.Filter):
-    """Filter of a logger. It hides log messages that match a pattern, unless they are errors."""
+def _is_shown(pattern: re.Pattern[str], record: logging.LogRecord) -> bool:
+    return record.levelno > logging.WARNING or not pattern.search(record.getMessage())
 
-    def __init__(self, pattern: re.Pattern[str]) -> None:
-        super().__init__()
-        self._pattern = pattern
 
-    def filter(self, record: logging.LogRecord) -> bool:
-        return record.levelno > logging.WARNING or not self._pattern.search(record.getMessage())
+_FILTERS = {name: partial(_is_shown, pattern) for name, pattern in _RECORDS.items()}
