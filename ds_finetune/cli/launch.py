@@ -20,6 +20,7 @@ from ds_finetune.system.world import DEFAULT_PORT
 if TYPE_CHECKING:
     from ds_finetune.cluster.launch.commands import Job
     from ds_finetune.cluster.launch.environment import CarriedVariables
+    from ds_finetune.cluster.launch.remote import Remote
 
 _LAUNCHERS = ("torchrun", "mpirun", "slurm")
 
@@ -87,10 +88,13 @@ def _launch(arguments: Arguments) -> None:
     if arguments.emit:
         _emit(arguments, job)
         return
+    from ds_finetune.cluster.launch.remote import Remote
+
+    remote = Remote.from_environment(arguments.ssh_args)
     if arguments.dry_run:
         for line in environment.lines():
             show_line(line)
-        _show(config, job, arguments)
+        _show(config, job, remote, launcher=arguments.launcher)
         return
     from ds_finetune.cluster.launch.run import show_if_open
 
@@ -102,8 +106,10 @@ def _launch(arguments: Arguments) -> None:
 
         for line in environment.lines():
             say(line)
-        start = _run_with_agents if arguments.launcher == "torchrun" else _run_with_scheduler
-        code = start(config, job, arguments, say)
+        if arguments.launcher == "torchrun":
+            code = _run_with_agents(config, job, remote, arguments.port, say)
+        else:
+            code = _run_with_scheduler(job, remote, say, is_slurm=arguments.launcher == "slurm")
     if code:
         raise SystemExit(code)
 
@@ -132,44 +138,34 @@ def _emit(arguments: Arguments, job: "Job") -> None:
     show_piece(render_file(arguments.emit, request))
 
 
-def _show(config: RunConfig, job: "Job", arguments: Arguments) -> None:
+def _show(config: RunConfig, job: "Job", remote: "Remote", *, launcher: str) -> None:
     from ds_finetune.cluster.launch.commands import dry_run_lines, rank_map
-    from ds_finetune.cluster.launch.remote import Remote
     from ds_finetune.cluster.launch.run import check_plan
     from ds_finetune.plan.mesh import Mesh
     from ds_finetune.plan.settings import RunSettings
 
-    remote = Remote.from_environment(arguments.ssh_args)
     if job.hosts:
         check_plan(RunSettings.of(config), job.hosts, "cpu" if job.variables.get("DS_ACCELERATOR") == "cpu" else "cuda")
         for line in rank_map(job.hosts, Mesh.of(config.parallel, world_size=job.world_size, rank=0)):
             show_line(line)
-    for line in dry_run_lines(job, arguments.launcher, environ=os.environ, ssh_args=remote.ssh_args):
+    for line in dry_run_lines(job, launcher, environ=os.environ, ssh_args=remote.ssh_args):
         show_line(line)
-    if arguments.launcher == "torchrun":
+    if launcher == "torchrun":
         show_line("started by torch's agent on each host over ssh, at a free port (docs/how-to/several-machines.md)")
 
 
-def _run_with_agents(config: RunConfig, job: "Job", arguments: Arguments, say: Say) -> int:
-    from ds_finetune.cluster.launch.remote import Remote
+def _run_with_agents(config: RunConfig, job: "Job", remote: "Remote", port: int, say: Say) -> int:
     from ds_finetune.cluster.launch.run import LaunchRequest, launch
     from ds_finetune.plan.settings import RunSettings
 
-    remote = replace(
-        Remote.from_environment(arguments.ssh_args),
-        greeting_seconds=config.launch.greeting_seconds,
-        silent_seconds=config.launch.silent_seconds,
-    )
-    settings = RunSettings.of(config)
-    return launch(LaunchRequest(job, settings, config.launch, config.output_dir, remote, arguments.port), say)
+    settings, limits = RunSettings.of(config), config.launch
+    remote = replace(remote, greeting_seconds=limits.greeting_seconds, silent_seconds=limits.silent_seconds)
+    return launch(LaunchRequest(job, settings, limits, config.output_dir, remote, port), say)
 
 
-def _run_with_scheduler(_: RunConfig, job: "Job", arguments: Arguments, say: Say) -> int:
+def _run_with_scheduler(job: "Job", remote: "Remote", say: Say, *, is_slurm: bool) -> int:
     from ds_finetune.cluster.launch.commands import mpirun_command, srun_command, starting_environment
-    from ds_finetune.cluster.launch.remote import Remote
     from ds_finetune.cluster.launch.run import run_scheduler
 
-    is_slurm = arguments.launcher == "slurm"
-    ssh_args = Remote.from_environment(arguments.ssh_args).ssh_args
-    command = srun_command(job, os.environ) if is_slurm else mpirun_command(job, ssh_args)
+    command = srun_command(job, os.environ) if is_slurm else mpirun_command(job, remote.ssh_args)
     return run_scheduler(command, starting_environment(job, os.environ, slurm=is_slurm), say)
