@@ -112,7 +112,9 @@ def watch(
     rules = HostRules(host, allowed=tuple(allowed_hosts))
     with _listen(host, port) as listener:
         show(f"watching {folder.resolve()}")
-        show(f"open {_url(host, listener.getsockname()[1], token)}   (Ctrl-C ends it)")
+        name = socket.gethostname() if host in ("0.0.0.0", "::") else host
+        url = f"http://{f'[{name}]' if ':' in name else name}:{listener.getsockname()[1]}/"
+        show(f"open {url}{f'?token={token}' if token else ''}   (Ctrl-C ends it)")
         if token:
             show("other machines reach this page: whoever has this address can read the runs")
         config = uvicorn.Config(
@@ -139,12 +141,6 @@ def _listen(host: str, port: int) -> socket.socket:
             f"the server cannot listen on {host} port {port}: {refused.strerror or refused}",
             hint="choose another --port (0 for any free port) or --host",
         ) from refused
-
-
-def _url(host: str, port: int, token: str) -> str:
-    host = socket.gethostname() if host in ("0.0.0.0", "::") else host
-    address = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
-    return f"{address}?token={token}" if token else address
 
 
 def make_app(folder: Path, rules: HostRules, token: str = "") -> AccessCheck:
