@@ -1,6 +1,7 @@
 """Files of a checkpoint: they are written with checksums, listed in a manifest, and made complete by one rename.
 
-The writer process imports this module, so it does not import torch.
+A rank sends jobs over a pipe to its writer process (part_writer_process.py), which imports this module. So this module
+does not import torch.
 """
 
 import errno
@@ -139,35 +140,20 @@ class Manifest:
         return manifest
 
 
-class ChecksummedFile:
-    """A new file whose checksum is computed while it is written. When `close` has returned, it is on the disk."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("xb", buffering=0)
-        self._digest = xxhash.xxh3_128()
-        self._total = 0
-
-    def write(self, data: memoryview | bytes) -> None:
-        """Append all of `data` to the file."""
-        view = memoryview(data)
-        self._digest.update(view)
-        self._total += len(view)
-        while view:
-            view = view[self._file.write(view) :]
-
-    def close(self) -> FileChecksum:
-        """Flush the file to the disk, and return its checksum."""
-        os.fsync(self._file.fileno())
-        self._file.close()
-        return FileChecksum(self._total, self._digest.hexdigest())
-
-
 def write_checksummed(path: Path, chunks: Iterable[memoryview | bytes]) -> FileChecksum:
     """Write `chunks` to a new file, flush it to the disk, and return its checksum."""
-    file = ChecksummedFile(path)
-    for chunk in chunks:
-        file.write(chunk)
-    return file.close()
+    digest, total = xxhash.xxh3_128(), 0
+    with path.open("xb", buffering=0) as file:
+        for chunk in chunks:
+            view = memoryview(chunk)
+            digest.update(view)
+            total += len(view)
+            while view:
+                view = view[file.write(view) :]
+            # The bytes are released before the next chunk is made.
+            del chunk, view
+        os.fsync(file.fileno())
+    return FileChecksum(total, digest.hexdigest())
 
 
 def byte_pieces(data: memoryview) -> Iterable[memoryview]:
@@ -199,6 +185,48 @@ class CommitJob:
     manifest: Manifest
     texts: Mapping[str, str]
     linked: Mapping[str, Path]
+
+
+@dataclass(frozen=True)
+class ReserveJob:
+    """Job of the writer process: allocate `num_bytes` of shared memory in advance."""
+
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class WriteJob:
+    """Job of the writer process: write `num_bytes` of shared memory to the file `part`, then complete the checkpoint if
+    `commit` is given.
+    """
+
+    part: Path
+    num_bytes: int
+    commit: CommitJob | None
+
+
+@dataclass(frozen=True)
+class RemoveJob:
+    """Job of the writer process: remove the checkpoints `folders`."""
+
+    folders: list[Path]
+
+
+class StopWaiting:
+    """Message to the writer process: stop waiting for the parts of other ranks, one of which has failed. There is no
+    reply.
+    """
+
+
+Job = ReserveJob | WriteJob | RemoveJob
+
+
+@dataclass(frozen=True)
+class JobDone:
+    """Reply of the writer process to a job of the class `job`. `error` is empty if the job succeeded."""
+
+    job: type[Job]
+    error: str
 
 
 def commit(job: CommitJob, keep_waiting: Callable[[], bool]) -> Path:

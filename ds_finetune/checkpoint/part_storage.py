@@ -1,17 +1,17 @@
 """Writes the state of a rank as its part of a checkpoint, and reads state from the parts of any ranks.
 
 A part is the safetensors file of one rank. A rank has flat ranges of tensors, which are stored as chunks: n-dimensional
-boxes of the global tensors. `serialise_part` turns a rank's state into the bytes of its part and passes them to a
-`PartSink` (part_sinks.py). `read_state_groups` reads state from parts that may be divided differently.
+boxes of the global tensors. `serialise_part` turns a rank's state into the bytes of its part, which part_writers.py
+writes. `read_state_groups` reads state from parts that may be divided differently.
 """
 
 import json
 import math
 import mmap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -155,18 +155,6 @@ def _stored(name: str, entry: HeaderEntry, shapes: Mapping[str, Sequence[int]]) 
     return StoredChunk(key, tuple(shapes[key]), chunk, entry.dtype, entry.begin)
 
 
-class PartSink(Protocol):
-    """Interface of objects that receive the bytes of a checkpoint's part, in order."""
-
-    def begin(self, num_bytes: int) -> None:
-        """Prepare to receive the bytes of a part of `num_bytes`."""
-        ...
-
-    def write(self, values: torch.Tensor) -> None:
-        """Append the bytes of a contiguous 1-D tensor on any device."""
-        ...
-
-
 class PartReader:
     """Reads any chunk of a tensor from the parts of a checkpoint, even if it is split differently in them."""
 
@@ -219,34 +207,33 @@ class PartReader:
 
 
 def serialise_part(
-    groups: Sequence[StateGroup], sink: PartSink, extra: Mapping[str, Any], *, portion: tuple[int, int]
-) -> None:
-    """Write this rank's part of the state `groups` to `sink`: a header that contains `extra`, then the chunks.
-    `portion` is (index, count): of a replicated tensor, this rank writes portion `index` of `count`. A group is in
-    memory only while its chunks are written.
+    groups: Sequence[StateGroup], extra: Mapping[str, Any], *, portion: tuple[int, int]
+) -> tuple[int, Generator[torch.Tensor, None, None]]:
+    """This rank's part of the state `groups`: its size in bytes, and contiguous 1-D tensors on any device with its
+    bytes, namely a header that contains `extra`, then the chunks. `portion` is (index, count): of a replicated tensor,
+    this rank writes portion `index` of `count`. A group is in memory only while its chunks are yielded.
     """
-    chunks = [_chunks_of_group(group, portion) for group in groups]
+    chunks = [[*_chunks_to_write(group, portion)] for group in groups]
     stored = [item for of_group in chunks for item, _ in of_group]
     replicated = sorted({piece.key for group in groups for piece in group.slices if piece.is_replicated})
     head = part_header(stored, {**extra, "replicated": replicated})
-    sink.begin(len(head) + sum(item.num_bytes for item in stored))
-    sink.write(torch.frombuffer(bytearray(head), dtype=torch.uint8))
-    for group, of_group in zip(groups, chunks, strict=True):
-        if not of_group:
-            continue
-        with group.opened(False) as read:
-            for item, at in of_group:
-                sink.write(read(item.key)[at : at + item.chunk.numel])
+
+    def tensors() -> Generator[torch.Tensor, None, None]:
+        yield torch.frombuffer(bytearray(head), dtype=torch.uint8)
+        for group, of_group in ((group, of_group) for group, of_group in zip(groups, chunks, strict=True) if of_group):
+            with group.opened(False) as read:
+                for item, at in of_group:
+                    yield read(item.key)[at : at + item.chunk.numel]
+
+    return len(head) + sum(item.num_bytes for item in stored), tensors()
 
 
-def _chunks_of_group(group: StateGroup, portion: tuple[int, int]) -> list[tuple[StoredChunk, int]]:
-    """The chunks of a state group that this rank writes, each with its offset within the elements of its slice."""
-    chunks = []
+def _chunks_to_write(group: StateGroup, portion: tuple[int, int]) -> Iterator[tuple[StoredChunk, int]]:
+    """Yield the chunks of a group that this rank writes, each with its offset within the elements of its slice."""
     for part in group.slices:
         piece = portion_of_slice(part, *portion) if part.is_replicated else part
         for chunk, at in chunks_of_slice(piece):
-            chunks.append((StoredChunk(piece.key, piece.shape, chunk, piece.dtype, 0), piece.start - part.start + at))
-    return chunks
+            yield StoredChunk(piece.key, piece.shape, chunk, piece.dtype, 0), piece.start - part.start + at
 
 
 def read_state_groups(groups: Sequence[StateGroup], reader: PartReader, *, absent: str) -> None:

@@ -1,6 +1,6 @@
 """Writer process, which writes a rank's part of each checkpoint to the disk while training continues.
 
-It is started as `python -m ds_finetune.checkpoint.part_writer_process MEMORY PIPE`. Jobs (messages.py) arrive on the
+It is started as `python -m ds_finetune.checkpoint.part_writer_process MEMORY PIPE`. Jobs (commit.py) arrive on the
 file descriptor PIPE, and replies are sent over it. It does not import torch: it copies bytes from shared memory (file
 descriptor MEMORY) to the file. On the leader (folder.py) it also waits for the parts of other ranks and commits the
 checkpoint.
@@ -16,8 +16,19 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from ds_finetune.checkpoint.commit import byte_pieces, commit, mark_part_written, remove_checkpoint, write_checksummed
-from ds_finetune.checkpoint.messages import Job, JobDone, RemoveJob, ReserveJob, StopWaiting, WriteJob
+from ds_finetune.checkpoint.commit import (
+    Job,
+    JobDone,
+    RemoveJob,
+    ReserveJob,
+    StopWaiting,
+    WriteJob,
+    byte_pieces,
+    commit,
+    mark_part_written,
+    remove_checkpoint,
+    write_checksummed,
+)
 
 ORPHAN_SECONDS = 10.0
 """Seconds for which the writer process, after its rank has exited, waits for parts that have stopped growing."""

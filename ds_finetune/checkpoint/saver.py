@@ -1,14 +1,14 @@
 """Saves checkpoints: each rank writes its part, then the leader of each folder commits the checkpoint.
 
 In an asynchronous save the rank only copies its part to shared memory and continues; its writer process
-(part_writer_process.py) writes the file. In a synchronous save the rank writes the file itself (`FilePartSink`).
+(part_writer_process.py) writes the file. In a synchronous save the rank writes the file itself (`write_part`).
 """
 
 import math
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -17,6 +17,9 @@ from ds_finetune.checkpoint.commit import (
     STATE,
     CommitJob,
     Manifest,
+    RemoveJob,
+    ReserveJob,
+    WriteJob,
     commit,
     complete_steps,
     part_name,
@@ -25,9 +28,8 @@ from ds_finetune.checkpoint.commit import (
     step_name,
 )
 from ds_finetune.checkpoint.folder import CheckpointFolder
-from ds_finetune.checkpoint.messages import RemoveJob, ReserveJob, WriteJob
-from ds_finetune.checkpoint.part_sinks import FilePartSink, WriterProcess
 from ds_finetune.checkpoint.part_storage import serialise_part
+from ds_finetune.checkpoint.part_writers import WriterProcess, write_part
 from ds_finetune.engine.groups.collectives import all_reduce_max
 from ds_finetune.engine.state.state import StateGroup
 from ds_finetune.errors import CheckpointError
@@ -90,14 +92,14 @@ class Saver:
         try:
             partial.mkdir(exist_ok=True)
             part = partial / part_name(self.folder.rank, self.folder.world_size)
-            if self.is_asynchronous:
-                serialise_part(groups, self._process, extra, portion=self.folder.portion)
-                commit_job = job if self.folder.is_leader else None
-                self._process.send(WriteJob(part, self._process.num_bytes, commit_job))
-            else:
-                sink = FilePartSink(part)
-                serialise_part(groups, sink, extra, portion=self.folder.portion)
-                sink.finish()
+            num_bytes, tensors = serialise_part(groups, extra, portion=self.folder.portion)
+            # A state group that is still open after an error is closed at once.
+            with closing(tensors):
+                if self.is_asynchronous:
+                    self._process.copy(num_bytes, tensors)
+                    self._process.send(WriteJob(part, num_bytes, job if self.folder.is_leader else None))
+                else:
+                    write_part(part, tensors)
         except OSError as failed:
             self._pending.errors.append(f"OSError: {failed}")
         if not self.is_asynchronous:

@@ -21,6 +21,9 @@ from ds_finetune.checkpoint import commit as commit_module
 from ds_finetune.checkpoint.commit import (
     CommitJob,
     Manifest,
+    RemoveJob,
+    ReserveJob,
+    WriteJob,
     commit,
     complete_steps,
     mark_part_written,
@@ -32,8 +35,6 @@ from ds_finetune.checkpoint.commit import (
     write_checksummed,
 )
 from ds_finetune.checkpoint.folder import CheckpointFolder
-from ds_finetune.checkpoint.messages import RemoveJob, ReserveJob, WriteJob
-from ds_finetune.checkpoint.part_sinks import FilePartSink, WriterProcess
 from ds_finetune.checkpoint.part_storage import (
     Chunk,
     PartFile,
@@ -44,6 +45,7 @@ from ds_finetune.checkpoint.part_storage import (
     read_state_groups,
     serialise_part,
 )
+from ds_finetune.checkpoint.part_writers import WriterProcess, write_part
 from ds_finetune.checkpoint.restore import random_state, restore_random_state
 from ds_finetune.checkpoint.run_state import RunState
 from ds_finetune.checkpoint.saver import superseded_checkpoints
@@ -159,9 +161,7 @@ def written(folder: Path, groups: list[StateGroup]) -> list[Path]:
     paths = []
     for rank, group in enumerate(groups):
         paths.append(folder / part_name(rank, len(groups)))
-        sink = FilePartSink(paths[-1])
-        serialise_part([group], sink, {"rank": rank}, portion=(rank, len(groups)))
-        sink.finish()
+        write_part(paths[-1], serialise_part([group], {"rank": rank}, portion=(rank, len(groups)))[1])
     return paths
 
 
@@ -226,9 +226,9 @@ def test_what_two_nodes_both_hold_is_taken_from_one(tmp_path: Path) -> None:
     paths = []
     for rank, (node, portion) in enumerate(((0, (0, 2)), (0, (1, 2)), (2, (0, 1)))):
         paths.append(tmp_path / part_name(rank, 3))
-        sink = FilePartSink(paths[-1])
-        serialise_part([reading({part: numbers})], sink, {"rank": rank, "home": node}, portion=portion)
-        sink.finish()
+        write_part(
+            paths[-1], serialise_part([reading({part: numbers})], {"rank": rank, "home": node}, portion=portion)[1]
+        )
     for some in (paths, paths[2:], paths[:2]):
         found = torch.zeros(9)
         read_state_groups([reading({part: found})], PartReader(some), absent="")
@@ -256,9 +256,7 @@ def test_nodes_keep_their_parts_and_gather_makes_them_whole(tmp_path: Path) -> N
     for rank, node in enumerate(("a", "b")):
         group = group_of({"weight/w": (whole[rank * 6 : rank * 6 + 6], (3, 4), rank * 6)})
         home = place(tmp_path / node / "checkpoints", rank, (rank,), 2)
-        sink = FilePartSink(_aside(home, rank))
-        serialise_part([group], sink, {"rank": rank, "host": node}, portion=home.portion)
-        sink.finish()
+        write_part(_aside(home, rank), serialise_part([group], {"rank": rank, "host": node}, portion=home.portion)[1])
         texts = {"state.json": _state().text()}
         commit(CommitJob(_aside(home, rank).parent, _of_node(rank, node), texts, {}), lambda: False)
     a, b = tmp_path / "a", tmp_path / "b"
@@ -353,8 +351,7 @@ def test_a_commit_is_told_not_to_wait_for_a_rank_that_failed(tmp_path: Path) -> 
     """StopWaiting is not a job: there is one answer, and the process is free again."""
     process = WriterProcess()
     process.start()
-    process.begin(3)
-    process.write(torch.tensor([1, 2, 3], dtype=torch.uint8))
+    process.copy(3, [torch.tensor([1, 2, 3], dtype=torch.uint8)])
     partial = tmp_path / partial_name(4, "a-1")
     partial.mkdir()
     commit_job = CommitJob(partial, Manifest(4, 2, (0, 1), "h", "a-1", None, {}), {}, {})

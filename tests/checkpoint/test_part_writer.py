@@ -6,8 +6,8 @@ import time
 import pytest
 import torch
 
-from ds_finetune.checkpoint.messages import RemoveJob, WriteJob
-from ds_finetune.checkpoint.part_sinks import WriterProcess
+from ds_finetune.checkpoint.commit import RemoveJob, WriteJob
+from ds_finetune.checkpoint.part_writers import WriterProcess
 
 SECONDS = 60.0
 
@@ -19,8 +19,7 @@ def test_a_signal_to_the_whole_job_does_not_end_a_save(number: signal.Signals, t
     writer.start()
     assert writer._process is not None
     writer._process.send_signal(number)
-    writer.begin(40)
-    writer.write(torch.arange(10, dtype=torch.float32))
+    writer.copy(40, [torch.arange(10, dtype=torch.float32)])
     writer.send(RemoveJob([]))
     assert _answered(writer) == []
     writer._process.send_signal(number)

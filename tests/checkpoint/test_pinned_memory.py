@@ -5,7 +5,7 @@ import mmap
 import pytest
 import torch
 
-from ds_finetune.checkpoint.part_sinks import PinnedMap, WriterProcess
+from ds_finetune.checkpoint.part_writers import PinnedMap, WriterProcess
 
 
 class Runtime:
@@ -31,8 +31,7 @@ def test_a_larger_part_gets_a_new_map() -> None:
     runtime = Runtime()
     process = WriterProcess(pinned=PinnedMap(runtime))
     for size in (4096, 1024, 8192):
-        process.begin(size)
-        process.write(torch.ones(size // 4))
+        process.copy(size, [torch.ones(size // 4)])
     process.close()
     assert runtime.calls == ["lock 4096", "unlock 4096", "lock 8192", "unlock 8192"]
 

@@ -1,7 +1,7 @@
-"""Sinks that receive the bytes of a rank's part of a checkpoint from `part_storage.serialise_part`.
+"""Writes a rank's part of a checkpoint, whose bytes come from `part_storage.serialise_part`.
 
 `WriterProcess` copies them to shared memory, from which a separate process writes the file while training continues.
-With a GPU, this memory is pinned (`PinnedMap`). `FilePartSink` writes the file before training continues.
+With a GPU, this memory is pinned (`PinnedMap`). `write_part` writes the file before training continues.
 """
 
 import ctypes
@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -19,8 +19,7 @@ from typing import Any
 
 import torch
 
-from ds_finetune.checkpoint.commit import ChecksummedFile, mark_part_written
-from ds_finetune.checkpoint.messages import Job, JobDone, RemoveJob, StopWaiting
+from ds_finetune.checkpoint.commit import Job, JobDone, RemoveJob, StopWaiting, mark_part_written, write_checksummed
 from ds_finetune.config.units import MIB
 from ds_finetune.system.processes import python_module, with_package
 
@@ -147,27 +146,20 @@ class WriterProcess:
             self.start()
         return errors
 
-    def begin(self, num_bytes: int) -> None:
-        """Allocate shared memory for a part of `num_bytes`."""
+    def copy(self, num_bytes: int, tensors: Iterable[torch.Tensor]) -> None:
+        """Copy a part of `num_bytes`, as 1-D tensors on any device, to the shared memory, which grows if needed."""
         if self._map is None or len(self._map) < num_bytes:
             self._pinned.release()
             os.ftruncate(self._memory, num_bytes)
             self._map = mmap.mmap(self._memory, num_bytes)
             self._pinned.register(self._map)
-        self._filled = 0
-
-    def write(self, values: torch.Tensor) -> None:
-        """Append the bytes of a 1-D tensor on any device to the shared memory."""
-        assert self._map is not None
-        if values.numel() == 0:
-            return
-        torch.frombuffer(self._map, dtype=values.dtype, count=values.numel(), offset=self._filled).copy_(values)
-        self._filled += values.numel() * values.element_size()
-
-    @property
-    def num_bytes(self) -> int:
-        """Size in bytes of the part that was last copied to shared memory."""
-        return self._filled
+        offset = 0
+        for values in tensors:
+            if values.numel():
+                torch.frombuffer(self._map, dtype=values.dtype, count=values.numel(), offset=offset).copy_(values)
+                offset += values.nbytes
+            # The tensor is released before the next state group is opened, so that one group at a time is in memory.
+            del values
 
     def close(self) -> None:
         """Let the process end after its last job, and wait some seconds for it."""
@@ -179,21 +171,15 @@ class WriterProcess:
         os.close(self._memory)
 
 
-class FilePartSink:
-    """Writes a rank's part of a checkpoint synchronously, if it is too large to copy to shared memory."""
+def write_part(part: Path, tensors: Iterable[torch.Tensor]) -> None:
+    """Write 1-D tensors on any device to the file `part` of a rank, and mark it as written, while training waits. This
+    needs no shared memory, which may be too small for a large part.
+    """
 
-    def __init__(self, part: Path) -> None:
-        self._part = part
-        self._file = ChecksummedFile(part)
+    def pieces() -> Iterator[memoryview]:
+        for values in tensors:
+            for piece in values.split(_BUFFER_BYTES // values.element_size()):
+                yield memoryview(piece.cpu().view(torch.uint8).numpy())
+            del values, piece
 
-    def begin(self, num_bytes: int) -> None:
-        """Do nothing: this sink needs no preparation, because its file grows with each write."""
-
-    def write(self, values: torch.Tensor) -> None:
-        """Append the bytes of a 1-D tensor on any device to the file."""
-        for piece in values.split(_BUFFER_BYTES // values.element_size()):
-            self._file.write(memoryview(piece.cpu().view(torch.uint8).numpy()))
-
-    def finish(self) -> None:
-        """Flush the part to the disk, and mark it as written."""
-        mark_part_written(self._part, self._file.close())
+    mark_part_written(part, write_checksummed(part, pieces()))
