@@ -6,16 +6,40 @@ from dataclasses import replace
 from itertools import chain, islice
 
 from ds_finetune.engine.devices import restart_peak
-from ds_finetune.engine.phases import wrapped_phases
+from ds_finetune.engine.engine import Engine
+from ds_finetune.engine.state.full_tensors import named_parameters
 from ds_finetune.foreign.guard import replaced
 from ds_finetune.observers.record import StepRecord
-from ds_finetune.runs.timeline.annotations import CHECKPOINT, Annotations
+from ds_finetune.runs.timeline.annotations import (
+    BACKWARD,
+    CHECKPOINT,
+    EVALUATION,
+    FORWARD,
+    OFFLOAD,
+    OPTIMIZER,
+    SAMPLING,
+    STEP,
+    Annotations,
+)
 from ds_finetune.runs.timeline.profiler import HostClock, ProfiledRun, StepProfiler
 from ds_finetune.trainer.observers import StartedRun
 
 FOLDER = "profile"
 """Name of the folder, in the run folder, with the trace and the summary of a profile."""
 _PEAK = "memory/peak_gib"
+_ENGINE_PHASES = {
+    "step": STEP,
+    "_forward": FORWARD,
+    "_log_probs": FORWARD,
+    "_step_optimizer": OPTIMIZER,
+    "evaluate": EVALUATION,
+    "generate": EVALUATION,
+    "sample": SAMPLING,
+}
+_DEEPSPEED_PHASES = {"backward": BACKWARD, "step": OPTIMIZER}
+_OPTIMIZER_SWAPS = ("swap_in_optimizer_state", "swap_out_optimizer_state", "swap_out_gradients")
+_PARAMETER_SWAPS = ("swap_in", "synchronize_reads", "swap_out_and_release", "swap_out_partitioned_params")
+"""Methods of DeepSpeed's swappers that move data to and from NVMe (0.19.8, runtime/swap_tensor/)."""
 
 
 @contextmanager
@@ -91,9 +115,26 @@ def without_peak_of_profile(records: Iterator[StepRecord], first: int, last: int
 
 @contextmanager
 def _wrap(started: StartedRun, annotations: Annotations) -> Iterator[None]:
-    saver = started.saver
+    """Context in which `annotations` label the phases of a step, by wrapping methods of engine and saver."""
+    engine, saver = started.engine, started.saver
+    methods = [
+        *((engine, name, phase) for name, phase in _ENGINE_PHASES.items()),
+        *((engine._ds, name, phase) for name, phase in _DEEPSPEED_PHASES.items()),
+        *((swapper, name, OFFLOAD) for swapper, names in _swappers(engine) for name in names if hasattr(swapper, name)),
+        *((saver, name, CHECKPOINT) for name in ("save", "settle") if saver is not None),
+    ]
     with ExitStack() as stack:
-        stack.enter_context(wrapped_phases(started.engine, annotations.during))
-        for name in ("save", "settle") if saver is not None else ():
-            stack.enter_context(replaced(saver, name, annotations.during(CHECKPOINT)(getattr(saver, name))))
+        for owner, name, phase in methods:
+            stack.enter_context(replaced(owner, name, annotations.during(phase)(getattr(owner, name))))
         yield
+
+
+def _swappers(engine: Engine) -> Iterator[tuple[object, tuple[str, ...]]]:
+    """DeepSpeed's NVMe swappers, each with its methods that move data; none without offload to NVMe."""
+    optimizer = getattr(engine._ds.optimizer, "optimizer_swapper", None)
+    if optimizer is not None:
+        yield optimizer, _OPTIMIZER_SWAPS
+    params = (param for _, param in named_parameters(engine._ds.module))
+    swapper = next((candidate for param in params if (candidate := getattr(param, "nvme_swapper", None))), None)
+    if swapper is not None:
+        yield swapper, _PARAMETER_SWAPS

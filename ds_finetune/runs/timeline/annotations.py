@@ -15,6 +15,8 @@ from torch.profiler import record_function
 from ds_finetune.engine.groups.communication import INPUT_AT, POINT_TO_POINT, bytes_of, input_of
 from ds_finetune.foreign.torch_distributed import Span, spans_of_collectives
 
+STEP, FORWARD, BACKWARD, OPTIMIZER = "step", "forward", "backward", "optimizer"
+EVALUATION, SAMPLING, OFFLOAD = "evaluation", "sampling", "offload"
 DATA, CHECKPOINT, WAIT = "data", "checkpoint", "wait"
 SEPARATOR = "|"
 """Separator in the annotation of a collective between its kind, group, number in the group, and input bytes."""

@@ -8,8 +8,19 @@ from typing import Any
 
 import numpy as np
 
-from ds_finetune.engine.phases import BACKWARD, EVALUATION, FORWARD, OFFLOAD, OPTIMIZER, SAMPLING, STEP
-from ds_finetune.runs.timeline.annotations import CHECKPOINT, DATA, SEPARATOR, WAIT
+from ds_finetune.runs.timeline.annotations import (
+    BACKWARD,
+    CHECKPOINT,
+    DATA,
+    EVALUATION,
+    FORWARD,
+    OFFLOAD,
+    OPTIMIZER,
+    SAMPLING,
+    SEPARATOR,
+    STEP,
+    WAIT,
+)
 
 COMPUTE, COMMUNICATION, WAITING, OTHER = "compute", "communication", "waiting", "other"
 KINDS = (COMPUTE, COMMUNICATION, WAITING, DATA, OFFLOAD, CHECKPOINT, OTHER)

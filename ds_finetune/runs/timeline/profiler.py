@@ -24,8 +24,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from ds_finetune.console.phase_line import Say
 from ds_finetune.engine.groups.collectives import all_gather_object
-from ds_finetune.engine.phases import STEP
-from ds_finetune.runs.timeline.annotations import Annotations
+from ds_finetune.runs.timeline.annotations import STEP, Annotations
 from ds_finetune.runs.timeline.breakdown import KINDS, break_down, mark_waits, mean_of, read_trace, table_lines
 from ds_finetune.system.processes import boot_id
 from ds_finetune.system.whole_file import replace_file
