@@ -1,10 +1,12 @@
 """Starts the engine of a plan: builds the model with its features, and initialises DeepSpeed."""
 
+import copy
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from ds_finetune.console.quiet import deepspeed_level
 from ds_finetune.engine.devices import device_of_rank
 from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.groups.process_groups import Groups, open_groups
-from ds_finetune.engine.ops.nvme import check_offload
+from ds_finetune.engine.ops.deepspeed_ops import check_nvme_folder, nvme_folders
 from ds_finetune.engine.patches.deepspeed_clipping import OwnClipping
 from ds_finetune.engine.patches.deepspeed_engine import correct_start, destroyed_at_end
 from ds_finetune.engine.patches.deepspeed_init import zenflow_keeps_matrices
@@ -22,10 +24,12 @@ from ds_finetune.engine.state.parameter_tags import experts_marker, is_expert, p
 from ds_finetune.features.feature import RankParts
 from ds_finetune.features.table import features_of
 from ds_finetune.model.build.model_plan import ModelPlan
+from ds_finetune.model.build.skeleton import build_skeleton
 from ds_finetune.model.loss.token_loss import HeadGroups, TrainedModel
 from ds_finetune.model.mtp import mtp_layers
+from ds_finetune.model.parallel.tensor import local_config
 from ds_finetune.model.weights.load import seed_of
-from ds_finetune.plan.plan import Plan
+from ds_finetune.plan.plan import Plan, check_largest_slice
 
 
 @contextmanager
@@ -37,7 +41,7 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
     from deepspeed.utils import set_log_level_from_string
 
     set_log_level_from_string("warning" if (level := deepspeed_level()) == "quiet" else level)
-    check_offload(plan, model)
+    _check_offload(plan, model)
     features = features_of(model, plan)
     opened = open_groups(
         plan.mesh,
@@ -79,6 +83,16 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
         torch.manual_seed(seed_of(plan.train.seed, f"dropout.{coordinates}"))
         with engine.meter.counting():
             yield engine
+
+
+def _check_offload(plan: Plan, model: ModelPlan) -> None:
+    """Raise ConfigError if the plan offloads to an unsuitable disk, or with buffers that are too small."""
+    for folder in nvme_folders(plan):
+        check_nvme_folder(Path(folder), f"probe-rank{plan.world.rank}")
+    if plan.offload_param == "nvme":
+        local = copy.deepcopy(local_config(model.hf_config, plan.mesh.tp))
+        skeleton = build_skeleton(local, attention=model.attention, dtype=torch.bfloat16, device="meta")
+        check_largest_slice(plan, ((param.numel(), name) for name, param in skeleton.named_parameters()))
 
 
 def _start_deepspeed(trained: TrainedModel, plan: Plan, groups: Groups) -> tuple[Any, Any]:

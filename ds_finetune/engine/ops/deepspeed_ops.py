@@ -1,4 +1,4 @@
-"""Builds the compiled operators of DeepSpeed that a run needs, on all ranks."""
+"""Builds the compiled operators of DeepSpeed that a run needs, on all ranks, and checks disks for NVMe offload."""
 
 import json
 import os
@@ -14,7 +14,6 @@ import torch
 
 from ds_finetune.console.phase_line import Say, say_nothing
 from ds_finetune.engine.ops.build_lock import reported_lock
-from ds_finetune.engine.ops.nvme import nvme_folders
 from ds_finetune.errors import ConfigError
 from ds_finetune.plan.plan import Plan
 from ds_finetune.system.world import World
@@ -35,6 +34,12 @@ _OFFLOADED = {"adam": "cpu_adam", "adamw": "cpu_adam", "muon": "cpu_adam", "lion
 _CAUSE = re.compile(
     r"error:|cannot find -l|not found|No such file|[Uu]nsupported|does not match|No space left|Killed|Permission denied"
 )
+
+_ELEMENTS = 512 * 1024
+_AIO_ARGUMENTS = ("block_size", "queue_depth", "single_submit", "overlap_events", "intra_op_parallelism")
+"""Keys of DeepSpeed's section `aio`, in the order of the arguments of `aio_handle`."""
+_OFFSET = 64
+"""Offset of the destination in elements: 256 bytes, which is not a multiple of a 512-byte sector."""
 
 
 def needed_ops(plan: Plan) -> list[str]:
@@ -180,3 +185,44 @@ def cores_of_rank(world: World, *, available: int, total: int) -> int:
     """Number of cores for a rank: its part of the `available` ones, or all if it is bound to fewer than `total`."""
     is_own = world.launcher in _BINDING_LAUNCHERS and available < total
     return available if is_own else max(1, available // world.local_world_size)
+
+
+def nvme_folders(plan: Plan) -> list[str]:
+    """The NVMe folders to which the plan offloads, without duplicates."""
+    zero = plan.zero
+    sections = (zero.get("offload_optimizer"), zero.get("offload_param"))
+    return sorted({str(section["nvme_path"]) for section in sections if section and section.get("device") == "nvme"})
+
+
+def check_nvme_folder(folder: Path, name: str) -> None:
+    """Write a file `name` to `folder`, and read it back into unaligned memory. ConfigError if the bytes differ.
+    DeepSpeed 0.19.8 reads gradients into `buffer.narrow(offset)`. If the disk's direct IO needs aligned addresses, the
+    read does nothing without an error, and the gradient is stale.
+    """
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+    from deepspeed.runtime.swap_tensor.aio_config import get_aio_config
+
+    if not folder.is_dir():
+        raise ConfigError(f"nvme_path `{folder}` is not a folder", hint="create the folder, or name another disk")
+    if not AsyncIOBuilder().is_compatible(verbose=False):
+        raise ConfigError(
+            f"nvme_path `{folder}` needs DeepSpeed's async_io, which cannot be built",
+            hint="install libaio (Debian: libaio-dev)",
+        )
+    defaults = get_aio_config({})
+    handle = AsyncIOBuilder().load().aio_handle(*(defaults[name] for name in _AIO_ARGUMENTS))
+    path = folder / f"{name}.swp"
+    written = handle.new_cpu_locked_tensor(_ELEMENTS, torch.empty(0, dtype=torch.float32))
+    written.copy_(torch.arange(_ELEMENTS) + 1)
+    handle.sync_pwrite(written, str(path), 0)
+    buffer = handle.new_cpu_locked_tensor(2 * _ELEMENTS, torch.empty(0, dtype=torch.float32))
+    buffer.zero_()
+    handle.async_pread(buffer.narrow(0, _OFFSET, _ELEMENTS), str(path), 0)
+    handle.wait()
+    path.unlink()
+    if not torch.equal(buffer[_OFFSET : _OFFSET + _ELEMENTS], written):
+        raise ConfigError(
+            f"nvme_path `{folder}` is on a disk that cannot be read into memory whose address is no multiple of 512 "
+            "bytes: DeepSpeed 0.19.8 would train on stale gradients",
+            hint="use a disk whose direct IO supports unaligned buffers (tmpfs does), or offload to cpu",
+        )
