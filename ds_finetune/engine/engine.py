@@ -166,7 +166,11 @@ class Engine:
         return batch if isinstance(batch, RankBatch) else rank_batch(batch, self._ds.module.sp_group, self._device)
 
     def evaluate(
-        self, batches: Iterable[Batch], *, baseline: Iterable[MicroBatch] = (), is_over: Callable[[], bool] = _never
+        self,
+        batches: Iterable[Batch],
+        *,
+        baseline: Iterable[MicroBatch] = (),
+        is_over: Callable[[], bool] = _never,
     ) -> HeldOutScores | None:
         """Compute metrics over `batches`. The batches of all ranks must contain every row of the data once. `baseline`
         are the documents on this rank from which the objective's baseline (KTO's z0) over all the data is computed.

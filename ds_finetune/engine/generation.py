@@ -77,10 +77,12 @@ def weights_for_answers(wrapped: Any, plan: Plan) -> Iterator[bool]:  # noqa: AN
         return
     obstacle = _obstacle_to_full_weights(wrapped.module.lm, plan)
     if obstacle:
-        _report(plan, f"answers under ZeRO-3: each token gathers the weights layer by layer, since {obstacle}")
+        _report(
+            plan.world.rank, f"answers under ZeRO-3: each token gathers the weights layer by layer, since {obstacle}"
+        )
         yield True
         return
-    _report(plan, "answers under ZeRO-3: with full weights, gathered once")
+    _report(plan.world.rank, "answers under ZeRO-3: with full weights, gathered once")
     with full_weights(wrapped.optimizer, wrapped.module.lm):
         yield has_expert_ranks
 
@@ -95,14 +97,10 @@ def least_free_bytes(plan: Plan) -> float:
     return min(all_gather_scalar(float(free)))
 
 
-def _report(plan: Plan, line: str) -> None:
-    if plan.world.rank == 0:
-        _write_new_line(line)
-
-
 @lru_cache(maxsize=1)
-def _write_new_line(line: str) -> None:
-    write_now(sys.stderr, f"{line}\n")
+def _report(rank: int, line: str) -> None:
+    if rank == 0:
+        write_now(sys.stderr, f"{line}\n")
 
 
 def _obstacle_to_full_weights(lm: nn.Module, plan: Plan) -> str:

@@ -4,7 +4,6 @@ All numbers of tokens and documents are computed on the host before the copy, be
 synchronise it.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,7 +11,7 @@ import torch
 from ds_finetune.data.batches import Batch, MicroBatch
 from ds_finetune.model.loss.forward_rows import ForwardRows, RealTokens, find_real_tokens, find_supervised, with_tensors
 from ds_finetune.model.parallel.sequence import SequenceParallelGroup
-from ds_finetune.objectives.objective import AnswerNumbers, Examples
+from ds_finetune.objectives.objective import AnswerNumbers
 
 
 @dataclass(frozen=True)
@@ -42,14 +41,6 @@ def pins_memory(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _share_examples(examples: Examples, shard: Callable[[torch.Tensor], torch.Tensor]) -> Examples:
-    answers = examples.answers
-    if answers is not None:
-        experts = None if answers.experts is None else shard(answers.experts)
-        answers = AnswerNumbers(shard(answers.old), shard(answers.reference), shard(answers.sampled), experts)
-    return replace(examples, index=shard(examples.index), answers=answers)
-
-
 def copy_to_device(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy a small host tensor to `device` asynchronously."""
     return (numbers.pin_memory() if pins_memory(device) else numbers).to(device, non_blocking=True)
@@ -66,7 +57,13 @@ def host_rows(micro: MicroBatch, sequence: SequenceParallelGroup | None) -> Forw
     def shard(rows: torch.Tensor) -> torch.Tensor:
         return rows if sequence is None else sequence.shard(rows).contiguous()
 
-    examples, ahead, labels = micro.examples, micro.ahead, shard(micro.labels)
+    examples, answers = micro.examples, None if micro.examples is None else micro.examples.answers
+    if answers is not None:
+        experts = None if answers.experts is None else shard(answers.experts)
+        answers = AnswerNumbers(shard(answers.old), shard(answers.reference), shard(answers.sampled), experts)
+    if examples is not None:
+        examples = replace(examples, index=shard(examples.index), answers=answers)
+    ahead, labels = micro.ahead, shard(micro.labels)
     numbers, lengths = find_real_tokens(micro.lengths.tolist(), micro.documents, micro.input_ids.shape[1])
     return ForwardRows(
         input_ids=shard(micro.input_ids),
@@ -74,7 +71,7 @@ def host_rows(micro: MicroBatch, sequence: SequenceParallelGroup | None) -> Forw
         labels=labels,
         documents=micro.documents,
         shared=micro.shared,
-        examples=None if examples is None else _share_examples(examples, shard),
+        examples=examples,
         next_ids=None if ahead is None else shard(ahead.input_ids),
         next_labels=None if ahead is None else shard(ahead.labels),
         token_types=micro.token_types,

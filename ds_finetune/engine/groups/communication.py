@@ -74,19 +74,14 @@ def sent_bytes(name: str, args: Sequence[Any], *, size: int, group_rank: int) ->
     if kind == "all_gather":
         return bytes_of(own_input) * (size - 1)
     if kind == ALL_TO_ALL:
-        return bytes_of(own_input) - _bytes_staying_here(own_input, args, size, group_rank)
+        # A list has a tensor for each rank. In one tensor, each rank's part of the rows may have a size of its own.
+        num_bytes = bytes_of(own_input)
+        if isinstance(own_input, list | tuple):
+            return num_bytes - bytes_of(own_input[group_rank])
+        sent_rows = args[3] if len(args) > 3 and args[3] else [1] * size
+        return num_bytes - num_bytes * sent_rows[group_rank] / max(sum(sent_rows), 1)
     times = 2 if kind == "all_reduce" else 1
     return times * bytes_of(own_input) * (size - 1) / size
-
-
-def _bytes_staying_here(own_input: Any, args: Sequence[Any], size: int, group_rank: int) -> float:  # noqa: ANN401
-    """Bytes of an all-to-all that stay on this rank: its own tensor in a list of tensors, or its part of the rows."""
-    if isinstance(own_input, list | tuple):
-        return bytes_of(own_input[group_rank])
-    sent_rows = args[3] if len(args) > 3 else ()
-    if not sent_rows:
-        return bytes_of(own_input) / size
-    return bytes_of(own_input) * sent_rows[group_rank] / max(sum(sent_rows), 1)
 
 
 SEND_RECEIVE, TOTAL = "send_recv", "total"

@@ -55,10 +55,6 @@ OnAnswer = Callable[[int, SampledAnswer], object]
 """Function that gets the index of an answer among all answers, and the answer."""
 
 
-def ignore(_place: int, _answer: SampledAnswer) -> None:
-    """Callback for finished answers that does nothing."""
-
-
 @dataclass(frozen=True)
 class SamplingRequest:
     """Request for `group_size` answers to each of `prompts`, identical on every rank. The index of an answer is (index
@@ -79,5 +75,5 @@ class SamplingRequest:
     """
     on_forward: Callable[[], object] = lambda: None
     """Function that is called before each forward of a rank; if a server samples, whenever `is_over` is called."""
-    on_answer: OnAnswer = ignore
+    on_answer: OnAnswer = lambda *_: None
     """Function that is called when an answer has ended, on the rank that sampled it, or on one rank for a server."""

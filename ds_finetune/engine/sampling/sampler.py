@@ -21,7 +21,6 @@ from ds_finetune.engine.sampling.answers import (
     SampledAnswer,
     SamplingLimits,
     SamplingRequest,
-    ignore,
 )
 from ds_finetune.engine.sampling.noise import answer_keys, id_keys, sample_tokens
 from ds_finetune.engine.sampling.row_cache import ReadPrompt, RowCache, token_bytes
@@ -193,7 +192,7 @@ class BatchOfAnswers:
 
 
 def sample_parts(
-    model: AnswerModel, parts: Sequence[PromptPart], choice: TokenChoice, on_answer: OnAnswer = ignore
+    model: AnswerModel, parts: Sequence[PromptPart], choice: TokenChoice, on_answer: OnAnswer = lambda *_: None
 ) -> dict[int, SampledAnswer]:
     """Sample the answers in `parts`; returns them by index. Some models need a batch for each prompt length."""
     if model.takes_mixed_lengths:
@@ -225,7 +224,12 @@ def sample_prompts(
             routers=next((each.routers for each in wrapped.module.extras if isinstance(each, BalanceLoss)), None),
         )
         check_cache(model)
-        rows = request.batch_rows or _rows_in_memory(model, plan, request)
+        rows = request.batch_rows
+        if rows is None:
+            (prompt,), logits = model.read_prompts([request.prompts[0].ids[:1]])
+            tokens = max(len(other.ids) for other in request.prompts) + request.limits.max_new_tokens
+            free, vocabulary = least_free_bytes(plan), logits.shape[1]
+            rows = rows_of_batch(free, tokens=tokens, token_bytes=token_bytes(prompt), vocabulary=vocabulary)
         choice = TokenChoice(request.limits, request.seed, device)
         for parts in _batches(request, plan, rows):
             if request.is_over():
@@ -233,13 +237,6 @@ def sample_prompts(
             answers |= sample_parts(model, parts, choice, request.on_answer)
             model.join_others()
     return answers
-
-
-def _rows_in_memory(model: AnswerModel, plan: Plan, request: SamplingRequest) -> int:
-    (prompt,), logits = model.read_prompts([request.prompts[0].ids[:1]])
-    tokens = max(len(other.ids) for other in request.prompts) + request.limits.max_new_tokens
-    free = least_free_bytes(plan)
-    return rows_of_batch(free, tokens=tokens, token_bytes=token_bytes(prompt), vocabulary=logits.shape[1])
 
 
 def _batches(request: SamplingRequest, plan: Plan, rows: int) -> Iterator[list[PromptPart]]:

@@ -191,11 +191,9 @@ class EngineState:
         self._model_shard = ModelShard.of(plan.mesh, family_of(wrapped.module.lm.config.model_type))
         self._masters = master_weights(wrapped, plan)
         self._copies = {name for name, param in named_parameters(wrapped.module) if is_copy(param)}
-        self._is_plain = plan.is_engine_clipping
-        self._is_fp16 = plan.precision == "fp16"
         # With an offload ratio below 1, some sub-groups have a second optimizer (zero/stage3.py:1253).
         backup = getattr(wrapped.optimizer, "backup_optimizer", None)
-        base = wrapped.optimizer if self._is_plain else wrapped.optimizer.optimizer
+        base = wrapped.optimizer if plan.is_engine_clipping else wrapped.optimizer.optimizer
         self._optimizers = [base, *([backup] if backup is not None else [])]
 
     def groups(self, *, restoring: bool = False, home: Sequence[int] = ()) -> list[StateGroup]:
@@ -225,7 +223,7 @@ class EngineState:
             "steps": common,
             # DeepSpeed's fused kernels count steps only in a group's last parameter (ops/adam/fused_adam.py).
             "steps_of": {} if type(self._optimizers[0]).__module__.startswith("deepspeed.") else fewer,
-            "loss_scale": loss_scale(scaler_of(self._ds.optimizer)) if self._is_fp16 else {},
+            "loss_scale": loss_scale(scaler_of(self._ds.optimizer)) if self._plan.precision == "fp16" else {},
         }
 
     def create_optimizer_state(self, kinds_of: Mapping[str, set[str]]) -> None:
@@ -252,17 +250,16 @@ class EngineState:
     def finish(self, scalars: Mapping[str, Any]) -> None:
         """Set the counters to `scalars`, and update the model's weights from the restored fp32 masters."""
         for master in self._masters:
-            self._set_steps(
-                master,
-                max(
-                    (scalars["steps_of"].get(part.name, scalars["steps"]) for part in master.parts),
-                    default=scalars["steps"],
-                ),
-            )
+            steps_of = (scalars["steps_of"].get(part.name, scalars["steps"]) for part in master.parts)
+            state, steps = self._state(master), max(steps_of, default=scalars["steps"])
+            if torch.is_tensor(state.get("step")):
+                state["step"].fill_(steps)
+            elif "step" in state:
+                state["step"] = steps
         for group in (group for optimizer in self._optimizers for group in optimizer.param_groups):
             if "step" in group:
                 group["step"] = scalars["steps"]
-        if self._is_fp16:
+        if self._plan.precision == "fp16":
             restore_loss_scale(scaler_of(self._ds.optimizer), scalars["loss_scale"])
         self._update_model_weights()
         self.update_fp32()
@@ -461,13 +458,6 @@ class EngineState:
         shared = max((int(group["step"]) for group in self._optimizers[0].param_groups if "step" in group), default=0)
         return shared if steps is None else int(steps)
 
-    def _set_steps(self, master: Master, steps: int) -> None:
-        state = self._state(master)
-        if torch.is_tensor(state.get("step")):
-            state["step"].fill_(steps)
-        elif "step" in state:
-            state["step"] = steps
-
     def _update_model_weights(self) -> None:
         optimizer, stage = self._ds.optimizer, self._plan.zero_stage
         if stage == 3:
@@ -479,7 +469,7 @@ class EngineState:
                 optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
         elif stage:
             optimizer.update_lp_params()
-        elif not self._is_plain:
+        elif not self._plan.is_engine_clipping:
             params = dict(named_parameters(self._ds.module))
             for master in self._masters:
                 for part in master.parts:

@@ -14,7 +14,7 @@ from ds_finetune.config.objectives import GrpoObjective
 from ds_finetune.config.sections import RolloutConfig
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.engine.groups.collectives import all_gather_object
-from ds_finetune.engine.sampling.answers import PromptToSample, SampledAnswer, SamplingLimits, SamplingRequest, ignore
+from ds_finetune.engine.sampling.answers import PromptToSample, SampledAnswer, SamplingLimits, SamplingRequest
 from ds_finetune.errors import FinetuneError
 from ds_finetune.objectives.rewards.answers import AnswerToScore
 from ds_finetune.objectives.rewards.pool import Rewards
@@ -179,7 +179,7 @@ class Sampler:
             is_over=is_over,
             # Each forward tells the watchdog that a long rollout is no hang.
             on_forward=self.progress.restart_limit,
-            on_answer=sampled.score if is_first else ignore,
+            on_answer=sampled.score if is_first else lambda *_: None,
         )
         sampled.wait = self.start(request)
         sampled.noted["sample"] = time.perf_counter() - began
