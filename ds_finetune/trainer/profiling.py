@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import chain, islice
 
 from ds_finetune.engine.devices import restart_peak
@@ -10,17 +11,7 @@ from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.state.full_tensors import named_parameters
 from ds_finetune.foreign.guard import replaced
 from ds_finetune.observers.record import StepRecord
-from ds_finetune.runs.timeline.annotations import (
-    BACKWARD,
-    CHECKPOINT,
-    EVALUATION,
-    FORWARD,
-    OFFLOAD,
-    OPTIMIZER,
-    SAMPLING,
-    STEP,
-    Annotations,
-)
+from ds_finetune.runs.timeline import annotations as labels
 from ds_finetune.runs.timeline.profiler import HostClock, ProfiledRun, StepProfiler
 from ds_finetune.trainer.observers import StartedRun
 
@@ -28,15 +19,15 @@ FOLDER = "profile"
 """Name of the folder, in the run folder, with the trace and the summary of a profile."""
 _PEAK = "memory/peak_gib"
 _ENGINE_PHASES = {
-    "step": STEP,
-    "_forward": FORWARD,
-    "_log_probs": FORWARD,
-    "_step_optimizer": OPTIMIZER,
-    "evaluate": EVALUATION,
-    "generate": EVALUATION,
-    "sample": SAMPLING,
+    "step": labels.STEP,
+    "_forward": labels.FORWARD,
+    "_log_probs": labels.FORWARD,
+    "_step_optimizer": labels.OPTIMIZER,
+    "evaluate": labels.EVALUATION,
+    "generate": labels.EVALUATION,
+    "sample": labels.SAMPLING,
 }
-_DEEPSPEED_PHASES = {"backward": BACKWARD, "step": OPTIMIZER}
+_DEEPSPEED_PHASES = {"backward": labels.BACKWARD, "step": labels.OPTIMIZER}
 _OPTIMIZER_SWAPS = ("swap_in_optimizer_state", "swap_out_optimizer_state", "swap_out_gradients")
 _PARAMETER_SWAPS = ("swap_in", "synchronize_reads", "swap_out_and_release", "swap_out_partitioned_params")
 """Methods of DeepSpeed's swappers that move data to and from NVMe (0.19.8, runtime/swap_tensor/)."""
@@ -57,7 +48,7 @@ def profiled(records: Iterator[StepRecord], started: StartedRun) -> Iterator[Ite
     size = run.plan.world.world_size
     ranks = tuple(range(size)) if settings.ranks == "all" else settings.ranks
     info = ProfiledRun(run.plan.device, str(run.plan.mesh), size, ranks)
-    profiler = StepProfiler(info, started.store, clock=HostClock(), wrap=lambda labels: _wrap(started, labels))
+    profiler = StepProfiler(info, started.store, clock=HostClock(), wrap=partial(_wrap, started))
 
     try:
         profiled_steps = _steps(profiler, records, max(first, done + 1), started)
@@ -114,14 +105,14 @@ def without_peak_of_profile(records: Iterator[StepRecord], first: int, last: int
 
 
 @contextmanager
-def _wrap(started: StartedRun, annotations: Annotations) -> Iterator[None]:
+def _wrap(started: StartedRun, annotations: labels.Annotations) -> Iterator[None]:
     """Context in which `annotations` label the phases of a step, by wrapping methods of engine and saver."""
     engine, saver = started.engine, started.saver
     methods = [
         *((engine, name, phase) for name, phase in _ENGINE_PHASES.items()),
         *((engine._ds, name, phase) for name, phase in _DEEPSPEED_PHASES.items()),
-        *((swapper, name, OFFLOAD) for swapper, names in _swappers(engine) for name in names if hasattr(swapper, name)),
-        *((saver, name, CHECKPOINT) for name in ("save", "settle") if saver is not None),
+        *((swapper, name, labels.OFFLOAD) for swapper, name in _swap_methods(engine)),
+        *((saver, name, labels.CHECKPOINT) for name in ("save", "settle") if saver is not None),
     ]
     with ExitStack() as stack:
         for owner, name, phase in methods:
@@ -129,12 +120,10 @@ def _wrap(started: StartedRun, annotations: Annotations) -> Iterator[None]:
         yield
 
 
-def _swappers(engine: Engine) -> Iterator[tuple[object, tuple[str, ...]]]:
-    """DeepSpeed's NVMe swappers, each with its methods that move data; none without offload to NVMe."""
-    optimizer = getattr(engine._ds.optimizer, "optimizer_swapper", None)
-    if optimizer is not None:
-        yield optimizer, _OPTIMIZER_SWAPS
+def _swap_methods(engine: Engine) -> Iterator[tuple[object, str]]:
+    """DeepSpeed's NVMe swappers with each of their methods that move data; none without offload to NVMe."""
     params = (param for _, param in named_parameters(engine._ds.module))
-    swapper = next((candidate for param in params if (candidate := getattr(param, "nvme_swapper", None))), None)
-    if swapper is not None:
-        yield swapper, _PARAMETER_SWAPS
+    of_params = next((candidate for param in params if (candidate := getattr(param, "nvme_swapper", None))), None)
+    of_optimizer = getattr(engine._ds.optimizer, "optimizer_swapper", None)
+    for swapper, names in ((of_optimizer, _OPTIMIZER_SWAPS), (of_params, _PARAMETER_SWAPS)):
+        yield from ((swapper, name) for name in names if hasattr(swapper, name))

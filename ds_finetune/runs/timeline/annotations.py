@@ -15,9 +15,11 @@ from torch.profiler import record_function
 from ds_finetune.engine.groups.communication import INPUT_AT, POINT_TO_POINT, bytes_of, input_of
 from ds_finetune.foreign.torch_distributed import Span, spans_of_collectives
 
-STEP, FORWARD, BACKWARD, OPTIMIZER = "step", "forward", "backward", "optimizer"
-EVALUATION, SAMPLING, OFFLOAD = "evaluation", "sampling", "offload"
-DATA, CHECKPOINT, WAIT = "data", "checkpoint", "wait"
+STEP, OFFLOAD, DATA, CHECKPOINT, WAIT = "step", "offload", "data", "checkpoint", "wait"
+FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
+EVALUATION, SAMPLING = "evaluation", "sampling"
+COMPUTING = (FORWARD, BACKWARD, OPTIMIZER, EVALUATION, SAMPLING)
+"""Phases of a step whose time counts as computation, apart from collectives and copies in them."""
 SEPARATOR = "|"
 """Separator in the annotation of a collective between its kind, group, number in the group, and input bytes."""
 

@@ -8,24 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from ds_finetune.runs.timeline.annotations import (
-    BACKWARD,
-    CHECKPOINT,
-    DATA,
-    EVALUATION,
-    FORWARD,
-    OFFLOAD,
-    OPTIMIZER,
-    SAMPLING,
-    SEPARATOR,
-    STEP,
-    WAIT,
-)
+from ds_finetune.runs.timeline.annotations import CHECKPOINT, COMPUTING, DATA, OFFLOAD, SEPARATOR, STEP, WAIT
 
 COMPUTE, COMMUNICATION, WAITING, OTHER = "compute", "communication", "waiting", "other"
 KINDS = (COMPUTE, COMMUNICATION, WAITING, DATA, OFFLOAD, CHECKPOINT, OTHER)
 _KIND_OF_PHASE = {
-    **dict.fromkeys((FORWARD, BACKWARD, OPTIMIZER, EVALUATION, SAMPLING), COMPUTE),
+    **dict.fromkeys(COMPUTING, COMPUTE),
     **{STEP: OTHER, DATA: DATA, OFFLOAD: OFFLOAD, CHECKPOINT: CHECKPOINT},
 }
 _HOST = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver")
