@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from ds_finetune.data.batches import Batch, BatchPlan, MicroBatch, Position, count_rows, indices_of_rank, make_batch
-from ds_finetune.data.prepared_rows import Row, RowDocuments, next_token_labels, pack
+from ds_finetune.data.prepared_rows import Row, next_token_labels, pack
 from ds_finetune.objectives.labels import IGNORE_INDEX
 from ds_finetune.objectives.objective import UNKNOWN_EXPERTS, AnswerNumbers
 
@@ -112,29 +112,15 @@ def _row(groups: Sequence[Sequence[ScoredAnswer]]) -> Row:
     The first answer of a group follows the whole prompt. Each further answer is a document that begins with the
     prompt's last token, at that token's position, which predicts the answer's first token.
     """
-    begins = [
-        (answer, 0 if at == 0 else len(answer.prompt_ids) - 1) for group in groups for at, answer in enumerate(group)
-    ]
-    answers = [answer for answer, _ in begins]
-    ids = [np.array([*answer.prompt_ids[begin:], *answer.ids], dtype=np.int32) for answer, begin in begins]
-    positions = [
-        np.arange(begin, begin + len(part), dtype=np.int32) for part, (_, begin) in zip(ids, begins, strict=True)
-    ]
-    is_answer = [position >= len(answer.prompt_ids) for position, answer in zip(positions, answers, strict=True)]
-    labels = np.concatenate([next_token_labels(*each) for each in zip(ids, is_answer, strict=True)])
-    lengths = np.array([len(part) for part in ids], dtype=np.int64)
-    return Row(
-        input_ids=np.concatenate(ids),
-        position_ids=np.concatenate(positions),
-        labels=labels,
-        supervised=int((labels != IGNORE_INDEX).sum()),
-        documents=RowDocuments(
-            lengths=lengths,
-            numbers=np.array([answer.number for answer in answers], dtype=np.int64),
-            targets=np.array([answer.advantage for answer in answers]),
-            second=lengths,
-        ),
-    )
+    answers, parts = [answer for group in groups for answer in group], []
+    for group in groups:
+        for at, answer in enumerate(group):
+            begin = 0 if at == 0 else len(answer.prompt_ids) - 1
+            ids = np.array([*answer.prompt_ids[begin:], *answer.ids], dtype=np.int32)
+            positions = np.arange(begin, begin + len(ids))
+            parts.append((ids, positions, next_token_labels(ids, positions >= len(answer.prompt_ids))))
+    numbers = np.array([answer.number for answer in answers], dtype=np.int64)
+    return Row.of(parts, numbers, np.array([answer.advantage for answer in answers]))
 
 
 def _with_numbers(micro: MicroBatch, answers: dict[int, ScoredAnswer]) -> MicroBatch:

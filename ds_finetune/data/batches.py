@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from ds_finetune.data.mismatched import MismatchedAnswers
 from ds_finetune.data.mixture import Mixture
-from ds_finetune.data.prepared_rows import CountedRows, Ints, Row, Rows, document_starts, empty_row
+from ds_finetune.data.prepared_rows import Ints, PreparedRows, Row, Rows, document_starts, empty_row
 from ds_finetune.objectives.labels import IGNORE_INDEX
 from ds_finetune.objectives.objective import Examples
 
@@ -160,7 +160,7 @@ def training_batches(
         ids = [row_ids[index] if index < len(row_ids) else None for index in indices]
         batch = _batch(rows, ids, plan, Position(*divmod(after, per_epoch)))
         counts = batch.counts
-        if plan.dp > 1 and isinstance(rows, CountedRows):
+        if plan.dp > 1 and isinstance(rows, PreparedRows):
             counts = rows.count_units(row_ids, plan.documents_per_unit)
         elif plan.dp > 1:
             counts = count_rows([rows[number] for number in row_ids], plan.documents_per_unit)

@@ -11,9 +11,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_finetune.data.prepared_rows import PreparedRows, Row, RowDocuments, next_token_labels, pack
+from ds_finetune.data.prepared_rows import PreparedRows, Row, next_token_labels, pack
 from ds_finetune.errors import DataError
-from ds_finetune.objectives.labels import IGNORE_INDEX
 
 _SEED = 1
 """Third number of the seed, without which examples would be permuted as the rows of epoch 0 are."""
@@ -84,18 +83,9 @@ class MismatchedAnswers:
         return min(answer + len(ids) - other_answer, self.max_seq_len)
 
     def _row(self, numbers: Sequence[int]) -> Row:
-        parts = [self.document(number) for number in numbers]
-        lengths = np.array([len(ids) for ids, _ in parts], dtype=np.int64)
-        labels = np.concatenate([labels for _, labels in parts])
-        return Row(
-            input_ids=np.concatenate([ids for ids, _ in parts]),
-            position_ids=np.concatenate([np.arange(length) for length in lengths]).astype(np.int32),
-            labels=labels,
-            supervised=int((labels != IGNORE_INDEX).sum()),
-            documents=RowDocuments(
-                lengths, np.array(numbers, dtype=np.int64) + len(self), np.zeros(len(numbers)), lengths
-            ),
-        )
+        documents = [self.document(number) for number in numbers]
+        parts = [(ids, np.arange(len(ids)), labels) for ids, labels in documents]
+        return Row.of(parts, np.array(numbers, dtype=np.int64) + len(self), np.zeros(len(numbers)))
 
     def document(self, number: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Ids and shifted labels, [tokens] each, of the mismatched document with the prompt of document `number`."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Self
 
 import numpy as np
 import xxhash
@@ -57,6 +57,22 @@ class Row:
     is_filler: bool = False
     """Whether the row has no text and only fills up a batch."""
 
+    @classmethod
+    def of(
+        cls,
+        parts: Sequence[tuple[Ints, Numbers | Ints, Ints]],
+        numbers: Numbers,
+        targets: NDArray[np.float64],
+        second: Numbers | None = None,
+    ) -> Self:
+        """Concatenate documents to a row, given the ids, positions and labels of each, [tokens] each, and the fields of
+        `RowDocuments`. Without `second`, each document has one text.
+        """
+        ids, positions, labels = (np.concatenate(arrays).astype(np.int32) for arrays in zip(*parts, strict=True))
+        lengths = np.array([len(own) for own, *_ in parts], dtype=np.int64)
+        documents = RowDocuments(lengths, numbers, targets, lengths if second is None else second)
+        return cls(ids, positions, labels, int((labels != IGNORE_INDEX).sum()), documents)
+
     @property
     def num_tokens(self) -> int:
         """Number of tokens in the row; 0 for a filler row."""
@@ -77,23 +93,6 @@ class Row:
 def document_starts(positions: Ints) -> Numbers:
     """Indices at which documents begin in a row, which is where a position is not the preceding position plus 1."""
     return np.flatnonzero(np.diff(positions, prepend=-2) != 1)
-
-
-class Rows(Protocol):
-    """Training rows that can be read by index in any order."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Row: ...
-
-
-@runtime_checkable
-class CountedRows(Rows, Protocol):
-    """Training rows of which tokens, documents and pairs can be counted without reading the tokens."""
-
-    def count_units(self, ids: Sequence[int], documents_per_unit: int) -> dict[str, int]:
-        """Count supervised tokens, pairs, documents and so on in the rows `ids`, by the keys of `count_rows`."""
-        ...
 
 
 def next_token_labels(ids: Ints, mask: NDArray[np.bool_]) -> Ints:
@@ -146,19 +145,11 @@ class PreparedRows:
 
     def __getitem__(self, index: int) -> Row:
         numbers = self._documents_of(self.order[self.offsets[index] : self.offsets[index + 1]])
-        data = self.documents
-        parts = []
+        data, parts = self.documents, []
         for start, end in zip(data.offsets[numbers].tolist(), data.offsets[numbers + 1].tolist(), strict=True):
             own = data.ids[start:end]
             parts.append((own, np.arange(len(own)), next_token_labels(own, data.mask[start:end])))
-        ids, positions, labels = (np.concatenate(arrays).astype(np.int32) for arrays in zip(*parts, strict=True))
-        documents = RowDocuments(
-            lengths=data.offsets[numbers + 1] - data.offsets[numbers],
-            numbers=numbers.astype(np.int64),
-            targets=data.targets[numbers],
-            second=data.second[numbers].astype(np.int64),
-        )
-        return Row(ids, positions, labels, supervised=int((labels != IGNORE_INDEX).sum()), documents=documents)
+        return Row.of(parts, numbers.astype(np.int64), data.targets[numbers], data.second[numbers].astype(np.int64))
 
     def sizes(self, index: int) -> tuple[Numbers, int]:
         """Lengths of the documents of row `index`, and its number of supervised tokens, without reading tokens."""
@@ -349,6 +340,10 @@ class PreparedRows:
         sizes = (len(self),) if self.mixture is None else self.mixture.sizes
         ends = self.offsets[np.cumsum(sizes)] * max(self.kind.documents_per_unit, 1)
         return np.split(lengths, ends[:-1])
+
+
+Rows = Sequence[Row] | PreparedRows
+"""Training rows that can be read by index in any order."""
 
 
 def _line(text: NDArray[np.uint8], ends: Numbers, number: int) -> str:
