@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -43,10 +43,8 @@ from ds_finetune.data.prepared_rows import PreparedRows, one_unit_a_row, pack_un
 from ds_finetune.data.prompt_format import template_settings
 from ds_finetune.data.row_kind import DIALOGUE, RowKind
 from ds_finetune.data.row_report import check_columns, check_dropped_rows
-from ds_finetune.data.sample_tokens import RULES_VERSION
 from ds_finetune.data.samples import check_layout_name
 from ds_finetune.data.sources import RecordChoice, Source, estimate_rows, find_sources
-from ds_finetune.data.tokenizer_files import tokenizer_digest
 from ds_finetune.data.units import ROWS_PER_PART, Tokenisation, tokenise_records
 from ds_finetune.errors import ConfigError, DataError, RunError
 
@@ -201,19 +199,9 @@ def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, limits: TokenLimits, ki
 def _fingerprint(sources: Sequence[Source], tokenisation: Tokenisation, choice: RecordChoice) -> str:
     parts = {
         "format": FORMAT_VERSION,
-        "rules": RULES_VERSION,
         "sources": [source.fingerprint for source in sources],
         "choice": [choice.rows, str(choice.fraction), choice.seed, choice.is_held_out],
-        "tokenizer": tokenizer_digest(tokenisation.tokenizer),
-        "special": [
-            tokenisation.tokenizer.bos_token,
-            tokenisation.tokenizer.eos_token,
-            bool(getattr(tokenisation.tokenizer, "add_bos_token", False)),
-        ],
-        "settings": asdict(tokenisation.settings),
-        "layout": [tokenisation.layout, tokenisation.columns],
-        "limits": asdict(tokenisation.limits),
-        "kind": tokenisation.kind.fingerprint,
+        **tokenisation.facts(),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
 
@@ -226,14 +214,14 @@ def _tokenise(
     size = sum(source.fingerprint[1] for source in sources)
     # Small data is tokenised in this process, since another process takes one or two seconds to start. The size of hub
     # data sets is unknown, so they count as large.
-    is_divided = workers > 1 and (size > _BYTES_FOR_PROCESSES or any(source.format == "hub" for source in sources))
-    warmup = (workers if is_divided else 1) * ROWS_PER_PART
+    if size <= _BYTES_FOR_PROCESSES and not any(source.format == "hub" for source in sources):
+        workers = 1
     done = len(list(folder.glob("part-??????"))) * ROWS_PER_PART
     # Only the process with the lock tokenises, so it shows the progress whatever its rank.
     estimate = estimate_rows(sources)
     total = max(min(estimate, choice.rows or estimate) - done, 0)
-    with PhaseLine("tokenising rows", total, warmup=warmup, is_rank_zero=True) as line:
-        for _ in _write_parts(tasks, tokenisation, workers) if is_divided else _write_here(tasks, tokenisation):
+    with PhaseLine("tokenising rows", total, warmup=workers * ROWS_PER_PART, is_rank_zero=True) as line:
+        for _ in _write_parts(tasks, tokenisation, workers):
             line.advance(ROWS_PER_PART)
     counts = sum((read_counts(part) for part in parts), Counts())
     if len(set(parts.values())) > 1:
@@ -296,13 +284,12 @@ def _write_part(task: _Task) -> Path:
     return folder
 
 
-def _write_here(tasks: Iterable[_Task], tokenisation: Tokenisation) -> Iterator[Path]:
-    _start_worker(tokenisation)
-    yield from map(_write_part, tasks)
-    _worker.clear()
-
-
 def _write_parts(tasks: Iterable[_Task], tokenisation: Tokenisation, workers: int) -> Iterator[Path]:
+    if workers == 1:
+        _start_worker(tokenisation)
+        yield from map(_write_part, tasks)
+        _worker.clear()
+        return
     context = multiprocessing.get_context("spawn")
     try:
         with ProcessPoolExecutor(workers, context, _start_worker, (tokenisation,)) as pool, _terminated_early(pool):

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from ds_finetune.data.prepare import TokenLimits, plan_tokenisation
 from ds_finetune.data.prepared_rows import PreparedRows, Row, one_unit_a_row, pack_units
 from ds_finetune.data.row_kind import DIALOGUE, RowKind
 from ds_finetune.data.row_report import check_bad_rows, check_dropped_rows
-from ds_finetune.data.sample_tokens import RULES_VERSION
 from ds_finetune.data.sources import Source, find_sources, read_or_errors
 from ds_finetune.data.units import Tokenisation, tokenise_records
 from ds_finetune.errors import DataError
@@ -49,16 +48,7 @@ class StreamedRows:
         The fingerprint is the same on every machine. It does not cover the sources' content, which is not read before
         training.
         """
-        tokenisation, tokenizer = self.tokenisation, self.tokenisation.tokenizer
-        parts = [RULES_VERSION, tokenizer.backend_tokenizer.to_str(), tokenizer.bos_token, tokenizer.eos_token]
-        parts += [
-            bool(getattr(tokenizer, "add_bos_token", False)),
-            asdict(tokenisation.settings),
-            tokenisation.layout,
-            tokenisation.columns,
-            *([tokenisation.kind.fingerprint] if tokenisation.kind.fingerprint != DIALOGUE.fingerprint else []),
-        ]
-        text = json.dumps([*parts, asdict(tokenisation.limits), self.config.packing], sort_keys=True)
+        text = json.dumps([self.tokenisation.facts(), self.config.packing], sort_keys=True)
         sources = [[source.path, source.subset, source.split, source.fingerprint[1]] for source in self.sources]
         return f"{json.dumps(sources)}, {xxhash.xxh3_64_hexdigest(text.encode())}"
 

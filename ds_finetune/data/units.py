@@ -7,7 +7,7 @@ prompt becomes one. Dropped rows are counted by reason.
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import date, datetime, time
 from decimal import Decimal
 from functools import cached_property
@@ -29,10 +29,10 @@ from ds_finetune.data.preferences import Preference
 from ds_finetune.data.prompts import Prompt
 from ds_finetune.data.record_layouts import Completion, LabelledCompletion, LabelledText, PlainText, Sample
 from ds_finetune.data.row_kind import DIALOGUE, RowKind
-from ds_finetune.data.sample_tokens import SampleTokeniser, TemplateSettings, Tokens
+from ds_finetune.data.sample_tokens import RULES_VERSION, SampleTokeniser, TemplateSettings, Tokens
 from ds_finetune.data.samples import RowSample, read_row
 from ds_finetune.data.text_encoder import ControlTokens
-from ds_finetune.data.tokenizer_files import is_encoder_tokenizer
+from ds_finetune.data.tokenizer_files import is_encoder_tokenizer, tokenizer_digest
 from ds_finetune.errors import DataError
 
 _MOST_CHARACTERS, _MOST_CHARACTERS_PER_TOKEN = 4_000_000, 8
@@ -77,6 +77,19 @@ class Tokenisation:
         is_last_only = self.kind.name in ("pairs", "marked")
         settings = replace(self.settings, train_on="last_assistant") if is_last_only else self.settings
         return SampleTokeniser(self.tokenizer, settings, bos=self.kind.bos, has_eos=self.kind.has_eos)
+
+    def facts(self) -> dict[str, Any]:
+        """Everything that decides which tokens a record gets, as JSON values; the same on every machine."""
+        tokenizer = self.tokenizer
+        return {
+            "rules": RULES_VERSION,
+            "tokenizer": tokenizer_digest(tokenizer),
+            "special": [tokenizer.bos_token, tokenizer.eos_token, bool(getattr(tokenizer, "add_bos_token", False))],
+            "settings": asdict(self.settings),
+            "layout": [self.layout, self.columns],
+            "limits": asdict(self.limits),
+            "kind": self.kind.fingerprint,
+        }
 
 
 def tokenise_records(records: Sequence[tuple[str, ReadRecord]], how: Tokenisation) -> tuple[Documents, Counts]:
