@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from jinja2 import TemplateError, TemplateSyntaxError
+from jinja2 import Environment, TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -84,8 +84,6 @@ def _raise_time_is_up(_: int, __: FrameType | None) -> None:
 
 @lru_cache(maxsize=16)
 def _has_power(source: str) -> bool:
-    from jinja2 import Environment, TemplateError
-
     try:
         return any(kind == "operator" and text == "**" for _, kind, text in Environment(autoescape=True).lex(source))
     except TemplateError:

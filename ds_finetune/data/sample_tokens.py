@@ -176,10 +176,14 @@ class SampleTokeniser:
         notes = tuple(name for name, applies in remarks.items() if applies)
         if isinstance(sample, PlainText):
             return [_SampleText((Segment(sample.text, True),), Tokens([], [], notes=notes))]
-        segments = self._completion_segments(sample)
-        is_joined = segments[1].text[:1].isspace() and not segments[0].text[-1:].isspace()
+        completion = strip_reasoning(sample.completion) if self._settings.reasoning == "strip" else sample.completion
+        prompt = sample.prompt
+        if not (sample.is_joined or prompt[-1:].isspace() or completion[:1].isspace()):
+            prompt += self._settings.separator
+        is_joined = completion[:1].isspace() and not prompt[-1:].isspace()
         form = sample.wrapper or ("joined" if is_joined else "separator")
-        return [_SampleText(tuple(segments), Tokens([], [], notes=notes, form=form))]
+        segments = Segment(prompt, self._settings.train_on == "all"), Segment(completion, True, is_answer=True)
+        return [_SampleText(segments, Tokens([], [], notes=notes, form=form))]
 
     def _prompt_texts(self, sample: Conversation | Completion, where: str) -> list[_SampleText]:
         """The prompt as a server renders it from the messages; without a chat template the text before a completion."""
@@ -200,13 +204,6 @@ class SampleTokeniser:
             return [_SampleText((), Tokens([], [], dropped=str(error), unread=unread))]
         remarks = tuple(note for note in (control_note, dialogue.tools_note(prompt)) if note)
         return [_SampleText((Segment(prompt, False),), Tokens([], [], notes=remarks, unread=unread))]
-
-    def _completion_segments(self, sample: Completion) -> list[Segment]:
-        completion = strip_reasoning(sample.completion) if self._settings.reasoning == "strip" else sample.completion
-        prompt = sample.prompt
-        if not (sample.is_joined or prompt[-1:].isspace() or completion[:1].isspace()):
-            prompt += self._settings.separator
-        return [Segment(prompt, self._settings.train_on == "all"), Segment(completion, True, is_answer=True)]
 
     def _template_for(self, conversation: Conversation) -> ChatTemplate:
         """The chat template that transformers would choose: `tool_use`, if it exists, for a conversation with tools."""

@@ -75,9 +75,6 @@ class Proxy:
         data = self._asks("data", self)
         return not isinstance(data, Proxy) and bool(data == other)
 
-    def __hash__(self) -> int:
-        return int(self._asks("hash", self))
-
     def __instancecheck__(self, instance: object) -> bool:
         return isinstance(instance, Proxy) and bool(self._asks("isinstance", instance, self))
 
