@@ -212,8 +212,8 @@ MUTANTS = (
     Mutant(
         "gradient of an adapter's whole factor not summed over tensor parallel ranks",
         "model/adapters/lora.py",
-        "if self.tp_group is not None and of.dim is not None and shard.dim is None:",
-        "if self.tp_group is not None and of.dim is not None and shard.dim is not None:",
+        "if self.tp_group is not None and weight_shard.dim is not None and shard.dim is None:",
+        "if self.tp_group is not None and weight_shard.dim is not None and shard.dim is not None:",
         LORA,
     ),
     Mutant(
@@ -338,8 +338,8 @@ MUTANTS = (
     Mutant(
         "gradient of the indexer's loss in the model",
         "model/attention/indexed_attention.py",
-        "_inputs_of_scores(attention, hidden.detach(), low_rank.detach(), position_embeddings)",
-        "_inputs_of_scores(attention, hidden, low_rank, position_embeddings)",
+        "_inputs_of_scores(self, hidden.detach(), low_rank.detach(), position_embeddings)",
+        "_inputs_of_scores(self, hidden, low_rank, position_embeddings)",
         f"{TRAINED_INDEXER} -k dp-z0",
     ),
     Mutant(

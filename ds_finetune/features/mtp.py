@@ -27,7 +27,7 @@ from ds_finetune.model.loss.forward_rows import ForwardRows
 from ds_finetune.model.loss.token_loss import TrainedModel
 from ds_finetune.model.mtp import (
     PREDICTION_LAYERS,
-    PassedLayer,
+    SkippedLayer,
     is_mtp_tensor,
     mtp_layer_inputs,
     mtp_layers,
@@ -93,7 +93,7 @@ class MtpLoss(ExtraLoss):
         streams, self._streams = self._streams, None
         if isinstance(layer, MissingLayer):
             return None
-        if isinstance(layer, PassedLayer):
+        if isinstance(layer, SkippedLayer):
             assert streams is not None, "no forward was listened to"
             layer, hidden = layer.mtp, streams
         assert rows.next_ids is not None, "the batch does not look ahead; set looks_ahead in its BatchPlan"

@@ -45,11 +45,11 @@ def norm_backward(
 def rotate(
     tensors: tuple[torch.Tensor, ...],
     angles: tuple[torch.Tensor, ...],
-    turn: Any,  # noqa: ANN401 - that of the formula, which this package cannot import
+    rotation: Any,  # noqa: ANN401 - that of the formula, which this package cannot import
     is_backward: bool,
 ) -> tuple[torch.Tensor, ...]:
     """Apply the rotary embedding to copies of queries and keys, because the kernel works in place."""
-    width, in_pairs, _ = turn
+    width, in_pairs, _ = rotation
     run = rope.rope_backward if is_backward else rope.rope_forward
     copies = (_copy(each, width, in_pairs=in_pairs and not is_backward) for each in tensors)
     query, key, *_ = run(*copies, *angles, rotary_dim=width)
@@ -66,10 +66,10 @@ def _copy(x: torch.Tensor, width: int, *, in_pairs: bool) -> torch.Tensor:
 
 
 def _regrouped(x: torch.Tensor, width: int, shape: tuple[int, int]) -> torch.Tensor:
-    turned = x[..., :width].unflatten(-1, shape).mT
+    grouped = x[..., :width].unflatten(-1, shape).mT
     if width == x.shape[-1]:
-        return turned.clone(memory_format=torch.contiguous_format).flatten(-2)
-    return torch.cat([turned.flatten(-2), x[..., width:]], dim=-1)
+        return grouped.clone(memory_format=torch.contiguous_format).flatten(-2)
+    return torch.cat([grouped.flatten(-2), x[..., width:]], dim=-1)
 
 
 def gate(*parts: torch.Tensor) -> torch.Tensor:

@@ -79,11 +79,11 @@ def attention_function(name: str) -> Callable[..., Any]:
     return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)  # type: ignore[no-any-return]
 
 
-def rotate(turn: str, *arguments: Any) -> Any:  # noqa: ANN401 - untyped
-    """Apply a rotary embedding to queries and keys [rows, heads, tokens, width]. With `turn` `pairs` it rotates
+def rotate(kind: str, *arguments: Any) -> Any:  # noqa: ANN401 - untyped
+    """Apply a rotary embedding to queries and keys [rows, heads, tokens, width]. With `kind` `pairs` it rotates
     adjacent columns, with `halves` column i and column i + width / 2.
     """
-    name = {"pairs": "apply_rotary_pos_emb_interleave", "halves": "apply_rotary_pos_emb"}[turn]
+    name = {"pairs": "apply_rotary_pos_emb_interleave", "halves": "apply_rotary_pos_emb"}[kind]
     return _LATENT.attribute(modeling_deepseek_v3, name)(*arguments)
 
 

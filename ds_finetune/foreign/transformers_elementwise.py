@@ -110,13 +110,13 @@ def rotary_functions(kind: type[nn.Module]) -> dict[str, str]:
     if not kind.__name__.endswith("Attention"):
         return {}
     forward: Any = inspect.unwrap(kind.forward)
-    turns: dict[str, str] = {}
+    kinds: dict[str, str] = {}
     for name in forward.__code__.co_names if isinstance(forward, FunctionType) else ():
         source = inspect.getsource(forward.__globals__[name]) if name.startswith("apply_rotary") else ""
-        turns |= {name: turn for text, turn in _ROTARY.items() if text in source}  # noqa: B035 - one text is in it
-    if not turns:
+        kinds |= {name: rotation for text, rotation in _ROTARY.items() if text in source}  # noqa: B035 - one text is in it
+    if not kinds:
         _ATTENTION.source(kind.forward, next(iter(_ROTARY)))
-    return {name: turn for name, turn in turns.items() if turn}
+    return {name: rotation for name, rotation in kinds.items() if rotation}
 
 
 @cache

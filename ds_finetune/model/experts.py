@@ -51,9 +51,9 @@ def multiply(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, *, is
     """
     if not _is_own_kernel(weight.device, weight.dtype):
         return _grouped_linear(rows, weight, ends, is_transposed=is_transposed)
-    from ds_finetune.model.grouped_kernel import grouped_product as by_kernel
+    from ds_finetune.model.grouped_kernel import grouped_product
 
-    return by_kernel(rows.to(weight.dtype), weight if is_transposed else weight.transpose(1, 2), ends)
+    return grouped_product(rows.to(weight.dtype), weight if is_transposed else weight.transpose(1, 2), ends)
 
 
 _saved_multiply = save_outputs(multiply)
@@ -146,19 +146,13 @@ class SortedRows(NamedTuple):
         return _Gather.apply(rows, self.choice_rows, self.tokens, self.k, 1, True)  # type: ignore[no-any-return]
 
 
-def grouped_product(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, *, leaf: str, **options: bool) -> Any:  # noqa: ANN401 - untyped
-    """Grouped product of `rows` [rows, in] with the fused `weight` named `leaf`. Selective recomputation saves the
-    first projection's output only, because no gradient needs the second one's.
-    """
-    return (_saved_multiply if leaf == "gate_up_proj" else multiply)(rows, weight, ends, **options)
-
-
 def project(module: Any, rows: torch.Tensor, ends: torch.Tensor, leaf: str) -> torch.Tensor:  # noqa: ANN401 - a module of any family
     """Multiply `rows` [rows, in], sorted by expert, with the weights `leaf` of the experts in `module`. Expert i's rows
-    end at `ends[i]`.
+    end at `ends[i]`. Selective recomputation saves the first projection's output only, because no gradient needs the
+    second one's.
     """
-    weight = getattr(module, leaf)
-    return grouped_product(rows, weight, ends, leaf=leaf, is_transposed=module.is_transposed)  # type: ignore[no-any-return]
+    product = _saved_multiply if leaf == "gate_up_proj" else multiply
+    return product(rows, getattr(module, leaf), ends, is_transposed=module.is_transposed)  # type: ignore[no-any-return]
 
 
 def run_experts(

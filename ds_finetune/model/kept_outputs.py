@@ -79,7 +79,7 @@ class KeptOutputs(TorchDispatchMode):
         return result
 
 
-class _KeptChoices(TorchDispatchMode):
+class _SavedTopK(TorchDispatchMode):
     """Torch dispatch mode: `topk` chooses in the forward; recomputation gathers values at the saved choices."""
 
     def __init__(self, outputs: KeptOutputs) -> None:
@@ -146,7 +146,7 @@ def keep_choices(module: nn.Module) -> None:
     @wraps(forward)
     def forward_or_repeat(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         outputs = _current.kept
-        with nullcontext() if outputs is None else _KeptChoices(outputs):
+        with nullcontext() if outputs is None else _SavedTopK(outputs):
             return forward(*args, **kwargs)
 
     module.forward = forward_or_repeat

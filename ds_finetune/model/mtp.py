@@ -100,14 +100,14 @@ def build_mtp_layers(model_class: type[PreTrainedModel], hf_config: PretrainedCo
         layer: nn.Module = layer_class(config, layer_idx)
         if layer_idx in layers and hasattr(layer, "input_layernorm"):
             add_mtp_modules(layer, config)
-            return PassedLayer(layer) if family_of(config.model_type).compresses else layer
+            return SkippedLayer(layer) if family_of(config.model_type).compresses else layer
         return layer
 
     with more_layers(hf_config, len(layers)), replaced_layers(model_class, make):
         yield
 
 
-class PassedLayer(nn.Module):
+class SkippedLayer(nn.Module):
     """Module around a multi-token prediction layer `mtp`, which does nothing in the forward of the model's layers."""
 
     def __init__(self, mtp: nn.Module) -> None:

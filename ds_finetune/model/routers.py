@@ -19,8 +19,8 @@ from ds_finetune.objectives.objective import UNKNOWN_EXPERTS
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.trained_parts import RouterPlan
 
-_MARKS = 2**15
-"""Number of different marks. A mark is a small hash of the set of experts that a token chose."""
+_HASHES = 2**15
+"""Number of different hashes of the set of experts that a token chose."""
 
 
 class RouterOutput(NamedTuple):
@@ -50,13 +50,13 @@ class RouterCollector:
     """For tokens of sampled answers, int64 [layers, 2]: how many chose other experts than in sampling, and how many
     were compared.
     """
-    marks: NDArray[np.int16]
+    choice_hashes: NDArray[np.int16]
     """Hash of the set of chosen experts, for tokens given to `watch` and each layer, [tokens, layers]."""
 
     def __init__(self, lm: nn.Module, plan: RouterPlan, *, device: torch.device) -> None:
         self.plan, self._device = plan, device
         numbers = torch.Generator().manual_seed(0)
-        self._marks = torch.randint(_MARKS, (plan.experts,), generator=numbers).to(device)
+        self._expert_hashes = torch.randint(_HASHES, (plan.experts,), generator=numbers).to(device)
         self._expected: torch.Tensor | None = None
         self._outputs: dict[int, RouterOutput] = {}
         self._is_listening = self._is_counting = False
@@ -94,19 +94,19 @@ class RouterCollector:
 
     @contextmanager
     def watch(self, tokens: torch.Tensor | None) -> Iterator[None]:
-        """Context of a forward that sets `marks` for `tokens`, indices in the flattened rows (None: all tokens)."""
+        """Context of a forward that sets `choice_hashes` for `tokens`, indices in the flattened rows (None: all)."""
         keeps, self.keeps_outputs, self._is_listening, self._is_counting = self.keeps_outputs, True, True, False
         try:
             yield
         finally:
             self.keeps_outputs, self._is_listening = keeps, False
         chosen = torch.stack([output.chosen for output in self.outputs], dim=1)
-        self.marks = self._mark(chosen if tokens is None else chosen[tokens]).cpu().numpy()
+        self.choice_hashes = self._hash(chosen if tokens is None else chosen[tokens]).cpu().numpy()
         self._outputs.clear()
 
-    def _mark(self, chosen: torch.Tensor) -> torch.Tensor:
+    def _hash(self, chosen: torch.Tensor) -> torch.Tensor:
         """Hash sets of expert numbers, int64 [..., chosen], to int16 [...]. Probability of a collision: 1 / 32,768."""
-        return (self._marks[chosen].sum(-1) % _MARKS).to(torch.int16)
+        return (self._expert_hashes[chosen].sum(-1) % _HASHES).to(torch.int16)
 
     @contextmanager
     def listen(self, rows: ForwardRows, *, is_counting: bool, counts_tokens: bool = True) -> Iterator[None]:
@@ -154,7 +154,7 @@ class RouterCollector:
         if self._expected is not None:
             expected = self._expected[:, number]
             is_known = expected != UNKNOWN_EXPERTS
-            self.compared[number] += torch.stack([is_known & (self._mark(chosen) != expected), is_known]).sum(dim=1)
+            self.compared[number] += torch.stack([is_known & (self._hash(chosen) != expected), is_known]).sum(dim=1)
 
 
 def score_shares(logits: torch.Tensor, scores: str) -> torch.Tensor:

@@ -14,7 +14,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from ds_finetune.foreign import liger_operations
-from ds_finetune.model.fused.formulas import Turning
+from ds_finetune.model.fused.formulas import Rotation
 from ds_finetune.model.grouped_kernel import grouped_product
 from ds_finetune.model.loss.cross_entropy import HeadInputs, NeededGradients, liger_cross_entropy
 
@@ -43,8 +43,8 @@ def _launch_all(dtype: torch.dtype) -> None:
             liger_operations.norm_backward(rows, (rows, weight, scale), rounds_last, needs_weight)
     heads, angles = torch.zeros(1, 16, TOKENS, 128, dtype=dtype), torch.zeros(1, TOKENS, 128, dtype=dtype)
     for is_backward in (False, True):
-        turning = Turning(128, in_pairs=False, is_back=False)
-        liger_operations.rotate((heads, heads[:, :4]), (angles, angles), turning, is_backward)
+        rotation = Rotation(128, in_pairs=False, is_back=False)
+        liger_operations.rotate((heads, heads[:, :4]), (angles, angles), rotation, is_backward)
     for parts in ((rows, rows.clone()), (rows.clone(),)):
         liger_operations.gate_backward(liger_operations.gate(*parts), *parts)
     weight = torch.zeros(VOCABULARY, HIDDEN, dtype=dtype)

@@ -145,7 +145,7 @@ class BatchOfAnswers:
             for index, (part, prompt, row) in enumerate(zip(some, prompts, logits, strict=True)):
                 self._logits.append(row.expand(len(part.samples), -1))
                 if self._model.routers is not None:
-                    self._experts += [self._model.routers.marks[index]] * len(part.samples)
+                    self._experts += [self._model.routers.choice_hashes[index]] * len(part.samples)
                 yield prompt, slice(begin, begin + len(part.samples))
                 begin += len(part.samples)
 
@@ -160,7 +160,7 @@ class BatchOfAnswers:
                 ids = self._drop_ended(ids)
                 is_key = None if self._is_key is None else self._is_key[..., : self._cache.columns + 1]
                 logits = self._model.read_tokens(ids, self._lengths + position, self._cache, is_key)
-                self._experts = [] if self._model.routers is None else list(self._model.routers.marks)
+                self._experts = [] if self._model.routers is None else list(self._model.routers.choice_hashes)
         return self._ended
 
     def _sample(self, logits: torch.Tensor, position: int, on_answer: OnAnswer) -> torch.Tensor:

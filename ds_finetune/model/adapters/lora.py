@@ -140,17 +140,17 @@ class AdapterPlacement:
     partition: Callable[[list[nn.Parameter]], None] = lambda _: None
     """Partitions a module's new parameters under ZeRO-3. The default does nothing."""
 
-    def prepare(self, param: nn.Parameter, shard: TensorShard, *, of: TensorShard) -> None:
+    def prepare(self, param: nn.Parameter, shard: TensorShard, *, weight_shard: TensorShard) -> None:
         """Mark an adapter parameter, so that gradients are summed over the right ranks and norms count it once.
 
-        `shard` is this rank's part of the parameter, `of` its part of the adapted weight.
+        `shard` is this rank's part of the parameter, `weight_shard` its part of the adapted weight.
         """
         # DeepSpeed 0.19.8 counts parameters without `model_parallel` only once in gradient norms
         # (runtime/utils.py:134).
         param.model_parallel = shard.dim is not None  # type: ignore[attr-defined]
         if shard.is_expert_parallel and self.mark_expert is not None:
             self.mark_expert(param)
-        if self.tp_group is not None and of.dim is not None and shard.dim is None:
+        if self.tp_group is not None and weight_shard.dim is not None and shard.dim is None:
             # The factor A or B that is not sharded gets a part of its gradient on each rank, which must be summed.
             param.register_hook(self.tp_group.all_reduce)
 
@@ -202,8 +202,8 @@ def _adapt(
     for leaf, shape in target.shapes.items():
         weight = module._parameters[leaf]
         local_shape = shape_of(weight) if is_four_bit(weight) else placement.where(weight).shape
-        of = placement.model_shard.tensor_shard(f"{target.name}.{leaf}", local_shape)
-        assert of.full_shape == shape, (target.name, leaf, of.full_shape, shape)
+        weight_shard = placement.model_shard.tensor_shard(f"{target.name}.{leaf}", local_shape)
+        assert weight_shard.full_shape == shape, (target.name, leaf, weight_shard.full_shape, shape)
         if target.kind == ROUTED and module.is_transposed:
             local_shape, shape = (
                 (*local_shape[:-2], local_shape[-1], local_shape[-2]),
@@ -216,7 +216,7 @@ def _adapt(
             local = (*experts, lora.rank, width) if side == "A" else (*experts, out, lora.rank)
             shard = placement.model_shard.tensor_shard(name, local)
             param = nn.Parameter(shard.slice(values).view(local).to(weight.device, dtype_of(weight)))
-            placement.prepare(param, shard, of=of)
+            placement.prepare(param, shard, weight_shard=weight_shard)
             if side == "A":
                 module.lora_columns = shard.offsets[-1], shard.global_shape[-1]
             module.register_parameter(leaf_name, param)

@@ -318,7 +318,7 @@ class CompressorByDocument(nn.Module):
         if sp_group is not None:
             before = self.series * self.compress_rate - 1
             value, gate = sp_group.with_tokens_before(torch.cat([value, gate], dim=-1), before).chunk(2, dim=-1)
-        # With overlap, an entry also averages the window before its own. For a document's first entry it is masked below.
+        # With overlap, an entry also averages the window before its own, which is masked for a document's first entry.
         windows = [(layout.windows - self.compress_rate).clamp_min(0), layout.windows][-self.series :]
         values, gates = (part.flatten(0, 1).chunk(self.series, dim=-1) for part in (value, gate))
         value, gate = (

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 
-class Turning(NamedTuple):
+class Rotation(NamedTuple):
     """How a rotary embedding rotates the first `width` columns of a head."""
 
     width: int
@@ -46,24 +46,26 @@ def norm_backward(
 
 
 def rotate(
-    tensors: tuple[torch.Tensor, ...], angles: tuple[torch.Tensor, ...], turn: Turning, is_backward: bool
+    tensors: tuple[torch.Tensor, ...], angles: tuple[torch.Tensor, ...], rotation: Rotation, is_backward: bool
 ) -> tuple[torch.Tensor, ...]:
     """Apply the rotary embedding to queries and keys [rows, heads, tokens, columns], with cosines and sines [rows,
     tokens, width / 2 or more]. In the result, rotated pairs are columns i and i + width / 2. With `is_backward`, map
     gradients of the result to gradients of the inputs.
     """
-    half = turn.width // 2
+    half = rotation.width // 2
     cos, sin = (each[:, None, :, :half] for each in angles)
-    return tuple(_turned(each, cos, -sin if is_backward else sin, turn, is_backward) for each in tensors)
+    return tuple(_rotated(each, cos, -sin if is_backward else sin, rotation, is_backward) for each in tensors)
 
 
-def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, turn: Turning, is_backward: bool) -> torch.Tensor:
-    width, unrotated = turn.width, x[..., turn.width :]
-    from_pairs = turn.in_pairs and not is_backward
+def _rotated(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotation: Rotation, is_backward: bool
+) -> torch.Tensor:
+    width, unrotated = rotation.width, x[..., rotation.width :]
+    from_pairs = rotation.in_pairs and not is_backward
     a, b = (x[..., 0:width:2], x[..., 1:width:2]) if from_pairs else x[..., :width].chunk(2, -1)
     a, b = (a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype)
     return torch.cat(
-        [torch.stack([a, b], -1).flatten(-2), unrotated] if turn.in_pairs and is_backward else [a, b, unrotated], -1
+        [torch.stack([a, b], -1).flatten(-2), unrotated] if rotation.in_pairs and is_backward else [a, b, unrotated], -1
     )
 
 

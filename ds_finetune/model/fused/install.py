@@ -24,7 +24,7 @@ from ds_finetune.foreign.transformers_elementwise import (
 )
 from ds_finetune.model.attention.compressed_attention import CompressedAttention, CompressorByDocument
 from ds_finetune.model.attention.indexed_attention import IndexedAttention
-from ds_finetune.model.fused.formulas import Turning
+from ds_finetune.model.fused.formulas import Rotation
 from ds_finetune.model.fused.operations import Kernels, gate, kernels_of, norm, rotate
 
 
@@ -80,8 +80,8 @@ def _rotations(module: nn.Module, kind: Any, kernels: Kernels) -> dict[str, Any]
     expanded = {"expand_kv": _expand_kv} if computes(getattr(kind, "expand_kv", None), KEYS_AND_VALUES) else {}
     if isinstance(module, IndexedAttention):
         return {"rotate": staticmethod(partial(_rotate, kernels)), **expanded}
-    if turns := rotary_functions(kind):
-        functions = {each: partial(_rotate, kernels, turn) for each, turn in turns.items()}
+    if kinds := rotary_functions(kind):
+        functions = {name: partial(_rotate, kernels, rotation) for name, rotation in kinds.items()}
         return {"forward": with_functions(kind.forward, functions), **expanded}
     return {"forward": lambda *inputs: _real(kind.forward(*inputs))} if returns_complex(kind) else {}
 
@@ -107,25 +107,25 @@ def _rotate_last(
     """Rotate the last columns of `x` [rows, tokens, heads, width] in pairs, replacing transformers' fp32 rotation. The
     result has rotated pairs half the width apart, until it is rotated back.
     """
-    turning = Turning(2 * cos.shape[-1], in_pairs=True, is_back=is_back)
-    plain, last = x.split([x.shape[-1] - turning.width, turning.width], -1)
+    rotation = Rotation(2 * cos.shape[-1], in_pairs=True, is_back=is_back)
+    plain, last = x.split([x.shape[-1] - rotation.width, rotation.width], -1)
     last = last.transpose(1, 2)
     # The kernels rotate two tensors, so a part of this tensor is passed as the second one.
-    turned, _ = rotate(kernels, turning, last, last[:, :1].detach(), cos.float(), sin.float())
-    return torch.cat([plain, turned.transpose(1, 2)], -1)
+    rotated, _ = rotate(kernels, rotation, last, last[:, :1].detach(), cos.float(), sin.float())
+    return torch.cat([plain, rotated.transpose(1, 2)], -1)
 
 
 def _rotate(
-    kernels: Kernels, turn: str, query: torch.Tensor, key: torch.Tensor, *angles: torch.Tensor, **_: int
+    kernels: Kernels, kind: str, query: torch.Tensor, key: torch.Tensor, *angles: torch.Tensor, **_: int
 ) -> Any:  # noqa: ANN401
-    """Rotate queries and keys, replacing transformers' function of the kind `turn`. `angles` are cosines and sines, or
-    one tensor with both.
+    """Rotate queries and keys, replacing transformers' function for the rotation `kind`. `angles` are cosines and
+    sines, or one tensor with both.
 
     transformers leaves rotated pairs in adjacent columns. Here they move half the width apart, in queries and keys
     alike, so that products of queries and keys do not change.
     """
     cos, sin = angles if len(angles) > 1 else angles[0]
-    if turn == "wide halves":
+    if kind == "wide halves":
         cos, sin = cos.float(), sin.float()
-    width = cos.shape[-1] * (2 if turn in ("short halves", "complex pairs") else 1)
-    return rotate(kernels, Turning(width, turn.endswith("pairs")), query, key, cos, sin)
+    width = cos.shape[-1] * (2 if kind in ("short halves", "complex pairs") else 1)
+    return rotate(kernels, Rotation(width, kind.endswith("pairs")), query, key, cos, sin)

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 
 from ds_finetune.model.fused import formulas
-from ds_finetune.model.fused.formulas import Turning
+from ds_finetune.model.fused.formulas import Rotation
 
 _MOST_KERNELS = 64
 """Maximum number of variants that torch.compile may build of one kernel."""
@@ -81,21 +81,21 @@ class _Norm(torch.autograd.Function):
         return None, d_hidden.view(hidden.shape), d_weight, None, None
 
 
-class _Rotation(torch.autograd.Function):
+class _Rotate(torch.autograd.Function):
     """Rotary embedding of queries and keys [rows, heads, tokens, columns], as a fused kernel with gradients."""
 
     @staticmethod
-    def forward(ctx: Any, kernels: Kernels, turn: Turning, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:  # noqa: ANN401
+    def forward(ctx: Any, kernels: Kernels, rotation: Rotation, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:  # noqa: ANN401
         query, key, cos, sin = map(_plain, tensors)
         ctx.save_for_backward(cos, sin)
-        ctx.kernels, ctx.turn = kernels, turn
-        return kernels.rotate((query, key), (cos, sin), turn, turn.is_back)  # type: ignore[no-any-return]
+        ctx.kernels, ctx.rotation = kernels, rotation
+        return kernels.rotate((query, key), (cos, sin), rotation, rotation.is_back)  # type: ignore[no-any-return]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:  # noqa: ANN401
-        arguments = tuple(map(_plain, grads)), ctx.saved_tensors, ctx.turn
-        return None, None, *ctx.kernels.rotate(*arguments, not ctx.turn.is_back), None, None
+        arguments = tuple(map(_plain, grads)), ctx.saved_tensors, ctx.rotation
+        return None, None, *ctx.kernels.rotate(*arguments, not ctx.rotation.is_back), None, None
 
 
 class _Gate(torch.autograd.Function):
@@ -118,4 +118,4 @@ class _Gate(torch.autograd.Function):
         return None, *(each.view(part.shape) for each, part in zip(grads, parts, strict=True))
 
 
-norm, rotate, gate = _Norm.apply, _Rotation.apply, _Gate.apply
+norm, rotate, gate = _Norm.apply, _Rotate.apply, _Gate.apply

@@ -26,7 +26,7 @@ from ds_finetune.foreign.transformers_attention import CACHE
 from ds_finetune.model.adapters.lora import initial_factors
 from ds_finetune.model.adapters.lora_plan import plan_lora
 from ds_finetune.model.build.skeleton import Task
-from ds_finetune.model.mtp import PassedLayer, add_mtp_modules, more_layers, set_mtp_layers
+from ds_finetune.model.mtp import SkippedLayer, add_mtp_modules, more_layers, set_mtp_layers
 from ds_finetune.model.weights.names import hub_pieces
 from ds_finetune.objectives.labels import IGNORE_INDEX
 from ds_finetune.plan.lora_targets import LoraTarget
@@ -64,7 +64,7 @@ def _add_compressed_layer(model: PreTrainedModel) -> nn.Module:
     with more_layers(model.config, 1):
         block: Any = type(layers[0])(model.config, len(layers))
     add_mtp_modules(block, model.config)
-    layers.append(PassedLayer(block))
+    layers.append(SkippedLayer(block))
     return block  # type: ignore[no-any-return]
 
 
