@@ -38,7 +38,7 @@ def test_local_rank_zero_prints_an_error_once(capsys: pytest.CaptureFixture[str]
     assert cli.main(["config", "show", "none.yaml"]) == 2
     assert (
         capsys.readouterr().err
-        == "error: run file `none.yaml` does not exist\n  hint: the first argument is the run's YAML file\n"
+        == "error: run file `none.yaml` does not exist\n  hint: give the run's YAML file as the first argument\n"
     )
 
 

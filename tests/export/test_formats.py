@@ -175,11 +175,11 @@ def test_an_unverified_folder_of_a_user_is_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["--format", "onnx"], "is given with --format"),
-        (["--dtype", "fp8", "--no-cache"], "is given with --dtype and --no-cache"),
-        (["--no-verify"], "is given with --no-verify"),
-        (["--quantise", "q8_0"], "is given with --dtype"),
-        (["--max-shard-size", "1GB"], "is given with --max-shard-size"),
+        (["--format", "onnx"], "cannot be combined with --format"),
+        (["--dtype", "fp8", "--no-cache"], "cannot be combined with --dtype and --no-cache"),
+        (["--no-verify"], "cannot be combined with --no-verify"),
+        (["--quantise", "q8_0"], "cannot be combined with --dtype"),
+        (["--max-shard-size", "1GB"], "cannot be combined with --max-shard-size"),
         ([], "is not a folder"),
     ],
 )

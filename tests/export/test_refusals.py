@@ -279,7 +279,7 @@ def test_an_output_inside_of_the_model_and_a_model_without_tokenizer(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["export", "--no-verify", str(source), str(source / "sub")]) == 2
-    assert f"OUT `{source / 'sub'}` lies in the model" in capsys.readouterr().err
+    assert f"OUT `{source / 'sub'}` lies inside SOURCE" in capsys.readouterr().err
     assert main(["export", "--no-verify", str(source), str(tmp_path / "out")]) == 0
     assert f"{tmp_path / 'out'} has no tokenizer" in capsys.readouterr().out
     (source / "tokenizer.json").write_text("{}")

@@ -283,7 +283,9 @@ def test_what_the_command_refuses(copy: Path, tmp_path: Path, capsys: pytest.Cap
     empty.mkdir()
     assert f"`{empty}` is no folder that can be exported; it holds nothing" in said(str(empty), str(out))
     assert "is not a folder" in said(str(tmp_path / "none"), str(out))
-    assert "--max-shard-size `5 apples` is no number" in said(str(copy), str(out), "--max-shard-size", "5 apples")
+    assert "--max-shard-size `5 apples` is not a size with a unit" in said(
+        str(copy), str(out), "--max-shard-size", "5 apples"
+    )
     assert f"`{copy}` is not empty: config.json" in said(str(copy), str(copy))
     assert f"--base `{empty}` has no config.json" in said(str(copy), str(out), "--base", str(empty))
     assert not out.exists()
