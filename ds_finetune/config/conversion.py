@@ -463,10 +463,6 @@ def _targets(self: ConvertedRun, word: str, value: object) -> object:
     return text
 
 
-def _alpha(self: ConvertedRun, word: str, value: object) -> object:
-    return 2 * self._number("lora.rank", 8) if value == TWICE_THE_RANK else value
-
-
 def _clip_low(self: ConvertedRun, word: str, value: object) -> object:
     if not self._words_of("objective.clip_high"):
         self._take("objective.clip_high", value, origin=f"{self._text_of(word)}, for both sides")
@@ -483,7 +479,7 @@ _CONVERTERS: Mapping[str, Callable[[ConvertedRun, str, object], object]] = {
     "eval.every": _every,
     "checkpoint.every": _every,
     "lora.target_modules": _targets,
-    "lora.alpha": _alpha,
+    "lora.alpha": lambda self, _, value: 2 * self._number("lora.rank", 8) if value == TWICE_THE_RANK else value,
     "objective.clip_low": _clip_low,
     **dict.fromkeys(("data.train", "rollout.prompts_per_step"), lambda self, word, value: None),
     "rewards": lambda self, word, value: self.to_fill.update(rewards=f"{word} is {value}"),

@@ -126,12 +126,6 @@ class LrSchedule:
         return self.lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * _SHAPES[self.name](progress))
 
 
-def is_steps(text: str) -> bool:
-    """Whether a text has the form `N steps`."""
-    match = _TEXT.match(text)
-    return match is not None and match[2] == "step"
-
-
 def warmup_steps(text: str, steps: int) -> int:
     """Number of warm-up steps for `N steps`, or for a share such as `3%` of a run of `steps` steps, rounded up."""
     percent = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", text)
@@ -139,7 +133,8 @@ def warmup_steps(text: str, steps: int) -> int:
         return math.ceil(round(steps * float(percent[1]) / 100, 6))
     if text.strip() in ("0", "0 steps"):
         return 0
-    if not is_steps(text):
+    match = _TEXT.match(text)
+    if match is None or match[2] != "step":
         meant = f"{float(text) * 100:g}%" if re.fullmatch(r"\s*0?\.\d+\s*", text) else "3%"
         raise ValueError(f"`{text}` is not a warm-up; write `{meant}` of the run or `100 steps`")
     return int(Duration.parse(text).value)

@@ -57,7 +57,7 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
         )
         for feature in features:
             stack.enter_context(feature.open(parts))
-        if plan.has_zenflow:
+        if plan.zero.get("zenflow") is not None:
             stack.enter_context(zenflow_keeps_matrices())
         lm, random_parameters, in_fp32 = build_rank_model(plan, model, groups, features, loads_weights=loads_weights)
         plan = replace(plan, frozen=saved_frozen(lm, features))

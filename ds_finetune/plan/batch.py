@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from ds_finetune.config.sections import ParallelConfig, TrainConfig
+from ds_finetune.config.sections import TrainConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.system.world import AccelerateChoices
 
@@ -88,13 +88,6 @@ class PipelineTurn(NamedTuple):
     is_forward: bool
     chunk: int
     micro: int
-
-
-def forwards_multiple(parallel: ParallelConfig) -> int:
-    """The number of forwards in a step must be a multiple of this number, which is above 1 for interleaved pipeline
-    stages.
-    """
-    return parallel.pp if parallel.vpp > 1 else 1
 
 
 def idle_fraction(*, pp: int, vpp: int, micro_batches: int) -> float:

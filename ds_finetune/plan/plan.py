@@ -122,11 +122,6 @@ class Plan(RunSettings):
         return reduces or self.zero_stage == 3 or self.mesh.ep > 1
 
     @property
-    def has_zenflow(self) -> bool:
-        """Whether the optimizer is DeepSpeed's ZenFlow, which updates most weights only every few steps."""
-        return self.zero.get("zenflow") is not None
-
-    @property
     def is_engine_clipping(self) -> bool:
         """Whether this program's engine clips gradients and skips bad steps, which DeepSpeed does not at stage 0 in
         fp32.

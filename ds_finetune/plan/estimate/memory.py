@@ -259,12 +259,8 @@ def _file_rows(plan: Plan, model: DescribedModel) -> Iterator[MemoryRow]:
     files = files_of(plan, model)
     yield MemoryRow("checkpoints", "disk", files.checkpoints * files.checkpoint_bytes, "checkpoint.keep")
     yield MemoryRow("exports", "disk", files.exports * files.export_bytes, "export.at_end")
-    yield MemoryRow("a checkpoint that is written", "host", staging_bytes(plan, files), "checkpoint.asynchronous")
-
-
-def staging_bytes(plan: Plan, files: DiskNeed) -> int:
-    """Bytes of host memory on a rank for its part of an asynchronous checkpoint; 0 for synchronous ones."""
-    return files.checkpoint_bytes // plan.world.world_size if plan.saves_asynchronously else 0
+    part = files.checkpoint_bytes // plan.world.world_size if plan.saves_asynchronously else 0
+    yield MemoryRow("a checkpoint that is written", "host", part, "checkpoint.asynchronous")
 
 
 def files_of(plan: Plan, model: DescribedModel) -> DiskNeed:
@@ -299,7 +295,9 @@ def _activation_rows(
     if on_host := sum(layer.on_host for layer in layers):
         yield MemoryRow("inputs of recomputed layers, offloaded", "host", int(on_host * in_flight), _MICRO_BATCH)
     kept, own = traced.before + int(sum(layer.kept for layer in layers) * in_flight), traced.kept(layers)
-    yield MemoryRow("kept by layers", home, kept, _lowers_kept(plan), KEPT_FOR_BACKWARD)
+    option = _MICRO_BATCH if plan.train.activation_offload or plan.device == "cpu" else "train.activation_offload"
+    option = option if plan.activation_checkpointing == "full" else "train.activation_checkpointing"
+    yield MemoryRow("kept by layers", home, kept, option, KEPT_FOR_BACKWARD)
     forward = max(traced.forward_peak(layers), traced.embedding if number == 0 else 0) - own
     yield MemoryRow("one layer in forward", home, max(0, forward), _MICRO_BATCH, ("forward",))
     option = _MICRO_BATCH if plan.train.tiled_mlp else "train.tiled_mlp"
@@ -317,9 +315,3 @@ def _activation_rows(
             yield MemoryRow("forward of the teacher", home, traced.teacher, _LENGTH, ("teacher",))
     if number == 0:
         yield MemoryRow("gradient of the embedding", home, traced.embedding_backward, "parallel.tp", ("embedding",))
-
-
-def _lowers_kept(plan: Plan) -> str:
-    if plan.activation_checkpointing != "full":
-        return "train.activation_checkpointing"
-    return _MICRO_BATCH if plan.train.activation_offload or plan.device == "cpu" else "train.activation_offload"

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from ds_finetune.config.units import GIB
 from ds_finetune.errors import FinetuneError
-from ds_finetune.plan.batch import forwards_multiple, legal_micro_batches
+from ds_finetune.plan.batch import legal_micro_batches
 from ds_finetune.plan.deepspeed_config import read_choices
 from ds_finetune.plan.estimate.memory import MemoryEstimate, estimate_memory
 from ds_finetune.plan.estimate.traced import Tracer
@@ -34,7 +34,8 @@ def largest_micro_batch(plan: Plan, model: DescribedModel, traces: Tracer, *, bu
 
 def legal_sizes(plan: Plan) -> tuple[int, ...]:
     """Micro-batch sizes that are legal for the global batch, the ranks and the pipeline of a run, ascending."""
-    group = forwards_multiple(plan.parallel)
+    # With interleaved pipeline stages, the number of forwards in a step must be a multiple of the number of stages.
+    group = plan.parallel.pp if plan.parallel.vpp > 1 else 1
     return legal_micro_batches(global_batch_size=plan.train.global_batch_size, dp=plan.dp, group=group)
 
 

@@ -3,7 +3,7 @@ count of the bytes that operations allocate.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import islice
 from types import SimpleNamespace
@@ -197,11 +197,6 @@ class _HostCopies:
         return torch.empty(saved[0], dtype=saved[1])
 
 
-def _few_blocks(split: Callable[..., Iterator[Any]], blocks: Any, products: torch.Tensor) -> Iterator[Any]:  # noqa: ANN401
-    """The first two blocks of a chunk's logits. Later blocks are left out, because they reuse the memory of these."""
-    return islice(split(blocks, products), 2)
-
-
 def silent_group(kind: Any, size: int) -> Any:  # noqa: ANN401 - a RankGroup
     """Process group of `size` ranks whose collectives do nothing; None for one rank."""
     if size == 1:
@@ -249,7 +244,8 @@ def stand_ins(device: str, recorder: HeldBytes) -> Iterator[None]:
             (moe, "_grouped_linear", _grouped_linear),
             (activation_memory, "save_on_cpu", lambda **_: _HostCopies(recorder)),
             (rank_model, "install_four_bit", _install_four_bit),
-            (head_chunks.ChunkBlocks, "split", lambda *given: _few_blocks(split, *given)),
+            # Only two blocks of a chunk's logits are computed, because later blocks reuse their memory.
+            (head_chunks.ChunkBlocks, "split", lambda *given: islice(split(*given), 2)),
             (cross_entropy, "_run_liger_kernel", lambda *_, **__: None),
             (rank_model, "tag_expert", lambda *_, **__: None),
         ]
