@@ -72,7 +72,8 @@ def decide_micro_batch(run: PreparedRun, store: dist.Store, monitor: Monitor) ->
         raise _nothing_fits(run, budget, too_many)
     how = f"{estimates[rows] / GIB:.3f} GiB at most of {budget / GIB:.3f} GiB that are free, by the estimate"
     how += f"; {too_many} ran out of memory before" if too_many else ""
-    return replace(_decided(run, rows, how), failed_size=file)
+    plan = run.plan.with_rows(rows).with_lines(("micro batch", f"{rows} (auto: {how})"))
+    return replace(run, plan=plan, failed_size=file)
 
 
 def failed_size(file: Path) -> int:
@@ -80,11 +81,6 @@ def failed_size(file: Path) -> int:
     with suppress(OSError, ValueError):
         return int(file.read_text(encoding="utf-8"))
     return 0
-
-
-def _decided(run: PreparedRun, rows: int, how: str) -> PreparedRun:
-    line = ("micro batch", f"{rows} (auto: {how})")
-    return replace(run, plan=run.plan.with_rows(rows).with_lines(line))
 
 
 def _nothing_fits(run: PreparedRun, budget: int, too_many: int) -> ConfigError:
