@@ -47,7 +47,7 @@ def add_commands(commands: Commands) -> None:
 
 def _ask(arguments: Arguments) -> None:
     folder = exported_folder(arguments.folder)
-    from ds_finetune.export.classifiers import holds_classifier
+    from ds_finetune.export.load import holds_classifier
     from ds_finetune.serving.in_process import ask, classify
 
     if holds_classifier(folder):

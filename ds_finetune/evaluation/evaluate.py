@@ -34,8 +34,7 @@ from ds_finetune.evaluation.compare import METHOD, Metric, compare
 from ds_finetune.evaluation.model_scores import Document, Scores, generate_answers, load_drafter, score_documents
 from ds_finetune.evaluation.objective_scores import ObjectiveScores
 from ds_finetune.evaluation.preference_scores import LabelledAnswer, check_reference, labelled_answers, sides_of
-from ds_finetune.export.classifiers import holds_classifier
-from ds_finetune.export.load import check_generates, check_loadable
+from ds_finetune.export.load import check_generates, check_loadable, holds_classifier
 from ds_finetune.export.safetensors_format import load_model
 from ds_finetune.foreign.auto_configs import AutoConfig
 from ds_finetune.model.build.encoder import max_positions

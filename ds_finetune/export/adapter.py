@@ -24,9 +24,6 @@ from ds_finetune.model.adapters.lora import Factors
 from ds_finetune.model.adapters.peft_adapter import BASE_DIGEST, CONFIG, DOWN, GATE_UP, KEY_PREFIX, WEIGHTS
 from ds_finetune.plan.lora_targets import is_peft_parameter
 
-MODEL_CONFIG = "config.json"
-"""Name of the model's configuration file. An adapter folder has this file only if the model is a classifier."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterBase:
@@ -60,7 +57,7 @@ def write_adapter(factors: Mapping[str, Factors], lora: LoraConfig, out: Path, b
         (partial / CONFIG).write_text(json.dumps(_peft_config(factors, lora, base), indent=2) + "\n", encoding="utf-8")
         if base.classifier_config:
             text = json.dumps(base.classifier_config, indent=2, ensure_ascii=False)
-            (partial / MODEL_CONFIG).write_text(text + "\n", encoding="utf-8")
+            (partial / "config.json").write_text(text + "\n", encoding="utf-8")
         write_files(partial, base.files, base.texts)
 
 

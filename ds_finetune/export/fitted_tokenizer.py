@@ -19,7 +19,6 @@ from ds_finetune.data.prompt_format import PromptFormat
 from ds_finetune.data.sample_tokens import SampleTokeniser
 from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.errors import DataError
-from ds_finetune.export.classifiers import CONFIG
 from ds_finetune.export.model_config import TOKENIZER_CONFIG
 from ds_finetune.export.verify.record import TEXTS
 from ds_finetune.foreign.auto_configs import AutoTokenizer
@@ -55,7 +54,10 @@ def fit_tokenizer(
     `encode`. `files` are paths by file name. Padding is the `pad_token_id` of `config`, the model's config.json.
     """
     # transformers chooses the class of the tokenizer by config.json, so the trial folder needs one.
-    changed = {CONFIG: json.dumps(config), TOKENIZER_CONFIG: with_padding(files, tokenizer, config["pad_token_id"])}
+    changed = {
+        "config.json": json.dumps(config),
+        TOKENIZER_CONFIG: with_padding(files, tokenizer, config["pad_token_id"]),
+    }
     texts = _agreeing(files, changed, encode, _SINGLE)
     template = None if texts else _template(tokenizer, encode)
     if template is not None:
@@ -68,7 +70,7 @@ def fit_tokenizer(
         notes.append(
             "the exported tokenizer joins a text and its text_pair otherwise than training: join them yourself"
         )
-    del changed[CONFIG]
+    del changed["config.json"]
     return FittedTokenizer(changed, tuple(text for text, _ in texts), tuple(notes))
 
 
@@ -90,7 +92,7 @@ def fit_beginning(
     def encode(text: str, _: str | None) -> list[int]:
         return prompts.text_ids(tokenizer, text)
 
-    if len(_agreeing(files, {CONFIG: json.dumps(config)}, encode, _SINGLE)) == len(_SINGLE):
+    if len(_agreeing(files, {"config.json": json.dumps(config)}, encode, _SINGLE)) == len(_SINGLE):
         return {}
     begin = SampleTokeniser(tokenizer, prompts.settings, bos=prompts.bos).begin
     return {_TOKENIZER: _with_template(files, tokenizer, {"before": begin, "between": [], "after": []})}
@@ -114,7 +116,7 @@ def check_tokenizer(
     tokenizer: PreTrainedTokenizerBase, files: Mapping[str, Path], encode: Encode, *, config: Mapping[str, Any]
 ) -> FittedTokenizer:
     """Compare an encoder's unchanged tokenizer files with training. The result has a note if a pipeline differs."""
-    texts = _agreeing(files, {CONFIG: json.dumps(config)}, encode, _SINGLE)
+    texts = _agreeing(files, {"config.json": json.dumps(config)}, encode, _SINGLE)
     notes = [] if len(texts) == len(_SINGLE) else [_note_on_texts(tokenizer, encode, len(texts))]
     return FittedTokenizer({}, tuple(text for text, _ in texts), tuple(notes))
 

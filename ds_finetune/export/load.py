@@ -1,17 +1,42 @@
-"""Loads an exported folder of any format as a model that generates text or classifies texts."""
+"""Loads an exported folder of any format as a model that generates text or classifies texts.
+
+A decoder classifies a text by its last token, BERT by its first token, ModernBERT by its configured pooling. For a
+decoder, transformers 5.23 takes the last token that is not `pad_token_id` (modeling_layers.py:186), whatever the
+attention mask says. So the padding token must never be the token that ends a text.
+"""
 
 import json
 from pathlib import Path
+from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from ds_finetune.data.prompt_format import read_generation
 from ds_finetune.errors import ExportError
-from ds_finetune.export.classifiers import holds_classifier
 from ds_finetune.export.formats import Scorer, format_of
+from ds_finetune.families.text_part import TEXT_CONFIG
+from ds_finetune.foreign.auto_models import (
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    AutoModelForSequenceClassification,
+)
 from ds_finetune.model.build.hub_folder import check_folder, check_weight_files
+from ds_finetune.model.loss.score_config import is_classifier
 
 _HINT = "name an exported folder, e.g. runs/r1/export"
+
+
+def holds_classifier(folder: Path) -> bool:
+    """Whether `folder` has the config.json of a classifier."""
+    file = folder / "config.json"
+    return file.is_file() and is_classifier(json.loads(file.read_text(encoding="utf-8")))
+
+
+def auto_class(config: PretrainedConfig) -> Any:  # noqa: ANN401 - transformers' factories share no type
+    """transformers' Auto class that loads the full model of `config`, with its parts for images and sound, if any."""
+    if hasattr(config, TEXT_CONFIG):
+        return AutoModelForMultimodalLM
+    return AutoModelForSequenceClassification if is_classifier(config) else AutoModelForCausalLM
 
 
 def load_exported(folder: Path) -> PreTrainedModel:

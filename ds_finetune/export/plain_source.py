@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 
 from ds_finetune.data.prompt_format import GENERATION
 from ds_finetune.errors import ExportError
-from ds_finetune.export.classifiers import CONFIG, auto_class
 from ds_finetune.export.fitted_tokenizer import fit_folder
 from ds_finetune.export.from_checkpoint import beside_weights, export_checkpoint
+from ds_finetune.export.load import auto_class
 from ds_finetune.export.model_config import CODE, write_files
 from ds_finetune.export.readers.sources import is_model, is_peft_adapter
 from ds_finetune.families.table import family_of
@@ -79,5 +79,5 @@ def copy_settings(folder: Path, out: Path) -> None:
     fitted = None if is_classifier(config) else fit_folder([path for path in files if path.name != GENERATION], config)
     texts = fitted[1] if fitted else {}
     if config.pop(CODE, None) is not None:
-        texts = {**texts, CONFIG: json.dumps(config, indent=2, ensure_ascii=False) + "\n"}
-    write_files(out, [folder / CONFIG, *files], texts)
+        texts = {**texts, "config.json": json.dumps(config, indent=2, ensure_ascii=False) + "\n"}
+    write_files(out, [folder / "config.json", *files], texts)

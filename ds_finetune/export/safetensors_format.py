@@ -8,9 +8,9 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from ds_finetune.config.units import parse_bytes
 from ds_finetune.console.quiet import show_loading_as_phase
-from ds_finetune.export.classifiers import auto_class
 from ds_finetune.export.formats import ExportOptions, ExportResult, Scorer
 from ds_finetune.export.from_checkpoint import export_checkpoint
+from ds_finetune.export.load import auto_class
 from ds_finetune.export.verify.verify import VerificationResult, verify_exports
 from ds_finetune.foreign.auto_configs import AutoConfig
 from ds_finetune.foreign.auto_models import AutoModelForSequenceClassification

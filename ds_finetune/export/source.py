@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from ds_finetune.errors import ExportError
-from ds_finetune.export.classifiers import auto_class
+from ds_finetune.export.load import auto_class
 from ds_finetune.families.table import family_of
 from ds_finetune.foreign.auto_configs import AutoConfig
 from ds_finetune.model.build.hub_folder import check_folder

@@ -21,8 +21,8 @@ from pathlib import Path
 
 from ds_finetune.data.prompt_format import GENERATION
 from ds_finetune.errors import ServeError
-from ds_finetune.export.classifiers import holds_classifier
 from ds_finetune.export.formats import format_of, formats
+from ds_finetune.export.load import check_loadable, holds_classifier
 from ds_finetune.export.verify.record import UNVERIFIED
 from ds_finetune.model.build.hub_folder import check_folder
 from ds_finetune.system.processes import handle_signals, python_module, with_package
@@ -107,8 +107,6 @@ def serve(folder: Path, address: Address, options: ServeOptions, *, show: Callab
     check_folder(folder)
     resolved = options.resolve(folder)
     if resolved.engine != "vllm":
-        from ds_finetune.export.load import check_loadable
-
         check_loadable(folder)
     if holds_classifier(folder):
         raise ServeError(

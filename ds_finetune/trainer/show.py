@@ -114,7 +114,7 @@ def show_next(report: "Report") -> None:
     """
     from ds_finetune.data.prompt_format import PlainFormat, served_prompt
     from ds_finetune.data.tokenizer_files import load_tokenizer
-    from ds_finetune.export.classifiers import holds_classifier
+    from ds_finetune.export.load import holds_classifier
 
     if report.interrupted:
         return

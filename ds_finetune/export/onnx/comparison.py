@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from ds_finetune.export.classifiers import auto_class
+from ds_finetune.export.load import auto_class
 from ds_finetune.export.onnx.runtime import OnnxCausalLM, OnnxModel, OnnxScorer
 from ds_finetune.families.table import family_of
 from ds_finetune.foreign.auto_configs import AutoConfig

@@ -17,7 +17,7 @@ from ds_finetune.config.sections import LoraConfig
 from ds_finetune.engine.state.state import BUFFER, WEIGHT
 from ds_finetune.errors import CheckpointError, ExportError, ModelError
 from ds_finetune.export.base_folder import find_base, hub_source, read_readable_config
-from ds_finetune.export.classifiers import holds_classifier
+from ds_finetune.export.load import holds_classifier
 from ds_finetune.export.output_folder import RECORD
 from ds_finetune.export.readers.deepspeed_native import is_deepspeed_checkpoint, read_deepspeed_checkpoint
 from ds_finetune.export.source import TensorSource, read_model_spec
