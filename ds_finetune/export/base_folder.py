@@ -14,6 +14,7 @@ from ds_finetune.errors import ExportError
 from ds_finetune.export.convert import Conversion, num_workers
 from ds_finetune.export.safetensors_folder import FolderParts
 from ds_finetune.export.source import ModelSpec, TensorSource
+from ds_finetune.export.verify.verify import first_names
 from ds_finetune.families.family import Family, layer_of
 from ds_finetune.model.build.hub_folder import HubFolder, has_weights
 from ds_finetune.model.build.skeleton import HUB_FILES, IGNORED_HUB_FILES
@@ -80,7 +81,9 @@ class BaseFolder:
         if self.hub.published:
             parts = replace(parts, composite=self.hub)
             others = [*self.hub.others]
-            notes.append(f"{len(others)} tensors of other parts are those of {self.hub.folder}: {_first_names(others)}")
+            notes.append(
+                f"{len(others)} tensors of other parts are those of {self.hub.folder}: {first_names(others, _SHOWN)}"
+            )
         shapes = {key: self.hub.shapes[key] for key in self.unbuilt if key not in without and key not in parts.copies}
         own_parts = replace(parts, fp8_base=self.hub if parts.is_fp8 and self.hub.has_fp8 else None)
         parts = replace(parts, fp8_base=parts.fp8_base or own_parts.fp8_base)
@@ -88,7 +91,7 @@ class BaseFolder:
             return parts, notes
         line = (
             f"copied from {self.hub.folder}, since transformers' class has no module for them: {len(shapes)} tensors, "
-            f"{_first_names([*shapes])}"
+            f"{first_names([*shapes], _SHOWN)}"
         )
         conversion = Conversion(hub_source(self.hub, parts.family).select(shapes), own_parts, num_workers())
         return replace(parts, base_tensors=conversion.tensors, copy_base_tensors=conversion.copy_to), [line, *notes]
@@ -103,7 +106,7 @@ class BaseFolder:
         copies = {key: original for key in keys if (original := self._original(key))}
         line = (
             f"written as copies of the trained tensor, as they are in {self.hub.folder}: "
-            f"{_first_names([f'{k} from {v}' for k, v in copies.items()])}"
+            f"{first_names([f'{k} from {v}' for k, v in copies.items()], _SHOWN)}"
         )
         return replace(parts, copies=copies), [line] if copies else []
 
@@ -135,10 +138,6 @@ def read_readable_config(folder: Path) -> dict[str, Any]:
 
 def _embeddings(published: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
     return tuple(key for key, shape in published.items() if layer_of(key) < 0 and len(shape) == _MATRIX)
-
-
-def _first_names(names: list[str]) -> str:
-    return f"{', '.join(names[:_SHOWN])}{' ...' if len(names) > _SHOWN else ''}"
 
 
 def with_stored_weights(

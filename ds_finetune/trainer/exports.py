@@ -28,7 +28,6 @@ from ds_finetune.export.fitted_tokenizer import (
     with_padding,
 )
 from ds_finetune.export.formats import ExportOptions, format_named
-from ds_finetune.export.interruption import SignalInterruption
 from ds_finetune.export.kept_edits import kept_edits
 from ds_finetune.export.model_config import TOKENIZER_CONFIG, config_changes
 from ds_finetune.export.output_folder import RECORD
@@ -50,7 +49,7 @@ from ds_finetune.export.verify.record import (
     fixed_prompts,
     sampled_logits,
 )
-from ds_finetune.export.verify.verify import VerificationResult, mark_folder, verify_exports
+from ds_finetune.export.verify.verify import SignalInterruption, VerificationResult, mark_folder, verify_exports
 from ds_finetune.families.table import family_of
 from ds_finetune.families.text_part import is_composite
 from ds_finetune.model.adapters.lora import Factors, factors_of, merge_adapters

@@ -24,8 +24,7 @@ from ds_finetune.engine.groups.default_group import meet, process_group
 from ds_finetune.engine.ops.deepspeed_ops import build_ops, use_cores
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.errors import RunError
-from ds_finetune.export.interruption import SignalInterruption
-from ds_finetune.export.verify.verify import VerificationResult
+from ds_finetune.export.verify.verify import SignalInterruption, VerificationResult
 from ds_finetune.observers.checkpointing import Checkpointing
 from ds_finetune.observers.outside import load_observers
 from ds_finetune.observers.record import Observer, StepRecord

@@ -13,10 +13,9 @@ import pytest
 
 from ds_finetune.config.schema import read_config
 from ds_finetune.errors import VerificationError
-from ds_finetune.export.interruption import SignalInterruption
 from ds_finetune.export.output_folder import RECORD
 from ds_finetune.export.verify.record import UNVERIFIED
-from ds_finetune.export.verify.verify import verify_exports
+from ds_finetune.export.verify.verify import SignalInterruption, verify_exports
 from ds_finetune.trainer.exports import verify_run_exports
 from tests.conftest import ROOT
 from tests.export.test_verify import _exported

@@ -19,12 +19,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from ds_finetune.cli.main import main
 from ds_finetune.errors import ExportError
-from ds_finetune.export.interruption import SignalInterruption
 from ds_finetune.export.output_folder import RECORD
 from ds_finetune.export.safetensors_folder import FolderParts, has_same_weights, link_folder, write_folder
 from ds_finetune.export.verify.logits import deviations
 from ds_finetune.export.verify.record import UNVERIFIED, Digest, ExportRecord, fixed_prompts, sampled_logits
-from ds_finetune.export.verify.verify import VerificationResult, read_tensor_table, verify_exports
+from ds_finetune.export.verify.verify import SignalInterruption, VerificationResult, read_tensor_table, verify_exports
 from ds_finetune.families.table import family_of
 from ds_finetune.trainer.exports import verify_run_exports
 from ds_finetune.trainer.show import show_verifications

@@ -7,14 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Self
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
 from ds_finetune.config.units import GIB
-from ds_finetune.errors import ExportError
-from ds_finetune.export.interruption import SignalInterruption
+from ds_finetune.errors import ExportError, VerificationError
 from ds_finetune.export.verify.logits import LoadedFolder, compare_logits, compare_padding, compare_tokens, load_folders
 from ds_finetune.export.verify.record import UNVERIFIED, Digest, ExportRecord
 from ds_finetune.families.table import family_of
@@ -22,8 +23,6 @@ from ds_finetune.families.text_part import is_composite, text_name, text_tree
 from ds_finetune.model.build.dtypes import SAFETENSORS_NAMES
 from ds_finetune.model.quantised.fp8 import FP8
 from ds_finetune.model.weights.safetensors_file import SafetensorsFile, StoredTensor, read_header
-
-_SHOWN = 10
 
 
 def read_tensor_table(folder: Path) -> dict[str, StoredTensor]:
@@ -98,9 +97,9 @@ def compare_with_base(
     return lines or [f"names, shapes and dtypes of all {len(common)} tensors are those of the base"]
 
 
-def first_names(names: Sequence[str]) -> str:
-    """The first of a list of names as text for a message, followed by `...` if there are more."""
-    return ", ".join(names[:_SHOWN]) + (" ..." if len(names) > _SHOWN else "")
+def first_names(names: Sequence[str], shown: int = 10) -> str:
+    """The first names of a list as text for a message, followed by `...` if there are more than `shown`."""
+    return ", ".join(names[:shown]) + (" ..." if len(names) > shown else "")
 
 
 _MEMORY_FP8, _MEMORY_FP32, _MEMORY_16_BIT = 6.0, 1.2, 2.4
@@ -125,6 +124,47 @@ class VerificationResult:
     def is_verified(self) -> bool:
         """Whether the folder was compared completely and no difference was found."""
         return not self.problems and not self.skipped
+
+
+class SignalInterruption:
+    """Context in which each of `signals` raises KeyboardInterrupt. `name` is the name of the first signal that arrived.
+
+    A KeyboardInterrupt raised within a destructor is lost: Python prints it and continues. DeepSpeed 0.19.8 has a
+    destructor (runtime/engine.py:1236) that takes most of a second at the end of a run. A signal that arrives there is
+    raised again at the end of the context, or by `check`. Signals that were ignored before, e.g. under nohup, stay
+    ignored.
+    """
+
+    def __init__(self, *signals: signal.Signals) -> None:
+        self.name = ""
+        self._signals = signals
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        handled = [number for number in self._signals if signal.getsignal(number) != signal.SIG_IGN]
+        self._before = {number: signal.signal(number, self._interrupt) for number in handled}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        if error is None and self.name:
+            raise KeyboardInterrupt
+
+    def check(self, unverified: Sequence[Path]) -> None:
+        """If a signal has arrived, raise a VerificationError that lists the `unverified` folders, if any."""
+        if self.name and unverified:
+            raise VerificationError(
+                f"{self.name} ended the verification: these folders are complete but not verified: "
+                f"{', '.join(map(str, unverified))}",
+                hint="verify them: " + "; ".join(f"ds-finetune export --check {folder}" for folder in unverified),
+            )
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        self.name = self.name or signal.Signals(number).name
+        raise KeyboardInterrupt
 
 
 def verify_exports(
