@@ -11,8 +11,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ds_finetune.engine.patches.deepspeed_engine import keep_reduced_gradients
-from ds_finetune.engine.patches.deepspeed_groups import forget_groups
-from ds_finetune.engine.patches.deepspeed_init import without_shared_memory_op
+from ds_finetune.engine.patches.deepspeed_init import forget_groups, without_shared_memory_op
 from tests.stream_order import StreamOrder, imagined_streams
 
 RANKS = 4

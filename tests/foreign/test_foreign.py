@@ -27,7 +27,6 @@ from ds_finetune.engine.ops import build_lock
 from ds_finetune.engine.patches import (
     deepspeed_engine,
     deepspeed_gathering,
-    deepspeed_groups,
     deepspeed_init,
 )
 from ds_finetune.errors import DependencyError
@@ -213,17 +212,17 @@ GUARDS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], Any]]
     "norm of experts": (lambda _: None, lambda: deepspeed_engine.count_whole_experts_once(Optimizer())),
     "expert groups": (
         lambda patch: missing(patch, groups, "_EXPERT_DATA_PARALLEL_GROUP_RANKS"),
-        lambda: deepspeed_groups.register_expert_groups("a", parts=(None, []), same_shard=(None, [])),
+        lambda: deepspeed_init.register_expert_groups("a", parts=(None, []), same_shard=(None, [])),
     ),
     "expert groups, after": (
         lambda patch: missing(patch, groups, "_EXPERT_PARALLEL_GROUP"),
-        lambda: deepspeed_groups.unregister_expert_groups("a"),
+        lambda: deepspeed_init.unregister_expert_groups("a"),
     ),
     "model parallel unit": (
         lambda patch: missing(patch, groups, "mpu"),
-        deepspeed_groups.forget_model_parallel_unit,
+        deepspeed_init.forget_model_parallel_unit,
     ),
-    "all groups": (lambda patch: missing(patch, groups, "mesh_device"), deepspeed_groups.forget_groups),
+    "all groups": (lambda patch: missing(patch, groups, "mesh_device"), deepspeed_init.forget_groups),
     "shared-memory op": (
         lambda patch: patch.setattr(sys.modules["deepspeed.comm.torch"], "build_shm_op", no_parameters),
         lambda: within(deepspeed_init.without_shared_memory_op()),

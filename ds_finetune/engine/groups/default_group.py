@@ -16,8 +16,7 @@ import torch.distributed as dist
 
 from ds_finetune.console.phase_line import write_now
 from ds_finetune.engine.devices import check_same_devices, deepspeed_local_rank, exchange, own_device, visible_device
-from ds_finetune.engine.patches.deepspeed_groups import forget_groups
-from ds_finetune.engine.patches.deepspeed_init import without_shared_memory_op
+from ds_finetune.engine.patches.deepspeed_init import forget_groups, without_shared_memory_op
 from ds_finetune.errors import ConfigError, RunError
 from ds_finetune.foreign.torch_distributed import abort_groups, default_timeout
 from ds_finetune.system.world import World

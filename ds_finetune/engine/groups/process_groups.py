@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ds_finetune.engine.groups.default_group import COLLECTIVE_TIMEOUT
-from ds_finetune.engine.patches.deepspeed_groups import (
+from ds_finetune.engine.patches.deepspeed_init import (
     forget_model_parallel_unit,
     register_expert_groups,
     unregister_expert_groups,

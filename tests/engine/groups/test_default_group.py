@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ds_finetune.engine.groups.default_group import meet, process_group
 from ds_finetune.engine.patches.deepspeed_engine import destroyed_at_end
-from ds_finetune.engine.patches.deepspeed_groups import forget_groups
+from ds_finetune.engine.patches.deepspeed_init import forget_groups
 from ds_finetune.errors import RunError
 from ds_finetune.system.world import World
 from tests.running import start
