@@ -210,7 +210,7 @@ class _Deadly:
 
 def test_a_process_that_is_killed_while_it_tokenises_is_an_error(tmp_path: Path) -> None:
     """A pool of multiprocessing would wait for its answer without end."""
-    with pytest.raises(RunError, match="one of 1 processes that tokenise was killed") as caught:
+    with pytest.raises(RunError, match="one of 2 processes that tokenise was killed") as caught:
         list(_write_parts([(tmp_path / "part", [])], cast("Tokenisation", _Deadly()), 2))
     assert "data.workers" in caught.value.hint
 
