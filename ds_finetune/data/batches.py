@@ -222,19 +222,16 @@ def indices_of_rank(costs: Sequence[float] | None, num_rows: int, plan: BatchPla
 def row_id(number: int, num_rows: int, plan: BatchPlan) -> int:
     """Index in the data of the row that a run trains on after `number` other rows; each epoch has `num_rows` rows."""
     epoch, index = divmod(number, num_rows)
-    if plan.mixture is not None:
-        return int(_mixed_order(plan.mixture, plan.seed, epoch, shuffle=plan.shuffle)[index])
-    return int(_order(plan.seed, epoch, num_rows)[index]) if plan.shuffle else index
+    if plan.mixture is None and not plan.shuffle:
+        return index
+    return int(_order(plan.mixture, plan.seed, epoch, num_rows, shuffle=plan.shuffle)[index])
 
 
 @lru_cache(maxsize=2)
-def _order(seed: int, epoch: int, num_rows: int) -> NDArray[np.int64]:
+def _order(mixture: Mixture | None, seed: int, epoch: int, num_rows: int, *, shuffle: bool) -> NDArray[np.int64]:
+    if mixture is not None:
+        return mixture.order(seed=seed, epoch=epoch, shuffle=shuffle)
     return np.random.default_rng([seed, epoch]).permutation(num_rows)
-
-
-@lru_cache(maxsize=2)
-def _mixed_order(mixture: Mixture, seed: int, epoch: int, *, shuffle: bool) -> NDArray[np.int64]:
-    return mixture.order(seed=seed, epoch=epoch, shuffle=shuffle)
 
 
 def _batch(rows: Rows, ids: Sequence[int | None], plan: BatchPlan, position: Position) -> Batch:

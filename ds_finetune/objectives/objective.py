@@ -231,10 +231,6 @@ class TopLogProbs:
     log_probs: torch.Tensor
     """Log-probabilities of the tokens `ids`, then of all other tokens as one, fp16 [rows, tokens, k + 1]."""
 
-    def to(self, device: torch.device, *, non_blocking: bool = False) -> "TopLogProbs":
-        """The teacher's distributions, copied to `device`."""
-        return TopLogProbs(*(part.to(device, non_blocking=non_blocking) for part in (self.ids, self.log_probs)))
-
 
 UNKNOWN_EXPERTS = -1
 """Value in `AnswerNumbers.experts` for a token whose experts are not known."""

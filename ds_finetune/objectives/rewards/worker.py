@@ -25,7 +25,7 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from ds_finetune.objectives.rewards.answers import AnswerToScore, Outcome, RewardFaultError, column_of
-from ds_finetune.objectives.rewards.builtin import BUILTIN
+from ds_finetune.objectives.rewards.builtin import BUILTIN, Settings
 
 GRACE_SECONDS = 10.0
 """Seconds after the alarm of a reward until pool.py kills the worker process."""
@@ -34,7 +34,6 @@ ARGUMENTS = ("record", "prompt", "text", "token_ids", "finish_reason")
 _READ = 100
 """Maximum number of characters of a parsed result that are sent back."""
 Scorer = Callable[[AnswerToScore], Outcome]
-Settings = Mapping[str, Any]
 
 
 class RewardAlarmError(BaseException):

@@ -344,8 +344,8 @@ class PlainLoop:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The teacher's log-probabilities at supervised positions, and the token ids if only the top k are stored."""
         if part.top is not None:
-            top = part.top.to(torch.device(self._device))
-            return top.log_probs[is_supervised].float(), top.ids[is_supervised].long()
+            ids, log_probs = part.top.ids.to(self._device), part.top.log_probs.to(self._device)
+            return log_probs[is_supervised].float(), ids[is_supervised].long()
         assert self._teacher is not None
         inputs = {name: tensor.to(self._device) for name, tensor in part.inputs.items()}
         with self._autocast():
