@@ -158,11 +158,6 @@ class PreparedRows:
         return lengths, int(supervised.sum())
 
     @property
-    def class_names(self) -> tuple[str, ...]:
-        """Class names by class index; empty where rows have only class numbers, or no classes."""
-        return self.kind.labels
-
-    @property
     def num_labels(self) -> int:
         """Number of classes; 1 for regression, 0 where rows have no labels."""
         return self.kind.num_labels or 0 if self.kind.name == "labelled" else 0
@@ -176,11 +171,6 @@ class PreparedRows:
     def num_tokens(self) -> int:
         """Number of tokens in all rows, without padding."""
         return self.counts.tokens
-
-    @property
-    def num_supervised_tokens(self) -> int:
-        """Number of tokens that carry loss."""
-        return self.counts.supervised
 
     @property
     def rows_per_epoch(self) -> int:
@@ -206,7 +196,7 @@ class PreparedRows:
 
     def summary(self) -> str:
         """One line with numbers of rows, units and tokens, and the fractions of supervised and of truncated tokens."""
-        supervised = self.num_supervised_tokens / max(self.num_tokens, 1)
+        supervised = self.counts.supervised / max(self.num_tokens, 1)
         units = f"{self.num_units:,} {self.kind.unit}, " if self.kind.documents_per_unit else ""
         is_packed = len(self) < self.num_units
         rows = f"{len(self):,} packed rows of {self.counts.read:,} rows" if is_packed else f"{len(self):,} rows"
@@ -329,7 +319,7 @@ class PreparedRows:
         if self.kind.name != "labelled":
             return []
         fractions = np.bincount(targets.astype(np.int64), minlength=self.num_labels) / max(len(targets), 1)
-        names = self.class_names or tuple(map(str, range(self.num_labels)))
+        names = self.kind.labels or tuple(map(str, range(self.num_labels)))
         shown = [f"{name} {share_text(fraction)}" for name, fraction in zip(names, fractions.tolist(), strict=True)]
         more = f" and {len(shown) - _SHOWN_CLASSES} more" if len(shown) > _SHOWN_CLASSES else ""
         return [("classes", f"{len(shown)} ({', '.join(shown[:_SHOWN_CLASSES])}{more})")]

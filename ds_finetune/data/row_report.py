@@ -80,17 +80,6 @@ def bad_row_lines(counts: Counts) -> list[str]:
     return lines + [f"and {counts.bad_rows - len(shown):,} more"] * (counts.bad_rows > len(shown))
 
 
-def dropped_row_lines(counts: Counts) -> list[str]:
-    """Numbers of dropped rows by reason, as texts; the first two reasons are listed even at zero."""
-    reasons = [f"{rows:,} {DROPPED[name][0]}" for name, (rows, _) in counts.dropped.entries.items()]
-    return [
-        f"{counts.nothing_supervised:,} without supervised tokens",
-        f"{counts.too_long_dropped:,} too long",
-        *reasons,
-        *([f"{counts.bad_rows:,} bad"] if counts.bad_rows else []),
-    ]
-
-
 def dropped_rows_hint(counts: Counts) -> str:
     """Hint for the reason for which most rows were dropped."""
     entries = counts.dropped.entries
@@ -155,7 +144,10 @@ def check_dropped_rows(counts: Counts, config: DataConfig, sources: Sequence[Sou
         )
     names = ", ".join(source.path for source in sources)
     dropped = counts.nothing_supervised + counts.too_long_dropped + counts.dropped.rows + counts.bad_rows
-    reason = ", ".join(dropped_row_lines(counts))
+    reasons = [f"{counts.nothing_supervised:,} without supervised tokens", f"{counts.too_long_dropped:,} too long"]
+    reasons += [f"{rows:,} {DROPPED[name][0]}" for name, (rows, _) in counts.dropped.entries.items()]
+    reasons += [f"{counts.bad_rows:,} bad"] * bool(counts.bad_rows)
+    reason = ", ".join(reasons)
     if not counts.documents:
         raise DataError(f"none of the {counts.read} rows of {names} is left ({reason})", hint=dropped_rows_hint(counts))
     if dropped > config.max_dropped_ratio * counts.read:

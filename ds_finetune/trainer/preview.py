@@ -85,7 +85,7 @@ def document_title(rows: PreparedRows, document: int) -> str:
         return f"{'good' if target else 'bad'} answer"
     if kind.is_regression:
         return f"label {target:g}"
-    name = f" {rows.class_names[int(target)]}" if rows.class_names else ""
+    name = f" {rows.kind.labels[int(target)]}" if rows.kind.labels else ""
     return f"class {int(target)}{name}" if kind.name == "labelled" else ""
 
 

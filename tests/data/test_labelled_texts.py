@@ -138,7 +138,7 @@ def test_named_classes_are_numbered_by_name_and_kept_for_held_out_rows(
 ) -> None:
     records = [{"text": "x", "label": name} for name in ("c", "a", "b", "a")]
     rows = rows_of(records, tokenizer, tmp_path)
-    assert rows.class_names == ("a", "b", "c")
+    assert rows.kind.labels == ("a", "b", "c")
     assert rows.num_labels == 3
     assert rows.documents.targets.tolist() == [2, 0, 1, 0]
     held_out = rows_of([{"text": "y", "label": "c"}], tokenizer, tmp_path, kind=rows.kind, purpose="eval")
@@ -167,7 +167,7 @@ def test_a_class_label_is_mapped_by_name(kind: str, tokenizer: PreTrainedTokeniz
         return prepare_rows(config, purpose, tokenizer=tokenizer, limits=limits, kind=kind)
 
     fresh = prepared(written(["a", "b"], [1, 0], CLASSES), kind_of())
-    assert fresh.class_names == tuple(CLASSES)
+    assert fresh.kind.labels == tuple(CLASSES)
     assert fresh.documents.targets.tolist() == [1, 0]
     # A model's head, or the names of the run, decide the number of a class.
     other = written(["a", "b", "c"], [0, 1, 2], ["art", "sports", "world"])

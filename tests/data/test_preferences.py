@@ -430,7 +430,7 @@ def test_the_published_pairs_and_marks(shared_data: Path, tmp_path: Path) -> Non
         read=300,
         documents=600,
         tokens=pairs.num_tokens,
-        supervised=pairs.num_supervised_tokens,
+        supervised=pairs.counts.supervised,
         server_prompt_differs=pairs.counts.server_prompt_differs,
         noted=NamedCounts({"conversion": (2, f"{folder / 'dpo_en_demo.json'} item 16")}),
     )

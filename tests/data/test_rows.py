@@ -98,13 +98,13 @@ def test_gsm8k_fills_its_rows(shared_data: Path, tmp_path: Path) -> None:
         read=7473,
         documents=7473,
         tokens=rows.num_tokens,
-        supervised=rows.num_supervised_tokens,
+        supervised=rows.counts.supervised,
         named=rows.counts.named,
     )
     assert rows.fill_ratio(2048) >= 0.99
     lengths = [len(rows.document(number)[0]) for number in range(rows.counts.documents)]
     assert rows.mean_attended == pytest.approx(sum(n * n / 2 for n in lengths) / sum(lengths))
-    assert 0.6 < rows.num_supervised_tokens / rows.num_tokens < 0.7
+    assert 0.6 < rows.counts.supervised / rows.num_tokens < 0.7
 
 
 def test_rows_have_every_document_once_with_labels_that_stop_at_its_end(
@@ -348,7 +348,7 @@ def test_every_token_of_a_long_plain_text_is_predicted_once(
     found = prepare_rows(config, "train", tokenizer=tokenizer, limits=SHORT)
     assert np.diff(found.documents.offsets).tolist() == lengths
     assert (found.counts.truncated_tokens, found.counts.split) == (0, int(characters > 19))
-    assert found.num_supervised_tokens == characters
+    assert found.counts.supervised == characters
     pieces = [found.document(number) for number in range(found.counts.documents)]
     assert pieces[0][0] + [token for ids, _ in pieces[1:] for token in ids[1:]] == [
         *tokenizer(text.read_text(), add_special_tokens=False)["input_ids"],

@@ -135,7 +135,7 @@ def test_every_supervised_token_counts_once(
     ):
         model.zero_grad()
         found = [ours(model, batches(plan)) for plan in plans]
-        assert sum(number for _, number in found) == wanted[1] == rows.num_supervised_tokens
+        assert sum(number for _, number in found) == wanted[1] == rows.counts.supervised
         assert sum(total for total, _ in found) == pytest.approx(wanted[0], rel=1e-5)
         for name, param in model.lm.named_parameters():
             if name in gradients:

@@ -76,7 +76,7 @@ def test_classes_of_the_rows_are_those_of_the_model(tmp_path: Path, capsys: pyte
     assert "supervised" not in shown
     assert run.inputs.hf_config.id2label == {0: "none", 1: "other", 2: "same"}
     assert run.config.objective.model_dump()["num_labels"] == 3
-    assert run.inputs.held_out["eval"].class_names == ("none", "other", "same")
+    assert run.inputs.held_out["eval"].kind.labels == ("none", "other", "same")
     (tmp_path / "eval.jsonl").write_text(json.dumps({**LABELLED[0], "label": "new"}))
     with pytest.raises(DataError, match=r"eval\.jsonl line 1: column `label` is str 'new', which is no class"):
         prepared(config)

@@ -152,7 +152,7 @@ def test_texts_begin_and_end_by_the_rules(
     last = [tokenizer.eos_token_id] * eos
     whole = [[*first, *tokenizer(text, add_special_tokens=False)["input_ids"], *last] for text in TEXTS["new"]]
     assert documents[0] == whole[0]
-    assert rows.num_supervised_tokens == sum(len(ids) - 1 for ids in whole)
+    assert rows.counts.supervised == sum(len(ids) - 1 for ids in whole)
     # A single character without a first or a last token is nothing to predict.
     assert rows.counts.nothing_supervised == (0 if begins or eos else 1)
     assert rows.counts.truncated_tokens == 0
