@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, count, islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import xxhash
@@ -104,23 +103,17 @@ def _my_rows(rows: StreamedRows, plan: BatchPlan, start: Position) -> Iterator[t
     first, skipped = start.index, start.row
     for passes in count(start.epoch):
         records = islice(_all_records(rows.sources), plan.rank + first * RECORDS_AT_A_TIME * plan.dp, None, plan.dp)
-        num_records = first
-        for number, chunk in enumerate(_in_chunks(records), start=first):
-            num_records += len(chunk)
+        number = first
+        while chunk := list(islice(records, RECORDS_AT_A_TIME)):
             numbered = enumerate(_rows_of(chunk, rows, plan, seed=[plan.seed, passes, number, plan.rank]), start=1)
             yield from ((row, Position(passes, number, end)) for end, row in islice(numbered, skipped, None))
-            skipped = 0
-        if not num_records:
+            number, skipped = number + 1, 0
+        if not number:
             raise DataError(
                 f"rank {plan.rank} of {plan.dp} finds no row in {', '.join(source.path for source in rows.sources)}",
                 hint="stream at least as many rows as there are ranks",
             )
         first = 0
-
-
-def _in_chunks(records: Iterator[Any]) -> Iterator[list[Any]]:
-    while chunk := list(islice(records, RECORDS_AT_A_TIME)):
-        yield chunk
 
 
 def _all_records(sources: list[Source]) -> Iterator[tuple[str, ReadRecord]]:

@@ -55,8 +55,11 @@ class TextEncoder:
         results = []
         for context, (text, _) in zip(contexts, texts, strict=True):
             begin, both = ids[context], ids[context + text]
-            is_merged = both[: len(begin)] != begin
-            results.append((self._encode_separately(text) if is_merged else both[len(begin) :], is_merged))
+            own, is_merged = both[len(begin) :], both[: len(begin)] != begin
+            if is_merged:
+                core = self._without_added_space if self._adds_space else self._core
+                own = core.encode(text, add_special_tokens=False).ids
+            results.append((own, is_merged))
         return results
 
     def _context(self, before: str) -> str:
@@ -67,10 +70,6 @@ class TextEncoder:
             return end[-_CONTEXT_WITHOUT_ADDED:]
         start, stop = added[-1]
         return "" if stop == len(end) and self._is_cut_after_added else end[start:]
-
-    def _encode_separately(self, text: str) -> list[int]:
-        core = self._without_added_space if self._adds_space else self._core
-        return core.encode(text, add_special_tokens=False).ids
 
     @cached_property
     def _without_added_space(self) -> Tokenizer:
