@@ -125,6 +125,7 @@ def _variant_losses(
         case "apo_down":
             # APO-down (arXiv 2408.06266), for chosen answers that are worse than the model's own.
             return torch.sigmoid(beta * chosen) + (1 - torch.sigmoid(margin))
+    assert variant in ("sigmoid", "sigmoid_norm"), variant
     # DPO's loss (equation 7 of the paper). With label smoothing e it is the expected loss if a fraction e of the pairs
     # were swapped (cDPO).
     return -(1 - smoothing) * logsigmoid(margin) - smoothing * logsigmoid(-margin)
