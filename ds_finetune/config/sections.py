@@ -207,7 +207,7 @@ class TrainConfig(Section):
     long rows.
     """
     only: Annotated[Refused[tuple[str, ...]], BeforeValidator(as_list)] = ()
-    """Parameters that are trained: the last part of a module's name such as `experts` or `lm_head`, a full name, or a
+    r"""Parameters that are trained: the last part of a module's name such as `experts` or `lm_head`, a full name, or a
     regular expression on either such as `model\.layers\.3\..*`. Left out, all parameters are trained.
     """
     freeze: Annotated[Refused[tuple[str, ...]], BeforeValidator(as_list)] = ()
