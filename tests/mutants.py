@@ -1006,9 +1006,9 @@ MUTANTS = (
     ),
     Mutant(
         "biases updated on a skipped step",
-        "model/routers.py",
-        "if routers.plan.section.bias_update and not is_skipped:",
-        "if routers.plan.section.bias_update:",
+        "features/routers.py",
+        "if self.routers.plan.section.bias_update and not is_skipped:",
+        "if self.routers.plan.section.bias_update:",
         "tests/engine/test_steps.py",
     ),
     Mutant(

@@ -41,10 +41,6 @@ class AdapterFeature(Feature):
             check_adapted(hf_config, run.mtp, lora)
         return lora
 
-    def lines(self) -> list[tuple[str, str]]:
-        """Lines of the printed plan about the modules with adapters."""
-        return self.settings.lines()
-
     def install(self, lm: PreTrainedModel, placement: AdapterPlacement) -> None:
         """Add LoRA adapters after loading, because loading expects every parameter of the model in the files."""
         lora = self.settings

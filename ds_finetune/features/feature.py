@@ -69,8 +69,11 @@ class Feature:
         return plan
 
     def lines(self) -> list[tuple[str, str]]:
-        """Lines of the printed plan about the feature, each as (name, text)."""
-        return []
+        """Lines of the printed plan about the feature, each as (name, text). The default returns those of the settings'
+        method `lines`, if they have one.
+        """
+        lines = getattr(self.settings, "lines", None)
+        return lines() if callable(lines) else []
 
     def open(self, parts: RankParts) -> AbstractContextManager[object]:
         """Context of the feature around the life of the engine. The engine enters it before it builds the model."""

@@ -44,10 +44,6 @@ class FreezeFeature(Feature):
             )
         return freezing
 
-    def lines(self) -> list[tuple[str, str]]:
-        """Lines of the printed plan about trained and frozen parameters."""
-        return self.settings.lines()
-
     def install(self, lm: PreTrainedModel, placement: AdapterPlacement) -> None:
         """Freeze the planned parameters by `requires_grad = False`."""
         for name, param in lm.named_parameters():

@@ -82,10 +82,6 @@ class IndexerFeature(Feature):
         """Name of the indexer loss if other parameters are trained too, by the objective; else empty."""
         return "" if self.settings.trains_only_indexers else IndexerLoss.name
 
-    def lines(self) -> list[tuple[str, str]]:
-        """Lines of the printed plan about the trained indexers."""
-        return self.settings.lines()
-
     def owns(self, name: str) -> bool:
         """Whether `name` is a parameter of an indexer. False for all names if only indexers are trained."""
         return bool(self.own_loss) and family_of(self.model.hf_config.model_type).is_of_indexer(name)

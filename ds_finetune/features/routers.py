@@ -23,10 +23,11 @@ from ds_finetune.model.routers import (
     RouterChoices,
     RouterCollector,
     RouterOutput,
+    check_each_counted,
     choices_of,
-    finish_step,
     score_shares,
     table_of_choices,
+    update_biases,
 )
 from ds_finetune.objectives.objective import LossAndSums, Term
 from ds_finetune.plan.mesh import Mesh
@@ -73,9 +74,13 @@ class BalanceLoss(ExtraLoss):
     def finish_step(
         self, on_device: torch.Tensor, on_host: torch.Tensor, *, num_tokens: int, is_skipped: bool
     ) -> RouterChoices:
-        """Update router biases from all ranks' counts of chosen experts, at the end of a step. Returns these counts."""
+        """Check that all ranks' counts of chosen experts cover the step's tokens and, unless the step was skipped,
+        update router biases. Returns the counts.
+        """
         choices = choices_of(on_host, self.routers.plan)
-        finish_step(self.routers, choices, on_device, num_tokens=num_tokens, is_skipped=is_skipped)
+        check_each_counted(choices, self.routers.plan, num_tokens=num_tokens)
+        if self.routers.plan.section.bias_update and not is_skipped:
+            update_biases(self.routers, on_device)
         return choices
 
     def loss(self, rows: ForwardRows, hidden: torch.Tensor, weights: torch.Tensor) -> LossAndSums | None:
@@ -164,10 +169,6 @@ class RouterFeature(Feature):
         names = self.settings.parameters(mtp_layers(hf_config), family_of(hf_config.model_type).mtp_module)
         note = f"frozen: {len(names)} weights of routers, since router.train is false: {patterns_of(names)}"
         return replace(plan, frozen=(*plan.frozen, *names), notes=(*plan.notes, note))
-
-    def lines(self) -> list[tuple[str, str]]:
-        """Lines of the printed plan about router training; empty if routers are trained like other weights."""
-        return self.settings.lines()
 
     def extra_loss(self, trained: TrainedModel, parts: RankParts) -> ExtraLoss:
         """Make the loss that counts the experts' tokens and, if it has a weight, balances their load."""

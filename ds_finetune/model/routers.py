@@ -221,17 +221,6 @@ def check_each_counted(choices: RouterChoices, plan: RouterPlan, *, num_tokens: 
     assert choices.num_tokens == num_tokens, (choices.num_tokens, num_tokens)
 
 
-def finish_step(
-    routers: RouterCollector, choices: RouterChoices, table: torch.Tensor, *, num_tokens: int, is_skipped: bool
-) -> None:
-    """Check that `choices` cover all `num_tokens` tokens of the global batch and, unless the step was skipped, update
-    router biases. `table` has the same counts on the device.
-    """
-    check_each_counted(choices, routers.plan, num_tokens=num_tokens)
-    if routers.plan.section.bias_update and not is_skipped:
-        update_biases(routers, table)
-
-
 @torch.no_grad()
 def update_biases(routers: RouterCollector, table: torch.Tensor) -> None:
     """Lower the router biases of experts chosen more often than their layer's mean by `router.bias_update`, and raise

@@ -22,9 +22,9 @@ from ds_finetune.engine.groups.collectives import all_gather_object, all_gather_
 from ds_finetune.engine.groups.process_groups import Groups
 from ds_finetune.engine.rank_model import build_rank_model, start_teacher
 from ds_finetune.engine.sampling.answers import SamplingLimits
+from ds_finetune.features import routers
 from ds_finetune.features.feature import RankParts
 from ds_finetune.features.table import features_of
-from ds_finetune.model import routers
 from ds_finetune.model.attention import kernels
 from ds_finetune.model.loss.token_loss import HeadGroups, TrainedModel
 from ds_finetune.model.parallel.expert import ExpertParallelGroup

@@ -7,7 +7,7 @@ from torch import nn
 from ds_finetune.config.sections import RouterConfig
 from ds_finetune.families.family import RouterKind
 from ds_finetune.model.loss.forward_rows import ForwardRows, RealTokens
-from ds_finetune.model.routers import RouterCollector, choices_of, finish_step, table_of_choices
+from ds_finetune.model.routers import RouterCollector, check_each_counted, choices_of, table_of_choices
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.trained_parts import RouterPlan
 
@@ -38,7 +38,7 @@ def test_every_router_has_to_count_every_token_once(calls: tuple[int, int]) -> N
     choices = choices_of(table, PLAN)
     if calls != (1, 1):
         with pytest.raises(AssertionError, match=r"\{0: 10, 1: 10\}"):
-            finish_step(collector, choices, table, num_tokens=5, is_skipped=False)
+            check_each_counted(choices, PLAN, num_tokens=5)
         return
-    finish_step(collector, choices, table, num_tokens=5, is_skipped=False)
+    check_each_counted(choices, PLAN, num_tokens=5)
     assert (choices.num_tokens, choices.counts.sum(dim=1).tolist()) == (5, [10, 10])
