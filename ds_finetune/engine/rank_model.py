@@ -35,9 +35,9 @@ from ds_finetune.model.fused.install import install_fused
 from ds_finetune.model.loss.cross_entropy import Kernel, chunked_cross_entropy, liger_cross_entropy
 from ds_finetune.model.loss.score_config import fresh_parameters
 from ds_finetune.model.loss.score_head import (
+    EncoderHead,
     head_parameters,
     initialise_score_head,
-    install_encoder_head,
     install_score_head,
 )
 from ds_finetune.model.loss.teacher import Teacher, load_teacher
@@ -202,7 +202,7 @@ def install_head(lm: PreTrainedModel, plan: Plan, model: ModelPlan, groups: Grou
         return
     head_groups = HeadGroups(tp=groups.tensor, sp=groups.sequence, pp=groups.stage)
     if isinstance(model.objective, ScoreObjective) and encoder_of(model.hf_config) is not None:
-        install_encoder_head(lm, model.objective)
+        lm.encoder_head = EncoderHead(lm, model.objective)
     elif isinstance(model.objective, ScoreObjective):
         install_score_head(lm, model.objective, head_groups)
     else:

@@ -67,17 +67,6 @@ class TwoPassHead:
         self.entropy = torch.zeros_like(self._log_sum) if with_entropy else None
         """Entropy of the predicted distribution of each token in nats, fp32 [tokens]; zero before the first pass."""
 
-    def log_probs(self) -> torch.Tensor:
-        """First pass: the log-probability of each target in nats, fp32 [tokens]."""
-        return self._first_pass(directions=None)
-
-    def log_probs_and_directions(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """First pass: log-probabilities, and their gradients with respect to `hidden` [tokens, width], which is all
-        that a frozen head needs.
-        """
-        directions = torch.zeros_like(self._inputs.hidden)
-        return self._first_pass(directions), directions
-
     def gradients(self, d_logp: torch.Tensor, needed: NeededGradients) -> HeadGradients:
         """Second pass: gradients of a loss, whose gradient with respect to log-probabilities is `d_logp` [tokens]."""
         hidden, weight, _, targets, _ = self._inputs
@@ -92,7 +81,10 @@ class TwoPassHead:
             gradients.add_chunk(d_logits if slope is None else d_logits.mul_(slope), hidden[chunk_rows], weight, start)
         return gradients
 
-    def _first_pass(self, directions: torch.Tensor | None) -> torch.Tensor:
+    def log_probs(self, directions: torch.Tensor | None = None) -> torch.Tensor:
+        """First pass: the log-probability of each target in nats, fp32 [tokens]. Their gradients with respect to
+        `hidden` [tokens, width], which is all that a frozen head needs, are written into `directions` if it is given.
+        """
         hidden, weight, _, targets, _ = self._inputs
         logp = torch.zeros_like(self._log_sum)
         for start in self._starts:
@@ -235,11 +227,11 @@ def loss_of_log_probs(inputs: HeadInputs, loss: LossOfDocuments | LossOfAnswers,
     require one. `head` has the same `inputs`. With tensor parallelism the gradient of `hidden` is this rank's part of a
     sum.
     """
-    return LossAndSums(*loss_with_gradients(inputs, partial(_loss_and_gradients, loss, head)))
+    return LossAndSums(*loss_with_gradients(inputs, partial(_loss_and_gradients, inputs, loss, head)))
 
 
 def _loss_and_gradients(
-    loss: LossOfDocuments | LossOfAnswers, head: TwoPassHead, needed: NeededGradients
+    inputs: HeadInputs, loss: LossOfDocuments | LossOfAnswers, head: TwoPassHead, needed: NeededGradients
 ) -> LossSumsAndGradients:
     if needed.weight or needed.bias:
         values, d_logp = loss.of_tokens(head.log_probs(), has_gradient=True)
@@ -249,8 +241,8 @@ def _loss_and_gradients(
         gradients = head.gradients((d_logp / largest).float(), needed)
         return LossSumsAndGradients(values.loss, values.sums, gradients, largest)
     if needed.hidden:
-        logp, directions = head.log_probs_and_directions()
-        values, d_logp = loss.of_tokens(logp, has_gradient=True)
+        directions = torch.zeros_like(inputs.hidden)
+        values, d_logp = loss.of_tokens(head.log_probs(directions), has_gradient=True)
         return LossSumsAndGradients(values.loss, values.sums, HeadGradients(directions, None, None), d_logp)
     values, _ = loss.of_tokens(head.log_probs(), has_gradient=False)
     return LossSumsAndGradients(values.loss, values.sums, HeadGradients(None, None, None))

@@ -166,10 +166,3 @@ def install_score_head(
     assert isinstance(head, ScoreHead)
     head.objective, head.groups = objective, groups
     return head
-
-
-def install_encoder_head(lm: PreTrainedModel, objective: ScoreObjective) -> EncoderHead:
-    """Set the attribute `encoder_head` of the encoder `lm` to an EncoderHead. Its modules are not changed."""
-    head = EncoderHead(lm, objective)
-    lm.encoder_head = head
-    return head
