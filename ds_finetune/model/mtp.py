@@ -159,8 +159,12 @@ def run_mtp_layer(
     """Run a multi-token prediction layer of `lm` like the model's own layers. Returns hidden states [rows, tokens,
     width] before the head.
     """
-    if family_of(lm.config.model_type).compresses:
-        return _run_compressed_layer(lm, layer, joined, position_ids, arguments)
+    family, rotary = family_of(lm.config.model_type), lm.base_model.rotary_emb
+    if family.compresses:
+        kinds = ("main", "compress")
+        angles = {kind: rotary(joined, position_ids=position_ids, layer_type=kind) for kind in kinds}
+        states = layer(joined, position_embeddings=angles, position_ids=position_ids, attention_mask=None, **arguments)
+        return layer.norm(layer.hc_head(states))  # type: ignore[no-any-return]
     mask = create_causal_mask(
         lm.config,
         joined,
@@ -168,37 +172,15 @@ def run_mtp_layer(
         None,
         position_ids=position_ids,
         # transformers' indexer reads the mask, so it must be made (deepseek_v32/modeling_deepseek_v32.py:729).
-        allow_is_causal_skip=family_of(lm.config.model_type).indexer is None,
+        allow_is_causal_skip=family.indexer is None,
     )
     states = layer(
         joined,
-        position_embeddings=lm.base_model.rotary_emb(joined, position_ids),
+        position_embeddings=rotary(joined, position_ids),
         attention_mask=mask,
         position_ids=position_ids,
         use_cache=False,
         **arguments,
     )
     # Layers that pass chosen tokens to later layers return a tuple.
-    normed: torch.Tensor = layer.shared_head.norm(states[0] if isinstance(states, tuple) else states)
-    return normed
-
-
-def _run_compressed_layer(
-    lm: PreTrainedModel,
-    layer: Any,  # noqa: ANN401 - a decoder layer of DeepSeek-V4
-    joined: torch.Tensor,
-    position_ids: torch.Tensor,
-    arguments: dict[str, Any],
-) -> torch.Tensor:
-    rotary: Any = lm.base_model.rotary_emb
-    states = layer(
-        joined,
-        position_embeddings={
-            kind: rotary(joined, position_ids=position_ids, layer_type=kind) for kind in ("main", "compress")
-        },
-        position_ids=position_ids,
-        attention_mask=None,
-        **arguments,
-    )
-    normed: torch.Tensor = layer.norm(layer.hc_head(states))
-    return normed
+    return layer.shared_head.norm(states[0] if isinstance(states, tuple) else states)  # type: ignore[no-any-return]

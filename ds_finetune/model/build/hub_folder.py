@@ -142,7 +142,11 @@ class HubFolder:
     def __init__(self, folder: Path, *, rename: Callable[[str], str] | None = None) -> None:
         self.folder = folder
         self._scratch = Scratch()
-        stored = _with_usual_scales(_read_tensors(folder))
+        stored = _read_tensors(folder)
+        # DeepSeek-V4's scales `X.scale` of quantised weights `X.weight` are renamed as in DeepSeek-V3.
+        quantised = [key for key, tensor in stored.items() if tensor.dtype in (FP8, PACKED)]
+        usual_names = {f"{key.removesuffix('.weight')}.scale": f"{key}{SCALE}" for key in quantised}
+        stored = {usual_names.get(key, key): tensor for key, tensor in stored.items()}
         config = _config_of(folder)
         names = {key: text_name(key) for key in stored} if is_composite(config) else {}
         self.others = {key: stored.pop(key) for key, name in names.items() if name is None}
@@ -292,7 +296,7 @@ def check_weight_files(folder: Path) -> None:
     """ModelError if a safetensors file that transformers would load is missing or truncated, or if the index has no
     `metadata`, which transformers 5.23 requires (utils/hub.py:969).
     """
-    index, file = folder / INDEX, folder / "model.safetensors"
+    index, file = folder / INDEX, folder / SINGLE
     if index.is_file():
         _read_indexed(folder)
         if '"metadata"' not in index.read_text(encoding="utf-8"):
@@ -348,12 +352,6 @@ def _by_expert(
     return divided, fused
 
 
-def _with_usual_scales(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Rename DeepSeek-V4's scales `X.scale` of quantised weights `X.weight` as in DeepSeek-V3."""
-    of_weights = {f"{key.removesuffix('.weight')}.scale": key for key, t in stored.items() if t.dtype in (FP8, PACKED)}
-    return {f"{of_weights[key]}{SCALE}" if key in of_weights else key: tensor for key, tensor in stored.items()}
-
-
 def _read_tensors(folder: Path) -> dict[str, StoredTensor]:
     if (folder / INDEX).is_file():
         return _read_indexed(folder)
@@ -374,11 +372,9 @@ def bin_conversion(folder: Path) -> str:
     """
     if not any(folder.glob("pytorch_model*.bin")):
         return ""
-    try:
-        class_name = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"][0]
-    except (OSError, ValueError, LookupError, TypeError):
-        class_name = None
+    names = _config_of(folder).get("architectures")
     # Users paste this command into a shell, so nothing of config.json is in it but the name of a class of transformers.
+    class_name = names[0] if isinstance(names, list) and names else None
     kind = class_name if class_name in dir(transformers) else "AutoModelForCausalLM"
     code = (
         f"from transformers import {kind} as M; p = {str(folder)!r}; "

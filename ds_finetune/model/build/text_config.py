@@ -38,28 +38,28 @@ def check_text_part(config: PretrainedConfig, tree: Mapping[str, Any], task: str
     text = text_config(config)
     if text is config:
         return
-    kind, part = f"model_type `{config.model_type}`", f"text part `{text.model_type}`"
+    subject = f"{label}: model_type `{config.model_type}` combines text with images or sound, and"
+    part = f"its text part `{text.model_type}`"
     if type(text) not in AutoModelForCausalLM._model_mapping:
         raise ModelError(
-            f"{label}: {kind} combines text with images or sound, and transformers {transformers.__version__} has no "
-            f"causal LM of its {part}",
+            f"{subject} transformers {transformers.__version__} has no causal LM of {part}",
             hint="train a text model, or a model whose text part is a causal LM of transformers",
         )
     if type(config) not in AutoModelForMultimodalLM._model_mapping or not is_composite(tree):
         where = f"transformers {transformers.__version__} has no class that generates text with it"
         raise ModelError(
-            f"{label}: {kind} combines text with images or sound, and its {part} cannot be exported: "
+            f"{subject} {part} cannot be exported: "
             f"{where if is_composite(tree) else f'config.json has no {TEXT_CONFIG}'}",
             hint="train a text model" if is_composite(tree) else "load it with transformers and save it again",
         )
     if task != "causal_lm":
         raise ModelError(
-            f"{label}: {kind} combines text with images or sound, and its {part} is trained as a language model only",
+            f"{subject} {part} is trained as a language model only",
             hint="train a text model as a classifier or reward model",
         )
     if getattr(config, _QUANTISATION, None) is not None or getattr(text, _QUANTISATION, None) is not None:
         raise ModelError(
-            f"{label}: {kind} combines text with images or sound, and its {_QUANTISATION} is not supported",
+            f"{subject} its {_QUANTISATION} is not supported",
             hint=f"use a bf16 copy of the model, whose config.json has no {_QUANTISATION}",
         )
 

@@ -328,11 +328,15 @@ class ModelChunks:
     def __init__(self, lm: PreTrainedModel, pp_group: PipelineGroup, chunks: Sequence[range]) -> None:
         self._base: Any = lm.base_model
         self._parts: list[dict[str, Any]] = [{"layers": self._layers(lm, chunk)} for chunk in chunks]
-        if pp_group.is_last:
-            for part in self._parts[:-1]:
+        has_streams = residual_streams(lm.config) > 1
+        for number, part in enumerate(self._parts):
+            is_last = number == len(self._parts) - 1
+            if pp_group.is_last and not is_last:
                 part["norm"] = nn.Identity()
-        if residual_streams(lm.config) > 1:
-            self._take_streams(lm, pp_group)
+            if has_streams and (number or not pp_group.is_first):
+                part["config"] = _of_one_stream(lm.config)
+            if has_streams and not (pp_group.is_last and is_last):
+                part["hc_head"] = nn.Flatten(2)
         embedding: Any = lm.get_input_embeddings()
         embedding.forward = partial(_arrived_or, pp_group, embedding.forward)
         for before, after in pairwise(chunks):
@@ -359,13 +363,6 @@ class ModelChunks:
             layer if number in chunk else missing_layer(lm.config, number)
             for number, layer in enumerate(self._base.layers)
         )
-
-    def _take_streams(self, lm: PreTrainedModel, pp_group: PipelineGroup) -> None:
-        for number, part in enumerate(self._parts):
-            if not pp_group.is_first or number:
-                part["config"] = _of_one_stream(lm.config)
-            if not pp_group.is_last or number < len(self._parts) - 1:
-                part["hc_head"] = nn.Flatten(2)
 
     def _hand_over(self, layer: int, pp_group: PipelineGroup) -> HandOver:
         module = self._base.layers[layer]
