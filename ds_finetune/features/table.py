@@ -7,9 +7,8 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from ds_finetune.errors import ConfigError
-from ds_finetune.features.adapters import AdapterFeature
+from ds_finetune.features.adapters import AdapterFeature, FreezeFeature
 from ds_finetune.features.feature import Feature
-from ds_finetune.features.freezing import FreezeFeature
 from ds_finetune.features.indexer import IndexerFeature
 from ds_finetune.features.mtp import MtpFeature
 from ds_finetune.features.routers import RouterFeature

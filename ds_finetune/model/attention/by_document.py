@@ -204,14 +204,13 @@ def attend_by_document(  # noqa: PLR0913 - transformers' interface
         s_aux = None if s_aux is None else s_aux.chunk(sp_group.size)[sp_group.group_rank]
     # Some models apply their sliding window only in masks (transformers 5.23, qwen2_moe/modeling_qwen2_moe.py:226,254).
     window, is_causal = sliding_window or getattr(module, "sliding_window", None), getattr(module, "is_causal", True)
+    attend = _DocumentAttention(scaling, window, dropout, is_causal, s_aux)
     if packed is not None and s_aux is None and chosen is None and not dropout:
         out = attend_packed((query, key, value), packed, scaling=scaling, window=window, is_causal=is_causal)
     elif query.shape[2] == 1 and documents is None and chosen is None:
-        attend = _DocumentAttention(scaling, window, dropout, is_causal, s_aux)
         out = attend.of_last_token(query, key, value, is_key).transpose(1, 2)
     else:
         assert is_key is None, "only single queries attend to chosen keys of their rows"
-        attend = _DocumentAttention(scaling, window, dropout, is_causal, s_aux)
         out = _attend_to_rows(attend, (query, key, value), documents, shared, chosen).transpose(1, 2)
     out = out.contiguous()
     return out if sp_group is None else sp_group.gather_heads_scatter_tokens(out), None

@@ -10,7 +10,6 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import NamedTuple
 
 import torch
 import transformers
@@ -264,7 +263,12 @@ def _compare(lm: PreTrainedModel, eager: PreTrainedModel, objective: Objective) 
     expected = logits if scored else functional.cross_entropy(logits[:-1], first[0, 1:], reduction="sum")
     model = TrainedModel(lm)
     try:
-        actual = _score(model, scored, first) if scored else _token_loss(model, first)
+        if scored:
+            actual = _score(model, scored, first)
+        else:
+            install_loss_head(lm)
+            labels = functional.pad(first[:, 1:], (0, 1), value=IGNORE_INDEX)
+            actual = model(ForwardRows(first, _positions(first), labels)).loss
         one_document = [model.hidden(ids, _positions(ids), None)[0] for ids in (first, second)]
     except _FAILURES as broken:
         raise ModelError(
@@ -272,8 +276,15 @@ def _compare(lm: PreTrainedModel, eager: PreTrainedModel, objective: Objective) 
             f"{_first_line(broken)}",
             hint="train a model of another type",
         ) from broken
-    _check_earlier_tokens_matter(model, first, second)
-    packed, padded = _packed_hidden(model, first, second), _padded_hidden(model, first, second)
+    same_end = [torch.cat([document[:, :_LAST], first[:, -_LAST:]], dim=1) for document in (first, second)]
+    last_hidden = [model.hidden(ids, _positions(ids), None)[0, -_LAST:] for ids in same_end]
+    if _difference(*last_hidden) < _SEEN:
+        # If earlier tokens hardly affect later ones, the comparison would detect no error.
+        raise ArithmeticError("earlier tokens hardly change later ones")
+    orders = ((first, second), (second, first))
+    ids = torch.cat([torch.cat(order, dim=1) for order in orders])
+    positions = torch.cat([torch.cat([_positions(document) for document in order], dim=1) for order in orders])
+    packed, padded = model.hidden(ids, positions, (_LENGTHS, _LENGTHS[::-1])), _padded_hidden(model, first, second)
     return Trial(
         packed=_difference(packed, torch.stack([torch.cat(one_document), torch.cat(one_document[::-1])])),
         padded=max(_difference(row[: len(hidden)], hidden) for row, hidden in zip(padded, one_document, strict=True)),
@@ -308,60 +319,41 @@ def _adapter_difference(lm: PreTrainedModel, names: Collection[str]) -> float:
 
     def run(
         model: PreTrainedModel, adapted: Mapping[str, torch.Tensor], leaves: Sequence[torch.Tensor]
-    ) -> _AdapterOutputs:
+    ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor | None, ...]]:
         out = functional_call(model, dict(adapted), kwargs=rows)
         logits = out.logits.float()
         loss = logits[0].logsumexp(-1).square().mean()
-        return _AdapterOutputs(logits.detach(), loss.detach(), torch.autograd.grad(loss, leaves, allow_unused=True))
+        return logits.detach(), loss.detach(), torch.autograd.grad(loss, leaves, allow_unused=True)
 
     with torch.enable_grad():
-        actual, expected = run(ours, {}, [*adapters.values()]), run(lm, weights, [*sides.values()])
+        logits, loss, gradients = run(ours, {}, [*adapters.values()])
+        expected_logits, expected_loss, expected_gradients = run(lm, weights, [*sides.values()])
     merged = merge_adapters(
         iter(plain.items()),
         factors_of({n: side.detach() for n, side in sides.items()}, lora.scale),
         family_of(lm.config.model_type),
     )
     exported = functional_call(lm, {name: each for name, each in merged if each is not None}, kwargs=rows).logits
-    largest = max((float(grad.norm()) for grad in expected.gradients if grad is not None), default=0.0)
+    largest = max((float(grad.norm()) for grad in expected_gradients if grad is not None), default=0.0)
     if not largest:
         raise ArithmeticError("adapters get no gradient")
     differences = [
         float(((0 if mine is None else mine) - (0 if theirs is None else theirs)).norm())  # type: ignore[union-attr]
         / max(0.0 if theirs is None else float(theirs.norm()), _SEEN * largest)
-        for mine, theirs in zip(actual.gradients, expected.gradients, strict=True)
+        for mine, theirs in zip(gradients, expected_gradients, strict=True)
         if mine is not None or theirs is not None
     ]
     return max(
         *differences,
-        _difference(actual.loss, expected.loss),
-        _difference(actual.logits, expected.logits),
-        _difference(exported.float(), expected.logits),
+        _difference(loss, expected_loss),
+        _difference(logits, expected_logits),
+        _difference(exported.float(), expected_logits),
     )
-
-
-class _AdapterOutputs(NamedTuple):
-    logits: torch.Tensor
-    loss: torch.Tensor
-    gradients: tuple[torch.Tensor | None, ...]
-
-
-def _token_loss(model: TrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    install_loss_head(model.lm)
-    labels = functional.pad(ids[:, 1:], (0, 1), value=IGNORE_INDEX)
-    return model(ForwardRows(ids, _positions(ids), labels)).loss  # type: ignore[no-any-return]
 
 
 def _score(model: TrainedModel, objective: ScoreObjective, ids: torch.Tensor) -> torch.Tensor:
     head = install_score_head(model.lm, objective)
     return head.scores(model.hidden(ids, _positions(ids), None), torch.tensor([ids.shape[1] - 1]))[0]
-
-
-def _check_earlier_tokens_matter(model: TrainedModel, first: torch.Tensor, second: torch.Tensor) -> None:
-    """ArithmeticError if earlier tokens hardly affect later ones, because then a comparison would detect no error."""
-    same_end = [torch.cat([document[:, :_LAST], first[:, -_LAST:]], dim=1) for document in (first, second)]
-    last_hidden = [model.hidden(ids, _positions(ids), None)[0, -_LAST:] for ids in same_end]
-    if _difference(*last_hidden) < _SEEN:
-        raise ArithmeticError("earlier tokens hardly change later ones")
 
 
 def _documents(lm: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
@@ -371,14 +363,6 @@ def _documents(lm: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
     tokens = (vocabulary // 16, vocabulary * 3 // 4)
     first, second = (torch.randint(*tokens, (1, length), generator=generator) for length in _LENGTHS)
     return first, second
-
-
-def _packed_hidden(model: TrainedModel, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    orders = (_LENGTHS, _LENGTHS[::-1])
-    ids = torch.cat([torch.cat([first, second], dim=1), torch.cat([second, first], dim=1)])
-    return model.hidden(
-        ids, torch.stack([torch.cat([torch.arange(length) for length in order]) for order in orders]), orders
-    )
 
 
 def _padded_hidden(model: TrainedModel, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
