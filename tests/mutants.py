@@ -366,7 +366,7 @@ MUTANTS = (
     Mutant(
         "indexers warmed up on chosen tokens",
         "model/attention/indexed_attention.py",
-        "None if self.collector.attends_to_all else _choose",
+        "None if is_warmup else _choose",
         "_choose",
         f"{TRAINED_INDEXER} -k dense_warmup",
     ),

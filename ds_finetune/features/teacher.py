@@ -8,13 +8,15 @@ from typing import Any, Self
 import torch
 from transformers import PretrainedConfig
 
+from ds_finetune.config.objectives import is_distillation
 from ds_finetune.features.feature import Feature, RankParts
 from ds_finetune.model.build.meta_model import read_tensors
 from ds_finetune.model.build.model_plan import ModelPlan
+from ds_finetune.model.build.skeleton import TOKENIZER_PATTERNS, read_hf_config
 from ds_finetune.model.loss.forward_rows import ForwardRows, find_supervised
 from ds_finetune.model.loss.head_chunks import HeadInputs, loss_with_gradients
 from ds_finetune.model.loss.soft_targets import Mix, SoftTargets, TopTargets, chunked_mixed_loss
-from ds_finetune.model.loss.teacher import Teacher, TeacherPlan, plan_teacher
+from ds_finetune.model.loss.teacher import Teacher, TeacherPlan
 from ds_finetune.model.loss.token_loss import LossHead, TrainedModel
 from ds_finetune.model.parallel.tensor import copy_to_tensor_parallel_region
 from ds_finetune.objectives.objective import Distillation, Examples, LossAndSums, StepNumbers
@@ -99,10 +101,12 @@ class TeacherFeature(Feature):
     @classmethod
     def planned(cls, run: RunSettings, hf_config: PretrainedConfig) -> TeacherPlan | None:
         """Plan the teacher that runs beside the model; None without a teacher or with stored log-probabilities."""
-        teacher = plan_teacher(run.objective)
-        if teacher is not None:
-            check_model(run.with_model(teacher.hf_config.to_dict()), "attention of the model")
-        return teacher
+        objective = run.objective
+        if not is_distillation(objective) or objective.teacher is None:
+            return None
+        teacher = read_hf_config(objective.teacher, files=TOKENIZER_PATTERNS)
+        check_model(run.with_model(teacher.to_dict()), "attention of the model")
+        return TeacherPlan(objective.teacher, teacher, objective.teacher_offload)
 
     @classmethod
     def of(cls, model: ModelPlan, plan: Plan) -> Self | None:

@@ -108,15 +108,13 @@ class _LowRankExperts(_Adapted):
 
 
 class _AdaptedExperts(_LowRankExperts):
-    def forward(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        return self._run(hidden, top_k_index, top_k_weights)
+    forward = _LowRankExperts._run
 
 
 class _AdaptedLocalExperts(_LowRankExperts):
     """Expert parallel routed experts with adapters. Tokens are sent to their experts' ranks and back."""
 
-    def run_experts(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        return self._run(hidden, top_k_index, top_k_weights)
+    run_experts = _LowRankExperts._run
 
 
 def _adapted_class(module: nn.Module, kind: str) -> type[_Adapted]:

@@ -13,7 +13,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -457,13 +456,6 @@ class CompressedAttention(nn.Module):
         return mask.to(hidden.device)[None, None]
 
 
-@cache
-def _mixins() -> dict[type[nn.Module], type[nn.Module]]:
-    attention, sparse, heavy, indexer = compressed_classes()
-    by_class = {attention: CompressedAttention, sparse: CompressorByDocument, heavy: CompressorByDocument}
-    return {**by_class, indexer: IndexerByDocument}
-
-
 def install_compressed_attention(lm: PreTrainedModel) -> None:
     """Make the attention of a DeepSeek-V4 work within documents, in place. Other models are unchanged."""
     if not family_of(lm.config.model_type).compresses:
@@ -474,8 +466,10 @@ def install_compressed_attention(lm: PreTrainedModel) -> None:
             hint="set attention_dropout to 0 in config.json",
         )
     by_document = lm.config._attn_implementation == BY_DOCUMENT
+    mixins = (CompressedAttention, CompressorByDocument, CompressorByDocument, IndexerByDocument)
+    mixin_of: dict[type[nn.Module], type[nn.Module]] = dict(zip(compressed_classes(), mixins, strict=True))
     for module in lm.modules():
-        mixin = _mixins().get(type(module))
+        mixin = mixin_of.get(type(module))
         if mixin is not None:
             replace_compressed(module, mixin)
         if mixin is CompressedAttention:

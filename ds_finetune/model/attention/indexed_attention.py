@@ -275,7 +275,9 @@ class IndexedAttention(nn.Module):
                 scored = scored._replace(key=cache.update_indexer(scored.key, self.layer_idx))
             if others.get("sp_group") is not None:
                 scored = ScoreInputs(*map(others["sp_group"].gather_tokens, scored))
-            choice = self._choice(scored, others.get("documents"))
+            is_warmup = self.collector is not None and self.collector.attends_to_all
+            tokens = None if is_warmup else _choose(self, scored, others.get("documents"))
+            choice = Choice(tokens, None if self.collector is None else scored)
         elif choice is None and cache is not None and latent.shape[2] > self.config.index_topk:
             raise ModelError(
                 f"a text of {latent.shape[2]} tokens is longer than index_topk {self.config.index_topk}, and this "
@@ -296,11 +298,6 @@ class IndexedAttention(nn.Module):
             **others | ({} if choice is None or choice.tokens is None else {"chosen": choice.tokens}),
         )
         return self.o_proj(out.flatten(2)), choice
-
-    def _choice(self, scored: ScoreInputs, documents: tuple[Documents, ...] | None) -> Choice:
-        if self.collector is None:
-            return Choice(_choose(self, scored, documents), None)
-        return Choice(None if self.collector.attends_to_all else _choose(self, scored, documents), scored)
 
     def _divergences(
         self, choice: Choice | None, query: torch.Tensor, key: torch.Tensor, others: dict[str, Any]

@@ -38,16 +38,12 @@ def install_fused(lm: PreTrainedModel, name: str) -> None:
     assert family_of(lm.config.model_type).fused
     kernels = kernels_of(name)
     for module in list(lm.modules()):
-        kind = type(module)
-        if methods := _fused_methods(module, kind, kernels):
+        kind: Any = type(module)
+        methods: dict[str, Any] = _gates(module, kind, kernels) or _rotations(module, kind, kernels)
+        if (formula := norm_formula(kind)) is not None and module._parameters:
+            methods = {"forward": partialmethod(_norm, kernels, formula)}
+        if methods:
             module.__class__ = type(f"Fused{kind.__name__}", (kind,), methods)
-
-
-def _fused_methods(module: nn.Module, kind: Any, kernels: Kernels) -> dict[str, Any]:  # noqa: ANN401
-    """Methods of fused kernels for modules of class `kind`, by name; empty if `module` has no fused operation."""
-    if (formula := norm_formula(kind)) is not None and module._parameters:
-        return {"forward": partialmethod(_norm, kernels, formula)}
-    return _gates(module, kind, kernels) or _rotations(module, kind, kernels)
 
 
 def _norm(module: Any, kernels: Kernels, formula: NormFormula, rows: torch.Tensor) -> torch.Tensor:  # noqa: ANN401

@@ -9,18 +9,15 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from ds_finetune.config.objectives import ObjectiveConfig, is_distillation
 from ds_finetune.errors import ModelError
 from ds_finetune.families.table import family_of
 from ds_finetune.model.attention.by_document import Documents
 from ds_finetune.model.attention.kernels import packs_documents
 from ds_finetune.model.build.dtypes import PRECISION_DTYPES
 from ds_finetune.model.build.skeleton import (
-    TOKENIZER_PATTERNS,
     Where,
     build_skeleton,
     full_fragment,
-    read_hf_config,
     resolve_folder,
     soft_cap,
 )
@@ -40,14 +37,6 @@ class TeacherPlan:
     hf_config: PretrainedConfig = field(repr=False)
     offload: str
     """`cpu` if the teacher's weights are held in host memory, else `none`."""
-
-
-def plan_teacher(objective: ObjectiveConfig) -> TeacherPlan | None:
-    """Plan of the running teacher that the objective names; None if it names none."""
-    if not is_distillation(objective) or objective.teacher is None:
-        return None
-    teacher = read_hf_config(objective.teacher, files=TOKENIZER_PATTERNS)
-    return TeacherPlan(objective.teacher, teacher, objective.teacher_offload)
 
 
 def check_same_tokens(teacher: TeacherPlan, tokens: Mapping[str, int], model_tokens: Mapping[str, int]) -> None:

@@ -1,6 +1,6 @@
 """The loss at supervised tokens, computed in chunks, so that logits of all tokens [tokens, vocabulary] never exist."""
 
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -198,15 +198,10 @@ class TrainedModel(nn.Module):
         With `wants_log_probs`, return the examples' log-probabilities instead, fp64 [documents]. Pipeline stages or
         chunks before the last one return hidden states.
         """
-        with self._running_chunk():
+        chunk = None if self.pp_group is None else self.pp_group.running_chunk
+        assert chunk is None or self.chunks is not None, chunk
+        with nullcontext() if chunk is None or self.chunks is None else self.chunks.only(chunk):
             return self._loss(rows, numbers, wants_log_probs=wants_log_probs)
-
-    def _running_chunk(self) -> AbstractContextManager[None]:
-        chunk = self.pp_group.running_chunk if self.pp_group is not None else None
-        if chunk is None:
-            return nullcontext()
-        assert self.chunks is not None
-        return self.chunks.only(chunk)
 
     def _loss(
         self, rows: ForwardRows, numbers: StepNumbers | None, *, wants_log_probs: bool
@@ -266,17 +261,14 @@ class TrainedModel(nn.Module):
         """Keyword arguments that tell attention where documents begin, and which earlier tokens they continue."""
         attention = self.lm.config._attn_implementation
         if attention == BY_DOCUMENT:
-            packed = self._pack(documents, device, shared) if self.packs_documents and documents is not None else None
+            packed = None
+            if self.packs_documents and documents is not None:
+                if self._packed is None or self._packed[0] is not documents:
+                    self._packed = documents, pack_documents(documents, device, shared)
+                packed = self._packed[1]
             arguments = {"documents": documents, "sp_group": self.sp_group, "packed": packed}
             return arguments if shared is None else arguments | {"shared": shared}
         assert shared is None, attention
         if attention in (FLASH, BY_LENGTHS) and documents is not None:
             return flash_arguments(documents, device)
         return {}
-
-    def _pack(
-        self, documents: tuple[Documents, ...], device: torch.device, shared: tuple[Documents, ...] | None
-    ) -> PackedDocuments:
-        if self._packed is None or self._packed[0] is not documents:
-            self._packed = documents, pack_documents(documents, device, shared)
-        return self._packed[1]
