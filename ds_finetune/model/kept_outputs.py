@@ -87,7 +87,6 @@ class _SavedTopK(TorchDispatchMode):
         self._kept = outputs
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
-        """Called by torch for each operation while this dispatch mode is active."""
         options = kwargs or {}
         if func is not torch.ops.aten.topk.default:
             return func(*args, **options)

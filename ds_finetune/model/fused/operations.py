@@ -5,8 +5,8 @@ per row, a rotary embedding cosines and sines, and SwiGLU gate and up. Backward 
 import inspect
 from functools import cache
 from importlib import import_module
-from types import SimpleNamespace
-from typing import Any, Protocol
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import torch
 import torch._dynamo
@@ -20,21 +20,16 @@ _MOST_KERNELS = 64
 """Maximum number of variants that torch.compile may build of one kernel."""
 
 
-class Kernels(Protocol):
-    """Interface of a set of fused kernels: the functions of model/fused/formulas.py."""
-
-    norm: Any
-    norm_backward: Any
-    rotate: Any
-    gate: Any
-    gate_backward: Any
+Kernels = ModuleType | SimpleNamespace
+"""A set of fused kernels: the functions of model/fused/formulas.py."""
+_KERNELS = ("norm", "norm_backward", "rotate", "gate", "gate_backward")
 
 
 @cache
 def kernels_of(name: str) -> Kernels:
     """The kernels that `model.kernels` selects, `liger` or `compile`. Liger is imported only if selected."""
     if name == "liger":
-        return import_module("ds_finetune.foreign.liger_operations")  # type: ignore[return-value]
+        return import_module("ds_finetune.foreign.liger_operations")
     assert name == "compile", name
     # Shapes are dynamic, because the numbers of packed rows and of experts' tokens change. Sizes 0 and 1 and strided
     # rows still get a kernel each. With more kernels than the limit torch would raise an error.
@@ -45,8 +40,7 @@ def kernels_of(name: str) -> Kernels:
         options["recompile_limit"] = _MOST_KERNELS
     else:
         torch._dynamo.config.recompile_limit = max(_MOST_KERNELS, torch._dynamo.config.recompile_limit)
-    compiled = {each: torch.compile(getattr(formulas, each), **options) for each in Kernels.__annotations__}
-    return SimpleNamespace(**compiled)  # type: ignore[return-value]
+    return SimpleNamespace(**{name: torch.compile(getattr(formulas, name), **options) for name in _KERNELS})
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:

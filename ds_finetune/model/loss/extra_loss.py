@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from ds_finetune.model.loss.forward_rows import ForwardRows
-from ds_finetune.objectives.objective import LossAndSums, Objective, StepNumbers, Term
+from ds_finetune.objectives.objective import LossAndSums, Objective, Term
 from ds_finetune.plan.mesh import Mesh
 
 
@@ -60,13 +60,6 @@ class ExtraLoss(ABC):
         `on_host`. The engine passes the result to observers as `StepRecord.counted[name]`.
         """
         return None
-
-
-def numbers_of_parts(numbers: StepNumbers, extras: Sequence[ExtraLoss]) -> tuple[StepNumbers, list[torch.Tensor]]:
-    """Split a step's weights of loss terms into the objective's and those of each auxiliary loss."""
-    sizes = [len(extra.terms) for extra in extras]
-    main_weights, *others = numbers.weights.split([len(numbers.weights) - sum(sizes), *sizes])
-    return numbers._replace(weights=main_weights), others
 
 
 def add_extra_losses(

@@ -23,7 +23,7 @@ from ds_finetune.model.attention.kernels import PackedDocuments, pack_documents
 from ds_finetune.model.build.encoder import encoder_inputs, encoder_of
 from ds_finetune.model.build.skeleton import head_of, soft_cap
 from ds_finetune.model.loss.cross_entropy import Kernel, chunked_cross_entropy
-from ds_finetune.model.loss.extra_loss import ExtraLoss, add_extra_losses, numbers_of_parts
+from ds_finetune.model.loss.extra_loss import ExtraLoss, add_extra_losses
 from ds_finetune.model.loss.forward_rows import ForwardRows, StageOutput, find_supervised
 from ds_finetune.model.loss.head_chunks import HeadInputs, loss_with_gradients
 from ds_finetune.model.loss.log_probs import (
@@ -217,7 +217,9 @@ class TrainedModel(nn.Module):
             hidden = self.hidden(rows.input_ids, rows.position_ids, rows.documents, rows.token_types, rows.shared)
         weights: list[torch.Tensor] = []
         if numbers is not None:
-            numbers, weights = numbers_of_parts(numbers, extras)
+            sizes = [len(extra.terms) for extra in extras]
+            main_weights, *weights = numbers.weights.split([len(numbers.weights) - sum(sizes), *sizes])
+            numbers = numbers._replace(weights=main_weights)
         extra_loss, extra_sums = add_extra_losses(extras, rows, hidden, weights)
         if not self.has_head:
             return StageOutput(hidden, extra_loss, extra_sums)
