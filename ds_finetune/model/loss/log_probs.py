@@ -74,7 +74,10 @@ class TwoPassHead:
         for start in reversed(self._starts):
             chunk_rows = slice(start, start + self._chunk)
             last, self._last = self._last, None
-            probabilities, slope = last or self._probabilities(start)
+            if last is None:
+                logits, slope = self._logits(start, needs_slope=True)
+                last = _CappedChunk(logits.sub_(self._log_sum[chunk_rows, None]).exp_(), slope)
+            probabilities, slope = last
             d_logits = subtract_one_hot(probabilities, targets[chunk_rows], self._tp_group).mul_(
                 -d_logp[chunk_rows, None]
             )
@@ -106,11 +109,6 @@ class TwoPassHead:
             elif is_last:
                 self._last = _CappedChunk(softmax.exps.div_(softmax.norm[:, None]), slope)
         return logp
-
-    def _probabilities(self, start: int) -> "_CappedChunk":
-        log_sum = self._log_sum[start : start + self._chunk, None]
-        logits, slope = self._logits(start, needs_slope=True)
-        return _CappedChunk(logits.sub_(log_sum).exp_(), slope)
 
     def _logits(self, start: int, *, needs_slope: bool) -> "_CappedChunk":
         hidden, weight, bias, _, cap = self._inputs

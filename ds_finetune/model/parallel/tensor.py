@@ -219,9 +219,14 @@ def install_tensor_parallel_attention(attention: Any, tp_group: TensorParallelGr
         return
     _change_class(attention.o_proj, RowParallelLinear, tp_group)
     if not hasattr(attention, "kv_a_proj_with_mqa"):
-        attention.register_forward_pre_hook(
-            lambda _, args, kwargs: _copy_hidden_states(args, kwargs, tp_group), with_kwargs=True
-        )
+
+        def copy_hidden_states(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+            if "hidden_states" in kwargs:
+                copied = copy_to_tensor_parallel_region(kwargs["hidden_states"], tp_group)
+                return args, kwargs | {"hidden_states": copied}
+            return (copy_to_tensor_parallel_region(args[0], tp_group), *args[1:]), kwargs
+
+        attention.register_forward_pre_hook(copy_hidden_states, with_kwargs=True)
         for norm in (getattr(attention, name, None) for name in ("q_norm", "k_norm")):
             if norm is not None and family.normalises_over_heads:
                 _change_class(norm, NormOverShards, tp_group)
@@ -240,15 +245,6 @@ def install_tensor_parallel_attention(attention: Any, tp_group: TensorParallelGr
         return torch.cat([latents[..., :rank], rotary_key], dim=-1)
 
     attention.kv_a_proj_with_mqa.register_forward_hook(copy_rotary_key)
-
-
-def _copy_hidden_states(
-    args: tuple[Any, ...], kwargs: dict[str, Any], tp_group: TensorParallelGroup
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if "hidden_states" in kwargs:
-        copied = copy_to_tensor_parallel_region(kwargs["hidden_states"], tp_group)
-        return args, kwargs | {"hidden_states": copied}
-    return (copy_to_tensor_parallel_region(args[0], tp_group), *args[1:]), kwargs
 
 
 def install_tensor_parallel_mlp(mlp: Any, tp_group: TensorParallelGroup) -> None:  # noqa: ANN401 - an MLP or a mixture of experts of any family
