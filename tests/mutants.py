@@ -986,8 +986,8 @@ MUTANTS = (
     Mutant(
         "choices counted again in backward",
         "model/routers.py",
-        "            self._is_listening = False\n",
-        "            pass\n",
+        'with replaced(self, "_is_listening", True), replaced(self, "_is_counting", is_counting):',
+        "self._is_listening, self._is_counting = True, is_counting\n        if True:",
         ROUTERS,
     ),
     Mutant(

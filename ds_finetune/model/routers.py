@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional
 
+from ds_finetune.foreign.guard import replaced
 from ds_finetune.model.loss.forward_rows import ForwardRows, RealTokens
 from ds_finetune.model.parallel.pipeline import MissingLayer
 from ds_finetune.objectives.objective import UNKNOWN_EXPERTS
@@ -95,11 +96,9 @@ class RouterCollector:
     @contextmanager
     def watch(self, tokens: torch.Tensor | None) -> Iterator[None]:
         """Context of a forward that sets `choice_hashes` for `tokens`, indices in the flattened rows (None: all)."""
-        keeps, self.keeps_outputs, self._is_listening, self._is_counting = self.keeps_outputs, True, True, False
-        try:
+        listening, counting = replaced(self, "_is_listening", True), replaced(self, "_is_counting", False)
+        with replaced(self, "keeps_outputs", True), listening, counting:
             yield
-        finally:
-            self.keeps_outputs, self._is_listening = keeps, False
         chosen = torch.stack([output.chosen for output in self.outputs], dim=1)
         self.choice_hashes = self._hash(chosen if tokens is None else chosen[tokens]).cpu().numpy()
         self._outputs.clear()
@@ -121,11 +120,8 @@ class RouterCollector:
         self._expected = None if answers is None or answers.experts is None else answers.experts.flatten(0, 1)
         if is_counting and counts_tokens:
             self.num_tokens += self._tokens.is_real.sum()
-        self._is_listening, self._is_counting = True, is_counting
-        try:
+        with replaced(self, "_is_listening", True), replaced(self, "_is_counting", is_counting):
             yield
-        finally:
-            self._is_listening = False
 
     def release(self) -> None:
         """Free the router outputs of the last forward."""

@@ -111,23 +111,19 @@ class _DocumentAttention:
         if self.window is not None:
             key, value = key[:, :, -self.window :], value[:, :, -self.window :]
             is_key = None if is_key is None else is_key[..., -self.window :]
-        rows, heads, _, _ = query.shape
+        (rows, heads, *_), width = query.shape, value.shape[3]
         if self.sinks is None:
             # In grouped-query attention several query heads share a key head. Treating these heads as further queries
             # of one head avoids copies of keys.
             query = query.reshape(rows, key.shape[1], -1, query.shape[3])
-            out = attend_document(
-                query, key, value, is_padded=False, scale=self.scaling, mask=is_key, dropout=self.dropout
+        else:
+            groups = heads // key.shape[1]
+            is_key = None if is_key is None else functional.pad(is_key, (1, 0), value=True)
+            query, key, value = _with_sinks(
+                query, repeat_kv(key, groups), repeat_kv(value, groups), self.sinks / self.scaling
             )
-            return out.reshape(rows, heads, 1, -1)
-        groups = heads // key.shape[1]
-        mask = None if is_key is None else functional.pad(is_key, (1, 0), value=True)
-        width = value.shape[3]
-        query, key, value = _with_sinks(
-            query, repeat_kv(key, groups), repeat_kv(value, groups), self.sinks / self.scaling
-        )
-        out = attend_document(query, key, value, is_padded=False, scale=self.scaling, mask=mask, dropout=self.dropout)
-        return out[..., :width]
+        out = attend_document(query, key, value, is_padded=False, scale=self.scaling, mask=is_key, dropout=self.dropout)
+        return out[..., :width].reshape(rows, heads, 1, -1)
 
     def _in_blocks(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, size: int) -> torch.Tensor:
         """Compute sliding-window attention in blocks of `size` queries, each with the keys in its window, which needs
