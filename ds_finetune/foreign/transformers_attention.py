@@ -102,11 +102,6 @@ def compressed_classes() -> tuple[type[nn.Module], ...]:
     return tuple(_COMPRESSED.attribute(modeling_deepseek_v4, f"DeepseekV4{name}") for name in names)
 
 
-def hyper_head(config: Any) -> nn.Module:  # noqa: ANN401 - a configuration of DeepSeek-V4
-    """Make DeepSeek-V4's module that merges the residual streams into one after the last layer."""
-    return _COMPRESSED.attribute(modeling_deepseek_v4, "DeepseekV4HyperHead")(config)  # type: ignore[no-any-return]
-
-
 def stream_classes() -> tuple[type[nn.Module], ...]:
     """transformers' classes of DeepSeek-V4 that work on residual streams: hyper-connection, the head that merges the
     streams after the last layer, and decoder layer.

@@ -19,7 +19,7 @@ from transformers.masking_utils import create_causal_mask
 from ds_finetune.families.family import layer_of
 from ds_finetune.families.table import family_of
 from ds_finetune.foreign.guard import replaced
-from ds_finetune.foreign.transformers_attention import hyper_head
+from ds_finetune.foreign.transformers_attention import stream_classes
 from ds_finetune.foreign.transformers_models import replaced_layers
 
 _BUILT = "ds_finetune_mtp_layers"
@@ -127,7 +127,8 @@ def add_mtp_modules(layer: Any, config: PretrainedConfig) -> None:  # noqa: ANN4
     if family_of(config.model_type).compresses:
         # Module names in DeepSeek-V4's checkpoint (vLLM 0.32, models/deepseek_v4/nvidia/mtp.py).
         layer.e_proj, layer.h_proj = (nn.Linear(width, width, bias=False) for _ in range(2))
-        layer.hc_head, layer.norm = hyper_head(config), norm_class(width, eps=config.rms_norm_eps)
+        _, stream_head, _ = stream_classes()
+        layer.hc_head, layer.norm = stream_head(config), norm_class(width, eps=config.rms_norm_eps)
         return
     layer.eh_proj = nn.Linear(2 * width, width, bias=False)
     layer.shared_head = nn.Module()
