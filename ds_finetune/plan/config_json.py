@@ -66,6 +66,9 @@ _POSITIVE = (
     *("routed_scaling_factor", "partial_rotary_factor", "original_max_position_embeddings"),
 )
 """Keys of config.json, and of its rotary sections, whose values must be above 0."""
+_ROPE_KINDS = ("rope_type", "type")
+_UNSCALED = ("default", "mrope")
+"""Kinds of rotary embeddings whose frequencies are not scaled."""
 _DTYPES = (
     *("auto", "bfloat16", "float16", "float32", "float64", "half", "float", "double"),
     *("float8_e4m3fn", "float8_e5m2"),
@@ -181,6 +184,12 @@ def _check_widths(file: Path, tree: Mapping[str, Any]) -> None:
         # Some models have a list of sizes, one for each layer.
         if value is not None and not (isinstance(value, list) and not of_v4) and not (is_number and value >= 1):
             raise ModelError(f"{file}: {key} is {value!r}, not a whole number of at least 1", hint=_PUBLISHED)
+    for key, value, other, other_value in _rope_contradictions(tree):
+        raise ModelError(
+            f"{file}: {key} is {value!r}, and {other} is {other_value!r}: transformers 5 and other programs would "
+            "compute different rotary embeddings",
+            hint="make both equal, or remove the wrong one",
+        )
     for key, value in _numbers(tree):
         if isinstance(value, str | bool) or (isinstance(value, int | float) and not value > 0):
             raise ModelError(f"{file}: {key} is {value!r}, not a number above 0", hint=_PUBLISHED)
@@ -198,6 +207,24 @@ def _check_widths(file: Path, tree: Mapping[str, Any]) -> None:
         raise ModelError(
             f"{file}: {name} {width} is an odd number, but rotary embeddings rotate pairs", hint=_PUBLISHED
         )
+
+
+def _rope_contradictions(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any, str, Any]]:
+    """Rotary settings that `rope_parameters`, which transformers 5 writes, and the older keys state with different
+    values. Each item has the older key with its value, and the newer key with its value.
+    """
+    new, old = tree.get("rope_parameters"), tree.get("rope_scaling")
+    if not isinstance(new, Mapping) or any(isinstance(value, Mapping) for value in new.values()):
+        return
+    stated = {key: (key, tree[key]) for key in ("rope_theta", "partial_rotary_factor") if tree.get(key) is not None}
+    if "rope_scaling" in tree and (old is None or isinstance(old, Mapping)):
+        stated |= {key: (f"rope_scaling.{key}", value) for key, value in (old or {}).items() if key not in _ROPE_KINDS}
+        kinds = [next((part[key] for key in _ROPE_KINDS if key in part), "default") for part in (old or {}, new)]
+        if (kinds[0] in _UNSCALED) != (kinds[1] in _UNSCALED):
+            yield "rope_scaling", old, "rope_parameters.rope_type", kinds[1]
+    for key, (name, value) in stated.items():
+        if key in new and new[key] != value:
+            yield name, value, f"rope_parameters.{key}", new[key]
 
 
 def _numbers(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

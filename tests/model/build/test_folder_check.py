@@ -260,3 +260,38 @@ def test_a_dtype_is_one_of_torch(key: str, value: object, tmp_path: Path) -> Non
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": "gptq"}))
     with pytest.raises(ModelError, match="quantization_config is 'gptq', not an object"):
         check_folder(tmp_path)
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("rope", "problem"),
+    [
+        ({"rope_theta": 500000.0, "rope_parameters": {"rope_theta": 10000.0}}, "rope_theta is 500000.0, and rope_par"),
+        (
+            {"partial_rotary_factor": 0.5, "rope_parameters": {"partial_rotary_factor": 0.75}},
+            "partial_rotary_factor is",
+        ),
+        ({"rope_scaling": {"type": "yarn", "factor": 8.0}, "rope_parameters": YARN}, "rope_scaling.factor is 8.0"),
+        (
+            {"rope_scaling": None, "rope_parameters": YARN},
+            "rope_scaling is None, and rope_parameters.rope_type is 'yarn'",
+        ),
+        ({"rope_scaling": {"type": "yarn"}, "rope_parameters": {"rope_theta": 1e4}}, "rope_type is 'default'"),
+        ({"rope_theta": 10000, "rope_parameters": YARN}, ""),
+        ({"rope_theta": 1e4, "rope_scaling": {"type": "yarn", "factor": 4}, "rope_parameters": YARN}, ""),
+        ({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4}}, ""),
+        ({"rope_theta": 1e6, "rope_parameters": {"sliding_attention": {"rope_theta": 1e4}}}, ""),
+    ],
+)
+def test_rotary_settings_that_contradict_each_other_are_refused(
+    rope: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    """transformers 4.57 reads the base frequency 500,000 from the first file, and transformers 5.23 reads 10,000."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **rope}))
+    if not problem:
+        read_config_json(str(tmp_path))
+        return
+    with pytest.raises(ModelError, match=re.escape(problem)):
+        read_config_json(str(tmp_path))
