@@ -103,16 +103,6 @@ class StoredChunk:
         return self.chunk.numel * self.dtype.itemsize
 
 
-def part_header(stored: Sequence[StoredChunk], extra: Mapping[str, Any]) -> bytes:
-    """The safetensors header of a part with the chunks `stored` in this order, and with `extra` as JSON metadata."""
-    shapes = {item.key: item.shape for item in stored}
-    tensors = (
-        (f"{item.key}@{','.join(map(str, item.chunk.offsets))}", item.dtype, item.chunk.sizes) for item in stored
-    )
-    metadata = {"format": "pt", "shapes": json.dumps(shapes), "extra": json.dumps(dict(extra))}
-    return encode_header(tensors, metadata)[0]
-
-
 class PartFile:
     """The file of a part, mapped to memory for reading. `forget` releases the pages that were read."""
 
@@ -210,13 +200,17 @@ def serialise_part(
     groups: Sequence[StateGroup], extra: Mapping[str, Any], *, portion: tuple[int, int]
 ) -> tuple[int, Generator[torch.Tensor, None, None]]:
     """This rank's part of the state `groups`: its size in bytes, and contiguous 1-D tensors on any device with its
-    bytes, namely a header that contains `extra`, then the chunks. `portion` is (index, count): of a replicated tensor,
-    this rank writes portion `index` of `count`. A group is in memory only while its chunks are yielded.
+    bytes. They begin with a safetensors header that has `extra` as JSON metadata; then follow the chunks. `portion` is
+    (index, count): of a replicated tensor, this rank writes portion `index` of `count`. A group is in memory only while
+    its chunks are yielded.
     """
     chunks = [[*_chunks_to_write(group, portion)] for group in groups]
     stored = [item for of_group in chunks for item, _ in of_group]
     replicated = sorted({piece.key for group in groups for piece in group.slices if piece.is_replicated})
-    head = part_header(stored, {**extra, "replicated": replicated})
+    shapes = {item.key: item.shape for item in stored}
+    metadata = {"shapes": json.dumps(shapes), "extra": json.dumps({**extra, "replicated": replicated})}
+    named = ((f"{item.key}@{','.join(map(str, item.chunk.offsets))}", item.dtype, item.chunk.sizes) for item in stored)
+    head, _ = encode_header(named, {"format": "pt", **metadata})
 
     def tensors() -> Generator[torch.Tensor, None, None]:
         yield torch.frombuffer(bytearray(head), dtype=torch.uint8)

@@ -56,7 +56,11 @@ def changes_since_checkpoint(state: RunState, now: RunIdentity) -> list[str]:
         )
     lines = [text for key, text in differ.items() if on_resume(key) is not OnResume.FREE]
     installed = versions()
-    lines += [*_other_choices(state, now), *_other_evaluation(state, now)]
+    if state.deepspeed:
+        # A DeepSpeed file may have changed although the run file names the same file.
+        choices = _differences(set_values(state.deepspeed), set_values(now.deepspeed))
+        lines += [f"DeepSpeed's {text}" for key, text in choices.items() if not key.startswith(_DERIVED)]
+    lines += _other_evaluation(state, now)
     lines += [
         f"{key} {old} -> {installed[key]}" for key, old in state.versions.items() if installed.get(key, old) != old
     ]
@@ -99,14 +103,6 @@ def _keys(config: Mapping[str, Any]) -> dict[str, Any]:
     # In run files of older versions, train.activation_checkpointing is a boolean.
     key = "train.activation_checkpointing"
     return values | {key: {True: "full", False: "none"}.get(values[key], values[key])}
-
-
-def _other_choices(state: RunState, now: RunIdentity) -> list[str]:
-    """Lines on changed DeepSpeed keys. A DeepSpeed file may have changed although the run file names the same file."""
-    if not state.deepspeed:
-        return []
-    differ = _differences(set_values(state.deepspeed), set_values(now.deepspeed))
-    return [f"DeepSpeed's {text}" for key, text in differ.items() if not key.startswith(_DERIVED)]
 
 
 def _other_evaluation(state: RunState, now: RunIdentity) -> list[str]:
