@@ -247,10 +247,11 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
 def _eval_objective(objective: str | Mapping[str, object]) -> tuple["RowKind", "DocumentObjective | None"]:
     """The kind of rows that `objective` scores, and the preference objective; None if metrics are means over tokens."""
     from ds_finetune.data.row_kind import RowKind
-    from ds_finetune.evaluation.preference_scores import preference_of
+    from ds_finetune.objectives.objective import DocumentObjective, make_objective
 
     section = read_objective(objective)
-    kind, preference = RowKind.of(section), preference_of(section)
+    kind, scored = RowKind.of(section), make_objective(section)
+    preference = scored if isinstance(scored, DocumentObjective) else None
     if kind.documents_per_unit and preference is None:
         raise ConfigError(
             f"objective {kind.objective} has neither a mean loss of tokens nor answers of a language model to score",

@@ -2,10 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+
+from ds_finetune.evaluation.model_scores import Scores
+from ds_finetune.evaluation.objective_scores import ObjectiveScores
 
 RESAMPLES = 2000
 METHOD = f"paired bootstrap over documents: {RESAMPLES} resamples with seed 0, 2.5th and 97.5th percentile"
@@ -13,19 +16,8 @@ _CELLS_AT_ONCE = 2**24
 """Upper bound of documents x resamples, which are counted in a matrix that is held in memory."""
 
 
-class UnitScores(Protocol):
-    """Scores of a model for documents, texts or pairs (units), from which the metrics of any sample of units follow."""
-
-    def __len__(self) -> int:
-        """Number of documents, texts or pairs that were scored."""
-        ...
-
-    def metrics(self, counts: NDArray[np.float64]) -> Mapping[str, NDArray[np.float64]]:
-        """Metrics of bootstrap samples by name, [samples] each; sample s has document u `counts[s, u]` times."""
-        ...
-
-
-Scored = TypeVar("Scored", bound=UnitScores)
+AnyScores = TypeVar("AnyScores", Scores, ObjectiveScores)
+"""Scores of a model for documents, texts or pairs (units), from which the metrics of any sample of units follow."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +33,7 @@ class Metric:
     interval: tuple[float, float]
 
 
-def compare(scores: Scored, baseline: Scored | None) -> dict[str, Metric]:
+def compare(scores: AnyScores, baseline: AnyScores | None) -> dict[str, Metric]:
     """Metrics of `scores` by name with confidence intervals, compared with a `baseline` on the same documents."""
     if baseline is not None:
         assert len(scores) == len(baseline), "not the same documents"
@@ -62,7 +54,7 @@ def compare(scores: Scored, baseline: Scored | None) -> dict[str, Metric]:
     }
 
 
-def _resample(scores: Scored, baseline: Scored | None) -> Mapping[str, NDArray[np.float64]]:
+def _resample(scores: AnyScores, baseline: AnyScores | None) -> Mapping[str, NDArray[np.float64]]:
     parts: dict[str, list[NDArray[np.float64]]] = {}
     documents, rng = len(scores), np.random.default_rng(0)
     most = max(1, _CELLS_AT_ONCE // documents)

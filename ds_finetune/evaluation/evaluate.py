@@ -30,10 +30,9 @@ from ds_finetune.evaluation.classifier_scores import (
     labelled_documents,
     score_labelled,
 )
-from ds_finetune.evaluation.compare import METHOD, Metric, compare
+from ds_finetune.evaluation.compare import METHOD, AnyScores, Metric, compare
 from ds_finetune.evaluation.model_scores import Document, Scores, generate_answers, load_drafter, score_documents
-from ds_finetune.evaluation.objective_scores import ObjectiveScores
-from ds_finetune.evaluation.preference_scores import LabelledAnswer, check_reference, labelled_answers, sides_of
+from ds_finetune.evaluation.objective_scores import LabelledAnswer, ObjectiveScores, labelled_answers, sides_of
 from ds_finetune.export.load import check_generates, check_loadable, holds_classifier
 from ds_finetune.export.safetensors_format import load_model
 from ds_finetune.foreign.auto_configs import AutoConfig
@@ -44,7 +43,6 @@ from ds_finetune.objectives.grpo import pass_shares
 from ds_finetune.objectives.objective import DocumentObjective
 from ds_finetune.objectives.rewards.extractors import EXTRACTORS
 
-AnyScores = TypeVar("AnyScores", Scores, ObjectiveScores)
 AnyDocument = TypeVar("AnyDocument", Document, LabelledDocument, LabelledAnswer)
 
 
@@ -118,7 +116,11 @@ def evaluate_model(request: EvalRequest) -> EvalReport:
             "of the rows",
             hint="leave out either --extract or the objective",
         )
-    check_reference(request.preference, request.baseline)
+    if request.preference.needs_reference and request.baseline is None:
+        raise ConfigError(
+            f"objective {request.preference.name} compares with a reference model, and there is no baseline",
+            hint="name the model that training began from as the baseline (--baseline)",
+        )
     if request.kind.name == "marked":
         return scoring.of_labelled_answers(request.preference)
     return scoring.of_pairs(request.preference)
@@ -179,7 +181,7 @@ class _Scoring:
         documents = list(chain.from_iterable(sets.values()))
         if base is not None:
             check_baseline(folder, base)
-            self.notes += _check_same_tokens(folder, base, self.tokenizer, documents)
+            self._check_same_tokens(base, documents)
         scores = score_labelled(folder, documents, batch_tokens=request.batch_tokens)
         baseline = None if base is None else score_labelled(base, documents, batch_tokens=request.batch_tokens)
         tokens = sum(len(document.ids) for document in documents)
@@ -245,15 +247,61 @@ class _Scoring:
     def _check_base(self, documents: Sequence[Document]) -> None:
         if self.base is not None:
             check_generates(self.base)
-            self.notes += _check_same_tokens(self.folder, self.base, self.tokenizer, documents)
+            self._check_same_tokens(self.base, documents)
 
     def _score(
         self, documents: Sequence[Document], references: list[object] | None = None
     ) -> tuple[Scores, Scores | None]:
-        scores = _score(self.folder, documents, self.request, self.tokenizer, references)
-        if self.base is None:
-            return scores, None
-        return scores, _score(self.base, documents, self.request, self.tokenizer, references)
+        scores = self._score_model(self.folder, documents, references)
+        return scores, None if self.base is None else self._score_model(self.base, documents, references)
+
+    def _score_model(self, folder: Path, documents: Sequence[Document], references: list[object] | None) -> Scores:
+        request, tokenizer, model = self.request, self.tokenizer, load_model(folder, "")
+        scores = score_documents(
+            model, documents, batch_tokens=request.batch_tokens, drafter=load_drafter(folder, model)
+        )
+        if references is None or request.extract is None:
+            return scores
+        trained = trained_ends(tokenizer, template_settings(request.data, tokenizer))
+        limits = SamplingLimits(request.max_new_tokens, tuple(end_ids(folder, model.config, tokenizer, trained)))
+        extract = EXTRACTORS[request.extract]
+
+        def count_right(samples: int) -> list[int]:
+            answers = generate_answers(model, documents, limits, batch_tokens=request.batch_tokens, samples=samples)
+            return [
+                sum(extract(tokenizer.decode(ids, skip_special_tokens=True)) == reference for ids in of_prompt)
+                for of_prompt, reference in zip(answers, references, strict=True)
+            ]
+
+        answers = {"exact_match": np.array(count_right(0), dtype=np.float64)}
+        if request.samples:
+            with torch.random.fork_rng():
+                torch.manual_seed(0)
+                answers |= pass_shares(count_right(request.samples), samples=request.samples)
+        return replace(scores, answers=answers)
+
+    def _check_same_tokens(self, base: Path, documents: Sequence[Document | LabelledDocument]) -> None:
+        """DataError where used token ids mean something else to the baseline `base`; a note if it has no tokenizer."""
+        size = int(text_config(AutoConfig.from_pretrained(base, trust_remote_code=False)).vocab_size)
+        largest = max(max(document.ids) for document in documents)
+        if largest >= size:
+            raise DataError(
+                f"the rows have token ids up to {largest} and `{base}` a vocabulary of {size}",
+                hint="give the model that the export was trained from as --baseline",
+            )
+        if not (base / "tokenizer_config.json").is_file() and not (base / "tokenizer.json").is_file():
+            self.notes.append(f"`{base}` has no tokenizer to compare; the token ids of `{self.folder}` are used")
+            return
+        ours, theirs = self.tokenizer.get_vocab(), load_tokenizer(str(base)).get_vocab()
+        differ = {token for token, number in ours.items() if theirs.get(token) != number}
+        numbers = {number for document in documents for number in document.ids}
+        used = sorted({self.tokenizer.convert_ids_to_tokens(number) for number in numbers} & differ)
+        if used:
+            raise DataError(
+                f"the tokenizers of `{self.folder}` and `{base}` differ in {len(used)} tokens that the rows use: "
+                f"{', '.join(used[:5])}",
+                hint="losses of different tokens cannot be compared; score each model by itself",
+            )
 
     def _report(
         self, sets: Mapping[str, Sequence[AnyDocument]], scores: AnyScores, baseline: AnyScores | None, *, tokens: int
@@ -276,32 +324,6 @@ def _model_folder(name: str) -> Path:
     return folder
 
 
-def _check_same_tokens(
-    folder: Path, base: Path, tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document | LabelledDocument]
-) -> list[str]:
-    """DataError where used token ids mean something else to the baseline; a note if it has no tokenizer."""
-    size = int(text_config(AutoConfig.from_pretrained(base, trust_remote_code=False)).vocab_size)
-    largest = max(max(document.ids) for document in documents)
-    if largest >= size:
-        raise DataError(
-            f"the rows have token ids up to {largest} and `{base}` a vocabulary of {size}",
-            hint="give the model that the export was trained from as --baseline",
-        )
-    if not (base / "tokenizer_config.json").is_file() and not (base / "tokenizer.json").is_file():
-        return [f"`{base}` has no tokenizer to compare; the token ids of `{folder}` are used"]
-    ours, theirs = tokenizer.get_vocab(), load_tokenizer(str(base)).get_vocab()
-    differ = {token for token, number in ours.items() if theirs.get(token) != number}
-    numbers = {number for document in documents for number in document.ids}
-    used = sorted({tokenizer.convert_ids_to_tokens(number) for number in numbers} & differ)
-    if used:
-        raise DataError(
-            f"the tokenizers of `{folder}` and `{base}` differ in {len(used)} tokens that the rows use: "
-            f"{', '.join(used[:5])}",
-            hint="losses of different tokens cannot be compared; score each model by itself",
-        )
-    return []
-
-
 def _references(extract: str, documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase) -> list[object]:
     """Results that the extractor `extract` finds in the rows' own answers; DataError where it finds none in a row."""
     references = [
@@ -316,33 +338,3 @@ def _references(extract: str, documents: Sequence[Document], tokenizer: PreTrain
             hint=f"name another of {', '.join(EXTRACTORS)}, --long-rows drop if rows are cut, or correct the rows",
         )
     return [*references]
-
-
-def _score(
-    folder: Path,
-    documents: Sequence[Document],
-    request: EvalRequest,
-    tokenizer: PreTrainedTokenizerBase,
-    references: list[object] | None,
-) -> Scores:
-    model = load_model(folder, "")
-    scores = score_documents(model, documents, batch_tokens=request.batch_tokens, drafter=load_drafter(folder, model))
-    if references is None or request.extract is None:
-        return scores
-    trained = trained_ends(tokenizer, template_settings(request.data, tokenizer))
-    limits = SamplingLimits(request.max_new_tokens, tuple(end_ids(folder, model.config, tokenizer, trained)))
-    extract = EXTRACTORS[request.extract]
-
-    def count_right(samples: int) -> list[int]:
-        answers = generate_answers(model, documents, limits, batch_tokens=request.batch_tokens, samples=samples)
-        return [
-            sum(extract(tokenizer.decode(ids, skip_special_tokens=True)) == reference for ids in of_prompt)
-            for of_prompt, reference in zip(answers, references, strict=True)
-        ]
-
-    answers = {"exact_match": np.array(count_right(0), dtype=np.float64)}
-    if request.samples:
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            answers |= pass_shares(count_right(request.samples), samples=request.samples)
-    return replace(scores, answers=answers)

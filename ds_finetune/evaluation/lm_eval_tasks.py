@@ -1,6 +1,6 @@
 """Runs tasks of lm-evaluation-harness, an optional package, on a model and its baseline."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -46,18 +46,15 @@ def _results(model: str, tasks: Sequence[str | dict[str, Any]], limit: int | Non
     results = simple_evaluate(
         model="hf", model_args=arguments, tasks=list(tasks), device=device, limit=limit, bootstrap_iters=1000
     )
-    return {
-        f"{task}/{name}": pair for task, values in results["results"].items() for name, pair in _with_errors(values)
-    }
-
-
-def _with_errors(values: Mapping[str, Any]) -> Iterator[tuple[str, tuple[float, float]]]:
-    """Yield the metrics that have a standard error: lm_eval writes `acc_stderr,none` for `acc,none`, or N/A."""
-    for key, value in values.items():
-        name, _, kind = key.partition(",")
-        error = values.get(f"{name}_stderr,{kind}")
-        if isinstance(value, float | int) and isinstance(error, float | int):
-            yield key, (float(value), float(error))
+    metrics = {}
+    for task, values in results["results"].items():
+        for key, value in values.items():
+            # lm_eval writes the standard error of `acc,none` as `acc_stderr,none`, which may be the text N/A.
+            name, _, kind = key.partition(",")
+            error = values.get(f"{name}_stderr,{kind}")
+            if isinstance(value, float | int) and isinstance(error, float | int):
+                metrics[f"{task}/{key}"] = float(value), float(error)
+    return metrics
 
 
 def _metric(value: float, error: float, baseline: tuple[float, float] | None) -> Metric:

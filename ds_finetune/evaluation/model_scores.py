@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.nn import functional
-from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from ds_finetune.engine.sampling.answers import SamplingLimits
@@ -54,11 +54,14 @@ class Drafter:
         return np.array([_row_sums(*row) for row in zip(logits, labels[:, 1:], chosen[:, 1:], strict=True)])
 
 
-def _row_sums(logits: torch.Tensor, labels: torch.Tensor, chosen: torch.Tensor) -> tuple[float, int, int, int]:
+def _row_sums(logits: torch.Tensor, labels: torch.Tensor, *others: torch.Tensor) -> tuple[float, ...]:
+    """The summed loss of a row's supervised tokens in nats, and the numbers of these tokens, of predictions that equal
+    `labels`, and of predictions that equal each of `others`.
+    """
     is_supervised = labels != IGNORE_INDEX
     scores, targets = logits[is_supervised].float(), labels[is_supervised]
-    loss, drafts = functional.cross_entropy(scores, targets, reduction="sum").item(), scores.argmax(-1)
-    return loss, len(targets), int((drafts == targets).sum()), int((drafts == chosen[is_supervised]).sum())
+    loss, predicted = functional.cross_entropy(scores, targets, reduction="sum").item(), scores.argmax(-1)
+    return loss, len(targets), *(int((predicted == each[is_supervised]).sum()) for each in (labels, *others))
 
 
 def load_drafter(folder: Path, model: PreTrainedModel) -> Drafter | None:
@@ -198,13 +201,7 @@ def score_documents(
             if drafter is not None:
                 drafts[numbers] = drafter.score(hidden[0], inputs, targets, chosen=logits.argmax(-1))
         for row, number in enumerate(numbers):
-            is_supervised = targets[row] != IGNORE_INDEX
-            scores, next_ids = logits[row, is_supervised].float(), targets[row, is_supervised]
-            sums[:, number] = (
-                cross_entropy(scores, next_ids, reduction="sum").item(),
-                len(next_ids),
-                int((scores.argmax(-1) == next_ids).sum()),
-            )
+            sums[:, number] = _row_sums(logits[row], targets[row])
     return Scores(sums[0], sums[1], sums[2], drafts=None if drafter is None else drafts)
 
 
@@ -223,12 +220,11 @@ def generate_answers(
     draws = {"do_sample": True, "num_return_sequences": samples, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
     lengths, rows = [len(document.prompt) for document in documents], max(samples, 1)
     for numbers in length_batches([length + limits.max_new_tokens for length in lengths], batch_tokens // rows):
-        longest = max(lengths[number] for number in numbers)
-        ids, attended = (np.zeros((len(numbers), longest), dtype=np.int64) for _ in range(2))
-        for row, number in enumerate(numbers):
-            begin = longest - lengths[number]
-            ids[row, begin:], attended[row, begin:] = documents[number].prompt, 1
-        inputs, mask = (torch.from_numpy(part).to(model.device) for part in (ids, attended))
+        prompts = [torch.tensor(documents[number].prompt, dtype=torch.int64) for number in numbers]
+        inputs, mask = (
+            pad_sequence(tensors, batch_first=True, padding_side="left").to(model.device)
+            for tensors in (prompts, [torch.ones_like(prompt) for prompt in prompts])
+        )
         with torch.no_grad():
             out = model.generate(  # type: ignore[operator]
                 inputs,
@@ -238,7 +234,7 @@ def generate_answers(
                 eos_token_id=list(limits.stop_ids),
                 pad_token_id=limits.stop_ids[0],
             )
-        for at, row in enumerate(out[:, longest:].tolist()):
+        for at, row in enumerate(out[:, inputs.shape[1] :].tolist()):
             end = next((index for index, token in enumerate(row) if token in limits.stop_ids), len(row))
             answers[numbers[at // rows]].append(row[:end])
     return answers

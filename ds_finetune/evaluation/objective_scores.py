@@ -1,14 +1,20 @@
-"""Scores pairs, labelled answers and labelled texts by the loss and the metrics of their training objective."""
+"""Scores pairs, labelled answers and labelled texts by the loss and the metrics of their training objective.
+
+It also makes the documents of pairs and of labelled answers, which a language model scores first.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ds_finetune.evaluation.model_scores import Scores
+from ds_finetune.data.mismatched import MismatchedAnswers
+from ds_finetune.data.prepared_rows import PreparedRows
+from ds_finetune.evaluation.model_scores import Document, Scores
+from ds_finetune.objectives.labels import IGNORE_INDEX
 from ds_finetune.objectives.objective import DocumentLogProbs, DocumentObjective, ScoreObjective
 
 Numbers = NDArray[np.float64]
@@ -97,3 +103,30 @@ def _document_sums(
 ) -> list[Numbers]:
     weights, z0 = torch.ones(len(objective.terms), dtype=torch.float64), torch.tensor(baseline, dtype=torch.float64)
     return [objective.loss(unit, weights, z0).sums.numpy() for unit in units]
+
+
+def sides_of(rows: PreparedRows, limit: int | None) -> list[Document]:
+    """Documents of the first `limit` pairs, for each the chosen one, then the rejected one."""
+    number = 2 * min(rows.num_units, limit or rows.num_units)
+    return [Document(*rows.document(index), [], []) for index in range(number)]
+
+
+class LabelledAnswer(NamedTuple):
+    """A labelled answer, its prompt with another example's answer (for KTO's z0), and 1 for good or 0 for bad."""
+
+    document: Document
+    mismatched: Document
+    target: float
+
+
+def labelled_answers(rows: PreparedRows, limit: int | None, *, max_seq_len: int) -> list[LabelledAnswer]:
+    """The first `limit` labelled answers; DataError where all have the same prompt, so that none can be mismatched."""
+    mismatched = MismatchedAnswers(rows, seed=0, max_seq_len=max_seq_len, is_packed=False)
+    mismatched.check("the held-out rows")
+    answers = []
+    for number in range(min(rows.num_units, limit or rows.num_units)):
+        ids, labels = mismatched.document(number)
+        other = Document(ids.tolist(), [False, *(labels[:-1] != IGNORE_INDEX).tolist()], [], [])
+        target = float(rows.documents.targets[number])
+        answers.append(LabelledAnswer(Document(*rows.document(number), [], []), other, target))
+    return answers
