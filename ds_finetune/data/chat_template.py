@@ -202,6 +202,8 @@ class Probes:
     """Rendering of a probe answer if the template changes the answer's text, e.g. by escapes; else empty."""
     fields: frozenset[str]
     """Further message fields that the template renders, as `user.name` or `tool.name`."""
+    as_answers: frozenset[str]
+    """Roles other than `assistant` whose messages the template writes as answers."""
 
 
 def _probes(template: ChatTemplate) -> Probes:
@@ -226,6 +228,15 @@ def _probes(template: ChatTemplate) -> Probes:
         is_named_by_id=bool(calls) and placeholder("call") not in calls,
         changed="" if not answer or _ANSWER in written else written,
         fields=frozenset(name for name in fields if placeholder(name) in calls + named),
+        as_answers=frozenset(role for role in ("system", "developer", "tool") if _is_as_answer(template, role)),
+    )
+
+
+def _is_as_answer(template: ChatTemplate, role: str) -> bool:
+    messages = [_QUESTION, {"role": role, "content": placeholder(0)}, _QUESTION]
+    rendered = _try_render(template, messages)
+    return placeholder(0) in rendered and rendered == _try_render(
+        template, [message if message is _QUESTION else {**message, "role": "assistant"} for message in messages]
     )
 
 

@@ -169,6 +169,11 @@ class RenderedConversation:
         prompt = self.server_prompt(len(self._messages))
         return self._render(self._messages, opens=True) if prompt is None else prompt
 
+    def role_note(self) -> str:
+        """Name of the remark on messages that are no answers and that the template writes as answers; else empty."""
+        roles = {message["role"] for message in self._messages}
+        return "as_answer" if roles & self._template.probes.as_answers else ""
+
     def tools_note(self, document: str) -> str:
         """Remark on the row (in `row_report.NOTED`) if the template leaves out tools or parts of them; else empty."""
         if not self._tools:

@@ -44,6 +44,10 @@ DROPPED = {
 NOTED = {
     "tools": "name tools that the prompt does not contain, so the model does not see them",
     "tools_partly": "name tools of which the chat template renders only a part",
+    "as_answer": (
+        "have system or tool messages that the chat template writes like answers of the assistant, so the model takes "
+        "them for its own words"
+    ),
     "open_call": (
         "have a tool call that the chat template does not end as it ends other turns: the model stops after it only "
         "where generation_config.json names the token that ends it as an eos_token_id"

@@ -19,8 +19,8 @@ from ds_finetune.data.rendering import RenderedConversation, RewrittenTurnError,
 from ds_finetune.data.text_encoder import ControlTokens, strip_brackets
 from ds_finetune.errors import DataError
 
-RULES_VERSION = 6
-"""Version of the tokenisation rules, raised when a row would get other tokens, so that older caches are not used."""
+RULES_VERSION = 7
+"""Version of the tokenisation rules, raised when rows get other tokens or remarks, so that no older cache is used."""
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ class SampleTokeniser:
             dialogue.check([Turn(len(messages), prompt, "", "")], is_protected=bool(control_note))
         except UnrenderedTextError as error:
             return [_SampleText((), Tokens([], [], dropped=str(error), unread=unread))]
-        remarks = tuple(note for note in (control_note, dialogue.tools_note(prompt)) if note)
+        remarks = tuple(note for note in (control_note, dialogue.role_note(), dialogue.tools_note(prompt)) if note)
         return [_SampleText((Segment(prompt, False),), Tokens([], [], notes=remarks, unread=unread))]
 
     def _template_for(self, conversation: Conversation) -> ChatTemplate:
@@ -234,6 +234,7 @@ class SampleTokeniser:
         supervised = {number for number in answers if conversation.messages[number].get("weight", 1) != 0}
         remarks = {
             control_note: True,
+            dialogue.role_note(): True,
             dialogue.tools_note("".join(turn.prompt for turn in renderings[-1][1])): True,
             "open_call": any(turn.is_open for turn in all_turns),
             "behind": all_turns[-1].number < len(messages) - 1,

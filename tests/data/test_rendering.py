@@ -121,6 +121,19 @@ def test_templates_that_ignore_tools_or_reasoning_are_reported(chat: Chat, name:
     assert chat.tokens(name, [ASKED, thought], reasoning="strip").dropped == ""
 
 
+@pytest.mark.parametrize(("branch", "is_noted"), [("{% else %}", True), ("{% elif m.role == 'assistant' %}", False)])
+def test_a_template_that_writes_other_roles_as_answers_is_reported(
+    branch: str, is_noted: bool, chat_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Templates with two branches write a system message as an answer of the model, or leave it out."""
+    body = "{% if m.role == 'user' %}Q: {{ m.content }} " + branch + f"A: {{{{ m.content }}}}{EOS}{{% endif %}}"
+    template = "{% for m in messages %}" + body + "{% endfor %}{% if add_generation_prompt %}A: {% endif %}"
+    two = Chat(chat_tokenizer, {"two": template})
+    tokens = two.tokens("two", [{"role": "system", "content": "Be nice."}, ASKED, SAID])
+    assert ("as_answer" in tokens.notes, tokens.dropped) == ((True, "") if is_noted else (False, "text"))
+    assert "as_answer" not in two.tokens("two", [ASKED, SAID]).notes
+
+
 def test_reasoning_in_a_field_is_rendered_as_the_template_knows_it(chat: Chat) -> None:
     thought = {**SAID, "reasoning_content": "2 and 2"}
     assert chat.supervised(QWEN3, [ASKED, thought]) == ["<think>\n2 and 2\n</think>\n\nIt is 4.<|im_end|>"]
