@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from functools import partial
 from importlib.util import find_spec
 from itertools import accumulate, pairwise
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -159,9 +160,10 @@ def test_experts_of_a_family_compute_the_same(family: str, own_kernel: None) -> 
 def test_selective_recomputation_keeps_its_output(own_kernel: None) -> None:
     rows, weight = torch.randn(5, 16, device=DEVICE, requires_grad=True), torch.randn(2, 16, 16, device=DEVICE)
     ends = torch.tensor([2, 5], dtype=torch.int32, device=DEVICE)
+    module = SimpleNamespace(gate_up_proj=weight, is_transposed=False)
 
     def layer(rows: torch.Tensor) -> torch.Tensor:
-        return experts.grouped_product(rows, weight, ends, leaf="gate_up_proj").exp()  # type: ignore[no-any-return]
+        return experts.project(module, rows, ends, "gate_up_proj").exp()
 
     out = checkpoint(layer, rows, use_reentrant=False, context_fn=partial(layer_contexts, is_selective=True))
     with Operations() as operations:
