@@ -23,7 +23,7 @@ from ds_finetune.engine.loss_normalisation import term_weights, unit_counts
 from ds_finetune.errors import ConfigError
 from ds_finetune.export.adapter import AdapterBase, write_adapter
 from ds_finetune.families.table import family_of
-from ds_finetune.foreign.auto_models import AutoModelForCausalLM, AutoModelForSequenceClassification
+from ds_finetune.foreign.auto_models import AutoModelForCausalLM
 from ds_finetune.foreign.torch_nn import without_cpu_packing
 from ds_finetune.model.adapters.lora import factors_of
 from ds_finetune.model.build.dtypes import PRECISION_DTYPES
@@ -40,6 +40,7 @@ from ds_finetune.objectives.objective import (
     TopLogProbs,
 )
 from ds_finetune.reference.selftest.plain_losses import distill_loss
+from ds_finetune.reference.selftest.reference_loop import auto_class
 from ds_finetune.system.versions import pip_install, requirements_of
 
 PADDED_DOCUMENTS = 8
@@ -121,6 +122,7 @@ def _documents(micro: MicroBatch) -> Iterator[_PlainDocument]:
 
 def _padded(documents: list[_PlainDocument]) -> PlainForward:
     ids, labels, targets, reference, _, types = zip(*documents, strict=True)
+    tops, names = [document.top for document in documents if document.top is not None], ("ids", "log_probs")
     mask = pad_sequence([torch.ones_like(one) for one in ids], batch_first=True)
     rows = torch.arange(len(ids))[:, None].expand_as(mask)
     inputs = {"input_ids": pad_sequence(list(ids), batch_first=True), "attention_mask": mask}
@@ -132,15 +134,10 @@ def _padded(documents: list[_PlainDocument]) -> PlainForward:
         torch.where(mask.bool(), rows, -1),
         torch.tensor(targets, dtype=torch.float64),
         torch.tensor(reference, dtype=torch.float64),
-        _padded_top([document.top for document in documents if document.top is not None]),
+        TopLogProbs(*(pad_sequence([getattr(top, name) for top in tops], batch_first=True) for name in names))
+        if tops
+        else None,
     )
-
-
-def _padded_top(tops: list[TopLogProbs]) -> TopLogProbs | None:
-    if not tops:
-        return None
-    ids, log_probs = ([getattr(top, name) for top in tops] for name in ("ids", "log_probs"))
-    return TopLogProbs(pad_sequence(ids, batch_first=True), pad_sequence(log_probs, batch_first=True))
 
 
 def check_peft(model: ModelPlan) -> None:
@@ -175,16 +172,14 @@ def plain_model(engine: Engine, model: ModelPlan) -> Any:  # noqa: ANN401 - of t
     """
     device, lora, in_four_bits = engine.plan.device, model.lora, {f"{name}.weight" for name in model.quantised}
     dtype = torch.float32 if lora is None else PRECISION_DTYPES[engine.plan.precision]
-    lm = _four_bit_model(model, engine) if in_four_bits else _auto_class(model).from_config(_config(model)).to(dtype)
+    lm = (
+        _four_bit_model(model, engine) if in_four_bits else auto_class(model.task).from_config(_config(model)).to(dtype)
+    )
     lm.load_state_dict(
         {name: tensor for name, tensor in engine.tensors() if tensor is not None and name not in in_four_bits},
         strict=False,
     )
     return lm.to(device) if lora is None else _in_peft(lm, engine, model, lora.section).to(device)
-
-
-def _auto_class(model: ModelPlan) -> Any:  # noqa: ANN401 - a class of transformers
-    return AutoModelForCausalLM if model.task == "causal_lm" else AutoModelForSequenceClassification
 
 
 def _config(model: ModelPlan) -> Any:  # noqa: ANN401 - of transformers
@@ -201,7 +196,7 @@ def _four_bit_model(model: ModelPlan, engine: Engine) -> Any:  # noqa: ANN401 - 
     unquantised = [name for name, module in modules if isinstance(module, nn.Linear) and name not in model.quantised]
     options: dict[str, Any] = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
     quantisation = BitsAndBytesConfig(**options, bnb_4bit_compute_dtype=dtype, llm_int8_skip_modules=unquantised)
-    lm = _auto_class(model).from_pretrained(
+    lm = auto_class(model.task).from_pretrained(
         resolve_folder(model.path),
         config=_config(model),
         dtype=dtype,

@@ -91,7 +91,7 @@ def compare_step_speed(resolved: ResolvedRun, *, steps: int, say: Say) -> SpeedC
         loops = {name: PlainLoop(engine, model, layout, teacher=teacher) for name, layout in layouts.items()}
         candidates: dict[str, Callable[[Batch], float]] = {"ds_finetune": lambda batch: engine.step(batch, lr=LR).loss}
         candidates |= {name: loop.step for name, loop in loops.items()}
-        finish = torch.cuda.synchronize if plan.device == "cuda" else _nothing
+        finish = torch.cuda.synchronize if plan.device == "cuda" else lambda: None
         batches = with_reference(engine, islice(run_batches(run), steps + 1))
         return time_by_turns(candidates, batches, finish=finish)
 
@@ -115,10 +115,6 @@ def with_reference(engine: Engine, batches: Iterator[Batch]) -> Iterator[Batch]:
         replace(batch, micro=tuple(map(refer, batch.micro)), baseline=tuple(map(refer, batch.baseline)))
         for batch in all_batches
     )
-
-
-def _nothing() -> None:
-    """Do nothing, because a CPU has no queued work to wait for."""
 
 
 def time_by_turns(

@@ -19,7 +19,7 @@ from ds_finetune.config.objectives import ObjectiveField
 from ds_finetune.config.sections import ParallelConfig
 from ds_finetune.data.documents import Documents, TokenisedDocument
 from ds_finetune.data.mismatched import MismatchedAnswers
-from ds_finetune.data.prepared_rows import PreparedRows, Row, RowDocuments
+from ds_finetune.data.prepared_rows import PreparedRows, Row
 from ds_finetune.families.configs import VOCAB
 from ds_finetune.families.table import FAMILIES
 from ds_finetune.foreign.auto_configs import AutoConfig
@@ -157,13 +157,6 @@ def targets() -> np.ndarray:
     return ((np.arange(SAMPLES) + 1) // 2 % 2).astype(np.float64)
 
 
-@cache
-def reference_log_probs() -> np.ndarray:
-    """Made-up log-probabilities of the samples under a reference model, fp64. They are near those of random weights."""
-    noise = np.random.default_rng(13).normal(size=SAMPLES)
-    return np.array([log_prob_of_random_weights(labels) for _, labels in samples()]) + noise
-
-
 def log_prob_of_random_weights(labels: np.ndarray) -> float:
     """Approximate log-probability under random weights of a sample with `labels`, int64 [tokens]."""
     return -math.log(VOCAB) * int((labels != IGNORE_INDEX).sum())
@@ -185,11 +178,19 @@ def answer_advantages() -> np.ndarray:
 
 
 def rows(packing: bool, documents_per_unit: int = 0) -> list[Row]:
-    """Rows of samples: each row has one unit (a sample, or a pair of answers), or with `packing` several units.
-    Positions restart at each sample. With `documents_per_unit`, rows also have the boundaries of their documents.
-    """
-    bins = row_numbers(packing, documents_per_unit)
-    return [_row(numbers, samples(), has_documents=documents_per_unit > 0) for numbers in bins]
+    """Rows of samples: each row has one unit (a sample, or a pair of answers), or with `packing` several units."""
+    prepared = _prepared_rows(row_numbers(packing, documents_per_unit))
+    return [prepared[number] for number in range(len(prepared))]
+
+
+def _prepared_rows(bins: list[list[int]]) -> PreparedRows:
+    documents = Documents.of(
+        [
+            TokenisedDocument(ids.tolist(), [False, *(labels[:-1] != IGNORE_INDEX).tolist()], target)
+            for (ids, labels), target in zip(samples(), targets().tolist(), strict=True)
+        ]
+    )
+    return PreparedRows(documents, np.concatenate(bins), np.cumsum([0, *map(len, bins)]), documents.counts)
 
 
 def row_numbers(packing: bool, documents_per_unit: int = 0) -> list[list[int]]:
@@ -200,19 +201,6 @@ def row_numbers(packing: bool, documents_per_unit: int = 0) -> list[list[int]]:
             bins.append([])
         bins[-1] += unit
     return bins
-
-
-def _row(numbers: list[int], documents: list[tuple[np.ndarray, np.ndarray]], *, has_documents: bool) -> Row:
-    ids, labels = (np.concatenate(parts) for parts in zip(*(documents[number] for number in numbers), strict=True))
-    lengths = np.array([len(documents[number][0]) for number in numbers])
-    of_row = RowDocuments(lengths, np.array(numbers), targets()[numbers], lengths) if has_documents else None
-    return Row(
-        input_ids=ids,
-        position_ids=np.concatenate([np.arange(length) for length in lengths]).astype(np.int32),
-        labels=labels,
-        supervised=int((labels != IGNORE_INDEX).sum()),
-        documents=of_row,
-    )
 
 
 def objective_of(section: object) -> Objective:
@@ -283,11 +271,7 @@ Tiny models are only 1 to 2 nats below it, so KTO's z0 is above 0.
 @cache
 def mismatched_answers(*, packing: bool) -> MismatchedAnswers:
     """Mismatched answers for the samples (prompts with other samples' answers), made by the program itself."""
-    documents = Documents.of(
-        [TokenisedDocument(ids.tolist(), [False, *(labels[:-1] != IGNORE_INDEX).tolist()]) for ids, labels in samples()]
-    )
-    bins = row_numbers(packing)
-    rows = PreparedRows(documents, np.concatenate(bins), np.cumsum([0, *map(len, bins)]), documents.counts)
+    rows = _prepared_rows(row_numbers(packing))
     return MismatchedAnswers(rows, seed=0, max_seq_len=ROW_LEN, is_packed=packing)
 
 
@@ -313,7 +297,10 @@ def parts_of(number: int) -> tuple[np.ndarray, np.ndarray]:
 
 @cache
 def all_reference_log_probs() -> np.ndarray:
-    """Made-up log-probabilities under a reference model, fp64: of all samples, followed by all mismatched samples."""
-    of_random_weights = np.array([log_prob_of_random_weights(labels) for _, labels in mismatched_samples()])
-    noise = np.random.default_rng(17).normal(size=SAMPLES)
-    return np.concatenate([reference_log_probs(), of_random_weights - _MEAN_RATIO + noise / 10])
+    """Made-up log-probabilities under a reference model, fp64: of all samples, followed by all mismatched samples. They
+    are near those of random weights.
+    """
+    documents = (samples(), mismatched_samples())
+    own, mismatched = (np.array([log_prob_of_random_weights(labels) for _, labels in each]) for each in documents)
+    noise, small_noise = (np.random.default_rng(seed).normal(size=SAMPLES) for seed in (13, 17))
+    return np.concatenate([own + noise, mismatched - _MEAN_RATIO + small_noise / 10])

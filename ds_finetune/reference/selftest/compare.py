@@ -261,7 +261,7 @@ def write_model(
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(11)
-        model = auto_class(objective).from_config(copy.deepcopy(config)).float()
+        model = auto_class(task_of(objective)).from_config(copy.deepcopy(config)).float()
         for name, param in model.named_parameters():
             if name.endswith("_proj.bias"):
                 # transformers initialises biases with zeros, which would hide a bias that is left out or added twice.
@@ -288,7 +288,8 @@ def compare_layout(run: RunSettings, world: World, device: str, folder: Path, *,
     # DeepSpeed 0.19.8's zero.Init, rotary frequencies are uninitialised memory.
     is_leader = world.rank == 0
     model = plan_model(hf_config, run)
-    plan = complete_features(build_ops(plan, all_gather_object, _ignore), model)
+    # Notes on compiled ops were already printed before the first layout.
+    plan = complete_features(build_ops(plan, all_gather_object, lambda _: None), model)
     router = model.router if run.router is not None else None
     adapters = PlainAdapters(run.lora, plan.train.seed) if run.lora is not None else None
     reference = (
@@ -315,10 +316,6 @@ def compare_layout(run: RunSettings, world: World, device: str, folder: Path, *,
     base = (Path(run.model.path), adapters) if adapters is not None else None
     reloaded = mean_loss(folder / "export", PRECISION_DTYPES[plan.precision], run.objective, base=base)
     return compare_steps(reference, taken_steps, resumed, abs(reloaded - loss))
-
-
-def _ignore(_: str) -> None:
-    """Drop a note on compiled ops, which was already printed before the first layout."""
 
 
 def compare_steps(reference: Steps, steps: Steps, resumed: Steps, export: float) -> LayoutComparison:

@@ -29,7 +29,6 @@ from ds_finetune.model.build.skeleton import Task
 from ds_finetune.model.mtp import SkippedLayer, add_mtp_modules, more_layers, set_mtp_layers
 from ds_finetune.model.weights.names import hub_pieces
 from ds_finetune.objectives.labels import IGNORE_INDEX
-from ds_finetune.plan.lora_targets import LoraTarget
 from ds_finetune.plan.trained_parts import RouterPlan
 from ds_finetune.reference.selftest.cells import SAMPLES, TINY_MODELS, samples
 
@@ -259,12 +258,10 @@ class PlainAdapters:
     def add(self, model: PreTrainedModel, task: Task) -> None:
         """Add LoRA adapters, in their initial state, to `model`."""
         for target in plan_lora(model.config, self.section, task).targets:
-            self._add_to(model.get_submodule(target.name), target)
-
-    def _add_to(self, module: nn.Module, target: LoraTarget) -> None:
-        for leaf, shape in target.shapes.items():
-            factors = initial_factors(f"{target.name}.{leaf}", shape, self.section.rank, self.seed)
-            parametrize.register_parametrization(module, leaf, _LowRankSum(factors, self.section.scale))
+            for leaf, shape in target.shapes.items():
+                factors = initial_factors(f"{target.name}.{leaf}", shape, self.section.rank, self.seed)
+                parametrization = _LowRankSum(factors, self.section.scale)
+                parametrize.register_parametrization(model.get_submodule(target.name), leaf, parametrization)
 
 
 class _LowRankSum(nn.Module):

@@ -76,7 +76,10 @@ def answers_loss(section: ObjectiveConfig, answers: Sequence[Answer], z0: float)
             p_w, p_r = torch.exp(w.logp / w.tokens), torch.exp(r.logp / r.tokens)
             return -section.beta * _LOG(torch.log(p_w / (1 - p_w)) - torch.log(p_r / (1 - p_r)))
         case KtoObjective():
-            return _kto_loss(section, w, z0)
+            # KTO: Ethayarajh et al., arXiv 2402.01306, eq. 8: lambda - v(x, y)
+            weight = section.desirable_weight if w.target else section.undesirable_weight
+            margin = w.ratio - z0 if w.target else z0 - w.ratio
+            return weight * (1 - torch.sigmoid(section.beta * margin))
     raise AssertionError(f"no formula for {section.name}")
 
 
@@ -117,13 +120,6 @@ def _cpo_loss(section: CpoObjective, w: Answer, r: Answer) -> torch.Tensor:
             return (w.logp / w.tokens - r.logp / r.tokens - 1 / (2 * section.beta)) ** 2
 
 
-def _kto_loss(section: KtoObjective, answer: Answer, z0: float) -> torch.Tensor:
-    """KTO's loss of one answer, lambda - v(x, y) (Ethayarajh et al., arXiv 2402.01306, eq. 8)."""
-    if answer.target:
-        return section.desirable_weight * (1 - torch.sigmoid(section.beta * (answer.ratio - z0)))
-    return section.undesirable_weight * (1 - torch.sigmoid(section.beta * (z0 - answer.ratio)))
-
-
 def sampled_loss(section: GrpoObjective, answer: SampledTokens, counts: Mapping[str, int]) -> torch.Tensor:
     """Contribution of a sampled answer to the mean loss over all answers."""
     losses = _policy_losses(section, answer)
@@ -158,11 +154,6 @@ def _policy_losses(section: GrpoObjective, answer: SampledTokens) -> torch.Tenso
             ratio = torch.exp((answer.logp - answer.old).mean()).expand(len(ratio))
     gain = torch.minimum(ratio * a, torch.clamp(ratio, 1 - section.clip_low, 1 + section.clip_high) * a)
     return -(torch.clamp(gain, min=section.dual_clip * a) if section.dual_clip and a < 0 else gain)
-
-
-def kto_baseline(ratios: list[float]) -> float:
-    """KTO's baseline z0: the mean of log p - log p_reference over all mismatched answers, at least 0."""
-    return max(0.0, sum(ratios) / len(ratios))
 
 
 def score_loss(section: ObjectiveConfig, scores: torch.Tensor, targets: list[float]) -> torch.Tensor:

@@ -14,6 +14,7 @@ from ds_finetune.config.objectives import DistillObjective, ObjectiveConfig, Sft
 from ds_finetune.config.sections import MtpConfig
 from ds_finetune.engine.sampling.answers import SamplingLimits
 from ds_finetune.foreign.auto_models import AutoModelForCausalLM, AutoModelForSequenceClassification
+from ds_finetune.model.build.model_plan import task_of
 from ds_finetune.model.build.skeleton import Task
 from ds_finetune.model.weights.names import is_adapter
 from ds_finetune.objectives.labels import IGNORE_INDEX
@@ -40,7 +41,6 @@ from ds_finetune.reference.selftest.plain_losses import (
     SampledTokens,
     answers_loss,
     distill_loss,
-    kto_baseline,
     sampled_loss,
     samples_per_unit,
     score_loss,
@@ -79,13 +79,9 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=0.0)
 
 
-def auto_class(objective: ObjectiveConfig) -> Any:  # noqa: ANN401 - a class of transformers
-    """The transformers class that loads a model for the objective: for sequence classification, or a causal LM."""
-    return AutoModelForSequenceClassification if objective.row.head == "scores" else AutoModelForCausalLM
-
-
-def _task(objective: ObjectiveConfig) -> Task:
-    return "sequence_classification" if objective.row.head == "scores" else "causal_lm"
+def auto_class(task: Task) -> Any:  # noqa: ANN401 - a class of transformers
+    """The transformers class that loads a model for the task: for sequence classification, or a causal LM."""
+    return AutoModelForCausalLM if task == "causal_lm" else AutoModelForSequenceClassification
 
 
 @dataclass(frozen=True)
@@ -111,13 +107,13 @@ def reference_loop(  # noqa: PLR0913
     mtp: MtpConfig | None = None,
 ) -> Steps:
     """Take optimizer steps on all samples with the model that transformers loads from `folder`."""
-    model = auto_class(objective).from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
+    model = auto_class(task_of(objective)).from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
     plain_mtp = None if mtp is None else PlainMtp(model, folder, mtp)
     if adapters is not None:
-        adapters.freeze(model, _task(objective))
+        adapters.freeze(model, task_of(objective))
     reference = _reference(model, objective)
     if adapters is not None:
-        adapters.add(model, _task(objective))
+        adapters.add(model, task_of(objective))
     return reference_steps(
         model, steps, max_grad_norm, optimizer, objective=objective, router=router, reference=reference, mtp=plain_mtp
     )
@@ -212,11 +208,13 @@ def _counts(objective: ObjectiveConfig) -> dict[str, int]:
 
 @torch.no_grad()
 def _baseline(model: nn.Module, problem: _Problem) -> float:
-    """KTO's baseline z0 over all samples; 0 for other objectives."""
+    """KTO's baseline z0: the mean of log p - log p_reference over all mismatched answers, at least 0; 0 for other
+    objectives.
+    """
     if "baseline" not in problem.objective.row.needs:
         return 0.0
     logps = [_log_probs(model, *sample).double().sum().item() for sample in mismatched_samples()]
-    return kto_baseline([logp - float(of) for logp, of in zip(logps, problem.reference[SAMPLES:], strict=True)])
+    return max(0.0, float(np.mean(np.array(logps) - problem.reference[SAMPLES:])))
 
 
 def _unit_loss(model: nn.Module, unit: Sequence[int], problem: _Problem, *, baseline: float) -> torch.Tensor:
@@ -280,10 +278,11 @@ def mean_loss(
     """Mean loss over all samples of the model that plain transformers loads from `folder`. `base` is the folder and the
     adapters that a run started from, which may be the objective's reference model.
     """
-    model = of_reference = auto_class(objective).from_pretrained(folder, dtype=dtype, trust_remote_code=False).eval()
+    kind = auto_class(task_of(objective))
+    model = of_reference = kind.from_pretrained(folder, dtype=dtype, trust_remote_code=False).eval()
     if base is not None and objective.reference_source == "adapters_off":
-        of_reference = auto_class(objective).from_pretrained(base[0], dtype=torch.float32, trust_remote_code=False)
-        base[1].freeze(of_reference, _task(objective))
+        of_reference = kind.from_pretrained(base[0], dtype=torch.float32, trust_remote_code=False)
+        base[1].freeze(of_reference, task_of(objective))
     reference = _reference(of_reference, objective)
     problem = _Problem(objective, _counts(objective), reference)
     with torch.no_grad():

@@ -41,7 +41,7 @@ from ds_finetune.plan.deepspeed_config import choose_deepspeed, read_choices
 from ds_finetune.plan.inexact import without_inexact
 from ds_finetune.plan.mesh import TESTED_LAYOUTS, Mesh
 from ds_finetune.plan.model_checks import check_model
-from ds_finetune.plan.plan import Plan, make_plan
+from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.precision import with_precision
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.reference.selftest.cells import (
@@ -57,7 +57,7 @@ from ds_finetune.reference.selftest.compare import compare_layout, write_model
 from ds_finetune.reference.selftest.plain_features import with_teacher, write_teacher
 from ds_finetune.system.world import World, accelerate_choices
 
-_DERIVED = (
+_LEFT_OUT = (
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
     "gradient_accumulation_steps",
@@ -65,10 +65,11 @@ _DERIVED = (
     "optimizer",
     "bf16",
     "fp16",
+    "data_types",
 )
-"""Keys of a DeepSpeed configuration that follow from the run file. The selftest's run sets its own values."""
-_ROUNDING = ("data_types",)
-"""Keys of a DeepSpeed configuration that change rounding. The selftest leaves them out."""
+"""Keys of a DeepSpeed configuration that the selftest leaves out: keys that follow from the run file, and `data_types`,
+which changes rounding.
+"""
 _SMALL = {
     "stage3_param_persistence_threshold": 40,
     "reduce_bucket_size": 20_000,
@@ -136,30 +137,13 @@ def start_world(arguments: list[str], run: RunSettings | None, *, nproc: int, ho
             raise LaunchError(
                 f"hostfile `{hostfile}` does not exist", hint="name an existing file with lines like `host1 slots=8`"
             )
-        command = [
-            sys.executable,
-            "-m",
-            "deepspeed.launcher.runner",
-            "--hostfile",
-            hostfile,
-            "--no_local_rank",
-            "--module",
-            "ds_finetune",
-        ]
+        launcher = ["deepspeed.launcher.runner", "--hostfile", hostfile, "--no_local_rank", "--module", "ds_finetune"]
     else:
         world, device = World(0, nproc, 0, nproc, "selftest"), choose_device()
         for case in _cases_of_run(run, world, device) if run is not None else []:
             make_plan(_settings(case, Path(), Path()), world=world, device=device)
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc-per-node={nproc}",
-            "-m",
-            "ds_finetune",
-        ]
-    return subprocess.run([*command, "selftest", *arguments], check=False).returncode
+        launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}", "-m", "ds_finetune"]
+    return subprocess.run([sys.executable, "-m", *launcher, "selftest", *arguments], check=False).returncode
 
 
 def selftest(run: RunSettings | None, size: SelftestSize, *, say: Say) -> None:
@@ -184,7 +168,10 @@ def selftest(run: RunSettings | None, size: SelftestSize, *, say: Say) -> None:
         say(f"not compared: {', '.join(left_out)}")
     wrong, began = 0, time.monotonic()
     with process_group(world, device), _shared_folder(world) as folder:
-        _build_first(make_plan(_settings(cases[0], folder, folder), world=world, device=device), say)
+        plan = make_plan(_settings(cases[0], folder, folder), world=world, device=device)
+        built = build_ops(plan, all_gather_object, say)
+        for note in built.notes[len(plan.notes) :] if world.rank == 0 else ():
+            say(note)
         for number, case in enumerate(cases):
             wrong += not _is_equal(case, world, device, folder / str(number), size.steps, say)
             if number == 0:
@@ -201,12 +188,6 @@ def selftest(run: RunSettings | None, size: SelftestSize, *, say: Say) -> None:
             f"{wrong} of {len(cases)} layouts differ from the reference loop",
             hint="do not train with these layouts on this machine; compare installed versions with constraints.txt",
         )
-
-
-def _build_first(plan: Plan, say: Say) -> None:
-    built = build_ops(plan, all_gather_object, say)
-    for note in built.notes[len(plan.notes) :] if plan.world.rank == 0 else ():
-        say(note)
 
 
 def _is_equal(case: LayoutCase, world: World, device: str, folder: Path, steps: int, say: Say) -> bool:  # noqa: PLR0913
@@ -303,9 +284,9 @@ def _cases_of_run(run: RunSettings, world: World, device: str) -> list[LayoutCas
         )
     mesh = Mesh.of(run.parallel, world_size=world.world_size, rank=world.rank)
     given, _ = read_choices(choose_deepspeed(run.deepspeed, accelerate_choices(os.environ)))
-    choices = _scale_choices(
-        {key: value for key, value in without_inexact(copy.deepcopy(given)).items() if key not in _DERIVED}
-    )
+    choices = {key: value for key, value in without_inexact(copy.deepcopy(given)).items() if key not in _LEFT_OUT}
+    # With a real model's sizes of buckets, all tensors of the tiny model would fit into one bucket.
+    choices["zero_optimization"] = (choices.get("zero_optimization") or {}) | _SMALL
     stage = choices["zero_optimization"].get("stage", 0)
     cases = []
     chosen = with_precision(run.train, device=device, support=bf16_support(device, world))[0].precision
@@ -388,14 +369,6 @@ def _tiny_model_like(hub: PretrainedConfig, family: str, *, is_quantised: bool) 
         tiny.q_lora_rank = None
     tiny.pad_token_id = None if hub.pad_token_id is None else 0
     return tiny
-
-
-def _scale_choices(choices: dict[str, Any]) -> dict[str, Any]:
-    """A run's DeepSpeed settings with small buckets and thresholds. With a real model's sizes, all tensors of the tiny
-    model would fit into one bucket.
-    """
-    zero = (choices.get("zero_optimization") or {}) | _SMALL
-    return {key: value for key, value in choices.items() if key not in _ROUNDING} | {"zero_optimization": zero}
 
 
 @contextmanager
