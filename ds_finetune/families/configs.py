@@ -88,6 +88,8 @@ SHARED_INDEX: Config = {**INDEXED, "n_group": 1, "v_head_dim": 24, "index_topk_f
 """Tiny model with DeepSeek sparse attention, one group of experts, and an indexer in every other layer."""
 ONE_GROUP: Config = {**LATENT, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827}
 """Tiny model with latent attention and a single group of experts, as in Moonlight and Kimi K2."""
+PLAIN_QUERIES: Config = {**ONE_GROUP, "q_lora_rank": None}
+"""Tiny model with one group of experts and queries without a latent, as in Sarvam 105B."""
 WIDE_VALUES: Config = {**ONE_GROUP, "v_head_dim": 24, "routed_scaling_factor": 1.8}
 """Tiny model with one group of experts, and values as wide as queries and keys, as in GLM-4.7-Flash."""
 GROUPED_QUERY_EXPERTS: Config = {**DENSE, **_EXPERTS, "head_dim": 12, "attention_bias": True}

@@ -58,6 +58,47 @@ accept the names that transformers saves: with the prefix `model.`, and with `at
 """
 
 
+EXAONE_RENAMES: Renames = (
+    ("model.embed_tokens.", "transformer.wte."),
+    ("model.layers.", "transformer.h."),
+    ("model.norm.", "transformer.ln_f."),
+    (".self_attn.o_proj.", ".self_attn.out_proj."),
+    (".self_attn.", ".attn.attention."),
+    (".input_layernorm.", ".ln_1."),
+    (".post_attention_layernorm.", ".ln_2."),
+    (".mlp.gate_proj.", ".mlp.c_fc_0."),
+    (".mlp.up_proj.", ".mlp.c_fc_1."),
+    (".mlp.down_proj.", ".mlp.c_proj."),
+)
+"""Renames from Llama's tensors to published names of EXAONE 3 (transformers 5.24, conversion_mapping.py)."""
+
+
+@dataclass(frozen=True)
+class NewerType:
+    """A model type that only newer releases of transformers have. Older ones build it by the classes of
+    `Family.built_as`, from a config.json that `NewerType.older_config` translates.
+    """
+
+    since: str
+    """First release of transformers that has the model type."""
+    keys: Mapping[str, str]
+    """Published config.json keys, each with the name of the same key for the classes of `Family.built_as`."""
+    defaults: Mapping[str, Any]
+    """Values of config.json keys that transformers takes for the model type if config.json lacks them."""
+    unused: tuple[str, ...] = ()
+    """Published config.json keys that have another meaning for the classes of `Family.built_as`, and are removed."""
+
+    def older_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Translate a published `config` for the classes of `Family.built_as`. Its model type stays."""
+        older = {self.keys.get(key, key): config[key] for key in config if key not in self.unused}
+        for section in ("rope_scaling", "rope_parameters"):
+            rope = older.get(section)
+            if isinstance(rope, Mapping) and "deepseek_yarn" in (rope.get("type"), rope.get("rope_type")):
+                # DeepSeek's name of YaRN (transformers 5.24, sarvam_mla/configuration_sarvam_mla.py).
+                older[section] = {**{key: rope[key] for key in rope if key != "type"}, "rope_type": "yarn"}
+        return {**self.defaults, **older}
+
+
 @dataclass(frozen=True)
 class OnnxGraph:
     """How `export/onnx` writes a family: its kinds of attention, router and rotary embedding."""
@@ -170,6 +211,10 @@ class Family:
     built_as: str | None = None
     """For a model type unknown to transformers: the type whose classes build the model. Configurations and exports keep
     their own model type.
+    """
+    newer: NewerType | None = None
+    """For a `built_as` type that newer releases of transformers have: how older releases build it. None: no release has
+    the type.
     """
 
     expert_keys: ExpertKeys | None = None

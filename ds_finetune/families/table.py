@@ -24,6 +24,7 @@ from ds_finetune.families.configs import (
     OLMOE,
     ONE_GROUP,
     PHI3,
+    PLAIN_QUERIES,
     QWEN3_MOE,
     QWEN3_NEXT,
     SHARED_INDEX,
@@ -32,6 +33,7 @@ from ds_finetune.families.configs import (
 )
 from ds_finetune.families.family import (
     DEEPSEEK_V4_RENAMES,
+    EXAONE_RENAMES,
     FUSED,
     MIXTRAL_NAMES,
     Encoder,
@@ -39,6 +41,7 @@ from ds_finetune.families.family import (
     Gguf,
     Indexer,
     MlpNames,
+    NewerType,
     OnnxGraph,
     RouterKind,
     TinyModels,
@@ -107,6 +110,40 @@ _DEEPSEEK_V3 = replace(
         moonlight_deep={**ONE_GROUP, "q_lora_rank": None, **_DEEP},
         in_standard_selftest=True,
     ),
+)
+_EXAONE = NewerType(
+    "5.24.0",
+    keys={"num_layers": "num_hidden_layers", "layer_norm_epsilon": "rms_norm_eps", "activation_function": "hidden_act"},
+    defaults={
+        "vocab_size": 102400,
+        "intermediate_size": 14336,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "pad_token_id": 0,
+        "eos_token_id": 361,
+        "rope_theta": 500000.0,
+    },
+)
+_SARVAM_MLA = NewerType(
+    "5.24.0",
+    keys={"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"},
+    defaults={
+        "vocab_size": 262144,
+        "hidden_size": 4096,
+        "intermediate_size": 16384,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 64,
+        "num_key_value_heads": None,
+        "n_routed_experts": 128,
+        "q_lora_rank": None,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "initializer_range": 0.006,
+        "num_nextn_predict_layers": 0,
+    },
+    unused=("head_dim", "q_head_dim"),
 )
 _DEEPSEEK2 = Gguf("deepseek2", _SHARED | {"attention_bias": (False,), "rope_interleave": (True,)})
 _QWEN3_NEXT = replace(
@@ -256,9 +293,7 @@ _ROWS = (
         extends_context=False,
         fp32_buffers=_ROUTER_BIASES,
         fp8_linear=None,
-        # tp is not supported: a tensor parallel rank would normalise its own heads only, not all of them.
         normalises_over_heads=True,
-        parallel_axes=_ALL_AXES - {"tp"},
         experts_class="MiniMaxM2Experts",
         router=RouterKind("sigmoid", bias="mlp.e_score_correction_bias"),
         onnx=None,
@@ -357,6 +392,25 @@ _ROWS = (
         parallel_axes=frozenset({"sp"}),
         tiny_models=TinyModels(GEMMA4, {"gemma4_text_inputs": GEMMA4_INPUTS, "gemma4_text_experts": GEMMA4_EXPERTS}),
     ),
+    replace(
+        _TRAINED,
+        model_type="exaone",
+        built_as="llama",
+        newer=_EXAONE,
+        published_renames=EXAONE_RENAMES,
+        tiny_models=_tiny("exaone", DENSE, deep=_DEEP),
+    ),
+    replace(
+        _DEEPSEEK_V3,
+        model_type="sarvam_mla",
+        built_as="deepseek_v3",
+        newer=_SARVAM_MLA,
+        expert_keys=ExpertKeys(number_keys=("num_experts", "n_routed_experts")),
+        has_mtp=False,
+        onnx=None,
+        fp8_linear=None,
+        tiny_models=_tiny("sarvam_mla", PLAIN_QUERIES, deep=_DEEP),
+    ),
     Family(
         "bert",
         may_be_unexpected=(r"^cls\.", _POSITION_IDS),
@@ -385,7 +439,7 @@ _ROWS = (
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ROWS}
 """Families by model type. R1 and Moonlight are deepseek_v3; R1's distills are qwen2, qwen3 and llama."""
 BUILT_AS: Mapping[str, str] = {name: family.built_as for name, family in FAMILIES.items() if family.built_as}
-"""Model types unknown to transformers, with the model type whose classes build the model."""
+"""Model types unknown to transformers or to older releases, with the model type whose classes build the model."""
 TEXT_PARTS: Mapping[str, str] = {"qwen3_vl_text": "qwen3"}
 """Model types of the text part of a multimodal model, with the type that is trained instead, because transformers has
 no causal LM for the former. On plain text both compute the same.

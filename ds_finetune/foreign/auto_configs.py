@@ -3,16 +3,20 @@
 Code must import the Auto classes from here: transformers' own would reject those model types.
 """
 
+import re
 from functools import cache, wraps
 from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from ds_finetune.families.table import BUILT_AS
+from ds_finetune.families.table import BUILT_AS, family_of
 from ds_finetune.foreign.guard import Foreign
 
 __all__ = ["CONFIG_MAPPING", "AutoConfig", "AutoTokenizer"]
+
+OWN_TYPES = {name: built_as for name, built_as in BUILT_AS.items() if name not in CONFIG_MAPPING}
+"""Model types unknown to the installed transformers, each with the type whose classes build the model."""
 
 _CLASSES = Foreign("transformers", "models/auto/auto_factory.py, the mappings from configurations to classes")
 _CONVERSIONS = Foreign("transformers", "conversion_mapping.py:2560-2592")
@@ -21,11 +25,27 @@ _CONVERSIONS = Foreign("transformers", "conversion_mapping.py:2560-2592")
 def register_config(name: str, *, built_as: str) -> None:
     """Register the model type `name` with `AutoConfig` and `AutoTokenizer`, which then treat it as `built_as`.
 
-    A configuration keeps `name` as its model type.
+    A configuration keeps `name` as its model type. If a newer transformers has the type, its published config.json is
+    translated.
     """
-    if name not in CONFIG_MAPPING:
-        title = name.title().replace("_", "")
-        CONFIG_MAPPING.register(name, type(f"{title}Config", (CONFIG_MAPPING[built_as],), {"model_type": name}))
+    if name in CONFIG_MAPPING:
+        return
+    built_config, newer = CONFIG_MAPPING[built_as], family_of(name).newer
+    fields: dict[str, Any] = {"model_type": name}
+    if newer is not None:
+
+        def __init__(self: Any, **config: Any) -> None:  # noqa: ANN401, N807
+            built_config.__init__(self, **newer.older_config(config))
+
+        fields |= {"__init__": __init__, "attribute_map": built_config.attribute_map | newer.keys}
+    CONFIG_MAPPING.register(name, type(f"{name.title().replace('_', '')}Config", (built_config,), fields))
+
+
+def published_names(name: str) -> dict[str, str]:
+    """For a model type of `OWN_TYPES`: regular expressions of parts of published tensor names, each with the text that
+    replaces it in the model. They are applied one after the other.
+    """
+    return {re.escape(published): own for own, published in reversed(family_of(name).published_renames)}
 
 
 def register_models(name: str, *, built_as: str) -> None:
@@ -35,9 +55,11 @@ def register_models(name: str, *, built_as: str) -> None:
     """
     from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, conversion_mapping
 
-    register_config(name, built_as=built_as)
     built_config, own_config = CONFIG_MAPPING[built_as], CONFIG_MAPPING[name]
-    for factory in (AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification):
+    factories = [AutoModel, AutoModelForCausalLM]
+    # Newer releases have no classifiers of their new types, so a classifier trained here could not be loaded there.
+    factories += [AutoModelForSequenceClassification] if family_of(name).newer is None else []
+    for factory in factories:
         classes = _CLASSES.attribute(factory, "_model_mapping")
         if built_config in classes:
             classes.register(own_config, classes[built_config], exist_ok=True)
@@ -74,11 +96,13 @@ def renamings(model_type: str) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
 
 
 def _add_conversions(module: Any, name: str, built_as: str) -> None:  # noqa: ANN401
-    mapping = _CONVERSIONS.attribute(module, "get_checkpoint_conversion_mapping")(built_as)
-    register = _CONVERSIONS.attribute(module, "register_checkpoint_conversion_mapping")
-    if mapping is not None:
-        register(name, mapping, overwrite=True)
+    from transformers.core_model_loading import WeightRenaming
+
+    renamings = [WeightRenaming(published, own) for published, own in published_names(name).items()]
+    mapping = [*(_CONVERSIONS.attribute(module, "get_checkpoint_conversion_mapping")(built_as) or ()), *renamings]
+    if mapping:
+        _CONVERSIONS.attribute(module, "register_checkpoint_conversion_mapping")(name, mapping, overwrite=True)
 
 
-for _name, _built_as in BUILT_AS.items():
+for _name, _built_as in OWN_TYPES.items():
     register_config(_name, built_as=_built_as)

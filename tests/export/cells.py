@@ -33,6 +33,7 @@ CELLS = (
         (
             *_DECODERS,
             "deepseek_v32",
+            "exaone",
             "gemma3_text",
             "gemma4_text",
             "glm_moe_dsa",
@@ -44,6 +45,7 @@ CELLS = (
             "qwen3_5_moe_text",
             "qwen3_5_text",
             "qwen3_next",
+            "sarvam_mla",
         ),
     ),
     Cells(

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from ds_finetune.console.phase_line import PhaseLine
 from ds_finetune.export.verify.record import ExportRecord, Floats
-from ds_finetune.families.table import BUILT_AS
+from ds_finetune.families.table import family_of
+from ds_finetune.foreign.auto_configs import OWN_TYPES, published_names
 
 _LIMIT_FP32 = 1e-5
 _LIMIT_16_BIT, _NOISE_FACTOR, _HIGHEST_LIMIT = 1e-3, 3.0, 0.05
@@ -59,11 +60,12 @@ def load_folders(folders: Sequence[Path]) -> Iterator[tuple[Path, LoadedFolder]]
     """
     environ = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
     environ["HF_HUB_OFFLINE"] = "1"
+    others = {str(folder.absolute()): other for folder in folders if (other := _other_type(folder)) is not None}
     command = [sys.executable, "-P", str(Path(__file__).with_name("plain_transformers.py")), str(os.getpid())]
     remaining = list(folders)
     while remaining:
         with tempfile.TemporaryDirectory() as results:
-            arguments = [results, json.dumps(BUILT_AS), *(str(folder.absolute()) for folder in remaining)]
+            arguments = [results, json.dumps(others), *(str(folder.absolute()) for folder in remaining)]
             with PhaseLine("verifying exports", len(folders)) as line:
                 line.advance(len(folders) - len(remaining))
                 done = _run([*command, *arguments], environ, line)
@@ -73,6 +75,19 @@ def load_folders(folders: Sequence[Path]) -> Iterator[tuple[Path, LoadedFolder]]
         if failed:
             reason = (done.stderr.strip().splitlines() or [""])[-1]
             yield failed[0], LoadedFolder(failure=f"exit code {done.returncode}: {reason}")
+
+
+def _other_type(folder: Path) -> tuple[dict[str, Any], dict[str, str]] | None:
+    """The config.json of a folder for the classes by which the installed transformers builds its model type, and how
+    these classes rename its tensors. None if transformers knows the model type.
+    """
+    tree = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    name = str(tree.get("model_type"))
+    if name not in OWN_TYPES:
+        return None
+    newer = family_of(name).newer
+    older = tree if newer is None else newer.older_config(tree)
+    return {**older, "model_type": OWN_TYPES[name]}, published_names(name)
 
 
 def _run(command: list[str], environ: dict[str, str], line: PhaseLine) -> subprocess.CompletedProcess[str]:

@@ -1,12 +1,12 @@
-"""Loads exported folders with plain transformers: `python -P plain_transformers.py PARENT_PID OUT BUILT_AS FOLDER...`.
+"""Loads exported folders with plain transformers: `python -P plain_transformers.py PARENT_PID OUT OTHERS FOLDER...`.
 
 This file is started by its path in a process of its own, and imports nothing of ds_finetune. For folder number i it
 writes a report on the loading, `OUT/i.json`, and files with logits of the prompts in the folder's verification.json
 (ds_finetune/export/verify/record.py): `OUT/i.logits.npy` in the folder's dtype, `OUT/i.fp32.npy` in fp32. The report
 also has the token ids that the folder's tokenizer gives for the record's texts.
 
-`BUILT_AS` is JSON that maps model types unknown to transformers to model types whose classes fit. Such a folder is
-loaded as `AutoModelForCausalLM.from_pretrained(folder, config=AutoConfig.from_pretrained(folder, model_type=...))`.
+`OTHERS` is JSON about folders whose model type the installed transformers does not know. It maps their paths to a
+config.json of a model type whose classes fit, and to the `key_mapping` by which `from_pretrained` renames tensors.
 
 FP8 weights are dequantised here with plain torch, because transformers 5.23 fails on row counts that 128 does not
 divide, and takes wrong blocks for some sizes (integrations/finegrained_fp8.py:1130-1175). `OUT/i.perturbed.npy` has
@@ -63,24 +63,25 @@ def main() -> None:
     """Load every exported folder of the command line, and write the report and logits of each."""
     # NVIDIA's containers enable TF32, which would exceed the tolerance for fp32, so it is disabled here.
     torch.set_float32_matmul_precision("highest")
-    out, built_as, folders = Path(sys.argv[2]), json.loads(sys.argv[3]), map(Path, sys.argv[4:])
+    out, others, folders = Path(sys.argv[2]), json.loads(sys.argv[3]), map(Path, sys.argv[4:])
     for number, folder in enumerate(folders):
-        report, arrays = _inspect_folder(folder, _read_config(folder, built_as))
+        if str(folder) in others:
+            tree, names = others[str(folder)]
+            config = AutoConfig.for_model(**tree)
+        else:
+            names, config = {}, AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        report, arrays = _inspect_folder(folder, config, names)
         for name, array in arrays.items():
             np.save(out / f"{number}.{name}.npy", array)
         (out / f"{number}.json").write_text(json.dumps(report), encoding="utf-8")
 
 
-def _read_config(folder: Path, built_as: dict[str, str]) -> PretrainedConfig:
-    model_type = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
-    other = {"model_type": built_as[model_type]} if model_type in built_as else {}
-    return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **other)
-
-
-def _inspect_folder(folder: Path, config: PretrainedConfig) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def _inspect_folder(
+    folder: Path, config: PretrainedConfig, names: dict[str, str]
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     record = json.loads((folder / "verification.json").read_text(encoding="utf-8"))
     is_fp8 = hasattr(config, "quantization_config")
-    model, loading = _load_dequantised(folder, config) if is_fp8 else _load_plain(folder, config)
+    model, loading = _load_dequantised(folder, config) if is_fp8 else _load_plain(folder, config, names)
     model.eval().to(_choose_device(folder, _GPU_FACTOR_FP8 if is_fp8 else _GPU_FACTOR))
     reached = _count_reached_experts(model)
     experts = _choose_experts(model, record)
@@ -126,8 +127,10 @@ def _choose_experts(model: PreTrainedModel, record: dict[str, Any]) -> str:
     return ""
 
 
-def _load_plain(folder: Path, config: PretrainedConfig) -> tuple[PreTrainedModel, dict[str, Any]]:
-    settings = {"dtype": "auto", "local_files_only": True, "trust_remote_code": False}
+def _load_plain(
+    folder: Path, config: PretrainedConfig, names: dict[str, str]
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    settings = {"dtype": "auto", "local_files_only": True, "trust_remote_code": False, "key_mapping": names or None}
     kind = AutoModelForSequenceClassification if _is_classifier(config) else AutoModelForCausalLM
     # AutoModelForCausalLM does not load every model of text and images or sound, or loads its text part only.
     kind = AutoModelForMultimodalLM if hasattr(config, "text_config") else kind

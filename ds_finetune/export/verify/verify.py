@@ -23,6 +23,7 @@ from ds_finetune.families.text_part import is_composite, text_name, text_tree
 from ds_finetune.model.build.dtypes import SAFETENSORS_NAMES
 from ds_finetune.model.quantised.fp8 import FP8
 from ds_finetune.model.weights.safetensors_file import SafetensorsFile, StoredTensor, read_header
+from ds_finetune.plan.config_json import MAX_LAYERS
 
 
 def read_tensor_table(folder: Path) -> dict[str, StoredTensor]:
@@ -258,7 +259,7 @@ def _compare(folder: Path, record: ExportRecord, loaded: LoadedFolder, base: Pat
     text, unexpected = text_tree(config), []
     for key in (key for key in loaded.report["unexpected_keys"] if key not in base_tensors):
         # Tensors that the model class ignores, e.g. of a multi-token prediction layer, are no difference.
-        if not family_of(text["model_type"]).may_skip(key, layers=text["num_hidden_layers"]):
+        if not family_of(text["model_type"]).may_skip(key, layers=text.get("num_hidden_layers", MAX_LAYERS)):
             unexpected.append(key)
     differences = {
         "misses": loaded.report["missing_keys"],

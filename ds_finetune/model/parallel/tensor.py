@@ -227,9 +227,13 @@ def install_tensor_parallel_attention(attention: Any, tp_group: TensorParallelGr
             return (copy_to_tensor_parallel_region(args[0], tp_group), *args[1:]), kwargs
 
         attention.register_forward_pre_hook(copy_hidden_states, with_kwargs=True)
-        for norm in (getattr(attention, name, None) for name in ("q_norm", "k_norm")):
+        for name in ("q", "k"):
+            norm = getattr(attention, f"{name}_norm", None)
             if norm is not None and family.normalises_over_heads:
                 _change_class(norm, NormOverShards, tp_group)
+                # MiniMax M2 builds norms as wide as this rank's heads (minimax_m2/modeling_minimax_m2.py:292).
+                width = getattr(attention, f"{name}_proj").out_features * tp_group.size
+                norm.weight = nn.Parameter(norm.weight.new_ones(width), requires_grad=norm.weight.requires_grad)
             if norm is not None and norm.weight.requires_grad:
                 # The norm's weight is replicated. A rank computes its gradient from its own heads only.
                 norm.weight.register_hook(tp_group.all_reduce)

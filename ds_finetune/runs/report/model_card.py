@@ -9,7 +9,7 @@ from ds_finetune import __version__
 from ds_finetune.config.objectives import OBJECTIVES
 from ds_finetune.export.formats import SAFETENSORS, format_of
 from ds_finetune.export.kept_edits import CARD, MARK, is_generated_card, marked_card
-from ds_finetune.families.table import BUILT_AS
+from ds_finetune.families.table import family_of
 from ds_finetune.families.text_part import is_composite
 from ds_finetune.runs.folder import RunFolder, base_model, is_run
 from ds_finetune.runs.report.page import number_text, render_template
@@ -64,7 +64,8 @@ def model_card(run: RunFolder, folder: Path, verified: Sequence[str] = ()) -> st
     base, objective = base_model(run.config), settings.get("objective.name", "sft")
     is_scorer = objective in OBJECTIVES and OBJECTIVES[objective].head == "scores"
     config = _config_of(folder)
-    built_as, auto_class = BUILT_AS.get(str(config.get("model_type")), ""), "AutoModelForCausalLM"
+    family, auto_class = family_of(str(config.get("model_type"))), "AutoModelForCausalLM"
+    built_as = "" if family.newer is not None else family.built_as or ""
     auto_class = "AutoModelForMultimodalLM" if is_composite(config) else auto_class
     task = "text-classification" if is_scorer else "text-generation"
     data = ModelCardData(
@@ -106,6 +107,7 @@ def model_card(run: RunFolder, folder: Path, verified: Sequence[str] = ()) -> st
         prompts=[] if is_scorer else _prompt_lines(run, folder),
         uses=() if export_format.name == SAFETENSORS.name else export_format.uses,
         built_as=built_as,
+        first_transformers=family.newer.since if family.newer is not None else "",
         new_in_tokenizer=_new_in_tokenizer(read_object(folder / "tokenizer_config.json")),
         type_argument=f', model_type="{built_as}"' if built_as else "",
         raw_score=', function_to_apply="none"' if objective == "reward" else "",

@@ -13,7 +13,7 @@ import torch
 from peft import LoraConfig as PeftConfig
 from peft import get_peft_model
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.sections import LoraConfig
@@ -69,9 +69,11 @@ def test_forward_and_gradients_are_those_of_peft(family: str, is_named: bool, tm
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_linear_names_what_it_does_in_peft_or_is_refused(family: str) -> None:
     """peft 0.21 adds routed experts and routers, which transformers 4 had as linear layers, and then leaves dense MLPs
-    and shared experts out; kimi_k2, which it does not know, has the modules of deepseek_v3.
+    and shared experts out; kimi_k2 and sarvam_mla, which it does not know, have the modules of deepseek_v3.
     """
-    config = hf_config("deepseek_v3" if family == "kimi_k2" else family)
+    row = TABLE[family]
+    assert row.tiny_models is not None
+    config = AutoConfig.for_model(row.built_as or family, **row.tiny_models.config)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     linear = {name for name, each in model.named_modules() if isinstance(each, nn.Linear)} - {"lm_head"}

@@ -124,6 +124,19 @@ def test_the_snippet_of_every_card_runs(tmp_path: Path) -> None:
         assert bool(printed) is bool(expected), kind
 
 
+def test_a_type_of_newer_transformers_is_loaded_by_its_own_name_there(tmp_path: Path) -> None:
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export" / "config.json").write_text(json.dumps({"model_type": "exaone"}))
+    card = write_model_card(RunFolder.read(make_run(tmp_path / "run")), tmp_path / "export")
+    assert card
+    text = card.read_text()
+    assert (
+        "# Older releases of transformers than 5.24.0 do not know this model.\nfrom transformers import pipeline"
+        in text
+    )
+    assert "model_type=" not in text
+
+
 @pytest.mark.parametrize(
     ("tokenizer_config", "is_new"),
     [
