@@ -9,9 +9,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from ds_finetune.data.prompt_format import read_generation
+from ds_finetune.data.prompt_format import GENERATION, read_generation
 from ds_finetune.errors import ExportError
 from ds_finetune.export.formats import Scorer, format_of
 from ds_finetune.families.text_part import TEXT_CONFIG
@@ -68,7 +68,7 @@ def check_generates(folder: Path) -> None:
 
 def check_loadable(folder: Path) -> None:
     """Raise ExportError if `folder` lacks config.json or weights, or if this program cannot run the format. DataError
-    if its generation_config.json cannot be read.
+    or ExportError if its generation_config.json cannot be read.
     """
     format_of(folder).check_runs_here(folder)
     if not (folder / "config.json").is_file():
@@ -76,4 +76,8 @@ def check_loadable(folder: Path) -> None:
     if not format_of(folder).holds_weights(folder):
         raise ExportError(f"`{folder}` has a config.json but no weights", hint=_HINT)
     check_weight_files(folder)
-    read_generation(folder)
+    try:
+        GenerationConfig.from_dict(read_generation(folder))
+    except (ValueError, TypeError, LookupError) as refused:
+        file = folder / GENERATION
+        raise ExportError(f"transformers cannot read {file}: {refused}", hint="correct it, or remove it") from refused
