@@ -118,18 +118,14 @@ class OnnxComparison:
     failures: tuple[str, ...]
     """Lines for the user on differences that are not accepted."""
 
-    @property
-    def unit(self) -> str:
-        """What is compared, as a word in messages: texts of a classifier, else positions."""
-        return "texts" if self.new_tokens_differing is None else "positions"
-
     def line(self) -> str:
         """A line for the terminal with what was compared and the largest difference."""
+        unit = "texts" if self.new_tokens_differing is None else "positions"
         reached = f", reaching {self.experts}" if self.experts else ""
         flipped = f", {self.beyond} beyond it by a router's near tie" if self.beyond else ""
         greedy = "" if self.new_tokens_differing is None else f", {self.new_tokens_differing} greedy tokens differ"
         return (
-            f"ONNX Runtime on the CPU against {self.program}: {self.positions} {self.unit}{reached}, largest "
+            f"ONNX Runtime on the CPU against {self.program}: {self.positions} {unit}{reached}, largest "
             f"difference {self.largest:.1e} of the largest logit (tolerance {self.tolerance:g}){flipped}{greedy}"
         )
 
@@ -222,17 +218,23 @@ def compare(folder: Path, reference: Reference) -> OnnxComparison:
     distances = [_distances(model, case) for case in cases]
     all_distances = np.concatenate(distances)
     beyond = int((~(all_distances <= tolerance)).sum())
-    differing = None if engine is None else _differing_tokens(engine, reference, tolerance)
-    about = differing, reference.experts, reference.program, ()
-    result = OnnxComparison(len(all_distances), beyond, float(all_distances.max()), tolerance, allowed, *about)
+    differing = None
+    if engine is not None and reference.tokens is not None and reference.leads is not None:
+        # Tokens are compared after the same earlier tokens. A token whose lead over the second best is within the
+        # tolerance is not counted.
+        best = generate_tokens(engine, reference.tokens)[1].argmax(dim=-1).numpy()
+        differing = int(((best != reference.chosen) & (reference.leads > tolerance)).sum())
     failures = []
     if beyond > allowed * len(all_distances) or not np.isfinite(all_distances).all():
         worst = int(np.argmax([np.nan_to_num(each, nan=np.inf).max() for each in distances]))
         by = f"worst by {distances[worst].max():.2e} with {cases[worst].name}"
-        failures.append(f"{beyond} of {len(all_distances)} {result.unit} are beyond it, {by}")
+        failures.append(
+            f"{beyond} of {len(all_distances)} {'texts' if differing is None else 'positions'} are beyond it, {by}"
+        )
     if differing is not None and reference.leads is not None and differing > allowed * reference.leads.size:
         failures.append(f"{differing} of {reference.leads.size} greedy tokens differ")
-    return replace(result, failures=tuple(failures))
+    about = differing, reference.experts, reference.program, tuple(failures)
+    return OnnxComparison(len(all_distances), beyond, float(all_distances.max()), tolerance, allowed, *about)
 
 
 def _distances(model: OnnxModel | OnnxScorer, case: Case) -> np.ndarray:
@@ -245,16 +247,6 @@ def _distances(model: OnnxModel | OnnxScorer, case: Case) -> np.ndarray:
     is_compared = is_sampled(case.logits.shape, case.stride) | ~np.isfinite(logits)
     gaps = np.where(is_compared, np.abs(logits - case.logits), 0).max(axis=-1)
     return gaps / case.largest  # type: ignore[no-any-return]
-
-
-def _differing_tokens(engine: OnnxCausalLM, reference: Reference, tolerance: float) -> int:
-    """Number of the reference's generated tokens that the ONNX graph does not choose after the same tokens. A token
-    whose lead over the second best is within the tolerance is not counted. 0 means equal greedy decoding.
-    """
-    assert reference.tokens is not None
-    assert reference.leads is not None
-    best = generate_tokens(engine, reference.tokens)[1].argmax(dim=-1).numpy()
-    return int(((best != reference.chosen) & (reference.leads > tolerance)).sum())
 
 
 def with_logits(case: Case, model: PreTrainedModel) -> Case:

@@ -14,7 +14,12 @@ from ds_finetune.families.table import family_of
 
 def write_settings(folder: Path, config: PretrainedConfig, *, dtype: str, with_cache: bool) -> list[str]:
     """Write genai_config.json, and transformers.js's settings in config.json. Returns notes for the user."""
-    _tell_transformers_js(folder, dtype)
+    for_transformers_js: dict[str, Any] = {"use_external_data_format": 1} if (folder / DATA).is_file() else {}
+    for_transformers_js |= {"kv_cache_dtype": "float16"} if dtype == "fp16" else {}
+    if for_transformers_js:
+        tree = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        text = json.dumps({**tree, "transformers.js_config": for_transformers_js}, indent=2, ensure_ascii=False)
+        (folder / "config.json").write_text(text + "\n", encoding="utf-8")
     if not with_cache:
         return []
     graph = family_of(config.model_type).onnx
@@ -32,15 +37,6 @@ def write_settings(folder: Path, config: PretrainedConfig, *, dtype: str, with_c
     (folder / "genai_config.json").write_text(text + "\n", encoding="utf-8")
     note = genai_note(load_tokenizer(str(folder))) if has_vocabulary(folder) else ""
     return [note] if note else []
-
-
-def _tell_transformers_js(folder: Path, dtype: str) -> None:
-    settings: dict[str, Any] = {"use_external_data_format": 1} if (folder / DATA).is_file() else {}
-    settings |= {"kv_cache_dtype": "float16"} if dtype == "fp16" else {}
-    if settings:
-        tree = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        text = json.dumps({**tree, "transformers.js_config": settings}, indent=2, ensure_ascii=False)
-        (folder / "config.json").write_text(text + "\n", encoding="utf-8")
 
 
 def _genai_config(folder: Path, config: PretrainedConfig) -> dict[str, Any]:

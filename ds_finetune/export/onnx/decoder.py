@@ -91,36 +91,22 @@ def check_config(config: PretrainedConfig) -> None:
             f"model_type `{config.model_type}` is an encoder, and config.json names the class {config.architectures}",
             hint="encoders can only be exported to ONNX as classifiers (...ForSequenceClassification)",
         )
-    kind = config.rope_parameters["rope_type"]
-    if kind not in _STATIC_ROPE:
-        raise ExportError(
-            f"ONNX graphs do not support rope_type `{kind}`, which depends on the length of the input",
-            hint=f"supported rope types are {', '.join(_STATIC_ROPE)}; export with --format safetensors",
-        )
-    if config.hidden_act != "silu":
-        raise ExportError(
-            f"ONNX graphs do not support hidden_act `{config.hidden_act}`, only silu",
-            hint="export with --format safetensors",
-        )
+    rope, window = config.rope_parameters["rope_type"], getattr(config, "sliding_window", None)
     sliding = [
         number for number, kind in enumerate(getattr(config, "layer_types", None) or ()) if kind != "full_attention"
     ]
-    if sliding:
-        raise ExportError(
-            f"ONNX graphs support only full attention, and layers {sliding} have another (layer_types in config.json)",
-            hint="export with --format safetensors",
-        )
-    window = getattr(config, "sliding_window", None)
-    if window is not None and not hasattr(type(config), "layer_types"):
-        raise ExportError(
-            f"ONNX graphs support only full attention, and config.json has sliding_window {window}",
-            hint="export with --format safetensors",
-        )
-    if getattr(config, "clip_qkv", None) is not None:
-        raise ExportError(
-            f"ONNX graphs do not support clip_qkv {config.clip_qkv} of config.json",
-            hint="export with --format safetensors",
-        )
+    has_window = window is not None and not hasattr(type(config), "layer_types")
+    length = f"which depends on the length of the input (they support {', '.join(_STATIC_ROPE)})"
+    limits = {
+        f"do not support rope_type `{rope}`, {length}": rope not in _STATIC_ROPE,
+        f"do not support hidden_act `{config.hidden_act}`, only silu": config.hidden_act != "silu",
+        f"support only full attention, and layers {sliding} have another (layer_types in config.json)": bool(sliding),
+        f"support only full attention, and config.json has sliding_window {window}": has_window,
+        f"do not support clip_qkv {(clip := getattr(config, 'clip_qkv', None))} of config.json": clip is not None,
+    }
+    wrong = next((text for text, is_wrong in limits.items() if is_wrong), None)
+    if wrong:
+        raise ExportError(f"ONNX graphs {wrong}", hint="export with --format safetensors")
     method = getattr(config, "topk_method", None) if parts.router == "grouped_softmax" else "greedy"
     if method not in ("greedy", "group_limited_greedy"):
         raise ExportError(

@@ -3,7 +3,7 @@
 import json
 import shutil
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -40,14 +40,7 @@ _NUMBERS = {"fp32": "float32", "fp16": "float16", "int8": "float32", "int4": "fl
 """numpy dtype of activations and unquantised weights, by the value of `--dtype`."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class OnnxExportResult(ExportResult):
-    """Result of an ONNX export, with the comparison between ONNX Runtime and plain transformers."""
-
-    comparison: OnnxComparison
-
-
-def write(source: Path, out: Path, options: ExportOptions) -> OnnxExportResult:
+def write(source: Path, out: Path, options: ExportOptions) -> ExportResult:
     """Write the language model or classifier of `source` to `out` as onnx/model.onnx, with tokenizer and configuration.
 
     A `source` that is not a Hugging Face folder is first exported to a temporary folder beside `out`.
@@ -64,14 +57,12 @@ def write(source: Path, out: Path, options: ExportOptions) -> OnnxExportResult:
     with plain_folder(source, out, options.base) as folder:
         comparison, notes = _write_and_compare(source, folder, out, options)
     size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
-    verdict = VerificationResult(out, lines=(comparison.line(), *notes))
-    return OnnxExportResult(
+    return ExportResult(
         folder=out,
         num_bytes=size,
         seconds=time.monotonic() - began,
         notes=(f"verified: {comparison.line()}", *notes),
-        verdict=verdict,
-        comparison=comparison,
+        verdict=VerificationResult(out, lines=(comparison.line(), *notes)),
     )
 
 

@@ -62,10 +62,12 @@ def _quantise(folder: Path, bits: int, inline_bytes: int) -> Path:
     """
     model, quantizer = onnx.load(folder / MODEL, load_external_data=False), _quantizer(bits)
     stored = {tensor.name: tensor for tensor in model.graph.initializer}
+    # The matrices of linear layers are 2-D, the weights of latent attention 3-D.
+    linear = {name for name, tensor in stored.items() if len(tensor.dims) == 2 and not name.endswith(_ROUTER)}
     chosen = {
         node.output[0]: node.input[1]
         for node in model.graph.node
-        if node.op_type == "MatMul" and node.input[1] in stored and _is_linear(stored[node.input[1]])
+        if node.op_type == "MatMul" and node.input[1] in linear
     }
     if not chosen:
         raise ExportError(
@@ -84,11 +86,6 @@ def _quantise(folder: Path, bits: int, inline_bytes: int) -> Path:
     new = folder / "quantised"
     write_model(graph, ([*model.graph.input], [*model.graph.output]), new, inline_bytes=inline_bytes)
     return new
-
-
-def _is_linear(tensor: onnx.TensorProto) -> bool:
-    """Whether `tensor` is the matrix of a linear layer. A router is not; weights of latent attention are 3-D."""
-    return len(tensor.dims) == 2 and not tensor.name.endswith(_ROUTER)
 
 
 def _quantizer(bits: int) -> Any:  # noqa: ANN401 - the library has no types

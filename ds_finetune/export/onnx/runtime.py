@@ -9,7 +9,6 @@ import numpy as np
 import onnxruntime
 import torch
 from transformers import GenerationConfig, GenerationMixin, PretrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ds_finetune.export.onnx import MODEL
@@ -162,12 +161,8 @@ class OnnxCausalLM(PreTrainedModel, GenerationMixin):
         positions = None if position_ids is None else position_ids.numpy()
         logits, new_cache = self.runtime.run(input_ids.numpy(), mask.numpy(), cache, positions)
         if cached is not None and new_cache:
-            _replace_states(cached, new_cache)
+            states = map(torch.from_numpy, new_cache)
+            for layer, keys, values in zip(cached.layers, states, states, strict=True):
+                layer.lazy_initialization(keys, values)
+                layer.keys, layer.values = keys, values
         return CausalLMOutputWithPast(logits=torch.from_numpy(logits).float(), **{CACHE: cached})
-
-
-def _replace_states(cache: Cache, new_cache: list[np.ndarray]) -> None:
-    for layer, (keys, values) in zip(cache.layers, zip(new_cache[::2], new_cache[1::2], strict=True), strict=True):
-        states = torch.from_numpy(keys), torch.from_numpy(values)
-        layer.lazy_initialization(*states)
-        layer.keys, layer.values = states

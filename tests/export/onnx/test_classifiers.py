@@ -13,6 +13,7 @@ from ds_finetune.cli.main import main
 from ds_finetune.errors import ExportError
 from ds_finetune.export.formats import ExportOptions
 from ds_finetune.export.onnx.folder import write
+from ds_finetune.export.output_folder import RECORD
 from tests.export.cells import names_of, types_of
 from tests.export.classifiers import CLASSES, EOS, PAD, classifier, write_tokenizer
 
@@ -80,8 +81,9 @@ def test_onnx_runtime_scores_as_transformers(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["deepseek_v3", "bert", "modernbert"])
 def test_half_precision_is_within_its_tolerance(family: str, tmp_path: Path) -> None:
     classifier(family).save_pretrained(tmp_path / "model")
-    result = write(tmp_path / "model", tmp_path / "onnx", ExportOptions(dtype="fp16", with_cache=False))
-    assert not result.comparison.failures
+    write(tmp_path / "model", tmp_path / "onnx", ExportOptions(dtype="fp16", with_cache=False))
+    result = json.loads((tmp_path / "onnx" / RECORD).read_text())
+    assert result["beyond"] <= result["allowed_share"] * result["positions"]
 
 
 def test_a_folder_is_checked_again_and_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
