@@ -85,17 +85,14 @@ class FormatModule(Protocol):
         complete. OutputError if `out` is not empty or does not fit on the disk; ExportError if the model cannot be
         exported to this format; VerificationError if the written folder differs from the model when it is compared.
         """
-        ...
 
     def verify(self, folder: Path, base: Path | None) -> "VerificationResult":
         """Compare an exported folder with its record, and mark it as verified or not. `base` is the base model."""
-        ...
 
     def check_model(
         self, config: "PretrainedConfig", *, is_classifier: bool, tokenizer: "PreTrainedTokenizerBase | None" = None
     ) -> None:
         """Raise ExportError if the format does not support the model type, a setting, or the tokenizer."""
-        ...
 
 
 class EngineModule(FormatModule, Protocol):
@@ -105,11 +102,9 @@ class EngineModule(FormatModule, Protocol):
         """Load the causal LM of `folder` to generate text. With `device` `auto` it is spread over all GPUs; with an
         empty `device` it is put on a GPU if there is one.
         """
-        ...
 
     def load_scorer(self, folder: Path) -> Scorer:
         """Load the classifier of `folder`, as a function from token ids to class logits."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

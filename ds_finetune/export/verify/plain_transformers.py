@@ -82,7 +82,10 @@ def _inspect_folder(
     record = json.loads((folder / "verification.json").read_text(encoding="utf-8"))
     is_fp8 = hasattr(config, "quantization_config")
     model, loading = _load_dequantised(folder, config) if is_fp8 else _load_plain(folder, config, names)
-    model.eval().to(_choose_device(folder, _GPU_FACTOR_FP8 if is_fp8 else _GPU_FACTOR))
+    needed = (_GPU_FACTOR_FP8 if is_fp8 else _GPU_FACTOR) * sum(
+        file.stat().st_size for file in folder.glob("*.safetensors")
+    )
+    model.eval().to("cuda" if torch.cuda.is_available() and torch.cuda.mem_get_info()[0] > needed else "cpu")
     reached = _count_reached_experts(model)
     experts = _choose_experts(model, record)
     arrays = {"logits": _logits(model, record)}
@@ -190,11 +193,6 @@ def _dequantise_fp4(packed: torch.Tensor, scale: torch.Tensor, generator: torch.
         step = torch.exp2(plain.abs().clamp(min=1).log2().floor() - 1)
         plain = plain + step * (torch.rand(plain.shape, generator=generator) - 0.5)
     return (plain * scale.float().repeat_interleave(_GROUP, 1)).to(torch.bfloat16)
-
-
-def _choose_device(folder: Path, factor: float) -> str:
-    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    return "cuda" if torch.cuda.is_available() and torch.cuda.mem_get_info()[0] > factor * size else "cpu"
 
 
 def _tokenise(folder: Path, config: PretrainedConfig, record: dict[str, Any]) -> dict[str, list[list[int]]]:
