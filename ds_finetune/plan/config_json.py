@@ -69,6 +69,19 @@ _POSITIVE = (
 _ROPE_KINDS = ("rope_type", "type")
 _UNSCALED = ("default", "mrope")
 """Kinds of rotary embeddings whose frequencies are not scaled."""
+_REFUSED = {
+    "deepseek_v41": (
+        "transformers 5.23 has no classes for it. Missing are keys and values that layers share, Engram tables and "
+        "DSpark layers",
+        "train DeepSeek-V4 instead",
+    ),
+    "sarvam_moe": (
+        "published checkpoints have the weights of queries, keys and values in one tensor, which is not read in parts",
+        "train Sarvam 105B (sarvam_mla) or a GLM-4.5 model instead",
+    ),
+}
+"""Model types that are refused, each with the reason and a hint."""
+
 _DTYPES = (
     *("auto", "bfloat16", "float16", "float32", "float64", "half", "float", "double"),
     *("float8_e4m3fn", "float8_e5m2"),
@@ -114,12 +127,9 @@ def check_sizes(file: Path) -> None:
     if isinstance(tree, Mapping):
         _check_widths(file, text_tree(tree))
         kind = tree.get("model_type")
-        if kind == "deepseek_v41":
-            raise ModelError(
-                f"{file}: model_type {kind} is neither trained nor converted: transformers 5.23 has no classes for it. "
-                "Missing are keys and values that layers share, Engram tables and DSpark layers",
-                hint="train DeepSeek-V4 instead",
-            )
+        if kind in _REFUSED:
+            reason, hint = _REFUSED[kind]
+            raise ModelError(f"{file}: model_type {kind} is neither trained nor converted: {reason}", hint=hint)
         problem = next(_problems_of_v4(tree), None) if family_of(str(kind)).compresses else None
         if problem is not None:
             raise ModelError(f"{file}: {problem}", hint=_PUBLISHED)

@@ -51,11 +51,11 @@ OPTIMIZERS: Mapping[str, OptimizerRow] = {
     # Adafactor's state is one fp32 number per row and column of a matrix, which is 4 / rows + 4 / columns bytes per
     # element: 0.25 if both are 32.
     "adafactor": OptimizerRow(
-        "Adafactor", ("lr", "weight_decay"), 0.25, "torch", "its second moment is one of whole rows and columns"
+        "Adafactor", ("lr", "weight_decay"), 0.25, "torch", "its state has a number for each row and column of a matrix"
     ),
     # AdamW8bit's state is two bytes per element, and two fp32 scales per block of 256 elements.
     "adamw8bit": OptimizerRow(
-        "AdamW8bit", _ADAM, 2 + 8 / 256, "bitsandbytes", "blocks of 256 numbers of a parameter have one scale"
+        "AdamW8bit", _ADAM, 2 + 8 / 256, "bitsandbytes", "its state has a scale for each 256 numbers of a parameter"
     ),
 }
 """Optimizers by lower-case name. A row without the key `weight_decay` is an optimizer that would add decay to the

@@ -183,6 +183,24 @@ def test_totals_of_published_models(shared_data: Path) -> None:
         assert sum(_by_part(whole).values()) == whole.numel
 
 
+# transformers' default configuration of each type is that of a published model, whose size its publisher tells.
+@pytest.mark.parametrize(
+    ("model_type", "billions"),
+    [
+        ("exaone", 7.82),  # EXAONE 3.0 7.8B
+        ("glm_moe_dsa", 744),  # GLM-5
+        ("gpt_oss", 117),  # gpt-oss-120b
+        ("minimax_m2", 229),  # MiniMax-M2
+        ("mistral", 7.24),  # Mistral-7B-v0.1
+        ("phi3", 3.82),  # Phi-3-mini-4k
+        ("sarvam_mla", 106),  # Sarvam 105B
+    ],
+)
+def test_totals_of_default_configurations(model_type: str, billions: float) -> None:
+    total = Shape.of(described_tree({"model_type": model_type})).total_params
+    assert float(f"{total / 1e9:.3g}") == billions
+
+
 @pytest.mark.parametrize(("name", "billions", "active"), [("Flash", 284.3, 13.6), ("Pro", 1573.0, 49.3)])
 def test_totals_of_deepseek_v4(name: str, billions: float, active: float, shared_data: Path) -> None:
     folder = shared_data / "configs" / f"deepseek-ai--DeepSeek-V4-{name}"
