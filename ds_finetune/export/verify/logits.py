@@ -81,8 +81,12 @@ def _other_type(folder: Path) -> tuple[dict[str, Any], dict[str, str]] | None:
     """The config.json of a folder for the classes by which the installed transformers builds its model type, and how
     these classes rename its tensors. None if transformers knows the model type.
     """
-    tree = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    name = str(tree.get("model_type"))
+    try:
+        tree = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        name = str(tree.get("model_type"))
+    except (OSError, ValueError, AttributeError):
+        # The process that loads the folder reports what is wrong with the file.
+        return None
     if name not in OWN_TYPES:
         return None
     newer = family_of(name).newer
