@@ -79,7 +79,7 @@ def run_needs(config: RunConfig) -> dict[str, Any]:
 
     return {
         "folders": {"output_dir": config.output_dir, "data.cache_dir": config.data.cache_dir},
-        # Inputs that do not exist as paths are left out: they may be ids of the Hugging Face hub.
+        # Models and data that do not exist as paths are left out: they may be ids of the Hugging Face hub.
         "files": tuple(str(path) for _, path in config.inputs() if path.exists()),
         "node_local": config.checkpoint.node_local if config.checkpoint.saves else None,
         "resolve": resolve_on,

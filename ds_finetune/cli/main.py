@@ -192,7 +192,8 @@ def _print_once(text: str) -> None:
     """Record an error, and print it in full on local rank 0 only, because all ranks of a host find the same fault."""
     record_error(text)
     if os.environ.get("LOCAL_RANK", "0") == "0" or {RUN_ID, "TORCHELASTIC_RUN_ID"} <= os.environ.keys():
-        # Under `launch` each rank has its own log, and the rank that ends first counts as the cause, so none waits.
+        # Under `launch` each rank has its own log, and the rank that ends first counts as the cause, so no rank sleeps
+        # here.
         show_error(f"error: {text}")
         return
     time.sleep(_QUIET_SECONDS)

@@ -19,20 +19,21 @@ SWITCH = "DS_LOG_LEVEL"
 LEVELS = ("debug", "info", "warning")
 _FORWARDED = "all_gather_into_tensor|reduce_scatter_tensor|_all_gather_base|_reduce_scatter_base"
 _WARNINGS: tuple[tuple[type[Warning], str], ...] = (
-    # torch 2.13 warns about these functions, which DeepSpeed 0.19.8 calls in every micro-batch under ZeRO-3
-    # (comm/torch.py).
+    # torch 2.13 warns about some functions of torch.distributed, which DeepSpeed 0.19.8 calls in every micro-batch
+    # under ZeRO-3 (comm/torch.py).
     (FutureWarning, rf"`torch\.distributed\.({_FORWARDED})` is (deprecated|a private function)"),
-    # The model classes of transformers 5.20 to 5.24 all use the deprecated name (modeling_utils.py:3191).
+    # The model classes of transformers 5.20 to 5.24 all use the deprecated `gradient_checkpointing_enable`
+    # (modeling_utils.py:3191).
     (FutureWarning, r"`gradient_checkpointing_enable` is deprecated"),
 )
 _RECORDS = {
-    # DeepSpeed's launcher prints this if there is no hostfile and it uses the GPUs of this machine
+    # DeepSpeed's launcher prints this warning if it finds no hostfile and so uses the GPUs of this machine
     # (launcher/runner.py:214).
     "DeepSpeed": re.compile(r"Unable to find hostfile, will proceed with training"),
     # transformers prints a table of checkpoint tensors that the model ignores, such as those of a multi-token
     # prediction layer. A table that also names missing tensors stays (5.23, utils/loading_report.py).
     "transformers.modeling_utils": re.compile(r"(?s).*LOAD REPORT(?!.*(MISSING|MISMATCH|CONVERSION)).*UNEXPECTED"),
-    # MLflow logs these messages at the first use of an SQLite store (mlflow 3.17, store/db/utils.py).
+    # MLflow logs that it creates database tables at the first use of an SQLite store (mlflow 3.17, store/db/utils.py).
     "mlflow.store.db.utils": re.compile(r"(Creating initial MLflow|Updating) database tables"),
 }
 """Maps the name of a logger to a pattern of log messages that are hidden, up to level WARNING."""

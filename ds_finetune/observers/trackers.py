@@ -164,7 +164,7 @@ class _Tracker:
         except OSError:
             raise
         except Exception as failed:
-            # Any exception of a package counts as an outage: the record is queued, and training continues.
+            # Any exception of a tracker's package counts as an outage: the record is queued, and training continues.
             raise OSError(one_line(failed)) from failed
 
     def _log(self, step: int, values: Mapping[str, float]) -> None:

@@ -83,7 +83,9 @@ def accumulation_steps(*, global_batch_size: int, micro_batch_size: int, dp: int
 
 
 class PipelineTurn(NamedTuple):
-    """Forward or backward of one micro-batch through one of a rank's chunks; `chunk` and `micro` count from 0."""
+    """Forward or backward of one micro-batch through one of a pipeline rank's model chunks; `chunk` and `micro` count
+    from 0.
+    """
 
     is_forward: bool
     chunk: int
@@ -91,14 +93,15 @@ class PipelineTurn(NamedTuple):
 
 
 def idle_fraction(*, pp: int, vpp: int, micro_batches: int) -> float:
-    """Share of a step that a rank is idle if all chunks take equal time (arXiv 2104.04473, section 2.2)."""
+    """Share of a step that a pipeline rank is idle if model chunks take equal time (arXiv 2104.04473, section 2.2)."""
     return (pp - 1) / (vpp * micro_batches + pp - 1)
 
 
 def interleaved_turns(*, pp: int, vpp: int, micro_batches: int, rank: int) -> list[PipelineTurn]:
-    """Turns of pipeline rank `rank` in a step, in order: interleaved 1F1B (arXiv 2104.04473, section 2.2).
+    """Forwards and backwards of pipeline rank `rank` in a step, in order: interleaved 1F1B (arXiv 2104.04473, section
+    2.2).
 
-    Micro-batches, a multiple of `pp`, form groups of `pp`: all of a group pass one chunk before the rank's next chunk.
+    Micro-batches form groups of `pp`. All of a group pass one of the rank's model chunks before they pass the next.
     After `num_first_forwards` forwards, each forward is followed by a backward.
     """
     assert micro_batches % pp == 0, (micro_batches, pp)
@@ -111,13 +114,13 @@ def interleaved_turns(*, pp: int, vpp: int, micro_batches: int, rank: int) -> li
 
 
 def num_first_forwards(*, pp: int, vpp: int, micro_batches: int, rank: int) -> int:
-    """Warm-up forwards of pipeline rank `rank`, over all its chunks, before forwards and backwards alternate."""
+    """Warm-up forwards of pipeline rank `rank`, over all its model chunks, before forwards and backwards alternate."""
     if vpp == 1:
         return min(micro_batches, pp - rank - 1)
     return min(micro_batches * vpp, 2 * (pp - rank - 1) + (vpp - 1) * pp)
 
 
 def num_forwards_in_flight(*, pp: int, vpp: int, micro_batches: int, rank: int) -> int:
-    """Maximum number of forwards, over all chunks, whose activations pipeline rank `rank` holds at once."""
+    """Maximum number of forwards, over all model chunks, whose activations pipeline rank `rank` holds at once."""
     first = num_first_forwards(pp=pp, vpp=vpp, micro_batches=micro_batches, rank=rank)
     return min(first + 1, micro_batches * vpp)

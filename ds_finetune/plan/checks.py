@@ -294,8 +294,8 @@ _LORA: tuple[Refusal[RunSettings], ...] = (
         (
             *UNTESTED_STATES,
             setting("model.weights random", "load weights, or leave `lora` out"),
-            # With LoRA the embedding and the head are frozen and not exported. New rows of them would stay random and
-            # be lost.
+            # With LoRA the embedding and the head are frozen and not exported. Their rows of new tokens would stay
+            # random and be lost.
             setting("model.resize_vocabulary true", "train all weights, or use a tokenizer that fits the model"),
             # A server loads an adapter with its base model, whose config.json would not have the extended context.
             Conflict(
@@ -492,9 +492,9 @@ _OPTIONS: tuple[Refusal[RunSettings], ...] = (
         "stage 0 has no partitioned optimizer to offload",
         "zero_optimization.stage 1, 2 or 3",
     ),
-    # A gather must wait until an optimizer step has written the weights. DeepSpeed's only gather that waits is that of
-    # small weights after the step (zero/stage3.py:2840, zero/partition_parameters.py:2128); other gathers start on a
-    # separate stream.
+    # A ZeRO-3 gather must wait until an optimizer step has written the weights. DeepSpeed's only gather that waits is
+    # that of small weights after the step (zero/stage3.py:2840, zero/partition_parameters.py:2128); other gathers start
+    # on a separate stream.
     _option(
         "ZeRO-3 with overlap_comm and a persistence threshold of 0",
         lambda run: (

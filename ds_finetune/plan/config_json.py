@@ -182,8 +182,8 @@ def _facts_stated_twice(tree: Mapping[str, Any]) -> Iterator[tuple[str, str, Any
 
 
 def _check_widths(file: Path, tree: Mapping[str, Any]) -> None:
-    """ModelError where a size is no integer of at least 1, the number of attention heads is no multiple of that of key
-    and value heads, or that of rotated columns not even.
+    """ModelError where a size in config.json is no integer of at least 1, key and value heads do not divide the
+    attention heads equally, or the number of rotated columns is odd.
     """
     if not isinstance(quantised := tree.get("quantization_config") or {}, Mapping):
         raise ModelError(f"{file}: quantization_config is {quantised!r:.60}, not an object", hint=_PUBLISHED)
@@ -191,7 +191,7 @@ def _check_widths(file: Path, tree: Mapping[str, Any]) -> None:
     for key in (*_SIZES, *of_v4):
         value = tree.get(key)
         is_number = isinstance(value, int) and not isinstance(value, bool)
-        # Some models have a list of sizes, one for each layer.
+        # In config.json of some models a size is a list, with one number for each layer.
         if value is not None and not (isinstance(value, list) and not of_v4) and not (is_number and value >= 1):
             raise ModelError(f"{file}: {key} is {value!r}, not a whole number of at least 1", hint=_PUBLISHED)
     for key, value, other, other_value in _rope_contradictions(tree):

@@ -58,9 +58,7 @@ OPTIMIZERS: Mapping[str, OptimizerRow] = {
         "AdamW8bit", _ADAM, 2 + 8 / 256, "bitsandbytes", "its state has a scale for each 256 numbers of a parameter"
     ),
 }
-"""Optimizers by lower-case name. A row without the key `weight_decay` is an optimizer that would add decay to the
-gradient.
-"""
+"""Optimizers by lower-case name. One without `weight_decay` among its `keys` would add the decay to the gradient."""
 
 
 Tree = dict[str, Any]
@@ -224,7 +222,9 @@ def _check_torch_adam(tree: Tree, optim: OptimConfig, source: str, *, on_cpu: bo
 
 
 def with_reduction_dtype(tree: Mapping[str, Any], train: TrainConfig, *, source: str) -> dict[str, Any]:
-    """Add the DeepSpeed keys that `train.reduction_dtype` sets; ConfigError where `tree` has other values."""
+    """Add the keys that `train.reduction_dtype` sets to the DeepSpeed configuration `tree`; ConfigError where it has
+    other values.
+    """
     own = {}
     if train.reduction_dtype not in ("auto", train.precision):
         is_bf16 = train.reduction_dtype == "bf16"
@@ -432,7 +432,7 @@ _REFUSED = {
         "delete it: DeepSpeed 0.19.8 has removed it",
     ),
 }
-"""Keys that are refused at the top level and in sections, with the hint of the error."""
+"""Keys of a DeepSpeed JSON that are refused at the top level and in sections, each with the hint of the error."""
 _TYPES: Mapping[str, Mapping[str, str]] = json.loads(
     Path(__file__).with_name("deepspeed_keys.json").read_text(encoding="utf-8")
 )
@@ -453,7 +453,9 @@ _DEVICES = ("none", "cpu", "nvme")
 
 
 def check_keys(tree: Mapping[str, Any], source: str) -> None:
-    """ConfigError for a key that is removed, belongs to the run file, or is unknown (with the nearest name)."""
+    """ConfigError for a key of a DeepSpeed JSON that is refused, belongs to the run file, or is unknown (with the
+    nearest name).
+    """
     for key in tree:
         _check_key(f"{source}: ", key, tree[key], KNOWN_KEYS)
     for section, types in _TYPES.items():

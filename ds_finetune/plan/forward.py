@@ -38,9 +38,7 @@ class HeadWidths(NamedTuple):
 
     @property
     def widest(self) -> int:
-        """The largest width of queries, keys and values, with which FlashAttention computes because it needs one width
-        for all.
-        """
+        """The larger width: that of queries and keys, or that of values. FlashAttention computes with this width."""
         return max(self)
 
 

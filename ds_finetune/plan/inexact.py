@@ -34,7 +34,9 @@ _COMMUNICATION = "communication_data_type"
 
 @dataclass(frozen=True)
 class InexactOption:
-    """An option that a name in `inexact` allows: its key, effects, savings and conflicting settings."""
+    """A DeepSpeed option that is refused unless `inexact` in the run file names it: its key, effects, savings and
+    conflicting settings.
+    """
 
     name: InexactName
     key: str

@@ -103,7 +103,7 @@ weights of parts, and the end index of each part.
 
 @lru_cache(maxsize=1024)
 def _best_splits(weights: tuple[int, ...], parts: int) -> Mapping[int, _Split]:
-    """For each `end`, the best split of the first `end` layers into `parts`; no entry where there are fewer layers."""
+    """Map each `end` to the best split of the first `end` layers into `parts`; ends below `parts` are missing."""
     sums = (0, *accumulate(weights))
     if parts == 1:
         return {end: (sums[end], sums[end] ** 2, (end,)) for end in range(1, len(sums))}

@@ -82,8 +82,8 @@ def adapted_targets(adaptable: Sequence[LoraTarget], lora: LoraConfig) -> tuple[
 
 
 def _targets_named(pattern: str, adaptable: Sequence[LoraTarget]) -> list[LoraTarget]:
-    """Modules whose full name or its last part equals `pattern`, or whose full name matches it. A router is matched
-    only by a pattern that ends in a router's name.
+    """Modules whose full name or last part of it equals `pattern`, or whose full name matches the regular expression
+    `pattern`. A router is matched only by a pattern that ends in a router's name.
     """
     if pattern in ALL_LINEAR:
         return [*adaptable]

@@ -87,7 +87,7 @@ class Mesh:
         return self.coordinate("pp") * self.dp * self.sp * self.tp
 
     def holders_of_leader(self) -> list[int]:
-        """Ranks, the stage's leader included, that together hold each parameter of this rank's stage once."""
+        """The stage's leader and the ranks that hold, together with it, each parameter of this rank's stage once."""
         return next(line for line in self.expert_holders() if self.leader in line)
 
     def same_expert_groups(self) -> list[list[int]]:

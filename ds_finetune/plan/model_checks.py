@@ -1,4 +1,4 @@
-"""Settings that are refused because of the model's config.json, in the form of `plan/checks.py`."""
+"""Table of settings that are refused because of the model's config.json, in the form of that in `plan/checks.py`."""
 
 import math
 from collections.abc import Iterator
@@ -164,8 +164,8 @@ _EXPERTS: tuple[Refusal[ModelSettings], ...] = (
         "has: they know only matrices and vectors",
         "set optim.name: AdamW, without zenflow",
     ),
-    # DeepSpeed 0.19.8 treats 3-dimensional tensors as vectors (zenflow/zenflow_stage_1_and_2.py:216): it would select
-    # and update the wrong elements.
+    # DeepSpeed 0.19.8 treats 3-dimensional tensors as vectors (zenflow/zenflow_stage_1_and_2.py:216): ZenFlow would
+    # select and update the wrong elements.
     Refusal(
         lambda run: "zenflow" in run.inexact and run.family.expert_keys is not None,
         "zero_optimization.zenflow cannot work with experts, which model_type {model_type} has: it knows only "

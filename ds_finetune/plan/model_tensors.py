@@ -89,7 +89,7 @@ class ModelTensors:
     by_name: Mapping[str, FullTensor]
     """Parameters in the model's order, without a tied head."""
     is_tied: bool = False
-    """Whether the head is the embedding."""
+    """Whether head and embedding are one tensor."""
     num_predictions: int = 0
     """Number of multi-token prediction layers, which come last."""
     linears: Collection[str] = ()

@@ -77,7 +77,9 @@ class Plan(RunSettings):
 
     @property
     def activation_checkpointing(self) -> Recomputation:
-        """Recomputation of layers in backward; `full`, which needs least memory, while `auto` is undecided."""
+        """Recomputation of layers in backward. As long as `auto` is not resolved, it is `full`, which needs least
+        memory.
+        """
         chosen = self.train.activation_checkpointing
         return "full" if chosen == "auto" else chosen
 
@@ -273,8 +275,8 @@ def make_plan(given: RunSettings, *, world: World, device: str, accelerate: Acce
     """Plan a run on `world` with accelerator `device` (`cpu` or `cuda`); ConfigError where values contradict. Only the
     run file's sections of `given` are read.
 
-    An undecided `train.micro_batch_size: auto` is planned as one row. An undecided `train.precision: auto` is planned
-    without information about a GPU.
+    As long as `train.micro_batch_size: auto` is not resolved, it is planned as one row, and `train.precision: auto` is
+    planned without information about a GPU.
     """
     run = _on_ranks(given, world, device, accelerate)
     check(run)

@@ -133,12 +133,12 @@ class RunSettings(Sections):
 
     @property
     def precision(self) -> str:
-        """Resolved `train.precision`; an undecided `auto` is resolved without information about a GPU."""
+        """Value of `train.precision`. A value that is still `auto` is resolved without information about a GPU."""
         return with_precision(self.train, device=self.device)[0].precision
 
     @property
     def micro_batch_size(self) -> int:
-        """Micro-batch size in rows. While `train.micro_batch_size: auto` is undecided, it is 1."""
+        """Micro-batch size in rows; 1 as long as `train.micro_batch_size: auto` is not resolved."""
         return rows_of_forward(self.train)
 
     @property

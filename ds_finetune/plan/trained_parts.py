@@ -36,8 +36,8 @@ class RouterPlan:
         return tuple(layer for layer in self.layers if layer not in self.by_id)
 
     def parameters(self, beyond: range = range(0), module: str = "") -> tuple[str, ...]:
-        """Full names of the routers' parameters. `beyond` has the numbers of multi-token prediction layers, in which
-        the layer with the router has the name `module`.
+        """Full names of the routers' parameters. `beyond` has the numbers of multi-token prediction layers; in each of
+        them the submodule `module` contains the router.
         """
         layers = (*map(str, self.layers), *(f"{layer}.{module}".rstrip(".") for layer in beyond))
         return tuple(

@@ -135,9 +135,9 @@ class LastChange:
 def seen_status(folder: Path, *, now: float | None = None, change: LastChange | None = None) -> RunStatus:
     """Read the status of a run. If it says `running`, find out whether the run in fact hangs or is dead.
 
-    A reader that calls this function repeatedly passes the same `change` each time. For a run on another host, whose
-    clock may differ, it measures by the reader's clock how long the file has not changed. If the file is more than an
-    hour old, its age decides.
+    A reader that calls this function repeatedly passes the same `change` each time. The clock of a run on another host
+    may differ, so `change` measures by the reader's clock how long the status file has not changed. If that file is
+    more than an hour old, its age decides.
     """
     status = RunStatus.read(folder)
     if status is None:

@@ -152,8 +152,8 @@ class HostAgent(LocalElasticAgent):
     def _after_failure(self, worker_group: WorkerGroup, result: RunResult) -> RunResult:
         assert worker_group.store is not None
         rank, first = min(result.failures.items(), key=lambda item: _time_of(item[1]))
-        # In the first attempt this exit code means a mistake of the user, which a restart would repeat. In a later
-        # attempt a host causes it, e.g. by a full disk.
+        # In the first attempt the exit code of a user's mistake is final, because a restart would repeat the mistake.
+        # In a later attempt a host causes that code, e.g. by a full disk.
         is_final = first.exitcode == INTERRUPTED_EXIT_CODE or (
             first.exitcode == USER_ERROR_EXIT_CODE and self._logs.attempt == 1
         )
@@ -214,8 +214,7 @@ def run_ranks(
     sys.stderr.flush()
     os.dup2(log, 2)
     os.environ.update(environ)
-    # This setting gives each attempt a new port. torch 2.13 would otherwise give a restart the store keys of an earlier
-    # attempt.
+    # Without this variable, torch 2.13 would give a restart the port and the store keys of an earlier attempt.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     if rendezvous["max_nodes"] > 1 and (interface := interface_towards(workers["master_addr"])):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)

@@ -56,7 +56,7 @@ _LOAD_SECONDS = 120.0
 _MEET_SECONDS = 600
 """Seconds that the agents of all hosts wait for each other at a start or restart."""
 _JOIN_SECONDS = 10
-"""Seconds that a restart waits for further hosts, whose old ranks may still end, once enough hosts have joined."""
+"""Seconds that a restart with enough hosts waits for the other hosts, which may still be ending their old ranks."""
 _PRINTED_LINES = 500
 _TAIL_LINES = 50
 _QUOTED = "  | "
@@ -173,7 +173,7 @@ class _Failure:
     at: float
     """Time of the failure by the monotonic clock of this machine."""
     cause: str = ""
-    """Why the run ended, if this rank ended only because of it; empty if the rank itself failed."""
+    """Why the run ended, if this rank ended because another one did; empty if the rank itself failed."""
     error: str = ""
     """The error that the failed rank recorded; empty if it recorded none."""
     tail: Sequence[str] = ()
@@ -461,6 +461,6 @@ def show_if_open(show: Callable[[str], None], line: str) -> None:
     try:
         show(line)
     except (OSError, SystemExit):
-        # Nobody reads the pipe any more. rich would end the program (14.1, console.py, on_broken_pipe), and Python's
-        # flush at exit would change the exit code.
+        # The program that read this output has ended. rich would end the program (14.1, console.py, on_broken_pipe),
+        # and Python's flush at exit would change the exit code.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -50,8 +50,8 @@ class RankProcess:
 class RunEnding:
     """Why a run ends: the ranks at fault, the reason in one line, details for the report, and the exit code.
 
-    `is_hang` says that a hang ended the run. `is_silent` says that the ranks at fault send no heartbeats, so that ranks
-    on the same machine kill them.
+    `is_hang` says that a hang ended the run. `is_silent` says that the ranks at fault send no heartbeats; other ranks
+    on their machine then kill them.
     """
 
     at_fault: tuple[int, ...]

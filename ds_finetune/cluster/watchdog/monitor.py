@@ -299,7 +299,7 @@ class Monitor(threading.Thread):
         elif not {HUNG, FAILING}.intersection(status.state for status in active.values()):
             self._compare_at = math.inf
         elif self._compare_at == math.inf:
-            # The reported error may be caused by an error of another rank, which has this time to report it.
+            # An error of another rank may have caused the reported one. That rank may report it within _GRACE_SECONDS.
             self._compare_at = now + _GRACE_SECONDS
         elif now > self._compare_at + ROUND_SECONDS or all(heard_at[rank] > self._compare_at for rank in active):
             self._propose(self._diagnosed(active))

@@ -272,7 +272,7 @@ def observe_collectives(progress: RankProgress) -> Iterator[None]:
         names[id(group)] = ranks
         kind, _ = INPUT_AT[name]
         ranks = POINT_TO_POINT if kind in _SEND_RECEIVE else ranks
-        # Inputs of an all-to-all or a scatter may differ in size between ranks, so 0 is recorded for all.
+        # Inputs of an all-to-all or a scatter may differ in size between ranks, so size 0 is recorded on every rank.
         size = 0 if kind in (ALL_TO_ALL, "scatter") else bytes_of(input_of(name, args))
         return partial(progress.collective, kind, size, ranks), progress.waiting
 

@@ -89,13 +89,13 @@ class DiskNeed:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all exports and checkpoints."""
+        """Bytes of all exports and checkpoints on the host's disk."""
         return self.exports * self.export_bytes + self.checkpoints * self.checkpoint_bytes
 
     def of_host(self, plan: Plan, *, ranks: int, is_first_host: bool) -> "DiskNeed":
         """Disk space that a host with `ranks` ranks of the run of `plan` needs.
 
-        The first host writes the exports. If all hosts share the folder, it also writes the checkpoints.
+        The first host writes the exports. If all hosts share the folder, the first host also writes all checkpoints.
         """
         exports = self.exports if is_first_host else 0
         if not plan.checkpoint.node_local:
@@ -285,7 +285,7 @@ def _activation_rows(
     plan: Plan, traced: TracedModel, layers: Sequence[TracedLayer], number: int
 ) -> Iterator[MemoryRow]:
     """Memory rows for activations of a rank of pipeline stage `number`. The last stage also has the head and the loss.
-    The estimate assumes that all rows are full and all tokens supervised.
+    The estimate assumes rows without padding and a loss on all tokens.
     """
     home = plan.home
     # Number of micro-batches whose activations a rank holds; with `parallel.vpp`, a forward covers only a part of its

@@ -34,8 +34,8 @@ from ds_finetune.plan.trained_parts import is_reached, plan_freezing
 
 @dataclass(frozen=True)
 class TensorKind:
-    """Tensors of a pipeline stage with equal names and shapes: their name with `N` for the layer, their number, and the
-    number of ranks over which ZeRO shards each of these tensors.
+    """Tensors of a pipeline stage with equal shapes, and with equal names but for the layer number. `name` has `N` for
+    that number, `count` tensors are of this kind, and ZeRO shards each over `sharers` ranks.
     """
 
     name: str
@@ -49,7 +49,7 @@ class TensorKind:
     """Full names of the tensors; empty for adapters."""
 
     def among(self, names: Container[str]) -> "TensorKind":
-        """This kind without the tensors whose full names are not in `names`."""
+        """This kind with only those of its tensors whose full names are in `names`."""
         matches = tuple(name for name in self.names if name in names)
         return replace(self, count=len(matches), names=matches)
 

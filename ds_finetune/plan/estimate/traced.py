@@ -10,7 +10,7 @@ from ds_finetune.plan.plan import Plan
 
 @dataclass(frozen=True)
 class TracedLayer:
-    """Activation bytes of one layer, for the rows of one forward."""
+    """Activation bytes of one layer of the model in one forward."""
 
     kept: int
     """Bytes that a layer holds on the device from its forward to its backward, including its output."""
@@ -24,7 +24,7 @@ class TracedLayer:
 
 @dataclass(frozen=True)
 class TracedModel:
-    """Activation bytes on a rank with all layers, for the rows of one forward; without weights and gradients."""
+    """Activation bytes of one forward on a rank with all layers; weights and gradients do not count."""
 
     layers: tuple[TracedLayer, ...]
     """Layers in the order of execution; multi-token prediction layers belong to the head."""
@@ -44,8 +44,8 @@ class TracedModel:
     """Peak bytes in the forward of a teacher; 0 without one."""
 
     def layers_of(self, numbers: Iterable[int]) -> tuple[TracedLayer, ...]:
-        """Traces of the layers with these numbers. Multi-token prediction layers are left out, because the head's trace
-        counts them.
+        """Activation bytes of the layers with these numbers. Multi-token prediction layers are left out, because `head`
+        includes theirs.
         """
         return tuple(self.layers[number] for number in numbers if number < len(self.layers))
 

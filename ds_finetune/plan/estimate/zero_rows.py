@@ -99,7 +99,7 @@ class FetchingRules(NamedTuple):
 
     @classmethod
     def of(cls, zero: Mapping[str, Any]) -> Self:
-        """The rules that a `zero_optimization` section sets; missing options have DeepSpeed's defaults."""
+        """Limits of prefetching from a `zero_optimization` section; missing options have DeepSpeed's defaults."""
         names = [name for name in _DEFAULTS if name.startswith("stage3_")]
         return cls(*(int(float(zero.get(name, _DEFAULTS[name]))) for name in names))
 
@@ -222,8 +222,8 @@ def _optimizer_rows(run: _Zero) -> Iterator[MemoryRow]:
 
 
 def _rows_of_stage_0(run: _Zero) -> Iterator[MemoryRow]:
-    """Memory rows for gradients of all weights at ZeRO stage 0. In 16 bits there are also fp32 copies, one at a time
-    (fp16/unfused_optimizer.py:227), or all at once with DeepSpeed's FusedAdam (fp16/fused_optimizer.py:286).
+    """Memory rows for gradients of all weights at ZeRO stage 0. Gradients in 16 bits are also copied to fp32, one at a
+    time (fp16/unfused_optimizer.py:227), or all at once with DeepSpeed's FusedAdam (fp16/fused_optimizer.py:286).
     """
     own, plan = run.own, run.plan
     yield MemoryRow("gradients", run.home, run.width * own.trained, _STAGE)
@@ -262,8 +262,8 @@ def _rows_of_stages_1_and_2(run: _Zero) -> Iterator[MemoryRow]:
     when_held: tuple[Moment, ...] = MOMENTS if run.is_accumulating and in_backward else (*moments, "step")
     yield MemoryRow("gradients of this rank's part", run.home, run.accumulated * sharded, _TP, when_held)
     if run.is_accumulating and in_backward and run.accumulated == run.width:
-        # Every later forward of a step writes its gradients to a new partition, which is added to the first one
-        # (1042-1045).
+        # Every forward of a step after the first writes its gradients to a new partition, which is added to that of the
+        # first (1042-1045).
         yield MemoryRow("gradients of this forward", run.home, run.width * sharded, _TP, (*BACKWARD, "reduction"))
     group = run.own.largest_group
     flat = run.accumulated * group + (_WIDE * group if run.accumulated < _WIDE else 0)
@@ -294,7 +294,7 @@ def _rows_of_stage_3(run: _Zero, weights: RankWeights) -> Iterator[MemoryRow]:
     """
     plan, own, sharded = run.plan, run.own, run.own.sharded_trained
     yield MemoryRow("weights", place_of(plan.offload_param, run.home), run.width * own.sharded_weights, _PARAM)
-    # The ranks of a group together hold a second copy of all weights (hpZ of ZeRO++).
+    # With hpZ of ZeRO++, the ranks of each hpZ group together hold a second copy of all weights.
     if (parts := int(plan.zero.get("zero_hpz_partition_size", 1))) > 1:
         # An optimizer step drops the secondary copies of weights (zero/stage3.py:2846); the next forward makes new
         # ones.
@@ -332,7 +332,7 @@ def _nvme_rows(run: _Zero) -> Iterator[MemoryRow]:
 
 def _gathered_rows(run: _Zero, weights: RankWeights) -> Iterator[MemoryRow]:
     """Memory rows for gathered weights on a rank: small ones, prefetched ones, and the buffers that receive them
-    (zero/partition_parameters.py:795). With recomputation, forward and backward pass each layer three times.
+    (zero/partition_parameters.py:795). With recomputation, forward and backward together run each layer three times.
     """
     rules = FetchingRules.of(run.plan.zero)
     small = run.width * num_persistent(weights.kinds, rules)
@@ -349,7 +349,9 @@ def _gathered_rows(run: _Zero, weights: RankWeights) -> Iterator[MemoryRow]:
 
 
 class GatheredWeights(NamedTuple):
-    """Maximum number of gathered elements on a rank at some moments, without those that are always gathered."""
+    """Maximum number of elements of ZeRO-3 weights that a rank holds gathered at some moments of a step. Small weights,
+    which are always gathered, do not count.
+    """
 
     during: str
     when: tuple[Moment, ...]
@@ -369,12 +371,13 @@ def gathered_weights(
     kinds: Sequence[TensorKind], rules: FetchingRules, *, passes: int, home: Place
 ) -> tuple[GatheredWeights, ...]:
     """Maximum numbers of gathered elements of the weights `kinds`, on a rank whose device is `home`. Forward and
-    backward pass each layer `passes` times.
+    backward together run each layer `passes` times.
 
     DeepSpeed prefetches a bucket of weights when it enters a module, even one without weights
-    (partitioned_param_coordinator.py:436-470), until `max_live` elements are gathered. The last tensor, such as the
-    embedding, may exceed that limit. Weights stay gathered if they are prefetched again before their use (614-616), or
-    used again within `max_reuse` elements (621-630). So with a bucket above 0, the maximum allowed is gathered.
+    (partitioned_param_coordinator.py:436-470), until `max_live` elements are gathered. The tensor gathered last, such
+    as the embedding, may exceed that limit. Weights stay gathered if they are prefetched again before their use
+    (614-616), or used again within `max_reuse` elements (621-630). So with a bucket above 0, the maximum allowed is
+    gathered.
     """
     fetched = [kind for kind in kinds if kind.numel // kind.count > rules.persistence]
     total, modules = sum(kind.numel for kind in fetched), Counter[str]()
@@ -388,7 +391,7 @@ def gathered_weights(
     reused, ahead = near + largest, rules.max_live if rules.prefetch_bucket else 0
     with_head = min(total, max(reused + head, ahead + max(largest, head)))
     without_head = min(total - head, max(reused, ahead + largest))
-    # An all-gather of a single tensor needs no copy (partition_parameters.py:1607).
+    # An all-gather of one tensor needs no buffer to copy from (partition_parameters.py:1607).
     smallest = min((kind.numel // kind.count for kind in fetched), default=0)
     bucket = rules.prefetch_bucket + max(largest, head) if rules.prefetch_bucket > smallest else 0
     # Gloo has two threads, each with a buffer of its own besides the receiving buffer (ProcessGroupGloo.cpp).

@@ -67,7 +67,7 @@ class Layout(NamedTuple):
         return {"micro_batch_size": self.micro_batch_size, **self.activations._asdict()}
 
     def apply(self, run: RunSettings) -> RunSettings:
-        """The run with this layout."""
+        """The settings of `run`, changed to this layout."""
         return replace(run, **self.sections(run))
 
     def sections(self, run: RunSettings) -> dict[str, Any]:
@@ -122,7 +122,7 @@ ACTIVATIONS = (
 
 @dataclass(frozen=True)
 class Ranks:
-    """Ranks for which layouts are searched."""
+    """Number and kind of the ranks for which a search looks for layouts."""
 
     number: int
     per_node: int
@@ -186,8 +186,8 @@ class Candidates:
     def largest(
         self, sizes: ParallelConfig, stage: int, offload: Offload, activations: Activations
     ) -> Candidate | None:
-        """The layout with all rows of a rank in one forward, which accumulates no gradients and so has the smallest
-        states; None where `make_plan` refuses every micro-batch.
+        """The candidate with all rows of a rank in one forward, which accumulates no gradients and so has the smallest
+        states; None where `make_plan` refuses it.
         """
         return self.find(Layout(sizes, stage, offload, self.micro_batch_sizes(sizes)[-1], activations))
 
@@ -211,7 +211,7 @@ class Candidates:
         return tuple(each for each, run in runs.items() if _refusal(check_activations, run) is None)
 
     def find(self, layout: Layout) -> Candidate | None:
-        """The layout with its plan; None where `make_plan` refuses it."""
+        """The candidate with this layout; None where `make_plan` refuses the layout."""
         run = layout.apply(self._decided)
         try:
             return Candidate(layout, make_plan(run, world=self.ranks.world, device=self.ranks.device))
@@ -223,7 +223,7 @@ class Candidates:
         `parallel` cannot divide its model.
         """
         mesh = Mesh.of(run.parallel, world_size=self.ranks.number, rank=0)
-        # The number of forwards of a step is decided later. Until then it is `mesh.pp`, which every pipeline accepts.
+        # The search chooses the number of forwards of a step later. Here it is `mesh.pp`, which every pipeline accepts.
         run = replace(run, mesh=mesh, accumulation=mesh.pp)
         check_model(run.with_model(self.model), *WITH_MESH)
         if self.model.teacher is not None:

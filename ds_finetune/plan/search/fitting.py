@@ -50,7 +50,7 @@ def usable(num_bytes: int) -> int:
 
 
 def bytes_of(plan: Plan, model: DescribedModel, traces: Tracer, rows: int) -> int:
-    """Peak bytes on the device with micro-batches of `rows` rows."""
+    """Estimated peak bytes on a rank's device if the run of `plan` has micro-batches of `rows` rows."""
     return estimate_memory(plan.with_rows(rows), model, traces).device_bytes
 
 

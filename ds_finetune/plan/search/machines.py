@@ -1,5 +1,5 @@
-"""Machines for which a run is planned, named on the command line or this one, and a table of GPUs: memory, and dense
-peak FLOP/s as reference of model FLOPs utilisation, from data sheets.
+"""Machines for which a run is planned: those that the command line names, or this one. Also a table of GPUs with their
+memory and dense peak FLOP/s from data sheets, to which model FLOPs utilisation refers.
 
 FLOP/s that a data sheet gives with sparsity are halved. fp32 peaks are without tensor cores, as in torch's default fp32
 matrix products.
@@ -129,8 +129,8 @@ class Target:
     notes: tuple[str, ...] = ()
     """Notes for the user on what is assumed about the machines."""
     is_named: bool = True
-    """Whether the machines were named on the command line or are this machine's GPUs. False if the plan is for this
-    machine's CPU because the machine has no GPU.
+    """False if the command line names no machines and this machine has no GPU, so that the plan is for its CPU; else
+    true.
     """
 
     @property

@@ -76,7 +76,7 @@ class SearchResult:
 
 @dataclass(frozen=True)
 class Search:
-    """Search for layouts with which one run fits machines with `budget` per rank."""
+    """Search for layouts with which one run fits the memory `budget` of each rank."""
 
     candidates: Candidates
     budget: Budget
@@ -126,9 +126,9 @@ class Search:
         return [each for each in self.candidates.activations if each.activation_offload == offloads_inputs]
 
     def _best(self, first: Layout) -> Proposal:
-        """The layout that fits with the least recomputation, and with the largest micro-batch that fits. If none fits,
-        it is the layout with the least excess at its smallest micro-batch. `first` is the layout with the least
-        recomputation.
+        """The layout `first` with the least recomputation with which a micro-batch fits, and with the largest
+        micro-batch that fits. If none fits, it has the recomputation that exceeds the memory least, and the smallest
+        micro-batch.
         """
         misfits = []
         for activations in self._settings_of_activations(first.activations.activation_offload):
@@ -147,8 +147,8 @@ class Search:
         return min(misfits, key=lambda each: self.budget.excess(each.memory))
 
     def _with_rows(self, layout: Layout, rows: int) -> Iterator[Candidate]:
-        """The layout with each legal micro-batch of at most `rows` rows, largest first; if there is none, with all
-        legal ones, smallest first.
+        """Candidates: `layout` with each legal micro-batch size up to `rows`, largest first. If there is none, `layout`
+        with every legal size, smallest first.
         """
         sizes = self.candidates.micro_batch_sizes(layout.parallel)
         lower = [size for size in reversed(sizes) if size <= rows]
@@ -176,7 +176,7 @@ def search_layouts(given: RunSettings, target: Target, model: DescribedModel, tr
             f"--search for {target.ranks.number} GPU{'s' * (target.ranks.number > 1)} is impossible: {reason}",
             hint="name the GPU, as --gpu h100-80g, give --gpu-memory 40GiB, or --gpu cpu for this machine's CPU ranks",
         )
-    # An undecided micro-batch counts as one row; the search chooses it.
+    # The search chooses the micro-batch size. Until then, `auto` counts as one row.
     run = replace(given, train=given.train.model_copy(update={"micro_batch_size": rows_of_forward(given.train)}))
     check_run(run, model)
     search = Search(Candidates(run, model, target.ranks), target.budget, traces)

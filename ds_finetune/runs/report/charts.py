@@ -114,7 +114,7 @@ def rank_charts(run: RunFolder) -> list[Chart]:
     times_of = parse_records(
         run.records(RANK_TIMES), lambda record: (record["step"], [float(each) for each in record["seconds"]])
     )
-    # A run may have resumed on another number of ranks. Only records with the latest number are drawn.
+    # A run may have resumed on another number of ranks. Only step times of the latest number of ranks are drawn.
     ranks = len(times_of[-1][1]) if times_of else 0
     times_of = [(step, seconds) for step, seconds in times_of if len(seconds) == ranks]
     if ranks < 2:
@@ -153,8 +153,8 @@ def _position(title: str) -> int:
 def _chart(
     title: str, series: Sequence[tuple[str, RunFolder, str]], num_lines: int, markers: Sequence[int] = ()
 ) -> Chart:
-    """Make a chart with a line for each item of `series`: the label of the line, a run, and the name of a metric. All
-    charts of the page have `num_lines` lines.
+    """Make a chart with a line for each item of `series`: the label of the line, a run, and the name of a metric. The
+    charts of the page together have `num_lines` lines.
     """
     most = max(_FEWEST_POINTS, min(MOST_POINTS, _PAGE_POINTS // max(num_lines, 1)))
     lines: list[Line] = []
@@ -198,7 +198,8 @@ def drawn_points(values: NDArray[np.float64], most: int) -> NDArray[np.intp]:
         return np.arange(n)
     size = -(-n // ((most - 1) // POINTS_PER_STRETCH))
     starts = np.arange(0, n, size)
-    # The last stretch is padded to the size of the others. Indices into the padding become the last index.
+    # The last stretch of the curve is padded to the size of the others. Indices in the padding become the curve's last
+    # index.
     padded = np.pad(values, (0, len(starts) * size - n), mode="edge").reshape(-1, size)
     is_finite = np.isfinite(padded)
     picked = [

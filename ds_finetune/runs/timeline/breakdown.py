@@ -25,18 +25,24 @@ _MATCHED = ("allreduce", "reduce", "broadcast", "allgather", "reduce_scatter", "
 ranks, so these are not matched.
 """
 _PHASE, _COPY, _COLLECTIVE, _WAIT, _KERNEL = range(5)
-"""Priorities of kinds of work, lowest first: a moment with several kinds of work counts as the highest one."""
+"""Priorities of kinds of work, lowest first: a moment with several kinds of work counts as the kind with the highest
+priority.
+"""
 Event = dict[str, Any]
 """An event of Chrome's trace format; times are in microseconds."""
 CollectiveKey = tuple[str, int]
 """Identifies a collective on all its ranks by the group of ranks and the number of the collective in that group."""
 Layer = tuple[int, str, float, float]
-"""A stretch of time with one kind of work: its priority, kind of work, and begin and end in microseconds."""
+"""A time span in which a rank does one kind of work, as (priority, kind, begin, end) with times in microseconds. Where
+spans overlap, the one with the higher priority counts.
+"""
 
 
 @dataclass
 class RankTrace:
-    """The events of one rank by the clock of rank zero, and the steps, collectives and stretches of work in them."""
+    """Events in the profile of one rank, by the clock of rank zero, and the steps, collectives and time spans of work
+    among them.
+    """
 
     events: list[Event]
     steps: list[tuple[int, float, float]] = field(default_factory=list)
@@ -122,8 +128,8 @@ def mark_waits(trace: RankTrace, starts: Sequence[Mapping[CollectiveKey, float]]
 
 def break_down(trace: RankTrace) -> list[dict[str, Any]]:
     """Divide the time of each step by kind of work. The seconds of all kinds add up to the time of the step."""
-    # Of stretches with equal priority the longer come first, and shorter ones count in their place, so that the
-    # innermost phase counts.
+    # Of time spans with equal priority the longer come first and shorter ones replace them, so that the innermost phase
+    # counts.
     layers = sorted(trace.layers, key=lambda layer: (layer[0], layer[2] - layer[3]))
     return [
         {"step": number, "seconds": (end - begin) / 1e6, "categories": seconds_by_kind(begin, end, layers)}
@@ -132,7 +138,9 @@ def break_down(trace: RankTrace) -> list[dict[str, Any]]:
 
 
 def seconds_by_kind(first: float, last: float, layers: Iterable[Layer]) -> dict[str, float]:
-    """Seconds of each kind of work between two times in microseconds. Where `layers` overlap, the later one counts."""
+    """Seconds of each kind of work between two times in microseconds. Where the time spans `layers` overlap, the later
+    item counts.
+    """
     cut = [(kind, max(begin, first), min(end, last)) for _, kind, begin, end in layers if begin < last and end > first]
     edges = np.unique([first, last, *(time for _, *span in cut for time in span)])
     kinds = np.full(len(edges) - 1, KINDS.index(OTHER))

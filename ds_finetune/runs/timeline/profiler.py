@@ -51,7 +51,9 @@ class ProfiledRun:
 
     @property
     def knows_waiting(self) -> bool:
-        """Whether waiting times are known: all ranks were profiled, and so the last one to start each collective."""
+        """Whether all ranks were profiled. Only then it is known how long they waited for the last one in each
+        collective.
+        """
         return len(self.profiled_ranks) == self.world_size
 
 
