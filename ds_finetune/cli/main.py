@@ -85,7 +85,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _check_printed(command: str) -> None:
-    """If a full disk kept a line from being printed, raise its error, unless the command's result lies elsewhere."""
+    """If a full disk kept a line from being printed, raise that error, unless the command has another result than its
+    text.
+    """
     if LOST and LOST[-1].errno in _FULL and command not in _LONG:
         raise LOST.pop()
 

@@ -74,7 +74,7 @@ def show_loading_as_phase() -> None:
 
 
 def _bar_or_phase(factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
-    # Of these two progress bars transformers only uses the iteration, so an iterator can replace them.
+    # transformers only iterates over these two progress bars, so an iterator can replace them.
     if kwargs.get("desc") not in (_LOADING_BAR, _WRITING_BAR) or len(args) != 1:
         return factory(*args, **kwargs)
     if kwargs["desc"] == _WRITING_BAR:

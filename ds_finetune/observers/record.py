@@ -27,7 +27,7 @@ class StepRecord:
     rank_seconds: tuple[float, ...] = ()
 
     def with_values(self, values: Mapping[str, float]) -> Self:
-        """Return a copy of the record with more values."""
+        """Return a copy of the record to which the metrics `values` are added."""
         return replace(self, values={**self.values, **values})
 
     def stopping(self, reason: str) -> Self:
@@ -41,7 +41,7 @@ class Observer(Protocol):
     """
 
     def after_step(self, record: StepRecord) -> StepRecord:
-        """Process the record of a step and return it, possibly with more values or with a reason to end the run."""
+        """Process the record of a step and return it, possibly with further metrics or with a reason to end the run."""
         ...
 
     def close(self) -> None:

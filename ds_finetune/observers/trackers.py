@@ -251,8 +251,8 @@ class _Mlflow(_Tracker):
         """Open MLflow in the tracker's thread, since MLflow's current run belongs to a thread."""
         if current_thread() is not self._thread:
             if _Mlflow._unfinished is not None:
-                # An earlier run of this process has failed. Its tracker is closed, because the address of its store
-                # would also be used for this run.
+                # An earlier run of this process has failed. The tracker of that run is closed, because this run would
+                # otherwise use the address of its store.
                 _Mlflow._unfinished.close("FAILED")
             _Mlflow._unfinished = self
             self._thread.start()

@@ -150,7 +150,9 @@ def given_choices(given: str | Mapping[str, Any] | None) -> tuple[Tree, str]:
 
 
 def _choices_file(given: str) -> Path:
-    """Path that `deepspeed` names: a file relative to the working directory, else one that comes with the package."""
+    """Path of the file that the run-file key `deepspeed` names: relative to the working directory, else from the
+    package.
+    """
     if Path(given).is_file():
         return Path(given)
     path = shipped_file(given) or shipped_file(f"{DS_CONFIGS}/{given}.json") or shipped_file(f"{DS_CONFIGS}/{given}")
@@ -276,7 +278,8 @@ def finish(
         derived[key] = given | derived[key] if derived[key]["enabled"] else derived[key]
     zero = _without_auto(zero)
     if zero.get("stage"):
-        # overlap_comm gets DeepSpeed's own default (0.19.8, zero/config.py) here, so that a report shows the value.
+        # overlap_comm gets DeepSpeed's own default (0.19.8, zero/config.py) here, so that reports of the run show the
+        # value.
         zero.setdefault("overlap_comm", zero["stage"] == 3)
     finished |= derived | {"zero_optimization": zero}
     # DeepSpeed 0.19.8's throughput timer is off, because it synchronises the device twice per micro-batch

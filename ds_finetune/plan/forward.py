@@ -104,7 +104,7 @@ def attention_lines(
 
 
 def problem_of_calls(tree: Mapping[str, Any], longest: int) -> str:
-    """Why some attention calls would not use the kernel although it supports the model; empty if all calls use it.
+    """Why some attention calls would not use FlashAttention although it supports the model; empty if all calls use it.
     `longest` is the maximum number of tokens of a document.
     """
     if dropout := _dropout(tree):
@@ -207,7 +207,7 @@ _GPU_TOKENS = (1024, 8192)
 
 
 def logits_bytes(vocabulary: int, *, precision: str) -> int:
-    """Bytes of one token's logits: the product in the run's precision, and its softmax in fp32."""
+    """Bytes of one token's logits in the run's precision, and of their softmax in fp32."""
     return vocabulary * (4 if precision == "fp32" else 2 + 4)
 
 

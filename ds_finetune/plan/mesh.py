@@ -112,7 +112,7 @@ class Mesh:
         asked: list[tuple[Axis, ...]] = [(axis,) for axis in ("pp", "sp", "tp") if sizes[axis] > 1]
         is_divided = self.tp * self.pp > 1
         asked += [("pp", "tp"), ("dp", "sp")] if is_divided else []
-        # Axes of size 1 need no group.
+        # Parallel axes of size 1 need no process group.
         lines = {tuple(axis for axis in axes if sizes[axis] > 1) for axes in asked}
         return 1 + len(lines) + (not is_divided) + 2 * (self.ep > 1) + 4 * (vpp > 1)
 
@@ -146,7 +146,7 @@ class ParallelLayout:
 
     @property
     def families(self) -> tuple[str, ...]:
-        """Model types whose row in the table of families has all of these axes."""
+        """Model types whose row in the table of families has all axes of this layout."""
         return tuple(name for name, family in FAMILIES.items() if self.axes <= family.parallel_axes)
 
 

@@ -46,8 +46,8 @@ def with_precision(
     """Resolve `auto` precision for a `device` (`cpu` or `cuda`), with a line that says why, or that a given bf16 is
     emulated.
 
-    Without `support`, a CPU is this machine's, and a GPU is assumed to compute products in bf16. ConfigError for `auto`
-    on a GPU that does not.
+    Without `support`, this machine's CPU is examined, or a GPU is assumed to compute products in bf16. ConfigError for
+    `auto` on a GPU that does not compute them in bf16.
     """
     support = support or (cpu_support() if device == "cpu" else _ASSUMED)
     has = "has" if support.is_native else "has no"

@@ -105,7 +105,8 @@ class DiskNeed:
 
 def estimate_memory(plan: Plan, model: DescribedModel, traces: Tracer, *, budget: int | None = None) -> MemoryEstimate:
     """Memory that the run of `plan` needs; `traces` gives the activations of its model. `budget` is the memory of a
-    rank's device in bytes, of which sampling of answers takes a part; with None it takes no more than training steps.
+    rank's device in bytes, of which sampling of answers takes a part; with None sampling takes no more memory than
+    training steps.
 
     ModelError where the traced layers do not match the layers of the model's tensors.
     """
@@ -156,8 +157,8 @@ def _kept_rows(plan: Plan, model: DescribedModel, weights: RankWeights) -> Itera
     """Memory rows for weights that this program holds in addition to DeepSpeed's.
 
     One row is for weights of DeepSeek-V4 that forwards use in fp32 and that every rank holds in full
-    (model/weights/fp32_weights.py). Other rows are for weights of the reference model (`KeptWeights`); on a GPU they
-    include the copy in use.
+    (model/weights/fp32_weights.py). Other rows are for weights of the reference model (`KeptWeights`); on a GPU one of
+    these is for the copy that is in use.
     """
     family = family_of(str(model["model_type"]))
     if plan.precision != "fp32" and family.fp32_weights is not None:
@@ -288,8 +289,8 @@ def _activation_rows(
     The estimate assumes rows without padding and a loss on all tokens.
     """
     home = plan.home
-    # Number of micro-batches whose activations a rank holds; with `parallel.vpp`, a forward covers only a part of its
-    # layers.
+    # Number of micro-batches whose activations a rank holds; with `parallel.vpp`, a forward covers only a part of the
+    # rank's layers.
     vpp, accumulation = plan.parallel.vpp, plan.accumulation
     in_flight = num_forwards_in_flight(pp=plan.mesh.pp, vpp=vpp, micro_batches=accumulation, rank=number) / vpp
     if on_host := sum(layer.on_host for layer in layers):

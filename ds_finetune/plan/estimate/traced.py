@@ -31,9 +31,9 @@ class TracedModel:
     hidden: int
     """Bytes of the hidden states between two layers."""
     before: int
-    """Bytes held when the first layer begins: embeddings and positions."""
+    """Bytes of embeddings and positions, held when the first layer begins."""
     embedding: int
-    """Peak bytes before the first layer."""
+    """Peak bytes while embeddings are computed, before the first layer."""
     head: int
     """Peak bytes from the last layer to the loss, in addition to what layers keep."""
     head_backward: int
@@ -50,15 +50,15 @@ class TracedModel:
         return tuple(self.layers[number] for number in numbers if number < len(self.layers))
 
     def kept(self, layers: Iterable[TracedLayer] | None = None) -> int:
-        """Bytes that layers keep until their backward, and bytes held before the first layer."""
+        """Sum of the bytes that `layers` (default: all) keep until their backward and of `before`."""
         return self.before + sum(layer.kept for layer in (self.layers if layers is None else layers))
 
     def forward_peak(self, layers: Iterable[TracedLayer] | None = None) -> int:
-        """Peak bytes in the forward of layers."""
+        """Peak bytes in the forward of `layers` (default: all)."""
         return self._peak((layer.kept, layer.forward) for layer in (self.layers if layers is None else layers))
 
     def backward_peak(self, layers: Iterable[TracedLayer] | None = None) -> int:
-        """Peak bytes in the backward of layers."""
+        """Peak bytes in the backward of `layers` (default: all)."""
         return self._peak((layer.kept, layer.backward) for layer in (self.layers if layers is None else layers))
 
     def _peak(self, each: Iterable[tuple[int, int]]) -> int:
@@ -77,7 +77,8 @@ class TracedModel:
 
 
 Tracer = Callable[[Plan], TracedModel]
-"""Function from the plan of a run to the activations of its model in that layout."""
+"""Type of a function that traces the activations of a planned run: the plan in, the activation bytes of the model out.
+"""
 
 
 def without_activations(model: DescribedModel) -> Tracer:

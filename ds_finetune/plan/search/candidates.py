@@ -161,7 +161,7 @@ class Candidates:
 
     def _divided(self) -> Iterator[ParallelConfig]:
         """Parallel sizes that divide the ranks, the heads and the experts, with no more stages than layers.
-        `parallel.pp_layers` of the run file is used for its own number of stages only.
+        `parallel.pp_layers` of the run file is used only with the number of stages that the run file sets.
         """
         keys, ranks = family_of(str(self.model.get("model_type"))).expert_keys, self.ranks.number
         heads, layers = (int(self.model.get(key) or 1) for key in ("num_attention_heads", "num_hidden_layers"))
@@ -200,7 +200,7 @@ class Candidates:
 
     @cached_property
     def activations(self) -> tuple[Activations, ...]:
-        """Legal settings of activations, least recomputation first."""
+        """Legal combinations of recomputation, tiled MLPs and offloaded inputs, least recomputation first."""
 
         def check_activations(run: RunSettings) -> None:
             check(run, "activations")
@@ -260,7 +260,7 @@ class Candidates:
 
 def check_run(run: RunSettings, model: Mapping[str, Any]) -> None:
     """ConfigError or ModelError where `train` would refuse the run in every layout."""
-    # With model.context the model's positions are extended, so its published number is no limit.
+    # With model.context the model gets more positions, so the number in its config.json is no limit.
     allowed = None if run.model.context is not None else max_positions(model)
     check_model(run.with_model(model, positions=allowed), *WITHOUT_MESH, "positions")
 

@@ -143,7 +143,7 @@ class Target:
 
     @property
     def bf16(self) -> Bf16Support | None:
-        """bf16 support of the GPU by the table; None for an unknown GPU, and for CPUs, which are tested later."""
+        """bf16 support of the GPU by the table; None for an unknown GPU, and for CPUs, which are examined later."""
         return None if self.gpu is None else Bf16Support(self.gpu.name, is_native=self.gpu.has_bf16)
 
 

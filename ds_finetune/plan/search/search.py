@@ -51,7 +51,7 @@ ORDER = (
 
 
 class Proposal(NamedTuple):
-    """A legal layout, the plan of the run in it, and its memory."""
+    """A legal layout, the plan of the run in that layout, and the memory that a rank needs for it."""
 
     layout: Layout
     plan: Plan
@@ -65,11 +65,13 @@ class SearchResult:
     proposals: tuple[Proposal, ...]
     """The first layouts that fit, in the order of the search."""
     nearest: Proposal | None
-    """The fully estimated layout with the least excess among those that do not fit; None without any."""
+    """The layout that exceeds the memory least, among those that do not fit and were estimated in full; None without
+    any.
+    """
     num_compared: int
-    """Layouts whose states were compared with the memory."""
+    """Number of layouts whose states (weights, gradients, optimizer states) were compared with the available memory."""
     num_tried: int
-    """Layouts whose states fit and whose memory was estimated in full."""
+    """Number of layouts whose states fit, so that their memory was estimated in full."""
     is_cut_off: bool = False
     """Whether the search stopped after `MOST_TRIED` layouts although more layouts were left."""
 

@@ -12,7 +12,7 @@ from ds_finetune.runs.folder import RANK_TIMES, RunFolder
 from ds_finetune.runs.metrics import Curve, parse_records
 
 MOST_POINTS, _FEWEST_POINTS, _PAGE_POINTS = 1200, 16, 60_000
-"""Limits of drawn points: the most and the fewest of a line, and the number that all lines of a page share."""
+"""Limits of drawn points: the most and the fewest of one line, and the total that all lines of a page share."""
 POINTS_PER_STRETCH = 4
 _SMOOTHING_FRACTION, _MOST_SMOOTHED_STEPS, _FEWEST_SMOOTHED_POINTS = 40, 100, 30
 """A smoothed curve averages, at each step, over a fortieth of the run before and after it, but over at most 100 steps
