@@ -183,7 +183,7 @@ def _facts_stated_twice(tree: Mapping[str, Any]) -> Iterator[tuple[str, str, Any
 
 def _check_widths(file: Path, tree: Mapping[str, Any]) -> None:
     """ModelError where a size in config.json is no integer of at least 1, key and value heads do not divide the
-    attention heads equally, or the number of rotated columns is odd.
+    attention heads equally, or the number of rotated columns is not even.
     """
     if not isinstance(quantised := tree.get("quantization_config") or {}, Mapping):
         raise ModelError(f"{file}: quantization_config is {quantised!r:.60}, not an object", hint=_PUBLISHED)
