@@ -53,7 +53,7 @@ def quiet_packages(environ: Mapping[str, str] = os.environ) -> None:
         # The filter is not removed at the end, because that would reset Python's record of warnings already shown.
         warnings.filterwarnings("ignore", message=message, category=category)
     for name, is_shown in _FILTERS.items():
-        # A second call adds nothing, because the logger has this filter already.
+        # A second call of `quiet_packages` adds nothing, because the logger has this filter already.
         logging.getLogger(name).addFilter(is_shown)
 
 

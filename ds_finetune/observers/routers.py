@@ -65,7 +65,7 @@ def effective_experts(counts: Counts) -> Layers:
 
 
 def num_dead_experts(counts: Counts) -> int:
-    """Number of experts without a token, over all layers that have tokens."""
+    """Number of routed experts to which no token was sent, over all layers that got tokens."""
     return int((counts[counts.any(axis=1)] == 0).sum())
 
 
@@ -106,7 +106,7 @@ class RouterMetrics(Observer):
         counts = choices.counts.numpy()
         values = self._values(counts, choices)
         if self.bias_update:
-            # The movement of the biases is computed as `model.routers.update_biases` computes their update.
+            # The movement of router biases is computed as `model.routers.update_biases` computes it.
             if self._moved is None:
                 self._moved = np.zeros(counts.shape)
             if not record.values["train/skipped"]:

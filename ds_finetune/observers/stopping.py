@@ -55,7 +55,7 @@ class StopSignals:
             return
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        # Closing the pipe ends the thread that reads signals from it.
+        # Closing the signal pipe ends the thread that reads signals from the pipe.
         os.close(signal.set_wakeup_fd(self._wakeup))
 
     def is_stop_requested(self) -> bool:

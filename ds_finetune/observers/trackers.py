@@ -138,7 +138,7 @@ class _Tracker:
             arguments = {"logging_dir": str(self._folder)}
         project = os.environ.get("WANDB_PROJECT", _PROJECT) if self._name == "wandb" else self._folder.name
         opened: Any = LOGGER_TYPE_TO_CLASS[self._name](project, **arguments)
-        # accelerate 1.10 has no method `start`; its trackers open in the constructor.
+        # Trackers of accelerate 1.10 have no method `start`; they open in the constructor.
         if hasattr(opened, "start"):
             opened.start()
         opened.store_init_configuration(dict(self._parameters))

@@ -111,7 +111,7 @@ class LineFile:
         self._lines.put(line.encode(errors="replace"))
 
     def close(self) -> None:
-        """Write the lines that wait, and close the file."""
+        """Write the lines that wait in memory, and close the file."""
         self._lines.close()
         self._file.close()
 
@@ -122,7 +122,7 @@ class MetricsFile(LineFile):
     """
 
     def after_step(self, record: StepRecord) -> StepRecord:
-        """Write the record of the step as a line."""
+        """Write the metrics of the step as a line of `metrics.jsonl`."""
         self.put(line_of(record))
         return record
 

@@ -23,11 +23,11 @@ class OptimizerRow:
     """An optimizer of DeepSpeed 0.19.8 (runtime/config.py:63), of torch.optim or of bitsandbytes."""
 
     type: str
-    """Name of the optimizer's class, or DeepSpeed's name for it."""
+    """Name of the optimizer's class, or DeepSpeed's name of the optimizer."""
     keys: tuple[str, ...]
     """Keys of `optim` that the optimizer uses."""
     state_bytes: float
-    """Maximum bytes of state per parameter."""
+    """Maximum bytes of optimizer state per parameter."""
     of: str = "deepspeed"
     """Package of the class: deepspeed, torch or bitsandbytes."""
     needs_unsharded: str = ""
@@ -173,7 +173,7 @@ def offload_device(zero: Mapping[str, Any], what: str) -> str:
 
 
 def stage_of(tree: Mapping[str, Any], source: str) -> int:
-    """ZeRO stage of the configuration, 0 to 3; ConfigError for another value."""
+    """ZeRO stage in a DeepSpeed configuration, 0 to 3; ConfigError for another value."""
     stage = (tree.get("zero_optimization") or {}).get("stage", 0)
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
         raise ConfigError(f"{source}: zero_optimization.stage is {stage!r}", hint="set the stage to 0, 1, 2 or 3")

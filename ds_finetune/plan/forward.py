@@ -33,7 +33,7 @@ class HeadWidths(NamedTuple):
     """Widths of an attention head in columns."""
 
     keys: int
-    """Width of queries and keys."""
+    """Width of an attention head's queries and keys."""
     values: int
 
     @property
@@ -226,7 +226,7 @@ def head_chunk(vocabulary: int, *, precision: str, device: str) -> int:
 
 
 def head_line(vocabulary: int, *, precision: str, device: str) -> tuple[str, str]:
-    """Plan line about the chunks of the head."""
+    """Plan line about the chunks of tokens in which the head computes logits."""
     tokens = head_chunk(vocabulary, precision=precision, device=device)
     memory = tokens * logits_bytes(vocabulary, precision=precision) / GIB
     return "head", f"logits of {tokens:,} supervised tokens at a time, {memory:.2f} GiB"
@@ -239,7 +239,7 @@ _CACHE_SHARE = 0.4
 take.
 """
 _MOST_ANSWERS = 256
-"""Maximum number of answers in a batch when `rollout.batch_rows` is auto."""
+"""Maximum number of answers sampled in one batch if `rollout.batch_rows` is auto."""
 _COPIES_OF_LOGITS = 6
 """fp32 copies of the logits that exist while tokens are sampled."""
 PROMPT_TOKENS = 2**14

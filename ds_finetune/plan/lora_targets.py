@@ -28,7 +28,7 @@ _REWRITTEN = ("gate_proj", "up_proj", "down_proj", "gate")
 (utils/transformers_weight_conversion.py:411).
 """
 _ROUTERS = ("gate", "router")
-"""Last parts of the names of routers."""
+"""Last parts of the module names of routers."""
 _REFUSED_WHOLE = {
     # peft would also save the router's bias, which is a buffer and no parameter.
     **dict.fromkeys(("routed experts", "router"), "are not tested there"),

@@ -63,11 +63,11 @@ class Mesh:
         return self.expert_index_of(self.rank)
 
     def expert_index_of(self, rank: int) -> int:
-        """Index of `rank` in its expert parallel group."""
+        """Index of the rank `rank` in the expert parallel group that contains it."""
         return (self.coordinate("dp", rank) * self.sp + self.coordinate("sp", rank)) % self.ep
 
     def expert_groups(self) -> list[list[int]]:
-        """The expert parallel groups, which partition all ranks."""
+        """The expert parallel groups; each rank is in exactly one."""
         return [
             line[start : start + self.ep] for line in self.groups("dp", "sp") for start in range(0, len(line), self.ep)
         ]
@@ -83,7 +83,7 @@ class Mesh:
 
     @property
     def leader(self) -> int:
-        """First rank of this rank's pipeline stage."""
+        """The first rank of the pipeline stage to which this rank belongs."""
         return self.coordinate("pp") * self.dp * self.sp * self.tp
 
     def holders_of_leader(self) -> list[int]:
@@ -91,7 +91,7 @@ class Mesh:
         return next(line for line in self.expert_holders() if self.leader in line)
 
     def same_expert_groups(self) -> list[list[int]]:
-        """Groups of ranks that hold the same experts, which partition all ranks."""
+        """Groups of ranks that hold the same experts; each rank is in exactly one group."""
         return [line[start :: self.ep] for line in self.groups("dp", "sp") for start in range(self.ep)]
 
     @property

@@ -16,7 +16,7 @@ from ds_finetune.plan.rollout_checks import ROLLOUT_MODEL
 from ds_finetune.plan.settings import UNTESTED_TRAINING, Conflict, MessageFields, ModelSettings, Refusal, both, setting
 
 _MOST_RANKS_OF_AXIS = 4096
-"""Largest size of a parallel axis that an error's hint proposes."""
+"""Largest size of a parallel axis (`tp`, `sp`, ...) that the hint of an error proposes."""
 
 
 def _untested_type(run: ModelSettings) -> MessageFields:

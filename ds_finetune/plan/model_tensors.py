@@ -62,12 +62,12 @@ class FullTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerKind:
-    """A kind of layers: all layers with equal tensors."""
+    """A kind of layers of a model. Layers are of one kind if they have tensors of equal names and shapes."""
 
     stack: str
-    """Name of the list of layers, such as `model.layers`."""
+    """Name of the list of layers in the model, such as `model.layers`."""
     tensors: tuple[tuple[str, FullTensor], ...]
-    """Tensors by their names within the layer."""
+    """Tensors of a layer of this kind, by their names within the layer."""
     is_prediction: bool
     """Whether the layer is a multi-token prediction layer."""
 
@@ -91,7 +91,7 @@ class ModelTensors:
     is_tied: bool = False
     """Whether head and embedding are one tensor."""
     num_predictions: int = 0
-    """Number of multi-token prediction layers, which come last."""
+    """Number of multi-token prediction layers, the last ones of the model."""
     linears: Collection[str] = ()
     """Names of the weights of linear modules except the head; empty for model types in the table of families."""
 
@@ -111,7 +111,7 @@ class ModelTensors:
 
     @cached_property
     def layers(self) -> tuple[LayerKind, ...]:
-        """The kind of each layer."""
+        """The kind of each layer of the model, in order."""
         first, kinds = len(self.layer_names) - self.num_predictions, []
         for number, (layer, names) in enumerate(self.layer_names.items()):
             own = tuple((name.removeprefix(f"{layer}."), self.by_name[name]) for name in names)
@@ -125,7 +125,7 @@ class ModelTensors:
         return {name: tensor for name, tensor in self.by_name.items() if not _LAYER.match(name)}
 
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Full name and shape of every parameter."""
+        """Full name and full shape of every parameter of the model."""
         return ((name, tensor.shape) for name, tensor in self.by_name.items())
 
 

@@ -52,5 +52,5 @@ def patterns_of(names: Sequence[str]) -> str:
 
 
 def last_part(name: str) -> str:
-    """The last part of a full name."""
+    """The part of a module's or parameter's full name behind the last dot."""
     return name.rpartition(".")[2]

@@ -36,7 +36,7 @@ LIGER = "0.8.5"
 
 
 Recomputation = Literal["full", "selective", "none"]
-"""Which operations of layers are recomputed in backward."""
+"""Which operations of layers backward recomputes: a value of `train.activation_checkpointing` other than `auto`."""
 
 _HIGH_RATE = 0.1
 """Learning rates from this value on get a note in the plan. SGD gets none, since its steps are proportional to the
@@ -105,7 +105,7 @@ class Plan(RunSettings):
 
     @property
     def zero_ranks(self) -> int:
-        """Ranks over which DeepSpeed averages gradients and shards states: dp x sp."""
+        """Number of ranks over which DeepSpeed averages gradients and shards states: dp x sp."""
         return self.mesh.dp * self.mesh.sp
 
     @property
@@ -149,14 +149,14 @@ class Plan(RunSettings):
         return self.needs_fused_adam and "torch_adam" not in self.deepspeed_config["optimizer"]["params"]
 
     def with_rows(self, rows: int) -> "Plan":
-        """The plan with micro-batches of `rows` rows."""
+        """A copy of this plan with micro-batches of `rows` rows."""
         accumulation = self.train.global_batch_size // (rows * self.dp)
         sizes = {"train_micro_batch_size_per_gpu": rows, "gradient_accumulation_steps": accumulation}
         train, tree = self.train.model_copy(update={"micro_batch_size": rows}), self.deepspeed_config | sizes
         return replace(self, train=train, accumulation=accumulation, deepspeed_config=tree)
 
     def with_recomputation(self, chosen: Recomputation) -> "Plan":
-        """The plan with `train.activation_checkpointing` set to `chosen`."""
+        """A copy of this plan with `train.activation_checkpointing` set to `chosen`."""
         return replace(self, train=self.train.model_copy(update={"activation_checkpointing": chosen}))
 
     def with_lines(self, *lines: tuple[str, str]) -> "Plan":

@@ -67,6 +67,6 @@ def with_precision(
 
 
 def wider(precision: str) -> str:
-    """Hint for experts whose rows are not a multiple of 16 bytes."""
+    """Hint of an error about experts' weight matrices whose rows are not a multiple of 16 bytes."""
     other = "train a model of other widths"
     return other if precision == "fp32" else f"set train.precision to fp32, or {other}"

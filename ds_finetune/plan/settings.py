@@ -117,12 +117,12 @@ class RunSettings(Sections):
 
     @property
     def offload_optimizer(self) -> str:
-        """Device of optimizer states: `none`, `cpu` or `nvme`."""
+        """Device to which optimizer states are offloaded: `none`, `cpu` or `nvme`."""
         return offload_device(self.zero, "offload_optimizer")
 
     @property
     def offload_param(self) -> str:
-        """Device of offloaded weights: `none`, `cpu` or `nvme`."""
+        """Device to which weights are offloaded: `none`, `cpu` or `nvme`."""
         return offload_device(self.zero, "offload_param")
 
     @property
@@ -154,7 +154,7 @@ class RunSettings(Sections):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings(RunSettings):
-    """The settings of a run whose model is known."""
+    """Settings of a run, with the config.json of its model."""
 
     model_json: Mapping[str, Any]
     """config.json of the model or of a teacher."""
@@ -170,13 +170,13 @@ class ModelSettings(RunSettings):
 
     @property
     def family(self) -> Family:
-        """The row of the model in the table of families."""
+        """The model's family: its row in the table of families."""
         return family_of(self.model_type)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LengthSettings(Sections):
-    """The settings of a run with its rows and length known."""
+    """Settings of a run, with its number of rows and of optimizer steps."""
 
     steps: int
     """Optimizer steps of the run."""

@@ -17,7 +17,7 @@ from ds_finetune.plan.name_patterns import matching, parameter_names, patterns_o
 
 @dataclass(frozen=True)
 class RouterPlan:
-    """Routers of a model, and how a run changes them."""
+    """The routers of a mixture of experts, and how a run trains, balances or freezes them."""
 
     kind: RouterKind
     layers: tuple[int, ...]

@@ -45,7 +45,7 @@ class Curve:
 
     @property
     def last(self) -> float:
-        """The last value of the metric."""
+        """The value of the metric at its last recorded step."""
         return float(self._values[-1])
 
     def append(self, step: int, value: float) -> None:

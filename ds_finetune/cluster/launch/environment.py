@@ -10,13 +10,13 @@ from pathlib import Path
 from ds_finetune.errors import LaunchError
 
 _PREFIXES = (
-    # Variables of accelerators, compilers and number formats.
+    # Environment variables of accelerators, compilers and number formats.
     *("CUDA_", "NVIDIA_", "PYTORCH_", "TORCH_", "TORCHINDUCTOR_", "TRITON_", "DS_", "DEEPSPEED_"),
-    # Variables of networks: FI_ is libfabric (EFA, Slingshot), IBV_ and RDMAV_ are InfiniBand verbs.
+    # Environment variables of networks: FI_ is libfabric (EFA, Slingshot), IBV_ and RDMAV_ are InfiniBand verbs.
     *("NCCL_", "GLOO_", "UCX_", "FI_", "IBV_", "RDMAV_"),
     # Threads.
     *("OMP_", "MKL_", "KMP_", "OPENBLAS_"),
-    # Variables of the Hugging Face hub and of experiment trackers.
+    # Environment variables of the Hugging Face hub and of experiment trackers.
     *("HF_", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_", "MLFLOW_"),
     "PYTHON",
 )

@@ -292,7 +292,7 @@ class _LaunchedRun:
         while not self._events.empty():
             host, event = self._events.get()
             if isinstance(event, str):
-                # The output of ranks on other hosts goes only to their logs.
+                # The output of ranks on hosts other than the first goes only to the logs of these ranks.
                 if host == self._request.hosts[0]:
                     self._printed.append(event)
                     self._say(event)
@@ -341,7 +341,7 @@ class _LaunchedRun:
         self._regroup()
 
     def _remove(self, host: Host) -> None:
-        """Continue without `host`: the agents of the other hosts restart their ranks."""
+        """Continue the run without `host`: tell the agents of the other hosts to restart their ranks."""
         del self._agents[host]
         for other in self._agents:
             self._cluster.order(label(other), {"lose": {"name": self._agent_name(host)}})

@@ -63,7 +63,7 @@ class RunEnding:
 
     @property
     def report(self) -> str:
-        """Text of the report: the line with the reason, then the details."""
+        """Text of the watchdog's report: the line with the reason why the run ends, then the details."""
         return f"{self.line}\n{self.text}".rstrip()
 
 

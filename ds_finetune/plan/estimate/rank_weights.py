@@ -46,7 +46,7 @@ class TensorKind:
     """Shape of a rank's shard under tensor and expert parallelism, before ZeRO shards it."""
     sharers: int
     names: tuple[str, ...] = field(default=(), compare=False, repr=False)
-    """Full names of the tensors; empty for adapters."""
+    """Full names of the tensors of this kind; empty for LoRA adapters."""
 
     def among(self, names: Container[str]) -> "TensorKind":
         """This kind with only those of its tensors whose full names are in `names`."""
@@ -72,7 +72,7 @@ class RankWeights:
 
     kinds: tuple[TensorKind, ...]
     layers: tuple[int, ...]
-    """Numbers of the stage's layers."""
+    """Indices of the layers of the pipeline stage."""
     layer_kinds: tuple[LayerKind, ...]
     """The kind of each layer in `layers`."""
 

@@ -29,7 +29,7 @@ class TracedModel:
     layers: tuple[TracedLayer, ...]
     """Layers in the order of execution; multi-token prediction layers belong to the head."""
     hidden: int
-    """Bytes of the hidden states between two layers."""
+    """Bytes of the hidden states that one layer passes to the next."""
     before: int
     """Bytes of embeddings and positions, held when the first layer begins."""
     embedding: int
@@ -70,7 +70,7 @@ class TracedModel:
 
     @property
     def peak(self) -> int:
-        """Peak bytes on a rank with all layers and the head."""
+        """Peak activation bytes of a forward and backward on a rank with all layers and the head."""
         kept = self.kept()
         ends = kept + self.head, kept + self.head_backward, self.embedding, self.embedding_backward, self.teacher
         return max(*ends, self.forward_peak(), self.backward_peak())

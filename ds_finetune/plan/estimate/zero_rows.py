@@ -36,7 +36,7 @@ KEPT_FOR_BACKWARD: tuple[Moment, ...] = (*FORWARD, "head backward", "layers")
 
 @dataclass(frozen=True)
 class MemoryRow:
-    """A part of the memory of a rank, such as its gradients."""
+    """The memory of a rank for one purpose, such as gradients."""
 
     name: str
     place: Place
@@ -133,7 +133,7 @@ class _Zero:
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether optimizer states are offloaded from the device."""
+        """Whether optimizer states are offloaded to host memory or NVMe."""
         return self.plan.offload_optimizer != "none"
 
     @property

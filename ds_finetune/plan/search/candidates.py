@@ -63,7 +63,7 @@ class Layout(NamedTuple):
 
     @property
     def train_keys(self) -> dict[str, Any]:
-        """Keys of the section `train` with their values."""
+        """Keys of the section `train` that this layout sets, with their values."""
         return {"micro_batch_size": self.micro_batch_size, **self.activations._asdict()}
 
     def apply(self, run: RunSettings) -> RunSettings:
@@ -96,7 +96,7 @@ def decided(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def layout_overrides(layout: Layout, given: RunSettings) -> list[str]:
-    """Overrides `key=value` that give the run file `given` this layout."""
+    """Overrides `key=value` that change the run file `given` to the layout."""
     values: dict[str, Any] = {}
     wanted = layout.sections(given)
     if layout.parallel != given.parallel:
@@ -259,7 +259,7 @@ class Candidates:
 
 
 def check_run(run: RunSettings, model: Mapping[str, Any]) -> None:
-    """ConfigError or ModelError where `train` would refuse the run in every layout."""
+    """Raise the ConfigError or ModelError with which `train` would refuse the run in every layout."""
     # With model.context the model gets more positions, so the number in its config.json is no limit.
     allowed = None if run.model.context is not None else max_positions(model)
     check_model(run.with_model(model, positions=allowed), *WITHOUT_MESH, "positions")

@@ -24,7 +24,7 @@ UNCONFIRMED = "No GPU has confirmed the estimates of memory."
 
 @dataclass(frozen=True)
 class Forecast:
-    """Plan of a run on the machines of `target`, with its memory."""
+    """The plan of a run on the machines of `target`, and the memory that the run needs there."""
 
     model: DescribedModel
     plan: Plan
@@ -34,7 +34,7 @@ class Forecast:
     target: Target
 
     def lines(self) -> Iterator[tuple[str, str]]:
-        """Lines of the plan: name and text of each decision."""
+        """Plan lines of the run: name and text of each decision."""
         model, plan = self.model, self.plan
         if (gpu := self.target.gpu) is not None:
             peak = f"{gpu.peak(plan.precision) / 1e12:,.4g} TFLOP/s in {plan.precision}"
@@ -104,7 +104,7 @@ def forecast_run(given: RunSettings, target: Target, model: DescribedModel, trac
     """Plan the run for the machines of `target`; ConfigError or ModelError as `train` raises them before loading."""
     plan = make_plan(given, world=target.ranks.world, device=target.ranks.device)
     check_run(given, model)
-    # Refuse an illegal layout before tracing it.
+    # An illegal layout is refused before activations are traced, which takes seconds.
     stages = Candidates(given, model, target.ranks).check(given).stages
     budget = None if target.budget is None else target.budget.device_bytes
     if given.train.activation_checkpointing == AUTO:

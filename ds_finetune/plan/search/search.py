@@ -41,7 +41,7 @@ from ds_finetune.plan.search.machines import Target
 from ds_finetune.plan.settings import RunSettings
 
 LISTED = 5
-"""Number of listed layouts."""
+"""Maximum number of layouts that a search lists."""
 MOST_TRIED = 100
 """Maximum number of layouts, not counting micro-batch and recomputation, whose memory is estimated in full."""
 ORDER = (

@@ -81,7 +81,7 @@ class Choose(Section):
 
 
 class SweepConfig(Section):
-    """The keys of a sweep file."""
+    """Keys of a sweep file, which says what `ds-finetune sweep` tries and how often."""
 
     page: ClassVar[str] = "docs/how-to/sweeps.md"
 

@@ -21,7 +21,7 @@ from ds_finetune.system.versions import require_extra
 
 TEMPLATES = Path(__file__).parent / "templates"
 NONE = "-"
-"""Text that a page shows for an unknown number."""
+"""Text that a page of a report shows in place of an unknown number."""
 Row = Sequence[str]
 
 
