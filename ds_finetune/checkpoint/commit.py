@@ -33,7 +33,7 @@ _NO_LINKS = (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.ENOTSUP, errno.EACCES
 _UNFINISHED = re.compile(r"step-\d+\.(partial-[0-9a-f-]+|replaced-[0-9a-f-]+|removing)|\.rehearsal-[0-9a-f-]+")
 """Names of unfinished checkpoint folders that this program makes. All other folders belong to the user."""
 _FINAL = re.compile(r"step-(\d+)")
-"""Name of a complete checkpoint, which contains its step. The user may give a copy any other name."""
+"""Name of a complete checkpoint's folder, with the step. The user may give a copy of the folder any other name."""
 
 
 def step_name(step: int) -> str:
@@ -150,7 +150,7 @@ def write_checksummed(path: Path, chunks: Iterable[memoryview | bytes]) -> FileC
             total += len(view)
             while view:
                 view = view[file.write(view) :]
-            # The bytes are released before the next chunk is made.
+            # The memory of this chunk is released before the next one is made.
             del chunk, view
         os.fsync(file.fileno())
     return FileChecksum(total, digest.hexdigest())
@@ -162,7 +162,7 @@ def byte_pieces(data: memoryview) -> Iterable[memoryview]:
 
 
 def checksum_of(path: Path) -> FileChecksum:
-    """Compute the size and checksum of a file, of which a bounded part is in memory at a time."""
+    """Compute the size and checksum of a file, which is read in bounded pieces."""
     with path.open("rb", buffering=0) as file:
         digest = hashlib.file_digest(file, xxhash.xxh3_128)
         return FileChecksum(file.tell(), digest.hexdigest())
@@ -177,8 +177,8 @@ def mark_part_written(part: Path, checksum: FileChecksum) -> None:
 
 @dataclass(frozen=True)
 class CommitJob:
-    """A checkpoint that is to be completed in the folder `partial`. `manifest` has no files yet. `texts` are the
-    contents of new files by name; `linked` are existing files by their new names.
+    """A checkpoint that is to be completed in the folder `partial`. The files of `manifest` are not filled in yet.
+    `texts` are the contents of files to write, by name; `linked` are existing files to hard-link, by their new names.
     """
 
     partial: Path
@@ -213,8 +213,8 @@ class RemoveJob:
 
 
 class StopWaiting:
-    """Message to the writer process: stop waiting for the parts of other ranks, one of which has failed. There is no
-    reply.
+    """Message to the writer process: stop waiting for the part files of other ranks, since a rank has failed to write
+    its own. The process sends no reply.
     """
 
 
@@ -293,8 +293,8 @@ def link_or_copy(source: Path, target: Path) -> None:
 def _wait_for_parts(partial: Path, names: Sequence[str], keep_waiting: Callable[[], bool]) -> dict[str, FileChecksum]:
     sums: dict[str, FileChecksum] = {}
     while True:
-        # The folder is listed, because NFS caches that a file does not exist after it was looked up by name, and would
-        # not show new files of other hosts.
+        # The folder is listed, because a look-up by name makes NFS cache that a file does not exist, which would hide
+        # new files of other hosts.
         seen = {entry.name for entry in os.scandir(partial)}
         for name in [name for name in names if name not in sums and name + _STATUS in seen]:
             sums[name] = FileChecksum(**json.loads((partial / (name + _STATUS)).read_bytes()))
@@ -306,7 +306,7 @@ def _wait_for_parts(partial: Path, names: Sequence[str], keep_waiting: Callable[
 
 
 def damage_of(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
-    """Lines on the damaged files of a complete checkpoint: missing files, and files of another size or checksum."""
+    """Lines on damaged files of a complete checkpoint: missing, or with another size or checksum than in `manifest`."""
     damage = []
     for name in names:
         path, expected = folder / name, manifest.files[name]

@@ -33,7 +33,7 @@ class CheckpointFolder:
 
     @property
     def portion(self) -> tuple[int, int]:
-        """This rank as (index, count) of the ranks that share the folder. They divide writing replicated tensors."""
+        """Index of this rank among those that share the folder, and their number. They divide replicated tensors."""
         return self.ranks.index(self.rank), len(self.ranks)
 
 
@@ -69,7 +69,7 @@ def raise_on_every_rank(error: FinetuneError | None) -> None:
 
 
 def try_in_folder(folder: Path, work: Callable[[], object]) -> OutputError | None:
-    """Run `work` in the checkpoint folder. An OSError is returned as an error for the user."""
+    """Run `work`, which writes to the checkpoint folder. An OSError in it is returned as an error for the user."""
     try:
         work()
     except OSError as refused:
@@ -83,7 +83,7 @@ def try_in_folder(folder: Path, work: Callable[[], object]) -> OutputError | Non
 
 def _is_seen(mark: Path) -> bool:
     until = time.monotonic() + _SEEN_SECONDS
-    # The folder is listed, because NFS caches that a file does not exist after it was looked up by name.
+    # The folder is listed, because a look-up by name makes NFS cache that a file does not exist.
     while mark not in set(mark.parent.iterdir()):
         if time.monotonic() > until:
             return False

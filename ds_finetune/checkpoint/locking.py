@@ -15,7 +15,7 @@ from ds_finetune.errors import OutputError
 LOCK = ".lock"
 """Name of the lock file in a checkpoint folder."""
 LOCK_SECONDS = 60.0
-"""Seconds to wait until another run that has the lock ends."""
+"""Seconds to wait for the end of another run that has locked the checkpoint folder."""
 DEAD_SECONDS = 1800.0
 """Seconds to wait for the writer processes of a run that has ended, which complete its last checkpoint."""
 _POLL_SECONDS = 0.05

@@ -89,7 +89,7 @@ _MAP_NORESERVE = 0x4000
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """A chunk of the global tensor `key` of `shape`, stored from byte `begin` of its file on."""
+    """A chunk of the global tensor `key` of `shape`, stored in a part file from byte `begin` on."""
 
     key: str
     shape: tuple[int, ...]
@@ -104,7 +104,7 @@ class StoredChunk:
 
 
 class PartFile:
-    """The file of a part, mapped to memory for reading. `forget` releases the pages that were read."""
+    """The file with one rank's part of a checkpoint, mapped to memory. `forget` releases the pages that were read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -146,7 +146,7 @@ def _stored(name: str, entry: HeaderEntry, shapes: Mapping[str, Sequence[int]]) 
 
 
 class PartReader:
-    """Reads any chunk of a tensor from the parts of a checkpoint, even if it is split differently in them."""
+    """Reads any chunk of a tensor from a checkpoint's part files, even if they divide the tensor in another way."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self.parts = [PartFile(path) for path in paths]
@@ -167,7 +167,7 @@ class PartReader:
 
     def copy(self, key: str, chunk: Chunk, target: torch.Tensor) -> int:
         """Copy a chunk of the tensor `key` from the parts to `target`, which has the chunk's sizes. Returns the number
-        of copied elements. It is smaller than the chunk if some elements are in no part.
+        of copied elements. It is smaller than the chunk if some elements are in no part file.
         """
         copied = 0
         for part, item in self._near(key, chunk):
@@ -185,8 +185,8 @@ class PartReader:
         return copied
 
     def _near(self, key: str, chunk: Chunk) -> list[tuple[PartFile, StoredChunk]]:
-        """Stored chunks that may overlap `chunk`: their ranges of flat indices overlap. This preselection is fast,
-        because a thousand ranks at ZeRO-3 store thousands of chunks of each tensor.
+        """Stored chunks that may overlap `chunk`: their ranges of flat indices overlap. This fast preselection is
+        needed because a thousand ranks at ZeRO-3 store thousands of chunks of each tensor.
         """
         stored = self.held[key]
         if key not in self._bounds:
@@ -200,9 +200,9 @@ def serialise_part(
     groups: Sequence[StateGroup], extra: Mapping[str, Any], *, portion: tuple[int, int]
 ) -> tuple[int, Generator[torch.Tensor, None, None]]:
     """This rank's part of the state `groups`: its size in bytes, and contiguous 1-D tensors on any device with its
-    bytes. They begin with a safetensors header that has `extra` as JSON metadata; then follow the chunks. `portion` is
-    (index, count): of a replicated tensor, this rank writes portion `index` of `count`. A group is in memory only while
-    its chunks are yielded.
+    bytes. They begin with a safetensors header that has `extra` as JSON metadata; then follow the chunks of tensors.
+    `portion` is (index, count): of a replicated tensor, this rank writes portion `index` of `count`. A group is in
+    memory only while its chunks are yielded.
     """
     chunks = [[*_chunks_to_write(group, portion)] for group in groups]
     stored = [item for of_group in chunks for item, _ in of_group]
@@ -223,7 +223,7 @@ def serialise_part(
 
 
 def _chunks_to_write(group: StateGroup, portion: tuple[int, int]) -> Iterator[tuple[StoredChunk, int]]:
-    """Yield the chunks of a group that this rank writes, each with its offset within the elements of its slice."""
+    """Yield the chunks that this rank writes of a state group, each with its offset in the rank's slice of the tensor."""
     for part in group.slices:
         piece = portion_of_slice(part, *portion) if part.is_replicated else part
         for chunk, at in chunks_of_slice(piece):
@@ -263,14 +263,14 @@ def _read_slice(piece: Slice, reader: PartReader, read: Read, *, absent: str) ->
 
 
 def num_weights(groups: Sequence[StateGroup], *, portion: tuple[int, int]) -> int:
-    """Number of weights in this rank's part. `portion` is (index, count) of this rank for replicated tensors."""
+    """Number of weights that this rank saves. `portion` is (index, count) of its share of replicated weights."""
     pieces = (piece for group in groups for piece in group.slices)
     written = (portion_of_slice(piece, *portion) if piece.is_replicated else piece for piece in pieces)
     return sum(piece.numel for piece in written if piece.key.startswith(f"{WEIGHT}/"))
 
 
 def chunks_of_slice(piece: Slice) -> list[tuple[Chunk, int]]:
-    """The chunks of the global tensor that a slice covers, each with its offset within the slice's elements."""
+    """The chunks of a global tensor that a rank's slice of it covers, each with its offset in that slice."""
     chunks, position = [], 0
     for chunk in flat_range_chunks(piece.local_shape or piece.shape, piece.start, piece.numel):
         chunks.append((chunk.moved(piece.origin) if piece.origin else chunk, position))

@@ -31,7 +31,7 @@ from ds_finetune.checkpoint.commit import (
 )
 
 ORPHAN_SECONDS = 10.0
-"""Seconds for which the writer process, after its rank has exited, waits for parts that have stopped growing."""
+"""Seconds for which the writer process, after its rank has exited, waits for part files that grow no more."""
 
 
 class _JobQueue:
@@ -43,7 +43,7 @@ class _JobQueue:
         self.is_closed = False
 
     def next(self) -> Job | StopWaiting | None:
-        """Wait for the next job; None after the rank has exited."""
+        """Wait for the next job from this process's rank; None after the rank has exited."""
         return self._deferred.popleft() if self._deferred else self._receive()
 
     def should_stop(self) -> bool:
@@ -62,7 +62,7 @@ class _JobQueue:
 
 
 def main() -> None:
-    """Run the jobs that the rank sends, until the rank has exited."""
+    """Run the jobs that this writer process gets from its rank, until the rank has exited."""
     memory = int(sys.argv[1])
     rank: Connection[JobDone, Job | StopWaiting] = Connection(int(sys.argv[2]))
     jobs = _JobQueue(rank)

@@ -54,7 +54,7 @@ class PinnedMap:
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         error = self._cudart.cudaHostRegister(address, len(memory), 0)
         if int(error):
-            # CUDA keeps the error and would raise it from torch's next kernel, so one is run here to clear it.
+            # CUDA would raise the pinning error again from torch's next kernel, so one is run here to clear it.
             with suppress(RuntimeError):
                 self._run_kernel()
             warnings.warn(
@@ -147,7 +147,7 @@ class WriterProcess:
         return errors
 
     def copy(self, num_bytes: int, tensors: Iterable[torch.Tensor]) -> None:
-        """Copy a part of `num_bytes`, as 1-D tensors on any device, to the shared memory, which grows if needed."""
+        """Copy a rank's part of a checkpoint, `num_bytes` of 1-D tensors, to shared memory, which grows if needed."""
         if self._map is None or len(self._map) < num_bytes:
             self._pinned.release()
             os.ftruncate(self._memory, num_bytes)

@@ -27,7 +27,7 @@ _DERIVED = (
     "bf16.enabled",
     "fp16.enabled",
 )
-"""Keys of the DeepSpeed configuration that follow from the run file, so that only the run file is compared."""
+"""Keys of the DeepSpeed configuration that are not compared, because their values follow from the run file."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def _differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, s
 
 
 def on_resume(key: str) -> OnResume:
-    """Whether resuming refuses, prints or ignores a changed value of `key` in the run file; by default it prints it."""
+    """Whether resuming refuses, prints or ignores a changed value of `key` in the run file. Default: print."""
     sections: list[type[BaseModel]] = [RunConfig]
     for name in key.split("."):
         infos = [info for part in sections for own, info in part.model_fields.items() if name == (info.alias or own)]
@@ -106,7 +106,7 @@ def _keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _other_evaluation(state: RunState, now: RunIdentity) -> list[str]:
-    """A line if the evaluation rows have changed. CheckpointError if the run would compare new losses with old ones."""
+    """A line if evaluation rows differ from the checkpoint's. CheckpointError if losses on both would be compared."""
     if not (state.held_out and now.held_out) or state.held_out == now.held_out:
         return []
     best = float(state.observers.get("best", {}).get("best_loss", math.inf))
@@ -127,7 +127,8 @@ _WITHOUT_EFFECT = frozenset(
         "_name_or_path",
         "architectures",
         "auto_map",
-        # Keys that the run file sets (train.precision, model.attention), and the cache, which training does not use.
+        # Keys that the run file sets (train.precision, model.attention), and the key-value cache, which training does
+        # not use.
         "dtype",
         "torch_dtype",
         "_attn_implementation",
@@ -136,7 +137,7 @@ _WITHOUT_EFFECT = frozenset(
         # base weights of adapters.
         "quantization_config",
         "initializer_range",
-        # Keys on outputs of a forward, and on tasks other than language modelling.
+        # Keys on outputs of a forward pass, and on tasks other than language modelling.
         "output_hidden_states",
         "output_attentions",
         "return_dict",

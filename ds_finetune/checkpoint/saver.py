@@ -41,7 +41,7 @@ _COMMIT_SECONDS = 600.0
 
 @dataclass
 class SaveResult:
-    """The result of a save: its step, errors on this rank, and whether it has failed on any rank."""
+    """The result of saving a checkpoint: its step, errors on this rank, and whether saving failed on any rank."""
 
     step: int
     errors: list[str] = field(default_factory=list)
@@ -70,7 +70,7 @@ class Saver:
         self._process = WriterProcess([file.fileno() for file in self.inherited])
 
     def start(self, num_bytes: int) -> None:
-        """Start the writer process, which reserves memory for a part of `num_bytes`."""
+        """Start the writer process, which reserves memory for this rank's part of a checkpoint, of `num_bytes`."""
         if self.is_asynchronous:
             self._process.start()
             self._process.send(ReserveJob(num_bytes))
@@ -107,7 +107,7 @@ class Saver:
         return time.perf_counter() - began
 
     def settle(self, *, wait: bool = False) -> SaveResult | None:
-        """The result of the pending save once every rank has finished, else None. `wait` blocks until then."""
+        """The result of the save in progress once every rank has finished, else None. `wait` blocks until then."""
         while (pending := self._pending) is not None:
             pending.errors += self._process.errors() if self.is_asynchronous else []
             is_busy, has_failed = all_reduce_max(

@@ -23,7 +23,7 @@ from ds_finetune.errors import CheckpointError
 from ds_finetune.system.whole_file import synchronise
 
 CHECKPOINTS = "checkpoints"
-"""Name of the folder of a run that has its checkpoints."""
+"""Name of the folder with the checkpoints in the folder of a run."""
 BASE = "base"
 """Name of the folder, in a run and in each checkpoint, with the files other than weights that an export needs."""
 Pair = tuple[str, str]
@@ -91,7 +91,7 @@ def verify_checkpoint(path: Path, *, workers: int) -> str:
 
 def gather_checkpoint(folders: Sequence[Path], out: Path) -> str:
     """Assemble one complete checkpoint `out` from the folders of several nodes. Files are hard-linked if the file
-    system allows it. CheckpointError if `folders` are not of one save, or none of them has the part of some rank.
+    system allows it. CheckpointError if `folders` are not of one save, or lack the part of some rank.
     """
     saves = [(folder, Manifest.read(folder)) for folder in map(find_checkpoint, folders)]
     kinds = {(manifest.step, manifest.world_size, manifest.token) for _, manifest in saves}

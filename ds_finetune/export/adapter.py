@@ -27,7 +27,7 @@ from ds_finetune.plan.lora_targets import is_peft_parameter
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterBase:
-    """The base model of LoRA adapters, and the other files of an adapter folder."""
+    """The base model of LoRA adapters, and the contents of their folder other than the adapters."""
 
     name: str
     digest: str

@@ -73,7 +73,7 @@ class BaseFolder:
         )
 
     def with_base_tensors(self, parts: FolderParts, *, without: Collection[str] = ()) -> tuple[FolderParts, list[str]]:
-        """Add the base's `unbuilt` tensors, except the names in `without`, to the contents `parts` of an export.
+        """Add the base model's `unbuilt` tensors, except the names in `without`, to the contents `parts` of an export.
         Returns the new contents, and notes for the user. A tensor that equals the base's embedding or head becomes a
         copy of the trained one. In FP8, unchanged blocks are copied from this base or from `parts.fp8_base`.
         """
@@ -111,8 +111,8 @@ class BaseFolder:
         return replace(parts, copies=copies), [line] if copies else []
 
     def _original(self, key: str) -> str | None:
-        """Name of the embedding or head with the same values as the tensor `key`, or None. If both have them, the
-        embedding is returned for a key that names an embedding, else the head.
+        """Name of the base model's embedding or head with the same values as its tensor `key`, or None. If both have
+        them, the embedding is returned for a key that names an embedding, else the head.
         """
         equal = (
             name
@@ -143,8 +143,8 @@ def _embeddings(published: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
 def with_stored_weights(
     tensors: Iterable[tuple[str, torch.Tensor | None]], names: Collection[str], folder: Path, family: Family
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Yield `tensors`, but replace the values of `names`, which has no routed experts, by the published ones in
-    `folder`, cast to the same dtype. Tensors are full and on the CPU on rank zero, and None on other ranks.
+    """Yield `tensors`; those in `names`, which has no routed experts, get the published values in `folder`, cast to the
+    same dtype. Tensors are full and on the CPU on rank zero, and None on other ranks.
     """
     hub = HubFolder(folder)
     for name, tensor in tensors:

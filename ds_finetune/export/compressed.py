@@ -203,7 +203,7 @@ def _write_files(
 def _parts_of(
     hub: HubFolder, key: str, dtype: torch.dtype, quantiser: _Quantiser | None
 ) -> Iterator[tuple[str, int, torch.Tensor]]:
-    """Yield chunks of the tensors stored for `key`: suffix of the stored name, index of the first element, elements."""
+    """Yield chunks of the tensors stored for the weight `key`: suffix of the tensor's name, first index, elements."""
     shape = hub.shapes[key]
     columns = math.prod(shape[1:])
     step = max(_CHUNK_NUMEL // columns, 1)

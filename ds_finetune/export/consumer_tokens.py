@@ -1,7 +1,7 @@
 """Checks whether llama.cpp and ONNX Runtime GenAI tokenise texts and chats as transformers does.
 
-Both have tokenizers of their own. Whatever tokenizer.json says, they add a space before a text and after each control
-token, or never. They do not compose characters (NFC), nor strip the white space beside an added token.
+Both have tokenizers of their own. Whatever tokenizer.json says, they either always add a space before a text and after
+each control token, or never. They do not compose characters (NFC), nor strip the white space beside an added token.
 """
 
 import json
@@ -80,7 +80,7 @@ def genai_note(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def probe_chats(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """A rendered dialogue about each sample text of PROBES; empty without a chat template that renders dialogues."""
+    """Dialogues rendered by the chat template, one for each sample text of PROBES; none if it renders none."""
     given = tokenizer.chat_template
     source = given.get("default") if isinstance(given, dict) else given
     if not source:

@@ -39,7 +39,7 @@ def num_workers() -> int:
 
 
 Blocks = tuple[int, int]
-"""Numbers of quantised blocks: all that were written, and those copied byte for byte from the base model's folder."""
+"""Numbers of FP8 blocks in an export: all of them, and those copied byte for byte from the base model's folder."""
 
 
 @dataclass(frozen=True)

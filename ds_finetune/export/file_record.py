@@ -122,7 +122,7 @@ def verify_files(
 
 
 def _files(folder: Path) -> list[tuple[str, Path]]:
-    """Files in a folder and its subfolders except its record and marker, as pairs of relative name and path."""
+    """Files of an exported folder, as pairs of relative name and path, without its record and verification marker."""
     named = [(path.relative_to(folder).as_posix(), path) for path in folder.rglob("*") if path.is_file()]
     return sorted((name, path) for name, path in named if name not in (RECORD, UNVERIFIED))
 

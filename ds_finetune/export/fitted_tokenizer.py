@@ -101,7 +101,7 @@ def fit_beginning(
 def fit_folder(
     files: Sequence[Path], config: Mapping[str, Any]
 ) -> tuple[PreTrainedTokenizerBase, dict[str, str]] | None:
-    """Load the tokenizer from its `files`. Returns it and the result of `fit_beginning`, or None if there is none."""
+    """Load the tokenizer from its `files`. Returns it and the result of `fit_beginning`; None if no tokenizer loads."""
     try:
         tokenizer = load_tokenizer(str(files[0].parent)) if files else None
     except DataError:
@@ -115,7 +115,7 @@ def fit_folder(
 def check_tokenizer(
     tokenizer: PreTrainedTokenizerBase, files: Mapping[str, Path], encode: Encode, *, config: Mapping[str, Any]
 ) -> FittedTokenizer:
-    """Compare an encoder's unchanged tokenizer files with training. The result has a note if a pipeline differs."""
+    """Compare an encoder's unchanged tokenizer files with training. The result has a note on a pipeline that differs."""
     texts = _agreeing(files, {"config.json": json.dumps(config)}, encode, _SINGLE)
     notes = [] if len(texts) == len(_SINGLE) else [_note_on_texts(tokenizer, encode, len(texts))]
     return FittedTokenizer({}, tuple(text for text, _ in texts), tuple(notes))
@@ -141,7 +141,7 @@ def with_padding(files: Mapping[str, Path], tokenizer: PreTrainedTokenizerBase, 
 
 
 def _template(tokenizer: PreTrainedTokenizerBase, encode: Encode) -> dict[str, list[int]] | None:
-    """Special token ids that `encode` adds before, between and after texts; None if it changes a text's own ids."""
+    """Special token ids that `encode` adds before, between and after texts; None if it changes ids of the texts too."""
     inner = tokenizer(_PROBE, add_special_tokens=False)["input_ids"]
     single = _around(encode(_PROBE, None), inner)
     if single is None:

@@ -98,7 +98,7 @@ def export_checkpoint(path: Path, out: Path, *, dtype: str, max_shard_bytes: int
 def _with_base(
     parts: FolderParts, spec: ModelSpec, opened: OpenedSource, named: Path | None, *, without: Collection[str]
 ) -> tuple[FolderParts, list[str]]:
-    """Complete the contents `parts` of an export with the base's FP8 folder and tensors, except the names `without`."""
+    """Add the base's FP8 folder, and its tensors except the names `without`, to the contents `parts` of an export."""
     folder = named or opened.base
     if parts.is_fp8 and is_composite(parts.config):
         raise ExportError(
@@ -111,10 +111,10 @@ def _with_base(
     if parts.is_fp8 and opened.hub and opened.hub.has_fp8:
         parts = replace(parts, fp8_base=opened.hub)
     if spec.is_classifier:
-        # Tensors that only the base has are for its language-model head or multi-token prediction.
+        # A classifier lacks only the base model's language-model head and multi-token prediction layers.
         return parts, []
     if opened.hub and folder in (None, opened.hub.folder):
-        # Adapters may change embedding and head; then their copies in a multi-token prediction layer must change too.
+        # LoRA adapters may change embedding and head; their copies in a multi-token prediction layer must change too.
         base = None if opened.is_model else BaseFolder.from_hub(opened.hub, spec)
         return base.with_copies(parts, base.unbuilt) if base else (parts, [])
     if folder is not None and has_weights(folder):

@@ -109,7 +109,8 @@ class RequestQueue:
     async def run(
         self, answer: Callable[[], Coroutine[Any, Any, None]], disconnected: Callable[[], Coroutine[Any, Any, None]]
     ) -> None:
-        """Run `answer` when all earlier requests are done, and stop it if `disconnected` returns.
+        """Run `answer` when all earlier requests are done, and stop it if `disconnected` returns because the client has
+        left.
 
         RequestError where the queue is full (429) or closed (503), or the request takes too long (504).
         """
@@ -171,7 +172,7 @@ def _stopping() -> RequestError:
 
 
 def stop_position(text: str, stops: Sequence[str]) -> int | None:
-    """Position where an answer is cut: the start of the stop text that ends first; of several, the longest one."""
+    """Index at which an answer is cut: where the stop text that ends first begins; of several, the longest one."""
     spans = [(text.index(stop) + len(stop), text.index(stop)) for stop in stops if stop in text]
     return min(spans)[1] if spans else None
 
@@ -238,7 +239,7 @@ class AnswerStreamer(DirectStreamer):
         for item in items if rest else []:
             self._enqueue(item)
         if self._decode_stream.is_stopped:
-            # Handlers would report "length" for an answer of max_new_tokens (cli/serving/chat_completion.py:257, 301).
+            # Without this, a text cut at a stop text could end for "length" (cli/serving/chat_completion.py:257, 301).
             self._settings.max_new_tokens = None
         super().end()
 

@@ -118,7 +118,7 @@ class ServedModel(ModelManager):
         count, most = 0, 2 * self.context if self.context and len(text) > _PIECE else None
         for begin in range(0, len(text) if most else 0, _PIECE):
             count += len(self.tokenizer(text[begin : begin + _PIECE], add_special_tokens=False)["input_ids"])
-            # The limit is twice the context, since a text in pieces may have some more tokens than as a whole.
+            # The limit is twice the context: a prompt tokenised in pieces may have some more tokens than as a whole.
             if most and count > most:
                 return count
         return len(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
@@ -180,7 +180,7 @@ def _parse_or_text(tokenizer: PreTrainedTokenizerBase) -> Callable[..., dict[str
 
 
 def _within_limits(tokenizer: PreTrainedTokenizerBase) -> Callable[..., Any]:
-    """Wrap the tokenizer's `apply_chat_template` with limits of time and memory: its origin may be unknown."""
+    """Wrap the tokenizer's `apply_chat_template` with limits of time and memory, as a template may be hostile."""
     render = tokenizer.apply_chat_template
 
     @wraps(render)

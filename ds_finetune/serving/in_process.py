@@ -82,7 +82,7 @@ def _context(model: Any) -> float:  # noqa: ANN401 - of transformers
 
 
 def _room(tokens: int, context: float) -> float:
-    """Number of tokens that fit after a prompt of `tokens` tokens. ExportError if it is empty or too long."""
+    """Number of tokens that fit after a prompt of `tokens` tokens. ExportError if the prompt is empty or too long."""
     if not tokens:
         raise ExportError(f"the prompt has {tokens} tokens, and a model needs at least one", hint="write a text")
     if tokens >= context:
@@ -94,7 +94,8 @@ def _room(tokens: int, context: float) -> float:
 
 
 def classify(folder: Path, texts: Sequence[str]) -> list[dict[str, float]]:
-    """Probability of each class by name, for each text. A regression has one number, under the name of its only label.
+    """Probability of each class by name, for each text. A regression gives one number, under the name of its only
+    label.
 
     Texts are tokenised as in a pipeline of transformers. ExportError for a reward model, whose input is a dialogue.
     """
@@ -152,7 +153,7 @@ class ChatSession:
         context, messages = self._context, self.messages
         _check_text(text)
         while context and messages and self._num_tokens(messages, text) + self._max_new_tokens > context:
-            # A question is dropped together with its answer.
+            # The earliest two messages are a question and its answer.
             messages = messages[2:]
         _room(self._num_tokens(messages, text), context)
         dropped, self.messages = len(self.messages) - len(messages), messages
