@@ -127,8 +127,7 @@ _WITHOUT_EFFECT = frozenset(
         "_name_or_path",
         "architectures",
         "auto_map",
-        # Keys that the run file sets (train.precision, model.attention), and the key-value cache, which training does
-        # not use.
+        # Keys that the run file sets (train.precision, model.attention), and the unused key-value cache.
         "dtype",
         "torch_dtype",
         "_attn_implementation",

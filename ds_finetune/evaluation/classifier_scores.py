@@ -42,7 +42,7 @@ def objective_of(config: PretrainedConfig) -> ScoreObjective:
 
 
 def kind_of(config: PretrainedConfig) -> RowKind:
-    """Kind of rows on which a classifier with the config.json `config` is scored; labels are its classes."""
+    """Kind of rows on which a classifier with the config.json `config` is scored, with the names of its classes."""
     objective = objective_of(config)
     if objective.name == REWARD:
         return RowKind.of(RewardObjective(name="reward"))

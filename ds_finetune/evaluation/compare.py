@@ -13,7 +13,7 @@ from ds_finetune.evaluation.objective_scores import ObjectiveScores
 RESAMPLES = 2000
 METHOD = f"paired bootstrap over documents: {RESAMPLES} resamples with seed 0, 2.5th and 97.5th percentile"
 _CELLS_AT_ONCE = 2**24
-"""Upper bound of documents x resamples, which are counted in a matrix that is held in memory."""
+"""Upper bound of the size, documents x resamples, of a matrix of counts that is held in memory."""
 
 
 AnyScores = TypeVar("AnyScores", Scores, ObjectiveScores)

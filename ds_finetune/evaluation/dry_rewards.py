@@ -53,7 +53,7 @@ class ScoredAnswers:
         ]
 
     def numbers(self, reward: int) -> tuple[str, ...]:
-        """Cells of a table row: mean score, answers parsed, answers not applicable, errors, seconds per answer."""
+        """Table cells of one reward: mean score, answers parsed, not applicable, errors, seconds per answer."""
         parts, scores = self.column(reward), self.scores(reward)
         read = [part["has_result"] for part in parts if part.get("has_result") is not None]
         errors = len(self.errors(reward))

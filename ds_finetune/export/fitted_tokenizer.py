@@ -115,7 +115,7 @@ def fit_folder(
 def check_tokenizer(
     tokenizer: PreTrainedTokenizerBase, files: Mapping[str, Path], encode: Encode, *, config: Mapping[str, Any]
 ) -> FittedTokenizer:
-    """Compare an encoder's unchanged tokenizer files with training. The result has a note on a pipeline that differs."""
+    """Compare an encoder's unchanged tokenizer files with training. The result has a note if a pipeline differs."""
     texts = _agreeing(files, {"config.json": json.dumps(config)}, encode, _SINGLE)
     notes = [] if len(texts) == len(_SINGLE) else [_note_on_texts(tokenizer, encode, len(texts))]
     return FittedTokenizer({}, tuple(text for text, _ in texts), tuple(notes))

@@ -13,9 +13,9 @@ from ds_finetune.config.units import bytes_text
 from ds_finetune.data.tokenizer_files import load_tokenizer
 
 _ROWS, _LENGTH = 8, 128
-"""Number of rows of a run that are compared, and the number of tokens that each row is cut to."""
+"""Number of rows of a run's data on which models are compared, and number of tokens to which a row is cut."""
 _TEXTS, _TEXT_LENGTH, _AT_ONCE = 32, 8, 8
-"""Number of sampled texts, tokens per text, and texts per forward, whose logits are [texts, tokens, vocabulary]."""
+"""Number of sampled texts, tokens per text, and texts per forward pass, with logits [texts, tokens, vocabulary]."""
 Batch = tuple[torch.Tensor, torch.Tensor]
 """Token ids [rows, length], and a mask of the tokens whose loss is measured."""
 

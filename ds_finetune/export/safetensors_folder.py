@@ -43,8 +43,8 @@ _WEIGHT = ".weight"
 
 
 def writable_section(config: Mapping[str, Any], file: Path) -> Mapping[str, Any] | None:
-    """The `quantization_config` of a base's config.json, which was read from `file`; None if it has none. ExportError
-    if exports cannot be written in this quantised format.
+    """The `quantization_config` of a base model's config.json, which was read from `file`; None if it has none.
+    ExportError if exports cannot be written in this quantised format.
     """
     given = config.get(SECTION)
     if given is None:
@@ -61,9 +61,9 @@ def writable_section(config: Mapping[str, Any], file: Path) -> Mapping[str, Any]
 
 
 def section_for(tensors: Collection[HubTensor], base: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The `quantization_config` of an exported FP8 folder with `tensors`. It is the base's section, if `base` is given,
-    with its list of unquantised modules reduced by modules that are now in FP8. Otherwise it lists each module with a
-    matrix that is not in FP8, because servers expect every linear layer in FP8 that is not listed, even Qwen3's
+    """The `quantization_config` of an exported FP8 folder with `tensors`. It is the base model's section, if `base` is
+    given, with its list of unquantised modules reduced by modules that are now in FP8. Otherwise it lists each module
+    with a matrix that is not in FP8, because servers expect every linear layer in FP8 that is not listed, even Qwen3's
     routers.
     """
     if base is None:
@@ -117,7 +117,7 @@ class FolderParts:
 
     family: Family
     config: dict[str, Any]
-    """The base's config.json as parsed. The exported config.json keeps its schema."""
+    """The base model's config.json as parsed. The exported config.json keeps its schema."""
     architecture: str
     dtype: torch.dtype
     """Dtype of all tensors except fp32 tensors and, if `is_fp8`, linear weights."""
@@ -126,7 +126,7 @@ class FolderParts:
     is_fp8: bool = False
     """Whether linear weights are written in FP8 blocks."""
     fp8_base: HubFolder | None = None
-    """FP8 folder of the base. Blocks that equal its blocks are copied byte for byte."""
+    """FP8 folder of the base model. Blocks that equal its blocks are copied byte for byte."""
     base_tensors: Sequence[HubTensor] = ()
     """Tensors of the base for which transformers' class has no module. They follow the model's tensors."""
     copy_base_tensors: Callable[[ShardWriter], object] | None = None
@@ -148,7 +148,7 @@ class FolderParts:
 
     @cached_property
     def base_section(self) -> Mapping[str, Any] | None:
-        """The `quantization_config` of the base; None if the base is not in FP8. The config.json beside a run's
+        """The `quantization_config` of the base model; None if it is not in FP8. The config.json beside a run's
         checkpoint lacks this section, so it is also searched in the base's folder.
         """
         given: Mapping[str, Any] | None = self.config.get(SECTION)
@@ -159,7 +159,7 @@ class FolderParts:
 
     @property
     def has_scales_of_two(self) -> bool:
-        """Whether the scales of FP8 blocks are powers of two (UE8M0), as in the base."""
+        """Whether the scales of FP8 blocks are powers of two (UE8M0), as in the base model."""
         return self.is_fp8 and (self.base_section or {}).get(_SCALE_FORMAT) == _POWERS_OF_TWO
 
     def scale_dtype(self, key: str) -> torch.dtype:
@@ -173,11 +173,11 @@ class FolderParts:
         return key.removesuffix(_WEIGHT) + self.family.fp8_scale
 
     def in_fp4(self, key: str) -> bool:
-        """Whether the tensor `key` is written in FP4. It is if the base has it in FP4."""
+        """Whether the tensor `key` is written in FP4, because the base model has it in FP4."""
         return self.is_fp8 and self.fp8_base is not None and self.fp8_base.fp4(key) is not None
 
     def in_fp8(self, key: str, shape: tuple[int, ...]) -> bool:
-        """Whether the tensor `key` is written in FP8 blocks: by the family's rule, else as in the base."""
+        """Whether the tensor `key` is written in FP8 blocks: by the family's rule, else as in the base model."""
         if self.is_fp8 and self.family.fp8_linear is None:
             return self.fp8_base is not None and key in self.fp8_base.shapes and self.fp8_base.is_fp8(key)
         return self.is_fp8 and is_quantised(key, shape, self.family)

@@ -103,8 +103,8 @@ class ShardWriter:
         self._files = [_ShardFile(folder / name, tensors) for name, tensors in shards.items()]
         for file in self._files:
             for tensor, begin in file.layout:
-                # [0] is ZeRO-3's placeholder for a parameter that was not gathered. [0, width] is valid: it means no
-                # shared experts.
+                # The shape [0] is ZeRO-3's placeholder for a parameter that was not gathered. [0, width] is valid: a
+                # model without shared experts has it.
                 if tensor.shape == (0,):
                     raise ExportError(
                         f"tensor `{tensor.key}` has shape {tensor.shape} and so no elements",

@@ -40,12 +40,12 @@ class TensorSource:
     def select(
         self, shapes: Mapping[str, tuple[int, ...]], originals: Mapping[str, str] | None = None
     ) -> "TensorSource":
-        """The source with the tensors `shapes` only. A name in `originals` reads the tensor that is its value there."""
+        """A source of the tensors `shapes` only. `originals` maps a name to that of the tensor read for it."""
         names = originals or {}
         return replace(self, shapes=shapes, read=lambda name, *part: self.read(names.get(name, name), *part))
 
     def with_copies(self, copies: Mapping[str, str]) -> "TensorSource":
-        """The source with additional tensors: each name in `copies` reads the tensor that is its value there."""
+        """A source with more tensors: `copies` maps the name of each to that of the tensor read for it."""
         return self.select({**self.shapes, **{key: self.shapes[name] for key, name in copies.items()}}, copies)
 
 

@@ -55,7 +55,7 @@ class StepNumbers(NamedTuple):
 
 
 class DocumentLogProbs(NamedTuple):
-    """Log-probabilities of the documents of a forward, fp64 [documents] each. Padding is not a document.
+    """Log-probabilities of the documents of a forward pass, fp64 [documents] each. Padding is not a document.
 
     The two documents of a pair are consecutive: prompt with chosen answer, then prompt with rejected answer.
     """

@@ -75,7 +75,7 @@ def log_ratios(documents: DocumentLogProbs) -> torch.Tensor:
 
 
 def per_token(numbers: torch.Tensor, documents: DocumentLogProbs) -> torch.Tensor:
-    """Mean over the supervised tokens of each answer, fp64 [documents], from its sum; 0 for an empty answer."""
+    """Mean over the supervised tokens of each answer, fp64 [documents], from their sum; 0 for an empty answer."""
     return numbers / documents.num_tokens.clamp(min=1)
 
 

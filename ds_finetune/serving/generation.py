@@ -109,8 +109,7 @@ class RequestQueue:
     async def run(
         self, answer: Callable[[], Coroutine[Any, Any, None]], disconnected: Callable[[], Coroutine[Any, Any, None]]
     ) -> None:
-        """Run `answer` when all earlier requests are done, and stop it if `disconnected` returns because the client has
-        left.
+        """Run `answer` when all earlier requests are done, and stop it if `disconnected` returns: the client has left.
 
         RequestError where the queue is full (429) or closed (503), or the request takes too long (504).
         """
@@ -239,7 +238,8 @@ class AnswerStreamer(DirectStreamer):
         for item in items if rest else []:
             self._enqueue(item)
         if self._decode_stream.is_stopped:
-            # Without this, a text cut at a stop text could end for "length" (cli/serving/chat_completion.py:257, 301).
+            # Otherwise a text cut at a stop text could be reported as "length" (cli/serving/chat_completion.py:257,
+            # 301).
             self._settings.max_new_tokens = None
         super().end()
 

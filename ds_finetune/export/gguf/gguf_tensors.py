@@ -76,7 +76,7 @@ class GgufTensor:
 
 def gguf_tensors(hub: HubFolder, config: PretrainedConfig, family: Family, kind: Kind) -> list[GgufTensor]:
     """The tensors of the GGUF file for the model `hub`. Weights whose rows do not divide into blocks of `kind` become
-    f16. A tied head and layers past the last one are left out. ExportError if llama.cpp has no name for a tensor.
+    f16. A tied head and multi-token prediction layers are left out. ExportError if llama.cpp has no name for a tensor.
     """
     assert family.gguf is not None
     tied = "lm_head.weight" if config.tie_word_embeddings else ""
@@ -148,7 +148,7 @@ def _keys_and_values(prefix: str, shape: tuple[int, ...], config: PretrainedConf
 
 
 def _outputs_first(key: str, shape: tuple[int, ...]) -> list[_View]:
-    """GGUF tensors of expert weights published as [experts, inputs, outputs]; gate and up columns alternate."""
+    """GGUF tensors of expert weights published as [experts, inputs, outputs], with gate and up columns in turns."""
     start, bias, _ = key.partition("_bias")
     turns = {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}
     views: list[_View] = []

@@ -58,7 +58,7 @@ def splitting(tokenizer: PreTrainedTokenizerBase) -> str | None:
     if is_sentencepiece(tokenizer):
         return None
     ids = [tokenizer(_PROBE, add_special_tokens=special)["input_ids"] for special in (True, False)]
-    # The table may have the ids with BOS, which an export lacks: transformers 5.23 does not save `add_bos_token`.
+    # `_SPLITTERS` may have the ids with BOS, which an export lacks: transformers 5.23 does not save `add_bos_token`.
     ids.append([tokenizer.bos_token_id, *ids[-1]])
     sums = [sha256(str(each).encode()).hexdigest() for each in ids]
     for each in sums:

@@ -103,7 +103,8 @@ def _latent_heads(config: PretrainedConfig) -> dict[str, Any]:
     """Settings of multi-head latent attention. In llama.cpp it has one key/value head, as wide as the cached latent."""
     return {
         "head_count_kv": 1,
-        # Written even if 0: without it llama.cpp reads only 26, 27 or 48 layers (src/models/deepseek2.cpp, is_lite).
+        # Needed even if 0: without the key llama.cpp reads 26, 27 or 48 layers only (src/models/deepseek2.cpp,
+        # is_lite).
         "q_lora_rank": config.q_lora_rank or 0,
         "kv_lora_rank": config.kv_lora_rank,
         "key_length": config.kv_lora_rank + config.qk_rope_head_dim,
@@ -128,7 +129,7 @@ def _rope(config: PretrainedConfig) -> dict[str, Any]:
         "rope_scaling_yarn_beta_slow": rope.get("beta_slow") or 1.0,
     }
     if hasattr(config, "kv_lora_rank"):
-        # llama.cpp divides this value by 0.1 (src/models/deepseek2.cpp, TAG_DEEPSEEK2_YARN_LOG_MUL_FIX).
+        # llama.cpp divides yarn_log_mul by 0.1 (src/models/deepseek2.cpp, TAG_DEEPSEEK2_YARN_LOG_MUL_FIX).
         return base | {"rope_scaling_yarn_log_mul": 0.1 * rope["mscale_all_dim"]}
     # llama.cpp multiplies attn_factor by YaRN's default factor, which is therefore divided out (src/llama-context.cpp,
     # yarn_attn_factor).

@@ -105,7 +105,7 @@ class OnnxComparison:
     positions: int
     """Number of tokens whose logits were compared; for a classifier, number of texts."""
     beyond: int
-    """Number of positions whose difference exceeds `tolerance`."""
+    """Number of positions whose logits differ from the reference by more than `tolerance`."""
     largest: float
     """Largest difference between a logit of ONNX Runtime and of the reference, relative to the largest logit."""
     tolerance: float
@@ -174,7 +174,7 @@ class _ProductsInFp32(TorchFunctionMode):
             return out.float() if function is functional.embedding else out
         inputs, weight, bias = (*args, None)[:3]
         out, first = inputs.new_empty(*inputs.shape[:-1], len(weight)), 0
-        # One buffer is used for all chunks, because a new buffer for each chunk would fragment the heap.
+        # One buffer is used for all chunks of a weight, because a new buffer for each would fragment the heap.
         buffer = torch.empty(max(_PRODUCT_NUMEL // weight.shape[1], 1), weight.shape[1])
         for part in weight.split(len(buffer)):
             out[..., first : first + len(part)] = function(inputs, buffer[: len(part)].copy_(part))

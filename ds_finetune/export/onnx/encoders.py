@@ -92,7 +92,7 @@ class _EncoderModules:
         return self.layers.heads_first(self.layers.heads(x, count, self.config.hidden_size // count))
 
     def mask(self, *, window: int | None = None) -> Mask:
-        """Attention mask without padding. A `window` excludes tokens further than `window` positions away."""
+        """Attention mask that excludes padding and, with a `window`, tokens more than `window` positions away."""
         graph = self.graph
         total = graph.op("Shape", "input_ids", start=1, end=2)
         allowed = graph.op("Unsqueeze", graph.cast("attention_mask", np.bool_), graph.ints(1, 2))
@@ -104,7 +104,7 @@ class _EncoderModules:
         return Mask(graph, allowed, total)
 
     def first(self, x: str) -> str:
-        """Select the first token of each row, [batch, width]."""
+        """Select the hidden state of the first token of each row, [batch, width]."""
         return self.graph.op("Gather", x, self.graph.scalar(0, np.int64), axis=1)
 
 

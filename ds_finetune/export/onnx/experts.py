@@ -34,8 +34,8 @@ def moe(layers: Layers, x: str, name: str, config: PretrainedConfig) -> str:
 
 
 def _route_sigmoid(layers: Layers, logits: str, name: str, config: PretrainedConfig) -> Routing:
-    """Sigmoid router: the correction bias affects only the choice, and groups rank by the sum of their two best
-    experts. It computes as transformers 5.23 does, modeling_deepseek_v3.py:133-158.
+    """Sigmoid router: the correction bias affects only the choice, and groups of experts rank by the sum of their two
+    best experts. It computes as transformers 5.23 does, modeling_deepseek_v3.py:133-158.
     """
     graph, experts = layers.graph, layers.module(name).num_experts
     scores = graph.op("Sigmoid", logits)
@@ -53,8 +53,8 @@ def _route_sigmoid(layers: Layers, logits: str, name: str, config: PretrainedCon
 
 
 def _route_grouped_softmax(layers: Layers, logits: str, name: str, config: PretrainedConfig) -> Routing:
-    """Softmax router with groups, which rank by their best expert. Routing weights are not normalised. It computes as
-    transformers 5.23 does, modeling_deepseek_v2.py:97-116.
+    """Softmax router with groups of experts, which rank by their best expert. Routing weights are not normalised. It
+    computes as transformers 5.23 does, modeling_deepseek_v2.py:97-116.
     """
     graph, experts = layers.graph, layers.module(name).num_experts
     scores = graph.op("Softmax", logits, axis=-1)

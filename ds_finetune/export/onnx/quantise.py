@@ -62,7 +62,7 @@ def _quantise(folder: Path, bits: int, inline_bytes: int) -> Path:
     """
     model, quantizer = onnx.load(folder / MODEL, load_external_data=False), _quantizer(bits)
     stored = {tensor.name: tensor for tensor in model.graph.initializer}
-    # The matrices of linear layers are 2-D, the weights of latent attention 3-D.
+    # Only the matrices of linear layers are 2-D; the weights of latent attention, which stay unquantised, are 3-D.
     linear = {name for name, tensor in stored.items() if len(tensor.dims) == 2 and not name.endswith(_ROUTER)}
     chosen = {
         node.output[0]: node.input[1]
@@ -142,7 +142,7 @@ class _Matrix:
 
 
 def _values(tensor: onnx.TensorProto, file: Path) -> np.ndarray:
-    """The values of an initializer. A data file is mapped anew each time, so that values do not stay in memory."""
+    """The values of a weight of an ONNX graph. Its file is mapped anew each time, so values do not stay in memory."""
     if not tensor.external_data:
         return numpy_helper.to_array(tensor)
     begin = int({entry.key: entry.value for entry in tensor.external_data}["offset"])

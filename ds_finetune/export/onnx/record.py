@@ -15,7 +15,7 @@ from ds_finetune.export.onnx.comparison import Case, Reference, compare, is_samp
 FORMAT = "onnx 3"
 """Name and version of the format in the record of an exported folder."""
 _SAMPLED_LOGITS = 1024
-"""Minimum number of logits recorded per position, more if otherwise a row of the head would be in no record."""
+"""Minimum number of logits recorded per position. It is raised until every row of the head is recorded."""
 
 
 def write_record(folder: Path, reference: Reference, about: Mapping[str, Any]) -> None:

@@ -39,7 +39,7 @@ from ds_finetune.model.weights.names import hub_pieces, is_adapter, weight_of
 
 def read_checkpoint(folder: Path) -> tuple[TensorSource, frozenset[str]]:
     """Open the fp32 weights and buffers of a run's checkpoint. Returns them and the names of the buffers.
-    CheckpointError if a part of the checkpoint is missing, and on reading elements that no part has.
+    CheckpointError if a part file of the checkpoint is missing, and on reading elements that no part file has.
     """
     manifest = Manifest.read(folder)
     if manifest.absent_parts:

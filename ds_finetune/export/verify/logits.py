@@ -85,7 +85,7 @@ def _other_type(folder: Path) -> tuple[dict[str, Any], dict[str, str]] | None:
         tree = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         name = str(tree.get("model_type"))
     except (OSError, ValueError, AttributeError):
-        # The process that loads the folder reports what is wrong with the file.
+        # The process that loads the folder reports what is wrong with config.json.
         return None
     if name not in OWN_TYPES:
         return None
@@ -108,7 +108,7 @@ def _run(command: list[str], environ: dict[str, str], line: PhaseLine) -> subpro
 
 
 def compare_logits(record: ExportRecord, loaded: LoadedFolder) -> tuple[list[str], list[str]]:
-    """Compare a folder's logits with its record. Returns lines on differences, and lines on what was compared."""
+    """Compare an exported folder's logits with its record's. Returns lines on differences and on what was compared."""
     report, logits = loaded.report, loaded.logits
     assert logits is not None
     name = f"{report['versions']} in {report['dtype']} on {report['device']}, without ds_finetune"
@@ -150,7 +150,7 @@ def compare_padding(record: ExportRecord, loaded: LoadedFolder) -> tuple[list[st
 
 
 def compare_tokens(record: ExportRecord, loaded: LoadedFolder) -> tuple[list[str], list[str]]:
-    """Compare the token ids of the folder's tokenizer with its record. Returns lines on differences and on matches."""
+    """Compare token ids by an exported tokenizer with its folder's record. Returns lines on differences and matches."""
     count = len(record.texts)
     if not count:
         return [], []
@@ -176,7 +176,7 @@ def compare_tokens(record: ExportRecord, loaded: LoadedFolder) -> tuple[list[str
 
 
 def _compare_with_run(record: ExportRecord, expected: Floats, loaded: LoadedFolder, logits: Floats) -> tuple[bool, str]:
-    """Compare logits with the recorded ones. Returns whether 90% of the positions are within the limit, and a line."""
+    """Compare an export's logits with the recorded ones. Returns whether 90% of positions match, and a line on it."""
     compared = logits if loaded.perturbed is None or loaded.fp32 is None else loaded.fp32
     deviation, limit = deviations(compared, expected, record.lengths()), _limit(record, loaded, logits)
     high = float(np.quantile(deviation, _QUANTILE))

@@ -76,7 +76,7 @@ def digest_of(data: NDArray[np.uint8], tensor: StoredTensor, *, like: Digest) ->
 def compare_with_base(
     tensors: Mapping[str, StoredTensor], base_tensors: Mapping[str, StoredTensor], base: Path
 ) -> list[str]:
-    """Lines on names, shapes and dtypes that differ from the base's tensors, or a line that none differs."""
+    """Lines on names, shapes and dtypes that differ from the base model's tensors, or a line that none differs."""
     if not base_tensors:
         return [f"names are not compared with the base's: `{base}` has no safetensors weights here"]
     common = sorted(tensors.keys() & base_tensors.keys())

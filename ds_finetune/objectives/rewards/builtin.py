@@ -62,7 +62,7 @@ def _texts(value: Any) -> list[str]:  # noqa: ANN401 - any JSON value
 
 
 def _exact_match(answer: AnswerToScore, references: list[str], settings: Settings) -> Outcome:
-    """Score 1 where the answer equals the reference answer or one of several; white space counts as one space."""
+    """Score 1 where the answer equals the reference or one of several; a run of white space counts as one space."""
     text = plain_text(final_part(answer))
     change = str.casefold if settings["ignore_case"] else str
     return _compared(text or None, change(text) in map(change, references), settings)
@@ -95,7 +95,7 @@ def _read_choice(value: Any) -> str:  # noqa: ANN401 - any JSON value
 
 
 def _choice(answer: AnswerToScore, reference: str, settings: Settings) -> Outcome:
-    """Score 1 where the answer's multiple-choice letter is that of the reference; a number counts from A = 0."""
+    """Score 1 where the answer's multiple-choice letter is that of the reference, which may be a number: 0 is A."""
     letter = choice(final_part(answer))
     return _compared(letter, letter == reference, settings)
 

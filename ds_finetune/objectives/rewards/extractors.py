@@ -24,27 +24,27 @@ _OVER = re.compile(r"\{\s*([-+]?[\d.]+)\s*\\over\s*([-+]?[\d.]+)\s*\}")
 _NO_NUMBER = re.compile(r"\\sqrt|\\pi\b|[\u221a\u03c0]")
 """Patterns of expressions whose digits are not their value, so that no number is read from them."""
 _LIST = re.compile(r"\d\s*[;,]\s+[-+]?\d|\d!")
-"""Pattern of several numbers in a box, or of a factorial, which is no number either."""
+"""Pattern of several numbers in a LaTeX box, or of a factorial, from which no number is read."""
 _GROUP = r"\{(?:[^{}]|\{[^{}]*\})*\}"
 _UNREAD_BEFORE = re.compile(
     r"\\sqrt(?:\[[^]]*\])?\{[^{}]*$|\u221a\(?$|(?:\}|\\pi|\u03c0)/$"
     rf"|\\[dtc]?frac\s*(?:{_GROUP}\s*)?\{{(?:[^{{}}]|{_GROUP})*$"
-    # `1,5`, `3:30`, `1..5`, `12'34`, `x1`, `0x10`, `5(3)`, `10^{1/2}`, `log 5`
+    # Found before the last number of `1,5`, `3:30`, `1..5`, `12'34`, `x1`, `0x10`, `5(3)`, `10^{1/2}`, `log 5`
     r"|\d[,:'\u2019]$|\d\.\.$|[A-Za-z]$|\w_$|[\w)]\($|\^[{(]\s*$|(?:log|ln|sin|cos|tan)(?:_\{?\w+\}?)?[ ({]*$"
-    # `2+3`, `x-4`, `2024-01-31`, `10 - 5`, `5 x 4`, `1/2/2024`, `5\pm1`, `x > 2`
+    # Found before the last number of `2+3`, `x-4`, `2024-01-31`, `10 - 5`, `5 x 4`, `1/2/2024`, `5\pm1`, `x > 2`
     r"|[\w)\]}][-+*/\u2010-\u2013]$|[\d)\]}] ?[-+*/\u2010-\u2013xX] ?$|(?:\u00b1|\\pm) ?$"
     r"|(?:(?:\s|\d)[<>]=?|[\u2264\u2265\u2260]|\\(?:[gl]eq?|[gl]t|neq?))\s*$"
 )
 _UNREAD_AFTER = re.compile(
     r"\s*(?:\\sqrt|\\pi\b|[\u221a\u03c0])|\^(?!\{?\\circ)|[,.:'\u2019/]\d|\.\.\d"
     r"|[-\u2010-\u2013](?:\d|[a-z]\b)"
-    # `2+x`, `5 * 3`, `5 x 4`, `5\pm1`, `3k`, `$2M`, `3x`, `5i`, `2 dozen`
+    # Found after the first number of `2+x`, `5 * 3`, `5 x 4`, `5\pm1`, `3k`, `$2M`, `3x`, `5i`, `2 dozen`
     r"| ?\+ ?[\w\\(]| ?[*xX] ?\d|\*[\w\\(]| ?(?:\u00b1|\\pm)"
     r"|(?:[abeiknqrtuvwxyzBKMTX]|[bx][\dA-F]+|bn|mn|mil)(?![A-Za-z])"
     r"| ?(?:dozen|mil|bn)\b"
 )
-"""Text before or after a number that is only a part of an expression that is not evaluated, of a date, a time, a name
-or a list, or whose unit changes its value.
+"""Patterns of text before and after a number that is not read: it is a part of an expression that is not evaluated, of
+a date, a time, a name or a list, or its unit changes its value.
 """
 _POWERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _LARGE = re.compile(rf"(?<=\d) ?({'|'.join(_POWERS)})\b", re.IGNORECASE)
@@ -106,7 +106,7 @@ def last_number(text: str) -> decimal.Decimal | None:
 
 def _read_number(text: str, *, which: int) -> decimal.Decimal | None:
     boxed = last_box(text)
-    # Text in a box is read as if it followed an equals sign, where `- 5` is a number and not a list item.
+    # Text in LaTeX's \boxed is read as after an equals sign, where `- 5` is a number and not a list item.
     text = text if boxed is None else f"={boxed.lstrip()}"
     if boxed is not None and (_NO_NUMBER.search(boxed) or _LIST.search(boxed)):
         return None

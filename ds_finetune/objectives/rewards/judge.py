@@ -47,7 +47,7 @@ _FORWARDED += ["abs", "neg", "index", "reversed", "enter", "exit", "hash", "call
 _BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift")
 _ORDER = ("lt", "le", "gt", "ge")
 _DIFFERENCES = ("add", "sub", "mod", "xor", *_ORDER)
-"""Operators whose result compares a program's object with an expected value, which the object could fake."""
+"""Operators by which tests compare a program's object with an expected value; the object could fake results."""
 _TO_NUMBERS = ("abs", "bool", "float", "index", "int", "round")
 
 

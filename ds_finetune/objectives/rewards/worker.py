@@ -32,7 +32,7 @@ GRACE_SECONDS = 10.0
 ARGUMENTS = ("record", "prompt", "text", "token_ids", "finish_reason")
 """Names of the arguments with which a user's reward function may be called."""
 _READ = 100
-"""Maximum number of characters of a parsed result that are sent back."""
+"""Maximum number of characters of the result parsed from an answer that are sent to pool.py."""
 Scorer = Callable[[AnswerToScore], Outcome]
 
 
@@ -125,7 +125,7 @@ class _FileReward:
         self._names = [name for name in ARGUMENTS if takes_all or name in {each.name for each in by_name}]
 
     def __call__(self, answer: AnswerToScore) -> Outcome:
-        # The record is copied, because other rewards get it too.
+        # The data row is copied, because other rewards get it too.
         values = (deepcopy(answer.record), answer.prompt, answer.text, list(answer.ids), answer.finish)
         given = dict(zip(ARGUMENTS, values, strict=True))
         score = self._call(**{name: given[name] for name in self._names})

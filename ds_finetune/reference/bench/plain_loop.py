@@ -44,14 +44,14 @@ from ds_finetune.reference.selftest.reference_loop import auto_class
 from ds_finetune.system.versions import pip_install, requirements_of
 
 PADDED_DOCUMENTS = 8
-"""Number of documents in one forward of the PyTorch loop that pads rows."""
+"""Number of documents in one forward pass of the PyTorch loop that pads rows."""
 
 
 @dataclass(frozen=True)
 class PlainForward:
-    """Inputs of one forward of transformers' model, and labels of its tokens. `index`, int64 [rows, tokens], is the
-    number of each token's document, or -1 for padding. `targets` and `reference`, fp64 [documents], are each document's
-    target and its log-probability under the reference model. `top` has a teacher's stored distributions.
+    """Inputs of one forward pass of transformers' model, and labels of its tokens. `index`, int64 [rows, tokens], is
+    the number of each token's document, or -1 for padding. `targets` and `reference`, fp64 [documents], are each
+    document's target and its log-probability under the reference model. `top` has a teacher's stored distributions.
     """
 
     inputs: dict[str, torch.Tensor]
@@ -63,7 +63,7 @@ class PlainForward:
 
 
 def packed_forwards(batch: Batch) -> list[PlainForward]:
-    """Forwards with the engine's own packed rows. Positions restart at each document."""
+    """Inputs of forward passes over rows as the engine packs them. Positions restart at each document."""
     return [_packed(micro) for micro in batch.micro]
 
 
@@ -77,7 +77,7 @@ def _packed(micro: MicroBatch) -> PlainForward:
 
 
 def padded_forwards(batch: Batch) -> list[PlainForward]:
-    """Forwards with one document per row and at most `PADDED_DOCUMENTS` rows, padded to the longest document."""
+    """Inputs of forward passes with a document per row and at most `PADDED_DOCUMENTS` rows, padded to the longest."""
     documents = [document for micro in batch.micro for document in _documents(micro)]
     return [
         _padded(documents[start : start + PADDED_DOCUMENTS]) for start in range(0, len(documents), PADDED_DOCUMENTS)
@@ -282,7 +282,7 @@ class PlainLoop:
 
     @torch.no_grad()
     def _with_reference(self, part: PlainForward) -> PlainForward:
-        """Add reference log-probabilities to a forward, if the reference is the model with its adapters disabled."""
+        """Add reference log-probabilities to the inputs, if the reference is the model with its adapters disabled."""
         if not self._objective.reference_from_adapters:
             return part
         with self._lm.disable_adapter():

@@ -45,7 +45,7 @@ def add_layer(model: PreTrainedModel) -> nn.Module:
     for key in ("layer_types", "mlp_layer_types"):
         if getattr(config, key, None):
             setattr(config, f"mtp_{key}", getattr(config, key)[-1:])
-    # The layer takes its kind of indexer from the first layer, which always has one.
+    # The prediction layer takes its kind of indexer from the model's first layer, which always has one.
     layer: Any = MtpModel(model, 1).layers[0]
     block = layer.mtp_block
     # Layers of glm_moe_dsa also return the tokens that their indexer chose, which must not be passed on.
@@ -98,8 +98,8 @@ def add_random_layer(model: PreTrainedModel) -> None:
 
 
 class PlainMtp:
-    """The multi-token prediction layer of a transformers model, with weights from the model's folder. Each forward of
-    the model must have one unpadded document.
+    """The multi-token prediction layer of a transformers model, with weights from the model's folder. Each forward pass
+    of the model must have one unpadded document.
     """
 
     def __init__(self, model: PreTrainedModel, folder: Path, section: MtpConfig) -> None:
@@ -177,7 +177,7 @@ class PlainMtp:
 
 
 class PlainRouters:
-    """Hooks that balance the routers of a transformers model. Each forward must have one unpadded document."""
+    """Hooks that balance the routers of a transformers model. A forward pass must have one unpadded document."""
 
     def __init__(self, model: nn.Module, plan: RouterPlan) -> None:
         self._plan = plan

@@ -94,7 +94,7 @@ _WHOLE_BLOCKS = {
     "v_head_dim": 16,
     "num_attention_heads": 4,
 }
-"""Sizes of a tiny model. Rows of its weights, except experts, divide into quantisation blocks of 64 elements."""
+"""Sizes of a tiny model whose weights, except experts, have rows of whole quantisation blocks of 64 elements."""
 _ACCUMULATION = 2
 _ROUTER_SCALE = 16.0
 """Factor on the router weights of tiny models. Randomly initialised routers score all experts nearly equally, so that
@@ -310,7 +310,7 @@ def _cases_of_run(run: RunSettings, world: World, device: str) -> list[LayoutCas
         attention = run.model.attention if precision == chosen else "sdpa"
         tree |= {"model": {"path": "", "attention": attention, "loss": run.model.loss}, "deepspeed": choices}
         tree |= {
-            # The number of samples in a batch of any layout is a multiple of a group of two answers.
+            # Every layout's batch then has a whole number of groups, since a group has two answers.
             "objective": run.objective.model_dump() | ({"group_size": 2} if is_grpo(run.objective) else {}),
             "router": run.router and run.router.model_dump(),
         }
