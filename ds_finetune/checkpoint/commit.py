@@ -232,7 +232,7 @@ class JobDone:
 def commit(job: CommitJob, keep_waiting: Callable[[], bool]) -> Path:
     """Complete a checkpoint: when all its files are on the disk, rename its folder to `step-N`. Returns the new path.
     Only a folder with such a name counts as a checkpoint. Before the rename, the texts of `job` are written, its files
-    are linked, the parts of other ranks are awaited, and a manifest of all files is written. TimeoutError if
+    are linked, the part files of other ranks are awaited, and a manifest of all files is written. TimeoutError if
     `keep_waiting` returns False while parts are missing. An older folder of the same step is removed at the end.
     """
     partial, manifest = job.partial, job.manifest

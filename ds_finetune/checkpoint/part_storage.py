@@ -166,8 +166,8 @@ class PartReader:
         self._bounds: dict[str, np.ndarray] = {}
 
     def copy(self, key: str, chunk: Chunk, target: torch.Tensor) -> int:
-        """Copy a chunk of the tensor `key` from the parts to `target`, which has the chunk's sizes. Returns the number
-        of copied elements. It is smaller than the chunk if some elements are in no part file.
+        """Copy a chunk of the tensor `key` from the part files to `target`, which has the chunk's sizes. Returns the
+        number of copied elements. It is smaller than the chunk if some elements are in no part file.
         """
         copied = 0
         for part, item in self._near(key, chunk):
@@ -231,8 +231,9 @@ def _chunks_to_write(group: StateGroup, portion: tuple[int, int]) -> Iterator[tu
 
 
 def read_state_groups(groups: Sequence[StateGroup], reader: PartReader, *, absent: str) -> None:
-    """Read the state `groups` of this rank, slice by slice, from the parts of a checkpoint. CheckpointError if a tensor
-    is missing, has another shape, or is in parts that are not available; the message names these as `absent`.
+    """Read the state `groups` of this rank, slice by slice, from the part files of a checkpoint. CheckpointError if a
+    tensor is missing, has another shape, or is in part files that are not available; the message names these as
+    `absent`.
     """
     for group in groups:
         with group.opened(True) as read:

@@ -1,9 +1,9 @@
 """Writer process, which writes a rank's part of each checkpoint to the disk while training continues.
 
-It is started as `python -m ds_finetune.checkpoint.part_writer_process MEMORY PIPE`. Jobs (commit.py) arrive on the
-file descriptor PIPE, and replies are sent over it. It does not import torch: it copies bytes from shared memory (file
-descriptor MEMORY) to the file. On the leader (folder.py) it also waits for the parts of other ranks and commits the
-checkpoint.
+It is started as `python -m ds_finetune.checkpoint.part_writer_process MEMORY PIPE`. Jobs (commit.py) arrive on the file
+descriptor PIPE, and replies are sent over it. It does not import torch: it copies bytes from shared memory (file
+descriptor MEMORY) to the file. On the leader (folder.py) it also waits for the part files of other ranks and commits
+the checkpoint.
 """
 
 import mmap
@@ -93,8 +93,8 @@ def main() -> None:
 
 
 def _wait_condition(jobs: _JobQueue, partial: Path) -> Callable[[], bool]:
-    """Return a function that says whether to keep waiting for the parts of other ranks: until the rank sends
-    StopWaiting or, if the rank has exited, as long as the parts grow.
+    """Return a function that says whether to keep waiting for the part files of other ranks: until the rank sends
+    StopWaiting or, if the rank has exited, as long as the files grow.
     """
     size, since = -1, time.monotonic()
 

@@ -114,7 +114,7 @@ class WriterProcess:
         self._send(job)
 
     def stop_waiting(self) -> None:
-        """Make the writer process stop waiting for the parts of other ranks. The commit then fails."""
+        """Make the writer process stop waiting for the part files of other ranks. Its commit then fails."""
         self._send(StopWaiting())
 
     def _send(self, message: Job | StopWaiting) -> None:

@@ -30,7 +30,7 @@ from ds_finetune.errors import CheckpointError
 
 @dataclass(frozen=True)
 class UsableCheckpoint:
-    """An undamaged checkpoint and the run's state. `passed_over` has a line for each newer, unusable checkpoint."""
+    """An undamaged checkpoint with its run's state. `passed_over` has a line for each newer, unusable checkpoint."""
 
     folder: Path
     manifest: Manifest
@@ -84,7 +84,7 @@ def named_checkpoint(checkpoints: CheckpointFolder, path: Path) -> UsableCheckpo
 def restore_engine(engine: Engine, checkpoints: CheckpointFolder, usable: UsableCheckpoint) -> dict[str, Any]:
     """Restore `engine` from a checkpoint; collective. Returns the state that this rank saved for itself, e.g. its
     random state. That state is empty if ranks or mesh have changed. CheckpointError on every rank if a tensor is
-    missing, has another shape, or is in a part that is not available.
+    missing, has another shape, or is in a part file that is not available.
     """
     error, state = None, engine.state
     manifest, saved = usable.manifest, usable.state
@@ -113,7 +113,7 @@ def _usable(folder: Path, skipped: tuple[str, ...]) -> UsableCheckpoint:
 
 
 def _problems(checkpoints: CheckpointFolder, folder: Path) -> list[str]:
-    """Problems of a checkpoint that any rank has found; each rank checks some of the files."""
+    """Lines on problems of a checkpoint that any rank has found; each rank checks a share of its files."""
     try:
         manifest = Manifest.read(folder)
     except CheckpointError as error:

@@ -1,4 +1,4 @@
-"""Saves checkpoints: each rank writes its part, then the leader of each folder commits the checkpoint.
+"""Saves checkpoints: each rank writes its part of the state, then the leader of each folder commits the checkpoint.
 
 In an asynchronous save the rank only copies its part to shared memory and continues; its writer process
 (part_writer_process.py) writes the file. In a synchronous save the rank writes the file itself (`write_part`).
@@ -36,7 +36,7 @@ from ds_finetune.errors import CheckpointError
 
 _POLL_SECONDS = 0.005
 _COMMIT_SECONDS = 600.0
-"""Seconds that the leader waits in a synchronous save for the parts of the other ranks."""
+"""Seconds that the leader waits in a synchronous save for the part files of the other ranks."""
 
 
 @dataclass

@@ -74,8 +74,8 @@ class BaseFolder:
 
     def with_base_tensors(self, parts: FolderParts, *, without: Collection[str] = ()) -> tuple[FolderParts, list[str]]:
         """Add the base model's `unbuilt` tensors, except the names in `without`, to the contents `parts` of an export.
-        Returns the new contents, and notes for the user. A tensor that equals the base's embedding or head becomes a
-        copy of the trained one. In FP8, unchanged blocks are copied from this base or from `parts.fp8_base`.
+        Returns the new contents, and notes for the user. A tensor that equals the base model's embedding or head
+        becomes a copy of the trained one. In FP8, unchanged blocks are copied from this base or from `parts.fp8_base`.
         """
         parts, notes = self.with_copies(parts, [key for key in self.unbuilt if key not in without])
         if self.hub.published:

@@ -44,7 +44,7 @@ from ds_finetune.model.weights.names import hub_pieces, is_kept_in_fp32
 
 __all__ = ["check_model", "load_model", "load_scorer", "verify", "write"]
 _FORMAT = "compressed-tensors 1"
-"""Name and version of the format in the record of an exported folder."""
+"""Name and version of this export format in the records of exported folders."""
 verify = partial(verify_files, kind=_FORMAT)
 _WEIGHT = ".weight"
 _CHUNK_NUMEL = 2**22
@@ -230,7 +230,7 @@ def _compare(source: Path, folder: Path, out: Path, dtype: str, weights: frozens
     loaded, info = AutoModelForCausalLM.from_pretrained(
         out, dtype=torch.bfloat16, trust_remote_code=False, output_loading_info=True
     )
-    # Loss is measured before weights are compared, because transformers dequantises weights in the first forward.
+    # Loss is measured before weights are compared, since transformers dequantises weights in the first forward pass.
     sizes = [sum(file.stat().st_size for file in each.glob("*.safetensors")) for each in (folder, out)]
     cost = quantisation_loss(dtype, source, plain, loaded.eval(), (sizes[0], sizes[1]))
     family, problems = family_of(plain.config.model_type), [str(key) for key in info["missing_keys"]]

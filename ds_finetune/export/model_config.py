@@ -27,7 +27,7 @@ _UNSCALED_KEYS = ("rope_theta", "partial_rotary_factor")
 
 
 def served_config(config: Mapping[str, Any], family: Family, keys: Collection[str]) -> dict[str, Any]:
-    """The config.json of an exported folder with the tensors `keys`, made from the base's `config`. It has no
+    """The config.json of an exported folder with the tensors `keys`, made from the base model's `config`. It has no
     quantisation keys.
 
     `auto_map` is removed, because transformers has the class and the code is not exported. Missing keys that `family`
@@ -86,9 +86,9 @@ def write_files(folder: Path, files: Iterable[Path], texts: Mapping[str, str]) -
 
 
 def config_changes(config: Mapping[str, Any], files: Iterable[Path], keys: Collection[str]) -> list[str]:
-    """Notes for the user on how the exported configuration differs from the base's: prediction layers, and Python code
-    that `auto_map` names. `config` and `files` are the base's config.json and other files; `keys` are the tensors to be
-    written.
+    """Notes for the user on how the exported configuration differs from the base model's: prediction layers, and Python
+    code that `auto_map` names. `config` and `files` are the base model's config.json and other files; `keys` are the
+    tensors to be written.
     """
     configured, written = config.get(PREDICTION_LAYERS), _prediction_layers(config, keys)
     lines = (

@@ -149,7 +149,7 @@ class FolderParts:
     @cached_property
     def base_section(self) -> Mapping[str, Any] | None:
         """The `quantization_config` of the base model; None if it is not in FP8. The config.json beside a run's
-        checkpoint lacks this section, so it is also searched in the base's folder.
+        checkpoint lacks this section, so it is also searched in the base model's folder.
         """
         given: Mapping[str, Any] | None = self.config.get(SECTION)
         if given is not None or self.fp8_base is None:
@@ -173,7 +173,7 @@ class FolderParts:
         return key.removesuffix(_WEIGHT) + self.family.fp8_scale
 
     def in_fp4(self, key: str) -> bool:
-        """Whether the tensor `key` is written in FP4, because the base model has it in FP4."""
+        """Whether the tensor `key` is written in FP4, as it is in the base model."""
         return self.is_fp8 and self.fp8_base is not None and self.fp8_base.fp4(key) is not None
 
     def in_fp8(self, key: str, shape: tuple[int, ...]) -> bool:

@@ -33,7 +33,7 @@ from ds_finetune.model.build.dtypes import PRECISION_DTYPES
 from ds_finetune.model.weights.names import hub_pieces
 
 _FORMAT = "adapter 1"
-"""Name and version of the format in the record of an exported folder."""
+"""Name and version of this export format in the records of exported folders."""
 verify = partial(verify_files, kind=_FORMAT)
 _MERGE = "merge the adapter into its base: ds-finetune export ADAPTER OUT --base MODEL"
 

@@ -84,7 +84,7 @@ MEAN_VARIANTS = ("ipo", "sigmoid_norm")
 
 
 class DirectPreference(PairObjective):
-    """DPO and its variants: a loss of the log-ratios of both answers to the reference model."""
+    """DPO and its variants: a loss computed from the log-ratios of a pair's answers to the reference model."""
 
     def __init__(self, section: DpoObjective) -> None:
         super().__init__(section.name, beta=section.beta, nll_weight=section.nll_weight)

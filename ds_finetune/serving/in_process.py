@@ -94,7 +94,7 @@ def _room(tokens: int, context: float) -> float:
 
 
 def classify(folder: Path, texts: Sequence[str]) -> list[dict[str, float]]:
-    """Probability of each class by name, for each text. A regression model gives one number by its label's name.
+    """Probability of each class by name, for each text. A regression model gives one number, under its label.
 
     Texts are tokenised as in a pipeline of transformers. ExportError for a reward model, whose input is a dialogue.
     """

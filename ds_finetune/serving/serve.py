@@ -31,7 +31,7 @@ from ds_finetune.system.versions import check_versions
 _SERVING = ("fastapi", "uvicorn", "pydantic", "openai")
 """Packages that `transformers serve` imports (transformers 5.23, utils/import_utils.py:972)."""
 API_KEY = "DS_FINETUNE_API_KEY"
-"""Environment variable with the API key of requests, since other users can read the options of a command."""
+"""Environment variable with the API key of requests; other users of the machine could read an option."""
 QUEUE, REQUEST_SECONDS = 16, 600.0
 """Default values of the options --queue and --request-seconds."""
 _POLL_SECONDS = 0.3

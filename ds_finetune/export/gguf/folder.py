@@ -28,7 +28,7 @@ from ds_finetune.families.table import family_of
 from ds_finetune.model.build.hub_folder import HubFolder
 
 _FORMAT = "gguf 1"
-"""Name and version of the format in the record of an exported folder."""
+"""Name and version of this export format in the records of exported folders."""
 
 
 def write(source: Path, out: Path, options: ExportOptions) -> ExportResult:

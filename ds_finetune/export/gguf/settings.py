@@ -103,8 +103,7 @@ def _latent_heads(config: PretrainedConfig) -> dict[str, Any]:
     """Settings of multi-head latent attention. In llama.cpp it has one key/value head, as wide as the cached latent."""
     return {
         "head_count_kv": 1,
-        # Needed even if 0: without the key llama.cpp reads 26, 27 or 48 layers only (src/models/deepseek2.cpp,
-        # is_lite).
+        # The key is needed: without it llama.cpp reads only 26, 27 or 48 layers (src/models/deepseek2.cpp, is_lite).
         "q_lora_rank": config.q_lora_rank or 0,
         "kv_lora_rank": config.kv_lora_rank,
         "key_length": config.kv_lora_rank + config.qk_rope_head_dim,

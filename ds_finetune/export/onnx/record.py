@@ -13,7 +13,7 @@ from ds_finetune.export.onnx import MODEL
 from ds_finetune.export.onnx.comparison import Case, Reference, compare, is_sampled
 
 FORMAT = "onnx 3"
-"""Name and version of the format in the record of an exported folder."""
+"""Name and version of this export format in the records of exported folders."""
 _SAMPLED_LOGITS = 1024
 """Minimum number of logits recorded per position. It is raised until every row of the head is recorded."""
 
@@ -36,14 +36,14 @@ def write_record(folder: Path, reference: Reference, about: Mapping[str, Any]) -
 
 
 def reference_of(tree: Mapping[str, Any]) -> Reference:
-    """The recorded results of plain transformers, from the parsed record `tree`."""
+    """The recorded results of plain transformers, from the parsed verification record `tree`."""
     dtypes = {"tokens": np.int64, "leads": np.float32, "chosen": np.int64}
     arrays = {name: None if tree[name] is None else np.array(tree[name], kind) for name, kind in dtypes.items()}
     return Reference(tuple(map(_case_from, tree["cases"])), tree["experts"], **arrays, program=tree["program"])
 
 
 def compare_with_record(folder: Path, tree: Mapping[str, Any]) -> Findings:
-    """Compare logits and greedy tokens of ONNX Runtime with the results in the record `tree`."""
+    """Compare logits and greedy tokens of ONNX Runtime with those in the parsed verification record `tree`."""
     comparison = compare(folder, reference_of(tree))
     return list(comparison.failures), [comparison.line()]
 

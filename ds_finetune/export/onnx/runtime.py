@@ -97,7 +97,7 @@ class OnnxScorer:
         self.names = [entry.name for entry in self._session.get_inputs()]
 
     def logits(self, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Logits, fp32 [rows, labels], of `inputs`, int64 [rows, tokens]. Inputs that the graph lacks are ignored."""
+        """Logits, fp32 [rows, labels], of `inputs` by name, int64 [rows, tokens]. Ones not in the graph are ignored."""
         (logits,) = self._session.run(["logits"], {name: inputs[name] for name in self.names})
         return logits.astype(np.float32)  # type: ignore[no-any-return]
 

@@ -73,7 +73,7 @@ def read_checkpoint(folder: Path) -> tuple[TensorSource, frozenset[str]]:
 
 @dataclass(frozen=True)
 class OpenedSource:
-    """A folder opened for an export: its tensors, and where its configuration, tokenizer and base are."""
+    """A folder opened for an export: its tensors, and where its configuration, tokenizer and base model are."""
 
     source: TensorSource
     folders: tuple[Path, ...]
@@ -88,8 +88,8 @@ class OpenedSource:
     """Folder of the base model from which training started, if it is known and on this machine."""
     why_no_base: str = "no --base was given"
     has_own_config: bool = False
-    """Whether only the source's own config.json and tokenizer fit, because its vocabulary is larger than the base's or
-    it is a classifier.
+    """Whether only the source's own config.json and tokenizer fit, because its vocabulary is larger than the base
+    model's or it is a classifier.
     """
 
     @property
@@ -219,7 +219,7 @@ class _Adapters:
     names: Collection[str]
     factors: Callable[[str], Factors]
     trained: TensorSource | None
-    """Fully trained tensors, e.g. a classification head, which replace the base's tensors; None if there are none."""
+    """Fully trained tensors, e.g. a classification head, which replace the base model's; None if there are none."""
 
 
 def _merged_source(
@@ -277,7 +277,7 @@ def _open_merged(base: Path, adapters: _Adapters, *, config_folder: Path, label:
     is_own = holds_classifier(config_folder)
     unused: set[str] = set()
     if is_own:
-        # A classifier does not use the base's language-model head and multi-token prediction layers.
+        # A classifier does not use the base model's language-model head and multi-token prediction layers.
         spec = read_model_spec(config_folder)
         unused = hub.shapes.keys() - spec.shapes.keys() - spec.published_shapes().keys()
     source = _merged_source(hub_source(hub, family), adapters, family, label=label, without=unused)
@@ -310,7 +310,7 @@ KINDS: Mapping[str, tuple[Callable[[Path], bool], Callable[[Path, Path | None], 
     "an adapter (adapter_config.json)": (is_peft_adapter, open_adapter),
     "a model (config.json and *.safetensors)": (is_model, open_model),
 }
-"""Kinds of folders by their names in messages: function that recognises a folder, and function that opens it."""
+"""Kinds of folders that `export` reads, by name in messages: a function that recognises one, and one that opens it."""
 
 
 def open_source(path: Path, base: Path | None = None) -> OpenedSource:

@@ -108,7 +108,7 @@ def _run(command: list[str], environ: dict[str, str], line: PhaseLine) -> subpro
 
 
 def compare_logits(record: ExportRecord, loaded: LoadedFolder) -> tuple[list[str], list[str]]:
-    """Compare an exported folder's logits with its record's. Returns lines on differences and on what was compared."""
+    """Compare a folder's logits with its verification record's. Returns lines on differences and what was compared."""
     report, logits = loaded.report, loaded.logits
     assert logits is not None
     name = f"{report['versions']} in {report['dtype']} on {report['device']}, without ds_finetune"
@@ -150,7 +150,7 @@ def compare_padding(record: ExportRecord, loaded: LoadedFolder) -> tuple[list[st
 
 
 def compare_tokens(record: ExportRecord, loaded: LoadedFolder) -> tuple[list[str], list[str]]:
-    """Compare token ids by an exported tokenizer with its folder's record. Returns lines on differences and matches."""
+    """Compare an exported tokenizer's token ids with its folder's record. Returns lines on differences and matches."""
     count = len(record.texts)
     if not count:
         return [], []

@@ -196,8 +196,8 @@ def _dequantise_fp4(packed: torch.Tensor, scale: torch.Tensor, generator: torch.
 
 
 def _tokenise(folder: Path, config: PretrainedConfig, record: dict[str, Any]) -> dict[str, list[list[int]]]:
-    """Token ids that the folder's tokenizer gives for the record's texts, when it is called as a pipeline calls it.
-    Texts are tokenised as they are and, if the record has such ids, as a user's message in the chat template.
+    """Token ids that an exported tokenizer gives for the texts of the verification record, when called as by a
+    pipeline. Texts are tokenised as they are and, if the record has such ids, as a user's message in the chat template.
     """
     texts = record.get("texts") or []
     if not texts:

@@ -96,7 +96,7 @@ class ExportRecord:
     """Token ids of `texts` as a user's message in the chat template, up to the answer."""
 
     def with_tokens(self, prompts: PromptFormat, tokenizer: PreTrainedTokenizerBase) -> "ExportRecord":
-        """This record with token ids of sample texts, plain and in `prompts`' format, for a language model."""
+        """This record of a language model's export, with token ids of sample texts in the format `prompts` added."""
         texts = tuple(PROBES.values())
         chats = tuple(tuple(prompts.chat_ids(tokenizer, text)) for text in texts)
         return replace(

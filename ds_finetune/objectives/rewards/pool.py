@@ -174,7 +174,7 @@ class PendingScores:
             future.cancel()
 
     def is_scored(self, *, within: float) -> bool:
-        """True if all answers are scored or a reward failed on one; waits at most `within` seconds for that."""
+        """Wait at most `within` seconds for all answers. True if all are scored, or if a reward failed on one."""
         done, pending = wait(self._futures, within)
         parts = (part for future in done if not future.cancelled() for part in future.result())
         return not pending or any("error" in part for part in parts)

@@ -36,7 +36,7 @@ _LAYOUTS: dict[str, Layout] = {"plain loop, padded": padded_forwards, "plain loo
 
 @dataclass(frozen=True)
 class SpeedComparison:
-    """Seconds of each timed step of each candidate (the engine and the loops), number of tokens of these steps, and
+    """Timing of the candidates (the engine and the loops): seconds of each step, number of tokens of these steps, and
     largest relative difference of losses. Tokens are the supervised ones, or all if the objective has no supervised
     tokens.
     """
@@ -64,11 +64,11 @@ def compare_step_speed(resolved: ResolvedRun, *, steps: int, say: Say) -> SpeedC
     """Time `steps` optimizer steps of a run, in turns with PyTorch loops over the same documents, after one warm-up
     step.
 
-    The loops are transformers' model with the logits of all tokens and torch's AdamW: one over padded
-    documents, eight per forward, and for language models one over the same packed rows. All candidates
-    start from the same weights, and adapters are peft's. Log-probabilities of a reference model are
-    computed in advance, or by every candidate with its adapters disabled. ConfigError if there are
-    several processes, or if adapters are trained and peft is not installed.
+    The loops are transformers' model with the logits of all tokens and torch's AdamW: one over padded documents, eight
+    per forward pass, and for language models one over the same packed rows. All candidates start from the same weights,
+    and adapters are peft's. Log-probabilities of a reference model are computed in advance, or by every candidate with
+    its adapters disabled. ConfigError if there are several processes, or if adapters are trained and peft is not
+    installed.
     """
     world = resolved.plan.world
     world.set_environment(os.environ)

@@ -35,7 +35,7 @@ from ds_finetune.reference.selftest.cells import SAMPLES, TINY_MODELS, samples
 
 def add_layer(model: PreTrainedModel) -> nn.Module:
     """Add a multi-token prediction layer with uninitialised weights to `model`, under its published names. Returns
-    transformers' module of the layer, which shares these weights. The forward of `model` does not run the layer.
+    transformers' module of the layer, which shares these weights. The forward pass of `model` does not run the layer.
     """
     config: Any = model.config
     if family_of(config.model_type).compresses:
@@ -130,8 +130,8 @@ class PlainMtp:
             yield from self._model.get_submodule(self.prefix[:-1]).parameters()
 
     def loss(self, ids: np.ndarray, labels: np.ndarray) -> torch.Tensor:
-        """Weighted multi-token prediction loss of the document of the latest forward, summed over tokens (scalar). It
-        is the cross entropy of the token after the next one (DeepSeek-V3, arXiv 2412.19437, eq. 24).
+        """Weighted multi-token prediction loss of the document of the latest forward pass, summed over tokens (scalar).
+        It is the cross entropy of the token after the next one (DeepSeek-V3, arXiv 2412.19437, eq. 24).
         """
         logits = self.logits(torch.from_numpy(ids).long())
         targets = torch.from_numpy(labels).long()[1:]
@@ -145,12 +145,12 @@ class PlainMtp:
         return mean
 
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
-        """Logits of the token after the next, [tokens - 1, vocabulary]; `ids` are the tokens of the latest forward."""
+        """Logits of the token after the next, [tokens - 1, vocabulary]; `ids` are of the latest forward pass."""
         head = self._model.lm_head.weight
         return functional.linear(self.states(ids), head.detach() if self._section.detach else head)
 
     def states(self, ids: torch.Tensor) -> torch.Tensor:
-        """The prediction layer's output before the head, [tokens - 1, width]; `ids` are the latest forward's tokens."""
+        """The prediction layer's output before the head, [tokens - 1, width]; `ids` are of the latest forward pass."""
         embedded, hidden = self._model.get_input_embeddings()(ids[None, 1:]), self._hidden[:, :-1]
         if self._section.detach:
             embedded, hidden = embedded.detach(), hidden.detach()

@@ -139,7 +139,7 @@ def reference_steps(  # noqa: PLR0913
     reference: np.ndarray | None = None,
     mtp: PlainMtp | None = None,
 ) -> Steps:
-    """Take optimizer steps on all samples, one unpadded sample per forward, with transformers' logits."""
+    """Take optimizer steps on all samples, one unpadded sample per forward pass, with transformers' logits."""
     model.train()
     routers = None if router is None else PlainRouters(model, router)
     optim = optimizer(model)
