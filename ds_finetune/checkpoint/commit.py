@@ -233,7 +233,7 @@ def commit(job: CommitJob, keep_waiting: Callable[[], bool]) -> Path:
     """Complete a checkpoint: when all its files are on the disk, rename its folder to `step-N`. Returns the new path.
     Only a folder with such a name counts as a checkpoint. Before the rename, the texts of `job` are written, its files
     are linked, the part files of other ranks are awaited, and a manifest of all files is written. TimeoutError if
-    `keep_waiting` returns False while parts are missing. An older folder of the same step is removed at the end.
+    `keep_waiting` returns False while part files are missing. An older folder of the same step is removed at the end.
     """
     partial, manifest = job.partial, job.manifest
     sums = {name: write_checksummed(partial / name, [text.encode()]) for name, text in job.texts.items()}

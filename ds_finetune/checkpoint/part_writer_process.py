@@ -78,7 +78,7 @@ def main() -> None:
                     # times as long as later ones.
                     os.posix_fallocate(memory, 0, max(1, job.num_bytes))
                 case WriteJob():
-                    # The map is not closed: after a failure the traceback still refers to it, and close() would raise.
+                    # The map is not closed: the traceback of a failure still refers to it, and close() would raise.
                     staged = mmap.mmap(memory, job.num_bytes, access=mmap.ACCESS_READ)
                     mark_part_written(job.part, write_checksummed(job.part, byte_pieces(memoryview(staged))))
                     if job.commit is not None:

@@ -162,7 +162,7 @@ class WriterProcess:
             del values
 
     def close(self) -> None:
-        """Let the process end after its last job, and wait some seconds for it."""
+        """Let the writer process end after its last job, and wait some seconds for that."""
         if self._process is not None and self._pipe is not None:
             self._pipe.close()
             with suppress(subprocess.TimeoutExpired):

@@ -107,7 +107,7 @@ class Saver:
         return time.perf_counter() - began
 
     def settle(self, *, wait: bool = False) -> SaveResult | None:
-        """The result of the save in progress once every rank has finished, else None. `wait` blocks until then."""
+        """The result of the save in progress once every rank has finished, else None. With `wait`, block until then."""
         while (pending := self._pending) is not None:
             pending.errors += self._process.errors() if self.is_asynchronous else []
             is_busy, has_failed = all_reduce_max(

@@ -23,7 +23,7 @@ from ds_finetune.errors import CheckpointError
 from ds_finetune.system.whole_file import synchronise
 
 CHECKPOINTS = "checkpoints"
-"""Name of the folder with the checkpoints in the folder of a run."""
+"""Name of the subfolder of a run's folder that has its checkpoints."""
 BASE = "base"
 """Name of the folder, in a run and in each checkpoint, with the files other than weights that an export needs."""
 Pair = tuple[str, str]

@@ -27,7 +27,7 @@ class Agreement:
     chats: int
     texts: int
     note: str
-    """Note for the user on texts that the program tokenises otherwise than transformers; empty if there are none."""
+    """Note for the user on texts that the compared program tokenises otherwise; empty if there are none."""
 
 
 def is_sentencepiece(tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -191,7 +191,7 @@ def _with_template(
 def _agreeing(
     files: Mapping[str, Path], changed: Mapping[str, str], encode: Encode, samples: Sequence[tuple[str, str | None]]
 ) -> list[tuple[str, str | None]]:
-    """The samples for which plain transformers gives the token ids of `encode`, with the changed tokenizer files."""
+    """The sample texts for which plain transformers, with the changed tokenizer files, gives the ids of `encode`."""
     with tempfile.TemporaryDirectory() as folder:
         for name, path in files.items():
             if "/" not in name:

@@ -68,7 +68,7 @@ class ExportResult:
     notes: tuple[str, ...] = ()
     """Lines for the user on comparisons and on surprising results, e.g. tensors that were copied from the base."""
     verdict: "VerificationResult | None" = None
-    """The result of verifying the folder; None if it was not verified."""
+    """The result of verifying the exported folder; None if it was not verified."""
 
     def lines(self) -> list[str]:
         """Lines for the terminal that describe the exported folder."""
@@ -140,7 +140,7 @@ class ExportFormat:
     is_of_model: bool = True
     """Whether the format contains the full model, and not only adapters. `export.formats` accepts only such formats."""
     has_card: bool = False
-    """Whether a model card is written to the folder."""
+    """Whether an export in this format gets a model card."""
 
     @property
     def wheels(self) -> str:

@@ -128,7 +128,7 @@ class FolderParts:
     fp8_base: HubFolder | None = None
     """FP8 folder of the base model. Blocks that equal its blocks are copied byte for byte."""
     base_tensors: Sequence[HubTensor] = ()
-    """Tensors of the base for which transformers' class has no module. They follow the model's tensors."""
+    """Tensors of the base model without a module in transformers' class. They follow the model's tensors."""
     copy_base_tensors: Callable[[ShardWriter], object] | None = None
     """Function that writes `base_tensors`; None if there are none."""
     composite: HubFolder | None = None
@@ -163,7 +163,7 @@ class FolderParts:
         return self.is_fp8 and (self.base_section or {}).get(_SCALE_FORMAT) == _POWERS_OF_TWO
 
     def scale_dtype(self, key: str) -> torch.dtype:
-        """Dtype of the scales of the FP8 weight `key`: one exponent byte if the base stores it so, else fp32."""
+        """Dtype of the scales of the FP8 weight `key`: an exponent byte if the base model has those, else fp32."""
         base = self.fp8_base
         is_byte = base is not None and base.is_fp8(key) and base.scale_dtype(key) == BYTE_SCALE
         return BYTE_SCALE if is_byte and self.has_scales_of_two else torch.float32
@@ -249,7 +249,7 @@ def folder_writer(
     names = parts.composite.published if parts.composite is not None else {}
     fused = parts.composite.fused if parts.composite is not None else {}
     all_tensors = [replace(each, key=names.get(each.key, (each.key,))[0]) for each in all_tensors] + parts.other_parts
-    # A file may store all experts of a layer as one tensor, so equal names are merged.
+    # A file may store all experts of a layer as one tensor, so equal names of stored tensors are merged.
     all_tensors = [*{each.key: replace(each, shape=fused.get(each.key, each.shape)) for each in all_tensors}.values()]
     with replaced_folder(out) as partial:
         with closing(ShardWriter(partial, plan_shards(all_tensors, max_shard_bytes), names)) as writer:

@@ -136,7 +136,7 @@ class ShardWriter:
                 file.close(is_full=True)
 
     def finish(self) -> None:
-        """Write the index if there are several files. ExportError if a tensor was not written exactly once."""
+        """Write the index of tensors if there are several files. ExportError if not every tensor was written once."""
         incomplete = [key for key, progress in self._progress.items() if not progress.is_complete()]
         if incomplete:
             shown = ", ".join(

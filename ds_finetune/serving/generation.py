@@ -61,7 +61,7 @@ class GenerationStopper:
         self._set_terminate(terminate=False)
 
     def _set_terminate(self, *, terminate: bool) -> None:
-        # ONNX Runtime runs a forward pass as one call, which checks this flag between operators.
+        # ONNX Runtime runs a forward pass as one call, which checks `terminate` between operators.
         if self._options is not None:
             self._options.terminate = terminate
 
@@ -79,7 +79,7 @@ class QueueLimits:
 
 
 class RequestQueue:
-    """Answers requests one at a time in the order of arrival. `idle()` is awaited until the model is idle."""
+    """Answers requests one at a time in the order of arrival. Awaiting `idle()` waits until the model is idle."""
 
     def __init__(self, limits: QueueLimits, stopper: GenerationStopper, idle: Callable[[], Awaitable[Any]]) -> None:
         self._limits, self._stopper, self._idle = limits, stopper, idle

@@ -27,7 +27,7 @@ def check_settings(config: PretrainedConfig, family: Family) -> None:
     values = [(name, getattr(config, name, supported[0]), supported) for name, supported in allowed.items()]
     values.append(("rope_type", rope["rope_type"], kinds))
     if hasattr(config, "kv_lora_rank") and rope["rope_type"] == "yarn":
-        # llama.cpp scales attention scores by mscale_all_dim, but not cosines and sines, so both factors must be equal.
+        # llama.cpp scales attention scores by mscale_all_dim, but not cosines and sines, so mscale must equal it.
         ratio = _yarn_factor(config) if rope.get("mscale_all_dim") else None
         values.append(("the ratio of YaRN's mscale and mscale_all_dim", ratio, (1.0,)))
     if rope["rope_type"] == "yarn":
@@ -103,7 +103,7 @@ def _latent_heads(config: PretrainedConfig) -> dict[str, Any]:
     """Settings of multi-head latent attention. In llama.cpp it has one key/value head, as wide as the cached latent."""
     return {
         "head_count_kv": 1,
-        # The key is needed: without it llama.cpp reads only 26, 27 or 48 layers (src/models/deepseek2.cpp, is_lite).
+        # Without q_lora_rank llama.cpp reads only 26, 27 or 48 layers (src/models/deepseek2.cpp, is_lite).
         "q_lora_rank": config.q_lora_rank or 0,
         "kv_lora_rank": config.kv_lora_rank,
         "key_length": config.kv_lora_rank + config.qk_rope_head_dim,

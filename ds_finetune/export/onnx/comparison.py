@@ -55,7 +55,7 @@ SCORED = (
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """Rows of random tokens, and the fp32 logits that plain transformers computes for them."""
+    """A test input: rows of random tokens, and the fp32 logits that plain transformers computes for them."""
 
     name: str
     """Name of this test input in messages."""
@@ -70,7 +70,7 @@ class Case:
     `stride` above 1, only some of them are compared.
     """
     stride: int = 1
-    """Distance between the compared logits of one position; 1 compares all logits."""
+    """Step between the compared logits of a position: 1 compares all logits, 2 every second one."""
     largest: float = 0.0
     """Largest absolute logit, including logits that are not compared."""
 
@@ -275,7 +275,7 @@ def generate_tokens(model: PreTrainedModel, tokens: Ints | None = None) -> tuple
     settings.use_cache = model.generation_config.use_cache
     # The model's own generation settings may sample or end early, and here the best token of every step is needed.
     model.generation_config = settings
-    # `generate` returns logits as they were before `forced` excludes all other tokens.
+    # `generate` returns the model's logits, from before `forced` excludes all tokens but one.
     forced = None if tokens is None else lambda row, ids: [tokens[row, len(ids)]]
     inputs = {"attention_mask": torch.from_numpy(prompts.mask), "prefix_allowed_tokens_fn": forced}
     out: Any = model.generate(torch.from_numpy(prompts.ids), **inputs)

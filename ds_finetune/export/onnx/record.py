@@ -49,7 +49,7 @@ def compare_with_record(folder: Path, tree: Mapping[str, Any]) -> Findings:
 
 
 def weights_at(folder: Path, _: object, name: str, changed: Mapping[str, Runs]) -> list[str]:
-    """Names of the graph's weights whose bytes in the file `name` overlap a changed range."""
+    """Names of the graph's weights whose bytes in the file `name` overlap a changed byte range."""
     if changed.get(MODEL) or not (folder / MODEL).is_file():
         return []
     names = []

@@ -73,7 +73,7 @@ class FileSpan:
     dtype: torch.dtype
 
     def read_into(self, view: memoryview) -> memoryview:
-        """Read the range into the beginning of `view`, and return the rest. ExportError if the file is too short."""
+        """Read this file range into the start of `view`, and return its rest. ExportError if the file is too short."""
         size = self.numel * self.dtype.itemsize
         try:
             self.file.read_into(view[:size], self.offset)

@@ -81,7 +81,7 @@ class OpenedSource:
     trained: Path | None = None
     """Folder with the tokenizer and generation_config.json that the run exports. It takes precedence over --base."""
     record: ExportRecord | None = None
-    """Record of the run's own export of the same weights, if there is one."""
+    """Verification record of the run's own export of the same weights, if there is one."""
     hub: HubFolder | None = None
     """The opened Hugging Face folder of the model, or of the base model of adapters; None for other sources."""
     base: Path | None = None

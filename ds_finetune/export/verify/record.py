@@ -53,7 +53,7 @@ class Digest:
 
     @classmethod
     def of(cls, segments: Iterable[tuple[int, int]]) -> "Digest":
-        """Compute the digest of segments that are given in order as (elements, xxh3 of their bytes)."""
+        """Compute a tensor's digest from its segments, in order: (number of elements, xxh3 digest of their bytes)."""
         runs: list[tuple[int, int]] = []
         total = xxhash.xxh3_64()
         for numel, value in segments:

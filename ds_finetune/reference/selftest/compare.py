@@ -69,7 +69,7 @@ from ds_finetune.trainer.resolve import complete_features, plan_model
 
 
 def batch_plan(plan: Plan, objective: Objective | None = None) -> BatchPlan:
-    """How the samples are distributed over ranks for `objective`; None means one document per unit."""
+    """How the samples are distributed over ranks for `objective`; without one, each unit is a document."""
     is_compared = objective is not None and objective.needs_reference
     return BatchPlan(
         global_batch_size=plan.train.global_batch_size,

@@ -285,7 +285,7 @@ def _cases_of_run(run: RunSettings, world: World, device: str) -> list[LayoutCas
     mesh = Mesh.of(run.parallel, world_size=world.world_size, rank=world.rank)
     given, _ = read_choices(choose_deepspeed(run.deepspeed, accelerate_choices(os.environ)))
     choices = {key: value for key, value in without_inexact(copy.deepcopy(given)).items() if key not in _LEFT_OUT}
-    # With a real model's sizes of buckets, all tensors of the tiny model would fit into one bucket.
+    # With the bucket sizes of a real model, all tensors of the tiny model would fit into one bucket.
     choices["zero_optimization"] = (choices.get("zero_optimization") or {}) | _SMALL
     stage = choices["zero_optimization"].get("stage", 0)
     cases = []
