@@ -24,7 +24,7 @@ from ds_finetune.system.info import query_gpus
 from ds_finetune.system.world import World
 
 _HIDDEN = ("", "-1", "NoDevFiles")
-"""Values of CUDA_VISIBLE_DEVICES that hide all GPUs."""
+"""Values of the variable CUDA_VISIBLE_DEVICES that hide all GPUs."""
 
 
 def use_device(device: torch.device) -> None:
@@ -80,7 +80,7 @@ def bf16_support(device: str, world: World) -> Bf16Support | None:
     index = visible_device(world.local_rank)
     capability = torch.cuda.get_device_capability(index)
     name = f"{torch.cuda.get_device_name(index)} (compute capability {'.'.join(map(str, capability))})"
-    # ROCm numbers capabilities differently, and every GPU that its torch supports has bf16 products.
+    # AMD GPUs (ROCm) number capabilities differently, and all that torch supports have bf16 matrix products.
     return Bf16Support(name, is_native=capability >= OLDEST_BF16 or torch.version.hip is not None)
 
 
@@ -225,7 +225,7 @@ C++, CUDA driver calls, cuBLAS workspaces, and NCCL, whose older versions omit t
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Memory of a rank's device at one moment. For a rank on a CPU, it is the rank's fraction of the host's memory."""
+    """Memory of the device that a rank uses, at one moment. On a CPU it is the rank's fraction of the host's memory."""
 
     name: str
     total_bytes: int
@@ -253,7 +253,7 @@ class PeakMemory:
     def __init__(self, device: str, world: World) -> None:
         self._index = visible_device(world.local_rank) if device == "cuda" else None
         if self._index is not None and torch.cuda.is_initialized():
-            # An earlier run in the same process may have left a higher peak.
+            # torch's peak of reserved memory may be from an earlier run of the same process.
             torch.cuda.reset_peak_memory_stats(self._index)
         self._before = psutil.Process().memory_info().rss if self._index is None else _bytes_besides_torch(self._index)
 

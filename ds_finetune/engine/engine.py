@@ -88,7 +88,7 @@ class Engine:
         self._probe = FiniteProbe(named_parameters(wrapped.module))
         self._full_tensors = FullTensors(wrapped.module, plan, groups, self._device)
         self._kept: KeptWeights | None = None
-        """Copy of the reference model's weights, if `keep_as_reference` made one."""
+        """Copy of the weights of the objective's reference model, if `keep_as_reference` has made one."""
 
     @property
     def lm(self) -> nn.Module:
@@ -162,7 +162,7 @@ class Engine:
         )
 
     def prepare(self, batch: Batch) -> RankBatch:
-        """Prepare a step on `batch` on the host. This may run while the device computes an earlier step."""
+        """Prepare the rows of `batch` for a step, on the host, even while the device computes an earlier step."""
         return batch if isinstance(batch, RankBatch) else rank_batch(batch, self._ds.module.sp_group, self._device)
 
     def evaluate(
@@ -173,7 +173,7 @@ class Engine:
         is_over: Callable[[], bool] = _never,
     ) -> HeldOutScores | None:
         """Compute metrics over `batches`. The batches of all ranks must contain every row of the data once. `baseline`
-        are the documents on this rank from which the objective's baseline (KTO's z0) over all the data is computed.
+        has this rank's documents for the baseline of the objective (KTO's z0), which is computed over all ranks.
         `is_over` is called before each batch and must return the same on every rank. If it returns True, the evaluation
         ends and the result is None.
         """
@@ -198,7 +198,7 @@ class Engine:
         return self._scores(self._total_loss.named(totals), total_units, all_scores)
 
     def pool(self, scores: Iterable[HeldOutScores]) -> HeldOutScores:
-        """Combine several evaluations: metrics over the rows of all of them."""
+        """Compute metrics over the rows of several evaluations together."""
         sums, counts, all_scores = Counter[str](), Counter[str](), NO_SCORES
         for part in scores:
             sums.update(part.sums)
@@ -260,23 +260,25 @@ class Engine:
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether the answers to a prompt can share the prompt's tokens in a packed row. They cannot if router load is
-        balanced, because the tokens of each document are counted there.
+        """Whether the answers to a prompt can share the prompt's tokens in a packed row. They cannot if a loss balances
+        the load of experts, because it counts the tokens of each document.
         """
         router = self.plan.router
         is_balanced = router is not None and bool(router.balance or router.bias_update)
         return not is_balanced and self._ds.module.continues_documents(self._device)
 
     def allow_only(self, allowed: torch.Tensor | None) -> None:
-        """Restrict the softmax of answers to the `allowed` ids, bool [vocabulary], as in sampling; None allows all."""
+        """Compute the log-probabilities of answers over the `allowed` ids only, bool [vocabulary], as in sampling;
+        None: all ids.
+        """
         head, mesh = self._ds.module.lm.get_output_embeddings(), self.plan.mesh
         head.forbidden = None if allowed is None else ~allowed.chunk(mesh.tp)[mesh.coordinate("tp")].to(self._device)
 
     def generate(
         self, prompts: list[list[int]], limits: SamplingLimits, *, is_over: Callable[[], bool] = _never
     ) -> list[list[int]] | None:
-        """Generate greedy answers to `prompts`, which are distributed over the ranks. Returns token ids without the
-        prompt and the stop token. `is_over` is called before each answer and must return the same on every rank. If it
+        """Generate greedy answers to `prompts`, which are distributed over the ranks. Returns the answers' token ids,
+        without stop tokens. `is_over` is called before each answer and must return the same on every rank. If it
         returns True, generation ends and the result is None.
         """
         self._ds.eval()
@@ -368,7 +370,7 @@ class Engine:
 
     def _run_micro_batches(self, micro_batches: Sequence[ForwardRows], numbers: StepNumbers) -> torch.Tensor:
         sums, once = self._no_sums(), self.plan.reduces_once
-        # The number of forwards varies with the sampled answers, so DeepSpeed is told which micro-batch is the last.
+        # With sampled answers the number of micro-batches varies by step, so DeepSpeed is told which one is the last.
         varies = not once and isinstance(self.objective, AnswerObjective)
         with gradients_reduced_at_end(self._ds, zero_stage=self.plan.zero_stage) if once else nullcontext():
             for index, rows in enumerate(micro_batches, start=1):
@@ -383,7 +385,9 @@ class Engine:
         return sums
 
     def _run_pipeline(self, batches: Sequence[ForwardRows], numbers: StepNumbers, stage: PipelineGroup) -> torch.Tensor:
-        """Forward and backward of all micro-batches on a pipeline stage. Only the last stage has nonzero sums."""
+        """Run forward and backward of all micro-batches on this rank's pipeline stage. Returns the sums from which the
+        loss is computed; those of the objective are zero before the last stage.
+        """
         sums = self._no_sums()
 
         def forward(rows: ForwardRows) -> StageForward:
@@ -446,13 +450,15 @@ class Engine:
                 f"a non-finite gradient was applied at ZeRO stage {self.plan.zero_stage}: {culprit}",
                 hint="this is a fault of the program: please report it",
             )
-        # ZenFlow computes a norm only in steps that update all weights.
+        # DeepSpeed's ZenFlow computes a gradient norm only in steps that update all weights.
         global_norm = self._ds.get_global_grad_norm() if self._ds.global_steps > steps_before else None
         return math.nan if global_norm is None else float(global_norm), skipped
 
     @property
     def _trains_both_ends(self) -> bool:
-        """Whether the first and the last stage both train the embedding's weight, each with a part of its gradient."""
+        """Whether the first and the last pipeline stage both train the embedding, each with a part of its gradient;
+        False on stages between them.
+        """
         module, is_end = self._ds.module, self._stage is not None and self._stage.is_end
         trains_copy = has_tied_head(module.lm) or any(extra.trains_embedding for extra in module.extras)
         return is_end and trains_copy and module.lm.get_input_embeddings().weight.requires_grad

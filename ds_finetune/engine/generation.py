@@ -51,7 +51,7 @@ def answer_prompts(
                     do_sample=False,
                     max_new_tokens=limits.max_new_tokens,
                     eos_token_id=list(limits.stop_ids),
-                    # Padding only follows an answer that has ended, while other ranks still generate.
+                    # Padding ids are generated only after an answer has ended, while other ranks still generate.
                     pad_token_id=0,
                     # Models with modules that run only at certain lengths use no cache: other ranks would wait to
                     # gather these modules' weights.
@@ -68,8 +68,8 @@ def answer_prompts(
 @contextmanager
 def weights_for_answers(wrapped: Any, plan: Plan) -> Iterator[bool]:  # noqa: ANN401 - a DeepSpeedEngine
     """Context in which the weights that ZeRO-3 partitions are gathered once for all answers, if every rank has the
-    memory. Otherwise each token gathers the weights layer by layer; rank zero reports which. Yields whether forwards
-    are collective, so that every rank must run equally many.
+    memory. Otherwise they are gathered layer by layer for each token. Rank zero prints which of the two is done. Yields
+    whether forwards are collective, so that every rank must run equally many.
     """
     is_partitioned, has_expert_ranks = plan.zero_stage == 3 and plan.zero_ranks > 1, plan.mesh.ep > 1
     if not is_partitioned:

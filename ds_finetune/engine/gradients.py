@@ -19,8 +19,9 @@ def clip_gradients(
     params: Sequence[nn.Parameter], max_norm: float, groups: Groups, *, losses: Iterable[str], device: torch.device
 ) -> list[float]:
     """Clip the gradients of `params` to a global norm of `max_norm` (0: no limit). Returns norms before clipping;
-    collective. The first norm is that of parameters that the objective trains. Parameters that only one of `losses`
-    trains are clipped by a norm of their own, in the order of `losses`. If any norm is not finite, nothing is scaled.
+    collective. The first norm is that of parameters that the objective trains. Parameters that only one of the
+    auxiliary `losses` trains are clipped by their own norm; these norms follow in the order of `losses`. If any norm is
+    not finite, nothing is scaled.
     """
     parts = [[param for param in params if loss_of(param) == loss] for loss in (None, *losses)]
     norms = torch.stack([global_gradient_norm(part, groups, device) for part in parts])
@@ -45,7 +46,7 @@ def global_gradient_norm(params: Sequence[nn.Parameter], groups: Groups, device:
             and not is_copy(param)
             and (param.model_parallel, is_expert(param)) == (has_shards, has_experts)  # type: ignore[attr-defined]
         ]
-        # The norm of no gradients is made here: torch would compute it on the host.
+        # Without gradients, torch would compute the norm on the host, so it is made here.
         part = torch.nn.utils.get_total_norm(grads).to(device) ** 2 if grads else torch.zeros((), device=device)
         for group, is_distributed in ((groups.tensor, has_shards), (groups.experts, has_experts), (groups.stage, True)):
             if group is not None and is_distributed:
@@ -78,7 +79,7 @@ class FiniteProbe:
         return ~torch.isfinite(torch.stack(list(self._seen.values())).sum())
 
     def culprit(self, mesh: Mesh) -> str:
-        """Name of the parameter with the first non-finite gradient, and its rank; collective."""
+        """Text that names the parameter with the first non-finite gradient, and the rank that found it; collective."""
         names = all_gather_object(
             next((self._names[index] for index, value in self._seen.items() if not bool(torch.isfinite(value))), None)
         )
@@ -99,8 +100,8 @@ class FiniteProbe:
 
 
 def _depth(name: str, *, is_last: bool) -> float:
-    """Position of a parameter in the forward, for sorting: the number of its layer, -1 for the embedding, and infinity
-    for norm and head, which are on the last stage.
+    """Position of a parameter in the model, for sorting: the number of its layer, -1 for the embedding, and infinity
+    for the final norm and the head, which are on the last pipeline stage.
     """
     layer = _LAYER.search(name)
     return int(layer[1]) if layer else math.inf if is_last else -1

@@ -41,7 +41,7 @@ def scale_for_deepspeed(loss: torch.Tensor, *, zero_ranks: int) -> torch.Tensor:
 
 
 def detached_sums(out: LossAndSums | StageOutput, number: int) -> torch.Tensor:
-    """The sums that a forward returned, fp64 [number]: first the objective's, then those of auxiliary losses. A
-    pipeline stage before the last one computes no objective, and gets zeros for its sums.
+    """The sums that a forward has returned, fp64 [number]: first those of the objective, then those of auxiliary
+    losses. On pipeline stages before the last, which do not compute the objective, its sums are zeros.
     """
     return functional.pad(out.sums, (number - len(out.sums), 0))

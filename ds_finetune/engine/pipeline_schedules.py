@@ -31,7 +31,7 @@ Backward = Callable[[torch.Tensor], None]
 
 
 class _WithGradient(torch.autograd.Function):
-    """A scalar of value 0 whose gradient with respect to `hidden` is `grad`, received from the next stage."""
+    """Function of `hidden` whose value is the scalar 0 and whose gradient is `grad`, received from the next stage."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
@@ -47,7 +47,7 @@ class _WithGradient(torch.autograd.Function):
 def run_1f1b(stage: PipelineGroup, batches: Sequence[ForwardRows], forward: Forward, backward: Backward) -> None:
     """Run forward and backward of all micro-batches by DeepSpeed's 1F1B schedule (0.19.8, pipe/schedule.py:189).
     Neighbours send and receive in matching order, so sends may block. A stage keeps the activations of as many
-    micro-batches as there are stages from it to the last one.
+    micro-batches as there are stages from it to the last stage, inclusive.
     """
     from deepspeed.runtime.pipe import schedule
 
@@ -152,7 +152,7 @@ class _InterleavedStep:
         self._sent_grads: deque[_TensorMessage] = deque()
 
     def receive(self, turn: PipelineTurn) -> _TensorMessage | None:
-        """Begin to receive the input of `turn` (a chunk's forward or backward); None if it needs no input."""
+        """Begin to receive the input of `turn`, a forward or backward of a chunk of layers; None if it has none."""
         stage = self._stage
         is_edge = (stage.is_first and turn.chunk == 0) if turn.is_forward else self._is_last_of_model(turn)
         if is_edge:
@@ -181,7 +181,8 @@ class _InterleavedStep:
         received = self._arrived.pop(key)
         if received is not None:
             self._sent_grads.append(self._send(grad_of(received), is_forward=False))
-        # Waiting bounds the memory of sends; it is short, as the receiver lags by at most one forward or backward.
+        # Waiting for an earlier send limits the memory of sends. It is short: the receiver is at most one forward or
+        # backward behind.
         while len(self._sent_grads) > self._stage.size:
             self._sent_grads.popleft().wait()
 

@@ -100,7 +100,9 @@ def install_groups(lm: PreTrainedModel, model: ModelPlan, groups: Groups) -> Non
 
 
 def placement_of(lm: PreTrainedModel, plan: Plan, groups: Groups) -> AdapterPlacement:
-    """How features create new parameters of `lm`: sharded and partitioned like the parameters of `lm`."""
+    """The functions with which features create new parameters of `lm`, sharded and partitioned like its other
+    parameters.
+    """
     is_partitioned = plan.zero_stage == 3
     partition_like = partial(_partition_like_model, lm) if is_partitioned else None
     placement = AdapterPlacement(
@@ -123,7 +125,7 @@ def _partition_like_model(lm: PreTrainedModel, params: list[nn.Parameter]) -> No
 def mark_parameters(
     lm: PreTrainedModel, plan: Plan, model: ModelPlan, groups: Groups, features: Sequence[Feature]
 ) -> None:
-    """Mark parameters that are frozen, that are copies of another stage's, or that only an auxiliary loss trains."""
+    """Mark parameters that are frozen, that another pipeline stage also has, or that only an auxiliary loss trains."""
     for name, param in lm.named_parameters():
         if name in plan.frozen or model.is_untrained(name):
             param.requires_grad_(False)
@@ -215,8 +217,8 @@ def install_head(lm: PreTrainedModel, plan: Plan, model: ModelPlan, groups: Grou
 
 
 def arrange_forward(lm: PreTrainedModel, plan: Plan, model: ModelPlan) -> None:
-    """Apply the run file's settings of the forward: fused kernels, activation checkpointing and its offload, tiled
-    MLPs. Without tiles, shared experts are computed before routed ones.
+    """Change how the modules of `lm` compute the forward, by the run file: fused kernels, activation checkpointing and
+    its offload, tiled MLPs. Without tiled MLPs, shared experts are computed before routed ones.
     """
     from deepspeed.utils import set_z3_leaf_module
 
@@ -233,8 +235,8 @@ def arrange_forward(lm: PreTrainedModel, plan: Plan, model: ModelPlan) -> None:
         # As a leaf module, an MLP is gathered by ZeRO-3 before its first tile, and released after its last tile.
         set_z3_leaf_module(module, True)
     if model.mlp_tiles == 1 and not family_of(model.hf_config.model_type).is_generic:
-        # Tiles compute routed experts without shared experts, and again in backward, so shared experts are not computed
-        # ahead.
+        # A tiled MLP computes its routed experts apart from the shared ones, and again in backward, so shared experts
+        # are not computed ahead.
         compute_shared_experts_ahead(lm)
 
 
@@ -256,7 +258,7 @@ def trained_model(
 
 
 def saved_frozen(lm: PreTrainedModel, features: Sequence[Feature]) -> tuple[str, ...]:
-    """Names of this rank's frozen parameters that checkpoints save nevertheless."""
+    """Names of this rank's frozen parameters that checkpoints contain although they are not trained."""
     if not all(feature.saves_frozen for feature in features):
         return ()
     return tuple(name for name, param in lm.named_parameters() if not param.requires_grad and not is_copy(param))
@@ -266,7 +268,7 @@ def saved_frozen(lm: PreTrainedModel, features: Sequence[Feature]) -> tuple[str,
 def start_teacher(plan: Plan, model: ModelPlan, groups: Groups) -> Iterator[Teacher | None]:
     """Context with the teacher of `model`, ready to run; None without a teacher, and on pipeline stages before the
     last. At ZeRO stage 3, and with offload, a second DeepSpeed engine partitions the teacher's weights over all ranks
-    and gathers them module by module. Otherwise each rank has all of them.
+    and gathers them module by module. Otherwise each rank has all of the teacher's weights.
     """
     if model.teacher is None or not (groups.stage is None or groups.stage.is_last):
         yield None

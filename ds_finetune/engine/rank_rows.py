@@ -16,7 +16,7 @@ from ds_finetune.objectives.objective import AnswerNumbers
 
 @dataclass(frozen=True)
 class RankBatch(Batch):
-    """A batch with the rows of each forward pass, of which this rank has its own tokens."""
+    """A batch with the rows of each of its forward passes. Of each row, this rank has its own tokens."""
 
     rows: tuple[ForwardRows, ...] = ()
     """The rows of each forward, one for each micro-batch in `micro`."""
@@ -52,7 +52,7 @@ def rows_on_device(rows: ForwardRows, device: torch.device) -> ForwardRows:
 
 
 def host_rows(micro: MicroBatch, sequence: SequenceParallelGroup | None) -> ForwardRows:
-    """The rows of a micro-batch on the host. A rank of the sequence parallel group gets its tokens of each row."""
+    """The rows of a micro-batch, in host memory. With sequence parallelism, a rank gets its own tokens of each row."""
 
     def shard(rows: torch.Tensor) -> torch.Tensor:
         return rows if sequence is None else sequence.shard(rows).contiguous()

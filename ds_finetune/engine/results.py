@@ -21,7 +21,7 @@ from ds_finetune.objectives.objective import LossAndSums
 from ds_finetune.plan.mesh import Mesh
 
 DocumentScores = NDArray[np.float64]
-"""First output of the classification head and target of each document, fp64 [documents, 2]."""
+"""For each document, the first output of the classification head and the target, fp64 [documents, 2]."""
 NO_SCORES: DocumentScores = np.zeros((0, 2))
 
 
@@ -49,9 +49,10 @@ class StepReading:
     has_bad_gradient: bool
     """Whether any rank has a non-finite gradient."""
     counts: dict[str, float]
-    """Numbers of units in the global batch, by unit."""
+    """Numbers of units (tokens, documents, ...) in the global batch, by name of the unit."""
     counted: dict[str, tuple[torch.Tensor, torch.Tensor]]
-    """Counts by auxiliary losses, such as tokens per expert, by the loss's name: a device tensor and a host tensor."""
+    """Counts of auxiliary losses, such as tokens per expert, by name of the loss, each on the device and on the host.
+    """
 
 
 def read_step(
@@ -79,7 +80,9 @@ def read_step(
 
 
 def check_counts(expected: Mapping[str, float], counts: Mapping[str, float]) -> None:
-    """Raise RunError if the units in the rows of all ranks differ from `expected`, by which the loss was divided."""
+    """Raise RunError if `counts`, the units in the rows of all ranks, differ from `expected`, by which the loss was
+    divided.
+    """
     for unit, number in counts.items():
         if number != expected[unit]:
             raise RunError(
@@ -90,7 +93,9 @@ def check_counts(expected: Mapping[str, float], counts: Mapping[str, float]) -> 
 
 
 def global_counts(batch: Batch, mesh: Mesh, device: torch.device) -> torch.Tensor:
-    """Numbers of units in the global batch, fp64 [units] on `device`: known from the data, or summed over ranks."""
+    """Numbers of units in the global batch, fp64 [units] on `device`: those that the batch states, else summed over
+    ranks.
+    """
     if batch.global_counts is not None:
         return copy_to_device(unit_counts(batch.global_counts), device)
     counts = copy_to_device(unit_counts(batch.counts), device)
@@ -132,7 +137,7 @@ class HeldOutScores:
     is_per_token: bool = True
     """Whether the loss is a mean over tokens, so that it has a perplexity."""
     sums: Mapping[str, float] = field(default_factory=dict)
-    """The sums from which the metrics are computed, by name."""
+    """The sums over all held-out rows from which the metrics are computed, by name."""
     scores: DocumentScores = field(default_factory=NO_SCORES.copy, repr=False)
     """Scores and targets of all documents, if a metric needs all of them."""
 

@@ -74,7 +74,8 @@ def sent_bytes(name: str, args: Sequence[Any], *, size: int, group_rank: int) ->
     if kind == "all_gather":
         return bytes_of(own_input) * (size - 1)
     if kind == ALL_TO_ALL:
-        # A list has a tensor for each rank. In one tensor, each rank's part of the rows may have a size of its own.
+        # The input of an all-to-all is a list of one tensor per rank, or one tensor whose rows are divided between the
+        # ranks.
         num_bytes = bytes_of(own_input)
         if isinstance(own_input, list | tuple):
             return num_bytes - bytes_of(own_input[group_rank])
@@ -109,7 +110,7 @@ def _with_total(by_kind: Mapping[str, float]) -> list[tuple[str, float]]:
 
 
 class CommunicationMeter:
-    """Counts bytes and seconds of this process's collectives by kind. Sends and receives are one kind. With
+    """Counts bytes and seconds of this process's collectives by kind. Sends and receives count as one kind. With
     `is_blocking`, a collective has ended when its call, or the wait for it, returns; only then it can be timed. The
     time includes waiting for slower ranks. It is time of the host: overlapping collectives are not counted twice.
     """

@@ -21,8 +21,8 @@ from ds_finetune.plan.mesh import Axis, Mesh
 
 
 class ModelParallel:
-    """The model parallel unit (`mpu`) from which DeepSpeed gets two groups of ranks. One group has the ranks that
-    together have the model, the other the ranks that have the same shard of the model.
+    """The model parallel unit (`mpu`), which gives DeepSpeed two process groups of this rank: the ranks that together
+    have the whole model, and the ranks that have the same shard of the model.
     """
 
     def __init__(self, pool: "_GroupMaker") -> None:
@@ -36,11 +36,11 @@ class ModelParallel:
         self._model = self._data = None
 
     def get_model_parallel_group(self) -> dist.ProcessGroup | None:
-        """The ranks that together have the model."""
+        """Process group of the ranks that together have the whole model."""
         return self._model
 
     def get_model_parallel_rank(self) -> int:
-        """This rank's tensor parallel rank. Only rank 0 counts parameters that are not sharded."""
+        """This rank's tensor parallel rank. In gradient norms, only rank 0 counts parameters that are not sharded."""
         return self._mesh.coordinate("tp")
 
     def get_model_parallel_world_size(self) -> int:
@@ -48,7 +48,7 @@ class ModelParallel:
         return self._mesh.pp * self._mesh.tp
 
     def get_data_parallel_group(self) -> dist.ProcessGroup | None:
-        """The ranks that have the same shard of the model."""
+        """Process group of the ranks that have the same shard of the model."""
         return self._data
 
     def get_data_parallel_rank(self) -> int:
@@ -62,7 +62,9 @@ class ModelParallel:
 
 @dataclass(frozen=True)
 class Groups:
-    """The process groups of this rank; None along axes of size one. DeepSpeed finds `same_experts` by `expert_name`."""
+    """The process groups of this rank; None for a kind of parallelism that the run does not use. DeepSpeed finds
+    `same_experts` by `expert_name`.
+    """
 
     stage: PipelineGroup | None
     sequence: SequenceParallelGroup | None
@@ -78,12 +80,12 @@ class Groups:
 
     @property
     def same_shard(self) -> dist.ProcessGroup | None:
-        """The ranks that have the same shard of all parameters except experts; None means all ranks."""
+        """Process group of the ranks with the same shard of all parameters except experts; None means all ranks."""
         return self.mpu.get_data_parallel_group() if self.mpu else None
 
 
 class _GroupMaker:
-    """Creates and destroys the process groups of a mesh. Each group has threads or a communicator of its own."""
+    """Creates and destroys the process groups of a mesh. Each group costs threads (gloo) or a communicator (NCCL)."""
 
     def __init__(self, mesh: Mesh, timeout: timedelta) -> None:
         self.mesh = mesh

@@ -39,7 +39,7 @@ _ELEMENTS = 512 * 1024
 _AIO_ARGUMENTS = ("block_size", "queue_depth", "single_submit", "overlap_events", "intra_op_parallelism")
 """Keys of DeepSpeed's section `aio`, in the order of the arguments of `aio_handle`."""
 _OFFSET = 64
-"""Offset of the destination in elements: 256 bytes, which is not a multiple of a 512-byte sector."""
+"""Offset, in elements, at which a test reads into a buffer: 256 bytes, not a multiple of a disk's 512-byte sector."""
 
 
 def needed_ops(plan: Plan) -> list[str]:
@@ -79,7 +79,7 @@ def build_op(name: str, say: Say = say_nothing) -> None:
 
 
 def true_cause(text: str) -> str:
-    """The line in the output of a failed build that names the cause; the last line if none does."""
+    """The line that names the cause in the output of a failed compilation; the last line if none does."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return next(
         (line for line in lines if _CAUSE.search(line) and not line.startswith("FAILED")),
@@ -152,7 +152,9 @@ def build_ops(plan: Plan, agree: Agree, say: Say) -> Plan:
 
 @cache
 def _build_problem(name: str, say: Say) -> tuple[str, str]:
-    """Error and hint of building an operator on this rank, both empty if it succeeds. It is tried once per process."""
+    """Message and hint of the error if an operator cannot be built on this rank, else two empty texts. Each operator is
+    tried once per process.
+    """
     try:
         build_op(name, say)
     except ConfigError as refused:
@@ -161,9 +163,9 @@ def _build_problem(name: str, say: Say) -> tuple[str, str]:
 
 
 def use_cores(plan: Plan, environ: MutableMapping[str, str]) -> Plan:
-    """Set the number of threads for an offloaded optimizer to this rank's part of the host's cores. Returns the plan
-    with a note. If OMP_NUM_THREADS is not set, torchrun sets it to 1, and other launchers leave all cores to every
-    rank. A value set by the user is kept.
+    """Let an offloaded optimizer use as many threads as are this rank's part of the host's cores. Returns the plan,
+    with a note if the number changes. If OMP_NUM_THREADS is not set, torchrun sets it to 1, and other launchers leave
+    all cores to every rank. A value set by the user is kept.
     """
     previous = environ.get("OMP_NUM_THREADS")
     is_default = previous is None or (previous == "1" and "TORCHELASTIC_RUN_ID" in environ)
@@ -182,7 +184,9 @@ def use_cores(plan: Plan, environ: MutableMapping[str, str]) -> Plan:
 
 
 def cores_of_rank(world: World, *, available: int, total: int) -> int:
-    """Number of cores for a rank: its part of the `available` ones, or all if it is bound to fewer than `total`."""
+    """Number of cores for a rank: its part of the `available` ones, or all of these if its launcher has bound the rank
+    to fewer than the host's `total`.
+    """
     is_own = world.launcher in _BINDING_LAUNCHERS and available < total
     return available if is_own else max(1, available // world.local_world_size)
 

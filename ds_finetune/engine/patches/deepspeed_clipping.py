@@ -24,9 +24,9 @@ _GROUP_NORM = Foreign("deepspeed", "runtime/zero/stage_1_and_2.py:1914, 2648, st
 class OwnClipping:
     """Makes a ZeRO optimizer clip parameters that only an auxiliary loss trains by a gradient norm of their own.
 
-    The norm of the other parameters excludes them. The names of the losses are the keys of the engine's `own_norms`,
-    identical on all ranks, while pipeline stages may have different parameter groups. Each step sets `own_norms`. If
-    one norm is not finite, or the engine has a bad gradient, all norms become infinite on all ranks. An invalid norm
+    The norm of the other parameters excludes them. Each step sets the engine's `own_norms`, whose keys are the names of
+    the losses: they are identical on all ranks, though pipeline stages may have different parameter groups. If one norm
+    or any gradient is not finite, all norms become infinite on all ranks, so that the step is skipped. An invalid norm
     alone makes DeepSpeed skip a step only in fp32 (zero/stage_1_and_2.py:3042) and at stage 3 (zero/stage3.py:2888).
     """
 
@@ -52,8 +52,9 @@ class OwnClipping:
         optimizer.unscale_and_clip_grads = self._clip
 
     def _norm(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - a norm, or a list of those of groups
-        """Replaces DeepSpeed's gradient norm, a number or one per parameter group, by the norm of what the objective
-        trains. Parameters that only an auxiliary loss trains are excluded.
+        """Replaces DeepSpeed's function for the gradient norm, and returns the norm of parameters that the objective
+        trains, in the form of DeepSpeed's function: a number, or a list. Parameters that only an auxiliary loss trains
+        are excluded.
         """
         from deepspeed.accelerator import get_accelerator
 
@@ -78,13 +79,15 @@ class OwnClipping:
         if self._engine.has_bad_gradient or not all(map(math.isfinite, (value, *values))):
             norm, value = torch.full_like(norm, math.inf), math.inf
         if self._is_offloaded:
-            # Gradients are on the host and scaled there, so the norms must be on the host too.
+            # Offloaded gradients are clipped on the host, so the norms must be there too.
             norm, own = (torch.tensor(number, dtype=norm.dtype) for number in (value, values))
         self._own = dict(zip(self._names, own.unbind(), strict=True))
         return [norm] if self._is_partitioned else norm
 
     def _own_norms(self) -> list[torch.Tensor]:
-        """Norms of the parameter groups of auxiliary losses, over the ranks of this stage; -1 if not finite."""
+        """Gradient norms of the parameter groups that only auxiliary losses train, over the ranks of this pipeline
+        stage; -1 if not finite.
+        """
         optimizer, norms = self._optimizer, []
         is_offloaded = self._is_offloaded
         name = "complete_grad_norm_calculation_for_cpu_offload" if is_offloaded else "get_grad_norm_direct"
@@ -99,7 +102,9 @@ class OwnClipping:
         return norms
 
     def _clip(self, group: Any, total_norm: torch.Tensor) -> None:  # noqa: ANN401 - a number, or gradients
-        """Replaces DeepSpeed's clipping of `group`: the number of a parameter group at stage 3, else its gradients."""
+        """Replaces DeepSpeed's clipping of a parameter group. `group` is its number at ZeRO stage 3, else its
+        gradients.
+        """
         partitions = [] if self._is_partitioned else self._optimizer.single_partition_of_fp32_groups
         numbers = (number for number, partition in enumerate(partitions) if partition.grad is group[0])
         loss = self._losses[group if self._is_partitioned else next(numbers)]

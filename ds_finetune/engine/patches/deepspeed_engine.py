@@ -25,10 +25,10 @@ _LINKED_STATES = Foreign("deepspeed", "runtime/zero/stage_1_and_2.py:744, 852-85
 
 @contextmanager
 def gradients_reduced_at_end(engine: Any, *, zero_stage: int) -> Iterator[None]:  # noqa: ANN401 - a DeepSpeedEngine
-    """Context in which gradients stay on this rank. They are reduced at its end, and the next `step` is the
-    optimizer's. DeepSpeed would reduce in every backward, which costs more; pipeline stages run different backwards at
-    a time. Gradients are accumulated in the dtype of the weights. After an error nothing is reduced, because other
-    ranks may never answer, and the engine's flags are restored.
+    """Context in which gradients stay on this rank. At its end they are summed over ranks, and the next `step` is the
+    optimizer's. DeepSpeed would sum them in every backward. That costs more, and with a pipeline, stages run backwards
+    of different micro-batches at the same time. Gradients are accumulated in the dtype of the weights. After an error
+    nothing is reduced, because other ranks may never answer, and the engine's flags are restored.
     """
     boundary = _BOUNDARY.attribute(engine, "_is_gradient_accumulation_boundary")
     _ALLREDUCE.attribute(engine, "enable_backward_allreduce")
@@ -132,8 +132,8 @@ def keep_reduced_gradients(optimizer: Any) -> None:  # noqa: ANN401 - DeepSpeed'
 
 
 def correct_start(trained: nn.Module, optimizer: object, plan: Plan, groups: Groups) -> None:
-    """Undo errors that DeepSpeed makes at this ZeRO stage when it wraps the model and the optimizer. ConfigError if
-    DeepSpeed's results would be wrong with the options of `plan`.
+    """Undo what DeepSpeed does wrongly at the plan's ZeRO stage when it wraps the model and the optimizer. ConfigError
+    if DeepSpeed's results would be wrong with the options of `plan`.
     """
     if plan.zero_stage == 0 and plan.precision != "fp32":
         undo_constructor_step(optimizer)

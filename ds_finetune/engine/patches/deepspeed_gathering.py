@@ -72,8 +72,8 @@ def full_weights(optimizer: Any, lm: nn.Module) -> Iterator[None]:  # noqa: ANN4
 
 
 class KeptWeights:
-    """Copy of the parameters and buffers of `module.lm` on the host, with which the model can run again later in
-    training. Under ZeRO-3, it is a copy of this rank's partitions.
+    """Copy of the model's parameters and buffers on the host, with which the model can run again later in training.
+    Under ZeRO-3, it is a copy of this rank's partitions.
     """
 
     def __init__(self, module: Any) -> None:  # noqa: ANN401 - the module that DeepSpeed wraps
@@ -94,7 +94,7 @@ class KeptWeights:
             self._set(current)
 
     def _set(self, values: Sequence[torch.Tensor]) -> None:
-        """Overwrite the weights. Parameters that ZeRO-3 had gathered, such as small ones, are gathered again."""
+        """Overwrite the model's weights. Parameters that ZeRO-3 had gathered, e.g. small ones, are gathered again."""
         from deepspeed.runtime.zero import partition_parameters
 
         status = _PARTS.attribute(partition_parameters, "ZeroParamStatus").AVAILABLE

@@ -1,6 +1,6 @@
 """Corrections of DeepSpeed's start: needless compilation, a replaced torch function, and changed weights.
 
-Changes of DeepSpeed's registry of process groups, which exists as long as the process.
+Also changes of DeepSpeed's registry of process groups, which lasts until the process ends.
 """
 
 import importlib
@@ -101,13 +101,13 @@ _EXPERTS = ("_EXPERT_PARALLEL_GROUP", "_EXPERT_PARALLEL_GROUP_RANKS")
 _EXPERT_DATA = ("_EXPERT_DATA_PARALLEL_GROUP", "_EXPERT_DATA_PARALLEL_GROUP_RANKS")
 
 Registered = tuple[dist.ProcessGroup | None, Sequence[Sequence[int]]]
-"""This rank's process group, and the lists of ranks of all groups of the same kind."""
+"""A process group of this rank, and the lists of ranks of all groups of the same kind."""
 
 
 def register_expert_groups(name: str, *, parts: Registered, same_shard: Registered) -> None:
     """Register the process groups of experts under the name by which DeepSpeed 0.19.8 looks them up
-    (utils/groups.py:37-44). DeepSpeed's own functions create groups only for its own layouts. `parts` are ranks that
-    together have all experts, `same_shard` ranks that have the same experts.
+    (utils/groups.py:37-44). DeepSpeed's own functions create groups only for its own layouts. `parts` is the group of
+    ranks that together have all experts, `same_shard` that of ranks with the same experts.
     """
     from deepspeed.utils import groups
 

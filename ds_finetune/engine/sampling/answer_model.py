@@ -27,9 +27,10 @@ from ds_finetune.model.routers import RouterCollector
 _CACHED_ONLY = {"full_attention", "sliding_attention"}
 """Types of layers whose only state is the keys and values of tokens."""
 _TOKENS, _READ = 9, 4
-"""Number of tokens of each text in `check_cache`, and how many of them are decoded one by one."""
+"""Number of tokens of each text by which `check_cache` tests the KV cache, and how many of them are decoded one by one.
+"""
 _LIMITS = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
-"""Tolerance for logits with a cache against logits without one, relative to the largest logit."""
+"""By dtype, how far logits with a KV cache may differ from logits without one, relative to the largest logit."""
 _HINT = "sample with a model type of docs/reference/model-types.md, or train with another objective than grpo"
 _checked: WeakSet[PreTrainedModel] = WeakSet()
 
@@ -42,7 +43,9 @@ class AnswerModel:
     device: torch.device
     tp_group: TensorParallelGroup | None = None
     is_collective: bool = False
-    """Whether forwards are collective, so that ranks run equally many. A rank that is done calls `join_others`."""
+    """Whether forwards are collective, so that all ranks must run equally many. A rank without answers left calls
+    `join_others`.
+    """
     packs_documents: bool = False
     """Whether attention handles all prompts of a forward in one kernel call."""
     on_forward: Callable[[], object] = lambda: None
@@ -83,7 +86,8 @@ class AnswerModel:
 
     def reading_tokens(self) -> AbstractContextManager[None]:
         """Context in which tokens are decoded, by `read_tokens`."""
-        # Derived weights are not kept if forwards are collective, since ZeRO-3 may gather weights anew for each.
+        # Weights computed from parameters are not kept if forwards are collective: ZeRO-3 may gather parameters anew
+        # for each.
         return attending_to_latents(self.lm, keeps_weights=not self.is_collective)
 
     def read_tokens(
@@ -107,7 +111,9 @@ class AnswerModel:
         cache: Cache,
         **arguments: Any,  # noqa: ANN401
     ) -> torch.Tensor:
-        """Logits of the next token, fp32 [tokens, vocabulary], after positions `last` (None: all) of the flat rows."""
+        """Logits of the tokens that follow positions `last` (None: all) of the concatenated rows, fp32 [tokens,
+        vocabulary].
+        """
         self.on_forward()
         if self.is_collective:
             all_reduce_max(1.0)
@@ -120,7 +126,9 @@ class AnswerModel:
         return logits
 
     def agreed(self, ids: torch.Tensor) -> torch.Tensor:
-        """The ids that the first tensor parallel rank has sampled. Rounding can make logits differ between ranks."""
+        """The ids that the first tensor parallel rank has sampled, which all ranks of its group use, because rounding
+        can make their logits differ.
+        """
         return ids if self.tp_group is None else self.tp_group.broadcast_from_first(ids)
 
     def join_others(self) -> None:
@@ -146,7 +154,7 @@ def check_cache(model: AnswerModel) -> None:
     if other_kinds or getattr(lm, "_is_stateful", False):
         kinds = ", ".join(sorted(other_kinds)) or "a state of its own"
         raise ModelError(f"answers of model_type `{config.model_type}` cannot be sampled: it has {kinds}", hint=_HINT)
-    # Two texts are read at once, and then again with their last tokens one by one.
+    # The model reads two texts at once, and then again with their last tokens one by one.
     texts = [[token * 7 % config.vocab_size for token in range(first, first + _TOKENS)] for first in (3, 4)]
     _, expected = model.read_prompts(texts)
     prompts, logits = model.read_prompts([text[:-_READ] for text in texts])

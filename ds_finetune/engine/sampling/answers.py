@@ -30,7 +30,7 @@ class SamplingLimits:
 
 @dataclass(frozen=True)
 class PromptToSample:
-    """A prompt to sample answers from. Their random numbers depend only on `number` and `key`."""
+    """A prompt whose answers are sampled. Besides the seed, `number` and `key` determine their random numbers."""
 
     number: int
     """Number of the prompt in the data."""
@@ -48,7 +48,9 @@ class SampledAnswer(NamedTuple):
     finish: Finish
     """`length` if the answer was cut after `max_new_tokens`, else `stop`."""
     experts: NDArray[np.int16] | None = None
-    """Experts that computed each token's logits, encoded, int16 [tokens, layers]; None if unknown, as from a server."""
+    """The experts that computed the logits of each token, as hashes, int16 [tokens, layers]; None if unknown, as from a
+    server.
+    """
 
 
 OnAnswer = Callable[[int, SampledAnswer], object]
@@ -69,9 +71,9 @@ class SamplingRequest:
     batch_rows: int | None = None
     """Maximum number of answers per batch; None derives it from free memory."""
     is_over: Callable[[], bool] = lambda: False
-    """Function that stops the sampling when it returns True; then the result is None. It is called before each batch,
-    or about once a second if a server samples. It is called equally often on every rank, and must return the same on
-    every rank.
+    """Function that stops the sampling when it returns True; no answers are returned then. It is called before each
+    batch, or about once a second if a server samples. It is called equally often on every rank, and must return the
+    same on every rank.
     """
     on_forward: Callable[[], object] = lambda: None
     """Function that is called before each forward of a rank; if a server samples, whenever `is_over` is called."""

@@ -17,7 +17,7 @@ def prompt_cache() -> Cache:
 
 
 class ReadPrompt(NamedTuple):
-    """A prompt in the KV cache that a prefill of several prompts has computed: its row, and its range of tokens."""
+    """Where a prompt is in the KV cache of a prefill of several prompts: its row, and its range of tokens."""
 
     cache: Cache
     row: int
@@ -25,7 +25,7 @@ class ReadPrompt(NamedTuple):
 
 
 def token_bytes(prompt: ReadPrompt) -> int:
-    """Number of bytes per token of one row, over all layers of a prompt's cache."""
+    """Number of bytes that the KV cache needs per token of one row, over all layers."""
     parts = [part for layer in prompt.cache.layers for part in _parts(layer) if part is not None]
     return sum(part.nbytes // (len(part) * part.shape[-2]) for part in parts)
 
@@ -38,7 +38,7 @@ def _parts(layer: Any) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401 - a l
 
 
 class _RowLayer(DynamicIndexedLayer):
-    """Keys and values of one layer. `update` writes the column of the current forward."""
+    """Keys and values of one layer in a `RowCache`. `update` writes the column of the current forward's tokens."""
 
     def __init__(self, cache: "RowCache") -> None:
         super().__init__()
@@ -79,10 +79,12 @@ class RowCache(Cache):
     """
 
     def __init__(self, prompts: Iterable[tuple[ReadPrompt, slice]], *, rows: int, columns: int, longest: int) -> None:
-        """Copy prompts of at most `columns` tokens, each to a range of rows. The cache grows to at most `longest`."""
+        """Copy each prompt to a range of rows. Prompts have at most `columns` tokens; the cache grows to at most
+        `longest` columns.
+        """
         super().__init__(layers=[])
         self.columns = self._reserved = columns
-        """Number of the cache's columns with tokens, and number of its reserved columns."""
+        """Number of the cache's columns that have tokens, and number of columns for which memory is reserved."""
         self._longest = longest
         for prompt, of_prompt in prompts:
             self.layers += [_RowLayer(self) for _ in prompt.cache.layers[len(self.layers) :]]

@@ -31,9 +31,11 @@ from ds_finetune.plan.forward import PROMPT_TOKENS, rows_of_batch
 from ds_finetune.plan.plan import Plan
 
 _MIN_RUNNING_FRACTION = 7 / 8
-"""Fraction of running rows down to which ended rows stay in the batch, since dropping rows copies the cache."""
+"""Rows of ended answers stay in the batch while more than this fraction of rows still runs, since dropping rows copies
+the KV cache.
+"""
 _BROKEN = -1
-"""Token that ends an answer whose logits are not finite, so that no token can be sampled."""
+"""Number in place of a token id that ends an answer whose logits are not finite, so that no token can be sampled."""
 
 
 def check_answers(answers: Iterable[SampledAnswer]) -> None:
@@ -48,8 +50,8 @@ def check_answers(answers: Iterable[SampledAnswer]) -> None:
 
 @dataclass(frozen=True)
 class PromptPart:
-    """Some of the answers to one prompt. Their numbers in the prompt's group are `samples`, and the first one has
-    `index` among the answers to all prompts.
+    """Some of the answers to one prompt: those with the numbers `samples`. The first one has `index` among the answers
+    to all prompts.
     """
 
     prompt: PromptToSample
@@ -74,7 +76,7 @@ class _RunningAnswer:
         self.ids.append(token)
         self.log_probs.append(log_prob)
         if token == _BROKEN:
-            # A non-finite answer raises no exception yet, because other ranks wait for this rank's forwards.
+            # An answer with non-finite logits raises no error yet, because other ranks wait for this rank's forwards.
             self.finish = "length"
         elif token in limits.stop_ids or (limits.stops is not None and limits.stops(self.ids)):
             self.finish = "stop"
@@ -137,7 +139,9 @@ class BatchOfAnswers:
         self._cache = RowCache(self._read_prompts(parts), rows=len(lengths), columns=columns, longest=longest)
 
     def _read_prompts(self, parts: Sequence[PromptPart]) -> Iterator[tuple[ReadPrompt, slice]]:
-        """Prefill in several forwards; yields each prompt with its rows. One forward's cache at a time is in memory."""
+        """Prefill the prompts in several forwards. Yields each prompt with its rows of the batch. Only one forward's KV
+        cache is in memory at a time.
+        """
         begin, size = 0, max(1, PROMPT_TOKENS // parts[-1].length)
         for first in range(0, len(parts), size):
             some = parts[first : first + size]
@@ -240,9 +244,9 @@ def sample_prompts(
 
 
 def _batches(request: SamplingRequest, plan: Plan, rows: int) -> Iterator[list[PromptPart]]:
-    """This rank's batches of at most `rows` rows. Every rank has equally many batches, of which some may be empty.
-    Prompts are sorted by length and dealt to the ranks in turn, which balances the work of prefill. The answers of a
-    prompt stay together unless they are more than a batch.
+    """This rank's batches of at most `rows` answers. Every rank has equally many batches, of which some may be empty.
+    Prompts are sorted by length and dealt to the ranks in turn, which balances the work of prefill. The answers to a
+    prompt stay in one batch unless they are more than `rows`.
     """
     prompts, group_size, ranks = request.prompts, request.group_size, plan.zero_ranks
     rank = plan.mesh.coordinate("dp") * plan.mesh.sp + plan.mesh.coordinate("sp")

@@ -64,7 +64,7 @@ class FullTensors:
                     yield name, self._send_to_rank_zero(tensor, spec, stage)
 
     def gather_shards(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        """Gather a full tensor on the first rank of its pipeline stage, possibly on the CPU. `part` is sharded like
+        """Gather a full tensor on the first rank of its pipeline stage. `part` is this rank's shard, sharded like
         parameter `name`. Other ranks return a part of the tensor.
         """
         shard = self._model_shard.tensor_shard(name, tuple(part.shape))
@@ -122,7 +122,9 @@ def gather_zero3(param: torch.Tensor | None) -> Any:  # noqa: ANN401 - a context
 def _gather_on_first(
     part: torch.Tensor, group: TensorParallelGroup | ExpertParallelGroup, *, dim: int, end: torch.device
 ) -> torch.Tensor:
-    """Concatenate the ranks' parts along `dim`, on device `end` of the group's first rank; others return their part."""
+    """Concatenate the parts of a tensor that the ranks of `group` have, along `dim`, on device `end` of the group's
+    first rank. Other ranks return their own part.
+    """
     part = part.contiguous()
     parts = [torch.empty_like(part) for _ in range(group.size)] if group.group_rank == 0 else None
     dist.gather(part, parts, group=group.group, group_dst=0)
@@ -154,5 +156,5 @@ def _swap_in(param: Any) -> Iterator[torch.Tensor]:  # noqa: ANN401 - a paramete
     try:
         yield param.ds_tensor.data.view(-1)
     finally:
-        # Swapping out is synchronous. It also releases the buffer and marks the partition as not in memory.
+        # The write to NVMe is synchronous. It also releases the buffer and marks the partition as not in memory.
         swapper.swap_out_and_release([param])

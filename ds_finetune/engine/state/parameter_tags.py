@@ -11,7 +11,7 @@ from ds_finetune.engine.groups.process_groups import Groups
 from ds_finetune.plan.plan import Plan
 
 _KINDS = ((False, True), (False, False), (True, True), (True, False))
-"""Kinds of parameter groups: whether a group has experts, and whether it has weight decay."""
+"""The four kinds of optimizer groups: whether a group has parameters of experts, and whether it has weight decay."""
 
 
 def tag_expert(param: nn.Parameter, *, groups: Groups) -> None:
@@ -48,8 +48,8 @@ def loss_of(param: torch.Tensor) -> str | None:
 
 
 def mark_copy(param: nn.Parameter) -> None:
-    """Mark a parameter that another pipeline stage also has. Norms (DeepSpeed 0.19.8, zero/stage_1_and_2.py:2680) and
-    checkpoints skip marked parameters.
+    """Mark a parameter that another pipeline stage also has. Gradient norms (DeepSpeed 0.19.8,
+    zero/stage_1_and_2.py:2680) and checkpoints skip marked parameters.
     """
     param.ds_pipe_replicated = True  # type: ignore[attr-defined]
 
@@ -77,8 +77,8 @@ def experts_marker(parts: int) -> nn.Module:
 def parameter_groups(model: nn.Module, plan: Plan, groups: Groups) -> list[dict[str, Any]]:
     """Optimizer groups: weights with weight decay, and norms and biases without it, each for experts and other
     parameters. Groups that only an auxiliary loss trains are last, so that the flat partitions of the other groups do
-    not depend on them. Fused biases of experts are tensors [experts, outputs]. Other settings come from the DeepSpeed
-    section.
+    not depend on them. Fused biases of experts are tensors [experts, outputs]. Other settings of a group come from the
+    optimizer's section for DeepSpeed.
     """
     trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
     losses = sorted({loss for loss in map(loss_of, trained.values()) if loss is not None})

@@ -36,7 +36,7 @@ _MIX = 0x1E3779B97F4A7C15
 
 @dataclass(frozen=True)
 class _Copies:
-    """Tensors that are replicated on the ranks of `group` (None: all ranks), as number of elements by name. With
+    """Tensors that are replicated on the ranks of `group` (None: all ranks): the number of elements by name. With
     `is_divided`, ZeRO partitions a tensor differently at the two ends of a pipeline, and only the ranks of `shards`
     (None: all ranks) together have one replica.
     """
@@ -60,8 +60,8 @@ def check_replicas(
 
     Collective. The optimizer's fp32 weights, saved frozen weights and buffers are compared. `embedding` is the name of
     the weight that both ends of a pipeline train, None on other stages. The comparison takes 5.3 ns of a CPU core per
-    replicated element (0.5 s for 1e8). Under ZeRO with tensor parallelism these are routers, norms and down-projections
-    of latents; elements that only one rank has are not read.
+    replicated element (0.5 s for 1e8). Under ZeRO with tensor parallelism, routers, norms and down-projections of
+    latents are replicated. Elements that only one rank has are not read.
     """
     if plan.mesh.world_size == 1:
         return
@@ -134,7 +134,7 @@ def _checksum(elements: torch.Tensor, start: int) -> torch.Tensor:
 
 
 def _unequal(copies: _Copies, sums: Mapping[str, torch.Tensor]) -> list[str]:
-    """Keys of the tensors that differ between ranks of the group. The result is identical on these ranks."""
+    """Keys of the tensors that differ between the ranks of the group of `copies`. All its ranks get the same result."""
     own_sums = torch.stack([sums[key].to(collective_device()) for key in copies.sizes])
     if copies.is_divided:
         dist.all_reduce(own_sums, group=copies.shards)
@@ -146,7 +146,7 @@ def _unequal(copies: _Copies, sums: Mapping[str, torch.Tensor]) -> list[str]:
 
 
 def _first_difference(copies: _Copies, key: str, state: EngineState) -> str:
-    """The first element that differs between this rank and the group's first rank, as text; empty if none differs."""
+    """Text about the first element that differs between this rank and the group's first rank; empty if none differs."""
     elements_at = {}
     _read(state, (key,), lambda _, start, elements: elements_at.update({start: elements.clone()}))
     start, own = next(iter(elements_at.items()), (0, torch.zeros(0)))

@@ -24,8 +24,8 @@ from ds_finetune.plan.plan import Plan
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a parameter in a master tensor. The elements `start` to `start + numel` of the flattened parameter
-    `name` of `shape` begin at `offset` in the master.
+    """A part of a parameter that is in an fp32 master tensor: elements `start` to `start + numel` of the flattened
+    parameter `name` of `shape`. They begin at `offset` in the master tensor.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Part:
     numel: int
     offset: int
     is_state: bool = False
-    """Whether the part is a complete optimizer state with another shape than its parameter."""
+    """Whether the object describes a complete optimizer state of the parameter, whose shape is not the parameter's."""
 
     def of(self, values: torch.Tensor) -> torch.Tensor:
         """View of the part in its master tensor, or in an optimizer state of the master's size, 1-D."""
@@ -43,10 +43,10 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Master:
-    """An fp32 master tensor `flat` that the optimizer updates, its number, and the parts of parameters in it. A master
-    on NVMe is empty until it is swapped in. `full_parts` are the positions of full parameters in an optimizer state
-    that has each of the master's parameters completely, such as Muon's momentum below stage 3
-    (zero/stage_1_and_2.py:2805). If two ranks share the master of a parameter, both have its full state.
+    """A master tensor: the fp32 tensor `flat` that the optimizer updates, its number, and the parts of parameters in
+    it. A master on NVMe is empty until it is swapped in. `full_parts` are positions in an optimizer state that has each
+    of the master's parameters completely, not just this rank's part, such as Muon's momentum below stage 3
+    (zero/stage_1_and_2.py:2805). If a parameter is divided between the masters of two ranks, both have its full state.
     """
 
     flat: torch.Tensor
@@ -58,8 +58,8 @@ class Master:
     """Whether the master is one full parameter, whose optimizer states may have any shape."""
 
     def parts_in(self, state: torch.Tensor, *, restoring: bool) -> tuple[Part, ...]:
-        """The parts of parameters in `state`, an optimizer state of this master. For saving, each element is in the
-        parts of one rank only; with `restoring`, in the parts of all ranks that have it.
+        """The parts of parameters in `state`, an optimizer state of this master. For saving, each element of the state
+        is in the parts of one rank only; with `restoring`, in the parts of all ranks that have it.
         """
         if state.numel() == self.flat.numel():
             return self.parts
@@ -147,7 +147,7 @@ def _masters_of_stage_3(optimizer: Any, names: dict[int, str], plan: Plan) -> It
 WEIGHT, BUFFER = "weight", "buffer"
 _MUON = "momentum_buffer"
 _SAME_KIND = {"sum": "exp_avg_sq"}
-"""torch's names of optimizer states, by the names of DeepSpeed's CPU kernels for the same states (Adagrad)."""
+"""Names in DeepSpeed's CPU optimizers, by torch's names of the same optimizer states (Adagrad)."""
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """Attributes of a dynamic loss scale (DeepSpeed 0.19.8, fp16/loss_scaler.py:74, 193)."""
 
@@ -177,7 +177,9 @@ Read = Callable[[str], torch.Tensor]
 
 @dataclass(frozen=True)
 class StateGroup:
-    """Slices in memory at the same time. `opened(write)` is a context with a function from a key to its elements."""
+    """Slices that are in memory at the same time. `opened(write)` is a context with a function from a slice's key to
+    its elements.
+    """
 
     slices: tuple[Slice, ...]
     opened: Callable[[bool], AbstractContextManager[Read]]
@@ -198,8 +200,8 @@ class EngineState:
 
     def groups(self, *, restoring: bool = False, home: Sequence[int] = ()) -> list[StateGroup]:
         """All slices of this rank, weights before optimizer states. Each sub-group on NVMe is a separate group. For
-        saving, each element is in the slices of only one of the ranks `home`, which share a folder (none given: all
-        ranks). With `restoring`, the slices are everything that this rank needs.
+        saving, each element of the state is in the slices of only one of the ranks `home`, which write to the same
+        folder (none given: all ranks). With `restoring`, the slices are everything that this rank needs.
         """
         self._home = frozenset(home or range(self._plan.mesh.world_size))
         if self._plan.device == "cuda":
@@ -211,8 +213,8 @@ class EngineState:
 
     def scalars(self) -> dict[str, Any]:
         """The loss scale and the number of optimizer steps, as plain numbers; collective with pipeline stages. `steps`
-        is the number of steps taken. At stage 0, `steps_of` has parameters that took fewer steps. Each pipeline stage
-        knows only its own parameters.
+        is the number of steps taken. At ZeRO stage 0, `steps_of` has the numbers for parameters that took fewer steps;
+        each pipeline stage knows only those of its own parameters, so they are gathered.
         """
         steps_of = {part.name: self._steps(master) for master in self._masters for part in master.parts}
         if self._plan.mesh.pp > 1:
@@ -227,8 +229,8 @@ class EngineState:
         }
 
     def create_optimizer_state(self, kinds_of: Mapping[str, set[str]]) -> None:
-        """Create missing optimizer states by a step with zero gradients and learning rate zero. `kinds_of` has kinds of
-        states by parameter name.
+        """Create missing optimizer states by a step with zero gradients and learning rate zero. `kinds_of` has the
+        kinds of states that are needed, by parameter name.
         """
         missing_kinds = {
             master: {kind for part in master.parts for kind in kinds_of.get(part.name, ())} for master in self._masters
@@ -248,7 +250,9 @@ class EngineState:
                 self._optimizers[0].state[master.flat][kind] = torch.zeros(size, device=master.flat.device)
 
     def finish(self, scalars: Mapping[str, Any]) -> None:
-        """Set the counters to `scalars`, and update the model's weights from the restored fp32 masters."""
+        """Finish a restore: set the step counts and the loss scale to `scalars`, and update the model's weights from
+        the restored fp32 masters.
+        """
         for master in self._masters:
             steps_of = (scalars["steps_of"].get(part.name, scalars["steps"]) for part in master.parts)
             state, steps = self._state(master), max(steps_of, default=scalars["steps"])
@@ -283,7 +287,7 @@ class EngineState:
         for part, flat in self._parts_in_fp32():
             flat_of[part.name][part.start : part.start + part.numel] = flat
         if self._plan.zero_stage:
-            # The sum is a gather: each element is set on one rank, and zero on the others.
+            # The sum over ranks acts as a gather: each element is set on one rank, and zero on the others.
             dist.all_reduce(flat_values, group=self._same_part)
         for name, flat in flat_of.items():
             in_fp32.values[name].view(-1).copy_(flat)
@@ -311,7 +315,9 @@ class EngineState:
         return states[0] if states else {}
 
     def _kinds(self, master: Master) -> dict[str, torch.Tensor]:
-        """A master's optimizer states by kind, if they have a value per element (or of `full_parts`); none on NVMe."""
+        """The optimizer states of a master by kind, such as `exp_avg`. States without a value per element of the master
+        or of `full_parts` are left out; a master on NVMe has none.
+        """
         sizes = (master.flat.numel(), sum(part.numel for part in master.full_parts))
         tensors = {
             kind: value for kind, value in self._state(master).items() if torch.is_tensor(value) and kind != "step"
@@ -344,8 +350,7 @@ class EngineState:
 
     def _slice(self, key: str, part: Part, dtype: torch.dtype) -> Slice:
         if part.is_state:
-            # States whose shape differs from the parameter's come from optimizers that train full parameters on every
-            # rank.
+            # Optimizer states with another shape than the parameter exist only where every rank trains full parameters.
             return Slice(key, part.shape, 0, part.numel, dtype, is_replicated=True)
         shard = self._model_shard.tensor_shard(part.name, part.shape)
         is_replicated = self._plan.zero_stage == 0 and shard.is_full and self._plan.mesh.pp == 1
@@ -354,7 +359,7 @@ class EngineState:
         )
 
     def _is_saved_here(self, part: Slice) -> bool:
-        """Whether this rank saves a slice. At stage 0 other ranks have it too, and so they do if tensor parallelism
+        """Whether this rank saves a slice, which other ranks also have at ZeRO stage 0 and where tensor parallelism
         replicates it.
         """
         name = part.key.partition("/")[2]
@@ -368,8 +373,8 @@ class EngineState:
         return self._is_first_here(*of_shards, *of_rows, same_experts=shard.is_expert_parallel)
 
     def _is_first_here(self, *axes: Axis, same_experts: bool = False) -> bool:
-        """Whether this rank is the first of the ranks with the same elements that share its folder. They differ only
-        along `axes` and, with `same_experts`, have the same experts.
+        """Whether this rank is the first of the ranks that have the same elements and write to its folder. These ranks
+        differ only along the mesh's `axes` and, with `same_experts`, have the same experts.
         """
         mesh = self._plan.mesh
         line = next(line for line in mesh.groups(*axes) if mesh.rank in line)
@@ -388,11 +393,11 @@ class EngineState:
         )
 
     def _frozen(self, restoring: bool) -> Iterator[StateGroup]:
-        """Frozen weights that are saved with the run. With LoRA the base weights are not saved."""
+        """The frozen weights that checkpoints save, as groups of slices. With LoRA the base weights are not saved."""
         mesh, stage = self._plan.mesh, self._plan.zero_stage
         is_replicated = stage < 3 and mesh.pp == 1
-        # Below stage 3, all ranks of a pipeline stage have all elements; at stage 3, only tensor parallel ranks share
-        # them.
+        # Below ZeRO stage 3, all ranks of a pipeline stage have all elements of a frozen weight; at stage 3, only
+        # tensor parallel ranks share them.
         of_rows: tuple[Axis, ...] = () if stage == 3 else ("dp", "sp")
         is_saved = restoring or is_replicated or self._is_first_here(*of_rows, "tp")
         params = [(name, param) for name, param in self._ds.module.lm.named_parameters() if name in self._plan.frozen]
@@ -407,8 +412,8 @@ class EngineState:
                 yield StateGroup((part,), partial(_open_fragment, fragment, numel))
 
     def _frozen_fragment(self, name: str, param: nn.Parameter, restoring: bool) -> Fragment:
-        """The elements of a frozen parameter that this rank saves or restores. Every rank has all of an fp32 value,
-        saves its own part, and restores all.
+        """The elements of a frozen parameter that this rank saves or restores. If forwards use the parameter's fp32
+        value, every rank has all of it, saves its own part, and restores all.
         """
         fragment, value = partition(param), self._ds.module.in_fp32.values.get(name)
         if value is None:
@@ -425,7 +430,8 @@ class EngineState:
         with self._swap_in(masters[0], write):
             yield read
             if write:
-                # With the master in memory, its sub-group's parameters, which may be on NVMe, are updated too.
+                # While the master is in memory, the 16-bit parameters of its sub-group, which may be on NVMe, are
+                # updated from it.
                 self._ds.optimizer._reassign_or_swap_out_partitioned_parameters(masters[0].number)
 
     @contextmanager
