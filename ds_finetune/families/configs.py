@@ -55,7 +55,8 @@ COMPRESSED |= {"compress_ratios": [0, 4, 128, 4], "compress_rate_hca": 12}
 layer chooses experts by token ids.
 """
 HASHED: Config = {"num_hidden_layers": 5, "compress_ratios": [0, 4, 128, 4, 0], "num_hash_layers": 4}
-"""Changes to DeepSeek-V4's tiny model: later pipeline stages too have layers with experts chosen by token id."""
+"""Changes to DeepSeek-V4's tiny model, by which later pipeline stages too have layers with experts chosen by token id.
+"""
 QWEN3_MOE: Config = {**DENSE, "head_dim": 12, "moe_intermediate_size": 16, "num_experts": 8}
 QWEN3_MOE |= {"num_experts_per_tok": 2, "norm_topk_prob": True, "mlp_only_layers": [0]}
 """Grouped-query attention, and routed experts in all layers after the first."""
@@ -77,8 +78,8 @@ MINIMAX_M2 |= {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0
 GROUPED_ROUTING: Config = {**LATENT, "n_group": 2, "topk_group": 1}
 """Tiny model with latent attention, whose routers choose experts from the best groups of experts only."""
 INDEXED: Config = {**GROUPED_ROUTING, "index_topk": 32, "index_n_heads": 2, "index_head_dim": 16}
-"""Tiny model with DeepSeek sparse attention. No document of the test samples is longer than `index_topk`, so that
-sparse attention drops no token, but some packed rows are.
+"""Tiny model with DeepSeek sparse attention. No document of the test samples is longer than `index_topk`, so sparse
+attention drops no tokens; packed rows may be longer.
 """
 SPARSE: Config = {"index_topk": 6, "index_n_heads": 16}
 """Changes to a tiny configuration with which sparse attention drops tokens in most documents of the test samples. With

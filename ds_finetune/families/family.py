@@ -24,7 +24,7 @@ AS_BUILT = MlpNames()
 MIXTRAL_NAMES = MlpNames(module="block_sparse_moe", gate="w1", up="w3", down="w2")
 """Names of MLPs and experts in Mixtral's checkpoints (transformers 5.23, conversion_mapping.py:1270-1296)."""
 Renames = tuple[tuple[str, str], ...]
-"""Renames of tensors: pairs (regular expression, replacement), which are applied one after the other."""
+"""Rules that rename tensors: pairs (regular expression, replacement), which are applied one after the other."""
 DEEPSEEK_V4_RENAMES: Renames = (
     (r"^model\.layers\.\d+\.mtp\.", "mtp.0."),
     (r"(mtp\.0)\.hc_head\.", r"\1.hc_head_"),
@@ -53,8 +53,9 @@ DEEPSEEK_V4_RENAMES: Renames = (
     (r"\.shared_experts\.down_proj\.", ".shared_experts.w2."),
     (r"\.mlp\.", ".ffn."),
 )
-"""Renames from DeepSeek-V4's tensors in transformers 5.23 to published names (conversion_mapping.py:649-686). They also
-accept the names that transformers saves: with the prefix `model.`, and with `attn.norm` for `attn.kv_norm`.
+"""Rules from the names of DeepSeek-V4's tensors in transformers 5.23 to published names
+(conversion_mapping.py:649-686). They also accept names as transformers saves them: with the prefix `model.`, and
+`attn.norm` instead of `attn.kv_norm`.
 """
 
 
@@ -70,7 +71,7 @@ EXAONE_RENAMES: Renames = (
     (".mlp.up_proj.", ".mlp.c_fc_1."),
     (".mlp.down_proj.", ".mlp.c_proj."),
 )
-"""Renames from Llama's tensors to published names of EXAONE 3 (transformers 5.24, conversion_mapping.py)."""
+"""Rules from names of Llama's tensors to published names of EXAONE 3 (transformers 5.24, conversion_mapping.py)."""
 
 
 @dataclass(frozen=True)
@@ -82,14 +83,15 @@ class NewerType:
     since: str
     """First release of transformers that has the model type."""
     keys: Mapping[str, str]
-    """Published config.json keys, each with the name of the same key for the classes of `Family.built_as`."""
+    """Keys of the published config.json, each with the key by which the classes of `Family.built_as` call it."""
     defaults: Mapping[str, Any]
-    """Values of config.json keys that transformers takes for the model type if config.json lacks them."""
+    """Values of config.json keys that newer transformers use for the model type if its config.json lacks the keys."""
     unused: tuple[str, ...] = ()
-    """Published config.json keys that have another meaning for the classes of `Family.built_as`, and are removed."""
+    """Keys of the published config.json that mean something else for the classes of `Family.built_as`, and are removed.
+    """
 
     def older_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Translate a published `config` for the classes of `Family.built_as`. Its model type stays."""
+        """Translate a published config.json for the classes of `Family.built_as`. It keeps its model type."""
         older = {self.keys.get(key, key): config[key] for key in config if key not in self.unused}
         for section in ("rope_scaling", "rope_parameters"):
             rope = older.get(section)
@@ -120,7 +122,9 @@ class Gguf:
     name: str
     """llama.cpp's name of the model architecture."""
     computes: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Values of config.json keys that llama.cpp supports, the usual value first. Keys not listed may have any value."""
+    """By config.json key, the values with which llama.cpp computes the family, the usual one first. Other keys may have
+    any value.
+    """
     rotates_pairs: bool = False
     """Whether llama.cpp rotates adjacent columns of queries and keys; Llama 3's rotary scaling then works too."""
 
@@ -192,7 +196,7 @@ class Indexer:
     """Whether the indexer chooses compressed entries, means of several keys, instead of tokens (DeepSeek-V4)."""
 
     def longest_document(self, config: Mapping[str, Any]) -> int:
-        """In documents of at most this many tokens the indexer chooses all earlier tokens."""
+        """Number of tokens up to which documents are so short that the indexer chooses all earlier tokens."""
         chosen = int(config["index_topk"])
         rate = entry_tokens(config) if self.chooses_entries else 1
         return chosen * rate + rate - 1
@@ -209,12 +213,12 @@ class Family:
     is_generic: bool = False
     """Whether the model type is not in the table of families, so that only what works for all models is supported."""
     built_as: str | None = None
-    """For a model type unknown to transformers: the type whose classes build the model. Configurations and exports keep
-    their own model type.
+    """For a model type unknown to transformers, the model type whose classes build the model. Configurations and
+    exports keep the former.
     """
     newer: NewerType | None = None
-    """For a `built_as` type that newer releases of transformers have: how older releases build it. None: no release has
-    the type.
+    """How older releases of transformers build a `built_as` type that newer releases have. None: no release has the
+    type.
     """
 
     expert_keys: ExpertKeys | None = None
@@ -232,28 +236,31 @@ class Family:
     published_renames: Renames = ()
     """Further renames of tensors from transformers' names to published names."""
     drops_layers_beyond: bool = False
-    """Whether published layers numbered from `num_hidden_layers` on (multi-token prediction) are not loaded."""
+    """Whether layers in checkpoints with numbers from `num_hidden_layers` on (multi-token prediction) are not loaded.
+    """
     has_mtp: bool = False
     """Whether a multi-token prediction layer can be trained. In checkpoints it is the decoder layer `model.layers.N`
     with additional `enorm`, `hnorm`, `eh_proj` and `shared_head.norm`, counted by `num_nextn_predict_layers`.
     DeepSeek-V4's is `mtp.0` and has other modules (model/mtp.py).
     """
     may_be_unexpected: tuple[str, ...] = (r"\.rotary_emb\.inv_freq$",)
-    """Regular expressions of checkpoint tensors that the model does not need."""
+    """Regular expressions of tensors in checkpoints that the model does not need."""
     extends_context: bool = True
-    """Whether `model.context` is tested. It is not where config.json has another kind of rotary scaling."""
+    """Whether the run file's `model.context` is tested with the family. It is not if its config.json has another kind
+    of rotary scaling.
+    """
     fp32_buffers: tuple[str, ...] = ()
-    """Last part of the names of buffers that stay in fp32 in runs of any precision."""
+    """Last parts of the names of buffers that stay in fp32, whatever the run's precision."""
     fp32_weights: str | None = None
-    """Regular expression of parameters that stay in fp32 in the forward of any precision. It matches names in the model
-    and in published checkpoints.
+    """Regular expression of parameters that forwards use in fp32, whatever the run's precision. It matches names in the
+    model and in published checkpoints.
     """
     fp8_linear: str | None = r"\.(self_attn|mlp)\.([\w.]+\.)?\w+_proj(_with_mqa)?\.weight$"
     """Regular expression of the weights that published FP8 checkpoints quantise. The default is DeepSeek-V3's:
-    attention, MLPs and experts. None: their names are read from the base model instead.
+    attention, MLPs and experts. None: the names of quantised weights are read from the base model instead.
     """
     fp8_scale: str = ".weight_scale_inv"
-    """Suffix of a module's name that gives the name of its FP8 or FP4 scales."""
+    """What follows a module's name in the name of the tensor with its FP8 or FP4 scales."""
     export_config: Mapping[str, object] = field(default_factory=dict)
     """Keys that servers need in config.json. Exports add them if the base model's config.json lacks them."""
 
@@ -263,7 +270,7 @@ class Family:
     (gpt_oss/modeling_gpt_oss.py:460).
     """
     indexer: Indexer | None = None
-    """How an indexer chooses tokens; None for a family without indexers."""
+    """How the family's indexers choose tokens; None for a family without indexers."""
     window_in_mask: bool = False
     """Whether transformers 5.23 applies the sliding window in masks only, which FlashAttention does not read
     (qwen2_moe/modeling_qwen2_moe.py:254).
@@ -284,7 +291,7 @@ class Family:
     """Whether LoRA is tested with the family."""
 
     fused: str = FUSED
-    """Text for users on which operations fused kernels (`model.kernels`) compute. Empty if none."""
+    """Text for users that says which operations fused kernels (`model.kernels`) compute. Empty if none."""
 
     encoder: Encoder | None = None
     """How an encoder numbers positions and classifies; None for causal models."""
@@ -308,12 +315,12 @@ class Family:
         return self.indexer is not None and ".self_attn." in name and ".indexer." in name
 
     def is_in_fp32(self, name: str) -> bool:
-        """Whether the parameter `name` stays in fp32 in the forward of any precision."""
+        """Whether forwards use the parameter `name` in fp32, whatever the run's precision."""
         return self.fp32_weights is not None and re.search(self.fp32_weights, name) is not None
 
     def may_skip(self, key: str, *, layers: int) -> bool:
-        """Whether a model of `layers` layers need not load the checkpoint tensor `key`, because `may_be_unexpected`
-        matches or its layer number is too large.
+        """Whether a model of `layers` layers does not need the checkpoint's tensor `key`, because `may_be_unexpected`
+        matches it or its layer number is too large.
         """
         if any(re.search(pattern, key) for pattern in self.may_be_unexpected):
             return True

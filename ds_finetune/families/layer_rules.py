@@ -12,7 +12,9 @@ _SPARSE, _HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
 RATES: Mapping[str, int] = {_SPARSE: 4, _HEAVY: 128}
 """Default number of tokens per compressed entry, by DeepSeek-V4's kind of attention. `compress_rates` overrides it."""
 OLDER_RATES: Mapping[str, str] = {_SPARSE: "compress_rate_csa", _HEAVY: "compress_rate_hca"}
-"""Keys of config.json for the tokens per compressed entry, by kind of attention. They override `compress_rates`."""
+"""Older keys of config.json for the number of tokens per compressed entry, by kind of attention. They override
+`compress_rates`.
+"""
 RATIOS: Mapping[int, str] = {0: "sliding_attention", 4: _SPARSE, 128: _HEAVY}
 """DeepSeek-V4's kinds of attention, by the numbers of `compress_ratios` in published configurations."""
 
@@ -24,7 +26,7 @@ def compressed_types(c: ModelConfig) -> tuple[str, ...]:
 
 
 def longest_window(c: ModelConfig) -> int:
-    """Largest number of tokens per compressed entry in a DeepSeek-V4 model; 0 if no layer compresses."""
+    """Largest number of tokens per compressed entry of attention in a DeepSeek-V4 model; 0 if no layer compresses."""
     return max((_rate(c, kind) for kind in compressed_types(c) if kind in RATES), default=0)
 
 
@@ -35,12 +37,12 @@ def hashed_layers(c: ModelConfig) -> tuple[int, ...]:
 
 
 def entry_tokens(c: ModelConfig) -> int:
-    """Number of tokens per compressed entry in DeepSeek-V4 layers with an indexer."""
+    """Number of tokens per compressed entry of attention in those DeepSeek-V4 layers that have an indexer."""
     return _rate(c, _SPARSE)
 
 
 def published_layers(c: ModelConfig) -> dict[str, Any]:
-    """Layer settings under DeepSeek-V4's published config.json keys, from transformers 5.23's keys in `c`:
+    """Translate DeepSeek-V4's layer settings in `c`, a config.json of transformers 5.23, to published keys:
     `compress_ratios`, `num_hash_layers` and `rope_scaling`.
     """
     kinds, rope = c.get("layer_types"), c.get("rope_parameters") or {}
@@ -99,7 +101,7 @@ class ExpertKeys:
         return int(config[self.width_key])
 
     def number_key(self, config: Mapping[str, Any]) -> str:
-        """The first of `number_keys` that `config` has; without any, the published key."""
+        """The first of `number_keys` that `config` has; the published key if it has none of them."""
         return next((key for key in self.number_keys if key in config), self.number_keys[0])
 
 

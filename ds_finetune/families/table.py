@@ -79,7 +79,7 @@ def _tiny(name: str, config: ModelConfig, *, in_standard_selftest: bool = False,
 
 _DENSE = Family("", parallel_axes=_DENSE_AXES, has_lora=True, onnx=OnnxGraph("grouped_query"))
 _TRAINED = replace(_DENSE, onnx=None, fp8_linear=None)
-"""Entry for dense model types that are exported only as Hugging Face folders in 16 or 32 bits."""
+"""Entry of the table for dense model types that are exported only as Hugging Face folders in 16 or 32 bits."""
 _MIXTURE = Family(
     "",
     fused_experts=True,
@@ -384,11 +384,11 @@ _ROWS = (
     replace(
         _TRAINED,
         model_type="gemma4_text",
-        # Checkpoints have unused key and value weights for layers that read keys and values of another layer.
+        # Checkpoints have unused key and value projections in layers that attend to keys and values of another layer.
         may_be_unexpected=(r"\.self_attn\.([kv]_proj|[kv]_norm)\.weight$",),
         extends_context=False,
         fused="RMSNorm is one kernel, and rotary embedding and GELU are not",
-        # pp is not supported, because later stages would need the embeddings, keys and values of the first stage.
+        # Pipeline stages are not supported: later ones would need the first stage's embeddings, keys and values.
         parallel_axes=frozenset({"sp"}),
         tiny_models=TinyModels(GEMMA4, {"gemma4_text_inputs": GEMMA4_INPUTS, "gemma4_text_experts": GEMMA4_EXPERTS}),
     ),
@@ -441,8 +441,8 @@ FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ROWS}
 BUILT_AS: Mapping[str, str] = {name: family.built_as for name, family in FAMILIES.items() if family.built_as}
 """Model types unknown to transformers or to older releases, with the model type whose classes build the model."""
 TEXT_PARTS: Mapping[str, str] = {"qwen3_vl_text": "qwen3"}
-"""Model types of the text part of a multimodal model, with the type that is trained instead, because transformers has
-no causal LM for the former. On plain text both compute the same.
+"""For the model type of a multimodal model's text part: the model type that is trained instead, because transformers
+has no causal LM for the former. On plain text both compute the same.
 """
 WITH_TINY_MODELS = tuple(name for name, family in FAMILIES.items() if family.tiny_models is not None)
 """Model types whose tiny models are compared with transformers."""
@@ -453,7 +453,9 @@ WITH_CONTEXT = tuple(name for name in FULLY_TESTED if FAMILIES[name].extends_con
 STANDARD_SELFTEST = tuple(
     name for name, family in FAMILIES.items() if family.tiny_models and family.tiny_models.in_standard_selftest
 )
-"""Families that `ds-finetune selftest` checks if the user names none. The first one is checked in every layout."""
+"""Families that `ds-finetune selftest` checks if the user names none. The first one is checked in every parallel
+layout.
+"""
 
 
 def family_of(model_type: str) -> Family:

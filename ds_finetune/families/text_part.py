@@ -19,13 +19,17 @@ def is_composite(tree: Mapping[str, Any]) -> bool:
 
 
 def text_tree(tree: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config.json of the text part: a section of `tree` for a multimodal model, else `tree` itself."""
+    """The config.json of a model's text part: a section of `tree`, the model's config.json, if the model is multimodal,
+    else `tree` itself.
+    """
     section: Mapping[str, Any] = tree[TEXT_CONFIG] if is_composite(tree) else tree
     return section
 
 
 def text_name(name: str) -> str | None:
-    """Name within the text part of a multimodal model's tensor or module; None if it belongs to another part."""
+    """The name that a tensor or module `name` of a multimodal model has within the text part; None if it belongs to
+    another part.
+    """
     if _HEAD.match(name):
         return _HEAD.sub("", name)
     return _BASE.sub("model.", name) if _BASE.match(name) else None

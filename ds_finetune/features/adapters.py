@@ -48,7 +48,7 @@ class AdapterFeature(Feature):
         return lora
 
     def install(self, lm: PreTrainedModel, placement: AdapterPlacement) -> None:
-        """Add LoRA adapters after loading, because loading expects every parameter of the model in the files."""
+        """Add LoRA adapters, after the weights are loaded: loading expects every parameter in the model's files."""
         lora = self.settings
         start = None if lora.section.start is None else PeftAdapter.open(Path(lora.section.start))
         install_lora(
@@ -97,7 +97,9 @@ def _differences(what: str, theirs: Collection[str], ours: Collection[str]) -> l
 
 
 class FreezeFeature(Feature):
-    """Freezes parameters. Optimizer and checkpoints leave them out; exports read them from the model's folder."""
+    """Freezes parameters by the run file. Optimizer and checkpoints leave these out; exports read them from the model's
+    folder.
+    """
 
     name = "freezing"
     saves_frozen = False

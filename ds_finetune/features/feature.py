@@ -27,11 +27,11 @@ class RankParts:
     groups: HeadGroups
     device: torch.device
     start_teacher: Callable[[], AbstractContextManager[Teacher | None]]
-    """Context that starts the teacher of a distillation. It gives None on ranks that do not run the teacher."""
+    """Context in which the teacher of a distillation runs. It gives None on ranks that do not run the teacher."""
 
 
 class Feature:
-    """Base class of features, parts of a model or its training. Each engine has its own instance."""
+    """Base class of features, which are parts of a model or of its training. Each engine has its own instances."""
 
     name: ClassVar[str]
     """Key in `ModelPlan.features`. A feature of another package has this key in the run file's `features` too."""
@@ -59,8 +59,8 @@ class Feature:
 
     @property
     def own_loss(self) -> str:
-        """Name of an auxiliary loss which is the only loss that trains the parameters that the feature `owns`; else
-        empty. Those parameters get a gradient norm of their own for clipping.
+        """Name of the feature's auxiliary loss if no other loss trains the parameters that the feature `owns`; else
+        empty. For clipping, those parameters get a gradient norm of their own.
         """
         return ""
 
@@ -69,14 +69,14 @@ class Feature:
         return plan
 
     def lines(self) -> list[tuple[str, str]]:
-        """Lines of the printed plan about the feature, each as (name, text). The default returns those of the settings'
-        method `lines`, if they have one.
+        """Lines of the printed plan about the feature, each as (name, text). The default calls the method `lines` of
+        the feature's settings, if they have one.
         """
         lines = getattr(self.settings, "lines", None)
         return lines() if callable(lines) else []
 
     def open(self, parts: RankParts) -> AbstractContextManager[object]:
-        """Context of the feature around the life of the engine. The engine enters it before it builds the model."""
+        """Context of the feature that lasts as long as the engine. The engine enters it before it builds the model."""
         return nullcontext()
 
     def install(self, lm: PreTrainedModel, placement: AdapterPlacement) -> None:

@@ -44,7 +44,9 @@ class IndexerLoss(ExtraLoss):
         return replaced(self._collector, "is_listening", True)
 
     def loss(self, rows: ForwardRows, hidden: torch.Tensor, weights: torch.Tensor) -> LossAndSums | None:
-        """Weighted divergence of a forward, without padding tokens. A sequence parallel rank adds its own tokens."""
+        """Loss of a forward: its divergence times the loss weight, without padding tokens. A sequence parallel rank
+        sums over its own tokens.
+        """
         losses = dict(self._collector.divergences)
         self._collector.divergences.clear()
         if not losses:
@@ -57,7 +59,7 @@ class IndexerLoss(ExtraLoss):
 
 
 def _shares(layers: Sequence[tuple[int, bool]]) -> dict[int, float]:
-    """Weight of each layer's divergence by layer number: 1 / n where n layers share an indexer."""
+    """Weight of each layer's divergence in the loss, by layer number: 1 / n if n layers share an indexer."""
     indexers, served = list[int](), dict[int, int]()
     for _, has_indexer in layers:
         indexers.append(len(served) if has_indexer else len(served) - 1)
@@ -79,7 +81,7 @@ class IndexerFeature(Feature):
 
     @property
     def own_loss(self) -> str:
-        """Name of the indexer loss if other parameters are trained too, by the objective; else empty."""
+        """Name of the indexer loss if the objective trains other parameters at the same time; else empty."""
         return "" if self.settings.trains_only_indexers else IndexerLoss.name
 
     def owns(self, name: str) -> bool:
@@ -88,8 +90,9 @@ class IndexerFeature(Feature):
 
     def extra_loss(self, trained: TrainedModel, parts: RankParts) -> ExtraLoss:
         """Make the loss that trains indexers towards attention weights."""
-        # A target sums attention weights over the heads of tensor and sequence parallel ranks. In DeepSeek-V4 a
-        # sequence parallel rank has all heads of its own tokens, so only tensor parallel ranks are summed over.
+        # The indexer's target, p, sums attention weights over the heads of tensor and sequence parallel ranks. In
+        # DeepSeek-V4 a sequence parallel rank has all heads of its own tokens, so only tensor parallel ranks are summed
+        # over.
         others = None if family_of(self.model.hf_config.model_type).compresses else parts.groups.sp
         ranks = tuple(group for group in (parts.groups.tp, others) if group is not None)
         collector = DivergenceCollector(ranks, attends_to_all=self.settings.trains_only_indexers)

@@ -72,7 +72,7 @@ class MtpLoss(ExtraLoss):
 
     @contextmanager
     def listen(self, rows: ForwardRows, *, is_counting: bool, is_first: bool) -> Iterator[None]:
-        """Context of a forward that records the residual streams, which DeepSeek-V4's prediction layer reads."""
+        """Context of a forward that records the model's residual streams, read by DeepSeek-V4's prediction layer."""
         if not family_of(self._lm.config.model_type).compresses:
             yield
             return
@@ -149,12 +149,12 @@ def plan_mtp(hf_config: PretrainedConfig, model: ModelConfig, section: MtpConfig
     """Check that the model has one multi-token prediction layer, and make `hf_config` build models with it. Returns the
     settings, or None if `mtp.train` is off.
 
-    ModelError if the model has no such layer or several. The published config.json tells how many, because
+    ModelError if the model has no such layer or several. Their number is read from the published config.json, because
     transformers' configurations have 1 by default.
     """
     if not section.train:
         return None
-    # config.json is enough where weights are randomly initialised or not downloaded yet.
+    # If weights are randomly initialised or not downloaded yet, only config.json can be checked.
     folder = resolve_folder(model.path, files=TOKENIZER_PATTERNS)
     tree = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     _check_config(tree, hf_config, f"mtp.train true: {folder}/config.json")

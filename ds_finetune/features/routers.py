@@ -74,8 +74,8 @@ class BalanceLoss(ExtraLoss):
     def finish_step(
         self, on_device: torch.Tensor, on_host: torch.Tensor, *, num_tokens: int, is_skipped: bool
     ) -> RouterChoices:
-        """Check that all ranks' counts of chosen experts cover the step's tokens and, unless the step was skipped,
-        update router biases. Returns the counts.
+        """Check that the counts of chosen experts, summed over ranks, match the step's number of tokens. Unless the
+        step was skipped, update router biases by the counts. Returns the counts.
         """
         choices = choices_of(on_host, self.routers.plan)
         check_each_counted(choices, self.routers.plan, num_tokens=num_tokens)
@@ -84,7 +84,9 @@ class BalanceLoss(ExtraLoss):
         return choices
 
     def loss(self, rows: ForwardRows, hidden: torch.Tensor, weights: torch.Tensor) -> LossAndSums | None:
-        """Weighted balance loss of a forward's documents. A sequence parallel rank sums over its own tokens."""
+        """Balance loss of a forward's documents, times the loss weight. A sequence parallel rank sums over its own
+        tokens.
+        """
         outputs = self.routers.outputs
         loss = self._balance(outputs, weights) if outputs else None
         self.routers.release()
@@ -96,7 +98,7 @@ class BalanceLoss(ExtraLoss):
             counts = self._sp_group.all_reduce(counts)
         documents, lengths = self.routers.tokens
         per_token, experts = outputs[0].chosen.shape[1], counts.shape[-1]
-        # f_i / T: dividing the sum of T tokens' score fractions by T gives their mean P_i.
+        # f_i / T: the loss multiplies f_i by sums of scores over a document's T tokens, but P_i is their mean.
         factors = counts * (experts / per_token / lengths.double().square()[:, None])
         total = torch.stack(
             [

@@ -1,4 +1,4 @@
-"""The feature that distils a teacher: the loss towards a running teacher's or stored log-probabilities."""
+"""The feature that distils a teacher: the loss towards log-probabilities of a teacher that runs, or stored ones."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -40,7 +40,7 @@ class DistillationHead(LossHead):
         supervised: torch.Tensor | None = None,
     ) -> Any:  # noqa: ANN401 - logits or LossAndSums
         """Map `hidden` [..., width] to logits [..., vocabulary]. With shifted `labels` [...] (int64) and
-        `open_targets`, return the loss as LossAndSums instead. `open_targets` makes a context with the teacher's
+        `open_targets`, return the loss as LossAndSums instead. `open_targets` makes a context that gives the teacher's
         probabilities at the labels; `supervised` are indices of supervised labels (None: found in `labels`).
         """
         if labels is None or open_targets is None:
@@ -57,7 +57,7 @@ class DistillationHead(LossHead):
 
 
 class DistilledModel(TrainedModel):
-    """A causal LM whose forward is the distillation loss. The teacher runs, or its log-probabilities are stored."""
+    """A causal LM whose forward returns the distillation loss, from a running teacher or stored log-probabilities."""
 
     def __init__(self, trained: TrainedModel, objective: Distillation, teacher: Teacher | None) -> None:
         super().__init__(trained.lm, trained.sp_group, trained.pp_group)
@@ -69,7 +69,9 @@ class DistilledModel(TrainedModel):
             head.mix = Mix(objective.section.temperature, objective.section.label_weight)
 
     def head_inputs(self, rows: ForwardRows) -> dict[str, Any]:
-        """Run the teacher. Returns the head's arguments: context of the teacher's probabilities, supervised indices."""
+        """Run the teacher. Returns arguments of `DistillationHead.forward`: the context that gives the teacher's
+        probabilities, and the indices of supervised labels.
+        """
         return {"open_targets": self._targets(rows), "supervised": rows.supervised} if self.has_head else {}
 
     def _targets(self, rows: ForwardRows) -> Callable[[], AbstractContextManager[SoftTargets | None]]:
@@ -100,7 +102,9 @@ class TeacherFeature(Feature):
 
     @classmethod
     def planned(cls, run: RunSettings, hf_config: PretrainedConfig) -> TeacherPlan | None:
-        """Plan the teacher that runs beside the model; None without a teacher or with stored log-probabilities."""
+        """Plan the teacher that runs beside the trained model; None without a teacher, or if its log-probabilities are
+        stored.
+        """
         objective = run.objective
         if not is_distillation(objective) or objective.teacher is None:
             return None

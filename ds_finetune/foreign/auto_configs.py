@@ -25,8 +25,8 @@ _CONVERSIONS = Foreign("transformers", "conversion_mapping.py:2560-2592")
 def register_config(name: str, *, built_as: str) -> None:
     """Register the model type `name` with `AutoConfig` and `AutoTokenizer`, which then treat it as `built_as`.
 
-    A configuration keeps `name` as its model type. If a newer transformers has the type, its published config.json is
-    translated.
+    A configuration keeps `name` as its model type. If newer releases of transformers have this type, a published
+    config.json is translated.
     """
     if name in CONFIG_MAPPING:
         return
@@ -57,7 +57,8 @@ def register_models(name: str, *, built_as: str) -> None:
 
     built_config, own_config = CONFIG_MAPPING[built_as], CONFIG_MAPPING[name]
     factories = [AutoModel, AutoModelForCausalLM]
-    # Newer releases have no classifiers of their new types, so a classifier trained here could not be loaded there.
+    # Newer releases of transformers, which have this type, have no classifier of it and could not load one trained
+    # here.
     factories += [AutoModelForSequenceClassification] if family_of(name).newer is None else []
     for factory in factories:
         classes = _CLASSES.attribute(factory, "_model_mapping")

@@ -22,7 +22,7 @@ TESTED = {
 
 @dataclass(frozen=True)
 class Foreign:
-    """Code of `package` that a patch changes. `location` is the file and lines in the tested version."""
+    """Code of another `package` that a patch changes. `location` names file and lines in the tested version."""
 
     package: str
     location: str

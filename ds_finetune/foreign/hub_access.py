@@ -13,7 +13,9 @@ from ds_finetune.foreign.guard import Foreign, replaced
 
 _REQUEST_SECONDS = 5.0
 _PROBE_SECONDS = 8.0
-"""Time limit of the whole check. A timeout of the request alone would not limit the lookup of the host name."""
+"""Time limit of the check whether the hub answers. A timeout of its request would not limit the lookup of the host
+name.
+"""
 
 
 def hub_problem() -> str:
@@ -34,12 +36,12 @@ def without_password(error: object) -> str:
 
 @lru_cache(maxsize=4)
 def _probe(endpoint: str) -> str:
-    """Why `endpoint` cannot be reached; empty if it answers with any HTTP status."""
+    """Why the URL `endpoint` cannot be reached; empty if it answers, with any HTTP status."""
     problem = [f"{endpoint} did not answer within {_PROBE_SECONDS:g} seconds"]
 
     def probe() -> None:
         session = get_session()
-        # The client comes from httpx or from its successor, depending on the version of huggingface_hub.
+        # The HTTP client comes from httpx or from its successor, depending on the version of huggingface_hub.
         library = importlib.import_module(type(session).__module__.partition(".")[0])
         try:
             session.head(endpoint, timeout=_REQUEST_SECONDS)

@@ -39,7 +39,7 @@ def abort_groups() -> None:
 
 
 Span = Callable[[], AbstractContextManager[object]]
-"""Function that makes the context in which a call of a collective, or a wait for it, runs."""
+"""Function that makes a context in which a call of a collective, or the wait for its result, runs."""
 
 
 @contextmanager
@@ -49,8 +49,8 @@ def spans_of_collectives(
     other_waits: Span,
 ) -> Iterator[None]:
     """Context in which the methods `names` of process groups, and waits for their asynchronous results, run inside
-    contexts of the caller. `spans_of(group, name, arguments)` makes those of a call: one for the call, and one for a
-    wait. A wait for a call that began earlier runs in `other_waits()`.
+    contexts of the caller. `spans_of(group, name, arguments)` makes the contexts of one call: one for the call itself,
+    and one for the wait for its result. A wait for a call that began before runs in `other_waits()`.
 
     torch has no hook that runs before and after collectives on every backend. But every communication function of
     torch.distributed, `isend` and `irecv` too, calls one of these methods in the end.

@@ -21,7 +21,7 @@ _PACKING = Foreign("bitsandbytes", "nn/modules.py:573, 613")
 def linears_without_memory() -> Iterator[None]:
     """Context in which linear modules are constructed on the meta device, other modules on torch's default device.
 
-    So a model whose linear modules are quantised one by one never is on the device in full precision.
+    So a model whose linear modules are quantised one by one is never on the device in full precision.
     """
     constructor = nn.Linear.__init__
     _LINEAR.parameters(constructor, "in_features", "out_features", "bias", "device", "dtype")

@@ -24,7 +24,8 @@ _LATENT = Foreign("transformers", "models/deepseek_v3/modeling_deepseek_v3.py:31
 _INDEXED = Foreign("transformers", "models/deepseek_v32/modeling_deepseek_v32.py:296-478")
 _COMPRESSED = Foreign("transformers", "models/deepseek_v4/modeling_deepseek_v4.py:361-872")
 _ORIGINAL = SimpleNamespace(**vars(modeling_deepseek_v4))
-"""Names of transformers' DeepSeek-V4 module as imported, because a build replaces the module's layer class."""
+"""Names in transformers' DeepSeek-V4 module as first imported, because building a model replaces the layer class there.
+"""
 _PROJECTIONS = ("q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj")
 _CACHE_NAMES = ("cache", "past_key_values")
 CACHE: str = next(
@@ -69,7 +70,7 @@ def without_search_for_documents() -> Iterator[None]:
 
 @cache
 def _check_masks() -> None:
-    """Check once that transformers makes masks as expected, because reading its source takes milliseconds."""
+    """Check that transformers makes masks as expected; only once, because reading its source takes milliseconds."""
     _MASKS.source(masking_utils._preprocess_mask_arguments, "= find_packed_sequence_indices(position_ids)")
 
 
@@ -88,7 +89,7 @@ def rotate(kind: str, *arguments: Any) -> Any:  # noqa: ANN401 - untyped
 
 
 def replace_forward(attention: nn.Module, mixin: type[nn.Module]) -> None:
-    """Change the class of a latent attention module with an indexer, so that it runs `mixin`'s forward."""
+    """Change the class of `attention`, latent attention with an indexer, so that it runs `mixin`'s forward."""
     kind = type(attention)
     _INDEXED.parameters(kind.forward, "hidden_states", "position_embeddings", "attention_mask", CACHE)
     for name in (*_PROJECTIONS, "expand_kv", "scaling", "layer_idx"):

@@ -26,7 +26,7 @@ SOFT_CAP = (
     "logits = torch.tanh(logits)",
     "logits = logits * self.config.final_logit_softcapping",
 )
-"""Lines of source by which a causal LM's forward caps its logits with tanh."""
+"""Lines of transformers' source by which the forward of a causal LM caps its logits with tanh."""
 CLAMPED_GATE = "clamp(max=self.limit)", "clamp(min=-self.limit, max=self.limit)", "self.act_fn(gate) * up"
 KEYS_AND_VALUES = "self.kv_b_proj(kv_nope).view(key_shape)", "key_states = kv_nope.new_empty("
 _ROTARY = {
@@ -39,7 +39,7 @@ _ROTARY = {
     "(rotate_half(x) * sin)": "",
 }
 """Source text of transformers' rotary functions, with the kind of rotation. `halves` rotates column i with column i +
-width / 2; its cosines are as wide as the head, half as wide (`short`) or fp32 (`wide`). `pairs` rotates adjacent
+width / 2; its cosines are as wide as the head; with `short` half as wide, with `wide` in fp32. `pairs` rotates adjacent
 columns, by cosines and sines or complex numbers. Functions of one tensor have the kind "": no kernel computes them.
 """
 
@@ -97,7 +97,9 @@ def is_silu(module: Any) -> bool:  # noqa: ANN401 - an MLP or experts of any fam
 
 
 def has_plain_gate(experts: Any) -> bool:  # noqa: ANN401 - routed experts of any family
-    """Whether routed experts compute act(gate) * up, from a tensor with the columns of gate and then of up."""
+    """Whether routed experts compute act(gate) * up from one tensor, which has the columns of gate and then those of
+    up.
+    """
     plain = _EXPERTS.attribute(moe, "_default_apply_gate")
     return getattr(type(experts), "_apply_gate", None) is plain
 

@@ -42,8 +42,8 @@ def replaced_layers(model_class: type[PreTrainedModel], factory: LayerFactory) -
 def changed_experts(
     model_class: type[PreTrainedModel], name: str, change: ConfigChange, *, after: Callable[[nn.Module], None]
 ) -> Iterator[None]:
-    """Context in which the experts (class `name`) of `model_class` are constructed with a changed configuration, then
-    passed to `after`.
+    """Context in which the routed experts (class `name`) of models of `model_class` are constructed with a changed
+    configuration, and then passed to `after`.
 
     transformers would construct all experts of a layer. An expert parallel rank holds only some of them.
     """
