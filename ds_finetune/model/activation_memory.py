@@ -34,13 +34,14 @@ def recompute_layers(lm: PreTrainedModel, *, is_selective: bool) -> None:
     lm.gradient_checkpointing_enable(options | {"context_fn": partial(layer_contexts, is_selective=is_selective)})
     for module in _choosing_modules(lm):
         keep_choices(module)
-    # transformers makes outputs of frozen embeddings require a gradient, as reentrant checkpointing needs. It is not
-    # used here, and such outputs would make backward recompute the layers before the first adapter.
+    # transformers makes the output of a frozen embedding require a gradient, as reentrant checkpointing needs. That
+    # kind of checkpointing is not used here, and with such an output backward would recompute the layers before the
+    # first adapter.
     lm.disable_input_require_grads()
 
 
 def _choosing_modules(lm: PreTrainedModel) -> list[nn.Module]:
-    """Modules of `lm` that choose experts: its routers. For a model type whose router is not known these are all
+    """Modules of `lm` in which experts are chosen: its routers or, for a model type whose router is not known, all
     children of layers with experts.
     """
     router = family_of(lm.config.model_type).router
@@ -74,11 +75,11 @@ def _checkpoint_on_host(
     hidden: torch.Tensor,
     *others: Any,  # noqa: ANN401
 ) -> Any:  # noqa: ANN401
-    """Run a layer under torch's `checkpoint`, with its input `hidden` offloaded by torch's `save_on_cpu`. The copies
-    run in the compute stream, so none is read before it is complete.
+    """Run a layer under torch's `checkpoint`, with its input `hidden` offloaded by torch's `save_on_cpu`. Copies run in
+    the stream of the computation, so no copy is read before it is complete.
     """
     copies = save_on_cpu(pin_memory=True)
-    # Autograd keeps these hooks until backward. If they referred to the layer's input, they would keep it in memory.
+    # Autograd keeps these hooks until backward. A reference from them to the layer's input would keep it in memory.
     host_copy = _identity(hidden)
 
     def pack(saved: torch.Tensor) -> Any:  # noqa: ANN401
@@ -101,7 +102,7 @@ _SHARED = (".shared_experts", ".shared_expert")
 
 
 class _TokensInTiles(torch.autograd.Function):
-    """Computes `forward(*tensors)` in tiles of the first dimension, which all tensors and the result have."""
+    """Computes `forward(*tensors)` in tiles, parts of the first dimension, which the tensors and the result share."""
 
     @staticmethod
     def forward(
@@ -181,7 +182,7 @@ def tiled_modules(lm: PreTrainedModel) -> list[nn.Module]:
 def install_tiled_mlps(lm: PreTrainedModel, *, tiles: int) -> list[nn.Module]:
     """Make the MLPs of `lm` compute their tokens in `tiles` tiles, in place. Returns these MLPs.
 
-    All ranks must use the same number, because tensor and expert parallel ranks communicate in each tile.
+    `tiles` must be equal on all ranks, because tensor and expert parallel ranks communicate in each tile.
     """
     modules = tiled_modules(lm)
     for module in modules:

@@ -94,8 +94,8 @@ def _sums(rows: torch.Tensor, k: int) -> torch.Tensor:
 
 
 class _Weigh(torch.autograd.Function):
-    """Multiplies rows by weights, which are fp32 even if rows have 16 bits. The kernel rounds the products, so that no
-    fp32 copy of the rows is needed.
+    """Multiplies rows by routing weights, which are fp32 even if rows have 16 bits. The kernel rounds the products, so
+    that no fp32 copy of the rows is needed.
     """
 
     @staticmethod
@@ -111,7 +111,9 @@ class _Weigh(torch.autograd.Function):
 
 
 class SortedRows(NamedTuple):
-    """Order of the rows that experts read: one row for each token and chosen expert, sorted by expert."""
+    """Order of the rows that routed experts read: one row for each pair of a token and an expert chosen for it, sorted
+    by expert.
+    """
 
     experts: torch.Tensor
     """Expert of each sorted row, int64 [tokens x k]."""
@@ -148,8 +150,8 @@ class SortedRows(NamedTuple):
 
 def project(module: Any, rows: torch.Tensor, ends: torch.Tensor, leaf: str) -> torch.Tensor:  # noqa: ANN401 - a module of any family
     """Multiply `rows` [rows, in], sorted by expert, with the weights `leaf` of the experts in `module`. Expert i's rows
-    end at `ends[i]`. Selective recomputation saves the first projection's output only, because no gradient needs the
-    second one's.
+    end at `ends[i]`. Selective recomputation saves the output of the first projection only; no gradient needs that of
+    the second one.
     """
     product = _saved_multiply if leaf == "gate_up_proj" else multiply
     return product(rows, getattr(module, leaf), ends, is_transposed=module.is_transposed)  # type: ignore[no-any-return]
@@ -175,7 +177,7 @@ def run_experts(
     rows = product(chosen.rows_of(hidden), ends, "gate_up_proj")
     if module.has_bias:
         of_row = (chosen.experts[:, None] == torch.arange(module.num_experts, device=rows.device)).to(rows.dtype)
-        # Rows of biases are not bound to a variable, which would keep them in memory until the function returns.
+        # No variable refers to the rows of biases, because it would keep them in memory until the function returns.
         if current_outputs() is None:
             rows.add_(of_row @ module.gate_up_proj_bias)
         else:
@@ -189,8 +191,8 @@ def run_experts(
 
 
 def spread_ids(lm: nn.Module, experts: int) -> None:
-    """Fill the tables from token ids to experts, in place, so that tokens are spread over all `experts`. With randomly
-    initialised weights the tables are zeros, by which each token would choose expert 0 k times.
+    """Fill a model's tables from token ids to experts, in place, so that tokens are spread over all `experts`. In a
+    randomly initialised model the tables are zeros, with which each token would choose expert 0 k times.
     """
     for name, table in lm.named_buffers():
         if is_table(name):

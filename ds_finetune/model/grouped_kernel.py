@@ -1,8 +1,8 @@
 """Triton kernels for grouped products of rows, sorted by expert, with experts' weights. They serve GPUs and dtypes for
 which torch has no kernel: torch would multiply expert by expert, and the host would wait for the numbers of rows.
 
-The ends of experts' rows stay on the device. As many programs run as tiles could be needed; each finds its expert from
-the ends, and those beyond the last tile return. Products are summed in fp32. The import needs triton.
+The ends of experts' rows stay on the device. As many programs of the kernel run as tiles could be needed. Each finds
+its tile's expert from the ends; programs without a tile return. Products are summed in fp32. The import needs triton.
 """
 
 # ruff: noqa: ANN001, ANN202, N803, PLR0913 - kernels of Triton
@@ -86,7 +86,9 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Triton kernel: a tile of an expert's weight gradient, [rows, depth].T @ [rows, columns] of the expert's rows."""
+    """Triton kernel: compute a tile of an expert's weight gradient, [rows, depth].T @ [rows, columns] over the expert's
+    rows.
+    """
     expert = tl.program_id(2)
     end = tl.load(ends + expert)
     start = tl.load(ends + expert - 1, expert > 0, 0)
@@ -143,7 +145,8 @@ def _(_: torch.Tensor, __: torch.Tensor, ___: torch.Tensor, weight: torch.Tensor
 def _keep(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:  # noqa: ANN401
     rows, weight, ends = inputs
     of_rows, of_weight = ctx.needs_input_grad[:2]
-    # Backward needs rows only if experts are trained. Either gradient needs the weight's shape and strides.
+    # Backward needs the rows only if experts are trained. The gradients of rows and of weights both need the weight's
+    # shape and strides.
     ctx.save_for_backward(rows if of_weight else None, weight if of_rows or of_weight else None, ends)
 
 

@@ -21,14 +21,15 @@ _Backward = Callable[..., torch.Tensor]
 class _StreamSizes(NamedTuple):
     streams: int
     times: int
-    """Number of divisions of the mixing weights `comb` by their column sums; by row sums they are divided once less."""
+    """How often the mixing weights `comb` are divided by their column sums; they are divided by row sums once less."""
     eps: float
     norm_eps: float
 
 
 class _Mixing(torch.autograd.Function):
     """Merges residual streams [batch, tokens, streams, width] into one hidden state. If the projection `fn` has columns
-    for them, it also returns weights `post`, by which streams get a sublayer's output, and the streams mixed by `comb`.
+    for these, also returns the weights `post` with which a sublayer's output is added to each stream, and the streams
+    mixed by `comb`.
     """
 
     @staticmethod
@@ -156,7 +157,9 @@ class MixedStreams(nn.Module):
     input_norm: Any
 
     def forward(self, hidden_streams: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the merged hidden state, the streams' weights `post`, and the streams mixed by `comb`."""
+        """Return the merged hidden state, each stream's weight `post` for the sublayer's output, and the streams mixed
+        by `comb`.
+        """
         sizes = _StreamSizes(self.hc_mult, self.hc_sinkhorn_iters, self.hc_eps, self.input_norm.eps)
         return _Mixing.apply(hidden_streams, self.fn, self.base, self.scale, sizes)  # type: ignore[no-any-return]
 

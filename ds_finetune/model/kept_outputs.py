@@ -80,7 +80,9 @@ class KeptOutputs(TorchDispatchMode):
 
 
 class _SavedTopK(TorchDispatchMode):
-    """Torch dispatch mode: `topk` chooses in the forward; recomputation gathers values at the saved choices."""
+    """Torch dispatch mode: `topk` chooses experts in the forward only; recomputation gathers the scores of the saved
+    choices.
+    """
 
     def __init__(self, outputs: KeptOutputs) -> None:
         super().__init__()
@@ -92,13 +94,13 @@ class _SavedTopK(TorchDispatchMode):
             return func(*args, **options)
         scores, dim = args[0], args[2] if len(args) > 2 else options.get("dim", -1)
         small = torch.int16 if scores.shape[dim] <= 2**15 else torch.int32
-        # Dispatch modes run below autograd, which passes the gradient of the gathered values on to the scores.
+        # Autograd works above dispatch modes, and passes the gradient of the gathered values on to the scores.
         chosen = self._kept.keep(lambda: func(*args, **options)[1].to(small)).long()
         return scores.gather(dim, chosen), chosen
 
 
 class _Kept:
-    """A saved tensor, with its version at that time to detect in-place changes."""
+    """A saved tensor, with its version when it was saved, by which in-place changes are detected."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         # The tensor itself will get an autograd history, which would keep this object alive, so a detached tensor is
@@ -113,7 +115,7 @@ class _Kept:
 
 
 class _Current(threading.local):
-    """Saved outputs of the layer that is running, for each thread, because backward runs in threads of its own."""
+    """Saved outputs of the layer that is running, one per thread: backward recomputes layers in threads of its own."""
 
     kept: KeptOutputs | None = None
 
@@ -131,8 +133,8 @@ def layer_contexts(*, is_selective: bool) -> tuple[AbstractContextManager[None],
 
 
 def current_outputs() -> KeptOutputs | None:
-    """Saved outputs of the running layer if selective recomputation is on. None in other layers and where gradients are
-    off, as in a tile of an MLP, which is recomputed in full.
+    """Saved outputs of the layer that is running, if selective recomputation applies to it. None otherwise, and where
+    gradients are off, as in a tile of an MLP, which is recomputed in full.
     """
     outputs = _current.kept
     return outputs if outputs is not None and outputs.is_selective and torch.is_grad_enabled() else None

@@ -64,10 +64,12 @@ class _AdaptedLinear(_LowRankLinear):
 
 
 class _AdaptedParallelLinear(_LowRankLinear):
-    """A tensor parallel linear module with an adapter. Ranks communicate once, for the sum of weight and adapter."""
+    """A tensor parallel linear module with an adapter. Ranks communicate once, for the summed outputs of weight and
+    adapter.
+    """
 
     def multiply(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Compute this rank's part of the linear module's output, weight and adapter, without communication."""
+        """Compute this rank's part of the output of weight plus adapter, without communication."""
         return self._low_rank(hidden).add_(super().multiply(hidden))  # type: ignore[misc]
 
 
@@ -93,14 +95,17 @@ class _LowRankExperts(_Adapted):
     _apply_gate: Callable[[torch.Tensor], torch.Tensor]
 
     def _run(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        """Run experts with adapters on [tokens, width], with chosen experts [tokens, k] and their routing weights.
+        """Run routed experts with adapters on hidden states [tokens, width], with chosen experts [tokens, k] and
+        routing weights.
 
         peft would merge adapters into a copy of all experts in each forward, and need a gradient of that size.
         """
         return run_experts(self, hidden, top_k_index, top_k_weights, self._project)
 
     def _project(self, rows: torch.Tensor, ends: torch.Tensor, leaf: str) -> torch.Tensor:
-        """Multiply `rows` [rows, in], sorted by expert up to `ends`, by their experts' weight `leaf` and adapter."""
+        """Multiply `rows` [rows, in], sorted by expert, by the weight `leaf` of their experts and its adapter. Expert
+        i's rows end at `ends[i]`.
+        """
         low = multiply(rows, getattr(self, f"{leaf}_lora_A"), ends)
         low = multiply(low, getattr(self, f"{leaf}_lora_B"), ends)
         # A sum in place avoids a third tensor of the width of gate and up.
@@ -127,19 +132,22 @@ def _adapted_class(module: nn.Module, kind: str) -> type[_Adapted]:
 
 @dataclass(frozen=True)
 class AdapterPlacement:
-    """How adapters are sharded: this rank's part under tensor and expert parallelism, and ZeRO's partition."""
+    """How parameters of adapters are sharded: this rank's part under tensor and expert parallelism, and ZeRO's
+    partition.
+    """
 
     where: Where
     model_shard: ModelShard = UNSHARDED
     tp_group: RankGroup | None = None
     """Tensor parallel group; None without tensor parallelism."""
     mark_expert: MarkParameter | None = None
-    """Marks, for DeepSpeed, parameters of experts that are sharded by expert parallelism."""
+    """Function that marks, for DeepSpeed, adapter parameters of experts that expert parallelism shards."""
     partition: Callable[[list[nn.Parameter]], None] = lambda _: None
-    """Partitions a module's new parameters under ZeRO-3. The default does nothing."""
+    """Function that partitions new parameters under ZeRO-3. The default does nothing."""
 
     def prepare(self, param: nn.Parameter, shard: TensorShard, *, weight_shard: TensorShard) -> None:
-        """Mark an adapter parameter, so that gradients are summed over the right ranks and norms count it once.
+        """Mark an adapter parameter, so that its gradient is summed over the right ranks and gradient norms count it
+        once.
 
         `shard` is this rank's part of the parameter, `weight_shard` its part of the adapted weight.
         """
@@ -153,7 +161,7 @@ class AdapterPlacement:
             param.register_hook(self.tp_group.all_reduce)
 
     def set_full(self, name: str, param: nn.Parameter, values: torch.Tensor) -> None:
-        """Set the parameter `name` from a full tensor: this rank takes its part of `values`."""
+        """Set the parameter `name` to this rank's part of the full tensor `values`."""
         fragment = self.where(param)
         fragment.write(self.model_shard.tensor_shard(name, fragment.shape).slice(values))
 
@@ -265,7 +273,9 @@ class Factors:
         return replace(self, a=self.b.mT, b=self.a.mT) if is_transposed(name, family) else self
 
     def delta(self, start: int, numel: int) -> torch.Tensor:
-        """Elements `start` to `start + numel` of the flattened scale * B A, fp32 [numel]; computes only their rows."""
+        """Elements `start` to `start + numel` of the flattened product scale * B A, fp32 [numel]. Only their rows are
+        computed.
+        """
         rows, width = self.b.shape[-2], self.a.shape[-1]
         first, last = start // width, -(-(start + numel) // width)
         a, b = self.a.reshape(-1, *self.a.shape[-2:]), self.b.reshape(-1, *self.b.shape[-2:])
@@ -288,8 +298,8 @@ def factors_of(adapters: Mapping[str, torch.Tensor], scale: float) -> dict[str, 
 def merge_adapters(
     tensors: Iterator[tuple[str, torch.Tensor | None]], factors: Mapping[str, Factors], family: Family
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Yield full CPU `tensors` by name, with adapters added in fp32 and rounded to the tensor's dtype. Only one merged
-    tensor exists at a time.
+    """Yield the model's full CPU `tensors` by name. Adapters are added in fp32, and the sums are rounded to the
+    tensor's dtype. Only one merged tensor exists at a time.
     """
     for name, tensor in tensors:
         adapter = factors.get(name)

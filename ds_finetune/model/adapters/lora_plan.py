@@ -33,7 +33,7 @@ from ds_finetune.plan.name_patterns import last_part
 
 @dataclass(frozen=True)
 class LoraPlan:
-    """The plan for the run file's section `lora`: modules with adapters, and quantised weights."""
+    """The plan for the run file's section `lora`: which modules get adapters, and which weights are quantised."""
 
     section: LoraConfig
     adaptable: tuple[LoraTarget, ...]
@@ -49,7 +49,7 @@ class LoraPlan:
 
     @property
     def num_params(self) -> int:
-        """Number of trained parameters: of adapters, and of `lora.modules_to_save`."""
+        """Number of trained parameters: those of adapters and those of `lora.modules_to_save`."""
         return sum(target.num_params(self.section.rank) for target in self.targets) + self._whole_params
 
     @property
@@ -120,7 +120,9 @@ def plan_lora(hf_config: PretrainedConfig, lora: LoraConfig, task: Task = "causa
 
 
 def _check_droppable(targets: Sequence[LoraTarget], family: Family) -> None:
-    """ConfigError for `lora.dropout` on weights that peft adapts as parameters: peft does not see their inputs."""
+    """ConfigError for `lora.dropout` on weights that peft adapts as parameters of a module, whose inputs peft does not
+    see.
+    """
     refused = {
         last_part(target.name)
         for target in targets
@@ -157,7 +159,9 @@ def _check_all_linear(hf_config: PretrainedConfig, task: Task, all_targets: Sequ
 
 
 def check_stages(lora: LoraPlan, stages: Sequence[StageLayers | None], *, ep_size: int) -> None:
-    """ConfigError if a pipeline stage would train nothing, or no parameter of a kind that other stages train."""
+    """ConfigError if a pipeline stage would train nothing, or no parameters of a kind (routed experts, others) that
+    other stages train.
+    """
     sides = {f"{each.name}.weight": FullTensor((1, 1), is_routed=each.kind == ROUTED) for each in lora.targets}
     setting = f"lora.target_modules {list(lora.section.target_modules or ())}"
     setting += f" and modules_to_save {list(lora.section.modules_to_save)}" if lora.section.modules_to_save else ""

@@ -44,7 +44,7 @@ default.
 
 @dataclass(frozen=True)
 class PeftAdapter:
-    """A folder with an adapter in peft's format. Opening checks it; tensors are read later."""
+    """An adapter in peft's format, in a folder. `open` checks the folder; tensors are read later."""
 
     folder: Path
     config: Mapping[str, Any]
@@ -126,7 +126,7 @@ class PeftAdapter:
         return rank, alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
 
     def shape(self, name: str) -> Shape:
-        """Shape (rows, columns) of an adapted weight; of one expert for fused experts."""
+        """Shape (rows, columns) of an adapted weight; for fused experts that of one expert's matrix."""
         with safe_open(self.folder / WEIGHTS, framework="pt") as file:
             a, b = (file.get_slice(self.keys[name, side]).get_shape() for side in "AB")
         return (b[0], a[-1])
@@ -168,7 +168,7 @@ class PeftAdapter:
             return file.get_tensor(self.fully_trained[name])
 
     def _value(self, patterns: str, default: str, name: str) -> Any:  # noqa: ANN401 - a number of the file
-        # peft's weight names have a prefix for the text part of a multimodal model, and patterns match with it.
+        # peft's names of weights have a prefix for the text part of a multimodal model, which patterns must match too.
         match = _KEY.match(self.keys[name, "A"])
         assert match is not None
         name = f"{match['module']}{'' if name.endswith('.weight') else '.' + name.rpartition('.')[2]}"
@@ -188,8 +188,8 @@ def _is_fully_trained(key: str, modules: Sequence[str]) -> bool:
 def _weight(module: str, inner: str | None, outer: str) -> str:
     """Name of the weight that an adapter tensor adapts, without the prefix of a multimodal model's text part.
 
-    For fused experts, which have two weights, it depends on the tensor's name: with `base_layer` (`inner`) it is the
-    first weight, else `outer`. For other modules it is `weight`.
+    Fused experts have two weights: if the tensor's name has `base_layer` (`inner`), it adapts the first one, else
+    `outer`. For other modules it adapts `weight`.
     """
     leaf = GATE_UP if inner else outer if module.endswith(".experts") else "weight"
     return text_name(f"{module}.{leaf}") or f"{module}.{leaf}"

@@ -37,12 +37,14 @@ BY_LENGTHS = "ds_finetune_by_lengths"
 """Name of a slow attention for tests on CPUs that takes FlashAttention's arguments."""
 
 KNOWS_DOCUMENTS = (BY_DOCUMENT, BY_LENGTHS, FLASH)
-"""Attention implementations to which document boundaries are passed, instead of being found in position ids."""
+"""Names of attention implementations that get document boundaries as arguments, and do not search position ids for
+them.
+"""
 
 _DocumentBatches = tuple[list[tuple[int, int, int]], torch.Tensor, torch.Tensor, torch.Tensor]
 ChosenTokens = tuple[tuple[torch.Tensor | None, ...], ...]
-"""Which keys each query attends to: for each document of each row a mask, bool [queries, keys], without later keys. A
-mask of None means all earlier keys.
+"""The keys that each query attends to, as a mask for each document of each row, bool [queries, keys], in which later
+keys are False. A mask of None means all earlier keys.
 """
 
 _WINDOW_BLOCK = 512
@@ -52,7 +54,7 @@ _SHORT = 128
 _SINK_COLUMNS = 8
 """Number of columns that are added to queries and keys to represent attention sinks."""
 _WITHOUT_EFFECT = ("position_ids", "cache_position")
-"""Tensor arguments of models' attention calls that may be ignored, because documents are already separated."""
+"""Tensors that models pass to their attention and that may be ignored, because documents are already separated."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,8 @@ class _DocumentAttention:
             mask = None if mask is None else functional.pad(mask, (1, 0), value=True)
             query, key, value = _with_sinks(query, key, value, self.sinks / self.scaling)
             if mask is None and is_whole:
-                # A query is added for the sink's key, because the kernel's causal mask expects equal numbers of both.
+                # A query is added besides the sink's key, because the kernel's causal mask expects as many queries as
+                # keys.
                 query = functional.pad(query, (0, 0, 1, 0))
         out = attend_document(
             query,
@@ -196,7 +199,8 @@ def attend_by_document(  # noqa: PLR0913 - transformers' interface
     assert attention_mask is None, "attention by document does not support masked tokens inside a row"
     if sp_group is not None:
         query, key, value = sp_group.gather_tokens_scatter_heads(query, key, value)
-        # Each rank has the gradient of its own heads' sinks, and zeros for the others, so a sum over ranks is complete.
+        # Each rank has the gradient of its own heads' sinks and zeros for other heads, so the sum over ranks is the
+        # gradient.
         s_aux = None if s_aux is None else s_aux.chunk(sp_group.size)[sp_group.group_rank]
     # Some models apply their sliding window only in masks (transformers 5.23, qwen2_moe/modeling_qwen2_moe.py:226,254).
     window, is_causal = sliding_window or getattr(module, "sliding_window", None), getattr(module, "is_causal", True)
@@ -294,14 +298,18 @@ def check_arguments(module: nn.Module, others: Mapping[str, Any]) -> None:
 
 
 def _unknown(others: Mapping[str, Any]) -> list[str]:
-    """Names of attention arguments that are not supported here: position biases, softcap, `is_causal` false."""
+    """Names of those arguments in `others` that attention by document does not support: position biases, softcap,
+    `is_causal` false.
+    """
     tensors = {name for name, value in others.items() if isinstance(value, torch.Tensor)} - set(_WITHOUT_EFFECT)
     plain = {"softcap": (None,), "is_causal": (None, True)}
     return sorted(tensors) + [name for name, values in plain.items() if others.get(name) not in values]
 
 
 def mask_context(lm: PreTrainedModel) -> AbstractContextManager[None]:
-    """Context in which `lm` makes masks, without searching for documents if attention gets their lengths."""
+    """Context of a forward in which `lm` makes masks without searching for documents, if its attention gets their
+    lengths.
+    """
     knows_documents = lm.config._attn_implementation in KNOWS_DOCUMENTS
     return without_search_for_documents() if knows_documents else nullcontext()
 

@@ -49,8 +49,8 @@ PRODUCTS_AT_ONCE = 2**26
 _SCORES_AT_ONCE = 2**24
 """Maximum number of an indexer's query-key products in memory at once, over all its heads: 64 MiB in fp32."""
 _QUERIES = 72
-"""Maximum number of queries per block. A larger block multiplies queries with more keys outside of their windows; a
-smaller one needs more operations.
+"""Maximum number of queries in a block, whose attention is computed at a time. Larger blocks multiply queries with more
+keys outside of their windows; smaller ones need more operations.
 """
 _LOG2_E = 1 / math.log(2)
 
@@ -61,7 +61,8 @@ class _VisibleKeys(NamedTuple):
     tokens: WindowTokens
     entries: Entries | None
     scored: ScoreInputs | None
-    """Queries and keys of the indexer; None if queries attend to all earlier compressed entries."""
+    """Queries and keys of the indexer that chooses entries; None if queries attend to all earlier compressed entries.
+    """
     topk: int
     """Number of compressed entries that the indexer chooses for each query; 0 without an indexer."""
     scale: float
@@ -183,7 +184,9 @@ class _Attention(torch.autograd.Function):
 
 
 class _Keys:
-    """Keys of a block of queries: tokens, and entries (a range for all queries, or chosen ones for each query)."""
+    """Keys of a block of queries: tokens, and compressed entries (a range for all queries, or chosen ones for each
+    query).
+    """
 
     def __init__(self, tokens: torch.Tensor, entries: torch.Tensor, among: slice, chosen: torch.Tensor | None) -> None:
         self._among, self._chosen, self._number = among, chosen, len(tokens)
@@ -227,7 +230,7 @@ class _EntryWeights(IndexerTarget):
     visible: _VisibleKeys
 
     def blocks(self, index: ScoreInputs, tensors: Sequence[Any]) -> Iterator[KeyBlock]:
-        """Split queries into blocks, smaller ones if products with all compressed entries need too much memory."""
+        """Split queries into blocks, so small that products with all compressed entries need a limited memory."""
         heads = max(index.query.shape[1], tensors[0].shape[1])
         for block in self.visible.blocks(tensors[0].shape[1]):
             entries = block.entries.stop - block.entries.start
@@ -253,7 +256,9 @@ class _EntryWeights(IndexerTarget):
 def _attend(
     query: torch.Tensor, keys: _Keys, sinks: torch.Tensor, bias: torch.Tensor, scaling: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute attention of queries. Returns the outputs, and base-2 logarithms of the softmax's sums."""
+    """Compute the attention of queries to `keys` and sinks. Returns the outputs, and base-2 logarithms of the softmax's
+    sums.
+    """
     logits = torch.add(bias, keys.products(query), alpha=scaling * _LOG2_E)
     sinks = sinks.to(logits.dtype) * _LOG2_E
     most = torch.maximum(logits.amax(-1), sinks)
@@ -292,7 +297,9 @@ class CompressorByDocument(nn.Module):
     """
 
     def forward(self, hidden: torch.Tensor, *others: Any, rows: RowShards | None = None, sp_group: Any = None) -> Any:  # noqa: ANN401
-        """Return the compressed entries of `rows` and indexer inputs. Without `rows`, run transformers' forward."""
+        """Return the compressed entries of `rows`, and the tensors for the indexer's scores. Without `rows`, run
+        transformers' forward.
+        """
         if rows is None:
             return super().forward(hidden, *others)
         is_scored = self.chooses and hasattr(self, "indexer")
@@ -301,7 +308,7 @@ class CompressorByDocument(nn.Module):
 
     @property
     def series(self) -> int:
-        """Number of windows that a compressed entry averages: 2 if windows overlap, else 1."""
+        """Number of windows of `compress_rate` tokens in a compressed entry: 2 if windows overlap, else 1."""
         return int(self.kv_proj.out_features) // self.head_dim
 
     def layout(self, rows: RowShards, device: torch.device) -> Entries:
@@ -317,7 +324,8 @@ class CompressorByDocument(nn.Module):
         if sp_group is not None:
             before = self.series * self.compress_rate - 1
             value, gate = sp_group.with_tokens_before(torch.cat([value, gate], dim=-1), before).chunk(2, dim=-1)
-        # With overlap, an entry also averages the window before its own, which is masked for a document's first entry.
+        # If windows overlap, a compressed entry also averages the window before its own. A document's first entry has
+        # none, so it is masked.
         windows = [(layout.windows - self.compress_rate).clamp_min(0), layout.windows][-self.series :]
         values, gates = (part.flatten(0, 1).chunk(self.series, dim=-1) for part in (value, gate))
         value, gate = (
@@ -381,7 +389,9 @@ class CompressedAttention(nn.Module):
     compressor: CompressorByDocument | None
     rotate = staticmethod(rotate_last_pairs)
     collector: DivergenceCollector | None = None
-    """Receives the loss of the layer's indexer. None if the layer has no indexer, or it is not trained."""
+    """Receives the divergences, the loss, of the layer's indexer. None if the layer has no indexer or it is not
+    trained.
+    """
     for_heads: Callable[[torch.Tensor], torch.Tensor] = staticmethod(lambda shared: shared)
     """Function applied to keys, which all heads share. Its backward sums their gradient over tensor parallel ranks."""
 
@@ -457,7 +467,7 @@ class CompressedAttention(nn.Module):
 
 
 def install_compressed_attention(lm: PreTrainedModel) -> None:
-    """Make the attention of a DeepSeek-V4 work within documents, in place. Other models are unchanged."""
+    """Make the attention of a DeepSeek-V4 model work within documents, in place. Other models are unchanged."""
     if not family_of(lm.config.model_type).compresses:
         return
     if lm.config.attention_dropout:

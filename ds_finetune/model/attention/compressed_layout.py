@@ -16,13 +16,17 @@ import torch
 from ds_finetune.model.attention.by_document import Documents
 
 _LAYOUTS = 8
-"""Number of cached layouts. In a forward, all layers with the same compression rate use the same layout."""
+"""Number of layouts (`Entries`, `WindowTokens`) that are cached. In a forward, all layers with the same compression
+rate share one.
+"""
 _CACHED_PAIRS = 2**20
 """Boolean masks of up to this many query-key pairs (1 MiB) are cached; larger masks are recomputed."""
 
 
 class RowShards(NamedTuple):
-    """Document lengths of each row, number of sequence parallel shards, and index of this rank's shard."""
+    """Lengths of the documents of each row, number of sequence parallel shards of a row, and index of this rank's
+    shard.
+    """
 
     documents: tuple[Documents, ...]
     sp: int = 1
@@ -30,11 +34,13 @@ class RowShards(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of a row on each rank."""
+        """Number of tokens of a row that each sequence parallel rank has."""
         return sum(self.documents[0]) // self.sp
 
     def own(self, of_tokens: np.ndarray) -> np.ndarray:
-        """Elements of this rank's tokens, from an array with an element for each token of the flattened rows."""
+        """The elements of `of_tokens`, an array with one for each token of the flattened rows, that belong to this
+        rank's tokens.
+        """
         begin = self.rank * self.tokens
         return of_tokens.reshape(len(self.documents), -1)[:, begin : begin + self.tokens].reshape(-1)
 
@@ -96,7 +102,7 @@ def _begins(documents: tuple[Documents, ...]) -> np.ndarray:
 
 @lru_cache(_LAYOUTS)
 def tokens_of(shards: RowShards, window: int, device: torch.device) -> WindowTokens:
-    """Which tokens each token attends to: the last `window` tokens of its document up to itself."""
+    """Which tokens each token of this rank attends to: the last `window` tokens of its document up to itself."""
     begins = _begins(shards.documents)
     first = np.maximum(begins, np.arange(len(begins)) - window + 1)
     own, seen = (shards.local_indices(shards.own(indices), window - 1) for indices in (np.arange(len(begins)), first))
@@ -145,9 +151,9 @@ class QueryBlock:
 def blocks_of(
     tokens: WindowTokens, entries: Entries | None, topk: int, queries: int, pairs: int
 ) -> tuple[QueryBlock, ...]:
-    """Split queries into blocks of at most `queries`, from one document or several complete documents, and split blocks
-    with more than `pairs` query-key products further. A block's tokens start at the first one that any of its queries
-    sees.
+    """Split queries into blocks of at most `queries` queries, from one document or several complete documents. Blocks
+    with more than `pairs` query-key products are split further. A block's tokens start at the first one that any of its
+    queries sees.
     """
     own, seen, stops = tokens.own_array, tokens.first_array, [0]
     for begin, stop in pairwise(tokens.starts.tolist()):

@@ -82,7 +82,7 @@ _BY_DOCUMENT: Mapping[str, Callable[..., Any]] = {
 def _by_document(
     run: Callable[..., torch.Tensor], parts: tuple[torch.Tensor, ...], documents: tuple[Documents, ...]
 ) -> torch.Tensor:
-    """Apply `run` to batches of documents of the tensors `parts` [rows, tokens, ...]."""
+    """Apply `run` to the documents of the tensors `parts` [rows, tokens, ...], in batches."""
     shapes, order, positions = _batches_on(parts[0].device, documents)
     sizes = [number * tokens for number, tokens in shapes]
     batches = zip(*(part.flatten(0, 1).index_select(0, order).split(sizes) for part in parts), strict=True)

@@ -45,14 +45,14 @@ class KeyBlock(NamedTuple):
 
 @dataclass(frozen=True)
 class IndexerTarget(ABC):
-    """An indexer's target: the attention weights of a layer. Methods take the attention's tensors, such as queries and
-    keys.
+    """What an indexer is trained towards: the attention weights of its layer. Methods compute these from the
+    attention's `tensors`, such as queries and keys.
     """
 
     scale: float
     """Factor by which the indexer's query-key products are multiplied."""
     groups: tuple[RankGroup, ...]
-    """Process groups over which the attention weights of all heads are summed."""
+    """Process groups whose ranks have different heads, over which attention weights are summed."""
     scaling: float
     """Factor by which the attention's query-key products are multiplied."""
 
@@ -154,7 +154,7 @@ def _divergence(
         weights, is_seen = target.weights(block, tensors)
         for group in target.groups:
             weights = group.all_reduce(weights)
-        # A query that sees no key has attention weights that sum to 0, so they must not be divided by their sum.
+        # If a query sees no key, its attention weights sum to 0 and must not be divided by the sum.
         weights = weights / weights.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
     scores = index_scores(index, target.scale).masked_fill(~is_seen, float("-inf"))
     # For an unseen key, weight 0 times log-probability -inf would be NaN, so the latter is set to 0.
@@ -200,10 +200,10 @@ class DivergenceCollector:
     def __init__(self, groups: tuple[RankGroup, ...], *, attends_to_all: bool) -> None:
         self.groups = groups
         self.attends_to_all = attends_to_all
-        """Whether queries attend to all earlier tokens, although indexers run."""
+        """Whether queries attend to all earlier tokens in training, although indexers run."""
         self.is_listening = False
         self.divergences: dict[int, torch.Tensor] = {}
-        """Divergences of a forward in nats, fp32 [rows, tokens], by layer number."""
+        """Divergences of a forward's indexers in nats, fp32 [rows, tokens], by layer number."""
 
     def is_needed(self, *, in_training: bool) -> bool:
         """Whether a layer must compute its divergence: in a forward for the loss, and when activation checkpointing
@@ -239,7 +239,7 @@ class IndexedAttention(nn.Module):
     depend on the documents of a forward: under ZeRO-3 all ranks must gather the indexer's parameters equally often.
     """
     collector: DivergenceCollector | None = None
-    """Takes the divergences of trained indexers. None if indexers are not trained."""
+    """Object to which the layer passes its divergences if indexers are trained, else None."""
 
     def forward(
         self,
@@ -392,7 +392,7 @@ def _choose(
         return None
     chosen = []
     for row, lengths in enumerate(documents):
-        # With a cache each row is one document, of which the queries are the last tokens.
+        # With a KV cache each row is one document, and queries are its last tokens.
         is_last = scored.query.shape[1] < sum(lengths)
         parts = [part[row].split(lengths) if not is_last else (part[row],) for part in scored]
         chosen.append(
@@ -431,7 +431,9 @@ def install_indexed_attention(lm: PreTrainedModel) -> None:
 
 
 def expect_documents(lm: PreTrainedModel, *, longest: int) -> None:
-    """Turn on the model's indexers, in place, if a document of `longest` tokens is longer than they choose tokens."""
+    """Turn on the model's indexers, in place, if a document of `longest` tokens has more tokens than an indexer
+    chooses.
+    """
     limit = longest_document(lm.config)
     if limit is None or longest <= limit:
         return
@@ -457,6 +459,8 @@ def train_indexers(lm: PreTrainedModel, collector: DivergenceCollector) -> list[
 
 
 def longest_document(hf_config: PretrainedConfig) -> int | None:
-    """Number of tokens up to which a document's indexer chooses all of them; None for a model without indexers."""
+    """Number of tokens up to which documents are so short that indexers choose all tokens; None for a model without
+    indexers.
+    """
     indexer = family_of(hf_config.model_type).indexer
     return None if indexer is None else indexer.longest_document(hf_config.to_dict())

@@ -27,7 +27,8 @@ Documents = tuple[int, ...]
 Places = NDArray[np.int64]
 
 _COLUMNS = 8
-"""Head widths must be multiples of this in the variable-length kernel (torch 2.13, flash_attn/flash_api.cpp)."""
+"""Number of which head widths must be multiples in the variable-length kernel (torch 2.13, flash_attn/flash_api.cpp).
+"""
 
 
 def packs_documents(attention: str, hf_config: PretrainedConfig, *, device: str, precision: str) -> bool:
@@ -93,8 +94,8 @@ class PackedDocuments:
     longest: int
     """Number of tokens of the longest document."""
     keys: torch.Tensor | None = None
-    """Indices of the keys of each document, int64 [keys]. If a document continues another one, the other's keys come
-    first. None if no document continues another.
+    """Indices of the keys of all documents, int64 [keys]. If a document continues another one, that one's keys precede
+    its own. None if no document continues another.
     """
     key_bounds: torch.Tensor | None = None
     """Index of each document's first key, then the number of keys: int32 [documents + 1]. None if `keys` is None."""
@@ -189,7 +190,7 @@ def attend_packed(
 
 
 def _flatten(part: torch.Tensor, *, width: int) -> torch.Tensor:
-    """Reshape [rows, heads, tokens, columns] to [rows * tokens, heads, width], with added columns of zeros."""
+    """Reshape a tensor [rows, heads, tokens, columns] to [rows * tokens, heads, width], with added columns of zeros."""
     flat = part.transpose(1, 2).flatten(0, 1)
     return functional.pad(flat, (0, width - flat.shape[2])) if flat.shape[2] < width else flat
 

@@ -53,8 +53,8 @@ def max_positions(hf_config: PretrainedConfig) -> int | None:
 
 
 def published_name(key: str, expected: Collection[str], prefix: str) -> str:
-    """Name of a checkpoint tensor `key` in the model, found as transformers 5.23 does. `expected` has the model's
-    names.
+    """The name that a checkpoint's tensor `key` has in the model, found as in transformers 5.23. `expected` has the
+    names of the model's tensors.
 
     `key` lacks `prefix` in checkpoints without a head (core_model_loading.py:1567), and old checkpoints call a norm's
     parameters gamma and beta (conversion_mapping.py:1777).
@@ -97,7 +97,8 @@ def encoder_scores(lm: PreTrainedModel, hidden: torch.Tensor, examples: Examples
 def _mean_states(hidden: torch.Tensor, examples: Examples) -> torch.Tensor:
     """Mean hidden state of each document, [documents, width], summed in fp32."""
     index = examples.index.flatten()
-    # Padding is summed into an additional row, because selecting the tokens first would synchronise host and GPU.
+    # Padding is summed into an additional row of the result, because selecting other tokens first would synchronise
+    # host and GPU.
     documents = index.where(index >= 0, len(examples.starts))
     zeros = hidden.new_zeros(len(examples.starts) + 1, hidden.shape[-1], dtype=torch.float32)
     sums = zeros.index_add(0, documents, hidden.flatten(0, 1).float())[:-1]

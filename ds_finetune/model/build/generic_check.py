@@ -40,7 +40,7 @@ from ds_finetune.plan.precision import ROW_BYTES, WEIGHT_BYTES, wider
 
 _LANGUAGE_MODEL = TokenObjective("sft")
 LIMIT = 1e-4
-"""Relative difference from which two results count as different. It is 100 times the usual rounding error."""
+"""Relative difference from which two results of the test count as different: 100 times the usual rounding error."""
 _NO_PACKING = "set data.packing: false"
 _NO_PAIRS = "both answers of a pair are in one row; train pairs with a model of another type"
 _LENGTHS = (27, 21)
@@ -50,9 +50,11 @@ _SEEN = 1e-3
 """Smallest relative difference of hidden states which shows that earlier tokens affect later ones."""
 _SEED = 5
 _HEADS = (4, 2, 1, 8)
-"""Numbers of attention heads to try for a tiny model, beginning with the likeliest to fit."""
+"""Numbers of attention heads with which building a tiny model is tried, beginning with the likeliest to work."""
 _MORE_LAYERS = (1, 3)
-"""Factors tried for the number of a tiny model's layers. Models that share weights may need more layers."""
+"""Factors by which the number of a tiny model's layers is multiplied until it can be built: layers that share weights
+may need more.
+"""
 _NOISE, _HEAD_GAIN = 0.1, 8.0
 _MAX_PARAMETERS = 60_000_000
 """Maximum number of parameters of a tiny model, so that the test takes little time."""
@@ -101,9 +103,9 @@ def check_generic_type(  # noqa: PLR0913
     """Test a model type that is not in the table of families. ModelError if it would be trained wrongly on rows like
     the run's; else lines for the user on what was tested.
 
-    Pairs of answers are two documents in a row even without packing. `adapted` are the last parts of the names of
-    modules with adapters or four-bit weights. The types in the table are compared with reference loops by the test
-    suite instead.
+    With an objective on pairs of answers, rows have two documents even without packing. `adapted` are the last parts of
+    the names of modules with adapters or four-bit weights. The types in the table are compared with reference loops by
+    the test suite instead.
     """
     kind = hf_config.model_type
     if not family_of(kind).is_generic:
@@ -294,8 +296,8 @@ def _compare(lm: PreTrainedModel, eager: PreTrainedModel, objective: Objective) 
 
 def _adapter_difference(lm: PreTrainedModel, names: Collection[str]) -> float:
     """Largest relative difference of loss, gradients and logits between a model with adapters and the same model with
-    merged weights. Merged weights also work in modules that read a weight directly. `names` are last parts of module
-    names.
+    merged weights. Merged weights have an effect even if a module reads its weight directly. `names` are last parts of
+    module names.
     """
     shapes = ((name, tuple(param.shape)) for name, param in lm.named_parameters())
     targets = [each for each in linear_targets(shapes, linear_weights(lm)) if last_part(each.name) in names]

@@ -115,16 +115,16 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _WEIGHTS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, FP8)
 _SHOWN = 10
 _COMPARED_NUMEL = 2**20
-"""Number of elements that are read at a time to compare two tensors."""
+"""Number of elements of two tensors that are read at a time to compare them."""
 _FUSED_DIMS = 3
 """Number of dimensions of a tensor with the matrices of all experts of a layer."""
 _OF_TRANSFORMERS = "model.hc_head.hc_fn"
-"""Tensor name that only a DeepSeek-V4 saved by transformers has; published tensors have other names."""
+"""Name of a tensor that a DeepSeek-V4 model has only if transformers saved it; published tensors have other names."""
 
 
 class HubFolder:
     """Tensors of a folder with published weights, by their names in the model. `shapes` has their shapes in the model,
-    and no scales of quantised weights. Of a multimodal model only the text part's tensors are read.
+    without the scales of quantised weights. Of a multimodal model only the text part's tensors are read.
 
     `rename` maps stored names to names in the model. ModelError if the folder has no safetensors, if a file is missing,
     incomplete or outside the folder, or if a quantised weight has no scale or a scale no weight.
@@ -199,7 +199,8 @@ class HubFolder:
 
     def read(self, key: str, start: int, numel: int) -> torch.Tensor:
         """Read elements `start` to `start + numel` of the flattened (row-major) tensor, 1-D. The result is overwritten
-        by the same thread's next read. Always full rows of FP8 and FP4 are read, and full experts of MXFP4.
+        by the same thread's next read. Of a tensor in FP8 or FP4 full rows are read from the file, of one in MXFP4 full
+        experts.
         """
         if isinstance(packed := self._packed.get(key), Mxfp4Experts):
             return packed.read(start, numel)
@@ -212,7 +213,8 @@ class HubFolder:
     def rows(self, key: str, first: int, last: int, within: tuple[slice, ...] = ()) -> torch.Tensor:
         """Read rows `first` to `last` of a tensor, [rows, ...]. The same thread's next read overwrites the result.
 
-        `within` selects ranges of the next dimensions. Only these are dequantised and returned.
+        `within` has ranges of the dimensions after the first. Only elements in these ranges are dequantised and
+        returned.
         """
         if key in self._packed:
             return self._packed[key].rows(first, last, within)
@@ -244,7 +246,7 @@ class HubFolder:
         return self._stored[key].rows(first, last)
 
     def left_over(self, expected: Mapping[str, Shape], *, model: str, may_be: Callable[[str], bool]) -> list[str]:
-        """Sorted names of stored tensors that are not `expected`, but that `may_be` allows.
+        """Sorted names of the folder's tensors that are not among `expected`, but that `may_be` allows.
 
         ModelError lists missing tensors, tensors that are not allowed, and tensors of wrong shape or dtype.
         """
@@ -330,8 +332,8 @@ def _by_expert(
 ) -> tuple[dict[str, StoredTensor], dict[str, tuple[Shape, dict[str, int]]]]:
     """Split tensors with all experts of a layer, as Qwen3.5 publishes them, into one tensor for each expert.
 
-    The second result has for each split tensor its shape, and the index of each part's first element by the part's
-    name. ModelError if the folder has an expert's tensor twice.
+    The second result has for each split tensor its shape and, by name of the tensors made from it, the index of their
+    first element. ModelError if the folder has an expert's tensor twice.
     """
     divided, fused = dict(stored), {}
     for key, tensor in stored.items():
@@ -373,7 +375,8 @@ def bin_conversion(folder: Path) -> str:
     if not any(folder.glob("pytorch_model*.bin")):
         return ""
     names = _config_of(folder).get("architectures")
-    # Users paste this command into a shell, so nothing of config.json is in it but the name of a class of transformers.
+    # Users paste this command into a shell, so it contains nothing from config.json but the name of a class of
+    # transformers.
     class_name = names[0] if isinstance(names, list) and names else None
     kind = class_name if class_name in dir(transformers) else "AutoModelForCausalLM"
     code = (
@@ -422,7 +425,9 @@ def _read_indexed(folder: Path) -> dict[str, StoredTensor]:
 
 
 def _merge_files(files: Iterable[Path], weight_map: Mapping[str, str]) -> dict[str, StoredTensor]:
-    """Tensors of all `files`. If several files have a tensor of the same name, the index's `weight_map` decides."""
+    """Tensors of all weight `files`. If several have a tensor of the same name, `weight_map` of the index decides which
+    one is used.
+    """
     tensors: dict[str, StoredTensor] = {}
     for path in files:
         file = SafetensorsFile(path)

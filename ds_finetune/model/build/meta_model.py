@@ -1,5 +1,5 @@
-"""Models built without memory: names and shapes of their tensors from torch's meta device, and parameters that get no
-gradient from the loss from a forward and backward on fake tensors.
+"""Builds models without memory: on torch's meta device, to list names and shapes of tensors, and on fake tensors, whose
+forward and backward show which parameters get no gradient from the loss.
 """
 
 import copy
@@ -67,7 +67,7 @@ def described(
 def layers_of_stages(
     hf_config: PretrainedConfig, parallel: ParallelConfig, task: Task = "causal_lm"
 ) -> tuple[StageLayers | None, ...]:
-    """Layers of each pipeline stage; (None,) without pipeline parallelism."""
+    """The layers of each pipeline stage; (None,) without pipeline parallelism."""
     return stages_of(read_tensors(hf_config, task), parallel) if parallel.pp > 1 else (None,)
 
 
@@ -77,7 +77,8 @@ def unused_parameters(hf_config: PretrainedConfig, *, tokens: int, task: Task = 
     The full model is built on fake tensors, in some seconds. NotImplementedError if the model's code reads values of
     tensors.
     """
-    # A long row uses all parameters that a short row uses, and maybe more: some layers need many tokens to act.
+    # A long row uses all parameters that a short one uses, and maybe more: some layers compute something only for many
+    # tokens.
     names = _without_gradient(hf_config, _FEW_TOKENS, task)
     if not names:
         return ()

@@ -23,7 +23,7 @@ from ds_finetune.plan.trained_parts import FreezePlan, IndexerPlan, RouterPlan, 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPlan:
-    """The run's model as the engine builds it: configuration, weights, and what is sharded, adapted or quantised."""
+    """How the engine builds the run's model: configuration, weights, and what is sharded, adapted or quantised."""
 
     path: str
     """Folder or hub id of the model."""
@@ -44,9 +44,11 @@ class ModelPlan:
     context: ContextPlan | None = None
     """How the run file's `model.context` changes the context length; None if it is not set."""
     padding: str = ""
-    """Message for the user on the padding token of a classifier."""
+    """Message for the user about the padding token of a classifier; empty if there is none."""
     without_noise: tuple[str, ...] = ()
-    """Dropouts of config.json that are turned off, because the objective compares the model with a reference model."""
+    """config.json keys of dropouts that are turned off, because the objective compares the model with a reference
+    model.
+    """
 
     @property
     def lora(self) -> LoraPlan | None:

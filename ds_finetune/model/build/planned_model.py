@@ -32,7 +32,9 @@ def model_of_run(run: RunSettings) -> DescribedModel:
 def _read(
     path: str, folder: Path, *, mtp_layers: int = 0, scores: int = 0
 ) -> tuple[dict[str, Any], Callable[[], ModelTensors]]:
-    """Return a model's configuration with transformers' defaults, and a function that returns its tensors."""
+    """Return a model's configuration with transformers' defaults, and a function that returns names and shapes of its
+    tensors.
+    """
     packages = [source_version(), version("torch"), version("transformers")]
     text = json.dumps([read_config_json(path), mtp_layers, scores, packages], sort_keys=True)
     file = folder / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
@@ -52,7 +54,7 @@ def _read(
         hf_config.num_labels = scores or hf_config.num_labels
         tensors_read = read_tensors(hf_config, "sequence_classification" if scores else "causal_lm")
         with suppress(OSError):
-            # A cache that cannot be written only makes later plans slower.
+            # If the cache file cannot be written, later plans are only slower.
             folder.mkdir(parents=True, exist_ok=True)
             replace_file(
                 file,

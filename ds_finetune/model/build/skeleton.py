@@ -53,8 +53,8 @@ _LOGIT_TRANSFORMS = (
     "lm_head_multiplier",
     "output_multiplier_scale",
 )
-"""config.json keys that change logits after `lm_head`. The chunked loss supports only the soft cap, and only in models
-with the usual formula.
+"""config.json keys by which a model changes logits after its head. The chunked loss supports only the soft cap, and
+only by the usual formula.
 """
 _BALANCE_WEIGHTS = ("router_aux_loss_coef", "aux_loss_coef")
 """config.json keys for the weight of transformers' load-balancing loss."""
@@ -66,8 +66,8 @@ class Fragment:
     """The part of a tensor that this rank holds: elements `start` to `start + numel` of the flattened tensor of
     `shape`.
 
-    With ZeRO-3's padding the range may go beyond the tensor. The context `opened()` returns the elements (1-D); values
-    written there are stored when it ends, so a fragment on disk needs memory only while it is open.
+    With ZeRO-3's padding the range may end after the tensor's last element. The context `opened()` returns the elements
+    (1-D); values written there are stored when it ends, so a fragment on disk needs memory only while it is open.
     """
 
     start: int
@@ -77,7 +77,7 @@ class Fragment:
 
     @property
     def end(self) -> int:
-        """Where the fragment ends in the flattened tensor, without padding."""
+        """Index after the fragment's last element in the flattened tensor, without padding."""
         return min(self.start + self.numel, math.prod(self.shape))
 
     def write(self, values: torch.Tensor) -> None:
@@ -304,7 +304,7 @@ def build_skeleton(  # noqa: PLR0913
     """Build a model's modules in `dtype` on `device`. Buffers are initialised, parameters are not.
 
     Modules are constructed in `init_context`, for example one in which DeepSpeed partitions parameters. If `attention`
-    is in OWN_ATTENTIONS, families of the table get attention by document. Experts use grouped matrix products. The
+    is in OWN_ATTENTIONS, families of the table get attention by document. Experts use grouped matrix products. The KV
     cache is off, because only then transformers separates packed documents (transformers 5.23, masking_utils.py:873).
     """
     check_attention(hf_config, attention, task)

@@ -46,15 +46,15 @@ _MULTIPLE = 8
 _HEAD_WIDTH = 32
 
 Kind = frozenset[tuple[str, str, str]]
-"""What distinguishes a kind of layer: name, class and settings of each of its modules."""
+"""What distinguishes a kind of layer from others: name, class and settings of each of its modules."""
 
 
 @dataclass(frozen=True)
 class Size:
     """Size of a tiny model: the number of layers and roughly of attention heads.
 
-    Attention windows of `row_tokens` or more are not changed, because no row exceeds them. Shorter windows shrink, so
-    that the test's rows exceed them too.
+    Attention windows of `row_tokens` or more tokens are kept, because no row of the run exceeds them. Shorter windows
+    shrink, so that rows of the test exceed them too.
     """
 
     heads: int
@@ -70,7 +70,7 @@ def tiny_config(config: PretrainedConfig, size: Size) -> PretrainedConfig:
 
 
 def layers_of_each_kind(lm: nn.Module) -> int:
-    """Number of layers, from the first of the model's longest stack on, that include every kind of layer."""
+    """How many of the first layers of the model's longest stack include every kind of layer in it."""
     kinds = [_kind(layer) for layer in max(_stacks(lm), key=len, default=[])]
     return max((kinds.index(kind) for kind in kinds), default=-1) + 1
 
@@ -107,7 +107,9 @@ def _settings(module: nn.Module) -> str:
 
 
 def _shrink(config: PretrainedConfig, size: Size, outer: Fraction | None) -> None:
-    """Shrink `config` and configurations inside it, in place. `outer` is the ratio for the configuration around it."""
+    """Shrink `config` and the configurations inside it, in place. `outer` is the ratio by which the configuration
+    around it shrinks.
+    """
     depth, ratio = getattr(config, "num_hidden_layers", None), _ratio(config, size.heads, outer)
     values = vars(config)
     for name, value in list(values.items()):
@@ -173,7 +175,7 @@ _RULES: Sequence[tuple[re.Pattern[str], Callable[[int, Fraction], int]]] = (
     (re.compile(r"(^|_)(lora_rank|lowrank)$"), _at_most(32)),
     (re.compile(r"^index_n_heads$"), _at_most(16)),
     (re.compile(r"^index_(block_size|topk_blocks)$"), _at_most(4)),
-    # The limit of unpadded sizes is lower than that of padded ones, so that the two still differ.
+    # Unpadded sizes shrink to a lower limit than padded sizes, so that the two still differ.
     (re.compile(r"^unpadded_vocab_size$"), _at_most(VOCABULARY - 16)),
     (re.compile(r"(^|_)(vocab_size|vocab_size_per_layer_input|vocab_size_base|group_vocab)$"), _at_most(VOCABULARY)),
     (_WINDOWS, _at_most(WINDOW)),

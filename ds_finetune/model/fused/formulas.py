@@ -1,4 +1,4 @@
-"""Formulas of RMSNorm, rotary embedding, SwiGLU and their gradients, each of which torch.compile makes one kernel.
+"""Formulas of RMSNorm, rotary embedding, SwiGLU and their gradients. torch.compile makes one kernel of each formula.
 Intermediate results are rounded to the dtype of hidden states where transformers rounds them.
 """
 

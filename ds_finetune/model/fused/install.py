@@ -29,7 +29,8 @@ from ds_finetune.model.fused.operations import Kernels, gate, kernels_of, norm, 
 
 
 def install_fused(lm: PreTrainedModel, name: str) -> None:
-    """Replace modules' forwards in `lm` by the kernels that `model.kernels` selects, in place. `torch` selects none.
+    """Replace forwards of modules in `lm` by the kernels that the run file's `model.kernels` selects, in place. `torch`
+    selects none.
 
     Modules with unknown formulas are not changed (`Family.fused` says which are).
     """
@@ -106,7 +107,7 @@ def _rotate_last(
     rotation = Rotation(2 * cos.shape[-1], in_pairs=True, is_back=is_back)
     plain, last = x.split([x.shape[-1] - rotation.width, rotation.width], -1)
     last = last.transpose(1, 2)
-    # The kernels rotate two tensors, so a part of this tensor is passed as the second one.
+    # The kernels rotate two tensors (queries and keys), so a part of this tensor is passed as the second one.
     rotated, _ = rotate(kernels, rotation, last, last[:, :1].detach(), cos.float(), sin.float())
     return torch.cat([plain, rotated.transpose(1, 2)], -1)
 

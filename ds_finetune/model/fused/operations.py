@@ -35,8 +35,8 @@ def kernels_of(name: str) -> Kernels:
     # rows still get a kernel each. With more kernels than the limit torch would raise an error.
     options: dict[str, Any] = {"fullgraph": True, "dynamic": True}
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
-        # The limit of kernels is an argument, because from torch 2.12 on torch._dynamo's setting holds for one thread
-        # only, and backward runs in other threads.
+        # The limit on the number of kernels is an argument, because from torch 2.12 on torch._dynamo's setting holds
+        # for one thread only, and backward runs in other threads.
         options["recompile_limit"] = _MOST_KERNELS
     else:
         torch._dynamo.config.recompile_limit = max(_MOST_KERNELS, torch._dynamo.config.recompile_limit)
