@@ -23,12 +23,12 @@ from ds_finetune.foreign.transformers_attention import stream_classes
 from ds_finetune.foreign.transformers_models import replaced_layers
 
 _BUILT = "ds_finetune_mtp_layers"
-"""Attribute of a configuration for the number of multi-token prediction layers to build. It is never saved."""
+"""Attribute of a model configuration: how many multi-token prediction layers are built. It is never saved."""
 PREDICTION_LAYERS = "num_nextn_predict_layers"
 """Key of config.json for the number of multi-token prediction layers (DeepSeek-V3)."""
 _PER_LAYER: Mapping[str, str | None] = {"layer_types": None, "mlp_layer_types": None, "indexer_types": "full"}
-"""Lists of a config.json with an entry for each layer, and the entry for a multi-token prediction layer. None means
-that of the last layer. A published prediction layer has its own indexer, even if the last layer has none.
+"""Keys of lists in config.json that have an entry for each layer, with the entry for a multi-token prediction layer.
+None means the last layer's entry. A published prediction layer has its own indexer, even if the last layer has none.
 """
 _COMPRESSED: Mapping[str, str | int] = {
     "layer_types": "sliding_attention",
@@ -59,8 +59,8 @@ def is_mtp_tensor(name: str, hf_config: PretrainedConfig) -> bool:
 
 
 def published_copies(hf_config: PretrainedConfig) -> dict[str, str]:
-    """Published tensors of multi-token prediction layers that are copies of the model's embedding and head, by the
-    names of the originals, which prediction layers use here.
+    """Names of published tensors of multi-token prediction layers that are copies of the model's embedding or head,
+    each with the name of the original, which prediction layers use here.
     """
     return {
         f"model.layers.{layer}.{copy}": original
@@ -74,7 +74,9 @@ def published_copies(hf_config: PretrainedConfig) -> dict[str, str]:
 
 @contextmanager
 def more_layers(hf_config: PretrainedConfig, number: int) -> Iterator[None]:
-    """Context in which `hf_config` has `number` more layers, like the last one but with their own indexers."""
+    """Context in which `hf_config` has `number` more layers. They are like the last layer, but have indexers of their
+    own.
+    """
     layers, settings = hf_config.num_hidden_layers, vars(hf_config)
     if family_of(hf_config.model_type).compresses:
         longer = {k: [*settings[k][:layers], *[kind] * number] for k, kind in _COMPRESSED.items() if settings.get(k)}

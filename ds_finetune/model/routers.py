@@ -21,7 +21,7 @@ from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.trained_parts import RouterPlan
 
 _HASHES = 2**15
-"""Number of different hashes of the set of experts that a token chose."""
+"""Number of different values that the hash of a token's set of chosen experts can have."""
 
 
 class RouterOutput(NamedTuple):
@@ -48,11 +48,11 @@ class RouterCollector:
     num_tokens: torch.Tensor
     """Number of tokens since `clear`, without padding, int64 scalar."""
     compared: torch.Tensor
-    """For tokens of sampled answers, int64 [layers, 2]: how many chose other experts than in sampling, and how many
-    were compared.
+    """By layer, number of tokens of sampled answers that chose other experts than in sampling, and number of tokens
+    that were compared, int64 [layers, 2].
     """
     choice_hashes: NDArray[np.int16]
-    """Hash of the set of chosen experts, for tokens given to `watch` and each layer, [tokens, layers]."""
+    """Hash of the set of chosen experts, for each token given to `watch` and each layer, [tokens, layers]."""
 
     def __init__(self, lm: nn.Module, plan: RouterPlan, *, device: torch.device) -> None:
         self.plan, self._device = plan, device
@@ -81,7 +81,7 @@ class RouterCollector:
 
     @property
     def tokens(self) -> RealTokens:
-        """Which tokens of the last forward are not padding, and to which documents they belong."""
+        """The tokens of the last forward: which ones are not padding, and to which documents they belong."""
         assert self._tokens is not None, "no forward was listened to"
         return self._tokens
 
@@ -109,8 +109,9 @@ class RouterCollector:
 
     @contextmanager
     def listen(self, rows: ForwardRows, *, is_counting: bool, counts_tokens: bool = True) -> Iterator[None]:
-        """Context that collects router outputs in the forward of `rows`. With `is_counting` its chosen experts are
-        added to `counts`, with `counts_tokens` its tokens to `num_tokens`, once for several forwards of the same rows.
+        """Context that collects router outputs in the forward of `rows`. With `is_counting`, its chosen experts are
+        added to `counts` and, with `counts_tokens`, its tokens to `num_tokens`. Several forwards of the same rows need
+        `counts_tokens` only once.
 
         Backward runs outside of the context, so recomputed forwards are not collected.
         """
@@ -190,7 +191,7 @@ def table_of_choices(routers: RouterCollector, mesh: Mesh) -> torch.Tensor:
     # fp64 counts exactly up to 2**53.
     table = torch.zeros(len(plan.layers), plan.experts + 4, dtype=torch.float64, device=routers.counts.device)
     if mesh.coordinate("tp") == 0:
-        # Tensor parallel ranks count the same tokens, and pipeline stages different layers.
+        # Tensor parallel ranks count the same tokens, so one of them counts; pipeline stages count different layers.
         for number, layer in enumerate(routers.layers):
             row = table[plan.layers.index(layer)]
             row[:-4], row[-4:-2] = routers.counts[number], routers.compared[number]
@@ -199,7 +200,7 @@ def table_of_choices(routers: RouterCollector, mesh: Mesh) -> torch.Tensor:
 
 
 def choices_of(table: torch.Tensor, plan: RouterPlan) -> RouterChoices:
-    """Read the chosen experts from a table of `table_of_choices` on the CPU, summed over all ranks."""
+    """Read the counts of chosen experts from the `table` of `table_of_choices`, summed over all ranks, on the CPU."""
     counts, tokens, (differing, compared) = (
         table[:, :-4].long(),
         table[:, -1].long(),
@@ -228,7 +229,7 @@ def update_biases(routers: RouterCollector, table: torch.Tensor) -> None:
     assert kind.bias is not None
     for layer in (layer for layer in routers.plan.balanced if layer in routers.modules):
         counts = table[routers.plan.layers.index(layer), :-4].long()
-        # Integers are compared, so that the sign is exactly 0 for a load equal to the mean.
+        # Integers are compared, so that the sign is exactly 0 for an expert whose load is the mean.
         above = torch.sign(counts * len(counts) - counts.sum())
         bias = routers.decoder_layers[layer].get_buffer(kind.bias)
         assert bias.dtype == torch.float32, (layer, bias.dtype)

@@ -19,12 +19,14 @@ from ds_finetune.model.parallel.tensor import TensorParallelGroup
 from ds_finetune.objectives.labels import IGNORE_INDEX
 
 _LIGER_BLOCK = 32768
-"""Liger's maximum number of columns per block (liger-kernel 0.8.5, ops/fused_linear_cross_entropy.py:26)."""
+"""Maximum number of columns of logits in a block of Liger's kernel (liger-kernel 0.8.5,
+ops/fused_linear_cross_entropy.py:26).
+"""
 
 
 Kernel = Callable[[HeadInputs, NeededGradients], LossSumsAndGradients]
-"""Function that computes the cross entropy of a head, summed over tokens, and its gradients. Sums: loss in nats and
-number of correctly predicted tokens, fp64 [2].
+"""Function that computes the cross entropy of a head, summed over tokens, and its gradients. Its sums for metrics are
+the loss in nats and the number of correctly predicted tokens, fp64 [2].
 """
 
 
@@ -105,8 +107,8 @@ def _run_liger_kernel(
     """Run Liger's kernel on `logits` [tokens, vocabulary]: it writes each row's loss and most likely id and, with
     `has_gradients`, overwrites the logits by their gradient.
 
-    Arguments are as in liger-kernel 0.8.5, ops/fused_linear_cross_entropy.py:240-272. For a sum the number of tokens is
-    not needed, and no target is IGNORE_INDEX.
+    Arguments are as in liger-kernel 0.8.5, ops/fused_linear_cross_entropy.py:240-272. The loss is a sum, which needs no
+    number of tokens, and no target is IGNORE_INDEX.
     """
     import triton
     from liger_kernel.ops.cross_entropy import liger_cross_entropy_kernel

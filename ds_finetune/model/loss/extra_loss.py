@@ -15,19 +15,19 @@ from ds_finetune.plan.mesh import Mesh
 
 
 class ExtraLoss(ABC):
-    """Base class of an auxiliary loss, which is computed with the layers of this rank."""
+    """Base class of auxiliary losses. Each rank computes them for its own layers."""
 
     name: str
     terms: tuple[Term, ...]
     sum_names: tuple[str, ...]
-    """Names of the sums that a forward returns for `metrics`. Other losses must use other names."""
+    """Names of the sums that a forward returns for the loss's `metrics`, different from those of other losses."""
     trains_embedding: bool = False
     """Whether the loss trains the input embedding, of which the last pipeline stage then has a copy."""
 
     @abstractmethod
     def metrics(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
-        """Compute metrics from the sums, and from the number of units of each kind in a global batch or evaluation.
-        Without units all metrics are 0.
+        """Compute the loss's metrics from its `sums`, and from the number of units (tokens, documents, ...) in a global
+        batch or evaluation. Without units all metrics are 0.
         """
 
     def listen(self, rows: ForwardRows, *, is_counting: bool, is_first: bool) -> AbstractContextManager[None]:
@@ -40,16 +40,16 @@ class ExtraLoss(ABC):
 
     @abstractmethod
     def loss(self, rows: ForwardRows, hidden: torch.Tensor, weights: torch.Tensor) -> LossAndSums | None:
-        """Weighted loss of a forward, computed after its layers ran; None if this pipeline stage has no part in the
-        loss.
+        """Loss of a forward times its weight, computed after the layers ran; None if this pipeline stage has no part in
+        the loss.
 
         `hidden` [rows, tokens, width] are the states after the final norm, or those that a stage sends on. `weights`
         fp64 [terms] multiply the sums of the terms over units.
         """
 
     def counted(self, mesh: Mesh) -> torch.Tensor | None:
-        """This rank's counts since the last call, fp64 on its device, which the engine sums over all ranks. None
-        without counts.
+        """What this rank has counted since the last call, fp64 on its device. The engine sums it over all ranks. None
+        if the loss counts nothing.
         """
         return None
 

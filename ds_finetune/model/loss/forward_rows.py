@@ -16,7 +16,8 @@ class RealTokens(NamedTuple):
     """Which of this rank's tokens in a forward are not padding, and to which documents they belong."""
 
     document: torch.Tensor
-    """Number of each flattened token's document, int64 [tokens]; for padding the number of documents."""
+    """Index of the document of each token of the flattened rows, int64 [tokens]; for padding, the number of documents.
+    """
     lengths: torch.Tensor
     """Length of each document in tokens, summed over sequence parallel ranks, int64 [documents]."""
 
@@ -29,7 +30,7 @@ class RealTokens(NamedTuple):
 def find_real_tokens(
     real: Sequence[int], documents: Sequence[Sequence[int]] | None, tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Number of each token's document, int64 [rows, tokens], and lengths of the documents, int64 [documents]. In each
+    """Index of each token's document, int64 [rows, tokens], and lengths of the documents, int64 [documents]. In each
     row the first `real` tokens are not padding. Without `documents` each row is one document.
     """
     numbers, lengths = np.full((len(real), tokens), -1, dtype=np.int64), list[int]()
@@ -61,7 +62,7 @@ class ForwardRows:
     shared: tuple[Documents, ...] | None = None
     """For each document, number of tokens of an earlier document that it continues; None if none continues another."""
     examples: Examples | None = None
-    """Documents of the rows, for objectives that score documents. Its `index` covers this rank's tokens only."""
+    """Examples in the rows, for objectives that score documents. Their `index` covers this rank's tokens only."""
     token_types: torch.Tensor | None = None
     """Token types for encoders, int64 [rows, tokens]: 1 in the second text of a pair, else 0."""
     next_ids: torch.Tensor | None = None

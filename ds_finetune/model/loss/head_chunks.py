@@ -17,7 +17,7 @@ _BLOCK_NUMBERS = CPU_BLOCK_NUMBERS
 
 
 class NeededGradients(NamedTuple):
-    """Which of a head's gradients are needed: those of hidden states, weight and bias."""
+    """Whether a head must compute the gradients of its hidden states, its weight and its bias."""
 
     hidden: bool
     weight: bool
@@ -60,7 +60,9 @@ class HeadGradients(NamedTuple):
         )
 
     def add_chunk(self, d_logits: torch.Tensor, part: torch.Tensor, weight: torch.Tensor, start: int) -> None:
-        """Add a chunk's gradients from `d_logits` (fp32). `part` is the chunk of `hidden` from token `start` on."""
+        """Add the gradients of a chunk of tokens, from its `d_logits` (fp32). `part` has its hidden states, from token
+        `start` on.
+        """
         self.add_bias(d_logits)
         self.add_products(d_logits.to(part.dtype), part, weight, start)
 
@@ -70,7 +72,7 @@ class HeadGradients(NamedTuple):
             self.d_bias.add_(d_logits.sum(0, dtype=self.d_bias.dtype))
 
     def add_products(self, d_logits: torch.Tensor, part: torch.Tensor, weight: torch.Tensor, start: int) -> None:
-        """Add to the gradients of hidden states and weight, from a chunk's `d_logits` in the dtype of `hidden`."""
+        """Add the gradients of hidden states and weight of a chunk, from its `d_logits` in the dtype of `hidden`."""
         if self.d_hidden is not None:
             torch.mm(d_logits, weight, out=self.d_hidden[start : start + len(part)])
         if self.d_weight is not None:
@@ -92,7 +94,8 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
 class LossSumsAndGradients(NamedTuple):
     """Loss of a head (fp32 scalar), sums for metrics (fp64), and gradients of the loss, computed in the forward.
 
-    `factors`, fp64, multiply the gradients if they are not None: [1] all gradients, [tokens] that of hidden states.
+    If `factors`, fp64, is not None, gradients are still to be multiplied by it: all gradients if its shape is [1],
+    those of hidden states if it is [tokens].
     """
 
     loss: torch.Tensor
@@ -186,8 +189,8 @@ def cap_logits(logits: torch.Tensor, cap: float | None, *, needs_slope: bool) ->
 
 
 class ChunkBlocks:
-    """Converts a chunk's matrix products to fp32 logits, in blocks of rows that fit into a CPU's caches. On other
-    devices the chunk is one block.
+    """Converts the products of hidden states and weight of a chunk to fp32 logits, on CPUs in blocks of rows that fit
+    into caches. On other devices the chunk is one block.
 
     Rows are independent, so blocks do not change results. fp32 products need no conversion. With tensor parallelism the
     chunk is one block, because each block would cost all-reduces.
@@ -203,7 +206,8 @@ class ChunkBlocks:
 
     def split(self, products: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield each block's rows with their fp32 logits [rows, vocabulary], from `products` = `hidden @ weight.T`
-        [tokens, vocabulary]. Logits replace fp32 products; else the next block overwrites them.
+        [tokens, vocabulary]. fp32 logits overwrite fp32 products. Otherwise they are in a buffer that the next block
+        overwrites.
         """
         for start in range(0, len(products), self._rows):
             rows = slice(start, min(start + self._rows, len(products)))
@@ -252,8 +256,8 @@ def subtract_one_hot(
 def columns_in_shard(
     ids: torch.Tensor, size: int, tp_group: TensorParallelGroup | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Columns of ids in this rank's vocabulary shard of `size` columns, int64 (0 for ids of other shards), and a mask
-    of the ids that are in the shard. Selecting them instead would synchronise host and GPU.
+    """Columns of `ids` in this rank's vocabulary shard of `size` columns, int64 (0 for ids of other shards), and a mask
+    of the ids in the shard. Selecting these ids instead would synchronise host and GPU.
     """
     if tp_group is None:
         return ids.long(), torch.ones_like(ids, dtype=torch.bool)

@@ -40,7 +40,7 @@ class TwoPassHead:
     """A head that computes log-probabilities of tokens in a first pass over chunks, and gradients in a second pass.
 
     The second pass begins with the last chunk, whose softmax is still in memory. If only `hidden` needs a gradient, the
-    first pass already computes it up to the factor g_t of each token.
+    first pass already computes it, except for the factor g_t = dL/dlp_t of each token t.
     """
 
     def __init__(
@@ -85,8 +85,8 @@ class TwoPassHead:
         return gradients
 
     def log_probs(self, directions: torch.Tensor | None = None) -> torch.Tensor:
-        """First pass: the log-probability of each target in nats, fp32 [tokens]. Their gradients with respect to
-        `hidden` [tokens, width], which is all that a frozen head needs, are written into `directions` if it is given.
+        """First pass: the log-probability of each target in nats, fp32 [tokens]. If `directions` is given, their
+        gradients with respect to `hidden` are written into it, [tokens, width]; a frozen head needs no others.
         """
         hidden, weight, _, targets, _ = self._inputs
         logp = torch.zeros_like(self._log_sum)
@@ -135,7 +135,7 @@ class DocumentTokens:
     """
 
     index: torch.Tensor
-    """Number of each token's document in the forward, int64 [tokens]."""
+    """Index of each token's document among those of the forward, int64 [tokens]."""
     examples: Examples
     sp_group: SequenceParallelGroup | None = None
 
@@ -187,7 +187,7 @@ class LossOfAnswers:
     tokens: DocumentTokens
     numbers: StepNumbers | None
     head: TwoPassHead
-    """Head that computes the tokens' entropies."""
+    """Head that has computed the entropies of the tokens' distributions."""
 
     def of_tokens(self, logp: torch.Tensor, *, has_gradient: bool) -> tuple[LossAndSums, torch.Tensor | None]:
         """Compute loss, sums and gradient from the log-probabilities of this rank's answer tokens, fp32 [tokens]. All
@@ -221,9 +221,9 @@ class LossOfAnswers:
 
 
 def loss_of_log_probs(inputs: HeadInputs, loss: LossOfDocuments | LossOfAnswers, head: TwoPassHead) -> LossAndSums:
-    """Loss of a forward's documents or sampled answers, with gradients for those of `hidden`, `weight` and `bias` that
-    require one. `head` has the same `inputs`. With tensor parallelism the gradient of `hidden` is this rank's part of a
-    sum.
+    """Loss of a forward's documents or sampled answers, differentiable with respect to `hidden`, `weight` and `bias`,
+    where these require a gradient. `head` has the same `inputs`. With tensor parallelism the gradient of `hidden` is
+    this rank's part of a sum.
     """
     return LossAndSums(*loss_with_gradients(inputs, partial(_loss_and_gradients, inputs, loss, head)))
 
@@ -234,7 +234,7 @@ def _loss_and_gradients(
     if needed.weight or needed.bias:
         values, d_logp = loss.of_tokens(head.log_probs(), has_gradient=True)
         assert d_logp is not None
-        # Gradients are scaled so that the largest is one. Otherwise small ones would underflow in 16 bits.
+        # Gradients of the loss are divided by the largest one. Otherwise small ones would underflow in 16 bits.
         largest = torch.cat([d_logp.abs(), d_logp.new_full((1,), torch.finfo(torch.float32).tiny)]).max()[None]
         gradients = head.gradients((d_logp / largest).float(), needed)
         return LossSumsAndGradients(values.loss, values.sums, gradients, largest)

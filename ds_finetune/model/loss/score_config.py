@@ -17,12 +17,12 @@ SETTINGS = "ds_finetune"
 or `first` token is scored, or the `mean` over all tokens.
 """
 REWARD = "reward"
-"""Name of the objective for reward models, and of a reward model's only class."""
+"""Name of the objective that trains reward models, and of a reward model's only class."""
 _CLASS_SUFFIX = "ForSequenceClassification"
 _SPARE = re.compile(r"pad|reserved|unused|placeholder|fim", re.IGNORECASE)
-"""Pattern of added tokens that are reserved: neither texts nor chat templates use them."""
+"""Pattern of a tokenizer's reserved tokens, which neither texts nor chat templates use."""
 NEW_PADDING = "<|pad|>"
-"""Name of the padding token that is added to an exported tokenizer without an unused token."""
+"""The padding token that is added to an exported tokenizer if it has no unused token."""
 _UNNAMED = re.compile(r"LABEL_\d+")
 _FRESH = ("score.weight", "score.bias")
 
@@ -68,19 +68,21 @@ def _check_number(base: PretrainedConfig, outputs: int) -> None:
 
 
 def set_classes(hf_config: PretrainedConfig, section: ObjectiveConfig, *, outputs: int) -> None:
-    """Write the classes' names and number into `hf_config`. ModelError if its number of classes is another one."""
+    """Write the names and the number of the run's classes into `hf_config`. ModelError if it already has another
+    number.
+    """
     _check_number(hf_config, outputs)
     names = section.labels if isinstance(section, ClassificationObjective) else (REWARD,)
     hf_config.num_labels = outputs
     hf_config.id2label = dict(enumerate(names or (f"LABEL_{number}" for number in range(outputs))))
     hf_config.label2id = {name: number for number, name in hf_config.id2label.items()}
-    # With this problem type a pipeline of transformers returns a regression's number without a sigmoid.
+    # With this `problem_type`, a pipeline of transformers returns a regression's output without a sigmoid.
     hf_config.problem_type = "regression" if outputs == 1 else "single_label_classification"
 
 
 def score_settings(hf_config: PretrainedConfig, objective: Objective) -> dict[str, Any]:
-    """config.json keys for an exported classifier: the number of classes and, in `SETTINGS`, what transformers has no
-    keys for.
+    """Keys and values for the config.json of an exported classifier: the number of classes and, in `SETTINGS`, what
+    transformers has no keys for.
     """
     encoder = encoder_of(hf_config)
     pooling = None if encoder is None else getattr(hf_config, encoder.pooling_key or "", "cls")

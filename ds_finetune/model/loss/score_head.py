@@ -1,7 +1,7 @@
 """Head of a classifier or reward model, which scores the last token of each document.
 
-It finds a document's end by document lengths. transformers' own classes search the last token that is not
-`pad_token_id`: they would give one score for a packed row, and ignore the end of a document that ends in that token.
+It finds the ends of documents by their lengths. transformers' own classes search the last token that is not
+`pad_token_id`: they would give one score for a packed row, and the wrong one for a document that ends in that token.
 """
 
 import math
@@ -32,8 +32,8 @@ the first loss is ln 2 to within 1e-3, but unlike with a head of zeros, hidden s
 def loss_of_scores(
     objective: ScoreObjective, scores: torch.Tensor, examples: Examples, numbers: StepNumbers | None
 ) -> LossAndSums:
-    """Loss of a forward's documents from their scores, fp32 [documents, outputs], weighted for the step by `numbers`;
-    without `numbers` it is not weighted.
+    """Loss of a forward's documents from their scores, fp32 [documents, outputs]. `numbers` has the weights of its
+    terms in the step; without `numbers` all weights are 1.
     """
     device = scores.device
     weights = torch.ones(len(objective.terms), dtype=torch.float64) if numbers is None else numbers.weights
@@ -81,7 +81,7 @@ class ScoreHead(nn.Linear):
         ends, tokens = ends.to(hidden.device), hidden.shape[1]
         row, column = ends // (tokens * ranks), ends % (tokens * ranks) - tokens * rank
         is_own = (column >= 0) & (column < tokens)
-        # A mask is used, because selecting the documents that end on this rank would synchronise host and GPU.
+        # Scores are masked, because selecting the documents that end on this rank would synchronise host and GPU.
         pooled = hidden.reshape(-1, hidden.shape[-1]).index_select(0, (row * tokens + column).where(is_own, 0))
         bias = None if self.bias is None else self.bias.float()
         scores = functional.linear(pooled.float(), self.weight.float(), bias)

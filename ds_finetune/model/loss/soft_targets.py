@@ -62,7 +62,9 @@ class VocabularyShard(NamedTuple):
 
 
 _NEVER = -1e30
-"""Logit of an id that the teacher lacks. It is finite, so that probability 0 times its logarithm is 0 and not NaN."""
+"""Logit for an id that the teacher's vocabulary lacks. It is finite, so that probability 0 times its logarithm is 0 and
+not NaN.
+"""
 
 
 @dataclass(frozen=True)
@@ -105,8 +107,8 @@ class TeacherStates:
 class TopTargets:
     """Stored distributions of a teacher: its k most likely tokens, and a bucket for all others together.
 
-    The model's probability of the bucket is the sum over the other tokens of its softmax, so its full distribution is
-    trained.
+    The model's probability of the bucket is the sum of its probabilities of these other tokens, so its full
+    distribution is trained.
     """
 
     ids: torch.Tensor
@@ -117,7 +119,9 @@ class TopTargets:
     def divergence(
         self, log_probs: torch.Tensor, tokens: slice, shard: VocabularyShard
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sum of KL(teacher || model) over the supervised tokens in `tokens`, and its gradient for logits."""
+        """Sum of KL(teacher || model) over the supervised tokens in the slice `tokens`, and its gradient for the
+        model's logits.
+        """
         teacher_log_probs = torch.log_softmax(self.log_probs[tokens].float(), dim=-1)
         columns, is_here = columns_in_shard(self.ids[tokens], log_probs.shape[1], shard.tp_group)
         top = shard.add_up(torch.where(is_here, log_probs.gather(1, columns), 0.0))

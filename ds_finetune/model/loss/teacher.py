@@ -40,7 +40,9 @@ class TeacherPlan:
 
 
 def check_same_tokens(teacher: TeacherPlan, tokens: Mapping[str, int], model_tokens: Mapping[str, int]) -> None:
-    """ModelError if teacher and model have different tokens or ids, or the teacher too few outputs for its ids."""
+    """ModelError if the tokenizers of teacher and model have different tokens or ids, or ids for which the teacher has
+    no outputs.
+    """
     size = int(teacher.hf_config.vocab_size)
     if tokens == model_tokens and size <= max(tokens.values()):
         raise ModelError(
@@ -103,13 +105,13 @@ def load_teacher(  # noqa: PLR0913 - where and how the model is built
 
 @dataclass(frozen=True)
 class Teacher:
-    """A teacher model that is ready to run. It is separate from the trained module."""
+    """A teacher model that is ready to run, apart from the module that is trained."""
 
     run: Callable[..., torch.Tensor]
     """Function that runs the teacher and returns hidden states: `HiddenStates`, or a DeepSpeed engine around it."""
     head: nn.Linear
     open_weights: Callable[[list[nn.Parameter]], AbstractContextManager[Any]]
-    """Function (parameters of the head) -> context in which ZeRO-3 has gathered them."""
+    """Function (parameters of the teacher's head) -> context in which ZeRO-3 has gathered these parameters."""
     cap: float | None
     """Soft cap of the teacher's logits; None without one."""
 

@@ -50,7 +50,9 @@ from ds_finetune.objectives.objective import (
 
 @dataclass(frozen=True)
 class HeadGroups:
-    """Process groups with which a head computes its loss. A group is None if its parallel axis has size one."""
+    """Process groups through which a head computes its loss. A group is None if the run does not use its kind of
+    parallelism.
+    """
 
     tp: TensorParallelGroup | None = None
     """Tensor parallel ranks, which have the other shards of the vocabulary."""
@@ -69,7 +71,9 @@ class LossHead(nn.Linear):
     cap: float | None = None
     """Soft cap of the logits in the loss. Logits that are returned get it in the model's own forward."""
     forbidden: torch.Tensor | None = None
-    """Mask of ids that are never sampled, bool [vocabulary] or its shard. Softmax over answer tokens excludes them."""
+    """Mask of ids that are never sampled, bool [vocabulary] or its shard. The softmax at tokens of answers excludes
+    them.
+    """
 
     def forward(  # noqa: PLR0913
         self,
@@ -160,7 +164,7 @@ class TrainedModel(nn.Module):
     chunks: ModelChunks | None = None
     """This rank's chunks of layers in an interleaved pipeline; None with one chunk per rank."""
     in_fp32: Fp32Weights
-    """Weights that stay in fp32 in the forward of a 16-bit run."""
+    """Weights that forwards of a 16-bit run use in fp32."""
 
     def __init__(
         self, lm: PreTrainedModel, sp_group: SequenceParallelGroup | None = None, pp_group: PipelineGroup | None = None
@@ -231,9 +235,7 @@ class TrainedModel(nn.Module):
         return out._replace(loss=loss, sums=torch.cat([out.sums, extra_sums]))
 
     def head_inputs(self, rows: ForwardRows) -> dict[str, Any]:
-        """Further arguments of the head. They are prepared before the forward, when no activations are in memory
-        yet.
-        """
+        """Prepare further arguments of the head, before the forward, when no activations are in memory yet."""
         return {"examples": rows.examples, "supervised": rows.supervised}
 
     def hidden(

@@ -65,7 +65,7 @@ class _Exchange:
 
 
 class _StartExchange(torch.autograd.Function):
-    """Starts an all-to-all in the forward. Its backward waits for the all-to-all of the gradients.
+    """Starts an all-to-all of rows in the forward. Its backward waits for the all-to-all of their gradients.
 
     Computation between `_StartExchange` and `_AwaitExchange` overlaps with the all-to-all in the forward. Autograd runs
     backward in reverse order, so the gradients of that computation overlap with the gradients' all-to-all.
@@ -82,7 +82,7 @@ class _StartExchange(torch.autograd.Function):
 
 
 class _AwaitExchange(torch.autograd.Function):
-    """Waits for an all-to-all in the forward. Its backward starts the all-to-all of the gradients."""
+    """Waits for an all-to-all of rows in the forward. Its backward starts the all-to-all of their gradients."""
 
     @staticmethod
     def forward(ctx: Any, arriving: torch.Tensor, exchange: _Exchange) -> torch.Tensor:  # noqa: ANN401
@@ -105,7 +105,7 @@ class ExpertParallelExperts(nn.Module):
     ep_group: ExpertParallelGroup
     num_experts: int
     compute_meanwhile: Callable[[], None] | None = None
-    """Function to call while the all-to-all to the experts runs."""
+    """Function to call while the all-to-all that sends rows to the experts' ranks runs."""
 
     def forward(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """Map hidden states [tokens, width], chosen experts [tokens, k] and routing weights to [tokens, width]."""
@@ -125,20 +125,20 @@ class ExpertParallelExperts(nn.Module):
         return chosen.sums_of(_AwaitExchange.apply(_StartExchange.apply(out, back), back))
 
     def _count_rows(self, experts: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int]]:
-        """Numbers of rows: received for each local expert from each rank, sent to each rank, and received from each
-        rank. `experts` are the sorted expert numbers of this rank's rows.
+        """How many rows this rank receives from each rank for each of its experts, sends to each rank, and receives
+        from each rank. `experts` has the expert of each row that it sends, sorted.
         """
         per_expert = rows_up_to(experts, self.num_experts * self.ep_group.size).diff(prepend=experts.new_zeros(1))
         arriving = torch.empty_like(per_expert)
         dist.all_to_all_single(arriving, per_expert, group=self.ep_group.group)
         both = torch.stack([per_expert, arriving]).view(2, self.ep_group.size, -1)
-        # This is a layer's only wait of the host for the GPU: NCCL needs the numbers of rows on the host.
+        # Only here the host waits for the GPU in a layer: NCCL needs the numbers of rows on the host.
         send_counts, receive_counts = both.sum(2).tolist()
         return arriving, send_counts, receive_counts
 
     def _run_local_experts(self, rows: torch.Tensor, weights: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
-        """Compute this rank's experts on `rows`, times routing `weights` [rows, 1]. Rows are sorted by source rank and
-        expert, and `arriving` has the number of rows of each pair.
+        """Compute this rank's experts on the received `rows`, times routing `weights` [rows, 1]. Rows are sorted by
+        source rank and expert; `arriving` has the number of rows for each pair of these.
         """
         expert = torch.arange(self.num_experts, device=rows.device).repeat(self.ep_group.size)
         expert = expert.repeat_interleave(arriving, output_size=len(rows))
@@ -208,13 +208,14 @@ class SharedExpertsAhead(nn.Module):
         self._ahead = super().__call__(hidden)
 
     def forget(self) -> None:
-        """Forget an output that was computed in advance but not used."""
+        """Forget the output if it was computed in advance but not used."""
         self._ahead = None
 
 
 def compute_shared_experts_ahead(lm: PreTrainedModel) -> None:
-    """Make shared experts run during the all-to-all to the routed experts, or before them on ranks with all experts, in
-    place. Results do not change. Recomputation can then stop before the routed experts' down projection.
+    """Make shared experts run during the all-to-all to the routed experts or, without expert parallelism, before the
+    routed experts, in place. Results do not change. Recomputation can then stop before the routed experts' down
+    projection.
 
     Only families whose layers compute `shared_experts(x)` after `experts(x, ...)` are changed.
     """

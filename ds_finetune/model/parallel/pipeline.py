@@ -36,17 +36,21 @@ class Link(NamedTuple):
     """
 
     is_forward: bool
-    """Whether the link carries hidden states, or else their gradients."""
+    """Whether the link carries hidden states. If not, it carries their gradients."""
     wraps: bool
     """Whether the link goes between the last rank and the first one."""
 
 
 class PipelineGroup(RankGroup):
-    """Ranks that hold a model's layers in order. Rank i is stage i, and has one or several chunks of layers."""
+    """Process group of the ranks that hold a model's layers in order. Rank i is stage i, and has one or several chunks
+    of layers.
+    """
 
     num_chunks: int = 1
     running_chunk: int | None = None
-    """Number of the chunk that the forward runs. None: it runs all chunks, and sends hidden states itself."""
+    """Number of the chunk that the current forward runs. None: forwards run all chunks, and send hidden states
+    themselves.
+    """
     no_hidden_states: torch.Tensor
     """Empty tensor [0, width] with the width, dtype and device of the model's hidden states."""
     links: Mapping[Link, dist.ProcessGroup] = MappingProxyType({})
@@ -56,7 +60,9 @@ class PipelineGroup(RankGroup):
     replicas. None on other stages, and if only one of these stages has the embedding.
     """
     adds_embedding: bool = True
-    """Whether this rank keeps the embedding's summed gradient. The other ranks of its stage set theirs to zero."""
+    """Whether this rank keeps the embedding's gradient, summed over both ends of the pipeline. The other ranks of its
+    stage set theirs to zero.
+    """
     input_hidden_states: torch.Tensor | None = None
     """Hidden states that the previous stage (or, with several chunks per rank, the chunk before the running one) sent
     for this forward. In training they are a leaf that requires a gradient. None for the model's first chunk.
@@ -118,8 +124,8 @@ class PipelineGroup(RankGroup):
         return values
 
     def all_reduce_embedding_grad(self, grad: torch.Tensor) -> None:
-        """All-reduce the gradient of an embedding weight that the first and last stage both have. A stage's average
-        over ranks is then the sum of both stages' gradients, averaged over ranks with different rows.
+        """All-reduce the gradient of an embedding weight that the first and last stage both have. DeepSpeed's average
+        over a stage's ranks is then the sum of both stages' gradients, averaged over ranks with different rows.
 
         One rank of each stage gets the sum and the others zeros, because adding zeros is exact in every order.
         Otherwise the copies would drift apart: on each stage buckets and NCCL's algorithms decide the order of
@@ -143,8 +149,9 @@ class PipelineGroup(RankGroup):
 
 
 class MissingLayer(nn.Module):
-    """Placeholder for a layer of another stage. With `has_choice` it also returns an indexer's chosen tokens, as layers
-    do. With several residual `streams`, hidden states between layers are [batch, tokens, streams, width].
+    """Placeholder for a layer of another pipeline stage. With `has_choice` it also returns an indexer's chosen tokens,
+    as real layers do. With several residual `streams`, hidden states between layers are [batch, tokens, streams,
+    width].
     """
 
     def __init__(self, layer: int, *, has_choice: bool = False, streams: int = 1) -> None:
@@ -185,7 +192,7 @@ class ReceiveHiddenStates(nn.Embedding):
         return self.pp_group.input_hidden_states
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Embed tokens as [batch, tokens, width] by the embedding weight on this stage."""
+        """Embed tokens as [batch, tokens, width], with this stage's copy of the embedding weight."""
         return super().forward(input_ids)
 
 
@@ -207,8 +214,8 @@ class SendHiddenStates(nn.Module):
 
 
 class ReceiveLogits(nn.Linear):
-    """Takes the head's place on earlier stages: receives the last stage's logits, so all stages generate the same
-    token.
+    """Takes the head's place on earlier pipeline stages: receives the last stage's logits, so that all stages generate
+    the same token.
     """
 
     pp_group: PipelineGroup

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 @dataclass
 class RankGroup:
-    """Ranks with equal shards of a tensor, of layers or of rows. This process has the shard number `group_rank`."""
+    """Ranks that each have a shard of the same tensors, layers or rows. This process has shard number `group_rank`."""
 
     group: dist.ProcessGroup | None
     """The torch process group; None after `close`."""

@@ -20,17 +20,24 @@ _COLUMN_PARALLEL = re.compile(
     r"((q_proj|k_proj|v_proj|q_b_proj|kv_b_proj|o_a_proj|gate_proj|up_proj|embed_tokens|lm_head)\.(weight|bias)"
     r"|self_attn\.sinks)$"
 )
-"""Names of parameters sharded along dim 0, their outputs (heads, inner width, vocabulary), except in compressors."""
+"""Pattern of the names of parameters that are sharded along dim 0, their outputs (heads, inner width, vocabulary),
+except in compressors.
+"""
 _ROW_PARALLEL = re.compile(r"(^|\.)(o_proj|o_b_proj|down_proj)\.weight$")
-"""Names of weights sharded along dim 1, their inputs. Biases are replicated, and added once after the all-reduce."""
+"""Pattern of the names of weights that are sharded along dim 1, their inputs. Biases are replicated, and added once
+after the all-reduce.
+"""
 _FUSED_EXPERTS = re.compile(r"\.mlp\.experts\.(?P<part>(gate_up_proj|down_proj)(_bias)?)$")
-"""Names of fused tensors of all routed experts, which are sharded along each expert's inner width."""
+"""Pattern of the names of tensors with all routed experts of a layer, which are sharded along each expert's inner
+width.
+"""
 _INNER_DIM: dict[bool, dict[str, int | None]] = {
     False: {"gate_up_proj": 2, "down_proj": 2},
     True: {"gate_up_proj": 2, "gate_up_proj_bias": 1, "down_proj": 1, "down_proj_bias": None},
 }
-"""Dimension of the inner width in fused expert tensors, for transposed tensors or not. Transposed tensors have
-alternating gate and up columns, so that equal shards have both. The output bias has no inner width.
+"""Dimension of the experts' inner width in tensors with all experts, by whether tensors are transposed, and by name.
+Transposed tensors have alternating gate and up columns, so that equal shards have both. The output bias has no inner
+width.
 """
 
 
@@ -79,7 +86,7 @@ class ModelShard:
         return cls(mesh.tp, mesh.coordinate("tp"), mesh.ep, mesh.expert_index, family.transposed_experts)
 
     def tensor_shard(self, name: str, local_shape: Ints) -> "TensorShard":
-        """This rank's shard of the tensor `name`, from its shape on this rank.
+        """This rank's shard of the tensor `name`, which has the shape `local_shape` on this rank.
 
         LoRA factors A [rank, in] and B [out, rank] are sharded like their weight [out, in]: along `out` B is sharded
         and A replicated, along `in` A is sharded and B replicated.
@@ -124,7 +131,8 @@ class TensorShard:
     local_shape: Ints
     offsets: Ints
     dim: int | None
-    """Dimension along which tensor parallel ranks are sharded; None if all of them have the same elements."""
+    """Dimension along which the tensor is sharded over tensor parallel ranks; None if they all have the same elements.
+    """
     is_expert_parallel: bool = False
     """Whether the shard has only some of the experts, which are dim 0."""
 
@@ -147,6 +155,8 @@ class TensorShard:
 
 
 def shape_in_model(shape: Ints) -> Ints:
-    """Shape in the model of a tensor with this `global_shape` or `local_shape`, which may be a 4-D view."""
+    """Shape in the model of a tensor whose `global_shape` or `local_shape`, which may be that of a 4-D view, is
+    `shape`.
+    """
     experts_gate_inner_hidden = 4
     return (shape[0], shape[1] * shape[2], shape[3]) if len(shape) == experts_gate_inner_hidden else shape

@@ -71,7 +71,7 @@ def copy_to_tensor_parallel_region(replicated: torch.Tensor, tp_group: TensorPar
 
 
 class ParallelLinear(nn.Linear):
-    """Linear module with a shard of the weight. `forward` multiplies (`multiply`) and communicates."""
+    """Linear module with this rank's shard of the weight. `forward` multiplies and communicates."""
 
     tp_group: TensorParallelGroup
 
@@ -121,8 +121,8 @@ class BiasedExperts(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Embedding):
-    """Embedding sharded along the vocabulary. A rank's embedding of other ranks' ids is zero, and an all-reduce adds up
-    the ranks. `padding_idx` is an id of the full vocabulary.
+    """Embedding sharded along the vocabulary. Each rank embeds ids of other ranks' shards as zeros, and an all-reduce
+    adds up the results. `padding_idx` is an id of the full vocabulary.
     """
 
     tp_group: TensorParallelGroup
@@ -143,7 +143,9 @@ class VocabParallelEmbedding(nn.Embedding):
 
 
 class ReceiveOrEmbed(ReceiveHiddenStates):
-    """Takes the embedding's place on later pipeline stages. Its weight, if needed, is sharded along the vocabulary."""
+    """Takes the embedding's place on later pipeline stages. If a stage needs the embedding's weight, it is sharded
+    along the vocabulary.
+    """
 
     tp_group: TensorParallelGroup
 
@@ -178,7 +180,7 @@ def local_config(hf_config: PretrainedConfig, tp_size: int) -> PretrainedConfig:
     if hasattr(config, "num_key_value_heads") and not hasattr(config, "kv_lora_rank"):
         config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     for name in _SHARDED_SIZES:
-        # `attribute_map` lists aliases of sizes, not to be divided twice. A single key-value head is replicated.
+        # `attribute_map` has aliases of sizes, which must not be divided twice. A single key-value head is replicated.
         if name not in config.attribute_map and (getattr(config, name, None) or 0) > 1:
             setattr(config, name, getattr(config, name) // tp_size)
     config.pad_token_id = None
@@ -212,7 +214,8 @@ def _change_class(module: nn.Module, parallel_class: type[nn.Module], tp_group: 
 def install_tensor_parallel_attention(attention: Any, tp_group: TensorParallelGroup, *, family: Family) -> None:  # noqa: ANN401 - an attention module of any family
     """Make an attention module with a shard of the heads communicate, in place."""
     if family.compresses:
-        # Key-value head and compressed entries are replicated; heads of all ranks contribute to their gradients.
+        # The only key-value head and the compressed entries are replicated; heads of all ranks contribute to their
+        # gradients.
         _change_class(attention.q_b_proj, ColumnParallelLinear, tp_group)
         _change_class(attention.o_b_proj, RowParallelLinear, tp_group)
         attention.for_heads = partial(copy_to_tensor_parallel_region, tp_group=tp_group)
@@ -235,7 +238,8 @@ def install_tensor_parallel_attention(attention: Any, tp_group: TensorParallelGr
                 width = getattr(attention, f"{name}_proj").out_features * tp_group.size
                 norm.weight = nn.Parameter(norm.weight.new_ones(width), requires_grad=norm.weight.requires_grad)
             if norm is not None and norm.weight.requires_grad:
-                # The norm's weight is replicated. A rank computes its gradient from its own heads only.
+                # The weight of the norm of queries or keys is replicated. A rank computes its gradient from its own
+                # heads only.
                 norm.weight.register_hook(tp_group.all_reduce)
         return
     query = attention.q_proj if attention.q_lora_rank is None else attention.q_b_proj
@@ -244,7 +248,9 @@ def install_tensor_parallel_attention(attention: Any, tp_group: TensorParallelGr
     rank = attention.kv_lora_rank
 
     def copy_rotary_key(_: nn.Module, __: Any, latents: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
-        """Mark the rotary key as an input of sharded heads. Latents need no mark: their norm is replicated."""
+        """Mark the rotary key as an input of sharded heads, whose gradient backward sums over ranks. Latents need no
+        mark: their norm is replicated.
+        """
         rotary_key = copy_to_tensor_parallel_region(latents[..., rank:], tp_group)
         return torch.cat([latents[..., :rank], rotary_key], dim=-1)
 
@@ -285,5 +291,5 @@ def install_tensor_parallel_mlp(mlp: Any, tp_group: TensorParallelGroup) -> None
             return sum_over_ranks(out[0], tp_group), *out[1:]
         return sum_over_ranks(out, tp_group)
 
-    # One all-reduce sums routed and shared experts.
+    # One all-reduce sums the outputs of routed and shared experts over ranks.
     mlp.register_forward_hook(reduce_output)

@@ -56,7 +56,7 @@ def _four_bit(linear: Any, device: str) -> nn.Module:  # noqa: ANN401 - a linear
 
 
 class _RegatheredProduct(torch.autograd.Function):
-    """Product with a four-bit weight that backward reads from its parameter again.
+    """Product with a four-bit weight, which backward reads from the parameter again.
 
     bitsandbytes' function saves the gathered weight for backward (0.50.2, autograd/_functions.py:321, 358), so that
     ZeRO-3 could not release it.

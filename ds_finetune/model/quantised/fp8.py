@@ -19,7 +19,7 @@ BLOCK = 128
 """Number of rows, and of columns, of an FP8 block."""
 FP8 = torch.float8_e4m3fn
 SCALE = "_scale_inv"
-"""Suffix of a weight's name that gives the name of its scales."""
+"""What follows a weight's name in the name of the tensor with its FP8 scales."""
 BYTE_SCALE = torch.float8_e8m0fnu
 """Dtype of scales that are powers of two, stored as exponents in a byte."""
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, BYTE_SCALE)
@@ -35,7 +35,7 @@ _LARGEST = 448.0
 """Largest E4M3 number, to which a block's scale maps the block's largest magnitude."""
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 _HALF = 0.5
-"""Mantissa that `frexp` gives for every power of two."""
+"""Mantissa that torch's `frexp` returns for every power of two."""
 _NUMBERS = torch.arange(256, dtype=torch.uint8).view(FP8).float().numpy()
 """Value of each of the 256 E4M3 bytes. A table lookup is four times faster than torch 2.13's cast on a CPU."""
 _ROWS = 16
@@ -96,7 +96,8 @@ def quantise_like(
     not change. Returns values, scales and the mask of unchanged blocks.
 
     A block is unchanged if its values equal the dequantised stored block, in fp32 or rounded to bf16 or fp16.
-    `quantise` gives the same bytes only if the stored scales were computed as it does, from bf16 numbers.
+    Quantising an unchanged block again gives the same bytes only if its stored scale was computed as by `quantise`,
+    from bf16 numbers.
     """
     quantised, new_scale = quantise(values, scales_of_two=scales_of_two)
     plain = dequantise(stored, scale[None])

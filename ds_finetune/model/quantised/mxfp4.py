@@ -21,9 +21,9 @@ from ds_finetune.model.weights.safetensors_file import Shape, StoredTensor
 GROUP = 32
 """Number of MXFP4 values with a common scale."""
 BLOCKS, SCALES = "_blocks", "_scales"
-"""Suffixes of a weight's name that give the names of its packed bytes and of its scales."""
+"""What follows a weight's name in the names of the tensors with its packed bytes and its MXFP4 scales."""
 QUANT_METHOD = "mxfp4"
-"""`quant_method` in gpt-oss' config.json."""
+"""Value of `quant_method` in gpt-oss' config.json."""
 _HALF_BYTE = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 _E2M1 = torch.cat([_HALF_BYTE, -_HALF_BYTE])
 _PAIRS = (
@@ -31,7 +31,7 @@ _PAIRS = (
 )
 """The two E2M1 numbers in each byte value, as bits of two fp32 numbers in an int64."""
 _EXPONENTS = torch.arange(256, dtype=torch.uint8).view(torch.float8_e8m0fnu).float()
-"""Scale for each exponent byte: 2^(byte - 127); NaN for 255."""
+"""The scale that each byte of exponent means: 2^(byte - 127); NaN for 255."""
 _BYTES = 2**18
 """Number of bytes that `dequantise` converts at a time, to bound memory: numpy needs eight bytes per index."""
 _BYTES_OF_GROUP = GROUP // 2
@@ -71,12 +71,12 @@ class LastExpert(threading.local):
 
 @dataclass(frozen=True)
 class Mxfp4Experts:
-    """Weights of experts [experts, inputs, outputs] in MXFP4, which reads dequantise to fp32."""
+    """Weights of a layer's experts [experts, inputs, outputs], stored in MXFP4. Reading them dequantises to fp32."""
 
     blocks: StoredTensor
     scales: StoredTensor
     last: LastExpert
-    """Cache for all weights of a folder, so that a thread holds the bytes of one expert only."""
+    """Cache that all weights of a folder share, so that a thread holds the bytes of one expert only."""
 
     @property
     def shape(self) -> Shape:
@@ -161,8 +161,8 @@ def packed_shapes(shape: Shape) -> tuple[Shape, Shape]:
 def pack(
     values: torch.Tensor, like: tuple[torch.Tensor, torch.Tensor] | None
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Quantise rows [rows, columns] to FP4. Returns packed bytes (int8), exponents, and how many groups kept the bytes
-    of `like`.
+    """Quantise rows [rows, columns] to FP4. Returns packed bytes (int8), exponents of the scales, and how many groups
+    kept the bytes of `like`.
 
     A group's scale is the smallest power of two for which its largest number is at most 6. Midpoints between E2M1
     numbers round to even. A group equal to `like` dequantised keeps the bytes of `like`, because other bytes with
@@ -184,7 +184,7 @@ def pack(
 
 @dataclass(frozen=True)
 class Fp4Matrix:
-    """A matrix [rows, columns] in FP4, stored as `packed` and `scales`, which reads dequantise to fp32."""
+    """A matrix [rows, columns] in FP4, stored as `packed` bytes and `scales`. Reading it dequantises to fp32."""
 
     packed: StoredTensor
     scales: StoredTensor

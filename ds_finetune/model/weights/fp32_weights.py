@@ -46,12 +46,14 @@ class Fp32Weights:
         self._of_param = {id(param): self.values[name] for name, param in self.params.items()}
 
     def where(self, param: torch.Tensor) -> Fragment:
-        """Fragment to load `param` into: its fp32 value if it has one, else this rank's part of `param`."""
+        """Fragment into which the weights file's values of `param` are loaded: its fp32 value if it has one, else this
+        rank's part of `param`.
+        """
         value = self._of_param.get(id(param))
         return self._where(param) if value is None else full_fragment(value)
 
     def round_into_parameters(self) -> None:
-        """Set the 16-bit parameters to the fp32 values, rounded."""
+        """Set the 16-bit parameters to their fp32 values, rounded."""
         for name, param in self.params.items():
             self._where(param).write(self.values[name].view(-1))
 

@@ -27,7 +27,7 @@ from ds_finetune.model.weights.names import Piece, hub_pieces, is_table
 from ds_finetune.model.weights.vocabulary import GrownFolder, Growth
 
 _STRIP_NUMEL = 2**20
-"""Number of elements of a checkpoint tensor to read at a time, rounded to full rows."""
+"""Number of elements of a checkpoint's tensor that are read at a time, rounded to full rows."""
 _ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 _FUSED_EXPERTS = re.compile(r"\.experts\.\w+$")
 _LANGUAGE_MODEL_HEAD = re.compile(r"^(lm_head|embed_out|output)\.(weight|bias)$")
@@ -48,13 +48,13 @@ class LoadReport:
 
 @dataclass(frozen=True)
 class _ModelTensor:
-    """A tensor of the model, with this rank's fragment and the checkpoint tensors that make it up."""
+    """A tensor of the model, with this rank's fragment of it and the checkpoint's tensors that make it up."""
 
     name: str
     fragment: Fragment
     pieces: tuple[Piece, ...]
     offsets: tuple[int, ...] = ()
-    """Index of this rank's first element in each of the checkpoint tensors."""
+    """Index of this rank's first element in each of `pieces`, the checkpoint's tensors."""
 
 
 def load_weights(  # noqa: PLR0913
@@ -86,7 +86,7 @@ def load_weights(  # noqa: PLR0913
     )
     rename = partial(published_name, expected=expected, prefix=model.base_model_prefix) if family.encoder else None
     hub = HubFolder(folder, rename=rename) if growth is None else GrownFolder(folder, growth, expected, rename=rename)
-    # A parameter may be missing only if the folder has no tensor of its module.
+    # A parameter in `may_be_missing` may be missing only if the folder has no tensor of its module.
     present = {name.rpartition(".")[0] for name in may_be_missing if name in hub.shapes}
     missing = {name for name in may_be_missing if name.rpartition(".")[0] not in present}
     skipped = _check_tensors(hub, {key: expected[key] for key in expected if key not in missing}, model, family)
@@ -160,7 +160,9 @@ def draw_normal(param: nn.Parameter, *, deviation: float, seed: int, where: Wher
 
 
 def clear_weights(model: PreTrainedModel, *, where: Where = full_fragment) -> None:
-    """Set all parameters to zero until values are restored, because uninitialised memory may contain NaN."""
+    """Set all parameters to zero until a checkpoint's values are restored, because uninitialised memory may contain
+    NaN.
+    """
     for param in model.parameters():
         with where(param).opened() as flat:
             flat.zero_()
@@ -231,8 +233,9 @@ def _model_tensors(
 def _check_tensors(
     hub: HubFolder, expected: Mapping[str, tuple[int, ...]], model: PreTrainedModel, family: Family
 ) -> list[str]:
-    """Compare a checkpoint's tensors with the `expected` ones. Returns the names of tensors that are not loaded: those
-    that the family allows, a tied head, a language model head for a classifier, and layers past the last one.
+    """Compare a checkpoint's tensors with the `expected` ones. Returns the names of the checkpoint's tensors that are
+    not loaded: a tied head, a language model's head if the model is a classifier, layers after the last one, and others
+    that the family allows.
     """
     _check_layout_of_experts(hub, expected, model, family)
     tied = dict(model.all_tied_weights_keys or {}) if model.config.tie_word_embeddings else {}
@@ -263,7 +266,9 @@ def _check_tensors(
 def _check_layout_of_experts(
     hub: HubFolder, expected: Mapping[str, tuple[int, ...]], model: PreTrainedModel, family: Family
 ) -> None:
-    """ModelError if only the checkpoint has a tensor per expert, and the family cannot join them to the model's."""
+    """ModelError if the checkpoint has a tensor per expert and the model one for all experts, and the family does not
+    support joining them.
+    """
     one_by_one = sorted(key for key in hub.shapes if key not in expected and _ONE_EXPERT.search(key))
     fused = sorted(key for key in expected if key not in hub.shapes and _FUSED_EXPERTS.search(key))
     if not family.fused_experts and one_by_one and fused:

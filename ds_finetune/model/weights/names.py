@@ -59,7 +59,7 @@ def hub_pieces(name: str, shape: tuple[int, ...], family: Family, *, first_exper
 
 
 def published_names(shapes: Mapping[str, tuple[int, ...]], family: Family) -> tuple[str, ...]:
-    """Names in a published checkpoint of the model's tensors `shapes`, which are given by name."""
+    """The names that the model's tensors `shapes` (shapes by name) have in a published checkpoint."""
     return tuple(piece.key for name, shape in shapes.items() for piece in hub_pieces(name, shape, family))
 
 
@@ -84,7 +84,8 @@ def canonical_name(key: str, family: Family) -> str:
             name = renaming.rename_source_key(name)[0]
         return name
 
-    # transformers' patterns also match some names that the model itself has. Renaming the result back identifies those.
+    # transformers' patterns for checkpoints also match some names that the model itself has. Such a name is recognised
+    # by renaming the result back.
     renamed, original = published_name(in_model(key), family), published_name(key, family)
     return original if renamed != key and in_model(original) == key else renamed
 
@@ -108,8 +109,8 @@ def is_kept_in_fp32(key: str, family: Family) -> bool:
 
 
 def differences(expected: Mapping[str, tuple[int, ...]], stored: Mapping[str, tuple[int, ...]]) -> str:
-    """Text on differences in names and shapes between a checkpoint's tensors `stored` and the tensors `expected` by the
-    model. Empty without differences.
+    """Text that lists differences in names and shapes between a checkpoint's tensors `stored` and the tensors
+    `expected` by the model. Empty without differences.
     """
     common = sorted(key for key in expected.keys() & stored.keys() if expected[key] != stored[key])
     mismatched = [f"{key}: model {expected[key]}, checkpoint {stored[key]}" for key in common]

@@ -48,7 +48,7 @@ class Header:
     tensors: Mapping[str, HeaderEntry]
     metadata: Mapping[str, str]
     end: int
-    """Number of the byte in the file at which data should end."""
+    """Offset in the file, in bytes, at which the tensors' data should end."""
 
 
 def header_bytes(path: Path) -> int:
@@ -95,8 +95,8 @@ def _parse(tree: Any, begin: int) -> Header:  # noqa: ANN401 - whatever a file h
 
 
 def _parse_entry(name: str, item: Mapping[str, Any], data: int, end: int) -> HeaderEntry:
-    """Parse a tensor's entry in the header. ValueError if its data does not begin at byte `end`. The file's data begins
-    at byte `data`.
+    """Parse a tensor's entry in the header. The data of all tensors begins at byte `data` of the file; ValueError if
+    this tensor's does not begin at byte `end`.
     """
     if item["dtype"] not in SAFETENSORS_DTYPES:
         raise ValueError(f"`{name}` is {item['dtype']}, not one of {', '.join(SAFETENSORS_DTYPES)}")
@@ -115,7 +115,9 @@ def _parse_entry(name: str, item: Mapping[str, Any], data: int, end: int) -> Hea
 def encode_header(
     tensors: Iterable[tuple[str, torch.dtype, Shape]], metadata: Mapping[str, str]
 ) -> tuple[bytes, list[int]]:
-    """Encode the header for tensors (name, dtype, shape) one after the other. Also returns where each one begins."""
+    """Encode the header of a file with `tensors` (name, dtype, shape), one after the other. Also returns the byte of
+    the file at which each one begins.
+    """
     entries, begins, end = {}, [], 0
     for name, dtype, shape in tensors:
         assert name not in entries, name
@@ -173,7 +175,7 @@ class Scratch(threading.local):
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A 1-D tensor in this thread's buffer, which the thread's next `take` overwrites."""
+        """A 1-D tensor in this thread's buffer. The thread's next `take` overwrites it."""
         size = numel * dtype.itemsize
         if self._bytes.numel() < size:
             self._bytes = torch.empty(size, dtype=torch.uint8)

@@ -14,14 +14,18 @@ from ds_finetune.model.build.hub_folder import HubFolder, Shape
 
 _EMBEDDING = re.compile(r"\b(embed_tokens|word_embeddings|embed_in|wte|embed)\.weight$")
 _COMPARED, _MARGIN = 256, 1.25
-"""Maximum number of embeddings to compare with, and tolerated ratio of distances, to recognise untrained embeddings."""
+"""To recognise untrained embeddings: the maximum number of embeddings with which one is compared, and the tolerated
+ratio of distances.
+"""
 _STRIP_NUMEL = 2**20
-"""Number of elements of a published tensor to read at a time, rounded to full rows."""
+"""Number of elements of a published tensor that are read at a time, rounded to full rows."""
 
 
 @dataclass(frozen=True)
 class Growth:
-    """Vocabulary sizes of the published weights and of the enlarged model, and a function from tensor name to seed."""
+    """Vocabulary sizes of the published weights and of the enlarged model, and a function from a tensor's name to the
+    seed of its new rows.
+    """
 
     before: int
     after: int
@@ -29,8 +33,8 @@ class Growth:
 
 
 def grow_vocabulary(hf_config: PretrainedConfig, ids: int) -> None:
-    """Set the vocabulary size to `ids` tokens if it is smaller. ModelError for a negative `pad_token_id`, or a model
-    with token embeddings for each layer.
+    """Set the model's vocabulary size to `ids` tokens if it is smaller. ModelError for a negative `pad_token_id`, or a
+    model with token embeddings for each layer.
     """
     if ids <= hf_config.vocab_size:
         return
@@ -54,7 +58,8 @@ def untrained_rows(folder: Path, candidates: Collection[int], used: Collection[i
     """Token ids among `candidates` whose embeddings in the weights of `folder` look untrained.
 
     An embedding looks untrained if it is about as near to the mean embedding of unused ids (not in `used`) as their own
-    embeddings are. If all ids are used, it must be nearer to the mean of all than half the median distance.
+    embeddings are. If all ids are used, its distance to the mean embedding must be less than half of the median
+    distance.
     """
     hub = HubFolder(folder)
     table = next((key for key, shape in hub.shapes.items() if _EMBEDDING.search(key) and len(shape) == 2), None)
@@ -94,7 +99,9 @@ class GrownFolder(HubFolder):
         self.shapes = {**self.shapes, **grown}
 
     def rows(self, key: str, first: int, last: int, within: tuple[slice, ...] = ()) -> torch.Tensor:
-        """Read rows `first` to `last` of a tensor, or their part `within`. The thread's next read overwrites them."""
+        """Read rows `first` to `last` of a tensor, or only the ranges `within` of its next dimensions. The thread's
+        next read overwrites the result.
+        """
         before = self._growth.before
         if key not in self._grown or last <= before:
             return super().rows(key, first, last, within)
