@@ -268,9 +268,7 @@ class Engine:
         return not is_balanced and self._ds.module.continues_documents(self._device)
 
     def allow_only(self, allowed: torch.Tensor | None) -> None:
-        """Compute the log-probabilities of answers over the `allowed` ids only, bool [vocabulary], as in sampling;
-        None: all ids.
-        """
+        """Compute log-probabilities of answers over the `allowed` ids only, bool [vocabulary]; None: all."""
         head, mesh = self._ds.module.lm.get_output_embeddings(), self.plan.mesh
         head.forbidden = None if allowed is None else ~allowed.chunk(mesh.tp)[mesh.coordinate("tp")].to(self._device)
 
@@ -385,9 +383,7 @@ class Engine:
         return sums
 
     def _run_pipeline(self, batches: Sequence[ForwardRows], numbers: StepNumbers, stage: PipelineGroup) -> torch.Tensor:
-        """Run forward and backward of all micro-batches on this rank's pipeline stage. Returns the sums from which the
-        loss is computed; those of the objective are zero before the last stage.
-        """
+        """Forward and backward of all micro-batches on this rank's pipeline stage. Returns the sums for the loss."""
         sums = self._no_sums()
 
         def forward(rows: ForwardRows) -> StageForward:
@@ -456,9 +452,7 @@ class Engine:
 
     @property
     def _trains_both_ends(self) -> bool:
-        """Whether the first and the last pipeline stage both train the embedding, each with a part of its gradient;
-        False on stages between them.
-        """
+        """Whether this is the first or last pipeline stage, and both train the embedding by parts of its gradient."""
         module, is_end = self._ds.module, self._stage is not None and self._stage.is_end
         trains_copy = has_tied_head(module.lm) or any(extra.trains_embedding for extra in module.extras)
         return is_end and trains_copy and module.lm.get_input_embeddings().weight.requires_grad

@@ -181,8 +181,7 @@ class _InterleavedStep:
         received = self._arrived.pop(key)
         if received is not None:
             self._sent_grads.append(self._send(grad_of(received), is_forward=False))
-        # Waiting for an earlier send limits the memory of sends. It is short: the receiver is at most one forward or
-        # backward behind.
+        # This wait limits the memory of sends. It is short: the receiver lags by at most one forward or backward.
         while len(self._sent_grads) > self._stage.size:
             self._sent_grads.popleft().wait()
 

@@ -100,9 +100,7 @@ def install_groups(lm: PreTrainedModel, model: ModelPlan, groups: Groups) -> Non
 
 
 def placement_of(lm: PreTrainedModel, plan: Plan, groups: Groups) -> AdapterPlacement:
-    """The functions with which features create new parameters of `lm`, sharded and partitioned like its other
-    parameters.
-    """
+    """How features create parameters of `lm`: functions that shard and partition them like its other parameters."""
     is_partitioned = plan.zero_stage == 3
     partition_like = partial(_partition_like_model, lm) if is_partitioned else None
     placement = AdapterPlacement(

@@ -51,8 +51,7 @@ class StepReading:
     counts: dict[str, float]
     """Numbers of units (tokens, documents, ...) in the global batch, by name of the unit."""
     counted: dict[str, tuple[torch.Tensor, torch.Tensor]]
-    """Counts of auxiliary losses, such as tokens per expert, by name of the loss, each on the device and on the host.
-    """
+    """Counts of auxiliary losses, such as tokens per expert, by name of the loss, on device and host."""
 
 
 def read_step(
@@ -80,9 +79,7 @@ def read_step(
 
 
 def check_counts(expected: Mapping[str, float], counts: Mapping[str, float]) -> None:
-    """Raise RunError if `counts`, the units in the rows of all ranks, differ from `expected`, by which the loss was
-    divided.
-    """
+    """Raise RunError if `counts`, units in the rows of all ranks, differ from `expected`, which divided the loss."""
     for unit, number in counts.items():
         if number != expected[unit]:
             raise RunError(
@@ -93,9 +90,7 @@ def check_counts(expected: Mapping[str, float], counts: Mapping[str, float]) -> 
 
 
 def global_counts(batch: Batch, mesh: Mesh, device: torch.device) -> torch.Tensor:
-    """Numbers of units in the global batch, fp64 [units] on `device`: those that the batch states, else summed over
-    ranks.
-    """
+    """Numbers of units in the global batch, fp64 [units] on `device`: stated by `batch`, or summed over ranks."""
     if batch.global_counts is not None:
         return copy_to_device(unit_counts(batch.global_counts), device)
     counts = copy_to_device(unit_counts(batch.counts), device)

@@ -65,8 +65,7 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
         trained.in_fp32 = in_fp32
         wrapped, optimizer = _start_deepspeed(trained, plan, groups)
         stack.enter_context(destroyed_at_end(wrapped, plan.world))
-        # The losses of features are added after `deepspeed.initialize`, because DeepSpeed's hooks must run before those
-        # of features.
+        # Losses of features are added after `deepspeed.initialize`: DeepSpeed's hooks must run before theirs.
         trained.extras = tuple(filter(None, (feature.extra_loss(trained, parts) for feature in features)))
         correct_start(trained, optimizer, plan, groups)
         engine = Engine(wrapped, plan, groups, model.objective)

@@ -55,7 +55,7 @@ COMPRESSED |= {"compress_ratios": [0, 4, 128, 4], "compress_rate_hca": 12}
 layer chooses experts by token ids.
 """
 HASHED: Config = {"num_hidden_layers": 5, "compress_ratios": [0, 4, 128, 4, 0], "num_hash_layers": 4}
-"""Changes to DeepSeek-V4's tiny model, by which later pipeline stages too have layers with experts chosen by token id.
+"""Changes to DeepSeek-V4's tiny model, so that later pipeline stages too have layers that choose experts by token id.
 """
 QWEN3_MOE: Config = {**DENSE, "head_dim": 12, "moe_intermediate_size": 16, "num_experts": 8}
 QWEN3_MOE |= {"num_experts_per_tok": 2, "norm_topk_prob": True, "mlp_only_layers": [0]}

@@ -87,8 +87,7 @@ class NewerType:
     defaults: Mapping[str, Any]
     """Values of config.json keys that newer transformers use for the model type if its config.json lacks the keys."""
     unused: tuple[str, ...] = ()
-    """Keys of the published config.json that mean something else for the classes of `Family.built_as`, and are removed.
-    """
+    """Keys of the published config.json that are removed, as classes of `Family.built_as` read them differently."""
 
     def older_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Translate a published config.json for the classes of `Family.built_as`. It keeps its model type."""
@@ -122,9 +121,7 @@ class Gguf:
     name: str
     """llama.cpp's name of the model architecture."""
     computes: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """By config.json key, the values with which llama.cpp computes the family, the usual one first. Other keys may have
-    any value.
-    """
+    """By config.json key, the values that llama.cpp supports, the usual one first. Other keys may have any value."""
     rotates_pairs: bool = False
     """Whether llama.cpp rotates adjacent columns of queries and keys; Llama 3's rotary scaling then works too."""
 
@@ -236,8 +233,7 @@ class Family:
     published_renames: Renames = ()
     """Further renames of tensors from transformers' names to published names."""
     drops_layers_beyond: bool = False
-    """Whether layers in checkpoints with numbers from `num_hidden_layers` on (multi-token prediction) are not loaded.
-    """
+    """Whether checkpoints' layers from number `num_hidden_layers` on (multi-token prediction) are not loaded."""
     has_mtp: bool = False
     """Whether a multi-token prediction layer can be trained. In checkpoints it is the decoder layer `model.layers.N`
     with additional `enorm`, `hnorm`, `eh_proj` and `shared_head.norm`, counted by `num_nextn_predict_layers`.
@@ -246,9 +242,7 @@ class Family:
     may_be_unexpected: tuple[str, ...] = (r"\.rotary_emb\.inv_freq$",)
     """Regular expressions of tensors in checkpoints that the model does not need."""
     extends_context: bool = True
-    """Whether the run file's `model.context` is tested with the family. It is not if its config.json has another kind
-    of rotary scaling.
-    """
+    """Whether `model.context` of run files is tested; not if config.json has another kind of rotary scaling."""
     fp32_buffers: tuple[str, ...] = ()
     """Last parts of the names of buffers that stay in fp32, whatever the run's precision."""
     fp32_weights: str | None = None

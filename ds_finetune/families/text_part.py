@@ -19,17 +19,13 @@ def is_composite(tree: Mapping[str, Any]) -> bool:
 
 
 def text_tree(tree: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config.json of a model's text part: a section of `tree`, the model's config.json, if the model is multimodal,
-    else `tree` itself.
-    """
+    """The part of the config.json `tree` about text: a section of a multimodal model's, else `tree` itself."""
     section: Mapping[str, Any] = tree[TEXT_CONFIG] if is_composite(tree) else tree
     return section
 
 
 def text_name(name: str) -> str | None:
-    """The name that a tensor or module `name` of a multimodal model has within the text part; None if it belongs to
-    another part.
-    """
+    """Name within the text part of a multimodal model's tensor or module `name`; None if it is in another part."""
     if _HEAD.match(name):
         return _HEAD.sub("", name)
     return _BASE.sub("model.", name) if _BASE.match(name) else None

@@ -97,9 +97,7 @@ def _differences(what: str, theirs: Collection[str], ours: Collection[str]) -> l
 
 
 class FreezeFeature(Feature):
-    """Freezes parameters by the run file. Optimizer and checkpoints leave these out; exports read them from the model's
-    folder.
-    """
+    """Freezes parameters. Optimizer and checkpoints leave these out; exports read them from the model's folder."""
 
     name = "freezing"
     saves_frozen = False

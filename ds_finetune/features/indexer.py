@@ -44,9 +44,7 @@ class IndexerLoss(ExtraLoss):
         return replaced(self._collector, "is_listening", True)
 
     def loss(self, rows: ForwardRows, hidden: torch.Tensor, weights: torch.Tensor) -> LossAndSums | None:
-        """Loss of a forward: its divergence times the loss weight, without padding tokens. A sequence parallel rank
-        sums over its own tokens.
-        """
+        """Divergence times loss weight, without padding tokens. A sequence parallel rank sums over its own tokens."""
         losses = dict(self._collector.divergences)
         self._collector.divergences.clear()
         if not losses:
@@ -90,7 +88,7 @@ class IndexerFeature(Feature):
 
     def extra_loss(self, trained: TrainedModel, parts: RankParts) -> ExtraLoss:
         """Make the loss that trains indexers towards attention weights."""
-        # The indexer's target, p, sums attention weights over the heads of tensor and sequence parallel ranks. In
+        # An indexer's target sums attention weights over the heads of tensor and sequence parallel ranks. In
         # DeepSeek-V4 a sequence parallel rank has all heads of its own tokens, so only tensor parallel ranks are summed
         # over.
         others = None if family_of(self.model.hf_config.model_type).compresses else parts.groups.sp

@@ -84,9 +84,7 @@ class BalanceLoss(ExtraLoss):
         return choices
 
     def loss(self, rows: ForwardRows, hidden: torch.Tensor, weights: torch.Tensor) -> LossAndSums | None:
-        """Balance loss of a forward's documents, times the loss weight. A sequence parallel rank sums over its own
-        tokens.
-        """
+        """Balance loss of a forward, times the loss weight. A sequence parallel rank sums over its own tokens."""
         outputs = self.routers.outputs
         loss = self._balance(outputs, weights) if outputs else None
         self.routers.release()

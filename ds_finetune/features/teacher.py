@@ -69,9 +69,7 @@ class DistilledModel(TrainedModel):
             head.mix = Mix(objective.section.temperature, objective.section.label_weight)
 
     def head_inputs(self, rows: ForwardRows) -> dict[str, Any]:
-        """Run the teacher. Returns arguments of `DistillationHead.forward`: the context that gives the teacher's
-        probabilities, and the indices of supervised labels.
-        """
+        """Run the teacher. Returns `open_targets` and `supervised`, arguments of `DistillationHead.forward`."""
         return {"open_targets": self._targets(rows), "supervised": rows.supervised} if self.has_head else {}
 
     def _targets(self, rows: ForwardRows) -> Callable[[], AbstractContextManager[SoftTargets | None]]:
@@ -102,9 +100,7 @@ class TeacherFeature(Feature):
 
     @classmethod
     def planned(cls, run: RunSettings, hf_config: PretrainedConfig) -> TeacherPlan | None:
-        """Plan the teacher that runs beside the trained model; None without a teacher, or if its log-probabilities are
-        stored.
-        """
+        """Plan the teacher that runs beside the trained model; None if there is none, or only stored probabilities."""
         objective = run.objective
         if not is_distillation(objective) or objective.teacher is None:
             return None

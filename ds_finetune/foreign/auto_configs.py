@@ -57,8 +57,7 @@ def register_models(name: str, *, built_as: str) -> None:
 
     built_config, own_config = CONFIG_MAPPING[built_as], CONFIG_MAPPING[name]
     factories = [AutoModel, AutoModelForCausalLM]
-    # Newer releases of transformers, which have this type, have no classifier of it and could not load one trained
-    # here.
+    # Newer transformers, which has this type, has no classifier of it and could not load one trained here.
     factories += [AutoModelForSequenceClassification] if family_of(name).newer is None else []
     for factory in factories:
         classes = _CLASSES.attribute(factory, "_model_mapping")

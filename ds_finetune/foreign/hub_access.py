@@ -13,9 +13,7 @@ from ds_finetune.foreign.guard import Foreign, replaced
 
 _REQUEST_SECONDS = 5.0
 _PROBE_SECONDS = 8.0
-"""Time limit of the check whether the hub answers. A timeout of its request would not limit the lookup of the host
-name.
-"""
+"""Time limit of the check whether the hub answers. A request's timeout would not limit the lookup of the host."""
 
 
 def hub_problem() -> str:

@@ -97,9 +97,7 @@ def is_silu(module: Any) -> bool:  # noqa: ANN401 - an MLP or experts of any fam
 
 
 def has_plain_gate(experts: Any) -> bool:  # noqa: ANN401 - routed experts of any family
-    """Whether routed experts compute act(gate) * up from one tensor, which has the columns of gate and then those of
-    up.
-    """
+    """Whether routed experts compute act(gate) * up from one tensor, with the columns of gate before those of up."""
     plain = _EXPERTS.attribute(moe, "_default_apply_gate")
     return getattr(type(experts), "_apply_gate", None) is plain
 

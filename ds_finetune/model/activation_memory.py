@@ -34,9 +34,8 @@ def recompute_layers(lm: PreTrainedModel, *, is_selective: bool) -> None:
     lm.gradient_checkpointing_enable(options | {"context_fn": partial(layer_contexts, is_selective=is_selective)})
     for module in _choosing_modules(lm):
         keep_choices(module)
-    # transformers makes the output of a frozen embedding require a gradient, as reentrant checkpointing needs. That
-    # kind of checkpointing is not used here, and with such an output backward would recompute the layers before the
-    # first adapter.
+    # transformers makes outputs of frozen embeddings require a gradient, for reentrant checkpointing. That is not used
+    # here, and with such outputs backward would recompute the layers before the first adapter.
     lm.disable_input_require_grads()
 
 

@@ -111,9 +111,7 @@ class _Weigh(torch.autograd.Function):
 
 
 class SortedRows(NamedTuple):
-    """Order of the rows that routed experts read: one row for each pair of a token and an expert chosen for it, sorted
-    by expert.
-    """
+    """Order of the rows that routed experts read: one per token and expert chosen for it, sorted by expert."""
 
     experts: torch.Tensor
     """Expert of each sorted row, int64 [tokens x k]."""

@@ -86,9 +86,7 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Triton kernel: compute a tile of an expert's weight gradient, [rows, depth].T @ [rows, columns] over the expert's
-    rows.
-    """
+    """Triton kernel: compute a tile of an expert's weight gradient: [rows, depth].T @ [rows, columns] of its rows."""
     expert = tl.program_id(2)
     end = tl.load(ends + expert)
     start = tl.load(ends + expert - 1, expert > 0, 0)
@@ -145,8 +143,7 @@ def _(_: torch.Tensor, __: torch.Tensor, ___: torch.Tensor, weight: torch.Tensor
 def _keep(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:  # noqa: ANN401
     rows, weight, ends = inputs
     of_rows, of_weight = ctx.needs_input_grad[:2]
-    # Backward needs the rows only if experts are trained. The gradients of rows and of weights both need the weight's
-    # shape and strides.
+    # Backward needs rows only if experts are trained. Both gradients need the weight's shape and strides.
     ctx.save_for_backward(rows if of_weight else None, weight if of_rows or of_weight else None, ends)
 
 

@@ -28,8 +28,7 @@ class _StreamSizes(NamedTuple):
 
 class _Mixing(torch.autograd.Function):
     """Merges residual streams [batch, tokens, streams, width] into one hidden state. If the projection `fn` has columns
-    for these, also returns the weights `post` with which a sublayer's output is added to each stream, and the streams
-    mixed by `comb`.
+    for them, also returns weights `post`, of a sublayer's output in each stream, and the streams mixed by `comb`.
     """
 
     @staticmethod
@@ -157,9 +156,7 @@ class MixedStreams(nn.Module):
     input_norm: Any
 
     def forward(self, hidden_streams: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the merged hidden state, each stream's weight `post` for the sublayer's output, and the streams mixed
-        by `comb`.
-        """
+        """Return the merged hidden state, each stream's weight `post` of the output, and streams mixed by `comb`."""
         sizes = _StreamSizes(self.hc_mult, self.hc_sinkhorn_iters, self.hc_eps, self.input_norm.eps)
         return _Mixing.apply(hidden_streams, self.fn, self.base, self.scale, sizes)  # type: ignore[no-any-return]
 

@@ -80,9 +80,7 @@ class KeptOutputs(TorchDispatchMode):
 
 
 class _SavedTopK(TorchDispatchMode):
-    """Torch dispatch mode: `topk` chooses experts in the forward only; recomputation gathers the scores of the saved
-    choices.
-    """
+    """Torch dispatch mode: `topk` chooses experts in the forward; recomputation gathers scores of saved choices."""
 
     def __init__(self, outputs: KeptOutputs) -> None:
         super().__init__()

@@ -74,9 +74,7 @@ def published_copies(hf_config: PretrainedConfig) -> dict[str, str]:
 
 @contextmanager
 def more_layers(hf_config: PretrainedConfig, number: int) -> Iterator[None]:
-    """Context in which `hf_config` has `number` more layers. They are like the last layer, but have indexers of their
-    own.
-    """
+    """Context in which `hf_config` has `number` more layers, like the last one but with indexers of their own."""
     layers, settings = hf_config.num_hidden_layers, vars(hf_config)
     if family_of(hf_config.model_type).compresses:
         longer = {k: [*settings[k][:layers], *[kind] * number] for k, kind in _COMPRESSED.items() if settings.get(k)}

@@ -110,8 +110,8 @@ class RouterCollector:
     @contextmanager
     def listen(self, rows: ForwardRows, *, is_counting: bool, counts_tokens: bool = True) -> Iterator[None]:
         """Context that collects router outputs in the forward of `rows`. With `is_counting`, its chosen experts are
-        added to `counts` and, with `counts_tokens`, its tokens to `num_tokens`. Several forwards of the same rows need
-        `counts_tokens` only once.
+        added to `counts` and, with `counts_tokens`, its tokens to `num_tokens`. Of several forwards of the same rows,
+        one sets `counts_tokens`.
 
         Backward runs outside of the context, so recomputed forwards are not collected.
         """

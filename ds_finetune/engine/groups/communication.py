@@ -74,8 +74,7 @@ def sent_bytes(name: str, args: Sequence[Any], *, size: int, group_rank: int) ->
     if kind == "all_gather":
         return bytes_of(own_input) * (size - 1)
     if kind == ALL_TO_ALL:
-        # The input of an all-to-all is a list of one tensor per rank, or one tensor whose rows are divided between the
-        # ranks.
+        # An all-to-all's input is a list of one tensor per rank, or one tensor whose rows are divided between ranks.
         num_bytes = bytes_of(own_input)
         if isinstance(own_input, list | tuple):
             return num_bytes - bytes_of(own_input[group_rank])

@@ -62,9 +62,7 @@ class ModelParallel:
 
 @dataclass(frozen=True)
 class Groups:
-    """The process groups of this rank; None for a kind of parallelism that the run does not use. DeepSpeed finds
-    `same_experts` by `expert_name`.
-    """
+    """Process groups of this rank; None without that parallelism. DeepSpeed finds `same_experts` by `expert_name`."""
 
     stage: PipelineGroup | None
     sequence: SequenceParallelGroup | None

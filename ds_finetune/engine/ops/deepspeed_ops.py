@@ -152,9 +152,7 @@ def build_ops(plan: Plan, agree: Agree, say: Say) -> Plan:
 
 @cache
 def _build_problem(name: str, say: Say) -> tuple[str, str]:
-    """Message and hint of the error if an operator cannot be built on this rank, else two empty texts. Each operator is
-    tried once per process.
-    """
+    """Error and hint if an operator cannot be built on this rank, else two empty texts; tried once per process."""
     try:
         build_op(name, say)
     except ConfigError as refused:
@@ -184,9 +182,7 @@ def use_cores(plan: Plan, environ: MutableMapping[str, str]) -> Plan:
 
 
 def cores_of_rank(world: World, *, available: int, total: int) -> int:
-    """Number of cores for a rank: its part of the `available` ones, or all of these if its launcher has bound the rank
-    to fewer than the host's `total`.
-    """
+    """Number of a rank's cores: its part of `available`, or all if its launcher bound it to fewer than `total`."""
     is_own = world.launcher in _BINDING_LAUNCHERS and available < total
     return available if is_own else max(1, available // world.local_world_size)
 

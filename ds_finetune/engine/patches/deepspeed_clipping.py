@@ -85,9 +85,7 @@ class OwnClipping:
         return [norm] if self._is_partitioned else norm
 
     def _own_norms(self) -> list[torch.Tensor]:
-        """Gradient norms of the parameter groups that only auxiliary losses train, over the ranks of this pipeline
-        stage; -1 if not finite.
-        """
+        """Norms of parameter groups that only auxiliary losses train, over this stage's ranks; -1 if not finite."""
         optimizer, norms = self._optimizer, []
         is_offloaded = self._is_offloaded
         name = "complete_grad_norm_calculation_for_cpu_offload" if is_offloaded else "get_grad_norm_direct"
@@ -102,9 +100,7 @@ class OwnClipping:
         return norms
 
     def _clip(self, group: Any, total_norm: torch.Tensor) -> None:  # noqa: ANN401 - a number, or gradients
-        """Replaces DeepSpeed's clipping of a parameter group. `group` is its number at ZeRO stage 3, else its
-        gradients.
-        """
+        """Replaces DeepSpeed's clipping of a parameter group, given by number at ZeRO stage 3, else by gradients."""
         partitions = [] if self._is_partitioned else self._optimizer.single_partition_of_fp32_groups
         numbers = (number for number, partition in enumerate(partitions) if partition.grad is group[0])
         loss = self._losses[group if self._is_partitioned else next(numbers)]

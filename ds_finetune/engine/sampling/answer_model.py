@@ -27,8 +27,7 @@ from ds_finetune.model.routers import RouterCollector
 _CACHED_ONLY = {"full_attention", "sliding_attention"}
 """Types of layers whose only state is the keys and values of tokens."""
 _TOKENS, _READ = 9, 4
-"""Number of tokens of each text by which `check_cache` tests the KV cache, and how many of them are decoded one by one.
-"""
+"""Number of tokens of each text with which `check_cache` tests, and how many of them are decoded one by one."""
 _LIMITS = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 """By dtype, how far logits with a KV cache may differ from logits without one, relative to the largest logit."""
 _HINT = "sample with a model type of docs/reference/model-types.md, or train with another objective than grpo"
@@ -43,9 +42,7 @@ class AnswerModel:
     device: torch.device
     tp_group: TensorParallelGroup | None = None
     is_collective: bool = False
-    """Whether forwards are collective, so that all ranks must run equally many. A rank without answers left calls
-    `join_others`.
-    """
+    """Whether forwards are collective, so that ranks run equally many: one without answers calls `join_others`."""
     packs_documents: bool = False
     """Whether attention handles all prompts of a forward in one kernel call."""
     on_forward: Callable[[], object] = lambda: None
@@ -86,8 +83,7 @@ class AnswerModel:
 
     def reading_tokens(self) -> AbstractContextManager[None]:
         """Context in which tokens are decoded, by `read_tokens`."""
-        # Weights computed from parameters are not kept if forwards are collective: ZeRO-3 may gather parameters anew
-        # for each.
+        # Weights made from parameters are not kept if forwards are collective: ZeRO-3 may gather these again.
         return attending_to_latents(self.lm, keeps_weights=not self.is_collective)
 
     def read_tokens(
@@ -111,9 +107,7 @@ class AnswerModel:
         cache: Cache,
         **arguments: Any,  # noqa: ANN401
     ) -> torch.Tensor:
-        """Logits of the tokens that follow positions `last` (None: all) of the concatenated rows, fp32 [tokens,
-        vocabulary].
-        """
+        """Logits of the tokens after positions `last` (None: all) of the flattened rows, fp32 [tokens, vocabulary]."""
         self.on_forward()
         if self.is_collective:
             all_reduce_max(1.0)
@@ -126,9 +120,7 @@ class AnswerModel:
         return logits
 
     def agreed(self, ids: torch.Tensor) -> torch.Tensor:
-        """The ids that the first tensor parallel rank has sampled, which all ranks of its group use, because rounding
-        can make their logits differ.
-        """
+        """The ids sampled by the first tensor parallel rank, for all of them: their logits may differ by rounding."""
         return ids if self.tp_group is None else self.tp_group.broadcast_from_first(ids)
 
     def join_others(self) -> None:

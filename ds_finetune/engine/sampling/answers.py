@@ -48,9 +48,7 @@ class SampledAnswer(NamedTuple):
     finish: Finish
     """`length` if the answer was cut after `max_new_tokens`, else `stop`."""
     experts: NDArray[np.int16] | None = None
-    """The experts that computed the logits of each token, as hashes, int16 [tokens, layers]; None if unknown, as from a
-    server.
-    """
+    """Hashes of the experts that computed each token's logits, int16 [tokens, layers]; None from a server."""
 
 
 OnAnswer = Callable[[int, SampledAnswer], object]

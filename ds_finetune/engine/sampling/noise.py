@@ -16,9 +16,7 @@ _ROUNDS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
 _LAST_SHIFT = 31
 """Constants of splitmix64 (Steele, Lea and Flood, 2014) as signed integers, whose products wrap like unsigned ones."""
 _BITS = 52
-"""Number of random bits of a uniform number between 0 and 1. Half of the last bit is added, exactly in fp64, to exclude
-0.
-"""
+"""Number of random bits of a uniform number below 1. Half of the last bit is added, exactly in fp64, to exclude 0."""
 
 
 def mix(values: torch.Tensor) -> torch.Tensor:

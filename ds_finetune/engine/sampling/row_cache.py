@@ -79,9 +79,7 @@ class RowCache(Cache):
     """
 
     def __init__(self, prompts: Iterable[tuple[ReadPrompt, slice]], *, rows: int, columns: int, longest: int) -> None:
-        """Copy each prompt to a range of rows. Prompts have at most `columns` tokens; the cache grows to at most
-        `longest` columns.
-        """
+        """Copy prompts of at most `columns` tokens to ranges of rows. The cache grows to at most `longest` columns."""
         super().__init__(layers=[])
         self.columns = self._reserved = columns
         """Number of the cache's columns that have tokens, and number of columns for which memory is reserved."""

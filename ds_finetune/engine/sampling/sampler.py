@@ -31,9 +31,7 @@ from ds_finetune.plan.forward import PROMPT_TOKENS, rows_of_batch
 from ds_finetune.plan.plan import Plan
 
 _MIN_RUNNING_FRACTION = 7 / 8
-"""Rows of ended answers stay in the batch while more than this fraction of rows still runs, since dropping rows copies
-the KV cache.
-"""
+"""Ended answers stay in the batch while more than this fraction still runs: dropping rows copies the KV cache."""
 _BROKEN = -1
 """Number in place of a token id that ends an answer whose logits are not finite, so that no token can be sampled."""
 
@@ -139,9 +137,7 @@ class BatchOfAnswers:
         self._cache = RowCache(self._read_prompts(parts), rows=len(lengths), columns=columns, longest=longest)
 
     def _read_prompts(self, parts: Sequence[PromptPart]) -> Iterator[tuple[ReadPrompt, slice]]:
-        """Prefill the prompts in several forwards. Yields each prompt with its rows of the batch. Only one forward's KV
-        cache is in memory at a time.
-        """
+        """Prefill in several forwards; one's KV cache is in memory at a time. Yields each prompt with its rows."""
         begin, size = 0, max(1, PROMPT_TOKENS // parts[-1].length)
         for first in range(0, len(parts), size):
             some = parts[first : first + size]

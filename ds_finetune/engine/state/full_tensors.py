@@ -122,8 +122,8 @@ def gather_zero3(param: torch.Tensor | None) -> Any:  # noqa: ANN401 - a context
 def _gather_on_first(
     part: torch.Tensor, group: TensorParallelGroup | ExpertParallelGroup, *, dim: int, end: torch.device
 ) -> torch.Tensor:
-    """Concatenate the parts of a tensor that the ranks of `group` have, along `dim`, on device `end` of the group's
-    first rank. Other ranks return their own part.
+    """Concatenate the group's parts of a tensor along `dim`, on device `end` of its first rank; others return their
+    part.
     """
     part = part.contiguous()
     parts = [torch.empty_like(part) for _ in range(group.size)] if group.group_rank == 0 else None

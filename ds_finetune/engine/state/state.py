@@ -177,8 +177,8 @@ Read = Callable[[str], torch.Tensor]
 
 @dataclass(frozen=True)
 class StateGroup:
-    """Slices that are in memory at the same time. `opened(write)` is a context with a function from a slice's key to
-    its elements.
+    """Slices in memory at the same time. `opened(write)` is a context with a function from a slice's key to its
+    elements.
     """
 
     slices: tuple[Slice, ...]
@@ -250,9 +250,7 @@ class EngineState:
                 self._optimizers[0].state[master.flat][kind] = torch.zeros(size, device=master.flat.device)
 
     def finish(self, scalars: Mapping[str, Any]) -> None:
-        """Finish a restore: set the step counts and the loss scale to `scalars`, and update the model's weights from
-        the restored fp32 masters.
-        """
+        """Finish a restore: set step counts and loss scale to `scalars`, and the weights to the restored masters."""
         for master in self._masters:
             steps_of = (scalars["steps_of"].get(part.name, scalars["steps"]) for part in master.parts)
             state, steps = self._state(master), max(steps_of, default=scalars["steps"])
@@ -315,9 +313,7 @@ class EngineState:
         return states[0] if states else {}
 
     def _kinds(self, master: Master) -> dict[str, torch.Tensor]:
-        """The optimizer states of a master by kind, such as `exp_avg`. States without a value per element of the master
-        or of `full_parts` are left out; a master on NVMe has none.
-        """
+        """A master's optimizer states, such as `exp_avg`, with a value per element or of `full_parts`; none on NVMe."""
         sizes = (master.flat.numel(), sum(part.numel for part in master.full_parts))
         tensors = {
             kind: value for kind, value in self._state(master).items() if torch.is_tensor(value) and kind != "step"
@@ -430,8 +426,7 @@ class EngineState:
         with self._swap_in(masters[0], write):
             yield read
             if write:
-                # While the master is in memory, the 16-bit parameters of its sub-group, which may be on NVMe, are
-                # updated from it.
+                # While the master is in memory, its sub-group's 16-bit parameters, maybe on NVMe, are updated from it.
                 self._ds.optimizer._reassign_or_swap_out_partitioned_parameters(masters[0].number)
 
     @contextmanager

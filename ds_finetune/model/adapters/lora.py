@@ -64,9 +64,7 @@ class _AdaptedLinear(_LowRankLinear):
 
 
 class _AdaptedParallelLinear(_LowRankLinear):
-    """A tensor parallel linear module with an adapter. Ranks communicate once, for the summed outputs of weight and
-    adapter.
-    """
+    """A tensor parallel linear module with an adapter. Ranks communicate once, for the sum of both outputs."""
 
     def multiply(self, hidden: torch.Tensor) -> torch.Tensor:
         """Compute this rank's part of the output of weight plus adapter, without communication."""
@@ -95,17 +93,15 @@ class _LowRankExperts(_Adapted):
     _apply_gate: Callable[[torch.Tensor], torch.Tensor]
 
     def _run(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        """Run routed experts with adapters on hidden states [tokens, width], with chosen experts [tokens, k] and
-        routing weights.
+        """Run routed experts with adapters on `hidden` [tokens, width], with chosen experts [tokens, k] and their
+        weights.
 
         peft would merge adapters into a copy of all experts in each forward, and need a gradient of that size.
         """
         return run_experts(self, hidden, top_k_index, top_k_weights, self._project)
 
     def _project(self, rows: torch.Tensor, ends: torch.Tensor, leaf: str) -> torch.Tensor:
-        """Multiply `rows` [rows, in], sorted by expert, by the weight `leaf` of their experts and its adapter. Expert
-        i's rows end at `ends[i]`.
-        """
+        """Multiply `rows` [rows, in] by their experts' weight `leaf` and adapter. Expert i's rows end at `ends[i]`."""
         low = multiply(rows, getattr(self, f"{leaf}_lora_A"), ends)
         low = multiply(low, getattr(self, f"{leaf}_lora_B"), ends)
         # A sum in place avoids a third tensor of the width of gate and up.
@@ -132,9 +128,7 @@ def _adapted_class(module: nn.Module, kind: str) -> type[_Adapted]:
 
 @dataclass(frozen=True)
 class AdapterPlacement:
-    """How parameters of adapters are sharded: this rank's part under tensor and expert parallelism, and ZeRO's
-    partition.
-    """
+    """How adapters' parameters are sharded: this rank's part in tensor and expert parallelism, and ZeRO's partition."""
 
     where: Where
     model_shard: ModelShard = UNSHARDED
@@ -146,8 +140,7 @@ class AdapterPlacement:
     """Function that partitions new parameters under ZeRO-3. The default does nothing."""
 
     def prepare(self, param: nn.Parameter, shard: TensorShard, *, weight_shard: TensorShard) -> None:
-        """Mark an adapter parameter, so that its gradient is summed over the right ranks and gradient norms count it
-        once.
+        """Mark an adapter's parameter: its gradient is summed over the right ranks, and gradient norms count it once.
 
         `shard` is this rank's part of the parameter, `weight_shard` its part of the adapted weight.
         """
@@ -273,9 +266,7 @@ class Factors:
         return replace(self, a=self.b.mT, b=self.a.mT) if is_transposed(name, family) else self
 
     def delta(self, start: int, numel: int) -> torch.Tensor:
-        """Elements `start` to `start + numel` of the flattened product scale * B A, fp32 [numel]. Only their rows are
-        computed.
-        """
+        """Elements `start` to `start + numel` of the flattened scale * B A, fp32 [numel], from their rows alone."""
         rows, width = self.b.shape[-2], self.a.shape[-1]
         first, last = start // width, -(-(start + numel) // width)
         a, b = self.a.reshape(-1, *self.a.shape[-2:]), self.b.reshape(-1, *self.b.shape[-2:])

@@ -120,9 +120,7 @@ def plan_lora(hf_config: PretrainedConfig, lora: LoraConfig, task: Task = "causa
 
 
 def _check_droppable(targets: Sequence[LoraTarget], family: Family) -> None:
-    """ConfigError for `lora.dropout` on weights that peft adapts as parameters of a module, whose inputs peft does not
-    see.
-    """
+    """ConfigError for `lora.dropout` on weights that peft adapts as parameters, without seeing their inputs."""
     refused = {
         last_part(target.name)
         for target in targets
@@ -159,9 +157,7 @@ def _check_all_linear(hf_config: PretrainedConfig, task: Task, all_targets: Sequ
 
 
 def check_stages(lora: LoraPlan, stages: Sequence[StageLayers | None], *, ep_size: int) -> None:
-    """ConfigError if a pipeline stage would train nothing, or no parameters of a kind (routed experts, others) that
-    other stages train.
-    """
+    """ConfigError if a pipeline stage would train nothing, or no experts, or only experts, unlike other stages."""
     sides = {f"{each.name}.weight": FullTensor((1, 1), is_routed=each.kind == ROUTED) for each in lora.targets}
     setting = f"lora.target_modules {list(lora.section.target_modules or ())}"
     setting += f" and modules_to_save {list(lora.section.modules_to_save)}" if lora.section.modules_to_save else ""

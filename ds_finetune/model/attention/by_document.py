@@ -37,9 +37,7 @@ BY_LENGTHS = "ds_finetune_by_lengths"
 """Name of a slow attention for tests on CPUs that takes FlashAttention's arguments."""
 
 KNOWS_DOCUMENTS = (BY_DOCUMENT, BY_LENGTHS, FLASH)
-"""Names of attention implementations that get document boundaries as arguments, and do not search position ids for
-them.
-"""
+"""Attention implementations that get document boundaries as arguments, and do not search position ids for them."""
 
 _DocumentBatches = tuple[list[tuple[int, int, int]], torch.Tensor, torch.Tensor, torch.Tensor]
 ChosenTokens = tuple[tuple[torch.Tensor | None, ...], ...]
@@ -90,8 +88,7 @@ class _DocumentAttention:
             mask = None if mask is None else functional.pad(mask, (1, 0), value=True)
             query, key, value = _with_sinks(query, key, value, self.sinks / self.scaling)
             if mask is None and is_whole:
-                # A query is added besides the sink's key, because the kernel's causal mask expects as many queries as
-                # keys.
+                # Besides the sink's key a query is added: the kernel's causal mask expects as many queries as keys.
                 query = functional.pad(query, (0, 0, 1, 0))
         out = attend_document(
             query,
@@ -199,8 +196,7 @@ def attend_by_document(  # noqa: PLR0913 - transformers' interface
     assert attention_mask is None, "attention by document does not support masked tokens inside a row"
     if sp_group is not None:
         query, key, value = sp_group.gather_tokens_scatter_heads(query, key, value)
-        # Each rank has the gradient of its own heads' sinks and zeros for other heads, so the sum over ranks is the
-        # gradient.
+        # Each rank has the gradient of its own heads' sinks and zeros for the others, so the sum is complete.
         s_aux = None if s_aux is None else s_aux.chunk(sp_group.size)[sp_group.group_rank]
     # Some models apply their sliding window only in masks (transformers 5.23, qwen2_moe/modeling_qwen2_moe.py:226,254).
     window, is_causal = sliding_window or getattr(module, "sliding_window", None), getattr(module, "is_causal", True)
@@ -298,18 +294,14 @@ def check_arguments(module: nn.Module, others: Mapping[str, Any]) -> None:
 
 
 def _unknown(others: Mapping[str, Any]) -> list[str]:
-    """Names of those arguments in `others` that attention by document does not support: position biases, softcap,
-    `is_causal` false.
-    """
+    """Names of arguments in `others` that are not supported: position biases, softcap, `is_causal` false."""
     tensors = {name for name, value in others.items() if isinstance(value, torch.Tensor)} - set(_WITHOUT_EFFECT)
     plain = {"softcap": (None,), "is_causal": (None, True)}
     return sorted(tensors) + [name for name, values in plain.items() if others.get(name) not in values]
 
 
 def mask_context(lm: PreTrainedModel) -> AbstractContextManager[None]:
-    """Context of a forward in which `lm` makes masks without searching for documents, if its attention gets their
-    lengths.
-    """
+    """Context in which `lm` makes masks: without searching for documents if its attention gets their lengths."""
     knows_documents = lm.config._attn_implementation in KNOWS_DOCUMENTS
     return without_search_for_documents() if knows_documents else nullcontext()
 

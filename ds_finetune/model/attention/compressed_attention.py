@@ -61,8 +61,7 @@ class _VisibleKeys(NamedTuple):
     tokens: WindowTokens
     entries: Entries | None
     scored: ScoreInputs | None
-    """Queries and keys of the indexer that chooses entries; None if queries attend to all earlier compressed entries.
-    """
+    """The indexer's queries and keys; None if no entries are chosen, as queries attend to all earlier ones."""
     topk: int
     """Number of compressed entries that the indexer chooses for each query; 0 without an indexer."""
     scale: float
@@ -184,9 +183,7 @@ class _Attention(torch.autograd.Function):
 
 
 class _Keys:
-    """Keys of a block of queries: tokens, and compressed entries (a range for all queries, or chosen ones for each
-    query).
-    """
+    """Keys of a block of queries: tokens, and compressed entries (one range, or chosen ones for each query)."""
 
     def __init__(self, tokens: torch.Tensor, entries: torch.Tensor, among: slice, chosen: torch.Tensor | None) -> None:
         self._among, self._chosen, self._number = among, chosen, len(tokens)
@@ -256,9 +253,7 @@ class _EntryWeights(IndexerTarget):
 def _attend(
     query: torch.Tensor, keys: _Keys, sinks: torch.Tensor, bias: torch.Tensor, scaling: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the attention of queries to `keys` and sinks. Returns the outputs, and base-2 logarithms of the softmax's
-    sums.
-    """
+    """Compute attention to `keys` and sinks. Returns outputs, and base-2 logarithms of the softmax's sums."""
     logits = torch.add(bias, keys.products(query), alpha=scaling * _LOG2_E)
     sinks = sinks.to(logits.dtype) * _LOG2_E
     most = torch.maximum(logits.amax(-1), sinks)
@@ -297,9 +292,7 @@ class CompressorByDocument(nn.Module):
     """
 
     def forward(self, hidden: torch.Tensor, *others: Any, rows: RowShards | None = None, sp_group: Any = None) -> Any:  # noqa: ANN401
-        """Return the compressed entries of `rows`, and the tensors for the indexer's scores. Without `rows`, run
-        transformers' forward.
-        """
+        """Return compressed entries of `rows`, and `ScoreInputs`. Without `rows`, run transformers' forward."""
         if rows is None:
             return super().forward(hidden, *others)
         is_scored = self.chooses and hasattr(self, "indexer")
@@ -324,8 +317,7 @@ class CompressorByDocument(nn.Module):
         if sp_group is not None:
             before = self.series * self.compress_rate - 1
             value, gate = sp_group.with_tokens_before(torch.cat([value, gate], dim=-1), before).chunk(2, dim=-1)
-        # If windows overlap, a compressed entry also averages the window before its own. A document's first entry has
-        # none, so it is masked.
+        # With overlap, a compressed entry also averages the window before its own; a document's first has none.
         windows = [(layout.windows - self.compress_rate).clamp_min(0), layout.windows][-self.series :]
         values, gates = (part.flatten(0, 1).chunk(self.series, dim=-1) for part in (value, gate))
         value, gate = (
@@ -389,9 +381,7 @@ class CompressedAttention(nn.Module):
     compressor: CompressorByDocument | None
     rotate = staticmethod(rotate_last_pairs)
     collector: DivergenceCollector | None = None
-    """Receives the divergences, the loss, of the layer's indexer. None if the layer has no indexer or it is not
-    trained.
-    """
+    """Receives the divergences of the layer's indexer; None if the layer has none or it is not trained."""
     for_heads: Callable[[torch.Tensor], torch.Tensor] = staticmethod(lambda shared: shared)
     """Function applied to keys, which all heads share. Its backward sums their gradient over tensor parallel ranks."""
 

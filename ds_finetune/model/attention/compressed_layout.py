@@ -16,17 +16,13 @@ import torch
 from ds_finetune.model.attention.by_document import Documents
 
 _LAYOUTS = 8
-"""Number of layouts (`Entries`, `WindowTokens`) that are cached. In a forward, all layers with the same compression
-rate share one.
-"""
+"""Number of cached layouts (`Entries`, `WindowTokens`). Layers with the same compression rate share one."""
 _CACHED_PAIRS = 2**20
 """Boolean masks of up to this many query-key pairs (1 MiB) are cached; larger masks are recomputed."""
 
 
 class RowShards(NamedTuple):
-    """Lengths of the documents of each row, number of sequence parallel shards of a row, and index of this rank's
-    shard.
-    """
+    """Documents' lengths by row, number of sequence parallel shards of a row, and index of this rank's shard."""
 
     documents: tuple[Documents, ...]
     sp: int = 1
@@ -38,9 +34,7 @@ class RowShards(NamedTuple):
         return sum(self.documents[0]) // self.sp
 
     def own(self, of_tokens: np.ndarray) -> np.ndarray:
-        """The elements of `of_tokens`, an array with one for each token of the flattened rows, that belong to this
-        rank's tokens.
-        """
+        """This rank's part of an array with an element for each token of the flattened rows."""
         begin = self.rank * self.tokens
         return of_tokens.reshape(len(self.documents), -1)[:, begin : begin + self.tokens].reshape(-1)
 

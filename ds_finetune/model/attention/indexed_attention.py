@@ -431,9 +431,7 @@ def install_indexed_attention(lm: PreTrainedModel) -> None:
 
 
 def expect_documents(lm: PreTrainedModel, *, longest: int) -> None:
-    """Turn on the model's indexers, in place, if a document of `longest` tokens has more tokens than an indexer
-    chooses.
-    """
+    """Turn on the model's indexers, in place, if they choose fewer tokens than the `longest` document has."""
     limit = longest_document(lm.config)
     if limit is None or longest <= limit:
         return
@@ -459,8 +457,6 @@ def train_indexers(lm: PreTrainedModel, collector: DivergenceCollector) -> list[
 
 
 def longest_document(hf_config: PretrainedConfig) -> int | None:
-    """Number of tokens up to which documents are so short that indexers choose all tokens; None for a model without
-    indexers.
-    """
+    """Length up to which indexers choose all tokens of a document; None for a model without indexers."""
     indexer = family_of(hf_config.model_type).indexer
     return None if indexer is None else indexer.longest_document(hf_config.to_dict())

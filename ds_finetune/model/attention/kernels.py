@@ -27,8 +27,7 @@ Documents = tuple[int, ...]
 Places = NDArray[np.int64]
 
 _COLUMNS = 8
-"""Number of which head widths must be multiples in the variable-length kernel (torch 2.13, flash_attn/flash_api.cpp).
-"""
+"""Head widths of the variable-length kernel are multiples of this (torch 2.13, flash_attn/flash_api.cpp)."""
 
 
 def packs_documents(attention: str, hf_config: PretrainedConfig, *, device: str, precision: str) -> bool:

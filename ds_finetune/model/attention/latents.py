@@ -22,9 +22,8 @@ _BY_LATENTS = "ds_finetune_by_latents"
 
 
 def _split_projection(attention: Any, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, ...]:  # noqa: ANN401
-    """Split the weight of the latents' up-projection into a part for keys [rank, heads, width] and one for values. The
-    weight is the module's output for an identity matrix, since the module may have LoRA adapters, 4-bit weights or
-    ZeRO-3 shards.
+    """Split the weight of the latents' up-projection into a part for keys [rank, heads, width] and one for values. It
+    is the module's output for an identity matrix, since there may be adapters, 4-bit weights or ZeRO-3 shards.
     """
     matrix = attention.kv_b_proj(torch.eye(attention.kv_lora_rank, dtype=dtype, device=device))
     widths = [attention.qk_nope_head_dim, attention.v_head_dim]

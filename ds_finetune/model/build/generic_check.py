@@ -52,9 +52,7 @@ _SEED = 5
 _HEADS = (4, 2, 1, 8)
 """Numbers of attention heads with which building a tiny model is tried, beginning with the likeliest to work."""
 _MORE_LAYERS = (1, 3)
-"""Factors by which the number of a tiny model's layers is multiplied until it can be built: layers that share weights
-may need more.
-"""
+"""Factors of a tiny model's number of layers, tried in order: models that share weights may need more layers."""
 _NOISE, _HEAD_GAIN = 0.1, 8.0
 _MAX_PARAMETERS = 60_000_000
 """Maximum number of parameters of a tiny model, so that the test takes little time."""

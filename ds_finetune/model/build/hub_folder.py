@@ -199,8 +199,7 @@ class HubFolder:
 
     def read(self, key: str, start: int, numel: int) -> torch.Tensor:
         """Read elements `start` to `start + numel` of the flattened (row-major) tensor, 1-D. The result is overwritten
-        by the same thread's next read. Of a tensor in FP8 or FP4 full rows are read from the file, of one in MXFP4 full
-        experts.
+        by the same thread's next read. From a file with FP8 or FP4 full rows are read, with MXFP4 full experts.
         """
         if isinstance(packed := self._packed.get(key), Mxfp4Experts):
             return packed.read(start, numel)
@@ -213,8 +212,7 @@ class HubFolder:
     def rows(self, key: str, first: int, last: int, within: tuple[slice, ...] = ()) -> torch.Tensor:
         """Read rows `first` to `last` of a tensor, [rows, ...]. The same thread's next read overwrites the result.
 
-        `within` has ranges of the dimensions after the first. Only elements in these ranges are dequantised and
-        returned.
+        `within` has ranges of the next dimensions. Only these are dequantised and returned.
         """
         if key in self._packed:
             return self._packed[key].rows(first, last, within)
@@ -375,8 +373,7 @@ def bin_conversion(folder: Path) -> str:
     if not any(folder.glob("pytorch_model*.bin")):
         return ""
     names = _config_of(folder).get("architectures")
-    # Users paste this command into a shell, so it contains nothing from config.json but the name of a class of
-    # transformers.
+    # Users paste this command into a shell: of config.json it has only the name of a class of transformers.
     class_name = names[0] if isinstance(names, list) and names else None
     kind = class_name if class_name in dir(transformers) else "AutoModelForCausalLM"
     code = (
@@ -425,9 +422,7 @@ def _read_indexed(folder: Path) -> dict[str, StoredTensor]:
 
 
 def _merge_files(files: Iterable[Path], weight_map: Mapping[str, str]) -> dict[str, StoredTensor]:
-    """Tensors of all weight `files`. If several have a tensor of the same name, `weight_map` of the index decides which
-    one is used.
-    """
+    """Tensors of all weight `files`. If several have one of the same name, the index's `weight_map` decides."""
     tensors: dict[str, StoredTensor] = {}
     for path in files:
         file = SafetensorsFile(path)

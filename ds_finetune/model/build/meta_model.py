@@ -77,8 +77,7 @@ def unused_parameters(hf_config: PretrainedConfig, *, tokens: int, task: Task = 
     The full model is built on fake tensors, in some seconds. NotImplementedError if the model's code reads values of
     tensors.
     """
-    # A long row uses all parameters that a short one uses, and maybe more: some layers compute something only for many
-    # tokens.
+    # A long row uses all parameters that a short one uses, and maybe more: some layers act on many tokens only.
     names = _without_gradient(hf_config, _FEW_TOKENS, task)
     if not names:
         return ()

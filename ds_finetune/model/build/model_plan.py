@@ -46,9 +46,7 @@ class ModelPlan:
     padding: str = ""
     """Message for the user about the padding token of a classifier; empty if there is none."""
     without_noise: tuple[str, ...] = ()
-    """config.json keys of dropouts that are turned off, because the objective compares the model with a reference
-    model.
-    """
+    """config.json keys of dropouts that are off, because the objective compares the model with a reference model."""
 
     @property
     def lora(self) -> LoraPlan | None:

@@ -32,9 +32,7 @@ def model_of_run(run: RunSettings) -> DescribedModel:
 def _read(
     path: str, folder: Path, *, mtp_layers: int = 0, scores: int = 0
 ) -> tuple[dict[str, Any], Callable[[], ModelTensors]]:
-    """Return a model's configuration with transformers' defaults, and a function that returns names and shapes of its
-    tensors.
-    """
+    """Return a model's configuration with transformers' defaults, and a function that lists its tensors."""
     packages = [source_version(), version("torch"), version("transformers")]
     text = json.dumps([read_config_json(path), mtp_layers, scores, packages], sort_keys=True)
     file = folder / f"{hashlib.sha256(text.encode()).hexdigest()}.json"

@@ -107,9 +107,7 @@ def _settings(module: nn.Module) -> str:
 
 
 def _shrink(config: PretrainedConfig, size: Size, outer: Fraction | None) -> None:
-    """Shrink `config` and the configurations inside it, in place. `outer` is the ratio by which the configuration
-    around it shrinks.
-    """
+    """Shrink `config` and the ones inside it, in place. `outer` is the ratio of the configuration around it."""
     depth, ratio = getattr(config, "num_hidden_layers", None), _ratio(config, size.heads, outer)
     values = vars(config)
     for name, value in list(values.items()):

@@ -19,9 +19,7 @@ from ds_finetune.model.parallel.tensor import TensorParallelGroup
 from ds_finetune.objectives.labels import IGNORE_INDEX
 
 _LIGER_BLOCK = 32768
-"""Maximum number of columns of logits in a block of Liger's kernel (liger-kernel 0.8.5,
-ops/fused_linear_cross_entropy.py:26).
-"""
+"""Most columns in a block of Liger's kernel (liger-kernel 0.8.5, ops/fused_linear_cross_entropy.py:26)."""
 
 
 Kernel = Callable[[HeadInputs, NeededGradients], LossSumsAndGradients]

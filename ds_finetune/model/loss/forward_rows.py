@@ -16,8 +16,7 @@ class RealTokens(NamedTuple):
     """Which of this rank's tokens in a forward are not padding, and to which documents they belong."""
 
     document: torch.Tensor
-    """Index of the document of each token of the flattened rows, int64 [tokens]; for padding, the number of documents.
-    """
+    """Index of each flattened token's document, int64 [tokens]; for padding, the number of documents."""
     lengths: torch.Tensor
     """Length of each document in tokens, summed over sequence parallel ranks, int64 [documents]."""
 

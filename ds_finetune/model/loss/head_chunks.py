@@ -60,9 +60,7 @@ class HeadGradients(NamedTuple):
         )
 
     def add_chunk(self, d_logits: torch.Tensor, part: torch.Tensor, weight: torch.Tensor, start: int) -> None:
-        """Add the gradients of a chunk of tokens, from its `d_logits` (fp32). `part` has its hidden states, from token
-        `start` on.
-        """
+        """Add the gradients of a chunk from its `d_logits` (fp32). `part` has its hidden states, from token `start`."""
         self.add_bias(d_logits)
         self.add_products(d_logits.to(part.dtype), part, weight, start)
 
@@ -94,8 +92,7 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
 class LossSumsAndGradients(NamedTuple):
     """Loss of a head (fp32 scalar), sums for metrics (fp64), and gradients of the loss, computed in the forward.
 
-    If `factors`, fp64, is not None, gradients are still to be multiplied by it: all gradients if its shape is [1],
-    those of hidden states if it is [tokens].
+    If not None, `factors`, fp64, still multiply the gradients: [1] all of them, [tokens] those of hidden states.
     """
 
     loss: torch.Tensor
@@ -206,8 +203,7 @@ class ChunkBlocks:
 
     def split(self, products: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield each block's rows with their fp32 logits [rows, vocabulary], from `products` = `hidden @ weight.T`
-        [tokens, vocabulary]. fp32 logits overwrite fp32 products. Otherwise they are in a buffer that the next block
-        overwrites.
+        [tokens, vocabulary]. They overwrite fp32 products; else they are in a buffer that the next block overwrites.
         """
         for start in range(0, len(products), self._rows):
             rows = slice(start, min(start + self._rows, len(products)))

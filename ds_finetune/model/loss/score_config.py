@@ -68,9 +68,7 @@ def _check_number(base: PretrainedConfig, outputs: int) -> None:
 
 
 def set_classes(hf_config: PretrainedConfig, section: ObjectiveConfig, *, outputs: int) -> None:
-    """Write the names and the number of the run's classes into `hf_config`. ModelError if it already has another
-    number.
-    """
+    """Write names and number of the run's classes into `hf_config`. ModelError if it has another number."""
     _check_number(hf_config, outputs)
     names = section.labels if isinstance(section, ClassificationObjective) else (REWARD,)
     hf_config.num_labels = outputs

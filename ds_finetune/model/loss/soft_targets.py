@@ -62,9 +62,7 @@ class VocabularyShard(NamedTuple):
 
 
 _NEVER = -1e30
-"""Logit for an id that the teacher's vocabulary lacks. It is finite, so that probability 0 times its logarithm is 0 and
-not NaN.
-"""
+"""Logit of an id that the teacher lacks; finite, so that probability 0 times its logarithm is 0 and not NaN."""
 
 
 @dataclass(frozen=True)
@@ -119,9 +117,7 @@ class TopTargets:
     def divergence(
         self, log_probs: torch.Tensor, tokens: slice, shard: VocabularyShard
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sum of KL(teacher || model) over the supervised tokens in the slice `tokens`, and its gradient for the
-        model's logits.
-        """
+        """Sum of KL(teacher || model) over the slice `tokens`, and its gradient for the model's logits."""
         teacher_log_probs = torch.log_softmax(self.log_probs[tokens].float(), dim=-1)
         columns, is_here = columns_in_shard(self.ids[tokens], log_probs.shape[1], shard.tp_group)
         top = shard.add_up(torch.where(is_here, log_probs.gather(1, columns), 0.0))

@@ -40,9 +40,7 @@ class TeacherPlan:
 
 
 def check_same_tokens(teacher: TeacherPlan, tokens: Mapping[str, int], model_tokens: Mapping[str, int]) -> None:
-    """ModelError if the tokenizers of teacher and model have different tokens or ids, or ids for which the teacher has
-    no outputs.
-    """
+    """ModelError if teacher and model have different tokens or ids, or the teacher's head lacks outputs for ids."""
     size = int(teacher.hf_config.vocab_size)
     if tokens == model_tokens and size <= max(tokens.values()):
         raise ModelError(

@@ -50,9 +50,7 @@ from ds_finetune.objectives.objective import (
 
 @dataclass(frozen=True)
 class HeadGroups:
-    """Process groups through which a head computes its loss. A group is None if the run does not use its kind of
-    parallelism.
-    """
+    """Process groups through which a head computes its loss; None without the group's kind of parallelism."""
 
     tp: TensorParallelGroup | None = None
     """Tensor parallel ranks, which have the other shards of the vocabulary."""
@@ -71,9 +69,7 @@ class LossHead(nn.Linear):
     cap: float | None = None
     """Soft cap of the logits in the loss. Logits that are returned get it in the model's own forward."""
     forbidden: torch.Tensor | None = None
-    """Mask of ids that are never sampled, bool [vocabulary] or its shard. The softmax at tokens of answers excludes
-    them.
-    """
+    """Mask of ids that are never sampled, bool [vocabulary] or its shard. The loss on answers excludes them."""
 
     def forward(  # noqa: PLR0913
         self,

@@ -42,15 +42,11 @@ class Link(NamedTuple):
 
 
 class PipelineGroup(RankGroup):
-    """Process group of the ranks that hold a model's layers in order. Rank i is stage i, and has one or several chunks
-    of layers.
-    """
+    """The ranks of one pipeline, which hold a model's layers in order. Rank i is stage i, with one or more chunks."""
 
     num_chunks: int = 1
     running_chunk: int | None = None
-    """Number of the chunk that the current forward runs. None: forwards run all chunks, and send hidden states
-    themselves.
-    """
+    """Number of the chunk that forwards run. None: they run all chunks, and send hidden states themselves."""
     no_hidden_states: torch.Tensor
     """Empty tensor [0, width] with the width, dtype and device of the model's hidden states."""
     links: Mapping[Link, dist.ProcessGroup] = MappingProxyType({})
@@ -60,9 +56,7 @@ class PipelineGroup(RankGroup):
     replicas. None on other stages, and if only one of these stages has the embedding.
     """
     adds_embedding: bool = True
-    """Whether this rank keeps the embedding's gradient, summed over both ends of the pipeline. The other ranks of its
-    stage set theirs to zero.
-    """
+    """Whether this rank keeps the embedding's gradient summed over stages; others of its stage set it to zero."""
     input_hidden_states: torch.Tensor | None = None
     """Hidden states that the previous stage (or, with several chunks per rank, the chunk before the running one) sent
     for this forward. In training they are a leaf that requires a gradient. None for the model's first chunk.
@@ -149,9 +143,8 @@ class PipelineGroup(RankGroup):
 
 
 class MissingLayer(nn.Module):
-    """Placeholder for a layer of another pipeline stage. With `has_choice` it also returns an indexer's chosen tokens,
-    as real layers do. With several residual `streams`, hidden states between layers are [batch, tokens, streams,
-    width].
+    """Placeholder for a layer of another stage. With `has_choice` it also returns an indexer's chosen tokens, as layers
+    do. With several residual `streams`, hidden states between layers are [batch, tokens, streams, width].
     """
 
     def __init__(self, layer: int, *, has_choice: bool = False, streams: int = 1) -> None:

@@ -20,24 +20,17 @@ _COLUMN_PARALLEL = re.compile(
     r"((q_proj|k_proj|v_proj|q_b_proj|kv_b_proj|o_a_proj|gate_proj|up_proj|embed_tokens|lm_head)\.(weight|bias)"
     r"|self_attn\.sinks)$"
 )
-"""Pattern of the names of parameters that are sharded along dim 0, their outputs (heads, inner width, vocabulary),
-except in compressors.
-"""
+"""Parameters sharded along dim 0, their outputs (heads, inner width, vocabulary), except in compressors."""
 _ROW_PARALLEL = re.compile(r"(^|\.)(o_proj|o_b_proj|down_proj)\.weight$")
-"""Pattern of the names of weights that are sharded along dim 1, their inputs. Biases are replicated, and added once
-after the all-reduce.
-"""
+"""Weights sharded along dim 1, their inputs. Their biases are replicated, and added once after the all-reduce."""
 _FUSED_EXPERTS = re.compile(r"\.mlp\.experts\.(?P<part>(gate_up_proj|down_proj)(_bias)?)$")
-"""Pattern of the names of tensors with all routed experts of a layer, which are sharded along each expert's inner
-width.
-"""
+"""Tensors with all routed experts of a layer, which are sharded along each expert's inner width."""
 _INNER_DIM: dict[bool, dict[str, int | None]] = {
     False: {"gate_up_proj": 2, "down_proj": 2},
     True: {"gate_up_proj": 2, "gate_up_proj_bias": 1, "down_proj": 1, "down_proj_bias": None},
 }
-"""Dimension of the experts' inner width in tensors with all experts, by whether tensors are transposed, and by name.
-Transposed tensors have alternating gate and up columns, so that equal shards have both. The output bias has no inner
-width.
+"""Dimension of the inner width in tensors with all experts, by whether they are transposed, and by name. Transposed
+tensors have alternating gate and up columns, so that equal shards have both. The output bias has no inner width.
 """
 
 
@@ -131,8 +124,7 @@ class TensorShard:
     local_shape: Ints
     offsets: Ints
     dim: int | None
-    """Dimension along which the tensor is sharded over tensor parallel ranks; None if they all have the same elements.
-    """
+    """Dimension that is sharded over tensor parallel ranks; None if all of them have the same elements."""
     is_expert_parallel: bool = False
     """Whether the shard has only some of the experts, which are dim 0."""
 
@@ -155,8 +147,6 @@ class TensorShard:
 
 
 def shape_in_model(shape: Ints) -> Ints:
-    """Shape in the model of a tensor whose `global_shape` or `local_shape`, which may be that of a 4-D view, is
-    `shape`.
-    """
+    """Shape in the model of a tensor with the `global_shape` or `local_shape` given, maybe that of a 4-D view."""
     experts_gate_inner_hidden = 4
     return (shape[0], shape[1] * shape[2], shape[3]) if len(shape) == experts_gate_inner_hidden else shape

@@ -143,9 +143,7 @@ class VocabParallelEmbedding(nn.Embedding):
 
 
 class ReceiveOrEmbed(ReceiveHiddenStates):
-    """Takes the embedding's place on later pipeline stages. If a stage needs the embedding's weight, it is sharded
-    along the vocabulary.
-    """
+    """Takes the embedding's place on later pipeline stages. A weight that it needs is sharded along the vocabulary."""
 
     tp_group: TensorParallelGroup
 
@@ -214,8 +212,7 @@ def _change_class(module: nn.Module, parallel_class: type[nn.Module], tp_group: 
 def install_tensor_parallel_attention(attention: Any, tp_group: TensorParallelGroup, *, family: Family) -> None:  # noqa: ANN401 - an attention module of any family
     """Make an attention module with a shard of the heads communicate, in place."""
     if family.compresses:
-        # The only key-value head and the compressed entries are replicated; heads of all ranks contribute to their
-        # gradients.
+        # A single key-value head and entries are replicated; all ranks' heads contribute to their gradients.
         _change_class(attention.q_b_proj, ColumnParallelLinear, tp_group)
         _change_class(attention.o_b_proj, RowParallelLinear, tp_group)
         attention.for_heads = partial(copy_to_tensor_parallel_region, tp_group=tp_group)
@@ -238,8 +235,7 @@ def install_tensor_parallel_attention(attention: Any, tp_group: TensorParallelGr
                 width = getattr(attention, f"{name}_proj").out_features * tp_group.size
                 norm.weight = nn.Parameter(norm.weight.new_ones(width), requires_grad=norm.weight.requires_grad)
             if norm is not None and norm.weight.requires_grad:
-                # The weight of the norm of queries or keys is replicated. A rank computes its gradient from its own
-                # heads only.
+                # This norm's weight is replicated. A rank computes its gradient from its own heads only.
                 norm.weight.register_hook(tp_group.all_reduce)
         return
     query = attention.q_proj if attention.q_lora_rank is None else attention.q_b_proj
@@ -248,9 +244,7 @@ def install_tensor_parallel_attention(attention: Any, tp_group: TensorParallelGr
     rank = attention.kv_lora_rank
 
     def copy_rotary_key(_: nn.Module, __: Any, latents: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
-        """Mark the rotary key as an input of sharded heads, whose gradient backward sums over ranks. Latents need no
-        mark: their norm is replicated.
-        """
+        """Mark the rotary key as an input of sharded heads. Latents need no mark: their norm is replicated."""
         rotary_key = copy_to_tensor_parallel_region(latents[..., rank:], tp_group)
         return torch.cat([latents[..., :rank], rotary_key], dim=-1)
 

@@ -95,9 +95,8 @@ def quantise_like(
     """Quantise `values` to FP8, but keep the bytes `stored` and the `scale` [block columns] of blocks that training did
     not change. Returns values, scales and the mask of unchanged blocks.
 
-    A block is unchanged if its values equal the dequantised stored block, in fp32 or rounded to bf16 or fp16.
-    Quantising an unchanged block again gives the same bytes only if its stored scale was computed as by `quantise`,
-    from bf16 numbers.
+    A block is unchanged if its values equal the dequantised stored block, in fp32 or rounded to bf16 or fp16. To
+    quantise it again gives the same bytes only if its scale was computed as by `quantise`, from bf16 numbers.
     """
     quantised, new_scale = quantise(values, scales_of_two=scales_of_two)
     plain = dequantise(stored, scale[None])

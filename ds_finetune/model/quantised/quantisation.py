@@ -47,8 +47,7 @@ def check_no_other_format(folder: Path, error: type[FinetuneError]) -> None:
 
 
 def check_readable(section: Any, label: str, error: type[FinetuneError]) -> None:  # noqa: ANN401 - whatever a config.json holds
-    """Raise `error` if a `quantization_config` names a format that is not supported. `label` names the file that has
-    it.
+    """Raise `error` if a `quantization_config` names a format that is not supported. `label` names its file.
 
     Supported are FP8 in blocks (`model/quantised/fp8.py`), also with FP4 experts, and MXFP4
     (`model/quantised/mxfp4.py`).

@@ -46,9 +46,7 @@ class Fp32Weights:
         self._of_param = {id(param): self.values[name] for name, param in self.params.items()}
 
     def where(self, param: torch.Tensor) -> Fragment:
-        """Fragment into which the weights file's values of `param` are loaded: its fp32 value if it has one, else this
-        rank's part of `param`.
-        """
+        """Fragment into which `param` is loaded: its fp32 value if it has one, else this rank's part of it."""
         value = self._of_param.get(id(param))
         return self._where(param) if value is None else full_fragment(value)
 

@@ -160,9 +160,7 @@ def draw_normal(param: nn.Parameter, *, deviation: float, seed: int, where: Wher
 
 
 def clear_weights(model: PreTrainedModel, *, where: Where = full_fragment) -> None:
-    """Set all parameters to zero until a checkpoint's values are restored, because uninitialised memory may contain
-    NaN.
-    """
+    """Set all parameters to zero until a checkpoint is restored, because uninitialised memory may contain NaN."""
     for param in model.parameters():
         with where(param).opened() as flat:
             flat.zero_()
@@ -266,9 +264,7 @@ def _check_tensors(
 def _check_layout_of_experts(
     hub: HubFolder, expected: Mapping[str, tuple[int, ...]], model: PreTrainedModel, family: Family
 ) -> None:
-    """ModelError if the checkpoint has a tensor per expert and the model one for all experts, and the family does not
-    support joining them.
-    """
+    """ModelError if only the checkpoint has a tensor per expert, and joining them is not supported."""
     one_by_one = sorted(key for key in hub.shapes if key not in expected and _ONE_EXPERT.search(key))
     fused = sorted(key for key in expected if key not in hub.shapes and _FUSED_EXPERTS.search(key))
     if not family.fused_experts and one_by_one and fused:

@@ -84,8 +84,7 @@ def canonical_name(key: str, family: Family) -> str:
             name = renaming.rename_source_key(name)[0]
         return name
 
-    # transformers' patterns for checkpoints also match some names that the model itself has. Such a name is recognised
-    # by renaming the result back.
+    # transformers' patterns also match some names of the model itself, recognised by renaming them back.
     renamed, original = published_name(in_model(key), family), published_name(key, family)
     return original if renamed != key and in_model(original) == key else renamed
 

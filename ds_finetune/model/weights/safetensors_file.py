@@ -115,9 +115,7 @@ def _parse_entry(name: str, item: Mapping[str, Any], data: int, end: int) -> Hea
 def encode_header(
     tensors: Iterable[tuple[str, torch.dtype, Shape]], metadata: Mapping[str, str]
 ) -> tuple[bytes, list[int]]:
-    """Encode the header of a file with `tensors` (name, dtype, shape), one after the other. Also returns the byte of
-    the file at which each one begins.
-    """
+    """Encode a file's header for `tensors` (name, dtype, shape). Also returns the byte at which each begins."""
     entries, begins, end = {}, [], 0
     for name, dtype, shape in tensors:
         assert name not in entries, name

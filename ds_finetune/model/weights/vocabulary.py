@@ -14,18 +14,14 @@ from ds_finetune.model.build.hub_folder import HubFolder, Shape
 
 _EMBEDDING = re.compile(r"\b(embed_tokens|word_embeddings|embed_in|wte|embed)\.weight$")
 _COMPARED, _MARGIN = 256, 1.25
-"""To recognise untrained embeddings: the maximum number of embeddings with which one is compared, and the tolerated
-ratio of distances.
-"""
+"""To find untrained embeddings: maximum number of embeddings to compare with, and tolerated ratio of distances."""
 _STRIP_NUMEL = 2**20
 """Number of elements of a published tensor that are read at a time, rounded to full rows."""
 
 
 @dataclass(frozen=True)
 class Growth:
-    """Vocabulary sizes of the published weights and of the enlarged model, and a function from a tensor's name to the
-    seed of its new rows.
-    """
+    """Vocabulary sizes of the published and the enlarged model, and a function from tensor name to seed of new rows."""
 
     before: int
     after: int
@@ -58,8 +54,7 @@ def untrained_rows(folder: Path, candidates: Collection[int], used: Collection[i
     """Token ids among `candidates` whose embeddings in the weights of `folder` look untrained.
 
     An embedding looks untrained if it is about as near to the mean embedding of unused ids (not in `used`) as their own
-    embeddings are. If all ids are used, its distance to the mean embedding must be less than half of the median
-    distance.
+    embeddings are. If all ids are used, its distance to the mean must be below half the median distance.
     """
     hub = HubFolder(folder)
     table = next((key for key, shape in hub.shapes.items() if _EMBEDDING.search(key) and len(shape) == 2), None)
@@ -99,8 +94,8 @@ class GrownFolder(HubFolder):
         self.shapes = {**self.shapes, **grown}
 
     def rows(self, key: str, first: int, last: int, within: tuple[slice, ...] = ()) -> torch.Tensor:
-        """Read rows `first` to `last` of a tensor, or only the ranges `within` of its next dimensions. The thread's
-        next read overwrites the result.
+        """Read rows `first` to `last` of a tensor, of which `within` selects ranges of columns. The thread's next read
+        overwrites the result.
         """
         before = self._growth.before
         if key not in self._grown or last <= before:
