@@ -20,7 +20,7 @@ LogProbs = NDArray[np.float32] | None
 
 @dataclass(frozen=True, eq=False)
 class ScoredAnswer:
-    """A sampled answer with its advantage, and numbers of its tokens that are known before the training forward pass.
+    """A sampled answer with its advantage, and with what is known of its tokens before the training forward pass.
 
     Log-probabilities: `sampled` as the sampler reported them, `old` under the weights that sampled, `reference` under
     the reference model. `experts` are the MoE experts that computed each token (see `AnswerNumbers`).
@@ -83,8 +83,8 @@ def _share_prompts(answers: Sequence[ScoredAnswer], row_len: int) -> list[list[l
     for prompt, group in groups.items():
         group_of_row: dict[int, list[ScoredAnswer]] = {}
         for answer in sorted(group, key=lambda each: -len(each.ids)):
-            # In a row that already has its prompt, an answer needs one token besides its own: a copy of the prompt's
-            # last one.
+            # In a row that already has its prompt, an answer needs one token more than its own: a copy of the prompt's
+            # last token.
             length = len(answer.ids) + 1
             space_and_row = next(
                 (each for each in spaces[bisect(spaces, (length,)) :] if each[1] in group_of_row), None
@@ -124,9 +124,9 @@ def _row(groups: Sequence[Sequence[ScoredAnswer]]) -> Row:
 
 
 def _with_numbers(micro: MicroBatch, answers: dict[int, ScoredAnswer]) -> MicroBatch:
-    """Add the answers' log-probabilities to a micro-batch at the positions of their labels; others get NaN."""
+    """Add the log-probabilities of answer tokens to a micro-batch where the tokens are labels; NaN elsewhere."""
     assert micro.examples is not None
-    # No document is split and all are in the order of the micro-batch's rows, so their numbers can be concatenated.
+    # No answer is split, and answers are in the order of the micro-batch's rows, so their values can be concatenated.
     of_batch = [answers[number] for number in micro.examples.numbers.tolist()]
     is_supervised = (micro.labels != IGNORE_INDEX).numpy()
 

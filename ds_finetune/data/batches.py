@@ -208,7 +208,7 @@ def _baseline(mismatched: MismatchedAnswers, row_ids: Sequence[int], plan: Batch
 def indices_of_rank(costs: Sequence[float] | None, num_rows: int, plan: BatchPlan) -> Sequence[int]:
     """Indices of the rows that this rank computes, among the `num_rows` rows of a step.
 
-    `costs` are those of the first rows; rows after them are empty. The ranks' total costs are balanced; without
+    `costs` are the costs of the first rows; all later rows are empty. The ranks' total costs are balanced; without
     `costs`, each rank has a contiguous range.
     """
     rows_of_rank = num_rows // plan.dp
@@ -487,7 +487,7 @@ def prefetched(
         is_closed.set()
         until = time.monotonic() + _SECONDS
         while thread.is_alive() and time.monotonic() < until:
-            # Taking items from the queue lets the thread end if it waits for room in the queue.
+            # The thread may wait for room in the queue; taking items from the queue lets it end.
             with suppress(Empty):
                 ready.get(timeout=0.05)
 

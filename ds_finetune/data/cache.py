@@ -129,7 +129,7 @@ def remove_damaged(folders: Sequence[Path], *, since: float) -> list[str]:
         if damage:
             lines.append(f"data cache is damaged: {damage}; it is built again")
             shutil.rmtree(folder)
-    # On a read-only disk this mark that the cache is verified cannot be written; then every process verifies it.
+    # The file that marks the cache as verified cannot be on a read-only disk; then every process verifies the cache.
     with suppress(OSError):
         checked.write_text("\n".join(lines), encoding="utf-8")
     return lines

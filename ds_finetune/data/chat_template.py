@@ -201,7 +201,7 @@ class Probes:
     changed: str
     """Rendering of a probe answer if the template changes the answer's text, e.g. by escapes; else empty."""
     fields: frozenset[str]
-    """Further message fields that the template renders, as `user.name` or `tool.name`."""
+    """Names of optional message fields that the template renders, such as `user.name` or `tool.name`."""
     as_answers: frozenset[str]
     """Roles other than `assistant` whose messages the template writes as answers."""
 
@@ -242,7 +242,8 @@ def _is_as_answer(template: ChatTemplate, role: str) -> bool:
 
 def _call_probes(template: ChatTemplate) -> tuple[str, bool, str | None]:
     """Render a probe message with a tool call, in several forms until the rendering has its name and arguments. Returns
-    the rendering (else empty), whether arguments are an object, and the content that is expected beside a call.
+    the rendering (else empty), whether the template expects arguments as an object, and the content that it expects
+    beside a call.
 
     Some templates write a content of None as `None`, and Mistral's fail on an id that does not have nine characters.
     """
@@ -266,7 +267,7 @@ def _call_probes(template: ChatTemplate) -> tuple[str, bool, str | None]:
 
 
 def _try_render(template: ChatTemplate, messages: Messages, *, with_tool: bool = False) -> str:
-    """Render messages, first without and then with a tool, as some templates need one; empty where both fail."""
+    """Render messages, first without and then with a tool, which some templates need; empty where both fail."""
     try:
         return template.render(messages, [_TOOL] if with_tool else None)
     except RenderingError:

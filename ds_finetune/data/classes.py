@@ -23,8 +23,8 @@ _SHOWN_CLASSES = 10
 
 
 def find_classes(config: DataConfig, kind: RowKind) -> RowKind:
-    """Complete `kind` with the names and the number of classes, which are read from the labels of all training rows
-    unless the run file gives them.
+    """Add to `kind` the names and the number of classes. They are read from the labels of all training rows, unless the
+    run file gives them.
 
     Every process of a host calls this function; one reads the rows and caches their labels. Names in texts are sorted,
     names of a `ClassLabel` column keep its order, and whole numbers are class indices from 0. A stream is not read:

@@ -19,13 +19,13 @@ from ds_finetune.data.cache import ArrayParts, write_folder
 
 @dataclass(frozen=True)
 class NamedCounts:
-    """Numbers of rows by name, e.g. by reason to drop them, with the location of the first one (`file line 7`)."""
+    """Counts of rows by name, e.g. by reason to drop them, each with the location of its first row (`file line 7`)."""
 
     entries: Mapping[str, tuple[int, str]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, rows: Iterable[tuple[Iterable[str], str]]) -> Self:
-        """Count rows by name, given for each row the names that apply to it, and its location."""
+        """Count rows by name. Each row is given by the names that apply to it and its location."""
         entries: dict[str, tuple[int, str]] = {}
         for names, where in rows:
             for name in names:
@@ -101,7 +101,7 @@ class Counts:
     forms: NamedCounts = field(default_factory=NamedCounts)
     """Number of completions without a chat template by the form of their prompt: `alpaca`, `separator` or `joined`."""
     named: NamedCounts = field(default_factory=NamedCounts)
-    """By key of `data.columns`: number of rows that have the column which the key names."""
+    """By key of `data.columns`: number of rows with the column that the run file gives for this key."""
     by_path: NamedCounts = field(default_factory=NamedCounts)
     """Number of documents by index of their path in data.train or data.eval; empty for a single path."""
 
@@ -110,7 +110,7 @@ class Counts:
     bad: tuple[str, ...] = ()
     """Error messages of bad rows, at most `BAD_ROWS_SHOWN` for each part of the data."""
     long_prompts: tuple[tuple[int, str], ...] = ()
-    """For each prompt that leaves too few tokens for an answer: its excess tokens, and the location of its row."""
+    """For each prompt that leaves too few tokens for an answer: the tokens it has too many, and its location."""
 
     def __add__(self, other: Self) -> Self:
         return type(self)(
@@ -166,7 +166,7 @@ class Documents:
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         targets = np.array([document.target for document in documents], dtype=np.float64)
         second = [length if d.second is None else d.second for d, length in zip(documents, lengths, strict=True)]
-        # In a folder, `records` and `places` have a line for each document, or are empty if no document has one.
+        # On disk, `records` and `places` have one line per document, or are empty if no document has such a text.
         texts = [[document.record for document in documents], [document.where for document in documents]]
         lines = ["".join(f"{text}\n" for text in each) if any(each) else "" for each in texts]
         records, places = (np.frombuffer(each.encode(), dtype=np.uint8) for each in lines)

@@ -15,7 +15,7 @@ from ds_finetune.data.prepared_rows import PreparedRows, Row, next_token_labels,
 from ds_finetune.errors import DataError
 
 _SEED = 1
-"""Third number of the seed, without which examples would be permuted as the rows of epoch 0 are."""
+"""Third number of the seed of the pairing. Without it, examples would be permuted like the rows of epoch 0."""
 
 
 @dataclass(frozen=True, eq=False)

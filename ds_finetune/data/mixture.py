@@ -85,7 +85,7 @@ class Mixture:
         size, draw = self.sizes[source], self.draws[source]
         passes, index = np.divmod(np.arange(epoch * draw, (epoch + 1) * draw), size)
         if shuffle:
-            # The source's index is raised by one because numpy gives the seeds [a, b] and [a, b, 0] the same numbers.
+            # The seed has the index of the source plus 1, because numpy treats the seeds [a, b] and [a, b, 0] alike.
             orders = {p: np.random.default_rng([seed, p, source + 1]).permutation(size) for p in set(passes.tolist())}
             index = np.concatenate([orders[p][index[passes == p]] for p in sorted(orders)])
         return index + self._ends[source] - size

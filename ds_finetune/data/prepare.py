@@ -132,7 +132,9 @@ def _choice_notes(choice: RecordChoice, counts: Counts, sources: Sequence[Source
 def _units_of_paths(
     counts: Counts, weights: Mapping[str, float], sources: Sequence[Source], kind: RowKind
 ) -> list[int]:
-    """Numbers of training examples by path of `weights`, or of all for a single one; DataError if a path has none."""
+    """Number of training examples of each path in `weights`, or of all data for a single path; DataError for 0
+    examples.
+    """
     size = max(kind.documents_per_unit, 1)
     if len(weights) < 2:
         return [counts.documents // size]
@@ -225,7 +227,7 @@ def _tokenise(
             line.advance(ROWS_PER_PART)
     counts = sum((read_counts(part) for part in parts), Counts())
     if len(set(parts.values())) > 1:
-        # All documents of a part count for one path, since a part has records of a single path.
+        # Each part has records of a single path, so all documents of the part count for this path.
         by_path = (NamedCounts({str(entry): (read_counts(part).documents, "")}) for part, entry in parts.items())
         counts = replace(counts, by_path=sum(by_path, NamedCounts()))
     if counts.read:
@@ -248,7 +250,7 @@ def _open_parts(
 ) -> Iterator[_Task]:
     """Yield each part of the data that is not yet written completely.
 
-    The folders of all parts are added to `parts`, with the index in data.train of the path of their records.
+    `parts` receives the folder of every part, with the index in data.train of the path that has its records.
     """
     for source, records in choice.read(sources):
         while chunk := list(islice(records, ROWS_PER_PART)):

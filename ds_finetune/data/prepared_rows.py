@@ -34,7 +34,7 @@ class RowDocuments:
     numbers: Numbers
     """Index of each document in the data."""
     targets: NDArray[np.float64]
-    """Target of each document: class index, rating, margin, or 1 and 0 for good and bad answers; 0 without one."""
+    """Target of each document: class index, rating, margin, 1 and 0 for good and bad answers, or 0 without a target."""
     second: Numbers
     """For a document of two texts, the index of the second text's first token; else the document's length."""
 

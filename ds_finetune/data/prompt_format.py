@@ -109,8 +109,7 @@ def _quoted(text: str) -> str:
 def template_settings(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> TemplateSettings:
     """Chat template and related settings from the data section; ConfigError where the template cannot be read.
 
-    With data.template `auto`, a model that was trained on completions without a chat template keeps their prompt
-    format.
+    With data.template `auto`, a model already trained on completions without a chat template keeps its prompt format.
     """
     template, separator = _chat_template(config, tokenizer), config.separator
     plain = PlainFormat.of(_named(tokenizer.chat_template, "default"))
@@ -259,8 +258,8 @@ def trained_ends(tokenizer: PreTrainedTokenizerBase, settings: TemplateSettings)
     tokeniser = SampleTokeniser(tokenizer, settings)
     if settings.chat_template is None:
         return _end_of(tokeniser, tokenizer, Completion("x", "y", Conversation(()))) or ()
-    # Two calls are tried first: a token that also separates two calls does not end an answer. Some templates refuse two
-    # calls.
+    # Two tool calls are tried first: a token that also separates two calls does not end an answer. Some templates
+    # refuse two calls.
     calls = (
         read_conversation([_USER, {"role": "assistant", "content": "", "tool_calls": _CALLS[:most]}], [_TOOL], "", "")
         for most in (2, 1)
@@ -288,8 +287,8 @@ def _end_of(tokeniser: SampleTokeniser, tokenizer: PreTrainedTokenizerBase, samp
 
 
 def read_generation(folder: Path) -> dict[str, Any]:
-    """Parse the generation_config.json of a folder; empty where there is none, DataError where it is no JSON object or
-    `eos_token_id` is no id or list of ids.
+    """Parse generation_config.json in a model folder; empty where the file is missing. DataError where it is not a JSON
+    object, or its `eos_token_id` is not an id or list of ids.
     """
     file, hint = folder / GENERATION, "correct the file, or remove it"
     try:
@@ -317,7 +316,7 @@ def end_ids(
 
 
 def served_generation(folder: Path, config: PretrainedConfig, ends: Sequence[int]) -> dict[str, str]:
-    """Text of an export's generation_config.json by file name; empty if that in `folder` has these end tokens."""
+    """An export's generation_config.json, {file name: text}; empty if `ends` are the end tokens in `folder` already."""
     tree, config = read_generation(folder), config.get_text_config()
     given = tree.get("eos_token_id", config.eos_token_id)
     if not ends or set(given if isinstance(given, list) else [given]) == set(ends):

@@ -65,7 +65,7 @@ def _reference(view: Mapping[str, Any]) -> object:
 
 
 def _without_answer(sample: Sample, answer: object) -> Prompt:
-    """The prompt of a dialogue. A last assistant turn is removed; without `answer` it is the reference answer."""
+    """The prompt of a dialogue: all but a last assistant turn, which is the reference answer if `answer` is None."""
     conversation = sample.conversation if isinstance(sample, Completion) else sample
     assert isinstance(conversation, Conversation)
     last = conversation.messages[-1]

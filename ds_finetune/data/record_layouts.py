@@ -59,7 +59,7 @@ class Completion:
     completion: str
     conversation: Conversation
     has_all_turns: bool = False
-    """Whether `prompt` is complete: it has all messages before the answer."""
+    """Whether `prompt` has all messages before the answer, not only the last one."""
     is_joined: bool = False
     """Whether `prompt` already ends with the separator that divides it from the completion."""
     wrapper: str = ""

@@ -104,7 +104,7 @@ class RenderedConversation:
         return turns or [Turn(len(self._messages), self._render(self._messages), "", "")]
 
     def _without_last_text(self, turn: Turn, done: str) -> tuple[Turn, str]:
-        """Remove the text after a turn's end token from the turn and from `done`, the rendering up to its end."""
+        """Remove the text after a turn's end token from `turn` and from `done`, the rendering up to the turn's end."""
         token = self._template.turn_end(turn.ending)
         ending = turn.ending.partition(token)[0] + token if token else turn.ending
         if ending == turn.ending:
@@ -155,7 +155,7 @@ class RenderedConversation:
     def server_prompt(self, number: int) -> str | None:
         """A server's prompt (`apply_chat_template`) for the messages before `number`; None where rendering fails."""
         try:
-            # Keys whose value is None are dropped, as transformers 5.23 does (tokenization_utils_base.py:3144).
+            # Message keys whose value is None are dropped, as transformers 5.23 does (tokenization_utils_base.py:3144).
             messages = [
                 {key: value for key, value in message.items() if value is not None}
                 for message in self._messages[:number]
@@ -170,7 +170,7 @@ class RenderedConversation:
         return self._render(self._messages, opens=True) if prompt is None else prompt
 
     def role_note(self) -> str:
-        """Name of the remark on messages that are no answers and that the template writes as answers; else empty."""
+        """Name of the remark on rows in which the template writes a message as an answer that is none; else empty."""
         roles = {message["role"] for message in self._messages}
         return "as_answer" if roles & self._template.probes.as_answers else ""
 
@@ -242,7 +242,7 @@ class RenderedConversation:
         return header.partition(token)[0] + token if token else ""
 
     def _call_end(self, middle: str, tail: str) -> tuple[int, bool]:
-        """Index in `tail`, the text after a turn's calls, where the turn ends, and whether the end token is missing."""
+        """Index in `tail`, the text after a turn's calls, where the turn ends, and whether its end token is missing."""
         token = self._template.probes.turn_end
         ends = find_token(token, tail)
         if len(ends) > 1 or find_token(token, middle):
@@ -253,7 +253,7 @@ class RenderedConversation:
     def _split(self, number: int, done: str, header: str, rest: str) -> tuple[str, str]:
         """Prompt and body of a turn, which is rendered as `header` up to its first text and as `rest` from there on.
 
-        The prompt is the one that a server would send, if the turn begins with it; else it is `header`.
+        The prompt is the one that a server would send, if the rendered turn begins with it; else it is `header`.
         """
         message = self._messages[number]
         opened = self._after(done, self._render(self._with_placeholders[:number], opens=True)) if number else None

@@ -33,7 +33,7 @@ class RowKind:
     num_labels: int | None = None
     has_known_classes: bool = False
     bos: BosRule = "auto"
-    """Whether a plain text begins with the bos token; `auto` does what the tokenizer does."""
+    """Whether a plain text begins with the bos token; `auto` leaves this to the tokenizer."""
     has_eos: bool = True
     """Whether a plain text ends with the end-of-sequence token."""
 

@@ -148,8 +148,8 @@ class SampleTokeniser:
             text.result,
             ids=ids,
             mask=mask,
-            # A server tokenises an earlier answer together with the text after it; if the tokenizer merges the two, it
-            # gets other tokens.
+            # A server tokenises an earlier answer together with the text after it; if the tokenizer merges the two, the
+            # server gets other tokens.
             server_prompt_differs=text.result.server_prompt_differs or any(is_joined[: answers[-1]] if answers else ()),
             notes=(*text.result.notes, *notes),
         )
@@ -248,8 +248,8 @@ class SampleTokeniser:
     def _rendered_turns(
         self, dialogue: RenderedConversation, conversation: Conversation
     ) -> list[tuple[RenderedConversation, list[Turn]]]:
-        """Renderings that become documents, with their turns: one, or if the template changes earlier turns when later
-        ones follow, one for each supervised answer.
+        """Renderings of a conversation that become documents, with their turns: one, or if the template changes earlier
+        turns when later ones follow, one for each supervised answer.
         """
         try:
             return [(dialogue, dialogue.turns())]

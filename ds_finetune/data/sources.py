@@ -283,7 +283,7 @@ def _estimate_rows_of(source: Source) -> int:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        # The error is ignored here, since a damaged file is reported when its rows are read.
+        # A read error is ignored here: a damaged file is reported when its rows are read.
         with suppress(OSError, pa.ArrowException):
             return int(pq.read_metadata(path).num_rows)
         return 0

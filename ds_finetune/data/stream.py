@@ -26,7 +26,7 @@ from ds_finetune.errors import DataError
 START = Position(0, 0)
 """Position before the first row of the data."""
 RECORDS_AT_A_TIME = 1000
-"""Number of records in a chunk. A rank has one chunk in memory, and tokenises, packs and shuffles it as a whole."""
+"""Number of records in a chunk. A rank has one chunk in memory, which it tokenises, packs and shuffles as a whole."""
 SAMPLED_RECORDS = 16
 """Number of records of a stream that are tokenised before the run, for its report."""
 
@@ -57,7 +57,7 @@ class StreamedRows:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Remarks for the user: splits of the sources that are not read."""
+        """Remarks for the user on splits of the sources that are not read."""
         return tuple(dict.fromkeys(source.note for source in self.sources if source.note))
 
 

@@ -140,7 +140,7 @@ def write_shard(folder: Path, number: int, scores: Sequence[DocumentScores], ide
 
 
 def is_shard_complete(folder: Path, number: int, identity: ScoreIdentity) -> bool:
-    """Whether shard `number` is complete. A damaged shard is removed; OutputError if its `ScoreIdentity` is another."""
+    """Whether shard `number` is complete. A damaged shard is removed; OutputError if its inputs were other ones."""
     shard = folder / shard_name(number)
     if not shard.is_dir():
         return False

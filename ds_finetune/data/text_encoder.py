@@ -24,7 +24,7 @@ from ds_finetune.data.messages import Conversation, map_texts
 from ds_finetune.errors import DataError
 
 _CONTEXT, _CONTEXT_WITHOUT_ADDED = 64, 16
-"""Number of characters before a text that can affect its first tokens: with an added token among them, and without."""
+"""Characters before a text that can affect its first tokens: with an added token among them, and without one."""
 
 
 class TextEncoder:
@@ -174,7 +174,7 @@ class ControlTokens:
         return [[self._joined(pieces, encoded) for pieces in of_document] for of_document in parts]
 
     def _joined(self, pieces: Sequence[str], encoded: Iterator[tuple[list[int], bool]]) -> tuple[list[int], bool]:
-        """Ids of a text from its `pieces`, by turns plain and a control token; `encoded` has the plain pieces' ids."""
+        """Ids of a text from `pieces`, plain text and control tokens in turn; `encoded` has the plain texts' ids."""
         ids, is_merged = next(encoded)
         ids = list(ids)
         for token in pieces[1::2]:

@@ -26,7 +26,7 @@ _SHOWN_TOKENS = 12
 _TIKTOKEN = "tiktoken.model"
 _OBJECTS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 _PATTERNS = ("tokenizer*.json", "vocab*", "merges*", "*.model", "*.spm", "*.tiktoken", "tekken.json", "*.codes")
-"""Patterns of files of which at least one defines a tokenizer; `tokenizer_config.json` alone does not."""
+"""Patterns of names of the files that can define a tokenizer; `tokenizer_config.json` alone does not."""
 
 
 def has_vocabulary(folder: Path) -> bool:

@@ -57,7 +57,7 @@ class MadeRow(NamedTuple):
     tokens: Tokens
     """`Tokens` with remarks on the row and its unused fields; their ids and mask are not used."""
     counts: Sequence[Counts] = ()
-    """Numbers to be added to the counts of the data, such as a truncation or a reason to drop the row."""
+    """Numbers to add to the data's counts because of this row, such as a truncation or a reason to drop it."""
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,7 @@ def _fit(row: Tokens, rule: str, size: int, target: float) -> MadeRow:
 
 
 def _shorten(ids: list[int], mask: list[bool], rule: str, size: int) -> tuple[list[_Ids], Counts]:
-    """Apply `rule` to a document longer than `size` tokens; returns ids and masks of its pieces, and counts to add."""
+    """Apply `rule` to a document of over `size` tokens. Returns ids and masks of its pieces, and numbers to count."""
     if rule == "drop":
         return [], Counts(too_long_dropped=1)
     if rule == "truncate":
@@ -263,7 +263,7 @@ def _make_pairs(samples: Sequence[tuple[str, Preference]], how: Tokenisation) ->
 
 
 def _join_alike(pair: Preference, separator: str) -> tuple[Sample, Sample]:
-    """Both sides of a pair with equal prompt texts, which end with a separator if an answer needs it."""
+    """Both samples of a pair with the same prompt text, which ends with a separator if one of the answers needs it."""
     chosen, rejected = pair.chosen, pair.rejected
     if not (isinstance(chosen, Completion) and isinstance(rejected, Completion)):
         return chosen, rejected
@@ -351,7 +351,7 @@ def encode_labelled(
 
 def _make_prompts(samples: Sequence[tuple[str, Prompt]], how: Tokenisation) -> Iterator[MadeRow]:
     """One document for each prompt, with the columns of its row; no token is supervised. A prompt beyond the limit is
-    counted and left out, since half a question has another answer.
+    counted and left out, since the answer to half a question is another one.
     """
     for (where, prompt), row in zip(samples, how.tokeniser.tokenise(samples), strict=True):
         excess = len(row.ids) - how.limits.max_seq_len
