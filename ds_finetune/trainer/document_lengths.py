@@ -96,7 +96,7 @@ def _limits(model: ModelPlan) -> Iterator[DocumentLimit]:
             yield DocumentLimit(tokens, where, "model.attention: sdpa", holds_for_answers=True)
         types = getattr(model.hf_config, "indexer_types", None) or ()
         chunks = [chunk for layers in model.stages if layers is not None for chunk in layers.chunks]
-        # Such a layer needs the tokens chosen by the indexer of the preceding layer, which another rank has.
+        # A layer without an indexer needs the tokens that the preceding layer's indexer chose, on another rank.
         for layer in (chunk[0] for chunk in chunks if types and types[chunk[0]] == "shared"):
             where = f"where a stage of parallel.pp {len(model.stages)} begins with layer {layer}, without an indexer"
             yield DocumentLimit(tokens, where, "parallel.pp: 1, or other parallel.pp_layers", holds_for_answers=True)

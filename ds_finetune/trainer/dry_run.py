@@ -33,15 +33,15 @@ class PlannedRun:
     tensors: tuple[tuple[TensorKind, ...], ...] = field(repr=False)
     """For each pipeline stage, the tensors that one of its ranks holds."""
     states: MemoryEstimate
-    """Memory besides activations of the rank that needs most."""
+    """Estimated memory, without activations, of the rank that needs most."""
     lines: tuple[tuple[str, str], ...]
     """Plan lines: name and text of each decision."""
     notes: tuple[str, ...] = ()
-    """Notes about what a user might not expect."""
+    """Notes on what a user might not expect of the run."""
 
     @property
     def state_bytes(self) -> Mapping[str, int]:
-        """Bytes of weights, gradients, optimizer states and buffers on the rank that needs most, by name."""
+        """Bytes of weights, gradients, optimizer states and buffers on the rank that needs most memory, by kind."""
         return {row.name: row.num_bytes for row in self.states.rows if row.place != "disk" and row.num_bytes}
 
     def __rich__(self) -> RenderableType:
@@ -135,7 +135,7 @@ def _by(shape: tuple[int, ...]) -> str:
 
 
 def model_lines(model: ModelPlan, plan: Plan, *, capability: tuple[int, int] | None = None) -> list[tuple[str, str]]:
-    """Plan lines about the model: vocabulary, scores, stages, features.
+    """Plan lines about the model: context, vocabulary, classes, stages, features.
 
     `capability` is the compute capability of this rank's GPU; None on CPUs and in a dry run.
     """

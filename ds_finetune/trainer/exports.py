@@ -169,7 +169,7 @@ def export(run: PreparedRun, engine: Engine, out: Path, *, step: int | None) -> 
     notes = list(tokenizer.notes)
     shapes = {name: tuple(spec.shape) for name, spec in engine.tensor_specs().items()}
     trained = published_names(shapes, parts.family)
-    # For a classifier, the base's extra tensors belong to its language-model head and are not copied.
+    # For a classifier, the base model's extra tensors belong to its language-model head and are not copied.
     if model.task == "causal_lm" and not model.has_random_weights and has_weights(folder):
         base = BaseFolder.read(folder, read_model_spec(folder))
         # Only rank zero writes, and compares embeddings and heads, which may take seconds.

@@ -20,7 +20,7 @@ _MOST_CHANGES = 5
 
 
 def forecast_lines(run: PreparedRun) -> list[tuple[str, str]]:
-    """Plan lines about memory."""
+    """Plan lines about the memory that the run will need."""
     free = "" if run.memory is None else f" of {run.memory.free_bytes / GIB:.3f} GiB that are free"
     try:
         memory = _estimate(run)
@@ -35,8 +35,8 @@ def forecast_lines(run: PreparedRun) -> list[tuple[str, str]]:
 
 
 def forecast_check(run: PreparedRun, *, say: Say, log: Say) -> MemoryCheck:
-    """Observer that compares measured memory of the first steps with the estimate, and writes the whole table to the
-    log. On CPUs, where the process holds more than tensors, the comparison goes only to the log.
+    """Observer that compares measured memory of the first steps with the estimate, and writes all its items to the log.
+    On CPUs, where the process holds more than tensors, the comparison goes only to the log.
     """
     memory = estimate_of(run)
     if memory is not None:
@@ -106,7 +106,7 @@ def explain_out_of_memory(run: PreparedRun) -> Iterator[None]:
 
 def _remember(run: PreparedRun) -> str:
     """Record that the run's `auto` micro-batch ran out of memory, so that the next start uses at most half of it.
-    Returns a sentence about that.
+    Returns a sentence for the user.
     """
     rows = run.plan.micro_batch_size
     if run.failed_size is None or rows == 1:

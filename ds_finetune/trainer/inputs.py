@@ -186,7 +186,7 @@ def read_inputs(run: RunSettings, model: ModelPlan) -> RunInputs:
 
 
 def start_notes(model: ModelPlan, base: str) -> Iterator[str]:
-    """A note if the adapter of `lora.start` has no digest of its base. ConfigError if its digest is not `base`."""
+    """A note if the adapter `lora.start` has no digest of its base model. ConfigError if its digest is not `base`."""
     if model.lora is None or model.lora.section.start is None:
         return
     adapter = PeftAdapter.open(Path(model.lora.section.start))
@@ -211,7 +211,7 @@ def untrained_tokens(
         return
     base_tokenizer, seen, ids = tokenizer, np.zeros(model.hf_config.vocab_size, dtype=bool), rows.documents.ids
     if tokenizer.name_or_path != str(folder) and has_vocabulary(folder):
-        # If the base's own tokenizer cannot be read, the run's tokenizer is used instead.
+        # If the base model's own tokenizer cannot be read, the run's tokenizer is used instead.
         with suppress(DataError):
             base_tokenizer = load_tokenizer(str(folder))
     for start in range(0, len(ids), _STRIP):

@@ -63,7 +63,7 @@ def decide_micro_batch(run: PreparedRun, store: dist.Store, monitor: Monitor) ->
     budget = min(json.loads(text)["free_bytes"] for text in texts)
     estimates = {rows: bytes_of(run.plan, run.model.described, run.traces, rows) for rows in legal_sizes(run.plan)}
     file = _file(run, estimates, [json.loads(text)["total_bytes"] for text in texts])
-    # Hosts may have read different sizes, because each host has its own cache.
+    # Hosts may have read different failed micro-batch sizes, because each host has its own cache.
     failed = exchange(store, world, "micro-batch without memory", str(failed_size(file)), timeout=_TIMEOUT)
     too_many = min(filter(None, map(int, failed)), default=0)
     sizes = [size for size in estimates if not too_many or size <= too_many // 2]
@@ -98,7 +98,7 @@ def _nothing_fits(run: PreparedRun, budget: int, too_many: int) -> ConfigError:
 
 def _file(run: PreparedRun, estimates: dict[int, int], devices: list[int]) -> Path:
     """File that records a micro-batch size that ran out of memory. Its name depends on rows, the ranks' devices,
-    versions, and the estimates, which cover every setting that affects memory.
+    versions, and memory estimates, which cover every setting that affects memory.
     """
     plan, rows = run.plan, run.inputs.train.fingerprint()
     key = [__version__, versions(), rows, devices, str(plan.mesh), plan.zero, estimates]

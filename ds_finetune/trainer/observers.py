@@ -67,7 +67,7 @@ class StartedRun:
     exports: Exports
     rank_progress: RankProgress
     store: dist.Store
-    """Store through which the ranks have connected."""
+    """Store through which the ranks have found each other."""
     say: Say
     """Function that prints a line on rank zero."""
     log: Say
@@ -115,7 +115,7 @@ def make_time_left(run: PreparedRun) -> TimeLeft:
     steps = 0.0
     if held_out:
         intervals |= dict.fromkeys((EVALUATION, ANSWERS), run.interval(config.eval))
-        # A forward of a row takes about a third of the time of a training step on the row.
+        # A forward pass over a row takes about a third of the time of a training step on it.
         num_rows = sum(num_eval_rows(rows, config.eval.limit) for rows in held_out.values())
         steps = num_rows / config.train.global_batch_size / 3
     return TimeLeft(run.schedule.steps, intervals, evaluation_steps=steps)

@@ -1,5 +1,5 @@
-"""Prepares a run from its configuration, before any process group exists: plan, model, rows and learning rate. Compares
-versions, and choices that depend on the host, between all ranks before anything is loaded.
+"""Prepares a run from its configuration, before any process group exists: plan, model, rows and learning rate.
+Versions, and choices that depend on the host, are first compared between all ranks.
 """
 
 import json
@@ -178,7 +178,7 @@ def check_same_kernels(kernels: ChosenKernels, device: str, world: World, store:
 
 
 def _check_same(topic: str, own: Mapping[str, tuple[str, str]], world: World, store: dist.Store, hint: str) -> None:
-    """Raise ConfigError if the values of a name differ between ranks. `own` maps a name to its value and the reason."""
+    """Raise ConfigError if a named value differs between ranks. `own` has this rank's value and reason by name."""
     record = json.dumps([socket.gethostname(), own])
     ranks = [json.loads(text) for text in exchange(store, world, topic, record, timeout=COLLECTIVE_TIMEOUT)]
     for rank, (_, of_rank) in enumerate(ranks):

@@ -52,7 +52,7 @@ def training_rows(run: RunSettings) -> tuple[PreparedRows, PreTrainedTokenizerBa
 
 
 def _shown_source(rows: PreparedRows, name: str, units: range, tokenizer: PreTrainedTokenizerBase) -> Iterator[Text]:
-    """Documents, pairs or examples of a source of the data, under the source's name if it is part of a mixture."""
+    """Documents, pairs or examples of a source of training data, under the source's name if part of a mixture."""
     if rows.mixture is not None:
         source = rows.mixture.names.index(name)
         draws, size = rows.mixture.draws[source], rows.mixture.sizes[source]
@@ -118,7 +118,7 @@ def marked_spans(ids: list[int], mask: list[bool], tokenizer: PreTrainedTokenize
 
 
 def count_lines(rows: PreparedRows, max_seq_len: int, *, is_packed: bool) -> list[tuple[str, str]]:
-    """Names and texts of the counts of rows, documents, labels and tokens."""
+    """Lines (name and text) with the counts of rows, documents, labels and tokens."""
     counts = rows.counts
     has_answers = rows.kind.has_supervised_tokens
     supervised = f", {share_text(counts.supervised / max(counts.tokens, 1))} supervised" if has_answers else ""

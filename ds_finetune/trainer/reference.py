@@ -113,7 +113,7 @@ def _fingerprint(run: PreparedRun, name: str, rows: PreparedRows) -> str:
     """Hash of what determines the log-probabilities: weights, rows, precision, kernels, layout and micro-batch."""
     plan, config = run.plan, run.config
     sizes = {axis: getattr(plan.mesh, axis) for axis in ("tp", "sp", "pp", "ep")}
-    # The order of unpacked rows decides which rows share a forward, and so their padding.
+    # The order of unpacked rows decides which rows share a forward pass, and so their padding.
     order = None if plan.data.packing else [plan.train.seed, config.data.shuffle]
     parts = {
         "format": _FORMAT,
@@ -131,7 +131,7 @@ def _fingerprint(run: PreparedRun, name: str, rows: PreparedRows) -> str:
         "layout": sizes,
         "forward": [plan.micro_batch_size, plan.train.max_seq_len, order],
         "limit": config.eval.limit if name != _TRAIN else 0,
-        # The seed decides the pairs of mismatched answers and prompts.
+        # The seed decides which prompt a mismatched answer is paired with.
         "baseline": plan.train.seed if run.model.objective.needs_baseline else None,
         "packages": {name: version(name) for name in _PACKAGES},
     }

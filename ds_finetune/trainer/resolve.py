@@ -96,18 +96,18 @@ class ResolvedRun:
 
     @cached_property
     def tensors(self) -> tuple[tuple[TensorKind, ...], ...]:
-        """Tensors of a rank of each pipeline stage."""
+        """The tensors that one rank of each pipeline stage holds."""
         return tuple(stage.kinds for stage in weights_of_run(self.plan, self.model.described))
 
     @cached_property
     def states(self) -> MemoryEstimate:
-        """Memory that the run needs besides activations, estimated from the shapes of its ranks' tensors."""
+        """Memory that the run needs for all but activations, estimated from the shapes of its ranks' tensors."""
         described = self.model.described
         return estimate_memory(self.plan, described, without_activations(described))
 
     @cached_property
     def files(self) -> DiskNeed:
-        """Files of the run, counted as if all were on one disk."""
+        """Number and size of the files that the run writes."""
         return files_of(self.plan, self.model.described)
 
 
@@ -351,7 +351,7 @@ def _unreached_parameters(plan: Plan, model: ModelPlan) -> tuple[tuple[str, ...]
 
 
 def complete_features(plan: Plan, model: ModelPlan) -> Plan:
-    """The plan with the consequences of the features that are on."""
+    """The plan, completed by each feature that is on."""
     for feature in features_of(model, plan):
         plan = feature.complete(plan)
     return plan

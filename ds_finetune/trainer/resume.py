@@ -153,7 +153,7 @@ def best_weights_lines(usable: UsableCheckpoint, output_dir: Path) -> list[str]:
 
 
 def _steps_of_best(folder: Path) -> dict[str, int | None]:
-    """The step of each export of the best weights in a run's folder, by its name; None where it is unknown."""
+    """Step of each export of the best weights in a run folder, by name of the export; None where it is unknown."""
     run = RunFolder(folder)
     with suppress(OutputError):
         run.update()
@@ -305,7 +305,7 @@ def _memory_error(num_bytes: int, plan: Plan) -> OutputError | None:
 
 
 def make_state_text(run: PreparedRun, engine: Engine) -> RunText:
-    """Returns a function that serialises the run's state after a step, from the step's record and observers' states."""
+    """Make a function that serialises the run's state after a step, from the step's record and observers' states."""
     inputs = inputs_of(run)
 
     def state_text(record: StepRecord, observers: Mapping[str, Mapping[str, Any]]) -> str:
@@ -358,7 +358,7 @@ def interrupted_evaluation(point: ResumePoint, stream_position: Position, *, ste
 
 
 def saved_record(point: ResumePoint) -> StepRecord | None:
-    """The record of the checkpoint's step, with the values from the time when it was saved; None for a new run."""
+    """The record of the checkpoint's step, with the values that it had when saved; None for a new run."""
     state = point.checkpoint.state if point.checkpoint else None
     best_step = state.observers.get("best", {}).get("best_step", 0) if state else 0
     return StepRecord(state.step, state.values, best_step=best_step) if state else None

@@ -35,9 +35,9 @@ _LOGS = (".log", ".out", ".err")
 Rows = Iterable[Mapping[str, object]]
 """Rows of data: a list of dictionaries, a `datasets.Dataset`, or any other iterable of dictionaries."""
 RECORDS = (METRICS, RANK_TIMES, SAMPLES, ROLLOUTS, EXPERTS)
-"""Names of the files with one line per step or answer."""
+"""Names of the files in a run folder that have one line per step or answer."""
 ROWS = "rows"
-"""Name of the folder, in the run folder, of rows that a program has passed."""
+"""Name of the folder, in the run folder, with rows that a program has passed."""
 
 
 def check_only_own_files(folder: Path, inputs: Iterable[tuple[str, Path]], *, cache_dir: str) -> None:
@@ -174,7 +174,7 @@ def _missing_steps(folder: Path, after_step: int) -> str:
     """A line that names the steps up to `after_step` that metrics.jsonl lacks; empty if it lacks none."""
     starts, metrics = folder / STARTS, folder / METRICS
     if not after_step or not (starts.exists() or metrics.exists()):
-        # The checkpoint is from another folder, so this folder need not have earlier records.
+        # The checkpoint is from another folder, so this folder may lack records of earlier steps.
         return ""
     start = parse_object(starts.read_bytes().partition(b"\n")[0] if starts.exists() else b"").get("after_step")
     recorded = set(map(_step_of, metrics.read_bytes().split(b"\n") if metrics.exists() else ()))

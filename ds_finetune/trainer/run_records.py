@@ -171,7 +171,7 @@ def _now(first: RunStatus, progress: RankProgress) -> RunStatus:
     try:
         limit = progress.limit_seconds()
     except RuntimeError:
-        # The training thread appended a step's time while the median was computed.
+        # The training thread appended a step's time while the median step time was computed.
         limit = math.inf
     return replace(
         first,
@@ -253,7 +253,7 @@ def record_end(
 
 
 def _has_started(run_folder: Path) -> bool:
-    """Whether this process made the last start of the run in the folder. Otherwise its report must stay."""
+    """Whether this process made the last start of the run in the folder. If not, the report in the folder must stay."""
     try:
         start = json.loads((run_folder / STARTS).read_text(encoding="utf-8").splitlines()[-1])
     except (OSError, ValueError, IndexError):

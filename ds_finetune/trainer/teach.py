@@ -38,12 +38,12 @@ from ds_finetune.trainer.inputs import RunInputs, read_inputs
 from ds_finetune.trainer.resolve import model_config, plan_model, token_limits, try_generic_type
 
 SHARD_DOCUMENTS = 256
-"""Number of documents in a shard, which is written at once."""
+"""Number of documents in a shard of teacher scores; a shard is written at once."""
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """Documents that a teacher scores, and the `identity` by which stored scores are recognised."""
+    """Documents that a teacher scores, and the `identity` by which its stored scores are recognised."""
 
     run: RunSettings
     rows: PreparedRows
@@ -52,7 +52,7 @@ class Lesson:
 
     @property
     def num_shards(self) -> int:
-        """Number of shards in the finished folder."""
+        """Number of shards in the finished folder of scores."""
         return -(-self.rows.counts.documents // self.identity.shard_documents)
 
     def documents_of(self, shard: int) -> range:
@@ -162,7 +162,7 @@ def _forwards(lesson: Lesson, documents: range) -> Iterator[list[Row]]:
 def _scores(
     teacher: Teacher, rows: Sequence[Row], identity: ScoreIdentity, device: torch.device
 ) -> list[DocumentScores]:
-    """Scores of documents, concatenated to one row, over the ids of the model's vocabulary."""
+    """The teacher's scores of the documents in `rows`, over the ids of the model's vocabulary."""
     top_k, vocabulary = identity.top_k, identity.vocabulary
     ids, positions, labels = (
         torch.from_numpy(np.concatenate([getattr(row, name) for row in rows])).long().to(device)

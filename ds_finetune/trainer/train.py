@@ -95,7 +95,7 @@ def train(
     ):
         with start_watchdog(config.watchdog, world, folder, log.add) as (monitor, store):
             if world.rank == 0:
-                # Only rank zero's files could replace a user's files; folders of other nodes have only checkpoints.
+                # Only rank zero's files could replace a user's files; run folders of other nodes have only checkpoints.
                 check_only_own_files(Path(config.output_dir), config.inputs(), cache_dir=config.data.cache_dir)
             check_trackers(config.log.trackers)
             outside = [*load_observers(config.log.observers), *observers]
@@ -266,7 +266,7 @@ def finish_plan(run: PreparedRun, store: dist.Store, monitor: Monitor, say: Say)
 
 
 def compile_operators(run: PreparedRun, store: dist.Store, monitor: Monitor, say: Say) -> PreparedRun:
-    """Compile the optimizer's operators; the ranks agree on the consequences through `store`. Ranks wait without a
+    """Compile the optimizer's operators. All ranks learn through `store` which of them failed. Ranks wait without a
     limit for a rank that takes longer to prepare or compile.
     """
     timeout = timedelta(seconds=run.plan.watchdog.collective_seconds)

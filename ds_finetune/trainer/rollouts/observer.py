@@ -27,7 +27,7 @@ from ds_finetune.trainer.rollouts.source import LOST, RolloutSource
 EVERY = 10
 """Number of rollouts between two cause lines."""
 _SAMPLED_GROUPS, _SAMPLED_ANSWERS = 2, 4
-"""Number of groups that are written per rollout, and of answers per group."""
+"""Number of groups of each rollout that are written to rollouts.jsonl, and of answers of each group."""
 LOSS_NOTE = (
     "the loss is close to 0 from the beginning and may rise, because advantages add up to 0: watch "
     "rollout/reward, and eval/reward of held-out prompts"
@@ -42,7 +42,7 @@ class RolloutMetrics(Remembering):
     def __init__(self, source: RolloutSource, say: Say) -> None:
         self._source, self._say = source, say
         self.start: Metrics | None = None
-        """Metrics of the rollouts of the run's first cause line."""
+        """Mean metrics of the rollouts that the run's first cause line is about."""
         self.recent: list[Metrics] = []
         self.since = 0
 
@@ -106,7 +106,7 @@ class RolloutSamples(LineFile):
         """Write samples of a rollout that begins with this step."""
         rollout = self._source.latest
         if rollout is not None and rollout.first == record.step - 1:
-            # Groups with different rewards are first, because only they contribute to the gradient.
+            # Groups whose answers have different rewards come first, because only they contribute to the gradient.
             first = sorted(rollout.groups, key=lambda group: not group.has_spread)[:_SAMPLED_GROUPS]
             for group in first:
                 self.put(json.dumps({"step": record.step, **self._sample(group)}, ensure_ascii=False) + "\n")
@@ -115,7 +115,7 @@ class RolloutSamples(LineFile):
     def _sample(self, group: AnswerGroup) -> dict[str, Any]:
         sampler, rows = self._source.sampler, self._source.rows
         order = np.argsort(-np.nan_to_num(group.rewards), kind="stable")
-        # The answers with the highest and the lowest rewards are written.
+        # Of a group, the answers with the highest and the lowest rewards are written.
         extremes = [*order[: _SAMPLED_ANSWERS // 2], *order[_SAMPLED_ANSWERS // 2 :][-(_SAMPLED_ANSWERS // 2) :]]
         return {
             "row": rows.where(group.number),

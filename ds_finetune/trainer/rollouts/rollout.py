@@ -33,7 +33,7 @@ _NUMPY: list[Any] = [
 """Types that may occur within the arrays of a rollout file, so that unpickling allows them."""
 Floats = NDArray[np.float64]
 TokenNumbers = Mapping[int, NDArray[np.float32]]
-"""One number per token of an answer, by the number of the answer in its rollout."""
+"""A value for each token of an answer, by the number of the answer in its rollout."""
 
 
 def mean_score(scores: Floats) -> float:
@@ -101,9 +101,9 @@ class Rollout:
     trained: tuple[int, ...]
     """Indices of the groups whose answers are trained on."""
     until: int
-    """Position that follows the rollout's last prompt, in the order in which the run samples prompts."""
+    """Position, in the run's order of prompts, that follows the rollout's last prompt."""
     steps: int
-    """Number of optimizer steps of this rollout."""
+    """Number of optimizer steps that train on the rollout's answers."""
     sampled_at: int = 0
     """Number of optimizer steps completed when the rollout was sampled."""
     noted: Mapping[str, float] = field(default_factory=dict)

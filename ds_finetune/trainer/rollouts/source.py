@@ -47,7 +47,7 @@ class RolloutSource:
         self._steps_left = 0
         """Number of steps of the current rollout that are still to come."""
         self._ahead: Rollout | Callable[[], Rollout] | None = None
-        """The next rollout, if it is sampled ahead, or a function that waits for its rewards."""
+        """The next rollout, if it has been sampled ahead, or a function that waits for its rewards."""
         self._resumed: dict[str, Any] = {}
         self._engine, self._files = engine, files
         self._plan = replace(batch_plan(run), shares_prompts=engine.shares_prompts)
@@ -58,7 +58,7 @@ class RolloutSource:
     def state(self) -> dict[str, Any]:
         """The state to save: step and hash of the rollout file; empty without an unfinished rollout. Collective."""
         if self.latest is None:
-            # Before the first batch, the state is the one of the checkpoint from which the run resumed.
+            # Before the first batch, the state to save is that of the checkpoint from which the run resumed.
             return self._resumed
         current, ahead = self.latest if self._steps_left else None, self._scored_ahead()
         if self._files is None or (current is None and ahead is None):
@@ -187,7 +187,7 @@ class RolloutSource:
             sampled=answer.log_probs,
             old=rollout.old.get(number),
             reference=rollout.reference.get(number),
-            # Later steps have other weights, which choose other experts than at sampling.
+            # In later steps of the rollout the changed weights choose other experts than at sampling.
             experts=answer.experts if index in rollout.groups_of_step(0) else None,
             number=number,
         )

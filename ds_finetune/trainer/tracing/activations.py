@@ -94,7 +94,7 @@ class _Watch:
     def _after(self, module: nn.Module, _: object, out: Any) -> None:  # noqa: ANN401
         number = self._numbers.get(module)
         if self._is_backward or number is None or out is None:
-            # A forward that raised an error has no output.
+            # A forward pass that raised an error has no output.
             return
         hidden = out[0] if isinstance(out, tuple) else out
         if hidden.requires_grad:

@@ -266,7 +266,7 @@ ranks.
 
 def _assumed_counts(module: ExpertParallelExperts, experts: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int]]:
     """Replacement of `ExpertParallelExperts._count_rows`, which needs the values of tensors. It assumes equal numbers
-    of rows per expert, and `EXPERT_IMBALANCE` times as many arriving rows.
+    of rows per expert, and that a rank receives `EXPERT_IMBALANCE` times the rows it sends.
     """
     size, rows = module.ep_group.size, len(experts)
     sent = [rows // size + (rank < rows % size) for rank in range(size)]

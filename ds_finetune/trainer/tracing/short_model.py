@@ -193,7 +193,7 @@ def _kind_of(layer: nn.Module, name: str) -> tuple[object, ...]:
 
 
 def _rows(plan: Plan, objective: Objective, *, has_types: bool) -> ForwardRows:
-    """Rows of a forward with every input that a loss may read."""
+    """Rows of a forward pass with every input that a loss may read."""
     number, length = plan.micro_batch_size, plan.train.max_seq_len
     documents = ((length - length // 2, length // 2) if objective.documents_per_unit == 2 else (length,),) * number
     ids = torch.zeros(number, -(-length // plan.mesh.sp), dtype=torch.int64)
