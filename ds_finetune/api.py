@@ -290,7 +290,7 @@ def _held_out_paths(
 
 @contextmanager
 def _unchanged_environment(world: World) -> Iterator[None]:
-    """At its end, remove the environment variables that a run without a launcher has set (RANK, MASTER_PORT, ...).
+    """Context that at its end removes the environment variables that a run without a launcher has set (RANK, ...).
 
     Child processes of later calls would otherwise take these variables for those of a launcher.
     """

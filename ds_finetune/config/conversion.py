@@ -97,7 +97,7 @@ class ConvertedRun:
         key, match = self._key(word), _MISWRITTEN.fullmatch(value.strip()) if isinstance(value, str) else None
         path, section = section_of(RunConfig, key.split("."))
         field = field_of(section, path[-1])
-        # A key of an objective counts as a number where the run's objective does not have the key.
+        # A key of an objective is taken for a number if the run's objective does not have the key.
         is_number = re.search(r"\b(int|float)\b", str(field.annotation)) if field else path[0] == "objective"
         if match is None or not (is_number or key in _LENGTHS):
             return
@@ -124,7 +124,7 @@ class ConvertedRun:
             self.to_fill["rollout.address"] = "the address of a vLLM server, such as http://127.0.0.1:8000"
 
     def text(self, source: str) -> str:
-        """Text of the run file. Comments name the origin of each key, and the keys of the other file that set none."""
+        """Text of the run file. Comments name each key's origin, and keys of the other file that are not converted."""
         tree = self.config.model_dump(mode="json", by_alias=True, exclude_unset=True)
         origins = " ".join(self.origins.values())
         lines = [

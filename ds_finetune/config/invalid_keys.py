@@ -101,7 +101,7 @@ def written(word: str, value: object, key: str) -> str:
 
 
 def _keys_of(error: Any) -> tuple[str, ...]:  # noqa: ANN401 - pydantic's ErrorDetails
-    """Path of keys of a pydantic error, without list indices and names of union members such as `dict[str,float]`."""
+    """Run-file keys down to a pydantic error, without list indices and union members such as `dict[str,float]`."""
     parts = [part for part in error["loc"] if isinstance(part, str)]
     return tuple(part for part in parts if part not in ("str", "int", "float") and "[" not in part)
 

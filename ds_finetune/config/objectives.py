@@ -414,7 +414,7 @@ def _read_section(value: object) -> ObjectiveConfig:
 
 
 class _SectionOfRow:
-    """Pydantic type of an objective's section; its schema is built from the objectives registered at that time."""
+    """Pydantic type of an objective's section; its schema has all objectives registered when it is built."""
 
     def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_plain_validator_function(_read_section)

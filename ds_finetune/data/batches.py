@@ -28,7 +28,7 @@ from ds_finetune.objectives.labels import IGNORE_INDEX
 from ds_finetune.objectives.objective import Examples
 
 _PAD_MULTIPLE = 8
-"""Unpacked rows are padded to a multiple of this number of tokens, which bounds the number of distinct shapes."""
+"""Unpacked rows are padded to a multiple of this number of tokens, so that tensors have few distinct shapes."""
 
 
 class Ahead(NamedTuple):
@@ -129,7 +129,7 @@ class BatchPlan:
     separates_padding: bool = False
     """Whether padding counts as a document of its own, so that bidirectional attention does not reach it."""
     row_cost: Callable[[int], float] | None = None
-    """Function from a training row's index to its estimated cost, which balances ranks; None keeps the order."""
+    """Function from a training row's index to its estimated cost, which balances ranks; None keeps the rows' order."""
     streamed_row_cost: Callable[[Row], float] | None = None
     """Function from a row to its estimated cost. It sorts the rows that a rank streams in a step, and balances rows of
     sampled answers over ranks. With None, rows keep their order.
@@ -450,7 +450,7 @@ def _best_swap(dear: NDArray[np.float64], cheap: NDArray[np.float64], gap: float
 Item = TypeVar("Item")
 Prepared = TypeVar("Prepared")
 _Queued = tuple[tuple[object, ...], BaseException | None]
-"""Queue item of the prefetching thread: a tuple with a prepared value (empty at the end), and an error or None."""
+"""Item from the prefetching thread: a tuple with a prepared value (empty at the end), and an error or None."""
 _SECONDS = 10.0
 """Seconds to wait for the prefetching thread when it is closed. If it is blocked longer, it ends with the process."""
 

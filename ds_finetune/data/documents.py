@@ -88,7 +88,7 @@ class Counts:
     truncated_tokens: int = 0
     split: int = 0
     server_prompt_differs: int = 0
-    """Number of rows whose tokenised prompt differs from the one that an inference server makes of its messages."""
+    """Number of rows whose tokenised prompt differs from the one that a server makes of the row's messages."""
     documents: int = 0
     tokens: int = 0
     supervised: int = 0
@@ -166,7 +166,7 @@ class Documents:
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         targets = np.array([document.target for document in documents], dtype=np.float64)
         second = [length if d.second is None else d.second for d, length in zip(documents, lengths, strict=True)]
-        # On disk, `records` and `places` have one line per document, or are empty if no document has such a text.
+        # On disk, `records` and `places` have one line per document, or are empty if all lines would be empty.
         texts = [[document.record for document in documents], [document.where for document in documents]]
         lines = ["".join(f"{text}\n" for text in each) if any(each) else "" for each in texts]
         records, places = (np.frombuffer(each.encode(), dtype=np.uint8) for each in lines)

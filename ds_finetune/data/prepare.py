@@ -219,7 +219,7 @@ def _tokenise(
     if size <= _BYTES_FOR_PROCESSES and not any(source.format == "hub" for source in sources):
         workers = 1
     done = len(list(folder.glob("part-??????"))) * ROWS_PER_PART
-    # Only the process with the lock tokenises, so it shows the progress whatever its rank.
+    # Only the process that locks the cache tokenises, so it shows the progress whatever its rank.
     estimate = estimate_rows(sources)
     total = max(min(estimate, choice.rows or estimate) - done, 0)
     with PhaseLine("tokenising rows", total, warmup=workers * ROWS_PER_PART, is_rank_zero=True) as line:

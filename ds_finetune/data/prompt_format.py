@@ -137,8 +137,8 @@ class PromptFormat:
     def of_run(
         cls, config: DataConfig, kind: RowKind, counts: Counts, tokenizer: PreTrainedTokenizerBase
     ) -> "PromptFormat":
-        """The prompt format of a run's training rows. Exports get data.template, or for completions that were trained
-        without a template one that writes them as in training.
+        """The prompt format of a run's training rows. Exports get data.template, or for completions trained without a
+        template one that writes prompts as in training.
         """
         settings, is_scorer = template_settings(config, tokenizer), OBJECTIVES[kind.objective].head == "scores"
         ends = () if is_scorer or kind.name == "text" else trained_ends(tokenizer, settings)
@@ -225,7 +225,7 @@ def _chat_template(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> st
 
 
 def _shipped_template(file: Path, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Read a chat template of this package; ConfigError if a file has its name or the tokenizer lacks a token of it."""
+    """Read a chat template of this package; ConfigError if a file has its name or the tokenizer lacks its tokens."""
     name, text = file.stem, file.read_text(encoding="utf-8")
     if Path(name).exists():
         raise ConfigError(

@@ -191,7 +191,8 @@ class RenderedConversation:
             raise template_error(self._where, broken) from broken
 
     def _after(self, done: str, rendered: str) -> str:
-        """The part of `rendered` after the text of earlier turns `done`; RewrittenTurnError if it begins otherwise."""
+        """The text after earlier turns `done` in `rendered`; RewrittenTurnError if `rendered` does not begin with it.
+        """
         _, separator, rest = rendered.partition(done) if done else ("", "", rendered)
         if separator == done:
             return rest
@@ -260,8 +261,8 @@ class RenderedConversation:
         is_call = not message["content"] and not message.get("reasoning_content") and message.get("tool_calls")
         written = header[len(opened) :] if opened is not None and header.startswith(opened) else ""
         if opened is not None and _THINK_END in written and _THINK_END in (message["content"] or ""):
-            # The template opens this answer with empty reasoning, because its reasoning is in the content and not in a
-            # field. So the header without reasoning is used.
+            # If reasoning is in the content and not in a field, the template opens the answer with empty reasoning. So
+            # the header without reasoning is used.
             header = opened
         text = header + rest
         for prompt in (opened, *(self._call_prompts(number, done) if is_call else [header])):

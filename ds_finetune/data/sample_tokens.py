@@ -70,7 +70,7 @@ class TemplateSettings:
 
 @dataclass(frozen=True)
 class _SampleText:
-    """Text segments of a sample, and its `Tokens` without the ids and the mask, which are computed later."""
+    """Text segments of a sample, and its `Tokens`, whose ids and mask are computed later."""
 
     segments: tuple[Segment, ...]
     result: Tokens

@@ -215,7 +215,7 @@ def _hub_source(path: str, names: Sequence[str], purpose: str) -> Source:
 
 
 def _files_of(path: str, split: str, purpose: str) -> Iterator[Source]:
-    """Data files of a folder as sources; if file names contain splits, only the files of one split."""
+    """Data files of a folder as sources; if files are named after splits, only those of one split."""
     folder = Path(path)
     all_files = {file: FileFormat.of(file) for file in sorted(folder.rglob("*")) if file.is_file()}
     formats = {file: file_format for file, file_format in all_files.items() if file_format is not None}
@@ -243,7 +243,7 @@ def _files_of(path: str, split: str, purpose: str) -> Iterator[Source]:
 def _choose_split(purpose: str, splits: Sequence[str], path: str) -> str:
     """Name of the split to read for `purpose`; empty to read all files.
 
-    All files are read if no file name contains a split, or all contain the wanted one.
+    All files are read if no file is named after a split, or all after the wanted one.
     """
     named, fitting = {split for split in splits if split}, DEFAULT_SPLITS[purpose]
     if not named or named == {fitting[0]} or ("" in splits and len(named) == 1 and named <= set(fitting)):

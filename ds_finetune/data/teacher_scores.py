@@ -180,7 +180,7 @@ def _with_scores(micro: MicroBatch, scores: StoredScores) -> MicroBatch:
     assert micro.examples is not None
     top_k, rows = scores.identity.top_k, micro.labels.shape
     ids, log_probs = np.zeros((*rows, top_k), np.int32), np.zeros((*rows, top_k + 1), np.float16)
-    # Scores can be concatenated by document: documents are in the order of the rows, and none is split.
+    # The scores of all documents can be concatenated: documents are in the order of the rows, and none is split.
     documents = [scores[number] for number in micro.examples.numbers.tolist()]
     is_supervised = (micro.labels != IGNORE_INDEX).numpy()
     if documents:

@@ -165,8 +165,8 @@ class ControlTokens:
             parts.append([re.split(f"{_OPEN}(.*?){_CLOSE}", text) if _OPEN in text else [text] for text in texts])
             for pieces in parts[-1]:
                 for number, piece in enumerate(pieces[::2]):
-                    # A chat template may cut a bracketed token, so single brackets are removed. As in transformers, a
-                    # text after a control token that is encoded as characters is encoded as after a line feed.
+                    # A chat template may cut a bracketed token, so single brackets are removed. The text after a
+                    # control token that is encoded as characters is encoded as after a line feed, as in transformers.
                     plain.append((strip_brackets(piece), "\n" if number else before))
                     before = plain[-1][0] or before
                 before = "\n" if len(pieces) > 1 and not pieces[-1] else before

@@ -69,7 +69,7 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     """Hash of everything in a tokenizer that determines the ids of a text."""
     core = tokenizer.backend_tokenizer
-    # Truncation and padding do not count, since transformers 5.23 turns them off before each call of the tokenizer.
+    # Truncation and padding are not hashed, since transformers 5.23 turns them off before each call of the tokenizer.
     core.no_truncation()
     core.no_padding()
     return hashlib.sha256(core.to_str().encode()).hexdigest()

@@ -182,7 +182,7 @@ def source_version() -> str:
 
 def _port_holder(port: int) -> str | None:
     with socket.socket() as listening:
-        # With this option, as in torch's TCPStore, a port with only connections in TIME_WAIT counts as free.
+        # With SO_REUSEADDR, as in torch's TCPStore, a port with only connections in TIME_WAIT counts as free.
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listening.bind(("", port))

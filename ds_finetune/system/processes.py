@@ -43,7 +43,7 @@ def python_module(name: str, *arguments: str, python: str = sys.executable) -> l
 def with_package(environ: Mapping[str, str]) -> dict[str, str]:
     """`environ` with a PYTHONPATH by which another process finds this project, even if it is not installed."""
     package = str(Path(__file__).parents[2])
-    # For an installed package nothing is added, since site-packages in PYTHONPATH would precede Python's own modules.
+    # If the package is installed, PYTHONPATH stays: site-packages in it would precede Python's own modules.
     if package in site.getsitepackages():
         return dict(environ)
     return {**environ, "PYTHONPATH": os.pathsep.join(filter(None, [package, environ.get("PYTHONPATH")]))}

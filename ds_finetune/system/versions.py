@@ -63,8 +63,8 @@ def installed_versions(extras: Sequence[str] = ("", *EXTRAS)) -> dict[str, str]:
 
 
 def outside_ranges(installed: Mapping[str, str], extra: str = "") -> dict[str, Requirement]:
-    """Requirements of the extra `extra` (or of the program itself) that the installed versions do not meet. Each
-    key is a text with the installed version, such as `torch 2.9.0 (tested: >=2.11,<2.14)`.
+    """Requirements of the extra `extra` (or of the program itself) that the installed versions do not meet. The key of
+    each is a text with the installed version, such as `torch 2.9.0 (tested: >=2.11,<2.14)`.
 
     A package of an extra that is not installed is left out, because the code that needs it reports that.
     """

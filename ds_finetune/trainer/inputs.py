@@ -110,7 +110,7 @@ class RunInputs:
 
     @cached_property
     def beginning(self) -> dict[str, str]:
-        """The tokenizer.json of exports, by file name, if the run's own adds another BOS than training; else empty."""
+        """The tokenizer.json of exports, by name, if the run's own adds another BOS token than training; else empty."""
         files = {name: path for name, path in self.copied_files.items() if name != GENERATION}
         return fit_beginning(self.tokenizer, files, self.prompts, config=self.config_tree)
 

@@ -51,7 +51,7 @@ from ds_finetune.trainer.run_records import synchronise_records
 Scored = Callable[[], Mapping[str, HeldOutScores] | None]
 Answered = Callable[[], Mapping[str, float] | None]
 Collect = Callable[[Sequence[Sample]], None]
-"""Function that receives the first answers of an evaluation."""
+"""Function that receives the first answers to the prompts of an evaluation."""
 _ALL = "eval"
 """Prefix of the names of metrics over all held-out sets together."""
 
@@ -271,7 +271,7 @@ class HeldOutEvaluation:
     def _samples(
         self, name: str, pairs: Sequence[tuple[list[int], list[int]]], generated: list[str], expected: list[str]
     ) -> Iterator[Sample]:
-        """The first answers of a held-out set with their prompts as rendered. The caller sets their step later."""
+        """The first answers to prompts of a held-out set, with rendered prompts. The caller sets their step later."""
         rows = list(zip(pairs, generated, expected, strict=True))[:MOST_SAMPLES]
         for (prompt, _), answer, of_data in rows:
             yield Sample(0, name, self.run.inputs.tokenizer.decode(prompt), answer, of_data)
@@ -303,7 +303,7 @@ class Stragglers(Observer):
     hosts: list[str] = field(default_factory=list)
 
     def after_step(self, record: StepRecord) -> StepRecord:
-        """Add the ratio to the record every `every` steps, at which this call is collective."""
+        """Add the straggler ratio to the record every `every` steps, at which this call is collective."""
         window = max(self.every, _LEAST_STEPS)
         if record.step % self.every or len(self.progress.own_seconds) < min(window, RECENT_STEPS):
             return record

@@ -111,7 +111,7 @@ def marked_spans(ids: list[int], mask: list[bool], tokenizer: PreTrainedTokenize
     for end in range(1, len(ids) + 1):
         if end < len(ids) and mask[end] == mask[start]:
             continue
-        # SentencePiece's decoders drop the space before the first token, so that the preceding token is decoded too.
+        # SentencePiece's decoders drop the space before the first token. So the preceding token is decoded too.
         before = ids[max(start - 1, 0) : start]
         yield decode([*before, *ids[start:end]])[len(decode(before)) :], mask[start]
         start = end

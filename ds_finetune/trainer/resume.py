@@ -90,7 +90,7 @@ def find_resume_point(run: PreparedRun, say: Say) -> ResumePoint:
     folder_lock = _lock_folder(checkpoints, say)
     try_saving(checkpoints, is_asynchronous=run.plan.saves_asynchronously)
     usable = None if policy.resume == "never" else _find_checkpoint(run, checkpoints, say)
-    # Unfinished checkpoints of earlier starts are removed last, when no check can refuse this start any more.
+    # Unfinished checkpoints of earlier starts are removed last, after all checks that may refuse this start.
     for unfinished in unfinished_folders(checkpoints.path) if checkpoints.is_leader else ():
         say(f"removed the unfinished checkpoint {unfinished}")
         remove_checkpoint(unfinished)
@@ -247,7 +247,7 @@ def resume_engine(run: PreparedRun, engine: Engine, point: ResumePoint) -> Posit
 
 @contextmanager
 def start_saver(run: PreparedRun, engine: Engine, point: ResumePoint) -> Iterator[Saver | None]:
-    """Context with a saver of the engine's state and its process; None if the run saves no checkpoints."""
+    """Context with a saver of the engine's state and the saver's process; None if the run saves no checkpoints."""
     checkpoints = point.checkpoints
     if checkpoints is None:
         yield None
@@ -378,7 +378,7 @@ def inputs_of(run: PreparedRun) -> RunIdentity:
 
 
 def _rows_left_out(usable: UsableCheckpoint, run: PreparedRun) -> list[str]:
-    """A line on rows that a lengthened run leaves out, because the shorter run ended with a partly empty step."""
+    """A line on rows that a lengthened run leaves out, because the last step of the shorter run was not full."""
     rows, config = run.inputs.train, run.config
     if isinstance(rows, StreamedRows) or usable.state.config["train"]["for"] == config.train.duration:
         return []
@@ -390,7 +390,7 @@ def _rows_left_out(usable: UsableCheckpoint, run: PreparedRun) -> list[str]:
 
 
 def _random_state_changes(usable: UsableCheckpoint, run: PreparedRun) -> list[str]:
-    """A line if dropout gives other results because the layout has changed: random states belong to ranks."""
+    """A line if dropout uses other random numbers than before, because the layout of ranks has changed."""
     tree = run.inputs.hf_config.to_dict()
     ratios = {key: value for key, value in tree.items() if key.endswith(("dropout", "_pdrop", "_dropout_prob"))}
     drops = [f"{key} {value}" for key, value in ratios.items() if isinstance(value, float) and value]

@@ -122,7 +122,7 @@ def _is_resumable(folder: Path, policy: CheckpointConfig) -> bool:
 
 @contextmanager
 def remove_empty_on_failure(folder: Path) -> Iterator[None]:
-    """Context that, after an error before the first step, removes empty folders from the test of saving."""
+    """Context that removes the empty folders left by the test of saving, after an error before the first step."""
     try:
         yield
     except BaseException:

@@ -44,7 +44,7 @@ Spans = list[tuple[str, bool]]
 """Consecutive texts of a document, each with whether its tokens are supervised."""
 _MOST_WAITING = 1_000
 PAGE = REPORT
-"""Name of the file with a run's report in its folder."""
+"""Name of the file in a run folder with the report of the run."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Report:
     page: Path | None = None
     """Path of the HTML report; None on other ranks than zero, and if it could not be written."""
     was_finished: bool = False
-    """Whether an earlier start had finished the run, so that this one did nothing."""
+    """Whether an earlier start had finished the run, so that this start did nothing."""
 
 
 class RunLog:
@@ -199,12 +199,12 @@ def begin_run_folder(
     run: PreparedRun, progress: RankProgress, status: StatusKeeper, *, after_step: int, last: StepRecord | None
 ) -> str:
     """Prepare the run folder, append this start to `starts.jsonl`, write `data.json`, and start the status; on rank
-    zero only. Returns the line of `prepare_run_folder`.
+    zero only. Returns the line of `prepare_run_folder` on missing records.
     """
     if run.plan.world.rank:
         return ""
     lacks = prepare_run_folder(run, after_step=after_step, last=last)
-    # A new run overwrites the list of starts.
+    # The list of starts in a run folder begins anew with a new run.
     with (run.output_dir / STARTS).open("a" if after_step else "w", encoding="utf-8") as file:
         file.write(json.dumps(_start(run, after_step)) + "\n")
     _write_json(run.output_dir / "data.json", _data_summary(run))

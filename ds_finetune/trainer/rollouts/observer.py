@@ -47,7 +47,7 @@ class RolloutMetrics(Remembering):
         self.since = 0
 
     def after_step(self, record: StepRecord) -> StepRecord:
-        """Add the metrics of a rollout that begins with this step. At the last step the cause line is printed."""
+        """Add to `record` the metrics of a rollout that begins with this step. The last step prints the cause line."""
         rollout = self._source.latest
         if rollout is not None and rollout.first == record.step - 1:
             values = rollout_metrics(rollout, self._source.sampler)

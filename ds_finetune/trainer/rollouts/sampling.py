@@ -25,7 +25,7 @@ PHASE = "rollout"
 """Name of the phase of sampling in the watchdog and in the run's status."""
 _MEETING_SECONDS = 60.0
 _TAIL = 16
-"""Number of tokens decoded beyond the longest stop text's length, since a token may be a part of a character."""
+"""Number of tokens decoded beyond the longest stop text's length, since a token may be only a part of a character."""
 
 
 Answers = list[list[SampledAnswer]]
@@ -177,7 +177,7 @@ class Sampler:
             seed=None if greedy else self.run.plan.train.seed,
             batch_rows=None if (rows_at_once := self.run.config.rollout.batch_rows) == "auto" else rows_at_once,
             is_over=is_over,
-            # Each forward tells the watchdog that a long rollout is no hang.
+            # Each forward pass tells the watchdog that a long rollout is no hang.
             on_forward=self.progress.restart_limit,
             on_answer=sampled.score if is_first else lambda *_: None,
         )

@@ -78,7 +78,7 @@ class RolloutSource:
         return ahead
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Remember `state`, from the checkpoint from which the run resumes."""
+        """Keep `state`, which was saved in the checkpoint from which the run resumes."""
         self._resumed = dict(state)
 
     def batches(self, after: Progress, position: Position) -> Iterator[Batch]:
@@ -135,7 +135,8 @@ class RolloutSource:
             old: TokenNumbers = {}
             reference: TokenNumbers = {}
             if rollout.steps > 1:
-                # The rollout's first step uses the log-probabilities of its own forward, so only later steps need them.
+                # The rollout's first step uses log-probabilities of its own forward pass; only later steps need stored
+                # ones.
                 later = [self._batch(rollout, step) for step in range(1, rollout.steps)]
                 old = self._engine.token_log_probs(later)
             if self._objective.has_reference(has_adapters=self.run.config.lora is not None):

@@ -33,7 +33,7 @@ _AT_ONCE = 256
 """Number of concurrent requests if rollout.batch_rows is auto. Each request samples a whole group of answers."""
 _POLL_SECONDS = 1.0
 _SILENT_SECONDS, _FAILURES = 10.0, 3
-"""Seconds without an answer before the server's health is checked, and failed checks after which it is lost."""
+"""Seconds of silence after which the server's health is checked, and failed checks after which it is lost."""
 _MOST_NATS = {True: 1e-3, False: 0.25}
 """Tolerance in nats for the median difference between log-probabilities of fixed prompts on the server and in this
 engine, by whether both compute in fp32. If only half of the weights were loaded, the difference would be whole nats.
@@ -163,7 +163,7 @@ class VllmEngine:
         raise_on_every_rank(self._tried(work)[1])
 
     def _tried(self, work: Callable[[VllmServer], T]) -> tuple[T | None, FinetuneError | None]:
-        """Run `work` on rank zero. Returns its result and its error: ServerLostError if the server had answered."""
+        """Run `work` on rank zero. Returns its result and its error: ServerLostError if the server answered before."""
         if not self._engine.is_rank_zero:
             return None, None
         try:

@@ -113,7 +113,7 @@ class VllmServer:
             prompt.ids,
             **_DEFAULTS,
             n=request.group_size,
-            # The seed must not be negative, and so small that the number of an answer can be added.
+            # The seed must not be negative, and so small that the server can add the number of an answer to it.
             seed=key % 2**62,
             temperature=0 if request.seed is None else 1,
             max_tokens=limits.max_new_tokens,

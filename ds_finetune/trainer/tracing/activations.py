@@ -35,13 +35,13 @@ def trace(plan: Plan, model: ModelPlan, *, is_full: bool = False) -> TracedModel
 
 
 class _Mark(NamedTuple):
-    """Counts of bytes at the beginning of a part of an optimizer step."""
+    """Byte counts at the beginning of a part of an optimizer step."""
 
     part: str
     """`start`, `embedding`, `forward` or `backward` of a layer, `head`, `loss` or `inputs`."""
     layer: int
     peak: int
-    """Peak bytes during the preceding part of the step."""
+    """Peak bytes during the part of the step before this one."""
     held: int
     on_host: int
 
