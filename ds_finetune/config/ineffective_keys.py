@@ -17,8 +17,8 @@ Values = Mapping[str, Any]
 
 
 def _is(key: str, value: object, reason: str = "", *, negated: bool = False) -> tuple[Callable[[Values], bool], str]:
-    """Make a rule's condition `key == value` (with `negated` `key != value`, with a `value` of None that `key` is
-    empty), and its text for messages, which ends with `reason`.
+    """A rule's condition, and its text for messages, which ends with `reason`. The condition is `key == value`, or `key
+    != value` if `negated`, or that `key` is empty if `value` is None.
     """
     shown = str(value).lower() if isinstance(value, bool) else value
     text = f"there is no {key}" if value is None else f"{key} is {'not ' * negated}{shown}"

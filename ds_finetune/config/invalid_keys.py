@@ -61,7 +61,7 @@ def _explain_pasted(
 
 
 def _instead(path: Sequence[str], section: type[BaseModel], root: type[BaseModel], value: object) -> str:
-    """Text behind an unknown key in a list of them: the run-file key to write instead, or why there is none."""
+    """Text after an unknown key in a list of such keys: the run-file key to write instead, or why there is none."""
     word, key = path[-1], meant_key(path[-1], section, root)
     if word.lower() in NOT_AVAILABLE:
         return ": not available here"

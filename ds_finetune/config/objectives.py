@@ -234,8 +234,8 @@ class DistillObjective(ObjectiveConfig):
     in full, or with ZeRO-3 partitioned.
     """
     temperature: Refused[float] = Field(default=1.0, gt=0)
-    """Number by which both models' logits are divided in the divergence, which is then multiplied by its square; must
-    be 1 with `scores`.
+    """Number by which both models' logits are divided in the divergence, which is then multiplied by the square of the
+    number; must be 1 with `scores`.
     """
     label_weight: Refused[float] = Field(default=0.0, ge=0, lt=1)
     """Weight of the cross entropy of the labels in the loss; the KL divergence has the weight 1 - label_weight."""

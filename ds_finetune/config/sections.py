@@ -67,14 +67,14 @@ class ModelConfig(Section):
     resize_vocabulary: bool = False
     """Add rows to embedding and head for tokens that the model lacks; false refuses a tokenizer with such tokens."""
     context: int | None = Field(default=None, ge=1)
-    """Number of positions, so of tokens of a document, that the model must have. If config.json has fewer, YaRN extends
-    them, also in exports.
+    """Number of positions that the model must have: the maximum tokens of a document. If config.json has fewer, YaRN
+    extends them, also in exports.
     """
     weights: Literal["load", "random"] = "load"
     """`load` reads the weights of the folder. `random` initialises weights randomly, from `config.json` only."""
     attention: Literal["sdpa", "by_document", "varlen", "eager", "flash_attention_2"] = "sdpa"
     """Attention kernel. With every kernel, packed documents do not attend to each other. `by_document` makes one call
-    for each document, `varlen` one call for all documents of a forward (GPUs in bf16 and fp16). `sdpa` is `varlen`
+    for each document, `varlen` one call for all documents of a forward pass (GPUs in bf16 and fp16). `sdpa` is `varlen`
     where that supports the model, else `by_document`.
     """
     loss: Literal["auto", "chunked", "liger"] = "auto"
@@ -95,7 +95,7 @@ class DataConfig(Section):
     `{new.txt: 0.9, old.txt: 0.1}`, mixes rows of the files in these proportions. `data/*.jsonl` names all matches.
     """
     eval: HeldOutPaths = ()
-    """Held-out files, folders or hub ids; their split is by default that of validation, else of test. Sets may have
+    """Held-out files, folders or hub ids; by default their validation split, else their test split. Sets may have
     names, as in `{new: a.txt, old: b.txt}`, and then have metrics of their own, `eval/new/loss`. `5%` holds out that
     share of the training rows: one of each 20 consecutive rows, chosen by `train.seed`.
     """
@@ -184,7 +184,8 @@ class TrainConfig(Section):
     rollout.prompts_per_step x objective.group_size, which is also the default.
     """
     micro_batch_size: MicroBatchSize = 1
-    """Rows of one forward on one rank; gradient accumulation follows from it. `auto` is the most that fits memory."""
+    """Rows of one forward pass on one rank; gradient accumulation follows from it. `auto` is the most that fits memory.
+    """
     max_seq_len: Rows[int] = Field(default=2048, ge=2)
     """Maximum tokens of a row, which holds both answers of a pair."""
     precision: Precision = "auto"
@@ -217,12 +218,13 @@ class TrainConfig(Section):
     of fp16, while the loss scale falls.
     """
     reduction_dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    """Dtype in which gradients are summed over ranks and forwards. `auto` is that of `precision`. `fp32` in a bf16 run
-    needs ZeRO-2 or 3. `bf16` in an fp32 run rounds gradients that are sent; the sum over forwards stays fp32.
+    """Dtype in which gradients are summed over ranks and forward passes. `auto` is that of `precision`. `fp32` in a
+    bf16 run needs ZeRO-2 or 3. `bf16` in an fp32 run rounds gradients that are sent; the sum over forward passes stays
+    fp32.
     """
     reduction_every: Literal["auto", "step"] = "auto"
-    """How often gradients are summed over ranks. With `auto` ZeRO stages 2 and 3 sum in every forward, 0 and 1 once a
-    step. `step` sums once a step at every stage; until then each rank holds the gradients of all its weights.
+    """How often gradients are summed over ranks. With `auto` ZeRO stages 2 and 3 sum in every forward pass, 0 and 1
+    once a step. `step` sums once a step at every stage; until then each rank holds the gradients of all its weights.
     """
 
 

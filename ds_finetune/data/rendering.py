@@ -191,8 +191,7 @@ class RenderedConversation:
             raise template_error(self._where, broken) from broken
 
     def _after(self, done: str, rendered: str) -> str:
-        """The text after earlier turns `done` in `rendered`; RewrittenTurnError if `rendered` does not begin with it.
-        """
+        """The text in `rendered` after earlier turns `done`; RewrittenTurnError if `rendered` begins otherwise."""
         _, separator, rest = rendered.partition(done) if done else ("", "", rendered)
         if separator == done:
             return rest

@@ -192,7 +192,7 @@ class PauseDetector:
             return None
         # A waiting thread is told from a paused process by its context switches. A thread that waits for Python's lock
         # requests it every 5 ms (Python 3.11, Python/ceval_gil.h, take_gil), and the kernel counts each wait. A paused
-        # thread makes none.
+        # thread makes no context switches.
         waited = self._switches - switches > _SWITCHES_PER_SECOND * seconds
         return Pause(seconds, monotonic - before_monotonic, is_of_process=not waited)
 

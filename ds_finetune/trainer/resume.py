@@ -181,7 +181,7 @@ def _lock_folder(checkpoints: CheckpointFolder, say: Say) -> TextIO | None:
 
 
 def try_saving(checkpoints: CheckpointFolder, *, is_asynchronous: bool) -> None:
-    """Save a few numbers as checkpoints are saved, read them back and remove them; collective. OutputError on every
+    """Write a few numbers in the way of a checkpoint, read them back and remove them; collective. OutputError on every
     rank, with the reason of the first rank that fails.
     """
     trial = replace(checkpoints, path=checkpoints.path / f".rehearsal-{checkpoints.token}")

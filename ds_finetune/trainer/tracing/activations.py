@@ -1,4 +1,4 @@
-"""Measures activations of a rank in one forward and backward of the program's own modules on fake tensors."""
+"""Measures activations of a rank in one forward and backward pass of the program's own modules on fake tensors."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
