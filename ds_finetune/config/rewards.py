@@ -23,7 +23,7 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     "math": ("column", "unparsed"),
     "code": ("column", "partial", "unparsed"),
 }
-"""Options that each built-in reward has besides those of all rewards."""
+"""Options that each built-in reward has besides those that all rewards have."""
 _NEEDED = {"regex": "pattern", "length": "max_tokens"}
 _COLUMNS = {"code": "tests", "json": ""}
 """Data column that each of these built-in rewards reads by default; other built-in rewards read `answer`."""

@@ -199,7 +199,7 @@ def _prompt_from(column: str, read: Callable[[Mapping[str, Any], str, str], obje
 
 
 def _response_pair(view: Mapping[str, Any], where: str) -> Preference:
-    """Preference from the chosen dialogue in `messages`, and a rejected text or turns after the last user turn."""
+    """Preference from the chosen dialogue in `messages`, and a rejected answer to its last user turn."""
     chosen, rejected = _list_of_turns(view, "messages", where), view["rejected_response"]
     if isinstance(rejected, list | tuple):
         users = ("user", "human", "prompter")

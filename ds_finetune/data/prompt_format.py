@@ -321,7 +321,7 @@ def served_generation(folder: Path, config: PretrainedConfig, ends: Sequence[int
     given = tree.get("eos_token_id", config.eos_token_id)
     if not ends or set(given if isinstance(given, list) else [given]) == set(ends):
         return {}
-    # With the key `_from_model_config`, transformers would treat the file as a copy of config.json.
+    # With the key `_from_model_config`, transformers would treat generation_config.json as a copy of config.json.
     tree.pop("_from_model_config", None)
     ids = {} if tree else {key: getattr(config, key, None) for key in ("bos_token_id", "pad_token_id")}
     tree = {key: number for key, number in ids.items() if number is not None} | tree

@@ -80,7 +80,7 @@ class TextEncoder:
 
 
 def _without_space(part: dict[str, Any] | None) -> dict[str, Any] | None:
-    """A copy of a normalizer or pre-tokenizer that adds no space before a text; None if no step is left."""
+    """A copy of a normalizer or pre-tokenizer that adds no space before a text; None if nothing of it is left."""
     if part is None or part["type"] == "Prepend":
         return None
     for steps in ("normalizers", "pretokenizers"):

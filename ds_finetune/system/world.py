@@ -290,7 +290,7 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
 
 
 def _master_address(environ: Mapping[str, str], job: str) -> tuple[str, int]:
-    """Address and port of rank 0. Without MASTER_PORT, the port is computed from the job id, so that jobs differ."""
+    """Address and port of rank 0. Without MASTER_PORT, the port follows from the job id, so that jobs differ."""
     port = _FIRST_PORT + sum(ord(c) * 31**i for i, c in enumerate(job)) % _PORTS if job else DEFAULT_PORT
     return environ.get("MASTER_ADDR", "127.0.0.1"), master_port(environ, port)
 

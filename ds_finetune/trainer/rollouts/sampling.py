@@ -30,7 +30,7 @@ _TAIL = 16
 
 Answers = list[list[SampledAnswer]]
 StartSampling = Callable[[SamplingRequest], Callable[[], Answers | None]]
-"""Function that starts to sample a request, and returns a function that waits for all answers; both are collective. The
+"""Function that starts to sample answers, and returns a function that waits for all answers; both are collective. The
 run's own engine has sampled all answers when the first function returns; a server samples in the background.
 """
 

@@ -95,7 +95,8 @@ class VllmEngine:
         self._has_answered = False
         self._prompts = _check_prompts(run)
         self._before: tuple[Floats, Floats] | None = None
-        """Log-probabilities of the check prompts on the server and in this engine, at the previous update."""
+        """Log-probabilities of the check prompts on the server and in this engine, at the previous update of weights.
+        """
         self._begun: _Answers | None = None
         """The request that the server is sampling."""
 
