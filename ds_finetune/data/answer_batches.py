@@ -41,7 +41,7 @@ class ScoredAnswer:
 def answer_batch(answers: Sequence[ScoredAnswer], plan: BatchPlan, *, position: Position | None = None) -> Batch:
     """Make this rank's batch of a step from all sampled `answers`, which are the same on every rank.
 
-    Longest answers first, each goes into the fullest packed row with room. Empty rows are added so that all ranks run
+    The longest sequences of prompt and answer first, each goes into the fullest packed row with room. Empty rows are added so that all ranks run
     the same number of forward passes. `position` is the position in the prompts at which a run resumes after this step.
     """
     answer_rows = _rows(answers, plan)

@@ -202,8 +202,10 @@ class Probes:
     """Rendering of a probe answer if the template changes the answer's text, e.g. by escapes; else empty."""
     fields: frozenset[str]
     """Names of optional message fields that the template renders, such as `user.name` or `tool.name`."""
-    as_answers: frozenset[str]
-    """Roles other than `assistant` whose messages the template writes as answers."""
+    as_answers: frozenset[tuple[str, bool]]
+    """Pairs of a role other than `assistant` and whether its message is the first one, for messages that the template
+    writes as answers.
+    """
 
 
 def _probes(template: ChatTemplate) -> Probes:
@@ -228,12 +230,17 @@ def _probes(template: ChatTemplate) -> Probes:
         is_named_by_id=bool(calls) and placeholder("call") not in calls,
         changed="" if not answer or _ANSWER in written else written,
         fields=frozenset(name for name in fields if placeholder(name) in calls + named),
-        as_answers=frozenset(role for role in ("system", "developer", "tool") if _is_as_answer(template, role)),
+        as_answers=frozenset(
+            (role, is_first)
+            for role in ("system", "developer", "tool")
+            for is_first in (True, False)
+            if _is_as_answer(template, role, is_first=is_first)
+        ),
     )
 
 
-def _is_as_answer(template: ChatTemplate, role: str) -> bool:
-    messages = [_QUESTION, {"role": role, "content": placeholder(0)}, _QUESTION]
+def _is_as_answer(template: ChatTemplate, role: str, *, is_first: bool) -> bool:
+    messages = [_QUESTION, {"role": role, "content": placeholder(0)}, _QUESTION][is_first:]
     rendered = _try_render(template, messages)
     return placeholder(0) in rendered and rendered == _try_render(
         template, [message if message is _QUESTION else {**message, "role": "assistant"} for message in messages]

@@ -165,14 +165,14 @@ def check_supervised(record: Record, columns: Mapping[str, str], where: str) -> 
     present = _present(record, columns)
     if {"chosen", "rejected"} <= present:
         raise DataError(
-            f"{where} is a preference row (columns {', '.join(sorted(record))}); sft and distill imitate all answers",
+            f"{where} is a preference row (columns {', '.join(sorted(record))}); this objective would imitate all answers",
             hint="train such rows with objective dpo, simpo, cpo, orpo or reward, or name the answer to imitate: "
             f"data.columns {{{'completion' if 'prompt' in record else 'messages'}: chosen}}",
         )
     if "kto_tag" in present or ("label" in present and isinstance(record["label"], bool)):
         raise DataError(
             f"{where} is a KTO row, whose answer is labelled good or bad (columns {', '.join(sorted(record))}), "
-            "but sft and distill imitate all answers",
+            "but this objective would imitate all answers",
             hint="train such rows with objective kto, or keep the rows whose answer is to be imitated, and remove the "
             "column with the labels",
         )

@@ -171,7 +171,7 @@ class RenderedConversation:
 
     def role_note(self) -> str:
         """Name of the remark on rows in which the template writes a message as an answer that is none; else empty."""
-        roles = {message["role"] for message in self._messages}
+        roles = {(message["role"], number == 0) for number, message in enumerate(self._messages)}
         return "as_answer" if roles & self._template.probes.as_answers else ""
 
     def tools_note(self, document: str) -> str:

@@ -115,7 +115,10 @@ class FreezeFeature(Feature):
             return None
         key = "train.freeze" if run.train.freeze else "train.only"
         if not any(not family.is_of_indexer(name) for name in freezing.trained):
-            raise ConfigError(f"{key} freezes the whole model", hint=f"freeze fewer parameters, or leave {key} out")
+            raise ConfigError(
+                f"{key} leaves no parameter that the objective trains",
+                hint=f"freeze fewer parameters, or leave {key} out",
+            )
         is_scored = run.objective.row.head == "scores"
         heads = freezing.frozen.keys() & {*head_parameters(build_meta_model(hf_config, task))} if is_scored else ()
         if heads:

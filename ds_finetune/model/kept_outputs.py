@@ -27,8 +27,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from ds_finetune.foreign.guard import replaced
-
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -121,13 +119,26 @@ class _Current(threading.local):
 _current = _Current()
 
 
+class _InLayer(AbstractContextManager[None]):
+    """Sets the saved outputs of the running layer. A layer may be recomputed several times, so it can be entered again."""
+
+    def __init__(self, outputs: KeptOutputs) -> None:
+        self._kept = outputs
+
+    def __enter__(self) -> None:
+        self._before, _current.kept = _current.kept, self._kept
+
+    def __exit__(self, *_: object) -> None:
+        _current.kept = self._before
+
+
 def layer_contexts(*, is_selective: bool) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Contexts for a layer's forward and its recomputation, for torch's `checkpoint` (`context_fn`)."""
     outputs: deque[Any] = deque()
     forward, again = (
         KeptOutputs(outputs, is_recomputing=is_again, is_selective=is_selective) for is_again in (False, True)
     )
-    return replaced(_current, "kept", forward), replaced(_current, "kept", again)
+    return _InLayer(forward), _InLayer(again)
 
 
 def current_outputs() -> KeptOutputs | None:

@@ -127,8 +127,9 @@ def _variant_losses(
             return torch.sigmoid(beta * chosen) + (1 - torch.sigmoid(margin))
     assert variant in ("sigmoid", "sigmoid_norm"), variant
     # DPO's loss (equation 7 of the paper). With label smoothing e it is the expected loss if a fraction e of the pairs
-    # were swapped (cDPO).
-    return -(1 - smoothing) * logsigmoid(margin) - smoothing * logsigmoid(-margin)
+    # were swapped (cDPO). Without smoothing, an infinite margin has the loss 0.
+    losses = -(1 - smoothing) * logsigmoid(margin)
+    return losses - smoothing * logsigmoid(-margin) if smoothing else losses
 
 
 class KahnemanTversky(DocumentObjective):

@@ -134,6 +134,17 @@ def test_a_template_that_writes_other_roles_as_answers_is_reported(
     assert "as_answer" not in two.tokens("two", [ASKED, SAID]).notes
 
 
+def test_a_system_message_that_only_the_first_place_renders_is_no_answer(
+    chat_tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    body = "{% if loop.first and m.role == 'system' %}S: {{ m.content }} {% elif m.role == 'user' %}Q: {{ m.content }} "
+    body += f"{{% else %}}A: {{{{ m.content }}}}{EOS}{{% endif %}}"
+    template = "{% for m in messages %}" + body + "{% endfor %}{% if add_generation_prompt %}A: {% endif %}"
+    system, chat = {"role": "system", "content": "Be nice."}, Chat(chat_tokenizer, {"first": template})
+    assert "as_answer" not in chat.tokens("first", [system, ASKED, SAID]).notes
+    assert "as_answer" in chat.tokens("first", [ASKED, SAID, system, ASKED, SAID]).notes
+
+
 def test_reasoning_in_a_field_is_rendered_as_the_template_knows_it(chat: Chat) -> None:
     thought = {**SAID, "reasoning_content": "2 and 2"}
     assert chat.supervised(QWEN3, [ASKED, thought]) == ["<think>\n2 and 2\n</think>\n\nIt is 4.<|im_end|>"]

@@ -86,5 +86,5 @@ def test_an_installed_package_adds_a_feature(tmp_path: Path, monkeypatch: pytest
 def test_settings_of_an_unknown_feature_are_refused(tmp_path: Path) -> None:
     table.register_feature(ToyFeature)
     assert not any(isinstance(feature, ToyFeature) for feature in _features(tmp_path))
-    with pytest.raises(ConfigError, match=r"(?s)features\.tyo is {'scale': 2}.*registered: toy"):
+    with pytest.raises(ConfigError, match=r"(?s)features\.tyo has settings {'scale': 2}.*registered features: toy"):
         _features(tmp_path, tyo={"scale": 2})

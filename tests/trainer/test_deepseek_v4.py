@@ -355,7 +355,7 @@ def test_tables_that_name_an_expert_that_there_is_not(tmp_path: Path) -> None:
     tensors = load_file(file)
     tensors["layers.0.ffn.gate.tid2eid"][3] = 8
     save_file(tensors, file)
-    with pytest.raises(ModelError, match=r"`layers\.0\.ffn\.gate\.tid2eid` .* names experts 0 to 8, and a layer has 8"):
+    with pytest.raises(ModelError, match=r"`layers\.0\.ffn\.gate\.tid2eid` .* names experts 0 to 8, but a layer has 8"):
         train(read_config(run_file))
 
 

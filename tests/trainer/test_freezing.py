@@ -75,7 +75,7 @@ def test_only_what_is_named_has_moved_and_the_rest_has_its_bits(finished: tuple[
     [
         (["train.only=[lm_haed]"], "train.only `lm_haed` matches no parameter hint: name one of lm_head"),
         (["train.freeze=['(']"], "train.freeze `(` is not a regular expression"),
-        (["train.freeze=['.*']"], "train.freeze freezes the whole model"),
+        (["train.freeze=['.*']"], "train.freeze leaves no parameter that the objective trains"),
         (["train.only=[lm_head]", "lora.rank=8"], "with lora is not tested"),
         (["train.only=[lm_head]", "optim.name=Lion"], "with optim.name Lion is not tested"),
         (["train.only=[lm_head]", "router.train=false"], "with `router` is not tested"),

@@ -273,6 +273,14 @@ def test_every_builtin_has_a_case() -> None:
         ("_5_", 5),
         ("so => 5!", 5),
         ("the solutions are 1, 5", 5),
+        ("The answer is\n42", 42),
+        ("### Answer\n42", 42),
+        ("Step 3:\n$42", 42),
+        ("a total of\n42 apples", 42),
+        ("Answer:\n> 42", 42),
+        ("The answer is <42>", 42),
+        (r"\left(42\right)", 42),
+        ("See catalog 5", 5),
     ],
 )
 def test_numbers_as_people_write_them(text: str, value: float | None) -> None:
