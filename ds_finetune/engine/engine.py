@@ -331,7 +331,9 @@ class Engine:
         return {name: spec for name, spec in self._full_tensors.specs().items() if not is_adapter(name)}
 
     def gather_shards(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        """Gather a full tensor on the first rank of its pipeline stage. `part` is sharded like parameter `name`."""
+        """Gather a full tensor on the first rank of its pipeline stage. `part`, this rank's, is sharded like parameter
+        `name`.
+        """
         return self._full_tensors.gather_shards(name, part)
 
     def _forward(self, rows: ForwardRows, numbers: StepNumbers | None) -> LossAndSums | StageOutput:

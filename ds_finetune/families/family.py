@@ -210,8 +210,8 @@ class Family:
     is_generic: bool = False
     """Whether the model type is not in the table of families, so that only what works for all models is supported."""
     built_as: str | None = None
-    """For a model type unknown to transformers, the model type whose classes build the model. Configurations and
-    exports keep the former.
+    """For a model type unknown to transformers: the type whose classes build the model. Configurations and exports keep
+    the unknown type.
     """
     newer: NewerType | None = None
     """How older releases of transformers build a `built_as` type that newer releases have. None: no release has the

@@ -19,7 +19,7 @@ def is_composite(tree: Mapping[str, Any]) -> bool:
 
 
 def text_tree(tree: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of the config.json `tree` about text: a section of a multimodal model's, else `tree` itself."""
+    """What the config.json `tree` says about text: a section if the model is multimodal, else all of `tree`."""
     section: Mapping[str, Any] = tree[TEXT_CONFIG] if is_composite(tree) else tree
     return section
 

@@ -62,7 +62,7 @@ class ModelParallel:
 
 @dataclass(frozen=True)
 class Groups:
-    """Process groups of this rank; None without that parallelism. DeepSpeed finds `same_experts` by `expert_name`."""
+    """This rank's process groups, None without their parallelism. DeepSpeed finds `same_experts` by `expert_name`."""
 
     stage: PipelineGroup | None
     sequence: SequenceParallelGroup | None

@@ -42,7 +42,7 @@ class AnswerModel:
     device: torch.device
     tp_group: TensorParallelGroup | None = None
     is_collective: bool = False
-    """Whether forwards are collective, so that ranks run equally many: one without answers calls `join_others`."""
+    """Whether forwards are collective: ranks run equally many of them, and one that is done calls `join_others`."""
     packs_documents: bool = False
     """Whether attention handles all prompts of a forward in one kernel call."""
     on_forward: Callable[[], object] = lambda: None

@@ -48,7 +48,7 @@ class SampledAnswer(NamedTuple):
     finish: Finish
     """`length` if the answer was cut after `max_new_tokens`, else `stop`."""
     experts: NDArray[np.int16] | None = None
-    """Hashes of the experts that computed each token's logits, int16 [tokens, layers]; None from a server."""
+    """Hashes of the experts that computed each token's logits, int16 [tokens, layers]; None if a server samples."""
 
 
 OnAnswer = Callable[[int, SampledAnswer], object]

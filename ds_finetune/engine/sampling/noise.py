@@ -20,7 +20,7 @@ _BITS = 52
 
 
 def mix(values: torch.Tensor) -> torch.Tensor:
-    """Hash each int64 in place by splitmix64's mixing function."""
+    """Hash each element of an int64 tensor, in place, by splitmix64's mixing function."""
     for shift, factor in _ROUNDS:
         values.bitwise_xor_(_shift_right(values, shift)).mul_(factor)
     return values.bitwise_xor_(_shift_right(values, _LAST_SHIFT))

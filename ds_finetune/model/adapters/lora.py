@@ -93,7 +93,7 @@ class _LowRankExperts(_Adapted):
     _apply_gate: Callable[[torch.Tensor], torch.Tensor]
 
     def _run(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        """Run routed experts with adapters on `hidden` [tokens, width], with chosen experts [tokens, k] and their
+        """Run routed experts with adapters on `hidden` [tokens, width], with chosen experts [tokens, k] and routing
         weights.
 
         peft would merge adapters into a copy of all experts in each forward, and need a gradient of that size.

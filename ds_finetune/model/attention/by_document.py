@@ -196,7 +196,7 @@ def attend_by_document(  # noqa: PLR0913 - transformers' interface
     assert attention_mask is None, "attention by document does not support masked tokens inside a row"
     if sp_group is not None:
         query, key, value = sp_group.gather_tokens_scatter_heads(query, key, value)
-        # Each rank has the gradient of its own heads' sinks and zeros for the others, so the sum is complete.
+        # Each rank has the sinks' gradient of its own heads and zeros for others, so the sum over ranks is complete.
         s_aux = None if s_aux is None else s_aux.chunk(sp_group.size)[sp_group.group_rank]
     # Some models apply their sliding window only in masks (transformers 5.23, qwen2_moe/modeling_qwen2_moe.py:226,254).
     window, is_causal = sliding_window or getattr(module, "sliding_window", None), getattr(module, "is_causal", True)

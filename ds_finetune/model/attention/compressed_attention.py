@@ -61,7 +61,7 @@ class _VisibleKeys(NamedTuple):
     tokens: WindowTokens
     entries: Entries | None
     scored: ScoreInputs | None
-    """The indexer's queries and keys; None if no entries are chosen, as queries attend to all earlier ones."""
+    """The indexer's queries and keys; None if queries attend to all earlier compressed entries instead."""
     topk: int
     """Number of compressed entries that the indexer chooses for each query; 0 without an indexer."""
     scale: float

@@ -122,8 +122,8 @@ def pack_documents(
 
 
 def find_origins(documents: Sequence[Documents], shared: Sequence[Documents]) -> tuple[Places, Places, Places]:
-    """For each document (index of its first token in the flattened rows, index of the first token of the document that
-    it continues, how many tokens of that document it continues).
+    """For each document, the index of its first token in the flattened rows, and of the document that it continues the
+    index of the first token and the number of continued tokens.
     """
     lengths, continued = (np.fromiter(chain.from_iterable(each), dtype=np.int64) for each in (documents, shared))
     begins = lengths.cumsum() - lengths

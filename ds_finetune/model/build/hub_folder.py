@@ -199,7 +199,8 @@ class HubFolder:
 
     def read(self, key: str, start: int, numel: int) -> torch.Tensor:
         """Read elements `start` to `start + numel` of the flattened (row-major) tensor, 1-D. The result is overwritten
-        by the same thread's next read. From a file with FP8 or FP4 full rows are read, with MXFP4 full experts.
+        by the same thread's next read. Full rows of FP8 and FP4 tensors are read from the file, and full experts of
+        MXFP4 tensors.
         """
         if isinstance(packed := self._packed.get(key), Mxfp4Experts):
             return packed.read(start, numel)
@@ -212,7 +213,7 @@ class HubFolder:
     def rows(self, key: str, first: int, last: int, within: tuple[slice, ...] = ()) -> torch.Tensor:
         """Read rows `first` to `last` of a tensor, [rows, ...]. The same thread's next read overwrites the result.
 
-        `within` has ranges of the next dimensions. Only these are dequantised and returned.
+        `within` has ranges of the other dimensions. Only elements in these ranges are dequantised and returned.
         """
         if key in self._packed:
             return self._packed[key].rows(first, last, within)

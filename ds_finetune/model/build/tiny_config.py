@@ -107,7 +107,7 @@ def _settings(module: nn.Module) -> str:
 
 
 def _shrink(config: PretrainedConfig, size: Size, outer: Fraction | None) -> None:
-    """Shrink `config` and the ones inside it, in place. `outer` is the ratio of the configuration around it."""
+    """Shrink `config` and configurations inside it, in place. `outer` is the ratio for the one around it."""
     depth, ratio = getattr(config, "num_hidden_layers", None), _ratio(config, size.heads, outer)
     values = vars(config)
     for name, value in list(values.items()):

@@ -50,7 +50,7 @@ from ds_finetune.objectives.objective import (
 
 @dataclass(frozen=True)
 class HeadGroups:
-    """Process groups through which a head computes its loss; None without the group's kind of parallelism."""
+    """Process groups through which a head computes its loss, each None without its kind of parallelism."""
 
     tp: TensorParallelGroup | None = None
     """Tensor parallel ranks, which have the other shards of the vocabulary."""
