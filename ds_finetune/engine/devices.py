@@ -285,7 +285,7 @@ def peak_bytes(device: str) -> int:
 def restart_peak() -> None:
     """Reset the host's `peak_bytes` to the memory that is resident now. Works on Linux only."""
     with suppress(OSError), Path("/proc/self/clear_refs").open("w") as file:
-        # Writing 5 resets the peak resident set size (proc(5)).
+        # Writing 5 to clear_refs resets the peak resident set size (proc(5)).
         file.write("5")
 
 

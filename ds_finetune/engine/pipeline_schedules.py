@@ -27,7 +27,7 @@ class StageForward(NamedTuple):
 
 Forward = Callable[[ForwardRows], StageForward]
 Backward = Callable[[torch.Tensor], None]
-"""Function that computes gradients from a scalar."""
+"""Function that runs backward from a scalar."""
 
 
 class _WithGradient(torch.autograd.Function):
@@ -93,7 +93,7 @@ def scalar_of(done: StageForward, grad: torch.Tensor | None) -> torch.Tensor:
 
 
 def grad_of(tensor: torch.Tensor | None) -> torch.Tensor:
-    """The gradient of hidden states received from the previous stage, after their backward."""
+    """The gradient, after backward, of the hidden states received from the previous stage."""
     assert tensor is not None
     assert tensor.grad is not None, "no gradient reached the hidden states from the stage before"
     return tensor.grad
@@ -142,7 +142,7 @@ def run_interleaved_1f1b(
 
 
 class _InterleavedStep:
-    """Tensors that a rank keeps during an optimizer step, by chunk and micro-batch."""
+    """Tensors that a rank keeps during an optimizer step, by chunk of layers and micro-batch."""
 
     def __init__(self, stage: PipelineGroup, batches: Sequence[ForwardRows]) -> None:
         self._stage, self._batches = stage, batches

@@ -37,7 +37,7 @@ def rank_batch(batch: Batch, sequence: SequenceParallelGroup | None, device: tor
 
 
 def pins_memory(device: torch.device) -> bool:
-    """Whether copies from pinned memory to `device` are asynchronous."""
+    """Whether tensors for `device` are first put into pinned memory, so that copying them is asynchronous."""
     return device.type == "cuda"
 
 

@@ -42,7 +42,7 @@ def gather_scores(parts: list[DocumentScores], mesh: Mesh) -> DocumentScores:
 
 @dataclass(frozen=True)
 class StepReading:
-    """Sums and counts of a global batch, identical on every rank."""
+    """Sums and counts of a step's global batch, identical on every rank."""
 
     sums: list[float]
     """Sums from which the loss is computed, in the order of `TotalLoss.sum_names`."""

@@ -13,7 +13,7 @@ class MlpNames:
     """Names of a layer's MLP and experts in published checkpoints; by default those of transformers 5.23."""
 
     module: str = "mlp"
-    """Name of the MLP in a layer."""
+    """Name of a layer's MLP."""
     gate: str = "gate_proj"
     """Name of the gate projection, to whose output the activation function is applied."""
     up: str = "up_proj"

@@ -85,7 +85,7 @@ class Feature:
         """
 
     def owns(self, name: str) -> bool:
-        """Whether the parameter `name` is trained only by the feature's own loss (`own_loss`)."""
+        """Whether only the feature's own loss (`own_loss`) trains the parameter `name`."""
         return False
 
     def wrap(self, trained: TrainedModel) -> TrainedModel:

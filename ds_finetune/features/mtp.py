@@ -87,7 +87,7 @@ class MtpLoss(ExtraLoss):
             hook.remove()
 
     def loss(self, rows: ForwardRows, hidden: torch.Tensor, weights: torch.Tensor) -> LossAndSums | None:
-        """Weighted loss of a forward's predictions. `hidden` [rows, tokens, width] are states after the final norm."""
+        """Loss of a forward's predictions, times its weight. `hidden` [rows, tokens, width] follow the final norm."""
         (number,) = mtp_layers(self._lm.config)
         layer = self._lm.base_model.layers[number]
         streams, self._streams = self._streams, None

@@ -34,14 +34,14 @@ class Foreign:
         return getattr(owner, name)
 
     def parameters(self, function: Callable[..., Any], *names: str) -> None:
-        """DependencyError if one of `names` is not a parameter of `function`."""
+        """Raise DependencyError if one of `names` is not a parameter of `function`."""
         parameters = inspect.signature(function).parameters
         for name in names:
             if name not in parameters:
                 self._raise_changed(f"`{function.__qualname__}` takes no `{name}`")
 
     def source(self, function: Callable[..., Any], text: str) -> None:
-        """DependencyError if the source of `function` does not contain `text`."""
+        """Raise DependencyError if the source of `function` does not contain `text`."""
         if text not in inspect.getsource(function):
             self._raise_changed(f"`{function.__qualname__}` no longer contains `{text}`")
 

@@ -59,7 +59,7 @@ _OFFLINE = Foreign("datasets", "config.py (HF_HUB_OFFLINE), load.py")
 
 @contextmanager
 def offline() -> Iterator[None]:
-    """Context in which datasets reads from its cache only. datasets has no argument for that."""
+    """Context in which the package datasets only reads from its cache. It has no argument for that."""
     from datasets import config
 
     _OFFLINE.attribute(config, "HF_HUB_OFFLINE")

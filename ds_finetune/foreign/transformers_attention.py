@@ -97,7 +97,7 @@ def replace_forward(attention: nn.Module, mixin: type[nn.Module]) -> None:
 
 
 def compressed_classes() -> tuple[type[nn.Module], ...]:
-    """transformers' classes of DeepSeek-V4's attention: attention, sparse and heavy compressor, indexer."""
+    """transformers' four classes of DeepSeek-V4's attention: attention, sparse and heavy compressor, indexer."""
     names = ("Attention", "CSACompressor", "HCACompressor", "Indexer")
     return tuple(_COMPRESSED.attribute(modeling_deepseek_v4, f"DeepseekV4{name}") for name in names)
 

@@ -183,5 +183,5 @@ def run_mtp_layer(
         use_cache=False,
         **arguments,
     )
-    # Layers that pass chosen tokens to later layers return a tuple.
+    # Layers that pass the tokens an indexer chose to later layers return a tuple.
     return layer.shared_head.norm(states[0] if isinstance(states, tuple) else states)  # type: ignore[no-any-return]

@@ -92,11 +92,11 @@ class _GroupMaker:
         self._by_ranks: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
 
     def along(self, *axes: Axis) -> dist.ProcessGroup:
-        """This rank's process group along mesh `axes`. Axes that have the same ranks share one group."""
+        """This rank's process group along mesh `axes`. Calls for the same ranks share one group."""
         return self.shared(self.mesh.groups(*axes))
 
     def shared(self, rank_lists: list[list[int]]) -> dist.ProcessGroup:
-        """This rank's process group; `rank_lists` has one list per group. Calls with equal lists share groups."""
+        """This rank's group among those with the ranks `rank_lists`. Calls with equal lists share groups."""
         ranks = tuple(map(tuple, rank_lists))
         if ranks not in self._by_ranks:
             self._by_ranks[ranks] = self.own(rank_lists)

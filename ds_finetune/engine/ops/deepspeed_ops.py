@@ -67,7 +67,7 @@ def build_op(name: str, say: Say = say_nothing) -> None:
                 f"DeepSpeed's {name} cannot be built: no compiler `{program}` on this host",
                 hint="install a C++ compiler (Debian: g++), or set CXX",
             )
-    # Failures come from the compiler, the linker, a full disk, CUDA, or DeepSpeed's own checks.
+    # Compiler, linker, a full disk, CUDA or DeepSpeed's own checks may make the build fail.
     causes: tuple[type[Exception], ...] = (RuntimeError, OSError, ImportError, AssertionError)
     try:
         _check_toolkit(name)

@@ -71,7 +71,7 @@ class OwnClipping:
         return self._read(self._combine(others_norm) if self._is_partitioned else others_norm, own)
 
     def _read(self, norm: torch.Tensor, own: torch.Tensor) -> Any:  # noqa: ANN401 - a norm, or a list of one
-        """Read all norms with one device synchronisation. Returns the main norm as DeepSpeed's function returns it."""
+        """Read all gradient norms with one device synchronisation. Returns `norm` in the form of DeepSpeed's."""
         norm = norm.to(own.device)
         value, *values = torch.cat([norm[None], own.to(norm.dtype)]).tolist()
         scale = self._optimizer.loss_scale

@@ -62,7 +62,7 @@ def full_weights(optimizer: Any, lm: nn.Module) -> Iterator[None]:  # noqa: ANN4
     offload = _HOOKS.attribute(optimizer, "parameter_offload")
     handles = [*_HOOKS.attribute(offload, "forward_hooks"), *_HOOKS.attribute(offload, "backward_hooks")]
     status = _HOOKS.attribute(parameter_offload, "ZeroParamStatus").NOT_AVAILABLE
-    # Small parameters always stay gathered, because partitioning them would cost another gather in training.
+    # Small parameters, always gathered, are left out: partitioning them at the end would cost training a gather.
     partitioned = [param for param in lm.parameters() if getattr(param, "ds_status", None) is status]
     with (
         deepspeed.zero.GatheredParameters(partitioned, enabled=bool(partitioned)),

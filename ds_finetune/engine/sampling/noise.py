@@ -37,7 +37,7 @@ def _wrap(number: int) -> int:
 
 
 def answer_keys(seed: int, answers: Iterable[tuple[int, int, int]], device: torch.device) -> torch.Tensor:
-    """Sampling keys of answers, int64 [answers]. Answers are given as numbers of rollout, prompt and answer."""
+    """Keys from which random numbers are computed, int64 [answers], from numbers of rollout, prompt and answer."""
     numbers = torch.tensor(list(answers), dtype=torch.int64).view(-1, 3)
     keys = torch.full((len(numbers),), _wrap(seed), dtype=torch.int64)
     for column in numbers.unbind(1):
@@ -46,7 +46,7 @@ def answer_keys(seed: int, answers: Iterable[tuple[int, int, int]], device: torc
 
 
 def id_keys(vocabulary: int, device: torch.device) -> torch.Tensor:
-    """Keys of all token ids for their random numbers, int64 [vocabulary]."""
+    """Keys of all token ids, from which their random numbers are computed, int64 [vocabulary]."""
     return mix(torch.arange(1, vocabulary + 1, device=device) * _STEP)
 
 

@@ -69,7 +69,7 @@ def experts_marker(parts: int) -> nn.Module:
             self.num_experts = parts
 
         def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
-            """Do nothing, because the process groups are already registered."""
+            """Do nothing: this program has registered the experts' process groups already."""
 
     return Marker()
 

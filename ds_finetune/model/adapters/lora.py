@@ -104,7 +104,7 @@ class _LowRankExperts(_Adapted):
         """Multiply `rows` [rows, in] by their experts' weight `leaf` and adapter. Expert i's rows end at `ends[i]`."""
         low = multiply(rows, getattr(self, f"{leaf}_lora_A"), ends)
         low = multiply(low, getattr(self, f"{leaf}_lora_B"), ends)
-        # A sum in place avoids a third tensor of the width of gate and up.
+        # The sum of both outputs in place avoids a third tensor as wide as gate and up together.
         return low.mul_(self.lora_scale).add_(project(self, rows, ends, leaf))  # type: ignore[no-any-return]
 
 

@@ -204,7 +204,7 @@ class _Keys:
     def add_gradients(
         self, weights: torch.Tensor, query: torch.Tensor, d_tokens: torch.Tensor, d_entries: torch.Tensor
     ) -> None:
-        """Add the keys' gradients, sums of `query` times `weights`, to `d_tokens` and `d_entries`."""
+        """Add the gradients of keys, sums of `query` times `weights`, to `d_tokens` and `d_entries`."""
         if self._chosen is None:
             grad = weights.flatten(0, 1).T @ query.flatten(0, 1)
             d_tokens += grad[: self._number]
@@ -323,7 +323,7 @@ class CompressorByDocument(nn.Module):
         value, gate = (
             torch.cat([part[at] for part, at in zip(parts, windows, strict=True)], dim=1) for parts in (values, gates)
         )
-        # The gate stays in fp32 after the position bias is added, as in transformers.
+        # The gate of a compressor stays in fp32 after its position bias is added, as in transformers.
         bias = torch.cat(self.position_bias.chunk(self.series, dim=-1))
         gate = gate + bias.to(torch.promote_types(gate.dtype, torch.float32))
         if self.series > 1:
@@ -340,7 +340,7 @@ class CompressorByDocument(nn.Module):
 
 
 class IndexerByDocument(CompressorByDocument):
-    """Mixin for DeepSeek-V4's indexer in transformers. Its own loss trains it, and trains no other module."""
+    """Mixin for DeepSeek-V4's indexer in transformers. The indexer's loss trains it and no other module."""
 
     q_b_proj: nn.Linear
     scorer: Any

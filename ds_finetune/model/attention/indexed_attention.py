@@ -127,7 +127,7 @@ class _Divergence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
-        # Saved tensors are read only once, because activation checkpointing does not allow a second read.
+        # `saved_tensors` is read only once, because activation checkpointing does not allow a second read.
         saved, target = ctx.saved_tensors, ctx.target
         index, tensors = ScoreInputs(*saved[:3]), saved[3:]
         index_grads = ScoreInputs(*(torch.zeros_like(tensor, dtype=torch.float32) for tensor in index))
@@ -332,7 +332,7 @@ class IndexedAttentionWithChoice(IndexedAttention):
         prev_topk_indices: Choice | None = None,
         **others: Any,  # noqa: ANN401
     ) -> tuple[Any, ...]:
-        """Attention of hidden states. Returns hidden states, None, and the chosen tokens (None without an indexer)."""
+        """Attention of hidden states. Returns hidden states, None, and chosen tokens (None without an indexer)."""
         out, choice = self._attend(hidden_states, position_embeddings, attention_mask, prev_topk_indices, others)
         return out, None, choice
 

@@ -279,7 +279,7 @@ def _compare(lm: PreTrainedModel, eager: PreTrainedModel, objective: Objective) 
     same_end = [torch.cat([document[:, :_LAST], first[:, -_LAST:]], dim=1) for document in (first, second)]
     last_hidden = [model.hidden(ids, _positions(ids), None)[0, -_LAST:] for ids in same_end]
     if _difference(*last_hidden) < _SEEN:
-        # If earlier tokens hardly affect later ones, the comparison would detect no error.
+        # If earlier tokens hardly affect later ones, comparing results would detect no error.
         raise ArithmeticError("earlier tokens hardly change later ones")
     orders = ((first, second), (second, first))
     ids = torch.cat([torch.cat(order, dim=1) for order in orders])

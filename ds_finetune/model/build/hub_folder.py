@@ -143,7 +143,7 @@ class HubFolder:
         self.folder = folder
         self._scratch = Scratch()
         stored = _read_tensors(folder)
-        # DeepSeek-V4's scales `X.scale` of quantised weights `X.weight` are renamed as in DeepSeek-V3.
+        # In DeepSeek-V4, scales of a quantised `X.weight` are called `X.scale`; they get the names as in DeepSeek-V3.
         quantised = [key for key, tensor in stored.items() if tensor.dtype in (FP8, PACKED)]
         usual_names = {f"{key.removesuffix('.weight')}.scale": f"{key}{SCALE}" for key in quantised}
         stored = {usual_names.get(key, key): tensor for key, tensor in stored.items()}

@@ -92,7 +92,7 @@ Where = Callable[[torch.Tensor], Fragment]
 
 
 def in_memory(flat: torch.Tensor, *, start: int, shape: tuple[int, ...]) -> Fragment:
-    """The fragment with the elements of the tensor `flat` (1-D) in memory."""
+    """A fragment whose elements are those of `flat` (1-D), a tensor in memory."""
     return Fragment(start, flat.numel(), shape, lambda: nullcontext(flat))
 
 

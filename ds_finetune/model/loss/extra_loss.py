@@ -102,7 +102,7 @@ class TotalLoss:
         return metrics
 
     def named(self, sums: Sequence[float]) -> dict[str, float]:
-        """Pair each sum with its name."""
+        """The `sums` by name, in the order of `sum_names`."""
         return dict(zip(self.sum_names, sums, strict=True))
 
     @property

@@ -68,7 +68,7 @@ class TwoPassHead:
         """Entropy of the predicted distribution of each token in nats, fp32 [tokens]; zero before the first pass."""
 
     def gradients(self, d_logp: torch.Tensor, needed: NeededGradients) -> HeadGradients:
-        """Second pass: gradients of a loss, whose gradient with respect to log-probabilities is `d_logp` [tokens]."""
+        """Second pass: the head's gradients, from a loss's gradient `d_logp` [tokens] for log-probabilities."""
         hidden, weight, _, targets, _ = self._inputs
         gradients = HeadGradients.zeros(self._inputs, needed)
         for start in reversed(self._starts):
@@ -179,7 +179,7 @@ class LossOfDocuments:
 
 @dataclass(frozen=True, eq=False)
 class LossOfAnswers:
-    """Computes the loss of a forward from log-probabilities, for an objective on answer tokens."""
+    """Computes the loss of a forward from log-probabilities, for an objective on tokens of sampled answers."""
 
     objective: AnswerObjective
     positions: torch.Tensor

@@ -79,7 +79,7 @@ class TeacherStates:
     bias: torch.Tensor | None
     temperature: float
     cap: float | None = None
-    """Soft cap of the teacher's logits."""
+    """Soft cap of the teacher's logits; None without one."""
 
     def divergence(
         self, log_probs: torch.Tensor, tokens: slice, shard: VocabularyShard
@@ -133,7 +133,7 @@ class TopTargets:
 
 
 SoftTargets = TeacherStates | TopTargets
-"""Source of the teacher's distribution for each supervised token."""
+"""Where the teacher's distribution of each supervised token comes from: a running teacher, or stored ones."""
 
 
 def chunked_mixed_loss(  # noqa: PLR0913 - a head, its targets, and how they are mixed

@@ -30,7 +30,7 @@ from ds_finetune.model.weights.load import load_weights
 
 @dataclass(frozen=True)
 class TeacherPlan:
-    """The plan of a distillation's teacher that runs beside the model."""
+    """The plan of a teacher that runs beside the trained model, for distillation."""
 
     path: str
     """Folder or hub id of the teacher model."""

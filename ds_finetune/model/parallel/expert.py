@@ -51,7 +51,7 @@ class _Exchange:
             return out
 
         out = begin() if self._kept is None or is_backward else self._kept.keep(begin)
-        # Sent rows stay in memory too, because the all-to-all reads them until it is complete.
+        # The rows that are sent stay in memory too, because the all-to-all reads them until it is complete.
         self._pending = out, sent, work
         return out
 

@@ -48,7 +48,7 @@ class TensorParallelGroup(RankGroup):
         return values
 
     def all_gather_last_dim(self, shard: torch.Tensor) -> torch.Tensor:
-        """All-gather a tensor along its last dimension. The result has no gradient."""
+        """All-gather a tensor that is sharded along its last dimension. The result has no gradient."""
         shards = [torch.empty_like(shard) for _ in range(self.size)]
         dist.all_gather(shards, shard.contiguous(), group=self.group)
         return torch.cat(shards, dim=-1)

@@ -32,7 +32,7 @@ _ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 _FUSED_EXPERTS = re.compile(r"\.experts\.\w+$")
 _LANGUAGE_MODEL_HEAD = re.compile(r"^(lm_head|embed_out|output)\.(weight|bias)$")
 _DIGESTED = 256
-"""Approximate number of tensors that a digest of weights reads."""
+"""Maximum number of tensors of which a digest of weights reads the first row."""
 
 
 @dataclass(frozen=True)

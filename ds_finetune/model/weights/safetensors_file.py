@@ -29,7 +29,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class HeaderEntry:
-    """A tensor in a safetensors file. Its row-major data begins at byte `begin`."""
+    """A tensor in a safetensors file. Its row-major data begins at byte `begin` of the file."""
 
     dtype: torch.dtype
     shape: Shape
