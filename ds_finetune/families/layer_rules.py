@@ -12,7 +12,7 @@ _SPARSE, _HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
 RATES: Mapping[str, int] = {_SPARSE: 4, _HEAVY: 128}
 """Default number of tokens per compressed entry, by DeepSeek-V4's kind of attention. `compress_rates` overrides it."""
 OLDER_RATES: Mapping[str, str] = {_SPARSE: "compress_rate_csa", _HEAVY: "compress_rate_hca"}
-"""Older config.json keys of the tokens per compressed entry, by kind of attention. They override `compress_rates`."""
+"""Older config.json keys for tokens per compressed entry, by kind of attention. They override `compress_rates`."""
 RATIOS: Mapping[int, str] = {0: "sliding_attention", 4: _SPARSE, 128: _HEAVY}
 """DeepSeek-V4's kinds of attention, by the numbers of `compress_ratios` in published configurations."""
 

@@ -200,7 +200,7 @@ class DivergenceCollector:
     def __init__(self, groups: tuple[RankGroup, ...], *, attends_to_all: bool) -> None:
         self.groups = groups
         self.attends_to_all = attends_to_all
-        """Whether queries attend to all earlier tokens in training, although indexers run."""
+        """Whether queries attend to all earlier tokens, although indexers run: only indexers are trained."""
         self.is_listening = False
         self.divergences: dict[int, torch.Tensor] = {}
         """Divergences of a forward's indexers in nats, fp32 [rows, tokens], by layer number."""
