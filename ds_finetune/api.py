@@ -95,7 +95,7 @@ def plan_run(config: ConfigSource, *, gpus: int, gpus_per_node: int = 8) -> "Pla
     check_whole_number("gpus_per_node", gpus_per_node, least=1)
     if gpus % min(gpus, gpus_per_node):
         raise ConfigError(
-            f"{gpus} GPUs do not fill nodes of {gpus_per_node} GPUs", hint="give a multiple of --gpus-per-node"
+            f"{gpus} GPUs do not fill nodes of {gpus_per_node} GPUs", hint="give as many GPUs as whole nodes have"
         )
     from ds_finetune.trainer.dry_run import planned_run
     from ds_finetune.trainer.resolve import resolve

@@ -145,7 +145,7 @@ def identity_checks(
         hint = "write each host once, with all its slots in one line"
         if addresses[a] and (addresses[a], hosts[a].port) == (addresses[b], hosts[b].port):
             yield Check("address", b, "fail", f"it has the same address as {a}: {addresses[a]}", hint)
-        elif a in infos and b in infos and infos[a].network_identity == infos[b].network_identity:
+        elif {a, b} <= infos.keys() and infos[a].network_identity == infos[b].network_identity != "":
             yield Check("address", b, "fail", f"it is the same machine as {a}: {infos[a].hostname}", hint)
 
 

@@ -41,8 +41,9 @@ class ScoredAnswer:
 def answer_batch(answers: Sequence[ScoredAnswer], plan: BatchPlan, *, position: Position | None = None) -> Batch:
     """Make this rank's batch of a step from all sampled `answers`, which are the same on every rank.
 
-    The longest sequences of prompt and answer first, each goes into the fullest packed row with room. Empty rows are added so that all ranks run
-    the same number of forward passes. `position` is the position in the prompts at which a run resumes after this step.
+    From the longest to the shortest, prompts with their answers go into the fullest packed row with room. Empty rows
+    are added so that all ranks run the same number of forward passes. `position` is the position in the prompts at
+    which a run resumes after this step.
     """
     answer_rows = _rows(answers, plan)
     rows = [*answer_rows, *[None] * (-len(answer_rows) % (plan.micro_batch_size * plan.dp))]

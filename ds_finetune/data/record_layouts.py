@@ -165,7 +165,8 @@ def check_supervised(record: Record, columns: Mapping[str, str], where: str) -> 
     present = _present(record, columns)
     if {"chosen", "rejected"} <= present:
         raise DataError(
-            f"{where} is a preference row (columns {', '.join(sorted(record))}); this objective would imitate all answers",
+            f"{where} is a preference row (columns {', '.join(sorted(record))}), and this objective imitates "
+            "all answers",
             hint="train such rows with objective dpo, simpo, cpo, orpo or reward, or name the answer to imitate: "
             f"data.columns {{{'completion' if 'prompt' in record else 'messages'}: chosen}}",
         )

@@ -76,6 +76,8 @@ def check_loadable(folder: Path) -> None:
     if not format_of(folder).holds_weights(folder):
         raise ExportError(f"`{folder}` has a config.json but no weights", hint=_HINT)
     check_weight_files(folder)
+    if holds_classifier(folder):
+        return
     try:
         GenerationConfig.from_dict(read_generation(folder))
     except (ValueError, TypeError, LookupError) as refused:

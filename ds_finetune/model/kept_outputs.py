@@ -120,7 +120,7 @@ _current = _Current()
 
 
 class _InLayer(AbstractContextManager[None]):
-    """Sets the saved outputs of the running layer. A layer may be recomputed several times, so it can be entered again."""
+    """Sets the saved outputs of the running layer. It can be entered again, because a layer may be recomputed twice."""
 
     def __init__(self, outputs: KeptOutputs) -> None:
         self._kept = outputs

@@ -127,7 +127,7 @@ def check_sizes(file: Path) -> None:
     if isinstance(tree, Mapping):
         _check_widths(file, text_tree(tree))
         kind = tree.get("model_type")
-        if kind in _REFUSED:
+        if isinstance(kind, str) and kind in _REFUSED:
             reason, hint = _REFUSED[kind]
             raise ModelError(f"{file}: model_type {kind} is neither trained nor converted: {reason}", hint=hint)
         problem = next(_problems_of_v4(tree), None) if family_of(str(kind)).compresses else None
@@ -194,15 +194,15 @@ def _check_widths(file: Path, tree: Mapping[str, Any]) -> None:
         # In config.json of some models a size is a list, with one number for each layer.
         if value is not None and not (isinstance(value, list) and not of_v4) and not (is_number and value >= 1):
             raise ModelError(f"{file}: {key} is {value!r}, not a whole number of at least 1", hint=_PUBLISHED)
+    for key, value in _numbers(tree):
+        if isinstance(value, str | bool) or (isinstance(value, int | float) and not value > 0):
+            raise ModelError(f"{file}: {key} is {value!r}, not a number above 0", hint=_PUBLISHED)
     for key, value, other, other_value in _rope_contradictions(tree):
         raise ModelError(
             f"{file}: {key} is {value!r}, and {other} is {other_value!r}: transformers 5 and other programs would "
             "compute different rotary embeddings",
             hint="make both equal, or remove the wrong one",
         )
-    for key, value in _numbers(tree):
-        if isinstance(value, str | bool) or (isinstance(value, int | float) and not value > 0):
-            raise ModelError(f"{file}: {key} is {value!r}, not a number above 0", hint=_PUBLISHED)
     heads, groups = tree.get("num_attention_heads"), tree.get("num_key_value_heads")
     if isinstance(heads, int) and isinstance(groups, int) and heads % groups:
         raise ModelError(
@@ -229,7 +229,7 @@ def _rope_contradictions(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any, st
     stated = {key: (key, tree[key]) for key in ("rope_theta", "partial_rotary_factor") if tree.get(key) is not None}
     if "rope_scaling" in tree and (old is None or isinstance(old, Mapping)):
         stated |= {key: (f"rope_scaling.{key}", value) for key, value in (old or {}).items() if key not in _ROPE_KINDS}
-        kinds = [next((part[key] for key in _ROPE_KINDS if key in part), "default") for part in (old or {}, new)]
+        kinds = [next((part[key] for key in _ROPE_KINDS if part.get(key)), "default") for part in (old or {}, new)]
         if (kinds[0] in _UNSCALED) != (kinds[1] in _UNSCALED):
             yield "rope_scaling", old, "rope_parameters.rope_type", kinds[1]
     for key, (name, value) in stated.items():

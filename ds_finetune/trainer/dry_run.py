@@ -17,6 +17,7 @@ from ds_finetune.model.attention.kernels import problem_of_flash_3
 from ds_finetune.model.build.model_plan import ModelPlan
 from ds_finetune.plan.estimate.memory import MemoryEstimate
 from ds_finetune.plan.estimate.rank_weights import TensorKind
+from ds_finetune.plan.estimate.zero_rows import MemoryRow
 from ds_finetune.plan.mesh import AXES, Mesh
 from ds_finetune.plan.plan import Plan
 from ds_finetune.trainer.resolve import ResolvedRun
@@ -41,8 +42,10 @@ class PlannedRun:
 
     @property
     def state_bytes(self) -> Mapping[str, int]:
-        """Bytes of weights, gradients, optimizer states and buffers on the rank that needs most memory, by kind."""
-        return {row.name: row.num_bytes for row in self.states.rows if row.place != "disk" and row.num_bytes}
+        """Bytes of the rank that needs most memory, by kind, during training and without activations: weights,
+        gradients, optimizer states, buffers and communicators.
+        """
+        return {row.name: row.num_bytes for row in _state_rows(self.states)}
 
     def __rich__(self) -> RenderableType:
         table = Table(title="plan", title_justify="left", show_header=False, box=None)
@@ -74,13 +77,17 @@ def planned_run(run: ResolvedRun) -> PlannedRun:
     return PlannedRun(run.plan, run.tensors, run.states, lines, notes)
 
 
+def _state_rows(states: MemoryEstimate) -> list[MemoryRow]:
+    return [row for row in states.rows if row.place != "disk" and row.when != ("rollout",)]
+
+
 def _totals(run: ResolvedRun) -> list[tuple[str, str]]:
     files, states = run.files, run.states
     stage, on_rank = f" of stage {states.stage}" if run.plan.mesh.pp > 1 else "", run.tensors[states.stage]
     parts = [
         f"{row.name} {row.num_bytes / GIB:,.2f} GiB{'' if row.place == 'gpu' else f' ({row.place})'}"
-        for row in states.rows
-        if row.place != "disk" and row.num_bytes
+        for row in _state_rows(states)
+        if row.num_bytes
     ]
     total = run.model.described.tensors.numel / 1e9
     disk = f"{files.num_bytes / GIB:,.2f} GiB: {files.exports} export(s) and {files.checkpoints} checkpoints at most"

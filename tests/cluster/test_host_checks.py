@@ -86,6 +86,8 @@ def test_two_lines_for_one_host(here: HostInfo) -> None:
     assert not found({"a": here, "b": elsewhere}, "10.0.0.1", "10.0.0.2")
     assert found({}, "10.0.0.1", "10.0.0.1") == ["it has the same address as a: 10.0.0.1"]
     assert found({"a": here, "b": here}, "", "10.0.0.2") == [f"it is the same machine as a: {here.hostname}"]
+    unknown = replace(here, network_identity="")
+    assert not found({"a": unknown, "b": unknown}, "10.0.0.1", "10.0.0.2")
     # Two containers of one machine, each with an sshd of its own.
     assert not found({"a": here, "b": elsewhere}, "10.0.0.1", "10.0.0.1", port=2222)
 

@@ -168,6 +168,12 @@ def test_orpo_is_finite_for_answers_of_probability_one() -> None:
         assert torch.isfinite(docs.logp.grad).all()
 
 
+@pytest.mark.parametrize("name", ["dpo", "cpo"])
+def test_a_pair_with_an_impossible_rejected_answer_costs_nothing(name: str) -> None:
+    scores = torch.tensor([-1.0], dtype=torch.float64), torch.tensor([-math.inf], dtype=torch.float64)
+    assert make(name).pair_losses(*scores).tolist() == [0.0]
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_no_answer_gives_an_infinite_number(case: str) -> None:
     """Very long answers, answers without tokens, and a reference far away."""

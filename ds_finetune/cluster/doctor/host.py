@@ -52,13 +52,13 @@ def compiler(operators: Sequence[str]) -> list[Row]:
 
 
 def memory(host_bytes: int, gpu_bytes: int) -> list[Row]:
-    """Check that weights, gradients and optimizer states fit into this host's memory and into its smallest GPU."""
+    """Check that all memory of the ranks but activations fits into this host's memory and into its smallest GPU."""
     totals = [gpu.total_bytes for gpu in query_gpus() if gpu.total_bytes is not None] if gpu_bytes else []
     rows = list[Row]()
     for what, needed, room in (("host", host_bytes, available_bytes()), ("GPU", gpu_bytes, min(totals, default=None))):
         if room is not None:
             state: State = "fail" if needed > room else "warn" if needed > _MEMORY_MARGIN * room else "ok"
-            text = f"{what}: the run needs {needed / GIB:,.2f} GiB of memory, {room / GIB:,.1f} GiB are available"
+            text = f"{what}: the run needs more than {needed / GIB:,.2f} GiB of memory, {room / GIB:,.1f} GiB are there"
             hint = "" if state == "ok" else "use more hosts, a higher ZeRO stage, offload, or a smaller model"
             rows.append(("memory", state, text, hint))
     return rows

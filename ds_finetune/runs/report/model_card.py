@@ -11,7 +11,7 @@ from ds_finetune.export.formats import SAFETENSORS, format_of
 from ds_finetune.export.kept_edits import CARD, MARK, is_generated_card, marked_card
 from ds_finetune.families.table import family_of
 from ds_finetune.families.text_part import is_composite
-from ds_finetune.runs.folder import RunFolder, base_model, is_run
+from ds_finetune.runs.folder import BEST_EXPORTS, RunFolder, base_model, is_run
 from ds_finetune.runs.report.page import number_text, render_template
 from ds_finetune.runs.status import read_object
 from ds_finetune.system.whole_file import replace_file
@@ -36,22 +36,24 @@ def write_card_of_source(source: Path, folder: Path, verified: Sequence[str] = (
     run_folder = next((each for each in (source, *source.absolute().parents[:2]) if is_run(each)), None)
     if run_folder is None:
         return None
-    return write_model_card(RunFolder.read(run_folder), folder, verified)
+    return write_model_card(RunFolder.read(run_folder), folder, verified, source)
 
 
-def write_model_card(run: RunFolder, folder: Path, verified: Sequence[str] = ()) -> Path | None:
-    """Write the model card `README.md` into an exported folder of a run. Returns its path, or None if a person has
-    written a card there.
+def write_model_card(
+    run: RunFolder, folder: Path, verified: Sequence[str] = (), source: Path | None = None
+) -> Path | None:
+    """Write the model card `README.md` into an exported folder of a run, whose weights may come from its export of the
+    best weights, `source`. Returns the path of the card, or None if a person has written a card there.
     """
     card = folder / CARD
     if card.exists() and not is_generated_card(card):
         return None
-    replace_file(card, model_card(run, folder, verified).encode())
+    replace_file(card, model_card(run, folder, verified, source).encode())
     return card
 
 
-def model_card(run: RunFolder, folder: Path, verified: Sequence[str] = ()) -> str:
-    """The text of the model card of an exported folder.
+def model_card(run: RunFolder, folder: Path, verified: Sequence[str] = (), source: Path | None = None) -> str:
+    """The text of the model card of an exported folder, which may be converted from the folder `source` of the run.
 
     The text contains neither times nor paths of this machine, so that equal exports have equal cards.
     """
@@ -59,7 +61,8 @@ def model_card(run: RunFolder, folder: Path, verified: Sequence[str] = ()) -> st
 
     is_adapter, settings = (folder / "adapter_config.json").is_file(), run.settings
     export_format = format_of(folder)
-    step = run.export_step(folder) or run.metrics.last_step
+    weights = source if source is not None and source.name in BEST_EXPORTS else folder
+    step = run.export_step(weights) or run.metrics.last_step
     results = dict(_results_at(run, step))
     base, objective = base_model(run.config), settings.get("objective.name", "sft")
     is_scorer = objective in OBJECTIVES and OBJECTIVES[objective].head == "scores"

@@ -55,7 +55,7 @@ def test_memory_of_the_host_and_of_its_smallest_gpu(monkeypatch: pytest.MonkeyPa
     assert [row[1] for row in host.memory(80, 10 << 30)] == ["ok", "ok"]
     assert [row[1] for row in host.memory(81, 14 << 30)] == ["warn", "warn"]
     assert [row[1] for row in host.memory(101, 17 << 30)] == ["fail", "fail"]
-    assert host.memory(101, 17 << 30)[1][2] == "GPU: the run needs 17.00 GiB of memory, 16.0 GiB are available"
+    assert host.memory(101, 17 << 30)[1][2] == "GPU: the run needs more than 17.00 GiB of memory, 16.0 GiB are there"
 
 
 def test_memory_that_nvidia_smi_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -283,6 +283,8 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
         ({"rope_theta": 1e4, "rope_scaling": {"type": "yarn", "factor": 4}, "rope_parameters": YARN}, ""),
         ({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4}}, ""),
         ({"rope_theta": 1e6, "rope_parameters": {"sliding_attention": {"rope_theta": 1e4}}}, ""),
+        ({"rope_scaling": {"type": None}, "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}}, ""),
+        ({"rope_theta": "x", "rope_parameters": {"rope_theta": 1e4}}, "rope_theta is 'x', not a number above 0"),
     ],
 )
 def test_rotary_settings_that_contradict_each_other_are_refused(
@@ -294,4 +296,11 @@ def test_rotary_settings_that_contradict_each_other_are_refused(
         read_config_json(str(tmp_path))
         return
     with pytest.raises(ModelError, match=re.escape(problem)):
+        read_config_json(str(tmp_path))
+
+
+@pytest.mark.parametrize("kind", [["llama"], {"a": 1}])
+def test_a_model_type_that_is_no_text_is_an_error(kind: object, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    with pytest.raises(ModelError, match="has no key `model_type` with a text"):
         read_config_json(str(tmp_path))

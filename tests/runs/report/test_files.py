@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from importlib.metadata import version
 from pathlib import Path
 
@@ -35,6 +36,17 @@ def test_model_cards_are_those_of_the_hub(run: Path) -> None:
     best = ModelCard.load(run / "export-best" / "README.md")
     losses = [result.metric_value for result in best.data.eval_results if result.metric_type == "loss"]
     assert losses == [pytest.approx(2 + 4 / 50 + 0.25)], "of the step of its weights"
+
+
+def test_the_card_of_a_copy_of_the_best_weights_has_their_step(run: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(run / "export-best", copy)
+    (copy / "verification.json").unlink()
+    write_card_of_source(run / "export-best", copy)
+    losses = [
+        each.metric_value for each in ModelCard.load(copy / "README.md").data.eval_results if each.metric_type == "loss"
+    ]
+    assert losses == [pytest.approx(2 + 4 / 50 + 0.25)]
 
 
 def test_the_best_step_is_that_of_a_finite_loss(run: Path) -> None:
