@@ -223,7 +223,7 @@ def test_layouts_that_do_not_divide_its_groups_of_outputs() -> None:
 
 
 def test_its_positions_are_not_extended() -> None:
-    with pytest.raises(FinetuneError, match=r"model\.context 256 of model_type deepseek_v4 is not tested"):
+    with pytest.raises(FinetuneError, match=r"model\.context 256 is not tested with model_type deepseek_v4"):
         plan_context(AutoConfig.for_model(**TINY_MODELS["deepseek_v4_sparse"]).to_dict(), 256)
 
 
