@@ -109,7 +109,7 @@ def test_the_export_is_scored_as_the_run_was(finished: Path) -> None:
     assert scored.tokens == sum(record["data/supervised_tokens"] for record in metrics(finished))
     for objective, text in (
         ("reward", "has neither a mean loss of tokens nor"),
-        ({"name": "pretrain", "x": 1}, "is not valid: x: "),
+        ({"name": "pretrain", "x": 1}, "is not valid: key x: "),
     ):
         with pytest.raises(ConfigError, match=text):
             evaluate("m", "a.txt", objective=objective)
