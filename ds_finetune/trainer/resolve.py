@@ -179,7 +179,7 @@ def _check_composite(run: RunSettings) -> None:
     for key in ("start", "modules_to_save"):
         if getattr(run.lora, key, None):
             raise ConfigError(
-                f"lora.{key} with {composite} is not tested, because peft names its weights differently",
+                f"lora.{key} is not tested with {composite}: peft names its weights differently",
                 hint=f"leave lora.{key} out; a merged adapter may be trained further",
             )
 
