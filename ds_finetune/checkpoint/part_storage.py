@@ -125,7 +125,7 @@ class PartFile:
 
     @property
     def node(self) -> int:
-        """The node that wrote this part, identified by the lowest rank that shares its folder."""
+        """The node that wrote this part of the checkpoint, identified by the lowest rank that shares its output_dir."""
         return int(self.extra.get("home", 0))
 
     def tensor(self, item: StoredChunk) -> torch.Tensor:

@@ -192,7 +192,7 @@ def _suggestion(path: Sequence[str], section: type[BaseModel], root: type[BaseMo
 
 
 def _similar(word: str, names: Sequence[str]) -> list[str]:
-    """The first name that begins with `word`, else the most similar name; an empty list if there is none."""
+    """A list with the first name that begins with `word`, else with the most similar name; empty if there is none."""
     longer = [name for name in names if len(word) > 2 and name.startswith(word)]
     return longer[:1] or difflib.get_close_matches(word, names, n=1, cutoff=_NEAR)
 

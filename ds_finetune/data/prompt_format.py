@@ -36,7 +36,7 @@ _CALLS = [
     {"type": "function", "id": f"abcdefgh{number}", "function": {"name": "f", "arguments": {"a": number}}}
     for number in range(2)
 ]
-"""Probe tool calls; their ids have nine characters, which Mistral's templates require."""
+"""Tool calls that test a chat template; their ids have nine characters, which Mistral's templates require."""
 TEMPLATES = Path(__file__).parent / "templates"
 """Folder of the chat templates that data.template may name; each renders like the published template of its name."""
 _MARK = re.compile(r"\{# ds_finetune: (\{.*?\}) #\}")

@@ -363,4 +363,4 @@ COMPLETION_LAYOUTS = {
 }
 """Layouts of answers that are labelled good or bad: the layouts of dialogue with a further column `label`."""
 LABELLED_LAYOUTS = by_name(("labelled", "text label", "text_pair", _texts))
-"""The layout of texts with labels."""
+"""Names of the columns of rows that have a text and its label."""

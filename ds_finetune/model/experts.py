@@ -182,7 +182,7 @@ def run_experts(
             rows = rows + of_row @ module.gate_up_proj_bias
     inner = module._apply_gate(rows)
     weighted = inner * weights if weights.dtype == inner.dtype else _Weigh.apply(inner, weights)
-    # The bias is added up before the down projection: gradients need it, and recomputation stops there.
+    # The bias of each row is made before the down projection, because recomputation stops there and gradients need it.
     added = chosen.sums_of((of_row * weights).to(inner.dtype)) @ module.down_proj_bias if module.has_bias else None
     out = chosen.sums_of(product(weighted, ends, "down_proj"))
     return out if added is None else out + added

@@ -154,7 +154,7 @@ class LoadWatch(Remembering):
     say: Say
     has_warned: bool = False
     first: Sequence[float] | None = None
-    """Loads in the run's first steps: the number of experts without tokens, and the mean of MaxVio over layers."""
+    """Load of experts in the run's first steps: number of experts without tokens, and mean over layers of MaxVio."""
     _counts: Counts | None = None
     _since: int = 0
 

@@ -220,8 +220,8 @@ def _check_widths(file: Path, tree: Mapping[str, Any]) -> None:
 
 
 def _rope_contradictions(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any, str, Any]]:
-    """Rotary settings that `rope_parameters`, which transformers 5 writes, and the older keys state with different
-    values. Each item has the older key with its value, and the newer key with its value.
+    """Yield rotary settings that contradict each other: an older key with its value, and the key of `rope_parameters`,
+    which transformers 5 writes, with its value.
     """
     new, old = tree.get("rope_parameters"), tree.get("rope_scaling")
     if not isinstance(new, Mapping) or any(isinstance(value, Mapping) for value in new.values()):

@@ -172,7 +172,7 @@ def export(run: PreparedRun, engine: Engine, out: Path, *, step: int | None) -> 
     # For a classifier, the base model's extra tensors belong to its language-model head and are not copied.
     if model.task == "causal_lm" and not model.has_random_weights and has_weights(folder):
         base = BaseFolder.read(folder, read_model_spec(folder))
-        # Only rank zero writes these tensors. It compares embeddings and heads, which may take seconds.
+        # Only rank zero writes these tensors, after it has compared embedding and head, which may take seconds.
         parts, notes = base.with_base_tensors(parts, without=trained) if engine.is_rank_zero else (parts, [])
     keys = [*trained, *(tensor.key for tensor in parts.base_tensors)]
     notes = [*notes, *config_changes(parts.config, parts.files, keys)]

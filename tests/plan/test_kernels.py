@@ -152,7 +152,9 @@ def test_families_without_such_operations_run_their_own(monkeypatch: pytest.Monk
         tree = {"model": {"path": "m", "kernels": "liger"}, "data": {"train": "a.jsonl"}, "output_dir": "o"}
         run = settings_of(RunConfig.model_validate(tree), model_json={"model_type": name})
         if is_refused:
-            with pytest.raises(ModelError, match=r"model\.kernels liger with model_type `bert` would replace no operation"):
+            with pytest.raises(
+                ModelError, match=r"model\.kernels liger with model_type `bert` would replace no operation"
+            ):
                 check(run, "attention of the model")
         else:
             check(run, "attention of the model")

@@ -68,7 +68,9 @@ def test_every_printed_line_is_the_programs_own(finished: Path) -> None:
     assert len(lines) > 20
     assert [line for line in lines if line.strip() and not OWN_LINES.fullmatch(line)] == []
     # Beside steps, and phases that took longer than five seconds here.
-    fixed = [line for line in lines if line and not re.match(r"(evaluation after )?step |\S+ ?\S*(:| \d+/\d+| ) ?\d+ ", line)]
+    fixed = [
+        line for line in lines if line and not re.match(r"(evaluation after )?step |\S+ ?\S*(:| \d+/\d+| ) ?\d+ ", line)
+    ]
     assert len(fixed) <= 28, fixed
 
 

@@ -38,7 +38,7 @@ class LoadedFolder:
     logits: Floats | None = None
     """Sampled logits in the folder's dtype; for an FP8 folder in bf16."""
     fp32: Floats | None = None
-    """Sampled logits of the same weights computed in fp32; None if the folder is in fp32."""
+    """Sampled logits of the export's weights, computed in fp32; None if the export itself is in fp32."""
     perturbed: Floats | None = None
     """fp32 logits of an FP8 folder whose FP8 numbers were each moved at random within their rounding."""
     padded: Floats | None = None

@@ -261,8 +261,8 @@ def build_only_layers(model_class: type[PreTrainedModel], layers: Container[int]
 
 
 def install_pipeline_stage(lm: PreTrainedModel, pp_group: PipelineGroup, *, outputs: int) -> None:
-    """Replace embedding, norm and head that belong to other stages, in a model built under `build_only_layers`, in
-    place.
+    """Replace embedding, norm and head that belong to other stages by modules that receive from or send to these
+    stages, in place, in a model that was built under `build_only_layers`.
 
     `outputs` is the number of outputs of the unsharded head: vocabulary size or number of scores.
     """

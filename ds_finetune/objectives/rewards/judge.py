@@ -364,7 +364,7 @@ def _judge(peer: _Peer, tests: Sequence[str]) -> None:
 
 
 def _run(peer: _Peer, folder: str) -> None:
-    """Run the generated program to its end. If there are tests, answer their calls afterwards."""
+    """Run the generated program to its end, and then, if there are tests, call its functions as the tests ask."""
     program, limits, is_tested = peer.reads.recv()
     for number, (name, flags) in enumerate((("in", os.O_RDONLY), ("out", os.O_WRONLY | os.O_CREAT))):
         os.dup2(os.open(f"{folder}/{name}", flags, 0o600), number)
