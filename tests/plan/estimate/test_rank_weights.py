@@ -22,7 +22,7 @@ from ds_finetune.model.mtp import set_mtp_layers
 from ds_finetune.model.parallel.expert import build_local_experts
 from ds_finetune.model.parallel.pipeline import PipelineGroup, build_only_layers, install_pipeline_stage
 from ds_finetune.model.parallel.sharding import ModelShard
-from ds_finetune.model.parallel.tensor import local_config
+from ds_finetune.model.parallel.tensor import TensorParallelGroup, install_tensor_parallel, local_config
 from ds_finetune.plan.estimate.rank_weights import RankWeights, TensorKind, part_of, rank_elements, weights_of_run
 from ds_finetune.plan.model_shape import Shape
 from ds_finetune.plan.plan import Plan, make_plan
@@ -84,6 +84,8 @@ def _stage_tensors(plan: Plan, model: ModelPlan, stage: int) -> list[TensorKind]
         lm = build_skeleton(local, attention=model.attention, dtype=torch.bfloat16, device="meta", task=model.task)
     if mesh.pp > 1:
         install_pipeline_stage(lm, PipelineGroup(None, mesh.pp, stage), outputs=model.head_outputs)
+    if mesh.tp > 1:
+        install_tensor_parallel(lm, TensorParallelGroup(None, mesh.tp, 0), padding_idx=None)
     model_shard = ModelShard.of(mesh, family)
     kinds: Counter[tuple[str, tuple[int, ...], tuple[int, ...], int]] = Counter()
     for name, param in lm.named_parameters():
