@@ -1,6 +1,6 @@
 """Draw what a run printed, as README.md shows it, from the output of the quickstart:
 
-    COLUMNS=104 bash scripts/quickstart.sh runs/quickstart 2>&1 | tee quickstart.log
+    COLUMNS=120 bash scripts/quickstart.sh runs/quickstart 2>&1 | tee quickstart.log
     python scripts/picture.py quickstart.log docs/images/run.svg
 
 Every line of the picture is a line of that file. Left out are the log of DeepSpeed's launcher, the progress of answers
@@ -16,8 +16,10 @@ from rich.console import CONSOLE_SVG_FORMAT, Console
 from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
-WIDTH, LONGEST = 104, 180
-OTHERS = re.compile(r"^\[\d{4}-|^using |^answers\b|^  91 tensors|^  names are|^  the files")
+WIDTH, LONGEST = 120, 180
+OTHERS = re.compile(
+    r"^\[\d{4}-|^using |^answers\b|^  91 tensors|^  names are|^  the files|^to use |^\*{9}|^Setting OMP"
+)
 """Lines of the launcher and the installation, progress, and what an export was compared with."""
 FONTS = re.compile(r"@font-face \{\{.*?\}\}\s*", re.DOTALL)
 """Rich's template loads fonts from another host; a picture needs none but the viewer's own."""
@@ -33,7 +35,7 @@ def styled(line: str) -> Text:
     """A line with its evaluation, title or question in bold."""
     text = Text(line)
     text.highlight_regex(r"^plan$|^done in .*|^verified|^> .*", "bold green")
-    text.highlight_regex(r"loss [\d.]+|eval/exact_match +[\d.]+", "bold")
+    text.highlight_regex(r"loss [\d.]+|exact_match +[\d.]+", "bold")
     return text
 
 

@@ -54,7 +54,8 @@ def untrained_rows(folder: Path, candidates: Collection[int], used: Collection[i
     """Token ids among `candidates` whose embeddings in the weights of `folder` look untrained.
 
     An embedding looks untrained if it is about as near to the mean embedding of unused ids (not in `used`) as their own
-    embeddings are. If all ids are used, its distance to the mean must be below half the median distance.
+    embeddings are. If all ids are used, its distance to the mean must be below half the median distance. Nothing looks
+    untrained if most other used embeddings are as near too, as in a model that was trained for a few steps only.
     """
     hub = HubFolder(folder)
     table = next((key for key, shape in hub.shapes.items() if _EMBEDDING.search(key) and len(shape) == 2), None)
@@ -66,9 +67,12 @@ def untrained_rows(folder: Path, candidates: Collection[int], used: Collection[i
 
     unused = [number for number in range(hub.shapes[table][0]) if number not in used][:_COMPARED]
     used_ids = sorted({*used} - {*candidates})
-    embeddings = read(unused or used_ids[:: -(-len(used_ids) // _COMPARED)])
+    compared = used_ids[:: -(-len(used_ids) // _COMPARED)] if used_ids else []
+    embeddings = read(unused or compared)
     distances = (embeddings - embeddings.mean(0)).norm(dim=1)
     limit = _MARGIN * distances.max() if unused else distances.median() / 2
+    if unused and compared and (read(compared) - embeddings.mean(0)).norm(dim=1).median() <= limit:
+        return []
     return [number for number in candidates if (read([number]) - embeddings.mean(0)).norm() <= limit]
 
 

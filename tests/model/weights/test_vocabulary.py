@@ -22,7 +22,7 @@ from ds_finetune.model.build.skeleton import Fragment, build_skeleton, in_memory
 from ds_finetune.model.parallel.sharding import ModelShard
 from ds_finetune.model.parallel.tensor import local_config
 from ds_finetune.model.weights.load import load_weights, seed_of
-from ds_finetune.model.weights.vocabulary import Growth, grow_vocabulary
+from ds_finetune.model.weights.vocabulary import Growth, grow_vocabulary, untrained_rows
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.settings import RunSettings
@@ -252,3 +252,15 @@ def test_adapters_do_not_train_new_rows(demo: Path) -> None:
     config = run_of(demo, model={"resize_vocabulary": True}, lora={"rank": 8})
     with pytest.raises(ConfigError, match=r"lora with model\.resize_vocabulary true"):
         make_plan(RunSettings.of(config), world=World(0, 1, 0, 1, "a test"), device="cpu")
+
+
+@pytest.mark.parametrize(("unused_scale", "wanted"), [(0.01, [8]), (1.0, [])], ids=["published", "trained shortly"])
+def test_added_tokens_that_the_base_has_not_trained(unused_scale: float, wanted: list[int], tmp_path: Path) -> None:
+    """Ids 10 to 15 are unused. Token 8 was added but never trained, unlike token 9; in a model whose unused embeddings
+    are as large as its trained ones nothing can be told.
+    """
+    scales = torch.tensor([1.0] * 8 + [unused_scale, 1.0] + [unused_scale] * 6)
+    table = torch.randn(16, 32, generator=torch.Generator().manual_seed(1)) * scales[:, None]
+    save_file({"model.embed_tokens.weight": table}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    assert untrained_rows(tmp_path, [8, 9], range(10)) == wanted
