@@ -1,6 +1,6 @@
 """Draw what a run printed, as README.md shows it, from the output of the quickstart:
 
-    COLUMNS=120 bash scripts/quickstart.sh runs/quickstart 2>&1 | tee quickstart.log
+    COLUMNS=124 bash scripts/quickstart.sh runs/quickstart 2>&1 | tee quickstart.log
     python scripts/picture.py quickstart.log docs/images/run.svg
 
 Every line of the picture is a line of that file. Left out are the log of DeepSpeed's launcher, the progress of answers
@@ -16,7 +16,7 @@ from rich.console import CONSOLE_SVG_FORMAT, Console
 from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
-WIDTH, LONGEST = 120, 180
+WIDTH, LONGEST = 124, 180
 OTHERS = re.compile(
     r"^\[\d{4}-|^using |^answers\b|^  91 tensors|^  names are|^  the files|^to use |^\*{9}|^Setting OMP"
 )
