@@ -163,8 +163,6 @@ class Encoder:
     """Modules that classify a document's pooled vector, in order, by their names in transformers. Modules that are
     missing in the model's folder are randomly initialised.
     """
-    rotates: bool = False
-    """Whether the encoder has rotary embeddings instead of learned position embeddings."""
     has_token_types: bool = False
     """Whether a pair of texts is marked by token types: 0 for tokens of the first text, 1 for those of the second."""
     positions_follow_padding: bool = False

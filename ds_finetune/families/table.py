@@ -432,7 +432,7 @@ _ROWS = (
         may_be_unexpected=(r"^decoder\.",),
         fp8_linear=None,
         fused="rotary embedding is one kernel, and LayerNorm and GELU are not",
-        encoder=Encoder(("head", "drop", "classifier"), rotates=True, pooling_key="classifier_pooling"),
+        encoder=Encoder(("head", "drop", "classifier"), pooling_key="classifier_pooling"),
         onnx=OnnxGraph("pre_norm"),
     ),
 )
