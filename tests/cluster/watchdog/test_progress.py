@@ -3,6 +3,8 @@
 import math
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import torch.distributed as dist
 from ds_finetune.cluster.watchdog.progress import RankProgress, observe_collectives
 from ds_finetune.config.schedule import seconds_of
 from ds_finetune.config.sections import WatchdogConfig
+from ds_finetune.foreign.torch_distributed import spans_of_collectives
 from ds_finetune.model.parallel.tensor import TensorParallelGroup
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.trainer.observers import straggler
@@ -140,3 +143,28 @@ def test_collectives_are_seen_by_name_size_and_number() -> None:
     ]
     assert progress.status().inside is None
     assert dist.ProcessGroup.allreduce is before
+
+
+def test_a_wait_runs_in_the_context_of_its_call() -> None:
+    """Waits for calls that began outside of the context run in the common one."""
+    entered: list[str] = []
+
+    @contextmanager
+    def span(name: str) -> Iterator[None]:
+        entered.append(name)
+        yield
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    earlier = dist.all_reduce(torch.zeros(3), async_op=True)
+    with spans_of_collectives(
+        ["allreduce", "broadcast"],
+        lambda _, name, args: (partial(span, f"call {name}"), partial(span, f"wait {name}")),
+        partial(span, "other wait"),
+    ):
+        both = [dist.all_reduce(torch.zeros(3), async_op=True), dist.broadcast(torch.zeros(2), src=0, async_op=True)]
+        for work in (*reversed(both), earlier):
+            work.wait()
+    dist.destroy_process_group()
+    assert entered == ["call allreduce", "call broadcast", "wait broadcast", "wait allreduce", "other wait"]

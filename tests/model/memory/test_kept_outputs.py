@@ -211,3 +211,14 @@ def test_dropouts_after_attention_draw_what_they_drew_in_forward(
 )
 def test_random_numbers_are_kept_where_layers_draw_some(family: str, changes: dict[str, float], expected: bool) -> None:
     assert is_random(AutoConfig.for_model(family, **changes)) == expected
+
+
+def test_a_layer_can_be_recomputed_twice() -> None:
+    """As by two backwards through one graph."""
+    hidden = torch.randn(4, 8, requires_grad=True)
+    out = checkpoint(
+        torch.sin, hidden, use_reentrant=False, context_fn=partial(layer_contexts, is_selective=False)
+    ).sum()
+    for keeps in (True, False):
+        (grad,) = torch.autograd.grad(out, hidden, retain_graph=keeps)
+        assert torch.equal(grad, hidden.cos())
