@@ -34,14 +34,14 @@ def recompute_layers(lm: PreTrainedModel, *, is_selective: bool) -> None:
     lm.gradient_checkpointing_enable(options | {"context_fn": partial(layer_contexts, is_selective=is_selective)})
     for module in _choosing_modules(lm):
         keep_choices(module)
-    # transformers makes outputs of frozen embeddings require a gradient, for reentrant checkpointing. That is not used
-    # here, and with such outputs backward would recompute the layers before the first adapter.
+    # transformers makes outputs of frozen embeddings require a gradient, which only reentrant checkpointing needs. Here
+    # it would make backward recompute the layers before the first adapter.
     lm.disable_input_require_grads()
 
 
 def _choosing_modules(lm: PreTrainedModel) -> list[nn.Module]:
-    """Modules of `lm` in which experts are chosen: its routers or, for a model type whose router is not known, all
-    children of layers with experts.
+    """Modules of `lm` that choose experts: its routers, or all children of layers with experts if the family names no
+    router.
     """
     router = family_of(lm.config.model_type).router
     if router is not None:
@@ -75,7 +75,7 @@ def _checkpoint_on_host(
     *others: Any,  # noqa: ANN401
 ) -> Any:  # noqa: ANN401
     """Run a layer under torch's `checkpoint`, with its input `hidden` offloaded by torch's `save_on_cpu`. Copies run in
-    the stream of the computation, so no copy is read before it is complete.
+    the stream of the computation, so that no copy is read before it is complete.
     """
     copies = save_on_cpu(pin_memory=True)
     # Autograd keeps these hooks until backward. A reference from them to the layer's input would keep it in memory.
@@ -101,7 +101,7 @@ _SHARED = (".shared_experts", ".shared_expert")
 
 
 class _TokensInTiles(torch.autograd.Function):
-    """Computes `forward(*tensors)` in tiles, parts of the first dimension, which the tensors and the result share."""
+    """Computes `forward(*tensors)` in tiles of tokens, the first dimension of all tensors and of the result."""
 
     @staticmethod
     def forward(
@@ -113,7 +113,7 @@ class _TokensInTiles(torch.autograd.Function):
     ) -> torch.Tensor:
         tensors = tensors_and_weights[:num_tensors]
         ctx.forward, ctx.tiles = forward, tiles
-        # Autograd would report saved weights as changed in place, because ZeRO-3 gathers them again for backward.
+        # `save_for_backward` would report weights as changed in place, because ZeRO-3 gathers them again for backward.
         ctx.weights = tensors_and_weights[num_tensors:]
         ctx.save_for_backward(*tensors)
         out: torch.Tensor | None = None
@@ -154,10 +154,6 @@ def _tiles(tensors: Sequence[torch.Tensor], tiles: int) -> Iterator[tuple[torch.
 
 
 def _run_in_tiles(module: nn.Module, tiles: int, *tensors: torch.Tensor) -> torch.Tensor:
-    """Compute an MLP [..., width], or routed experts, in tiles of tokens.
-
-    Without gradients no activations are saved, so all tokens are computed at once.
-    """
     forward = partial(type(module).forward, module)
     if not torch.is_grad_enabled():
         return forward(*tensors)

@@ -2,7 +2,7 @@
 
 Sorting and summing are gathers, and so are their gradients, because the inverse permutation is known. Autograd would
 compute the gradient of `hidden[index]` by `index_put`, which sorts the index on a GPU. The sum over a token's k experts
-is computed in fp32 and rounded once, while `index_put` rounds after each summand; in fp32 only the order differs.
+is computed in fp32 and rounded once, while `index_put` rounds after each summand.
 
 Routing weights multiply the input of the down projection, which is linear. So their gradients need no expert outputs,
 and they multiply rows of the experts' inner width, not the model's.
@@ -29,8 +29,8 @@ _options = {"has_triton": True}
 
 
 def choose_product(*, has_triton: bool) -> None:
-    """Allow or forbid this program's Triton kernel for grouped products, for the whole process. Without it torch's
-    kernel or a loop over experts computes them.
+    """Allow or forbid this program's Triton kernel for grouped products in this process. Without it torch's kernel or a
+    loop over experts computes them.
     """
     _options["has_triton"] = has_triton
     _is_own_kernel.cache_clear()
@@ -38,7 +38,6 @@ def choose_product(*, has_triton: bool) -> None:
 
 @cache
 def _is_own_kernel(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether this program's Triton kernel computes grouped products of `dtype` on this device."""
     if device.type != "cuda":
         return False
     precision = next((name for name, of_name in PRECISION_DTYPES.items() if of_name == dtype), "")
@@ -60,8 +59,8 @@ _saved_multiply = save_outputs(multiply)
 
 
 def rows_up_to(experts: torch.Tensor, number: int) -> torch.Tensor:
-    """Where the rows of each expert end, int32 [number of experts]. `experts` are the sorted experts of rows, int64
-    [rows].
+    """Index after the last row of each expert, int32 [number of experts]. `experts` are the sorted experts of rows,
+    int64 [rows].
 
     Unlike `torch.bincount`, this does not make the host wait for the GPU.
     """
@@ -69,11 +68,11 @@ def rows_up_to(experts: torch.Tensor, number: int) -> torch.Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """Computes `source[index]`, and sums each `k` consecutive rows of it. Backward does the same with the gradient,
-    `back` and `k_back`.
+    """Computes `source[index]` and sums each `k` consecutive rows. Backward does the same to the gradient with `back`
+    and `k_back`.
 
-    With `is_last` the autograd node holds `back` itself. As the last saved tensor of the layer it would make
-    recomputation (which stops at the last one) compute the down projection too.
+    With `is_last` the autograd node holds `back` itself. As the layer's last saved tensor, `back` would make
+    recomputation compute the down projection too, because recomputation stops at the last saved tensor.
     """
 
     @staticmethod
@@ -94,8 +93,8 @@ def _sums(rows: torch.Tensor, k: int) -> torch.Tensor:
 
 
 class _Weigh(torch.autograd.Function):
-    """Multiplies rows by routing weights, which are fp32 even if rows have 16 bits. The kernel rounds the products, so
-    that no fp32 copy of the rows is needed.
+    """Multiplies rows by fp32 routing weights. The kernel rounds the products, so that no fp32 copy of 16-bit rows is
+    needed.
     """
 
     @staticmethod
@@ -111,14 +110,14 @@ class _Weigh(torch.autograd.Function):
 
 
 class SortedRows(NamedTuple):
-    """Order of the rows that routed experts read: one per token and expert chosen for it, sorted by expert."""
+    """Order in which routed experts read rows: one row for each token and expert chosen for it, sorted by expert."""
 
     experts: torch.Tensor
     """Expert of each sorted row, int64 [tokens x k]."""
     choices: torch.Tensor
-    """For each sorted row, its index in the flattened [tokens, k] chosen experts, int64 [tokens x k]."""
+    """For each sorted row, its index in the flattened chosen experts [tokens, k], int64 [tokens x k]."""
     choice_rows: torch.Tensor
-    """Inverse of `choices`: for each of the flattened chosen experts, its sorted row, int64 [tokens x k]."""
+    """For each of the flattened chosen experts [tokens, k], the index of its sorted row, int64 [tokens x k]."""
     tokens: torch.Tensor
     """Token of each sorted row, int32 [tokens x k]."""
     k: int
@@ -148,8 +147,8 @@ class SortedRows(NamedTuple):
 
 def project(module: Any, rows: torch.Tensor, ends: torch.Tensor, leaf: str) -> torch.Tensor:  # noqa: ANN401 - a module of any family
     """Multiply `rows` [rows, in], sorted by expert, with the weights `leaf` of the experts in `module`. Expert i's rows
-    end at `ends[i]`. Selective recomputation saves the output of the first projection only; no gradient needs that of
-    the second one.
+    end at `ends[i]`. Selective recomputation saves only the output of the first projection, because no gradient needs
+    the second one's.
     """
     product = _saved_multiply if leaf == "gate_up_proj" else multiply
     return product(rows, getattr(module, leaf), ends, is_transposed=module.is_transposed)  # type: ignore[no-any-return]
@@ -175,22 +174,22 @@ def run_experts(
     rows = product(chosen.rows_of(hidden), ends, "gate_up_proj")
     if module.has_bias:
         of_row = (chosen.experts[:, None] == torch.arange(module.num_experts, device=rows.device)).to(rows.dtype)
-        # No variable refers to the rows of biases, because it would keep them in memory until the function returns.
+        # A variable would keep the biases of all rows in memory until the function returns.
         if current_outputs() is None:
             rows.add_(of_row @ module.gate_up_proj_bias)
         else:
             rows = rows + of_row @ module.gate_up_proj_bias
     inner = module._apply_gate(rows)
     weighted = inner * weights if weights.dtype == inner.dtype else _Weigh.apply(inner, weights)
-    # The bias of each row is made before the down projection, because recomputation stops there and gradients need it.
+    # Gradients need the bias of each row. Recomputation stops at the down projection, so biases are computed before.
     added = chosen.sums_of((of_row * weights).to(inner.dtype)) @ module.down_proj_bias if module.has_bias else None
     out = chosen.sums_of(product(weighted, ends, "down_proj"))
     return out if added is None else out + added
 
 
 def spread_ids(lm: nn.Module, experts: int) -> None:
-    """Fill a model's tables from token ids to experts, in place, so that tokens are spread over all `experts`. In a
-    randomly initialised model the tables are zeros, with which each token would choose expert 0 k times.
+    """Fill a model's tables from token ids to experts, in place, so that tokens are spread over all `experts`. With the
+    zeros of a randomly initialised model each token would choose expert 0 k times.
     """
     for name, table in lm.named_buffers():
         if is_table(name):
@@ -199,7 +198,7 @@ def spread_ids(lm: nn.Module, experts: int) -> None:
 
 
 def restore_full_tables(lm: nn.Module, vocabulary: int) -> None:
-    """Replace, in place, expert tables that have only this rank's vocabulary shard by tables of all token ids."""
+    """Replace, in place, expert tables of this rank's vocabulary shard by tables of all token ids."""
     for name, table in list(lm.named_buffers()):
         if is_table(name):
             module, _, leaf = name.rpartition(".")
@@ -209,5 +208,5 @@ def restore_full_tables(lm: nn.Module, vocabulary: int) -> None:
 
 
 def install_grouped_experts() -> None:
-    """Register `run_experts` with transformers as `experts_implementation: grouped_mm`, for the life of the process."""
+    """Make transformers' `experts_implementation: grouped_mm` call `run_experts`, for the life of the process."""
     ALL_EXPERTS_FUNCTIONS.register("grouped_mm", run_experts)

@@ -1,8 +1,8 @@
 """Triton kernels for grouped products of rows, sorted by expert, with experts' weights. They serve GPUs and dtypes for
 which torch has no kernel: torch would multiply expert by expert, and the host would wait for the numbers of rows.
 
-The ends of experts' rows stay on the device. As many programs of the kernel run as tiles could be needed. Each finds
-its tile's expert from the ends; programs without a tile return. Products are summed in fp32. The import needs triton.
+The ends of experts' rows stay on the device. The kernel starts as many programs as there could be tiles. Each finds its
+tile's expert from the ends, and returns if there is no such tile. Products are summed in fp32. The import needs triton.
 """
 
 # ruff: noqa: ANN001, ANN202, N803, PLR0913 - kernels of Triton
@@ -14,15 +14,15 @@ import triton
 import triton.language as tl
 
 _ROWS, _COLUMNS, _DEPTH = 64, 128, 32
-"""Size of an output tile, and number of summands loaded at a time: 12 KiB of 16-bit numbers. Three pipeline stages of
-them fit into the shared memory of every GPU with compute capability 8.x.
+"""Rows and columns of an output tile, and number of summands loaded at a time: 12 KiB of 16-bit numbers. Three pipeline
+stages of them fit into the shared memory of every GPU with compute capability 8.x.
 """
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _tile(ends, number, experts, PADDED: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Find the expert of tile number `number`, the tile's first row, and the end of the expert's rows. Beyond the last
-    tile the expert is PADDED.
+    """Find the expert of tile `number`, the tile's first row, and the end of the expert's rows. Beyond the last tile
+    the expert is PADDED.
     """
     index = tl.arange(0, PADDED)
     is_expert = index < experts
@@ -113,7 +113,7 @@ def grouped_product(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor
     """
     (number, depth), (experts, _, columns) = rows.shape, weight.shape
     rows, out = rows.contiguous(), rows.new_empty(number, columns)
-    # An expert has at most one tile that is not full.
+    # This is the maximum number of tiles, because an expert has at most one tile that is not full.
     grid = (triton.cdiv(number, _ROWS) + experts, triton.cdiv(columns, _COLUMNS))
     tiles = {"PADDED": triton.next_power_of_2(experts), "ROWS": _ROWS, "COLUMNS": _COLUMNS, "DEPTH": _DEPTH}
     _product_kernel[grid](rows, weight, out, ends, experts, depth, columns, *weight.stride(), **tiles)
@@ -143,7 +143,7 @@ def _(_: torch.Tensor, __: torch.Tensor, ___: torch.Tensor, weight: torch.Tensor
 def _keep(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:  # noqa: ANN401
     rows, weight, ends = inputs
     of_rows, of_weight = ctx.needs_input_grad[:2]
-    # Backward needs rows only if experts are trained. Both gradients need the weight's shape and strides.
+    # Only the weight's gradient needs rows. Both gradients need the weight's shape and strides.
     ctx.save_for_backward(rows if of_weight else None, weight if of_rows or of_weight else None, ends)
 
 

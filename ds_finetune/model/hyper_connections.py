@@ -1,8 +1,8 @@
 """Norms and hyper-connections of DeepSeek-V4 (arXiv 2512.24880). Hyper-connections merge a token's residual streams
 into one hidden state, and distribute a sublayer's output over the streams.
 
-Autograd would save an fp32 copy of all streams, and a small matrix per token for each of some forty divisions. These
-functions save the streams, which the layer saves anyway, and one row of products per token.
+Autograd would save an fp32 copy of all streams, and a small matrix per token for each of some forty divisions. The
+functions here save the streams, which the layer saves anyway, and one row of products per token.
 """
 
 from collections.abc import Callable
@@ -21,14 +21,14 @@ _Backward = Callable[..., torch.Tensor]
 class _StreamSizes(NamedTuple):
     streams: int
     times: int
-    """How often the mixing weights `comb` are divided by their column sums; they are divided by row sums once less."""
+    """Number of divisions of the mixing weights `comb` by their column sums. Divisions by row sums are one fewer."""
     eps: float
     norm_eps: float
 
 
 class _Mixing(torch.autograd.Function):
     """Merges residual streams [batch, tokens, streams, width] into one hidden state. If the projection `fn` has columns
-    for them, also returns weights `post`, of a sublayer's output in each stream, and the streams mixed by `comb`.
+    for them, also returns the weights `post` of the sublayer's output in each stream, and the streams mixed by `comb`.
     """
 
     @staticmethod
@@ -74,8 +74,8 @@ class _Mixing(torch.autograd.Function):
 
 
 class _Adding(torch.autograd.Function):
-    """Computes residual streams after a sublayer, [batch, tokens, streams, width]: mixed streams (overwritten) plus the
-    output [batch, tokens, width] times each stream's weight in `post`.
+    """Computes residual streams after a sublayer, [batch, tokens, streams, width], in place: the mixed streams plus the
+    sublayer's output [batch, tokens, width] times each stream's weight in `post`.
     """
 
     @staticmethod
@@ -127,8 +127,8 @@ def _balanced(matrices: torch.Tensor, sizes: _StreamSizes) -> tuple[torch.Tensor
     """Divide matrices [rows, columns, tokens] alternately by their column and row sums, beginning and ending with
     columns. Also returns the backward function, which may be called once.
 
-    Both change the matrices in place: backward multiplies by the sums again, so less memory is touched, which fits into
-    CPU caches. With tokens last, operations read memory in order.
+    Forward and backward change the matrices in place. Backward multiplies by the sums again, which touches less memory
+    than saved copies. With tokens last, operations read memory in order.
     """
     sums = []
     for number in range(2 * sizes.times - 1):
@@ -172,7 +172,7 @@ class LastStreams(nn.Module):
     input_norm: Any
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Merge the residual streams into one hidden state, as transformers does."""
+        """Merge the residual streams into one hidden state."""
         sizes = _StreamSizes(self.hc_mult, 0, self.eps, self.input_norm.eps)
         return _Mixing.apply(x, self.hc_fn, self.hc_base, self.hc_scale, sizes)[0]  # type: ignore[no-any-return]
 
@@ -213,7 +213,7 @@ def install_hyper_connections(lm: nn.Module) -> None:
 
 
 class _WideNorm(torch.autograd.Function):
-    """RMSNorm of [..., width] with a weight [width] or none, computed in fp32 and rounded at the end."""
+    """RMSNorm of [..., width], computed in fp32 and rounded at the end. The weight [width] may be None."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:  # noqa: ANN401
@@ -241,7 +241,7 @@ class _WideNorm(torch.autograd.Function):
 
 
 def install_norms(lm: nn.Module) -> None:
-    """Make DeepSeek-V4's norms save hardly more than their inputs for backward, in place."""
+    """Make DeepSeek-V4's norms save little more than their inputs for backward, in place."""
     weighted, plain = norm_classes()
     forwards = {
         weighted: lambda self, x: _WideNorm.apply(x, self.weight, self.variance_epsilon),

@@ -1,18 +1,17 @@
 """Saves outputs of layers under activation checkpointing: the experts that a router chose and, with selective
 recomputation, the outputs of some operations.
 
-Experts are chosen once, in the forward. Recomputation need not repeat it bit by bit: NCCL on NVLink switches may sum in
-another order, which changes hidden states by a rounding and so the experts of some tokens. Backward would then mix rows
-and outputs of different choices. Routing weights, which have a gradient, are recomputed from the scores of the chosen
-experts.
+Experts are chosen once, in the forward, because recomputation may differ by rounding: NCCL on NVLink switches may sum
+in another order. Some tokens would then get other experts, and backward would mix rows and outputs of different
+choices. Routing weights, which have a gradient, are recomputed from the scores of the chosen experts.
 
 Selective recomputation saves attention and the experts' products, which take most time per byte of output, and the
 exchange of rows between ranks, which makes ranks wait.
 
 torch's contexts for selective checkpointing (torch 2.13, utils/checkpoint.py:1470,
-create_selective_checkpoint_contexts) need the same operations in the same order in recomputation. ZeRO-3 breaks that:
-its hooks gather weights only if they are not there yet. So operations are intercepted only where this program calls
-them by name.
+create_selective_checkpoint_contexts) need the same operations in the same order in recomputation. ZeRO-3 breaks that,
+because its hooks gather weights only if they are not gathered yet. So operations are intercepted only where this
+program calls them by name.
 """
 
 import threading
@@ -44,7 +43,7 @@ SAVED_OPERATIONS = frozenset(
         "ds_finetune::grouped_product",
     }
 )
-"""Operations whose outputs selective recomputation saves. Attention without a fused kernel is not included, because its
+"""Operations whose outputs selective recomputation saves. Attention without a fused kernel is not listed, because its
 backward needs the outputs of each of its operations.
 """
 
@@ -59,7 +58,7 @@ class KeptOutputs(TorchDispatchMode):
         self._outputs, self._is_recomputing, self.is_selective = outputs, is_recomputing, is_selective
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
-        """Called by torch for each operation while this dispatch mode is active."""
+        """Save the outputs of an operation that torch is about to run, or return saved outputs."""
 
         def compute() -> Any:  # noqa: ANN401
             return func(*args, **(kwargs or {}))
@@ -90,17 +89,17 @@ class _SavedTopK(TorchDispatchMode):
             return func(*args, **options)
         scores, dim = args[0], args[2] if len(args) > 2 else options.get("dim", -1)
         small = torch.int16 if scores.shape[dim] <= 2**15 else torch.int32
-        # Autograd works above dispatch modes, and passes the gradient of the gathered values on to the scores.
+        # Autograd works above dispatch modes, so the gathered values' gradient reaches the scores.
         chosen = self._kept.keep(lambda: func(*args, **options)[1].to(small)).long()
         return scores.gather(dim, chosen), chosen
 
 
 class _Kept:
-    """A saved tensor, with its version when it was saved, by which in-place changes are detected."""
+    """A saved tensor and its version number at that time, which detects in-place changes."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         # The tensor itself will get an autograd history, which would keep this object alive, so a detached tensor is
-        # saved. Both have the same version counter only if this dispatch key is included (torch 2.13,
+        # saved. Both tensors have the same version counter only if this dispatch key is included (torch 2.13,
         # utils/checkpoint.py, `_maybe_detach`).
         with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
             self._tensor, self._version = tensor.detach(), tensor._version
@@ -111,7 +110,7 @@ class _Kept:
 
 
 class _Current(threading.local):
-    """Saved outputs of the layer that is running, one per thread: backward recomputes layers in threads of its own."""
+    """Saved outputs of the running layer. Each thread has its own, because backward recomputes layers in threads."""
 
     kept: KeptOutputs | None = None
 
@@ -142,8 +141,8 @@ def layer_contexts(*, is_selective: bool) -> tuple[AbstractContextManager[None],
 
 
 def current_outputs() -> KeptOutputs | None:
-    """Saved outputs of the layer that is running, if selective recomputation applies to it. None otherwise, and where
-    gradients are off, as in a tile of an MLP, which is recomputed in full.
+    """Saved outputs of the layer that is running. None without selective recomputation and where gradients are off, as
+    in tiles of an MLP.
     """
     outputs = _current.kept
     return outputs if outputs is not None and outputs.is_selective and torch.is_grad_enabled() else None

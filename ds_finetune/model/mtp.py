@@ -1,10 +1,10 @@
-"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): one more decoder layer predicts the token after
-the next, from a hidden state of the model and the embedding of the next token.
+"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): an additional decoder layer predicts the token
+after the next, from a hidden state of the model and the embedding of the next token.
 
-The layer is `model.layers.N` of the model with N = `num_hidden_layers`. So its tensors have their published names, and
-parallel modules, ZeRO and checkpoints treat it like other layers. The model's own forward skips it (transformers 5.23
-runs `layers[: config.num_hidden_layers]`, deepseek_v3/modeling_deepseek_v3.py:621). DeepSeek-V4's forward runs all
-layers: there the layer is inside a module that returns its input.
+The layer is `model.layers.N` with N = `num_hidden_layers`. So its tensors have their published names, and parallel
+modules, ZeRO and checkpoints treat it like other layers. The model's own forward skips it (transformers 5.23 runs
+`layers[: config.num_hidden_layers]`, deepseek_v3/modeling_deepseek_v3.py:621). DeepSeek-V4's forward runs all layers,
+so there the layer is inside a module that returns its input.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,12 +23,12 @@ from ds_finetune.foreign.transformers_attention import stream_classes
 from ds_finetune.foreign.transformers_models import replaced_layers
 
 _BUILT = "ds_finetune_mtp_layers"
-"""Attribute of a model configuration: how many multi-token prediction layers are built. It is never saved."""
+"""Attribute of a model configuration with the number of multi-token prediction layers to build. It is never saved."""
 PREDICTION_LAYERS = "num_nextn_predict_layers"
 """Key of config.json for the number of multi-token prediction layers (DeepSeek-V3)."""
 _PER_LAYER: Mapping[str, str | None] = {"layer_types": None, "mlp_layer_types": None, "indexer_types": "full"}
-"""Keys of lists in config.json that have an entry for each layer, with the entry for a multi-token prediction layer.
-None means the last layer's entry. A published prediction layer has its own indexer, even if the last layer has none.
+"""Keys of lists in config.json with an entry for each layer, and the entry for a multi-token prediction layer. None
+means the last layer's entry. A published prediction layer has its own indexer, even if the last layer has none.
 """
 _COMPRESSED: Mapping[str, str | int] = {
     "layer_types": "sliding_attention",
@@ -48,7 +48,7 @@ def mtp_layers(hf_config: PretrainedConfig) -> range:
 
     transformers' `num_mtp_layers` is not used: it is 1 if config.json does not set it.
     """
-    # Some model types without such layers have another key for their number of layers (transformers 5.23, BltConfig).
+    # Some model types without these layers have no `num_hidden_layers` (transformers 5.23, BltConfig).
     first = getattr(hf_config, "num_hidden_layers", 0)
     return range(first, first + getattr(hf_config, _BUILT, 0))
 
@@ -59,8 +59,8 @@ def is_mtp_tensor(name: str, hf_config: PretrainedConfig) -> bool:
 
 
 def published_copies(hf_config: PretrainedConfig) -> dict[str, str]:
-    """Names of published tensors of multi-token prediction layers that are copies of the model's embedding or head,
-    each with the name of the original, which prediction layers use here.
+    """Published tensors of multi-token prediction layers that are copies of the model's embedding or head, which
+    prediction layers use here: names of copies, each with the name of the original.
     """
     return {
         f"model.layers.{layer}.{copy}": original
@@ -74,7 +74,7 @@ def published_copies(hf_config: PretrainedConfig) -> dict[str, str]:
 
 @contextmanager
 def more_layers(hf_config: PretrainedConfig, number: int) -> Iterator[None]:
-    """Context in which `hf_config` has `number` more layers, like the last one but with indexers of their own."""
+    """Context in which `hf_config` has `number` more layers like the last one, but with their own indexers."""
     layers, settings = hf_config.num_hidden_layers, vars(hf_config)
     if family_of(hf_config.model_type).compresses:
         longer = {k: [*settings[k][:layers], *[kind] * number] for k, kind in _COMPRESSED.items() if settings.get(k)}
@@ -108,7 +108,7 @@ def build_mtp_layers(model_class: type[PreTrainedModel], hf_config: PretrainedCo
 
 
 class SkippedLayer(nn.Module):
-    """Module around a multi-token prediction layer `mtp`, which does nothing in the forward of the model's layers."""
+    """Holds a multi-token prediction layer `mtp`, which the forward of the model's layers skips."""
 
     def __init__(self, mtp: nn.Module) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class SkippedLayer(nn.Module):
 
 
 def add_mtp_modules(layer: Any, config: PretrainedConfig) -> None:  # noqa: ANN401 - a decoder layer of any family
-    """Add to a decoder layer, in place, the further modules of a multi-token prediction layer, by published names."""
+    """Add the other modules of a multi-token prediction layer to a decoder layer, in place."""
     width, norm_class = config.hidden_size, type(layer.input_layernorm)
     layer.enorm = norm_class(width, eps=config.rms_norm_eps)
     layer.hnorm = norm_class(width, eps=config.rms_norm_eps)
@@ -137,7 +137,7 @@ def add_mtp_modules(layer: Any, config: PretrainedConfig) -> None:  # noqa: ANN4
 
 def mtp_layer_inputs(layer: Any, embedded: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
     """Compute a multi-token prediction layer's input [rows, tokens, width], from the next tokens' embeddings and the
-    model's hidden states after the final norm, [rows, tokens, width] each. With several residual streams, `hidden` are
+    model's hidden states after the final norm, both [rows, tokens, width]. With several residual streams, `hidden` are
     the streams after the last layer, [rows, tokens, streams, width], and the input has streams too.
 
     Published weights take the embedding first (transformers 5.23, modeling_layers.py:357; vLLM and SGLang too), though
@@ -172,7 +172,7 @@ def run_mtp_layer(
         None,
         None,
         position_ids=position_ids,
-        # transformers' indexer reads the mask, so it must be made (deepseek_v32/modeling_deepseek_v32.py:729).
+        # transformers' indexer needs a mask, even a causal one (deepseek_v32/modeling_deepseek_v32.py:729).
         allow_is_causal_skip=family.indexer is None,
     )
     states = layer(
@@ -183,5 +183,5 @@ def run_mtp_layer(
         use_cache=False,
         **arguments,
     )
-    # Layers that pass the tokens an indexer chose to later layers return a tuple.
+    # Layers return a tuple if they pass the tokens that an indexer chose to later layers.
     return layer.shared_head.norm(states[0] if isinstance(states, tuple) else states)  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Collects which experts routers choose for the tokens of each document, counts them over all ranks and a step, and
+"""Collects the experts that routers choose for the tokens of each document, counts them over all ranks and a step, and
 updates router biases.
 """
 
@@ -21,16 +21,15 @@ from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.trained_parts import RouterPlan
 
 _HASHES = 2**15
-"""Number of different values that the hash of a token's set of chosen experts can have."""
 
 
 class RouterOutput(NamedTuple):
-    """What a layer's router returns for the tokens of the flattened rows."""
+    """The logits and chosen experts that a layer's router returns for the tokens of the flattened rows."""
 
     logits: torch.Tensor
     """Router logits [tokens, experts]."""
     chosen: torch.Tensor
-    """Numbers of the chosen experts, int64 [tokens, chosen]."""
+    """Indices of the chosen experts, int64 [tokens, chosen]."""
 
 
 class RouterCollector:
@@ -48,11 +47,11 @@ class RouterCollector:
     num_tokens: torch.Tensor
     """Number of tokens since `clear`, without padding, int64 scalar."""
     compared: torch.Tensor
-    """By layer, number of tokens of sampled answers that chose other experts than in sampling, and number of tokens
-    that were compared, int64 [layers, 2].
+    """For each layer two numbers: tokens of sampled answers that chose other experts than in sampling, and tokens that
+    were compared, int64 [layers, 2].
     """
     choice_hashes: NDArray[np.int16]
-    """Hash of the set of chosen experts, for each token given to `watch` and each layer, [tokens, layers]."""
+    """Hash of the set of chosen experts, for each layer and each token in the context `watch`, [tokens, layers]."""
 
     def __init__(self, lm: nn.Module, plan: RouterPlan, *, device: torch.device) -> None:
         self.plan, self._device = plan, device
@@ -110,8 +109,8 @@ class RouterCollector:
     @contextmanager
     def listen(self, rows: ForwardRows, *, is_counting: bool, counts_tokens: bool = True) -> Iterator[None]:
         """Context that collects router outputs in the forward of `rows`. With `is_counting`, its chosen experts are
-        added to `counts` and, with `counts_tokens`, its tokens to `num_tokens`. Of several forwards of the same rows,
-        one sets `counts_tokens`.
+        added to `counts` and, with `counts_tokens`, its tokens to `num_tokens`. If the same rows have several forwards,
+        only one sets `counts_tokens`.
 
         Backward runs outside of the context, so recomputed forwards are not collected.
         """
@@ -164,13 +163,12 @@ def score_shares(logits: torch.Tensor, scores: str) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class RouterChoices:
-    """Which experts the model's routers chose for a global batch, identical on all ranks.
+    """The experts that the model's routers chose for a global batch. They are identical on all ranks.
 
     Tensors are on the CPU.
     """
 
     layers: tuple[int, ...]
-    """Numbers of the layers with a router."""
     counts: torch.Tensor
     """How often each expert was chosen, without padding tokens, int64 [layers, experts]."""
     entropy: torch.Tensor
@@ -183,9 +181,9 @@ class RouterChoices:
 
 
 def table_of_choices(routers: RouterCollector, mesh: Mesh) -> torch.Tensor:
-    """This rank's counts as a table, fp64 [layers of the model, experts + 4], which can be summed over all ranks. Its
-    columns: how often each expert was chosen, tokens that differ from sampling, tokens compared, sum of the entropy,
-    and tokens.
+    """This rank's counts as a table, fp64 [layers of the model, experts + 4], which can be summed over all ranks.
+    Columns are the counts of each expert, tokens that differ from sampling, tokens compared, sum of the entropy, and
+    tokens.
     """
     plan = routers.plan
     # fp64 counts exactly up to 2**53.
@@ -200,7 +198,7 @@ def table_of_choices(routers: RouterCollector, mesh: Mesh) -> torch.Tensor:
 
 
 def choices_of(table: torch.Tensor, plan: RouterPlan) -> RouterChoices:
-    """Read the counts of chosen experts from the `table` of `table_of_choices`, summed over all ranks, on the CPU."""
+    """Read the counts of chosen experts from a table of `table_of_choices` on the CPU, after its sum over all ranks."""
     counts, tokens, (differing, compared) = (
         table[:, :-4].long(),
         table[:, -1].long(),
@@ -220,7 +218,7 @@ def check_each_counted(choices: RouterChoices, plan: RouterPlan, *, num_tokens: 
 
 @torch.no_grad()
 def update_biases(routers: RouterCollector, table: torch.Tensor) -> None:
-    """Lower the router biases of experts chosen more often than their layer's mean by `router.bias_update`, and raise
+    """Lower, by `router.bias_update`, the router biases of experts chosen more often than their layer's mean, and raise
     those of experts chosen less often, in fp32 (arXiv 2408.15664, algorithm 1).
 
     `table` has the counts of all ranks, on the device of the biases.
@@ -229,7 +227,7 @@ def update_biases(routers: RouterCollector, table: torch.Tensor) -> None:
     assert kind.bias is not None
     for layer in (layer for layer in routers.plan.balanced if layer in routers.modules):
         counts = table[routers.plan.layers.index(layer), :-4].long()
-        # Integers are compared, so that the sign is exactly 0 for an expert whose load is the mean.
+        # Integers are compared, so that the sign is exactly 0 for an expert whose count is the mean.
         above = torch.sign(counts * len(counts) - counts.sum())
         bias = routers.decoder_layers[layer].get_buffer(kind.bias)
         assert bias.dtype == torch.float32, (layer, bias.dtype)

@@ -42,7 +42,7 @@ class _LowRankLinear(_Adapted):
 
     lora_dropout: float
     lora_columns: tuple[int, int]
-    """First input column of this rank's shard, and number of input columns of the full weight."""
+    """First input column of this rank's shard of the weight, and number of input columns of the full weight."""
 
     def _low_rank(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.training and self.lora_dropout:
@@ -64,10 +64,9 @@ class _AdaptedLinear(_LowRankLinear):
 
 
 class _AdaptedParallelLinear(_LowRankLinear):
-    """A tensor parallel linear module with an adapter. Ranks communicate once, for the sum of both outputs."""
+    """A tensor parallel linear module with a LoRA adapter. One all-reduce sums the outputs of both."""
 
     def multiply(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Compute this rank's part of the output of weight plus adapter, without communication."""
         return self._low_rank(hidden).add_(super().multiply(hidden))  # type: ignore[misc]
 
 
@@ -77,10 +76,9 @@ class _AdaptedRouter(_Adapted):
     lora_B: torch.Tensor  # noqa: N815
 
     def forward(self, *args: Any) -> Any:  # noqa: ANN401 - the family's own
-        """Run the router's own forward with the merged weight, which is small enough to merge in each forward."""
         merged = self.weight + (self.lora_B @ self.lora_A) * self.lora_scale
-        # An attribute hides the parameter `weight`, because Python looks into `__dict__` before it calls
-        # nn.Module.__getattr__, which finds parameters.
+        # An instance attribute `weight` hides the parameter of this name until it is deleted, because Python looks into
+        # `__dict__` before it calls nn.Module.__getattr__, which finds parameters.
         self.__dict__["weight"] = merged
         try:
             return super().forward(*args)
@@ -93,10 +91,8 @@ class _LowRankExperts(_Adapted):
     _apply_gate: Callable[[torch.Tensor], torch.Tensor]
 
     def _run(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        """Run routed experts with adapters on `hidden` [tokens, width], with chosen experts [tokens, k] and routing
-        weights.
-
-        peft would merge adapters into a copy of all experts in each forward, and need a gradient of that size.
+        """Run routed experts with adapters. peft would merge adapters into a copy of all experts in each forward, and
+        need a gradient of that size.
         """
         return run_experts(self, hidden, top_k_index, top_k_weights, self._project)
 
@@ -104,7 +100,7 @@ class _LowRankExperts(_Adapted):
         """Multiply `rows` [rows, in] by their experts' weight `leaf` and adapter. Expert i's rows end at `ends[i]`."""
         low = multiply(rows, getattr(self, f"{leaf}_lora_A"), ends)
         low = multiply(low, getattr(self, f"{leaf}_lora_B"), ends)
-        # The sum of both outputs in place avoids a third tensor as wide as gate and up together.
+        # Adding in place avoids a third tensor as wide as gate and up projections together.
         return low.mul_(self.lora_scale).add_(project(self, rows, ends, leaf))  # type: ignore[no-any-return]
 
 
@@ -133,16 +129,16 @@ class AdapterPlacement:
     where: Where
     model_shard: ModelShard = UNSHARDED
     tp_group: RankGroup | None = None
-    """Tensor parallel group; None without tensor parallelism."""
     mark_expert: MarkParameter | None = None
     """Function that marks, for DeepSpeed, adapter parameters of experts that expert parallelism shards."""
     partition: Callable[[list[nn.Parameter]], None] = lambda _: None
     """Function that partitions new parameters under ZeRO-3. The default does nothing."""
 
     def prepare(self, param: nn.Parameter, shard: TensorShard, *, weight_shard: TensorShard) -> None:
-        """Mark an adapter's parameter: its gradient is summed over the right ranks, and gradient norms count it once.
+        """Mark an adapter's parameter, so that its gradient is summed over the right ranks and gradient norms count it
+        once.
 
-        `shard` is this rank's part of the parameter, `weight_shard` its part of the adapted weight.
+        `shard` is this rank's shard of the parameter, `weight_shard` its shard of the adapted weight.
         """
         # DeepSpeed 0.19.8 counts parameters without `model_parallel` only once in gradient norms
         # (runtime/utils.py:134).
@@ -150,17 +146,17 @@ class AdapterPlacement:
         if shard.is_expert_parallel and self.mark_expert is not None:
             self.mark_expert(param)
         if self.tp_group is not None and weight_shard.dim is not None and shard.dim is None:
-            # The factor A or B that is not sharded gets a part of its gradient on each rank, which must be summed.
+            # Each tensor parallel rank has a part of the gradient of a replicated factor A or B; the parts are summed.
             param.register_hook(self.tp_group.all_reduce)
 
     def set_full(self, name: str, param: nn.Parameter, values: torch.Tensor) -> None:
-        """Set the parameter `name` to this rank's part of the full tensor `values`."""
+        """Copy this rank's shard of the full tensor `values` into the parameter `name`."""
         fragment = self.where(param)
         fragment.write(self.model_shard.tensor_shard(name, fragment.shape).slice(values))
 
 
 Initial = Callable[[str, Shape], Mapping[str, torch.Tensor]]
-"""Function (name of a weight, its shape) -> initial values {"A": [..., rank, in], "B": [..., out, rank]}."""
+"""Function from the name and shape of a weight to its initial adapter {"A": [..., rank, in], "B": [..., out, rank]}."""
 
 
 def install_lora(  # noqa: PLR0913
@@ -236,9 +232,9 @@ def initial_factors(name: str, shape: Shape, rank: int, seed: int) -> dict[str, 
 
 @contextmanager
 def adapters_off(lm: nn.Module) -> Iterator[None]:
-    """Context in which `lm` computes exactly what it would without adapters, by a scale of 0.
+    """Context in which `lm` computes exactly what it would without adapters, because their scale is 0.
 
-    Adapter modules still run, so that ZeRO-3 fetches parameters in the same order as always.
+    Adapter modules still run, so that ZeRO-3 gathers parameters in the usual order.
     """
     adapted = [module for module in lm.modules() if isinstance(module, _Adapted)]
     assert adapted, "the model has no adapters"
@@ -258,15 +254,15 @@ class Factors:
 
     @property
     def shape(self) -> Shape:
-        """Shape of the weight that the adapter adapts."""
+        """Shape of the adapted weight."""
         return (*self.b.shape[:-1], self.a.shape[-1])
 
     def as_stored(self, name: str, family: Family) -> Self:
-        """The adapter of the weight `name` as checkpoints have it: A and B swapped for a transposed weight."""
+        """The adapter of the weight `name` as checkpoints store it, with A and B swapped for a transposed weight."""
         return replace(self, a=self.b.mT, b=self.a.mT) if is_transposed(name, family) else self
 
     def delta(self, start: int, numel: int) -> torch.Tensor:
-        """Elements `start` to `start + numel` of the flattened scale * B A, fp32 [numel], from their rows alone."""
+        """Elements `start` to `start + numel` of the flattened product scale * B A, fp32 [numel]."""
         rows, width = self.b.shape[-2], self.a.shape[-1]
         first, last = start // width, -(-(start + numel) // width)
         a, b = self.a.reshape(-1, *self.a.shape[-2:]), self.b.reshape(-1, *self.b.shape[-2:])
@@ -289,12 +285,12 @@ def factors_of(adapters: Mapping[str, torch.Tensor], scale: float) -> dict[str, 
 def merge_adapters(
     tensors: Iterator[tuple[str, torch.Tensor | None]], factors: Mapping[str, Factors], family: Family
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Yield the model's full CPU `tensors` by name. Adapters are added in fp32, and the sums are rounded to the
-    tensor's dtype. Only one merged tensor exists at a time.
+    """Yield the full CPU `tensors` of a model by name, with adapters added in fp32 and the sums rounded to the tensor's
+    dtype. Only one merged tensor exists at a time.
     """
     for name, tensor in tensors:
         adapter = factors.get(name)
-        # No local variable refers to the merged tensor, so that the caller can free it before it takes the next one.
+        # A local variable would keep the merged tensor in memory until the caller takes the next one.
         yield name, tensor if tensor is None or adapter is None else _sum(tensor, adapter.as_stored(name, family))
 
 

@@ -33,19 +33,18 @@ from ds_finetune.plan.name_patterns import last_part
 
 @dataclass(frozen=True)
 class LoraPlan:
-    """The plan for the run file's section `lora`: which modules get adapters, and which weights are quantised."""
+    """The modules that get adapters and the weights that are quantised, as the section `lora` asks."""
 
     section: LoraConfig
     adaptable: tuple[LoraTarget, ...]
     """All modules that can be adapted, in the model's order."""
     targets: tuple[LoraTarget, ...]
-    """Modules that get an adapter."""
     quantised: tuple[LoraTarget, ...]
     """Modules whose frozen weights are quantised to four bits, with or without adapter (`lora.quantize`)."""
     model_params: int
     """Number of parameters of the model without adapters."""
     fully_trained: Mapping[str, FullTensor] = field(default_factory=dict)
-    """Tensors that are trained in full, next to adapters (`lora.modules_to_save`), by name."""
+    """Tensors that are trained in full beside adapters (`lora.modules_to_save`), by name."""
 
     @property
     def num_params(self) -> int:
@@ -57,7 +56,7 @@ class LoraPlan:
         return sum(tensor.numel for tensor in self.fully_trained.values())
 
     def lines(self) -> list[tuple[str, str]]:
-        """Lines of the printed plan about adapters, as (name, text): one for each kind of module."""
+        """Lines of the printed plan about adapters, as (name, text) pairs, with one line for each kind of module."""
         lora = self.section
         modules = Counter(target.kind for target in self.adaptable)
         text = f"rank {lora.rank}, alpha {lora.alpha:g}{', rslora' if lora.rslora else ''}"
@@ -135,8 +134,8 @@ def _check_droppable(targets: Sequence[LoraTarget], family: Family) -> None:
 
 
 def _check_all_linear(hf_config: PretrainedConfig, task: Task, all_targets: Sequence[LoraTarget]) -> None:
-    """ConfigError if `all-linear` would not adapt the same modules as in peft: peft adapts linear modules that this
-    program cannot adapt, or leaves out experts (peft 0.21, utils/transformers_weight_conversion.py has no rule for
+    """ConfigError if `all-linear` would not adapt the same modules as in peft, because peft adapts linear modules that
+    this program cannot adapt, or leaves out experts (peft 0.21, utils/transformers_weight_conversion.py has no rule for
     gpt_oss).
     """
     if family_of(hf_config.model_type).transposed_experts:
@@ -157,7 +156,7 @@ def _check_all_linear(hf_config: PretrainedConfig, task: Task, all_targets: Sequ
 
 
 def check_stages(lora: LoraPlan, stages: Sequence[StageLayers | None], *, ep_size: int) -> None:
-    """ConfigError if a pipeline stage would train nothing, or no experts, or only experts, unlike other stages."""
+    """ConfigError if a pipeline stage would train no parameter, or only some stages train experts or only experts."""
     sides = {f"{each.name}.weight": FullTensor((1, 1), is_routed=each.kind == ROUTED) for each in lora.targets}
     setting = f"lora.target_modules {list(lora.section.target_modules or ())}"
     setting += f" and modules_to_save {list(lora.section.modules_to_save)}" if lora.section.modules_to_save else ""

@@ -31,14 +31,13 @@ _READ = {
     *("exclude_modules", "target_parameters", "modules_to_save", "layers_to_transform", "layers_pattern"),
     *("lora_dropout", "runtime_config", "eva_config", "megatron_core", "qalora_group_size"),
 }
-"""Keys of peft's adapter_config.json that are read here, or that do not change the base model's weights."""
+"""Keys of peft's adapter_config.json that this program reads, or that do not change the base model's weights."""
 _ONLY_SUPPORTED: Mapping[str, tuple[object, ...]] = {
     "bias": ("none",),
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal", "mica"),
 }
-"""Keys of peft's adapter_config.json that may only have these values. With others (PiSSA, OLoRA, CorDA, LoRA-GA, LoftQ)
-peft changes the base model's weights too. Keys neither here nor in `_READ` must be empty, as new keys of peft are by
-default.
+"""Keys of peft's adapter_config.json of which only some values are supported. With other values (PiSSA, OLoRA, CorDA,
+LoRA-GA, LoftQ) peft changes the base model's weights. A key that is neither here nor in `_READ` must be empty.
 """
 
 
@@ -49,7 +48,7 @@ class PeftAdapter:
     folder: Path
     config: Mapping[str, Any]
     keys: Mapping[tuple[str, str], str]
-    """Name in the safetensors file of each A and B, by (name of the adapted weight, `A` or `B`)."""
+    """Name in the safetensors file of each factor A and B, by (name of the adapted weight, `A` or `B`)."""
     base: str
     """Digest of the base weights on which the adapter was trained; empty if another program wrote the adapter."""
     fully_trained: Mapping[str, str]
@@ -115,8 +114,8 @@ class PeftAdapter:
 
     def rank_and_scale(self, name: str) -> tuple[int, float]:
         """Rank of a weight's adapter, and the scale by which B A is multiplied."""
-        # peft matches the patterns of ranks and alphas with the weight's name if it adapts a parameter, else with the
-        # module's name (tuners/tuners_utils.py).
+        # peft matches the patterns of `rank_pattern` and `alpha_pattern` with the weight's name if it adapts a
+        # parameter, else with the module's name (tuners/tuners_utils.py).
         rank, alpha = self._value("rank_pattern", "r", name), self._value("alpha_pattern", "lora_alpha", name)
         if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or not math.isfinite(alpha):
             raise ExportError(
@@ -126,7 +125,7 @@ class PeftAdapter:
         return rank, alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
 
     def shape(self, name: str) -> Shape:
-        """Shape (rows, columns) of an adapted weight; for fused experts that of one expert's matrix."""
+        """Shape (rows, columns) of the matrix that an adapter adapts; for fused experts that of one expert."""
         with safe_open(self.folder / WEIGHTS, framework="pt") as file:
             a, b = (file.get_slice(self.keys[name, side]).get_shape() for side in "AB")
         return (b[0], a[-1])
@@ -168,7 +167,8 @@ class PeftAdapter:
             return file.get_tensor(self.fully_trained[name])
 
     def _value(self, patterns: str, default: str, name: str) -> Any:  # noqa: ANN401 - a number of the file
-        # peft's names of weights have a prefix for the text part of a multimodal model, which patterns must match too.
+        # peft's names of a multimodal model's text part have a prefix, which the patterns of ranks and alphas must
+        # match.
         match = _KEY.match(self.keys[name, "A"])
         assert match is not None
         name = f"{match['module']}{'' if name.endswith('.weight') else '.' + name.rpartition('.')[2]}"
@@ -186,10 +186,8 @@ def _is_fully_trained(key: str, modules: Sequence[str]) -> bool:
 
 
 def _weight(module: str, inner: str | None, outer: str) -> str:
-    """Name of the weight that an adapter tensor adapts, without the prefix of a multimodal model's text part.
-
-    Fused experts have two weights: if the tensor's name has `base_layer` (`inner`), it adapts the first one, else
-    `outer`. For other modules it adapts `weight`.
+    """Name of the weight that an adapter's tensor adapts, without the prefix of a multimodal model's text part. Fused
+    experts have two weights: `base_layer` in the tensor's name (`inner`) means the first one.
     """
     leaf = GATE_UP if inner else outer if module.endswith(".experts") else "weight"
     return text_name(f"{module}.{leaf}") or f"{module}.{leaf}"

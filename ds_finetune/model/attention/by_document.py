@@ -34,42 +34,41 @@ BY_DOCUMENT = "ds_finetune_by_document"
 FLASH = "flash_attention_2"
 """transformers' name of the attention implementation FlashAttention 2."""
 BY_LENGTHS = "ds_finetune_by_lengths"
-"""Name of a slow attention for tests on CPUs that takes FlashAttention's arguments."""
+"""Name of a slow attention implementation for tests on CPUs, which takes FlashAttention's arguments."""
 
 KNOWS_DOCUMENTS = (BY_DOCUMENT, BY_LENGTHS, FLASH)
-"""Attention implementations that get document boundaries as arguments, and do not search position ids for them."""
+"""Attention implementations that receive the lengths of documents instead of inferring them from position ids."""
 
 _DocumentBatches = tuple[list[tuple[int, int, int]], torch.Tensor, torch.Tensor, torch.Tensor]
 ChosenTokens = tuple[tuple[torch.Tensor | None, ...], ...]
-"""The keys that each query attends to, as a mask for each document of each row, bool [queries, keys], in which later
-keys are False. A mask of None means all earlier keys.
+"""Masks of the keys that queries attend to, one for each document of each row: bool [queries, keys], False for later
+keys. None instead of a mask means all earlier keys.
 """
 
 _WINDOW_BLOCK = 512
-"""Sliding-window attention runs in blocks of at least this many queries."""
+"""Minimum number of queries in a block of sliding-window attention."""
 _SHORT = 128
-"""On CPUs, documents of up to this many tokens are batched in one attention call. Longer ones get a call each."""
+"""Maximum number of tokens of a document that shares one attention call with other documents on CPUs."""
 _SINK_COLUMNS = 8
 """Number of columns that are added to queries and keys to represent attention sinks."""
 _WITHOUT_EFFECT = ("position_ids", "cache_position")
-"""Tensors that models pass to their attention and that may be ignored, because documents are already separated."""
+"""Tensors of models that attention by document may ignore, because documents are already separated."""
 
 
 @dataclass(frozen=True)
 class _DocumentAttention:
     scaling: float
     window: int | None
-    """Size of the sliding window: a query attends to keys less than `window` positions away. None: no window."""
+    """Size of the sliding window: a query attends to keys less than `window` positions away. None means no window."""
     dropout: float
     is_causal: bool = True
-    """Whether a query attends only to itself and earlier tokens."""
     sinks: torch.Tensor | None = None
-    """Attention sinks [heads]: a logit per head that is added to the softmax, with a value of zero."""
+    """Attention sinks [heads]: an additional logit in each head's softmax, whose value is zero."""
 
     def __call__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, chosen: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Compute attention within one document. Queries may be only its last tokens if attention is causal. `chosen`
+        """Compute attention within one document. With causal attention, queries may be the last tokens only. `chosen`
         masks the keys that queries attend to.
         """
         assert chosen is None or self.window is None
@@ -88,7 +87,8 @@ class _DocumentAttention:
             mask = None if mask is None else functional.pad(mask, (1, 0), value=True)
             query, key, value = _with_sinks(query, key, value, self.sinks / self.scaling)
             if mask is None and is_whole:
-                # Besides the sink's key a query is added: the kernel's causal mask expects as many queries as keys.
+                # The sink adds a key, and the kernel's causal mask expects as many queries as keys, so a query is
+                # added.
                 query = functional.pad(query, (0, 0, 1, 0))
         out = attend_document(
             query,
@@ -113,8 +113,8 @@ class _DocumentAttention:
             is_key = None if is_key is None else is_key[..., -self.window :]
         (rows, heads, *_), width = query.shape, value.shape[3]
         if self.sinks is None:
-            # In grouped-query attention several query heads share a key head. Treating these heads as further queries
-            # of one head avoids copies of keys.
+            # In grouped-query attention several query heads share a key head. Reshaping these heads to queries of one
+            # head avoids copies of keys.
             query = query.reshape(rows, key.shape[1], -1, query.shape[3])
         else:
             groups = heads // key.shape[1]
@@ -126,8 +126,8 @@ class _DocumentAttention:
         return out[..., :width].reshape(rows, heads, 1, -1)
 
     def _in_blocks(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, size: int) -> torch.Tensor:
-        """Compute sliding-window attention in blocks of `size` queries, each with the keys in its window, which needs
-        no mask of all tokens by all tokens.
+        """Compute sliding-window attention for `size` queries at a time with the keys in their windows, so that no mask
+        of all tokens by all tokens is needed.
         """
         assert self.window is not None
         earlier, outs = key.shape[2] - query.shape[2], []
@@ -141,11 +141,11 @@ class _DocumentAttention:
 def _with_sinks(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, logits: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Represent attention sinks by an additional key, first in the row, whose value is zero and whose product with each
-    query of head h is `logits[h]`.
+    """Represent attention sinks by a first key whose value is zero and whose product with each query of head h is
+    `logits[h]`.
 
-    An added column, 1 in queries and 0 in other keys, gives this product. So kernels without sinks compute attention
-    with sinks, and its gradients. Eight columns are added, because GPU kernels need multiples of eight.
+    Added columns, 1 in queries and 0 in other keys, give this product. So kernels without sinks compute attention with
+    sinks, and its gradients. Eight columns are added, because GPU kernels need multiples of eight.
     """
     columns = _SINK_COLUMNS
     query = functional.pad(functional.pad(query, (0, 1), value=1.0), (0, columns - 1))
@@ -196,7 +196,7 @@ def attend_by_document(  # noqa: PLR0913 - transformers' interface
     assert attention_mask is None, "attention by document does not support masked tokens inside a row"
     if sp_group is not None:
         query, key, value = sp_group.gather_tokens_scatter_heads(query, key, value)
-        # Each rank has the sinks' gradient of its own heads and zeros for others, so the sum over ranks is complete.
+        # Each rank has its heads' part of the sinks' gradient and zeros elsewhere, so the sum over ranks is complete.
         s_aux = None if s_aux is None else s_aux.chunk(sp_group.size)[sp_group.group_rank]
     # Some models apply their sliding window only in masks (transformers 5.23, qwen2_moe/modeling_qwen2_moe.py:226,254).
     window, is_causal = sliding_window or getattr(module, "sliding_window", None), getattr(module, "is_causal", True)
@@ -236,9 +236,8 @@ def _attend_to_rows(
 def _attend_in_batches(
     attend: _DocumentAttention, parts: Sequence[torch.Tensor], batches: _DocumentBatches
 ) -> torch.Tensor:
-    """Compute attention within documents, with short documents of similar length batched in one call. They are padded
-    at their ends, where causal attention does not look. If a document continues another one, its keys start with the
-    tokens that it continues.
+    """Compute attention within documents, in batches of documents of similar length. Padding at their ends has no
+    effect, because attention is causal. If a document continues another one, its keys start with the other's tokens.
     """
     shapes, order, of_keys, token_rows = batches
     sizes = [[rows * tokens, *[rows * (continued + tokens)] * 2] for rows, tokens, continued in shapes]
@@ -284,7 +283,7 @@ def document_batches(documents: tuple[Documents, ...], shared: tuple[Documents, 
 
 
 def check_arguments(module: nn.Module, others: Mapping[str, Any]) -> None:
-    """ModelError if an argument in `others`, which attention by document ignores, would change the result."""
+    """ModelError if one of the arguments `others`, which attention by document ignores, would change the result."""
     if unknown := _unknown(others):
         raise ModelError(
             f"{type(module).__name__} passes `{unknown[0]}` to its attention, "
@@ -294,14 +293,13 @@ def check_arguments(module: nn.Module, others: Mapping[str, Any]) -> None:
 
 
 def _unknown(others: Mapping[str, Any]) -> list[str]:
-    """Names of arguments in `others` that are not supported: position biases, softcap, `is_causal` false."""
     tensors = {name for name, value in others.items() if isinstance(value, torch.Tensor)} - set(_WITHOUT_EFFECT)
     plain = {"softcap": (None,), "is_causal": (None, True)}
     return sorted(tensors) + [name for name, values in plain.items() if others.get(name) not in values]
 
 
 def mask_context(lm: PreTrainedModel) -> AbstractContextManager[None]:
-    """Context in which `lm` makes masks: without searching for documents if its attention gets their lengths."""
+    """Context in which `lm` makes attention masks without searching for documents, if it receives their lengths."""
     knows_documents = lm.config._attn_implementation in KNOWS_DOCUMENTS
     return without_search_for_documents() if knows_documents else nullcontext()
 
@@ -310,7 +308,7 @@ def flash_arguments(documents: Sequence[Documents], device: torch.device) -> dic
     """Keyword arguments that tell FlashAttention where documents begin in the concatenated rows of a batch.
 
     transformers 5.23 derives them only for batches of one row (modeling_flash_attention_utils.py:574). torch's kernels
-    need boundaries in int32 and maximum lengths as Python numbers.
+    take boundaries in int32 and maximum lengths as Python integers.
     """
     packed = pack_documents(documents, device)
     bounds, longest = packed.bounds, packed.longest
@@ -351,7 +349,7 @@ def _row(
     lengths: Documents | None,
     chosen: Sequence[torch.Tensor | None] | None = None,
 ) -> torch.Tensor:
-    """Compute attention within the documents of one row. `lengths` of None means that the row is one document."""
+    """Compute attention within the documents of one row. If `lengths` is None, the row is one document."""
     split = [[tensor] if lengths is None else tensor.split(lengths, dim=2) for tensor in parts]
     documents = zip(*split, chosen or [None] * len(split[0]), strict=True)
     return torch.cat([attend(*document) for document in documents], dim=2)

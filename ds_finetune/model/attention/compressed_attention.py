@@ -49,8 +49,8 @@ PRODUCTS_AT_ONCE = 2**26
 _SCORES_AT_ONCE = 2**24
 """Maximum number of an indexer's query-key products in memory at once, over all its heads: 64 MiB in fp32."""
 _QUERIES = 72
-"""Maximum number of queries in a block, whose attention is computed at a time. Larger blocks multiply queries with more
-keys outside of their windows; smaller ones need more operations.
+"""Maximum number of queries whose attention is computed in one block. Larger blocks multiply queries with more keys
+outside of their windows; smaller blocks need more operations.
 """
 _LOG2_E = 1 / math.log(2)
 
@@ -61,14 +61,13 @@ class _VisibleKeys(NamedTuple):
     tokens: WindowTokens
     entries: Entries | None
     scored: ScoreInputs | None
-    """The indexer's queries and keys; None if queries attend to all earlier compressed entries instead."""
+    """The indexer's queries and keys; None if queries attend to all earlier compressed entries."""
     topk: int
     """Number of compressed entries that the indexer chooses for each query; 0 without an indexer."""
     scale: float
     """Factor by which the indexer's query-key products are multiplied."""
 
     def blocks(self, heads: int) -> tuple[QueryBlock, ...]:
-        """Split the queries of the forward into blocks, to bound memory."""
         return blocks_of(self.tokens, self.entries, self.topk, _QUERIES, PRODUCTS_AT_ONCE // heads)
 
     def choose(self, block: QueryBlock) -> torch.Tensor | None:
@@ -98,7 +97,7 @@ class _VisibleKeys(NamedTuple):
         return best[1]
 
     def bias(self, block: QueryBlock, chosen: torch.Tensor | None) -> torch.Tensor:
-        """Additive mask, fp32 [queries, 1, keys]: 0 where a query of `block` sees the token or entry, else -inf."""
+        """Additive attention mask, fp32 [queries, 1, keys]: 0 where a query of `block` sees the key, else -inf."""
         mask = self._mask(block, chosen) if block.mask is None else block.mask
         if block.caches_mask and chosen is None:
             block.mask = mask
@@ -115,8 +114,8 @@ class _VisibleKeys(NamedTuple):
         return torch.cat([seen, self.sees(block.queries, entry)], dim=1)
 
     def sees(self, queries: slice, entry: torch.Tensor) -> torch.Tensor:
-        """Mask of which compressed entries each of `queries` may see. `entry` has indices of entries, the same for all
-        queries or a row for each query.
+        """Mask of the compressed entries that each query may see. `entry` has indices of entries, for all queries or a
+        row for each query.
         """
         assert self.entries is not None
         return (entry >= self.entries.first[queries, None]) & (entry < self.entries.end[queries, None])
@@ -183,7 +182,7 @@ class _Attention(torch.autograd.Function):
 
 
 class _Keys:
-    """Keys of a block of queries: tokens, and compressed entries (one range, or chosen ones for each query)."""
+    """Keys of one block of queries: tokens, and compressed entries (one range, or chosen for each query)."""
 
     def __init__(self, tokens: torch.Tensor, entries: torch.Tensor, among: slice, chosen: torch.Tensor | None) -> None:
         self._among, self._chosen, self._number = among, chosen, len(tokens)
@@ -191,7 +190,7 @@ class _Keys:
         self._own = None if chosen is None else entries[chosen]
 
     def products(self, query: torch.Tensor) -> torch.Tensor:
-        """Products of queries [queries, heads, width] and keys, [queries, heads, keys]."""
+        """Query-key products [queries, heads, keys] for queries [queries, heads, width]."""
         shared = query @ self._shared.T
         return shared if self._own is None else torch.cat([shared, query @ self._own.transpose(1, 2)], -1)
 
@@ -204,7 +203,7 @@ class _Keys:
     def add_gradients(
         self, weights: torch.Tensor, query: torch.Tensor, d_tokens: torch.Tensor, d_entries: torch.Tensor
     ) -> None:
-        """Add the gradients of keys, sums of `query` times `weights`, to `d_tokens` and `d_entries`."""
+        """Add the keys' gradients, sums of `query` weighted by `weights`, to `d_tokens` and `d_entries`."""
         if self._chosen is None:
             grad = weights.flatten(0, 1).T @ query.flatten(0, 1)
             d_tokens += grad[: self._number]
@@ -217,8 +216,8 @@ class _Keys:
 
 @dataclass(frozen=True)
 class _EntryWeights(IndexerTarget):
-    """An indexer's target: the attention weights of compressed entries, from a softmax over tokens, entries and the
-    sink.
+    """Target of an indexer's training: the attention weights of compressed entries, from a softmax over tokens, entries
+    and sink.
 
     `tensors` in its methods are query [tokens, heads, width], entries [entries, width], base-2 logarithms of the
     softmax's sums [tokens, heads], and the chosen entries of each block of queries.
@@ -227,7 +226,6 @@ class _EntryWeights(IndexerTarget):
     visible: _VisibleKeys
 
     def blocks(self, index: ScoreInputs, tensors: Sequence[Any]) -> Iterator[KeyBlock]:
-        """Split queries into blocks, so small that products with all compressed entries need a limited memory."""
         heads = max(index.query.shape[1], tensors[0].shape[1])
         for block in self.visible.blocks(tensors[0].shape[1]):
             entries = block.entries.stop - block.entries.start
@@ -253,7 +251,7 @@ class _EntryWeights(IndexerTarget):
 def _attend(
     query: torch.Tensor, keys: _Keys, sinks: torch.Tensor, bias: torch.Tensor, scaling: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute attention to `keys` and sinks. Returns outputs, and base-2 logarithms of the softmax's sums."""
+    """Compute attention to `keys` and sinks. Returns outputs, and base-2 logarithms of the softmax's denominators."""
     logits = torch.add(bias, keys.products(query), alpha=scaling * _LOG2_E)
     sinks = sinks.to(logits.dtype) * _LOG2_E
     most = torch.maximum(logits.amax(-1), sinks)
@@ -287,8 +285,8 @@ class CompressorByDocument(nn.Module):
     rotate = staticmethod(rotate_last_pairs)
     indexer: "IndexerByDocument"
     chooses = False
-    """Whether the indexer runs, because documents of the run may have more compressed entries than it chooses. Under
-    ZeRO-3 all ranks must gather its parameters equally often, so this does not depend on the documents of one forward.
+    """Whether the indexer runs, because a document of the run may have more compressed entries than it chooses. Under
+    ZeRO-3 all ranks must gather the indexer's parameters equally often, so single forwards do not decide this.
     """
 
     def forward(self, hidden: torch.Tensor, *others: Any, rows: RowShards | None = None, sp_group: Any = None) -> Any:  # noqa: ANN401
@@ -305,7 +303,7 @@ class CompressorByDocument(nn.Module):
         return int(self.kv_proj.out_features) // self.head_dim
 
     def layout(self, rows: RowShards, device: torch.device) -> Entries:
-        """Which tokens each compressed entry averages, and which entries each token sees."""
+        """Tokens that each compressed entry averages, and entries that each token sees, as index tensors."""
         return entries_of(rows, self.compress_rate, self.series * self.compress_rate - 1, device)
 
     def entries(
@@ -317,7 +315,7 @@ class CompressorByDocument(nn.Module):
         if sp_group is not None:
             before = self.series * self.compress_rate - 1
             value, gate = sp_group.with_tokens_before(torch.cat([value, gate], dim=-1), before).chunk(2, dim=-1)
-        # With overlap, a compressed entry also averages the window before its own; a document's first has none.
+        # With overlap an entry also averages the window before its own, which a document's first entry lacks.
         windows = [(layout.windows - self.compress_rate).clamp_min(0), layout.windows][-self.series :]
         values, gates = (part.flatten(0, 1).chunk(self.series, dim=-1) for part in (value, gate))
         value, gate = (
@@ -381,9 +379,9 @@ class CompressedAttention(nn.Module):
     compressor: CompressorByDocument | None
     rotate = staticmethod(rotate_last_pairs)
     collector: DivergenceCollector | None = None
-    """Receives the divergences of the layer's indexer; None if the layer has none or it is not trained."""
+    """Receives the divergences of the layer's indexer. None if the layer has no trained indexer."""
     for_heads: Callable[[torch.Tensor], torch.Tensor] = staticmethod(lambda shared: shared)
-    """Function applied to keys, which all heads share. Its backward sums their gradient over tensor parallel ranks."""
+    """Function applied to the keys that all heads share. Its backward sums gradients over tensor parallel ranks."""
 
     def forward(  # noqa: PLR0913 - transformers' interface
         self,
@@ -396,8 +394,7 @@ class CompressedAttention(nn.Module):
         **others: Any,  # noqa: ANN401 - a cache, and what other implementations take
     ) -> tuple[torch.Tensor, None]:
         """Attention of hidden states [batch, tokens, width]. Returns hidden states, and None for attention weights.
-
-        With a cache transformers' own attention runs, with a mask that is made here.
+        With a cache transformers' own attention runs.
         """
         cached = take_cache(others)
         if not self.by_document or cached is not None:
@@ -434,7 +431,7 @@ class CompressedAttention(nn.Module):
     def _attend(
         self, query: torch.Tensor, tokens: torch.Tensor, entries: torch.Tensor, visible: _VisibleKeys
     ) -> torch.Tensor:
-        """Attention outputs of heads, [tokens, heads, width]. If the layer's indexer is trained, the collector gets the
+        """Attention outputs [tokens, heads, width]. If the layer's indexer is trained, the collector gets the
         divergence of its scores from the attention weights of compressed entries.
         """
         scored, collector = visible.scored, self.collector
@@ -473,7 +470,7 @@ def install_compressed_attention(lm: PreTrainedModel) -> None:
         if mixin is not None:
             replace_compressed(module, mixin)
         if mixin is CompressedAttention:
-            # With a cache, transformers' own attention runs, whose implementation is `eager`.
+            # With a KV cache, transformers' own attention runs, with the implementation `eager`.
             module.config, module.by_document = copy(module.config), by_document
             if by_document:
                 module.config._attn_implementation = "eager"

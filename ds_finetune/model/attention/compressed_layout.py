@@ -16,13 +16,13 @@ import torch
 from ds_finetune.model.attention.by_document import Documents
 
 _LAYOUTS = 8
-"""Number of cached layouts (`Entries`, `WindowTokens`). Layers with the same compression rate share one."""
+"""Number of cached layouts of packed rows. Layers with the same compression rate use the same layout."""
 _CACHED_PAIRS = 2**20
-"""Boolean masks of up to this many query-key pairs (1 MiB) are cached; larger masks are recomputed."""
+"""Maximum number of query-key pairs of a boolean attention mask that is cached (1 MiB). Larger masks are recomputed."""
 
 
 class RowShards(NamedTuple):
-    """Documents' lengths by row, number of sequence parallel shards of a row, and index of this rank's shard."""
+    """Lengths of the documents by row, number of sequence parallel shards of a row, and index of this rank's shard."""
 
     documents: tuple[Documents, ...]
     sp: int = 1
@@ -30,17 +30,17 @@ class RowShards(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of a row that each sequence parallel rank has."""
+        """Number of tokens of each row on one sequence parallel rank."""
         return sum(self.documents[0]) // self.sp
 
     def own(self, of_tokens: np.ndarray) -> np.ndarray:
-        """This rank's part of an array with an element for each token of the flattened rows."""
+        """This rank's elements of an array that has one element for each token of the flattened rows."""
         begin = self.rank * self.tokens
         return of_tokens.reshape(len(self.documents), -1)[:, begin : begin + self.tokens].reshape(-1)
 
     def local_indices(self, tokens: np.ndarray, before: int) -> np.ndarray:
-        """Convert token indices of the flattened rows to indices into this rank's shards. Before each shard come the
-        last `before` tokens of earlier ranks, fewer if there are not as many.
+        """Convert token indices of the flattened rows to indices into this rank's shards, each of which follows up to
+        `before` tokens of earlier ranks.
         """
         begin, (row, in_row) = self.rank * self.tokens, np.divmod(tokens, self.tokens * self.sp)
         before = min(before, begin)
@@ -49,39 +49,38 @@ class RowShards(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Entries:
-    """Layout of compressed entries: which tokens each entry averages, and which entries each token sees."""
+    """Which tokens each compressed entry averages, and which entries each token sees, as index tensors."""
 
     windows: torch.Tensor
     """Indices of the tokens of each compressed entry that this rank computes, int64 [own entries, rate]. If windows
     overlap, an entry's preceding window is `rate` tokens earlier.
     """
     is_first: torch.Tensor
-    """Whether a compressed entry is the first one of its document, bool [own entries]."""
     positions: torch.Tensor
     """Position of each compressed entry's first token in its document, int64 [own entries]."""
     order: torch.Tensor
-    """Index of each compressed entry in the all-gathered tensor, with `most` entries per rank, int64 [entries]."""
+    """Index of each compressed entry in the all-gathered tensor, which has `most` entries per rank: int64 [entries]."""
     most: int
     first: torch.Tensor
     """For each token, index of the first compressed entry of its document, int64 [tokens]."""
     end: torch.Tensor
-    """For each token, index after the last compressed entry that ends with or before it, int64 [tokens]."""
+    """For each token, index after the last compressed entry that ends at or before the token, int64 [tokens]."""
     ranges: tuple[np.ndarray, np.ndarray]
     """Copies of `first` and `end`, the range of compressed entries that each token sees, in host memory."""
 
 
 @dataclass(frozen=True, eq=False)
 class WindowTokens:
-    """Which tokens each token of this rank attends to within the sliding window. Token indices refer to this rank's
-    tokens of each row, preceded by those received from earlier ranks.
+    """Index tensors of the tokens to which each token of this rank attends within the sliding window. Indices count
+    this rank's tokens of each row and the tokens before them, received from earlier ranks.
     """
 
     own: torch.Tensor
-    """Index of each token itself, which is the last token that it attends to, int64 [tokens]."""
+    """Index of each token, int64 [tokens]. It is the last token to which the token attends."""
     first: torch.Tensor
     """For each token, the first token that it attends to: the start of its window or document, int64 [tokens]."""
     own_array: np.ndarray
-    """Index of each token itself, as a numpy array in host memory."""
+    """Index of each token, as a numpy array in host memory."""
     first_array: np.ndarray
     """For each token, the first token that it attends to, as a numpy array in host memory."""
     starts: np.ndarray
@@ -89,14 +88,13 @@ class WindowTokens:
 
 
 def _begins(documents: tuple[Documents, ...]) -> np.ndarray:
-    """For each token of the flattened rows, index of the first token of its document."""
     lengths = [length for row in documents for length in row]
     return np.repeat(np.cumsum([0, *lengths])[:-1], lengths)
 
 
 @lru_cache(_LAYOUTS)
 def tokens_of(shards: RowShards, window: int, device: torch.device) -> WindowTokens:
-    """Which tokens each token of this rank attends to: the last `window` tokens of its document up to itself."""
+    """Index tensors of the tokens that each token of this rank sees: the last `window` of its document up to itself."""
     begins = _begins(shards.documents)
     first = np.maximum(begins, np.arange(len(begins)) - window + 1)
     own, seen = (shards.local_indices(shards.own(indices), window - 1) for indices in (np.arange(len(begins)), first))
@@ -106,8 +104,8 @@ def tokens_of(shards: RowShards, window: int, device: torch.device) -> WindowTok
 
 @lru_cache(_LAYOUTS)
 def entries_of(shards: RowShards, rate: int, before: int, device: torch.device) -> Entries:
-    """Layout of the compressed entries of all documents, with `rate` tokens per entry. This rank's tokens are preceded
-    by `before` tokens of earlier sequence parallel ranks.
+    """Index tensors of the compressed entries of all documents, with `rate` tokens per entry. `before` is the number of
+    tokens of earlier sequence parallel ranks before this rank's tokens.
     """
     sizes = np.array([length for row in shards.documents for length in row], dtype=np.int64)
     begins, number = np.cumsum(sizes) - sizes, sizes // rate
@@ -146,8 +144,8 @@ def blocks_of(
     tokens: WindowTokens, entries: Entries | None, topk: int, queries: int, pairs: int
 ) -> tuple[QueryBlock, ...]:
     """Split queries into blocks of at most `queries` queries, from one document or several complete documents. Blocks
-    with more than `pairs` query-key products are split further. A block's tokens start at the first one that any of its
-    queries sees.
+    with more than `pairs` query-key products are split further. The keys of a block start at the first token that one
+    of its queries sees.
     """
     own, seen, stops = tokens.own_array, tokens.first_array, [0]
     for begin, stop in pairwise(tokens.starts.tolist()):

@@ -1,4 +1,4 @@
-"""Gated delta nets (Yang et al., arXiv 2412.06464) for packed rows: documents start with a state of zeros."""
+"""Gated delta nets (Yang et al., arXiv 2412.06464) for packed rows: the state is zero at the start of each document."""
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
@@ -17,7 +17,7 @@ _Batches = tuple[tuple[tuple[int, int], ...], torch.Tensor, torch.Tensor]
 def install_gated_delta(lm: PreTrainedModel) -> None:
     """Make the gated delta nets of `lm` work within documents, in place, if `lm` uses attention by document.
 
-    Documents of similar length are batched. They are padded at their ends, which earlier tokens do not see.
+    Documents of similar length are batched. Padding at their ends has no effect, because the nets are causal.
     """
     for module in lm.modules() if lm.config._attn_implementation == BY_DOCUMENT else ():
         kind: Any = type(module)
@@ -36,8 +36,8 @@ def _convolve(  # noqa: PLR0913 - transformers' interface
     documents: tuple[Documents, ...] | None = None,
     **_: Any,  # noqa: ANN401 - arguments of attention
 ) -> torch.Tensor:
-    """Compute the causal convolution of `mixed` [rows, channels, tokens] within documents. `documents` of None means
-    one document per row.
+    """Compute the causal convolution of `mixed` [rows, channels, tokens] within documents. If `documents` is None, each
+    row is one document.
     """
     if documents is None:
         return convolve(mixed, weight, bias, activation=activation)
@@ -76,13 +76,12 @@ _BY_DOCUMENT: Mapping[str, Callable[..., Any]] = {
     "causal_conv1d_fn": _convolve,
     "torch_chunk_gated_delta_rule": _apply_rule,
 }
-"""Functions that work within documents, by the names of transformers' functions that they replace."""
+"""The functions that replace transformers' functions of these names in layers with gated delta nets."""
 
 
 def _by_document(
     run: Callable[..., torch.Tensor], parts: tuple[torch.Tensor, ...], documents: tuple[Documents, ...]
 ) -> torch.Tensor:
-    """Apply `run` to the documents of the tensors `parts` [rows, tokens, ...], in batches."""
     shapes, order, positions = _batches_on(parts[0].device, documents)
     sizes = [number * tokens for number, tokens in shapes]
     batches = zip(*(part.flatten(0, 1).index_select(0, order).split(sizes) for part in parts), strict=True)
@@ -95,8 +94,8 @@ def _by_document(
 
 @lru_cache(maxsize=4)
 def _batches_on(device: torch.device, documents: tuple[Documents, ...]) -> _Batches:
-    """Group documents into batches, as (number of documents, padded tokens), with two index tensors on `device`: for
-    each batched token its index in the flattened rows, and for each token of the rows its index in the batches.
+    """Group documents into batches, as (number of documents, padded tokens), with two index tensors: the index of each
+    batched token in the flattened rows, and the index of each token of the rows in the batches.
     """
     shapes, order, _, positions = document_batches(documents, None)
     return tuple((number, tokens) for number, tokens, _ in shapes), order.to(device), positions.to(device)

@@ -1,8 +1,8 @@
 """DeepSeek sparse attention (DeepSeek-V3.2) within documents.
 
 For each query an indexer scores the earlier tokens of its document, and the query attends to the `index_topk` best. In
-documents of up to `index_topk` tokens these are all tokens. So an untrained indexer only runs if documents may be
-longer.
+documents of up to `index_topk` tokens it attends to all. So an indexer that is not trained runs only if documents may
+be longer.
 """
 
 from abc import ABC, abstractmethod
@@ -26,7 +26,7 @@ SCORES_AT_ONCE = 2**27
 
 
 class ScoreInputs(NamedTuple):
-    """Tensors from which an indexer's scores are computed. For a single document they have no batch dimension."""
+    """Queries, keys and head weights of an indexer. For a single document the tensors have no batch dimension."""
 
     query: torch.Tensor
     """Indexer queries [batch, tokens, heads, width]."""
@@ -45,7 +45,7 @@ class KeyBlock(NamedTuple):
 
 @dataclass(frozen=True)
 class IndexerTarget(ABC):
-    """What an indexer is trained towards: the attention weights of its layer. Methods compute these from the
+    """The target of an indexer's training: the attention weights of its layer. Methods compute these from the
     attention's `tensors`, such as queries and keys.
     """
 
@@ -54,11 +54,11 @@ class IndexerTarget(ABC):
     groups: tuple[RankGroup, ...]
     """Process groups whose ranks have different heads, over which attention weights are summed."""
     scaling: float
-    """Factor by which the attention's query-key products are multiplied."""
+    """Factor by which the query-key products of attention are multiplied."""
 
     @abstractmethod
     def blocks(self, index: ScoreInputs, tensors: Sequence[Any]) -> Iterator[KeyBlock]:
-        """Split the queries into blocks, to bound memory."""
+        """Split the queries into blocks that bound the memory of query-key products."""
 
     @abstractmethod
     def weights(self, block: KeyBlock, tensors: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -87,8 +87,8 @@ def divergences(
     one for each query. Only `scored`, from which I is computed, gets a gradient.
 
     `attention` has queries and keys of this rank's heads, [batch, heads, tokens, width]; `documents` the lengths of
-    each row's documents; `chosen` for each document a mask of the keys that queries attend to, bool [queries, keys].
-    None, for one document or for all, means all earlier tokens.
+    each row's documents. `chosen` has for each document a mask of the keys that queries attend to, bool [queries,
+    keys]; None means all earlier tokens, for one document or for all.
     """
     rows = []
     for row, lengths in enumerate(documents):
@@ -127,7 +127,7 @@ class _Divergence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
-        # `saved_tensors` is read only once, because activation checkpointing does not allow a second read.
+        # Activation checkpointing does not allow a second read of `saved_tensors`.
         saved, target = ctx.saved_tensors, ctx.target
         index, tensors = ScoreInputs(*saved[:3]), saved[3:]
         index_grads = ScoreInputs(*(torch.zeros_like(tensor, dtype=torch.float32) for tensor in index))
@@ -149,7 +149,6 @@ def _block_of(index: ScoreInputs, block: KeyBlock) -> ScoreInputs:
 def _divergence(
     index: ScoreInputs, target: IndexerTarget, block: KeyBlock, tensors: tuple[torch.Tensor | None, ...]
 ) -> torch.Tensor:
-    """KL divergence of an indexer's scores from the attention weights for a block of queries, fp32 [queries]."""
     with torch.no_grad():
         weights, is_seen = target.weights(block, tensors)
         for group in target.groups:
@@ -163,8 +162,8 @@ def _divergence(
 
 
 class _DocumentWeights(IndexerTarget):
-    """An indexer's target within one document: the attention weights. `tensors` are query and key [heads, tokens,
-    width] and a mask of chosen tokens, bool [tokens, tokens], or None for all earlier tokens.
+    """Target of an indexer's training within one document. `tensors` are query and key [heads, tokens, width] and a
+    mask of chosen tokens, bool [tokens, tokens], or None for all earlier tokens.
     """
 
     def blocks(self, index: ScoreInputs, tensors: Sequence[Any]) -> Iterator[KeyBlock]:
@@ -186,12 +185,12 @@ class _DocumentWeights(IndexerTarget):
 
 
 class Choice(NamedTuple):
-    """Tokens that a layer's indexer chose. Later layers without an indexer may use them too."""
+    """The tokens that a layer's indexer chose. Later layers without an indexer may use them too."""
 
     tokens: ChosenTokens | None
     """Masks of the chosen tokens; None if queries attend to all earlier tokens."""
     scored: ScoreInputs | None
-    """Tensors from which the indexer's scores are computed, with a gradient; None if the indexer is not trained."""
+    """The tensors from which the indexer's scores are computed, with a gradient; None if the indexer is not trained."""
 
 
 class DivergenceCollector:
@@ -200,13 +199,13 @@ class DivergenceCollector:
     def __init__(self, groups: tuple[RankGroup, ...], *, attends_to_all: bool) -> None:
         self.groups = groups
         self.attends_to_all = attends_to_all
-        """Whether queries attend to all earlier tokens, although indexers run: only indexers are trained."""
+        """Whether queries attend to all earlier tokens although indexers run, as when only indexers are trained."""
         self.is_listening = False
         self.divergences: dict[int, torch.Tensor] = {}
         """Divergences of a forward's indexers in nats, fp32 [rows, tokens], by layer number."""
 
     def is_needed(self, *, in_training: bool) -> bool:
-        """Whether a layer must compute its divergence: in a forward for the loss, and when activation checkpointing
+        """Whether a layer must compute its divergence: in a forward with loss, and when activation checkpointing
         recomputes that forward, which must save the same tensors.
         """
         return self.is_listening or (in_training and torch.is_grad_enabled())
@@ -219,8 +218,8 @@ class DivergenceCollector:
 
 class IndexedAttention(nn.Module):
     """Mixin for transformers' latent attention with an indexer. It computes the same as transformers 5.23
-    (deepseek_v32/modeling_deepseek_v32.py:410-480), but the indexer chooses within documents, without a mask of the
-    row.
+    (deepseek_v32/modeling_deepseek_v32.py:410-480), but the indexer chooses tokens within documents, without a mask of
+    the row.
     """
 
     config: PretrainedConfig
@@ -231,15 +230,13 @@ class IndexedAttention(nn.Module):
     indexer: Any
     expand_kv: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
     rotate = staticmethod(rotate)
-    """Function that applies the rotary embedding to queries and keys."""
     rotates_pairs: bool
     """Whether the indexer's rotary embedding rotates pairs of adjacent columns instead of the two halves."""
     chooses = False
-    """Whether indexers run, because they are trained or documents of the run may exceed `index_topk`. It does not
-    depend on the documents of a forward: under ZeRO-3 all ranks must gather the indexer's parameters equally often.
+    """Whether indexers run, because they are trained or documents of the run may exceed `index_topk`. Under ZeRO-3 all
+    ranks must gather the indexer's parameters equally often, so single forwards do not decide this.
     """
     collector: DivergenceCollector | None = None
-    """Object to which the layer passes its divergences if indexers are trained, else None."""
 
     def forward(
         self,
@@ -260,8 +257,8 @@ class IndexedAttention(nn.Module):
         choice: Choice | None,
         others: dict[str, Any],
     ) -> tuple[torch.Tensor, Choice | None]:
-        """Compute attention. Returns hidden states, and the chosen tokens. A layer without an indexer uses `choice`,
-        the tokens that an earlier layer chose.
+        """Returns hidden states, and the chosen tokens. A layer without an indexer uses `choice`, the tokens that an
+        earlier layer chose.
         """
         cache: Any = take_cache(others)
         low_rank, query, latent, rotary_key = _project(self, hidden, position_embeddings)
@@ -450,7 +447,7 @@ def train_indexers(lm: PreTrainedModel, collector: DivergenceCollector) -> list[
             module.chooses, module.collector = True, collector
             trained.append((module.layer_idx, module.indexer is not None))
         elif (indexer := getattr(getattr(module, "compressor", None), "indexer", None)) is not None:
-            # The module is DeepSeek-V4's attention (model/attention/compressed_attention.py).
+            # This is DeepSeek-V4's attention (model/attention/compressed_attention.py).
             module.collector, module.compressor.chooses, indexer.is_trained = collector, True, True
             trained.append((module.layer_idx, True))
     return trained

@@ -27,13 +27,12 @@ Documents = tuple[int, ...]
 Places = NDArray[np.int64]
 
 _COLUMNS = 8
-"""Head widths of the variable-length kernel are multiples of this (torch 2.13, flash_attn/flash_api.cpp)."""
+"""The variable-length kernel supports head widths that are multiples of this (torch 2.13, flash_attn/flash_api.cpp)."""
 
 
 def packs_documents(attention: str, hf_config: PretrainedConfig, *, device: str, precision: str) -> bool:
     """Whether one kernel call computes the attention of all documents of a forward on `device` (`cpu` or `cuda`).
-
-    ModelError if the run file asks for such a kernel (`model.attention: varlen`) and the GPU does not support it.
+    ModelError if `model.attention: varlen` in the run file asks for it and the GPU does not support it.
     """
     if attention not in OWN_ATTENTIONS or attention == "by_document":
         return False
@@ -51,7 +50,7 @@ def packs_documents(attention: str, hf_config: PretrainedConfig, *, device: str,
 
 
 _FLASH_3, FLASH_3_MODULE = "FA3", "flash_attn_interface"
-"""torch's name for FlashAttention 3, and the module that torch imports to use it (2.13, nn/attention/_fa3.py:65)."""
+"""torch's name of FlashAttention 3, and the module that torch imports to use it (2.13, nn/attention/_fa3.py:65)."""
 
 
 def problem_of_flash_3(hf_config: PretrainedConfig) -> str:
@@ -64,7 +63,7 @@ def problem_of_flash_3(hf_config: PretrainedConfig) -> str:
 
 def choose_flash_attention(hf_config: PretrainedConfig, *, is_wanted: bool) -> None:
     """Make torch's attention use FlashAttention 3 in this process if `is_wanted` and the GPU supports it, else torch's
-    own kernels. Models with packed documents want it.
+    own kernels. It is wanted for models with packed documents.
 
     DependencyError if the package FlashAttention 3 cannot be loaded.
     """
@@ -93,8 +92,8 @@ class PackedDocuments:
     longest: int
     """Number of tokens of the longest document."""
     keys: torch.Tensor | None = None
-    """Indices of the keys of all documents, int64 [keys]. If a document continues another one, that one's keys precede
-    its own. None if no document continues another.
+    """Indices of the keys of all documents, int64 [keys]. If a document continues another one, its keys start with the
+    other's. None if no document continues another.
     """
     key_bounds: torch.Tensor | None = None
     """Index of each document's first key, then the number of keys: int32 [documents + 1]. None if `keys` is None."""
@@ -122,8 +121,8 @@ def pack_documents(
 
 
 def find_origins(documents: Sequence[Documents], shared: Sequence[Documents]) -> tuple[Places, Places, Places]:
-    """For each document, the index of its first token in the flattened rows, and of the document that it continues the
-    index of the first token and the number of continued tokens.
+    """For each document three numbers: the index of its first token in the flattened rows, the index of the first token
+    of the document that it continues, and how many tokens it continues.
     """
     lengths, continued = (np.fromiter(chain.from_iterable(each), dtype=np.int64) for each in (documents, shared))
     begins = lengths.cumsum() - lengths
@@ -160,9 +159,9 @@ def attend_packed(
     width], key [rows, key heads, tokens, width] and value [rows, key heads, tokens, value width]. Returns [rows,
     tokens, heads, value width].
 
-    Queries attend to tokens less than `window` positions away, and if causal to no later ones. Zero columns pad heads
-    to the kernel's width. The kernel aligns a document's queries with its last keys, as documents that continue another
-    need.
+    Queries attend to tokens less than `window` positions away, and in causal attention to no later ones. Heads are
+    padded with zeros to the kernel's width. The kernel aligns a document's queries with its last keys, as needed if a
+    document continues another one.
     """
     rows, _, tokens, value_width = parts[2].shape
     widest = max(part.shape[3] for part in parts)
@@ -189,7 +188,7 @@ def attend_packed(
 
 
 def _flatten(part: torch.Tensor, *, width: int) -> torch.Tensor:
-    """Reshape a tensor [rows, heads, tokens, columns] to [rows * tokens, heads, width], with added columns of zeros."""
+    """Reshape [rows, heads, tokens, columns] to [rows * tokens, heads, width], padded with columns of zeros."""
     flat = part.transpose(1, 2).flatten(0, 1)
     return functional.pad(flat, (0, width - flat.shape[2])) if flat.shape[2] < width else flat
 
@@ -203,8 +202,8 @@ kernel needs equal widths. It took 0.26 to 0.5 of the unfused time from 1,024 to
 def pads_values(query: torch.Tensor, value: torch.Tensor, *, is_masked: bool) -> bool:
     """Whether to pad values [rows, heads, tokens, value width] to the width of queries [rows, heads, tokens, width].
 
-    On GPUs FlashAttention needs equal widths. It should be faster although padding means 1.2 times as many operations
-    (not measured on a GPU). With fp32 or a mask, torch uses its memory-efficient kernel, which takes unequal widths.
+    On GPUs FlashAttention needs equal widths. It should be faster although padding adds a fifth of the operations (not
+    measured on a GPU). With fp32 or a mask, torch uses its memory-efficient kernel, which takes unequal widths.
     """
     if value.shape[3] >= query.shape[3]:
         return False

@@ -1,8 +1,8 @@
-"""Decoding with multi-head latent attention on the cached latents, without expanding them to keys and values
-(DeepSeek-V2, arXiv 2405.04434, section 2.1.2).
+"""Decoding with multi-head latent attention on cached latents, without expanding them to keys and values (DeepSeek-V2,
+arXiv 2405.04434, section 2.1.2).
 
-The latents' up-projection is applied to the query and to the weighted sum of latents instead, so that a new token does
-not project the whole cache.
+The latents' up-projection is applied to the query and to the weighted sum of latents. So a decoding step does not
+project all cached latents.
 """
 
 from collections.abc import Iterator
@@ -22,8 +22,8 @@ _BY_LATENTS = "ds_finetune_by_latents"
 
 
 def _split_projection(attention: Any, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, ...]:  # noqa: ANN401
-    """Split the weight of the latents' up-projection into a part for keys [rank, heads, width] and one for values. It
-    is the module's output for an identity matrix, since there may be adapters, 4-bit weights or ZeRO-3 shards.
+    """Split the up-projection of latents into a part for keys [rank, heads, width] and one for values. It is computed
+    as the module's output for an identity matrix, because the module may have adapters, 4-bit weights or ZeRO-3 shards.
     """
     matrix = attention.kv_b_proj(torch.eye(attention.kv_lora_rank, dtype=dtype, device=device))
     widths = [attention.qk_nope_head_dim, attention.v_head_dim]
@@ -65,9 +65,8 @@ def _attend_to_latents(  # noqa: PLR0913 - transformers' interface
     is_key: torch.Tensor | None = None,
     **_: Any,  # noqa: ANN401 - what other implementations take
 ) -> tuple[torch.Tensor, None]:
-    """Attention of query [rows, heads, 1, width] to latents, passed as `key` [rows, 1, tokens, rank], and rotary keys,
-    passed as `value` [rows, 1, tokens, rotary width]. `is_key` masks the tokens to attend to. Returns [rows, 1, heads,
-    value width].
+    """Attention of query [rows, heads, 1, width] to latents [rows, 1, tokens, rank] (`key`) and rotary keys [rows, 1,
+    tokens, rotary width] (`value`). `is_key` masks the tokens to attend to. Returns [rows, 1, heads, value width].
     """
     assert attention_mask is None
     latents, rotary = key[:, 0], value[:, 0]

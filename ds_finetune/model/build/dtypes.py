@@ -24,5 +24,5 @@ SAFETENSORS_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype in a config.json, e.g. `bfloat16`."""
+    """transformers' name of a dtype in config.json, such as `bfloat16`."""
     return str(dtype).removeprefix("torch.")

@@ -53,10 +53,10 @@ def max_positions(hf_config: PretrainedConfig) -> int | None:
 
 
 def published_name(key: str, expected: Collection[str], prefix: str) -> str:
-    """The name that a checkpoint's tensor `key` has in the model, found as in transformers 5.23. `expected` has the
-    names of the model's tensors.
+    """The model's name of a checkpoint's tensor `key`, derived as in transformers 5.23. `expected` has the names of the
+    model's tensors.
 
-    `key` lacks `prefix` in checkpoints without a head (core_model_loading.py:1567), and old checkpoints call a norm's
+    Checkpoints without a head leave out `prefix` (core_model_loading.py:1567), and old checkpoints call a norm's
     parameters gamma and beta (conversion_mapping.py:1777).
     """
     name = key.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
@@ -67,8 +67,8 @@ def published_name(key: str, expected: Collection[str], prefix: str) -> str:
 def encoder_inputs(
     hf_config: PretrainedConfig, position_ids: torch.Tensor, token_types: torch.Tensor | None
 ) -> dict[str, torch.Tensor]:
-    """Position ids (0 at the start of each document) and token types of an encoder's tokens, int64 [rows, tokens], as
-    the keyword arguments that its model type expects.
+    """Keyword arguments with position ids (0 at the start of each document) and token types, int64 [rows, tokens], as
+    an encoder's model type expects them.
     """
     encoder = encoder_of(hf_config)
     assert encoder is not None
@@ -97,7 +97,7 @@ def encoder_scores(lm: PreTrainedModel, hidden: torch.Tensor, examples: Examples
 def _mean_states(hidden: torch.Tensor, examples: Examples) -> torch.Tensor:
     """Mean hidden state of each document, [documents, width], summed in fp32."""
     index = examples.index.flatten()
-    # Padding is summed into a row of its own: selecting other tokens first would synchronise host and GPU.
+    # Padding is summed into an additional row, because selecting other tokens would synchronise host and GPU.
     documents = index.where(index >= 0, len(examples.starts))
     zeros = hidden.new_zeros(len(examples.starts) + 1, hidden.shape[-1], dtype=torch.float32)
     sums = zeros.index_add(0, documents, hidden.flatten(0, 1).float())[:-1]

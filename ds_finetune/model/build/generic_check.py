@@ -50,12 +50,11 @@ _SEEN = 1e-3
 """Smallest relative difference of hidden states which shows that earlier tokens affect later ones."""
 _SEED = 5
 _HEADS = (4, 2, 1, 8)
-"""Numbers of attention heads with which building a tiny model is tried, beginning with the likeliest to work."""
+"""Numbers of attention heads to try in tiny models, the likeliest to work first."""
 _MORE_LAYERS = (1, 3)
-"""Factors of a tiny model's number of layers, tried in order: models that share weights may need more layers."""
+"""Factors for a tiny model's number of layers, tried in order. Models that share weights may need more layers."""
 _NOISE, _HEAD_GAIN = 0.1, 8.0
 _MAX_PARAMETERS = 60_000_000
-"""Maximum number of parameters of a tiny model, so that the test takes little time."""
 _EXPERTS = re.compile(r"\.experts\.(gate_up_proj|up_proj|gate_proj|down_proj)$")
 _FAILURES = (
     RuntimeError,
@@ -101,9 +100,8 @@ def check_generic_type(  # noqa: PLR0913
     """Test a model type that is not in the table of families. ModelError if it would be trained wrongly on rows like
     the run's; else lines for the user on what was tested.
 
-    With an objective on pairs of answers, rows have two documents even without packing. `adapted` are the last parts of
-    the names of modules with adapters or four-bit weights. The types in the table are compared with reference loops by
-    the test suite instead.
+    With an objective on pairs of answers, rows have two documents even without packing. `adapted` has the last parts of
+    the names of modules with adapters or four-bit weights.
     """
     kind = hf_config.model_type
     if not family_of(kind).is_generic:
@@ -128,7 +126,6 @@ def check_generic_type(  # noqa: PLR0913
 
 
 def _check_expert_widths(hf_config: PretrainedConfig, precision: str, task: Task) -> None:
-    """ModelError if torch's grouped matrix product does not support the width of the experts."""
     lm = build_meta_model(hf_config, task)
     if lm.config._experts_implementation != "grouped_mm":
         return
@@ -143,7 +140,7 @@ def _check_expert_widths(hf_config: PretrainedConfig, precision: str, task: Task
 
 def check_trial(kind: str, trial: Trial, *, packing: bool, packing_hint: str = _NO_PACKING) -> None:
     """ModelError if `trial` shows that packed or padded rows would be trained wrongly, or if packing could not be
-    tested. `packing_hint` is the hint of errors on packing.
+    tested.
     """
     subject = f"model_type `{kind}`"
     if trial.loss > LIMIT:
@@ -194,7 +191,7 @@ def try_model_type(
     """
     task = task_of(objective)
     check_attention(hf_config, attention, task)
-    # FlashAttention does not run on CPUs. A slow attention with the same arguments takes its place.
+    # FlashAttention does not run on CPUs, so a slow attention with the same arguments replaces it.
     attention = BY_LENGTHS if attention == FLASH else attention
     try:
         full = _build(hf_config, attention, task, device="meta")
@@ -234,7 +231,7 @@ def _build(config: PretrainedConfig, attention: str, task: Task, *, device: str)
 
 
 def _build_initialised(config: PretrainedConfig, attention: str, task: Task) -> PreTrainedModel:
-    """Build a model with random weights larger than usual, because small or zero weights would hide differences."""
+    """Build a model with larger random weights than usual, because small or zero weights would hide differences."""
     lm = _build(config, attention, task, device="cpu")
     initialise_weights(lm, seed=_SEED)
     generator = torch.Generator().manual_seed(_SEED)
@@ -253,9 +250,7 @@ def _build_initialised(config: PretrainedConfig, attention: str, task: Task) -> 
 @torch.no_grad()
 def _compare(lm: PreTrainedModel, eager: PreTrainedModel, objective: Objective) -> Trial:
     """Compare packed and padded documents with single ones in `lm`, and its loss with that of `eager`, the same model
-    with eager attention.
-
-    ModelError if `lm` fails when it runs as in training.
+    with eager attention. ModelError if `lm` fails when it runs as in training.
     """
     first, second = _documents(lm)
     logits = eager(input_ids=first, position_ids=_positions(first), use_cache=False).logits[0].float()
@@ -293,9 +288,8 @@ def _compare(lm: PreTrainedModel, eager: PreTrainedModel, objective: Objective) 
 
 
 def _adapter_difference(lm: PreTrainedModel, names: Collection[str]) -> float:
-    """Largest relative difference of loss, gradients and logits between a model with adapters and the same model with
-    merged weights. Merged weights have an effect even if a module reads its weight directly. `names` are last parts of
-    module names.
+    """Largest relative difference of loss, gradients and logits between a model with adapters and one with merged
+    weights. It is large if a module reads its weight directly, where adapters have no effect.
     """
     shapes = ((name, tuple(param.shape)) for name, param in lm.named_parameters())
     targets = [each for each in linear_targets(shapes, linear_weights(lm)) if last_part(each.name) in names]
@@ -357,7 +351,6 @@ def _score(model: TrainedModel, objective: ScoreObjective, ids: torch.Tensor) ->
 
 
 def _documents(lm: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two documents [1, tokens] of random token ids, without special tokens."""
     generator = torch.Generator().manual_seed(_SEED)
     vocabulary = lm.get_input_embeddings().weight.shape[0]
     tokens = (vocabulary // 16, vocabulary * 3 // 4)

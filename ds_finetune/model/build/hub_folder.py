@@ -1,9 +1,9 @@
 """Checks a model folder, and reads its safetensors files.
 
-The folder may come from anywhere, so it is checked before its files are read: it must not make this program hang or run
-out of memory. Tensors are read by name in pieces of bounded size, and FP8, MXFP4 and FP4 weights are dequantised.
+The folder may come from anywhere, so checks come first: its files must not make this program hang or run out of memory.
+Tensors are read by name in pieces of bounded size, and FP8, MXFP4 and FP4 weights are dequantised.
 
-Files are read, not memory-mapped as by safetensors' own reader (0.6, `safe_open`): mapped pages count as memory of this
+Files are read, not memory-mapped as by safetensors' own reader (0.6, `safe_open`). Mapped pages count as memory of this
 process, and a signal would kill it if another process shortened the file.
 """
 
@@ -49,12 +49,12 @@ from ds_finetune.plan.config_json import check_sizes
 _COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.codes", "additional_chat_templates/*.jinja")
 """Patterns of files in a model folder that checkpoints and exports copy, or that transformers writes there."""
 _INDEX = ".index.json"
-"""Suffix of the index files of weights, which list all weight files."""
+"""Suffix of the index of a model's weights, a file that lists all weight files."""
 
 
 def check_folder(folder: Path) -> None:
-    """ModelError if a model folder is dangerous or ambiguous: it has a pipe, socket or device, a file to copy is a link
-    out of the folder, sizes in headers or config.json are implausible, or there are two sets of weights.
+    """ModelError if a model folder is dangerous or ambiguous. It must have no pipe, socket or device, no link out of
+    the folder that would be copied, no implausible size in headers or config.json, and only one set of weights.
 
     Reading a pipe would hang. A linked chat template, vocabulary or configuration would copy a private file of this
     machine into exports. Weights and their index may be links.
@@ -115,11 +115,10 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _WEIGHTS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, FP8)
 _SHOWN = 10
 _COMPARED_NUMEL = 2**20
-"""Number of elements of two tensors that are read at a time to compare them."""
+"""Number of elements of each of two tensors that are read at a time when they are compared."""
 _FUSED_DIMS = 3
-"""Number of dimensions of a tensor with the matrices of all experts of a layer."""
 _OF_TRANSFORMERS = "model.hc_head.hc_fn"
-"""Name of a tensor that a DeepSeek-V4 model has only if transformers saved it; published tensors have other names."""
+"""Name of a tensor that only a DeepSeek-V4 model saved by transformers has. Published tensors have other names."""
 
 
 class HubFolder:
@@ -133,17 +132,17 @@ class HubFolder:
     others: Mapping[str, StoredTensor]
     """Tensors of a multimodal model that are not in the text part, by published name."""
     published: dict[str, tuple[str, int]]
-    """For each tensor of a multimodal model's text part, by name in the text part: the published tensor that contains
-    it, and the index of its first element there.
+    """For each tensor of a multimodal model's text part, by its name there: the published tensor that contains it, and
+    the index of its first element in the published tensor.
     """
     fused: dict[str, Shape]
-    """Published names and shapes of tensors that hold all experts of a layer; `shapes` has a tensor per expert."""
+    """Published names and shapes of tensors with all experts of a layer; `shapes` lists a tensor per expert."""
 
     def __init__(self, folder: Path, *, rename: Callable[[str], str] | None = None) -> None:
         self.folder = folder
         self._scratch = Scratch()
         stored = _read_tensors(folder)
-        # In DeepSeek-V4, scales of a quantised `X.weight` are called `X.scale`; they get the names as in DeepSeek-V3.
+        # In DeepSeek-V4, scales of a quantised `X.weight` are called `X.scale`. They are renamed as in DeepSeek-V3.
         quantised = [key for key, tensor in stored.items() if tensor.dtype in (FP8, PACKED)]
         usual_names = {f"{key.removesuffix('.weight')}.scale": f"{key}{SCALE}" for key in quantised}
         stored = {usual_names.get(key, key): tensor for key, tensor in stored.items()}
@@ -285,7 +284,7 @@ class HubFolder:
 
 
 def _config_of(folder: Path) -> Mapping[str, Any]:
-    """Read a folder's config.json. Returns {} if it cannot be read, because other checks report that."""
+    """The parsed config.json of `folder`; {} if it cannot be read, which other checks report."""
     try:
         tree = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -312,7 +311,7 @@ def has_weights(folder: Path) -> bool:
 
 
 def _renamed(stored: Mapping[str, StoredTensor], rename: Callable[[str], str], folder: Path) -> dict[str, StoredTensor]:
-    """Rename tensors. ModelError if two tensors get the same name."""
+    """Rename tensors. ModelError if two tensors get one name."""
     tensors: dict[str, StoredTensor] = {}
     for key, tensor in stored.items():
         name = rename(key)
@@ -329,14 +328,14 @@ def _renamed(stored: Mapping[str, StoredTensor], rename: Callable[[str], str], f
 def _by_expert(
     stored: Mapping[str, StoredTensor], family: Family, folder: Path
 ) -> tuple[dict[str, StoredTensor], dict[str, tuple[Shape, dict[str, int]]]]:
-    """Split tensors with all experts of a layer, as Qwen3.5 publishes them, into one tensor for each expert.
+    """Split each tensor with all experts of a layer, as Qwen3.5 publishes them, into one tensor per expert.
 
-    The second result has for each split tensor its shape and, by name of the tensors made from it, the index of their
-    first element. ModelError if the folder has an expert's tensor twice.
+    Also returns for each split tensor its shape and, by name of the tensors made from it, the index of their first
+    element. ModelError if the folder has an expert's tensor twice.
     """
     divided, fused = dict(stored), {}
     for key, tensor in stored.items():
-        # Tensors of other shapes are not split: a later comparison with the model reports them.
+        # A tensor of another shape is not split; the later comparison with the model's shapes reports it.
         is_even = len(tensor.shape) == _FUSED_DIMS and min(tensor.shape) > 0 and tensor.shape[1] % 2 == 0
         pieces = hub_pieces(key, tensor.shape, family) if is_even and ".experts." in key else ()
         if not pieces or not pieces[0].index:
@@ -374,7 +373,7 @@ def bin_conversion(folder: Path) -> str:
     if not any(folder.glob("pytorch_model*.bin")):
         return ""
     names = _config_of(folder).get("architectures")
-    # Users paste this command into a shell: of config.json it has only the name of a class of transformers.
+    # Users paste this command into a shell, so nothing of config.json enters it but the name of a transformers class.
     class_name = names[0] if isinstance(names, list) and names else None
     kind = class_name if class_name in dir(transformers) else "AutoModelForCausalLM"
     code = (
@@ -385,7 +384,7 @@ def bin_conversion(folder: Path) -> str:
 
 
 def _read_indexed(folder: Path) -> dict[str, StoredTensor]:
-    """Tensors of all files that the folder's index lists. The files must be in the folder itself."""
+    """The tensors of all files that a folder's index lists. These files must be in the folder itself."""
     index = folder / INDEX
     try:
         weight_map = {
@@ -423,7 +422,7 @@ def _read_indexed(folder: Path) -> dict[str, StoredTensor]:
 
 
 def _merge_files(files: Iterable[Path], weight_map: Mapping[str, str]) -> dict[str, StoredTensor]:
-    """Tensors of all weight `files`. If several have one of the same name, the index's `weight_map` decides."""
+    """Tensors of all weight `files`. If several files have a tensor of one name, the index's `weight_map` decides."""
     tensors: dict[str, StoredTensor] = {}
     for path in files:
         file = SafetensorsFile(path)
@@ -448,7 +447,6 @@ def _read_header(path: Path) -> Header:
 
 
 def _check_scales(folder: Path, stored: Mapping[str, StoredTensor], fp8: Iterable[str]) -> None:
-    """ModelError if an FP8 weight lacks a scale for each block, or a scale has no weight."""
     weights = set(fp8)
     without_scale = sorted(key for key in weights if key + SCALE not in stored)
     if without_scale:

@@ -23,7 +23,7 @@ from ds_finetune.plan.model_tensors import DescribedModel, ModelTensors
 
 _FEW_TOKENS = 16
 _NO_MEMORY_EXPERTS = "batched_mm"
-"""Implementation of transformers 5.23's experts that works on fake tensors, because it reads no router indices."""
+"""transformers 5.23's implementation of experts for fake tensors, because it reads no router indices on the host."""
 
 
 def read_tensors(hf_config: PretrainedConfig, task: Task = "causal_lm") -> ModelTensors:
@@ -56,7 +56,7 @@ def linear_weights(lm: PreTrainedModel) -> tuple[str, ...]:
 def described(
     hf_config: PretrainedConfig, task: Task = "causal_lm", *, teacher: PretrainedConfig | None = None
 ) -> DescribedModel:
-    """Names and shapes of the tensors of a model, and of its teacher if one runs beside it."""
+    """Names and shapes of the tensors of a model, and of its teacher if there is one."""
     return DescribedModel(
         hf_config.to_dict(),
         partial(read_tensors, hf_config, task),
@@ -77,7 +77,7 @@ def unused_parameters(hf_config: PretrainedConfig, *, tokens: int, task: Task = 
     The full model is built on fake tensors, in some seconds. NotImplementedError if the model's code reads values of
     tensors.
     """
-    # A long row uses all parameters that a short one uses, and maybe more: some layers act on many tokens only.
+    # A long row uses all parameters that a short one uses, and maybe more, because some layers need many tokens.
     names = _without_gradient(hf_config, _FEW_TOKENS, task)
     if not names:
         return ()

@@ -28,29 +28,29 @@ class ModelPlan:
     path: str
     """Folder or hub id of the model."""
     hf_config: PretrainedConfig = field(repr=False)
-    """Configuration of the model in training, with the size of the trained vocabulary."""
+    """Configuration of the model in training. Its vocabulary includes added tokens."""
     attention: str
     has_random_weights: bool
     resizes_vocabulary: bool
     published_vocab_size: int
-    """Vocabulary size in the published config.json. It is smaller than in training if token embeddings are added."""
+    """Vocabulary size in the published config.json; training uses more if token embeddings are added."""
     stages: tuple[StageLayers | None, ...]
     """Layers of each pipeline stage; (None,) without pipeline parallelism."""
     objective: Objective
     features: Mapping[str, Any] = field(default_factory=dict)
-    """Plans of the enabled features, by name; for a feature of another package its settings."""
+    """Plans of the enabled features, by name. For a feature of another package it is the feature's settings."""
     mlp_tiles: int = 1
     """Number of tiles in which MLPs compute their tokens; 1 means all tokens at once."""
     context: ContextPlan | None = None
     """How the run file's `model.context` changes the context length; None if it is not set."""
     padding: str = ""
-    """Message for the user about the padding token of a classifier; empty if there is none."""
+    """Message for the user about a classifier's padding token; empty if there is nothing to say."""
     without_noise: tuple[str, ...] = ()
     """config.json keys of dropouts that are off, because the objective compares the model with a reference model."""
 
     @property
     def lora(self) -> LoraPlan | None:
-        """The LoRA plan; None without LoRA."""
+        """The plan of adapters; None without LoRA."""
         return self.features.get("adapters")
 
     @property
@@ -60,7 +60,7 @@ class ModelPlan:
 
     @property
     def mtp(self) -> MtpConfig | None:
-        """How the multi-token prediction layer is trained; None if it is not."""
+        """Settings of the multi-token prediction layer's training; None if it is not trained."""
         return self.features.get("mtp")
 
     @property
@@ -85,7 +85,7 @@ class ModelPlan:
 
     @cached_property
     def described(self) -> DescribedModel:
-        """Names and shapes of the model's tensors, and of its teacher's if one runs beside it."""
+        """Names and shapes of the model's tensors, and of its teacher's if there is one."""
         return described(self.hf_config, self.task, teacher=None if self.teacher is None else self.teacher.hf_config)
 
     def is_untrained(self, name: str) -> bool:

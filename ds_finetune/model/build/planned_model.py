@@ -1,5 +1,5 @@
-"""Reads config.json and tensor shapes of a run's model for `ds-finetune plan` from a cache file that an earlier plan
-wrote, because importing torch and transformers takes seconds.
+"""Reads config.json and tensor shapes of a run's model for `ds-finetune plan`. An earlier plan's cache file spares the
+import of torch and transformers, which takes seconds.
 """
 
 import hashlib
@@ -52,7 +52,7 @@ def _read(
         hf_config.num_labels = scores or hf_config.num_labels
         tensors_read = read_tensors(hf_config, "sequence_classification" if scores else "causal_lm")
         with suppress(OSError):
-            # If the cache file cannot be written, later plans are only slower.
+            # Without the cache file, later plans are only slower.
             folder.mkdir(parents=True, exist_ok=True)
             replace_file(
                 file,

@@ -1,4 +1,4 @@
-"""Builds a model without weights: its configuration, its modules, and which fragment of each tensor this rank holds."""
+"""Builds a model without weights: its configuration, its modules, and the fragment of each tensor on this rank."""
 
 import json
 import math
@@ -40,11 +40,11 @@ from ds_finetune.plan.config_json import check_model_path
 Task = Literal["causal_lm", "sequence_classification"]
 """What a model computes: logits of the next token (causal LM), or scores of a document (sequence classification)."""
 TOKENIZER_PATTERNS = ("*.json", "*.model", "*.jinja", "merges.txt", "vocab.txt")
-"""Patterns of the files in a hub repository that a tokenizer needs."""
+"""Patterns of a tokenizer's files in a hub repository."""
 HUB_FILES = (*TOKENIZER_PATTERNS, "*.safetensors")
-"""Patterns of the files in a hub repository that a model needs; `*` also matches `/`."""
+"""Patterns of a model's files in a hub repository. `*` also matches `/`."""
 IGNORED_HUB_FILES = ("*/*.safetensors",)
-"""Patterns of files that are not downloaded: weights in subfolders, such as a copy in `original/` of gpt-oss."""
+"""Patterns of hub files that are not downloaded: weights in subfolders, such as a copy in `original/` of gpt-oss."""
 _SOFT_CAP = "final_logit_softcapping"
 _LOGIT_TRANSFORMS = (
     _SOFT_CAP,
@@ -66,8 +66,8 @@ class Fragment:
     """The part of a tensor that this rank holds: elements `start` to `start + numel` of the flattened tensor of
     `shape`.
 
-    With ZeRO-3's padding the range may end after the tensor's last element. The context `opened()` returns the elements
-    (1-D); values written there are stored when it ends, so a fragment on disk needs memory only while it is open.
+    ZeRO-3's padding may follow the tensor's last element. The context `opened()` returns the elements (1-D) and stores
+    the values written to them when it ends, so a fragment on disk needs memory only while it is open.
     """
 
     start: int
@@ -77,27 +77,27 @@ class Fragment:
 
     @property
     def end(self) -> int:
-        """Index after the fragment's last element in the flattened tensor, without padding."""
+        """Index after the fragment's last element in the flattened tensor; padding is excluded."""
         return min(self.start + self.numel, math.prod(self.shape))
 
     def write(self, values: torch.Tensor) -> None:
-        """Copy this rank's elements of the flattened full tensor `values` into the fragment."""
+        """Copy this fragment's elements from the flattened full tensor `values`."""
         if self.end > self.start:
             with self.opened() as flat:
                 flat[: self.end - self.start].copy_(values[self.start : self.end])
 
 
 Where = Callable[[torch.Tensor], Fragment]
-"""Function from a tensor of the model to the fragment of it that this rank holds."""
+"""Function that returns this rank's fragment of a tensor of the model."""
 
 
 def in_memory(flat: torch.Tensor, *, start: int, shape: tuple[int, ...]) -> Fragment:
-    """A fragment whose elements are those of `flat` (1-D), a tensor in memory."""
+    """The fragment whose elements are the tensor `flat` (1-D) in memory."""
     return Fragment(start, flat.numel(), shape, lambda: nullcontext(flat))
 
 
 def full_fragment(tensor: torch.Tensor) -> Fragment:
-    """The fragment for a tensor that this rank holds in full."""
+    """The fragment of a tensor that this rank holds in full."""
     return in_memory(tensor.data.view(-1), start=0, shape=tuple(tensor.shape))
 
 
@@ -130,8 +130,8 @@ def resolve_folder(path: str, *, files: Sequence[str] = HUB_FILES) -> Path:
 
 
 def read_hf_config(path: str, *, files: Sequence[str] = HUB_FILES, task: Task = "causal_lm") -> PretrainedConfig:
-    """Read the transformers configuration of a model folder or hub id; of a multimodal model only that of the text
-    part. ModelError if there is none, or transformers has no model of this type for `task`.
+    """Read the transformers configuration of a model folder or hub id, and of a multimodal model only the text part's.
+    ModelError if there is none, or transformers has no model of this type for `task`.
 
     `quantization_config` is removed, because weights are dequantised when they are read. ModelError if their format is
     not supported.
@@ -195,7 +195,6 @@ def _check_task(config: PretrainedConfig, task: Task, label: str) -> None:
 
 
 def _check_names(config: PretrainedConfig, label: str) -> None:
-    """ModelError for an activation function or rotary scaling that transformers does not have."""
     rope: Any = getattr(config, "rope_parameters", None) or {}
     parts = [part for part in (rope, *rope.values()) if isinstance(part, dict)]
     kinds = ("default", *ROPE_INIT_FUNCTIONS)
@@ -240,7 +239,6 @@ def check_logits(config: PretrainedConfig, label: str) -> None:
 
 
 def _check_balance_loss(config: PretrainedConfig, task: Task, label: str) -> None:
-    """ModelError if transformers' load-balancing loss is turned on in config.json, because it is not supported."""
     weight = next((getattr(config, key) for key in _BALANCE_WEIGHTS if hasattr(config, key)), 1.0)
     has_loss = hasattr(sys.modules[model_class(config, task).__module__], "load_balancing_loss_func")
     if getattr(config, "output_router_logits", False) and weight and has_loss:
@@ -351,8 +349,8 @@ def _set_dtypes(model: PreTrainedModel, dtype: torch.dtype, device: str) -> None
     """Cast parameters to `dtype`, because transformers 5.24 constructs some in fp32
     (deepseek_v3/modeling_deepseek_v3.py:126). Tensors that a family keeps in fp32 become fp32 buffers.
 
-    Untrained parameters (transformers 5.23, ernie4_5_moe/modeling_ernie4_5_moe.py:281) become buffers too: DeepSpeed
-    0.19.8 casts all parameters, but not buffers that the model lists (runtime/keep_in_fp32.py).
+    Untrained parameters (transformers 5.23, ernie4_5_moe/modeling_ernie4_5_moe.py:281) become buffers too, because
+    DeepSpeed 0.19.8 casts all parameters, but not buffers that the model lists (runtime/keep_in_fp32.py).
     """
     for parameter in model.parameters():
         if parameter.is_floating_point():

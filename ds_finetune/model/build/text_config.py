@@ -1,4 +1,4 @@
-"""Configuration of the text part of a composite model, which combines text with images or sound, and its refusals."""
+"""Configuration of the text part of a composite model, which combines text with images or sound."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -65,7 +65,7 @@ def check_text_part(config: PretrainedConfig, tree: Mapping[str, Any], task: str
 
 
 def text_module(folder: Path) -> str:
-    """Name of the text decoder in transformers' class of a composite model. Alone, this decoder is called `model`."""
+    """Name of the text decoder in transformers' class of a composite model."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     with torch.device("meta"):
         model = AutoModelForMultimodalLM.from_config(config, trust_remote_code=False)

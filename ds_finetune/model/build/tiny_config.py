@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 VOCABULARY = 256
 """Number of tokens of a tiny model's vocabulary."""
 WINDOW = 8
-"""Size of a tiny model's attention window in tokens, and of its chunks of attention or recurrence."""
+"""Size in tokens of a tiny model's attention window, and of its chunks of attention or recurrence."""
 
 _MAIN_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "attention_heads")
 _DEPTH = re.compile(
@@ -41,20 +41,20 @@ _GROUPS = ("n_group", "num_expert_group")
 _EXPERTS = re.compile(r"^(moe_)?(n|num)_(local_|routed_)?experts$|^zero_expert_num$")
 _LAYER_NUMBERS = re.compile(r"(_idxs|_ids|_indices|only_layers|moe_layers)$")
 _SPECIAL_TOKENS = 40
-"""Number of ids at the end of a tiny model's vocabulary that stand for special tokens."""
+"""Number of ids for special tokens, at the end of a tiny model's vocabulary."""
 _MULTIPLE = 8
 _HEAD_WIDTH = 32
 
 Kind = frozenset[tuple[str, str, str]]
-"""What distinguishes a kind of layer from others: name, class and settings of each of its modules."""
+"""Names, classes and settings of a layer's modules. Layers of one kind have equal ones."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """Size of a tiny model: the number of layers and roughly of attention heads.
+    """Size of a tiny model: the number of layers and roughly that of attention heads.
 
-    Attention windows of `row_tokens` or more tokens are kept, because no row of the run exceeds them. Shorter windows
-    shrink, so that rows of the test exceed them too.
+    Attention windows of `row_tokens` or more tokens stay, because no row of the run exceeds them. Shorter windows
+    shrink, so that the test's rows exceed them too.
     """
 
     heads: int
@@ -70,7 +70,7 @@ def tiny_config(config: PretrainedConfig, size: Size) -> PretrainedConfig:
 
 
 def layers_of_each_kind(lm: nn.Module) -> int:
-    """How many of the first layers of the model's longest stack include every kind of layer in it."""
+    """Number of the first layers of the model's longest stack that include every kind of layer in it."""
     kinds = [_kind(layer) for layer in max(_stacks(lm), key=len, default=[])]
     return max((kinds.index(kind) for kind in kinds), default=-1) + 1
 
@@ -93,21 +93,20 @@ def _stacks(lm: nn.Module) -> list[nn.ModuleList]:
 
 
 def _kind(layer: nn.Module) -> Kind:
-    """The kind of a layer. Numbers in module names, such as those of experts, do not matter."""
     return frozenset(
         (re.sub(r"\d+", "N", name), type(module).__name__, _settings(module)) for name, module in layer.named_modules()
     )
 
 
 def _settings(module: nn.Module) -> str:
-    """Settings of a module that are not sizes: flags, texts, and names of attributes that are None."""
+    """Settings of a module that make a kind of layer: flags, texts, and names of attributes that are None."""
     attributes = {name: value for name, value in vars(module).items() if not name.startswith("_")}
     switches = sorted((name, value) for name, value in attributes.items() if isinstance(value, bool | str))
     return repr((switches, sorted(name for name, value in attributes.items() if value is None)))
 
 
 def _shrink(config: PretrainedConfig, size: Size, outer: Fraction | None) -> None:
-    """Shrink `config` and configurations inside it, in place. `outer` is the ratio for the one around it."""
+    """Shrink `config` and the configurations inside it, in place. `outer` is the enclosing configuration's ratio."""
     depth, ratio = getattr(config, "num_hidden_layers", None), _ratio(config, size.heads, outer)
     values = vars(config)
     for name, value in list(values.items()):
@@ -130,7 +129,7 @@ def _small_value(name: str, value: Any, ratio: Fraction, size: Size, *, is_by_la
 
 
 def _ratio(config: PretrainedConfig, heads: int, outer: Fraction | None) -> Fraction:
-    """Ratio by which widths and numbers of heads shrink, such that heads keep their width."""
+    """Ratio by which widths and numbers of heads shrink, so that heads keep their width."""
     for name in _MAIN_HEADS:
         count = getattr(config, name, None)
         if isinstance(count, int) and count > 0:
@@ -173,7 +172,7 @@ _RULES: Sequence[tuple[re.Pattern[str], Callable[[int, Fraction], int]]] = (
     (re.compile(r"(^|_)(lora_rank|lowrank)$"), _at_most(32)),
     (re.compile(r"^index_n_heads$"), _at_most(16)),
     (re.compile(r"^index_(block_size|topk_blocks)$"), _at_most(4)),
-    # Unpadded sizes shrink to a lower limit than padded sizes, so that the two still differ.
+    # Unpadded vocabularies shrink more than padded ones, so that their sizes still differ.
     (re.compile(r"^unpadded_vocab_size$"), _at_most(VOCABULARY - 16)),
     (re.compile(r"(^|_)(vocab_size|vocab_size_per_layer_input|vocab_size_base|group_vocab)$"), _at_most(VOCABULARY)),
     (_WINDOWS, _at_most(WINDOW)),
@@ -184,7 +183,7 @@ _RULES: Sequence[tuple[re.Pattern[str], Callable[[int, Fraction], int]]] = (
 
 
 def _keep_experts_few(config: PretrainedConfig) -> None:
-    """Reduce the number of experts as far as the router still has a choice and groups of experts stay equal."""
+    """Reduce the number of experts, so that the router still has a choice and groups of experts stay equal."""
     values = vars(config)
     groups = max([1, *(values.get(name) or 1 for name in _GROUPS)])
     chosen = [values[name] for name in _TOP_K if isinstance(values.get(name), int)]

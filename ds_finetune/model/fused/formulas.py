@@ -15,7 +15,6 @@ class Rotation(NamedTuple):
     in_pairs: bool
     """Whether adjacent columns are rotated, instead of column i with column i + width / 2."""
     is_back: bool = False
-    """Whether columns are rotated in the opposite direction."""
 
 
 def norm(rows: torch.Tensor, weight: torch.Tensor, eps: float, rounds_last: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -83,9 +83,9 @@ def _rotations(module: nn.Module, kind: Any, kernels: Kernels) -> dict[str, Any]
 
 
 def _expand_kv(module: Any, latent: torch.Tensor, rotary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ANN401
-    """Replacement of transformers' method that expands latents to keys and values. The original writes keys into an
-    empty tensor, whose gradient autograd copies twice. Inputs are [rows, 1, tokens, width], keys and values [rows,
-    heads, tokens, width].
+    """Replaces transformers' method that expands latents to keys and values, which writes keys into an empty tensor, so
+    that autograd copies their gradient twice. Inputs are [rows, 1, tokens, width], keys and values [rows, heads,
+    tokens, width].
     """
     widths = [module.qk_nope_head_dim, module.v_head_dim]
     plain, value = module.kv_b_proj(latent[:, 0]).unflatten(-1, (-1, sum(widths))).transpose(1, 2).split(widths, -1)
@@ -100,13 +100,13 @@ def _real(angles: torch.Tensor) -> torch.Tensor:
 def _rotate_last(
     kernels: Kernels, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, is_back: bool = False
 ) -> torch.Tensor:
-    """Rotate the last columns of `x` [rows, tokens, heads, width] in pairs, replacing transformers' fp32 rotation. The
-    result has rotated pairs half the width apart, until it is rotated back.
+    """Rotate the last columns of `x` [rows, tokens, heads, width] in pairs, instead of transformers' fp32 rotation.
+    Rotated pairs are half the width apart in the result, until they are rotated back.
     """
     rotation = Rotation(2 * cos.shape[-1], in_pairs=True, is_back=is_back)
     plain, last = x.split([x.shape[-1] - rotation.width, rotation.width], -1)
     last = last.transpose(1, 2)
-    # The kernels rotate two tensors (queries and keys), so a part of this tensor is passed as the second one.
+    # The kernels rotate queries and keys together. A slice of the same tensor takes the place of the keys here.
     rotated, _ = rotate(kernels, rotation, last, last[:, :1].detach(), cos.float(), sin.float())
     return torch.cat([plain, rotated.transpose(1, 2)], -1)
 
@@ -114,11 +114,11 @@ def _rotate_last(
 def _rotate(
     kernels: Kernels, kind: str, query: torch.Tensor, key: torch.Tensor, *angles: torch.Tensor, **_: int
 ) -> Any:  # noqa: ANN401
-    """Rotate queries and keys, replacing transformers' function for the rotation `kind`. `angles` are cosines and
+    """Rotate queries and keys, instead of transformers' function for the rotation `kind`. `angles` are cosines and
     sines, or one tensor with both.
 
-    transformers leaves rotated pairs in adjacent columns. Here they move half the width apart, in queries and keys
-    alike, so that products of queries and keys do not change.
+    transformers leaves rotated pairs in adjacent columns. Here they move half the width apart in queries and keys
+    alike, which does not change query-key products.
     """
     cos, sin = angles if len(angles) > 1 else angles[0]
     if kind == "wide halves":

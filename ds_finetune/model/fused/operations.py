@@ -1,5 +1,5 @@
 """Autograd functions of fused RMSNorm, rotary embedding and SwiGLU. For backward a norm saves its input and one number
-per row, a rotary embedding cosines and sines, and SwiGLU gate and up. Backward recomputes the rest.
+per row, a rotary embedding cosines and sines, and SwiGLU gate and up projections. Backward recomputes the rest.
 """
 
 import inspect
@@ -17,7 +17,7 @@ from ds_finetune.model.fused import formulas
 from ds_finetune.model.fused.formulas import Rotation
 
 _MOST_KERNELS = 64
-"""Maximum number of variants that torch.compile may build of one kernel."""
+"""Maximum number of variants of one kernel that torch.compile may build."""
 
 
 Kernels = ModuleType | SimpleNamespace
@@ -32,11 +32,11 @@ def kernels_of(name: str) -> Kernels:
         return import_module("ds_finetune.foreign.liger_operations")
     assert name == "compile", name
     # Shapes are dynamic, because the numbers of packed rows and of experts' tokens change. Sizes 0 and 1 and strided
-    # rows still get a kernel each. With more kernels than the limit torch would raise an error.
+    # rows still get a kernel each, and beyond the limit on kernels torch would raise an error.
     options: dict[str, Any] = {"fullgraph": True, "dynamic": True}
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
-        # The limit on the number of kernels is an argument, because from torch 2.12 on torch._dynamo's setting holds
-        # for one thread only, and backward runs in other threads.
+        # From torch 2.12 on, torch._dynamo's setting of this limit holds for one thread only, and backward runs in
+        # other threads. So it is an argument.
         options["recompile_limit"] = _MOST_KERNELS
     else:
         torch._dynamo.config.recompile_limit = max(_MOST_KERNELS, torch._dynamo.config.recompile_limit)
@@ -49,15 +49,13 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor without autograd metadata, because torch.compile would build separate kernels for tensors with and
-    without gradients, and for each kind of view.
+    """A tensor without autograd metadata. torch.compile would build separate kernels for tensors with and without
+    gradients, and for each kind of view.
     """
     return tensor.data
 
 
 class _Norm(torch.autograd.Function):
-    """RMSNorm of the last dimension of hidden states [..., width], as a fused kernel with gradients."""
-
     @staticmethod
     def forward(ctx: Any, kernels: Kernels, *inputs: Any) -> torch.Tensor:  # noqa: ANN401
         hidden, weight, eps, ctx.rounds_last = inputs
@@ -76,7 +74,7 @@ class _Norm(torch.autograd.Function):
 
 
 class _Rotate(torch.autograd.Function):
-    """Rotary embedding of queries and keys [rows, heads, tokens, columns], as a fused kernel with gradients."""
+    """Rotary embedding of queries and keys [rows, heads, tokens, columns]."""
 
     @staticmethod
     def forward(ctx: Any, kernels: Kernels, rotation: Rotation, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:  # noqa: ANN401
@@ -93,8 +91,8 @@ class _Rotate(torch.autograd.Function):
 
 
 class _Gate(torch.autograd.Function):
-    """SwiGLU as a fused kernel: silu(gate) * up, from two tensors or one with both. Kernels may overwrite the saved
-    inputs with gradients, so a second backward of the same forward raises an error.
+    """SwiGLU, silu(gate) * up, from two tensors or one with both. Kernels may overwrite the saved inputs with
+    gradients, so a second backward of the same forward raises an error.
     """
 
     @staticmethod

@@ -19,12 +19,12 @@ from ds_finetune.model.parallel.tensor import TensorParallelGroup
 from ds_finetune.objectives.labels import IGNORE_INDEX
 
 _LIGER_BLOCK = 32768
-"""Most columns in a block of Liger's kernel (liger-kernel 0.8.5, ops/fused_linear_cross_entropy.py:26)."""
+"""Maximum number of columns in a block of Liger's kernel (liger-kernel 0.8.5, ops/fused_linear_cross_entropy.py:26)."""
 
 
 Kernel = Callable[[HeadInputs, NeededGradients], LossSumsAndGradients]
-"""Function that computes the cross entropy of a head, summed over tokens, and its gradients. Its sums for metrics are
-the loss in nats and the number of correctly predicted tokens, fp64 [2].
+"""Function that computes the cross entropy of a head, summed over tokens, and its gradients. The sums for metrics, fp64
+[2], are the loss in nats and the number of correctly predicted tokens.
 """
 
 
@@ -44,8 +44,8 @@ def chunked_cross_entropy(
     loss_sum = torch.zeros((), dtype=torch.float32, device=hidden.device)
     num_correct = torch.zeros((), dtype=torch.int64, device=hidden.device)
     gradients = HeadGradients.zeros(inputs, needed)
-    # All chunks use one buffer for logits: fresh memory pages cost a third of the matrix product on a CPU (torch 2.13,
-    # [1024, 102400] fp32).
+    # Chunks share a buffer for logits, because on a CPU fresh memory pages cost a third of the matrix product (torch
+    # 2.13, [1024, 102400] fp32).
     buffer = hidden.new_empty(min(chunk, len(hidden)), weight.shape[0])
     blocks, logp = ChunkBlocks(buffer, bias, tp_group), loss_sum.new_empty(len(buffer))
     for start in range(0, len(hidden), chunk):
@@ -74,9 +74,8 @@ def liger_cross_entropy(
     """Sum of the cross entropy by Liger's kernel (liger-kernel 0.8.5, ops/cross_entropy.py), which computes softmax,
     loss and gradient in one pass and overwrites the logits.
 
-    The rest is as in `chunked_cross_entropy`. Liger's own wrapper of the kernel is not used: it reads the number of
-    supervised tokens, which synchronises host and GPU, and its chunks of some hundred tokens cost a pass over
-    `d_weight` each.
+    Liger's own wrapper of the kernel is not used. It reads the number of supervised tokens, which synchronises host and
+    GPU, and uses chunks of some hundred tokens, each of which costs a pass over `d_weight`.
     """
     hidden, weight, bias, targets, cap = inputs
     assert cap is None, "Triton's interpreter cannot run the kernel's soft cap, so no test covers it"
@@ -102,7 +101,7 @@ def liger_cross_entropy(
 def _run_liger_kernel(
     logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor, predicted: torch.Tensor, *, has_gradients: bool
 ) -> None:
-    """Run Liger's kernel on `logits` [tokens, vocabulary]: it writes each row's loss and most likely id and, with
+    """Run Liger's kernel on `logits` [tokens, vocabulary]. It writes each row's loss and most likely id and, with
     `has_gradients`, overwrites the logits by their gradient.
 
     Arguments are as in liger-kernel 0.8.5, ops/fused_linear_cross_entropy.py:240-272. The loss is a sum, which needs no
@@ -141,6 +140,6 @@ def _run_liger_kernel(
         HAS_SOFTCAPPING=False,
         HAS_GRADIENTS=has_gradients,
         BLOCK_SIZE=min(_LIGER_BLOCK, triton.next_power_of_2(columns)),
-        # AMD GPUs have 64 threads per warp and 1,024 per block. Liger makes the same distinction.
+        # AMD GPUs run 64 threads per warp and at most 1,024 per block. Liger makes the same distinction.
         num_warps=32 if torch.version.hip is None else 16,
     )

@@ -1,5 +1,5 @@
-"""Auxiliary losses, which are trained besides the objective's loss. Each of their terms is a mean over units, such as
-tokens or documents, of the global batch.
+"""Auxiliary losses, which are added to the objective's loss. Each of their terms is a mean over units, such as tokens
+or documents, of the global batch.
 """
 
 from abc import ABC, abstractmethod
@@ -20,18 +20,18 @@ class ExtraLoss(ABC):
     name: str
     terms: tuple[Term, ...]
     sum_names: tuple[str, ...]
-    """Names of the sums that a forward returns for the loss's `metrics`, different from those of other losses."""
+    """Names of the sums for metrics that a forward of the auxiliary loss returns. No other loss uses these names."""
     trains_embedding: bool = False
-    """Whether the loss trains the input embedding, of which the last pipeline stage then has a copy."""
+    """Whether the auxiliary loss trains the input embedding. The last pipeline stage then has a copy of it."""
 
     @abstractmethod
     def metrics(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
-        """Compute the loss's metrics from its `sums`, and from the number of units (tokens, documents, ...) in a global
-        batch or evaluation. Without units all metrics are 0.
+        """Compute the auxiliary loss's metrics from its `sums`, and from the number of units (tokens, documents, ...)
+        in a global batch or evaluation. Without units all metrics are 0.
         """
 
     def listen(self, rows: ForwardRows, *, is_counting: bool, is_first: bool) -> AbstractContextManager[None]:
-        """Context of a forward of the layers, in which the loss records what it needs from them.
+        """Context of a forward of the layers, in which the auxiliary loss records what it needs from them.
 
         `is_counting` is true in training steps. `is_first` is false if an earlier chunk of an interleaved pipeline on
         this rank has already run the same rows.
@@ -40,16 +40,16 @@ class ExtraLoss(ABC):
 
     @abstractmethod
     def loss(self, rows: ForwardRows, hidden: torch.Tensor, weights: torch.Tensor) -> LossAndSums | None:
-        """Loss of a forward times its weight, computed after the layers ran; None if this pipeline stage has no part in
-        the loss.
+        """The auxiliary loss of a forward times its weight, computed after the layers ran. None if this pipeline stage
+        computes no part of the loss.
 
-        `hidden` [rows, tokens, width] are the states after the final norm, or those that a stage sends on. `weights`
+        `hidden` [rows, tokens, width] are the states after the final norm, or those sent to the next stage. `weights`
         fp64 [terms] multiply the sums of the terms over units.
         """
 
     def counted(self, mesh: Mesh) -> torch.Tensor | None:
-        """What this rank has counted since the last call, fp64 on its device. The engine sums it over all ranks. None
-        if the loss counts nothing.
+        """Counts of this rank since the last call, fp64 on its device, which the engine sums over all ranks. None if
+        the loss counts nothing.
         """
         return None
 
@@ -57,7 +57,7 @@ class ExtraLoss(ABC):
         self, on_device: torch.Tensor, on_host: torch.Tensor, *, num_tokens: int, is_skipped: bool
     ) -> object:
         """Called at the end of a step of `num_tokens` tokens with the counts of all ranks, `on_device` and as a copy
-        `on_host`. The engine passes the result to observers as `StepRecord.counted[name]`.
+        `on_host`. Observers get the result as `StepRecord.counted[name]`.
         """
         return None
 
@@ -79,7 +79,7 @@ def add_extra_losses(
 
 @dataclass(frozen=True)
 class TotalLoss:
-    """The objective's loss and all auxiliary losses. The objective's terms and sums come first."""
+    """The objective's loss together with all auxiliary losses. The objective's terms and sums come first."""
 
     objective: Objective
     extras: tuple[ExtraLoss, ...] = ()
@@ -95,7 +95,7 @@ class TotalLoss:
         return tuple(name for part in self._parts for name in part.sum_names)
 
     def metrics(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
-        """Metrics of the objective (its `loss` excludes auxiliary losses) and of the auxiliary losses, by name."""
+        """Metrics of the objective and the auxiliary losses, by name. The objective's `loss` excludes these."""
         metrics = self.objective.metrics(sums, counts)
         for extra in self.extras:
             metrics |= extra.metrics(sums, counts)

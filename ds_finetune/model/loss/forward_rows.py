@@ -1,4 +1,4 @@
-"""Data that enters and leaves a forward of the model."""
+"""Inputs and outputs of a forward of the model."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -48,7 +48,7 @@ def find_real_tokens(
 
 @dataclass(frozen=True)
 class ForwardRows:
-    """Rows of tokens of one forward; under sequence parallelism this rank's tokens of the rows.
+    """Rows of tokens of one forward. With sequence parallelism these are this rank's tokens of the rows.
 
     `input_ids`, `position_ids` and shifted `labels` are int64 [rows, tokens].
     """
@@ -59,21 +59,21 @@ class ForwardRows:
     documents: tuple[Documents, ...] | None = None
     """Lengths of the documents of each full row; None means one document per row."""
     shared: tuple[Documents, ...] | None = None
-    """For each document, number of tokens of an earlier document that it continues; None if none continues another."""
+    """For each document, how many tokens of an earlier document it continues; None if none continues another."""
     examples: Examples | None = None
-    """Examples in the rows, for objectives that score documents. Their `index` covers this rank's tokens only."""
+    """Documents in the rows, for objectives that score documents. Their `index` covers this rank's tokens only."""
     token_types: torch.Tensor | None = None
-    """Token types for encoders, int64 [rows, tokens]: 1 in the second text of a pair, else 0."""
+    """Token types of an encoder's tokens, int64 [rows, tokens]: 1 in the second text of a pair, else 0."""
     next_ids: torch.Tensor | None = None
-    """For multi-token prediction: the token after each of `input_ids` in its document; arbitrary at its end."""
+    """For multi-token prediction: the token after each of `input_ids` in its document; arbitrary for the last one."""
     next_labels: torch.Tensor | None = None
-    """For multi-token prediction: the label after each of `labels` in its document; IGNORE_INDEX at its end."""
+    """For multi-token prediction: the label after each of `labels` in its document; IGNORE_INDEX for the last one."""
     real: RealTokens | None = None
-    """Which tokens are not padding, and their documents; None if no auxiliary loss needs it."""
+    """The tokens that are not padding, with their documents; None if no auxiliary loss needs them."""
     supervised: torch.Tensor | None = None
-    """Indices of supervised labels in the flattened rows, int64. If None, they are found in `labels`."""
+    """Indices of supervised labels in the flattened rows, int64. If None, the forward searches `labels` for them."""
     next_supervised: torch.Tensor | None = None
-    """Indices of supervised labels in the flattened `next_labels`, int64. If None, they are found there."""
+    """Indices of supervised labels in the flattened `next_labels`, int64. If None, the forward searches for them."""
 
 
 def with_tensors(rows: ForwardRows, change: Callable[[torch.Tensor], torch.Tensor]) -> ForwardRows:
@@ -102,7 +102,7 @@ class StageOutput(NamedTuple):
     """Output of a forward on a pipeline stage that is not the last."""
 
     hidden: torch.Tensor
-    """Hidden states that the next stage gets, [rows, tokens, width]."""
+    """Hidden states for the next pipeline stage, [rows, tokens, width]."""
     loss: torch.Tensor | None
     """Auxiliary losses of this stage's layers, scalar; None if there are none."""
     sums: torch.Tensor

@@ -1,4 +1,4 @@
-"""A language model head on chunks of tokens: logits, softmax and gradients, for losses that never hold the logits of
+"""A language model head on chunks of tokens: logits, softmax and gradients. Losses that use it never hold the logits of
 all tokens. The vocabulary may be sharded over tensor parallel ranks.
 """
 
@@ -25,7 +25,7 @@ class NeededGradients(NamedTuple):
 
 
 class HeadInputs(NamedTuple):
-    """What a head reads to predict `targets` int64 [tokens]: `hidden` [tokens, width], `weight` [vocabulary, width],
+    """Inputs of a head that predicts `targets` int64 [tokens]: `hidden` [tokens, width], `weight` [vocabulary, width],
     and `bias` [vocabulary] or None.
 
     With tensor parallelism, `weight` and `bias` are this rank's shard of the vocabulary. `cap` is the logits' soft cap,
@@ -60,7 +60,7 @@ class HeadGradients(NamedTuple):
         )
 
     def add_chunk(self, d_logits: torch.Tensor, part: torch.Tensor, weight: torch.Tensor, start: int) -> None:
-        """Add the gradients of a chunk from its `d_logits` (fp32). `part` has its hidden states, from token `start`."""
+        """Add a chunk's gradients from its `d_logits` (fp32) and hidden states `part`, which begin at token `start`."""
         self.add_bias(d_logits)
         self.add_products(d_logits.to(part.dtype), part, weight, start)
 
@@ -78,11 +78,10 @@ class HeadGradients(NamedTuple):
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Add `left` [rows, inner] @ `right` [inner, columns] to the fp32 `total` [rows, columns]."""
     if left.dtype == total.dtype:
         torch.addmm(total, left, right, out=total)
     elif total.device.type == "cuda":
-        # A product of 16-bit matrices is summed in fp32 and stays fp32, without rounding to 16 bits in between.
+        # torch sums a product of 16-bit matrices in fp32. `out_dtype` keeps the sum in fp32.
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         # torch 2.13 can return fp32 products of 16-bit matrices on GPUs only.
@@ -92,7 +91,7 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
 class LossSumsAndGradients(NamedTuple):
     """Loss of a head (fp32 scalar), sums for metrics (fp64), and gradients of the loss, computed in the forward.
 
-    If not None, `factors`, fp64, still multiply the gradients: [1] all of them, [tokens] those of hidden states.
+    `factors`, fp64 or None, must still multiply the gradients: [1] all of them, [tokens] those of hidden states.
     """
 
     loss: torch.Tensor
@@ -106,10 +105,9 @@ def loss_with_gradients(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Make the loss of `compute` differentiable, with the gradients that `compute` returns. Returns loss and sums.
 
-    Gradients of each chunk are computed in the forward, while its logits exist; backward only scales them. That takes
-    three matrix products instead of four with logits recomputed in backward. It needs memory for the head's gradient in
-    the forward, which backward needs soon after anyway. Backward reads no weight of the head, because ZeRO-3 may have
-    partitioned it again by then.
+    Gradients of each chunk are computed in the forward, while its logits exist, and backward only scales them. This
+    takes three matrix products; recomputing logits in backward would take four. The head's gradient needs memory
+    already in the forward. Backward reads no weight of the head, because ZeRO-3 may have partitioned it again by then.
     """
     hidden, weight, bias, *_ = inputs
     is_on = torch.is_grad_enabled()
@@ -153,7 +151,7 @@ class ChunkSoftmax(NamedTuple):
     """
 
     exps: torch.Tensor
-    """exp(logit - largest logit), [tokens, vocabulary]; overwrites the logits."""
+    """exp(logit - largest logit), [tokens, vocabulary]. It overwrites the logits."""
     norm: torch.Tensor
     """Sum of `exps` over the vocabulary, [tokens]."""
     log_sum: torch.Tensor
@@ -186,8 +184,8 @@ def cap_logits(logits: torch.Tensor, cap: float | None, *, needs_slope: bool) ->
 
 
 class ChunkBlocks:
-    """Converts the products of hidden states and weight of a chunk to fp32 logits, on CPUs in blocks of rows that fit
-    into caches. On other devices the chunk is one block.
+    """Converts the products of hidden states and weight of a chunk to fp32 logits. On CPUs it works in blocks of rows
+    that fit into caches; on other devices the chunk is one block.
 
     Rows are independent, so blocks do not change results. fp32 products need no conversion. With tensor parallelism the
     chunk is one block, because each block would cost all-reduces.
@@ -203,7 +201,7 @@ class ChunkBlocks:
 
     def split(self, products: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield each block's rows with their fp32 logits [rows, vocabulary], from `products` = `hidden @ weight.T`
-        [tokens, vocabulary]. They overwrite fp32 products; else they are in a buffer that the next block overwrites.
+        [tokens, vocabulary]. Logits overwrite fp32 products; else they are in a buffer that the next block overwrites.
         """
         for start in range(0, len(products), self._rows):
             rows = slice(start, min(start + self._rows, len(products)))
@@ -244,7 +242,7 @@ def softmax_of_chunk(
 def subtract_one_hot(
     probabilities: torch.Tensor, labels: torch.Tensor, tp_group: TensorParallelGroup | None = None
 ) -> torch.Tensor:
-    """Subtract 1 at each label from `probabilities` [tokens, vocabulary] (sharded by `tp_group`), in place."""
+    """Subtract 1 from `probabilities` [tokens, vocabulary], which `tp_group` may shard, at each label, in place."""
     columns, is_here = columns_in_shard(labels[:, None], probabilities.shape[1], tp_group)
     return probabilities.scatter_(1, columns, probabilities.gather(1, columns) - is_here.to(probabilities.dtype))
 
@@ -253,7 +251,7 @@ def columns_in_shard(
     ids: torch.Tensor, size: int, tp_group: TensorParallelGroup | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Columns of `ids` in this rank's vocabulary shard of `size` columns, int64 (0 for ids of other shards), and a mask
-    of the ids in the shard. Selecting these ids instead would synchronise host and GPU.
+    of the ids in the shard. Selecting the ids in the shard would synchronise host and GPU.
     """
     if tp_group is None:
         return ids.long(), torch.ones_like(ids, dtype=torch.bool)

@@ -52,7 +52,7 @@ class TwoPassHead:
         forbidden: torch.Tensor | None = None,
         with_entropy: bool = False,
     ) -> None:
-        """`forbidden`, bool [vocabulary] or this rank's shard, marks ids that get probability 0. `with_entropy` makes
+        """`forbidden`, bool [vocabulary] or this rank's shard, marks token ids with probability 0. `with_entropy` makes
         the first pass compute entropies too.
         """
         hidden, weight, bias, *_ = inputs
@@ -85,8 +85,8 @@ class TwoPassHead:
         return gradients
 
     def log_probs(self, directions: torch.Tensor | None = None) -> torch.Tensor:
-        """First pass: the log-probability of each target in nats, fp32 [tokens]. If `directions` is given, their
-        gradients with respect to `hidden` are written into it, [tokens, width]; a frozen head needs no others.
+        """First pass: the log-probability of each target in nats, fp32 [tokens]. If `directions` [tokens, width] is
+        given, it is overwritten by the gradients of the log-probabilities for `hidden`.
         """
         hidden, weight, _, targets, _ = self._inputs
         logp = torch.zeros_like(self._log_sum)
@@ -131,17 +131,17 @@ class _CappedChunk(NamedTuple):
 class DocumentTokens:
     """The supervised tokens of a forward, with the documents to which they belong.
 
-    With `sp_group` these are this rank's tokens, while documents extend over all ranks of the group.
+    With `sp_group` these are this rank's tokens of documents that extend over all ranks of the group.
     """
 
     index: torch.Tensor
-    """Index of each token's document among those of the forward, int64 [tokens]."""
+    """Index in the forward of each token's document, int64 [tokens]."""
     examples: Examples
     sp_group: SequenceParallelGroup | None = None
 
     def sums(self, logp: torch.Tensor) -> DocumentLogProbs:
-        """Log-probabilities of documents, from those of this rank's tokens, `logp` fp32 [tokens]. The result is the
-        same on all sequence parallel ranks, all of which must call this.
+        """Log-probabilities of documents, from those of this rank's tokens, `logp` fp32 [tokens]. All sequence parallel
+        ranks must call this, and get the same result.
         """
         sums = torch.zeros(2, len(self.examples.numbers), dtype=torch.float64, device=logp.device)
         sums.index_add_(1, self.index, torch.stack([logp.double(), torch.ones_like(logp, dtype=torch.float64)]))
@@ -160,9 +160,9 @@ class LossOfDocuments:
 
     def of_tokens(self, logp: torch.Tensor, *, has_gradient: bool) -> tuple[LossAndSums, torch.Tensor | None]:
         """Compute loss and sums from the log-probabilities of this rank's tokens, fp32 [tokens]. With `has_gradient`
-        the third result is the loss's gradient with respect to them, fp64 [tokens], else None.
+        the third result is the loss's gradient for the log-probabilities, fp64 [tokens], else None.
 
-        Sums are zero on all sequence parallel ranks but the first, so that each document counts once.
+        Only the first sequence parallel rank returns sums other than zero, so that each document counts once.
         """
         documents = self.tokens.sums(logp)
         one = torch.ones(len(self.objective.terms), dtype=torch.float64, device=logp.device)
@@ -187,7 +187,7 @@ class LossOfAnswers:
     tokens: DocumentTokens
     numbers: StepNumbers | None
     head: TwoPassHead
-    """Head that has computed the entropies of the tokens' distributions."""
+    """Head whose first pass has computed the entropies of the tokens' distributions."""
 
     def of_tokens(self, logp: torch.Tensor, *, has_gradient: bool) -> tuple[LossAndSums, torch.Tensor | None]:
         """Compute loss, sums and gradient from the log-probabilities of this rank's answer tokens, fp32 [tokens]. All
@@ -221,9 +221,9 @@ class LossOfAnswers:
 
 
 def loss_of_log_probs(inputs: HeadInputs, loss: LossOfDocuments | LossOfAnswers, head: TwoPassHead) -> LossAndSums:
-    """Loss of a forward's documents or sampled answers, differentiable with respect to `hidden`, `weight` and `bias`,
-    where these require a gradient. `head` has the same `inputs`. With tensor parallelism the gradient of `hidden` is
-    this rank's part of a sum.
+    """Loss of a forward's documents or sampled answers, with gradients for `hidden`, `weight` and `bias` where these
+    require one. `head` has the same `inputs`. With tensor parallelism the gradient of `hidden` is this rank's part of a
+    sum.
     """
     return LossAndSums(*loss_with_gradients(inputs, partial(_loss_and_gradients, inputs, loss, head)))
 
@@ -234,7 +234,7 @@ def _loss_and_gradients(
     if needed.weight or needed.bias:
         values, d_logp = loss.of_tokens(head.log_probs(), has_gradient=True)
         assert d_logp is not None
-        # Gradients of the loss are divided by the largest one. Otherwise small ones would underflow in 16 bits.
+        # Gradients of the loss are divided by the largest one, because small ones would underflow in 16 bits.
         largest = torch.cat([d_logp.abs(), d_logp.new_full((1,), torch.finfo(torch.float32).tiny)]).max()[None]
         gradients = head.gradients((d_logp / largest).float(), needed)
         return LossSumsAndGradients(values.loss, values.sums, gradients, largest)

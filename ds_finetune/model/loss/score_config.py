@@ -13,8 +13,8 @@ from ds_finetune.model.build.skeleton import Task
 from ds_finetune.objectives.objective import Objective
 
 SETTINGS = "ds_finetune"
-"""Key of config.json in which a run stores its `objective` and `pooled_token`: whether the hidden state of the `last`
-or `first` token is scored, or the `mean` over all tokens.
+"""Key of config.json under which a run stores its `objective` and `pooled_token`: `last` or `first` if the hidden state
+of that token is scored, `mean` if the mean over all tokens is.
 """
 REWARD = "reward"
 """Name of the objective that trains reward models, and of a reward model's only class."""
@@ -34,15 +34,15 @@ def is_classifier(config: PretrainedConfig | Mapping[str, Any]) -> bool:
 
 
 def fresh_parameters(base: PretrainedConfig, task: Task, head: Sequence[str] = ()) -> tuple[str, ...]:
-    """Names of parameters that the base model may lack: those of a new classification head, which are randomly
-    initialised. `head` has this rank's names of the head's parameters.
+    """Names of parameters that the base model may lack, because they belong to a new, randomly initialised
+    classification head. `head` has the head's parameters on this rank.
     """
     return (*_FRESH, *head) if task == "sequence_classification" and not is_classifier(base) else ()
 
 
 def with_base_classes(section: ObjectiveConfig, base: PretrainedConfig) -> ObjectiveConfig:
-    """Take the number and names of classes from the classifier `base` if `section` names none; other sections are
-    returned unchanged. ModelError if the numbers of classes differ, or their names are in another order.
+    """A copy of `section` with the number and names of classes of the classifier `base`, if `section` names none; other
+    sections are returned unchanged. ModelError if the numbers of classes differ, or their names are in another order.
     """
     if not isinstance(section, ClassificationObjective) or not is_classifier(base):
         return section
@@ -74,7 +74,7 @@ def set_classes(hf_config: PretrainedConfig, section: ObjectiveConfig, *, output
     hf_config.num_labels = outputs
     hf_config.id2label = dict(enumerate(names or (f"LABEL_{number}" for number in range(outputs))))
     hf_config.label2id = {name: number for number, name in hf_config.id2label.items()}
-    # With this `problem_type`, a pipeline of transformers returns a regression's output without a sigmoid.
+    # For a regression, transformers' pipeline would by default apply a sigmoid to a single output.
     hf_config.problem_type = "regression" if outputs == 1 else "single_label_classification"
 
 
@@ -92,9 +92,9 @@ def set_padding_token(hf_config: PretrainedConfig, tokenizer: PreTrainedTokenize
     """Choose a classifier's padding token and write it into `hf_config`. Returns a text for the log.
 
     transformers 5.23 scores the last token that is not padding (modeling_layers.py:186), so no document may end with
-    the padding token. Candidates in this order: the tokenizer's or model's padding token unless it ends sequences; an
-    added token that no text contains; a new token `NEW_PADDING` with the first id of the vocabulary that the tokenizer
-    does not use. ModelError if there is none.
+    the padding token. Candidates in this order are the tokenizer's or model's padding token unless it ends sequences,
+    an added token that no text contains, and a new token `NEW_PADDING` with the first id of the vocabulary that the
+    tokenizer does not use. ModelError if there is none.
     """
     eos_ids = hf_config.eos_token_id
     end_ids = {*(eos_ids if isinstance(eos_ids, list) else [eos_ids]), tokenizer.eos_token_id, tokenizer.bos_token_id}

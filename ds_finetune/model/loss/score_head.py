@@ -1,7 +1,7 @@
 """Head of a classifier or reward model, which scores the last token of each document.
 
 It finds the ends of documents by their lengths. transformers' own classes search the last token that is not
-`pad_token_id`: they would give one score for a packed row, and the wrong one for a document that ends in that token.
+`pad_token_id`: a packed row would get only one score, and a document that ends in this token a wrong one.
 """
 
 import math
@@ -25,15 +25,15 @@ SCORE_HEAD = "score"
 """Name of the head's attribute in transformers' sequence classification classes of causal models."""
 INITIAL_REWARD = 1e-4
 """Standard deviation of a new reward model's rewards, for hidden states with a mean square of 1. It is so small that
-the first loss is ln 2 to within 1e-3, but unlike with a head of zeros, hidden states get a gradient.
+the first loss is ln 2 to within 1e-3, but hidden states get a gradient, which a head of zeros would not give.
 """
 
 
 def loss_of_scores(
     objective: ScoreObjective, scores: torch.Tensor, examples: Examples, numbers: StepNumbers | None
 ) -> LossAndSums:
-    """Loss of a forward's documents from their scores, fp32 [documents, outputs]. `numbers` has the weights of its
-    terms in the step; without `numbers` all weights are 1.
+    """Loss of a forward's documents from their scores, fp32 [documents, outputs]. `numbers` has the weights of the
+    loss's terms in the step; without `numbers` all weights are 1.
     """
     device = scores.device
     weights = torch.ones(len(objective.terms), dtype=torch.float64) if numbers is None else numbers.weights
@@ -64,8 +64,8 @@ class ScoreHead(nn.Linear):
         loss with fp32 scores. `labels` and `supervised` are not used.
 
         Without documents the loss is 0 with zero gradients, so that every rank takes part in reductions. A sequence
-        parallel rank gets its own tokens of each row, and only the first rank returns sums, so that each document
-        counts once.
+        parallel rank gets its own tokens of each row. Only the first rank returns sums, so that each document counts
+        once.
         """
         if examples is None:
             logits = super().forward(hidden)
@@ -81,7 +81,7 @@ class ScoreHead(nn.Linear):
         ends, tokens = ends.to(hidden.device), hidden.shape[1]
         row, column = ends // (tokens * ranks), ends % (tokens * ranks) - tokens * rank
         is_own = (column >= 0) & (column < tokens)
-        # Scores are masked, because selecting the documents that end on this rank would synchronise host and GPU.
+        # Other ranks' scores are masked, because selecting this rank's documents would synchronise host and GPU.
         pooled = hidden.reshape(-1, hidden.shape[-1]).index_select(0, (row * tokens + column).where(is_own, 0))
         bias = None if self.bias is None else self.bias.float()
         scores = functional.linear(pooled.float(), self.weight.float(), bias)
@@ -89,9 +89,8 @@ class ScoreHead(nn.Linear):
 
 
 def logits_of_prompt(lm: PreTrainedModel, input_ids: torch.Tensor) -> torch.Tensor:
-    """Logits [tokens, vocabulary] of one prompt, int64 [1, tokens]; of a classifier its scores, [1, outputs].
-
-    A causal model scores the prompt's last token, even if that is the padding token.
+    """Logits [tokens, vocabulary] of one prompt, int64 [1, tokens]. A classifier returns its scores, [1, outputs],
+    instead; a causal one scores the prompt's last token, even if that is the padding token.
     """
     if not has_score_head(lm):
         return lm(input_ids=input_ids, use_cache=False).logits[0]  # type: ignore[no-any-return]
@@ -112,8 +111,8 @@ def head_parameters(lm: PreTrainedModel) -> list[str]:
 def initialise_score_head(
     lm: PreTrainedModel, objective: Objective, names: Sequence[str], *, seed: int, where: Where
 ) -> None:
-    """Randomly initialise the classification head's parameters `names`: by the model's own rule, or with small values
-    for a reward model.
+    """Randomly initialise the classification head's parameters `names`: with small values for a reward model, else by
+    the model's own rule.
 
     Values depend on the seed and the parameter's name, not on the layout.
     """
@@ -127,7 +126,7 @@ def initialise_score_head(
 
 
 class EncoderHead:
-    """Runs an encoder's classification modules through the interface of ScoreHead. It has no parameters of its own."""
+    """Runs an encoder's classification modules through the interface of ScoreHead. EncoderHead has no parameters."""
 
     def __init__(self, lm: PreTrainedModel, objective: ScoreObjective) -> None:
         self.lm = lm

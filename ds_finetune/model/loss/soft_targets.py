@@ -22,7 +22,7 @@ from ds_finetune.model.parallel.tensor import TensorParallelGroup
 from ds_finetune.plan.forward import DISTILLATION_TOKENS
 
 CHUNK_TOKENS = DISTILLATION_TOKENS
-"""Number of supervised tokens whose logits are in memory at a time."""
+"""Number of supervised tokens whose logits are in memory at a time in distillation."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Mix:
 
 
 class VocabularyShard(NamedTuple):
-    """This rank's shard of the vocabulary: the ids from `start` on, one for each column of its logits."""
+    """This rank's shard of the vocabulary: token ids from `start` on, one for each column of this rank's logits."""
 
     start: int
     tp_group: TensorParallelGroup | None
@@ -52,7 +52,7 @@ class VocabularyShard(NamedTuple):
         return torch.logsumexp(self.tp_group.all_gather_last_dim(local), dim=-1, keepdim=True)
 
     def add_up(self, partial: torch.Tensor) -> torch.Tensor:
-        """Sum of `partial` over tensor parallel ranks."""
+        """All-reduce the sum of `partial` over tensor parallel ranks; without tensor parallelism return `partial`."""
         return partial if self.tp_group is None else self.tp_group.all_reduce(partial)
 
     def most_likely(self, logits: torch.Tensor) -> torch.Tensor:
@@ -62,7 +62,7 @@ class VocabularyShard(NamedTuple):
 
 
 _NEVER = -1e30
-"""Logit of an id that the teacher lacks; finite, so that probability 0 times its logarithm is 0 and not NaN."""
+"""Logit of an id that the teacher lacks. It is finite, so that probability 0 times its logarithm is 0 and not NaN."""
 
 
 @dataclass(frozen=True)
@@ -73,19 +73,16 @@ class TeacherStates:
     """
 
     hidden: torch.Tensor
-    """The teacher's last hidden states, [supervised tokens, width of the teacher]."""
     weight: torch.Tensor
-    """Weight of the teacher's head, [vocabulary of the teacher, width of the teacher]."""
     bias: torch.Tensor | None
     temperature: float
     cap: float | None = None
-    """Soft cap of the teacher's logits; None without one."""
 
     def divergence(
         self, log_probs: torch.Tensor, tokens: slice, shard: VocabularyShard
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sum of KL(teacher || model) over the supervised tokens in the slice `tokens`, scalar, and its gradient with
-        respect to the model's logits. `log_probs` fp32 [tokens, columns of the shard] are the model's.
+        """Sum of KL(teacher || model) over the supervised tokens in the slice `tokens`, scalar, and its gradient for
+        the model's logits. `log_probs` fp32 [tokens, columns of the shard] are the model's.
         """
         columns = slice(shard.start, shard.start + log_probs.shape[1])
         logits = (self.hidden[tokens] @ self.weight[columns].T).float()
@@ -103,7 +100,7 @@ class TeacherStates:
 
 @dataclass(frozen=True)
 class TopTargets:
-    """Stored distributions of a teacher: its k most likely tokens, and a bucket for all others together.
+    """Stored distributions of a teacher: its k most likely tokens, and a bucket for all other tokens.
 
     The model's probability of the bucket is the sum of its probabilities of these other tokens, so its full
     distribution is trained.
@@ -121,8 +118,8 @@ class TopTargets:
         teacher_log_probs = torch.log_softmax(self.log_probs[tokens].float(), dim=-1)
         columns, is_here = columns_in_shard(self.ids[tokens], log_probs.shape[1], shard.tp_group)
         top = shard.add_up(torch.where(is_here, log_probs.gather(1, columns), 0.0))
-        # A mask is used, because selecting this shard's ids would synchronise host and GPU. Ids of other shards get
-        # column 0, which an id of this shard may have too.
+        # Ids of other shards get column 0, which an id of this shard may have too, so they are masked. Selecting this
+        # shard's ids would synchronise host and GPU.
         infinity = torch.full_like(top, float("inf"))
         others = log_probs.scatter_reduce(1, columns, torch.where(is_here, -infinity, infinity), "amin")
         bucket = shard.log_norm(others)
@@ -133,7 +130,7 @@ class TopTargets:
 
 
 SoftTargets = TeacherStates | TopTargets
-"""Where the teacher's distribution of each supervised token comes from: a running teacher, or stored ones."""
+"""The source of the teacher's distribution of each supervised token: a running teacher, or stored distributions."""
 
 
 def chunked_mixed_loss(  # noqa: PLR0913 - a head, its targets, and how they are mixed
@@ -209,8 +206,8 @@ def top_log_probs(  # noqa: PLR0913 - a head and its soft cap
     cap: float | None = None,
     chunk: int = CHUNK_TOKENS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `top_k` most likely token ids, int32 [tokens, top_k], and their log-probabilities, fp16 [tokens, top_k + 1],
-    with that of all other tokens together in the last column.
+    """The `top_k` most likely token ids, int32 [tokens, top_k], and their log-probabilities, fp16 [tokens, top_k + 1].
+    The last column is the log-probability of all other tokens together.
 
     `hidden` is [tokens, width], `weight` [vocabulary, width], `bias` [vocabulary] or None. The softmax is fp32.
     """

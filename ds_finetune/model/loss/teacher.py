@@ -33,10 +33,9 @@ class TeacherPlan:
     """The plan of a teacher that runs beside the trained model, for distillation."""
 
     path: str
-    """Folder or hub id of the teacher model."""
     hf_config: PretrainedConfig = field(repr=False)
     offload: str
-    """`cpu` if the teacher's weights are held in host memory, else `none`."""
+    """Where the teacher's weights are held: `cpu` means host memory, `none` the device."""
 
 
 def check_same_tokens(teacher: TeacherPlan, tokens: Mapping[str, int], model_tokens: Mapping[str, int]) -> None:
@@ -75,7 +74,7 @@ class HiddenStates(TrainedModel):
         return head
 
     def unsharded_teacher(self) -> "Teacher":
-        """Make a Teacher of a model whose weights are not sharded."""
+        """A Teacher that runs this model, whose weights must not be sharded."""
         return Teacher(self, self.head, nullcontext, soft_cap(self.config))
 
 
@@ -103,15 +102,14 @@ def load_teacher(  # noqa: PLR0913 - where and how the model is built
 
 @dataclass(frozen=True)
 class Teacher:
-    """A teacher model that is ready to run, apart from the module that is trained."""
+    """A teacher model that is ready to run. It is no part of the trained module."""
 
     run: Callable[..., torch.Tensor]
-    """Function that runs the teacher and returns hidden states: `HiddenStates`, or a DeepSpeed engine around it."""
+    """Function that computes the teacher's hidden states: `HiddenStates`, or a DeepSpeed engine around it."""
     head: nn.Linear
     open_weights: Callable[[list[nn.Parameter]], AbstractContextManager[Any]]
-    """Function (parameters of the teacher's head) -> context in which ZeRO-3 has gathered these parameters."""
+    """Function that returns a context in which ZeRO-3 has gathered the given parameters of the teacher's head."""
     cap: float | None
-    """Soft cap of the teacher's logits; None without one."""
 
     @torch.no_grad()
     def hidden(
@@ -126,7 +124,7 @@ class Teacher:
 
     @contextmanager
     def targets(self, hidden: torch.Tensor, temperature: float) -> Iterator[TeacherStates]:
-        """Context with the teacher's distributions for `hidden`, in which the weights of its head are gathered."""
+        """Context that gathers the weights of the teacher's head, and yields its distributions for `hidden`."""
         bias: nn.Parameter | None = self.head.bias
         with self.open_weights(list(self.head.parameters())):
             weight, detached = self.head.weight.detach(), None if bias is None else bias.detach()

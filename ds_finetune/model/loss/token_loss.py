@@ -50,26 +50,24 @@ from ds_finetune.objectives.objective import (
 
 @dataclass(frozen=True)
 class HeadGroups:
-    """Process groups through which a head computes its loss, each None without its kind of parallelism."""
+    """Process groups that a head needs to compute its loss. Each is None without its kind of parallelism."""
 
     tp: TensorParallelGroup | None = None
-    """Tensor parallel ranks, which have the other shards of the vocabulary."""
     sp: SequenceParallelGroup | None = None
-    """Sequence parallel ranks, which have the other tokens of the documents."""
     pp: PipelineGroup | None = None
-    """Pipeline stages; the last one has the head, and sends its logits to the others."""
+    """Pipeline stages. The last stage has the head, and sends its logits to the others."""
 
 
 class LossHead(nn.Linear):
-    """Language model head that returns logits or, with `labels`, the loss, for which it never holds all logits."""
+    """Language model head that returns logits or, with `labels`, the loss. It never holds the logits of all tokens."""
 
     kernel: Kernel = staticmethod(chunked_cross_entropy)
     objective: Objective = TokenObjective("sft")
     groups = HeadGroups()
     cap: float | None = None
-    """Soft cap of the logits in the loss. Logits that are returned get it in the model's own forward."""
+    """Soft cap of the logits in the loss. Returned logits are capped by the model's own forward."""
     forbidden: torch.Tensor | None = None
-    """Mask of ids that are never sampled, bool [vocabulary] or its shard. The loss on answers excludes them."""
+    """Mask of token ids that are never sampled, bool [vocabulary] or its shard. The loss on answers excludes them."""
 
     def forward(  # noqa: PLR0913
         self,
@@ -89,10 +87,9 @@ class LossHead(nn.Linear):
         tokens, fp64 [documents], without gradient and identical on all tensor and sequence parallel ranks. For sampled
         answers return the log-probabilities of this rank's tokens, fp32 [supervised tokens].
 
-        Without `is_trained` the head's own weights get no gradient. Only the indices `supervised`, int64 [supervised
-        tokens], are computed, whose labels are not IGNORE_INDEX; None means to find them in the labels, which
-        synchronises host and GPU. Without supervised tokens the loss is 0 with zero gradients, so that every rank takes
-        part in reductions.
+        Without `is_trained` the head's own weights get no gradient. `supervised`, int64 [supervised tokens], has the
+        indices of labels other than IGNORE_INDEX; with None they are searched, which synchronises host and GPU. Without
+        supervised tokens the loss is 0 with zero gradients, so that every rank takes part in reductions.
         """
         if labels is None:
             logits = super().forward(hidden)
@@ -150,7 +147,7 @@ def install_loss_head(
 
 
 class TrainedModel(nn.Module):
-    """The module that is trained, with the loss as forward. `lm` is the transformers model or a pipeline stage."""
+    """The module that is trained. Its forward returns the loss. `lm` is the transformers model or a pipeline stage."""
 
     extras: tuple[ExtraLoss, ...] = ()
     """Auxiliary losses, which are added to the objective's loss."""
@@ -158,9 +155,9 @@ class TrainedModel(nn.Module):
     """Whether one attention kernel call computes all documents of a forward."""
     _packed: tuple[tuple[Documents, ...], PackedDocuments] | None = None
     chunks: ModelChunks | None = None
-    """This rank's chunks of layers in an interleaved pipeline; None with one chunk per rank."""
+    """This rank's chunks of layers in an interleaved pipeline; None if each rank has one chunk."""
     in_fp32: Fp32Weights
-    """Weights that forwards of a 16-bit run use in fp32."""
+    """Parameters whose fp32 values a 16-bit run uses in forwards."""
 
     def __init__(
         self, lm: PreTrainedModel, sp_group: SequenceParallelGroup | None = None, pp_group: PipelineGroup | None = None
@@ -171,7 +168,7 @@ class TrainedModel(nn.Module):
         self.pp_group = pp_group
 
     def continues_documents(self, device: torch.device) -> bool:
-        """Whether documents may continue earlier ones (`MicroBatch.shared`) on `device`. This needs attention by
+        """Whether documents may continue earlier documents (`MicroBatch.shared`) on `device`. This needs attention by
         document, and no other layers that mix tokens.
         """
         family = family_of(self.config.model_type)
@@ -182,7 +179,7 @@ class TrainedModel(nn.Module):
 
     @property
     def has_head(self) -> bool:
-        """Whether the forward ends with the head on this rank. If not, it returns hidden states."""
+        """Whether the forward ends with the head on this rank. Other pipeline stages return hidden states."""
         return self.pp_group is None or self.pp_group.runs_head
 
     @property
@@ -207,7 +204,7 @@ class TrainedModel(nn.Module):
         self, rows: ForwardRows, numbers: StepNumbers | None, *, wants_log_probs: bool
     ) -> LossAndSums | StageOutput | torch.Tensor:
         inputs = self.head_inputs(rows)
-        # Classification heads have no argument `wants_log_probs`.
+        # Only language model heads have the argument `wants_log_probs`.
         inputs |= {"wants_log_probs": True} if wants_log_probs else {}
         extras = () if numbers is None or wants_log_probs else self.extras
         is_first = self.pp_group is None or not self.pp_group.running_chunk
@@ -231,7 +228,7 @@ class TrainedModel(nn.Module):
         return out._replace(loss=loss, sums=torch.cat([out.sums, extra_sums]))
 
     def head_inputs(self, rows: ForwardRows) -> dict[str, Any]:
-        """Prepare further arguments of the head, before the forward, when no activations are in memory yet."""
+        """Prepare the head's further arguments, before the forward, when no activations are in memory yet."""
         return {"examples": rows.examples, "supervised": rows.supervised}
 
     def hidden(

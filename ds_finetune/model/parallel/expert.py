@@ -27,7 +27,7 @@ class ExpertParallelGroup(RankGroup):
 
 
 class _Exchange:
-    """An asynchronous all-to-all of rows in the forward, and of their gradients in backward, which overlaps with
+    """An asynchronous all-to-all of rows in the forward, and of their gradients in backward. It overlaps with
     computation.
     """
 
@@ -39,7 +39,6 @@ class _Exchange:
         self._kept = current_outputs() if is_kept else None
 
     def start(self, rows: torch.Tensor, *, is_backward: bool = False) -> torch.Tensor:
-        """Start to send `rows`. Returns the tensor that the all-to-all fills."""
         send, receive = (self._receive, self._send) if is_backward else (self._send, self._receive)
         sent = rows.contiguous()
         work: dist.Work | None = None
@@ -51,12 +50,11 @@ class _Exchange:
             return out
 
         out = begin() if self._kept is None or is_backward else self._kept.keep(begin)
-        # The rows that are sent stay in memory too, because the all-to-all reads them until it is complete.
+        # The sent rows stay in memory too, because the all-to-all reads them until it is complete.
         self._pending = out, sent, work
         return out
 
     def wait(self) -> torch.Tensor:
-        """Wait for the all-to-all, and return the filled tensor."""
         assert self._pending is not None
         (out, _, work), self._pending = self._pending, None
         if work is not None:
@@ -67,8 +65,8 @@ class _Exchange:
 class _StartExchange(torch.autograd.Function):
     """Starts an all-to-all of rows in the forward. Its backward waits for the all-to-all of their gradients.
 
-    Computation between `_StartExchange` and `_AwaitExchange` overlaps with the all-to-all in the forward. Autograd runs
-    backward in reverse order, so the gradients of that computation overlap with the gradients' all-to-all.
+    Computation between `_StartExchange` and `_AwaitExchange` overlaps with the all-to-all. Autograd runs backward in
+    reverse order, so the gradients of this computation overlap with the gradients' all-to-all.
     """
 
     @staticmethod
@@ -93,13 +91,13 @@ class _AwaitExchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # noqa: ANN401
         ctx.exchange.start(grad, is_backward=True)
-        # Autograd needs only the shape of this gradient. Its values come from `_StartExchange.backward`.
+        # Autograd needs a gradient of this shape only; `_StartExchange.backward` returns the values.
         return grad, None
 
 
 class ExpertParallelExperts(nn.Module):
-    """Mixin for a family's experts module with `num_experts` of the layer's routed experts. It exchanges tokens with
-    the ranks that have the other experts.
+    """Mixin for a family's experts module that has `num_experts` of the layer's routed experts. It exchanges tokens
+    with the ranks that have the other experts.
     """
 
     ep_group: ExpertParallelGroup
@@ -125,28 +123,28 @@ class ExpertParallelExperts(nn.Module):
         return chosen.sums_of(_AwaitExchange.apply(_StartExchange.apply(out, back), back))
 
     def _count_rows(self, experts: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int]]:
-        """How many rows this rank receives from each rank for each of its experts, sends to each rank, and receives
-        from each rank. `experts` has the expert of each row that it sends, sorted.
+        """Count rows: those that this rank receives from each rank for each of its experts, sends to each rank, and
+        receives from each rank. `experts` has the expert of each row to send, sorted.
         """
         per_expert = rows_up_to(experts, self.num_experts * self.ep_group.size).diff(prepend=experts.new_zeros(1))
         arriving = torch.empty_like(per_expert)
         dist.all_to_all_single(arriving, per_expert, group=self.ep_group.group)
         both = torch.stack([per_expert, arriving]).view(2, self.ep_group.size, -1)
-        # Only here the host waits for the GPU in a layer: NCCL needs the numbers of rows on the host.
+        # NCCL needs the numbers of rows on the host, so the host waits for the GPU here.
         send_counts, receive_counts = both.sum(2).tolist()
         return arriving, send_counts, receive_counts
 
     def _run_local_experts(self, rows: torch.Tensor, weights: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
         """Compute this rank's experts on the received `rows`, times routing `weights` [rows, 1]. Rows are sorted by
-        source rank and expert; `arriving` has the number of rows for each pair of these.
+        source rank and expert. `arriving` has the number of rows for each source rank and expert.
         """
         expert = torch.arange(self.num_experts, device=rows.device).repeat(self.ep_group.size)
         expert = expert.repeat_interleave(arriving, output_size=len(rows))
         if not len(rows):
-            # A rank without rows gets a row of zeros, so that its experts and all-to-alls have a gradient. Otherwise
-            # other ranks would hang. The zeros depend on `rows`: recomputation stops at the last tensor saved for
-            # backward, which must not come before the all-to-alls, and frozen experts save nothing for a row without a
-            # gradient.
+            # A rank without rows computes a row of zeros, so that its experts and all-to-alls have a gradient.
+            # Otherwise other ranks would hang. The zeros must depend on `rows`: recomputation stops at the last tensor
+            # saved for backward, which must not come before the all-to-alls, and frozen experts save nothing for a row
+            # without a gradient.
             zero = self.run_experts(rows.sum(0, keepdim=True), expert.new_zeros(1, 1), weights.sum(0, keepdim=True))
             return rows + zero.sum() * 0
         return self.run_experts(rows, expert[:, None], weights)
@@ -194,28 +192,28 @@ def install_expert_parallel(lm: PreTrainedModel, ep_group: ExpertParallelGroup) 
 
 
 class SharedExpertsAhead(nn.Module):
-    """Mixin for a layer's shared experts: their output can be computed before the layer calls them."""
+    """Mixin for a layer's shared experts, whose output can be computed before the layer calls them."""
 
     _ahead: torch.Tensor | None = None
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the output that `compute_ahead` stored, once. If there is none, compute the shared experts."""
+        """Return the output that `compute_ahead` stored, once. Without a stored output, compute the shared experts."""
         ready, self._ahead = self._ahead, None
         return super().__call__(hidden) if ready is None else ready  # type: ignore[no-any-return]
 
     def compute_ahead(self, hidden: torch.Tensor) -> None:
-        """Compute the shared experts of `hidden` in advance, and store the output. All hooks of the module run."""
+        """Compute the shared experts of `hidden` and store the output for the next call. All hooks run."""
         self._ahead = super().__call__(hidden)
 
     def forget(self) -> None:
-        """Forget the output if it was computed in advance but not used."""
+        """Drop the output that `compute_ahead` stored, if it was not used."""
         self._ahead = None
 
 
 def compute_shared_experts_ahead(lm: PreTrainedModel) -> None:
-    """Make shared experts run during the all-to-all to the routed experts or, without expert parallelism, before the
-    routed experts, in place. Results do not change. Recomputation can then stop before the routed experts' down
-    projection.
+    """Make shared experts run earlier, in place, without changing results: during the all-to-all to the routed experts
+    or, without expert parallelism, before the routed experts. Recomputation can then stop before the routed experts'
+    down projection.
 
     Only families whose layers compute `shared_experts(x)` after `experts(x, ...)` are changed.
     """
@@ -234,8 +232,7 @@ class _Overlap:
         self._hidden: torch.Tensor | None = None
         self._has_grad = False
         mlp.register_forward_pre_hook(self._begin)
-        # This hook also runs after an exception: torch ends a layer's recomputation by raising one, as soon as backward
-        # has what it needs.
+        # This hook must also run after an exception, because torch ends a layer's recomputation by raising one.
         mlp.register_forward_hook(self._end, always_call=True)
         if isinstance(experts, ExpertParallelExperts):
             experts.compute_meanwhile = self._compute

@@ -31,14 +31,14 @@ T = TypeVar("T")
 class Link(NamedTuple):
     """One direction between neighbouring ranks of an interleaved pipeline. Messages arrive in the order of sending.
 
-    Each link has its own process group, because NCCL ignores tags: in a common group two ranks that both send before
-    they receive would hang.
+    Each link has its own process group, because NCCL ignores tags: in one group for both directions, two ranks that
+    both send before they receive would hang.
     """
 
     is_forward: bool
-    """Whether the link carries hidden states. If not, it carries their gradients."""
+    """Whether the link carries hidden states; otherwise it carries their gradients."""
     wraps: bool
-    """Whether the link goes between the last rank and the first one."""
+    """Whether the link connects the last rank with the first one."""
 
 
 class PipelineGroup(RankGroup):
@@ -46,20 +46,20 @@ class PipelineGroup(RankGroup):
 
     num_chunks: int = 1
     running_chunk: int | None = None
-    """Number of the chunk that forwards run. None: they run all chunks, and send hidden states themselves."""
+    """Number of the chunk that forwards run. With None they run all chunks, and send hidden states themselves."""
     no_hidden_states: torch.Tensor
     """Empty tensor [0, width] with the width, dtype and device of the model's hidden states."""
     links: Mapping[Link, dist.ProcessGroup] = MappingProxyType({})
-    """Process group of each link between neighbouring ranks; empty with one chunk per rank."""
+    """Process group of each link between neighbouring ranks; empty if each rank has one chunk."""
     embedding_group: dist.ProcessGroup | None = None
-    """Ranks of the first and last stage with the same tensor parallel shard, including their data and sequence parallel
-    replicas. None on other stages, and if only one of these stages has the embedding.
+    """Ranks of the first and last stage that have the same tensor parallel shard of the embedding, with their data and
+    sequence parallel replicas. None on other stages, and if only one of these two stages has the embedding.
     """
     adds_embedding: bool = True
     """Whether this rank keeps the embedding's gradient summed over stages; others of its stage set it to zero."""
     input_hidden_states: torch.Tensor | None = None
-    """Hidden states that the previous stage (or, with several chunks per rank, the chunk before the running one) sent
-    for this forward. In training they are a leaf that requires a gradient. None for the model's first chunk.
+    """Hidden states for this forward from the previous stage or, with several chunks per rank, from the previous chunk.
+    In training they are a leaf that requires a gradient. None for the model's first chunk.
     """
 
     @property
@@ -122,8 +122,8 @@ class PipelineGroup(RankGroup):
         over a stage's ranks is then the sum of both stages' gradients, averaged over ranks with different rows.
 
         One rank of each stage gets the sum and the others zeros, because adding zeros is exact in every order.
-        Otherwise the copies would drift apart: on each stage buckets and NCCL's algorithms decide the order of
-        additions.
+        Otherwise the copies of the weight would drift apart, because buckets and NCCL's algorithms decide the order of
+        additions on each stage.
         """
         assert self.embedding_group is not None, "only ends of a pipeline that share the embedding"
         dist.all_reduce(grad, group=self.embedding_group)
@@ -143,8 +143,8 @@ class PipelineGroup(RankGroup):
 
 
 class MissingLayer(nn.Module):
-    """Placeholder for a layer of another stage. With `has_choice` it also returns an indexer's chosen tokens, as layers
-    do. With several residual `streams`, hidden states between layers are [batch, tokens, streams, width].
+    """Placeholder for a layer of another pipeline stage. With `has_choice` it returns a tuple, as layers do that pass
+    on an indexer's chosen tokens. With several residual `streams`, hidden states are [batch, tokens, streams, width].
     """
 
     def __init__(self, layer: int, *, has_choice: bool = False, streams: int = 1) -> None:
@@ -157,21 +157,21 @@ class MissingLayer(nn.Module):
         *_: Any,  # noqa: ANN401 - what layers take
         **arguments: Any,  # noqa: ANN401
     ) -> torch.Tensor | tuple[torch.Tensor, None]:
-        """Return the hidden states unchanged. The cache gets a number per token, because its length counts tokens."""
+        """Return the hidden states unchanged. A KV cache gets a number per token, because it counts tokens."""
         cache = take_cache(arguments)
         if cache is not None:
-            # The cache counts tokens by this tensor, so it must not be empty (transformers 5.23, cache_utils.py,
+            # transformers measures a cache's length by this tensor, so it must not be empty (5.23, cache_utils.py,
             # get_seq_length).
             token = hidden.flatten(2)[:, None, :, :1]
             cache.update(token, token, self.layer)
         if self.streams > 1:
-            # Other stages send a token's residual streams as one vector.
+            # Pipeline stages send the residual streams of a token as one vector.
             hidden = hidden.reshape(*hidden.shape[:2], self.streams, -1)
         return (hidden, None) if self.has_choice else hidden
 
 
 class ReceiveHiddenStates(nn.Embedding):
-    """Takes the embedding's place on later stages: receives hidden states from the previous stage.
+    """Replaces the embedding on later pipeline stages, and receives hidden states from the previous stage.
 
     It keeps the embedding's weight if the stage needs it for a tied head or multi-token prediction.
     """
@@ -190,7 +190,7 @@ class ReceiveHiddenStates(nn.Embedding):
 
 
 class SendHiddenStates(nn.Module):
-    """Takes the final norm's place on earlier pipeline stages.
+    """Replaces the final norm on earlier pipeline stages.
 
     Without gradients it sends hidden states to the next stage. In training the pipeline schedule sends them.
     """
@@ -207,7 +207,7 @@ class SendHiddenStates(nn.Module):
 
 
 class ReceiveLogits(nn.Linear):
-    """Takes the head's place on earlier pipeline stages: receives the last stage's logits, so that all stages generate
+    """Replaces the head on earlier pipeline stages, and receives the last stage's logits, so that all stages generate
     the same token.
     """
 
@@ -233,12 +233,12 @@ def missing_layer(config: PretrainedConfig, layer: int) -> MissingLayer:
 
 
 def residual_streams(config: PretrainedConfig) -> int:
-    """Number of residual streams between layers, each a hidden state per token: several in DeepSeek-V4, else 1."""
+    """Number of residual streams, each of which has a hidden state per token: several in DeepSeek-V4, else 1."""
     return int(config.hc_mult) if family_of(config.model_type).compresses else 1
 
 
 def _of_one_stream(config: PretrainedConfig) -> PretrainedConfig:
-    """Configuration for a later pipeline stage, whose model must not expand its input into equal residual streams,
+    """Configuration for the model of a later pipeline stage. It must not expand its input into equal residual streams,
     because it receives all streams as one wide vector. The configuration of layers is unchanged.
     """
     changed = copy.copy(config)
@@ -261,8 +261,8 @@ def build_only_layers(model_class: type[PreTrainedModel], layers: Container[int]
 
 
 def install_pipeline_stage(lm: PreTrainedModel, pp_group: PipelineGroup, *, outputs: int) -> None:
-    """Replace embedding, norm and head that belong to other stages by modules that receive from or send to these
-    stages, in place, in a model that was built under `build_only_layers`.
+    """Replace embedding, norm and head of other stages by modules that receive from or send to these stages, in place.
+    `lm` was built under `build_only_layers`.
 
     `outputs` is the number of outputs of the unsharded head: vocabulary size or number of scores.
     """
@@ -287,7 +287,7 @@ def install_pipeline_stage(lm: PreTrainedModel, pp_group: PipelineGroup, *, outp
 
 
 def has_tied_head(lm: PreTrainedModel) -> bool:
-    """Whether the head's weight is the embedding's. The head for scores always has its own weight."""
+    """Whether the head's weight is the embedding's. A head for scores always has its own weight."""
     return bool(lm.config.tie_word_embeddings) and not has_score_head(lm)
 
 
@@ -310,7 +310,7 @@ class HandOver(MissingLayer):
         self.sends = self.receives = False
 
     def forward(self, hidden: torch.Tensor, **arguments: Any) -> torch.Tensor | tuple[torch.Tensor, None]:  # noqa: ANN401
-        """Send `hidden` if this rank's chunk ends before this layer, or receive it if a chunk begins after it."""
+        """Send `hidden` if a chunk of this rank ends before the layer, or receive it if a chunk begins after it."""
         assert not torch.is_grad_enabled(), "the schedule sends and receives where there are gradients"
         if self.sends:
             self.pp_group.send(hidden, to=self.pp_group.next_rank)

@@ -15,7 +15,6 @@ class RankGroup:
     """The torch process group; None after `close`."""
     size: int
     group_rank: int
-    """Rank of this process within the group."""
 
     def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
         """Sum `partial` over all ranks. The result is a new tensor without gradient."""
@@ -24,13 +23,11 @@ class RankGroup:
         return total
 
     def close(self) -> None:
-        """Drop the reference to the process group, while modules may still refer to this object."""
+        """Drop the reference to the process group, so that it can be destroyed while modules refer to this object."""
         self.group = None
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """All-reduce of a tensor in forward, identity in backward."""
-
     @staticmethod
     def forward(ctx: Any, partial: torch.Tensor, ranks: RankGroup) -> torch.Tensor:  # noqa: ANN401
         return ranks.all_reduce(partial)

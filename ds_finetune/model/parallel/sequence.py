@@ -24,8 +24,6 @@ class _AllToAll(torch.autograd.Function):
 
 
 class _GatherTokens(torch.autograd.Function):
-    """All-gather of tokens in the forward. Backward sums the gradients of this rank's tokens over all ranks."""
-
     @staticmethod
     def forward(ctx: Any, shard: torch.Tensor, sp_group: "SequenceParallelGroup") -> torch.Tensor:  # noqa: ANN401
         ctx.sp_group = sp_group
@@ -57,14 +55,14 @@ class SequenceParallelGroup(RankGroup):
         return _GatherTokens.apply(shard, self)  # type: ignore[no-any-return]
 
     def with_tokens_before(self, shard: torch.Tensor, number: int) -> torch.Tensor:
-        """This rank's tokens [batch, tokens, ...], with up to `number` tokens of earlier ranks before them."""
+        """This rank's tokens [batch, tokens, ...], preceded by up to `number` tokens of earlier ranks."""
         size = min(number, shard.shape[1])
         tails, end = self.gather_tokens(shard[:, shard.shape[1] - size :]), self.group_rank * size
         return torch.cat([tails[:, max(0, end - number) : end], shard], dim=1)
 
     def gather_tokens_scatter_heads(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        """All-to-all before attention: maps this rank's tokens of all heads, [batch, heads, tokens, width], to all
-        tokens of this rank's heads. One all-to-all serves all `tensors`.
+        """All-to-all before attention. It maps this rank's tokens of all heads, [batch, heads, tokens, width], to all
+        tokens of this rank's heads. All `tensors` are sent in one all-to-all.
 
         Key and value heads are repeated first if the number of ranks does not divide them.
         """
@@ -79,7 +77,7 @@ class SequenceParallelGroup(RankGroup):
         ]
 
     def gather_heads_scatter_tokens(self, out: torch.Tensor) -> torch.Tensor:
-        """All-to-all after attention: maps all tokens of this rank's heads, [batch, tokens, heads, width], to this
+        """All-to-all after attention. It maps all tokens of this rank's heads, [batch, tokens, heads, width], to this
         rank's tokens of all heads.
         """
         batch, tokens, heads, width = out.shape

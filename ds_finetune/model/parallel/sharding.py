@@ -20,7 +20,7 @@ _COLUMN_PARALLEL = re.compile(
     r"((q_proj|k_proj|v_proj|q_b_proj|kv_b_proj|o_a_proj|gate_proj|up_proj|embed_tokens|lm_head)\.(weight|bias)"
     r"|self_attn\.sinks)$"
 )
-"""Parameters sharded along dim 0, their outputs (heads, inner width, vocabulary), except in compressors."""
+"""Parameters that are sharded along their output (heads, inner width, vocabulary), dim 0, except in compressors."""
 _ROW_PARALLEL = re.compile(r"(^|\.)(o_proj|o_b_proj|down_proj)\.weight$")
 """Weights sharded along dim 1, their inputs. Their biases are replicated, and added once after the all-reduce."""
 _FUSED_EXPERTS = re.compile(r"\.mlp\.experts\.(?P<part>(gate_up_proj|down_proj)(_bias)?)$")
@@ -30,19 +30,18 @@ _INNER_DIM: dict[bool, dict[str, int | None]] = {
     True: {"gate_up_proj": 2, "gate_up_proj_bias": 1, "down_proj": 1, "down_proj_bias": None},
 }
 """Dimension of the inner width in tensors with all experts, by whether they are transposed, and by name. Transposed
-tensors have alternating gate and up columns, so that equal shards have both. The output bias has no inner width.
+tensors have alternating gate and up columns, so equal shards have both. The output bias has no inner width.
 """
 
 
 @lru_cache(maxsize=4096)
 def _fused_experts_part(name: str) -> str | None:
-    """Last part of the name of a fused expert tensor, such as `gate_up_proj_bias`; None for other names."""
     fused = _FUSED_EXPERTS.search(name)
     return fused["part"] if fused else None
 
 
 def _box_dim(name: str, *, has_transposed_experts: bool) -> int | None:
-    """Dimension along which tensor parallelism shards a tensor; None if it is replicated.
+    """Dimension along which tensor parallelism shards a tensor; None if the tensor is replicated.
 
     A fused `gate_up_proj` [experts, 2 x inner, hidden] that is not transposed is viewed as [experts, 2, inner, hidden].
     """
@@ -55,7 +54,7 @@ def _box_dim(name: str, *, has_transposed_experts: bool) -> int | None:
 
 
 def tensor_of(name: str, shape: Ints, *, has_transposed_experts: bool) -> FullTensor:
-    """Describe the tensor `name`: its unsharded `shape`, and along which dimensions it is sharded."""
+    """Describe the tensor `name`: its unsharded `shape`, and the dimensions along which it is sharded."""
     part, dim = _fused_experts_part(name), _box_dim(name, has_transposed_experts=has_transposed_experts)
     is_gate_up = part == "gate_up_proj" and not has_transposed_experts
     return FullTensor(shape, 1 if is_gate_up else dim, part is not None)
@@ -63,8 +62,8 @@ def tensor_of(name: str, shape: Ints, *, has_transposed_experts: bool) -> FullTe
 
 @dataclass(frozen=True)
 class ModelShard:
-    """Which shard of a model this rank has: number `tp_rank` of `tp_size` tensor parallel shards, and number `ep_rank`
-    of `ep_size` shards of the routed experts.
+    """The shard of a model on this rank: number `tp_rank` of `tp_size` tensor parallel shards, and number `ep_rank` of
+    `ep_size` shards of the routed experts.
     """
 
     tp_size: int = 1
@@ -114,7 +113,7 @@ UNSHARDED = ModelShard()
 
 @dataclass(frozen=True)
 class TensorShard:
-    """A shard of a tensor: a box of shape `local_shape` with its first element at index `offsets` of the full tensor.
+    """A shard of a tensor: a box of shape `local_shape` whose first element has the index `offsets` in the full tensor.
 
     A fused `gate_up_proj` [experts, 2 x inner, hidden] is viewed as [experts, 2, inner, hidden], in which a shard is
     one box.
@@ -126,7 +125,7 @@ class TensorShard:
     dim: int | None
     """Dimension that is sharded over tensor parallel ranks; None if all of them have the same elements."""
     is_expert_parallel: bool = False
-    """Whether the shard has only some of the experts, which are dim 0."""
+    """Whether the shard has only some of the experts. Experts are dim 0."""
 
     @property
     def is_full(self) -> bool:
@@ -147,6 +146,6 @@ class TensorShard:
 
 
 def shape_in_model(shape: Ints) -> Ints:
-    """Shape in the model of a tensor with the `global_shape` or `local_shape` given, maybe that of a 4-D view."""
+    """Shape in the model of a tensor or shard. A 4-D `shape` is that of a fused `gate_up_proj` viewed as a box."""
     experts_gate_inner_hidden = 4
     return (shape[0], shape[1] * shape[2], shape[3]) if len(shape) == experts_gate_inner_hidden else shape

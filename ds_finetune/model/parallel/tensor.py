@@ -76,7 +76,7 @@ class ParallelLinear(nn.Linear):
     tp_group: TensorParallelGroup
 
     def multiply(self, hidden: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the matrix product, without communication."""
+        """This rank's matrix product, without communication."""
         raise NotImplementedError
 
 
@@ -89,7 +89,7 @@ class RowParallelLinear(ParallelLinear):
         return out if self.bias is None else out + self.bias
 
     def multiply(self, shard: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the sum that is the output, from its input [..., input / ranks], without bias."""
+        """This rank's summand of the output, without bias, from its input [..., input / ranks]."""
         return functional.linear(shard, self.weight)
 
 
@@ -101,20 +101,20 @@ class ColumnParallelLinear(ParallelLinear):
         return self.multiply(copy_to_tensor_parallel_region(replicated, self.tp_group))
 
     def multiply(self, copied: torch.Tensor) -> torch.Tensor:
-        """Multiply with this rank's shard. The input has passed `copy_to_tensor_parallel_region`."""
+        """Multiply with this rank's shard of the weight. The input has passed `copy_to_tensor_parallel_region`."""
         return nn.Linear.forward(self, copied)
 
 
 class BiasedExperts(nn.Module):
-    """Mixin for sharded experts with biases. The output bias is replicated. Each rank adds its part, the bias divided
-    by the number of ranks, so that the all-reduce adds the full bias.
+    """Mixin for sharded experts with biases. The output bias is replicated. Each rank adds the bias divided by the
+    number of ranks, so that the all-reduce adds the full bias.
     """
 
     tp_group: TensorParallelGroup
 
     @property
     def down_proj_bias(self) -> torch.Tensor:
-        """This rank's part of the output bias, [experts, width]. Backward sums its gradient over ranks."""
+        """The output bias divided by the number of ranks, [experts, width]. Backward sums its gradient over ranks."""
         bias = self._parameters["down_proj_bias"]
         assert bias is not None
         return copy_to_tensor_parallel_region(bias, self.tp_group) / self.tp_group.size
@@ -143,7 +143,7 @@ class VocabParallelEmbedding(nn.Embedding):
 
 
 class ReceiveOrEmbed(ReceiveHiddenStates):
-    """Takes the embedding's place on later pipeline stages. A weight that it needs is sharded along the vocabulary."""
+    """Replaces the embedding on later pipeline stages. Its weight, if needed, is sharded along the vocabulary."""
 
     tp_group: TensorParallelGroup
 
@@ -153,7 +153,7 @@ class ReceiveOrEmbed(ReceiveHiddenStates):
 
 
 class NormOverShards(nn.Module):
-    """RMSNorm over sharded columns. The weight is replicated, and its gradient covers this rank's columns only."""
+    """RMSNorm over sharded columns. The weight is replicated, but its gradient covers this rank's columns only."""
 
     tp_group: TensorParallelGroup
     weight: nn.Parameter
@@ -163,7 +163,7 @@ class NormOverShards(nn.Module):
         """Normalise this rank's columns [..., columns / ranks] by the mean square of all ranks' columns."""
         wide, width = shard.float(), shard.shape[-1]
         squares = sum_over_ranks(wide.square().sum(-1, keepdim=True), self.tp_group)
-        # All ranks' outputs depend on this sum of squares, so its gradient is summed over ranks.
+        # All ranks' outputs depend on this sum of squares, so its gradient must be summed over ranks.
         mean = copy_to_tensor_parallel_region(squares, self.tp_group) / (width * self.tp_group.size)
         start = self.tp_group.group_rank * width
         normed = wide * torch.rsqrt(mean + self.variance_epsilon)
@@ -178,7 +178,7 @@ def local_config(hf_config: PretrainedConfig, tp_size: int) -> PretrainedConfig:
     if hasattr(config, "num_key_value_heads") and not hasattr(config, "kv_lora_rank"):
         config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     for name in _SHARDED_SIZES:
-        # `attribute_map` has aliases of sizes, which must not be divided twice. A single key-value head is replicated.
+        # Aliases of sizes must not be divided twice. A single key-value head is replicated.
         if name not in config.attribute_map and (getattr(config, name, None) or 0) > 1:
             setattr(config, name, getattr(config, name) // tp_size)
     config.pad_token_id = None
@@ -212,7 +212,7 @@ def _change_class(module: nn.Module, parallel_class: type[nn.Module], tp_group: 
 def install_tensor_parallel_attention(attention: Any, tp_group: TensorParallelGroup, *, family: Family) -> None:  # noqa: ANN401 - an attention module of any family
     """Make an attention module with a shard of the heads communicate, in place."""
     if family.compresses:
-        # A single key-value head and entries are replicated; all ranks' heads contribute to their gradients.
+        # The key-value head and entries are replicated, and all ranks' heads contribute to their gradients.
         _change_class(attention.q_b_proj, ColumnParallelLinear, tp_group)
         _change_class(attention.o_b_proj, RowParallelLinear, tp_group)
         attention.for_heads = partial(copy_to_tensor_parallel_region, tp_group=tp_group)
@@ -231,11 +231,11 @@ def install_tensor_parallel_attention(attention: Any, tp_group: TensorParallelGr
             norm = getattr(attention, f"{name}_norm", None)
             if norm is not None and family.normalises_over_heads:
                 _change_class(norm, NormOverShards, tp_group)
-                # MiniMax M2 builds norms as wide as this rank's heads (minimax_m2/modeling_minimax_m2.py:292).
+                # MiniMax M2 builds the norm for this rank's heads only (minimax_m2/modeling_minimax_m2.py:292).
                 width = getattr(attention, f"{name}_proj").out_features * tp_group.size
                 norm.weight = nn.Parameter(norm.weight.new_ones(width), requires_grad=norm.weight.requires_grad)
             if norm is not None and norm.weight.requires_grad:
-                # This norm's weight is replicated. A rank computes its gradient from its own heads only.
+                # The norm's weight is replicated, but a rank computes its gradient from the rank's own heads only.
                 norm.weight.register_hook(tp_group.all_reduce)
         return
     query = attention.q_proj if attention.q_lora_rank is None else attention.q_b_proj
@@ -244,7 +244,7 @@ def install_tensor_parallel_attention(attention: Any, tp_group: TensorParallelGr
     rank = attention.kv_lora_rank
 
     def copy_rotary_key(_: nn.Module, __: Any, latents: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
-        """Mark the rotary key as an input of sharded heads. Latents need no mark: their norm is replicated."""
+        """Mark the rotary key as an input of sharded heads. Latents need no mark, because their norm is replicated."""
         rotary_key = copy_to_tensor_parallel_region(latents[..., rank:], tp_group)
         return torch.cat([latents[..., :rank], rotary_key], dim=-1)
 

@@ -1,8 +1,8 @@
 """Frozen weights of linear modules in four bits (Dettmers et al., QLoRA, arXiv 2305.14314), with bitsandbytes 0.50.
 
-The format is NF4 with a scale per 64 numbers. The scales of 256 such blocks are quantised to eight bits with a common
-scale (double quantisation, the default of `Linear4bit`). A weight is quantised on its device as soon as it is fully
-read. At ZeRO-3 every rank quantises the full weight, and keeps its part of the packed numbers and all scales.
+The format is NF4 with a scale for each block of 64 numbers. The scales of 256 blocks are quantised to eight bits with a
+common scale (double quantisation, the default of `Linear4bit`). A weight is quantised on its device as soon as it is
+fully read. At ZeRO-3 every rank quantises the full weight, and keeps its part of the packed numbers and all scales.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -20,8 +20,8 @@ from ds_finetune.model.build.skeleton import Fragment, Where
 
 
 def install_four_bit(lm: PreTrainedModel, names: Iterable[str], *, device: str) -> None:
-    """Replace the linear modules `names` of `lm` by modules whose weights are quantised to NF4 on `device`, once they
-    are written through `four_bit_or`. Modules on other pipeline stages are skipped.
+    """Replace the linear modules `names` of `lm` by modules whose weights are quantised to NF4 on `device`, as soon as
+    they are written through `four_bit_or`. Modules on other pipeline stages are skipped.
 
     `lm` was built inside `linears_without_memory` (foreign/torch_nn.py), and its other linear modules get uninitialised
     memory here; or ZeRO-3 partitioned its parameters at construction.
@@ -58,8 +58,8 @@ def _four_bit(linear: Any, device: str) -> nn.Module:  # noqa: ANN401 - a linear
 class _RegatheredProduct(torch.autograd.Function):
     """Product with a four-bit weight, which backward reads from the parameter again.
 
-    bitsandbytes' function saves the gathered weight for backward (0.50.2, autograd/_functions.py:321, 358), so that
-    ZeRO-3 could not release it.
+    bitsandbytes' function would save the gathered weight for backward (0.50.2, autograd/_functions.py:321, 358), so
+    that ZeRO-3 could not release it.
     """
 
     @staticmethod
@@ -82,13 +82,12 @@ class _RegatheredLinear(nn.Module):
     bias: torch.Tensor | None
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Map [..., in] to [..., out], in the compute dtype, which `hidden` has."""
         product: torch.Tensor = _RegatheredProduct.apply(hidden, self.weight)
         return product if self.bias is None else product + self.bias
 
 
 def is_four_bit(param: torch.Tensor) -> bool:
-    """Whether a parameter is stored in four bits, or will be once its values are read."""
+    """Whether a parameter is stored in four bits, or will be as soon as its values are read."""
     return hasattr(param, "quant_state")
 
 
@@ -97,7 +96,7 @@ Partition = Callable[[list[nn.Parameter]], None]
 
 
 def four_bit_or(other: Where, partition: Partition | None = None) -> Where:
-    """Make a function from a parameter to its fragment, which also works for four-bit weights.
+    """Extend `other`, a function from a parameter to its fragment, to four-bit weights.
 
     The fragment of a four-bit weight is the full tensor. When the fragment closes, it is quantised and passed to
     `partition`. For other parameters `other` returns the fragment.
@@ -127,13 +126,13 @@ def _quantise_when_closed(param: Any, partition: Partition | None) -> Iterator[t
 
 
 def shape_of(param: Any) -> tuple[int, ...]:  # noqa: ANN401 - bitsandbytes' Params4bit, or any tensor
-    """Shape of a weight, also if it is stored in four bits."""
+    """Shape of a weight in the model, even if it is stored in four bits."""
     state = getattr(param, "quant_state", None)
     return tuple(param.shape if state is None else state.shape)
 
 
 def dtype_of(param: Any) -> torch.dtype:  # noqa: ANN401
-    """Dtype of a weight in products, also if it is stored in four bits."""
+    """Dtype of a weight in matrix products, even if it is stored in four bits."""
     state = getattr(param, "quant_state", None)
     return param.dtype if state is None else state.dtype  # type: ignore[no-any-return]
 

@@ -19,7 +19,7 @@ BLOCK = 128
 """Number of rows, and of columns, of an FP8 block."""
 FP8 = torch.float8_e4m3fn
 SCALE = "_scale_inv"
-"""What follows a weight's name in the name of the tensor with its FP8 scales."""
+"""Suffix of a weight's name in the name of the tensor with its FP8 scales."""
 BYTE_SCALE = torch.float8_e8m0fnu
 """Dtype of scales that are powers of two, stored as exponents in a byte."""
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, BYTE_SCALE)
@@ -39,7 +39,7 @@ _HALF = 0.5
 _NUMBERS = torch.arange(256, dtype=torch.uint8).view(FP8).float().numpy()
 """Value of each of the 256 E4M3 bytes. A table lookup is four times faster than torch 2.13's cast on a CPU."""
 _ROWS = 16
-"""Number of rows (a divisor of `BLOCK`) that `dequantise` converts at a time: numpy needs eight bytes per index."""
+"""Number of rows, a divisor of `BLOCK`, that `dequantise` converts at a time: numpy needs eight bytes per index."""
 
 
 def is_quantised(key: str, shape: tuple[int, ...], family: Family) -> bool:
@@ -56,7 +56,7 @@ def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 def dequantise(values: torch.Tensor, scale: torch.Tensor, *, row: int = 0, column: int = 0) -> torch.Tensor:
     """Dequantise FP8 `values` [rows, columns] to fp32. Their first element is at (`row`, `column`) of the full tensor.
 
-    `scale` [block rows, block columns] begins with the block of that element.
+    `scale` [block rows, block columns] begins with the block of this element.
     """
     out, numbers = torch.empty(values.shape), values.view(torch.uint8).numpy()
     of_column = (torch.arange(values.shape[1]) + column % BLOCK) // BLOCK
@@ -72,8 +72,7 @@ def quantise(values: torch.Tensor, *, scales_of_two: bool = False) -> tuple[torc
     [block columns].
 
     A block's scale is its largest magnitude / 448, but at least the smallest normal number, so that it is never zero.
-    With `scales_of_two` it is the next power of two. Quotients are at most 448 (1 + 2^-22), which the cast rounds to
-    448.
+    With `scales_of_two` it is the next power of two. The cast rounds quotients up to 448 (1 + 2^-22) to 448.
     """
     rows, columns = values.shape
     padded = torch.nn.functional.pad(values, (0, -columns % BLOCK)).view(rows, -1, BLOCK)
@@ -84,7 +83,7 @@ def quantise(values: torch.Tensor, *, scales_of_two: bool = False) -> tuple[torc
 
 
 def next_power_of_two(scale: torch.Tensor) -> torch.Tensor:
-    """The smallest power of two that is not below each element. Exact, unlike exp2(ceil(log2(x)))."""
+    """The smallest power of two that is at least each element. This is exact, unlike exp2(ceil(log2(x)))."""
     mantissa, exponent = scale.frexp()
     return torch.ldexp(torch.ones_like(scale), exponent - (mantissa == _HALF).to(exponent.dtype))
 

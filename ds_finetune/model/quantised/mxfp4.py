@@ -21,7 +21,7 @@ from ds_finetune.model.weights.safetensors_file import Shape, StoredTensor
 GROUP = 32
 """Number of MXFP4 values with a common scale."""
 BLOCKS, SCALES = "_blocks", "_scales"
-"""What follows a weight's name in the names of the tensors with its packed bytes and its MXFP4 scales."""
+"""Suffixes of a weight's name in the names of the tensors with its packed bytes and its MXFP4 scales."""
 QUANT_METHOD = "mxfp4"
 """Value of `quant_method` in gpt-oss' config.json."""
 _HALF_BYTE = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
@@ -31,9 +31,9 @@ _PAIRS = (
 )
 """The two E2M1 numbers in each byte value, as bits of two fp32 numbers in an int64."""
 _EXPONENTS = torch.arange(256, dtype=torch.uint8).view(torch.float8_e8m0fnu).float()
-"""The scale that each byte of exponent means: 2^(byte - 127); NaN for 255."""
+"""The scale that each exponent byte means: 2^(byte - 127); NaN for 255."""
 _BYTES = 2**18
-"""Number of bytes that `dequantise` converts at a time, to bound memory: numpy needs eight bytes per index."""
+"""Number of bytes that `dequantise` converts at a time, to bound memory, because numpy needs eight bytes per index."""
 _BYTES_OF_GROUP = GROUP // 2
 _DIMENSIONS = 4
 _SHOWN = 10
@@ -54,7 +54,7 @@ def dequantise(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 class LastExpert(threading.local):
-    """Cache of the expert that a thread read last, because successive reads are often of the same expert."""
+    """Cache of the expert that a thread read last, because successive reads are often of one expert."""
 
     def __init__(self) -> None:
         self._of: tuple[StoredTensor, int] | None = None
@@ -76,7 +76,7 @@ class Mxfp4Experts:
     blocks: StoredTensor
     scales: StoredTensor
     last: LastExpert
-    """Cache that all weights of a folder share, so that a thread holds the bytes of one expert only."""
+    """Cache for all weights of a folder, so that each thread holds the bytes of one expert only."""
 
     @property
     def shape(self) -> Shape:
@@ -85,7 +85,7 @@ class Mxfp4Experts:
         return (experts, groups * GROUP, outputs)
 
     def read(self, start: int, numel: int) -> torch.Tensor:
-        """Read elements `start` to `start + numel` of the flattened (row-major) tensor, 1-D, from full experts."""
+        """Read elements `start` to `start + numel` of the flattened (row-major) tensor, 1-D."""
         _, inputs, outputs = self.shape
         first, last = start // outputs, -(-(start + numel) // outputs)
         parts = [
@@ -165,8 +165,8 @@ def pack(
     kept the bytes of `like`.
 
     A group's scale is the smallest power of two for which its largest number is at most 6. Midpoints between E2M1
-    numbers round to even. A group equal to `like` dequantised keeps the bytes of `like`, because other bytes with
-    another scale may represent the same numbers.
+    numbers round to even. A group that equals the dequantised group of `like` keeps those bytes, because different
+    bytes and scales may represent equal numbers.
     """
     groups = values.float().view(len(values), -1, GROUP)
     scale = next_power_of_two((groups.abs().amax(-1) / _HALF_BYTE[-1]).clamp_(min=torch.finfo(torch.float32).tiny))

@@ -1,4 +1,4 @@
-"""Checks if the quantised format that a config.json names in `quantization_config` can be read."""
+"""Checks whether the quantised format that config.json names in `quantization_config` can be read."""
 
 import json
 from collections.abc import Mapping

@@ -1,8 +1,8 @@
 """Parameters that a family uses in fp32 even in a 16-bit run.
 
 DeepSpeed 0.19.8 casts every parameter to the run's precision (runtime/keep_in_fp32.py excludes only buffers), and makes
-the optimizer's fp32 copies of the cast values. So the fp32 values are held here too, unsharded on each rank. Modules
-compute with them, and the 16-bit parameters get the gradients.
+the optimizer's fp32 copies of the cast values. So this module also holds the fp32 values, unsharded on each rank.
+Modules compute with them, and the 16-bit parameters get the gradients.
 """
 
 from functools import lru_cache
@@ -17,8 +17,6 @@ from ds_finetune.model.build.skeleton import Fragment, Where, full_fragment
 
 
 class _InFp32(torch.autograd.Function):
-    """Returns a parameter's fp32 value. Its gradient becomes the parameter's gradient."""
-
     @staticmethod
     def forward(ctx: Any, param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
         ctx.dtype = param.dtype
@@ -46,12 +44,12 @@ class Fp32Weights:
         self._of_param = {id(param): self.values[name] for name, param in self.params.items()}
 
     def where(self, param: torch.Tensor) -> Fragment:
-        """Fragment into which `param` is loaded: its fp32 value if it has one, else this rank's part of it."""
+        """The fragment into which `param` is loaded: its fp32 value if it has one, else this rank's part of `param`."""
         value = self._of_param.get(id(param))
         return self._where(param) if value is None else full_fragment(value)
 
     def round_into_parameters(self) -> None:
-        """Set the 16-bit parameters to their fp32 values, rounded."""
+        """Set each 16-bit parameter with an fp32 value to this value, rounded."""
         for name, param in self.params.items():
             self._where(param).write(self.values[name].view(-1))
 

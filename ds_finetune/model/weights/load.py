@@ -1,5 +1,5 @@
-"""Fills this rank's fragments of a model with weights from safetensors, and checks that no tensor is missing or
-unexpected; or initialises new weights.
+"""Fills this rank's fragments of a model with weights from safetensors, or with random values. Reading checks that no
+tensor is missing or unexpected.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ _ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 _FUSED_EXPERTS = re.compile(r"\.experts\.\w+$")
 _LANGUAGE_MODEL_HEAD = re.compile(r"^(lm_head|embed_out|output)\.(weight|bias)$")
 _DIGESTED = 256
-"""Maximum number of tensors of which a digest of weights reads the first row."""
+"""Maximum number of tensors whose first row enters a digest of weights."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class LoadReport:
 
 @dataclass(frozen=True)
 class _ModelTensor:
-    """A tensor of the model, with this rank's fragment of it and the checkpoint's tensors that make it up."""
+    """A tensor of the model: this rank's fragment of it, and the checkpoint's tensors that contain its values."""
 
     name: str
     fragment: Fragment
@@ -72,7 +72,7 @@ def load_weights(  # noqa: PLR0913
 
     Only this rank's `model_shard` of each tensor is read. For a pipeline stage `skeleton` is the complete model on the
     meta device, which the checkpoint must match. With `growth` the model has more tokens than the folder, and new rows
-    are initialised. Parameters in `may_be_missing` stay unchanged if the folder has nothing of their module.
+    are initialised. Parameters in `may_be_missing` stay unchanged if the folder has no tensor of their module.
 
     Names and shapes are compared before anything is written. ModelError lists tensors that are missing, unexpected or
     of wrong shape. FP8 weights are dequantised in fp32, only in the needed rows and columns. Values are cast to the
@@ -114,7 +114,7 @@ def open_weights(model: PreTrainedModel, folder: Path, *, family: Family) -> Hub
 def weights_digest(folder: Path) -> str:
     """Sixteen hexadecimal digits that identify a folder's weights, hashed from the first rows of many tensors.
 
-    A bf16 model and its fp32 copy have the same digest, as have an FP8 model and its bf16 copy.
+    A bf16 model and its fp32 copy have equal digests, and so have an FP8 model and its bf16 copy.
     """
     digest, hub = hashlib.sha256(), HubFolder(folder)
     keys = sorted(hub.shapes)
@@ -153,7 +153,7 @@ def initialise_weights(
 
 
 def draw_normal(param: nn.Parameter, *, deviation: float, seed: int, where: Where = full_fragment) -> None:
-    """Fill an unsharded parameter with normally distributed values that depend on `seed`, but not on the layout."""
+    """Fill an unsharded parameter with normally distributed values, which depend on `seed`, but not on the layout."""
     fragment = where(param)
     values = torch.randn(math.prod(fragment.shape), generator=torch.Generator().manual_seed(seed)) * deviation
     fragment.write(values)
@@ -217,7 +217,7 @@ def _model_tensors(
         shard = model_shard.tensor_shard(name, fragment.shape)
         first = shard.offsets[0] if shard.is_expert_parallel else 0
         pieces = hub_pieces(name, fragment.shape, family, first_expert=first)
-        # The last dimensions of a model's tensor are the dimensions of the checkpoint tensors in it.
+        # A model's tensor may have a first dimension of experts, which the checkpoint's tensors lack.
         offsets = shard.offsets[len(shard.offsets) - len(pieces[0].shape) :]
         yield _ModelTensor(name, fragment, pieces, offsets)
     for module_name, module in model.named_modules():
@@ -231,9 +231,9 @@ def _model_tensors(
 def _check_tensors(
     hub: HubFolder, expected: Mapping[str, tuple[int, ...]], model: PreTrainedModel, family: Family
 ) -> list[str]:
-    """Compare a checkpoint's tensors with the `expected` ones. Returns the names of the checkpoint's tensors that are
-    not loaded: a tied head, a language model's head if the model is a classifier, layers after the last one, and others
-    that the family allows.
+    """Compare a checkpoint's tensors with the `expected` ones. Returns the names of tensors that are not loaded: a tied
+    head, a language model's head if the model is a classifier, layers after the last one, and others that the family
+    allows.
     """
     _check_layout_of_experts(hub, expected, model, family)
     tied = dict(model.all_tied_weights_keys or {}) if model.config.tie_word_embeddings else {}
@@ -264,7 +264,7 @@ def _check_tensors(
 def _check_layout_of_experts(
     hub: HubFolder, expected: Mapping[str, tuple[int, ...]], model: PreTrainedModel, family: Family
 ) -> None:
-    """ModelError if only the checkpoint has a tensor per expert, and joining them is not supported."""
+    """ModelError if the checkpoint has a tensor for each expert, and joining them is not supported."""
     one_by_one = sorted(key for key in hub.shapes if key not in expected and _ONE_EXPERT.search(key))
     fused = sorted(key for key in expected if key not in hub.shapes and _FUSED_EXPERTS.search(key))
     if not family.fused_experts and one_by_one and fused:
@@ -286,7 +286,7 @@ def _copy_piece(hub: HubFolder, target: _ModelTensor, flat: torch.Tensor, piece:
     step = max(1, _STRIP_NUMEL // width)
     for low in range(first, last, step):
         values = _read_rows(hub, piece, slice(low, min(low + step, last)), target.offsets)
-        # Minimum and maximum of data with NaN are NaN. They are faster to compute than isfinite of all elements.
+        # Minimum and maximum of data with NaN are NaN. Computing them is faster than isfinite of all elements.
         if not all(map(math.isfinite, map(float, torch.aminmax(values)))):
             raise ModelError(
                 f"tensor `{piece.key}` of {hub.folder} holds NaN or infinity",

@@ -26,7 +26,7 @@ class Piece:
     shape: tuple[int, ...]
 
     def first_element(self, shape: tuple[int, ...]) -> int:
-        """Index of the piece's first element in the flattened tensor of `shape`. The piece's other elements follow."""
+        """Index of the piece's first element in the flattened tensor of `shape`. Its other elements follow."""
         begin, stride = 0, math.prod(shape)
         for size, part in zip(shape, self.index, strict=False):
             stride //= size
@@ -39,7 +39,7 @@ def hub_pieces(name: str, shape: tuple[int, ...], family: Family, *, first_exper
 
     Fused experts `gate_up_proj` [experts, 2 x inner, hidden] and `down_proj` [experts, hidden, inner] are a matrix per
     expert and projection in checkpoints (transformers 5.23, conversion_mapping.py:51-53, 1270). Other tensors are the
-    same in both. `first_expert` is the number in the layer of the tensor's first expert.
+    same in both. `first_expert` is the number of the tensor's first expert in the layer.
     """
     names = family.published_mlp
     fused = _FUSED.match(name) if family.fused_experts else None
@@ -64,7 +64,7 @@ def published_names(shapes: Mapping[str, tuple[int, ...]], family: Family) -> tu
 
 
 def published_name(name: str, family: Family) -> str:
-    """Name in a published checkpoint of the model's tensor `name`, which must not be of fused experts.
+    """Name in a published checkpoint of the model's tensor `name`, which must not be a tensor of fused experts.
 
     For a model type that is not in the table of families, it is the name by which transformers saves the tensor.
     """
@@ -84,7 +84,7 @@ def canonical_name(key: str, family: Family) -> str:
             name = renaming.rename_source_key(name)[0]
         return name
 
-    # transformers' patterns also match some names of the model itself, recognised by renaming them back.
+    # transformers' patterns also match some names of the model itself. Such names do not survive renaming back.
     renamed, original = published_name(in_model(key), family), published_name(key, family)
     return original if renamed != key and in_model(original) == key else renamed
 

@@ -95,8 +95,8 @@ def _parse(tree: Any, begin: int) -> Header:  # noqa: ANN401 - whatever a file h
 
 
 def _parse_entry(name: str, item: Mapping[str, Any], data: int, end: int) -> HeaderEntry:
-    """Parse a tensor's entry in the header. The data of all tensors begins at byte `data` of the file; ValueError if
-    this tensor's does not begin at byte `end`.
+    """Parse a tensor's entry in the header. The data of all tensors begins at byte `data` of the file. ValueError if
+    the data of this tensor does not begin at byte `end`.
     """
     if item["dtype"] not in SAFETENSORS_DTYPES:
         raise ValueError(f"`{name}` is {item['dtype']}, not one of {', '.join(SAFETENSORS_DTYPES)}")
@@ -142,7 +142,7 @@ class DataFile:
         return descriptor
 
     def read_into(self, view: memoryview, offset: int) -> None:
-        """Fill `view` with the file's bytes from `offset`. EOFError if the file is too short."""
+        """Fill `view` with the bytes of the file from `offset` on. EOFError if the file is too short."""
         while view:
             num_read = os.preadv(self._descriptor, [view], offset)
             if not num_read:
@@ -167,7 +167,7 @@ class SafetensorsFile(DataFile):
 
 
 class Scratch(threading.local):
-    """A buffer for each thread that grows with need, because allocating memory takes longer than reading into it."""
+    """A buffer for each thread, which grows when needed: allocating memory takes longer than reading into it."""
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)

@@ -14,7 +14,7 @@ from ds_finetune.model.build.hub_folder import HubFolder, Shape
 
 _EMBEDDING = re.compile(r"\b(embed_tokens|word_embeddings|embed_in|wte|embed)\.weight$")
 _COMPARED, _MARGIN = 256, 1.25
-"""To find untrained embeddings: maximum number of embeddings to compare with, and tolerated ratio of distances."""
+"""Maximum number of embeddings with which to compare one that may be untrained, and tolerated ratio of distances."""
 _STRIP_NUMEL = 2**20
 """Number of elements of a published tensor that are read at a time, rounded to full rows."""
 
@@ -54,8 +54,8 @@ def untrained_rows(folder: Path, candidates: Collection[int], used: Collection[i
     """Token ids among `candidates` whose embeddings in the weights of `folder` look untrained.
 
     An embedding looks untrained if it is about as near to the mean embedding of unused ids (not in `used`) as their own
-    embeddings are. If all ids are used, its distance to the mean must be below half the median distance. Nothing looks
-    untrained if most other used embeddings are as near too, as in a model that was trained for a few steps only.
+    embeddings are. If all ids are used, its distance to the mean must be below half the median distance. No embedding
+    looks untrained if most other used ones are as near, as in a model that was trained for a few steps only.
     """
     hub = HubFolder(folder)
     table = next((key for key, shape in hub.shapes.items() if _EMBEDDING.search(key) and len(shape) == 2), None)
@@ -77,7 +77,7 @@ def untrained_rows(folder: Path, candidates: Collection[int], used: Collection[i
 
 
 class GrownFolder(HubFolder):
-    """Published weights with the shapes of a model with more tokens: `rows` reads published rows and samples new ones.
+    """Published weights with the shapes of a larger vocabulary. `rows` reads published rows and samples new ones.
 
     Columns of new rows are normally distributed, with mean and standard deviation of the published rows. Samples depend
     on the tensor's name and the seed, not on the layout. Tensors with a row per token are found by their shapes.
@@ -98,7 +98,7 @@ class GrownFolder(HubFolder):
         self.shapes = {**self.shapes, **grown}
 
     def rows(self, key: str, first: int, last: int, within: tuple[slice, ...] = ()) -> torch.Tensor:
-        """Read rows `first` to `last` of a tensor, of which `within` selects ranges of columns. The thread's next read
+        """Read rows `first` to `last` of a tensor. `within` selects ranges of columns. The thread's next read
         overwrites the result.
         """
         before = self._growth.before
