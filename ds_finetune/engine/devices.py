@@ -56,7 +56,7 @@ def why_no_gpu() -> str:
 
 
 def visible_device(local_rank: int) -> int:
-    """Index of the GPU of a local rank among the GPUs that the process sees; 0 if each process sees only its own GPU.
+    """Index of a local rank's GPU among the GPUs that the process sees; 0 if each process sees only its own GPU.
     LaunchError if there are more local ranks than visible GPUs.
     """
     count = torch.cuda.device_count()
@@ -112,7 +112,7 @@ def choose_device() -> str:
     device = "cuda" if usable and requested != "cpu" else "cpu"
     if device == "cuda" and torch.version.cuda:
         # Expandable segments keep torch's allocator from wasting gigabytes by fragmentation. torch reads the variable
-        # when CUDA is first used (2.13, c10/core/AllocatorConfig.h). The default is kept if the user has set the
+        # when CUDA is first used (2.13, c10/core/AllocatorConfig.h). The default stays if the user has set the
         # variable, if NCCL registers torch's memory, which excludes expandable segments, and in WSL 2, where a first
         # allocation may fail (pytorch issue 192330).
         is_chosen = any(name in os.environ for name in (*_ALLOCATOR, "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"))
@@ -128,7 +128,7 @@ _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def allocator_settings() -> str:
-    """Settings of torch's GPU allocator, by the user or this program; empty if none are set."""
+    """Settings of torch's GPU allocator, made by the user or this program; empty if there are none."""
     return next((os.environ[name] for name in _ALLOCATOR if name in os.environ), "")
 
 
@@ -189,8 +189,8 @@ def own_device(world: World, device: str) -> str:
 
 
 def check_same_devices(texts: list[str]) -> None:
-    """Raise LaunchError if ranks use different device types, or if two ranks use the same GPU. `texts` are the results
-    of `own_device` by rank.
+    """Raise LaunchError if ranks use different device types, or if two ranks use one GPU. `texts` are the results of
+    `own_device` by rank.
     """
     ranks = [json.loads(text) for text in texts]
     first = ranks[0]
@@ -218,7 +218,7 @@ _WORDS = (
     "Cuda failure 'out of memory'",
     "Cuda failure 2 'out of memory'",
 )
-"""Texts of RuntimeErrors that mean out of memory in torch 2.13: from its CPU allocator (c10/core/impl/alloc_cpu.cpp),
+"""Parts of RuntimeErrors that mean out of memory in torch 2.13: from its CPU allocator (c10/core/impl/alloc_cpu.cpp),
 C++, CUDA driver calls, cuBLAS workspaces, and NCCL, whose older versions omit the number.
 """
 
@@ -269,13 +269,12 @@ class PeakMemory:
 
 
 def _bytes_besides_torch(index: int) -> int:
-    """Used bytes of a GPU that do not belong to torch's allocator in this process."""
     free, total = torch.cuda.mem_get_info(index)
     return total - free - torch.cuda.memory_reserved(index)
 
 
 def peak_bytes(device: str) -> int:
-    """Peak memory of this process in bytes: allocated by tensors on its GPU, or resident on the host."""
+    """Peak memory of this process in bytes: of tensors on its GPU, or resident in host memory."""
     if device == "cuda":
         return torch.cuda.max_memory_allocated()
     unit = 1 if sys.platform == "darwin" else 1024

@@ -73,7 +73,7 @@ class Engine:
     random_parameters: tuple[str, ...] = ()
     """Names of this rank's randomly initialised parameters, which the model's folder lacks."""
     has_bad_gradient = False
-    """Whether any rank had a non-finite gradient in the latest step."""
+    """Whether a gradient of any rank was NaN or infinite in the latest step."""
     own_norms: Mapping[str, float] = MappingProxyType({})
     """Latest gradient norms of parameters that only an auxiliary loss trains, by the name of that loss."""
 
@@ -88,7 +88,6 @@ class Engine:
         self._probe = FiniteProbe(named_parameters(wrapped.module))
         self._full_tensors = FullTensors(wrapped.module, plan, groups, self._device)
         self._kept: KeptWeights | None = None
-        """Copy of the weights of the objective's reference model, if `keep_as_reference` has made one."""
 
     @property
     def lm(self) -> nn.Module:

@@ -51,10 +51,10 @@ def answer_prompts(
                     do_sample=False,
                     max_new_tokens=limits.max_new_tokens,
                     eos_token_id=list(limits.stop_ids),
-                    # Padding ids are generated only after an answer has ended, while other ranks still generate.
+                    # Only an answer that has ended gets padding ids, while other ranks still generate.
                     pad_token_id=0,
-                    # Models with modules that run only at certain lengths use no cache: other ranks would wait to
-                    # gather these modules' weights.
+                    # Some modules run only at certain lengths. With a cache these lengths would differ between ranks,
+                    # which gather the modules' weights together.
                     use_cache=not (is_collective and lm._is_stateful),
                     # A rank whose answer has ended still runs the model until the answers of all ranks have ended.
                     synced_gpus=is_collective,

@@ -46,7 +46,7 @@ def global_gradient_norm(params: Sequence[nn.Parameter], groups: Groups, device:
             and not is_copy(param)
             and (param.model_parallel, is_expert(param)) == (has_shards, has_experts)  # type: ignore[attr-defined]
         ]
-        # Without gradients, torch would compute the norm on the host, so it is made here.
+        # Without gradients, torch would return the norm on the host instead of `device`.
         part = torch.nn.utils.get_total_norm(grads).to(device) ** 2 if grads else torch.zeros((), device=device)
         for group, is_distributed in ((groups.tensor, has_shards), (groups.experts, has_experts), (groups.stage, True)):
             if group is not None and is_distributed:
@@ -79,7 +79,7 @@ class FiniteProbe:
         return ~torch.isfinite(torch.stack(list(self._seen.values())).sum())
 
     def culprit(self, mesh: Mesh) -> str:
-        """Text that names the parameter with the first non-finite gradient, and the rank that found it; collective."""
+        """Text that names the parameter with the first non-finite gradient, and a rank that has it; collective."""
         names = all_gather_object(
             next((self._names[index] for index, value in self._seen.items() if not bool(torch.isfinite(value))), None)
         )
@@ -92,7 +92,7 @@ class FiniteProbe:
         return culprits[0] if culprits else "no single gradient; the reduction overflowed"
 
     def _check(self, index: int, grad: torch.Tensor) -> None:
-        # x * 0 is 0 for finite x and NaN otherwise. fp16 is summed in fp32, since a sum of fp16 values may overflow.
+        # x * 0 is 0 for finite x and NaN otherwise. fp16 is summed in fp32, because a sum of fp16 values may overflow.
         # torch accumulates sums of bf16 in fp32, and on a CPU another dtype would cost a copy.
         wide = torch.float32 if grad.dtype == torch.float16 else None
         zero_or_nan = (grad.detach().sum(dtype=wide) * 0).float()
@@ -100,8 +100,8 @@ class FiniteProbe:
 
 
 def _depth(name: str, *, is_last: bool) -> float:
-    """Position of a parameter in the model, for sorting: the number of its layer, -1 for the embedding, and infinity
-    for the final norm and the head, which are on the last pipeline stage.
+    """Position of a parameter in the model, for sorting: its layer number, -1 for the embedding, and infinity for the
+    final norm and the head, which are on the last pipeline stage.
     """
     layer = _LAYER.search(name)
     return int(layer[1]) if layer else math.inf if is_last else -1

@@ -29,9 +29,9 @@ def scale_for_deepspeed(loss: torch.Tensor, *, zero_ranks: int) -> torch.Tensor:
     """The loss (scalar) on which `backward` is called, from a micro-batch's contribution to the loss of the global
     batch.
 
-    DeepSpeed divides gradients by its `zero_ranks` ranks when it reduces them (0.19.8, zero/stage_1_and_2.py,
-    engine.allreduce_bucket). The contributions of all ranks already add up to the mean, so each is multiplied by that
-    number.
+    DeepSpeed divides gradients by the number of its ranks, `zero_ranks`, when it reduces them (0.19.8,
+    zero/stage_1_and_2.py, engine.allreduce_bucket). The contributions of all ranks already add up to the mean, so each
+    is multiplied by that number.
 
     The result must be another tensor than the one that the module returned. At stage 0, DeepSpeed would divide the
     gradient of the module's output by the accumulation steps (runtime/engine.py:3179), because the output's hook runs
@@ -41,7 +41,7 @@ def scale_for_deepspeed(loss: torch.Tensor, *, zero_ranks: int) -> torch.Tensor:
 
 
 def detached_sums(out: LossAndSums | StageOutput, number: int) -> torch.Tensor:
-    """The sums that a forward has returned, fp64 [number]: first those of the objective, then those of auxiliary
-    losses. On pipeline stages before the last, which do not compute the objective, its sums are zeros.
+    """The sums that a forward has returned, fp64 [number]: the sums of the objective, then those of auxiliary losses.
+    Pipeline stages before the last do not compute the objective; there its sums are zeros.
     """
     return functional.pad(out.sums, (number - len(out.sums), 0))

@@ -20,7 +20,7 @@ class StageForward(NamedTuple):
     """Result of a pipeline stage's forward."""
 
     loss: torch.Tensor | None
-    """Scaled loss of the last stage, a scalar; on other stages the auxiliary losses of their layers, or None."""
+    """On the last stage the scaled loss, a scalar; on other stages the auxiliary losses of their layers, or None."""
     hidden: torch.Tensor | None
     """Hidden states [batch, tokens, width] for the next stage; None on the last stage."""
 
@@ -46,7 +46,7 @@ class _WithGradient(torch.autograd.Function):
 
 def run_1f1b(stage: PipelineGroup, batches: Sequence[ForwardRows], forward: Forward, backward: Backward) -> None:
     """Run forward and backward of all micro-batches by DeepSpeed's 1F1B schedule (0.19.8, pipe/schedule.py:189).
-    Neighbours send and receive in matching order, so sends may block. A stage keeps the activations of as many
+    Neighbouring stages send and receive in matching order, so sends may block. A stage keeps the activations of as many
     micro-batches as there are stages from it to the last stage, inclusive.
     """
     from deepspeed.runtime.pipe import schedule
@@ -56,7 +56,7 @@ def run_1f1b(stage: PipelineGroup, batches: Sequence[ForwardRows], forward: Forw
     arrived: dict[int, torch.Tensor | None] = {}
     done: dict[int, StageForward] = {}
     grads: dict[int, torch.Tensor] = {}
-    # RecvActivation needs no action: the forward itself receives the hidden states (model/parallel/pipeline.py).
+    # The schedule's RecvActivation needs no action: the forward receives hidden states (model/parallel/pipeline.py).
     actions: dict[type, Callable[[int], object]] = {
         schedule.ForwardPass: lambda slot: (
             done.update({slot: forward(next(waiting))}),
@@ -100,13 +100,12 @@ def grad_of(tensor: torch.Tensor | None) -> torch.Tensor:
 
 
 class _TensorMessage(NamedTuple):
-    """An asynchronous send or receive. Its tensor must stay in memory until it is complete."""
+    """An asynchronous send or receive. Its tensor must stay in memory until the transfer is complete."""
 
     tensor: torch.Tensor
     work: dist.Work | None
 
     def wait(self) -> torch.Tensor:
-        """Wait for the send or receive to complete, and return its tensor."""
         if self.work is not None:
             self.work.wait()
         return self.tensor
@@ -130,7 +129,7 @@ def run_interleaved_1f1b(
         arriving = step.receive(turns[0])
         for number, turn in enumerate(turns, start=1):
             arrived = arriving.wait() if arriving is not None else None
-            # The next input is received while this forward or backward is computed.
+            # Receiving the next input overlaps with the computation of this forward or backward.
             arriving = step.receive(turns[number]) if number < len(turns) else None
             if turn.is_forward:
                 step.run_forward(turn, arrived, forward)
@@ -152,7 +151,7 @@ class _InterleavedStep:
         self._sent_grads: deque[_TensorMessage] = deque()
 
     def receive(self, turn: PipelineTurn) -> _TensorMessage | None:
-        """Begin to receive the input of `turn`, a forward or backward of a chunk of layers; None if it has none."""
+        """Begin to receive the input of `turn`, a forward or backward of a chunk of layers; None if it has no input."""
         stage = self._stage
         is_edge = (stage.is_first and turn.chunk == 0) if turn.is_forward else self._is_last_of_model(turn)
         if is_edge:
@@ -163,7 +162,6 @@ class _InterleavedStep:
         return _TensorMessage(into, dist.irecv(into, group=group, group_src=source))
 
     def run_forward(self, turn: PipelineTurn, arrived: torch.Tensor | None, forward: Forward) -> None:
-        """Run the forward of a chunk of layers on the received hidden states, and send its output."""
         key, stage = (turn.chunk, turn.micro), self._stage
         stage.running_chunk = turn.chunk
         stage.input_hidden_states = self._arrived[key] = arrived.requires_grad_() if arrived is not None else None
@@ -172,10 +170,9 @@ class _InterleavedStep:
             self._sent[key] = self._send(hidden_of(self._done[key]).detach(), is_forward=True)
 
     def run_backward(self, turn: PipelineTurn, arrived: torch.Tensor | None, backward: Backward) -> None:
-        """Run the backward of a chunk of layers from its output's gradient, and send its input's gradient back."""
         key = turn.chunk, turn.micro
         if arrived is not None:
-            # This gradient shows that the next rank has received these hidden states, so their send is complete.
+            # The received gradient shows that the next rank has the hidden states, so their send is complete.
             self._sent.pop(key).wait()
         backward(scalar_of(self._done.pop(key), arrived))
         received = self._arrived.pop(key)
@@ -186,7 +183,6 @@ class _InterleavedStep:
             self._sent_grads.popleft().wait()
 
     def wait_for_sends(self) -> None:
-        """Wait until all hidden states and gradients have been sent."""
         assert not self._done
         assert not self._sent
         while self._sent_grads:

@@ -113,7 +113,7 @@ def placement_of(lm: PreTrainedModel, plan: Plan, groups: Groups) -> AdapterPlac
 
 
 def _partition_like_model(lm: PreTrainedModel, params: list[nn.Parameter]) -> None:
-    """Partition new parameters by the same `zero.Init` context as the parameters of `lm` (DeepSpeed 0.19.8,
+    """Partition new parameters by the `zero.Init` context that partitioned the parameters of `lm` (DeepSpeed 0.19.8,
     zero/partition_parameters.py:1660).
     """
     partitioned: Any = next(param for param in lm.parameters() if hasattr(param, "ds_tensor"))
@@ -216,7 +216,7 @@ def install_head(lm: PreTrainedModel, plan: Plan, model: ModelPlan, groups: Grou
 
 def arrange_forward(lm: PreTrainedModel, plan: Plan, model: ModelPlan) -> None:
     """Change how the modules of `lm` compute the forward, by the run file: fused kernels, activation checkpointing and
-    its offload, tiled MLPs. Without tiled MLPs, shared experts are computed before routed ones.
+    its offload, tiled MLPs. Without tiled MLPs, shared experts are computed before routed experts.
     """
     from deepspeed.utils import set_z3_leaf_module
 
@@ -230,11 +230,11 @@ def arrange_forward(lm: PreTrainedModel, plan: Plan, model: ModelPlan) -> None:
     if plan.train.activation_offload:
         offload_layer_inputs(lm)
     for module in install_tiled_mlps(lm, tiles=model.mlp_tiles) if model.mlp_tiles > 1 else ():
-        # As a leaf module, an MLP is gathered by ZeRO-3 before its first tile, and released after its last tile.
+        # ZeRO-3 gathers a leaf module's weights once before its first tile, and releases them after its last tile.
         set_z3_leaf_module(module, True)
     if model.mlp_tiles == 1 and not family_of(model.hf_config.model_type).is_generic:
-        # A tiled MLP computes its routed experts apart from the shared ones, and again in backward, so shared experts
-        # are not computed ahead.
+        # A tiled MLP computes its routed experts apart from the shared ones, and again in backward. So its shared
+        # experts are not computed ahead.
         compute_shared_experts_ahead(lm)
 
 

@@ -1,7 +1,7 @@
 """Batches as one rank uses them: its own tokens of each row, ready to be copied to its device.
 
-All numbers of tokens and documents are computed on the host before the copy, because reading them from a GPU would
-synchronise it.
+All numbers of tokens and documents are computed on the host before the copy, because reading them from a GPU would make
+the host wait.
 """
 
 from dataclasses import dataclass, replace
@@ -16,12 +16,12 @@ from ds_finetune.objectives.objective import AnswerNumbers
 
 @dataclass(frozen=True)
 class RankBatch(Batch):
-    """A batch with the rows of each of its forward passes. Of each row, this rank has its own tokens."""
+    """A batch with the rows of each of its forwards. This rank has its own tokens of each row."""
 
     rows: tuple[ForwardRows, ...] = ()
-    """The rows of each forward, one for each micro-batch in `micro`."""
+    """The rows of each forward, one entry for each micro-batch in `micro`."""
     baseline_rows: tuple[ForwardRows, ...] = ()
-    """The rows of each forward for the objective's baseline, one for each micro-batch in `baseline`."""
+    """The rows of each forward for the objective's baseline, one entry for each micro-batch in `baseline`."""
 
 
 def rank_batch(batch: Batch, sequence: SequenceParallelGroup | None, device: torch.device) -> RankBatch:
@@ -52,7 +52,7 @@ def rows_on_device(rows: ForwardRows, device: torch.device) -> ForwardRows:
 
 
 def host_rows(micro: MicroBatch, sequence: SequenceParallelGroup | None) -> ForwardRows:
-    """The rows of a micro-batch, in host memory. With sequence parallelism, a rank gets its own tokens of each row."""
+    """The rows of a micro-batch, in host memory. With sequence parallelism they have this rank's tokens only."""
 
     def shard(rows: torch.Tensor) -> torch.Tensor:
         return rows if sequence is None else sequence.shard(rows).contiguous()

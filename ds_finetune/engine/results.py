@@ -21,7 +21,7 @@ from ds_finetune.objectives.objective import LossAndSums
 from ds_finetune.plan.mesh import Mesh
 
 DocumentScores = NDArray[np.float64]
-"""For each document, the first output of the classification head and the target, fp64 [documents, 2]."""
+"""The first output of the classification head and the target of each document, fp64 [documents, 2]."""
 NO_SCORES: DocumentScores = np.zeros((0, 2))
 
 
@@ -58,7 +58,7 @@ def read_step(
     sums: torch.Tensor, is_bad: torch.Tensor, counts: torch.Tensor, extras: Sequence[ExtraLoss], mesh: Mesh
 ) -> StepReading:
     """Sum the results of all ranks and read them; collective. `sums`, fp64 [sums], and the scalar `is_bad` are results
-    of this rank's forwards; `counts`, fp64 [units], are the units of its rows. Values that several ranks share count
+    of this rank's forwards; `counts`, fp64 [units], are the units of its rows. A value that several ranks share counts
     once.
     """
     tables = {extra.name: table for extra in extras if (table := extra.counted(mesh)) is not None}
@@ -90,7 +90,7 @@ def check_counts(expected: Mapping[str, float], counts: Mapping[str, float]) -> 
 
 
 def global_counts(batch: Batch, mesh: Mesh, device: torch.device) -> torch.Tensor:
-    """Numbers of units in the global batch, fp64 [units] on `device`: stated by `batch`, or summed over ranks."""
+    """Numbers of units in the global batch, fp64 [units] on `device`: as `batch` states, or summed over ranks."""
     if batch.global_counts is not None:
         return copy_to_device(unit_counts(batch.global_counts), device)
     counts = copy_to_device(unit_counts(batch.counts), device)
@@ -101,7 +101,7 @@ def global_counts(batch: Batch, mesh: Mesh, device: torch.device) -> torch.Tenso
 @dataclass(frozen=True)
 class StepResult:
     """Result of one optimizer step, identical on every rank except `communication`. `metrics` are those of the loss,
-    `loss` first; `culprit` names the parameter and the rank of a non-finite gradient.
+    `loss` first. `culprit` names the parameter and the rank of a non-finite gradient.
     """
 
     metrics: Mapping[str, float]
@@ -115,7 +115,7 @@ class StepResult:
     counted: Mapping[str, Any] = field(default_factory=dict)
     """Counts of auxiliary losses in the step, such as tokens per expert, by the name of the loss."""
     communication: StepCommunication | None = None
-    """Bytes and seconds of this rank's collectives; None with a single rank."""
+    """Bytes and seconds of this rank's collectives in the step; None with a single rank."""
 
     @property
     def loss(self) -> float:
@@ -132,9 +132,9 @@ class HeldOutScores:
     is_per_token: bool = True
     """Whether the loss is a mean over tokens, so that it has a perplexity."""
     sums: Mapping[str, float] = field(default_factory=dict)
-    """The sums over all held-out rows from which the metrics are computed, by name."""
+    """Sums over all held-out rows, by name, from which the metrics are computed."""
     scores: DocumentScores = field(default_factory=NO_SCORES.copy, repr=False)
-    """Scores and targets of all documents, if a metric needs all of them."""
+    """Scores and targets of all documents; empty unless a metric needs them."""
 
     @property
     def loss(self) -> float:

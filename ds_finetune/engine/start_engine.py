@@ -34,9 +34,9 @@ from ds_finetune.plan.plan import Plan, check_largest_slice
 
 @contextmanager
 def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) -> Iterator[Engine]:
-    """Context with the engine: builds `model` under the ZeRO stage of `plan`. It needs an open process group. Without
-    `loads_weights` parameters are zeros, into which a checkpoint is restored. If some parameters are frozen, weights
-    are loaded nevertheless, because checkpoints lack frozen weights.
+    """Context with the engine, which builds `model` under the ZeRO stage of `plan`. It needs an open process group.
+    Without `loads_weights` parameters are zeros, into which a checkpoint is restored. If some parameters are frozen,
+    weights are loaded nevertheless, because checkpoints lack frozen weights.
     """
     from deepspeed.utils import set_log_level_from_string
 
@@ -65,7 +65,7 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
         trained.in_fp32 = in_fp32
         wrapped, optimizer = _start_deepspeed(trained, plan, groups)
         stack.enter_context(destroyed_at_end(wrapped, plan.world))
-        # Losses of features are added after `deepspeed.initialize`: DeepSpeed's hooks must run before theirs.
+        # DeepSpeed's hooks must run before the hooks of features, so losses are added after `deepspeed.initialize`.
         trained.extras = tuple(filter(None, (feature.extra_loss(trained, parts) for feature in features)))
         correct_start(trained, optimizer, plan, groups)
         engine = Engine(wrapped, plan, groups, model.objective)
@@ -77,8 +77,8 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
             OwnClipping(engine, optimizer, groups)
         engine.random_parameters = random_parameters
         # Dropout uses torch's generator. Ranks with different tokens or layers have different seeds. Tensor parallel
-        # ranks have the same seed, since they generate masks of whole activations. A resumed run restores the
-        # generator's state.
+        # ranks have equal seeds, because they sample masks of full activations. A resumed run restores the generator's
+        # state.
         coordinates = ".".join(str(plan.mesh.coordinate(axis)) for axis in ("dp", "sp", "pp"))
         torch.manual_seed(seed_of(plan.train.seed, f"dropout.{coordinates}"))
         with engine.meter.counting():
@@ -86,7 +86,6 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
 
 
 def _check_offload(plan: Plan, model: ModelPlan) -> None:
-    """Raise ConfigError if the plan offloads to an unsuitable disk, or with buffers that are too small."""
     for folder in nvme_folders(plan):
         check_nvme_folder(Path(folder), f"probe-rank{plan.world.rank}")
     if plan.offload_param == "nvme":
@@ -98,7 +97,7 @@ def _check_offload(plan: Plan, model: ModelPlan) -> None:
 def _start_deepspeed(trained: TrainedModel, plan: Plan, groups: Groups) -> tuple[Any, Any]:
     import deepspeed
 
-    # With adapters, no expert may be trained, and then DeepSpeed must not expect gradients of experts.
+    # With adapters no expert may be trained. Then DeepSpeed must not expect gradients of experts.
     trains_experts = any(is_expert(param) and param.requires_grad for param in trained.parameters())
     if groups.experts is not None and plan.zero_stage < 3 and trains_experts:
         trained.has_experts = experts_marker(groups.experts.size)

@@ -41,7 +41,7 @@ INPUT_AT = {
     RECEIVE: (RECEIVE, 0),
 }
 """For each method of a process group: its kind of collective, and the index of the argument that is this rank's input
-(of a receive, the tensor to fill). Some methods are only called by older or newer versions of torch.
+(of a receive, the tensor to fill). Only older or newer versions of torch call some of these methods.
 """
 POINT_TO_POINT = (SEND, RECEIVE)
 
@@ -109,9 +109,9 @@ def _with_total(by_kind: Mapping[str, float]) -> list[tuple[str, float]]:
 
 
 class CommunicationMeter:
-    """Counts bytes and seconds of this process's collectives by kind. Sends and receives count as one kind. With
-    `is_blocking`, a collective has ended when its call, or the wait for it, returns; only then it can be timed. The
-    time includes waiting for slower ranks. It is time of the host: overlapping collectives are not counted twice.
+    """Counts bytes and seconds of this process's collectives by kind. Sends and receives are one kind. Only with
+    `is_blocking` a call, or the wait for it, returns at the end of the collective, so that it can be timed. The time
+    includes waiting for slower ranks. It is time of the host: overlapping collectives are not counted twice.
     """
 
     def __init__(self, *, is_blocking: bool) -> None:

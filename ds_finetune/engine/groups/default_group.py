@@ -22,17 +22,17 @@ from ds_finetune.foreign.torch_distributed import abort_groups, default_timeout
 from ds_finetune.system.world import World
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-"""Default timeout of collectives, and of the rendezvous, when there is no process group yet."""
+"""Default timeout of collectives, and of the rendezvous before there is a process group."""
 
 REPORT_AFTER, _PAUSE = 20, 0.1
-"""Seconds after which a waiting rank reports which ranks are missing, and seconds between two checks."""
+"""Seconds after which a waiting rank reports which ranks are missing, and seconds between two checks for them."""
 
 
 def meet(world: World, *, timeout: timedelta = COLLECTIVE_TIMEOUT) -> dist.Store:
-    """Rendezvous of the ranks of `world`: returns the store that they share when every rank has connected. RunError
-    after `timeout`, and on rank zero if the port is in use. This timeout is separate from the timeout of collectives,
-    which torch's own rendezvous uses (torch 2.13, distributed_c10d.py:1893) and which may be far shorter. Successive
-    runs of a process share one store, in which each run has a prefix.
+    """Rendezvous of the ranks of `world`. Returns the store that they share when every rank has connected. RunError
+    after `timeout`, and on rank zero if the port is in use. torch's own rendezvous would use the timeout of collectives
+    (torch 2.13, distributed_c10d.py:1893), which may be far shorter. Successive runs of a process share one store, in
+    which each run has a prefix.
     """
     world.set_environment(os.environ)
     address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
@@ -70,7 +70,6 @@ class _RankWait:
     is_reported: bool = False
 
     def pause(self, reason: Callable[[], str]) -> None:
-        """Sleep briefly, and print the reason for waiting once. RunError after the timeout."""
         seconds = time.monotonic() - self.began
         if seconds > self.timeout.total_seconds():
             raise self.error(reason())
@@ -80,7 +79,6 @@ class _RankWait:
         time.sleep(_PAUSE)
 
     def error(self, reason: str) -> RunError:
-        """The error to raise if the rendezvous has failed for `reason`, e.g. ranks that have not connected."""
         return RunError(
             f"rank {self.rank} has not reached the other ranks at {self.address} within {self.timeout}: {reason}",
             hint="see the logs of the other ranks for an earlier failure, check that the address is rank 0's, or raise "
@@ -93,7 +91,7 @@ _STORES: dict[tuple[str, str, int, int], dist.Store] = {}
 
 def _store_at(address: str, port: str, rank: int, world_size: int, wait: _RankWait) -> dist.Store:
     """The store of all ranks. Rank 0 serves it while its process lives, or torchrun's agent serves it. A rank may begin
-    its next run while rank 0 still ends the previous one. All waiting happens here, because waiting inside torch would
+    its next run while rank 0 still ends the previous run. All waiting happens here, because waiting inside torch would
     not react to Ctrl-C.
     """
     key = address, port, rank, world_size
@@ -151,8 +149,8 @@ def process_group(
             with deepspeed_local_rank(index):
                 yield
         except BaseException:
-            # After an error, do not wait for other ranks, which may never answer: releasing DeepSpeed's groups may wait
-            # for them. A single rank waits for nobody, and its process may start another run.
+            # After an error, other ranks may never answer, and releasing DeepSpeed's groups may wait for them, so the
+            # groups are aborted. A single rank waits for nobody, and its process may start another run.
             if world.world_size > 1 and dist.get_backend() == "nccl":
                 abort_groups()
                 raise

@@ -92,7 +92,6 @@ class _GroupMaker:
         self._by_ranks: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
 
     def along(self, *axes: Axis) -> dist.ProcessGroup:
-        """This rank's process group along mesh `axes`. Calls for the same ranks share one group."""
         return self.shared(self.mesh.groups(*axes))
 
     def shared(self, rank_lists: list[list[int]]) -> dist.ProcessGroup:
@@ -111,7 +110,6 @@ class _GroupMaker:
         return self._groups[-1]
 
     def destroy(self) -> None:
-        """Destroy the process groups of this rank."""
         self._by_ranks.clear()
         while self._groups:
             dist.destroy_process_group(self._groups.pop())

@@ -1,6 +1,6 @@
 """Lock on the folder in which torch compiles an operator.
 
-Other processes report which process they wait for, and a killed process leaves no lock behind.
+Waiting processes report the process that holds the lock, and a killed process leaves no lock behind.
 """
 
 import os
@@ -22,7 +22,7 @@ _LOCK = Foreign("torch", "utils/cpp_extension.py:2345, utils/file_baton.py")
 REPORT_SECONDS, FIRST_REPORT_SECONDS = 30.0, 5.0
 QUIET_SECONDS = 600.0
 """Seconds without a change in the folder after which the lock of another program counts as abandoned. Each source file
-of DeepSpeed compiles faster.
+of DeepSpeed compiles faster than this.
 """
 _PAUSE = 0.2
 
@@ -31,7 +31,7 @@ _PAUSE = 0.2
 def reported_lock(say: Say) -> Iterator[None]:
     """Context in which torch compiles under a `_ReportedBaton` instead of its own lock. torch's own lock is an empty
     file: if its owner is killed, others wait forever without a message. Here `say` reports the compilation, the removal
-    of an abandoned lock and, on a host's first rank, the process that is waited for.
+    of an abandoned lock and, on a host's first rank, the process that holds the lock.
     """
     from torch.utils import cpp_extension
 
@@ -78,7 +78,6 @@ class _ReportedBaton(FileBaton):
         return True
 
     def release(self) -> None:
-        """Remove torch's lock file, and release the file lock."""
         super().release()
         self._file_lock.release()
         if self._began is not None and self._is_built:
@@ -107,7 +106,7 @@ class _ReportedBaton(FileBaton):
         return False
 
     def _unchanged_seconds(self) -> float:
-        """Seconds since the newest change of torch's lock or of a file beside it; 0 if there is no lock."""
+        """Seconds since the newest change of torch's lock file or of a file beside it; 0 if there is no lock file."""
         try:
             changed = self._path.stat().st_mtime
         except FileNotFoundError:

@@ -37,7 +37,7 @@ _CAUSE = re.compile(
 
 _ELEMENTS = 512 * 1024
 _AIO_ARGUMENTS = ("block_size", "queue_depth", "single_submit", "overlap_events", "intra_op_parallelism")
-"""Keys of DeepSpeed's section `aio`, in the order of the arguments of `aio_handle`."""
+"""Keys of DeepSpeed's section `aio`, in the order in which `aio_handle` takes them as arguments."""
 _OFFSET = 64
 """Offset, in elements, at which a test reads into a buffer: 256 bytes, not a multiple of a disk's 512-byte sector."""
 
@@ -79,7 +79,7 @@ def build_op(name: str, say: Say = say_nothing) -> None:
 
 
 def true_cause(text: str) -> str:
-    """The line that names the cause in the output of a failed compilation; the last line if none does."""
+    """The line in the output of a failed compilation that names the cause; the last line if none does."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return next(
         (line for line in lines if _CAUSE.search(line) and not line.startswith("FAILED")),
@@ -152,7 +152,6 @@ def build_ops(plan: Plan, agree: Agree, say: Say) -> Plan:
 
 @cache
 def _build_problem(name: str, say: Say) -> tuple[str, str]:
-    """Error and hint if an operator cannot be built on this rank, else two empty texts; tried once per process."""
     try:
         build_op(name, say)
     except ConfigError as refused:
@@ -161,9 +160,9 @@ def _build_problem(name: str, say: Say) -> tuple[str, str]:
 
 
 def use_cores(plan: Plan, environ: MutableMapping[str, str]) -> Plan:
-    """Let an offloaded optimizer use as many threads as are this rank's part of the host's cores. Returns the plan,
-    with a note if the number changes. If OMP_NUM_THREADS is not set, torchrun sets it to 1, and other launchers leave
-    all cores to every rank. A value set by the user is kept.
+    """Let an offloaded optimizer use as many threads as this rank's part of the host's cores. Returns the plan, with a
+    note if the number changes. If OMP_NUM_THREADS is not set, torchrun sets it to 1, and other launchers leave all
+    cores to every rank. A value set by the user is kept.
     """
     previous = environ.get("OMP_NUM_THREADS")
     is_default = previous is None or (previous == "1" and "TORCHELASTIC_RUN_ID" in environ)
@@ -182,7 +181,7 @@ def use_cores(plan: Plan, environ: MutableMapping[str, str]) -> Plan:
 
 
 def cores_of_rank(world: World, *, available: int, total: int) -> int:
-    """Number of a rank's cores: its part of `available`, or all if its launcher bound it to fewer than `total`."""
+    """Number of a rank's cores: its part of `available`, or all if the launcher bound it to fewer than `total`."""
     is_own = world.launcher in _BINDING_LAUNCHERS and available < total
     return available if is_own else max(1, available // world.local_world_size)
 
@@ -196,7 +195,7 @@ def nvme_folders(plan: Plan) -> list[str]:
 
 def check_nvme_folder(folder: Path, name: str) -> None:
     """Write a file `name` to `folder`, and read it back into unaligned memory. ConfigError if the bytes differ.
-    DeepSpeed 0.19.8 reads gradients into `buffer.narrow(offset)`. If the disk's direct IO needs aligned addresses, the
+    DeepSpeed 0.19.8 reads gradients into `buffer.narrow(offset)`. If the disk's direct IO needs aligned addresses, this
     read does nothing without an error, and the gradient is stale.
     """
     from deepspeed.ops.op_builder import AsyncIOBuilder

@@ -52,9 +52,8 @@ class OwnClipping:
         optimizer.unscale_and_clip_grads = self._clip
 
     def _norm(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - a norm, or a list of those of groups
-        """Replaces DeepSpeed's function for the gradient norm, and returns the norm of parameters that the objective
-        trains, in the form of DeepSpeed's function: a number, or a list. Parameters that only an auxiliary loss trains
-        are excluded.
+        """Replaces DeepSpeed's function for the gradient norm, and returns a number or a list as that function does.
+        Parameters that only an auxiliary loss trains are excluded from the norm.
         """
         from deepspeed.accelerator import get_accelerator
 
@@ -65,7 +64,7 @@ class OwnClipping:
         for loss, norm in zip(self._losses[self._first :], self._own_norms(), strict=True):
             assert loss is not None
             squares[self._names.index(loss)] += torch.where(norm < 0, float("inf"), norm).to(squares) ** 2
-        # All tensor parallel ranks of a stage have the same norms, so their sum is divided by the number of ranks.
+        # All tensor parallel ranks of a stage have equal norms, so their sum is divided by the number of these ranks.
         _GROUP_NORM.attribute(self._optimizer, "_model_parallel_all_reduce")(tensor=squares, op=dist.ReduceOp.SUM)
         own = (squares / (1 if self._shards is None else dist.get_world_size(self._shards))).sqrt()
         return self._read(self._combine(others_norm) if self._is_partitioned else others_norm, own)
@@ -90,8 +89,8 @@ class OwnClipping:
         is_offloaded = self._is_offloaded
         name = "complete_grad_norm_calculation_for_cpu_offload" if is_offloaded else "get_grad_norm_direct"
         norm_of = _GROUP_NORM.attribute(optimizer, name)
-        # Stages 1 and 2 would reduce over pipeline stages group by group, and stages may have different groups. Stage 3
-        # is not used with pipelines.
+        # At ZeRO stages 1 and 2, DeepSpeed would reduce each norm over pipeline stages, which may have different
+        # parameter groups. ZeRO-3 is not used with pipelines.
         own_shards = replaced(optimizer, "model_parallel_group", self._shards)
         with nullcontext() if self._is_partitioned else own_shards:
             for i in range(self._first, len(self._losses)):
@@ -100,7 +99,7 @@ class OwnClipping:
         return norms
 
     def _clip(self, group: Any, total_norm: torch.Tensor) -> None:  # noqa: ANN401 - a number, or gradients
-        """Replaces DeepSpeed's clipping of a parameter group, given by number at ZeRO stage 3, else by gradients."""
+        """Replaces DeepSpeed's clipping of a parameter group: a number at ZeRO stage 3, else the group's gradients."""
         partitions = [] if self._is_partitioned else self._optimizer.single_partition_of_fp32_groups
         numbers = (number for number, partition in enumerate(partitions) if partition.grad is group[0])
         loss = self._losses[group if self._is_partitioned else next(numbers)]

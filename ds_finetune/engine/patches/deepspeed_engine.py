@@ -81,7 +81,7 @@ def undo_constructor_step(optimizer: Any) -> None:  # noqa: ANN401 - one of Deep
 def count_whole_experts_once(optimizer: Any) -> None:  # noqa: ANN401 - DeepSpeed's optimizer of stage 3
     """Make DeepSpeed's gradient norm at ZeRO stage 3 count replicated expert parameters once. DeepSpeed counts expert
     parameters on each tensor parallel rank. This is right if expert parallel groups extend over tensor parallel ranks,
-    but in this program a group has the ranks of one tensor parallel shard.
+    but in this program all ranks of such a group have one tensor parallel shard.
     """
     _EXPERT_NORM.attribute(optimizer, "_grad_norm_counts_every_rank")
     norm = _EXPERT_NORM.attribute(type(optimizer), "complete_grad_norm_calculation_for_cpu_offload")
@@ -106,7 +106,7 @@ def destroyed_at_end(engine: Any, world: World) -> Iterator[None]:  # noqa: ANN4
 
 
 def link_optimizer_states(optimizer: Any) -> None:  # noqa: ANN401 - DeepSpeed's optimizer of stages 1 and 2
-    """Make DeepSpeed link the optimizer states of all parameter groups to their parameters. It links them only after
+    """Make DeepSpeed link the optimizer states of all parameter groups to their parameters. It would link them after
     the step of the first group, when the other groups have no states yet (zero/stage_1_and_2.py:2987).
     """
     _LINKED_STATES.attribute(optimizer, "_hp_optimizer_states_linked")
@@ -118,8 +118,8 @@ def link_optimizer_states(optimizer: Any) -> None:  # noqa: ANN401 - DeepSpeed's
 def keep_reduced_gradients(optimizer: Any) -> None:  # noqa: ANN401 - DeepSpeed's optimizer of stages 1 and 2
     """Make the allocator keep gradients until the stream of `overlap_comm` has reduced them. A gradient larger than a
     bucket is reduced in place, and ranks that own no part of it release it when the reduction has only started. If
-    several ranks own parts of it, nothing records that another stream still reads it: the next kernels of backward may
-    overwrite it, and the sum over ranks would be wrong.
+    several ranks own parts of it, nothing records that another stream still reads it. So the next kernels of backward
+    may overwrite it, and the sum over ranks would be wrong.
     """
     average = _OVERLAP.attribute(optimizer, "average_tensor")
     _OVERLAP.source(average, "stream = self.reduction_stream")

@@ -27,8 +27,8 @@ _PERSISTENT = Foreign(
 def check_order_of_gathers(optimizer: Any, trained: nn.Module, plan: Plan) -> None:  # noqa: ANN401 - DeepSpeed's
     """Raise ConfigError if nothing makes DeepSpeed gather weights after the optimizer step that wrote them. DeepSpeed
     gathers persistent weights (smaller than two thresholds) at the end of a step, and then synchronises the device.
-    With `overlap_comm` all other gathers run on a stream of their own. So without persistent weights they may read
-    values from before the step.
+    With `overlap_comm` all other gathers run on a separate stream. So without persistent weights they may read values
+    from before the step.
     """
     is_ordered = plan.zero_stage < 3 or plan.device == "cpu" or plan.mesh.dp * plan.mesh.sp == 1
     zero = plan.zero
@@ -62,7 +62,7 @@ def full_weights(optimizer: Any, lm: nn.Module) -> Iterator[None]:  # noqa: ANN4
     offload = _HOOKS.attribute(optimizer, "parameter_offload")
     handles = [*_HOOKS.attribute(offload, "forward_hooks"), *_HOOKS.attribute(offload, "backward_hooks")]
     status = _HOOKS.attribute(parameter_offload, "ZeroParamStatus").NOT_AVAILABLE
-    # Small parameters, always gathered, are left out: partitioning them at the end would cost training a gather.
+    # Small parameters, which are always gathered, are left out, because partitioning them would cost training a gather.
     partitioned = [param for param in lm.parameters() if getattr(param, "ds_status", None) is status]
     with (
         deepspeed.zero.GatheredParameters(partitioned, enabled=bool(partitioned)),
@@ -73,7 +73,7 @@ def full_weights(optimizer: Any, lm: nn.Module) -> Iterator[None]:  # noqa: ANN4
 
 class KeptWeights:
     """Copy of the model's parameters and buffers on the host, with which the model can run again later in training.
-    Under ZeRO-3, it is a copy of this rank's partitions.
+    Under ZeRO-3 each rank copies its own partitions.
     """
 
     def __init__(self, module: Any) -> None:  # noqa: ANN401 - the module that DeepSpeed wraps

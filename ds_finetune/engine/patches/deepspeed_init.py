@@ -1,6 +1,5 @@
-"""Corrections of DeepSpeed's start: needless compilation, a replaced torch function, and changed weights.
-
-Also changes of DeepSpeed's registry of process groups, which lasts until the process ends.
+"""Corrections of DeepSpeed's start: needless compilation, a replaced torch function, and changed weights. Also changes
+DeepSpeed's registry of process groups, which lasts until the process ends.
 """
 
 import importlib
@@ -38,14 +37,14 @@ def zero_init(config: Mapping[str, Any], **groups: object) -> Iterator[None]:
     """Context of `deepspeed.zero.Init` in which `torch.arange` is torch's own. Parameters created in it are partitioned
     over `data_parallel_group` at once; `groups` are DeepSpeed's arguments `data_parallel_group` and `mpu`. DeepSpeed
     replaces `torch.arange` by a function that changes its dtype, which would round the rotary frequencies to bf16. No
-    `dtype` is passed: without fp16 support DeepSpeed ignores it and uses bf16 (operator precedence, line 409).
+    `dtype` is passed, because without fp16 support DeepSpeed ignores it and uses bf16 (operator precedence, line 409).
     """
     import deepspeed
 
     _ZERO_INIT.parameters(deepspeed.zero.Init.__init__, "config_dict_or_path", *groups)
     # torch caches once per process which functions take the device of a `torch.device(...)` context (2.13,
-    # utils/_device.py:10-58). If the list were cached while arange is replaced, it would lack arange, and later ranges
-    # would be on the CPU.
+    # utils/_device.py:10-58). The cache must be filled before `arange` is replaced. Otherwise it would lack arange, and
+    # later ranges would be on the CPU.
     _DEVICE_FUNCTIONS.attribute(_device, "_device_constructors")()
     arange = torch.arange
     try:
@@ -62,8 +61,8 @@ _FLAT = Foreign("deepspeed", "runtime/zero/stage_1_and_2.py:263, 889; zenflow/ze
 
 def forget_second_copies(module: nn.Module) -> None:
     """Drop the secondary copies of weights that hierarchical partitioning keeps, so that the next forward makes new
-    ones. DeepSpeed makes the copies when a parameter is first partitioned, before its weights are loaded, and gathers
-    from them until a step drops them. So the first forward would use the values of a model without weights.
+    copies. DeepSpeed makes them when a parameter is first partitioned, before its weights are loaded, and gathers from
+    them until a step drops them. So the first forward would use the values of a model without weights.
     """
     for param in module.parameters():
         if hasattr(param, "ds_id"):
@@ -101,7 +100,7 @@ _EXPERTS = ("_EXPERT_PARALLEL_GROUP", "_EXPERT_PARALLEL_GROUP_RANKS")
 _EXPERT_DATA = ("_EXPERT_DATA_PARALLEL_GROUP", "_EXPERT_DATA_PARALLEL_GROUP_RANKS")
 
 Registered = tuple[dist.ProcessGroup | None, Sequence[Sequence[int]]]
-"""A process group of this rank, and the lists of ranks of all groups of the same kind."""
+"""This rank's process group of one kind, and the lists of ranks of all groups of this kind."""
 
 
 def register_expert_groups(name: str, *, parts: Registered, same_shard: Registered) -> None:

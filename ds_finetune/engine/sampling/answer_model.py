@@ -25,11 +25,11 @@ from ds_finetune.model.parallel.tensor import TensorParallelGroup
 from ds_finetune.model.routers import RouterCollector
 
 _CACHED_ONLY = {"full_attention", "sliding_attention"}
-"""Types of layers whose only state is the keys and values of tokens."""
+"""Types of layers whose state consists of the keys and values of tokens."""
 _TOKENS, _READ = 9, 4
-"""Number of tokens of each text with which `check_cache` tests, and how many of them are decoded one by one."""
+"""Number of tokens of each test text of `check_cache`, and how many of them are decoded one by one."""
 _LIMITS = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
-"""By dtype, how far logits with a KV cache may differ from logits without one, relative to the largest logit."""
+"""Tolerated difference of logits with and without a KV cache, relative to the largest logit, by dtype."""
 _HINT = "sample with a model type of docs/reference/model-types.md, or train with another objective than grpo"
 _checked: WeakSet[PreTrainedModel] = WeakSet()
 
@@ -42,25 +42,25 @@ class AnswerModel:
     device: torch.device
     tp_group: TensorParallelGroup | None = None
     is_collective: bool = False
-    """Whether forwards are collective: ranks run equally many of them, and one that is done calls `join_others`."""
+    """Whether forwards are collective: ranks run equally many, and a rank that is done calls `join_others`."""
     packs_documents: bool = False
     """Whether attention handles all prompts of a forward in one kernel call."""
     on_forward: Callable[[], object] = lambda: None
     """Function that is called before each forward."""
     routers: RouterCollector | None = None
-    """Recorder of the experts that computed the latest next-token logits; None for a model without experts."""
+    """Records the experts that computed the latest next-token logits; None for a model without experts."""
 
     @property
     def takes_mixed_lengths(self) -> bool:
-        """Whether prompts of different lengths may share a batch: attention must know the cache columns of each row,
+        """Whether prompts of different lengths may share a batch. Attention must know the cache columns of each row,
         and the model must have no indexer.
         """
         config = self.lm.config
         return config._attn_implementation == BY_DOCUMENT and family_of(config.model_type).indexer is None
 
     def read_prompts(self, texts: Sequence[Sequence[int]]) -> tuple[list[ReadPrompt], torch.Tensor]:
-        """Prefill: compute the KV cache of several prompts. Returns the position of each prompt in it, and next-token
-        logits fp32 [prompts, vocabulary]. The prompts must have one length unless `takes_mixed_lengths`.
+        """Prefill: compute the KV cache of several prompts. Returns the position of each prompt in the cache, and
+        next-token logits fp32 [prompts, vocabulary]. The prompts must have equal lengths unless `takes_mixed_lengths`.
         """
         cache, lengths = prompt_cache(), [len(text) for text in texts]
         positions = [torch.arange(length, device=self.device) for length in lengths]
@@ -82,16 +82,16 @@ class AnswerModel:
         return [ReadPrompt(cache, 0, tokens) for tokens in ranges], logits
 
     def reading_tokens(self) -> AbstractContextManager[None]:
-        """Context in which tokens are decoded, by `read_tokens`."""
-        # Weights made from parameters are not kept if forwards are collective: ZeRO-3 may gather these again.
+        """Context in which `read_tokens` decodes."""
+        # If forwards are collective, ZeRO-3 may gather the weights again, so nothing made from them is kept.
         return attending_to_latents(self.lm, keeps_weights=not self.is_collective)
 
     def read_tokens(
         self, ids: torch.Tensor, positions: torch.Tensor, cache: RowCache, is_key: torch.Tensor | None
     ) -> torch.Tensor:
         """Decode one token per row, int64 [rows], and append it to the cache. Returns next-token logits, fp32 [rows,
-        vocabulary]. `is_key`, bool [rows, 1, 1, columns], marks the cache columns of each row if prompts have different
-        lengths.
+        vocabulary]. If prompts have different lengths, `is_key`, bool [rows, 1, 1, columns], marks the cache columns of
+        each row.
         """
         cache.begin_column()
         attention = {} if is_key is None else {"is_key": is_key}
@@ -107,7 +107,7 @@ class AnswerModel:
         cache: Cache,
         **arguments: Any,  # noqa: ANN401
     ) -> torch.Tensor:
-        """Logits of the tokens after positions `last` (None: all) of the flattened rows, fp32 [tokens, vocabulary]."""
+        """Next-token logits at the positions `last` (None: all) of the flattened rows, fp32 [tokens, vocabulary]."""
         self.on_forward()
         if self.is_collective:
             all_reduce_max(1.0)
@@ -120,11 +120,11 @@ class AnswerModel:
         return logits
 
     def agreed(self, ids: torch.Tensor) -> torch.Tensor:
-        """The ids sampled by the first tensor parallel rank, for all of them: their logits may differ by rounding."""
+        """The ids that the first tensor parallel rank sampled, for all of them: their logits may differ by rounding."""
         return ids if self.tp_group is None else self.tp_group.broadcast_from_first(ids)
 
     def join_others(self) -> None:
-        """Run one-token forwards, whose results are discarded, until the rows of all ranks have ended."""
+        """Run forwards with one token, and discard the results, until the rows of all ranks have ended."""
         while self.is_collective and all_reduce_max(0.0)[0] > 0:
             self.on_forward()
             ids = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
@@ -135,8 +135,8 @@ class AnswerModel:
 
 def check_cache(model: AnswerModel) -> None:
     """Raise ModelError if answers cannot be sampled with a KV cache, for model types outside the table of families.
-    Layers must have no state but the cache, and logits with a cache must equal those without one. This is checked once
-    per model; collective if forwards are.
+    Layers must have no state but the cache, and logits with a cache must equal those without. The check runs once per
+    model; it is collective if forwards are.
     """
     lm, config = model.lm, model.lm.config
     family = family_of(config.model_type)
@@ -146,7 +146,7 @@ def check_cache(model: AnswerModel) -> None:
     if other_kinds or getattr(lm, "_is_stateful", False):
         kinds = ", ".join(sorted(other_kinds)) or "a state of its own"
         raise ModelError(f"answers of model_type `{config.model_type}` cannot be sampled: it has {kinds}", hint=_HINT)
-    # The model reads two texts at once, and then again with their last tokens one by one.
+    # The model reads two texts in one forward, and then again with their last tokens one by one.
     texts = [[token * 7 % config.vocab_size for token in range(first, first + _TOKENS)] for first in (3, 4)]
     _, expected = model.read_prompts(texts)
     prompts, logits = model.read_prompts([text[:-_READ] for text in texts])

@@ -13,14 +13,14 @@ Finish = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class SamplingLimits:
-    """Which ids may be sampled, and where an answer ends. It ends at one of `stop_ids`, when `stops` returns True, or
+    """Which token ids may be sampled, and where an answer ends: at one of `stop_ids`, when `stops` returns True, or
     after `max_new_tokens` tokens.
     """
 
     max_new_tokens: int
     stop_ids: tuple[int, ...]
     allowed: torch.Tensor | None = None
-    """Mask of ids that may be sampled, bool [vocabulary]: the ids of the tokenizer; None allows all."""
+    """Mask of ids that may be sampled, bool [vocabulary]; None allows all."""
     stops: Callable[[list[int]], bool] | None = None
     """Function that gets an answer's ids after each token, and ends it by returning True, e.g. at a stop text."""
 
@@ -30,10 +30,9 @@ class SamplingLimits:
 
 @dataclass(frozen=True)
 class PromptToSample:
-    """A prompt whose answers are sampled. Besides the seed, `number` and `key` determine their random numbers."""
+    """A prompt whose answers are sampled. The seed, `number` and `key` determine the random numbers of its answers."""
 
     number: int
-    """Number of the prompt in the data."""
     ids: Sequence[int]
     key: int
     """Number of the rollout in which the prompt is sampled."""
@@ -52,14 +51,14 @@ class SampledAnswer(NamedTuple):
 
 
 OnAnswer = Callable[[int, SampledAnswer], object]
-"""Function that gets the index of an answer among all answers, and the answer."""
+"""Function to call with the index of an answer among all answers, and the answer."""
 
 
 @dataclass(frozen=True)
 class SamplingRequest:
     """Request for `group_size` answers to each of `prompts`, identical on every rank. The index of an answer is (index
     of its prompt) x group_size + its number in the group. Answers depend only on `seed` and on the numbers of rollout,
-    prompt and answer, not on ranks or batches, except by rounding. Without a seed they are greedy.
+    prompt and answer. Ranks and batches change them only by rounding. Without a seed answers are greedy.
     """
 
     prompts: Sequence[PromptToSample]
@@ -69,9 +68,8 @@ class SamplingRequest:
     batch_rows: int | None = None
     """Maximum number of answers per batch; None derives it from free memory."""
     is_over: Callable[[], bool] = lambda: False
-    """Function that stops the sampling when it returns True; no answers are returned then. It is called before each
-    batch, or about once a second if a server samples. It is called equally often on every rank, and must return the
-    same on every rank.
+    """Function that stops the sampling, without results, by returning True. It is called before each batch, or about
+    once a second if a server samples. It is called equally often on every rank, and must return the same on every rank.
     """
     on_forward: Callable[[], object] = lambda: None
     """Function that is called before each forward of a rank; if a server samples, whenever `is_over` is called."""

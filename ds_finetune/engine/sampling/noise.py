@@ -1,8 +1,8 @@
 """Samples tokens with random numbers that are a function of seed, prompt, answer, position and token id.
 
 So an answer depends neither on the rank that samples it nor on other rows of its batch. The argmax of log p + g over
-ids, with independent g from a standard Gumbel distribution, is a sample from p (Gumbel, 1954). So is the argmax of
-log(u) / p with u uniform between 0 and 1, since g = -log(-log u).
+ids, with independent g from a standard Gumbel distribution, is a sample from p (Gumbel, 1954). The argmax of log(u) /
+p, with u uniform between 0 and 1, is a sample too, because g = -log(-log u).
 """
 
 from collections.abc import Iterable

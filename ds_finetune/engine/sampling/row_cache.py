@@ -17,7 +17,7 @@ def prompt_cache() -> Cache:
 
 
 class ReadPrompt(NamedTuple):
-    """Where a prompt is in the KV cache of a prefill of several prompts: its row, and its range of tokens."""
+    """Where a prompt is in the KV cache of a prefill: its row, and its range of tokens."""
 
     cache: Cache
     row: int
@@ -25,7 +25,7 @@ class ReadPrompt(NamedTuple):
 
 
 def token_bytes(prompt: ReadPrompt) -> int:
-    """Number of bytes that the KV cache needs per token of one row, over all layers."""
+    """Bytes that the KV cache of all layers needs for each token of a row."""
     parts = [part for layer in prompt.cache.layers for part in _parts(layer) if part is not None]
     return sum(part.nbytes // (len(part) * part.shape[-2]) for part in parts)
 
@@ -38,8 +38,6 @@ def _parts(layer: Any) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401 - a l
 
 
 class _RowLayer(DynamicIndexedLayer):
-    """Keys and values of one layer in a `RowCache`. `update` writes the column of the current forward's tokens."""
-
     def __init__(self, cache: "RowCache") -> None:
         super().__init__()
         self._cache = cache
@@ -49,12 +47,11 @@ class _RowLayer(DynamicIndexedLayer):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *, kwargs: object = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the keys and values of each row's new token, [rows, heads, 1, width]. Returns those of all tokens so
-        far. `kwargs`, passed since transformers 5.24, is for continuous batching and is ignored.
+        far. `kwargs` is ignored; transformers passes it since 5.24 for continuous batching.
         """
         return self._write(0, key_states), self._write(1, value_states)
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
-        """Append the indexer's key of each new token, [rows, 1, width]. Returns its keys of all tokens."""
         return self._write(2, indexer_key_states)
 
     def _write(self, index: int, token: torch.Tensor) -> torch.Tensor:
@@ -65,24 +62,22 @@ class _RowLayer(DynamicIndexedLayer):
         return part[..., : column + 1, :]
 
     def get_seq_length(self) -> int:
-        """Number of tokens before the current forward."""
         return self._cache.columns
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Number of keys that `query_length` queries attend to, and the index of the first key."""
         return self._cache.columns + query_length, 0
 
 
 class RowCache(Cache):
-    """Keys and values of rows that are aligned so that their last tokens are in the same column. A shorter prompt
-    begins in a later column; the columns before it are zeros.
+    """Keys and values of rows whose last tokens are aligned in one column. A shorter prompt begins in a later column;
+    the columns before it are zeros.
     """
 
     def __init__(self, prompts: Iterable[tuple[ReadPrompt, slice]], *, rows: int, columns: int, longest: int) -> None:
         """Copy prompts of at most `columns` tokens to ranges of rows. The cache grows to at most `longest` columns."""
         super().__init__(layers=[])
         self.columns = self._reserved = columns
-        """Number of the cache's columns that have tokens, and number of columns for which memory is reserved."""
+        """Number of columns that have tokens, and number of columns for which memory is reserved."""
         self._longest = longest
         for prompt, of_prompt in prompts:
             self.layers += [_RowLayer(self) for _ in prompt.cache.layers[len(self.layers) :]]
@@ -101,7 +96,7 @@ class RowCache(Cache):
         return reserved
 
     def begin_column(self) -> None:
-        """Ensure that there is memory for another token of each row."""
+        """Ensure that there is memory for one more token of each row."""
         if self.columns < self._reserved:
             return
         self._reserved = min(self._longest, max(self.columns + 1, int(self.columns * _GROWTH)))

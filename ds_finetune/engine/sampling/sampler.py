@@ -31,13 +31,13 @@ from ds_finetune.plan.forward import PROMPT_TOKENS, rows_of_batch
 from ds_finetune.plan.plan import Plan
 
 _MIN_RUNNING_FRACTION = 7 / 8
-"""Ended answers stay in the batch while more than this fraction still runs: dropping rows copies the KV cache."""
+"""Ended answers stay in the batch while a larger fraction still runs, because dropping rows copies the KV cache."""
 _BROKEN = -1
-"""Number in place of a token id that ends an answer whose logits are not finite, so that no token can be sampled."""
+"""Stands for a token id where logits are not finite, so that no token can be sampled. The answer ends there."""
 
 
 def check_answers(answers: Iterable[SampledAnswer]) -> None:
-    """Raise RunError if the logits of an answer were not finite, on all ranks that have the same answers."""
+    """Raise RunError if the logits of an answer were not finite. All ranks with the answers `answers` raise it."""
     for answer in answers:
         if answer.ids[-1] == _BROKEN:
             raise RunError(
@@ -48,8 +48,8 @@ def check_answers(answers: Iterable[SampledAnswer]) -> None:
 
 @dataclass(frozen=True)
 class PromptPart:
-    """Some of the answers to one prompt: those with the numbers `samples`. The first one has `index` among the answers
-    to all prompts.
+    """Some of the answers to one prompt: those with the numbers `samples`. `index` is the index of the first one among
+    the answers to all prompts.
     """
 
     prompt: PromptToSample
@@ -74,7 +74,7 @@ class _RunningAnswer:
         self.ids.append(token)
         self.log_probs.append(log_prob)
         if token == _BROKEN:
-            # An answer with non-finite logits raises no error yet, because other ranks wait for this rank's forwards.
+            # Other ranks wait for this rank's forwards, so an answer with non-finite logits raises its error later.
             self.finish = "length"
         elif token in limits.stop_ids or (limits.stops is not None and limits.stops(self.ids)):
             self.finish = "stop"
@@ -88,7 +88,7 @@ class _RunningAnswer:
 
 
 class TokenChoice:
-    """Chooses tokens from logits: sampled with a seed, or the most likely ones if there is none."""
+    """Chooses tokens from logits: sampled tokens with a seed, or the most likely tokens without one."""
 
     def __init__(self, limits: SamplingLimits, seed: int | None, device: torch.device) -> None:
         self.limits, self._seed, self._device = limits, seed, device
@@ -125,7 +125,7 @@ class BatchOfAnswers:
         lengths = [part.length for part in parts for _ in part.samples]
         self._lengths = torch.tensor(lengths, device=model.device)
         columns = max(lengths)
-        # The cache needs no column for the last token of an answer, which is never read.
+        # The last token of an answer is never read by the model, so the cache needs no column for it.
         longest = columns + choice.limits.max_new_tokens - 1
         self._is_key = None
         if min(lengths) < columns:
@@ -133,7 +133,7 @@ class BatchOfAnswers:
             self._is_key = torch.arange(longest, device=model.device) >= first
         self._logits: list[torch.Tensor] = []
         self._experts: list[NDArray[np.int16]] = []
-        """For each row, the experts of the latest token that the model has read; empty for a model without experts."""
+        """The experts of the latest token that the model has read, for each row; empty for a model without experts."""
         self._cache = RowCache(self._read_prompts(parts), rows=len(lengths), columns=columns, longest=longest)
 
     def _read_prompts(self, parts: Sequence[PromptPart]) -> Iterator[tuple[ReadPrompt, slice]]:
@@ -210,7 +210,7 @@ def sample_prompts(
     tp_group: TensorParallelGroup | None,
     request: SamplingRequest,
 ) -> dict[int, SampledAnswer] | None:
-    """Sample answers to this rank's prompts, by their index among all answers; None if `is_over` becomes true."""
+    """Sample answers to this rank's prompts, by index among all answers; None if `is_over` becomes true."""
     assert request.prompts, "there are no prompts to sample"
     answers, device = dict[int, SampledAnswer](), torch.device(wrapped.device)
     with weights_for_answers(wrapped, plan) as is_collective:

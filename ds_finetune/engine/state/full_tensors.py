@@ -22,7 +22,7 @@ from ds_finetune.model.quantised.four_bit import dequantised, dtype_of, is_four_
 from ds_finetune.plan.plan import Plan
 
 _PIECE = 2**26
-"""Number of elements of a tensor that one pipeline stage sends to another at a time."""
+"""Number of elements of a tensor that a pipeline stage sends to rank zero at a time."""
 
 
 class FullTensors:
@@ -64,7 +64,7 @@ class FullTensors:
                     yield name, self._send_to_rank_zero(tensor, spec, stage)
 
     def gather_shards(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        """Gather a full tensor on the first rank of its pipeline stage. `part` is this rank's shard, sharded like
+        """Gather a full tensor on the first rank of its pipeline stage. `part` is this rank's shard, sharded like the
         parameter `name`. Other ranks return a part of the tensor.
         """
         shard = self._model_shard.tensor_shard(name, tuple(part.shape))
@@ -72,7 +72,7 @@ class FullTensors:
         mesh = self._plan.mesh
         if mesh.rank not in mesh.holders_of_leader():
             return box
-        # NCCL needs tensors on the GPU, while states of an offloaded optimizer are on the CPU.
+        # Collectives of NCCL need tensors on the GPU, but states of an offloaded optimizer are on the CPU.
         experts = self._groups.experts if shard.is_expert_parallel and mesh.coordinate("tp") == 0 else None
         if self._groups.tensor is not None and shard.dim is not None:
             end = torch.device("cpu") if experts is None else self._device
@@ -82,7 +82,6 @@ class FullTensors:
         return box.reshape(shard.full_shape) if mesh.rank == mesh.leader else box
 
     def _send_to_rank_zero(self, tensor: torch.Tensor | None, spec: torch.Tensor, stage: int) -> torch.Tensor | None:
-        """Send a full tensor of pipeline stage `stage` to rank zero's CPU; returns None on other ranks."""
         mesh = self._plan.mesh
         is_rank_zero = self._plan.world.rank == 0
         if self._stage is not None and stage and mesh.rank == mesh.leader:
@@ -122,7 +121,7 @@ def gather_zero3(param: torch.Tensor | None) -> Any:  # noqa: ANN401 - a context
 def _gather_on_first(
     part: torch.Tensor, group: TensorParallelGroup | ExpertParallelGroup, *, dim: int, end: torch.device
 ) -> torch.Tensor:
-    """Concatenate the group's parts of a tensor along `dim`, on device `end` of its first rank; others return their
+    """Concatenate the group's parts of a tensor along `dim`, on device `end` of its first rank. Others return their
     part.
     """
     part = part.contiguous()
@@ -133,7 +132,7 @@ def _gather_on_first(
 
 def partition(param: torch.Tensor) -> Fragment:
     """This rank's partition of a ZeRO-3 parameter: `ds_tensor`, one of equal flat pieces (DeepSpeed 0.19.8,
-    zero/partition_parameters.py). A partition on NVMe is read into one of the swapper's buffers when it is opened, and
+    zero/partition_parameters.py). A partition on NVMe is read into a buffer of the swapper when it is opened, and
     written back when it is closed. A parameter that ZeRO-3 does not partition is complete on this rank.
     """
     from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus

@@ -11,7 +11,7 @@ from ds_finetune.engine.groups.process_groups import Groups
 from ds_finetune.plan.plan import Plan
 
 _KINDS = ((False, True), (False, False), (True, True), (True, False))
-"""The four kinds of optimizer groups: whether a group has parameters of experts, and whether it has weight decay."""
+"""Kinds of optimizer groups: whether a group has parameters of experts, and whether it has weight decay."""
 
 
 def tag_expert(param: nn.Parameter, *, groups: Groups) -> None:
@@ -36,14 +36,14 @@ def is_expert(param: torch.Tensor) -> bool:
 
 
 def tag_auxiliary(param: nn.Parameter, loss: str) -> None:
-    """Mark a parameter that gets its gradient only from the auxiliary loss `loss`. Such parameters are clipped by a
-    gradient norm of their own, and excluded from the norm of the others.
+    """Mark a parameter whose gradient comes only from the auxiliary loss `loss`. Such parameters are clipped by their
+    own gradient norm, and excluded from the norm of the others.
     """
     param.ds_finetune_auxiliary_loss = loss  # type: ignore[attr-defined]
 
 
 def loss_of(param: torch.Tensor) -> str | None:
-    """Name of the auxiliary loss that `tag_auxiliary` has set for the parameter; None for other parameters."""
+    """Name of the auxiliary loss with which `tag_auxiliary` has marked the parameter; None for other parameters."""
     return getattr(param, "ds_finetune_auxiliary_loss", None)
 
 
@@ -69,15 +69,15 @@ def experts_marker(parts: int) -> nn.Module:
             self.num_experts = parts
 
         def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
-            """Do nothing: this program has registered the experts' process groups already."""
+            """Do nothing, because this program has registered the experts' process groups already."""
 
     return Marker()
 
 
 def parameter_groups(model: nn.Module, plan: Plan, groups: Groups) -> list[dict[str, Any]]:
     """Optimizer groups: weights with weight decay, and norms and biases without it, each for experts and other
-    parameters. Groups that only an auxiliary loss trains are last, so that the flat partitions of the other groups do
-    not depend on them. Fused biases of experts are tensors [experts, outputs]. Other settings of a group come from the
+    parameters. Groups that only an auxiliary loss trains are last, so that they do not change the flat partitions of
+    the other groups. Fused biases of experts are tensors [experts, outputs]. Other settings of a group come from the
     optimizer's section for DeepSpeed.
     """
     trained = {name: param for name, param in model.named_parameters() if param.requires_grad}

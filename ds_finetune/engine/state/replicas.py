@@ -1,4 +1,4 @@
-"""Compares replicated weights bit by bit, because replicas that different ranks train must stay equal.
+"""Compares replicated weights bit by bit, because replicas on different ranks must stay equal in training.
 
 Tensor parallel ranks replicate routers, norms and biases, and reduce their gradients over different communicators. Both
 ends of a pipeline have a tied embedding. Without ZeRO all data parallel ranks have all weights, and every rank has the
@@ -27,8 +27,8 @@ from ds_finetune.plan.plan import Plan
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtypes by the number of bytes of an element."""
 _PIECE = 2**18
-"""Number of elements that are summed or compared at a time: 2 MiB as int64. With 32 MiB, fresh memory pages made the
-sum on a CPU six times as slow.
+"""Number of elements that are summed or compared at a time: 2 MiB as int64. With 32 MiB, the sum on a CPU was six times
+as slow, because of fresh memory pages.
 """
 _MIX = 0x1E3779B97F4A7C15
 """An odd 61-bit number whose multiples modulo 2**64 are spread evenly."""
@@ -36,7 +36,7 @@ _MIX = 0x1E3779B97F4A7C15
 
 @dataclass(frozen=True)
 class _Copies:
-    """Tensors that are replicated on the ranks of `group` (None: all ranks): the number of elements by name. With
+    """Tensors that are replicated on the ranks of `group` (None: all ranks), as numbers of elements by name. With
     `is_divided`, ZeRO partitions a tensor differently at the two ends of a pipeline, and only the ranks of `shards`
     (None: all ranks) together have one replica.
     """
@@ -75,7 +75,7 @@ def check_replicas(
     differing = [(copies, keys[0]) for copies in replicated if (keys := _unequal(copies, sums))]
     (any_differs,) = all_reduce_max(bool(differing))
     if any_differs:
-        # Every rank handles one kind of group before the next kind, since a rank may be in groups of several kinds.
+        # A rank may be in groups of several kinds, so every rank handles one kind of group before the next kind.
         difference = next(filter(None, [_first_difference(copies, key, state) for copies, key in differing]), "")
         raise RunError(
             f"copies of a weight on several ranks differ: {next(filter(None, all_gather_object(difference)))}",
@@ -121,7 +121,7 @@ def _bits(elements: torch.Tensor) -> torch.Tensor:
 
 
 def _checksum(elements: torch.Tensor, start: int) -> torch.Tensor:
-    """Checksum of elements from index `start` on: sum modulo 2**64 of each element's bits times an odd number that
+    """Checksum of elements from index `start` on: the sum modulo 2**64 of each element's bits times an odd number that
     depends on the index. The checksums of a tensor's parts add up to the checksum of the tensor. Tensors that differ in
     exactly one element have different checksums.
     """
@@ -134,7 +134,7 @@ def _checksum(elements: torch.Tensor, start: int) -> torch.Tensor:
 
 
 def _unequal(copies: _Copies, sums: Mapping[str, torch.Tensor]) -> list[str]:
-    """Keys of the tensors that differ between the ranks of the group of `copies`. All its ranks get the same result."""
+    """Keys of the tensors that differ between the ranks of the group of `copies`. All these ranks get one result."""
     own_sums = torch.stack([sums[key].to(collective_device()) for key in copies.sizes])
     if copies.is_divided:
         dist.all_reduce(own_sums, group=copies.shards)

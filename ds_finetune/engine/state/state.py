@@ -24,8 +24,8 @@ from ds_finetune.plan.plan import Plan
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a parameter that is in an fp32 master tensor: elements `start` to `start + numel` of the flattened
-    parameter `name` of `shape`. They begin at `offset` in the master tensor.
+    """A part of a parameter in an fp32 master tensor: elements `start` to `start + numel` of the flattened parameter
+    `name` of `shape`. They begin at `offset` in the master tensor.
     """
 
     name: str
@@ -34,19 +34,19 @@ class Part:
     numel: int
     offset: int
     is_state: bool = False
-    """Whether the object describes a complete optimizer state of the parameter, whose shape is not the parameter's."""
+    """Whether these elements are a complete optimizer state of the parameter, whose shape is not the parameter's."""
 
     def of(self, values: torch.Tensor) -> torch.Tensor:
-        """View of the part in its master tensor, or in an optimizer state of the master's size, 1-D."""
+        """View of these elements in the master tensor, or in an optimizer state of the master's size, 1-D."""
         return values.detach().view(-1)[self.offset : self.offset + self.numel]
 
 
 @dataclass(frozen=True, eq=False)
 class Master:
     """A master tensor: the fp32 tensor `flat` that the optimizer updates, its number, and the parts of parameters in
-    it. A master on NVMe is empty until it is swapped in. `full_parts` are positions in an optimizer state that has each
-    of the master's parameters completely, not just this rank's part, such as Muon's momentum below stage 3
-    (zero/stage_1_and_2.py:2805). If a parameter is divided between the masters of two ranks, both have its full state.
+    it. A master on NVMe is empty until it is swapped in. Below stage 3, an optimizer state such as Muon's momentum has
+    each of the master's parameters completely, not just this rank's part (zero/stage_1_and_2.py:2805); `full_parts` are
+    positions in such a state. If a parameter is divided between the masters of two ranks, both have its full state.
     """
 
     flat: torch.Tensor
@@ -59,7 +59,7 @@ class Master:
 
     def parts_in(self, state: torch.Tensor, *, restoring: bool) -> tuple[Part, ...]:
         """The parts of parameters in `state`, an optimizer state of this master. For saving, each element of the state
-        is in the parts of one rank only; with `restoring`, in the parts of all ranks that have it.
+        is in the parts of only one rank; with `restoring`, in the parts of all ranks that have it.
         """
         if state.numel() == self.flat.numel():
             return self.parts
@@ -147,7 +147,7 @@ def _masters_of_stage_3(optimizer: Any, names: dict[int, str], plan: Plan) -> It
 WEIGHT, BUFFER = "weight", "buffer"
 _MUON = "momentum_buffer"
 _SAME_KIND = {"sum": "exp_avg_sq"}
-"""Names in DeepSpeed's CPU optimizers, by torch's names of the same optimizer states (Adagrad)."""
+"""DeepSpeed's name of an optimizer state, by torch's name of it (Adagrad)."""
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """Attributes of a dynamic loss scale (DeepSpeed 0.19.8, fp16/loss_scaler.py:74, 193)."""
 
@@ -157,9 +157,9 @@ class Slice:
     """A slice of the state: elements `start` to `start + numel` of a row-major local tensor.
 
     The local tensor is the box of the global tensor of `shape` that begins at index `origin`; without tensor
-    parallelism it is the global tensor. `key` is `kind/name` and does not depend on the layout, e.g.
-    `weight/model.norm.weight`, `exp_avg/...`, `buffer/...`. If `is_replicated`, every rank has the same elements. A
-    fused `gate_up_proj` has the shape [experts, 2, inner, hidden], in which a tensor parallel shard is one box.
+    parallelism it is the global tensor. `key` is `kind/name` and does not depend on the layout, such as
+    `weight/model.norm.weight`, `exp_avg/...`, `buffer/...`. If `is_replicated`, every rank has equal elements. A fused
+    `gate_up_proj` has the shape [experts, 2, inner, hidden], in which a tensor parallel shard is one box.
     """
 
     key: str
@@ -177,7 +177,7 @@ Read = Callable[[str], torch.Tensor]
 
 @dataclass(frozen=True)
 class StateGroup:
-    """Slices in memory at the same time. `opened(write)` is a context with a function from a slice's key to its
+    """Slices that are in memory at one time. `opened(write)` is a context with a function from a slice's key to its
     elements.
     """
 
@@ -200,8 +200,8 @@ class EngineState:
 
     def groups(self, *, restoring: bool = False, home: Sequence[int] = ()) -> list[StateGroup]:
         """All slices of this rank, weights before optimizer states. Each sub-group on NVMe is a separate group. For
-        saving, each element of the state is in the slices of only one of the ranks `home`, which write to the same
-        folder (none given: all ranks). With `restoring`, the slices are everything that this rank needs.
+        saving, each element of the state is in the slices of only one of the ranks `home`, which write to one folder
+        (none given: all ranks). With `restoring`, the slices are everything that this rank needs.
         """
         self._home = frozenset(home or range(self._plan.mesh.world_size))
         if self._plan.device == "cuda":
@@ -213,8 +213,8 @@ class EngineState:
 
     def scalars(self) -> dict[str, Any]:
         """The loss scale and the number of optimizer steps, as plain numbers; collective with pipeline stages. `steps`
-        is the number of steps taken. At ZeRO stage 0, `steps_of` has the numbers for parameters that took fewer steps;
-        each pipeline stage knows only those of its own parameters, so they are gathered.
+        is the number of steps taken. At ZeRO stage 0, `steps_of` has the numbers for parameters that took fewer steps.
+        Each pipeline stage knows them for its own parameters only, so they are gathered.
         """
         steps_of = {part.name: self._steps(master) for master in self._masters for part in master.parts}
         if self._plan.mesh.pp > 1:
@@ -243,8 +243,8 @@ class EngineState:
                 self._zero_step(masters)
         for master in fresh:
             for kind in missing_kinds[master] - self._kinds(master).keys():
-                # Below stage 3, only a step with a gradient creates Muon's momentum. With an offloaded optimizer the
-                # momentum is a partition.
+                # Below stage 3, Muon's momentum is created only by a step with a gradient. With an offloaded optimizer
+                # the momentum is a partition.
                 is_whole = kind == _MUON and master.full_parts and self._plan.offload_optimizer == "none"
                 size = sum(part.numel for part in master.full_parts) if is_whole else master.flat.numel()
                 self._optimizers[0].state[master.flat][kind] = torch.zeros(size, device=master.flat.device)
@@ -274,7 +274,7 @@ class EngineState:
             flat.copy_(values[part.name].view(-1)[part.start : part.start + part.numel])
 
     def update_fp32(self) -> None:
-        """Update the fp32 values that forwards use from the masters; collective among ranks with the same shard."""
+        """Update the fp32 values that forwards use from the masters; collective among ranks that share a shard."""
         in_fp32 = self._ds.module.in_fp32
         trained = [name for name, param in in_fp32.params.items() if param.requires_grad]
         if not trained:
@@ -346,7 +346,7 @@ class EngineState:
 
     def _slice(self, key: str, part: Part, dtype: torch.dtype) -> Slice:
         if part.is_state:
-            # Optimizer states with another shape than the parameter exist only where every rank trains full parameters.
+            # An optimizer state that has not its parameter's shape exists only where every rank trains full parameters.
             return Slice(key, part.shape, 0, part.numel, dtype, is_replicated=True)
         shard = self._model_shard.tensor_shard(part.name, part.shape)
         is_replicated = self._plan.zero_stage == 0 and shard.is_full and self._plan.mesh.pp == 1
@@ -355,8 +355,8 @@ class EngineState:
         )
 
     def _is_saved_here(self, part: Slice) -> bool:
-        """Whether this rank saves a slice, which other ranks also have at ZeRO stage 0 and where tensor parallelism
-        replicates it.
+        """Whether this rank saves a slice that other ranks also have, at ZeRO stage 0 or by tensor parallel
+        replication.
         """
         name = part.key.partition("/")[2]
         if part.is_replicated:
@@ -369,7 +369,7 @@ class EngineState:
         return self._is_first_here(*of_shards, *of_rows, same_experts=shard.is_expert_parallel)
 
     def _is_first_here(self, *axes: Axis, same_experts: bool = False) -> bool:
-        """Whether this rank is the first of the ranks that have the same elements and write to its folder. These ranks
+        """Whether this rank is the first of the ranks that have equal elements and write to its folder. These ranks
         differ only along the mesh's `axes` and, with `same_experts`, have the same experts.
         """
         mesh = self._plan.mesh
@@ -442,7 +442,7 @@ class EngineState:
                 optimizer._release_swap_buffers(master.number)
 
     def _zero_step(self, masters: Sequence[Master]) -> None:
-        """Take one optimizer step on `masters`; at stage 3 on one sub-group, which may be swapped in from NVMe."""
+        """Take one optimizer step with zero gradients on `masters`; at stage 3 on one sub-group, perhaps from NVMe."""
         with self._swap_in(masters[0], write=True) if masters[0].is_swapped else nullcontext():
             grads = [master.flat.grad for master in masters]
             for master in masters:
