@@ -20,10 +20,11 @@ LogProbs = NDArray[np.float32] | None
 
 @dataclass(frozen=True, eq=False)
 class ScoredAnswer:
-    """A sampled answer with its advantage, and with what is known of its tokens before the training forward pass.
+    """An answer sampled from the model, with its advantage and what is known of its tokens before the training step.
 
-    Log-probabilities: `sampled` as the sampler reported them, `old` under the weights that sampled, `reference` under
-    the reference model. `experts` are the MoE experts that computed each token (see `AnswerNumbers`).
+    `sampled`, `old` and `reference` are log-probabilities of its tokens: as the sampler reported them, under the
+    weights that sampled, and under the reference model. `experts` are the MoE experts that computed each token (see
+    `AnswerNumbers`).
     """
 
     prompt_ids: Sequence[int]
@@ -31,7 +32,6 @@ class ScoredAnswer:
     """Token ids of the answer, at least one; the end token is included unless the answer was truncated."""
     advantage: float
     number: int
-    """Index of the answer among all answers of the step."""
     sampled: LogProbs = None
     old: LogProbs = None
     reference: LogProbs = None
@@ -39,10 +39,10 @@ class ScoredAnswer:
 
 
 def answer_batch(answers: Sequence[ScoredAnswer], plan: BatchPlan, *, position: Position | None = None) -> Batch:
-    """Make this rank's batch of a step from all sampled `answers`, which are the same on every rank.
+    """Make this rank's training batch of a step from all sampled `answers`, which are the same on every rank.
 
-    From the longest to the shortest, prompts with their answers go into the fullest packed row with room. Empty rows
-    are added so that all ranks run the same number of forward passes. `position` is the position in the prompts at
+    Prompts with their answers are packed from the longest to the shortest, each into the fullest row with room. Empty
+    rows are added so that all ranks run the same number of forward passes. `position` is the position in the prompts at
     which a run resumes after this step.
     """
     answer_rows = _rows(answers, plan)
@@ -70,9 +70,9 @@ def _rows(answers: Sequence[ScoredAnswer], plan: BatchPlan) -> list[Row]:
 
 
 def _share_prompts(answers: Sequence[ScoredAnswer], row_len: int) -> list[list[list[ScoredAnswer]]]:
-    """Pack answers into rows in which answers to one prompt share the prompt's tokens.
+    """Pack answers into rows. Answers to one prompt in the same row share the tokens of that prompt.
 
-    Returns for each row its groups of answers, one group for each prompt. An answer goes into the fullest row with room
+    Returns the groups of answers of each row, one group for each prompt. An answer goes into the fullest row with room
     for it, preferably into a row that already has its prompt.
     """
     groups = defaultdict[tuple[int, ...], list[ScoredAnswer]](list)
@@ -80,12 +80,10 @@ def _share_prompts(answers: Sequence[ScoredAnswer], row_len: int) -> list[list[l
         groups[tuple(answer.prompt_ids)].append(answer)
     rows: list[list[list[ScoredAnswer]]] = []
     spaces: list[tuple[int, int]] = []
-    """For each row, its free tokens and its index, sorted by free tokens."""
     for prompt, group in groups.items():
         group_of_row: dict[int, list[ScoredAnswer]] = {}
         for answer in sorted(group, key=lambda each: -len(each.ids)):
-            # In a row that already has its prompt, an answer needs one token more than its own: a copy of the prompt's
-            # last token.
+            # A row that already has the prompt needs, besides the answer, only a copy of the prompt's last token.
             length = len(answer.ids) + 1
             space_and_row = next(
                 (each for each in spaces[bisect(spaces, (length,)) :] if each[1] in group_of_row), None
@@ -108,10 +106,10 @@ def _share_prompts(answers: Sequence[ScoredAnswer], row_len: int) -> list[list[l
 
 
 def _row(groups: Sequence[Sequence[ScoredAnswer]]) -> Row:
-    """Make one row from groups of answers; the answers of a group have the same prompt.
+    """Make one packed row from groups of answers; the answers of a group have the same prompt.
 
-    The first answer of a group follows the whole prompt. Each further answer is a document that begins with the
-    prompt's last token, at that token's position, which predicts the answer's first token.
+    The first answer of a group follows the whole prompt. Each further answer is a document that begins with a copy of
+    the prompt's last token, at that token's position, because that token predicts the answer's first token.
     """
     answers, parts = [answer for group in groups for answer in group], []
     for group in groups:
@@ -125,7 +123,9 @@ def _row(groups: Sequence[Sequence[ScoredAnswer]]) -> Row:
 
 
 def _with_numbers(micro: MicroBatch, answers: dict[int, ScoredAnswer]) -> MicroBatch:
-    """Add the log-probabilities of answer tokens to a micro-batch where the tokens are labels; NaN elsewhere."""
+    """Add the log-probabilities of sampled answers to a micro-batch, with NaN at tokens that are not labels of an
+    answer.
+    """
     assert micro.examples is not None
     # No answer is split, and answers are in the order of the micro-batch's rows, so their values can be concatenated.
     of_batch = [answers[number] for number in micro.examples.numbers.tolist()]

@@ -46,12 +46,12 @@ class Ahead(NamedTuple):
 class MicroBatch:
     """Rows of one forward pass on one rank.
 
-    `input_ids`, `position_ids` and `labels` are int64 [rows, tokens]; a label is the token after its position.
+    `input_ids`, `position_ids` and `labels` are int64 [rows, tokens]. The label at a position is the next token.
     `lengths` int64 [rows] are the lengths of the rows without padding; an empty row that fills the batch has 0.
-    `documents` are the lengths of the documents in each row, with the padding as last document; None where each row is
-    one document. `shared` is for each document the number of prompt tokens that it shares with an earlier document of
-    its row and attends to there; None where no document shares any. `token_types` int64 [rows, tokens], for encoders,
-    is 1 in the second text of a pair, else 0.
+    `documents` are the lengths of the documents in each row, with the padding as last document, or None where each row
+    is one document. `shared` is, for each document, the number of prompt tokens that it reads from an earlier document
+    of its row, or None where no document shares a prompt. `token_types` int64 [rows, tokens], for encoders, is 1 in the
+    second text of a pair, else 0.
     """
 
     input_ids: torch.Tensor
@@ -80,22 +80,24 @@ class Position:
 
 @dataclass(frozen=True)
 class Batch:
-    """One rank's batch of an optimizer step. `num_tokens` and `counts` cover this rank only, without padding."""
+    """One rank's batch of an optimizer step. `num_tokens` and `counts` cover only this rank, without padding."""
 
     micro: tuple[MicroBatch, ...]
     position: Position
     row_ids: tuple[int, ...]
     num_tokens: int
     counts: Mapping[str, int]
-    """Numbers of tokens, documents, pairs and so on in this rank's rows, with the keys of `count_rows`."""
+    """The batch's numbers of tokens, documents, pairs and so on in this rank's rows, with the keys of `count_rows`."""
     global_counts: Mapping[str, int] | None = None
-    """Numbers of tokens, documents, pairs and so on in the rows of all ranks; None where not known to this rank."""
+    """The batch's numbers of tokens, documents, pairs and so on in the rows of all ranks; None where unknown to this
+    rank.
+    """
     baseline: tuple[MicroBatch, ...] = ()
-    """This rank's micro-batches from which KTO's baseline z0 is computed before the loss."""
+    """Micro-batches of this rank, from which KTO's baseline z0 is computed before the loss."""
 
     @property
     def num_supervised_tokens(self) -> int:
-        """Number of supervised tokens in this rank's batch."""
+        """Number of tokens with a label in this rank's batch."""
         return self.counts["supervised_tokens"]
 
 
@@ -169,7 +171,7 @@ def training_batches(
 
 
 def rows_per_epoch(rows: Rows, plan: BatchPlan) -> int:
-    """Number of rows in an epoch."""
+    """Number of training rows in an epoch: all rows, or the rows that the mixture chooses."""
     return len(rows) if plan.mixture is None else plan.mixture.rows_per_epoch
 
 
@@ -198,7 +200,6 @@ def num_eval_rows(rows: Rows, limit: int) -> int:
 
 
 def _baseline(mismatched: MismatchedAnswers, row_ids: Sequence[int], plan: BatchPlan) -> tuple[MicroBatch, ...]:
-    """This rank's micro-batches for computing KTO's baseline z0 of a batch; all ranks get the same number."""
     rows, size = mismatched.rows_for(row_ids), plan.micro_batch_size
     rows += [empty_row(plan.pad_token_id)] * (-len(rows) % (size * plan.dp))
     of_rank = rows[len(rows) // plan.dp * plan.rank :][: len(rows) // plan.dp]
@@ -206,9 +207,9 @@ def _baseline(mismatched: MismatchedAnswers, row_ids: Sequence[int], plan: Batch
 
 
 def indices_of_rank(costs: Sequence[float] | None, num_rows: int, plan: BatchPlan) -> Sequence[int]:
-    """Indices of the rows that this rank computes, among the `num_rows` rows of a step.
+    """Choose the rows of a step that this rank computes; returns their indices among the `num_rows` rows of the step.
 
-    `costs` are the costs of the first rows; all later rows are empty. The ranks' total costs are balanced; without
+    `costs` are the costs of the first rows; all later rows are empty. The ranks' total costs are balanced. Without
     `costs`, each rank has a contiguous range.
     """
     rows_of_rank = num_rows // plan.dp
@@ -242,7 +243,7 @@ def _batch(rows: Rows, ids: Sequence[int | None], plan: BatchPlan, position: Pos
 def make_batch(
     rows: Sequence[Row | None], plan: BatchPlan, position: Position, row_ids: tuple[int, ...], *, is_filled: bool = True
 ) -> Batch:
-    """One rank's batch of a step, made from its `rows`; None stands for an empty row.
+    """Make one rank's batch of a step from `rows`, in which None stands for an empty row.
 
     If `is_filled` is false, empty rows are left out of each forward pass that has other rows.
     """
@@ -305,14 +306,15 @@ def _stack(rows: Sequence[Row], plan: BatchPlan) -> MicroBatch:
 
 
 def _look_ahead(input_ids: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor) -> Ahead:
-    """Shift ids and labels [rows, tokens] left by one within each document; documents begin where positions are 0."""
+    """Inputs and targets of multi-token prediction: ids and labels [rows, tokens] shifted left by one in each document.
+    A document begins at each position 0.
+    """
     is_last = torch.ones_like(positions, dtype=torch.bool)
     is_last[:, :-1] = positions[:, 1:] == 0
     return Ahead(input_ids.roll(-1, dims=1), labels.roll(-1, dims=1).masked_fill(is_last, IGNORE_INDEX))
 
 
 def _examples(rows: Sequence[Row], length: int, reference: NDArray[np.float64] | None) -> Examples:
-    """Boundaries and targets of the documents in a forward pass whose rows are padded to `length` tokens."""
     parts = [(number, row.documents) for number, row in enumerate(rows) if row.documents is not None]
     index = np.full((len(rows), length), -1, dtype=np.int64)
     starts, done = [np.zeros(0, dtype=np.int64)], 0
@@ -355,7 +357,7 @@ def _pad(parts: Sequence[Ints], length: int, value: int) -> torch.Tensor:
 
 
 def _positions_with_padding(rows: Sequence[Row], length: int, *, restarts: bool) -> NDArray[np.int64]:
-    """Position ids, int64 [rows, length].
+    """Make position ids, int64 [rows, length].
 
     With `restarts`, as in packed rows, padding is a separate document that starts at position 0. Otherwise positions
     continue through the padding after a single document, so that attention needs only the causal mask.
@@ -374,13 +376,13 @@ _NEARLY_EVEN = 1e-3
 
 
 def divide_rows(costs: NDArray[np.float64], dp: int, forwards: int, *, meets_each_forward: bool) -> list[list[int]]:
-    """For each of `dp` ranks, the indices of its rows in the order of its forward passes.
+    """Divide rows among `dp` ranks; returns the indices of each rank's rows in the order of its forward passes.
 
-    The division depends only on the `costs` of the rows, so every rank computes the same one. Rows of similar cost
+    The division depends only on the `costs` of the rows, so every rank computes the same division. Rows of similar cost
     share a forward pass, which also limits the padding of unpacked rows. Forward passes run in descending order of
     cost.
 
-    With `meets_each_forward`, ranks wait for each other in every forward pass; so the n-th passes of all ranks get rows
+    With `meets_each_forward`, ranks wait for each other in every forward pass, so the n-th passes of all ranks get rows
     of nearly equal cost. Otherwise the total costs of the ranks are balanced: the costliest remaining row goes to the
     rank with the lowest total (Graham's LPT rule, with equal numbers of rows), then swaps reduce the remaining
     difference.
@@ -402,7 +404,6 @@ def divide_rows(costs: NDArray[np.float64], dp: int, forwards: int, *, meets_eac
 
 
 def _even_out(descending: Sequence[int], costs: NDArray[np.float64], number: int) -> list[list[int]]:
-    """Divide rows into `number` parts of equal length with nearly equal total costs."""
     parts: list[list[int]] = [[] for _ in range(number)]
     size = len(descending) // number
     heap = [(0.0, part) for part in range(number)]
@@ -417,7 +418,9 @@ def _even_out(descending: Sequence[int], costs: NDArray[np.float64], number: int
 
 
 def _swap(parts: list[list[int]], costs: NDArray[np.float64]) -> None:
-    """Swap rows between the costliest and the cheapest of `parts`, in place, while that narrows the gap in cost."""
+    """Balance `parts` in place: swap rows between the costliest and the cheapest part while that reduces their
+    difference.
+    """
     totals = np.array([costs[part].sum() for part in parts])
     for _ in range(_MOST_SWAPS):
         most, least = int(totals.argmax()), int(totals.argmin())
@@ -435,8 +438,8 @@ def _swap(parts: list[list[int]], costs: NDArray[np.float64]) -> None:
 
 
 def _best_swap(dear: NDArray[np.float64], cheap: NDArray[np.float64], gap: float) -> tuple[int, int]:
-    """The two rows, one of the costly part `dear` and one of the cheap part `cheap`, whose swap best closes the `gap`
-    between the parts' costs.
+    """Choose one row of the part with the higher cost and one of the other part so that swapping the two rows best
+    closes the `gap` between the costs of the parts.
     """
     order = np.argsort(cheap, kind="stable")
     targets = dear - gap / 2
@@ -450,7 +453,9 @@ def _best_swap(dear: NDArray[np.float64], cheap: NDArray[np.float64], gap: float
 Item = TypeVar("Item")
 Prepared = TypeVar("Prepared")
 _Queued = tuple[tuple[object, ...], BaseException | None]
-"""Item from the prefetching thread: a tuple with a prepared value (empty at the end), and an error or None."""
+"""Item that the prefetching thread puts into its queue: a tuple with the prepared value (empty at the end), and an
+error or None.
+"""
 _SECONDS = 10.0
 """Seconds to wait for the prefetching thread when it is closed. If it is blocked longer, it ends with the process."""
 
@@ -459,11 +464,11 @@ _SECONDS = 10.0
 def prefetched(
     items: Iterable[Item], prepare: Callable[[Item], Prepared], *, begin: Callable[[], None] = lambda: None
 ) -> Iterator[Iterator[Prepared]]:
-    """Context manager that computes `prepare(item)` for each item in a thread, in advance, and gives an iterator over
+    """Context manager that computes `prepare(item)` for each item in a background thread, and gives an iterator over
     the results in order.
 
-    The thread calls `begin` first and prepares at most two items in advance. An error is raised by the iterator after
-    the results before it. The thread ends when the context closes.
+    The thread calls `begin` first and prepares at most two items in advance. If preparing an item fails, the iterator
+    raises the error after the results before it. The thread ends when the context closes.
     """
     ready: Queue[_Queued] = Queue(maxsize=1)
     is_closed = Event()
@@ -487,7 +492,7 @@ def prefetched(
         is_closed.set()
         until = time.monotonic() + _SECONDS
         while thread.is_alive() and time.monotonic() < until:
-            # The thread may wait for room in the queue; taking items from the queue lets it end.
+            # The prefetching thread may be blocked on a full queue; taking items lets it end.
             with suppress(Empty):
                 ready.get(timeout=0.05)
 

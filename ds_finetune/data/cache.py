@@ -25,7 +25,7 @@ _CHECKED = "checked"
 
 @dataclass(frozen=True)
 class ArrayParts:
-    """A one-dimensional array of `length` elements, given in parts, so that it need not fit into memory at once."""
+    """A one-dimensional array of `length` elements in several pieces, which need not fit into memory at once."""
 
     dtype: DTypeLike
     length: int
@@ -33,7 +33,7 @@ class ArrayParts:
 
     @classmethod
     def of(cls, array: NDArray[np.generic]) -> "ArrayParts":
-        """`ArrayParts` of an array that is in memory."""
+        """Wrap an array that is already in memory."""
         return cls(array.dtype, len(array), [array])
 
     def chunks(self) -> Iterator[memoryview | bytes]:
@@ -92,14 +92,14 @@ def write_folder(folder: Path, arrays: Mapping[str, ArrayParts], texts: Mapping[
 
 
 def content_hash(folder: Path, names: Iterable[str]) -> str:
-    """Hash of the arrays `names` of a cache folder, made from the checksums recorded when they were written."""
+    """Hash of the arrays `names` in a cache folder, computed from the checksums recorded when the arrays were written."""
     sums = json.loads((folder / _SUMS).read_bytes())
     arrays = {f"{name}.npy": sums[f"{name}.npy"] for name in names}
     return xxhash.xxh3_64_hexdigest(json.dumps(arrays, sort_keys=True).encode())
 
 
 def find_damage(folder: Path) -> str:
-    """Description of the first file of a folder that differs from its checksum; empty if none does."""
+    """Description of the first file of a cache folder that differs from its checksum; empty if none does."""
     try:
         sums = json.loads((folder / _SUMS).read_bytes())
         files = {str(name): (int(size), str(digest)) for name, (size, digest) in sums.items()}
@@ -129,7 +129,8 @@ def remove_damaged(folders: Sequence[Path], *, since: float) -> list[str]:
         if damage:
             lines.append(f"data cache is damaged: {damage}; it is built again")
             shutil.rmtree(folder)
-    # The file that marks the cache as verified cannot be on a read-only disk; then every process verifies the cache.
+    # The file that marks the cache as verified cannot be written to a read-only disk. Every process then verifies the
+    # cache itself.
     with suppress(OSError):
         checked.write_text("\n".join(lines), encoding="utf-8")
     return lines

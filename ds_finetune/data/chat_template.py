@@ -26,12 +26,14 @@ from ds_finetune.data.messages import Conversation, parse_json
 from ds_finetune.errors import ConfigError, DataError
 
 RENDER_SECONDS, _RENDER_BYTES = 10.0, GIB
-"""Seconds of CPU time and bytes of memory that one rendering may take."""
+"""Rendering one dialogue with a chat template may take this many seconds of CPU time and bytes of memory."""
 _STATM = Path("/proc/self/statm")
 
 
 class _TimeIsUpError(BaseException):
-    """Rendering took too long. Not an Exception, which jinja2 3.1.6 ignores in constant expressions (nodes.py:511)."""
+    """Rendering a chat template took too long. Not an Exception, because jinja2 3.1.6 ignores exceptions in constant
+    expressions (nodes.py:511).
+    """
 
 
 class TemplateLimits:
@@ -72,7 +74,9 @@ def _is_main_thread() -> bool:
 
 @lru_cache(maxsize=1)
 def _address_space_limit(_: int) -> int | None:
-    """Limit of the process's address space in bytes, computed once a second: the argument is the present second."""
+    """Limit for the address space of this process in bytes. The argument, the present second, makes a cache recompute
+    it once a second.
+    """
     if not _STATM.exists():
         return None
     return int(_STATM.read_text().split()[0]) * resource.getpagesize() + _RENDER_BYTES
@@ -87,7 +91,7 @@ def _has_power(source: str) -> bool:
     try:
         return any(kind == "operator" and text == "**" for _, kind, text in Environment(autoescape=True).lex(source))
     except TemplateError:
-        # A syntax error in a template is not reported here, but when the template is rendered.
+        # A syntax error in a chat template is reported later, when the template is rendered.
         return False
 
 
@@ -97,7 +101,9 @@ def _refusal(reason: str) -> ConfigError:
 
 Messages = Sequence[Mapping[str, Any]]
 _PLACEHOLDER = "\ue0f1{name}\ue0f2"
-"""Placeholder of a text, in private-use characters that no template writes; rows that contain them are refused."""
+"""Placeholder of a text, in private-use characters that no chat template writes. Training rows that contain these
+characters are refused.
+"""
 _KEPT_RENDERINGS, _SHOWN_CHARACTERS = 64, 80
 
 
@@ -136,8 +142,8 @@ class ChatTemplate:
 
     def render(self, messages: Messages, tools: Sequence[Mapping[str, Any]] | None, *, opens: bool = False) -> str:
         """Render messages to text; with `opens`, add the header of an answer. RenderingError if the template fails."""
-        # Renderings are cached, since many are repeated: the prompt of a pair is rendered four times, and with
-        # placeholders for texts many dialogues are equal. The key is a repr, in which 1 and True differ.
+        # Renderings are cached, since many are repeated: the prompt of a preference pair is rendered four times, and
+        # with placeholders for texts many dialogues are equal. The key is a repr, in which 1 and True differ.
         key = repr((messages, tools, opens))
         if key in self._recent:
             self._recent.move_to_end(key)
@@ -185,26 +191,26 @@ class Probes:
     """Which tools, tool calls and reasoning a chat template renders, found by rendering probe messages."""
 
     turn_end: str
-    """The special token with which the template ends an answer."""
+    """Special token with which the chat template ends an answer."""
     object_arguments: bool
-    """Whether the template expects the arguments of a tool call as an object, not as JSON text."""
+    """Whether the chat template expects the arguments of a tool call as an object, not as JSON text."""
     calls: bool
-    """Whether the template renders tool calls."""
     no_content: str | None
-    """Content that the template expects in a message with only tool calls: None or an empty text."""
+    """Content that the chat template expects in a message that has only tool calls: None or an empty text."""
     tools: bool
-    """Whether the template renders the list of tools."""
     reasoning: str
-    """Where the template reads reasoning: `reasoning_content`, `thinking`, `tags` (`</think>` in texts) or nowhere."""
+    """Where the chat template reads reasoning: `reasoning_content`, `thinking`, `tags` (`</think>` in texts) or
+    nowhere.
+    """
     is_named_by_id: bool
-    """Whether the template writes the id of a tool call, as Kimi K2's does, instead of the function's name."""
+    """Whether the chat template writes the id of a tool call, as Kimi K2's does, instead of the function's name."""
     changed: str
-    """Rendering of a probe answer if the template changes the answer's text, e.g. by escapes; else empty."""
+    """How the chat template renders a probe answer, if it changes the answer's text, e.g. by escapes; else empty."""
     fields: frozenset[str]
-    """Names of optional message fields that the template renders, such as `user.name` or `tool.name`."""
+    """Names of optional message fields that the chat template renders, such as `user.name` or `tool.name`."""
     as_answers: frozenset[tuple[str, bool]]
-    """Pairs of a role other than `assistant` and whether its message is the first one, for messages that the template
-    writes as answers.
+    """Messages that the chat template writes as answers though their role is not `assistant`: pairs of the role and
+    whether the message is the first one.
     """
 
 
@@ -248,11 +254,11 @@ def _is_as_answer(template: ChatTemplate, role: str, *, is_first: bool) -> bool:
 
 
 def _call_probes(template: ChatTemplate) -> tuple[str, bool, str | None]:
-    """Render a probe message with a tool call, in several forms until the rendering has its name and arguments. Returns
-    the rendering (else empty), whether the template expects arguments as an object, and the content that it expects
-    beside a call.
+    """Find the form of tool call that the chat template renders completely, by trying several forms of a probe message.
 
-    Some templates write a content of None as `None`, and Mistral's fail on an id that does not have nine characters.
+    Returns the rendering (else empty), whether the template expects arguments as an object, and the content that it
+    expects beside a call. Some templates write a content of None as `None`, and Mistral's fail on an id that does not
+    have nine characters.
     """
     objects: dict[str, int] = {placeholder("key"): 1}
     for no_content, arguments, call_id in product((None, ""), (objects, json.dumps(objects, ensure_ascii=False)), _IDS):
@@ -274,7 +280,7 @@ def _call_probes(template: ChatTemplate) -> tuple[str, bool, str | None]:
 
 
 def _try_render(template: ChatTemplate, messages: Messages, *, with_tool: bool = False) -> str:
-    """Render messages, first without and then with a tool, which some templates need; empty where both fail."""
+    """Render messages, without a tool or else with one, which some chat templates need; empty where both fail."""
     try:
         return template.render(messages, [_TOOL] if with_tool else None)
     except RenderingError:
@@ -282,7 +288,9 @@ def _try_render(template: ChatTemplate, messages: Messages, *, with_tool: bool =
 
 
 def adapt_messages(conversation: Conversation, template: ChatTemplate, reasoning: str) -> list[dict[str, Any]]:
-    """Messages as the template expects them: arguments as objects or JSON text, reasoning as a field or in tags."""
+    """Convert messages to what the chat template expects: arguments as objects or JSON text, reasoning as a field or in
+    tags.
+    """
     return [_adapt_message(message, template.probes, reasoning) for message in conversation.messages]
 
 
@@ -306,12 +314,12 @@ def _adapt_message(message: Mapping[str, Any], probes: Probes, reasoning: str) -
 
 
 def strip_reasoning(content: str) -> str:
-    """The part of a message's content after the last `</think>`; all of it where there is none."""
+    """Cut a message's content to the part after the last `</think>`; all of it where there is none."""
     return content.rpartition("</think>")[2].lstrip("\n") if "</think>" in content else content
 
 
 def template_error(where: str, broken: RenderingError) -> DataError:
-    """Make the DataError for a row whose messages the chat template refuses."""
+    """Make the DataError for a training row whose messages the chat template refuses."""
     return DataError(
         f"{where}: the chat template refuses the row: {broken}", hint="correct the row, or give another data.template"
     )

@@ -23,8 +23,7 @@ _SHOWN_CLASSES = 10
 
 
 def find_classes(config: DataConfig, kind: RowKind) -> RowKind:
-    """Add to `kind` the names and the number of classes. They are read from the labels of all training rows, unless the
-    run file gives them.
+    """Add to `kind` the names and the number of classes, from the labels of all training rows or from the run file.
 
     Every process of a host calls this function; one reads the rows and caches their labels. Names in texts are sorted,
     names of a `ClassLabel` column keep its order, and whole numbers are class indices from 0. A stream is not read:
@@ -60,16 +59,16 @@ def find_classes(config: DataConfig, kind: RowKind) -> RowKind:
 
 @dataclass(frozen=True)
 class _Labels:
-    """The distinct labels of all rows, each with the location of the first row that has it. Labels are names or
-    numbers, so that one of the two mappings is empty.
+    """The distinct labels of all training rows, each with the location of the first row that has it. Labels are either
+    names or numbers; the other mapping is empty.
     """
 
     column: str
     names: Mapping[str, str]
     numbers: Mapping[str, str]
-    """Labels that are whole numbers, written as text, with the location of the first row of each."""
+    """Labels that are whole numbers, written as text, each with the location of the first row that has it."""
     order: Sequence[str] = ()
-    """Names of all classes in the order of the rows' `ClassLabel`; empty if rows have none."""
+    """Names of all classes in the order of the data set's `ClassLabel` column; empty without such a column."""
 
 
 def _read_labels(records: Iterable[tuple[str, Record]], columns: Mapping[str, str]) -> _Labels:

@@ -1,4 +1,4 @@
-"""Stores tokenised documents on disk, with counts of the rows that they were made from.
+"""Stores tokenised documents on disk, with counts of the data rows from which they were made.
 
 Documents are written in parts. A part is complete as soon as its folder has its final name.
 """
@@ -19,13 +19,15 @@ from ds_finetune.data.cache import ArrayParts, write_folder
 
 @dataclass(frozen=True)
 class NamedCounts:
-    """Counts of rows by name, e.g. by reason to drop them, each with the location of its first row (`file line 7`)."""
+    """Counts of data rows by name, e.g. by reason to drop them. Each name has the location of its first row (`file line
+    7`).
+    """
 
     entries: Mapping[str, tuple[int, str]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, rows: Iterable[tuple[Iterable[str], str]]) -> Self:
-        """Count rows by name. Each row is given by the names that apply to it and its location."""
+        """Count data rows by name. `rows` gives for each row the names that apply to it, and its location."""
         entries: dict[str, tuple[int, str]] = {}
         for names, where in rows:
             for name in names:
@@ -59,7 +61,6 @@ _ARRAYS = {
 DOCUMENT_ARRAYS = ("ids", "mask", "offsets", "digests", "targets", "second")
 PROMPT_ARRAYS = (*DOCUMENT_ARRAYS, "records")
 TOKEN_ARRAYS = ("ids", "mask", "offsets", "digests")
-"""Names of the arrays of `Documents` that affect training where the loss is a sum over tokens."""
 
 
 BAD_ROWS_SHOWN = 20
@@ -73,13 +74,15 @@ class TokenisedDocument(NamedTuple):
     target: float = 0.0
     second: int | None = None
     record: str = ""
-    """Columns of the document's row as JSON; empty unless rewards need them."""
+    """Columns of the document's data row as JSON; empty unless rewards need them."""
     where: str = ""
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Numbers of rows that were read, dropped, truncated and split, and of the resulting documents and tokens."""
+    """Numbers of data rows that were read, dropped, truncated and split, and of the documents and tokens made from
+    them.
+    """
 
     read: int = 0
     nothing_supervised: int = 0
@@ -88,29 +91,30 @@ class Counts:
     truncated_tokens: int = 0
     split: int = 0
     server_prompt_differs: int = 0
-    """Number of rows whose tokenised prompt differs from the one that a server makes of the row's messages."""
+    """Number of data rows whose tokenised prompt differs from the prompt that a server makes of the row's messages."""
     documents: int = 0
     tokens: int = 0
     supervised: int = 0
     dropped: NamedCounts = field(default_factory=NamedCounts)
-    """Numbers of dropped rows by reason, which is a key of `row_report.DROPPED`."""
+    """Numbers of dropped data rows by reason, which is a key of `row_report.DROPPED`."""
     noted: NamedCounts = field(default_factory=NamedCounts)
-    """Numbers of trained rows by remark (a key of `row_report.NOTED`), such as an empty answer."""
+    """Numbers of trained data rows by remark, a key of `row_report.NOTED` such as an empty answer."""
     unread: NamedCounts = field(default_factory=NamedCounts)
-    """Numbers of rows by name of a column or message field that training does not use."""
+    """Numbers of data rows by name of a column or message field that training does not use."""
     forms: NamedCounts = field(default_factory=NamedCounts)
-    """Number of completions without a chat template by the form of their prompt: `alpaca`, `separator` or `joined`."""
+    """Numbers of completions without a chat template by the form of their prompt: `alpaca`, `separator` or `joined`."""
     named: NamedCounts = field(default_factory=NamedCounts)
-    """By key of `data.columns`: number of rows with the column that the run file gives for this key."""
+    """For each key of `data.columns`: number of data rows that have the column which the run file assigns to the key.
+    """
     by_path: NamedCounts = field(default_factory=NamedCounts)
-    """Number of documents by index of their path in data.train or data.eval; empty for a single path."""
+    """Numbers of documents by index of their path in data.train or data.eval; empty for a single path."""
 
     bad_rows: int = 0
-    """Number of rows that cannot be read or tokenised."""
     bad: tuple[str, ...] = ()
-    """Error messages of bad rows, at most `BAD_ROWS_SHOWN` for each part of the data."""
+    """Error messages of data rows that cannot be read, at most `BAD_ROWS_SHOWN` for each part of the data."""
     long_prompts: tuple[tuple[int, str], ...] = ()
-    """For each prompt that leaves too few tokens for an answer: the tokens it has too many, and its location."""
+    """Prompts that leave too few tokens for an answer: for each the number of tokens over the limit, and its location.
+    """
 
     def __add__(self, other: Self) -> Self:
         return type(self)(
@@ -119,19 +123,19 @@ class Counts:
 
     @property
     def truncated_ratio(self) -> float:
-        """Tokens that truncation cut off, divided by all tokens before truncation."""
+        """Fraction of all tokens before truncation that truncation cut off."""
         return self.truncated_tokens / max(self.tokens + self.truncated_tokens, 1)
 
 
 @dataclass(frozen=True)
 class LengthLimit:
-    """Maximum tokens of a document, and the rule for longer ones: `auto` splits plain text and truncates dialogue."""
+    """Maximum tokens of a document, and the rule for longer documents: `auto` splits plain text and truncates dialogue."""
 
     max_seq_len: int
     long_rows: str
 
     def rule(self, *, is_text: bool) -> str:
-        """What is done with a document beyond the limit: `truncate`, `drop` or `split`."""
+        """Rule for a document beyond the limit: `truncate`, `drop` or `split`."""
         if self.long_rows == "auto":
             return "split" if is_text else "truncate"
         return self.long_rows
@@ -142,10 +146,10 @@ class Documents:
     """Tokenised documents, concatenated: `ids` int32 and `mask` bool [tokens], `offsets` int64 [documents + 1].
 
     `digests` uint64 [documents] are hashes of each document's ids. `targets` float64 [documents] are class indices,
-    ratings, margins of pairs, or 1 and 0 for good and bad answers. `second` int32 [documents] is for two texts the
-    index of the second one's first token, else the document's length. `records` and `places` uint8 are UTF-8 text with
-    a line for each document: the columns of its row as JSON, and the location of the row. Both are empty unless rows
-    are prompts.
+    ratings, margins of pairs, or 1 and 0 for good and bad answers. `second` int32 [documents] is the index of the
+    second text's first token in a document of two texts, else the document's length. `records` and `places` uint8 are
+    UTF-8 text with a line for each document: the columns of its data row as JSON, and the location of the row. Both are
+    empty unless rows are prompts.
     """
 
     ids: NDArray[np.int32]
@@ -177,23 +181,25 @@ class Documents:
 
     @property
     def counts(self) -> Counts:
-        """Numbers of documents, tokens and supervised tokens. A document's first token carries no loss."""
+        """Numbers of documents, tokens and supervised tokens. A document's first token has no loss."""
         supervised = int(self.mask.sum()) - int(self.mask[self.offsets[:-1]].sum())
         return Counts(documents=len(self.targets), tokens=len(self.ids), supervised=supervised)
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Open the documents of a folder as memory maps."""
-        # np.asarray makes plain arrays of the memory maps, since slicing a np.memmap takes 30 microseconds more.
+        """Open the documents in a folder as memory maps."""
+        # Memory maps are converted to plain arrays, since slicing a np.memmap takes 30 microseconds more.
         return cls(*(np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r")) for name in _ARRAYS))
 
     def write(self, folder: Path, counts: Counts) -> None:
-        """Write documents and `counts` to the new `folder`, which exists once complete; OutputError on failure."""
+        """Write documents and `counts` to the new `folder`, which appears only once it is complete; OutputError on
+        failure.
+        """
         write_folder(folder, {name: ArrayParts.of(getattr(self, name)) for name in _ARRAYS}, _texts(counts))
 
 
 def join_parts(parts: Sequence[Path], folder: Path, counts: Counts) -> None:
-    """Concatenate the documents of the folders `parts`, in order, into `folder`, with one part in memory at a time."""
+    """Concatenate the documents of the folders `parts`, in order, into `folder`. Only one part is in memory at a time."""
     sizes = {"ids": counts.tokens, "mask": counts.tokens, "offsets": counts.documents + 1}
     for name in ("records", "places"):
         sizes[name] = sum(len(np.load(part / f"{name}.npy", mmap_mode="r")) for part in parts)

@@ -18,7 +18,7 @@ from ds_finetune.errors import DataError
 
 Record = Mapping[str, Any]
 ReadRecord = Record | DataError
-"""A record, or the error of a line or row that cannot be read."""
+"""A record of a data file, or the error of a line or row that cannot be read."""
 FORMATS = {".json": "json", ".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 """Data format by file name suffix; suffixes may be in upper case."""
 _COMPRESSED = (".gz", ".zst")
@@ -26,7 +26,7 @@ _BOM = b"\xef\xbb\xbf"
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 _SHOWN_CHARACTERS = 80
 _MOST_LINE_BYTES, _MOST_WHOLE_BYTES = 64 * MIB, GIB
-"""Maximum bytes of a line, and of a compressed file that is read at once: 10 MB of gzip can hold 10 GB."""
+"""Maximum bytes of a line, and of a compressed file that is decompressed into memory: 10 MB of gzip can hold 10 GB."""
 _PARQUET_ROWS = 1000
 
 
@@ -39,7 +39,7 @@ class FileFormat:
 
     @classmethod
     def of(cls, path: Path) -> "FileFormat | None":
-        """Format of a file by the ending of its name; None where the ending is not known."""
+        """Format of a data file by the ending of its name; None for an unknown ending."""
         endings = [ending.lower() for ending in path.suffixes]
         compression = endings.pop() if endings and endings[-1] in _COMPRESSED else ""
         name = FORMATS.get(endings[-1]) if endings else None
@@ -54,13 +54,13 @@ def known_endings() -> str:
 
 
 def read_file(path: str, file_format: str) -> Iterator[tuple[str, ReadRecord]]:
-    """Records of a file, each with its location (`file line 7`); DataError where no further record can be read."""
+    """Read the records of a data file, each with its location (`file line 7`); DataError where reading cannot continue."""
     yield from _READERS[file_format](path)
 
 
 @contextmanager
 def _open(path: str) -> Iterator[IO[bytes]]:
-    """Open a file for reading decompressed bytes; DataError where the compressed data is damaged or truncated."""
+    """Open a data file for reading decompressed bytes; DataError where the compressed data is damaged or truncated."""
     file_format = FileFormat.of(Path(path))
     compression = file_format.compression if file_format else ""
     try:
@@ -86,7 +86,7 @@ def _decompressed(path: str, compression: str) -> IO[bytes]:
 
 
 def _lines(path: str) -> Iterator[tuple[int, str | DataError]]:
-    """Yield the lines of a file with their numbers; a line that is not UTF-8 is an error that names line and byte."""
+    """Yield the lines of a file with their numbers. A line that is not UTF-8 becomes an error that names line and byte."""
     offset = 0
     with _open(path) as file:
         for number, line in enumerate(iter(lambda: file.readline(_MOST_LINE_BYTES + 1), b""), start=1):
@@ -188,8 +188,8 @@ def _read_json(path: str) -> Iterator[tuple[str, ReadRecord]]:
 
 
 def _items_one_by_one(text: str, path: str) -> Iterator[tuple[str, ReadRecord]]:
-    """Read a JSON list item by item, because some item cannot be read although its syntax is valid, as with a repeated
-    key.
+    """Read a JSON list item by item, to name the item that cannot be read although its syntax is valid, as with a
+    repeated key.
 
     DataError where the syntax of a later item is invalid, or the end of an item cannot be found.
     """
@@ -222,7 +222,7 @@ def _as_record(value: object, where: str) -> ReadRecord:
 
 
 def _read_csv(path: str) -> Iterator[tuple[str, ReadRecord]]:
-    """Records of CSV rows. All values remain texts, even `NA`, `null` and `007`."""
+    """Read the rows of a CSV file. All values remain texts, even `NA`, `null` and `007`."""
     csv.field_size_limit(_MOST_LINE_BYTES)
     undecodable: list[DataError] = []
     rows = csv.reader(_csv_lines(path, undecodable), strict=True)
@@ -249,7 +249,9 @@ def _read_csv(path: str) -> Iterator[tuple[str, ReadRecord]]:
 
 
 def _csv_lines(path: str, undecodable: list[DataError]) -> Iterator[str]:
-    """Lines of a CSV file; a line that is not UTF-8 becomes an empty field, and its error is added to `undecodable`."""
+    """Yield the lines of a CSV file. A line that is not UTF-8 becomes an empty field; its error is added to
+    `undecodable`.
+    """
     for _, line in _lines(path):
         if isinstance(line, DataError):
             undecodable.append(line)
@@ -260,7 +262,7 @@ def _csv_lines(path: str, undecodable: list[DataError]) -> Iterator[str]:
 def _next_row(rows: Any, path: str, undecodable: list[DataError]) -> list[str] | DataError | None:  # noqa: ANN401 - a csv.reader
     """Read the next row of a CSV file: the row, or the error if it cannot be read, or None at the end of the file.
 
-    DataError where the faulty row spans several lines, since with wrong quotes its end is unknown.
+    DataError where the faulty row spans several lines, since its end is unknown if a quote is missing.
     """
     before = rows.line_num
     try:
@@ -284,12 +286,14 @@ class ClassNumber(int):
 
     @property
     def name(self) -> str:
-        """The name of the class with this index."""
+        """Name of the class with this index."""
         return self.names[self]
 
 
 def with_class_names(record: Record, classes: Mapping[str, Sequence[str]]) -> Record:
-    """Replace class indices by `ClassNumber`, which has the class name too. `classes` are class names by column."""
+    """Replace class indices in a record by `ClassNumber`, which has the class name too. `classes` are class names by
+    column.
+    """
     named = dict(record)
     for column, names in classes.items():
         if isinstance(named.get(column), int) and 0 <= named[column] < len(names):
@@ -299,7 +303,6 @@ def with_class_names(record: Record, classes: Mapping[str, Sequence[str]]) -> Re
 
 
 def _class_names(metadata: Mapping[bytes, bytes] | None) -> dict[str, Sequence[str]]:
-    """Class names by column, which `datasets` writes into the metadata of a Parquet file."""
     written = json.loads((metadata or {}).get(b"huggingface", b"{}"))
     features = written.get("info", {}).get("features", {})
     return {

@@ -1,6 +1,6 @@
-"""Converts the messages of a row to OpenAI's form: contents as text, with OpenAI's roles and tool calls.
+"""Converts the messages of a data row to OpenAI's form: contents as text, with OpenAI's roles and tool calls.
 
-A message that cannot be read is a DataError that names it.
+DataError names a message that cannot be read.
 """
 
 import json
@@ -15,7 +15,9 @@ from ds_finetune.errors import DataError
 Json = str | int | float | bool | None | list["Json"] | dict[str, "Json"]
 ROLES = ("system", "user", "assistant", "tool")
 RESERVED_CHARACTERS = "\ue0f1\ue0f2\ue0f3\ue0f4"
-"""Private-use characters that mark texts in a rendered chat template; rows that contain one are refused."""
+"""Private-use characters that mark texts in a rendered chat template. Data rows that contain such a character are
+refused.
+"""
 _ROLE_NAMES = {
     **{role: role for role in ROLES},
     "developer": "system",
@@ -31,9 +33,9 @@ _ROLE_NAMES = {
     "function_call": "call",
     "tool_call": "call",
 }
-"""OpenAI's role by role name of OpenAI or ShareGPT. The content of a `call` message is a tool call in JSON."""
+"""OpenAI's role for each role name of OpenAI or ShareGPT. The content of a `call` message is a tool call in JSON."""
 ANSWER_ROLES = tuple(name for name, role in _ROLE_NAMES.items() if role in ("assistant", "call"))
-"""Names of the assistant's role."""
+"""Role names of assistant messages in OpenAI's and ShareGPT's forms."""
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _VALUE_PARTS = ("reasoning", "text", "tool_call")
 """Types of parts in LLaMA-Factory's assistant messages, in the order in which chat templates write the parts."""
@@ -106,7 +108,7 @@ def read_conversation(messages: object, tools: object, column: str, where: str) 
 
 
 def read_tools(tools: object, where: str) -> tuple[Mapping[str, Any], ...] | None:
-    """Tools of a row, from a list or its JSON text; None where there are none.
+    """Tools of a data row, from a list or its JSON text; None if the row has none.
 
     Each tool is wrapped as `{type: function, function: ...}`, the form in which servers pass tools to templates.
     """
@@ -122,7 +124,7 @@ def read_tools(tools: object, where: str) -> tuple[Mapping[str, Any], ...] | Non
 
 
 def check_text(value: object, name: str) -> str:
-    """Return `value` if it is a text that a tokenizer accepts; else raise a DataError about `name`."""
+    """Check that `value` is a text that a tokenizer accepts, and return it; else raise a DataError about `name`."""
     if not isinstance(value, str):
         raise DataError(f"{name} is {shown_value(value)}, not text", hint="correct the row, or name another column")
     try:
@@ -149,7 +151,7 @@ def without_nulls(value: object) -> object:
 
 
 def shown_value(value: object) -> str:
-    """Type and beginning of a value, for error messages."""
+    """Type and beginning of a value, as shown in error messages."""
     return f"{type(value).__name__} {value!r:.60}"
 
 
@@ -165,7 +167,7 @@ def _tool(tool: object, location: str) -> Mapping[str, Any]:
 
 
 def _message(message: object, location: str, where: str) -> tuple[dict[str, Any], list[str]]:
-    """Convert a message to OpenAI's form. Also returns the names of its unused fields."""
+    """Convert a message to OpenAI's form. Also returns the names of the message's unused fields."""
     if not isinstance(message, dict):
         raise DataError(f"{location} is {shown_value(message)}, not an object", hint="give a list of {role, content}")
     fields = {key: value for key, value in message.items() if value is not None}
@@ -213,7 +215,8 @@ def _assistant(
             hint="correct or remove the row",
         )
     text = None if is_call or content is None else _text(content, location)
-    # R1's template recognises a message with tool calls by the content None; OpenAI's API may also give an empty text.
+    # A message with only tool calls has the content None in R1's template, while OpenAI's API may also give an empty
+    # text.
     turn: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else "")}
     if calls:
         turn["tool_calls"] = calls
@@ -231,7 +234,6 @@ def _assistant(
 
 
 def _joined(first: Mapping[str, Any], second: Mapping[str, Any], location: str) -> dict[str, Any]:
-    """Join two consecutive assistant messages; DataError unless they continue in the order reasoning, text, calls."""
     first_keys = [key for key in ("reasoning_content", "content", "tool_calls") if first.get(key)]
     parts = [key for key in ("reasoning_content", "content", "tool_calls") if second.get(key)]
     if "tool_calls" in first_keys and parts != ["tool_calls"]:
@@ -270,7 +272,7 @@ def _is_trained(fields: Mapping[str, Any], location: str) -> bool:
 
 
 def _text(content: object, location: str) -> str:
-    """Content of a message as one text. Parts are joined by newlines, as vLLM does for templates that expect text;
+    """Content of a message as one text. Parts are joined by newlines, as vLLM does for templates that expect text.
     LLaMA-Factory's parts, which have a `value`, are concatenated.
     """
     if not isinstance(content, list | tuple):
@@ -280,7 +282,7 @@ def _text(content: object, location: str) -> str:
 
 
 def _value_parts(parts: Sequence[Any], location: str) -> dict[str, Any]:
-    """Read the parts of a LLaMA-Factory message, which have a `value`, into OpenAI's fields; empty for other parts."""
+    """Convert a LLaMA-Factory message, whose parts have a `value`, to OpenAI's fields; empty for other messages."""
     kinds: list[Any] = [part.get("type") for part in parts if isinstance(part, dict) and "value" in part]
     if len(kinds) < len(parts) or not all(kind in _VALUE_PARTS for kind in kinds):
         return {}
@@ -332,7 +334,7 @@ def _call(call: object, location: str) -> dict[str, Any]:
 
 
 def _arguments(inner: Mapping[str, Any], location: str) -> str:
-    """Arguments of a tool call as the JSON text of an object. Arguments that are text already are not changed."""
+    """Arguments of a tool call as the JSON text of an object. Arguments that are already text stay unchanged."""
     value = inner.get("arguments", inner.get("parameters"))
     name = f"{location}: `arguments` of {inner['name']}"
     text = value if isinstance(value, str) else _json({} if value is None else value, name)

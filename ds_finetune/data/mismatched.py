@@ -15,7 +15,8 @@ from ds_finetune.data.prepared_rows import PreparedRows, Row, next_token_labels,
 from ds_finetune.errors import DataError
 
 _SEED = 1
-"""Third number of the seed of the pairing. Without it, examples would be permuted like the rows of epoch 0."""
+"""Third number of the seed of KTO's mismatched pairs. Without it, examples would be permuted like the rows of epoch 0.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +31,6 @@ class MismatchedAnswers:
     seed: int
     max_seq_len: int
     is_packed: bool
-    """Whether a row may hold several documents."""
 
     def check(self, name: str) -> None:
         """Raise DataError if all examples of the data set `name` (a key of the run file) have the same prompt."""
@@ -46,8 +46,9 @@ class MismatchedAnswers:
         return self.rows.counts.documents
 
     def partner(self, number: int) -> int:
-        """Number of the document whose answer follows the prompt of document `number` in a mismatched document: the
-        next one with a different prompt in a seeded permutation.
+        """Number of the document whose answer follows the prompt of document `number` in a mismatched document.
+
+        It is the next document with a different prompt in a seeded permutation.
         """
         order, positions = self._order
         prompt, position = self._prompt(number), int(positions[number])
@@ -55,7 +56,9 @@ class MismatchedAnswers:
         return next(other for other in followers if not np.array_equal(self._prompt(other), prompt))
 
     def rows_for(self, row_ids: Sequence[int]) -> list[Row]:
-        """Rows of mismatched documents with the prompts of the data rows `row_ids`, packed if the data rows are."""
+        """Training rows of the mismatched documents with the prompts of the data rows `row_ids`, packed if the data
+        rows are.
+        """
         rows = self.rows
         numbers = np.concatenate([rows.order[rows.offsets[row] : rows.offsets[row + 1]] for row in row_ids])
         if not self.is_packed:

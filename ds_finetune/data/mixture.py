@@ -1,4 +1,4 @@
-"""Mixes the rows of several sources in given proportions. The order depends only on the seed and the epoch."""
+"""Mixes the training rows of several sources in given proportions. The order depends only on the seed and the epoch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,20 +16,20 @@ Numbers = NDArray[np.int64]
 class Mixture:
     """Weighted training sources, whose rows are consecutive in the data.
 
-    An epoch is one pass over the main source: the one with the largest weight, and of equal weights the one with the
-    most rows. Every other source gives as many rows as its weight requires, rounded. A source that has more rows
-    continues in the next epoch; the rows of a source that has fewer repeat.
+    An epoch is one pass over the main source: the source with the largest weight, and among equal weights the one with
+    the most rows. Every other source gives as many rows as its weight requires, rounded. A source that has more rows
+    than that continues in the next epoch; the rows of a source that has fewer repeat.
     """
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
-    """Number of rows of each source."""
+    """Number of training rows of each source of the mixture."""
     draws: tuple[int, ...]
-    """Number of rows that each source gives to an epoch."""
+    """Number of training rows that each source of the mixture gives to an epoch."""
 
     @classmethod
     def of(cls, weights: Mapping[str, float], sizes: Sequence[int]) -> Self:
-        """Mixture from the weights of sources by name; DataError where an epoch would have no row of a source."""
+        """Make a mixture from the weights of sources by name; DataError where an epoch would have no row of a source."""
         fractions = np.array(list(weights.values())) / sum(weights.values())
         main = max(range(len(sizes)), key=lambda source: (fractions[source], sizes[source]))
         draws = tuple(int(fraction / fractions[main] * sizes[main] + 0.5) for fraction in fractions)
@@ -44,12 +44,12 @@ class Mixture:
 
     @property
     def rows_per_epoch(self) -> int:
-        """Number of rows in an epoch."""
+        """Number of training rows in an epoch of the mixture."""
         return sum(self.draws)
 
     @property
     def fingerprint(self) -> str:
-        """Text with the number of rows of each source and how many of them an epoch has."""
+        """Identity of the mixture: the number of rows of each source, and how many of them an epoch has."""
         return " + ".join(f"{draw} of {size}" for draw, size in zip(self.draws, self.sizes, strict=True))
 
     def per_epoch(self, sums: Sequence[float]) -> float:
@@ -60,8 +60,8 @@ class Mixture:
         """Row indices of an epoch in their order, int64 [rows_per_epoch].
 
         The sources alternate evenly: in the first n rows of an epoch with two sources, the number of rows from one
-        source differs from n times its fraction by less than one. A source is read in passes over all its rows, each
-        shuffled or in the order of its files.
+        source differs from n times its fraction by less than one. Each source is read in passes over all its rows,
+        which are shuffled for each pass or stay in the order of the files.
         """
         jitter = np.random.default_rng([seed, epoch]).random(self.rows_per_epoch) if shuffle else 0.5
         numbers = np.concatenate([np.arange(draw) for draw in self.draws])
@@ -85,7 +85,8 @@ class Mixture:
         size, draw = self.sizes[source], self.draws[source]
         passes, index = np.divmod(np.arange(epoch * draw, (epoch + 1) * draw), size)
         if shuffle:
-            # The seed has the index of the source plus 1, because numpy treats the seeds [a, b] and [a, b, 0] alike.
+            # The index of the source is increased by 1 in the seed, because numpy treats the seeds [a, b] and [a, b, 0]
+            # alike.
             orders = {p: np.random.default_rng([seed, p, source + 1]).permutation(size) for p in set(passes.tolist())}
             index = np.concatenate([orders[p][index[passes == p]] for p in sorted(orders)])
         return index + self._ends[source] - size

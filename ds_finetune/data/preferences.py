@@ -1,6 +1,6 @@
 """Layouts of preference data: how the columns of a record become a chosen and a rejected answer.
 
-The last assistant turn of a dialogue is its answer; the turns before it must be equal for both answers.
+The last assistant turn of a dialogue is its answer. The turns before it must be equal for both answers.
 """
 
 import math
@@ -30,7 +30,7 @@ _SIDES = ("chosen", "rejected")
 
 @dataclass(frozen=True)
 class Preference:
-    """A chosen and a rejected answer to the same prompt; `margin` is 0 where the row has none."""
+    """A chosen and a rejected answer to the same prompt. `margin` is 0 where the data row has none."""
 
     chosen: Conversation | Completion
     rejected: Conversation | Completion
@@ -53,7 +53,6 @@ def _preference(sides: Sequence[Conversation | Completion], view: Mapping[str, A
 
 
 def _of_turns(dialogues: Mapping[str, object], view: Mapping[str, Any], where: str) -> Preference:
-    """Preference from two full dialogues, given by the names of their columns."""
     sides = {column: read_conversation(turns, view.get("tools"), column, where) for column, turns in dialogues.items()}
     for column, side in sides.items():
         role = side.messages[-1]["role"]
@@ -93,7 +92,6 @@ def _shown_turn(turns: Sequence[Mapping[str, Any]], number: int) -> str:
 
 
 def _as_turns(answer: object, column: str, where: str) -> list[Any]:
-    """Messages of an answer that is a text, one message, or a list of messages."""
     if isinstance(answer, list | tuple):
         if answer and all(isinstance(text, str) for text in answer):
             raise DataError(
@@ -116,7 +114,6 @@ def _list_of_turns(view: Mapping[str, Any], column: str, where: str) -> list[Any
 
 
 def _prompt_pair(view: Mapping[str, Any], where: str) -> Preference:
-    """Preference from a prompt and two answers; an answer may repeat the prompt as its first turns."""
     prompt, sides = view["prompt"], (view["chosen"], view["rejected"])
     if all(isinstance(value, str) for value in (prompt, *sides)):
         tools = read_tools(view.get("tools"), where)
@@ -131,7 +128,7 @@ def _prompt_pair(view: Mapping[str, Any], where: str) -> Preference:
 
 
 def _chat_pair(view: Mapping[str, Any], where: str) -> Preference:
-    """Preference from a prompt in `messages` and two answers; `messages` may also be the full chosen dialogue."""
+    """Make a preference from a prompt in `messages` and two answers. `messages` may also be the full chosen dialogue."""
     turns, sides = view["messages"], (view["chosen"], view["rejected"])
     if isinstance(turns, list | tuple) and turns and is_answer(turns[-1]):
         turns = turns[:-1] if list(turns) == sides[0] else turns
@@ -139,7 +136,7 @@ def _chat_pair(view: Mapping[str, Any], where: str) -> Preference:
 
 
 def _with_prompt(prompt: object, turns: list[Any], column: str, where: str) -> list[Any]:
-    """Prepend the prompt to the turns of an answer, unless they already begin with it."""
+    """Prepend the prompt to the turns of an answer, unless they already begin with the prompt."""
     is_text = isinstance(prompt, str)
     first = [{"role": "user", "content": prompt}] if is_text else _as_turns(prompt, "prompt", where)
     if len(turns) <= 1 or is_answer(turns[0]):
@@ -159,7 +156,9 @@ def _with_prompt(prompt: object, turns: list[Any], column: str, where: str) -> l
 
 
 def _pair(view: Mapping[str, Any], where: str) -> Preference:
-    """Preference from whole dialogues: lists of messages, or texts with `Human:` and `Assistant:` before turns."""
+    """Make a preference from two full dialogues: lists of messages, or texts with `Human:` and `Assistant:` before
+    turns.
+    """
     chosen, rejected = view["chosen"], view["rejected"]
     if not (isinstance(chosen, str) and isinstance(rejected, str)):
         return _of_turns({"chosen": chosen, "rejected": rejected}, view, where)
@@ -175,7 +174,6 @@ def _pair(view: Mapping[str, Any], where: str) -> Preference:
 
 
 def _hh_dialogue(view: Mapping[str, Any], column: str, where: str) -> Completion:
-    """Parse a dialogue of Anthropic's HH-RLHF; its prompt ends with the last `Assistant:`."""
     text = read_text(view, column, where)
     turns = hh_turns(text)
     if not turns or turns[-1]["role"] != "assistant":
@@ -199,7 +197,7 @@ def _prompt_from(column: str, read: Callable[[Mapping[str, Any], str, str], obje
 
 
 def _response_pair(view: Mapping[str, Any], where: str) -> Preference:
-    """Preference from the chosen dialogue in `messages`, and a rejected answer to its last user turn."""
+    """Make a preference from the chosen dialogue in `messages` and a rejected answer to the last user turn."""
     chosen, rejected = _list_of_turns(view, "messages", where), view["rejected_response"]
     if isinstance(rejected, list | tuple):
         users = ("user", "human", "prompter")
@@ -211,8 +209,8 @@ def _response_pair(view: Mapping[str, Any], where: str) -> Preference:
 
 
 def _ranked_pair(view: Mapping[str, Any], where: str) -> Preference:
-    """Preference of the answer with the best rank over the one with the worst. If all ranks are equal, both are the
-    same answer, and the pair is dropped later.
+    """Prefer the answer with the best rank to the answer with the worst. If all ranks are equal, both are the same
+    answer, and the pair is dropped later.
     """
     ranked = _ranked_answers(view["answers"], where)
     best, worst = (pick(ranked, key=operator.itemgetter(0))[1] for pick in (min, max))

@@ -49,11 +49,11 @@ from ds_finetune.data.units import ROWS_PER_PART, Tokenisation, tokenise_records
 from ds_finetune.errors import ConfigError, DataError, RunError
 
 FORMAT_VERSION = 10
-"""Version of the cache's format. It is raised when the format changes, so that older caches are not read."""
+"""Version of the data cache's format. It is raised when the format changes, so that older caches are not read."""
 _BYTES_FOR_PROCESSES = 2_000_000
-"""Size of the raw data in bytes above which several processes tokenise it."""
+"""Data files with more bytes than this in total are tokenised by several processes."""
 _Task = tuple[Path, list[tuple[str, ReadRecord]]]
-"""A part of the data to tokenise: its folder, and its records with their locations (`file line 7`)."""
+"""A part of the data to tokenise: the folder to write, and the records with their locations (`file line 7`)."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class TokenLimits:
     max_seq_len: int
     vocab_size: int
     answer_tokens: int = 0
-    """Tokens of a row that are reserved for the answer sampled to a prompt."""
+    """Tokens of a row that stay free for the answer sampled to a prompt."""
     seed: int = 0
     """Seed that selects which training rows are held out."""
 
@@ -76,12 +76,12 @@ def prepare_rows(
     limits: TokenLimits,
     kind: RowKind = DIALOGUE,
 ) -> PreparedRows:
-    """Rows of `config.train` or `config.eval` for an objective with rows of `kind`, tokenised and packed.
+    """Tokenise and pack the rows of `config.train` or `config.eval` for an objective with rows of `kind`.
 
-    Every process of a host calls this function; one prepares the rows and the others wait. The key of the cache is made
-    of the files' paths, sizes and modification times, the tokenizer, the template and the settings. A second start
-    reads no raw data, and a preparation that was killed resumes after its last complete part. DataError where rows
-    cannot be read or too many are dropped, OutputError where the cache cannot be written.
+    Every process of a host calls this function; one prepares the rows and the others wait. The cache key is made of the
+    files' paths, sizes and modification times, the tokenizer, the template and the settings. A second start reads no
+    raw data, and a preparation that was killed resumes after its last complete part. DataError where rows cannot be
+    read or too many are dropped, OutputError where the cache cannot be written.
     """
     kind = find_classes(config, kind)
     sources, tokenisation = plan_tokenisation(config, purpose, tokenizer=tokenizer, limits=limits, kind=kind)
@@ -132,8 +132,8 @@ def _choice_notes(choice: RecordChoice, counts: Counts, sources: Sequence[Source
 def _units_of_paths(
     counts: Counts, weights: Mapping[str, float], sources: Sequence[Source], kind: RowKind
 ) -> list[int]:
-    """Number of training examples of each path in `weights`, or of all data for a single path; DataError for 0
-    examples.
+    """Number of training examples of each path in `weights`, or of all data for a single path. DataError for a path
+    without examples.
     """
     size = max(kind.documents_per_unit, 1)
     if len(weights) < 2:
@@ -157,7 +157,8 @@ def plan_tokenisation(
     limits: TokenLimits,
     kind: RowKind = DIALOGUE,
 ) -> tuple[list[Source], Tokenisation]:
-    """Sources of `config.train` or `config.eval`, checked but not read, and the settings to tokenise their records.
+    """Find and check the sources of `config.train` or `config.eval` without reading them, and collect the settings to
+    tokenise their records.
 
     DataError or ConfigError where sources, template or vocabulary do not fit.
     """
@@ -214,12 +215,12 @@ def _tokenise(
     parts: dict[Path, int] = {}
     tasks = _open_parts(choice, sources, folder, parts)
     size = sum(source.fingerprint[1] for source in sources)
-    # Small data is tokenised in this process, since another process takes one or two seconds to start. The size of hub
-    # data sets is unknown, so they count as large.
+    # Small data is tokenised in this process, since another process takes one or two seconds to start. The size of a
+    # hub data set is unknown, so it counts as large.
     if size <= _BYTES_FOR_PROCESSES and not any(source.format == "hub" for source in sources):
         workers = 1
     done = len(list(folder.glob("part-??????"))) * ROWS_PER_PART
-    # Only the process that locks the cache tokenises, so it shows the progress whatever its rank.
+    # Only the process that locks the cache tokenises, so this process shows the progress whatever its rank.
     estimate = estimate_rows(sources)
     total = max(min(estimate, choice.rows or estimate) - done, 0)
     with PhaseLine("tokenising rows", total, warmup=workers * ROWS_PER_PART, is_rank_zero=True) as line:
@@ -250,7 +251,7 @@ def _open_parts(
 ) -> Iterator[_Task]:
     """Yield each part of the data that is not yet written completely.
 
-    `parts` receives the folder of every part, with the index in data.train of the path that has its records.
+    `parts` receives the folder of every part, with the index of the part's path in data.train.
     """
     for source, records in choice.read(sources):
         while chunk := list(islice(records, ROWS_PER_PART)):
@@ -273,7 +274,7 @@ def _start_worker(tokenisation: Tokenisation) -> None:
 
 def _write_part(task: _Task) -> Path:
     folder, records = task
-    # Garbage collection is off: records form no reference cycles, and looking for cycles would take a fifth of the
+    # Garbage collection is off: records form no reference cycles, and the search for cycles would take a fifth of the
     # time.
     was_enabled = gc.isenabled()
     gc.disable()
@@ -306,7 +307,6 @@ def _write_parts(tasks: Iterable[_Task], tokenisation: Tokenisation, workers: in
 
 @contextmanager
 def _terminated_early(pool: ProcessPoolExecutor) -> Iterator[None]:
-    """Context manager that terminates the worker processes early on an exception, as from Ctrl-C."""
     try:
         yield
     except BaseException:
@@ -318,8 +318,7 @@ def _terminated_early(pool: ProcessPoolExecutor) -> Iterator[None]:
 def _submit(pool: ProcessPoolExecutor, tasks: Iterable[_Task], *, most: int) -> Iterator[Future[Path]]:
     waiting: set[Future[Path]] = set()
     for task in tasks:
-        # Processes that submit() starts inherit this signal mask, so that Ctrl-C reaches only the parent, which
-        # terminates them.
+        # The pool's processes inherit this signal mask, so that Ctrl-C reaches only the parent, which terminates them.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         waiting.add(pool.submit(_write_part, task))
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

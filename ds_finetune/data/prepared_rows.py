@@ -1,4 +1,4 @@
-"""Rows of tokens, read by index from memory-mapped documents.
+"""Training rows of tokens, read by index from memory-mapped documents.
 
 A unit is one document, or the two documents of a pair. A row has one unit, or several by best-fit-decreasing packing:
 units, longest first, go into the fullest row that has room for them.
@@ -27,16 +27,19 @@ Numbers = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class RowDocuments:
-    """The documents of a row, in order; each array has one element per document."""
+    """The documents of a training row, in order. Each array has one element per document."""
 
     lengths: Numbers
-    """Number of tokens of each document."""
     numbers: Numbers
-    """Index of each document in the data."""
+    """Indices, in the data, of the documents of a training row."""
     targets: NDArray[np.float64]
-    """Target of each document: class index, rating, margin, 1 and 0 for good and bad answers, or 0 without a target."""
+    """Targets of the documents of a training row: class index, rating, margin, 1 or 0 for a good or bad answer, or 0
+    without a target.
+    """
     second: Numbers
-    """For a document of two texts, the index of the second text's first token; else the document's length."""
+    """Start of the second text in each document of two texts, as an index of its tokens; for other documents the
+    length.
+    """
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,9 +56,7 @@ class Row:
     labels: Ints
     supervised: int
     documents: RowDocuments | None = None
-    """The documents of the row; None for a filler row."""
     is_filler: bool = False
-    """Whether the row has no text and only fills up a batch."""
 
     @classmethod
     def of(
@@ -65,8 +66,9 @@ class Row:
         targets: NDArray[np.float64],
         second: Numbers | None = None,
     ) -> Self:
-        """Concatenate documents to a row, given the ids, positions and labels of each, [tokens] each, and the fields of
-        `RowDocuments`. Without `second`, each document has one text.
+        """Concatenate documents to a training row. `parts` are the ids, positions and labels of each document, [tokens]
+        each; `numbers`, `targets` and `second` are the fields of `RowDocuments`. Without `second`, each document has
+        one text.
         """
         ids, positions, labels = (np.concatenate(arrays).astype(np.int32) for arrays in zip(*parts, strict=True))
         lengths = np.array([len(own) for own, *_ in parts], dtype=np.int64)
@@ -91,7 +93,7 @@ class Row:
 
 
 def document_starts(positions: Ints) -> Numbers:
-    """Indices at which documents begin in a row, which is where a position is not the preceding position plus 1."""
+    """Indices at which documents begin in a row: positions there are not the preceding position plus 1."""
     return np.flatnonzero(np.diff(positions, prepend=-2) != 1)
 
 
@@ -103,7 +105,7 @@ def next_token_labels(ids: Ints, mask: NDArray[np.bool_]) -> Ints:
 
 
 def empty_row(pad_token_id: int) -> Row:
-    """A filler row of one padding token, which completes the last batch of a run."""
+    """Make a filler row of one padding token, which completes the last batch of a run."""
     return Row(
         input_ids=np.array([pad_token_id], dtype=np.int32),
         position_ids=np.zeros(1, dtype=np.int32),
@@ -116,7 +118,8 @@ def empty_row(pad_token_id: int) -> Row:
 _SHOWN_CLASSES = 8
 _LINE_FEED = ord("\n")
 _ODD = np.uint64(0x9E3779B97F4A7C15)
-"""Odd factor for the hash of a pair's first document, so that exchanging the two documents changes the hash."""
+"""Odd factor in the hash of a pair's first document, so that exchanging the two documents changes the hash of the pair.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,7 +127,7 @@ class PreparedRows:
     """Training rows in memory-mapped arrays. Row i has the units `order[offsets[i] : offsets[i + 1]]`.
 
     Unit u is document u, or documents 2u and 2u + 1 if units are pairs. Only `order` and `offsets`, a few bytes per
-    unit, are held in memory.
+    unit, are in memory.
     """
 
     documents: Documents
@@ -132,13 +135,14 @@ class PreparedRows:
     offsets: Numbers
     counts: Counts
     content: str = ""
-    """Hash of all tokens and masks, computed when they were written; empty for rows of a stream."""
+    """Hash of all tokens and masks of the training rows, computed when they were written; empty for rows of a stream.
+    """
     notes: tuple[str, ...] = ()
-    """Remarks for the user, e.g. on splits that are not read, or on a cache that was rebuilt."""
+    """Remarks on the data for the user, e.g. on splits that are not read, or on a cache that was rebuilt."""
     mixture: Mixture | None = None
-    """Proportions of the sources, whose rows are consecutive; None where an epoch has every row once."""
+    """Proportions of the training sources, whose rows are consecutive; None where an epoch has every row once."""
     kind: RowKind = DIALOGUE
-    """Kind of the rows; for labelled texts it includes the classes found in the data."""
+    """Kind of the training rows. For labelled texts it includes the classes found in the data."""
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -159,22 +163,22 @@ class PreparedRows:
 
     @property
     def num_labels(self) -> int:
-        """Number of classes; 1 for regression, 0 where rows have no labels."""
+        """Number of classes; 1 for regression, 0 where training rows have no labels."""
         return self.kind.num_labels or 0 if self.kind.name == "labelled" else 0
 
     @property
     def num_units(self) -> int:
-        """Number of pairs or examples, or of documents where the loss is a sum over tokens."""
+        """Number of training examples or pairs, or of documents where the loss is a sum over tokens."""
         return self.counts.documents // max(self.kind.documents_per_unit, 1)
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens in all rows, without padding."""
+        """Number of tokens in all training rows, without padding."""
         return self.counts.tokens
 
     @property
     def rows_per_epoch(self) -> int:
-        """Number of rows in an epoch."""
+        """Number of training rows in an epoch."""
         return len(self) if self.mixture is None else self.mixture.rows_per_epoch
 
     @property
@@ -184,7 +188,7 @@ class PreparedRows:
 
     @property
     def tokens_of_sources(self) -> list[int]:
-        """Number of tokens of each source of the mixture, over all its rows."""
+        """Number of tokens of each source of the mixture, in all rows of the source."""
         return [int(lengths.sum()) for lengths in self._lengths_by_source()]
 
     def units_of_sources(self) -> dict[str, range]:
@@ -195,7 +199,9 @@ class PreparedRows:
         return {name: range(start, end) for name, start, end in zip(names, starts, ends.tolist(), strict=True)}
 
     def summary(self) -> str:
-        """One line with numbers of rows, units and tokens, and the fractions of supervised and of truncated tokens."""
+        """One line for reports: numbers of rows, units and tokens, and the fractions of supervised and of truncated
+        tokens.
+        """
         supervised = self.counts.supervised / max(self.num_tokens, 1)
         units = f"{self.num_units:,} {self.kind.unit}, " if self.kind.documents_per_unit else ""
         is_packed = len(self) < self.num_units
@@ -222,7 +228,7 @@ class PreparedRows:
         return (squares[0] if self.mixture is None else self.mixture.per_epoch(squares)) / 2 / self.tokens_per_epoch
 
     def fingerprint(self) -> str:
-        """Hash of all tokens and masks, and of the division of documents into rows; it is the same on every machine."""
+        """Hash of all tokens and masks, and of how documents are divided into rows. It is the same on every machine."""
         assert self.content
         digest = xxhash.xxh3_64()
         for numbers in (self.order, self.offsets):
@@ -231,11 +237,13 @@ class PreparedRows:
         return text if self.mixture is None else f"{text}, mixed {self.mixture.fingerprint}"
 
     def fill_ratio(self, max_seq_len: int) -> float:
-        """Fraction of the positions of packed rows that tokens fill: tokens / (rows x `max_seq_len`)."""
+        """Fraction of the positions in packed rows that have tokens instead of padding: tokens / (rows x
+        `max_seq_len`).
+        """
         return self.num_tokens / (len(self) * max_seq_len)
 
     def prompts_and_answers(self, number: int) -> list[tuple[list[int], list[int]]]:
-        """Prompt and reference answer of the first `number` documents, to compare generated answers with.
+        """Prompts and reference answers of the first `number` documents, to compare generated answers with.
 
         The answer is the last supervised span, and the prompt all ids before it. Rejected and bad answers are left out.
         """
@@ -256,12 +264,12 @@ class PreparedRows:
         return self.document(number)[0]
 
     def record(self, number: int) -> dict[str, Any]:
-        """All columns of the row of prompt `number`. A reference answer is in the column `answer`."""
+        """All columns of the data row of prompt `number`. A reference answer is in the column `answer`."""
         columns: dict[str, Any] = json.loads(_line(self.documents.records, self._line_ends["records"], number))
         return columns
 
     def where(self, number: int) -> str:
-        """Location of the row of prompt `number`, such as `train.jsonl line 7`."""
+        """Location of the data row of prompt `number`, such as `train.jsonl line 7`."""
         return _line(self.documents.places, self._line_ends["places"], number)
 
     @cached_property
@@ -295,7 +303,6 @@ class PreparedRows:
         return self.documents.ids[span].tolist(), self.documents.mask[span].tolist()
 
     def _sizes_of(self, numbers: Numbers) -> tuple[Numbers, Numbers]:
-        """Lengths of documents, and their numbers of supervised tokens; a document's first token is never a label."""
         starts, ends = self.documents.offsets[numbers], self.documents.offsets[numbers + 1]
         mask = np.asarray(self.documents.mask)
         spans = zip(starts.tolist(), ends.tolist(), strict=True)
@@ -307,8 +314,8 @@ class PreparedRows:
         return (units[:, None] * size + np.arange(size)).reshape(-1)
 
     def label_lines(self) -> list[tuple[str, str]]:
-        """Lines (name and text) about the labels of rows: numbers of good and bad answers, fractions of classes, or the
-        range of regression labels. Rows without labels have none.
+        """Lines (name and text) about the labels of training rows: numbers of good and bad answers, fractions of
+        classes, or the range of regression labels. Rows without labels have no lines.
         """
         targets = self.documents.targets
         if self.kind.name == "marked":
@@ -325,7 +332,6 @@ class PreparedRows:
         return [("classes", f"{len(shown)} ({', '.join(shown[:_SHOWN_CLASSES])}{more})")]
 
     def _lengths_by_source(self) -> list[Numbers]:
-        """Lengths of the documents of each source of the mixture; without a mixture one array with all."""
         lengths = np.diff(self.documents.offsets)[self._documents_of(self.order)]
         sizes = (len(self),) if self.mixture is None else self.mixture.sizes
         ends = self.offsets[np.cumsum(sizes)] * max(self.kind.documents_per_unit, 1)
@@ -342,7 +348,9 @@ def _line(text: NDArray[np.uint8], ends: Numbers, number: int) -> str:
 
 
 def one_unit_a_row(documents: Documents, kind: RowKind) -> tuple[Numbers, Numbers]:
-    """Put each document, pair or example into a row of its own; returns `order` and `offsets` of `PreparedRows`."""
+    """Put each document, pair or example into a training row of its own; returns `order` and `offsets` of
+    `PreparedRows`.
+    """
     units = len(documents.targets) // max(kind.documents_per_unit, 1)
     return np.arange(units), np.arange(units + 1)
 
@@ -363,10 +371,11 @@ def pack_units(
 
 
 def pack(lengths: Numbers, capacity: int) -> list[Numbers]:
-    """Best-fit-decreasing packing: the document indices of each row of at most `capacity` tokens.
+    """Pack documents by best-fit-decreasing into rows of at most `capacity` tokens; returns the document indices of
+    each row.
 
-    `open_rows` groups rows by free space, and bit s of `spaces` says that some row has s tokens free. The best fit is
-    the lowest set bit from `length` on, so a document costs capacity / 64 machine words.
+    `open_rows` groups rows by free space. Bit s of `spaces` says that some row has s free tokens. The best fit is the
+    lowest set bit from `length` on, so a document costs capacity / 64 machine words.
     """
     assert int(lengths.max(initial=0)) <= capacity
     rows: list[list[int]] = []

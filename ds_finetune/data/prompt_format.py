@@ -1,4 +1,4 @@
-"""Defines how prompts are written and which token ids end an answer, so that exports agree with training in both."""
+"""Defines how prompts are written and which token ids end an answer, so that exports do both as in training."""
 
 import json
 import re
@@ -38,7 +38,8 @@ _CALLS = [
 ]
 """Tool calls that test a chat template; their ids have nine characters, which Mistral's templates require."""
 TEMPLATES = Path(__file__).parent / "templates"
-"""Folder of the chat templates that data.template may name; each renders like the published template of its name."""
+"""Folder of the chat templates that data.template may name. Each renders as the published template with its name does.
+"""
 _MARK = re.compile(r"\{# ds_finetune: (\{.*?\}) #\}")
 _TEMPLATE = Template(
     "{# ds_finetune: $mark #}$begin{% for message in messages %}{% set content = message['content'] %}"
@@ -60,9 +61,11 @@ class PlainFormat:
     """Format of the prompts of completions that are trained without a chat template."""
 
     form: str
-    """How the prompt of a completion is written: `alpaca`, `separator` or `joined` (see `Tokens.form`)."""
+    """Form of a completion's prompt: `alpaca`, `separator` or `joined` (see `Tokens.form`)."""
     separator: str
-    """Text added to a prompt that does not end with white space, unless the completion begins with some."""
+    """Text that separates a prompt from its completion, unless the prompt ends or the completion begins with white
+    space.
+    """
 
     @classmethod
     def of(cls, template: object) -> "PlainFormat | None":
@@ -74,17 +77,19 @@ class PlainFormat:
             return None
 
     def sample(self, text: str) -> Completion:
-        """A user's text as a prompt of this format."""
+        """Make a prompt of this format from a user's text."""
         if self.form == "alpaca":
             return read_alpaca({"instruction": text, "output": ""}, "")
         messages = Conversation(({"role": "user", "content": text},))
         return Completion(text, "", messages, is_joined=self.form == "joined")
 
     def template(self, *, has_bos: bool, has_space: bool = False) -> str:
-        """A chat template that writes a user's text as in training, and ends an answer with the eos token.
+        """Make a chat template that writes a user's text as in training, and ends an answer with the end-of-sequence
+        token.
 
-        It begins with a comment that records this format, and accepts every role, since servers render sample dialogues
-        with it. With `has_space`, a space follows BOS, for tokenizers that put one before a text but not after BOS.
+        The template begins with a comment that records this format. It accepts every role, since servers render sample
+        dialogues with it. With `has_space`, a space follows BOS, for tokenizers that put one before a text but not
+        after BOS.
         """
         separator = "" if self.form == "joined" else self.separator
         prompt = f"content + ('' if content[-1:].strip() != content[-1:] else {_quoted(separator)})"
@@ -95,7 +100,7 @@ class PlainFormat:
         if has_space:
             begin += "{{ ' ' }}" if self.form == "alpaca" else "{{ '' if messages[0]['content'][:1] == ' ' else ' ' }}"
         return _TEMPLATE.substitute(
-            # The template records this format in a Jinja comment, which `#}` would end.
+            # In the template, this format is recorded in a Jinja comment, which the characters `#}` would end.
             mark=json.dumps(asdict(self)).replace("#", "\\u0023"),
             begin=begin,
             prompt=prompt,
@@ -127,9 +132,9 @@ class PromptFormat:
 
     settings: TemplateSettings
     template: str = ""
-    """Chat template of the exports; empty where they keep the tokenizer's own."""
+    """Chat template that exports write; empty if they keep the tokenizer's own template."""
     ends: tuple[int, ...] = ()
-    """Ids of the special tokens with which answers end in the training rows."""
+    """Ids of the special tokens that end answers in the training rows."""
     bos: BosRule = "auto"
     notes: tuple[str, ...] = ()
 
@@ -137,8 +142,8 @@ class PromptFormat:
     def of_run(
         cls, config: DataConfig, kind: RowKind, counts: Counts, tokenizer: PreTrainedTokenizerBase
     ) -> "PromptFormat":
-        """The prompt format of a run's training rows. Exports get data.template, or for completions trained without a
-        template one that writes prompts as in training.
+        """Prompt format of a run's training rows. Exports get data.template, or a template that writes prompts as in
+        training if completions were trained without one.
         """
         settings, is_scorer = template_settings(config, tokenizer), OBJECTIVES[kind.objective].head == "scores"
         ends = () if is_scorer or kind.name == "text" else trained_ends(tokenizer, settings)
@@ -156,24 +161,25 @@ class PromptFormat:
 
     @classmethod
     def of_tokenizer(cls, tokenizer: PreTrainedTokenizerBase) -> "PromptFormat":
-        """The prompt format of a model that is exported without a run, as its tokenizer defines it."""
+        """Prompt format of a model that is exported without a run, from its tokenizer."""
         default, for_tools = (_named(tokenizer.chat_template, name) for name in ("default", "tool_use"))
         is_plain = PlainFormat.of(default) is not None
         settings = TemplateSettings(None if is_plain else default or None, "assistant", "keep", tool_template=for_tools)
         return cls(settings, default if is_plain else "")
 
     def text_ids(self, tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-        """Token ids of a plain text as in training, with the token that begins a text, if there is one."""
+        """Token ids of a plain text as in training, after the BOS token if texts begin with one."""
         tokeniser = SampleTokeniser(tokenizer, self.settings, bos=self.bos, has_eos=False)
         return tokeniser.tokenise([("", PlainText(text))])[0].ids
 
     def chat_ids(self, tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-        """Token ids of a user's text as a training prompt, up to the answer; empty if the template is missing or
-        refuses the text, or if it writes the date.
+        """Token ids of a user's text as a training prompt, up to the answer. Empty if there is no chat template, or if
+        the template refuses the text or writes the date.
         """
         plain = PlainFormat.of(self.template)
         template = self.template or self.settings.chat_template
-        # A template that writes the current date gives other ids on another day, so its ids cannot be compared later.
+        # A chat template that writes the current date gives other ids on another day, so its ids cannot be compared
+        # later.
         if not template or "strftime_now" in template:
             return []
         sample = plain.sample(text) if plain else Conversation(({"role": "user", "content": text},))
@@ -225,7 +231,9 @@ def _chat_template(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> st
 
 
 def _shipped_template(file: Path, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Read a chat template of this package; ConfigError if a file has its name or the tokenizer lacks its tokens."""
+    """Read a chat template of this package. ConfigError if a file of the user has its name, or the tokenizer lacks its
+    tokens.
+    """
     name, text = file.stem, file.read_text(encoding="utf-8")
     if Path(name).exists():
         raise ConfigError(
@@ -258,8 +266,8 @@ def trained_ends(tokenizer: PreTrainedTokenizerBase, settings: TemplateSettings)
     tokeniser = SampleTokeniser(tokenizer, settings)
     if settings.chat_template is None:
         return _end_of(tokeniser, tokenizer, Completion("x", "y", Conversation(()))) or ()
-    # Two tool calls are tried first: a token that also separates two calls does not end an answer. Some templates
-    # refuse two calls.
+    # Two tool calls are tried before one, because a token that also separates two calls does not end an answer. Some
+    # templates refuse two calls.
     calls = (
         read_conversation([_USER, {"role": "assistant", "content": "", "tool_calls": _CALLS[:most]}], [_TOOL], "", "")
         for most in (2, 1)
@@ -271,8 +279,8 @@ def trained_ends(tokenizer: PreTrainedTokenizerBase, settings: TemplateSettings)
 
 
 def _end_of(tokeniser: SampleTokeniser, tokenizer: PreTrainedTokenizerBase, sample: Sample) -> tuple[int, ...] | None:
-    """The end token of a sample's answer: its last supervised id, if that is a special token that occurs once. Empty if
-    it is not such a token; None if the sample is refused or dropped.
+    """End token of a sample's answer: its last supervised id, if that is a special token that occurs once. Empty for
+    another last id; None if the sample is refused or dropped.
     """
     try:
         (row,) = tokeniser.tokenise([("", sample)])
@@ -287,8 +295,8 @@ def _end_of(tokeniser: SampleTokeniser, tokenizer: PreTrainedTokenizerBase, samp
 
 
 def read_generation(folder: Path) -> dict[str, Any]:
-    """Parse generation_config.json in a model folder; empty where the file is missing. DataError where it is not a JSON
-    object, or its `eos_token_id` is not an id or list of ids.
+    """Read generation_config.json in a model folder; empty if the file is missing. DataError if it is not a JSON
+    object, or if its `eos_token_id` is not an id or list of ids.
     """
     file, hint = folder / GENERATION, "correct the file, or remove it"
     try:
@@ -316,12 +324,14 @@ def end_ids(
 
 
 def served_generation(folder: Path, config: PretrainedConfig, ends: Sequence[int]) -> dict[str, str]:
-    """An export's generation_config.json, {file name: text}; empty if `ends` are the end tokens in `folder` already."""
+    """The generation_config.json that an export needs, as {file name: text}; empty if the file in `folder` already has
+    the end tokens `ends`.
+    """
     tree, config = read_generation(folder), config.get_text_config()
     given = tree.get("eos_token_id", config.eos_token_id)
     if not ends or set(given if isinstance(given, list) else [given]) == set(ends):
         return {}
-    # With the key `_from_model_config`, transformers would treat generation_config.json as a copy of config.json.
+    # Without `_from_model_config`, transformers does not treat generation_config.json as a copy of config.json.
     tree.pop("_from_model_config", None)
     ids = {} if tree else {key: getattr(config, key, None) for key in ("bos_token_id", "pad_token_id")}
     tree = {key: number for key, number in ids.items() if number is not None} | tree
@@ -329,7 +339,7 @@ def served_generation(folder: Path, config: PretrainedConfig, ends: Sequence[int
 
 
 def prompt_lines(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    """Lines of a model card that say how prompts are written, what begins a text, and what ends an answer."""
+    """Lines of a model card about prompts: how they are written, what begins a text, and what ends an answer."""
     given = tokenizer.chat_template
     plain, names = PlainFormat.of(given), f" ({', '.join(given)})" if isinstance(given, dict) else ""
     if plain is None:

@@ -1,4 +1,4 @@
-"""Reads prompts to which the model samples answers, with the columns of their rows for the rewards.
+"""Reads prompts for which the model samples answers, and the columns of their data rows, which rewards use.
 
 If a row has a reference answer, as in supervised fine-tuning, it becomes the column `answer` of the prompt's record.
 """
@@ -13,30 +13,31 @@ from ds_finetune.data.record_layouts import LAYOUTS, Completion, LayoutColumns, 
 from ds_finetune.errors import DataError
 
 ANSWER = "answer"
-"""Name of the column of a prompt's record that holds the reference answer."""
+"""Column of a prompt's record that has the reference answer."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt to which the model samples answers: a conversation without its answer, or a completion still empty."""
+    """A prompt for which the model samples answers: a conversation without its answer, or a completion that is still
+    empty.
+    """
 
     sample: Conversation | Completion
     answer: object = None
-    """The reference answer; None where the row has none."""
+    """Reference answer to the prompt; None if the data row has none."""
     record: Mapping[str, Any] = field(default_factory=dict)
-    """All columns of the row, with the reference answer in the column `answer`."""
+    """All columns of the prompt's data row, with the reference answer in the column `answer`."""
 
     def with_system(self, text: str, where: str) -> Self:
-        """Prepend a system message."""
+        """Prepend a system message to the prompt."""
         return replace(self, sample=self.sample.with_system(text, where))
 
     def of_record(self, record: Record) -> Self:
-        """A copy of the prompt with all columns of its row, and with the reference answer if there is one."""
+        """Copy the prompt with all columns of its data row, and with the reference answer if there is one."""
         return replace(self, record={**record, **({} if self.answer is None else {ANSWER: self.answer})})
 
 
 def _prompt_of(view: Mapping[str, Any], column: str, where: str) -> Prompt:
-    """The prompt in a column, as a text or as messages, and the row's first reference answer."""
     value, answer = view[column], _reference(view)
     if isinstance(value, list | tuple):
         if value and is_answer(value[-1]):
@@ -51,8 +52,8 @@ def _prompt_of(view: Mapping[str, Any], column: str, where: str) -> Prompt:
 
 
 def _reference(view: Mapping[str, Any]) -> object:
-    """Reference answer from the columns of TRL and axolotl (`answer`, `solution`), ms-swift (`solution`), verl
-    (`reward_model.ground_truth`), OpenRLHF (`label`), or of supervised fine-tuning (`completion`).
+    """Reference answer of a data row, from the columns of TRL and axolotl (`answer`, `solution`), ms-swift
+    (`solution`), verl (`reward_model.ground_truth`), OpenRLHF (`label`), or of supervised fine-tuning (`completion`).
     """
     graded = view.get("reward_model")
     truth = graded.get("ground_truth") if isinstance(graded, Mapping) else None
@@ -65,7 +66,9 @@ def _reference(view: Mapping[str, Any]) -> object:
 
 
 def _without_answer(sample: Sample, answer: object) -> Prompt:
-    """The prompt of a dialogue: all but a last assistant turn, which is the reference answer if `answer` is None."""
+    """Make a prompt from a dialogue without its last turn, if that is the assistant's. If `answer` is None, this last
+    turn becomes the reference answer.
+    """
     conversation = sample.conversation if isinstance(sample, Completion) else sample
     assert isinstance(conversation, Conversation)
     last = conversation.messages[-1]
@@ -79,7 +82,9 @@ def _without_answer(sample: Sample, answer: object) -> Prompt:
 
 
 def _dialogue(layout: str) -> tuple[str, str, str, Any]:
-    """Make a layout of prompts from the dialogue layout `layout`; an assistant's last turn is the reference answer."""
+    """Make a layout of prompts from the dialogue layout `layout`. An assistant's last turn becomes the reference
+    answer.
+    """
     row = LAYOUTS[layout]
 
     def read(view: Mapping[str, Any], where: str) -> Prompt:
@@ -102,4 +107,3 @@ PROMPT_LAYOUTS: Mapping[str, LayoutColumns] = by_name(
     _dialogue("alpaca"),
     ("input", "input", "answer label system tools", lambda view, where: _prompt_of(view, "input", where)),
 )
-"""Layouts of prompts by name, in the order in which they are tried; rewards may read further columns."""

@@ -1,4 +1,6 @@
-"""Layouts of a record: how its columns become a conversation, a prompt with its completion, or plain text."""
+"""Layouts of data records: how the columns of a record become a conversation, a prompt with its completion, or plain
+text.
+"""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -31,8 +33,9 @@ _OTHER_NAMES = (
     {"prompt": "query"},
     {"chosen": "chosen_messages", "rejected": "rejected_messages"},
 )
-"""Names that columns of layouts have in published data sets; tried in this order if no layout fits. They are from
-HelpSteer and verl, ms-swift, Orca, dolly and GPTeacher, prompts with reference answers, and LLaMA-Factory's pairs.
+"""Column names in published data sets that stand for names of our layouts, tried in this order if no layout fits. They
+are from HelpSteer and verl, ms-swift, Orca, dolly and GPTeacher, prompts with reference answers, and LLaMA-Factory's
+pairs.
 """
 _PAIRS_OF_TEXTS = (
     ("sentence1", "sentence2"),
@@ -41,14 +44,14 @@ _PAIRS_OF_TEXTS = (
     ("question", "sentence"),
     ("sentence", "sentence2"),
 )
-"""Column names of the two texts in GLUE's tasks; a task with a single text has only `sentence`."""
+"""Column names of the two texts in GLUE's tasks. A task with a single text has only `sentence`."""
 _GUESSES = {
     "prompt": "prompt question query input instruction problem",
     "completion": "completion response answer output solution generation target targets",
     "chosen": "chosen chosen_response response_chosen chosen_answer preferred better winner",
     "rejected": "rejected rejected_response response_rejected rejected_answer dispreferred worse loser",
 }
-"""Frequent column names in lower case, from which a hint guesses the columns of the prompt, the answer and so on."""
+"""Frequent column names in lower case, for hints that suggest which column has the prompt, the answer and so on."""
 
 
 @dataclass(frozen=True)
@@ -59,14 +62,14 @@ class Completion:
     completion: str
     conversation: Conversation
     has_all_turns: bool = False
-    """Whether `prompt` has all messages before the answer, not only the last one."""
+    """Whether the completion's `prompt` has all messages before the answer, not only the last one."""
     is_joined: bool = False
-    """Whether `prompt` already ends with the separator that divides it from the completion."""
+    """Whether the completion's `prompt` already ends with the separator before the answer."""
     wrapper: str = ""
-    """`alpaca` if the layout puts Alpaca's text around the prompt, else empty."""
+    """`alpaca` if the layout puts Alpaca's instructions around the prompt, else empty."""
 
     def with_system(self, text: str, where: str) -> Self:
-        """Prepend a system message."""
+        """Prepend a system message to the completion's prompt."""
         return replace(self, conversation=self.conversation.with_system(text, where), has_all_turns=False)
 
 
@@ -100,7 +103,7 @@ class LabelledText:
 def published_columns(
     record: Record, columns: Mapping[str, str], layouts: Mapping[str, "LayoutColumns"]
 ) -> dict[str, str]:
-    """Extend `columns` by column names of published data sets, if the record then fits one of `layouts`."""
+    """Add to `columns` the column names of published data sets, if the record then fits one of `layouts`."""
     renamed = dict(columns)
     if "system" not in record and "system_prompt" in record:
         renamed = {"system": "system_prompt", **renamed}
@@ -112,7 +115,7 @@ def published_columns(
 
 
 def default_columns(record: Record, columns: Mapping[str, str]) -> dict[str, str]:
-    """Extend `columns` by the names that KTO's and GLUE's data sets use for `label`, `text` and `text_pair`."""
+    """Add to `columns` the names that KTO's and GLUE's data sets use for `label`, `text` and `text_pair`."""
     defaults: dict[str, str] = {}
     if "label" not in record and "kto_tag" in record:
         defaults["label"] = "kto_tag"
@@ -137,12 +140,12 @@ def find_layout(record: Record, columns: Mapping[str, str], layouts: Mapping[str
 
 
 def known_layouts(layouts: Mapping[str, "LayoutColumns"]) -> str:
-    """Text for messages that lists the layouts with the columns they need."""
+    """List the layouts with the columns that they need, as text for messages."""
     return "; ".join(f"{name}: {', '.join(sorted(layout.needed))}" for name, layout in layouts.items())
 
 
 def view_columns(record: Record, layout: "LayoutColumns", columns: Mapping[str, str], where: str) -> Mapping[str, Any]:
-    """The record with its columns renamed to the layout's names; DataError where a needed column is missing."""
+    """Rename the record's columns to the names of the layout; DataError where a needed column is missing."""
     view = {**record, **{key: record[column] for key, column in columns.items() if column in record}}
     absent = sorted(layout.needed - view.keys())
     if absent:
@@ -155,13 +158,13 @@ def view_columns(record: Record, layout: "LayoutColumns", columns: Mapping[str, 
 
 
 def unread_columns(record: Record, layout: "LayoutColumns", columns: Mapping[str, str]) -> list[str]:
-    """Columns with a value that `layout` does not read."""
+    """Names of the record's columns that have a value and that `layout` does not read."""
     used = {columns[name] if columns.get(name) in record else name for name in layout.needed | layout.optional}
     return [name for name, value in record.items() if name not in used and value is not None]
 
 
 def check_supervised(record: Record, columns: Mapping[str, str], where: str) -> None:
-    """DataError for preference and KTO rows in supervised fine-tuning, which must not imitate rejected answers."""
+    """Raise DataError for preference and KTO rows in supervised fine-tuning, which must not imitate rejected answers."""
     present = _present(record, columns)
     if {"chosen", "rejected"} <= present:
         raise DataError(
@@ -180,7 +183,7 @@ def check_supervised(record: Record, columns: Mapping[str, str], where: str) -> 
 
 
 def check_media(record: Record, columns: Mapping[str, str], where: str) -> None:
-    """DataError for rows with images, videos or audio."""
+    """Raise DataError for data rows with images, videos or audio."""
     media = [name for name in _MEDIA if name in _present(record, columns) and record[name]]
     if media:
         raise DataError(
@@ -190,7 +193,7 @@ def check_media(record: Record, columns: Mapping[str, str], where: str) -> None:
 
 
 def check_no_tree(record: Record, where: str) -> None:
-    """DataError for OpenAssistant's messages and trees, in which a message has several replies."""
+    """Raise DataError for OpenAssistant's messages and trees, in which a message has several replies."""
     prompt = record.get("prompt")
     if {"message_id", "parent_id"} <= record.keys() or (isinstance(prompt, Mapping) and "replies" in prompt):
         raise DataError(
@@ -206,17 +209,19 @@ def _present(record: Record, columns: Mapping[str, str]) -> set[str]:
 
 
 def read_text(view: Mapping[str, Any], key: str, where: str) -> str:
-    """The text in a column; DataError where it is no text."""
+    """Text in the column `key` of a record; DataError if the value is no text."""
     return check_text(view.get(key), f"{where}: column `{key}`")
 
 
 def read_optional_text(view: Mapping[str, Any], key: str, where: str) -> str:
-    """The text in a column; empty where there is none."""
+    """Text in the column `key` of a record; empty if the record has no such column."""
     return read_text(view, key, where) if view.get(key) is not None else ""
 
 
 def completion_of(prompt: str, answer: str, tools: tuple[Mapping[str, Any], ...] | None, where: str) -> Completion:
-    """Completion of a prompt by an answer. The prompt is one user turn, or HH-RLHF's turns up to `Assistant:`."""
+    """Make a completion from a prompt and an answer. The prompt is one user turn, or HH-RLHF's turns up to
+    `Assistant:`.
+    """
     turns = hh_turns(prompt)
     if not turns:
         turns = [{"role": "user", "content": prompt}]
@@ -239,7 +244,7 @@ def hh_turns(text: str) -> list[dict[str, str]]:
 
 
 def check_not_continued(prompt: Sequence[object], answer: Sequence[object], where: str) -> None:
-    """DataError where both the last turn of the prompt and the first turn of the answer are an assistant's."""
+    """Raise DataError if both the last turn of the prompt and the first turn of the answer are an assistant's."""
     if prompt and answer and is_answer(prompt[-1]) and is_answer(answer[0]):
         raise DataError(
             f"{where}: the prompt ends with an assistant turn, {prompt[-1]!r:.60}, and the answer follows it",
@@ -248,12 +253,12 @@ def check_not_continued(prompt: Sequence[object], answer: Sequence[object], wher
 
 
 def role_of(turn: object) -> object:
-    """Role of a message in OpenAI's or ShareGPT's form; None where it has none."""
+    """Role of a message in OpenAI's or ShareGPT's form; None for a message without a role."""
     return turn.get("role", turn.get("from")) if isinstance(turn, Mapping) else None
 
 
 def is_answer(turn: object) -> bool:
-    """Whether a message in OpenAI's or ShareGPT's form is the assistant's."""
+    """Whether a message in OpenAI's or ShareGPT's form is an assistant message."""
     return role_of(turn) in ANSWER_ROLES
 
 
@@ -295,7 +300,7 @@ def _prompt_completion(view: Mapping[str, Any], where: str) -> Sample:
         dialogue = read_conversation([*prompt, *completion], view.get("tools"), "prompt, completion", where)
         num_messages = len(read_conversation(prompt, None, "prompt", where).messages) if prompt else 0
         turns = dialogue.messages
-        # Assistant turns of a prompt are not trained, as in TRL.
+        # Assistant turns in a prompt are not trained; TRL does not train them either.
         untrained = [{**turn, "weight": 0} if turn["role"] == "assistant" else turn for turn in turns[:num_messages]]
         return replace(dialogue, messages=(*untrained, *turns[num_messages:]))
     question, answer = read_text(view, "prompt", where), read_text(view, "completion", where)
@@ -314,7 +319,7 @@ def _texts(view: Mapping[str, Any], where: str) -> tuple[str, str | None]:
 
 @dataclass(frozen=True)
 class LayoutColumns:
-    """A row layout: its name, its needed and optional columns, and the function that reads a record."""
+    """Layout of a data row: its name, its needed and optional columns, and the function that reads a record."""
 
     name: str
     needed: frozenset[str]
@@ -357,10 +362,7 @@ LAYOUTS = by_name(
     ("prompt_completion", "prompt completion", "system history tools", _prompt_completion),
     ("text", "text", "", lambda view, where: PlainText(read_text(view, "text", where))),
 )
-"""Layouts of dialogue, completions and plain text by name, in the order in which they are tried."""
 COMPLETION_LAYOUTS = {
     name: replace(layout, needed=layout.needed | {"label"}) for name, layout in LAYOUTS.items() if name != "text"
 }
-"""Layouts of answers that are labelled good or bad: the layouts of dialogue with a further column `label`."""
 LABELLED_LAYOUTS = by_name(("labelled", "text label", "text_pair", _texts))
-"""Names of the columns of rows that have a text and its label."""

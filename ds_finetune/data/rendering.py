@@ -38,11 +38,11 @@ class Turn:
 
 
 class UnrenderedTextError(Exception):
-    """The chat template does not render a text of the row; the argument is a reason in `row_report.DROPPED`."""
+    """The chat template does not render a text of the data row; the argument is a reason in `row_report.DROPPED`."""
 
 
 class RewrittenTurnError(Exception):
-    """The template changes its rendering of an earlier turn when a later turn is added."""
+    """The chat template renders an earlier turn differently when a later turn is added."""
 
 
 class RenderedConversation:
@@ -74,19 +74,21 @@ class RenderedConversation:
         ]
 
     def prefixes(self, numbers: Sequence[int]) -> "list[RenderedConversation]":
-        """For each assistant message in `numbers`: the conversation up to this message, which is its only turn."""
+        """Make for each assistant message in `numbers` the conversation up to this message, which becomes its only
+        turn.
+        """
         return [RenderedConversation(self._template, self._messages, self._tools, self._where, only=n) for n in numbers]
 
     def _is_turn(self, number: int) -> bool:
         return self._messages[number]["role"] == "assistant" and self._only in (None, number)
 
     def turns(self) -> list[Turn]:
-        """Assistant turns of the conversation in order. The prompt of a turn is all text after the turn before it.
+        """Assistant turns of the conversation in order. The prompt of a turn is all text after the previous turn.
 
         A conversation without an assistant message is one turn that has only a prompt.
 
         UnrenderedTextError where the template leaves out a text; DataError where it fails; RewrittenTurnError where it
-        changes an earlier turn.
+        renders an earlier turn differently.
         """
         turns: list[Turn] = []
         done = ""
@@ -96,15 +98,14 @@ class RenderedConversation:
             try:
                 turn, done = self._turn(number, done)
             except RewrittenTurnError:
-                # Phi-3's template adds an end-of-text token after the last turn only, which changes when another turn
-                # follows.
+                # Phi-3's template writes an end-of-text token after the last turn only, so the rendering changes when
+                # another turn follows.
                 turns[-1], done = self._without_last_text(turns[-1], done)
                 turn, done = self._turn(number, done)
             turns.append(turn)
         return turns or [Turn(len(self._messages), self._render(self._messages), "", "")]
 
     def _without_last_text(self, turn: Turn, done: str) -> tuple[Turn, str]:
-        """Remove the text after a turn's end token from `turn` and from `done`, the rendering up to the turn's end."""
         token = self._template.turn_end(turn.ending)
         ending = turn.ending.partition(token)[0] + token if token else turn.ending
         if ending == turn.ending:
@@ -112,7 +113,7 @@ class RenderedConversation:
         return replace(turn, ending=ending), done[: len(done) - len(turn.ending) + len(ending)]
 
     def turn_end(self, turn: Turn) -> str:
-        """The text that ends a turn, up to its first special token; DataError where it has none."""
+        """Text that ends a turn, up to and including its first special token; DataError where it has none."""
         token = self._template.turn_end(turn.ending)
         if not token:
             raise DataError(
@@ -123,7 +124,7 @@ class RenderedConversation:
         return turn.ending.partition(token)[0] + token
 
     def check(self, turns: Sequence[Turn], *, is_protected: bool) -> None:
-        """UnrenderedTextError where `turns` lack a text of the row, or the template reorders texts.
+        """Raise UnrenderedTextError if the rendered `turns` lack a text of the row, or if the template reorders texts.
 
         With `is_protected`, control tokens are in brackets (`ControlTokens.protect`). A template that writes ASCII JSON
         would escape the brackets, so the row is refused too.
@@ -142,7 +143,8 @@ class RenderedConversation:
             )
         except RenderingError:
             return
-        # Reasoning is not checked here: a template may remove it from past turns, and `turns()` found it in each turn.
+        # Reasoning is not checked here: a template may remove it from past turns, and `turns()` has checked it in each
+        # turn.
         names = [
             [name for name, _, kind in _placeholders(message, n, self._template) if kind != "reasoning"]
             for n, message in enumerate(messages)
@@ -153,7 +155,9 @@ class RenderedConversation:
             raise UnrenderedTextError("text")
 
     def server_prompt(self, number: int) -> str | None:
-        """A server's prompt (`apply_chat_template`) for the messages before `number`; None where rendering fails."""
+        """Prompt that a server renders (`apply_chat_template`) for the messages before `number`; None where rendering
+        fails.
+        """
         try:
             # Message keys whose value is None are dropped, as transformers 5.23 does (tokenization_utils_base.py:3144).
             messages = [
@@ -165,17 +169,23 @@ class RenderedConversation:
             return None
 
     def open_prompt(self) -> str:
-        """A server's prompt for all messages, with the answer's header; DataError where the template fails."""
+        """Prompt that a server renders for all messages, with the header of the answer; DataError where the template
+        fails.
+        """
         prompt = self.server_prompt(len(self._messages))
         return self._render(self._messages, opens=True) if prompt is None else prompt
 
     def role_note(self) -> str:
-        """Name of the remark on rows in which the template writes a message as an answer that is none; else empty."""
+        """Remark on the row (a key of `row_report.NOTED`) if the template writes another role's message as an answer;
+        else empty.
+        """
         roles = {(message["role"], number == 0) for number, message in enumerate(self._messages)}
         return "as_answer" if roles & self._template.probes.as_answers else ""
 
     def tools_note(self, document: str) -> str:
-        """Remark on the row (in `row_report.NOTED`) if the template leaves out tools or parts of them; else empty."""
+        """Remark on the row (a key of `row_report.NOTED`) if the template leaves out tools or parts of them; else
+        empty.
+        """
         if not self._tools:
             return ""
         if not self._template.probes.tools:
@@ -191,7 +201,6 @@ class RenderedConversation:
             raise template_error(self._where, broken) from broken
 
     def _after(self, done: str, rendered: str) -> str:
-        """The text in `rendered` after earlier turns `done`; RewrittenTurnError if `rendered` begins otherwise."""
         _, separator, rest = rendered.partition(done) if done else ("", "", rendered)
         if separator == done:
             return rest
@@ -217,7 +226,9 @@ class RenderedConversation:
         return turn, last_name + tail + stop
 
     def _with_texts(self, prompt: str) -> str:
-        """Fill in texts of earlier turns that a prompt repeats, as gpt-oss's template repeats a call's name."""
+        """Replace the placeholders in a prompt that repeats texts of earlier turns; gpt-oss's template repeats a call's
+        name.
+        """
         texts = {
             name: text
             for number, message in enumerate(self._messages)
@@ -227,7 +238,7 @@ class RenderedConversation:
         return _fill_in(prompt, texts)
 
     def _next_header(self, number: int, done: str) -> str:
-        """The text that the template writes between a turn and the first special token of the next one, at which models
+        """Text that the template writes after a turn up to the first special token of the next turn, at which models
         such as GLM-4.5 stop; empty if there is none. If the conversation ends here, a tool's result (after tool calls)
         or a user's turn is rendered next.
         """
@@ -242,26 +253,28 @@ class RenderedConversation:
         return header.partition(token)[0] + token if token else ""
 
     def _call_end(self, middle: str, tail: str) -> tuple[int, bool]:
-        """Index in `tail`, the text after a turn's calls, where the turn ends, and whether its end token is missing."""
+        """Find where a turn ends in `tail`, the text after its tool calls. Returns the index, and whether the end token
+        is missing.
+        """
         token = self._template.probes.turn_end
         ends = find_token(token, tail)
         if len(ends) > 1 or find_token(token, middle):
-            # A turn with several end tokens is refused: R1's template writes one after each call but the first.
+            # Turns with several end tokens are refused: R1's template writes one after each tool call but the first.
             raise UnrenderedTextError("calls")
         return (ends[0], False) if ends else (len(tail.rstrip("\n")), True)
 
     def _split(self, number: int, done: str, header: str, rest: str) -> tuple[str, str]:
-        """Prompt and body of a turn, which is rendered as `header` up to its first text and as `rest` from there on.
+        """Split a rendered turn, `header` up to its first text and `rest`, into prompt and body.
 
-        The prompt is the one that a server would send, if the rendered turn begins with it; else it is `header`.
+        The prompt is that of a server, if the rendered turn begins with it; else it is `header`.
         """
         message = self._messages[number]
         opened = self._after(done, self._render(self._with_placeholders[:number], opens=True)) if number else None
         is_call = not message["content"] and not message.get("reasoning_content") and message.get("tool_calls")
         written = header[len(opened) :] if opened is not None and header.startswith(opened) else ""
         if opened is not None and _THINK_END in written and _THINK_END in (message["content"] or ""):
-            # If reasoning is in the content and not in a field, the template opens the answer with empty reasoning. So
-            # the header without reasoning is used.
+            # If an answer has its reasoning in the content instead of a field, the template writes an empty reasoning
+            # block in the header. The header without reasoning is used instead.
             header = opened
         text = header + rest
         for prompt in (opened, *(self._call_prompts(number, done) if is_call else [header])):
@@ -270,7 +283,9 @@ class RenderedConversation:
         raise UnrenderedTextError("calls")
 
     def _call_prompts(self, number: int, done: str) -> Iterator[str]:
-        """Prompts that a tool call may follow: first with the header that opens a text answer, then without it."""
+        """Yield the prompts that may precede a tool call: first with the header that opens a text answer, then without
+        it.
+        """
         answer = {"role": "assistant", "content": placeholder(number)}
         yield self._after(done, self._render([*self._with_placeholders[:number], answer])).partition(
             placeholder(number)
@@ -280,7 +295,7 @@ class RenderedConversation:
 
 
 def _placeholders(message: Mapping[str, Any], number: int, template: ChatTemplate) -> list[tuple[str, str, str]]:
-    """For each text of a message: its placeholder, the text, and the reason to drop the row if it is not rendered."""
+    """List for each text of a message its placeholder, the text, and the reason to drop the row if it is not rendered."""
     texts: list[tuple[str, str, str]] = []
     calls = message.get("tool_calls") or ()
     if message["content"] or not calls:
@@ -288,8 +303,7 @@ def _placeholders(message: Mapping[str, Any], number: int, template: ChatTemplat
     if message.get("reasoning_content"):
         texts.append((placeholder(f"{number}r"), message["reasoning_content"], "reasoning"))
     for index, call in enumerate(calls):
-        # Kimi K2's template writes a call's id, which contains the function's name, instead of the name. So the id is
-        # looked for.
+        # Kimi K2's template writes the id of a tool call, which contains the function's name, instead of the name.
         name = call.get("id", "") if template.probes.is_named_by_id else call["function"]["name"]
         texts.append((placeholder(f"{number}c{index}"), str(name), "calls"))
     return texts
@@ -319,7 +333,6 @@ def _fill_in(text: str, texts: Mapping[str, str]) -> str:
 
 
 def _has_call(call: Mapping[str, Any], text: str) -> bool:
-    """Whether `text` has the name and the arguments of a tool call, as JSON or as separate keys, texts and numbers."""
     if call["function"]["name"] not in text:
         return False
     arguments = call["function"]["arguments"]
@@ -348,7 +361,7 @@ def _contains(text: str, leaf: str) -> bool:
 
 
 def _find(text: str, leaf: str) -> int:
-    """Index in `text` of a tool call's value `leaf`, verbatim or escaped for JSON or HTML; -1 if missing."""
+    """Index in `text` of a value from a tool call, verbatim or escaped for JSON or HTML; -1 if it is missing."""
     index = text.find(leaf)
     if index >= 0:
         return index

@@ -1,4 +1,4 @@
-"""Kinds of rows: dialogue, plain text, preference pairs, labelled completions, labelled texts, prompts."""
+"""Kinds of data rows: dialogue, plain text, preference pairs, labelled completions, labelled texts, prompts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,24 +22,24 @@ class RowKind:
     """Properties of an objective that decide how records become documents.
 
     The number and names of classes are those of the run file until `classes.find_classes` has read them from the data
-    (`has_known_classes`). `labels` is empty where classes are numbers without names.
+    (`has_known_classes`). `labels` is empty if classes are numbers without names.
     """
 
     name: KindName = "dialogue"
     objective: str = "sft"
     has_margin: bool = False
-    """Whether the objective uses a margin of each pair."""
     labels: tuple[str, ...] = ()
     num_labels: int | None = None
     has_known_classes: bool = False
     bos: BosRule = "auto"
-    """Whether a plain text begins with the bos token; `auto` leaves this to the tokenizer."""
+    """Whether a plain text begins with the BOS token; `auto` leaves this to the tokenizer."""
     has_eos: bool = True
-    """Whether a plain text ends with the end-of-sequence token."""
 
     @classmethod
     def of(cls, section: ObjectiveConfig) -> Self:
-        """The kind of rows of an objective; ConfigError where objective.num_labels and objective.labels contradict."""
+        """Kind of data rows that an objective needs; ConfigError where objective.num_labels and objective.labels
+        contradict.
+        """
         kind = cls(section.row.kind, section.name, **section.row_settings)
         labels = kind.labels
         if len(set(labels)) != len(labels):
@@ -64,13 +64,13 @@ class RowKind:
 
     @property
     def unit(self) -> str:
-        """Plural noun for what is counted in reports: documents, examples, pairs or prompts."""
+        """Plural noun for the examples that reports count: documents, examples, pairs or prompts."""
         by_size = {0: "documents", 1: "examples", 2: "pairs"}
         return "prompts" if self.name == "prompts" else by_size[self.documents_per_unit]
 
     @property
     def has_supervised_tokens(self) -> bool:
-        """Whether rows have supervised tokens; labelled texts and prompts have none."""
+        """Whether training rows have supervised tokens; labelled texts and prompts have none."""
         return self.name not in ("labelled", "prompts")
 
     @property
@@ -80,7 +80,7 @@ class RowKind:
 
     @property
     def description(self) -> str:
-        """Description of the kind of rows and the objective, for messages."""
+        """Description of this kind of data rows and its objective, for messages."""
         return f"objective {self.objective} is trained on {_DESCRIPTIONS[self.name]}"
 
     @property
@@ -91,9 +91,8 @@ class RowKind:
 
 
 def objectives_of(kind: KindName) -> list[str]:
-    """Names of the objectives that are trained on rows of this kind."""
+    """Names of the objectives that train on data rows of this kind."""
     return [name for name, row in OBJECTIVES.items() if row.kind == kind]
 
 
 DIALOGUE = RowKind()
-"""Kind of the rows of supervised fine-tuning."""

@@ -1,4 +1,4 @@
-"""Reports on training rows as lines of text: how many were dropped and why, and remarks on the others.
+"""Reports on data rows as lines of text: how many were dropped and why, and remarks on the others.
 
 Data is refused if too much of it would not be trained, or if no row has a column that the run file names.
 """
@@ -40,7 +40,7 @@ DROPPED = {
         "set data.reasoning to strip, or give a data.template that opens both answers alike",
     ),
 }
-"""For each reason to drop a row: a predicate for a sentence about such rows, and a hint."""
+"""Reasons to drop a data row, each with the predicate of a sentence about such rows, and a hint."""
 NOTED = {
     "tools": "name tools that the prompt does not contain, so the model does not see them",
     "tools_partly": "name tools of which the chat template renders only a part",
@@ -71,11 +71,13 @@ NOTED = {
     "control character) in a text, which are trained as they are",
     "control_plain": "contain control tokens, which stay control tokens because no chat template is used",
 }
-"""Remarks on trained rows by key; each is the predicate of a sentence, as in "[rows] have an empty answer"."""
+"""Remarks on trained data rows by key. Each is the predicate of a sentence, as in "[rows] have an empty answer"."""
 
 
 def bad_row_lines(counts: Counts) -> list[str]:
-    """Error messages of the first bad rows, one for each cause, and the number of further bad rows."""
+    """Error messages of the first data rows that cannot be read, one for each cause, and the number of further such
+    rows.
+    """
     causes: dict[str, list[str]] = {}
     shown = [error.partition("\n  hint: ")[0] for error in counts.bad[:BAD_ROWS_SHOWN]]
     for line in shown:
@@ -101,7 +103,7 @@ def dropped_rows_hint(counts: Counts) -> str:
 
 
 def row_notes(counts: Counts) -> Iterator[str]:
-    """Lines about dropped rows, remarks and unused columns, shown to the user before training."""
+    """Lines about dropped data rows, remarks and unused columns, shown to the user before training."""
     if counts.bad_rows:
         yield f"{counts.bad_rows:,} of {counts.read:,} rows are dropped as bad (data.bad_rows drop)"
         yield from bad_row_lines(counts)
@@ -115,7 +117,7 @@ def row_notes(counts: Counts) -> Iterator[str]:
 
 
 def server_prompt_line(counts: Counts) -> str:
-    """Line with the number of rows whose prompt differs from that of a server.
+    """Line with the number of data rows whose prompt differs from that of a server.
 
     A server calls `apply_chat_template` with the messages before the answer.
     """
@@ -125,7 +127,7 @@ def server_prompt_line(counts: Counts) -> str:
 
 
 def check_bad_rows(counts: Counts, config: DataConfig) -> None:
-    """DataError with the rows that cannot be read or tokenised, unless data.bad_rows is drop."""
+    """Raise DataError with the data rows that cannot be read or tokenised, unless data.bad_rows is drop."""
     if config.bad_rows == "drop" or not counts.bad_rows:
         return
     errors, _, hint = counts.bad[0].partition("\n  hint: ")
@@ -137,7 +139,7 @@ def check_bad_rows(counts: Counts, config: DataConfig) -> None:
 
 
 def check_dropped_rows(counts: Counts, config: DataConfig, sources: Sequence[Source]) -> None:
-    """DataError where too many rows are dropped, too many tokens are truncated, or no row is left."""
+    """Raise DataError where too many data rows are dropped, too many tokens are truncated, or no row remains."""
     check_bad_rows(counts, config)
     if counts.long_prompts and "drop" not in (config.long_rows, config.bad_rows):
         excess, where = max(counts.long_prompts, key=itemgetter(0))
@@ -173,7 +175,7 @@ def check_dropped_rows(counts: Counts, config: DataConfig, sources: Sequence[Sou
 
 
 def check_columns(counts: Counts, config: DataConfig) -> None:
-    """DataError where `data.columns` names a column that no row has."""
+    """Raise DataError where `data.columns` names a column that no data row has."""
     unused = [f"{key}: {column}" for key, column in config.columns.items() if key not in counts.named.entries]
     if unused:
         raise DataError(

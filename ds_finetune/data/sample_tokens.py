@@ -1,8 +1,8 @@
-"""Tokenises the samples of rows, and marks which tokens are supervised.
+"""Tokenises the samples of data rows, and marks which tokens are supervised.
 
 A prompt gets the token ids that an inference server would give the model, which tokenises only the prompt. An answer
-gets the ids that it has in the whole text. Where the tokenizer would merge characters of both in one token, the answer
-is tokenised separately.
+gets the ids that it has in the full text. If the tokenizer would merge characters of prompt and answer in one token,
+the answer is tokenised separately.
 """
 
 from collections.abc import Sequence
@@ -20,12 +20,14 @@ from ds_finetune.data.text_encoder import ControlTokens, strip_brackets
 from ds_finetune.errors import DataError
 
 RULES_VERSION = 7
-"""Version of the tokenisation rules, raised when rows get other tokens or remarks, so that no older cache is used."""
+"""Version of the tokenisation rules. It is raised when rows get other tokens or remarks, so that older caches are not
+used.
+"""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of a document's text, supervised or not; no token has characters of two segments."""
+    """A part of a document's text, which is supervised or not. No token has characters of two segments."""
 
     text: str
     is_supervised: bool
@@ -36,9 +38,9 @@ class Segment:
 class Tokens:
     """Token ids of a document, and the mask of supervised tokens.
 
-    `server_prompt_differs` is true if a prompt is not the one that a server would send. `dropped` is the reason to drop
-    the row and `notes` are remarks on it, both by their names in `row_report`. `unread` names message fields that are
-    not used.
+    `server_prompt_differs` is true if a prompt differs from the one that a server would send. `dropped` is the reason
+    to drop the data row and `notes` are remarks on it, both by their names in `row_report`. `unread` names message
+    fields that are not used.
     """
 
     ids: list[int]
@@ -49,15 +51,17 @@ class Tokens:
     unread: tuple[str, ...] = ()
     form: str = ""
     """Form of a completion's prompt without a chat template: `alpaca`, `separator`, or `joined` if the completion
-    begins with white space; empty for other rows."""
+    begins with white space; empty for other data rows.
+    """
     earlier: "tuple[Tokens, ...]" = ()
 
 
 @dataclass(frozen=True)
 class TemplateSettings:
-    """Keys of the data section that affect tokens; `chat_template` is None if dialogue is tokenised as plain text.
+    """Keys of the run file's data section that affect tokens.
 
-    `tool_template` renders rows with tools; empty where `chat_template` renders them too.
+    `chat_template` is None if dialogue is tokenised as plain text. `tool_template` renders rows with tools; it is empty
+    if `chat_template` renders them too.
     """
 
     chat_template: str | None
@@ -70,16 +74,16 @@ class TemplateSettings:
 
 @dataclass(frozen=True)
 class _SampleText:
-    """Text segments of a sample, and its `Tokens`, whose ids and mask are computed later."""
+    """Text segments of a sample, and its `Tokens`. The ids and mask of the tokens are computed later."""
 
     segments: tuple[Segment, ...]
     result: Tokens
 
 
 class SampleTokeniser:
-    """Tokenises the samples of rows with one tokenizer and one chat template.
+    """Tokenises the samples of data rows with one tokenizer and one chat template.
 
-    Without a template, a sample begins with the ids `begin` (see `bos`), and with `has_eos` ends with an EOS token.
+    Without a template, a sample begins with the ids `begin` (see `bos`), and ends with an EOS token if `has_eos`.
     """
 
     def __init__(
@@ -103,8 +107,8 @@ class SampleTokeniser:
     def tokenise(self, samples: Sequence[tuple[str, Sample | Prompt]]) -> list[Tokens]:
         """Tokenise samples by one call of the tokenizer; a prompt gets the ids that a server would give the model.
 
-        The first element of each pair names the row in messages (`file line 7`). DataError where a row cannot be
-        tokenised.
+        The first element of each pair is the location of the data row for messages (`file line 7`). DataError where a
+        row cannot be tokenised.
         """
         rows = [self._sample_texts(sample, where) for where, sample in samples]
         texts = [text for row in rows for text in row]
@@ -122,7 +126,7 @@ class SampleTokeniser:
     def _tokens_of(
         self, text: _SampleText, encoded: Sequence[tuple[list[int], bool]], *, is_chat: bool, where: str
     ) -> Tokens:
-        """Join the ids of a sample's segments. A flag of each segment in `encoded` says whether the tokenizer would
+        """Join the ids of a sample's segments. `encoded` has the ids of each segment, and whether the tokenizer would
         merge its beginning with the segment before it.
         """
         ids = [] if is_chat else list(self.begin)
@@ -132,7 +136,7 @@ class SampleTokeniser:
             ids += part
             mask += [segment.is_supervised] * len(part)
         if text.segments and text.segments[-1].is_supervised and not is_chat and self._has_eos:
-            # A text that already ends with the eos token gets no second one.
+            # An EOS token is not added to a text that already ends with one.
             ends = [int(self._tokenizer.eos_token_id)] if part[-1:] != [self._tokenizer.eos_token_id] else []
             ids, mask = ids + ends, mask + [True] * len(ends)
         bos = self._tokenizer.bos_token_id
@@ -148,8 +152,8 @@ class SampleTokeniser:
             text.result,
             ids=ids,
             mask=mask,
-            # A server tokenises an earlier answer together with the text after it; if the tokenizer merges the two, the
-            # server gets other tokens.
+            # A server tokenises an earlier answer together with the text after it. If the tokenizer merges them, the
+            # server gets other tokens than training.
             server_prompt_differs=text.result.server_prompt_differs or any(is_joined[: answers[-1]] if answers else ()),
             notes=(*text.result.notes, *notes),
         )
@@ -186,7 +190,6 @@ class SampleTokeniser:
         return [_SampleText(segments, Tokens([], [], notes=notes, form=form))]
 
     def _prompt_texts(self, sample: Conversation | Completion, where: str) -> list[_SampleText]:
-        """The prompt as a server renders it from the messages; without a chat template the text before a completion."""
         if self._template is None:
             (text,) = self._sample_texts(sample, where)
             notes = tuple(note for note in text.result.notes if note != "empty_answer")
@@ -206,7 +209,7 @@ class SampleTokeniser:
         return [_SampleText((Segment(prompt, False),), Tokens([], [], notes=remarks, unread=unread))]
 
     def _template_for(self, conversation: Conversation) -> ChatTemplate:
-        """The chat template that transformers would choose: `tool_use`, if it exists, for a conversation with tools."""
+        """Chat template that transformers would choose: `tool_use`, if it exists, for a conversation with tools."""
         template = (self._tool_template if conversation.tools else None) or self._template
         assert template is not None
         return template
@@ -248,8 +251,8 @@ class SampleTokeniser:
     def _rendered_turns(
         self, dialogue: RenderedConversation, conversation: Conversation
     ) -> list[tuple[RenderedConversation, list[Turn]]]:
-        """Renderings of a conversation that become documents, with their turns: one, or if the template changes earlier
-        turns when later ones follow, one for each supervised answer.
+        """Renderings of a conversation that become documents, with their turns. If the template changes earlier turns
+        when later ones follow, each supervised answer becomes a document of its own.
         """
         try:
             return [(dialogue, dialogue.turns())]
@@ -262,7 +265,9 @@ class SampleTokeniser:
     def _turn_segments(
         self, turns: Sequence[Turn], supervised: set[int], rendered: RenderedConversation, result: Tokens
     ) -> _SampleText:
-        """Segments of a rendered dialogue: each supervised answer with its end token, and the text between answers."""
+        """Divide a rendered dialogue into segments: each supervised answer with its end token, and the text between
+        answers.
+        """
         segments: list[Segment] = []
         is_between_supervised = self._settings.train_on == "all"
         before, between, differs = "", "", False
@@ -285,7 +290,7 @@ class SampleTokeniser:
 
 
 def _unread_fields(conversation: Conversation, template: ChatTemplate) -> list[str]:
-    """Names of message fields that a conversation has and the template does not render, as texts for the report."""
+    """Names of the message fields of a conversation that the chat template does not render, as texts for the report."""
     messages = conversation.messages
     present = {f"{message['role']}.{key}" for message in messages for key in ("name", "tool_call_id") if key in message}
     if any("id" in call for message in messages for call in message.get("tool_calls") or ()):

@@ -40,11 +40,10 @@ LAYOUTS_OF: Mapping[KindName, Mapping[str, LayoutColumns]] = {
     "text": {"text": LAYOUTS["text"]},
     "prompts": PROMPT_LAYOUTS,
 }
-"""Layouts that are tried for each kind of rows."""
 
 
 def check_layout_name(layout: str, columns: Mapping[str, str], kind: RowKind) -> None:
-    """ConfigError where `data.layout`, or a key of `data.columns`, does not exist for this kind of rows."""
+    """Raise ConfigError where `data.layout`, or a key of `data.columns`, does not exist for this kind of data rows."""
     layouts = LAYOUTS_OF[kind.name]
     if layout != "auto" and layout not in layouts:
         raise ConfigError(
@@ -62,7 +61,7 @@ def check_layout_name(layout: str, columns: Mapping[str, str], kind: RowKind) ->
 def read_row(
     record: Record, kind: RowKind, *, layout: str, columns: Mapping[str, str], where: str
 ) -> tuple[RowSample, list[str]]:
-    """Read a record as a sample; also returns the names of its unused columns.
+    """Read a record as a sample. Also returns the names of the record's unused columns.
 
     `layout` is `auto` or the name of a layout of this kind. DataError where no layout fits, or a column cannot be read.
     """
@@ -79,8 +78,7 @@ def read_row(
         columns = {**default_columns(record, columns), **default_columns(given, columns)}
     layouts = LAYOUTS_OF[kind.name]
     if layout == "auto" and find_layout(given, published_columns(given, columns, layouts), layouts):
-        # In a table every row has the columns of all rows, so only columns with a value are used to recognise the
-        # layout.
+        # Every row of a table has the columns of all rows, so the layout is recognised only by columns with a value.
         record = given
     if layout == "auto":
         columns = published_columns(record, columns, layouts)
@@ -88,7 +86,7 @@ def read_row(
     _check_used(record, named, chosen, where)
     view = view_columns(record, chosen, columns, where)
     if kind.name == "prompts":
-        # Rewards may read any column of a prompt's row, so no column counts as unused.
+        # Rewards may read any column of a prompt's data row, so no column counts as unused.
         return chosen.read(view, where).of_record(given), []
     unread = unread_columns(record, chosen, columns)
     if kind.name == "marked":
@@ -105,7 +103,7 @@ def read_row(
 
 
 def _read_label(label: object, column: str, where: str) -> bool:
-    """Whether a label says that an answer is good: true or 1, not false or 0, also as text; else DataError."""
+    """Whether a label marks an answer as good: true or 1, not false or 0, also as text; DataError for other labels."""
     if isinstance(label, int | str) and str(label).lower() in ("0", "1", "true", "false"):
         return str(label).lower() in ("1", "true")
     raise DataError(
@@ -115,7 +113,6 @@ def _read_label(label: object, column: str, where: str) -> bool:
 
 
 def _check_used(record: Record, columns: Mapping[str, str], layout: LayoutColumns, where: str) -> None:
-    """DataError where `data.columns` names a column of the record that the layout does not read."""
     for key, column in columns.items():
         if column in record and key not in layout.needed | layout.optional:
             raise DataError(
@@ -147,7 +144,7 @@ def _recognise(record: Record, kind: RowKind, columns: Mapping[str, str], where:
 
 
 def _other_objective(record: Record, columns: Mapping[str, str]) -> str:
-    """Hint that names the objectives for rows with the columns of this record; empty if no layout fits it."""
+    """Hint that names the objectives for data rows with the columns of this record; empty if no layout fits it."""
     names = default_columns(record, columns)
     fitting = next(
         (

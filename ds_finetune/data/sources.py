@@ -27,19 +27,19 @@ _WORDS: Mapping[str, frozenset[str]] = {
     "validation": frozenset({"validation", "valid", "dev", "val"}),
     "test": frozenset({"test", "testing", "eval", "evaluation"}),
 }
-"""Words in a file's name that name a split (datasets 5.2, data_files.py:43-47)."""
+"""Words in a file name that name a split (datasets 5.2, data_files.py:43-47)."""
 DEFAULT_SPLITS: Mapping[str, tuple[str, ...]] = {"train": ("train",), "eval": ("validation", "test")}
-"""Splits to look for where the run file names none, for training and evaluation; the first that exists is read."""
+"""Splits that are read where the run file names none, for training and evaluation; the first that exists is chosen."""
 
 
 def splits_of(name: str) -> set[str]:
-    """Splits named by words in `name`: `test` for `test-00000-of-00001.parquet`, none for `contest.json`."""
+    """Splits named by words in the file name `name`: `test` for `test-00000-of-00001.parquet`, none for `contest.json`."""
     words = set(re.split(r"[^a-z]+", name.lower()))
     return {split for split, own in _WORDS.items() if own & words}
 
 
 def split_of_file(path: PurePath) -> str:
-    """Split named by a file's name, else by the nearest folder's name; empty where none or several are named."""
+    """Split named by a file's name, or else by the nearest folder's name; empty if no split or several are named."""
     for part in reversed(path.parts):
         splits = splits_of(part)
         if splits:
@@ -48,15 +48,14 @@ def split_of_file(path: PurePath) -> str:
 
 
 _BY_LINE = ("jsonl", "csv")
-"""Data formats with about one row per line."""
 
 
 @dataclass(frozen=True)
 class Source:
     """A data file, or a hub data set with its subset and split; `purpose` is `train` or `eval`.
 
-    `format` is a value of `files.FORMATS`, or `hub`. `note` says which split of a folder is read, and how many of its
-    files; all files of the folder have the same note.
+    `format` is a value of `files.FORMATS`, or `hub`. `note` says which split of a folder is read, and how many of the
+    folder's files; all files of the folder have the same note.
     """
 
     path: str
@@ -66,11 +65,13 @@ class Source:
     purpose: str = "train"
     note: str = ""
     entry: int = 0
-    """Index, in the run file's list of paths, of the path that names this source."""
+    """Index, in the run file's list of data paths, of the path that names this source."""
 
     @property
     def fingerprint(self) -> tuple[str, int, int]:
-        """Identity of a source: a file's path, size and modification time, or a hub data set's id, subset and split."""
+        """Identity of a data source: a file's path, size and modification time, or a hub data set's id, subset and
+        split.
+        """
         if self.format == "hub":
             return f"{self.path}:{self.subset}:{self.split or DEFAULT_SPLITS[self.purpose]}", 0, 0
         stat = Path(self.path).stat()
@@ -78,10 +79,10 @@ class Source:
 
 
 def find_sources(paths: Sequence[str], *, purpose: str = "train") -> list[Source]:
-    """Sources that `paths` name, in a stable order; folders are searched.
+    """Find the data sources that `paths` name, in a stable order; folders are searched.
 
-    A path may end in `:split`, and a hub id in `:subset:split`. Where no split is named, `purpose` selects the training
-    or the held-out split. DataError for files that are missing, empty or of an unknown format.
+    A path may end in `:split`, and a hub id in `:subset:split`. If no split is named, `purpose` selects the training or
+    the held-out split. DataError for files that are missing, empty or of an unknown format.
     """
     files = [(entry, file) for entry, path in enumerate(paths) for file in named_files(path)]
     sources = [replace(source, entry=entry) for entry, file in files for source in _expand(file, purpose)]
@@ -93,8 +94,8 @@ def find_sources(paths: Sequence[str], *, purpose: str = "train") -> list[Source
 
 @dataclass(frozen=True)
 class RecordChoice:
-    """Selects which records of the training files are read: of the first `rows` records (None: all) those that are not
-    held out for evaluation, or with `is_held_out` those that are.
+    """Selects which of the first `rows` records (None: all) of the training files are read: the records held out for
+    evaluation if `is_held_out`, else all others.
 
     One record of each block of 1 / `fraction` records is held out, chosen by a hash of `seed` and the block's number.
     So the choice does not depend on the number of records or of processes.
@@ -106,7 +107,7 @@ class RecordChoice:
     is_held_out: bool = False
 
     def read(self, sources: Sequence[Source]) -> Iterator[tuple[Source, Iterator[tuple[str, ReadRecord]]]]:
-        """Yield each source with its chosen records and their locations; an error stands for an unreadable record."""
+        """Yield each data source with its chosen records and their locations; an error stands for an unreadable record."""
         numbers = iter(range(self.rows)) if self.rows else count()
         for source in sources:
             numbered = zip(read_or_errors(source), numbers, strict=False)
@@ -122,7 +123,7 @@ class RecordChoice:
 
 
 def read_records(source: Source) -> Iterator[tuple[str, Record]]:
-    """Records of a source, each with its location (`file line 7`) for messages; DataError where one cannot be read."""
+    """Read the records of a data source, each with its location (`file line 7`); DataError where one cannot be read."""
     for where, record in read_or_errors(source):
         if isinstance(record, DataError):
             raise record
@@ -130,7 +131,7 @@ def read_records(source: Source) -> Iterator[tuple[str, Record]]:
 
 
 def read_or_errors(source: Source) -> Iterator[tuple[str, ReadRecord]]:
-    """Records of a source, each with its location; a record that cannot be read is replaced by its error."""
+    """Read the records of a data source, each with its location. An unreadable record is replaced by its error."""
     if source.format == "hub":
         yield from read_hub(source.path, source.subset, source.split, purpose=source.purpose)
     else:
@@ -175,7 +176,7 @@ _NO_PATH = {
     ",": "write several files as a list: `train: [a.jsonl, b.jsonl]`",
     "~": "`~` is not expanded: write the whole path",
 }
-"""Parts of data paths that only other programs understand, each with a hint for the error message."""
+"""Parts of data paths that only other programs understand, each with the hint for the error message."""
 _DESCRIPTION = "dataset_info.json"
 """File name of LLaMA-Factory's list of data sets; `Dataset.save_to_disk` also writes a description under this name."""
 
@@ -215,7 +216,7 @@ def _hub_source(path: str, names: Sequence[str], purpose: str) -> Source:
 
 
 def _files_of(path: str, split: str, purpose: str) -> Iterator[Source]:
-    """Data files of a folder as sources; if files are named after splits, only those of one split."""
+    """Data files of a folder as sources. If files are named after splits, only files of one split are chosen."""
     folder = Path(path)
     all_files = {file: FileFormat.of(file) for file in sorted(folder.rglob("*")) if file.is_file()}
     formats = {file: file_format for file, file_format in all_files.items() if file_format is not None}
@@ -241,9 +242,9 @@ def _files_of(path: str, split: str, purpose: str) -> Iterator[Source]:
 
 
 def _choose_split(purpose: str, splits: Sequence[str], path: str) -> str:
-    """Name of the split to read for `purpose`; empty to read all files.
+    """Name of the split of a folder to read for `purpose`; empty to read all files.
 
-    All files are read if no file is named after a split, or all after the wanted one.
+    All files are read if no file is named after a split, or all are named after the wanted one.
     """
     named, fitting = {split for split in splits if split}, DEFAULT_SPLITS[purpose]
     if not named or named == {fitting[0]} or ("" in splits and len(named) == 1 and named <= set(fitting)):
@@ -269,21 +270,20 @@ def _split_names(splits: Iterable[str]) -> str:
 
 
 def estimate_rows(sources: Sequence[Source]) -> int:
-    """Estimated number of rows, to show the remaining time of tokenisation; 0 if it cannot be estimated for one of the
-    sources, e.g. a hub data set or a compressed file.
+    """Estimate the number of data rows, to show the remaining time of tokenisation; 0 if a source cannot be estimated,
+    e.g. a hub data set or a compressed file.
     """
     numbers = [_estimate_rows_of(source) for source in sources]
     return sum(numbers) if all(numbers) else 0
 
 
 def _estimate_rows_of(source: Source) -> int:
-    """Estimate the rows of a source from the lines in its first MiB, or read the number in a Parquet footer."""
     path = Path(source.path)
     if source.format == "parquet":
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        # A read error is ignored here: a damaged file is reported when its rows are read.
+        # A read error is ignored here, because a damaged file is reported when its rows are read.
         with suppress(OSError, pa.ArrowException):
             return int(pq.read_metadata(path).num_rows)
         return 0
@@ -300,7 +300,7 @@ if TYPE_CHECKING:
 
 
 def read_hub(path: str, subset: str, split: str, *, purpose: str) -> Iterator[tuple[str, Record]]:
-    """Rows of one split of a hub data set; an empty `split` selects the default for `purpose` (`train` or `eval`)."""
+    """Read one split of a hub data set; an empty `split` selects the default for `purpose` (`train` or `eval`)."""
     from datasets import ClassLabel
 
     splits = _load(path, subset)
@@ -314,7 +314,7 @@ def read_hub(path: str, subset: str, split: str, *, purpose: str) -> Iterator[tu
 
 
 def default_split(names: Collection[str], path: str, *, purpose: str) -> str:
-    """Name of the split of a hub data set to read: for `train` the training split, else the validation or test split.
+    """Choose the split of a hub data set to read: for `train` the training split, else the validation or test split.
     DataError if none or several match.
     """
     for split in DEFAULT_SPLITS[purpose]:

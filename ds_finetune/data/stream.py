@@ -1,4 +1,4 @@
-"""Streaming: reads and tokenises rows during training instead of before it."""
+"""Streaming: training rows are read and tokenised during training instead of before it."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,9 +24,8 @@ from ds_finetune.data.units import Tokenisation, tokenise_records
 from ds_finetune.errors import DataError
 
 START = Position(0, 0)
-"""Position before the first row of the data."""
 RECORDS_AT_A_TIME = 1000
-"""Number of records in a chunk. A rank has one chunk in memory, which it tokenises, packs and shuffles as a whole."""
+"""Number of records in a chunk of streamed data. A rank tokenises, packs and shuffles one chunk at a time in memory."""
 SAMPLED_RECORDS = 16
 """Number of records of a stream that are tokenised before the run, for its report."""
 
@@ -39,13 +38,14 @@ class StreamedRows:
     tokenisation: Tokenisation
     config: DataConfig
     counts: Counts
-    """Counts over the first `SAMPLED_RECORDS` records of the stream, for reports."""
+    """Counts of the first `SAMPLED_RECORDS` records of the stream, for reports."""
 
     def fingerprint(self) -> str:
-        """Name, split and size of each source, and a hash of all settings that decide how records become rows.
+        """Identity of streamed data: name, split and size of each source, and a hash of all settings that decide how
+        records become rows.
 
-        The fingerprint is the same on every machine. It does not cover the sources' content, which is not read before
-        training.
+        The fingerprint is the same on every machine. It does not cover the content of the sources, which is not read
+        before training.
         """
         text = json.dumps([self.tokenisation.facts(), self.config.packing], sort_keys=True)
         sources = [[source.path, source.subset, source.split, source.fingerprint[1]] for source in self.sources]
@@ -57,7 +57,7 @@ class StreamedRows:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Remarks for the user on splits of the sources that are not read."""
+        """Remarks for the user on splits of the data sources that are not read."""
         return tuple(dict.fromkeys(source.note for source in self.sources if source.note))
 
 
@@ -80,12 +80,12 @@ def open_stream(
 def streaming_batches(
     rows: StreamedRows, plan: BatchPlan, *, steps: int, start_step: int = 0, start: Position = START
 ) -> Iterator[Batch]:
-    """Batches of the steps from `start_step` (0-based) to `steps`, exclusive.
+    """Make the batches of the steps from `start_step` (0-based) to `steps`, exclusive.
 
     Rank r takes records r, r + dp, ... of each pass over the sources, so the batches depend on dp, unlike those of
-    prepared rows. The rows of each chunk of `RECORDS_AT_A_TIME` records are shuffled by (seed, pass, chunk, rank). With
-    costs of rows in the plan, a rank's rows of a step are sorted by descending cost, so that the n-th forward passes of
-    all ranks take similar time. On resume, `start` is the position after the last batch; earlier records are read
+    prepared rows. The rows of each chunk of `RECORDS_AT_A_TIME` records are shuffled by (seed, pass, chunk, rank). If
+    the plan has costs of rows, a rank's rows of a step are sorted by descending cost, so that the n-th forward passes
+    of all ranks take similar time. On resume, `start` is the position after the last batch; earlier records are read
     again, but not tokenised.
     """
     rank_rows = _my_rows(rows, plan, start)
@@ -99,7 +99,6 @@ def streaming_batches(
 
 
 def _my_rows(rows: StreamedRows, plan: BatchPlan, start: Position) -> Iterator[tuple[Row, Position]]:
-    """This rank's rows from `start` on, each with the position after it."""
     first, skipped = start.index, start.row
     for passes in count(start.epoch):
         records = islice(_all_records(rows.sources), plan.rank + first * RECORDS_AT_A_TIME * plan.dp, None, plan.dp)
@@ -133,8 +132,8 @@ def _rows_of(
 
 
 def overlap_notes(train: PreparedRows | StreamedRows, held_out: Mapping[str, PreparedRows]) -> list[str]:
-    """Warnings for held-out sets that repeat training data: number of documents or pairs with the tokens of a training
-    row.
+    """Warn of held-out sets that repeat training data, with the number of documents or pairs that have the tokens of a
+    training row.
 
     Streamed training data is not read in advance; for it the warning names the files that are in both data sets.
     """

@@ -1,5 +1,5 @@
-"""Stores a teacher's distributions for distillation: for each supervised token, the k most likely next tokens and the
-rest as one.
+"""Stores a teacher's distributions for distillation. For each supervised token they have the k most likely next tokens,
+and all other tokens as one.
 
 A folder of scores has a manifest, which is written last, and a folder for each shard of consecutive documents.
 """
@@ -34,21 +34,21 @@ _HASHED = 2**22
 
 @dataclass(frozen=True)
 class ScoreIdentity:
-    """Input of a teacher's scores: data, teacher and settings. All shards of a folder have the same identity."""
+    """Data, teacher and settings from which a teacher's scores were computed. All shards of a folder have the same
+    identity.
+    """
 
     documents: str
-    """Hash of the token ids and masks of all documents, in order."""
+    """Hash of the token ids and masks of all documents that the teacher scored, in order."""
     tokenizer: str
-    """Hash of the tokenizer's vocabulary, token to id."""
+    """Hash of the vocabulary (token to id) of the tokenizer for which the scores were computed."""
     vocabulary: int
-    """Vocabulary size of the model, including unused ids."""
+    """Vocabulary size of the scored model, including unused ids."""
     teacher: str
-    """Digest of the teacher's weights."""
     precision: str
-    """Dtype in which the teacher computed."""
     top_k: int
     shard_documents: int
-    """Number of documents per shard; the last shard may have fewer."""
+    """Number of documents per shard of scores; the last shard may have fewer."""
     format: int = FORMAT_VERSION
 
 
@@ -57,15 +57,15 @@ class DocumentScores:
     """A teacher's distributions for the supervised tokens of one document, in order."""
 
     ids: NDArray[np.int32]
-    """Ids of the k most likely next tokens, most likely first, [supervised tokens, k]."""
+    """Ids of the teacher's k most likely next tokens, most likely first, [supervised tokens, k]."""
     log_probs: NDArray[np.float16]
-    """Log-probabilities of the tokens `ids`, and in the last column the log of the probability of all other tokens, in
-    nats at temperature 1, [supervised tokens, k + 1].
+    """Teacher's log-probabilities of the tokens `ids`, and in the last column the log of the probability of all other
+    tokens, in nats at temperature 1, [supervised tokens, k + 1].
     """
 
 
 class StoredScores:
-    """Teacher's scores of a folder, read by document index from memory maps."""
+    """A teacher's scores in a folder, read by document index from memory maps."""
 
     def __init__(self, folder: Path, identity: ScoreIdentity, num_shards: int) -> None:
         self.folder, self.identity = folder, identity
@@ -104,7 +104,7 @@ class StoredScores:
         return DocumentScores(ids[span], log_probs[span])
 
     def check(self, documents: Documents, tokens: Mapping[str, int], vocabulary: int) -> None:
-        """DataError where the scores belong to other documents, or to another tokenizer or vocabulary."""
+        """Raise DataError where the teacher's scores belong to other documents, or to another tokenizer or vocabulary."""
         stored = self.identity
         for kind, theirs, ours in (
             ("vocabulary size", stored.vocabulary, vocabulary),
@@ -126,12 +126,12 @@ def _open_shard(folder: Path, top_k: int) -> tuple[NDArray[np.int32], NDArray[np
 
 
 def shard_name(number: int) -> str:
-    """Name of the folder of shard `number`."""
+    """Folder name of the teacher's scores of shard `number`."""
     return f"shard-{number:06d}"
 
 
 def write_shard(folder: Path, number: int, scores: Sequence[DocumentScores], identity: ScoreIdentity) -> None:
-    """Write the teacher's scores of consecutive documents; the folder of the shard appears once it is complete."""
+    """Write the teacher's scores of consecutive documents. The folder of the shard appears once it is complete."""
     offsets = np.cumsum([0, *(len(part.ids) for part in scores)]).astype(np.int64)
     flat = {name: [getattr(part, name).reshape(-1) for part in scores] for name in ("ids", "log_probs")}
     arrays = {name: ArrayParts(parts[0].dtype, sum(map(len, parts)), parts) for name, parts in flat.items()}
@@ -140,7 +140,9 @@ def write_shard(folder: Path, number: int, scores: Sequence[DocumentScores], ide
 
 
 def is_shard_complete(folder: Path, number: int, identity: ScoreIdentity) -> bool:
-    """Whether shard `number` is complete. A damaged shard is removed; OutputError if its inputs were other ones."""
+    """Whether shard `number` of the teacher's scores is complete. A damaged shard is removed; OutputError if it was
+    computed from other inputs.
+    """
     shard = folder / shard_name(number)
     if not shard.is_dir():
         return False
@@ -159,7 +161,7 @@ def is_shard_complete(folder: Path, number: int, identity: ScoreIdentity) -> boo
 
 
 def write_manifest(folder: Path, identity: ScoreIdentity, num_shards: int, remarks: Mapping[str, object]) -> None:
-    """Write the manifest, which marks the scores of a folder as complete; its `remarks` are not read by programs."""
+    """Write the manifest, which marks a folder of teacher's scores as complete. No program reads its `remarks`."""
     text = json.dumps({"identity": asdict(identity), "shards": num_shards, **remarks}, indent=1)
     try:
         replace_file(folder / _MANIFEST, text + "\n")
@@ -180,7 +182,8 @@ def _with_scores(micro: MicroBatch, scores: StoredScores) -> MicroBatch:
     assert micro.examples is not None
     top_k, rows = scores.identity.top_k, micro.labels.shape
     ids, log_probs = np.zeros((*rows, top_k), np.int32), np.zeros((*rows, top_k + 1), np.float16)
-    # The scores of all documents can be concatenated: documents are in the order of the rows, and none is split.
+    # The scores of all documents can be concatenated, because documents are in the order of the rows, and none is
+    # split.
     documents = [scores[number] for number in micro.examples.numbers.tolist()]
     is_supervised = (micro.labels != IGNORE_INDEX).numpy()
     if documents:

@@ -1,4 +1,4 @@
-"""Token ids of the consecutive texts of a document, and control tokens inside the texts of a row.
+"""Token ids of the consecutive texts of a document, and control tokens inside the texts of a data row.
 
 Each text of a document is encoded as a continuation of the text before it (`TextEncoder.encode`), since SentencePiece
 tokenizers put a space before a text that they encode separately. A token never has characters of two texts: where the
@@ -24,7 +24,8 @@ from ds_finetune.data.messages import Conversation, map_texts
 from ds_finetune.errors import DataError
 
 _CONTEXT, _CONTEXT_WITHOUT_ADDED = 64, 16
-"""Characters before a text that can affect its first tokens: with an added token among them, and without one."""
+"""Number of characters before a text that can affect its first tokens: with an added token among them, and without one.
+"""
 
 
 class TextEncoder:
@@ -39,11 +40,12 @@ class TextEncoder:
         self._is_cut_after_added = not self._adds_space and not any(
             token.lstrip or token.rstrip or token.single_word or " " in token.content for token in added
         )
-        """Whether a text after an added token gets the same ids as at the start of a document."""
+        """Whether a text after an added token gets the ids that it would get at the start of a document."""
 
     def encode(self, texts: Sequence[tuple[str, str]]) -> list[tuple[list[int], bool]]:
-        """For each pair (text, preceding text): the ids of the text as a continuation, and whether the tokenizer would
-        merge the end of the preceding text with its beginning. At the start of a document the preceding text is empty.
+        """Encode texts as continuations: `texts` are pairs of a text and the text before it, which is empty at the
+        start of a document. Returns the ids of each text, and whether the tokenizer would merge its beginning with the
+        text before it.
         """
         contexts = [self._context(before) if text else "" for text, before in texts]
         distinct = [*{*contexts, *(context + text for context, (text, _) in zip(contexts, texts, strict=True))}]
@@ -63,7 +65,9 @@ class TextEncoder:
         return results
 
     def _context(self, before: str) -> str:
-        """The end of a text on which the next text's first tokens depend; it begins at the last added token, if any."""
+        """End of a text on which the tokens of the next text depend. It begins at the last added token, if there is
+        one.
+        """
         end = before[-_CONTEXT:]
         added = [match.span() for match in self._added.finditer(end)]
         if not added:
@@ -80,7 +84,7 @@ class TextEncoder:
 
 
 def _without_space(part: dict[str, Any] | None) -> dict[str, Any] | None:
-    """A copy of a normalizer or pre-tokenizer that adds no space before a text; None if nothing of it is left."""
+    """Copy a normalizer or pre-tokenizer so that it adds no space before a text; None if nothing remains of it."""
     if part is None or part["type"] == "Prepend":
         return None
     for steps in ("normalizers", "pretokenizers"):
@@ -94,7 +98,8 @@ def _without_space(part: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 _OPEN, _CLOSE = "\ue0f3", "\ue0f4"
-"""Brackets around a control token in a row's text; rows that contain these characters are refused."""
+"""Brackets around a control token in the text of a data row. Rows that contain these characters themselves are refused.
+"""
 _THINK = ("<think>", "</think>")
 
 
@@ -113,14 +118,16 @@ class ControlTokens:
         written = [
             token.content for token in added if template and token.content in template and not token.content.isspace()
         ]
-        # In answers and system texts, `<think>` and added tokens for tool calls are not control tokens.
+        # `<think>` and added tokens for tool calls are not control tokens in answers and system texts.
         of_answers = _any_of([token for token in special if token not in _THINK])
         of_users = _any_of([*special, *written])
         self._patterns = {"system": of_answers, "assistant": of_answers, "user": of_users, "tool": of_users}
         self._as_text: dict[str, list[int]] = {}
 
     def check_plain(self, texts: Sequence[str], where: str) -> bool:
-        """Whether texts that no template renders contain a special token; DataError if these are to be refused."""
+        """Whether texts that no chat template renders contain a special token; DataError if data.control_tokens is
+        `refuse`.
+        """
         is_present = any(self._patterns["system"].search(text) for text in texts)
         if is_present and self._choice == "refuse":
             raise DataError(
@@ -131,7 +138,7 @@ class ControlTokens:
 
     def protect(self, conversation: Conversation, where: str) -> tuple[Conversation, str]:
         """Put control tokens in the conversation's texts into brackets. Also returns a remark (a key of
-        `row_report.NOTED`), which is empty if there are none.
+        `row_report.NOTED`), which is empty if there are no control tokens.
 
         With `keep` the conversation is not changed; with `refuse` a control token is a DataError.
         """
@@ -155,8 +162,8 @@ class ControlTokens:
         return map_texts(conversation, lambda role, text: self._patterns[role].sub(bracketed, text)), "control_text"
 
     def ids(self, documents: Sequence[Sequence[str]]) -> list[list[tuple[list[int], bool]]]:
-        """For each document: ids of its consecutive texts, from one call of the tokenizer, and whether the tokenizer
-        would merge the beginning of a text with the end of the text before it.
+        """Token ids of the consecutive texts of each document, from one call of the tokenizer, and for each text
+        whether the tokenizer would merge its beginning with the end of the text before it.
         """
         plain: list[tuple[str, str]] = []
         parts: list[list[list[str]]] = []
@@ -165,8 +172,9 @@ class ControlTokens:
             parts.append([re.split(f"{_OPEN}(.*?){_CLOSE}", text) if _OPEN in text else [text] for text in texts])
             for pieces in parts[-1]:
                 for number, piece in enumerate(pieces[::2]):
-                    # A chat template may cut a bracketed token, so single brackets are removed. The text after a
-                    # control token that is encoded as characters is encoded as after a line feed, as in transformers.
+                    # A chat template may cut a bracketed control token in two, so single brackets are removed. Text
+                    # after a control token that is encoded as characters is encoded as after a line feed, as in
+                    # transformers.
                     plain.append((strip_brackets(piece), "\n" if number else before))
                     before = plain[-1][0] or before
                 before = "\n" if len(pieces) > 1 and not pieces[-1] else before
@@ -174,7 +182,6 @@ class ControlTokens:
         return [[self._joined(pieces, encoded) for pieces in of_document] for of_document in parts]
 
     def _joined(self, pieces: Sequence[str], encoded: Iterator[tuple[list[int], bool]]) -> tuple[list[int], bool]:
-        """Ids of a text from `pieces`, plain text and control tokens in turn; `encoded` has the plain texts' ids."""
         ids, is_merged = next(encoded)
         ids = list(ids)
         for token in pieces[1::2]:
@@ -182,7 +189,7 @@ class ControlTokens:
         return ids, is_merged
 
     def _text_ids(self, token: str) -> list[int]:
-        """Ids of a control token's characters, as by `apply_chat_template(..., sanitize_control_tokens=True)`."""
+        """Token ids of a control token's characters, as by `apply_chat_template(..., sanitize_control_tokens=True)`."""
         if token not in self._as_text:
             ids = _character_ids(self._tokenizer, token)
             if self._tokenizer.convert_tokens_to_ids(token) in ids:
@@ -200,7 +207,7 @@ def strip_brackets(text: str) -> str:
 
 
 def find_token(token: str, text: str) -> list[int]:
-    """Positions of `token` in `text` that are not in brackets, so that the chat template wrote it and not the row."""
+    """Positions of `token` in `text` outside of brackets, where the chat template wrote it and not the data row."""
     return [match.start() for match in re.finditer(f"(?<!{_OPEN}){re.escape(token)}", text)] if token else []
 
 
@@ -210,7 +217,7 @@ def _any_of(tokens: Sequence[str]) -> re.Pattern[str]:
 
 
 def _character_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of a text's characters; no control token is recognised in it.
+    """Token ids of a text's characters, in which no control token is recognised.
 
     The text is tokenised after a newline, so that SentencePiece does not add a space before it.
     """

@@ -1,4 +1,4 @@
-"""Loads the tokenizer of a folder, and checks that it gives the tokens of its tokenizer.json."""
+"""Loads the tokenizer of a folder, and checks that it gives the same tokens as its tokenizer.json."""
 
 import hashlib
 import json
@@ -26,7 +26,7 @@ _SHOWN_TOKENS = 12
 _TIKTOKEN = "tiktoken.model"
 _OBJECTS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 _PATTERNS = ("tokenizer*.json", "vocab*", "merges*", "*.model", "*.spm", "*.tiktoken", "tekken.json", "*.codes")
-"""Patterns of names of the files that can define a tokenizer; `tokenizer_config.json` alone does not."""
+"""File name patterns of the files that can define a tokenizer; `tokenizer_config.json` alone does not."""
 
 
 def has_vocabulary(folder: Path) -> bool:
@@ -39,14 +39,14 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
     """Load the fast tokenizer of a folder.
 
     DataError if the folder has no tokenizer or only a tiktoken.model, if the tokenizer has no end-of-sequence token (an
-    encoder's needs none), or if it gives other tokens than its tokenizer.json.
+    encoder's needs none), or if its tokens differ from those of its tokenizer.json.
     """
     _check_files(Path(folder))
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, use_fast=True, trust_remote_code=False)
         tokenizer([*PROBES.values()])
     except Exception as refused:
-        # The tokenizers library raises Exception itself, e.g. for a text that needs an unknown token that is missing.
+        # The tokenizers library raises plain Exception, e.g. for a text that needs an unknown token that is missing.
         hint = "set model.tokenizer to a folder with tokenizer.json"
         if (Path(folder) / "tokenizer.json").is_file():
             hint = "if the tokenizer is of another type of model than config.json, set tokenizer_class to "
@@ -60,8 +60,8 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
     path = Path(folder) / "tokenizer_config.json"
     settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     if settings.get("add_bos_token"):
-        # transformers 5.23 ignores `add_bos_token` beside a plain tokenizer.json, and would then add no BOS token to a
-        # prompt.
+        # transformers 5.23 ignores `add_bos_token` for a folder with a plain tokenizer.json, and would then add no BOS
+        # token to a prompt.
         tokenizer.add_bos_token = True
     return tokenizer
 
@@ -69,7 +69,8 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     """Hash of everything in a tokenizer that determines the ids of a text."""
     core = tokenizer.backend_tokenizer
-    # Truncation and padding are not hashed, since transformers 5.23 turns them off before each call of the tokenizer.
+    # Truncation and padding are not part of the hash, since transformers 5.23 turns them off before each call of the
+    # tokenizer.
     core.no_truncation()
     core.no_padding()
     return hashlib.sha256(core.to_str().encode()).hexdigest()
@@ -84,7 +85,7 @@ def is_encoder_tokenizer(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def _check_files(folder: Path) -> None:
-    """DataError for a folder without a vocabulary, with only tiktoken's vocabulary (as Kimi K2 and Moonlight are
+    """Raise DataError for a folder without a vocabulary, with only tiktoken's vocabulary (as Kimi K2 and Moonlight are
     published), or with a configuration file that is not a JSON object.
 
     Without a vocabulary, transformers 5.23 makes an empty tokenizer for some model types, such as qwen3 and
@@ -108,7 +109,7 @@ def _check_files(folder: Path) -> None:
 
 
 def check_beside(tokenizer: PreTrainedTokenizerBase, folder: str, config: PretrainedConfig) -> None:
-    """DataError if the tokenizer of `folder` gives other tokens when transformers loads it beside the model's
+    """Raise DataError if the tokenizer of `folder` gives other tokens when transformers loads it beside the model's
     config.json, as in an export. `config` is this config.json.
     """
     try:
@@ -131,7 +132,7 @@ def check_beside(tokenizer: PreTrainedTokenizerBase, folder: str, config: Pretra
 
 
 def _check_tokens(tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
-    """DataError where the tokenizer class that transformers chose gives other tokens than `tokenizer.json`.
+    """Raise DataError if the tokenizer class that transformers chose gives other tokens than `tokenizer.json`.
 
     For a qwen2 config, transformers 5.23 uses Qwen2Tokenizer whatever class tokenizer_config.json names
     (models/auto/tokenization_auto.py:421, 863-897), and only the vocabulary and merges of tokenizer.json.
@@ -160,7 +161,6 @@ _SAVED_HINT = (
 def _compare(
     tokenizer: PreTrainedTokenizerBase, expected_of: Callable[[str], list[int]], loading: str, hint: str
 ) -> None:
-    """Raise a DataError that begins with `loading` if `tokenizer` encodes a text of PROBES unlike `expected_of`."""
     for name, text in PROBES.items():
         expected, actual = expected_of(text), tokenizer(text, add_special_tokens=False)["input_ids"]
         if actual == expected:

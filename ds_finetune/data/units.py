@@ -1,6 +1,6 @@
 """Makes documents from records: reads each record as a sample, tokenises it, and applies the length limit.
 
-Where the loss is not a sum over tokens, a pair becomes two documents, and a labelled completion, a labelled text or a
+If the loss is not a sum over tokens, a pair becomes two documents, and a labelled completion, a labelled text or a
 prompt becomes one. Dropped rows are counted by reason.
 """
 
@@ -45,19 +45,20 @@ _NOTED_CHARACTERS = {
         re.compile("[\0-\x08\x0e-\x1f\x7f-\x9f\ufeff\ufffd-\uffff]"),
     ),
 }
-"""Two patterns for each remark on unusual characters (`row_report.NOTED`): for the repr of a row, and for a text."""
+"""Patterns for remarks on unusual characters (`row_report.NOTED`): for each remark one for the repr of a data row, and
+one for a text.
+"""
 _Ids = tuple[list[int], list[bool]]
-"""Token ids of a document, and its mask of supervised tokens."""
 
 
 class MadeRow(NamedTuple):
-    """Documents made of one row; none if the row is dropped."""
+    """Documents made of one data row; none if the row is dropped."""
 
     documents: Sequence[TokenisedDocument]
     tokens: Tokens
-    """`Tokens` with remarks on the row and its unused fields; their ids and mask are not used."""
+    """`Tokens` with remarks on the data row and its unused fields; their ids and mask are not used."""
     counts: Sequence[Counts] = ()
-    """Numbers to add to the data's counts because of this row, such as a truncation or a reason to drop it."""
+    """Counts that this row adds to those of the data, e.g. a truncation or a reason to drop the row."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class Tokenisation:
 
     @cached_property
     def tokeniser(self) -> SampleTokeniser:
-        """Tokeniser for rows of this kind. Of pairs and labelled completions, only the last answer is supervised."""
+        """Tokeniser for data rows of this kind. Of pairs and labelled completions, only the last answer is supervised."""
         is_last_only = self.kind.name in ("pairs", "marked")
         settings = replace(self.settings, train_on="last_assistant") if is_last_only else self.settings
         return SampleTokeniser(self.tokenizer, settings, bos=self.kind.bos, has_eos=self.kind.has_eos)
@@ -144,7 +145,7 @@ def _read_row(
 
 
 def _check_size(record: Record, max_seq_len: int, where: str) -> None:
-    """DataError where tokenising a row would take gigabytes of memory or hours.
+    """Raise DataError where tokenising a data row would take gigabytes of memory or hours.
 
     A tokenizer takes about 400 bytes per character, and a chat template is rendered three times for each answer, with
     all messages before it. A row that may fit into a document is never refused.
@@ -173,7 +174,7 @@ def _texts(value: object) -> Iterator[str]:
 
 
 def _errors_of(samples: Sequence[tuple[str, Any]], how: Tokenisation) -> dict[str, DataError]:
-    """Errors of samples that cannot be tokenised, by the location of their rows. The samples are found by bisection."""
+    """Find the samples that cannot be tokenised by bisection. Returns their errors by the location of the data row."""
     try:
         list(_MAKERS[how.kind.name](samples, how))
     except DataError as error:
@@ -186,15 +187,14 @@ def _errors_of(samples: Sequence[tuple[str, Any]], how: Tokenisation) -> dict[st
 
 def _notes(record: Record, unused: Sequence[str], row: Tokens) -> tuple[str, ...]:
     read = {name: value for name, value in record.items() if name not in unused}
-    # Control characters are escaped in the repr of a row, and searching the repr first is ten times as fast as
-    # searching each text.
+    # The repr of a row has control characters escaped. Searching it first is ten times as fast as searching each text.
     suspects = [name for name, (in_repr, _) in _NOTED_CHARACTERS.items() if in_repr.search(repr(read))]
     noted = [name for name in suspects if any(map(_NOTED_CHARACTERS[name][1].search, _texts(read)))]
     return (*noted, *row.notes)
 
 
 def _make_answers(samples: Sequence[tuple[str, Sample | LabelledCompletion]], how: Tokenisation) -> Iterator[MadeRow]:
-    """Documents from dialogue, plain text and labelled completions; the target is 1 for a good completion, else 0."""
+    """Make documents from dialogue, plain text and labelled completions; the target is 1 for a good completion, else 0."""
     plain = [(where, each.sample if isinstance(each, LabelledCompletion) else each) for where, each in samples]
     for (where, sample), (_, given), row in zip(plain, samples, how.tokeniser.tokenise(plain), strict=True):
         is_text = isinstance(sample, PlainText)
@@ -208,8 +208,8 @@ def _make_answers(samples: Sequence[tuple[str, Sample | LabelledCompletion]], ho
 
 
 def _fit(row: Tokens, rule: str, size: int, target: float) -> MadeRow:
-    """Documents of one row: those longer than `size` tokens are truncated, split or dropped by `rule`, and those
-    without supervised tokens are left out.
+    """Make the documents of one data row. Documents of more than `size` tokens are truncated, split or dropped by
+    `rule`; documents without supervised tokens are left out.
     """
     if rule == "truncate" and not row.dropped and any(row.mask[1:]) and not any(row.mask[1:size]):
         row = replace(row, dropped="no_answer_left")
@@ -234,14 +234,14 @@ def _shorten(ids: list[int], mask: list[bool], rule: str, size: int) -> tuple[li
         return [], Counts(too_long_dropped=1)
     if rule == "truncate":
         return [(ids[:size], mask[:size])], Counts(truncated=1, truncated_tokens=len(ids) - size)
-    # Each later piece begins with the last token of the piece before, unsupervised, so every token after the document's
-    # first is predicted exactly once.
+    # Each later piece of a split document begins with the last token of the previous piece, unsupervised, so that every
+    # token after the document's first is predicted exactly once.
     starts = range(0, len(ids) - 1, size - 1)
     return [(ids[at : at + size], [mask[at] and not at, *mask[at + 1 : at + size]]) for at in starts], Counts(split=1)
 
 
 def _make_pairs(samples: Sequence[tuple[str, Preference]], how: Tokenisation) -> Iterator[MadeRow]:
-    """Two documents for each pair, the chosen one first.
+    """Make two documents for each preference pair, the chosen one first.
 
     The limit applies to the sum of both lengths. A longer pair is truncated at the end of its answers, or dropped.
     """
@@ -263,7 +263,6 @@ def _make_pairs(samples: Sequence[tuple[str, Preference]], how: Tokenisation) ->
 
 
 def _join_alike(pair: Preference, separator: str) -> tuple[Sample, Sample]:
-    """Both samples of a pair with the same prompt text, which ends with a separator if one of the answers needs it."""
     chosen, rejected = pair.chosen, pair.rejected
     if not (isinstance(chosen, Completion) and isinstance(rejected, Completion)):
         return chosen, rejected
@@ -275,8 +274,8 @@ def _join_alike(pair: Preference, separator: str) -> tuple[Sample, Sample]:
 
 
 def _fit_pair(chosen: Tokens, rejected: Tokens, limit: LengthLimit) -> tuple[list[_Ids], str, list[Counts]]:
-    """Truncate both documents of a pair to the limit. Returns their ids and masks, or none and the reason to drop the
-    pair (a key of `row_report.DROPPED`), and numbers for the counts.
+    """Truncate both documents of a preference pair to the limit. Returns their ids and masks, or none and the reason to
+    drop the pair (a key of `row_report.DROPPED`), and numbers for the counts.
     """
     reason = chosen.dropped or rejected.dropped
     sides = [(side.ids, side.mask) for side in (chosen, rejected)]
@@ -312,7 +311,7 @@ def _prompt_ids(side: Tokens) -> list[int]:
 
 
 def _make_labelled_texts(samples: Sequence[tuple[str, LabelledText]], how: Tokenisation) -> Iterator[MadeRow]:
-    """One document for each text or pair of texts, with its class or number as the target; no token is supervised.
+    """Make one document for each text or pair of texts, with its class or number as the target; no token is supervised.
 
     An encoder's tokenizer gets both texts and adds its special tokens. For other models both are one text, with the
     separator between them and an EOS token at the end, also after truncation.
@@ -333,8 +332,8 @@ def _make_labelled_texts(samples: Sequence[tuple[str, LabelledText]], how: Token
 def encode_labelled(
     sample: LabelledText, tokenizer: PreTrainedTokenizerBase, separator: str, limit: int
 ) -> tuple[list[int], int | None, int]:
-    """Token ids of a labelled text or pair of texts, at most `limit`; the index of the second text's first id for
-    encoders, else None; and the number of ids cut off.
+    """Tokenise a labelled text or pair of texts. Returns at most `limit` token ids; the index of the second text's
+    first id for encoders, else None; and the number of ids cut off.
     """
     texts = [sample.text] if sample.text_pair is None else [sample.text, sample.text_pair]
     if is_encoder_tokenizer(tokenizer):
@@ -350,8 +349,8 @@ def encode_labelled(
 
 
 def _make_prompts(samples: Sequence[tuple[str, Prompt]], how: Tokenisation) -> Iterator[MadeRow]:
-    """One document for each prompt, with the columns of its row; no token is supervised. A prompt beyond the limit is
-    counted and left out, since the answer to half a question is another one.
+    """Make one document for each prompt, with the columns of its data row; no token is supervised. A prompt beyond the
+    limit is counted and left out, since an answer to half a question answers another question.
     """
     for (where, prompt), row in zip(samples, how.tokeniser.tokenise(samples), strict=True):
         excess = len(row.ids) - how.limits.max_seq_len
