@@ -123,9 +123,7 @@ def _row(groups: Sequence[Sequence[ScoredAnswer]]) -> Row:
 
 
 def _with_numbers(micro: MicroBatch, answers: dict[int, ScoredAnswer]) -> MicroBatch:
-    """Add the log-probabilities of sampled answers to a micro-batch, with NaN at tokens that are not labels of an
-    answer.
-    """
+    """Add the log-probabilities of sampled answers to a micro-batch; NaN at tokens that no answer supervises."""
     assert micro.examples is not None
     # No answer is split, and answers are in the order of the micro-batch's rows, so their values can be concatenated.
     of_batch = [answers[number] for number in micro.examples.numbers.tolist()]

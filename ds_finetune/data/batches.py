@@ -89,9 +89,7 @@ class Batch:
     counts: Mapping[str, int]
     """The batch's numbers of tokens, documents, pairs and so on in this rank's rows, with the keys of `count_rows`."""
     global_counts: Mapping[str, int] | None = None
-    """The batch's numbers of tokens, documents, pairs and so on in the rows of all ranks; None where unknown to this
-    rank.
-    """
+    """Number of tokens, documents, pairs and so on in the batch's rows on all ranks; None if unknown here."""
     baseline: tuple[MicroBatch, ...] = ()
     """Micro-batches of this rank, from which KTO's baseline z0 is computed before the loss."""
 
@@ -418,9 +416,7 @@ def _even_out(descending: Sequence[int], costs: NDArray[np.float64], number: int
 
 
 def _swap(parts: list[list[int]], costs: NDArray[np.float64]) -> None:
-    """Balance `parts` in place: swap rows between the costliest and the cheapest part while that reduces their
-    difference.
-    """
+    """Swap rows between the costliest and the cheapest of `parts`, in place, while that balances them."""
     totals = np.array([costs[part].sum() for part in parts])
     for _ in range(_MOST_SWAPS):
         most, least = int(totals.argmax()), int(totals.argmin())
@@ -453,9 +449,7 @@ def _best_swap(dear: NDArray[np.float64], cheap: NDArray[np.float64], gap: float
 Item = TypeVar("Item")
 Prepared = TypeVar("Prepared")
 _Queued = tuple[tuple[object, ...], BaseException | None]
-"""Item that the prefetching thread puts into its queue: a tuple with the prepared value (empty at the end), and an
-error or None.
-"""
+"""Item in the prefetching thread's queue: a tuple with a prepared value (empty at the end), and an error or None."""
 _SECONDS = 10.0
 """Seconds to wait for the prefetching thread when it is closed. If it is blocked longer, it ends with the process."""
 

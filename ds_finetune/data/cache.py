@@ -92,7 +92,7 @@ def write_folder(folder: Path, arrays: Mapping[str, ArrayParts], texts: Mapping[
 
 
 def content_hash(folder: Path, names: Iterable[str]) -> str:
-    """Hash of the arrays `names` in a cache folder, computed from the checksums recorded when the arrays were written."""
+    """Hash of the arrays `names` in a cache folder, made from the checksums recorded with them."""
     sums = json.loads((folder / _SUMS).read_bytes())
     arrays = {f"{name}.npy": sums[f"{name}.npy"] for name in names}
     return xxhash.xxh3_64_hexdigest(json.dumps(arrays, sort_keys=True).encode())
@@ -129,8 +129,7 @@ def remove_damaged(folders: Sequence[Path], *, since: float) -> list[str]:
         if damage:
             lines.append(f"data cache is damaged: {damage}; it is built again")
             shutil.rmtree(folder)
-    # The file that marks the cache as verified cannot be written to a read-only disk. Every process then verifies the
-    # cache itself.
+    # On a read-only disk no file can mark the cache as verified; every process then verifies it.
     with suppress(OSError):
         checked.write_text("\n".join(lines), encoding="utf-8")
     return lines

@@ -31,9 +31,7 @@ _STATM = Path("/proc/self/statm")
 
 
 class _TimeIsUpError(BaseException):
-    """Rendering a chat template took too long. Not an Exception, because jinja2 3.1.6 ignores exceptions in constant
-    expressions (nodes.py:511).
-    """
+    """Rendering took too long. Not an Exception, which jinja2 3.1.6 ignores in constant expressions (nodes.py:511)."""
 
 
 class TemplateLimits:
@@ -74,9 +72,7 @@ def _is_main_thread() -> bool:
 
 @lru_cache(maxsize=1)
 def _address_space_limit(_: int) -> int | None:
-    """Limit for the address space of this process in bytes. The argument, the present second, makes a cache recompute
-    it once a second.
-    """
+    """Limit of the process's address space in bytes, computed once a second: the argument is the present second."""
     if not _STATM.exists():
         return None
     return int(_STATM.read_text().split()[0]) * resource.getpagesize() + _RENDER_BYTES
@@ -101,9 +97,7 @@ def _refusal(reason: str) -> ConfigError:
 
 Messages = Sequence[Mapping[str, Any]]
 _PLACEHOLDER = "\ue0f1{name}\ue0f2"
-"""Placeholder of a text, in private-use characters that no chat template writes. Training rows that contain these
-characters are refused.
-"""
+"""Placeholder of a text, in private-use characters that no template writes; data rows that have them are refused."""
 _KEPT_RENDERINGS, _SHOWN_CHARACTERS = 64, 80
 
 
@@ -199,9 +193,7 @@ class Probes:
     """Content that the chat template expects in a message that has only tool calls: None or an empty text."""
     tools: bool
     reasoning: str
-    """Where the chat template reads reasoning: `reasoning_content`, `thinking`, `tags` (`</think>` in texts) or
-    nowhere.
-    """
+    """Where the template reads reasoning: `reasoning_content`, `thinking`, `tags` (`</think>` in texts) or nowhere."""
     is_named_by_id: bool
     """Whether the chat template writes the id of a tool call, as Kimi K2's does, instead of the function's name."""
     changed: str
@@ -288,9 +280,7 @@ def _try_render(template: ChatTemplate, messages: Messages, *, with_tool: bool =
 
 
 def adapt_messages(conversation: Conversation, template: ChatTemplate, reasoning: str) -> list[dict[str, Any]]:
-    """Convert messages to what the chat template expects: arguments as objects or JSON text, reasoning as a field or in
-    tags.
-    """
+    """Convert messages to the template's form: arguments as objects or JSON text, reasoning as a field or in tags."""
     return [_adapt_message(message, template.probes, reasoning) for message in conversation.messages]
 
 

@@ -19,9 +19,7 @@ from ds_finetune.data.cache import ArrayParts, write_folder
 
 @dataclass(frozen=True)
 class NamedCounts:
-    """Counts of data rows by name, e.g. by reason to drop them. Each name has the location of its first row (`file line
-    7`).
-    """
+    """Counts of data rows by name, e.g. by reason to drop them, each with the location of its first row."""
 
     entries: Mapping[str, tuple[int, str]] = field(default_factory=dict)
 
@@ -80,9 +78,7 @@ class TokenisedDocument(NamedTuple):
 
 @dataclass(frozen=True)
 class Counts:
-    """Numbers of data rows that were read, dropped, truncated and split, and of the documents and tokens made from
-    them.
-    """
+    """Numbers of data rows read, dropped, truncated and split, and of the documents and tokens made from them."""
 
     read: int = 0
     nothing_supervised: int = 0
@@ -104,8 +100,7 @@ class Counts:
     forms: NamedCounts = field(default_factory=NamedCounts)
     """Numbers of completions without a chat template by the form of their prompt: `alpaca`, `separator` or `joined`."""
     named: NamedCounts = field(default_factory=NamedCounts)
-    """For each key of `data.columns`: number of data rows that have the column which the run file assigns to the key.
-    """
+    """For each key of `data.columns`: number of data rows that have the column assigned to the key."""
     by_path: NamedCounts = field(default_factory=NamedCounts)
     """Numbers of documents by index of their path in data.train or data.eval; empty for a single path."""
 
@@ -113,8 +108,7 @@ class Counts:
     bad: tuple[str, ...] = ()
     """Error messages of data rows that cannot be read, at most `BAD_ROWS_SHOWN` for each part of the data."""
     long_prompts: tuple[tuple[int, str], ...] = ()
-    """Prompts that leave too few tokens for an answer: for each the number of tokens over the limit, and its location.
-    """
+    """For each prompt that leaves too few tokens for an answer: tokens over the limit, and its location."""
 
     def __add__(self, other: Self) -> Self:
         return type(self)(
@@ -129,7 +123,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class LengthLimit:
-    """Maximum tokens of a document, and the rule for longer documents: `auto` splits plain text and truncates dialogue."""
+    """Maximum tokens of a document, and the rule for longer ones; `auto` splits plain text and truncates dialogue."""
 
     max_seq_len: int
     long_rows: str
@@ -192,14 +186,12 @@ class Documents:
         return cls(*(np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r")) for name in _ARRAYS))
 
     def write(self, folder: Path, counts: Counts) -> None:
-        """Write documents and `counts` to the new `folder`, which appears only once it is complete; OutputError on
-        failure.
-        """
+        """Write documents and `counts` to the new `folder`, which appears once complete; OutputError on failure."""
         write_folder(folder, {name: ArrayParts.of(getattr(self, name)) for name in _ARRAYS}, _texts(counts))
 
 
 def join_parts(parts: Sequence[Path], folder: Path, counts: Counts) -> None:
-    """Concatenate the documents of the folders `parts`, in order, into `folder`. Only one part is in memory at a time."""
+    """Concatenate the documents of the folders `parts` into `folder`, with one part in memory at a time."""
     sizes = {"ids": counts.tokens, "mask": counts.tokens, "offsets": counts.documents + 1}
     for name in ("records", "places"):
         sizes[name] = sum(len(np.load(part / f"{name}.npy", mmap_mode="r")) for part in parts)

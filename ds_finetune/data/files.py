@@ -54,7 +54,7 @@ def known_endings() -> str:
 
 
 def read_file(path: str, file_format: str) -> Iterator[tuple[str, ReadRecord]]:
-    """Read the records of a data file, each with its location (`file line 7`); DataError where reading cannot continue."""
+    """Read the records of a data file, each with its location (`file line 7`); DataError where reading must stop."""
     yield from _READERS[file_format](path)
 
 
@@ -86,7 +86,7 @@ def _decompressed(path: str, compression: str) -> IO[bytes]:
 
 
 def _lines(path: str) -> Iterator[tuple[int, str | DataError]]:
-    """Yield the lines of a file with their numbers. A line that is not UTF-8 becomes an error that names line and byte."""
+    """Yield the lines of a file with their numbers; a line that is not UTF-8 becomes an error with line and byte."""
     offset = 0
     with _open(path) as file:
         for number, line in enumerate(iter(lambda: file.readline(_MOST_LINE_BYTES + 1), b""), start=1):
@@ -249,9 +249,7 @@ def _read_csv(path: str) -> Iterator[tuple[str, ReadRecord]]:
 
 
 def _csv_lines(path: str, undecodable: list[DataError]) -> Iterator[str]:
-    """Yield the lines of a CSV file. A line that is not UTF-8 becomes an empty field; its error is added to
-    `undecodable`.
-    """
+    """Yield the lines of a CSV file; one that is not UTF-8 becomes an empty field, with an error in `undecodable`."""
     for _, line in _lines(path):
         if isinstance(line, DataError):
             undecodable.append(line)
@@ -291,9 +289,7 @@ class ClassNumber(int):
 
 
 def with_class_names(record: Record, classes: Mapping[str, Sequence[str]]) -> Record:
-    """Replace class indices in a record by `ClassNumber`, which has the class name too. `classes` are class names by
-    column.
-    """
+    """Replace class indices by `ClassNumber`, which has the class name too. `classes` are class names by column."""
     named = dict(record)
     for column, names in classes.items():
         if isinstance(named.get(column), int) and 0 <= named[column] < len(names):

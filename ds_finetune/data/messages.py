@@ -15,9 +15,7 @@ from ds_finetune.errors import DataError
 Json = str | int | float | bool | None | list["Json"] | dict[str, "Json"]
 ROLES = ("system", "user", "assistant", "tool")
 RESERVED_CHARACTERS = "\ue0f1\ue0f2\ue0f3\ue0f4"
-"""Private-use characters that mark texts in a rendered chat template. Data rows that contain such a character are
-refused.
-"""
+"""Private-use characters that mark texts in a rendered template; data rows that contain one are refused."""
 _ROLE_NAMES = {
     **{role: role for role in ROLES},
     "developer": "system",
@@ -215,8 +213,7 @@ def _assistant(
             hint="correct or remove the row",
         )
     text = None if is_call or content is None else _text(content, location)
-    # A message with only tool calls has the content None in R1's template, while OpenAI's API may also give an empty
-    # text.
+    # R1's template expects the content None beside tool calls; OpenAI's API may give an empty text instead.
     turn: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else "")}
     if calls:
         turn["tool_calls"] = calls

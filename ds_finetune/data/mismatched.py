@@ -15,8 +15,7 @@ from ds_finetune.data.prepared_rows import PreparedRows, Row, next_token_labels,
 from ds_finetune.errors import DataError
 
 _SEED = 1
-"""Third number of the seed of KTO's mismatched pairs. Without it, examples would be permuted like the rows of epoch 0.
-"""
+"""Third number of the seed of KTO's mismatched pairs; without it they would follow the order of epoch 0."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,9 +55,7 @@ class MismatchedAnswers:
         return next(other for other in followers if not np.array_equal(self._prompt(other), prompt))
 
     def rows_for(self, row_ids: Sequence[int]) -> list[Row]:
-        """Training rows of the mismatched documents with the prompts of the data rows `row_ids`, packed if the data
-        rows are.
-        """
+        """Rows of mismatched documents with the prompts of the data rows `row_ids`, packed if the data is."""
         rows = self.rows
         numbers = np.concatenate([rows.order[rows.offsets[row] : rows.offsets[row + 1]] for row in row_ids])
         if not self.is_packed:

@@ -29,7 +29,7 @@ class Mixture:
 
     @classmethod
     def of(cls, weights: Mapping[str, float], sizes: Sequence[int]) -> Self:
-        """Make a mixture from the weights of sources by name; DataError where an epoch would have no row of a source."""
+        """Make a mixture from weights by source; DataError where an epoch would have no row of a source."""
         fractions = np.array(list(weights.values())) / sum(weights.values())
         main = max(range(len(sizes)), key=lambda source: (fractions[source], sizes[source]))
         draws = tuple(int(fraction / fractions[main] * sizes[main] + 0.5) for fraction in fractions)
@@ -85,8 +85,7 @@ class Mixture:
         size, draw = self.sizes[source], self.draws[source]
         passes, index = np.divmod(np.arange(epoch * draw, (epoch + 1) * draw), size)
         if shuffle:
-            # The index of the source is increased by 1 in the seed, because numpy treats the seeds [a, b] and [a, b, 0]
-            # alike.
+            # The seed has the source's index plus 1, because numpy treats the seeds [a, b] and [a, b, 0] alike.
             orders = {p: np.random.default_rng([seed, p, source + 1]).permutation(size) for p in set(passes.tolist())}
             index = np.concatenate([orders[p][index[passes == p]] for p in sorted(orders)])
         return index + self._ends[source] - size

@@ -128,7 +128,7 @@ def _prompt_pair(view: Mapping[str, Any], where: str) -> Preference:
 
 
 def _chat_pair(view: Mapping[str, Any], where: str) -> Preference:
-    """Make a preference from a prompt in `messages` and two answers. `messages` may also be the full chosen dialogue."""
+    """Make a preference from a prompt in `messages`, or the full chosen dialogue there, and two answers."""
     turns, sides = view["messages"], (view["chosen"], view["rejected"])
     if isinstance(turns, list | tuple) and turns and is_answer(turns[-1]):
         turns = turns[:-1] if list(turns) == sides[0] else turns
@@ -156,9 +156,7 @@ def _with_prompt(prompt: object, turns: list[Any], column: str, where: str) -> l
 
 
 def _pair(view: Mapping[str, Any], where: str) -> Preference:
-    """Make a preference from two full dialogues: lists of messages, or texts with `Human:` and `Assistant:` before
-    turns.
-    """
+    """Make a preference from full dialogues: lists of messages, or texts with `Human:` and `Assistant:`."""
     chosen, rejected = view["chosen"], view["rejected"]
     if not (isinstance(chosen, str) and isinstance(rejected, str)):
         return _of_turns({"chosen": chosen, "rejected": rejected}, view, where)

@@ -132,9 +132,7 @@ def _choice_notes(choice: RecordChoice, counts: Counts, sources: Sequence[Source
 def _units_of_paths(
     counts: Counts, weights: Mapping[str, float], sources: Sequence[Source], kind: RowKind
 ) -> list[int]:
-    """Number of training examples of each path in `weights`, or of all data for a single path. DataError for a path
-    without examples.
-    """
+    """Number of examples of each path in `weights`, or of all data for a single path; DataError if a path has none."""
     size = max(kind.documents_per_unit, 1)
     if len(weights) < 2:
         return [counts.documents // size]
@@ -274,8 +272,7 @@ def _start_worker(tokenisation: Tokenisation) -> None:
 
 def _write_part(task: _Task) -> Path:
     folder, records = task
-    # Garbage collection is off: records form no reference cycles, and the search for cycles would take a fifth of the
-    # time.
+    # Garbage collection is off: records form no reference cycles, and looking for them takes a fifth of the time.
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -33,13 +33,9 @@ class RowDocuments:
     numbers: Numbers
     """Indices, in the data, of the documents of a training row."""
     targets: NDArray[np.float64]
-    """Targets of the documents of a training row: class index, rating, margin, 1 or 0 for a good or bad answer, or 0
-    without a target.
-    """
+    """Target of each document: class index, rating, margin, 1 or 0 for good or bad answers, or 0 without a target."""
     second: Numbers
-    """Start of the second text in each document of two texts, as an index of its tokens; for other documents the
-    length.
-    """
+    """For each document the index of its second text's first token; for one text the document's length."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,8 +114,7 @@ def empty_row(pad_token_id: int) -> Row:
 _SHOWN_CLASSES = 8
 _LINE_FEED = ord("\n")
 _ODD = np.uint64(0x9E3779B97F4A7C15)
-"""Odd factor in the hash of a pair's first document, so that exchanging the two documents changes the hash of the pair.
-"""
+"""Odd factor in the hash of a pair's first document, so that exchanging both documents changes the hash."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,8 +130,7 @@ class PreparedRows:
     offsets: Numbers
     counts: Counts
     content: str = ""
-    """Hash of all tokens and masks of the training rows, computed when they were written; empty for rows of a stream.
-    """
+    """Hash of all tokens and masks of the training rows, computed at writing; empty for streamed rows."""
     notes: tuple[str, ...] = ()
     """Remarks on the data for the user, e.g. on splits that are not read, or on a cache that was rebuilt."""
     mixture: Mixture | None = None
@@ -199,9 +193,7 @@ class PreparedRows:
         return {name: range(start, end) for name, start, end in zip(names, starts, ends.tolist(), strict=True)}
 
     def summary(self) -> str:
-        """One line for reports: numbers of rows, units and tokens, and the fractions of supervised and of truncated
-        tokens.
-        """
+        """One line for reports: numbers of rows, units and tokens, fractions of supervised and truncated tokens."""
         supervised = self.counts.supervised / max(self.num_tokens, 1)
         units = f"{self.num_units:,} {self.kind.unit}, " if self.kind.documents_per_unit else ""
         is_packed = len(self) < self.num_units
@@ -237,9 +229,7 @@ class PreparedRows:
         return text if self.mixture is None else f"{text}, mixed {self.mixture.fingerprint}"
 
     def fill_ratio(self, max_seq_len: int) -> float:
-        """Fraction of the positions in packed rows that have tokens instead of padding: tokens / (rows x
-        `max_seq_len`).
-        """
+        """Fraction of positions in packed rows that are tokens, not padding: tokens / (rows x `max_seq_len`)."""
         return self.num_tokens / (len(self) * max_seq_len)
 
     def prompts_and_answers(self, number: int) -> list[tuple[list[int], list[int]]]:
@@ -348,9 +338,7 @@ def _line(text: NDArray[np.uint8], ends: Numbers, number: int) -> str:
 
 
 def one_unit_a_row(documents: Documents, kind: RowKind) -> tuple[Numbers, Numbers]:
-    """Put each document, pair or example into a training row of its own; returns `order` and `offsets` of
-    `PreparedRows`.
-    """
+    """Put each document, pair or example into a row of its own; returns `order` and `offsets` of `PreparedRows`."""
     units = len(documents.targets) // max(kind.documents_per_unit, 1)
     return np.arange(units), np.arange(units + 1)
 

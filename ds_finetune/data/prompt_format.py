@@ -38,8 +38,7 @@ _CALLS = [
 ]
 """Tool calls that test a chat template; their ids have nine characters, which Mistral's templates require."""
 TEMPLATES = Path(__file__).parent / "templates"
-"""Folder of the chat templates that data.template may name. Each renders as the published template with its name does.
-"""
+"""Folder of the chat templates that data.template may name; each renders like the published one of its name."""
 _MARK = re.compile(r"\{# ds_finetune: (\{.*?\}) #\}")
 _TEMPLATE = Template(
     "{# ds_finetune: $mark #}$begin{% for message in messages %}{% set content = message['content'] %}"
@@ -63,9 +62,7 @@ class PlainFormat:
     form: str
     """Form of a completion's prompt: `alpaca`, `separator` or `joined` (see `Tokens.form`)."""
     separator: str
-    """Text that separates a prompt from its completion, unless the prompt ends or the completion begins with white
-    space.
-    """
+    """Text between a prompt and its completion, unless either has white space there."""
 
     @classmethod
     def of(cls, template: object) -> "PlainFormat | None":
@@ -178,8 +175,7 @@ class PromptFormat:
         """
         plain = PlainFormat.of(self.template)
         template = self.template or self.settings.chat_template
-        # A chat template that writes the current date gives other ids on another day, so its ids cannot be compared
-        # later.
+        # A chat template that writes the date gives other ids on another day, so its ids cannot be compared.
         if not template or "strftime_now" in template:
             return []
         sample = plain.sample(text) if plain else Conversation(({"role": "user", "content": text},))
@@ -231,7 +227,7 @@ def _chat_template(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> st
 
 
 def _shipped_template(file: Path, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Read a chat template of this package. ConfigError if a file of the user has its name, or the tokenizer lacks its
+    """Read a chat template of this package; ConfigError if a user's file has its name or the tokenizer lacks its
     tokens.
     """
     name, text = file.stem, file.read_text(encoding="utf-8")
@@ -266,8 +262,8 @@ def trained_ends(tokenizer: PreTrainedTokenizerBase, settings: TemplateSettings)
     tokeniser = SampleTokeniser(tokenizer, settings)
     if settings.chat_template is None:
         return _end_of(tokeniser, tokenizer, Completion("x", "y", Conversation(()))) or ()
-    # Two tool calls are tried before one, because a token that also separates two calls does not end an answer. Some
-    # templates refuse two calls.
+    # Two tool calls are tried before one, since a token that also separates calls does not end an answer; some
+    # templates refuse two.
     calls = (
         read_conversation([_USER, {"role": "assistant", "content": "", "tool_calls": _CALLS[:most]}], [_TOOL], "", "")
         for most in (2, 1)
@@ -324,8 +320,8 @@ def end_ids(
 
 
 def served_generation(folder: Path, config: PretrainedConfig, ends: Sequence[int]) -> dict[str, str]:
-    """The generation_config.json that an export needs, as {file name: text}; empty if the file in `folder` already has
-    the end tokens `ends`.
+    """An export's generation_config.json as {file name: text}; empty if the one in `folder` has the end tokens
+    `ends`.
     """
     tree, config = read_generation(folder), config.get_text_config()
     given = tree.get("eos_token_id", config.eos_token_id)

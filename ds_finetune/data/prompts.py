@@ -18,9 +18,7 @@ ANSWER = "answer"
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt for which the model samples answers: a conversation without its answer, or a completion that is still
-    empty.
-    """
+    """A prompt for which the model samples answers: a dialogue without its answer, or a completion still empty."""
 
     sample: Conversation | Completion
     answer: object = None
@@ -82,9 +80,7 @@ def _without_answer(sample: Sample, answer: object) -> Prompt:
 
 
 def _dialogue(layout: str) -> tuple[str, str, str, Any]:
-    """Make a layout of prompts from the dialogue layout `layout`. An assistant's last turn becomes the reference
-    answer.
-    """
+    """Make a layout of prompts from the dialogue layout `layout`; a last assistant turn is the reference answer."""
     row = LAYOUTS[layout]
 
     def read(view: Mapping[str, Any], where: str) -> Prompt:

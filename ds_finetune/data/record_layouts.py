@@ -1,6 +1,4 @@
-"""Layouts of data records: how the columns of a record become a conversation, a prompt with its completion, or plain
-text.
-"""
+"""Layouts of data records: how columns become a conversation, a prompt with its completion, or plain text."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -164,7 +162,7 @@ def unread_columns(record: Record, layout: "LayoutColumns", columns: Mapping[str
 
 
 def check_supervised(record: Record, columns: Mapping[str, str], where: str) -> None:
-    """Raise DataError for preference and KTO rows in supervised fine-tuning, which must not imitate rejected answers."""
+    """Raise DataError for preference and KTO rows in supervised fine-tuning, which must not imitate bad answers."""
     present = _present(record, columns)
     if {"chosen", "rejected"} <= present:
         raise DataError(
@@ -219,9 +217,7 @@ def read_optional_text(view: Mapping[str, Any], key: str, where: str) -> str:
 
 
 def completion_of(prompt: str, answer: str, tools: tuple[Mapping[str, Any], ...] | None, where: str) -> Completion:
-    """Make a completion from a prompt and an answer. The prompt is one user turn, or HH-RLHF's turns up to
-    `Assistant:`.
-    """
+    """Make a completion from an answer and a prompt, which is one user turn or HH-RLHF's turns up to `Assistant:`."""
     turns = hh_turns(prompt)
     if not turns:
         turns = [{"role": "user", "content": prompt}]

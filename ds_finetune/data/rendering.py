@@ -74,9 +74,7 @@ class RenderedConversation:
         ]
 
     def prefixes(self, numbers: Sequence[int]) -> "list[RenderedConversation]":
-        """Make for each assistant message in `numbers` the conversation up to this message, which becomes its only
-        turn.
-        """
+        """For each assistant message in `numbers`, the conversation up to this message as its only turn."""
         return [RenderedConversation(self._template, self._messages, self._tools, self._where, only=n) for n in numbers]
 
     def _is_turn(self, number: int) -> bool:
@@ -98,8 +96,8 @@ class RenderedConversation:
             try:
                 turn, done = self._turn(number, done)
             except RewrittenTurnError:
-                # Phi-3's template writes an end-of-text token after the last turn only, so the rendering changes when
-                # another turn follows.
+                # Phi-3's template writes an end-of-text token after the last turn only, so a further turn changes the
+                # text.
                 turns[-1], done = self._without_last_text(turns[-1], done)
                 turn, done = self._turn(number, done)
             turns.append(turn)
@@ -143,8 +141,7 @@ class RenderedConversation:
             )
         except RenderingError:
             return
-        # Reasoning is not checked here: a template may remove it from past turns, and `turns()` has checked it in each
-        # turn.
+        # Reasoning is not checked: a template may remove it from past turns, and `turns()` checked each turn.
         names = [
             [name for name, _, kind in _placeholders(message, n, self._template) if kind != "reasoning"]
             for n, message in enumerate(messages)
@@ -155,9 +152,7 @@ class RenderedConversation:
             raise UnrenderedTextError("text")
 
     def server_prompt(self, number: int) -> str | None:
-        """Prompt that a server renders (`apply_chat_template`) for the messages before `number`; None where rendering
-        fails.
-        """
+        """A server's prompt (`apply_chat_template`) for the messages before `number`; None where rendering fails."""
         try:
             # Message keys whose value is None are dropped, as transformers 5.23 does (tokenization_utils_base.py:3144).
             messages = [
@@ -169,23 +164,17 @@ class RenderedConversation:
             return None
 
     def open_prompt(self) -> str:
-        """Prompt that a server renders for all messages, with the header of the answer; DataError where the template
-        fails.
-        """
+        """A server's prompt for all messages, with the answer's header; DataError where the template fails."""
         prompt = self.server_prompt(len(self._messages))
         return self._render(self._messages, opens=True) if prompt is None else prompt
 
     def role_note(self) -> str:
-        """Remark on the row (a key of `row_report.NOTED`) if the template writes another role's message as an answer;
-        else empty.
-        """
+        """Remark (a key of `row_report.NOTED`) if the template writes another role as an answer; else empty."""
         roles = {(message["role"], number == 0) for number, message in enumerate(self._messages)}
         return "as_answer" if roles & self._template.probes.as_answers else ""
 
     def tools_note(self, document: str) -> str:
-        """Remark on the row (a key of `row_report.NOTED`) if the template leaves out tools or parts of them; else
-        empty.
-        """
+        """Remark (a key of `row_report.NOTED`) if the template leaves out tools or parts of them; else empty."""
         if not self._tools:
             return ""
         if not self._template.probes.tools:
@@ -226,9 +215,7 @@ class RenderedConversation:
         return turn, last_name + tail + stop
 
     def _with_texts(self, prompt: str) -> str:
-        """Replace the placeholders in a prompt that repeats texts of earlier turns; gpt-oss's template repeats a call's
-        name.
-        """
+        """Fill in the texts of earlier turns that a prompt repeats, as gpt-oss's template repeats a call's name."""
         texts = {
             name: text
             for number, message in enumerate(self._messages)
@@ -253,8 +240,8 @@ class RenderedConversation:
         return header.partition(token)[0] + token if token else ""
 
     def _call_end(self, middle: str, tail: str) -> tuple[int, bool]:
-        """Find where a turn ends in `tail`, the text after its tool calls. Returns the index, and whether the end token
-        is missing.
+        """Index in `tail`, the text after a turn's tool calls, where the turn ends; and whether its end token is
+        missing.
         """
         token = self._template.probes.turn_end
         ends = find_token(token, tail)
@@ -283,9 +270,7 @@ class RenderedConversation:
         raise UnrenderedTextError("calls")
 
     def _call_prompts(self, number: int, done: str) -> Iterator[str]:
-        """Yield the prompts that may precede a tool call: first with the header that opens a text answer, then without
-        it.
-        """
+        """Yield the prompts of a tool call: first with the header that opens a text answer, then without it."""
         answer = {"role": "assistant", "content": placeholder(number)}
         yield self._after(done, self._render([*self._with_placeholders[:number], answer])).partition(
             placeholder(number)
@@ -295,7 +280,7 @@ class RenderedConversation:
 
 
 def _placeholders(message: Mapping[str, Any], number: int, template: ChatTemplate) -> list[tuple[str, str, str]]:
-    """List for each text of a message its placeholder, the text, and the reason to drop the row if it is not rendered."""
+    """For each text of a message: its placeholder, the text, and the reason to drop the row if it is not rendered."""
     texts: list[tuple[str, str, str]] = []
     calls = message.get("tool_calls") or ()
     if message["content"] or not calls:

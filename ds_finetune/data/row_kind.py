@@ -37,9 +37,7 @@ class RowKind:
 
     @classmethod
     def of(cls, section: ObjectiveConfig) -> Self:
-        """Kind of data rows that an objective needs; ConfigError where objective.num_labels and objective.labels
-        contradict.
-        """
+        """Kind of data rows of an objective; ConfigError where objective.num_labels and .labels contradict."""
         kind = cls(section.row.kind, section.name, **section.row_settings)
         labels = kind.labels
         if len(set(labels)) != len(labels):

@@ -75,9 +75,7 @@ NOTED = {
 
 
 def bad_row_lines(counts: Counts) -> list[str]:
-    """Error messages of the first data rows that cannot be read, one for each cause, and the number of further such
-    rows.
-    """
+    """Error messages of the first unreadable data rows, one for each cause, and the number of further ones."""
     causes: dict[str, list[str]] = {}
     shown = [error.partition("\n  hint: ")[0] for error in counts.bad[:BAD_ROWS_SHOWN]]
     for line in shown:

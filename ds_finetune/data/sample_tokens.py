@@ -20,9 +20,7 @@ from ds_finetune.data.text_encoder import ControlTokens, strip_brackets
 from ds_finetune.errors import DataError
 
 RULES_VERSION = 7
-"""Version of the tokenisation rules. It is raised when rows get other tokens or remarks, so that older caches are not
-used.
-"""
+"""Version of the tokenisation rules, raised when rows get other tokens or remarks, to ignore older caches."""
 
 
 @dataclass(frozen=True)
@@ -152,8 +150,8 @@ class SampleTokeniser:
             text.result,
             ids=ids,
             mask=mask,
-            # A server tokenises an earlier answer together with the text after it. If the tokenizer merges them, the
-            # server gets other tokens than training.
+            # A server tokenises an earlier answer together with the text after it, which may give other tokens than
+            # training.
             server_prompt_differs=text.result.server_prompt_differs or any(is_joined[: answers[-1]] if answers else ()),
             notes=(*text.result.notes, *notes),
         )
@@ -265,9 +263,7 @@ class SampleTokeniser:
     def _turn_segments(
         self, turns: Sequence[Turn], supervised: set[int], rendered: RenderedConversation, result: Tokens
     ) -> _SampleText:
-        """Divide a rendered dialogue into segments: each supervised answer with its end token, and the text between
-        answers.
-        """
+        """Divide a rendered dialogue into segments: supervised answers with their end tokens, and the text between."""
         segments: list[Segment] = []
         is_between_supervised = self._settings.train_on == "all"
         before, between, differs = "", "", False

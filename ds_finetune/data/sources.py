@@ -33,7 +33,7 @@ DEFAULT_SPLITS: Mapping[str, tuple[str, ...]] = {"train": ("train",), "eval": ("
 
 
 def splits_of(name: str) -> set[str]:
-    """Splits named by words in the file name `name`: `test` for `test-00000-of-00001.parquet`, none for `contest.json`."""
+    """Splits that a file name's words name: `test` for `test-00000-of-00001.parquet`, none for `contest.json`."""
     words = set(re.split(r"[^a-z]+", name.lower()))
     return {split for split, own in _WORDS.items() if own & words}
 
@@ -69,9 +69,7 @@ class Source:
 
     @property
     def fingerprint(self) -> tuple[str, int, int]:
-        """Identity of a data source: a file's path, size and modification time, or a hub data set's id, subset and
-        split.
-        """
+        """Identity of a data source: a file's path, size and time of change, or a hub id with subset and split."""
         if self.format == "hub":
             return f"{self.path}:{self.subset}:{self.split or DEFAULT_SPLITS[self.purpose]}", 0, 0
         stat = Path(self.path).stat()
@@ -107,7 +105,7 @@ class RecordChoice:
     is_held_out: bool = False
 
     def read(self, sources: Sequence[Source]) -> Iterator[tuple[Source, Iterator[tuple[str, ReadRecord]]]]:
-        """Yield each data source with its chosen records and their locations; an error stands for an unreadable record."""
+        """Yield each data source with its chosen records and their locations; an unreadable record is an error."""
         numbers = iter(range(self.rows)) if self.rows else count()
         for source in sources:
             numbered = zip(read_or_errors(source), numbers, strict=False)

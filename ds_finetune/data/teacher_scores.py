@@ -34,9 +34,7 @@ _HASHED = 2**22
 
 @dataclass(frozen=True)
 class ScoreIdentity:
-    """Data, teacher and settings from which a teacher's scores were computed. All shards of a folder have the same
-    identity.
-    """
+    """Data, teacher and settings behind a teacher's scores; equal for all shards of a folder."""
 
     documents: str
     """Hash of the token ids and masks of all documents that the teacher scored, in order."""
@@ -104,7 +102,7 @@ class StoredScores:
         return DocumentScores(ids[span], log_probs[span])
 
     def check(self, documents: Documents, tokens: Mapping[str, int], vocabulary: int) -> None:
-        """Raise DataError where the teacher's scores belong to other documents, or to another tokenizer or vocabulary."""
+        """Raise DataError where the teacher's scores belong to other documents, tokenizers or vocabularies."""
         stored = self.identity
         for kind, theirs, ours in (
             ("vocabulary size", stored.vocabulary, vocabulary),
@@ -140,9 +138,7 @@ def write_shard(folder: Path, number: int, scores: Sequence[DocumentScores], ide
 
 
 def is_shard_complete(folder: Path, number: int, identity: ScoreIdentity) -> bool:
-    """Whether shard `number` of the teacher's scores is complete. A damaged shard is removed; OutputError if it was
-    computed from other inputs.
-    """
+    """Whether shard `number` of scores is complete; a damaged one is removed. OutputError if it has other inputs."""
     shard = folder / shard_name(number)
     if not shard.is_dir():
         return False
@@ -182,8 +178,7 @@ def _with_scores(micro: MicroBatch, scores: StoredScores) -> MicroBatch:
     assert micro.examples is not None
     top_k, rows = scores.identity.top_k, micro.labels.shape
     ids, log_probs = np.zeros((*rows, top_k), np.int32), np.zeros((*rows, top_k + 1), np.float16)
-    # The scores of all documents can be concatenated, because documents are in the order of the rows, and none is
-    # split.
+    # Scores of all documents can be concatenated: documents are in the order of the rows, and none is split.
     documents = [scores[number] for number in micro.examples.numbers.tolist()]
     is_supervised = (micro.labels != IGNORE_INDEX).numpy()
     if documents:

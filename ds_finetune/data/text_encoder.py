@@ -24,8 +24,7 @@ from ds_finetune.data.messages import Conversation, map_texts
 from ds_finetune.errors import DataError
 
 _CONTEXT, _CONTEXT_WITHOUT_ADDED = 64, 16
-"""Number of characters before a text that can affect its first tokens: with an added token among them, and without one.
-"""
+"""Number of characters before a text that affect its first tokens, if an added token is among them and if not."""
 
 
 class TextEncoder:
@@ -65,9 +64,7 @@ class TextEncoder:
         return results
 
     def _context(self, before: str) -> str:
-        """End of a text on which the tokens of the next text depend. It begins at the last added token, if there is
-        one.
-        """
+        """End of a text on which the next text's first tokens depend; it begins at the last added token, if any."""
         end = before[-_CONTEXT:]
         added = [match.span() for match in self._added.finditer(end)]
         if not added:
@@ -98,8 +95,7 @@ def _without_space(part: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 _OPEN, _CLOSE = "\ue0f3", "\ue0f4"
-"""Brackets around a control token in the text of a data row. Rows that contain these characters themselves are refused.
-"""
+"""Brackets around a control token in a row's text; rows that contain these characters themselves are refused."""
 _THINK = ("<think>", "</think>")
 
 
@@ -125,9 +121,7 @@ class ControlTokens:
         self._as_text: dict[str, list[int]] = {}
 
     def check_plain(self, texts: Sequence[str], where: str) -> bool:
-        """Whether texts that no chat template renders contain a special token; DataError if data.control_tokens is
-        `refuse`.
-        """
+        """Whether texts without a template contain a special token; DataError if data.control_tokens is `refuse`."""
         is_present = any(self._patterns["system"].search(text) for text in texts)
         if is_present and self._choice == "refuse":
             raise DataError(

@@ -60,8 +60,7 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
     path = Path(folder) / "tokenizer_config.json"
     settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     if settings.get("add_bos_token"):
-        # transformers 5.23 ignores `add_bos_token` for a folder with a plain tokenizer.json, and would then add no BOS
-        # token to a prompt.
+        # transformers 5.23 ignores `add_bos_token` beside a plain tokenizer.json; prompts would then lack BOS.
         tokenizer.add_bos_token = True
     return tokenizer
 
@@ -69,8 +68,7 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     """Hash of everything in a tokenizer that determines the ids of a text."""
     core = tokenizer.backend_tokenizer
-    # Truncation and padding are not part of the hash, since transformers 5.23 turns them off before each call of the
-    # tokenizer.
+    # Truncation and padding are not hashed, since transformers 5.23 turns them off before each tokenizer call.
     core.no_truncation()
     core.no_padding()
     return hashlib.sha256(core.to_str().encode()).hexdigest()

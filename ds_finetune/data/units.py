@@ -45,9 +45,7 @@ _NOTED_CHARACTERS = {
         re.compile("[\0-\x08\x0e-\x1f\x7f-\x9f\ufeff\ufffd-\uffff]"),
     ),
 }
-"""Patterns for remarks on unusual characters (`row_report.NOTED`): for each remark one for the repr of a data row, and
-one for a text.
-"""
+"""For each remark on unusual characters (`row_report.NOTED`): a pattern for a row's repr, and one for a text."""
 _Ids = tuple[list[int], list[bool]]
 
 
@@ -74,7 +72,7 @@ class Tokenisation:
 
     @cached_property
     def tokeniser(self) -> SampleTokeniser:
-        """Tokeniser for data rows of this kind. Of pairs and labelled completions, only the last answer is supervised."""
+        """Tokeniser for rows of this kind; of pairs and labelled completions only the last answer is supervised."""
         is_last_only = self.kind.name in ("pairs", "marked")
         settings = replace(self.settings, train_on="last_assistant") if is_last_only else self.settings
         return SampleTokeniser(self.tokenizer, settings, bos=self.kind.bos, has_eos=self.kind.has_eos)
@@ -194,7 +192,7 @@ def _notes(record: Record, unused: Sequence[str], row: Tokens) -> tuple[str, ...
 
 
 def _make_answers(samples: Sequence[tuple[str, Sample | LabelledCompletion]], how: Tokenisation) -> Iterator[MadeRow]:
-    """Make documents from dialogue, plain text and labelled completions; the target is 1 for a good completion, else 0."""
+    """Make documents from dialogue, plain text and labelled completions; target 1 if the completion is good, else 0."""
     plain = [(where, each.sample if isinstance(each, LabelledCompletion) else each) for where, each in samples]
     for (where, sample), (_, given), row in zip(plain, samples, how.tokeniser.tokenise(plain), strict=True):
         is_text = isinstance(sample, PlainText)
