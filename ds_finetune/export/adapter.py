@@ -27,20 +27,19 @@ from ds_finetune.plan.lora_targets import is_peft_parameter
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterBase:
-    """The base model of LoRA adapters, and the contents of their folder other than the adapters."""
+    """The base model of LoRA adapters, and the contents of the adapters' folder besides the adapters."""
 
     name: str
     digest: str
-    """Digest of the base model's weights."""
     family: Family
     module: str = "model"
-    """Attribute of transformers' class with the text model; not `model` if the class also has images or sound."""
+    """Attribute of transformers' model class that holds the text model; not `model` if it also has images or sound."""
     trained: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Fully trained weights by name, such as the head of a classifier."""
     classifier_config: Mapping[str, Any] = field(default_factory=dict)
     """The config.json of a classifier, which has the names of its classes; empty for other models."""
     files: Sequence[Path] = ()
-    """Tokenizer and generation files to copy. Chat template and end tokens may differ from the base model's."""
+    """Tokenizer and generation files of the adapter; chat template and end tokens may differ from the base's."""
     texts: Mapping[str, str] = field(default_factory=dict)
     """Further files of the adapter's folder as text, by name. They replace files of the same name in `files`."""
 
@@ -62,8 +61,8 @@ def write_adapter(factors: Mapping[str, Factors], lora: LoraConfig, out: Path, b
 
 
 def write_weights(tensors: dict[str, torch.Tensor], folder: Path, base_digest: str) -> None:
-    """Write tensors to the file adapter_model.safetensors of `folder`. safetensors' own `save_file` would make a file
-    that only its owner can read. OSError if the disk is full.
+    """Write tensors to adapter_model.safetensors in `folder`. OSError if the disk is full. safetensors' own `save_file`
+    is not used, because it makes a file that only its owner can read.
     """
     (folder / WEIGHTS).write_bytes(save(tensors, metadata={"format": "pt", BASE_DIGEST: base_digest}))
 

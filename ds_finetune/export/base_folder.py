@@ -23,9 +23,10 @@ from ds_finetune.model.weights.names import is_kept_in_fp32, published_name
 
 
 def hub_source(hub: HubFolder, family: Family) -> TensorSource:
-    """The tensors of a Hugging Face folder as the source of an export, with FP8 tensors dequantised to fp32. Exports
-    keep two kinds of fp32 tensors in fp32: tensors that the table of model families names, and, if the family computes
-    with fp32 weights, all tensors stored in fp32. ModelError if a weight has an unsupported dtype.
+    """Open a Hugging Face folder as the source of an export, with FP8 tensors dequantised to fp32.
+
+    Exports keep two kinds of fp32 tensors in fp32: tensors that the table of model families names, and, if the family
+    computes with fp32 weights, all tensors stored in fp32. ModelError if a weight has an unsupported dtype.
     """
     hub.check_dtypes()
     plain = {key for key in hub.shapes if not hub.is_quantised(key)} if family.fp32_weights else set()
@@ -35,7 +36,7 @@ def hub_source(hub: HubFolder, family: Family) -> TensorSource:
 
 _SHOWN = 3
 _MATRIX = 2
-"""Number of dimensions of embedding and head weights. Norm weights have one dimension."""
+"""Number of dimensions of embedding and head weights; norm weights have one."""
 
 
 @dataclass(frozen=True)
@@ -44,14 +45,14 @@ class BaseFolder:
 
     hub: HubFolder
     unbuilt: tuple[str, ...]
-    """Sorted names of tensors for which transformers' class has no module, e.g. of multi-token prediction layers."""
+    """Sorted names of the base's tensors without a module in transformers' class, e.g. of prediction layers."""
     embeddings: tuple[str, ...]
-    """Names of the model's embedding and language-model head."""
+    """Names of the base model's embedding and language-model head."""
 
     @classmethod
     def read(cls, folder: Path, spec: ModelSpec) -> "BaseFolder":
-        """Read the names and shapes of the tensors in `folder`. ModelError if names or shapes do not fit `spec`;
-        ExportError if weights are in an unsupported quantised format.
+        """Read the names and shapes of the tensors in the base model's `folder`. ModelError if names or shapes do not
+        fit `spec`; ExportError if weights are in an unsupported quantised format.
         """
         if (folder / "config.json").is_file():
             read_readable_config(folder)
@@ -64,7 +65,7 @@ class BaseFolder:
 
     @classmethod
     def from_hub(cls, hub: HubFolder, spec: ModelSpec) -> "BaseFolder":
-        """The base folder of LoRA adapters, from the open folder `hub`, which may store experts one by one or fused."""
+        """Make the base of LoRA adapters from the open folder `hub`, which may store experts one by one or fused."""
         published = spec.published_shapes()
         return cls(
             hub,
@@ -74,6 +75,7 @@ class BaseFolder:
 
     def with_base_tensors(self, parts: FolderParts, *, without: Collection[str] = ()) -> tuple[FolderParts, list[str]]:
         """Add the base model's `unbuilt` tensors, except the names in `without`, to the contents `parts` of an export.
+
         Returns the new contents, and notes for the user. A tensor that equals the base model's embedding or head
         becomes a copy of the trained one. In FP8, unchanged blocks are copied from this base or from `parts.fp8_base`.
         """
@@ -97,8 +99,8 @@ class BaseFolder:
         return replace(parts, base_tensors=conversion.tensors, copy_base_tensors=conversion.copy_to), [line, *notes]
 
     def with_copies(self, parts: FolderParts, keys: Iterable[str]) -> tuple[FolderParts, list[str]]:
-        """Find the names in `keys` whose tensor in the base is a copy of its embedding or head, and let the export
-        write the trained one under them. Returns the changed contents of the export, and notes for the user.
+        """Let the export write the trained embedding or head under those names in `keys` whose tensor in the base model
+        is a copy of it. Returns the changed contents of the export, and notes for the user.
 
         Multi-token prediction layers have such copies. vLLM drafts tokens with them if they differ from the model's
         embedding and head (vLLM PR 42538), and untrained copies would make bad drafts.
@@ -111,8 +113,8 @@ class BaseFolder:
         return replace(parts, copies=copies), [line] if copies else []
 
     def _original(self, key: str) -> str | None:
-        """Name of the base model's embedding or head with the same values as its tensor `key`, or None. If both have
-        them, the embedding is returned for a key that names an embedding, else the head.
+        """Name of the base model's embedding or head that equals its tensor `key`, or None. If both are equal to it,
+        the embedding is returned for a key that names an embedding, else the head.
         """
         equal = (
             name
@@ -143,8 +145,9 @@ def _embeddings(published: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
 def with_stored_weights(
     tensors: Iterable[tuple[str, torch.Tensor | None]], names: Collection[str], folder: Path, family: Family
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Yield `tensors`; those in `names`, which has no routed experts, get the published values in `folder`, cast to the
-    same dtype. Tensors are full and on the CPU on rank zero, and None on other ranks.
+    """Yield `tensors`, but with the published values in `folder` for `names`, cast to the dtype of the tensor.
+
+    `names` contains no routed experts. Tensors are full and on the CPU on rank zero, and None on other ranks.
     """
     hub = HubFolder(folder)
     for name, tensor in tensors:
@@ -154,7 +157,8 @@ def with_stored_weights(
 
 
 def find_base(model: str) -> Path | None:
-    """Folder of the base model `model` (a folder or a Hub id) on this machine; None if it is absent or has no weights.
+    """Find the base model `model` (a folder or a Hub id) on this machine; None if it is absent or has no weights.
+
     The Hub cache is searched with the file patterns of a run's download, because huggingface_hub 2.4 ignores a cached
     download if any file that the patterns request is missing (_snapshot_download.py:562-600).
     """

@@ -44,18 +44,16 @@ from ds_finetune.model.weights.names import hub_pieces, is_kept_in_fp32
 
 __all__ = ["check_model", "load_model", "load_scorer", "verify", "write"]
 _FORMAT = "compressed-tensors 1"
-"""Name and version of this export format in the records of exported folders."""
 verify = partial(verify_files, kind=_FORMAT)
 _WEIGHT = ".weight"
 _CHUNK_NUMEL = 2**22
 _SLACK = 2**-6
-"""Tolerance for rounding weights, scales and products to bf16: 4 x 2**-8, relative to the largest weight of a row."""
+"""Tolerance for bf16 rounding of weights, scales and products: 4 x 2**-8, relative to a row's largest weight."""
 
 
 @dataclass(frozen=True)
 class _Quantiser:
     layout: str
-    """Name of the compressor in the library compressed-tensors."""
     weights: QuantizationArgs
     activations: QuantizationArgs | None
     error: float
@@ -63,15 +61,13 @@ class _Quantiser:
 
     @property
     def scheme(self) -> QuantizationScheme:
-        """The quantisation scheme of linear layers in the terms of the library compressed-tensors."""
         return QuantizationScheme(targets=["Linear"], weights=self.weights, input_activations=self.activations)
 
     def fits(self, columns: int) -> bool:
-        """Whether a weight row with this number of columns divides into quantisation groups."""
         return columns % (self.weights.group_size or 1) == 0
 
     def compress(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Quantise `rows` of a weight, fp32 [rows, columns]. Returns the stored tensors by suffix of their names."""
+        """Quantise `rows` of a weight, fp32 [rows, columns]. Returns the tensors to store by suffix of their names."""
         groups = rows.view(len(rows), -1, self.weights.group_size or rows.shape[1])
         scales, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), self.weights)
         compressor = BaseCompressor.get_value_from_registry(self.layout)
@@ -79,7 +75,6 @@ class _Quantiser:
         return {**stored, "weight_scale": stored["weight_scale"].bfloat16()}
 
     def section(self, ignored: list[str]) -> dict[str, object]:
-        """The `quantization_config` section of config.json, for a model whose modules `ignored` are not quantised."""
         config = QuantizationConfig(
             config_groups={"group_0": self.scheme}, format=self.layout, ignore=ignored, quantization_status="compressed"
         )
@@ -95,8 +90,8 @@ _QUANTISERS = {
 
 
 def write(source: Path, out: Path, options: ExportOptions) -> ExportResult:
-    """Write the quantised language model of `source` to `out`. At most a chunk of a weight's rows is held in memory.
-    Raises the errors of `FormatModule.write`.
+    """Write the quantised language model of `source` to `out`; at most a chunk of a weight's rows is in memory. Raises
+    the errors of `FormatModule.write`.
     """
     began, quantiser = time.monotonic(), _QUANTISERS[options.dtype]
     check_out_empty(out)
@@ -126,12 +121,12 @@ def write(source: Path, out: Path, options: ExportOptions) -> ExportResult:
 def check_model(
     config: PretrainedConfig, *, is_classifier: bool, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> None:
-    """ExportError where the model type cannot be exported to this format, or the model is a classifier."""
+    """Raise ExportError where the model type cannot be exported to this format, or the model is a classifier."""
     COMPRESSED.check_language_model(config, is_classifier=is_classifier)
 
 
 def _linear_keys(model: PreTrainedModel) -> list[str]:
-    """Published names of the weights of linear layers and routed experts. The head and the routers are excluded."""
+    """Published names of the weights of linear layers and routed experts, without the head and the routers."""
     head, family = model.get_output_embeddings(), family_of(model.config.model_type)
     linear = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)} - {
         name for name, module in model.named_modules() if module is head
@@ -145,8 +140,8 @@ def _linear_keys(model: PreTrainedModel) -> list[str]:
 
 
 def _quantised_keys(model: PreTrainedModel, hub: HubFolder, quantiser: _Quantiser) -> frozenset[str]:
-    """Names of the weights to quantise: their rows divide into quantisation groups. ExportError if there is none, or if
-    a routed expert's weight does not fit, because servers read all experts in one dtype.
+    """Names of the weights to quantise: weights whose rows divide into quantisation groups. ExportError if there is
+    none, or if a routed expert's weight does not fit, because servers read all experts in one dtype.
     """
     keys = _linear_keys(model)
     fitting = frozenset(key for key in keys if quantiser.fits(hub.shapes[key][1]))
@@ -164,7 +159,6 @@ def _quantised_keys(model: PreTrainedModel, hub: HubFolder, quantiser: _Quantise
 def _stored(
     hub: HubFolder, key: str, family: Family, weights: frozenset[str], quantiser: _Quantiser
 ) -> list[HubTensor]:
-    """The tensors, by name, shape and dtype, that the export stores for the published tensor `key`."""
     shape = hub.shapes[key]
     if key not in weights:
         dtype = torch.float32 if is_kept_in_fp32(key, family) else torch.bfloat16
@@ -203,7 +197,7 @@ def _write_files(
 def _parts_of(
     hub: HubFolder, key: str, dtype: torch.dtype, quantiser: _Quantiser | None
 ) -> Iterator[tuple[str, int, torch.Tensor]]:
-    """Yield chunks of the tensors stored for the weight `key`: suffix of the tensor's name, first index, elements."""
+    """Yield the tensors stored for the weight `key` in chunks: suffix of the tensor's name, first index, elements."""
     shape = hub.shapes[key]
     columns = math.prod(shape[1:])
     step = max(_CHUNK_NUMEL // columns, 1)
@@ -230,7 +224,7 @@ def _compare(source: Path, folder: Path, out: Path, dtype: str, weights: frozens
     loaded, info = AutoModelForCausalLM.from_pretrained(
         out, dtype=torch.bfloat16, trust_remote_code=False, output_loading_info=True
     )
-    # Loss is measured before weights are compared, since transformers dequantises weights in the first forward pass.
+    # Loss is measured before weights are compared, since the first forward pass dequantises the weights.
     sizes = [sum(file.stat().st_size for file in each.glob("*.safetensors")) for each in (folder, out)]
     cost = quantisation_loss(dtype, source, plain, loaded.eval(), (sizes[0], sizes[1]))
     family, problems = family_of(plain.config.model_type), [str(key) for key in info["missing_keys"]]

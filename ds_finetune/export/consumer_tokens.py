@@ -27,7 +27,7 @@ class Agreement:
     chats: int
     texts: int
     note: str
-    """Note for the user on texts that the compared program tokenises otherwise; empty if there are none."""
+    """Note for the user on texts that the other program tokenises differently; empty if there are none."""
 
 
 def is_sentencepiece(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -39,8 +39,8 @@ def is_sentencepiece(tokenizer: PreTrainedTokenizerBase) -> bool:
 def compare_tokens(
     tokenizer: PreTrainedTokenizerBase, chats: Sequence[str], program: str, *, adds_space: bool
 ) -> Agreement:
-    """Count on which of the sample texts PROBES and rendered `chats` the tokenizer of another `program` agrees with
-    transformers. With `adds_space`, that program adds a space before a text and after control tokens.
+    """Count the sample texts PROBES and rendered `chats` that another `program` tokenises as transformers does. With
+    `adds_space`, that program adds a space before a text and after control tokens.
     """
     own, texts = tokenizer.backend_tokenizer, list(PROBES.values())
     other = _as_elsewhere(tokenizer, adds_space=adds_space)
@@ -67,9 +67,7 @@ def compare_tokens(
 
 
 def genai_note(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Note for the user if ONNX Runtime GenAI cannot read the tokenizer or tokenises otherwise than transformers; else
-    empty.
-    """
+    """Note for the user if ONNX Runtime GenAI cannot read the tokenizer, or tokenises differently; else empty."""
     tree = json.loads(tokenizer.backend_tokenizer.to_str())
     steps = _steps(tree)
     if tree["model"]["type"] != "BPE" or steps.count("Split") > 1:
@@ -80,13 +78,13 @@ def genai_note(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def probe_chats(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Dialogues rendered by the chat template, one for each sample text of PROBES; none if it renders none."""
+    """Render one dialogue for each sample text of PROBES with the chat template; empty if the template renders none."""
     given = tokenizer.chat_template
     source = given.get("default") if isinstance(given, dict) else given
     if not source:
         return []
     template, roles = ChatTemplate(tokenizer, source), ("user", "assistant", "user")
-    # A template for completions renders a single prompt, and no dialogue.
+    # A chat template for completions renders a single prompt, and no dialogue.
     for number in (1,) if PlainFormat.of(source) else (3, 1):
         try:
             return [
@@ -113,7 +111,6 @@ def _as_elsewhere(tokenizer: PreTrainedTokenizerBase, *, adds_space: bool) -> To
 
 
 def _steps(tree: dict[str, Any]) -> list[str]:
-    """Types of the normalizers and pre-tokenizers of a parsed tokenizer.json."""
     parts = [tree[name] or {} for name in ("normalizer", "pre_tokenizer")]
     return [
         step.get("type", "") for part in parts for step in part.get("normalizers", part.get("pretokenizers", [part]))

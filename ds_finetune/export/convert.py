@@ -25,12 +25,10 @@ CHUNK_NUMEL = 2**20
 """Number of elements that a thread reads, casts and writes at a time: 4 MiB of fp32, which fits into CPU caches."""
 
 _COLUMNS = 16 * BLOCK
-"""Number of columns that are quantised to FP8 at a time, to bound the fp32 copy."""
+"""Number of columns of a weight that are quantised to FP8 at a time, to bound the fp32 copy."""
 
 _WORKERS_PER_CORE, _MAX_WORKERS = 2, 16
-"""A conversion runs two threads per core, since some wait for the disk while others cast, and at most 16 threads, since
-more do not speed up a disk.
-"""
+"""Threads of a conversion: two per core, since some wait for the disk, and at most 16, which saturate a disk."""
 
 
 def num_workers() -> int:
@@ -39,14 +37,16 @@ def num_workers() -> int:
 
 
 Blocks = tuple[int, int]
-"""Numbers of FP8 blocks in an export: all of them, and those copied byte for byte from the base model's folder."""
+"""Numbers of FP8 blocks in an export: all blocks, and blocks copied byte for byte from the base model."""
 
 
 @dataclass(frozen=True)
 class Conversion:
     """Converts the tensors of `source` to the dtypes of an exported folder, described by `parts`, with `workers`
-    threads. The `fp32_names` of the source stay in fp32. With `parts.is_fp8`, linear weights become FP8 blocks; a block
-    that equals the block in the base folder `parts.fp8_base` is copied byte for byte. Other tensors get `parts.dtype`.
+    threads.
+
+    The `fp32_names` of the source stay in fp32. With `parts.is_fp8`, linear weights become FP8 blocks; a block that
+    equals the block in the base folder `parts.fp8_base` is copied byte for byte. Other tensors get `parts.dtype`.
     """
 
     source: TensorSource
@@ -56,11 +56,12 @@ class Conversion:
 
     @cached_property
     def tensors(self) -> tuple[HubTensor, ...]:
-        """Names, shapes and dtypes of the tensors to be written, in order."""
+        """Names, shapes and dtypes of the tensors to write, in order."""
         return tuple(tensor for name, shape in self.source.shapes.items() for tensor in self._hub_tensors(name, shape))
 
     def write(self, out: Path, *, max_shard_bytes: int) -> Blocks:
         """Write all tensors and the other files of the export to the folder `out`, which appears only when complete.
+
         Returns the numbers of quantised blocks. Each thread holds one chunk of `CHUNK_NUMEL` elements, or 128 rows of a
         quantised weight, whatever the model's size. Raises the errors of `copy_to`.
         """
@@ -131,7 +132,7 @@ class Conversion:
         return scales.numel(), copied
 
     def _quantise(self, item: "_WorkItem", values: torch.Tensor, writer: ShardWriter) -> Blocks:
-        """Write some rows of a weight as FP8 blocks, and their scales. Only `_COLUMNS` columns at a time are fp32."""
+        """Write some rows of a weight as FP8 blocks with scales; only `_COLUMNS` columns at a time are in fp32."""
         parts, row = self.parts, item.start // item.columns
         base = parts.fp8_base if parts.fp8_base is not None and parts.fp8_base.is_fp8(item.key) else None
         rows = item.key, row, row + len(values)
@@ -155,9 +156,10 @@ class Conversion:
 
 @dataclass(frozen=True, slots=True)
 class _WorkItem:
-    """A chunk to convert: elements `start` to `start + numel` of the published tensor `key`. In the source, `key` is
-    part of the tensor `name`, from element `begin` on. `columns` is the number of columns of a weight to be quantised,
-    and 0 for other tensors.
+    """A chunk to convert: elements `start` to `start + numel` of the published tensor `key`.
+
+    In the source, `key` is part of the tensor `name`, from element `begin` on. `columns` is the number of columns of a
+    weight to be quantised, and 0 for other tensors.
     """
 
     name: str

@@ -15,7 +15,7 @@ from ds_finetune.export.verify.record import UNVERIFIED
 from ds_finetune.export.verify.verify import VerificationResult, mark_folder
 
 _SEGMENT_BYTES = MIB
-"""Number of bytes of a file that share one digest. A changed byte is located within a segment of this size."""
+"""Number of bytes of a file that share one digest; a change is located within a segment of this size."""
 Runs = list[tuple[int, int]]
 """Byte ranges of a file, each as first and last byte."""
 
@@ -35,7 +35,7 @@ class FileSums:
         return cls(path.stat().st_size, sums)
 
     def differences(self, other: "FileSums") -> Runs:
-        """Byte ranges in which two versions of a file differ. A segment that only one version has counts too."""
+        """Byte ranges in which two versions of a file differ; a segment that only one of them has counts too."""
         count = max(len(self.sums), len(other.sums))
         changed = [n for n in range(count) if self.sums[n : n + 1] != other.sums[n : n + 1]]
         runs: Runs = []
@@ -76,9 +76,8 @@ def read_file_record(folder: Path, kind: str) -> tuple[dict[str, FileSums], dict
 
 
 Tree = Mapping[str, Any]
-"""The parsed JSON record of an exported folder."""
 Findings = tuple[list[str], list[str]]
-"""Result of a comparison as lines for the user: the differences, and what was compared."""
+"""Result of a comparison, as lines for the user: differences, and what was compared."""
 
 
 def verify_files(
@@ -122,7 +121,6 @@ def verify_files(
 
 
 def _files(folder: Path) -> list[tuple[str, Path]]:
-    """Files of an exported folder, as pairs of relative name and path, without its record and verification marker."""
     named = [(path.relative_to(folder).as_posix(), path) for path in folder.rglob("*") if path.is_file()]
     return sorted((name, path) for name, path in named if name not in (RECORD, UNVERIFIED))
 

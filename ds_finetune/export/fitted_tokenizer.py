@@ -1,6 +1,6 @@
 """Changes an exported tokenizer so that transformers' pipelines tokenise as training does.
 
-Training ends each text that a decoder classifies with EOS, and begins texts with BOS if tokenizer_config.json has
+In training, each text that a decoder classifies ends with EOS, and begins with BOS if tokenizer_config.json has
 `add_bos_token`. If there is a tokenizer.json, transformers 5.23 ignores `add_bos_token` and `add_eos_token` and uses
 the post-processor of tokenizer.json, which seldom adds EOS. So an export replaces this post-processor.
 """
@@ -29,7 +29,7 @@ Encode = Callable[[str, str | None], list[int]]
 """Function from a text, or a pair of texts, to the token ids that training uses."""
 _TOKENIZER = "tokenizer.json"
 _ADDED = ("add_bos_token", "add_eos_token")
-"""Keys that an export removes from tokenizer_config.json; with them, some tokenizers replace the post-processor."""
+"""Keys that exports remove from tokenizer_config.json, since they make some tokenizers replace the post-processor."""
 _PROBE = "x"
 _SINGLE = [(text, None) for text in TEXTS]
 _PAIRS = list(itertools.pairwise(TEXTS))
@@ -40,18 +40,19 @@ class FittedTokenizer:
     """The changed tokenizer files of an export, and a comparison of their token ids with those of training."""
 
     changed: Mapping[str, str]
-    """New text of the changed files, by file name."""
+    """New text of the changed tokenizer files, by file name."""
     texts: tuple[str, ...] = ()
     """Sample texts that a pipeline of transformers tokenises as training does."""
     notes: tuple[str, ...] = ()
-    """Notes for the user on texts that a pipeline of transformers tokenises otherwise than training."""
+    """Notes for the user on texts that a pipeline of transformers tokenises differently from training."""
 
 
 def fit_tokenizer(
     tokenizer: PreTrainedTokenizerBase, files: Mapping[str, Path], encode: Encode, *, config: Mapping[str, Any]
 ) -> FittedTokenizer:
-    """Change the tokenizer files of a decoder classifier so that a pipeline of transformers gives the token ids of
-    `encode`. `files` are paths by file name. Padding is the `pad_token_id` of `config`, the model's config.json.
+    """Change the tokenizer files of a decoder classifier so that a pipeline of transformers gives the ids of `encode`.
+
+    `files` are paths by file name. Texts are padded with the `pad_token_id` of `config`, the model's config.json.
     """
     # transformers chooses the class of the tokenizer by config.json, so the trial folder needs one.
     changed = {
@@ -101,7 +102,7 @@ def fit_beginning(
 def fit_folder(
     files: Sequence[Path], config: Mapping[str, Any]
 ) -> tuple[PreTrainedTokenizerBase, dict[str, str]] | None:
-    """Load the tokenizer from its `files`. Returns it and the result of `fit_beginning`; None if no tokenizer loads."""
+    """Load the tokenizer of `files`. Returns it and the result of `fit_beginning`; None if no tokenizer loads."""
     try:
         tokenizer = load_tokenizer(str(files[0].parent)) if files else None
     except DataError:
@@ -130,8 +131,8 @@ def _note_on_texts(tokenizer: PreTrainedTokenizerBase, encode: Encode, agreeing:
 
 
 def with_padding(files: Mapping[str, Path], tokenizer: PreTrainedTokenizerBase, pad: int) -> str:
-    """The text of tokenizer_config.json with padding on the right by the token with id `pad`. If that id has no token,
-    a new padding token is named, to which transformers gives the first free id.
+    """Text of tokenizer_config.json with padding on the right by the token with id `pad`. If that id has no token, a
+    new padding token is named, to which transformers gives the first free id.
     """
     file = files.get(TOKENIZER_CONFIG)
     config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file else {}
@@ -141,7 +142,7 @@ def with_padding(files: Mapping[str, Path], tokenizer: PreTrainedTokenizerBase, 
 
 
 def _template(tokenizer: PreTrainedTokenizerBase, encode: Encode) -> dict[str, list[int]] | None:
-    """Special token ids that `encode` adds before, between and after texts; None if it changes ids of the texts too."""
+    """Special token ids that `encode` adds before, between and after texts; None if the ids of the texts change too."""
     inner = tokenizer(_PROBE, add_special_tokens=False)["input_ids"]
     single = _around(encode(_PROBE, None), inner)
     if single is None:
@@ -161,7 +162,7 @@ def _around(ids: Sequence[int], part: Sequence[int]) -> tuple[list[int], list[in
 def _with_template(
     files: Mapping[str, Path], tokenizer: PreTrainedTokenizerBase, template: Mapping[str, list[int]]
 ) -> str:
-    """The text of tokenizer.json with a post-processor that adds the token ids of `template` around texts."""
+    """Text of tokenizer.json with a post-processor that adds the token ids of `template` around texts."""
     file = files.get(_TOKENIZER)
     text = file.read_text(encoding="utf-8") if file else tokenizer.backend_tokenizer.to_str()
     tree: dict[str, Any] = json.loads(text)
@@ -191,7 +192,7 @@ def _with_template(
 def _agreeing(
     files: Mapping[str, Path], changed: Mapping[str, str], encode: Encode, samples: Sequence[tuple[str, str | None]]
 ) -> list[tuple[str, str | None]]:
-    """The sample texts for which plain transformers, with the changed tokenizer files, gives the ids of `encode`."""
+    """Sample texts for which plain transformers, with the changed tokenizer files, gives the ids of `encode`."""
     with tempfile.TemporaryDirectory() as folder:
         for name, path in files.items():
             if "/" not in name:

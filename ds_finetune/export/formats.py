@@ -1,7 +1,7 @@
 """Table of the export formats, with one row per format. Every command that handles formats reads this table.
 
-Rows are plain values, so that planning and the command line import no torch. A format's module is imported at its first
-use.
+Rows are plain values, so that planning and the command line import no torch. The module of a format is imported when it
+is first used.
 """
 
 import json
@@ -39,10 +39,10 @@ Scorer = Callable[[Mapping[str, "torch.Tensor"]], "torch.Tensor"]
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """The options of the command `ds-finetune export`, from the command line or from Python."""
+    """Options of an export, from the command line or from Python."""
 
     dtype: str = ""
-    """Dtype of the exported weights. Empty means the format's first dtype."""
+    """Dtype of the exported weights; empty for the format's first dtype."""
     base: Path | None = None
     """Folder of the base model from which training started."""
     max_shard_size: str | None = None
@@ -58,17 +58,17 @@ class ExportOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportResult:
-    """The result of an export to `folder`."""
+    """Result of an export to the folder `folder`."""
 
     folder: Path
     num_bytes: int
     seconds: float
     num_tensors: int | None = None
-    """Number of tensors in the weight files; None for ONNX, whose tensors are parts of a graph."""
+    """Number of tensors in the exported weight files; None for ONNX, whose tensors are parts of a graph."""
     notes: tuple[str, ...] = ()
     """Lines for the user on comparisons and on surprising results, e.g. tensors that were copied from the base."""
     verdict: "VerificationResult | None" = None
-    """The result of verifying the exported folder; None if it was not verified."""
+    """Result of verifying the exported folder; None if it was not verified."""
 
     def lines(self) -> list[str]:
         """Lines for the terminal that describe the exported folder."""
@@ -78,7 +78,7 @@ class ExportResult:
 
 
 class FormatModule(Protocol):
-    """The functions that the module of an export format must have."""
+    """Functions that the module of an export format must have."""
 
     def write(self, source: Path, out: Path, options: ExportOptions) -> ExportResult:
         """Convert the run, checkpoint, adapter or model in `source` to the folder `out`, which appears only when
@@ -96,7 +96,7 @@ class FormatModule(Protocol):
 
 
 class EngineModule(FormatModule, Protocol):
-    """The functions of a format's module, for formats that this program can also run."""
+    """Functions of a format's module, for export formats that this program can also run."""
 
     def load_model(self, folder: Path, device: str) -> "PreTrainedModel":
         """Load the causal LM of `folder` to generate text. With `device` `auto` it is spread over all GPUs; with an
@@ -109,46 +109,42 @@ class EngineModule(FormatModule, Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ExportFormat:
-    """An export format: its files, the programs that read it, and its options of `ds-finetune export`."""
+    """An export format: its files, the programs that read it, and the options of `ds-finetune export` it supports."""
 
     name: str
-    """Name of the format in `--format` and `export.formats`. The entry `format` in a folder's record begins with it."""
+    """Name of the export format in `--format` and `export.formats`; the record's entry `format` begins with it."""
     title: str
-    """Name of the format as it appears in sentences for the user."""
     module: str
-    """Name of the Python module with the functions of `FormatModule`."""
     weights: tuple[str, ...]
-    """Glob patterns of weight files, by which a folder of the format is recognised."""
+    """Glob patterns of weight files, by which a folder of the export format is recognised."""
     read_by: str
-    """Programs that read the format, as words in a sentence."""
+    """Programs that read the export format, as words in a sentence."""
     uses: tuple[str, ...]
     """Example commands that run an exported folder OUT, for model cards and docs."""
     dtypes: tuple[str, ...]
-    """Values of `--dtype` that the format supports; the first one is the default."""
+    """Values of `--dtype` that the export format supports; the first is the default."""
     engines: tuple[str, ...]
     """Engines of `ds-finetune serve` that read the format; `auto` takes the first that can run. May be empty."""
     options: tuple[str, ...] = ()
-    """Names of the options in `ExportOptions.given` that the format supports."""
+    """Names of the options in `ExportOptions.given` that the export format supports."""
     reasons: Mapping[str, str] = field(default_factory=dict)
     """Hints for unsupported values of `--dtype` where the list of supported values does not help."""
     packages: tuple[str, ...] = ()
-    """Python packages that the format's module imports."""
+    """Python packages that the export format's module imports."""
     extra: str = ""
-    """Name of the extra of this package that installs `packages`."""
     has_family: Callable[[Family], bool] = lambda _: True
-    """Function that says whether the format supports the models of a family; of encoder families, only classifiers."""
+    """Whether the export format supports the models of a family; for encoder families, only classifiers count."""
     is_of_model: bool = True
-    """Whether the format contains the full model, and not only adapters. `export.formats` accepts only such formats."""
+    """Whether the format has the full model instead of only adapters; `export.formats` accepts only such formats."""
     has_card: bool = False
-    """Whether an export in this format gets a model card."""
 
     @property
     def wheels(self) -> str:
-        """Arguments of `pip install` that install the packages of the format."""
+        """Arguments of `pip install` for the packages of the export format."""
         return f"'ds_finetune[{self.extra}]'" if self.extra else " ".join(self.packages).replace("_", "-")
 
     def resolved(self, options: ExportOptions) -> ExportOptions:
-        """Return `options` with the default dtype filled in. ConfigError or ExportError for unsupported options."""
+        """Fill in the default dtype of `options`; ConfigError or ExportError for an option the format lacks."""
         for name, given in options.given().items():
             if name not in self.options:
                 others = " or ".join(row.name for row in formats() if name in row.options)
@@ -171,7 +167,7 @@ class ExportFormat:
         return replace(options, dtype=options.dtype or self.dtypes[0])
 
     def check_model_type(self, model_type: str) -> Family:
-        """The family of `model_type`; ExportError where this format does not support the family."""
+        """Look up the family of `model_type`; ExportError where this format does not support the family."""
         family = family_of(model_type)
         if not self.has_family(family):
             decoders, encoders = (", ".join(self.model_types(is_encoder=is_encoder)) for is_encoder in (False, True))
@@ -183,7 +179,7 @@ class ExportFormat:
         return family
 
     def check_language_model(self, config: "PretrainedConfig", *, is_classifier: bool) -> Family:
-        """The family of a language model. ExportError for a classifier, or if the family is not supported."""
+        """Look up the family of a language model; ExportError for classifiers and unsupported families."""
         family = self.check_model_type(config.model_type)
         if is_classifier:
             raise ExportError(
@@ -194,7 +190,7 @@ class ExportFormat:
         return family
 
     def model_types(self, *, is_encoder: bool) -> list[str]:
-        """Sorted model types of the encoders, or of the decoders, that can be exported to this format."""
+        """Sorted model types of the encoders, or else of the decoders, that can be exported to this format."""
         rows = FAMILIES.items()
         return sorted(name for name, row in rows if self.has_family(row) and (row.encoder is not None) == is_encoder)
 
@@ -319,9 +315,8 @@ COMPRESSED = ExportFormat(
     has_card=True,
 )
 FORMATS = [SAFETENSORS, ONNX, GGUF, COMPRESSED, ADAPTER]
-"""All known export formats: the ones of this package, then the ones that other packages registered."""
+"""All known export formats: this package's own, then the formats that other packages registered."""
 ENGINES = ("vllm", "transformers", "onnx")
-"""Names of the engines of `ds-finetune serve`."""
 
 
 def register_format(row: ExportFormat) -> None:
@@ -332,7 +327,7 @@ def register_format(row: ExportFormat) -> None:
 
 
 def formats() -> list[ExportFormat]:
-    """All known export formats, including the ones of installed packages."""
+    """All known export formats, including those of installed packages."""
     _load_entry_points()
     return FORMATS
 
@@ -344,7 +339,7 @@ def _load_entry_points() -> None:
 
 
 def format_named(name: str, where: str = "format") -> ExportFormat:
-    """The export format called `name`. If it is unknown, the ConfigError says `where` the name was given."""
+    """Look up the export format `name`. For an unknown name, the ConfigError says `where` it was given."""
     row = next((row for row in formats() if row.name == name), None)
     if row is None:
         names = [row.name for row in formats()]
@@ -355,7 +350,9 @@ def format_named(name: str, where: str = "format") -> ExportFormat:
 
 
 def formats_of_run(names: Sequence[str]) -> list[ExportFormat]:
-    """The formats in `export.formats`. ConfigError for an unknown or adapter format, or if safetensors is not first."""
+    """Look up the formats in `export.formats`; ConfigError for unknown or adapter formats, or if safetensors is not
+    first.
+    """
     if list(names) != list(dict.fromkeys((SAFETENSORS.name, *names))):
         raise ConfigError(
             f"export.formats is {list(names)}",

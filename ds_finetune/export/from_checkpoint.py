@@ -33,9 +33,9 @@ from ds_finetune.model.weights.names import published_names
 from ds_finetune.system.disk import nearest_existing
 
 COPIED_FILES = (GENERATION, *TOKENIZER_FILES)
-"""Names of files that are copied beside the exported weights, if they exist."""
+"""Names of files that an export copies beside the weights, if they exist."""
 FP8 = "fp8"
-"""Value of `--dtype` for linear weights in FP8 blocks, as DeepSeek-V3 is published, and other weights in bf16."""
+"""Value of `--dtype` for linear weights in FP8 blocks, as DeepSeek-V3 is published, with other weights in bf16."""
 
 
 def export_checkpoint(path: Path, out: Path, *, dtype: str, max_shard_bytes: int, base: Path | None) -> ExportResult:
@@ -98,7 +98,7 @@ def export_checkpoint(path: Path, out: Path, *, dtype: str, max_shard_bytes: int
 def _with_base(
     parts: FolderParts, spec: ModelSpec, opened: OpenedSource, named: Path | None, *, without: Collection[str]
 ) -> tuple[FolderParts, list[str]]:
-    """Add the base's FP8 folder, and its tensors except the names `without`, to the contents `parts` of an export."""
+    """Add the base model's FP8 folder, and its tensors except `without`, to the contents `parts` of an export."""
     folder = named or opened.base
     if parts.is_fp8 and is_composite(parts.config):
         raise ExportError(
@@ -114,7 +114,7 @@ def _with_base(
         # A classifier lacks only the base model's language-model head and multi-token prediction layers.
         return parts, []
     if opened.hub and folder in (None, opened.hub.folder):
-        # LoRA adapters may change embedding and head; their copies in a multi-token prediction layer must change too.
+        # LoRA may change embedding and head; their copies in a multi-token prediction layer must change too.
         base = None if opened.is_model else BaseFolder.from_hub(opened.hub, spec)
         return base.with_copies(parts, base.unbuilt) if base else (parts, [])
     if folder is not None and has_weights(folder):
@@ -146,8 +146,8 @@ def _config_file(folders: tuple[Path, ...]) -> Path:
 
 
 def beside_weights(folders: Sequence[Path]) -> list[Path]:
-    """The generation_config.json and the tokenizer files that belong to an export. Tokenizer files come from the first
-    of `folders` that has any, because files of two tokenizers do not fit together.
+    """Choose the generation_config.json and the tokenizer files of an export. Tokenizer files come from the first of
+    `folders` that has any, because files of two tokenizers do not fit together.
     """
     generation = _first(folders, GENERATION)
     tokenizer = next(filter(None, map(tokenizer_files, folders)), {})
@@ -182,8 +182,8 @@ def _parts(folders: tuple[Path, ...], spec: ModelSpec, opened: OpenedSource, dty
 
 
 def _record_without_logits(folder: Path, opened: OpenedSource, dtype: torch.dtype) -> ExportRecord:
-    """The verification record of an export whose logits no run has recorded. Verification then compares the digests of
-    tensors, and requires that the model loads and gives finite logits.
+    """Make the verification record of an export whose logits no run has recorded. Verification then compares the
+    digests of tensors, and requires that the model loads and gives finite logits.
     """
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     vocab_size = int(config.get_text_config().vocab_size)

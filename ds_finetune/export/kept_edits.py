@@ -17,7 +17,7 @@ from ds_finetune.export.verify.record import UNVERIFIED
 
 CARD = "README.md"
 MARK = "<!-- written by ds_finetune"
-"""Beginning of the comment in generated model cards, which ends with a checksum of the rest of the card."""
+"""Start of the comment in generated model cards, which ends with a checksum of the rest of the card."""
 _WEIGHTS = "*model*.safetensors*"
 """Glob pattern of a model's weight files and of their index."""
 _TEXTS = (".json", ".jinja", ".md", ".txt", "")
@@ -25,9 +25,10 @@ _TEXTS = (".json", ".jinja", ".md", ".txt", "")
 
 @contextmanager
 def kept_edits(out: Path, say: Say) -> Iterator[None]:
-    """Context that replaces the export folder `out` by a newer export of the same run. Files that a user added or
-    changed in `out` are saved in the folder `OUT-edits`, and named in a message to `say`. OutputError if they cannot be
-    saved; `out` is then unchanged.
+    """Context that replaces the export folder `out` by a newer export of the same run.
+
+    Files that a user added or changed in `out` are saved in the folder `OUT-edits`, and named in a message to `say`.
+    OutputError if they cannot be saved; `out` is then unchanged.
     """
     if not out.is_dir():
         yield
@@ -61,7 +62,7 @@ def kept_edits(out: Path, say: Say) -> Iterator[None]:
 
 
 def marked_card(card: str) -> str:
-    """The model card with a checksum of its text in its comment."""
+    """Add to a model card's comment a checksum of its text."""
     text = card.encode(errors="backslashreplace")
     mark = f"\\1, checksum {zlib.crc32(text):08x}; an edited card is kept -->"
     return re.sub(f"({MARK} [^ ,]+) -->", mark, text.decode(), count=1)

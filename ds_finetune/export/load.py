@@ -27,7 +27,7 @@ _HINT = "name an exported folder, e.g. runs/r1/export"
 
 
 def holds_classifier(folder: Path) -> bool:
-    """Whether `folder` has the config.json of a classifier."""
+    """Whether the config.json of `folder` is that of a classifier."""
     file = folder / "config.json"
     return file.is_file() and is_classifier(json.loads(file.read_text(encoding="utf-8")))
 
@@ -48,7 +48,7 @@ def load_exported(folder: Path) -> PreTrainedModel:
 
 
 def load_scorer(folder: Path) -> Scorer:
-    """Load the classifier of `folder` on a GPU, if the engine can. Raises the errors of `load_exported`."""
+    """Load the classifier of `folder`, on a GPU if the engine can. Raises the errors of `load_exported`."""
     check_loadable(folder)
     return format_of(folder).load_engine(folder).load_scorer(folder)
 

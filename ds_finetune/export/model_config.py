@@ -21,13 +21,13 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 NAMED_TEMPLATES = "additional_chat_templates"
 """Subfolder with further chat templates, such as one for requests with tools."""
 _KEYS_OF_KINDS = ("layer_types", "mlp_layer_types", "compress_rates")
-"""Keys that transformers 5.23 adds to DeepSeek-V4's config.json. They are removed, because vLLM rejects them."""
+"""Keys that transformers 5.23 adds to DeepSeek-V4's config.json; exports lack them, because vLLM rejects them."""
 _UNSCALED_KEYS = ("rope_theta", "partial_rotary_factor")
 """Keys of `rope_parameters` that older versions of config.json have at top level, not in `rope_scaling`."""
 
 
 def served_config(config: Mapping[str, Any], family: Family, keys: Collection[str]) -> dict[str, Any]:
-    """The config.json of an exported folder with the tensors `keys`, made from the base model's `config`. It has no
+    """Make the config.json of an exported folder with the tensors `keys` from the base model's `config`, without
     quantisation keys.
 
     `auto_map` is removed, because transformers has the class and the code is not exported. Missing keys that `family`
@@ -60,8 +60,8 @@ def served_config(config: Mapping[str, Any], family: Family, keys: Collection[st
 
 
 def served_tokenizer(file: Path) -> str | None:
-    """The text of a tokenizer_config.json without `auto_map`; None if the file stays unchanged, because it names no
-    Python code or transformers has no class that replaces the code.
+    """Text of a tokenizer_config.json without `auto_map`; None if the file stays unchanged, because it names no Python
+    code or transformers has no class that replaces the code.
     """
     config = _config_with_code(file)
     if not config or tokenizer_class_from_name(str(config.get("tokenizer_class"))) is None:
@@ -86,9 +86,9 @@ def write_files(folder: Path, files: Iterable[Path], texts: Mapping[str, str]) -
 
 
 def config_changes(config: Mapping[str, Any], files: Iterable[Path], keys: Collection[str]) -> list[str]:
-    """Notes for the user on how the exported configuration differs from the base model's: prediction layers, and Python
-    code that `auto_map` names. `config` and `files` are the base model's config.json and other files; `keys` are the
-    tensors to be written.
+    """Notes for the user on differences between the exported configuration and the base model's: prediction layers, and
+    Python code that `auto_map` names. `config` and `files` are the base model's config.json and other files; `keys` are
+    the tensors to be written.
     """
     configured, written = config.get(PREDICTION_LAYERS), _prediction_layers(config, keys)
     lines = (
@@ -114,7 +114,7 @@ def _config_with_code(file: Path) -> dict[str, Any]:
 
 
 def _prediction_layers(config: Mapping[str, Any], keys: Collection[str]) -> int:
-    """Number of multi-token prediction layers among the tensors `keys`. They are numbered from `num_hidden_layers` on,
+    """Count the multi-token prediction layers among the tensors `keys`. They are numbered from `num_hidden_layers` on,
     or named `mtp.0`, `mtp.1`, ... in DeepSeek-V4.
     """
     layers = config.get("num_hidden_layers")
@@ -123,8 +123,9 @@ def _prediction_layers(config: Mapping[str, Any], keys: Collection[str]) -> int:
 
 
 def _add_rope_schemas(config: dict[str, Any]) -> None:
-    """Add `rope_parameters` to config.json if it has only `rope_theta` or `rope_scaling`, and vice versa. transformers
-    5.23 reads `rope_scaling` first, then `rope_parameters` (modeling_rope_utils.py:775), and writes only
+    """Add `rope_parameters` to config.json if it has only `rope_theta` or `rope_scaling`, and vice versa.
+
+    transformers 5.23 reads `rope_scaling` first, then `rope_parameters` (modeling_rope_utils.py:775), and writes only
     `rope_parameters`. vLLM, SGLang and DeepSeek's own code of 2024 read `rope_scaling`; DeepSeek's code expects its key
     `type`.
     """

@@ -1,4 +1,4 @@
-"""Output folders, written only if empty and named only when complete. Disk errors are raised as OutputError."""
+"""Output folders: written only if empty, named only when complete. Disk errors are raised as OutputError."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -9,7 +9,7 @@ from ds_finetune.errors import OutputError
 from ds_finetune.system.whole_file import synchronise
 
 RECORD = "verification.json"
-"""Name of a folder's verification record. It is JSON, because vLLM reads every `*.safetensors` file as weights."""
+"""Name of an export's verification record. It is JSON, because vLLM reads every `*.safetensors` file as weights."""
 _SHOWN = 5
 _PARTIAL = ".ds_finetune-partial"
 """Suffix of an output folder's name while it is incomplete."""
@@ -29,9 +29,10 @@ def check_out_empty(out: Path, message: str = "", *, may_hold: Callable[[Path], 
 
 @contextmanager
 def replaced_folder(out: Path) -> Iterator[Path]:
-    """Context with a new folder to fill, which replaces an older `out` when the context ends without an error. Before
-    that its files are flushed to the disk. After an error the new folder is removed; a folder of the same name that a
-    killed program left is removed too. OutputError if the folder cannot be made or renamed.
+    """Context with a new folder to fill, which replaces an older `out` when the context ends without an error.
+
+    Before that its files are flushed to the disk. After an error the new folder is removed; a folder of the same name
+    that a killed program left is removed too. OutputError if the folder cannot be made or renamed.
     """
     partial = out.with_name(out.name + _PARTIAL)
     shutil.rmtree(partial, ignore_errors=True)

@@ -46,7 +46,7 @@ def plain_folder(source: Path, out: Path, base: Path | None) -> Iterator[Path]:
 
 
 def plain_model(folder: Path, check_model: Callable[..., None]) -> tuple[PreTrainedModel, HubFolder]:
-    """The model of `folder` on the meta device, and its weights. Code in the folder is not run. ExportError if the
+    """Open the model of `folder` on the meta device, and its weights. Code in the folder is not run. ExportError if the
     model type is unknown or the weights are quantised; ModelError if the weights do not fit the model; also errors of
     the format's `check_model`.
     """

@@ -1,6 +1,6 @@
-"""Option `export --push-to-hub`: uploads an exported folder to a new private repository of the Hub, in one commit.
+"""Uploads an exported folder to a new private repository of the Hub in one commit, for `export --push-to-hub`.
 
-After an interruption, a second push sends only the missing files: the Hub knows the others by their digests. A
+After an interruption, a second push sends only the missing files, because the Hub knows the others by their digests. A
 repository without files is accepted as new.
 """
 
@@ -21,7 +21,6 @@ from ds_finetune.export.verify.record import UNVERIFIED
 from ds_finetune.foreign.hub_access import without_password
 
 _MADE_BY_HUB = {".gitattributes"}
-"""Names of files that the Hub creates in a new repository."""
 
 
 def check_repository(name: str) -> None:
@@ -36,7 +35,7 @@ def check_repository(name: str) -> None:
 
 def push_to_hub(folder: Path, name: str) -> str:
     """Upload `folder` to the repository `name`, which is created as private. Returns the repository's URL. ExportError
-    if the folder is not verified, the Hub refuses, or the repository has files already. Messages never contain the
+    if the folder is not verified, the Hub refuses, or the repository already has files. Messages never contain the
     access token.
     """
     check_repository(name)

@@ -13,9 +13,9 @@ from ds_finetune.config.units import bytes_text
 from ds_finetune.data.tokenizer_files import load_tokenizer
 
 _ROWS, _LENGTH = 8, 128
-"""Number of rows of a run's data on which models are compared, and number of tokens to which a row is cut."""
+"""Compared are this many rows of a run's data, cut to this number of tokens."""
 _TEXTS, _TEXT_LENGTH, _AT_ONCE = 32, 8, 8
-"""Number of sampled texts, tokens per text, and texts per forward pass, with logits [texts, tokens, vocabulary]."""
+"""Number of sampled texts, tokens per text, and texts per forward pass; logits are [texts, tokens, vocabulary]."""
 Batch = tuple[torch.Tensor, torch.Tensor]
 """Token ids [rows, length], and a mask of the tokens whose loss is measured."""
 
@@ -26,7 +26,7 @@ class QuantisationLoss:
 
     dtype: str
     rows: str
-    """Where the tokens came from, as words in a message."""
+    """Where the compared tokens came from, as words in a message."""
     tokens: int
     loss_before: float
     """Mean negative log-likelihood per token before quantisation, in nats."""
@@ -37,7 +37,7 @@ class QuantisationLoss:
     bytes_after: int
 
     def line(self) -> str:
-        """A line for the terminal with the losses, the divergence and the sizes."""
+        """A line for the terminal with losses before and after quantisation, the divergence and the sizes."""
         return (
             f"{self.dtype}: loss {self.loss_before:.4f} before and {self.loss_after:.4f} after, KL divergence "
             f"{self.divergence:.1e} nats a token, on {self.tokens} tokens {self.rows}; "
@@ -63,7 +63,7 @@ def quantisation_loss(
 
 
 def _rows_of_run(source: Path, tokenizer_folder: str) -> list[Batch]:
-    """The first tokens of documents that a run stored in data.json; empty without a run, or if it streams its data."""
+    """First tokens of documents that a run stored in data.json; empty without a run, or if it streams its data."""
     folders = (source, *source.absolute().parents[:2])
     file = next((file for folder in folders if (file := folder / "data.json").is_file()), None)
     samples = [] if file is None else json.loads(file.read_text(encoding="utf-8")).get("samples", [])
@@ -82,7 +82,7 @@ def _rows_of_run(source: Path, tokenizer_folder: str) -> list[Batch]:
 
 
 def _sampled(model: PreTrainedModel) -> list[Batch]:
-    """Texts that the model samples at temperature 1, each after one random token. Each call returns the same texts."""
+    """Let the model sample texts at temperature 1, each after one random token. Each call returns the same texts."""
     with torch.random.fork_rng(devices=()), torch.no_grad():
         torch.manual_seed(0)
         first = torch.randint(model.config.vocab_size, (_TEXTS, 1))
@@ -100,7 +100,7 @@ def _sampled(model: PreTrainedModel) -> list[Batch]:
 
 
 def _log_probabilities(model: PreTrainedModel, ids: torch.Tensor, counts: torch.Tensor) -> NDArray[np.float32]:
-    """Log-probabilities [selected tokens, vocabulary] of the model for the tokens that the mask `counts` selects."""
+    """Log-probabilities [selected tokens, vocabulary] of the tokens that the mask `counts` selects."""
     with torch.no_grad():
         logits = model(ids, use_cache=False).logits[:, :-1]
         logs: NDArray[np.float32] = logits[counts[:, 1:]].float().log_softmax(-1).numpy()

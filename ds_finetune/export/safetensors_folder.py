@@ -37,13 +37,13 @@ _SCALE_FORMATS = (None, "float", _POWERS_OF_TWO)
 _NOT_CONVERTED = ("modules_to_not_convert", "ignored_layers")
 """Keys of `quantization_config` that list the modules without FP8 weights; a config.json has at most one of them."""
 _COPIED_NUMEL = 2**22
-"""Number of elements that are copied at a time from a model's parts for images or sound."""
+"""Number of elements of a tensor of images or sound that are copied at a time."""
 _MATRIX = 2
 _WEIGHT = ".weight"
 
 
 def writable_section(config: Mapping[str, Any], file: Path) -> Mapping[str, Any] | None:
-    """The `quantization_config` of a base model's config.json, which was read from `file`; None if it has none.
+    """Look up `quantization_config` in a base model's config.json, which was read from `file`; None if it has none.
     ExportError if exports cannot be written in this quantised format.
     """
     given = config.get(SECTION)
@@ -61,10 +61,11 @@ def writable_section(config: Mapping[str, Any], file: Path) -> Mapping[str, Any]
 
 
 def section_for(tensors: Collection[HubTensor], base: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The `quantization_config` of an exported FP8 folder with `tensors`. It is the base model's section, if `base` is
-    given, with its list of unquantised modules reduced by modules that are now in FP8. Otherwise it lists each module
-    with a matrix that is not in FP8, because servers expect every linear layer in FP8 that is not listed, even Qwen3's
-    routers.
+    """Make the `quantization_config` of an exported FP8 folder with `tensors`.
+
+    It is the base model's section, if `base` is given, with its list of unquantised modules reduced by modules that are
+    now in FP8. Otherwise it lists each module with a matrix that is not in FP8, because servers expect every linear
+    layer in FP8 that is not listed, even Qwen3's routers.
     """
     if base is None:
         plain = (
@@ -108,7 +109,7 @@ def tokenizer_files(folder: Path) -> dict[str, Path]:
 
 
 Specs = Mapping[str, torch.Tensor]
-"""Tensors on the meta device, in order, which give the names, shapes and dtypes of the tensors to write."""
+"""Tensors on the meta device that give the names, shapes, dtypes and order of the tensors to write."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,25 +121,24 @@ class FolderParts:
     """The base model's config.json as parsed. The exported config.json keeps its schema."""
     architecture: str
     dtype: torch.dtype
-    """Dtype of all tensors except fp32 tensors and, if `is_fp8`, linear weights."""
+    """Dtype of all exported tensors but the fp32 ones and, if `is_fp8`, linear weights."""
     files: tuple[Path, ...]
-    """Files to copy. Keys that name Python code, e.g. `auto_map`, are removed from a tokenizer_config.json."""
+    """Files to copy to the export; `auto_map`, which names Python code, is removed from tokenizer_config.json."""
     is_fp8: bool = False
-    """Whether linear weights are written in FP8 blocks."""
     fp8_base: HubFolder | None = None
     """FP8 folder of the base model. Blocks that equal its blocks are copied byte for byte."""
     base_tensors: Sequence[HubTensor] = ()
-    """Tensors of the base model without a module in transformers' class. They follow the model's tensors."""
+    """Tensors of the base model without a module in transformers' class; written after the model's tensors."""
     copy_base_tensors: Callable[[ShardWriter], object] | None = None
     """Function that writes `base_tensors`; None if there are none."""
     composite: HubFolder | None = None
-    """The model, if it combines text with images or sound. Its text part is exported, its other parts are copied."""
+    """Model that combines text with images or sound; the export copies all of it but the trained text part."""
     copies: Mapping[str, str] = field(default_factory=dict)
-    """Additional tensors that are copies: each name with the name of the model's tensor that it equals."""
+    """Further tensors of the export that are copies: each name, with the name of the tensor that it equals."""
     record: ExportRecord | None = None
-    """Record with which the folder will be verified; None if no record is written."""
+    """Record with which the exported folder will be verified; None if no record is written."""
     texts: dict[str, str] = field(default_factory=dict)
-    """Further files as text, by file name, e.g. a chat template given in the run file."""
+    """Further files of the export as text, by file name, e.g. a chat template given in the run file."""
 
     @property
     def other_parts(self) -> list[HubTensor]:
@@ -169,7 +169,7 @@ class FolderParts:
         return BYTE_SCALE if is_byte and self.has_scales_of_two else torch.float32
 
     def scale_key(self, key: str) -> str:
-        """The name of the tensor with the scales of the quantised weight `key`."""
+        """Name of the tensor with the scales of the quantised weight `key`."""
         return key.removesuffix(_WEIGHT) + self.family.fp8_scale
 
     def in_fp4(self, key: str) -> bool:
@@ -191,9 +191,11 @@ def write_folder(
     *,
     max_shard_bytes: int,
 ) -> None:
-    """Write `tensors` and the files of `parts` to `out`, which appears only when complete. `tensors` are full, on the
-    CPU, and have the model's names; `specs` has their names, shapes and dtypes. Every rank must consume `tensors`,
-    which yields None instead of a tensor on ranks that write nothing. One tensor at a time is held, without a copy.
+    """Write `tensors` and the files of `parts` to `out`, which appears only when complete.
+
+    `tensors` are full, on the CPU, and have the model's names; `specs` has their names, shapes and dtypes. Every rank
+    must consume `tensors`, which yields None instead of a tensor on ranks that write nothing. One tensor at a time is
+    in memory, without a copy.
     """
     with ExitStack() as stack, PhaseLine("exporting tensors", len(specs)) as line:
         writer: ShardWriter | None = None
@@ -203,7 +205,7 @@ def write_folder(
                     folder_writer(_pieces(specs, parts), out, parts, max_shard_bytes=max_shard_bytes)
                 )
                 _write_tensor(writer, name, tensor, specs[name], parts)
-            # The tensor is released before the next one is gathered, so that one is held at a time.
+            # The tensor is released before the next one is gathered, so that only one is in memory.
             del tensor
             line.advance()
 
@@ -235,9 +237,10 @@ def _pieces(specs: Specs, parts: FolderParts) -> Iterator[HubTensor]:
 def folder_writer(
     tensors: Iterable[HubTensor], out: Path, parts: FolderParts, *, max_shard_bytes: int
 ) -> Iterator[ShardWriter]:
-    """Context with a writer of `tensors` to `out`, which is complete when the context ends without an error. The other
-    tensors and files of `parts` are written at the end; then an older `out` is replaced. ExportError if the model
-    combines text with images or sound, and the folder with its other parts is unknown.
+    """Context with a writer of `tensors` to `out`, which is complete when the context ends without an error.
+
+    The other tensors and files of `parts` are written at the end; then an older `out` is replaced. ExportError if the
+    model combines text with images or sound, and the folder with its other parts is unknown.
     """
     if is_composite(parts.config) and parts.composite is None:
         raise ExportError(
@@ -268,8 +271,8 @@ def folder_writer(
 
 
 def link_folder(source: Path, out: Path) -> bool:
-    """Copy the folder `source` to `out`, with hard links instead of copies of its weights. Returns False if links are
-    not possible. Other files are copied, because they may change later, e.g. the file UNVERIFIED.
+    """Copy the folder `source` to `out`, with hard links to its weight files. Returns False if links are not possible.
+    Other files are copied, because they may change later, e.g. the file UNVERIFIED.
     """
     try:
         with replaced_folder(out) as partial:
@@ -283,7 +286,7 @@ def link_folder(source: Path, out: Path) -> bool:
 
 
 def has_same_weights(folder: Path, other: Path) -> bool:
-    """Whether the weight files of two folders are the same files on the disk, as hard links that `link_folder` made."""
+    """Whether the weight files of two folders are the same files on the disk, by hard links of `link_folder`."""
     own_files, other_files = ({file.name: file for file in each.glob(f"*{_WEIGHTS}")} for each in (folder, other))
     if not own_files or own_files.keys() != other_files.keys():
         return False

@@ -1,7 +1,7 @@
 """The export format `adapter`: LoRA adapters under the names that vLLM and SGLang look up, one for each routed expert.
 
 peft stores the adapters of fused experts in one tensor, which `PeftModel.from_pretrained` supports and servers do not.
-Here all adapters get the largest rank, with zeros for missing ranks, and alpha / rank is multiplied into B.
+In this format all adapters get the largest rank, with zeros for missing ranks, and alpha / rank is multiplied into B.
 """
 
 import json
@@ -33,7 +33,6 @@ from ds_finetune.model.build.dtypes import PRECISION_DTYPES
 from ds_finetune.model.weights.names import hub_pieces
 
 _FORMAT = "adapter 1"
-"""Name and version of this export format in the records of exported folders."""
 verify = partial(verify_files, kind=_FORMAT)
 _MERGE = "merge the adapter into its base: ds-finetune export ADAPTER OUT --base MODEL"
 
@@ -89,7 +88,7 @@ def check_model(
 
 
 def check_servable(adapter: PeftAdapter, model_type: str) -> None:
-    """Raise ExportError if vLLM would refuse the adapter, or ignore a part of it."""
+    """Raise ExportError if vLLM would refuse the LoRA adapter, or ignore a part of it."""
     ADAPTER.check_model_type(model_type)
     looked_up, family = VLLM_LORA[model_type], family_of(model_type)
     ends = tuple(f".{name}" for name in looked_up)
@@ -126,11 +125,10 @@ def check_servable(adapter: PeftAdapter, model_type: str) -> None:
 
 
 _PROJECTIONS = ("gate", "up", "down")
-"""Names of the three weights of a routed expert."""
 
 
 def served_rank(folder: Path) -> int:
-    """The smallest value of `--max-lora-rank` with which vLLM accepts an adapter that `write` has exported."""
+    """Smallest value of vLLM's `--max-lora-rank` that accepts an adapter which `write` has exported."""
     rank = int(json.loads((folder / CONFIG).read_text(encoding="utf-8"))["r"])
     return next(size for size in (1, 8, 16, 32, 64, 128, 256, 320, LARGEST_RANK) if size >= rank)
 

@@ -25,12 +25,12 @@ from ds_finetune.model.weights.safetensors_file import encode_header
 
 _SHOWN = 5
 _RELEASE_BYTES = 64 * MIB
-"""Number of bytes written to a file before its pages are dropped from the page cache."""
+"""Number of bytes written to a weight file before its pages are dropped from the page cache."""
 
 
 @dataclass(frozen=True)
 class HubTensor:
-    """The published name, shape and dtype of a tensor to be written."""
+    """Published name, shape and dtype of a tensor to write."""
 
     key: str
     shape: tuple[int, ...]
@@ -48,7 +48,7 @@ class HubTensor:
 
 
 Shards = Mapping[str, Sequence[HubTensor]]
-"""The tensors of each file to be written, by file name."""
+"""Tensors of each weight file to write, by file name."""
 
 
 def plan_shards(tensors: Iterable[HubTensor], max_shard_bytes: int) -> Shards:
@@ -74,24 +74,24 @@ def plan_shards(tensors: Iterable[HubTensor], max_shard_bytes: int) -> Shards:
 
 @dataclass
 class _TensorProgress:
-    """The place of a tensor in its file, and the ranges of its elements written so far."""
+    """Position of a tensor in its file, and the ranges of its elements written so far."""
 
     tensor: HubTensor
     file: "_ShardFile"
     begin_byte: int
     written: list[tuple[int, int, int]] = field(default_factory=list)
-    """Written ranges: first element, last element + 1, and the xxh3 digest of the bytes between."""
+    """Written ranges of a tensor: first element, last element + 1, and the xxh3 digest of the bytes between."""
 
     def is_complete(self) -> bool:
-        """Whether every element of the tensor has been written exactly once."""
         numel = self.tensor.numel
         bounds = [(0, 0, 0), *sorted(self.written), (numel, numel, 0)]
         return all(before[1] == after[0] for before, after in pairwise(bounds))
 
 
 class ShardWriter:
-    """Writes the safetensors files `shards` to `folder`. `write` may be called from several threads and in any order. A
-    file is created with its header at its first write, and flushed and closed when it is full, so that few files are
+    """Writes the safetensors files `shards` to `folder`. Several threads may call `write`, in any order of tensors.
+
+    A file is created with its header at its first write, and flushed and closed when it is full, so that few files are
     open at a time. If a file stores several tensors as one, `names` maps their names to the name of the stored tensor
     and the index of their first element in it.
     """
@@ -158,7 +158,7 @@ class ShardWriter:
                 (self._folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
     def digests(self) -> dict[str, Digest]:
-        """Digests of the data passed to `write`, by tensor name."""
+        """Digests of the data that was written, by tensor name."""
         return {
             key: Digest.of((stop - start, digest) for start, stop, digest in sorted(progress.written))
             for key, progress in self._progress.items()
@@ -176,13 +176,13 @@ class _ShardFile:
     def __init__(self, path: Path, tensors: Iterable[HubTensor]) -> None:
         self._path, self._unreleased = path, 0
         self._descriptor: int | None = None
-        # Sorting by size of the dtype keeps each tensor aligned, which readers that map the file rely on.
+        # Tensors are sorted by size of the dtype, which keeps each one aligned for readers that map the file.
         ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
         self._missing = sum(tensor.num_bytes for tensor in ordered)
         entries = ((tensor.key, tensor.dtype, tensor.shape) for tensor in ordered)
         self._header, begins = encode_header(entries, {"format": "pt"})
         self.layout = list(zip(ordered, begins, strict=True))
-        """Each tensor with the byte offset of its data in the file."""
+        """Each tensor of the file with the byte offset of its data."""
 
     def open(self) -> None:
         """Create the file with its header and its final size, unless it is already open."""
@@ -194,8 +194,8 @@ class _ShardFile:
 
     def write(self, data: memoryview, offset: int) -> None:
         """Write all of `data` at byte `offset`, even if the system splits the write. From time to time, pages that are
-        already on the disk are dropped from the page cache. A model that fills the page cache would slow down all other
-        programs on the machine.
+        already on the disk are dropped from the page cache, because a model that fills it would slow down all other
+        programs.
         """
         assert self._descriptor is not None
         self._unreleased += len(data)
@@ -212,7 +212,7 @@ class _ShardFile:
         return self._missing == 0
 
     def close(self, *, is_full: bool = False) -> None:
-        """Close the file if it is open. A complete file is first flushed to the disk (fsync)."""
+        """Close the weight file if it is open. A complete file is first flushed to the disk (fsync)."""
         if self._descriptor is not None:
             if is_full:
                 os.fsync(self._descriptor)

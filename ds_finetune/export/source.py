@@ -28,7 +28,7 @@ class TensorSource:
     """The tensors of a model, which can be read in parts, wherever they are stored."""
 
     shapes: Mapping[str, tuple[int, ...]]
-    """Shapes of all tensors, by their names in the model."""
+    """Shapes of all tensors of the source, by their names in the model."""
     fp32_names: Collection[str]
     """Names of tensors that stay in fp32, whatever the dtype of the export, e.g. the bias of a router."""
     read: Callable[[str, int, int], torch.Tensor]
@@ -40,12 +40,12 @@ class TensorSource:
     def select(
         self, shapes: Mapping[str, tuple[int, ...]], originals: Mapping[str, str] | None = None
     ) -> "TensorSource":
-        """A source of the tensors `shapes` only. `originals` maps a name to that of the tensor read for it."""
+        """Make a source of only the tensors `shapes`. `originals` maps a name to that of the tensor read for it."""
         names = originals or {}
         return replace(self, shapes=shapes, read=lambda name, *part: self.read(names.get(name, name), *part))
 
     def with_copies(self, copies: Mapping[str, str]) -> "TensorSource":
-        """A source with more tensors: `copies` maps the name of each to that of the tensor read for it."""
+        """Make a source with more tensors: `copies` maps the name of each to that of the tensor read for it."""
         return self.select({**self.shapes, **{key: self.shapes[name] for key, name in copies.items()}}, copies)
 
 
@@ -54,18 +54,16 @@ class ModelSpec:
     """The tensors that a model class of transformers has."""
 
     architecture: str
-    """Name of the model class."""
     model_type: str
     layers: int
     shapes: Mapping[str, tuple[int, ...]]
-    """Shapes of parameters, without tied ones, and of persistent buffers, in order."""
+    """Shapes of the model's parameters, without tied ones, and of persistent buffers, in order."""
     tied: Mapping[str, str]
     """Names of tied parameters, each with the name of the parameter whose tensor it shares."""
     is_classifier: bool = False
-    """Whether the model class is for sequence classification."""
 
     def published_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes that the class's tensors have in a published checkpoint."""
+        """Names and shapes that the model class's tensors have in a published checkpoint."""
         family = family_of(self.model_type)
         return {
             piece.key: piece.shape for name, shape in self.shapes.items() for piece in hub_pieces(name, shape, family)
@@ -81,8 +79,8 @@ class ModelSpec:
 
 
 def read_model_spec(folder: Path) -> ModelSpec:
-    """The tensors of the model class named in config.json of `folder`, by default the causal LM of the model type. The
-    class is built on the meta device; code in the folder is not run. ExportError if transformers has no such class.
+    """Read the tensors of the model class named in config.json of `folder`, by default the causal LM of the model type.
+    The class is built on the meta device; code in the folder is not run. ExportError if transformers has no such class.
     """
     check_folder(folder)
     try:
@@ -120,8 +118,9 @@ def read_model_spec(folder: Path) -> ModelSpec:
 
 
 def fit_source(source: TensorSource, spec: ModelSpec, *, label: str) -> TensorSource:
-    """Select the tensors of the model class `spec` from `source`, followed by tensors that the class ignores. The
-    source may have published names instead of transformers' names, e.g. one tensor per expert. A tied tensor may be
+    """Select the tensors of the model class `spec` from `source`, followed by tensors that the class ignores.
+
+    The source may have published names instead of transformers' names, e.g. one tensor per expert. A tied tensor may be
     absent; if present, it must equal its owner and is not selected. ExportError lists tensors that are missing,
     unexpected or of another shape.
     """

@@ -28,13 +28,13 @@ from ds_finetune.families.table import family_of
 from ds_finetune.model.build.hub_folder import HubFolder
 
 _FORMAT = "gguf 1"
-"""Name and version of this export format in the records of exported folders."""
 
 
 def write(source: Path, out: Path, options: ExportOptions) -> ExportResult:
-    """Write the language model of `source` to the folder `out`, as one GGUF file that is named after `out`. `source` is
-    a Hugging Face folder, or another folder that `export_checkpoint` reads. Raises the errors of `FormatModule.write`;
-    DataError if there is no tokenizer, which a GGUF file contains.
+    """Write the language model of `source` to the folder `out`, as one GGUF file that is named after `out`.
+
+    `source` is a Hugging Face folder, or another folder that `export_checkpoint` reads. Raises the errors of
+    `FormatModule.write`; DataError if there is no tokenizer, which a GGUF file contains.
     """
     began = time.monotonic()
     check_out_empty(out)
@@ -91,7 +91,7 @@ def _write_file(
     add_settings(writer, config, family)
     tokenizer, token_notes = add_tokenizer(writer, folder, config, source)
     for tensor in tensors:
-        # Without `raw_dtype` the writer would derive ggml's tensor type from the dtype of an array.
+        # Without `raw_dtype`, gguf's writer would derive the tensor type from the dtype of a numpy array.
         fp32 = np.dtype(np.float32)
         writer.add_tensor_info(tensor.name, tensor.shape, fp32, tensor.num_bytes, raw_dtype=tensor.kind)
     try:
@@ -132,7 +132,7 @@ def _write_tensors(
 
 
 def _notes(tensors: list[GgufTensor], hub: HubFolder, quantise: str) -> list[str]:
-    """Notes for the user on tensors that stay in f16 because of their row width, and on tensors that are left out."""
+    """Notes for the user on GGUF tensors that stay in f16 because of their row width, and on tensors left out."""
     in_f16 = [tensor for tensor in tensors if tensor.kind == KINDS["f16"]] if quantise == "q8_0" else []
     notes = [
         f"{len(in_f16)} tensors are kept in f16, since their rows are no multiple of 32 elements, e.g. {tensor.name} "

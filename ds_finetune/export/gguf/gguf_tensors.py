@@ -21,18 +21,18 @@ from ds_finetune.model.build.hub_folder import HubFolder
 KINDS = {"bf16": Kind.BF16, "f16": Kind.F16, "f32": Kind.F32, "q8_0": Kind.Q8_0}
 """ggml's tensor types by the value of `--dtype`."""
 _CHUNK_NUMEL = 2**22
-"""Number of elements that are read, cast and written at a time: 16 MiB of fp32."""
+"""Number of elements of a tensor that are read, cast and written at a time: 16 MiB of fp32."""
 _EXPERT = re.compile(r"^(model\.layers\.\d+)\.\w+\.experts\.(\d+)\.(\w+)\.weight$")
 _FP32_WEIGHTS = ("_norm.weight", ".ffn_gate_inp.weight")
 _ROTATED = tuple(f"{name}_proj.{part}" for name in "qk" for part in ("weight", "bias"))
 
 Change = Callable[[torch.Tensor], torch.Tensor]
-"""Function from a chunk of a published tensor, [groups, rows of a group, columns], to the GGUF tensor's values."""
+"""Function that computes GGUF values from a chunk of a published tensor, [groups, rows of a group, columns]."""
 
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """One tensor of a GGUF file: the published tensors `keys`, concatenated."""
+    """A tensor of a GGUF file, made by concatenating the published tensors `keys`."""
 
     name: str
     shape: tuple[int, ...]
@@ -40,10 +40,10 @@ class GgufTensor:
     kind: Kind
     keys: tuple[str, ...]
     group: int = 1
-    """Number of consecutive rows that the function `change` gets together, e.g. the rows of an attention head."""
+    """Number of consecutive rows that the function `change` gets at once, e.g. the rows of an attention head."""
     change: Change | None = None
     values: torch.Tensor | None = None
-    """Values of a tensor that is computed from the configuration; None for tensors made from published ones."""
+    """Values of a GGUF tensor that is computed from the configuration; None if it is made from published tensors."""
 
     @property
     def num_bytes(self) -> int:
@@ -52,7 +52,7 @@ class GgufTensor:
         return math.prod(self.shape) // block * size
 
     def pieces(self, hub: HubFolder) -> Iterator[bytes]:
-        """Yield the bytes of the tensor in order. ExportError if a value is NaN or infinite, before or after a cast."""
+        """Yield the bytes of the GGUF tensor in order; ExportError for NaN or infinity, before or after a cast."""
         for part in self._parts(hub):
             values = part.float().reshape(-1, self.shape[-1])
             with np.errstate(over="ignore"):
@@ -75,8 +75,9 @@ class GgufTensor:
 
 
 def gguf_tensors(hub: HubFolder, config: PretrainedConfig, family: Family, kind: Kind) -> list[GgufTensor]:
-    """The tensors of the GGUF file for the model `hub`. Weights whose rows do not divide into blocks of `kind` become
-    f16. A tied head and multi-token prediction layers are left out. ExportError if llama.cpp has no name for a tensor.
+    """Plan the tensors of the GGUF file for the model `hub`. Weights whose rows do not divide into blocks of `kind`
+    become f16. A tied head and multi-token prediction layers are left out. ExportError if llama.cpp has no name for a
+    tensor.
     """
     assert family.gguf is not None
     tied = "lm_head.weight" if config.tie_word_embeddings else ""
@@ -101,14 +102,14 @@ def gguf_tensors(hub: HubFolder, config: PretrainedConfig, family: Family, kind:
 
 
 def _kind_of(name: str, shape: Sequence[int], kind: Kind) -> Kind:
-    """The ggml type of a tensor. llama.cpp reads vectors, biases, norms and routers in fp32 (conversion/base.py)."""
+    """ggml type of a tensor; llama.cpp reads vectors, biases, norms and routers in fp32 (conversion/base.py)."""
     if len(shape) == 1 or name.endswith(_FP32_WEIGHTS) or not name.endswith(".weight"):
         return Kind.F32
     return kind if shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0 else Kind.F16
 
 
 def _stacked_experts(keys: Sequence[str], family: Family) -> dict[str, list[str]]:
-    """Published tensors by the name of their GGUF tensor. All experts of a projection become one GGUF tensor."""
+    """Group published tensors by the name of their GGUF tensor; all experts of a projection share one GGUF tensor."""
     names = family.published_mlp
     projections = {names.gate: "gate_proj", names.up: "up_proj", names.down: "down_proj"}
     stacks: dict[str, list[tuple[int, str]]] = {}
@@ -148,7 +149,9 @@ def _keys_and_values(prefix: str, shape: tuple[int, ...], config: PretrainedConf
 
 
 def _outputs_first(key: str, shape: tuple[int, ...]) -> list[_View]:
-    """GGUF tensors of expert weights published as [experts, inputs, outputs], with gate and up columns in turns."""
+    """Make GGUF tensors of expert weights published as [experts, inputs, outputs], with gate and up columns in
+    turns.
+    """
     start, bias, _ = key.partition("_bias")
     turns = {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}
     views: list[_View] = []

@@ -46,19 +46,19 @@ _SPLITTERS = {
     "9d032fcbd5501f4a38150912590928bfb36091efb5df11b8e2124b0390e3fb1e": "falcon3",
     "3ce83efda5659b07b1ad37ca97ca5797ea4285d9b9ab0dc679e4a720c9da7454": "gpt-2",
 }
-"""llama.cpp's rules for splitting text into words: their name by the sha256 of a tokenizer's ids of `_PROBE`. The table
+"""Names of llama.cpp's rules for splitting text into words, by the sha256 of a tokenizer's ids of `_PROBE`. The table
 has the tokenizers of the supported model families, from llama.cpp's converter.
 """
 
 
 def splitting(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Name of llama.cpp's rules that split text as `tokenizer` does. None for SentencePiece's BPE with byte fallback,
+    """Name of llama.cpp's rules that split text as `tokenizer` does; None for SentencePiece's BPE with byte fallback,
     which needs no rules. ExportError if llama.cpp has no rules for the tokenizer.
     """
     if is_sentencepiece(tokenizer):
         return None
     ids = [tokenizer(_PROBE, add_special_tokens=special)["input_ids"] for special in (True, False)]
-    # `_SPLITTERS` may have the ids with BOS, which an export lacks: transformers 5.23 does not save `add_bos_token`.
+    # `_SPLITTERS` may have ids with BOS, which an export lacks: transformers 5.23 does not save `add_bos_token`.
     ids.append([tokenizer.bos_token_id, *ids[-1]])
     sums = [sha256(str(each).encode()).hexdigest() for each in ids]
     for each in sums:
@@ -89,7 +89,7 @@ def add_tokenizer(
     rules, tree = splitting(tokenizer), json.loads(tokenizer.backend_tokenizer.to_str())
     template = tokenizer.chat_template
     if (plain := PlainFormat.of(template)) is not None:
-        # llama.cpp itself adds a space after BOS, so the template must not.
+        # llama.cpp itself adds a space after BOS, so the chat template must not.
         tokenizer.chat_template = plain.template(has_bos="{{ bos_token" in template)
     core, added = tree["model"], {token["id"]: token for token in tree["added_tokens"]}
     texts = {number: text for text, number in core["vocab"].items()}
@@ -102,11 +102,10 @@ def add_tokenizer(
     writer.add_tokenizer_model("gpt2" if rules else "llama")
     writer.add_tokenizer_pre(rules or "default")
     if rules:
-        # In llama.cpp's list of merges a space separates the two parts, so a space within a part is written as Ġ.
+        # A space separates the two parts of a merge in llama.cpp's list, so a space within a part is written as Ġ.
         writer.add_token_merges([" ".join(part.replace(" ", "Ġ") for part in pair) for pair in core["merges"]])
     else:
-        # llama.cpp merges the pair with the best score first, so a token's score is the negative rank of its first
-        # merge.
+        # llama.cpp merges the pair with the best score first, so a token's score is minus the rank of its first merge.
         ranks = {"".join(pair): rank for rank, pair in reversed([*enumerate(core["merges"])])}
         writer.add_token_scores([-float(ranks.get(texts.get(number, ""), 10_000)) for number in range(vocab_size)])
         writer.add_add_space_prefix(adds_space)
@@ -120,8 +119,8 @@ def add_tokenizer(
 
 
 def choose_space_prefix(tokenizer: PreTrainedTokenizerBase) -> tuple[bool, str]:
-    """Whether llama.cpp must add a space before a text and after each control token to tokenise most chats and texts
-    as transformers does, and a note on texts that still differ.
+    """Choose whether llama.cpp must add a space before a text and after each control token to tokenise most chats and
+    texts as transformers does. Also returns a note on texts that still differ.
 
     ExportError if llama.cpp does not support the tokenizer's splitting of text or its chat template, or if it makes
     other tokens of every chat, or, without a chat template, of every text.
@@ -183,9 +182,9 @@ _STATEMENTS: Mapping[type[nodes.Node], str] = {
     **{nodes.FromImport: "from", nodes.With: "with", nodes.ScopedEvalContextModifier: "autoescape"},
     **{nodes.Pow: "**", nodes.FloorDiv: "//"},
 }
-"""Jinja 3.1 statements and operators in a chat template with which the server of xllamacpp 2026.10 does not start."""
+"""Jinja 3.1 statements and operators with which the server of xllamacpp 2026.10 refuses to start, by node type."""
 _GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
-"""transformers' `generation` statements around the model's answers in a chat template. llama.cpp ignores them."""
+"""Matches transformers' `generation` statements around answers in a chat template, which llama.cpp ignores."""
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase) -> None:

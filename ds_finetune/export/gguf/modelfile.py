@@ -12,7 +12,7 @@ _IS = '{{ %s eq %s "%s" }}'
 
 
 def modelfile(name: str, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> tuple[str, list[str]]:
-    """The Modelfile for the GGUF file `name`, whose answers end at the token ids `ends`, and notes for the user."""
+    """Write the Modelfile of the GGUF file `name`, with the end tokens `ends`; also returns notes for the user."""
     lines, notes = [f"FROM ./{name}"], list[str]()
     if tokenizer.chat_template:
         template = _go_template(tokenizer)
@@ -35,7 +35,7 @@ def modelfile(name: str, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]
 
 
 def _go_template(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The chat template in Go, for dialogues without tools; empty if a message's text depends on other messages."""
+    """Translate the chat template to Go, without tools; empty if a message's text depends on other messages."""
     given = tokenizer.chat_template
     try:
         template = ChatTemplate(tokenizer, given["default"] if isinstance(given, dict) else given)
@@ -65,7 +65,7 @@ def _go_template(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _around(template: ChatTemplate, messages: Messages) -> list[str]:
-    """Render `messages`. Returns what the chat template writes before the first, between, and after the last one."""
+    """Render `messages`. Returns the texts that the chat template writes before, between and after the messages."""
     parts = template.render(messages, None, opens=True).split(placeholder("text"))
     if len(parts) != len(messages) + 1:
         raise RenderingError
@@ -73,5 +73,5 @@ def _around(template: ChatTemplate, messages: Messages) -> list[str]:
 
 
 def _literal(text: str) -> str:
-    """A Go template action that prints `text`, so that no part of the text is read as an action."""
+    """Make a Go template action that prints `text`, so that no part of the text is read as an action."""
     return f"{{{{ {json.dumps(text, ensure_ascii=False)} }}}}" if text else ""

@@ -13,7 +13,7 @@ from ds_finetune.families.family import Family
 
 _SCALED = {"linear": RopeScalingType.LINEAR, "yarn": RopeScalingType.YARN}
 _LATENT_EPS = 1e-6
-"""Epsilon of the RMSNorm on MLA's compressed latents. transformers 5.23 does not read it from config.json
+"""Epsilon of the RMSNorm on MLA's compressed latents, which transformers 5.23 does not read from config.json
 (deepseek_v3/modeling_deepseek_v3.py:392).
 """
 
@@ -31,8 +31,7 @@ def check_settings(config: PretrainedConfig, family: Family) -> None:
         ratio = _yarn_factor(config) if rope.get("mscale_all_dim") else None
         values.append(("the ratio of YaRN's mscale and mscale_all_dim", ratio, (1.0,)))
     if rope["rope_type"] == "yarn":
-        # llama.cpp always rounds the limits of YaRN's ramp. Without rounding, gpt_oss's logits would differ by up to
-        # 0.9.
+        # llama.cpp always rounds the limits of YaRN's ramp; gpt_oss, which does not, would get logits off by up to 0.9.
         values.append(("YaRN's truncate", rope.get("truncate", True), (True,)))
     for name, value, supported in values:
         if value not in supported:
@@ -100,7 +99,7 @@ def _heads(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def _latent_heads(config: PretrainedConfig) -> dict[str, Any]:
-    """Settings of multi-head latent attention. In llama.cpp it has one key/value head, as wide as the cached latent."""
+    """Settings of latent attention, which in llama.cpp has one key/value head as wide as the cached latent."""
     return {
         "head_count_kv": 1,
         # Without q_lora_rank llama.cpp reads only 26, 27 or 48 layers (src/models/deepseek2.cpp, is_lite).
@@ -155,7 +154,7 @@ def _experts(config: PretrainedConfig, family: Family) -> dict[str, Any]:
         "leading_dense_block_count": config.first_k_dense_replace,
         "expert_shared_count": config.n_shared_experts,
         "expert_weights_scale": config.routed_scaling_factor,
-        # transformers 5.23 ignores norm_topk_prob for softmax routers, and never normalises their weights
+        # transformers 5.23 never normalises the weights of softmax routers; it ignores norm_topk_prob for them
         # (deepseek_v2/modeling_deepseek_v2.py:97-116).
         "expert_weights_norm": is_sigmoid and config.norm_topk_prob,
         "expert_gating_func": ExpertGatingFuncType.SIGMOID if is_sigmoid else ExpertGatingFuncType.SOFTMAX,

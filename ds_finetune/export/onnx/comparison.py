@@ -38,8 +38,8 @@ GENERATED = (
     ((0,), 12, (8, 4)),
     ((2, 0), 21, (1, 9, 1, 1, 4, 1, 4)),
 )
-"""Test inputs of a language model. Each has three values: numbers of padding tokens at the start of its rows, length of
-a row with padding, and lengths of the chunks in which rows are fed. A chunk uses the cache of earlier chunks.
+"""Test inputs of a language model: numbers of padding tokens at the start of the rows, length of a row with padding,
+and lengths of the chunks in which the rows are fed. A chunk uses the cache of earlier chunks.
 """
 PROMPTS = ((0, 4, 1, 7), 11)
 """Inputs for greedy decoding: number of padding tokens at the start of each row, and row length with padding."""
@@ -58,24 +58,21 @@ class Case:
     """A test input: rows of random tokens, and the fp32 logits that plain transformers computes for them."""
 
     name: str
-    """Name of this test input in messages."""
     ids: Ints
-    """Token ids of the test input, [rows, length]."""
     mask: Ints
-    """Attention mask of the test input, [rows, length], 0 for padding."""
     chunks: tuple[int, ...] = ()
-    """Sizes of the chunks in which the tokens are fed to a language model; empty for a classifier."""
+    """Lengths of the chunks in which the test input is fed to a language model; empty for a classifier."""
     logits: Floats = field(default_factory=lambda: np.zeros((0, 0), dtype=np.float32))
-    """Logits [tokens without padding, vocabulary] of a language model, or [rows, labels] of a classifier. With a
+    """Logits of the test input: [tokens without padding, vocabulary], or [rows, labels] of a classifier. With a
     `stride` above 1, only some of them are compared.
     """
     stride: int = 1
-    """Step between the compared logits of a position: 1 compares all logits, 2 every second one."""
+    """Step between the logits of a position that are compared: 1 compares all logits, 2 every second one."""
     largest: float = 0.0
-    """Largest absolute logit, including logits that are not compared."""
+    """Largest absolute logit of the test input, including logits that are not compared."""
 
     def inputs(self) -> dict[str, Ints]:
-        """The inputs of a classifier by name. Half of the tokens have token type 0, half 1."""
+        """Inputs of a classifier by name. Half of the tokens have token type 0, half 1."""
         length = self.ids.shape[1]
         types = (np.arange(length) >= length // 2) * self.mask
         return {"input_ids": self.ids, "attention_mask": self.mask, "token_type_ids": types}
@@ -83,19 +80,19 @@ class Case:
 
 @dataclass(frozen=True)
 class Reference:
-    """The fp32 results of plain transformers with which an ONNX graph is compared."""
+    """Results of plain transformers in fp32 with which an ONNX graph is compared."""
 
     cases: tuple[Case, ...]
     experts: str
-    """Number of routed experts that the tokens reach, as text for messages; empty for a model without experts."""
+    """Number of routed experts that the test inputs reach, as text for messages; empty for a model without experts."""
     tokens: Ints | None = None
     """Prompts with the tokens that `generate` adds greedily, [rows, length + NEW_TOKENS]; None for a classifier."""
     leads: Floats | None = None
-    """For each generated token, (best - second best logit) / largest |logit|, [rows, NEW_TOKENS]."""
+    """Lead of each generated token: (best - second best logit) / largest |logit|, [rows, NEW_TOKENS]."""
     chosen: Ints | None = None
-    """Best token at each generated token's position, [rows, NEW_TOKENS]. A quantised graph may choose other tokens."""
+    """Best token at the position of each generated token, [rows, NEW_TOKENS]; a quantised graph may choose others."""
     program: str = "transformers"
-    """Name in messages of the program that computed the reference, by default transformers."""
+    """Name of the program that computed the reference results, for messages."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +143,7 @@ def make_reference(folder: Path) -> Reference:
     decoded: tuple[Ints, Floats, Ints] | tuple[None, None, None] = None, None, None
     with torch.no_grad(), _ProductsInFp32(), _recorded_experts(model) as reached:
         if is_classifier(config):
-            # An encoder classifies a text by its first token, which must not be padding.
+            # An encoder classifies a text by its first token, so padding on the left is not tested.
             is_encoder = family_of(config.model_type).encoder is not None
             cases = [scored_case(config, *shape) for shape in SCORED if not (is_encoder and shape[-1] == "left")]
         else:
@@ -157,7 +154,7 @@ def make_reference(folder: Path) -> Reference:
     counts, routers = [len(experts) for experts in reached.values()], (model.get_submodule(name) for name in reached)
     experts = f"{min(counts)} to {max(counts)} of {len(next(routers).weight)} experts a layer" if counts else ""
     reference = Reference(tuple(cases), experts, *decoded)
-    # The model's modules refer to each other, so only the garbage collector frees its memory.
+    # Only the garbage collector frees the model's memory, since its modules refer to each other.
     del model
     gc.collect()
     return reference
@@ -183,14 +180,14 @@ class _ProductsInFp32(TorchFunctionMode):
 
 
 def generated_case(vocab: int, pads: tuple[int, ...], length: int, chunks: tuple[int, ...]) -> Case:
-    """Rows of random tokens with padding on the left for a language model. Each call returns the same tokens."""
+    """Make rows of random tokens with padding on the left for a language model. Each call returns the same tokens."""
     mask = np.array([[0] * count + [1] * (length - count) for count in pads], dtype=np.int64)
     ids = np.random.default_rng([len(pads), length]).integers(0, vocab, size=mask.shape, dtype=np.int64) * mask
     return Case(f"{len(pads)} rows of {length} with {pads} pads, fed in pieces of {chunks}", ids, mask, chunks)
 
 
 def scored_case(config: PretrainedConfig, pads: tuple[int, ...], length: int, side: str) -> Case:
-    """Rows of random tokens for a classifier, without the padding token: transformers finds a text's end by it."""
+    """Make rows of random tokens for a classifier, without the padding token, which would end a text."""
     rng, pad = np.random.default_rng([len(pads), length]), config.pad_token_id
     if pad is None:
         pads = pads[:1]
@@ -206,8 +203,10 @@ def scored_case(config: PretrainedConfig, pads: tuple[int, ...], length: int, si
 
 def compare(folder: Path, reference: Reference) -> OnnxComparison:
     """Run the ONNX graph of `folder` on all test inputs of `reference` with ONNX Runtime on the CPU, and compare the
-    results. Every position must be within the tolerance. In fp16 with routed experts, `FLIPPED_FRACTION` of all
-    positions may exceed it: if two experts have nearly equal scores, rounding can select another expert than in fp32.
+    results.
+
+    Every position must be within the tolerance. In fp16 with routed experts, `FLIPPED_FRACTION` of all positions may
+    exceed it: if two experts have nearly equal scores, rounding can select another expert than in fp32.
     """
     engine = None if reference.tokens is None else OnnxCausalLM.from_pretrained(folder, is_mapped=True)
     model = OnnxScorer(folder) if engine is None else engine.runtime
@@ -220,8 +219,8 @@ def compare(folder: Path, reference: Reference) -> OnnxComparison:
     beyond = int((~(all_distances <= tolerance)).sum())
     differing = None
     if engine is not None and reference.tokens is not None and reference.leads is not None:
-        # Tokens are compared after the same earlier tokens. A token whose lead over the second best is within the
-        # tolerance is not counted.
+        # Tokens are compared after equal earlier tokens, and only if their lead over the second best exceeds the
+        # tolerance.
         best = generate_tokens(engine, reference.tokens)[1].argmax(dim=-1).numpy()
         differing = int(((best != reference.chosen) & (reference.leads > tolerance)).sum())
     failures = []
@@ -238,7 +237,7 @@ def compare(folder: Path, reference: Reference) -> OnnxComparison:
 
 
 def _distances(model: OnnxModel | OnnxScorer, case: Case) -> np.ndarray:
-    """For each position, the largest difference of its compared logits, over the largest logit of the test input."""
+    """Largest difference of the compared logits at each position, relative to the largest logit of the test input."""
     if isinstance(model, OnnxScorer):
         logits = model.logits(case.inputs())
     else:
@@ -250,7 +249,7 @@ def _distances(model: OnnxModel | OnnxScorer, case: Case) -> np.ndarray:
 
 
 def with_logits(case: Case, model: PreTrainedModel) -> Case:
-    """Return the test input with the logits that `model` computes."""
+    """Add to the test input the logits that `model` computes."""
     inputs = {name: torch.from_numpy(part) for name, part in case.inputs().items()}
     if case.chunks or getattr(model.config, "type_vocab_size", 1) < 2:
         del inputs["token_type_ids"]
@@ -273,9 +272,9 @@ def generate_tokens(model: PreTrainedModel, tokens: Ints | None = None) -> tuple
         do_sample=False, max_new_tokens=NEW_TOKENS, pad_token_id=0, return_dict_in_generate=True, output_logits=True
     )
     settings.use_cache = model.generation_config.use_cache
-    # The model's own generation settings may sample or end early, and here the best token of every step is needed.
+    # The model's own generation settings may sample or end early; the comparison needs the best token of each step.
     model.generation_config = settings
-    # `generate` returns the model's logits, from before `forced` excludes all tokens but one.
+    # `generate` returns the model's logits as they were before `forced` excluded all tokens but one.
     forced = None if tokens is None else lambda row, ids: [tokens[row, len(ids)]]
     inputs = {"attention_mask": torch.from_numpy(prompts.mask), "prefix_allowed_tokens_fn": forced}
     out: Any = model.generate(torch.from_numpy(prompts.ids), **inputs)
@@ -283,7 +282,7 @@ def generate_tokens(model: PreTrainedModel, tokens: Ints | None = None) -> tuple
 
 
 def leads_of(logits: torch.Tensor) -> Floats:
-    """(Best - second best logit) / largest |logit| for each generated token; `logits` is [rows, tokens, vocabulary]."""
+    """Lead of each token, (best - second best logit) / largest |logit|; `logits` is [rows, tokens, vocabulary]."""
     best = logits.topk(2).values
     leads: Floats = ((best[..., 0] - best[..., 1]) / logits.abs().amax(dim=-1)).numpy()
     return leads

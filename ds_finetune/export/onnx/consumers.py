@@ -65,13 +65,13 @@ def _genai_config(folder: Path, config: PretrainedConfig) -> dict[str, Any]:
         },
     }
     model = {
-        # GenAI calls every decoder with a standard key/value cache `llama`, whatever the graph computes.
+        # ONNX Runtime GenAI calls every decoder with a standard key/value cache `llama`, whatever the graph computes.
         "type": "llama",
         "vocab_size": config.vocab_size,
         "context_length": config.max_position_embeddings,
         **({} if ids["bos"] is None else {"bos_token_id": ids["bos"]}),
         "eos_token_id": ids["eos"],
-        # GenAI needs a padding token to fill up finished answers of a batch.
+        # ONNX Runtime GenAI needs a padding token to fill up finished answers of a batch.
         "pad_token_id": end if ids["pad"] is None else ids["pad"],
         "decoder": decoder,
     }

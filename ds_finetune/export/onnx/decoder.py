@@ -19,7 +19,7 @@ _PAST, _TOTAL = "past_sequence_length", "total_sequence_length"
 
 @dataclass(frozen=True)
 class Cache:
-    """Shape of the keys and values that a layer caches: number of heads, and widths of a key and a value."""
+    """Shape of the keys and values that a layer of an ONNX graph caches: number of heads, widths of key and value."""
 
     heads: int
     key_width: int
@@ -44,8 +44,10 @@ def decoder_graph(model: PreTrainedModel, read: Read, *, dtype: np.dtype, with_c
 
 def scoring_graph(model: PreTrainedModel, read: Read, *, dtype: np.dtype) -> tuple[Graph, GraphEnds]:
     """Build the ONNX graph of the decoder classifier `model`, which scores the last token that the attention mask
-    allows. The int64 inputs are input_ids and attention_mask (0 for padding), both [batch, length]. The output is
-    logits [batch, labels].
+    allows.
+
+    The int64 inputs are input_ids and attention_mask (0 for padding), both [batch, length]. The output is logits
+    [batch, labels].
     """
     graph = Graph(dtype)
     layers, config = Layers(graph, model, read), model.config
@@ -62,7 +64,7 @@ def scoring_graph(model: PreTrainedModel, read: Read, *, dtype: np.dtype) -> tup
 
 
 def _last_hidden_states(layers: Layers, positions: str, *, with_cache: bool) -> str:
-    """Add all layers and the final norm for `positions` [batch, length]. Returns states [batch, length, width]."""
+    """Add all layers and the final norm for `positions` [batch, length]; returns states [batch, length, width]."""
     graph, config = layers.graph, layers.model.config
     attention, _ = ATTENTION[parts_of(config).attention](config)
     mask, rotary = _mask(graph), _rotary(graph, layers.model, positions)
@@ -116,7 +118,7 @@ def check_config(config: PretrainedConfig) -> None:
 
 
 CacheUpdate = Callable[[str, str], tuple[str, str]]
-"""Function from a layer's new keys and values to the keys and values of all tokens, cached ones included."""
+"""Function from a layer's new keys and values to the keys and values of all tokens, including cached ones."""
 
 
 def _append_to_cache(graph: Graph, number: int) -> CacheUpdate:
@@ -128,8 +130,6 @@ def _append_to_cache(graph: Graph, number: int) -> CacheUpdate:
 
 @dataclass(frozen=True)
 class _AttentionScope:
-    """Values that attention layers of an ONNX graph need besides hidden states: mask, rotary embedding and cache."""
-
     layers: Layers
     config: PretrainedConfig
     mask: Mask
@@ -215,11 +215,11 @@ ATTENTION: Mapping[str, Callable[[PretrainedConfig], tuple[Callable[[_AttentionS
     "latent": _latent,
     "grouped_query": _grouped_query,
 }
-"""Functions that build an attention layer, with its cache shape, by the attention's name in a family's `OnnxGraph`."""
+"""Builders of attention layers and their cache shapes, by the attention's name in a family's `OnnxGraph`."""
 
 
 def _mask(graph: Graph) -> Mask:
-    """The causal attention mask over cached and new tokens, which also excludes padding."""
+    """Make the causal attention mask over cached and new tokens, which also excludes padding."""
     total, length = graph.op("Shape", "attention_mask", start=1, end=2), graph.op("Shape", "input_ids", start=1, end=2)
     end, past = (graph.op("Squeeze", size, graph.ints(0)) for size in (total, graph.op("Sub", total, length)))
     keys = graph.op("Range", graph.scalar(0, np.int64), end, graph.scalar(1, np.int64))
@@ -243,7 +243,7 @@ def _rotary(graph: Graph, model: PreTrainedModel, position_ids: str) -> Rotary:
 def _head(layers: Layers, x: str, config: PretrainedConfig) -> None:
     graph = layers.graph
     if config.tie_word_embeddings:
-        # Gemm reads the embedding as stored; for MatMul, ONNX Runtime would allocate a transposed copy.
+        # Gemm reads the embedding as stored, while ONNX Runtime's MatMul would allocate a transposed copy.
         rows = graph.op("Reshape", x, graph.ints(-1, config.hidden_size))
         logits = graph.op("Gemm", rows, "model.embed_tokens.weight", transB=1)
         sizes = graph.op("Concat", graph.op("Shape", "input_ids"), graph.ints(config.vocab_size), axis=0)

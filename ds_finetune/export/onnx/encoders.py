@@ -19,7 +19,9 @@ _GELU = "gelu"
 
 def encoder_graph(model: PreTrainedModel, read: Read, *, dtype: np.dtype) -> tuple[Graph, GraphEnds]:
     """Build the ONNX graph of the encoder classifier `model`, which may be on the meta device. Returns graph, inputs
-    and outputs. The inputs, all int64 [batch, length], are input_ids, attention_mask with 0 for padding, and for BERT
+    and outputs.
+
+    The inputs, all int64 [batch, length], are input_ids, attention_mask with 0 for padding, and for BERT
     token_type_ids. The output is logits [batch, labels]. Weights are read by `read` when the file is written.
     """
     graph, config = Graph(dtype), model.config
@@ -47,7 +49,7 @@ def check_encoder_config(config: PretrainedConfig) -> None:
 
 @dataclass(frozen=True)
 class _EncoderModules:
-    """An encoder's modules and configuration, and the operations of its layers in the ONNX graph."""
+    """An encoder's modules and configuration, with methods that add its operations to the ONNX graph."""
 
     layers: Layers
     config: PretrainedConfig
@@ -55,22 +57,20 @@ class _EncoderModules:
 
     @property
     def graph(self) -> Graph:
-        """The ONNX graph under construction."""
         return self.layers.graph
 
     def embed(self, name: str, ids: str) -> str:
-        """Look up the rows `ids` of the embedding `name`."""
         return self.graph.op("Gather", self.layers.weight(f"{name}.weight"), ids, axis=0)
 
     def norm(self, x: str, name: str) -> str:
-        """LayerNorm over the last dimension in fp32. It has no bias if the module has none."""
+        """Add a LayerNorm over the last dimension in fp32, without bias if the module has none."""
         module, graph = self.layers.module(name), self.graph
         weight = self.layers.weight(f"{name}.weight")
         bias = [] if module.bias is None else [self.layers.weight(f"{name}.bias")]
         return graph.op("LayerNormalization", x, weight, *bias, axis=-1, epsilon=module.eps)
 
     def gelu(self, x: str) -> str:
-        """The exact GELU in fp32: x / 2 x (1 + erf(x / sqrt 2))."""
+        """Add the exact GELU in fp32: x / 2 x (1 + erf(x / sqrt 2))."""
         graph = self.graph
         wide = graph.cast(x, np.float32) if graph.is_half() else x
         erf = graph.op("Erf", graph.op("Mul", wide, graph.scalar(math.sqrt(0.5), np.float32)))
@@ -79,7 +79,7 @@ class _EncoderModules:
         return graph.cast(y, graph.dtype) if graph.is_half() else y
 
     def attend(self, parts: tuple[str, str, str], mask: Mask) -> str:
-        """Bidirectional attention on query, key and value [batch, heads, length, width]; merges heads in the result."""
+        """Add bidirectional attention on query, key and value [batch, heads, length, width], and merge the heads."""
         query, key, states = parts
         heads = self.config.num_attention_heads
         scale = self.graph.scalar((self.config.hidden_size // heads) ** -0.5)
@@ -92,7 +92,7 @@ class _EncoderModules:
         return self.layers.heads_first(self.layers.heads(x, count, self.config.hidden_size // count))
 
     def mask(self, *, window: int | None = None) -> Mask:
-        """Attention mask that excludes padding and, with a `window`, tokens more than `window` positions away."""
+        """Make a mask that excludes padding and, with a `window`, tokens more than `window` positions away."""
         graph = self.graph
         total = graph.op("Shape", "input_ids", start=1, end=2)
         allowed = graph.op("Unsqueeze", graph.cast("attention_mask", np.bool_), graph.ints(1, 2))
@@ -104,12 +104,12 @@ class _EncoderModules:
         return Mask(graph, allowed, total)
 
     def first(self, x: str) -> str:
-        """Select the hidden state of the first token of each row, [batch, width]."""
+        """Select the hidden state of each row's first token, [batch, width]."""
         return self.graph.op("Gather", x, self.graph.scalar(0, np.int64), axis=1)
 
 
 def _post_norm(encoder: _EncoderModules) -> str:
-    """Class scores of an encoder whose norms follow attention and MLP (BERT, Devlin et al., arXiv 1810.04805)."""
+    """Add an encoder with norms after attention and MLP (BERT, arXiv 1810.04805); returns class scores."""
     graph, layers = encoder.graph, encoder.layers
     if encoder.kind.positions_follow_padding:
         # RoBERTa's positions count only tokens that are not padding (transformers 5.23,
@@ -148,8 +148,8 @@ def _post_norm_states(encoder: _EncoderModules, positions: str, token_types: str
 
 
 def _pre_norm(encoder: _EncoderModules) -> str:
-    """Class scores of an encoder whose norms precede attention and MLP (ModernBERT, arXiv 2412.13663). Some layers have
-    attention with a sliding window.
+    """Add an encoder with norms before attention and MLP (ModernBERT, arXiv 2412.13663); returns class scores. Some
+    layers have attention with a sliding window.
     """
     graph, layers, config = encoder.graph, encoder.layers, encoder.config
     kinds = sorted(set(config.layer_types))

@@ -1,4 +1,4 @@
-"""Adds routers and routed experts to an ONNX graph. A loop runs over the experts that tokens chose."""
+"""Adds routers and routed experts to an ONNX graph. A loop runs over the experts that tokens are routed to."""
 
 from collections.abc import Callable, Iterator, Mapping
 from itertools import groupby
@@ -16,11 +16,11 @@ _FP32 = np.dtype(np.float32)
 
 
 Routing = tuple[str, str]
-"""Choice of experts per token: expert indices int64 [tokens, k], and their routing weights fp32 [tokens, k]."""
+"""Routing of tokens to experts: expert indices int64 [tokens, k], and routing weights fp32 [tokens, k]."""
 
 
 def moe(layers: Layers, x: str, name: str, config: PretrainedConfig) -> str:
-    """Add a mixture-of-experts layer, the module `name`: x [batch, length, hidden] passes routed and shared experts."""
+    """Add the mixture-of-experts layer `name` for x [batch, length, hidden]: routed and shared experts."""
     graph = layers.graph
     flat = graph.op("Reshape", x, graph.ints(-1, config.hidden_size))
     matrix = layers.weight(f"{name}.gate.weight", torch.t, dtype=_FP32)
@@ -34,8 +34,8 @@ def moe(layers: Layers, x: str, name: str, config: PretrainedConfig) -> str:
 
 
 def _route_sigmoid(layers: Layers, logits: str, name: str, config: PretrainedConfig) -> Routing:
-    """Sigmoid router: the correction bias affects only the choice, and groups of experts rank by the sum of their two
-    best experts. It computes as transformers 5.23 does, modeling_deepseek_v3.py:133-158.
+    """Add a sigmoid router, as in transformers 5.23 (modeling_deepseek_v3.py:133-158). The correction bias affects only
+    the choice of experts, and groups of experts rank by the sum of their two best experts.
     """
     graph, experts = layers.graph, layers.module(name).num_experts
     scores = graph.op("Sigmoid", logits)
@@ -53,8 +53,8 @@ def _route_sigmoid(layers: Layers, logits: str, name: str, config: PretrainedCon
 
 
 def _route_grouped_softmax(layers: Layers, logits: str, name: str, config: PretrainedConfig) -> Routing:
-    """Softmax router with groups of experts, which rank by their best expert. Routing weights are not normalised. It
-    computes as transformers 5.23 does, modeling_deepseek_v2.py:97-116.
+    """Add a softmax router with groups of experts, which rank by their best expert, as in transformers 5.23
+    (modeling_deepseek_v2.py:97-116). Routing weights are not normalised.
     """
     graph, experts = layers.graph, layers.module(name).num_experts
     scores = graph.op("Softmax", logits, axis=-1)
@@ -66,8 +66,8 @@ def _route_grouped_softmax(layers: Layers, logits: str, name: str, config: Pretr
 
 
 def _route_softmax(layers: Layers, logits: str, name: str, config: PretrainedConfig) -> Routing:
-    """Softmax router: the top k scores, divided by their sum if the router's `norm_topk_prob` is true or missing. It
-    computes as transformers 5.23 does, modeling_qwen3_moe.py:257-266, modeling_olmoe.py:326-335 and
+    """Add a softmax router: the top k scores, divided by their sum if the router's `norm_topk_prob` is true or missing.
+    It computes as transformers 5.23 does, modeling_qwen3_moe.py:257-266, modeling_olmoe.py:326-335 and
     modeling_mixtral.py:107-114.
     """
     graph = layers.graph
@@ -82,7 +82,7 @@ ROUTERS: Mapping[str, Callable[[Layers, str, str, PretrainedConfig], Routing]] =
     "softmax": _route_softmax,
     "sigmoid": _route_sigmoid,
 }
-"""Functions that choose experts by router logits, fp32 [tokens, experts], by their name in a family's `OnnxGraph`."""
+"""Builders of routers, by name in a family's `OnnxGraph`; each gets router logits, fp32 [tokens, experts]."""
 
 
 def _top(graph: Graph, x: str, k: int) -> list[str]:
@@ -94,7 +94,9 @@ def _in_groups(graph: Graph, scores: str, groups: int, experts: int) -> str:
 
 
 def _in_best_groups(graph: Graph, group_scores: str, config: PretrainedConfig, experts: int) -> str:
-    """Mask [tokens, experts] of experts in each token's `topk_group` best groups; `group_scores`: [tokens, groups]."""
+    """Mask [tokens, experts] of experts in each token's `topk_group` best groups; `group_scores` is [tokens,
+    groups].
+    """
     groups = config.n_group
     _, index = _top(graph, group_scores, config.topk_group)
     none = graph.op("ConstantOfShape", graph.op("Shape", group_scores))
@@ -105,10 +107,11 @@ def _in_best_groups(graph: Graph, group_scores: str, config: PretrainedConfig, e
 
 
 def _experts(layers: Layers, x: str, routing: Routing, name: str) -> str:
-    """Compute the weighted sum of each token's experts, [tokens, hidden]. It is summed in fp32 and returned in the
-    graph's dtype. An ONNX Loop runs once for each expert that a token chose. It takes the expert's weights from the
-    stacked tensor, applies them to the expert's tokens, and adds the results to these tokens' rows. So each token costs
-    only its own experts, plus a copy of the weights of each expert in use.
+    """Add the weighted sum of each token's experts, [tokens, hidden], summed in fp32 and returned in the graph's dtype.
+
+    An ONNX Loop runs once for each expert to which a token is routed. It takes the expert's weights from the stacked
+    tensor, applies them to the expert's tokens, and adds the results to these tokens' rows. So each token costs only
+    its own experts, plus a copy of the weights of each expert in use.
     """
     graph, module = layers.graph, layers.module(name)
     stacks = _stacks(layers, name)
@@ -135,7 +138,7 @@ def _experts(layers: Layers, x: str, routing: Routing, name: str) -> str:
 
 
 def _one_expert(graph: Graph, x: str, weights: str, stacks: tuple[str, str], state: tuple[str, str]) -> str:
-    """One pass of the loop over experts: add the weighted output of expert `state[0]` to the sums `state[1]`."""
+    """Add one pass of the loop over experts: add the weighted output of expert `state[0]` to `state[1]`."""
     expert, summed = state
     gate_up, down = (graph.op("Gather", stack, expert, axis=0) for stack in stacks)
     column = graph.op("Gather", weights, expert, axis=1)
@@ -150,8 +153,8 @@ def _one_expert(graph: Graph, x: str, weights: str, stacks: tuple[str, str], sta
 
 
 def _stacks(layers: Layers, name: str) -> tuple[str, str]:
-    """Stack the weights of all experts: gate and up [experts, hidden, 2 x inner], down [experts, inner, hidden]. The
-    file's writer reads one expert at a time.
+    """Add the stacked weights of all experts: gate and up [experts, hidden, 2 x inner], down [experts, inner, hidden].
+    The file's writer reads one expert at a time.
     """
     graph, module = layers.graph, layers.module(name)
     experts, hidden, inner = module.num_experts, module.hidden_dim, module.intermediate_dim

@@ -37,7 +37,6 @@ from ds_finetune.model.loss.score_config import is_classifier
 INLINE_BYTES = 256 * MIB
 """Weights of more bytes than this get a file of their own, since a protobuf message must be smaller than 2 GiB."""
 _NUMBERS = {"fp32": "float32", "fp16": "float16", "int8": "float32", "int4": "float32"}
-"""numpy dtype of activations and unquantised weights, by the value of `--dtype`."""
 
 
 def write(source: Path, out: Path, options: ExportOptions) -> ExportResult:
@@ -47,7 +46,7 @@ def write(source: Path, out: Path, options: ExportOptions) -> ExportResult:
 
     ExportError if ONNX graphs do not support the model; ModelError if the weights do not fit; OutputError if `out` is
     not empty or larger than the free space of the disk; VerificationError if ONNX Runtime differs from plain
-    transformers, and then the folder stays as `out`.unverified.
+    transformers, and then the folder is kept as `out`.unverified.
     """
     began = time.monotonic()
     check_out_empty(out)
@@ -78,12 +77,12 @@ def check_model(
 
 
 def load_model(folder: Path, device: str) -> PreTrainedModel:
-    """The causal LM of `folder` in ONNX Runtime. It runs on the CPU, whatever `device` is."""
+    """Load the causal LM of `folder` in ONNX Runtime. It runs on the CPU, whatever `device` is."""
     return OnnxCausalLM.from_pretrained(folder)
 
 
 def load_scorer(folder: Path) -> Scorer:
-    """The classifier of `folder` in ONNX Runtime on the CPU, as a function from token ids to class logits."""
+    """Load the classifier of `folder` in ONNX Runtime on the CPU, as a function from token ids to class logits."""
     runtime = OnnxScorer(folder)
     return lambda inputs: torch.from_numpy(runtime.logits({key: part.numpy() for key, part in inputs.items()}))
 

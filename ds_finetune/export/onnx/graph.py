@@ -48,14 +48,14 @@ class Graph:
     """
 
     dtype: np.dtype
-    """Dtype of weights and activations: float32 or float16."""
+    """Dtype of the graph's weights and activations: float32 or float16."""
     nodes: list[NodeProto] = field(default_factory=list)
     constants: dict[str, TensorProto] = field(default_factory=dict)
     weights: dict[str, Weight] = field(default_factory=dict)
     numbers: "count[int]" = field(default_factory=count)
 
     def subgraph(self) -> "Graph":
-        """A graph for the body of a loop. Its nodes may use values of this graph by name."""
+        """Make a graph for the body of a loop, whose nodes may use values of this graph by name."""
         return Graph(self.dtype, [], self.constants, self.weights, self.numbers)
 
     def op(self, kind: str, *inputs: str, name: str = "", **attributes: Any) -> str:  # noqa: ANN401 - what ONNX has as attributes
@@ -69,7 +69,7 @@ class Graph:
         return outputs
 
     def ints(self, *values: int) -> str:
-        """Add a constant int64 vector, and return its name."""
+        """Add a constant int64 vector to the graph, and return its name."""
         return self.constant(np.array(values, dtype=np.int64))
 
     def scalar(self, value: float, dtype: np.dtype | type | None = None) -> str:
@@ -77,7 +77,7 @@ class Graph:
         return self.constant(np.array(value, dtype=dtype or self.dtype))
 
     def constant(self, values: np.ndarray) -> str:
-        """Add a small constant, and return its name. Equal constants are stored once."""
+        """Add a small constant to the graph, and return its name. Equal constants are stored once."""
         name = f"const_{values.dtype}_{values.shape}_{values.tobytes().hex()}"
         if name not in self.constants:
             self.constants[name] = numpy_helper.from_array(values, f"const_{len(self.constants)}")
@@ -123,7 +123,7 @@ def write_model(graph: Graph, ends: GraphEnds, folder: Path, *, inline_bytes: in
 
 
 def value(name: str, dtype: np.dtype | type, shape: Sequence[int | str | None]) -> onnx.ValueInfoProto:
-    """Declare an input or output of a graph. Each dimension is a size, the name of a variable size, or None."""
+    """Declare an input or output of an ONNX graph. Each dimension is a size, the name of a variable size, or None."""
     return helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(np.dtype(dtype)), shape)
 
 

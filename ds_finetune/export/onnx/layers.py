@@ -23,7 +23,7 @@ _PIECE_NUMEL = 2**22
 
 
 def parts_of(config: PretrainedConfig) -> OnnxGraph:
-    """The ONNX settings of the model's family. ExportError if the family cannot be exported to ONNX."""
+    """Look up the ONNX settings of the model's family; ExportError if the family cannot be exported to ONNX."""
     parts = ONNX.check_model_type(config.model_type).onnx
     assert parts is not None
     return parts
@@ -41,7 +41,7 @@ class Layers:
 
     @property
     def family(self) -> Family:
-        """The model's family, by its model type."""
+        """Family of the exported model."""
         return family_of(self.model.config.model_type)
 
     def module(self, name: str) -> Any:  # noqa: ANN401 - each class of transformers has attributes of its own
@@ -49,7 +49,7 @@ class Layers:
         return self.model.get_submodule(name)
 
     def linear(self, x: str, name: str) -> str:
-        """Add the linear layer `name`, applied to x [..., in]. Returns [..., out]. The weight is stored as [in, out],
+        """Add the linear layer `name`, applied to x [..., in]; returns [..., out]. The weight is stored as [in, out],
         which MatMul and quantisation tools expect.
         """
         weight = self.weight(f"{name}.weight", torch.t, name=f"{name}.weight_transposed")
@@ -110,7 +110,7 @@ class Layers:
 
 
 def array_of(tensor: torch.Tensor, dtype: np.dtype, key: str) -> np.ndarray:
-    """`tensor` as a numpy array of `dtype`. ExportError if the cast gives NaN or infinity (fp16: above 65504)."""
+    """Convert `tensor` to a numpy array of `dtype`; ExportError for NaN or infinity (fp16: above 65504)."""
     cast = tensor.to(torch.float16 if dtype == np.float16 else torch.float32).contiguous()
     check_finite(key, tensor, cast, others="fp32")
     return cast.numpy()
@@ -122,16 +122,17 @@ def silu(graph: Graph, x: str) -> str:
 
 
 def token_positions(graph: Graph) -> str:
-    """Positions 0, 1, ... of the tokens in a row of input_ids, int64 [length]."""
+    """Add the positions 0, 1, ... of the tokens in a row of input_ids, int64 [length]."""
     length = graph.op("Squeeze", graph.op("Shape", "input_ids", start=1, end=2), graph.ints(0))
     return graph.op("Range", graph.scalar(0, np.int64), length, graph.scalar(1, np.int64))
 
 
 @dataclass(frozen=True)
 class Rotary:
-    """Rotary embedding: cosines and sines of all positions, [batch, 1, length, width / 2] in the graph's dtype. Two
-    dimensions rotate together: (i, i + width / 2), or neighbours (2i, 2i + 1). With `pairs_in` they are
-    neighbours in the input, with `pairs_out` in the result.
+    """Rotary embedding: cosines and sines of all positions, [batch, 1, length, width / 2] in the graph's dtype.
+
+    Two dimensions rotate together: (i, i + width / 2), or neighbours (2i, 2i + 1). With `pairs_in` they are neighbours
+    in the input, with `pairs_out` in the result.
     """
 
     graph: Graph
@@ -143,7 +144,7 @@ class Rotary:
 
     @classmethod
     def of(cls, graph: Graph, positions: str, frequencies: np.ndarray, scaling: float = 1.0, **pairs: bool) -> "Rotary":
-        """The rotary embedding of `positions`, int64 [rows, 1, length, 1], in fp32 from transformers' frequencies."""
+        """Make the rotary embedding of `positions`, int64 [rows, 1, length, 1], from transformers' frequencies."""
         angles = graph.op("Mul", graph.cast(positions, np.float32), graph.constant(frequencies))
         tables = [graph.op(kind, angles) for kind in ("Cos", "Sin")]
         if scaling != 1:
@@ -165,7 +166,7 @@ class Rotary:
         return graph.op("Reshape", stacked, graph.ints(0, 0, 0, self.width))
 
     def rotate_first(self, x: str, width: int) -> str:
-        """Rotate the first `self.width` dimensions of x [batch, heads, length, width]. The others stay unchanged."""
+        """Rotate the first `self.width` of the `width` dimensions of x [batch, heads, length, width]."""
         if width == self.width:
             return self.rotate(x)
         graph = self.graph
@@ -189,10 +190,11 @@ class Mask:
     total: str
 
     def attend(self, query: str, key: str, value: str, *, heads: int, key_heads: int) -> str:
-        """Add attention with a scaled `query` [batch, heads, length, d]; returns [batch, heads, length, e]. `key` is
-        [batch, key_heads, total, d], `value` [batch, key_heads, total, e]. Query heads that share a key are rows of one
-        matrix product, so keys are not repeated. Softmax is computed in fp32. A fully masked row, which is padding,
-        gets the mean of all values instead of NaN.
+        """Add attention with a scaled `query` [batch, heads, length, d]; returns [batch, heads, length, e].
+
+        `key` is [batch, key_heads, total, d], `value` [batch, key_heads, total, e]. Query heads that share a key are
+        rows of one matrix product, so keys are not repeated. Softmax is computed in fp32. A fully masked row, which is
+        padding, gets the mean of all values instead of NaN.
         """
         graph = self.graph
         grouped = graph.op("Reshape", query, graph.ints(0, key_heads, -1, 0)) if heads != key_heads else query

@@ -21,10 +21,9 @@ from ds_finetune.export.onnx.runtime import OnnxCausalLM, OnnxModel
 from ds_finetune.export.quantisation_loss import QuantisationLoss, quantisation_loss
 
 BITS = {"int8": 8, "int4": 4}
-"""Number of bits per weight, by the value of `--dtype`."""
 _ROUTER = ".gate.weight"
 _PIECE_NUMEL = 2**22
-"""Number of elements that are read and quantised at a time."""
+"""Number of elements of a weight that are read and quantised at a time."""
 _BLOCK = 32
 """Number of consecutive weights in a column that share a scale and a zero point."""
 
@@ -62,7 +61,7 @@ def _quantise(folder: Path, bits: int, inline_bytes: int) -> Path:
     """
     model, quantizer = onnx.load(folder / MODEL, load_external_data=False), _quantizer(bits)
     stored = {tensor.name: tensor for tensor in model.graph.initializer}
-    # Only the matrices of linear layers are 2-D; the weights of latent attention, which stay unquantised, are 3-D.
+    # The matrices of linear layers are 2-D; the weights of latent attention are 3-D and stay unquantised.
     linear = {name for name, tensor in stored.items() if len(tensor.dims) == 2 and not name.endswith(_ROUTER)}
     chosen = {
         node.output[0]: node.input[1]
@@ -107,7 +106,7 @@ class _Matrix:
     read: Callable[[], np.ndarray]
     quantizer: Any
     rest: tuple[list[np.ndarray], list[np.ndarray]] = field(default_factory=lambda: ([], []))
-    """Scales and zero points of the columns that were already quantised."""
+    """Scales and zero points of the matrix's columns that were already quantised."""
     names: list[str] = field(default_factory=list)
 
     def weights(self, name: str) -> list[Weight]:
@@ -132,7 +131,7 @@ class _Matrix:
             yield packed
 
     def node(self, node: onnx.NodeProto) -> onnx.NodeProto:
-        """The node MatMulNBits that replaces the node MatMul `node`."""
+        """Make the node MatMulNBits that replaces the node MatMul `node`."""
         (rows, columns), bits = self.read().shape, self.quantizer.config.bits
         sizes = {"K": rows, "N": columns, "bits": bits, "block_size": _BLOCK}
         inputs = [node.input[0], *self.names]
@@ -142,7 +141,7 @@ class _Matrix:
 
 
 def _values(tensor: onnx.TensorProto, file: Path) -> np.ndarray:
-    """The values of a weight of an ONNX graph. Its file is mapped anew each time, so values do not stay in memory."""
+    """Values of a weight in an ONNX file, which is mapped anew each time, so that values do not stay in memory."""
     if not tensor.external_data:
         return numpy_helper.to_array(tensor)
     begin = int({entry.key: entry.value for entry in tensor.external_data}["offset"])

@@ -13,9 +13,8 @@ from ds_finetune.export.onnx import MODEL
 from ds_finetune.export.onnx.comparison import Case, Reference, compare, is_sampled
 
 FORMAT = "onnx 3"
-"""Name and version of this export format in the records of exported folders."""
 _SAMPLED_LOGITS = 1024
-"""Minimum number of logits recorded per position. It is raised until every row of the head is recorded."""
+"""Minimum number of logits recorded per position; more are recorded if a row of the head would be missing."""
 
 
 def write_record(folder: Path, reference: Reference, about: Mapping[str, Any]) -> None:
@@ -36,7 +35,7 @@ def write_record(folder: Path, reference: Reference, about: Mapping[str, Any]) -
 
 
 def reference_of(tree: Mapping[str, Any]) -> Reference:
-    """The recorded results of plain transformers, from the parsed verification record `tree`."""
+    """Read the results of plain transformers from the parsed verification record `tree`."""
     dtypes = {"tokens": np.int64, "leads": np.float32, "chosen": np.int64}
     arrays = {name: None if tree[name] is None else np.array(tree[name], kind) for name, kind in dtypes.items()}
     return Reference(tuple(map(_case_from, tree["cases"])), tree["experts"], **arrays, program=tree["program"])
@@ -62,8 +61,8 @@ def weights_at(folder: Path, _: object, name: str, changed: Mapping[str, Runs]) 
 
 
 def _case_tree(case: Case, longest: int) -> dict[str, Any]:
-    """A test input as JSON, with sampled logits in fp32, or all logits of a classifier. `longest` is the number of
-    positions of the longest test input, whose samples must cover every row of the language-model head.
+    """Convert a test input to JSON, with sampled logits in fp32, or all logits of a classifier. `longest` is the number
+    of positions of the longest test input, whose samples must cover every row of the language-model head.
     """
     stride = min(-(-case.logits.shape[1] // _SAMPLED_LOGITS), longest) if case.chunks else 1
     return {

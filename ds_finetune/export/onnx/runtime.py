@@ -20,8 +20,10 @@ _PAST = "past_key_values."
 
 def open_session(folder: Path, *, is_mapped: bool = False) -> tuple[onnxruntime.InferenceSession, np.dtype]:
     """Open the graph of `folder` with ONNX Runtime on all CPU cores of this process. Returns the session and the
-    logits' dtype. With `is_mapped`, weights stay in the file, which saves memory but is slower. Quantised weights would
-    be unpacked at each use, so they are copied to memory all the same, unless the embedding is also the head.
+    logits' dtype.
+
+    With `is_mapped`, weights stay in the file, which saves memory but is slower. Quantised weights would be unpacked at
+    each use, so they are copied to memory all the same, unless the embedding is also the head.
     """
     # Folders of earlier versions of this program have model.onnx beside config.json.
     file = folder / MODEL if (folder / MODEL).is_file() else folder / "model.onnx"
@@ -29,8 +31,7 @@ def open_session(folder: Path, *, is_mapped: bool = False) -> tuple[onnxruntime.
     options.intra_op_num_threads = len(os.sched_getaffinity(0))
     if is_mapped:
         options.enable_cpu_mem_arena = options.enable_mem_pattern = False
-        # A higher optimisation level, or the default order of execution, would cast all fp16 weights before the first
-        # layer.
+        # A higher optimisation level, or the default order of execution, would cast all fp16 weights at the start.
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
         options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
         graph = file.read_bytes()
@@ -58,7 +59,7 @@ class OnnxModel:
         return bool(self._caches)
 
     def empty_cache(self, rows: int) -> list[np.ndarray]:
-        """Empty keys and values for `rows` rows, in the order of the graph's inputs."""
+        """Make empty cached keys and values for `rows` rows, in the order of the graph's inputs."""
         return [np.zeros((rows, heads, 0, width), dtype=self.dtype) for _, heads, _, width in self._caches.values()]
 
     def run(
@@ -77,8 +78,8 @@ class OnnxModel:
         return logits, new_cache
 
     def logits(self, ids: np.ndarray, mask: np.ndarray, chunks: tuple[int, ...]) -> np.ndarray:
-        """Logits [rows, length, vocabulary] of `ids`, which are fed in chunks of `chunks` tokens. Each chunk uses the
-        cache of the chunks before it.
+        """Logits [rows, length, vocabulary] of `ids`, fed in chunks of `chunks` tokens that use the cache of earlier
+        ones.
         """
         cache, parts, end = self.empty_cache(len(ids)), [], 0
         for size in chunks:
@@ -97,13 +98,16 @@ class OnnxScorer:
         self.names = [entry.name for entry in self._session.get_inputs()]
 
     def logits(self, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Logits, fp32 [rows, labels], of `inputs` by name, int64 [rows, tokens]. Ones not in the graph are ignored."""
+        """Logits, fp32 [rows, labels], for `inputs` by name, int64 [rows, tokens]; inputs not in the graph are
+        ignored.
+        """
         (logits,) = self._session.run(["logits"], {name: inputs[name] for name in self.names})
         return logits.astype(np.float32)  # type: ignore[no-any-return]
 
 
 class OnnxCausalLM(PreTrainedModel, GenerationMixin):
-    """An ONNX folder as a causal LM of transformers, which has no parameters; `generate` samples and streams as usual.
+    """An ONNX folder as a causal LM of transformers, which has no parameters. `generate` samples and streams as usual.
+
     Keys and values stay in a DynamicCache as ONNX Runtime returns them, without copies between steps. A graph without a
     cache computes all tokens at each step.
     """
@@ -141,8 +145,8 @@ class OnnxCausalLM(PreTrainedModel, GenerationMixin):
         position_ids: torch.Tensor | None = None,
         **others: Any,  # noqa: ANN401 - a cache, and what does not change the logits
     ) -> CausalLMOutputWithPast:
-        """Logits [rows, length, vocabulary] in fp32 of `input_ids` [rows, length], which follow the cached tokens.
-        TypeError for an argument that would change the logits.
+        """Compute logits [rows, length, vocabulary] in fp32 for `input_ids` [rows, length], which follow the cached
+        tokens. TypeError for an argument that would change the logits.
         """
         cached = take_cache(others)
         if unknown := others.keys() - {"use_cache", "return_dict"}:

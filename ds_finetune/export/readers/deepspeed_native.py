@@ -23,7 +23,7 @@ from ds_finetune.model.weights.safetensors_file import DataFile
 
 
 class Inert:
-    """Placeholder for a pickled object of a class that is not imported. Its state is ignored."""
+    """Placeholder for a pickled object whose class is not imported. Its state is ignored."""
 
     def __init__(self, *_: object) -> None:
         pass
@@ -38,8 +38,10 @@ class InertInt(int):
 
 def load_values(path: Path, stand_ins: Sequence[tuple[Any, str]]) -> dict[str, Any]:
     """Load the dictionary that torch.save wrote to `path`, with tensors on the meta device; `span_of` locates their
-    data. `stand_ins` are pairs of a placeholder class and the pickled class name that it replaces. ExportError, before
-    any pickled code runs, if the file has another class that torch does not allow.
+    data.
+
+    `stand_ins` are pairs of a placeholder class and the pickled class name that it replaces. ExportError, before any
+    pickled code runs, if the file has another class that torch does not allow.
     """
     try:
         with safe_globals(list(stand_ins)):
@@ -83,9 +85,10 @@ class FileSpan:
 
 
 def span_of(tensor: torch.Tensor, file: DataFile) -> FileSpan:
-    """Locate the data of a tensor that `load_values(file.path)` returned in `file`. torch 2.13 gives the storage of a
-    tensor on the meta device its offset in the file (serialization.py:2098). ExportError if the tensor is not
+    """Locate the data of a tensor that `load_values(file.path)` returned in `file`. ExportError if it is not
     contiguous.
+
+    torch 2.13 gives the storage of a tensor on the meta device its offset in the file (serialization.py:2098).
     """
     if not tensor.is_contiguous() or not tensor.dtype.is_floating_point:
         raise ExportError(
@@ -107,7 +110,7 @@ def numel_of(vector: Vector) -> int:
 
 
 def part_of(vector: Vector, start: int, numel: int) -> Iterator[FileSpan]:
-    """The ranges of files that have the elements `start` to `start + numel` of a vector."""
+    """Yield the ranges of files with the elements `start` to `start + numel` of a flat vector."""
     for span in vector:
         first, last = max(start, 0), min(start + numel, span.numel)
         if first < last:
@@ -132,7 +135,7 @@ class SplitTensor:
         return next((span.dtype for vector in self.vectors for span in vector if span.numel), torch.float32)
 
     def spans(self, start: int, numel: int) -> Iterator[FileSpan]:
-        """The ranges of files that have the elements `start` to `start + numel` of the flattened tensor, in order."""
+        """Yield the ranges of files with the elements `start` to `start + numel` of the flattened tensor, in order."""
         end = start + numel
         while start < end:
             index, skipped = divmod(start, self.slice_numel)
@@ -147,7 +150,7 @@ _STAND_INS = (
     (Inert, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
     (InertInt, "deepspeed.runtime.zero.config.ZeroStageEnum"),
 )
-"""Names of DeepSpeed classes in its checkpoint files, each with the placeholder that replaces it."""
+"""DeepSpeed classes that its checkpoint files name, each with the placeholder that replaces it."""
 _RANK_FILE = re.compile(
     r"(?P<bf16>bf16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_?(?P<kind>model|optim)_states\.pt"
 )
@@ -163,7 +166,7 @@ _UNSUPPORTED_LAYOUTS = (
     (re.compile(r"offloaded_tensors"), "the optimizer was offloaded to NVMe, and its values are in .swp files"),
     (re.compile(r"zero"), "it is a universal checkpoint"),
 )
-"""Patterns of file names by which unsupported layouts of a checkpoint are recognised, each with its meaning."""
+"""Patterns of file names by which unsupported checkpoint layouts are recognised, each with its meaning."""
 _MODEL_KEYS, _OPTIM_KEYS = ("module", "buffer_names", "dp_world_size"), ("optimizer_state_dict",)
 _AUTOEP_KEYS = ("ds_autoep_layers", "autoep_layers")
 _PREFIXES = ("module.", "lm.")
@@ -211,14 +214,13 @@ def read_deepspeed_checkpoint(folder: Path) -> TensorSource:
 
 @dataclass(frozen=True)
 class _States:
-    """The contents of a file with model or optimizer states, with tensors on the meta device."""
+    """Contents of a file of model or optimizer states, with tensors on the meta device."""
 
     file: DataFile
     values: dict[str, Any]
 
     @classmethod
     def read(cls, path: Path, *, keys: Collection[str]) -> "_States":
-        """Load the file at `path`. ExportError if one of `keys` is missing in it."""
         values = load_values(path, _STAND_INS)
         absent = sorted(set(keys) - values.keys())
         if absent:
@@ -248,7 +250,7 @@ def _step_folder(folder: Path) -> Path:
 def _read_ranks(
     step: Path, kind: str, keys: Collection[str], num_ranks: Callable[[_States], int], absent: ExportError
 ) -> list[_States]:
-    """Load the model or optimizer state files (`kind`) of all data-parallel ranks. The first file says how many ranks
+    """Load the model or optimizer state files (`kind`) of all data-parallel ranks; the first file says how many ranks
     there are. Raises the error `absent` if there is no such file.
     """
     matches = ((path, _RANK_FILE.fullmatch(path.name)) for path in step.iterdir())
@@ -315,7 +317,7 @@ def _trained_weights(step: Path, model: Sequence[_States], optim: Sequence[_Stat
 def _stage_3_weights(
     step: Path, groups: Sequence[Mapping[str, Sequence[int]]], optim: Sequence[_States]
 ) -> Iterator[_NamedTensor]:
-    """Weights at ZeRO stage 3: each rank's flat vector has a slice of every parameter, and is cut into sub-groups."""
+    """Yield weights of ZeRO stage 3, where a rank's flat vector has a slice of every parameter, in sub-groups."""
     vectors = [[states.span(flat) for flat in _zero(states)["fp32_flat_groups"]] for states in optim]
     offset = 0
     for name, shape in ((name, tuple(shape)) for group in groups for name, shape in group.items()):
@@ -328,8 +330,8 @@ def _stage_3_weights(
 def _stage_1_and_2_weights(
     step: Path, groups: Sequence[Mapping[str, Sequence[int]]], optim: Sequence[_States]
 ) -> Iterator[_NamedTensor]:
-    """Weights at ZeRO stages 1 and 2: each parameter group is a flat vector, partitioned over the ranks. Its parameters
-    follow in order, each followed by the padding that the state file names.
+    """Yield weights of ZeRO stages 1 and 2, where each parameter group is a flat vector that is partitioned over the
+    ranks. Its parameters follow in order, each followed by the padding that the state file names.
     """
     paddings = _zero(optim[0]).get("param_alignment_paddings") or [[0] * len(group) for group in groups]
     flats = [_zero(states)["single_partition_of_fp32_groups"] for states in optim]
@@ -347,7 +349,7 @@ def _stage_1_and_2_weights(
             numel = math.prod(shape)
             yield name, SplitTensor(tuple(shape), [vector], offset, numel)
             offset += numel + int(padding)
-        # The end of the vector may be padded to a multiple of 2 x ranks (zero_to_fp32.py:364-381).
+        # A group's vector may be padded at its end to a multiple of 2 x ranks (zero_to_fp32.py:364-381).
         align = 2 * len(optim)
         present, expected = (align * math.ceil(numel / align) for numel in (numel_of(vector), offset))
         _check_count(step, [present], [expected], "elements")
@@ -363,8 +365,8 @@ def _check_count(step: Path, present: Sequence[int], expected: Sequence[int], un
 
 
 def _frozen_weights(model: Sequence[_States]) -> Iterator[_NamedTensor]:
-    """Frozen parameters, which have no optimizer state. At ZeRO stage 3 they are stored in slices, at stage 2 as full
-    tensors, and at stage 1 only in the entry `module` of the model states.
+    """Yield frozen parameters, which have no optimizer state. At ZeRO stage 3 they are stored in slices, at stage 2 as
+    full tensors, and at stage 1 only in the entry `module` of the model states.
     """
     values = model[0].values
     sliced = values.get("frozen_param_fragments") or {}

@@ -38,8 +38,8 @@ from ds_finetune.model.weights.names import hub_pieces, is_adapter, weight_of
 
 
 def read_checkpoint(folder: Path) -> tuple[TensorSource, frozenset[str]]:
-    """Open the fp32 weights and buffers of a run's checkpoint. Returns them and the names of the buffers.
-    CheckpointError if a part file of the checkpoint is missing, and on reading elements that no part file has.
+    """Open the fp32 weights and buffers of a run's checkpoint. Also returns the names of the buffers. CheckpointError
+    if a part file of the checkpoint is missing, and on reading elements that no part file has.
     """
     manifest = Manifest.read(folder)
     if manifest.absent_parts:
@@ -83,14 +83,12 @@ class OpenedSource:
     record: ExportRecord | None = None
     """Verification record of the run's own export of the same weights, if there is one."""
     hub: HubFolder | None = None
-    """The opened Hugging Face folder of the model, or of the base model of adapters; None for other sources."""
+    """Opened Hugging Face folder of the model, or of the adapters' base model; None for other sources."""
     base: Path | None = None
     """Folder of the base model from which training started, if it is known and on this machine."""
     why_no_base: str = "no --base was given"
     has_own_config: bool = False
-    """Whether only the source's own config.json and tokenizer fit, because its vocabulary is larger than the base
-    model's or it is a classifier.
-    """
+    """Whether only the source's own config.json and tokenizer fit: it is a classifier or has a larger vocabulary."""
 
     @property
     def is_model(self) -> bool:
@@ -99,7 +97,7 @@ class OpenedSource:
 
 
 def open_deepspeed(path: Path, _: Path | None) -> OpenedSource:
-    """Open a checkpoint in DeepSpeed's own format. The Hugging Face Trainer also writes a config.json to its folder."""
+    """Open a checkpoint in DeepSpeed's own format, beside which the Hugging Face Trainer also writes a config.json."""
     return OpenedSource(
         read_deepspeed_checkpoint(path), (path,) if (path / "latest").is_file() else (path, path.absolute().parent)
     )
@@ -132,7 +130,7 @@ def open_checkpoint(path: Path, base: Path | None) -> OpenedSource:
     lora, dtype = LoraConfig.model_validate(state.config["lora"] or {}), PRECISION_DTYPES[train["precision"]]
 
     def factors(weight: str) -> Factors:
-        """The LoRA adapter of `weight`, rounded to the dtype in which training computed with it."""
+        """LoRA factors of `weight`, rounded to the dtype in which training computed with them."""
         a, b = (
             source.read(name, 0, prod(source.shapes[name])).view(source.shapes[name]).to(dtype)
             for name in (sides[weight, s] for s in "AB")
@@ -214,7 +212,7 @@ def check_base(digest: str, folder: Path, *, label: str) -> None:
 
 @dataclass(frozen=True)
 class _Adapters:
-    """LoRA adapters of a model: the `names` of the adapted weights, and a function from a name to its adapter."""
+    """LoRA adapters of a model: names of the adapted weights, and a function from a name to its adapter."""
 
     names: Collection[str]
     factors: Callable[[str], Factors]
@@ -225,13 +223,13 @@ class _Adapters:
 def _merged_source(
     base: TensorSource, adapters: _Adapters, family: Family, *, label: str, without: Collection[str] = ()
 ) -> TensorSource:
-    """The tensors of `base` without the names in `without`, with `adapters` merged in fp32. The adapters of the last
-    few weights are cached. ExportError if an adapter does not fit the base.
+    """The tensors of `base` without the names in `without`, with `adapters` merged in fp32. Adapters of the last few
+    weights are cached. ExportError if an adapter does not fit the base.
     """
     factors = lru_cache(maxsize=8)(lambda name: adapters.factors(name).as_stored(name, family))
 
     def pieces_of(name: str, shape: tuple[int, ...]) -> list[tuple[str, int, tuple[int, ...]]]:
-        """Tensors of the base folder that make up the tensor `name`, as (key, index of first element, shape)."""
+        """Published tensors that make up the tensor `name` of the base, as (key, index of first element, shape)."""
         if name in base.shapes:
             return [(name, 0, shape)]
         return [(piece.key, piece.first_element(shape), piece.shape) for piece in hub_pieces(name, shape, family)]

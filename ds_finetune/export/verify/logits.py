@@ -23,8 +23,8 @@ _LIMIT_16_BIT, _NOISE_FACTOR, _HIGHEST_LIMIT = 1e-3, 3.0, 0.05
 _NOISE_FACTOR_FP8, _HIGHEST_LIMIT_FP8 = 2.0, 0.15
 _QUANTILE = 0.9
 _PADDED_LIMIT = 1e-4
-"""Allowed difference in fp32 between a classifier's logits of a padded batch and of the same texts one by one, relative
-to the largest logit.
+"""Largest difference, relative to the largest logit, between a classifier's fp32 logits of a padded batch and single
+texts.
 """
 _POLL_SECONDS = 0.5
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -36,13 +36,13 @@ class LoadedFolder:
 
     report: Mapping[str, Any] = field(default_factory=dict)
     logits: Floats | None = None
-    """Sampled logits in the folder's dtype; for an FP8 folder in bf16."""
+    """Sampled logits in the exported folder's dtype; for an FP8 folder in bf16."""
     fp32: Floats | None = None
     """Sampled logits of the export's weights, computed in fp32; None if the export itself is in fp32."""
     perturbed: Floats | None = None
-    """fp32 logits of an FP8 folder whose FP8 numbers were each moved at random within their rounding."""
+    """Logits in fp32 of an FP8 folder whose FP8 numbers were each moved at random within their rounding."""
     padded: Floats | None = None
-    """fp32 logits of a classifier, computed in one padded batch of all prompts."""
+    """Logits in fp32 of a classifier, computed in one padded batch of all prompts."""
     failure: str = ""
 
     @classmethod
@@ -78,14 +78,14 @@ def load_folders(folders: Sequence[Path]) -> Iterator[tuple[Path, LoadedFolder]]
 
 
 def _other_type(folder: Path) -> tuple[dict[str, Any], dict[str, str]] | None:
-    """The config.json of a folder for the classes by which the installed transformers builds its model type, and how
-    these classes rename its tensors. None if transformers knows the model type.
+    """For a model type unknown to the installed transformers: the folder's config.json for classes that fit, and how
+    these classes rename its tensors. None for a known model type.
     """
     try:
         tree = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         name = str(tree.get("model_type"))
     except (OSError, ValueError, AttributeError):
-        # The process that loads the folder reports what is wrong with config.json.
+        # A broken config.json is reported by the process that loads the folder.
         return None
     if name not in OWN_TYPES:
         return None
@@ -108,7 +108,9 @@ def _run(command: list[str], environ: dict[str, str], line: PhaseLine) -> subpro
 
 
 def compare_logits(record: ExportRecord, loaded: LoadedFolder) -> tuple[list[str], list[str]]:
-    """Compare a folder's logits with its verification record's. Returns lines on differences and what was compared."""
+    """Compare an export's logits with its verification record; returns lines on differences, and on what was
+    compared.
+    """
     report, logits = loaded.report, loaded.logits
     assert logits is not None
     name = f"{report['versions']} in {report['dtype']} on {report['device']}, without ds_finetune"
@@ -136,9 +138,10 @@ def compare_logits(record: ExportRecord, loaded: LoadedFolder) -> tuple[list[str
 
 
 def compare_padding(record: ExportRecord, loaded: LoadedFolder) -> tuple[list[str], list[str]]:
-    """Compare a classifier's logits of a padded batch with logits of single texts. Returns lines on differences and on
-    what was compared. transformers takes the last token that is not padding, so a padding token that may end a text
-    would change logits.
+    """Compare a classifier's logits of a padded batch with logits of single texts. Returns lines on differences, and on
+    what was compared.
+
+    transformers takes the last token that is not padding, so a padding token that may end a text would change logits.
     """
     one_by_one = loaded.logits if loaded.fp32 is None else loaded.fp32
     assert one_by_one is not None
@@ -150,7 +153,9 @@ def compare_padding(record: ExportRecord, loaded: LoadedFolder) -> tuple[list[st
 
 
 def compare_tokens(record: ExportRecord, loaded: LoadedFolder) -> tuple[list[str], list[str]]:
-    """Compare an exported tokenizer's token ids with its folder's record. Returns lines on differences and matches."""
+    """Compare an exported tokenizer's ids with its verification record; returns lines on differences, and on
+    matches.
+    """
     count = len(record.texts)
     if not count:
         return [], []
@@ -176,7 +181,7 @@ def compare_tokens(record: ExportRecord, loaded: LoadedFolder) -> tuple[list[str
 
 
 def _compare_with_run(record: ExportRecord, expected: Floats, loaded: LoadedFolder, logits: Floats) -> tuple[bool, str]:
-    """Compare an export's logits with the recorded ones. Returns whether 90% of positions match, and a line on it."""
+    """Compare logits with the recorded ones. Returns whether nine tenths of the positions match, and a line on it."""
     compared = logits if loaded.perturbed is None or loaded.fp32 is None else loaded.fp32
     deviation, limit = deviations(compared, expected, record.lengths()), _limit(record, loaded, logits)
     high = float(np.quantile(deviation, _QUANTILE))
@@ -188,7 +193,7 @@ def _compare_with_run(record: ExportRecord, expected: Floats, loaded: LoadedFold
 
 
 def _limit(record: ExportRecord, loaded: LoadedFolder, logits: Floats) -> float:
-    """The deviation of logits that nine tenths of the positions must not exceed."""
+    """Deviation of logits that nine tenths of the positions must not exceed."""
     lengths, fp32 = record.lengths(), logits if loaded.fp32 is None else loaded.fp32
     rounding = deviations(logits, fp32, lengths)
     if loaded.perturbed is not None:

@@ -26,8 +26,7 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    # Before the slow imports, PR_SET_PDEATHSIG of prctl(2) makes this process end when the process that started it
-    # ends.
+    # PR_SET_PDEATHSIG of prctl(2) ends this process with its parent; it is set before the slow imports.
     ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != int(sys.argv[1]):
         sys.exit("the process that started this one has ended")
@@ -243,8 +242,8 @@ def _sampled_logits(model: PreTrainedModel, record: dict[str, Any]) -> np.ndarra
 
 
 def _count_reached_experts(model: PreTrainedModel) -> list[tuple[set[int], int]]:
-    """Record which experts tokens reach from now on: for each layer with routed experts, their set and the number of
-    experts. In transformers 5, fused experts are [experts, rows, columns].
+    """Record from now on which experts the tokens reach: for each layer with routed experts, their set and the number
+    of experts. In transformers 5, fused experts are [experts, rows, columns].
     """
     layers = []
     for module in model.modules():

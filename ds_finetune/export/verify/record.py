@@ -21,9 +21,8 @@ from ds_finetune.errors import ExportError
 from ds_finetune.export.output_folder import RECORD
 
 UNVERIFIED = "UNVERIFIED"
-"""Name of the file that marks an exported folder as not verified. It contains the reason."""
+"""File that marks an exported folder as not verified. It contains the reason."""
 PROMPT_TOKENS = 32
-"""Maximum number of tokens of a prompt."""
 _SAMPLED_LOGITS = 512
 """Approximate number of logits recorded per position, so that 512 positions sample a head of 260,000 rows."""
 _FORMAT = 1
@@ -47,9 +46,9 @@ class Digest:
     """Digest of a tensor's bytes, computed from digests of the segments in which the tensor was written."""
 
     runs: tuple[tuple[int, int], ...]
-    """Lengths of the segments, run-length encoded: (elements, number of consecutive segments of that length)."""
+    """Lengths of a tensor's segments, run-length encoded: (elements, number of consecutive segments of that length)."""
     value: str
-    """xxh3 digest of the concatenated digests of the segments."""
+    """xxh3 digest of the concatenated digests of the tensor's segments."""
 
     @classmethod
     def of(cls, segments: Iterable[tuple[int, int]]) -> "Digest":
@@ -68,9 +67,10 @@ class Digest:
 
 @dataclass(frozen=True)
 class ExportRecord:
-    """The verification record of an export: digests of its tensors, and sampled logits of fixed prompts. Position n,
-    counted over all prompts, has the logits n % stride, n % stride + stride, ..., so that all positions together sample
-    every row of the language-model head.
+    """The verification record of an export: digests of its tensors, and sampled logits of fixed prompts.
+
+    Position n, counted over all prompts, has the logits n % stride, n % stride + stride, ..., so that all positions
+    together sample every row of the language-model head.
     """
 
     base: str
@@ -79,11 +79,10 @@ class ExportRecord:
     """Dtype in which the recorded logits were computed."""
     vocab_size: int
     prompts: tuple[tuple[int, ...], ...]
-    """Token ids of each prompt."""
     step: int | None = None
-    """Number of optimizer steps for which the model was trained; None if unknown."""
+    """Number of optimizer steps for which the exported model was trained; None if unknown."""
     logits: Floats | None = None
-    """Sampled logits of all positions, in order, flat; None if no run recorded them."""
+    """Sampled logits of all positions of the prompts, in order, flat; None if no run recorded them."""
     digests: Mapping[str, Digest] | None = None
     """Digests of the exported tensors, by their names in the files."""
     num_labels: int | None = None
@@ -96,7 +95,7 @@ class ExportRecord:
     """Token ids of `texts` as a user's message in the chat template, up to the answer."""
 
     def with_tokens(self, prompts: PromptFormat, tokenizer: PreTrainedTokenizerBase) -> "ExportRecord":
-        """This record of a language model's export, with token ids of sample texts in the format `prompts` added."""
+        """Copy this record of a language model's export with token ids of sample texts in the format `prompts`."""
         texts = tuple(PROBES.values())
         chats = tuple(tuple(prompts.chat_ids(tokenizer, text)) for text in texts)
         return replace(
@@ -113,7 +112,7 @@ class ExportRecord:
 
     @property
     def num_positions(self) -> int:
-        """Number of positions with logits: one per token of the prompts, or for a classifier one per prompt."""
+        """Number of recorded positions: one per token of the prompts, or for a classifier one per prompt."""
         return len(self.prompts) if self.num_labels else sum(len(prompt) for prompt in self.prompts)
 
     def lengths(self) -> list[int]:
@@ -123,7 +122,7 @@ class ExportRecord:
         return [len(range(number % self.stride, self.vocab_size, self.stride)) for number in range(self.num_positions)]
 
     def write(self, folder: Path) -> None:
-        """Write the file RECORD to `folder`, and mark the folder as not yet verified."""
+        """Write the verification record to `folder`, and mark the folder as not yet verified."""
         tree = asdict(replace(self, logits=None, digests=None))
         logits = None if self.logits is None else base64.b64encode(self.logits.astype("<f4").tobytes()).decode()
         digests = {key: [digest.runs, digest.value] for key, digest in (self.digests or {}).items()}
@@ -135,7 +134,7 @@ class ExportRecord:
 
     @classmethod
     def read(cls, folder: Path) -> "ExportRecord":
-        """Read the file RECORD of `folder`. ExportError if it is missing, damaged or of another format."""
+        """Read the verification record of `folder`. ExportError if it is missing, damaged or of another format."""
         try:
             tree: dict[str, Any] = json.loads((folder / RECORD).read_text(encoding="utf-8"))
             return cls._of(tree)
@@ -169,13 +168,14 @@ class ExportRecord:
 
 
 def sampling_stride(vocab_size: int) -> int:
-    """Distance between the sampled logits of one position of a language model."""
+    """Distance between the recorded logits of one position of a language model."""
     return -(-vocab_size // _SAMPLED_LOGITS)
 
 
 def fixed_prompts(vocab_size: int, tokenizer: PreTrainedTokenizerBase | None) -> tuple[tuple[int, ...], ...]:
-    """Eight prompts of `PROMPT_TOKENS` random token ids, and the first tokens of eight short texts. Each call returns
-    the same prompts. Texts for which the tokenizer gives no tokens, e.g. in an unknown script, are left out.
+    """Make eight prompts of `PROMPT_TOKENS` random token ids, and prompts of the first tokens of eight short texts.
+    Each call returns the same prompts. Texts for which the tokenizer gives no tokens, e.g. in an unknown script, are
+    left out.
     """
     texts = [] if tokenizer is None else tokenizer(list(TEXTS))["input_ids"]
     return (*_random_prompts(vocab_size), *(tuple(ids[:PROMPT_TOKENS]) for ids in texts if ids))
@@ -187,15 +187,15 @@ def _random_prompts(vocab_size: int) -> list[tuple[int, ...]]:
 
 
 def classifier_prompts(vocab_size: int, *, pad: int | None, ending: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Eight prompts of random token ids for a classifier, without the padding token `pad` and of different lengths.
-    Each is followed by the tokens `ending`, which end texts in training.
+    """Make eight prompts of random token ids for a classifier, without the padding token `pad` and of different
+    lengths. Each is followed by the tokens `ending`, which end texts in training.
     """
     shortened = (prompt[: PROMPT_TOKENS - 3 * number] for number, prompt in enumerate(_random_prompts(vocab_size)))
     return tuple((*(token for token in prompt if token != pad), *ending) for prompt in shortened)
 
 
 def sampled_logits(logits: Iterable[torch.Tensor], prompts: Sequence[Sequence[int]], vocab_size: int) -> Floats:
-    """Select the sampled logits from `logits`, one [tokens, vocabulary] tensor per prompt; flat, in order."""
+    """Select the logits to record from `logits`, one [tokens, vocabulary] tensor per prompt; flat, in order."""
     stride = sampling_stride(vocab_size)
     starts = accumulate((len(prompt) for prompt in prompts), initial=0)
     parts: list[Floats] = []

@@ -27,8 +27,8 @@ from ds_finetune.plan.config_json import MAX_LAYERS
 
 
 def read_tensor_table(folder: Path) -> dict[str, StoredTensor]:
-    """The tensors in a folder's safetensors files, by name. ExportError if a header is damaged. A file may be shorter
-    than its header says; then the digests of its tensors differ.
+    """Read the table of tensors in a folder's safetensors files, by name. ExportError if a header is damaged. A file
+    may be shorter than its header says; then the digests of its tensors differ.
     """
     table = {}
     for path in sorted(folder.glob("*.safetensors")):
@@ -44,7 +44,7 @@ def read_tensor_table(folder: Path) -> dict[str, StoredTensor]:
 
 
 def changed_tensors(tensors: Mapping[str, StoredTensor], record: ExportRecord) -> list[str]:
-    """Lines on tensors that are missing, added or changed in comparison with `record`."""
+    """Lines on tensors that are missing, added or changed in comparison with the verification `record`."""
     digests = record.digests or {}
     absent = sorted(digests.keys() - tensors.keys())
     added = sorted(tensors.keys() - digests.keys())
@@ -62,8 +62,8 @@ def changed_tensors(tensors: Mapping[str, StoredTensor], record: ExportRecord) -
 
 
 def digest_of(data: NDArray[np.uint8], tensor: StoredTensor, *, like: Digest) -> Digest:
-    """The digest of a tensor in a file with the bytes `data`, computed segment by segment as the recorded digest
-    `like`. If the file is too short, only the bytes that exist are digested.
+    """Compute the digest of a tensor in a file with the bytes `data`, in the segments of the recorded digest `like`. If
+    the file is too short, only the bytes that exist are digested.
     """
     begin, segments = tensor.begin, []
     for numel in like.lengths():
@@ -76,7 +76,7 @@ def digest_of(data: NDArray[np.uint8], tensor: StoredTensor, *, like: Digest) ->
 def compare_with_base(
     tensors: Mapping[str, StoredTensor], base_tensors: Mapping[str, StoredTensor], base: Path
 ) -> list[str]:
-    """Lines on names, shapes and dtypes that differ from the base model's tensors, or a line that none differs."""
+    """Lines on names, shapes and dtypes that differ from the base model's tensors, or a line that says none differs."""
     if not base_tensors:
         return [f"names are not compared with the base's: `{base}` has no safetensors weights here"]
     common = sorted(tensors.keys() & base_tensors.keys())
@@ -99,31 +99,31 @@ def compare_with_base(
 
 
 def first_names(names: Sequence[str], shown: int = 10) -> str:
-    """The first names of a list as text for a message, followed by `...` if there are more than `shown`."""
+    """Join the first names of a list for a message, followed by `...` if there are more than `shown`."""
     return ", ".join(names[:shown]) + (" ..." if len(names) > shown else "")
 
 
 _MEMORY_FP8, _MEMORY_FP32, _MEMORY_16_BIT = 6.0, 1.2, 2.4
-"""Memory for loading a folder, relative to the size of its files. FP8 weights are dequantised to fp32 and joined as
-bf16; 16-bit weights are loaded and then cast to fp32.
+"""Memory for loading an exported folder, relative to the size of its files. FP8 weights are dequantised to fp32 and
+joined as bf16; 16-bit weights are loaded and then cast to fp32.
 """
 
 
 @dataclass(frozen=True)
 class VerificationResult:
-    """The result of verifying the exported `folder`."""
+    """Result of verifying the exported `folder`."""
 
     folder: Path
     problems: tuple[str, ...] = ()
     """Lines for the user on differences from the trained model; empty if there are none."""
     lines: tuple[str, ...] = ()
-    """Lines for the user on what was compared."""
+    """Lines for the user on what verification compared."""
     skipped: str = ""
-    """Why the folder could not be loaded on this machine; empty if it was loaded."""
+    """Why the exported folder could not be loaded on this machine; empty if it was loaded."""
 
     @property
     def is_verified(self) -> bool:
-        """Whether the folder was compared completely and no difference was found."""
+        """Whether the exported folder was compared completely and no difference was found."""
         return not self.problems and not self.skipped
 
 
@@ -155,7 +155,7 @@ class SignalInterruption:
             raise KeyboardInterrupt
 
     def check(self, unverified: Sequence[Path]) -> None:
-        """If a signal has arrived, raise a VerificationError that lists the `unverified` folders, if any."""
+        """Raise a VerificationError that lists the `unverified` folders, if a signal has arrived."""
         if self.name and unverified:
             raise VerificationError(
                 f"{self.name} ended the verification: these folders are complete but not verified: "
