@@ -5,10 +5,12 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from tests.conftest import ROOT
 
@@ -185,3 +187,38 @@ def test_the_suite_runs_on_cpus_beside_gpus(tmp_path: Path, script: str, wanted:
     environ |= {} if wanted is None else {"DS_ACCELERATOR": wanted}
     subprocess.run(["bash", tmp_path / "scripts" / script], env=environ, capture_output=True, check=True)
     assert (tmp_path / "log").read_text() == f"{expected}\n"
+
+
+OTHER_PYTHON = """
+case "$*" in
+*"sysconfig"*) mkdir -p site; echo "$PWD/site" ;;
+*"print(version("*) echo 2.13.0 ;;
+"-m venv"*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
+"-m pip"*) cat .cache/next_versions/kept.txt .cache/next_versions/wanted.txt > installed ;;
+*check_citations.py) ;;
+"-m pytest"*) echo "$*" > tested; printf '/test_x.py:3: AssertionError: 1 is not 2\\nFAILED test_x.py::test_x\\n1 failed\\n'; exit 1 ;;
+*) exec REAL "$@" ;;
+esac
+"""
+
+
+def test_other_releases_are_tried_with_all_extras_and_failures_have_their_reasons(tmp_path: Path) -> None:
+    (tmp_path / "scripts").mkdir()
+    for name in ("scripts/next_versions.sh", "pyproject.toml", "constraints.txt"):
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    python = OTHER_PYTHON.replace("REAL", sys.executable)
+    environ = _tools(tmp_path / "bin", python3=python) | {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    command = ["bash", tmp_path / "scripts" / "next_versions.sh", "newest"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    assert "/test_x.py:3: AssertionError: 1 is not 2\nFAILED test_x.py::test_x\n1 failed\nTESTS FAILED\n" in done.stdout
+    assert {f"tests/{name}" for name in ("engine", "export", "parity", "trainer")} < set(
+        (tmp_path / "tested").read_text().split()
+    )
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"].values()
+    names = {Requirement(line).name for lines in (project["dependencies"], *extras) for line in lines}
+    torch, *installed = map(Requirement, (tmp_path / "installed").read_text().splitlines())
+    assert str(torch) == "torch==2.13.0"
+    assert {each.name for each in installed} == names - {"torch", "ds_finetune"}
+    assert not any(each.specifier for each in installed), "the newest, whatever pyproject.toml allows"
