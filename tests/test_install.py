@@ -189,6 +189,29 @@ def test_the_suite_runs_on_cpus_beside_gpus(tmp_path: Path, script: str, wanted:
     assert (tmp_path / "log").read_text() == f"{expected}\n"
 
 
+@pytest.mark.parametrize(
+    ("script", "arguments", "option", "of_pytest"),
+    [
+        (".ci/run", [], "--system-packages", "--durations=15"),
+        ("scripts/test.sh", ["--system-packages", "-k", "one"], "--system-packages", "-k one"),
+        ("scripts/test.sh", ["-k", "one"], "", "-k one"),
+    ],
+)
+def test_only_the_flag_that_ci_gives_asks_for_system_packages(
+    tmp_path: Path, script: str, arguments: list[str], option: str, of_pytest: str
+) -> None:
+    for path in (tmp_path / "scripts" / "test.sh", tmp_path / ".ci" / "run"):
+        path.parent.mkdir()
+        path.write_bytes((ROOT / path.relative_to(tmp_path)).read_bytes())
+    (tmp_path / "scripts" / "install.sh").touch()
+    (tmp_path / "scripts" / "system_packages.sh").write_text(f'echo "$1" > {tmp_path}/option')
+    python = f'case "$*" in *pytest*) echo "$*" > {tmp_path}/log ;; esac'
+    environ = _tools(tmp_path / "bin", python=python, **{name: "exit 0" for name in ("ruff", "mypy", "lint-imports")})
+    subprocess.run(["bash", tmp_path / script, *arguments], env=environ, capture_output=True, check=True)
+    assert (tmp_path / "option").read_text().strip() == option
+    assert (tmp_path / "log").read_text().strip().endswith(of_pytest)
+
+
 OTHER_PYTHON = """
 case "$*" in
 *"sysconfig"*) mkdir -p site; echo "$PWD/site" ;;
