@@ -69,7 +69,7 @@ QWEN3_NEXT |= {"shared_expert_intermediate_size": 24}
 MIXTRAL: Config = {**DENSE, "intermediate_size": 16, "num_local_experts": 8, "num_experts_per_tok": 2}
 """Tiny model with grouped-query attention and routed experts in every layer."""
 OLMOE: Config = {**DENSE, "intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2, "eos_token_id": None}
-"""Tiny model with routed experts in every layer, whose routing weights do not sum to 1. The RMSNorm of queries and keys
+"""Tiny model with routed experts in every layer. Routing weights do not sum to 1, and the RMSNorm of queries and keys
 spans all heads.
 """
 MINIMAX_M2: Config = {**MIXTRAL, "head_dim": 16}

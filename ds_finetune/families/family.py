@@ -54,8 +54,8 @@ DEEPSEEK_V4_RENAMES: Renames = (
     (r"\.mlp\.", ".ffn."),
 )
 """Rules from the names of DeepSeek-V4's tensors in transformers 5.23 to published names
-(conversion_mapping.py:649-686). They also accept names as transformers saves them: with the prefix `model.`, and
-`attn.norm` instead of `attn.kv_norm`.
+(conversion_mapping.py:649-686). They also accept the names under which transformers saves: with the prefix `model.`,
+and `attn.norm` instead of `attn.kv_norm`.
 """
 
 
@@ -71,7 +71,7 @@ EXAONE_RENAMES: Renames = (
     (".mlp.up_proj.", ".mlp.c_fc_1."),
     (".mlp.down_proj.", ".mlp.c_proj."),
 )
-"""Rules from names of Llama's tensors to published names of EXAONE 3 (transformers 5.24, conversion_mapping.py)."""
+"""Rules from the names of Llama's tensors to published names of EXAONE 3 (transformers 5.24, conversion_mapping.py)."""
 
 
 @dataclass(frozen=True)
@@ -83,19 +83,19 @@ class NewerType:
     since: str
     """First release of transformers that has the model type."""
     keys: Mapping[str, str]
-    """Keys of the published config.json, each with the key by which the classes of `Family.built_as` call it."""
+    """Keys of the published config.json, each with the name that the classes of `Family.built_as` use for it."""
     defaults: Mapping[str, Any]
     """Values of config.json keys that newer transformers use for the model type if its config.json lacks the keys."""
     unused: tuple[str, ...] = ()
     """Keys of the published config.json that are removed, as classes of `Family.built_as` read them differently."""
 
     def older_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Translate a published config.json for the classes of `Family.built_as`. It keeps its model type."""
+        """Translate a published config.json for the classes of `Family.built_as`. The model type stays."""
         older = {self.keys.get(key, key): config[key] for key in config if key not in self.unused}
         for section in ("rope_scaling", "rope_parameters"):
             rope = older.get(section)
             if isinstance(rope, Mapping) and "deepseek_yarn" in (rope.get("type"), rope.get("rope_type")):
-                # DeepSeek's name of YaRN (transformers 5.24, sarvam_mla/configuration_sarvam_mla.py).
+                # DeepSeek calls YaRN `deepseek_yarn` (transformers 5.24, sarvam_mla/configuration_sarvam_mla.py).
                 older[section] = {**{key: rope[key] for key in rope if key != "type"}, "rope_type": "yarn"}
         return {**self.defaults, **older}
 
@@ -105,13 +105,13 @@ class OnnxGraph:
     """How `export/onnx` writes a family: its kinds of attention, router and rotary embedding."""
 
     attention: Literal["latent", "grouped_query", "post_norm", "pre_norm"]
-    """Kind of attention. `post_norm` and `pre_norm` are for encoders that classify, with their norms after or before
+    """Kind of attention. `post_norm` and `pre_norm` are for encoders that classify, whose norms are after or before
     attention and MLP.
     """
     router: Literal["sigmoid", "softmax", "grouped_softmax"] | None = None
     """How a router turns logits into expert scores; None for a family without routed experts."""
     is_rotary_interleaved: bool = False
-    """Whether rotary embeddings always rotate adjacent columns, whatever `rope_interleave` in config.json says."""
+    """Whether rotary embeddings always rotate adjacent columns. config.json's `rope_interleave` is then ignored."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Gguf:
     name: str
     """llama.cpp's name of the model architecture."""
     computes: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """By config.json key, the values that llama.cpp supports, the usual one first. Other keys may have any value."""
+    """Supported values of config.json keys in llama.cpp, the usual value first. Other keys may have any value."""
     rotates_pairs: bool = False
     """Whether llama.cpp rotates adjacent columns of queries and keys; Llama 3's rotary scaling then works too."""
 
@@ -129,7 +129,7 @@ class Gguf:
 @dataclass(frozen=True)
 class RouterKind:
     """How a family's routers score experts. A router's forward returns logits [tokens, experts], and weights and
-    indices of the chosen experts, [tokens, chosen] each.
+    indices of the chosen experts, both [tokens, chosen].
     """
 
     scores: Literal["sigmoid", "softmax", "sqrtsoftplus"]
@@ -160,16 +160,16 @@ class Encoder:
     """How an encoder, a model with bidirectional attention, numbers positions and classifies documents."""
 
     head: tuple[str, ...]
-    """Modules that classify a document's pooled vector, in order, by their names in transformers. Modules that are
-    missing in the model's folder are randomly initialised.
+    """Modules that classify a document's pooled vector, in order, by their names in transformers. Modules that the
+    model's folder lacks are randomly initialised.
     """
     has_token_types: bool = False
-    """Whether a pair of texts is marked by token types: 0 for tokens of the first text, 1 for those of the second."""
+    """Whether token types mark the texts of a pair: 0 for tokens of the first text, 1 for tokens of the second."""
     positions_follow_padding: bool = False
     """Whether position numbers start at `pad_token_id` + 1 instead of 0, which leaves fewer positions for tokens."""
     pooling_key: str | None = None
-    """Key of config.json for the pooling of a document's hidden states into one vector: `cls` takes the first token's,
-    `mean` the mean over tokens. None: the family always takes the first token's.
+    """Key of config.json for the pooling of a document's hidden states into one vector: `cls` takes the first token's
+    state, `mean` the mean over tokens. With None the family always takes the first token's state.
     """
 
 
@@ -191,7 +191,7 @@ class Indexer:
     """Whether the indexer chooses compressed entries, means of several keys, instead of tokens (DeepSeek-V4)."""
 
     def longest_document(self, config: Mapping[str, Any]) -> int:
-        """Number of tokens up to which documents are so short that the indexer chooses all earlier tokens."""
+        """Maximum number of tokens of a document in which the indexer chooses all earlier tokens."""
         chosen = int(config["index_topk"])
         rate = entry_tokens(config) if self.chooses_entries else 1
         return chosen * rate + rate - 1
@@ -206,53 +206,52 @@ class Family:
 
     model_type: str
     is_generic: bool = False
-    """Whether the model type is not in the table of families, so that only what works for all models is supported."""
+    """Whether the model type is not in the table of families. Then only what works for all models is supported."""
     built_as: str | None = None
-    """For a model type unknown to transformers: the type whose classes build the model. Configurations and exports keep
-    the unknown type.
+    """The model type whose classes build a model of a type that transformers does not know. Configurations and exports
+    keep the unknown type.
     """
     newer: NewerType | None = None
-    """How older releases of transformers build a `built_as` type that newer releases have. None: no release has the
-    type.
+    """How older releases of transformers build a `built_as` type that newer releases know. None if no release knows it.
     """
 
     expert_keys: ExpertKeys | None = None
     """Keys of config.json with the number and size of routed experts; None for a family without routed experts."""
     fused_experts: bool = False
-    """Whether transformers 5 stores a layer's experts in one 3-D tensor, published checkpoints in a matrix per expert.
-    Experts then run as torch's grouped matrix product.
+    """Whether transformers 5 stores a layer's experts in one 3-D tensor, but published checkpoints in a matrix per
+    expert. Experts then run as torch's grouped matrix product.
     """
     transposed_experts: bool = False
     """Whether published checkpoints too have a layer's experts in one tensor [experts, inputs, outputs], with biases,
-    and with alternating columns of gate and up (gpt_oss).
+    and with alternating columns of gate and up projections (gpt_oss).
     """
     published_mlp: MlpNames = AS_BUILT
     """Names of MLPs and experts in the family's published checkpoints."""
     published_renames: Renames = ()
     """Further renames of tensors from transformers' names to published names."""
     drops_layers_beyond: bool = False
-    """Whether checkpoints' layers from number `num_hidden_layers` on (multi-token prediction) are not loaded."""
+    """Whether layers of a checkpoint from number `num_hidden_layers` on (multi-token prediction) are not loaded."""
     has_mtp: bool = False
     """Whether a multi-token prediction layer can be trained. In checkpoints it is the decoder layer `model.layers.N`
     with additional `enorm`, `hnorm`, `eh_proj` and `shared_head.norm`, counted by `num_nextn_predict_layers`.
     DeepSeek-V4's is `mtp.0` and has other modules (model/mtp.py).
     """
     may_be_unexpected: tuple[str, ...] = (r"\.rotary_emb\.inv_freq$",)
-    """Regular expressions of tensors in checkpoints that the model does not need."""
+    """Regular expressions for names of checkpoint tensors that the model does not need."""
     extends_context: bool = True
     """Whether `model.context` of run files is tested; not if config.json has another kind of rotary scaling."""
     fp32_buffers: tuple[str, ...] = ()
-    """Last parts of the names of buffers that stay in fp32, whatever the run's precision."""
+    """Last parts of the names of buffers that stay in fp32, whatever the run's precision is."""
     fp32_weights: str | None = None
-    """Regular expression of parameters that forwards use in fp32, whatever the run's precision. It matches names in the
-    model and in published checkpoints.
+    """Regular expression for names, in the model or in published checkpoints, of parameters that forwards use in fp32,
+    whatever the run's precision is.
     """
     fp8_linear: str | None = r"\.(self_attn|mlp)\.([\w.]+\.)?\w+_proj(_with_mqa)?\.weight$"
-    """Regular expression of the weights that published FP8 checkpoints quantise. The default is DeepSeek-V3's:
-    attention, MLPs and experts. None: the names of quantised weights are read from the base model instead.
+    """Regular expression for names of the weights that published FP8 checkpoints quantise. The default is
+    DeepSeek-V3's: attention, MLPs and experts. With None these names are read from the base model.
     """
     fp8_scale: str = ".weight_scale_inv"
-    """What follows a module's name in the name of the tensor with its FP8 or FP4 scales."""
+    """Suffix that turns a module's name into the name of the tensor with its FP8 or FP4 scales."""
     export_config: Mapping[str, object] = field(default_factory=dict)
     """Keys that servers need in config.json. Exports add them if the base model's config.json lacks them."""
 
@@ -268,8 +267,8 @@ class Family:
     (qwen2_moe/modeling_qwen2_moe.py:254).
     """
     has_state: bool = False
-    """Whether layers carry a recurrent state from token to token (gated delta nets). Attention by document resets it at
-    each document. Objectives that sample answers are not supported.
+    """Whether layers carry a recurrent state from token to token (gated delta nets). Attention by document resets the
+    state at each document. Objectives that sample answers are not supported.
     """
     normalises_over_heads: bool = False
     """Whether the RMSNorm of queries and keys spans all heads instead of each head."""
@@ -278,12 +277,12 @@ class Family:
     experts_class: str | None = None
     """Name of transformers' class of routed experts, which expert parallelism changes."""
     router: RouterKind | None = None
-    """How routers score experts. None if the load of the experts cannot be measured and balanced."""
+    """How routers score experts; None if the experts' load cannot be measured and balanced."""
     has_lora: bool = False
     """Whether LoRA is tested with the family."""
 
     fused: str = FUSED
-    """Text for users that says which operations fused kernels (`model.kernels`) compute. Empty if none."""
+    """Text for users on the operations that fused kernels (`model.kernels`) compute; empty if there are none."""
 
     encoder: Encoder | None = None
     """How an encoder numbers positions and classifies; None for causal models."""
@@ -307,7 +306,7 @@ class Family:
         return self.indexer is not None and ".self_attn." in name and ".indexer." in name
 
     def is_in_fp32(self, name: str) -> bool:
-        """Whether forwards use the parameter `name` in fp32, whatever the run's precision."""
+        """Whether forwards use the parameter `name` in fp32, whatever the run's precision is."""
         return self.fp32_weights is not None and re.search(self.fp32_weights, name) is not None
 
     def may_skip(self, key: str, *, layers: int) -> bool:

@@ -40,8 +40,8 @@ def entry_tokens(c: ModelConfig) -> int:
 
 
 def published_layers(c: ModelConfig) -> dict[str, Any]:
-    """Translate DeepSeek-V4's layer settings in `c`, a config.json of transformers 5.23, to published keys:
-    `compress_ratios`, `num_hash_layers` and `rope_scaling`.
+    """DeepSeek-V4's layer settings under published keys (`compress_ratios`, `num_hash_layers`, `rope_scaling`),
+    translated from `c`, a config.json of transformers 5.23.
     """
     kinds, rope = c.get("layer_types"), c.get("rope_parameters") or {}
     layers: dict[str, Any] = {}
@@ -84,7 +84,7 @@ class ExpertKeys:
     """Keys for the number of experts per layer: the published key first, then those that transformers saves."""
     per_token_key: str = "num_experts_per_tok"
     width_key: str = "moe_intermediate_size"
-    """Key for the inner width of an expert."""
+    """config.json key for the inner width of an expert."""
 
     def number(self, config: Mapping[str, Any]) -> int:
         """Number of experts per layer."""

@@ -14,8 +14,8 @@ _MLP = frozenset({"gate_proj", "up_proj", "down_proj"})
 _DENSE = _MLP | {"q_proj", "k_proj", "v_proj", "o_proj"}
 _MIXTURE = _DENSE | {"gate"}
 _LATENT = _MLP | {"gate", "q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"}
-"""Modules of latent attention whose adapters vLLM computes. `kv_b_proj` is left out: vLLM decodes with its weight as
-loaded (vllm/model_executor/layers/attention/mla_attention.py:1248), so its adapter would act in prefill only.
+"""Modules of latent attention whose adapters vLLM computes. `kv_b_proj` is left out, because vLLM decodes with its
+original weight (vllm/model_executor/layers/attention/mla_attention.py:1248), so an adapter would act in prefill only.
 """
 _COMPRESSED = frozenset({"attn.wq_a", "attn.wkv", "attn.wq_b", "attn.wo_b", "w1", "w2", "w3"})
 """Modules of DeepSeek-V4 whose adapters vLLM computes. Modules whose weights kernels read directly are left out:

@@ -1,4 +1,4 @@
-"""The table of model families. A new family needs an entry in this table, and code for capabilities that are new."""
+"""The table of model families. A new family needs an entry in this table, and code only for new capabilities."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -72,14 +72,13 @@ _DEEP = {"num_hidden_layers": 4}
 
 
 def _tiny(name: str, config: ModelConfig, *, in_standard_selftest: bool = False, **changes: ModelConfig) -> TinyModels:
-    """Tiny models of the family `name`: with the configuration `config`, and a variant for each keyword of changes."""
     variants = {f"{name}_{variant}": {**config, **changed} for variant, changed in changes.items()}
     return TinyModels(config, variants, in_standard_selftest=in_standard_selftest)
 
 
 _DENSE = Family("", parallel_axes=_DENSE_AXES, has_lora=True, onnx=OnnxGraph("grouped_query"))
 _TRAINED = replace(_DENSE, onnx=None, fp8_linear=None)
-"""Entry of the table for dense model types that are exported only as Hugging Face folders in 16 or 32 bits."""
+"""Table entry of dense model types that can be exported only as Hugging Face folders in 16 or 32 bits."""
 _MIXTURE = Family(
     "",
     fused_experts=True,
@@ -384,11 +383,11 @@ _ROWS = (
     replace(
         _TRAINED,
         model_type="gemma4_text",
-        # Checkpoints have unused key and value projections in layers that attend to keys and values of another layer.
+        # Checkpoints have unused key and value projections in layers that use the keys and values of another layer.
         may_be_unexpected=(r"\.self_attn\.([kv]_proj|[kv]_norm)\.weight$",),
         extends_context=False,
         fused="RMSNorm is one kernel, and rotary embedding and GELU are not",
-        # Pipeline stages are not supported: later ones would need the first stage's embeddings, keys and values.
+        # Later pipeline stages would need the first stage's embeddings, keys and values, which are not sent.
         parallel_axes=frozenset({"sp"}),
         tiny_models=TinyModels(GEMMA4, {"gemma4_text_inputs": GEMMA4_INPUTS, "gemma4_text_experts": GEMMA4_EXPERTS}),
     ),
@@ -441,8 +440,8 @@ FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ROWS}
 BUILT_AS: Mapping[str, str] = {name: family.built_as for name, family in FAMILIES.items() if family.built_as}
 """Model types unknown to transformers or to older releases, with the model type whose classes build the model."""
 TEXT_PARTS: Mapping[str, str] = {"qwen3_vl_text": "qwen3"}
-"""For the model type of a multimodal model's text part: the model type that is trained instead, because transformers
-has no causal LM for the former. On plain text both compute the same.
+"""The model type that is trained instead of the model type of a multimodal model's text part, for which transformers
+has no causal LM. Both types compute the same on plain text.
 """
 WITH_TINY_MODELS = tuple(name for name, family in FAMILIES.items() if family.tiny_models is not None)
 """Model types whose tiny models are compared with transformers."""

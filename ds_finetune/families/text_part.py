@@ -1,6 +1,6 @@
-"""The text part of a composite model (text with images or sound): its config.json section, and names of tensors.
+"""The text part of a composite model (text with images or sound): its config.json section, and names of its tensors.
 
-Only the text part is trained, as a model of the model type in that section.
+Only the text part is trained, as a model of its own type.
 """
 
 import re
@@ -25,7 +25,7 @@ def text_tree(tree: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def text_name(name: str) -> str | None:
-    """Name within the text part of a multimodal model's tensor or module `name`; None if it is in another part."""
+    """Name of a multimodal model's tensor or module within the text part; None if `name` is in another part."""
     if _HEAD.match(name):
         return _HEAD.sub("", name)
     return _BASE.sub("model.", name) if _BASE.match(name) else None

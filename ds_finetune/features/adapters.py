@@ -48,7 +48,7 @@ class AdapterFeature(Feature):
         return lora
 
     def install(self, lm: PreTrainedModel, placement: AdapterPlacement) -> None:
-        """Add LoRA adapters, after the weights are loaded: loading expects every parameter in the model's files."""
+        """Add LoRA adapters. Weights must be loaded already, because the model's files have no adapter parameters."""
         lora = self.settings
         start = None if lora.section.start is None else PeftAdapter.open(Path(lora.section.start))
         install_lora(
@@ -67,7 +67,7 @@ class AdapterFeature(Feature):
 
 
 def _check_start(folder: Path, lora: LoraPlan, family: Family) -> None:
-    """ConfigError if the adapter of `lora.start`, from which training starts, does not fit the section `lora`."""
+    """ConfigError if the adapter from which training starts (`lora.start`) does not fit the section `lora`."""
     try:
         adapter = PeftAdapter.open(folder)
     except ExportError as refused:
@@ -107,7 +107,7 @@ class FreezeFeature(Feature):
     @classmethod
     def planned(cls, run: RunSettings, hf_config: PretrainedConfig) -> FreezePlan | None:
         """Plan which parameters `train.only` or `train.freeze` freezes; None if neither is set. ConfigError if no
-        parameter would be trained, or if a new score head would be frozen as it was randomly initialised.
+        parameter would be trained, or if a new, randomly initialised score head would be frozen.
         """
         task, family = task_of(run.objective), family_of(hf_config.model_type)
         freezing = plan_freezing(run.train, read_tensors(hf_config, task).by_name)

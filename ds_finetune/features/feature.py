@@ -22,12 +22,12 @@ from ds_finetune.plan.settings import RunSettings
 
 @dataclass(frozen=True)
 class RankParts:
-    """What the engine passes to features: this rank's process groups, its device, and how to start a teacher."""
+    """What the engine gives to features: this rank's process groups, its device, and how to start a teacher."""
 
     groups: HeadGroups
     device: torch.device
     start_teacher: Callable[[], AbstractContextManager[Teacher | None]]
-    """Context in which the teacher of a distillation runs. It gives None on ranks that do not run the teacher."""
+    """Function that returns a context with the running teacher of a distillation; None on ranks that do not run it."""
 
 
 class Feature:
@@ -36,7 +36,7 @@ class Feature:
     name: ClassVar[str]
     """Key in `ModelPlan.features`. A feature of another package has this key in the run file's `features` too."""
     saves_frozen: bool = True
-    """Whether checkpoints save frozen parameters. False if they can be read from the model's folder."""
+    """Whether checkpoints save frozen parameters. If not, they are read from the model's folder."""
 
     @classmethod
     def planned(cls, run: RunSettings, hf_config: PretrainedConfig) -> object | None:
@@ -59,13 +59,13 @@ class Feature:
 
     @property
     def own_loss(self) -> str:
-        """Name of the feature's auxiliary loss if no other loss trains the parameters that the feature `owns`; else
-        empty. For clipping, those parameters get a gradient norm of their own.
+        """Name of the feature's auxiliary loss, if no other loss trains the parameters that the feature `owns`; else
+        empty. These parameters are then clipped by their own gradient norm.
         """
         return ""
 
     def complete(self, plan: Plan) -> Plan:
-        """Add to the run's plan what follows from the feature: which parameters it freezes, and notes for the user."""
+        """Add to the run's plan what the feature changes: which parameters it freezes, and notes for the user."""
         return plan
 
     def lines(self) -> list[tuple[str, str]]:
@@ -76,12 +76,12 @@ class Feature:
         return lines() if callable(lines) else []
 
     def open(self, parts: RankParts) -> AbstractContextManager[object]:
-        """Context of the feature that lasts as long as the engine. The engine enters it before it builds the model."""
+        """Context that the engine enters before it builds the model and leaves when the engine ends."""
         return nullcontext()
 
     def install(self, lm: PreTrainedModel, placement: AdapterPlacement) -> None:
         """Change this rank's shard of the model in place, after its weights are loaded, for example by adding adapters.
-        `placement` shards new parameters. Those that require a gradient are trained.
+        `placement` shards new parameters; new parameters that require a gradient are trained.
         """
 
     def owns(self, name: str) -> bool:

@@ -22,8 +22,8 @@ class IndexerLoss(ExtraLoss):
     """Auxiliary loss of indexers: for each query D_KL(p || softmax(I)), summed over indexers, averaged over all tokens.
 
     I are the indexer's scores of the tokens or compressed entries that the query may attend to. p is the attention's
-    distribution over these, summed over heads and normalised, without a gradient. An indexer that several layers share
-    gets the mean of its divergences from these layers' p (arXiv 2603.12201).
+    distribution over them, summed over heads and normalised, without a gradient. An indexer that several layers share
+    gets the mean of its divergences from the p of these layers (arXiv 2603.12201).
     """
 
     name = "indexer"
@@ -83,12 +83,12 @@ class IndexerFeature(Feature):
         return "" if self.settings.trains_only_indexers else IndexerLoss.name
 
     def owns(self, name: str) -> bool:
-        """Whether `name` is a parameter of an indexer. False for all names if only indexers are trained."""
+        """Whether `name` is a parameter of an indexer; false if the run trains only indexers."""
         return bool(self.own_loss) and family_of(self.model.hf_config.model_type).is_of_indexer(name)
 
     def extra_loss(self, trained: TrainedModel, parts: RankParts) -> ExtraLoss:
         """Make the loss that trains indexers towards attention weights."""
-        # An indexer's target sums attention weights over the heads of tensor and sequence parallel ranks. In
+        # An indexer's target sums attention weights over heads, and thus over tensor and sequence parallel ranks. In
         # DeepSeek-V4 a sequence parallel rank has all heads of its own tokens, so only tensor parallel ranks are summed
         # over.
         others = None if family_of(self.model.hf_config.model_type).compresses else parts.groups.sp

@@ -42,15 +42,15 @@ from ds_finetune.plan.settings import RunSettings
 _UNKNOWN = re.compile(r"^mtp\.0\.(.*\.)?(compressor|indexer|tid2eid)\b|^mtp\.(?!0\.)")
 """Pattern of unsupported tensors of DeepSeek-V4's prediction layers: compressed entries, expert tables, more layers."""
 DocumentArguments = Callable[[tuple[Documents, ...] | None, torch.device], dict[str, Any]]
-"""Function (lengths of packed documents, device) -> keyword arguments by which attention separates the documents."""
+"""Function from lengths of packed documents and a device to the arguments by which attention separates documents."""
 
 
 class MtpLoss(ExtraLoss):
-    """Loss of multi-token prediction: cross entropy of the token after the next, where it is supervised and in the same
+    """Loss of multi-token prediction: cross entropy of the token after the next, if it is supervised and in the same
     document. With `detach` its gradient reaches only the prediction layer.
 
-    The sum is divided by the number of supervised tokens, as in DeepSeek-V3's report (arXiv 2412.19437, eq. 24), not by
-    the smaller number of predictions: a document of n supervised tokens has n - 1 predictions, or n after a prompt.
+    The sum is divided by the number of supervised tokens, as in DeepSeek-V3's report (arXiv 2412.19437, eq. 24). The
+    number of predictions is smaller: a document of n supervised tokens has n - 1 predictions, or n after a prompt.
     """
 
     name = "mtp"
@@ -72,7 +72,7 @@ class MtpLoss(ExtraLoss):
 
     @contextmanager
     def listen(self, rows: ForwardRows, *, is_counting: bool, is_first: bool) -> Iterator[None]:
-        """Context of a forward that records the model's residual streams, read by DeepSeek-V4's prediction layer."""
+        """Context of a forward that records the residual streams for DeepSeek-V4's prediction layer."""
         if not family_of(self._lm.config.model_type).compresses:
             yield
             return
@@ -136,7 +136,7 @@ class MtpFeature(Feature):
         return [("mtp", f"{layer}; its loss trains {trained}")]
 
     def owns(self, name: str) -> bool:
-        """With `mtp.detach`: whether `name` is a parameter of the prediction layer. Else false."""
+        """Whether `name` is a parameter of the prediction layer; false without `mtp.detach`."""
         return bool(self.own_loss) and is_mtp_tensor(name, self.model.hf_config)
 
     def extra_loss(self, trained: TrainedModel, parts: RankParts) -> ExtraLoss:
@@ -154,7 +154,7 @@ def plan_mtp(hf_config: PretrainedConfig, model: ModelConfig, section: MtpConfig
     """
     if not section.train:
         return None
-    # If weights are randomly initialised or not downloaded yet, only config.json can be checked.
+    # Weights that are not downloaded yet or will be randomly initialised cannot be checked, only config.json.
     folder = resolve_folder(model.path, files=TOKENIZER_PATTERNS)
     tree = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     _check_config(tree, hf_config, f"mtp.train true: {folder}/config.json")
@@ -166,7 +166,7 @@ def plan_mtp(hf_config: PretrainedConfig, model: ModelConfig, section: MtpConfig
 
 def check_adapted(hf_config: PretrainedConfig, mtp: MtpConfig, lora: LoraPlan) -> None:
     """ConfigError if LoRA adapts no module of the prediction layer, so that `mtp.train` would train nothing, or if it
-    adapts only this layer and `mtp.detach` keeps the objective's gradient from it.
+    adapts only this layer and `mtp.detach` keeps the objective's gradient from the layer.
     """
     is_inside = {is_mtp_tensor(target.name, hf_config) for target in lora.targets}
     (number,) = mtp_layers(hf_config)

@@ -41,7 +41,7 @@ class BalanceLoss(ExtraLoss):
     """Counts the tokens that routers send to each expert and, with a weight, adds the balance loss: `sum_i f_i P_i` of
     a document, summed over layers and averaged over documents.
 
-    f_i is the number of experts times the fraction of the document's choices that fall on expert i; P_i is the mean of
+    f_i is the number of experts times the fraction of the document's choices that fall on expert i. P_i is the mean of
     expert i's normalised router scores. With an even load the sum over experts is 1 in each layer.
     """
 
@@ -54,7 +54,7 @@ class BalanceLoss(ExtraLoss):
         routers.keeps_outputs = bool(weight)
 
     def metrics(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
-        """Metric `balance_loss`: mean over documents and layers, without the loss weight. Empty without the loss."""
+        """Metric `balance_loss`: mean over documents and layers, without the loss weight; empty if the loss is off."""
         if not self.terms:
             return {}
         return {"balance_loss": sums["balance"] / max(counts["documents"], 1) / len(self.routers.plan.balanced)}
@@ -74,8 +74,8 @@ class BalanceLoss(ExtraLoss):
     def finish_step(
         self, on_device: torch.Tensor, on_host: torch.Tensor, *, num_tokens: int, is_skipped: bool
     ) -> RouterChoices:
-        """Check that the counts of chosen experts, summed over ranks, match the step's number of tokens. Unless the
-        step was skipped, update router biases by the counts. Returns the counts.
+        """Check that the counts of chosen experts, summed over ranks, match the step's number of tokens. Update router
+        biases by the counts, unless the step was skipped. Returns the counts.
         """
         choices = choices_of(on_host, self.routers.plan)
         check_each_counted(choices, self.routers.plan, num_tokens=num_tokens)
@@ -108,7 +108,6 @@ class BalanceLoss(ExtraLoss):
 
     @torch.no_grad()
     def _count_choices(self, output: RouterOutput) -> torch.Tensor:
-        """Number of tokens of each document that chose each expert, int64 [documents, experts]."""
         logits, chosen = output
         documents, lengths = self.routers.tokens
         if self.routers.plan.kind.scores != "softmax":
@@ -121,8 +120,8 @@ class BalanceLoss(ExtraLoss):
 
 
 class _SumOfLayer(torch.autograd.Function):
-    """Balance loss of a layer, `sum_i f_i P_i` summed over documents, fp32 scalar. Takes f_i / T, fp32 [documents,
-    experts], of documents of T tokens. Saves only the logits [tokens, experts]; backward recomputes the rest.
+    """Balance loss of a layer, `sum_i f_i P_i` summed over documents, fp32 scalar. The input f_i / T, fp32 [documents,
+    experts], belongs to documents of T tokens. Only the logits [tokens, experts] are saved for backward.
     """
 
     @staticmethod
@@ -150,7 +149,7 @@ class _SumOfLayer(torch.autograd.Function):
 
 
 class RouterFeature(Feature):
-    """Counts the tokens of each expert, for metrics and bias updates, and balances the load if the run file says so."""
+    """Counts the tokens of each expert, for metrics and bias updates. Balances the load if the run file asks for it."""
 
     name = "routers"
 
@@ -162,7 +161,7 @@ class RouterFeature(Feature):
         return plan_routers(run.router, described(hf_config))
 
     def complete(self, plan: Plan) -> Plan:
-        """Freeze router weights if the run file says so, with a note in the plan."""
+        """Freeze router weights if the run file asks for it, with a note in the plan."""
         if self.settings.section.train:
             return plan
         hf_config = self.model.hf_config

@@ -1,4 +1,4 @@
-"""The table of features, to which other packages add theirs."""
+"""The table of features. Other packages can add features to it."""
 
 from functools import cache
 from importlib.metadata import entry_points
@@ -38,8 +38,8 @@ def register_feature(feature: type[Feature]) -> None:
 
 
 def plan_features(run: RunSettings, hf_config: PretrainedConfig) -> dict[str, Any]:
-    """Plan all features, and return the settings of those that are on, by name. Raises what `Feature.planned` raises,
-    and ConfigError if the run file has settings of an unknown feature.
+    """Plan all features. Returns the settings of those that are on, by name. Raises what `Feature.planned` raises, and
+    ConfigError if the run file has settings of an unknown feature.
     """
     _load_entry_points()
     added = [feature.name for feature in FEATURES[_BUILT_IN:]]
@@ -54,7 +54,7 @@ def plan_features(run: RunSettings, hf_config: PretrainedConfig) -> dict[str, An
 
 
 def features_of(model: ModelPlan, plan: Plan) -> tuple[Feature, ...]:
-    """Make the features that are on for an engine, in the order of the table of features."""
+    """Make the features of an engine that the plan turns on, in the order of the table of features."""
     built = (feature.of(model, plan) for feature in FEATURES)
     return tuple(feature for feature in built if feature is not None)
 

@@ -1,4 +1,4 @@
-"""The feature that distils a teacher: the loss towards log-probabilities of a teacher that runs, or stored ones."""
+"""The feature that distils a teacher: its loss is the divergence from a running teacher or stored log-probabilities."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -40,8 +40,8 @@ class DistillationHead(LossHead):
         supervised: torch.Tensor | None = None,
     ) -> Any:  # noqa: ANN401 - logits or LossAndSums
         """Map `hidden` [..., width] to logits [..., vocabulary]. With shifted `labels` [...] (int64) and
-        `open_targets`, return the loss as LossAndSums instead. `open_targets` makes a context that gives the teacher's
-        probabilities at the labels; `supervised` are indices of supervised labels (None: found in `labels`).
+        `open_targets`, return the loss as LossAndSums instead. `open_targets` makes a context with the teacher's
+        probabilities at the labels. `supervised` has the indices of supervised labels; with None they are searched.
         """
         if labels is None or open_targets is None:
             return super().forward(hidden)
@@ -69,7 +69,7 @@ class DistilledModel(TrainedModel):
             head.mix = Mix(objective.section.temperature, objective.section.label_weight)
 
     def head_inputs(self, rows: ForwardRows) -> dict[str, Any]:
-        """Run the teacher. Returns `open_targets` and `supervised`, arguments of `DistillationHead.forward`."""
+        """Run the teacher. Returns the arguments `open_targets` and `supervised` of `DistillationHead.forward`."""
         return {"open_targets": self._targets(rows), "supervised": rows.supervised} if self.has_head else {}
 
     def _targets(self, rows: ForwardRows) -> Callable[[], AbstractContextManager[SoftTargets | None]]:
@@ -92,7 +92,7 @@ class DistilledModel(TrainedModel):
 
 
 class TeacherFeature(Feature):
-    """Trains a model towards a teacher's distributions, which are computed in the run or stored."""
+    """Trains a model towards a teacher's distributions, computed during the run or stored."""
 
     name = "teacher"
     settings: TeacherPlan | None

@@ -25,8 +25,8 @@ _CONVERSIONS = Foreign("transformers", "conversion_mapping.py:2560-2592")
 def register_config(name: str, *, built_as: str) -> None:
     """Register the model type `name` with `AutoConfig` and `AutoTokenizer`, which then treat it as `built_as`.
 
-    A configuration keeps `name` as its model type. If newer releases of transformers have this type, a published
-    config.json is translated.
+    A configuration keeps `name` as its model type. A published config.json is translated if newer releases of
+    transformers have this type.
     """
     if name in CONFIG_MAPPING:
         return
@@ -42,8 +42,8 @@ def register_config(name: str, *, built_as: str) -> None:
 
 
 def published_names(name: str) -> dict[str, str]:
-    """For a model type of `OWN_TYPES`: regular expressions of parts of published tensor names, each with the text that
-    replaces it in the model. They are applied one after the other.
+    """Rules that turn published tensor names of a model type of `OWN_TYPES` into names in the model: regular
+    expressions of parts of names, each with its replacement. They are applied one after the other.
     """
     return {re.escape(published): own for own, published in reversed(family_of(name).published_renames)}
 
@@ -57,7 +57,7 @@ def register_models(name: str, *, built_as: str) -> None:
 
     built_config, own_config = CONFIG_MAPPING[built_as], CONFIG_MAPPING[name]
     factories = [AutoModel, AutoModelForCausalLM]
-    # Newer transformers, which has this type, has no classifier of it and could not load one trained here.
+    # Newer transformers has this type but no classifier of it, and could not load a classifier trained here.
     factories += [AutoModelForSequenceClassification] if family_of(name).newer is None else []
     for factory in factories:
         classes = _CLASSES.attribute(factory, "_model_mapping")
@@ -66,7 +66,7 @@ def register_models(name: str, *, built_as: str) -> None:
     if _CONVERSIONS.attribute(conversion_mapping, "_checkpoint_conversion_mapping_cache") is not None:
         _add_conversions(conversion_mapping, name, built_as)
         return
-    # Building the mapping compiles 900 regular expressions, so it is extended only once transformers builds it.
+    # Building the mapping compiles 900 regular expressions, so it is extended only when transformers builds it.
     build = _CONVERSIONS.attribute(conversion_mapping, "_build_checkpoint_conversion_mapping")
 
     @wraps(build)
@@ -80,9 +80,8 @@ def register_models(name: str, *, built_as: str) -> None:
 
 @cache
 def renamings(model_type: str) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """transformers' rules for renaming a causal LM's checkpoint tensors: those for loading, and those for saving. A
-    rule's method `rename_source_key` returns the new name. No rules are returned if transformers also merges or splits
-    tensors.
+    """transformers' rules for renaming a causal LM's checkpoint tensors: first for loading, then for saving. A rule's
+    method `rename_source_key` returns the new name. Both are empty if transformers also merges or splits tensors.
     """
     from transformers import conversion_mapping
     from transformers.core_model_loading import WeightRenaming

@@ -17,7 +17,7 @@ TESTED = {
     "torch": "2.13.0",
     "transformers": "5.23.0",
 }
-"""The version of each package for which the patches were written and tested."""
+"""The version of each package with which the patches were tested."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from ds_finetune.foreign.guard import Foreign, replaced
 
 _REQUEST_SECONDS = 5.0
 _PROBE_SECONDS = 8.0
-"""Time limit of the check whether the hub answers. A request's timeout would not limit the lookup of the host."""
+"""Time limit of the check whether the hub answers. A request's own timeout would not limit the host name lookup."""
 
 
 def hub_problem() -> str:
@@ -28,7 +28,7 @@ def hub_problem() -> str:
 
 
 def without_password(error: object) -> str:
-    """An error message with `***` for user names and passwords in its URLs, such as those of HF_ENDPOINT."""
+    """The text of `error` with `***` for user names and passwords in URLs, such as the URL of HF_ENDPOINT."""
     return re.sub(r"(?<=://)[^/\s]*@", "***@", str(error))
 
 
@@ -39,7 +39,7 @@ def _probe(endpoint: str) -> str:
 
     def probe() -> None:
         session = get_session()
-        # The HTTP client comes from httpx or from its successor, depending on the version of huggingface_hub.
+        # huggingface_hub uses httpx or its successor, depending on the version, so the module is found by name.
         library = importlib.import_module(type(session).__module__.partition(".")[0])
         try:
             session.head(endpoint, timeout=_REQUEST_SECONDS)
@@ -59,7 +59,7 @@ _OFFLINE = Foreign("datasets", "config.py (HF_HUB_OFFLINE), load.py")
 
 @contextmanager
 def offline() -> Iterator[None]:
-    """Context in which the package datasets only reads from its cache. It has no argument for that."""
+    """Context in which the package datasets only reads from its cache, which it cannot be told by an argument."""
     from datasets import config
 
     _OFFLINE.attribute(config, "HF_HUB_OFFLINE")

@@ -1,8 +1,8 @@
 """Liger's Triton kernels for RMSNorm, rotary embedding and SwiGLU, called like the functions of
 model/fused/formulas.py.
 
-Liger's own autograd functions are not used: they overwrite queries and keys without telling autograd, and save copies
-of non-contiguous tensors.
+Liger's own autograd functions are not used, because they overwrite queries and keys without telling autograd, and save
+copies of non-contiguous tensors.
 """
 
 from typing import Any

@@ -23,7 +23,7 @@ def default_timeout(timeout: timedelta) -> Iterator[None]:
     """Context in which new process groups have the timeout `timeout`, unless another one is passed.
 
     DeepSpeed passes none (0.19.8, comm/torch.py:539). torch would then use its own default (10 minutes with NCCL, 30
-    with gloo), not the timeout of the first group. Device meshes are affected too.
+    with gloo), not the timeout of the first group. Groups of device meshes get this timeout too.
     """
     c10d = dist.distributed_c10d
     _TIMEOUT.parameters(_TIMEOUT.attribute(c10d, "_get_default_timeout"), "backend")
@@ -32,14 +32,14 @@ def default_timeout(timeout: timedelta) -> Iterator[None]:
 
 
 def abort_groups() -> None:
-    """Abort all process groups. `destroy_process_group` would wait for every started collective of NCCL, which is
-    forever if another rank does not take part in it (ProcessGroupNCCL::shutdown).
+    """Abort all process groups. `destroy_process_group` would wait for every started collective of NCCL, and for ever
+    if another rank does not take part in it (ProcessGroupNCCL::shutdown).
     """
     _ABORT.attribute(dist.distributed_c10d, "_abort_process_group")()
 
 
 Span = Callable[[], AbstractContextManager[object]]
-"""Function that makes a context in which a call of a collective, or the wait for its result, runs."""
+"""Function that makes a context around the call of a collective, or around the wait for its result."""
 
 
 @contextmanager
@@ -50,10 +50,10 @@ def spans_of_collectives(
 ) -> Iterator[None]:
     """Context in which the methods `names` of process groups, and waits for their asynchronous results, run inside
     contexts of the caller. `spans_of(group, name, arguments)` makes the contexts of one call: one for the call itself,
-    and one for the wait for its result. A wait for a call that began before runs in `other_waits()`.
+    and one for the wait for its result. A wait for a call that began before this context runs in `other_waits()`.
 
     torch has no hook that runs before and after collectives on every backend. But every communication function of
-    torch.distributed, `isend` and `irecv` too, calls one of these methods in the end.
+    torch.distributed, also `isend` and `irecv`, calls one of these methods in the end.
     """
     waits: weakref.WeakKeyDictionary[dist.Work, Span] = weakref.WeakKeyDictionary()
     group_class, work_class = dist.ProcessGroup, dist.Work
@@ -85,7 +85,7 @@ def spans_of_collectives(
 
 
 def flight_record() -> bytes:
-    """This process's last collectives (2,000 by default) as NCCL's flight recorder has them, for torch's tool
+    """This process's last collectives (2,000 by default), as recorded by NCCL's flight recorder for torch's tool
     `torchfrtrace`. Empty if torch is built without NCCL.
     """
     dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)

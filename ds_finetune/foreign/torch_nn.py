@@ -1,4 +1,4 @@
-"""Patches of modules of torch and bitsandbytes: on which device linear modules are constructed, dtype conversion of
+"""Patches of modules of torch and bitsandbytes: the device on which linear modules are constructed, dtype conversion of
 fake parameters, and four-bit weights on CPUs.
 """
 
@@ -36,8 +36,8 @@ def linears_without_memory() -> Iterator[None]:
 @contextmanager
 def fake_tensors(mode: FakeTensorMode | None = None) -> Iterator[None]:
     """Context in which tensors are fake (without memory and values), and `Module.to` can change the dtype of
-    parameters, as transformers 5.24 does when it constructs some models. torch's own way, swapping tensors, fails for
-    fake tensors.
+    parameters, as transformers 5.24 does when it constructs some models. torch's usual conversion swaps tensors, which
+    fails for fake tensors.
     """
     _CONVERSION.source(nn.Module._apply, "torch.utils.swap_tensors(param, param_applied)")
 
@@ -51,7 +51,7 @@ def fake_tensors(mode: FakeTensorMode | None = None) -> Iterator[None]:
 def without_cpu_packing(linear: Any) -> None:  # noqa: ANN401 - a Linear4bit
     """Stop bitsandbytes from repacking the quantised weights of a Linear4bit on a CPU with AVX512-BF16.
 
-    It repacks them at the first forward in evaluation mode. Products with repacked weights have no gradient
+    It would repack them at the first forward in evaluation mode. Products with repacked weights have no gradient
     (autograd/_functions.py:422).
     """
     _PACKING.attribute(linear, "support_avx512bf16_for_cpu")

@@ -24,7 +24,7 @@ _LATENT = Foreign("transformers", "models/deepseek_v3/modeling_deepseek_v3.py:31
 _INDEXED = Foreign("transformers", "models/deepseek_v32/modeling_deepseek_v32.py:296-478")
 _COMPRESSED = Foreign("transformers", "models/deepseek_v4/modeling_deepseek_v4.py:361-872")
 _ORIGINAL = SimpleNamespace(**vars(modeling_deepseek_v4))
-"""Names in transformers' DeepSeek-V4 module as imported: building a model replaces the layer class there."""
+"""Attributes of transformers' DeepSeek-V4 module before a model is built, which replaces the layer class there."""
 _PROJECTIONS = ("q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj")
 _CACHE_NAMES = ("cache", "past_key_values")
 CACHE: str = next(
@@ -34,7 +34,7 @@ CACHE: str = next(
 
 
 def take_cache(arguments: dict[str, Any]) -> Cache | None:
-    """Remove the key-value cache from a forward's keyword arguments, and return it. None without a cache."""
+    """Remove the KV cache from a forward's keyword arguments, and return it; None if there is none."""
     names = [name for name, value in arguments.items() if isinstance(value, Cache) or name in _CACHE_NAMES]
     caches = [cache for cache in map(arguments.pop, names) if cache is not None]
     assert len(caches) <= 1, names
@@ -58,7 +58,7 @@ def wrap_attention(name: str, wrap: Callable[[Callable[..., Any]], Callable[...,
 
 @contextmanager
 def without_search_for_documents() -> Iterator[None]:
-    """Context in which transformers does not look for packed documents in position ids when it makes masks. The search
+    """Context in which transformers does not search position ids for packed documents when it makes masks. The search
     makes the host wait for the GPU, and is needless if attention gets document boundaries as arguments.
     """
     _MASKS.attribute(masking_utils, "find_packed_sequence_indices")
@@ -74,7 +74,7 @@ def _check_masks() -> None:
 
 
 def attention_function(name: str) -> Callable[..., Any]:
-    """transformers' function for the attention implementation `name`; for `eager`, latent attention's own function."""
+    """transformers' function for the attention implementation `name`. `eager` means latent attention's own function."""
     eager = _LATENT.attribute(modeling_deepseek_v3, "eager_attention_forward")
     return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)  # type: ignore[no-any-return]
 
@@ -88,7 +88,7 @@ def rotate(kind: str, *arguments: Any) -> Any:  # noqa: ANN401 - untyped
 
 
 def replace_forward(attention: nn.Module, mixin: type[nn.Module]) -> None:
-    """Change the class of `attention`, latent attention with an indexer, so that it runs `mixin`'s forward."""
+    """Change the class of `attention`, latent attention with an indexer, so that it runs the forward of `mixin`."""
     kind = type(attention)
     _INDEXED.parameters(kind.forward, "hidden_states", "position_embeddings", "attention_mask", CACHE)
     for name in (*_PROJECTIONS, "expand_kv", "scaling", "layer_idx"):

@@ -39,8 +39,8 @@ _ROTARY = {
     "(rotate_half(x) * sin)": "",
 }
 """Source text of transformers' rotary functions, with the kind of rotation. `halves` rotates column i with column i +
-width / 2; its cosines are as wide as the head; with `short` half as wide, with `wide` in fp32. `pairs` rotates adjacent
-columns, by cosines and sines or complex numbers. Functions of one tensor have the kind "": no kernel computes them.
+width / 2; its cosines are as wide as the head, with `short` half as wide, with `wide` in fp32. `pairs` rotates adjacent
+columns, by cosines and sines or by complex numbers. Functions of one tensor have the kind "": no kernel computes them.
 """
 
 
@@ -48,7 +48,7 @@ class NormFormula(NamedTuple):
     """How a transformers module computes RMSNorm."""
 
     rounds_last: bool
-    """Whether rounding follows the product with the weight (gpt_oss), instead of preceding it."""
+    """Whether the product with the weight is rounded (gpt_oss), instead of the normalised row before it."""
     adds_one: bool
     """Whether the normalised row is multiplied by 1 + weight instead of weight (Gemma)."""
     eps: str
@@ -104,8 +104,8 @@ def has_plain_gate(experts: Any) -> bool:  # noqa: ANN401 - routed experts of an
 
 @cache
 def rotary_functions(kind: type[nn.Module]) -> dict[str, str]:
-    """The rotary functions that attention class `kind` calls for queries and keys: a dictionary from name to kind of
-    rotation. Empty for a class that is not attention. DependencyError if attention calls no known rotary function.
+    """The rotary functions that the attention class `kind` calls for queries and keys, as a dictionary from name to
+    kind of rotation. Empty for other classes. DependencyError if attention calls no known rotary function.
     """
     if not kind.__name__.endswith("Attention"):
         return {}
@@ -139,7 +139,7 @@ def returns_complex(kind: type[nn.Module]) -> bool:
 
 
 def with_functions(forward: Any, functions: Mapping[str, Callable[..., Any]]) -> Any:  # noqa: ANN401
-    """Copy the function `forward` with `functions` in place of globals of the same names, and without decorators. The
+    """Copy the function `forward`, with `functions` in place of globals of the same names, and without decorators. The
     original module is unchanged, so that reference models in the same process are not affected.
     """
     forward = inspect.unwrap(forward)

@@ -15,16 +15,16 @@ _EXPERTS = Foreign("transformers", "the experts class of each model file")
 _KEPT = Foreign("transformers", "modeling_utils.py:1112, 1303")
 
 LayerFactory = Callable[[type[nn.Module], PretrainedConfig, int], nn.Module]
-"""Function (layer class, configuration, layer number) -> a decoder layer, or a module that replaces it."""
+"""Function from layer class, configuration and layer number to a decoder layer, or a module that replaces it."""
 ConfigChange = Callable[[Any], Any]
-"""Function from a model's configuration to the configuration with which its experts are constructed."""
+"""Function from a model's configuration to the one with which its experts are constructed."""
 
 
 @contextmanager
 def replaced_layers(model_class: type[PreTrainedModel], factory: LayerFactory) -> Iterator[None]:
     """Context in which models of `model_class` are constructed with decoder layers from `factory`.
 
-    transformers would construct every layer. A pipeline stage has only some of the layers, and no memory for all.
+    transformers would construct every layer, but a pipeline stage has only some layers, and no memory for all.
     """
     module = sys.modules[model_class.__module__]
     names = [name for name in model_class._no_split_modules or () if name.endswith("DecoderLayer")]
@@ -45,7 +45,7 @@ def changed_experts(
     """Context in which the routed experts (class `name`) of models of `model_class` are constructed with a changed
     configuration, and then passed to `after`.
 
-    transformers would construct all experts of a layer. An expert parallel rank holds only some of them.
+    transformers would construct all experts of a layer, but an expert parallel rank holds only some of them.
     """
     experts_class = _EXPERTS.attribute(sys.modules[model_class.__module__], name)
     constructor = experts_class.__init__
