@@ -1,6 +1,6 @@
 """Group relative policy optimisation (GRPO): advantages and pass@k of sampled answers, and the loss of their tokens.
 
-In formulas, `lp` is the log-probability of an answer token under the model being trained, `old` under the weights that
+In formulas, `lp` is the log-probability of an answer token under the trained model, `old` under the weights that
 sampled the answer, and `A` is the advantage of its answer; sg[...] stops the gradient. A loss is the negative of what
 the papers maximise.
 """
@@ -17,7 +17,7 @@ from ds_finetune.config.objectives import GrpoObjective
 from ds_finetune.objectives.objective import AnswerObjective, AnswerTokens, LossAndSums, Term
 
 _ROUNDING = 8 * np.finfo(np.float64).eps
-"""Relative difference up to which two rewards count as equal, since sums of weighted rewards are rounded."""
+"""Relative difference up to which two rewards count as equal, because sums of weighted rewards are rounded."""
 
 
 def has_spread(rewards: NDArray[np.float64]) -> NDArray[np.bool_]:
@@ -30,14 +30,14 @@ def has_spread(rewards: NDArray[np.float64]) -> NDArray[np.bool_]:
 
 
 def advantages(rewards: NDArray[np.float64], how: Literal["mean", "mean_std", "leave_one_out"]) -> NDArray[np.float64]:
-    """Advantages of sampled answers, fp64 [groups, size], from their `rewards` r, fp64 [groups, size]; a group has one
-    prompt.
+    """Advantages of sampled answers, fp64 [groups, size], from their `rewards` r, fp64 [groups, size]. A group has the
+    answers to one prompt.
 
     `mean`: r - mean(r) (Dr. GRPO, arXiv 2503.20783). `mean_std`: (r - mean(r)) / std(r) (GRPO, arXiv 2402.03300), where
     the standard deviation divides by n - 1. `leave_one_out`: r minus the mean of the other answers' rewards, which is n
     / (n - 1) (r - mean(r)) (RLOO, arXiv 2402.14740).
 
-    An answer whose reward is NaN has the advantage 0 and does not count in its group. Where all rewards of a group are
+    An answer whose reward is NaN has the advantage 0 and does not count in its group. If all rewards of a group are
     equal, its advantages are exactly 0.
     """
     result = np.zeros_like(rewards)
@@ -60,8 +60,8 @@ def combine_rewards(
     [answers, rewards], and their `weights` w.
 
     `sum` is sum_k w_k r_k. `each` is sum_k w_k (r_k - mean(r_k)) / std(r_k), as in GDPO (arXiv 2601.05242) but without
-    GDPO's normalisation over the batch; a reward function that scores all answers alike counts as 0. A NaN score
-    (reward not applicable) is left out; an answer to which no reward applies gets NaN.
+    GDPO's normalisation over the batch; a reward function that gives all answers one score counts as 0. A NaN score
+    (reward not applicable) is left out. An answer to which no reward applies gets NaN.
     """
     applies = ~np.isnan(parts)
     compared, factors = parts, weights
@@ -70,7 +70,7 @@ def combine_rewards(
         factors = weights / np.where(has_spread(parts.T), deviations.filled(1.0), 1.0)
     total = np.where(applies, compared * factors, 0.0).sum(axis=1)
     # If the scores of several rewards cancel each other, totals differ only by rounding errors, which `mean_std` would
-    # scale up to the size of real rewards. So all answers get the same total.
+    # scale up to the size of real rewards. So all answers get one total.
     rounding = _ROUNDING * np.where(applies, np.abs(parts * factors), 0.0).sum(axis=1).max()
     scored = total[applies.any(axis=1)]
     if len(scored) and np.ptp(scored) <= rounding:
@@ -86,7 +86,7 @@ def pass_at(k: int, *, samples: int, right: int) -> float:
 
 
 def pass_shares(right: Sequence[int], *, samples: int) -> dict[str, NDArray[np.float64]]:
-    """Metrics `sampled_pass_at_1` and `pass_at_K` for each prompt, [prompts] each, from its number of right answers. K
+    """Metrics `sampled_pass_at_1` and `pass_at_K` of each prompt, [prompts] each, from its number of right answers. K
     is each power of two up to `samples`, and `samples` itself.
     """
     ks = {1, samples} | {2**power for power in range(samples.bit_length())}
@@ -107,7 +107,7 @@ _SUMS = ("loss", *_PER_TOKEN, *_OTHER_SUMS, "tokens_of_reference", "tokens_of_sa
 class PolicyGradient(AnswerObjective):
     """Policy-gradient loss of answer tokens with a clipped importance ratio, and a KL penalty to a reference model.
 
-    `aggregation` selects over what the loss is a mean, for G answers with n_i tokens each and N in total in the global
+    `aggregation` selects the mean that the loss is, for G answers with n_i tokens each and N tokens in the global
     batch. Over tokens: 1/N sum_i sum_t (DAPO, arXiv 2503.14476). Over answers: 1/G sum_i 1/n_i sum_t (GRPO, arXiv
     2402.03300). With a fixed length L: 1/(G L) sum_i sum_t (Dr. GRPO, arXiv 2503.20783).
     """
@@ -183,8 +183,8 @@ class PolicyGradient(AnswerObjective):
         return -gain, (ratio < low) & (advantage < 0), (ratio > high) & (advantage > 0)
 
     def _sampler_weight(self, tokens: AnswerTokens, difference: torch.Tensor) -> torch.Tensor:
-        """Weight of each token, which corrects for a sampler whose log-probabilities differ from those of the training
-        forward.
+        """Weight of each token, which corrects for log-probabilities of the sampler that differ from the training
+        forward's.
 
         The weight is min(exp(d), cap) with d = old - sampled, or 1 without a correction. With `geometric`, d is its
         mean over the answer, because a product over a long answer would be almost 0.
@@ -199,9 +199,9 @@ class PolicyGradient(AnswerObjective):
         a mean over answers.
 
         `kl` is the divergence from the reference model, and `mismatch` the mean difference to the sampler's
-        log-probabilities; each is missing where these are not known. `mismatch_ess` is the effective sample size as a
-        fraction of the n tokens, (sum w)^2 / (n sum w^2), for weights w = exp(old - sampled). A step without answers
-        has a loss of 0 and no means over tokens.
+        log-probabilities; both are missing if unknown. `mismatch_ess` is the effective sample size as a fraction of the
+        n tokens, (sum w)^2 / (n sum w^2), for weights w = exp(old - sampled). A step without answers has a loss of 0
+        and no means over tokens.
         """
         (term,), tokens = self.terms, counts["supervised_tokens"]
         metrics = {"loss": term.weight * sums["loss"] / max(counts[term.unit], 1)}

@@ -1,4 +1,4 @@
-"""Defines the label of tokens without loss."""
+"""The label of tokens without loss."""
 
 IGNORE_INDEX = -100
 """Label of a token without loss, which torch's cross entropy ignores by default."""

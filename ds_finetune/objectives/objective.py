@@ -1,8 +1,8 @@
 """The interface of a training objective.
 
 One law holds for all objectives: a loss is a sum of terms, and each term is a mean over the supervised tokens, pairs or
-examples of the *global* batch, however that is split over ranks and micro-batches. Their number is known before the
-first forward pass, so each forward pass returns its contribution to these means.
+examples of the *global* batch, however the batch is split over ranks and micro-batches. Their number is known before
+the first forward, so each forward returns its contribution to these means.
 """
 
 from abc import ABC, abstractmethod
@@ -33,10 +33,10 @@ class Term:
 
 
 class LossAndSums(NamedTuple):
-    """Result of one forward pass: its contribution to the loss of the step, and sums for the metrics.
+    """Result of one forward: its contribution to the loss of the step, and sums for the metrics.
 
-    `loss` is a scalar, the weighted sum of the objective's terms. `sums` are fp64 without a gradient, named by
-    `Objective.sum_names`.
+    `loss` is a scalar, the weighted sum of the objective's terms. `sums` are fp64 without a gradient, in the order of
+    the names in `Objective.sum_names`.
     """
 
     loss: torch.Tensor
@@ -46,16 +46,16 @@ class LossAndSums(NamedTuple):
 
 
 class StepNumbers(NamedTuple):
-    """Numbers that normalise the loss of a forward pass by the global batch. Without them, the loss is a plain sum."""
+    """Numbers that normalise the loss of a forward by the global batch. Without them the loss is a plain sum."""
 
     weights: torch.Tensor
-    """Factor by which each term's sum is multiplied, fp64 [terms]."""
+    """Factor by which the sum of each term of the loss is multiplied, fp64 [terms]."""
     baseline: torch.Tensor
     """Baseline z0 of KTO, fp64 scalar; 0 for other objectives."""
 
 
 class DocumentLogProbs(NamedTuple):
-    """Log-probabilities of the documents of a forward pass, fp64 [documents] each. Padding is not a document.
+    """Log-probabilities of the documents of a forward, fp64 [documents] each. Padding is not a document.
 
     The two documents of a pair are consecutive: prompt with chosen answer, then prompt with rejected answer.
     """
@@ -65,7 +65,7 @@ class DocumentLogProbs(NamedTuple):
     num_tokens: torch.Tensor
     """Number of supervised tokens of each document."""
     target: torch.Tensor
-    """Target of each document: for KTO 1 for a good answer and 0 for a bad one, else the target stored with the row."""
+    """Target of each document: for KTO 1 for a good answer and 0 for a bad one, else the target stored in the data."""
     reference: torch.Tensor
     """Sums of log-probabilities under the reference model, without a gradient; zeros without a reference model."""
 
@@ -77,13 +77,13 @@ class Objective(ABC):
     head: ClassVar[Head]
     terms: tuple[Term, ...]
     sum_names: tuple[str, ...]
-    """Names of the sums that a forward pass returns, from which the metrics are computed."""
+    """Names of the sums that a forward returns, from which the metrics are computed."""
     documents_per_unit: int = 1
-    """Number of documents that must be in the same row: 2 for pairs, 0 where the loss does not depend on documents."""
+    """Number of documents that must share a row: 2 for pairs, 0 if the loss does not depend on documents."""
     is_per_token: bool = False
     """Whether the loss is the mean cross entropy of tokens."""
     reference_from_adapters: bool = False
-    """Whether the reference model is the trained model without its adapters, computed in each step."""
+    """Whether the reference model is the trained model without its adapters, and runs in each step."""
     reference_is_start: bool = False
     """Whether the reference model is a copy of the model before the first step."""
     num_outputs: int = 0
@@ -98,7 +98,7 @@ class Objective(ABC):
 
     @property
     def needs_baseline(self) -> bool:
-        """Whether the loss needs a number like KTO's z0, which is first computed over the global batch."""
+        """Whether the loss needs a number computed over the global batch before it, such as KTO's z0."""
         return "baseline" in OBJECTIVES[self.name].needs
 
     def baseline(self, log_ratio_sum: float, count: float) -> float:
@@ -111,7 +111,7 @@ class Objective(ABC):
         return 0.0
 
     def score_metrics(self, scores: NDArray[np.float64], targets: NDArray[np.float64]) -> dict[str, float]:
-        """Metrics by name that need the score and the target of every document at once, fp64 [documents] each."""
+        """Metrics by name that need the scores and targets of all documents together, fp64 [documents] each."""
         return {}
 
     @abstractmethod
@@ -119,7 +119,7 @@ class Objective(ABC):
         """Metrics by name, `loss` first.
 
         `sums` are over a global batch or over all held-out rows, and `counts` are the numbers of tokens, pairs and
-        examples in it. If these are 0, every metric is 0.
+        examples in it. If these numbers are 0, every metric is 0.
         """
 
 
@@ -155,10 +155,10 @@ class DocumentObjective(Objective):
 
 
 class AnswerTokens(NamedTuple):
-    """Numbers of the answer tokens of a forward pass, fp64 [tokens] each, with NaN for an unknown number."""
+    """Values at the answer tokens of a forward, fp64 [tokens] each, with NaN for an unknown value."""
 
     logp: torch.Tensor
-    """Log-probability of each token in nats under the model being trained; it has a gradient."""
+    """Log-probability of each token in nats under the trained model; it has a gradient."""
     entropy: torch.Tensor
     """Entropy of the model's distribution at each token, in nats, without a gradient."""
     advantage: torch.Tensor
@@ -166,11 +166,11 @@ class AnswerTokens(NamedTuple):
     lengths: torch.Tensor
     """Number of tokens of the answer to which each token belongs."""
     old: torch.Tensor
-    """Log-probability of each token under the weights that sampled it; NaN where these are the current weights."""
+    """Log-probability of each token under the weights that sampled it; NaN if these are the current weights."""
     reference: torch.Tensor
     """Log-probability of each token under the reference model."""
     sampled: torch.Tensor
-    """Log-probability of each token that the sampler reported."""
+    """Log-probability that the sampler reported for each token."""
     means: Callable[[torch.Tensor], torch.Tensor]
     """Function from a number for each token (fp64 [tokens]) to its mean over the token's answer, without a gradient."""
 
@@ -188,7 +188,7 @@ class AnswerObjective(Objective):
 
 
 class ScoreObjective(Objective):
-    """Base of objectives computed from the outputs of a classification head, with a row for each document."""
+    """Base of objectives on the outputs of a classification head, [documents, outputs]."""
 
     head = "scores"
     starts_small: bool = False
@@ -222,44 +222,44 @@ def make_objective(section: ObjectiveConfig) -> Objective:
 
 @dataclass(frozen=True)
 class TopLogProbs:
-    """A teacher's next-token distributions for a batch [rows, tokens], limited to the k most likely tokens; zeros where
-    a token is not supervised.
+    """A teacher's next-token distributions for a batch [rows, tokens], limited to the k most likely tokens; zeros for
+    tokens that are not supervised.
     """
 
     ids: torch.Tensor
     """Ids of the k most likely tokens, int32 [rows, tokens, k]."""
     log_probs: torch.Tensor
-    """Log-probabilities of the tokens `ids`, then of all other tokens as one, fp16 [rows, tokens, k + 1]."""
+    """Log-probabilities of the tokens `ids`, then of all other tokens together, fp16 [rows, tokens, k + 1]."""
 
 
 UNKNOWN_EXPERTS = -1
-"""Value in `AnswerNumbers.experts` for a token whose experts are not known."""
+"""Value in `AnswerNumbers.experts` for a token whose experts are unknown."""
 
 
 @dataclass(frozen=True)
 class AnswerNumbers:
-    """Log-probabilities of answer tokens that are known before the forward pass, fp32 [rows, tokens] each, at the
-    positions of the labels; NaN where not known.
+    """Log-probabilities of answer tokens that are known before the forward, fp32 [rows, tokens] each, at the positions
+    of the labels; NaN if unknown.
     """
 
     old: torch.Tensor
-    """Log-probabilities under the weights that sampled the answers."""
+    """Log-probabilities of answer tokens under the weights that sampled them."""
     reference: torch.Tensor
-    """Log-probabilities under the reference model."""
+    """Log-probabilities of answer tokens under the reference model."""
     sampled: torch.Tensor
-    """Log-probabilities that the sampler reported."""
+    """Log-probabilities of answer tokens as the sampler reported them."""
     experts: torch.Tensor | None = None
     """Experts that computed each sampled token's logits, encoded by `model.routers`, int16 [rows, tokens, layers]."""
 
 
 @dataclass(frozen=True)
 class Examples:
-    """The documents of one forward pass in the order of its rows, without padding. They are given to objectives whose
-    loss is not simply a sum over tokens.
+    """The documents of one forward in the order of its rows, without padding, for objectives whose loss is not simply a
+    sum over tokens.
     """
 
     index: torch.Tensor
-    """Index of each token's document within this forward pass, int64 [rows, tokens]; -1 for padding."""
+    """Index of each token's document among the documents of the forward, int64 [rows, tokens]; -1 for padding."""
     starts: torch.Tensor
     """Position of the first token of each document in the flattened rows, int64 [documents]."""
     ends: torch.Tensor
@@ -296,7 +296,7 @@ class Distillation(Objective):
         and the fraction of tokens that are predicted right.
 
         If a teacher's distributions are read from files, held-out rows have none: their loss is the cross entropy of
-        the labels, and there is no divergence.
+        the labels, and the divergence is missing.
         """
         tokens = max(counts["supervised_tokens"], 1)
         means = {name: sums[name] / tokens for name in ("loss", "divergence", "label_loss")}

@@ -19,8 +19,8 @@ _PER_PAIR = ("reward_margin", "reward_accuracy", "reward_chosen", "reward_reject
 
 
 class PairObjective(DocumentObjective):
-    """Base of objectives on pairs: mean over the pairs of the global batch of a loss that compares the scores of both
-    answers.
+    """Base of objectives on pairs. The loss is the mean over the pairs of the global batch of a function of both
+    answers' scores.
 
     With `nll_weight`, the cross entropy of the chosen answers is added as a second term: the mean over their supervised
     tokens in the global batch.
@@ -41,7 +41,7 @@ class PairObjective(DocumentObjective):
 
     @abstractmethod
     def pair_losses(self, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
-        """Loss of each pair, from the scores of its answers, fp64 [pairs] each."""
+        """Loss of each pair, fp64 [pairs], from the scores of its answers, fp64 [pairs] each."""
 
     def loss(self, documents: DocumentLogProbs, weights: torch.Tensor, baseline: torch.Tensor) -> LossAndSums:
         """Contribution of these pairs to the loss of the step. The argument `baseline` is not used."""
@@ -56,7 +56,6 @@ class PairObjective(DocumentObjective):
 
     def metrics(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
         """The loss, the cross entropy `nll` in nats per chosen token if it is a term of the loss, and means over pairs.
-
         `reward_accuracy` counts pairs of equal scores as wrong. `logp_chosen` and `logp_rejected` are in nats per
         answer.
         """
@@ -84,7 +83,7 @@ MEAN_VARIANTS = ("ipo", "sigmoid_norm")
 
 
 class DirectPreference(PairObjective):
-    """DPO and its variants: a loss computed from the log-ratios of a pair's answers to the reference model."""
+    """DPO and its variants. The loss depends on the log-ratios of a pair's answers to the reference model."""
 
     def __init__(self, section: DpoObjective) -> None:
         super().__init__(section.name, beta=section.beta, nll_weight=section.nll_weight)
@@ -105,7 +104,7 @@ class DirectPreference(PairObjective):
 def _variant_losses(
     variant: str, beta: float, smoothing: float, chosen: torch.Tensor, rejected: torch.Tensor
 ) -> torch.Tensor:
-    """Loss of each pair by a variant of DPO, from the scores of both answers, fp64 [pairs] each."""
+    """Loss of each pair by a variant of DPO, fp64 [pairs], from the scores of both answers, fp64 [pairs] each."""
     difference = chosen - rejected
     margin = beta * difference
     match variant:
@@ -126,8 +125,8 @@ def _variant_losses(
             # APO-down (arXiv 2408.06266), for chosen answers that are worse than the model's own.
             return torch.sigmoid(beta * chosen) + (1 - torch.sigmoid(margin))
     assert variant in ("sigmoid", "sigmoid_norm"), variant
-    # DPO's loss (equation 7 of the paper). With label smoothing e it is the expected loss if a fraction e of the pairs
-    # were swapped (cDPO). Without smoothing, an infinite margin has the loss 0.
+    # This is DPO's loss (equation 7 of the paper). With label smoothing e it is the expected loss if a fraction e of
+    # the pairs were swapped (cDPO). Without smoothing, an infinite margin must have the loss 0, not NaN.
     losses = -(1 - smoothing) * logsigmoid(margin)
     return losses - smoothing * logsigmoid(-margin) if smoothing else losses
 
@@ -149,8 +148,8 @@ class KahnemanTversky(DocumentObjective):
         self._section = section
 
     def loss(self, documents: DocumentLogProbs, weights: torch.Tensor, baseline: torch.Tensor) -> LossAndSums:
-        """Contribution to the loss: weighted sum of 1 - sigmoid(s x beta x (log-ratio - z0)), with s = 1 for good
-        answers and -1 for bad ones; `baseline` is z0.
+        """Contribution to the loss: weighted sum of 1 - sigmoid(s x beta x (log-ratio - z0)), where s is 1 for good
+        answers and -1 for bad ones, and `baseline` is z0.
         """
         section, ratios, good = self._section, log_ratios(documents), documents.target
         signs = 2 * good - 1

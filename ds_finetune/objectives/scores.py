@@ -35,7 +35,7 @@ class Classification(ScoreObjective):
     def loss(self, scores: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> LossAndSums:
         """Contribution of these documents to the loss of the step; `targets` are class indices.
 
-        The sums are the loss in nats and three numbers for each class, which suffice for all metrics: how many
+        The sums are the loss in nats and three numbers for each class, from which all metrics follow: how many
         documents are predicted as the class (`predicted`), are labelled with it (`true`), and both (`hits`). Of equal
         scores, the first class is predicted.
         """
@@ -44,8 +44,8 @@ class Classification(ScoreObjective):
             scores.double(), classes, reduction="sum", label_smoothing=self.label_smoothing
         )
         predicted = scores.detach().argmax(dim=1)
-        # `torch.bincount` and boolean indexing are avoided: the sizes of their results depend on data, so they would
-        # synchronise the GPU.
+        # The sizes of the results of `torch.bincount` and boolean indexing depend on data, so they would synchronise
+        # the GPU.
         numbers = torch.arange(self.num_outputs, device=scores.device)
         is_predicted, is_true = predicted[:, None] == numbers, classes[:, None] == numbers
         counted = [flags.sum(0).double() for flags in (is_predicted & is_true, is_predicted, is_true)]
@@ -65,7 +65,7 @@ class Classification(ScoreObjective):
         f1 = 2 * hits / np.maximum(both, 1)
         is_binary = self.num_outputs == _BINARY
         mean = {"f1": float(f1[1])} if is_binary else {"f1_macro": float(f1.sum() / max((both > 0).sum(), 1))}
-        # Matthews' correlation of several classes (Gorodkin 2004); 0 where it is not defined.
+        # Matthews' correlation of several classes (Gorodkin 2004); 0 if it is not defined.
         total = true.sum()
         spread = (total**2 - predicted @ predicted) * (total**2 - true @ true)
         return {
@@ -94,7 +94,7 @@ class Regression(ScoreObjective):
         return LossAndSums((total * weights[0]).to(scores.dtype), sums)
 
     def metrics(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
-        """Mean squared error, and Pearson's correlation of scores and targets, 0 where it is not defined."""
+        """Mean squared error, and Pearson's correlation of scores and targets (0 if it is not defined)."""
         number = max(counts["examples"], 1)
         covariance = sums["product"] - sums["score"] * sums["target"] / number
         spreads = {name: sums[f"{name}_squared"] - sums[name] ** 2 / number for name in ("score", "target")}
@@ -103,7 +103,7 @@ class Regression(ScoreObjective):
         return {"loss": sums["loss"] / number, "pearson": pearson}
 
     def score_metrics(self, scores: Floats, targets: Floats) -> dict[str, float]:
-        """Spearman's correlation of `scores` and `targets` [documents], 0 where it is not defined."""
+        """Spearman's correlation of `scores` and `targets` [documents]; 0 if it is not defined."""
         ranks = [_ranks(scores), _ranks(targets)]
         if not all(len(set(rank)) > 1 for rank in ranks):
             return {"spearman": 0.0}
@@ -142,7 +142,7 @@ class Reward(ScoreObjective):
         self.center_weight = center_weight
 
     def loss(self, scores: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> LossAndSums:
-        """Contribution of these pairs to the loss of the step; a chosen answer's target is the margin of its pair."""
+        """Contribution of these pairs to the loss of the step. A chosen answer's target is the margin of its pair."""
         chosen, rejected = scores.double().view(-1, 2).unbind(1)
         losses = -functional.logsigmoid(chosen - rejected - targets.view(-1, 2)[:, 0])
         total = (losses + self.center_weight * (chosen + rejected).square()).sum()
@@ -155,7 +155,7 @@ class Reward(ScoreObjective):
     def metrics(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
         """Mean loss in nats, and means over pairs: difference of the rewards, accuracy, and the reward of each side.
 
-        The accuracy is the fraction of pairs whose chosen answer has the higher reward; equal rewards do not count.
+        The accuracy is the fraction of pairs whose chosen answer has the higher reward. Equal rewards count as wrong.
         """
         return {name: sums[name] / max(counts["pairs"], 1) for name in self.sum_names}
 

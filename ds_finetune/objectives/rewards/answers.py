@@ -13,7 +13,7 @@ _ANSWER_TAGS = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 @dataclass(frozen=True)
 class AnswerToScore:
-    """A sampled answer, with everything that a reward may read."""
+    """A sampled answer, with everything that a reward function may read."""
 
     record: Mapping[str, Any]
     """The data row of the prompt. A reference answer is in the column `answer`."""
@@ -22,9 +22,9 @@ class AnswerToScore:
     text: str
     """Text of the answer before its end token."""
     ids: Sequence[int]
-    """Token ids of the answer, including the end token if the model ended it."""
+    """Token ids of the answer, including the end token if the model ended the answer."""
     finish: str
-    """`stop` where the model ended the answer, `length` where the token limit cut it."""
+    """`stop` if the model ended the answer, `length` if the token limit cut it."""
     where: str
     """Name of the answer for error messages, such as `train.jsonl line 7, answer 3`."""
 
@@ -33,7 +33,7 @@ class Outcome(NamedTuple):
     """What a reward function returns for one answer."""
 
     score: float | None
-    """The score; None where the reward is not applicable."""
+    """Score of the answer; None if the reward is not applicable."""
     has_result: bool | None = None
     """Whether a result, such as a number, could be parsed from the answer; None for rewards that parse nothing."""
     read: str = ""
@@ -61,7 +61,7 @@ def begins_reasoning(prompt: str) -> bool:
 
 
 def last_box(text: str) -> str | None:
-    r"""Content of the last `\\boxed{...}` in a text; None where there is none, or it is not closed."""
+    r"""Content of the last `\\boxed{...}` in a text; None if there is none, or if it is not closed."""
     start = text.rfind(r"\boxed{")
     if start < 0:
         return None
@@ -74,7 +74,7 @@ def last_box(text: str) -> str | None:
 
 
 def column_of(record: Mapping[str, Any], column: str) -> object:
-    """Value of a column of a data row, or None without it. `a.b` is the key `b` of the mapping in column `a`."""
+    """Value of a column of a data row; None if it is missing. `a.b` is the key `b` of the mapping in column `a`."""
     if column in record:
         return record[column]
     outer, dot, inner = column.partition(".")

@@ -33,11 +33,11 @@ class Builtin:
     """A built-in reward: how it scores answers and reads reference answers."""
 
     score: Callable[[AnswerToScore, Any, Settings], Outcome]
-    """Function that scores an answer, from the reference answer as `read` has parsed it and the reward's options."""
+    """Function that scores an answer, given the reference answer as `read` has parsed it and the reward's options."""
     read: Callable[[Any], Any] | None = None
-    """Function that parses the reference answer of a data row for `score`; RewardFaultError where that fails."""
+    """Function that parses the reference answer of a data row for `score`; RewardFaultError if that fails."""
     is_long_answers_fault: bool = False
-    """Whether scoring that takes too long counts as a bad answer and not as an error of the reward function."""
+    """Whether scoring that takes too long counts as a bad answer instead of an error of the reward function."""
     package: str = ""
     """Name of a module that must be installed for this reward; empty for none."""
 
@@ -62,7 +62,7 @@ def _texts(value: Any) -> list[str]:  # noqa: ANN401 - any JSON value
 
 
 def _exact_match(answer: AnswerToScore, references: list[str], settings: Settings) -> Outcome:
-    """Score 1 where the answer equals the reference or one of several; a run of white space counts as one space."""
+    """Score 1 if the answer equals one of the references; a run of white space counts as one space."""
     text = plain_text(final_part(answer))
     change = str.casefold if settings["ignore_case"] else str
     return _compared(text or None, change(text) in map(change, references), settings)
@@ -76,7 +76,7 @@ def _read_number(value: Any) -> decimal.Decimal:  # noqa: ANN401 - any JSON valu
 
 
 def _number(answer: AnswerToScore, reference: decimal.Decimal, settings: Settings) -> Outcome:
-    """Score 1 where the answer's last number differs from the reference by at most `tolerance` x |reference|."""
+    """Score 1 if the answer's last number differs from the reference by at most `tolerance` x |reference|."""
     number = last_number(final_part(answer))
     if number is None:
         return _unparsed(settings)
@@ -95,7 +95,7 @@ def _read_choice(value: Any) -> str:  # noqa: ANN401 - any JSON value
 
 
 def _choice(answer: AnswerToScore, reference: str, settings: Settings) -> Outcome:
-    """Score 1 where the answer's multiple-choice letter is that of the reference, which may be a number: 0 is A."""
+    """Score 1 if the answer's multiple-choice letter is that of the reference, which may be a number: 0 is A."""
     letter = choice(final_part(answer))
     return _compared(letter, letter == reference, settings)
 
@@ -105,8 +105,8 @@ def _regex(answer: AnswerToScore, _: object, settings: Settings) -> Outcome:
 
 
 def _format(answer: AnswerToScore, _: object, settings: Settings) -> Outcome:
-    """Score 1 where the text is `<think>` reasoning `</think>` answer, neither of them empty. The first tag may be
-    missing where the prompt ends with it.
+    """Score 1 if the text is `<think>` reasoning `</think>` answer, neither of them empty. The first tag may be missing
+    if the prompt ends with it.
     """
     text = "<think>" * begins_reasoning(answer.prompt) + answer.text.strip()
     thought, end, rest = text.removeprefix("<think>").partition("</think>")
@@ -149,7 +149,7 @@ def _read_json(value: Any) -> Any:  # noqa: ANN401 - any JSON value
 
 
 def _json(answer: AnswerToScore, reference: Any, settings: Settings) -> Outcome:  # noqa: ANN401 - any JSON value
-    """Score 1 where the answer is valid JSON, or with `column` where it equals the reference value."""
+    """Score 1 if the answer is valid JSON or, with `column`, equals the reference value."""
     try:
         value = _parsed_json(final_part(answer))
         text = json.dumps(value)
@@ -159,7 +159,7 @@ def _json(answer: AnswerToScore, reference: Any, settings: Settings) -> Outcome:
 
 
 def _math(answer: AnswerToScore, reference: str, settings: Settings) -> Outcome:
-    r"""Score 1 where math-verify judges the answer's formula equal to the reference. The formula is read from the last
+    r"""Score 1 if math-verify judges the answer's formula equal to the reference. The formula is read from the last
     `\\boxed{...}` if there is one.
 
     math-verify's own time limits are off, because they use the alarm signal that the worker process needs.

@@ -22,30 +22,30 @@ _ARGUMENT = r"\s*(?:\{\s*([-+]?[\d.,]+)\s*\}|(\d))"
 _FRACTION = re.compile(rf"(\d\s*)?\\[dtc]?frac{_ARGUMENT}{_ARGUMENT}")
 _OVER = re.compile(r"\{\s*([-+]?[\d.]+)\s*\\over\s*([-+]?[\d.]+)\s*\}")
 _NO_NUMBER = re.compile(r"\\sqrt|\\pi\b|[\u221a\u03c0]")
-"""Patterns of expressions whose digits are not their value, so that no number is read from them."""
+"""Pattern of expressions whose digits are not their value, so that no number is read from them."""
 _LIST = re.compile(r"\d\s*[;,]\s+[-+]?\d|\d!")
-"""Pattern of several numbers in a LaTeX box, or of a factorial, from which no number is read."""
+"""Pattern of several numbers, or a factorial, in a LaTeX box, from which no number is read."""
 _GROUP = r"\{(?:[^{}]|\{[^{}]*\})*\}"
 _UNREAD_BEFORE = re.compile(
     r"\\sqrt(?:\[[^]]*\])?\{[^{}]*\Z|\u221a\(?\Z|(?:\}|\\pi|\u03c0)/\Z"
     rf"|\\[dtc]?frac\s*(?:{_GROUP}\s*)?\{{(?:[^{{}}]|{_GROUP})*\Z"
-    # Found before the last number of `1,5`, `3:30`, `1..5`, `12'34`, `x1`, `0x10`, `5(3)`, `10^{1/2}`, `log 5`
+    # Text before the last number of `1,5`, `3:30`, `1..5`, `12'34`, `x1`, `0x10`, `5(3)`, `10^{1/2}`, `log 5`
     r"|\d[,:'\u2019]\Z|\d\.\.\Z|[A-Za-z]\Z|\w_\Z|[\w)]\(\Z|\^[{(]\s*\Z"
     r"|(?<![A-Za-z])(?:log|ln|sin|cos|tan)(?:_\{?\w+\}?)?[ ({]*\Z"
-    # Found before the last number of `2+3`, `x-4`, `2024-01-31`, `10 - 5`, `5 x 4`, `1/2/2024`, `5\pm1`, `x > 2`
+    # Text before the last number of `2+3`, `x-4`, `2024-01-31`, `10 - 5`, `5 x 4`, `1/2/2024`, `5\pm1`, `x > 2`
     r"|[\w)\]}][-+*/\u2010-\u2013]\Z|[\d)\]}] ?[-+*/\u2010-\u2013xX] ?\Z|(?:\u00b1|\\pm) ?\Z"
     r"|(?:(?:[^\S\n]|\d)[<>]=?|[\u2264\u2265\u2260]|\\(?:[gl]eq?|[gl]t|neq?))\s*\Z"
 )
 _UNREAD_AFTER = re.compile(
     r"\s*(?:\\sqrt|\\pi\b|[\u221a\u03c0])|\^(?!\{?\\circ)|[,.:'\u2019/]\d|\.\.\d"
     r"|[-\u2010-\u2013](?:\d|[a-z]\b)"
-    # Found after the first number of `2+x`, `5 * 3`, `5 x 4`, `5\pm1`, `3k`, `$2M`, `3x`, `5i`, `2 dozen`
+    # Text after the first number of `2+x`, `5 * 3`, `5 x 4`, `5\pm1`, `3k`, `$2M`, `3x`, `5i`, `2 dozen`
     r"| ?\+ ?[\w\\(]| ?[*xX] ?\d|\*[\w\\(]| ?(?:\u00b1|\\pm)"
     r"|(?:[abeiknqrtuvwxyzBKMTX]|[bx][\dA-F]+|bn|mn|mil)(?![A-Za-z])"
     r"| ?(?:dozen|mil|bn)\b"
 )
-"""Patterns of text before and after a number that is not read: it is a part of an expression that is not evaluated, of
-a date, a time, a name or a list, or its unit changes its value.
+"""Patterns of text before and after a number that is not read, because it is a part of an expression that is not
+evaluated, of a date, a time, a name or a list, or its unit changes its value.
 """
 _POWERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _LARGE = re.compile(rf"(?<=\d) ?({'|'.join(_POWERS)})\b", re.IGNORECASE)
@@ -72,7 +72,7 @@ _SPELLINGS = (
     (r"\^[{(]\s*([-+]?\d+)\s*[})]", r"^\1"),
     (r"\*\*|__", ""),
 )
-"""Other spellings of a number as regular expressions, each with a replacement in a form that `_NUMBER` matches."""
+"""Regular expressions of other spellings of a number, each with a replacement in a form that `_NUMBER` matches."""
 _EXACT = decimal.Context(prec=50, traps=[])
 
 _STYLE = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
@@ -80,7 +80,7 @@ _MARKS = re.compile(r"\*\*|__|[$`\"\u201c\u201d]|\\[()\[\]]|</?answer>|(?<!\w)'(
 _EAST = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7a3"
 """Character ranges of Chinese, Japanese and Korean, in which a choice letter needs no space beside it."""
 _LETTER = (
-    # `A` and `I` are choice letters only where no ordinary word follows, unlike in `A bird`.
+    # `A` and `I` are choice letters only if no ordinary word follows, as in `A bird`.
     rf"[(\[{{*]*(?<![^\W_{_EAST}])(?:([A-Z])(?![^\W_{_EAST}]|_\w|['\u2019+#/=-])"
     r"(?!(?<=[AI])\s+(?!(?:is|because|since|as|and|or|but|not)\b)\w)(?!\s+(?:or|and)\s+\(?[A-Z]\b(?!\s+(?:is|are)\b))"
     r"|([a-z])(?=\)|[.,;]?\s*(?:\n|$)))"
@@ -101,15 +101,15 @@ def last_number(text: str) -> decimal.Decimal | None:
     r"""The last number in the last `\\boxed{...}`, or in the text if it has none; None without a finite number.
 
     `$` and thousands separators are ignored. Powers (`10^6`, `2 \\times 10^5`), fractions and mixed numbers (`3 1/2`,
-    `\\frac12`) are evaluated. None where the last digits are a part of something else, such as of `1,5`, `3:30`, `$3k`,
-    a date, a range, a name or another expression.
+    `\\frac12`) are evaluated. None if the last digits are a part of something else, such as of `1,5`, `3:30`, `$3k`, a
+    date, a range, a name or another expression.
     """
     return _read_number(text, which=-1)
 
 
 def _read_number(text: str, *, which: int) -> decimal.Decimal | None:
     boxed = last_box(text)
-    # Text in LaTeX's \boxed is read as after an equals sign, where `- 5` is a number and not a list item.
+    # Text in LaTeX's \boxed is read as if an equals sign preceded it, so that `- 5` is a number and not a list item.
     text = text if boxed is None else f"={boxed.lstrip()}"
     if boxed is not None and (_NO_NUMBER.search(boxed) or _LIST.search(boxed)):
         return None
@@ -156,8 +156,8 @@ def _value(number: re.Match[str]) -> decimal.Decimal:
 
 
 def gsm8k(text: str) -> str | None:
-    """The number in the form of GSM8K's answers (Cobbe et al., arXiv 2110.14168): the first one after the last `####`,
-    or after `=` on that line.
+    """The number in the form of GSM8K's answers (Cobbe et al., arXiv 2110.14168): the first number after the last
+    `####`, or after `=` on that line.
 
     It is parsed as by `last_number`, and written without leading or trailing zeros.
     """
@@ -168,11 +168,11 @@ def gsm8k(text: str) -> str | None:
 
 
 def choice(text: str) -> str | None:
-    r"""The letter of a multiple-choice answer, as a capital; None where the text has none.
+    r"""The letter of a multiple-choice answer, as a capital; None if the text has none.
 
     It is read from the last `\\boxed{...}` if there is one. Else it is the letter after the last `answer` or `correct
     option` (`Answer: B`, `the answer I choose is (b)`). Without these words, it is the only letter on the last line, or
-    the one with which the text begins.
+    the letter with which the text begins.
     """
     text = _MARKS.sub("", _STYLE.sub(r"\1", unicodedata.normalize("NFKC", last_box(text) or text))).strip()
     stated = [first or second for first, second in _STATED.findall(text)]
@@ -183,7 +183,7 @@ def choice(text: str) -> str | None:
 
 
 def json_value(text: str) -> str | None:
-    """The first JSON object or array of the text, with sorted keys and normalised white space."""
+    """The first JSON object or array of the text, written with sorted keys and normalised white space."""
     decoder = json.JSONDecoder()
     for begin in (match.start() for match in re.finditer(r"[{\[]", text)):
         try:
@@ -198,9 +198,9 @@ def json_value(text: str) -> str | None:
 
 
 def plain_text(text: str) -> str:
-    """The text, with each run of white space replaced by one space."""
+    """Replace each run of white space in the text by one space."""
     return " ".join(text.split())
 
 
 EXTRACTORS: Mapping[str, Extractor] = {"gsm8k": gsm8k, "choice": choice, "json": json_value, "text": plain_text}
-"""Extractors by the name that `--extract` takes."""
+"""Extractors by their names for `--extract`."""

@@ -2,8 +2,8 @@
 
 programs.py starts this module, which imports no other module of the package. It forks the program's process before it
 reads the tests. In the tests' process, the names that the program defines are proxies. A call of a proxy sends its
-arguments, and returns data of built-in types, or a handle of an object in the program's process. Results are compared
-in the tests' process, so that a program passes only with the right values.
+arguments to the program's process, and returns data of built-in types, or a handle of an object there. Results are
+compared in the tests' process, so that a program passes only with the right values.
 """
 
 import ast
@@ -37,7 +37,7 @@ _VALUES: Mapping[str, Callable[[Any], tuple[Any, ...]]] = {
     "numpy.ndarray": lambda value: (value.tolist(), value.dtype.str),
     **{f"datetime.{name}": lambda value: value.__reduce__()[1] for name in ("date", "datetime", "time", "timedelta")},
 }
-"""Constructor arguments with which an object is sent to the tests' process, as functions by name of its type."""
+"""For each type name, a function that returns the constructor arguments with which an object of this type is sent."""
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.GeneratorType)
 _HEADER = struct.Struct("=cQ")
 """Header of a message: its kind (`?` request or `!` reply) and its number."""
@@ -47,7 +47,7 @@ _FORWARDED += ["abs", "neg", "index", "reversed", "enter", "exit", "hash", "call
 _BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift")
 _ORDER = ("lt", "le", "gt", "ge")
 _DIFFERENCES = ("add", "sub", "mod", "xor", *_ORDER)
-"""Operators by which tests compare a program's object with an expected value; the object could fake results."""
+"""Operators by which tests compare a program's object with an expected value. The object could fake their results."""
 _TO_NUMBERS = ("abs", "bool", "float", "index", "int", "round")
 
 
@@ -63,7 +63,7 @@ class Proxy:
         object.__setattr__(self, "_is_difference", False)
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the program has
-        # Other dunder attributes, such as `__array_interface__`, are refused because libraries act on them.
+        # Other dunder attributes, such as `__array_interface__`, are refused, because libraries act on them.
         if name.startswith("__") and name != "__name__":
             raise AttributeError(name)
         return self._asks("getattr", self, name)
@@ -83,7 +83,7 @@ def _forwarded(name: str) -> Callable[..., Any]:
     def forward(self: Proxy, *given: Any, **named: Any) -> Any:  # noqa: ANN401
         result = _marked(self._asks(name, self, *given, **named), self._is_difference)
         if self._is_difference and name in _TO_NUMBERS and not isinstance(result, Proxy):
-            # Otherwise `abs(f(3) - 3.5) < 1e-6` would pass for an object of the program whose differences are always 0.
+            # Otherwise `abs(f(3) - 3.5) < 1e-6` would pass for a program's object whose differences are always 0.
             raise TypeError(f"{name}() of a difference from an object")
         return result
 
@@ -166,7 +166,7 @@ class _Peer:
         self._send(b"?", number, body)
         while (reply := self._receive())[0] == b"?":
             self._answer(*reply[1:])
-        # A reply with a wrong number comes from a program that writes into the pipe itself, so its tests fail.
+        # Only a program that writes into the pipe itself sends a reply with a wrong number, so its tests fail.
         if reply[:2] != (b"!", number):
             self.end()
         error, value, after, printed = self._loads(reply[2])
@@ -184,7 +184,6 @@ class _Peer:
         return value
 
     def serve(self) -> NoReturn:
-        """Answer requests of the other process until it ends."""
         sys.stdout = io.StringIO()
         while (request := self._receive())[0] == b"?":
             self._answer(*request[1:])
@@ -236,7 +235,7 @@ class _Peer:
         if not self.is_judge:
             return _Unpickler(self, io.BytesIO(body)).load()
         try:
-            # The pickle instruction BUILD is refused, since it could change a function of the tests.
+            # The pickle instruction BUILD is refused, because it could change a function of the tests.
             if self.held and any(code.name == "BUILD" for code, *_ in pickletools.genops(body)):
                 self.end()
             return _DataUnpickler(self, io.BytesIO(body)).load()
@@ -244,7 +243,7 @@ class _Peer:
             self.end()
 
     def hold(self, value: object) -> int:
-        """Handle of an object of this process, which is kept alive from now on."""
+        """Number of an object of this process, which is kept alive from now on, as its handle."""
         if id(value) not in self._numbers:
             self._numbers[id(value)] = len(self.held)
             self.held.append(value)
@@ -253,7 +252,7 @@ class _Peer:
 
 class _Pickler(pickle.Pickler):
     """Pickles plain data, and replaces other objects by handles. The tests' process replaces only functions, the
-    program's process all objects that are not plain data.
+    program's process all other objects.
     """
 
     def __init__(self, peer: _Peer, file: io.BytesIO) -> None:
@@ -315,7 +314,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _DataUnpickler(_Unpickler):
-    """Unpickles what a program sends: data of built-in types and what persistent_load returns, but no other class."""
+    """Unpickles what a program sends. Only data of built-in types and what persistent_load returns are allowed."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
         raise pickle.UnpicklingError(f"{module}.{name}")
@@ -339,13 +338,12 @@ def _names(tests: Sequence[ast.Module]) -> tuple[set[str], set[str], dict[str, A
 
 
 def _defined(peer: _Peer, names: set[str]) -> dict[str, Any]:
-    """Objects of the program by name. Only requested names count: a forged reply cannot replace e.g. `abs`."""
+    """Objects of the program by name. Only requested names count, so that a forged reply cannot replace `abs`."""
     reply = peer.ask("names", sorted(names))
     return {name: reply[name] for name in names & reply.keys()} if type(reply) is dict else {}
 
 
 def _judge(peer: _Peer, tests: Sequence[str]) -> None:
-    """Run the tests, and report the number of each test that raises no exception."""
     parsed: dict[int, ast.Module] = {}
     for number, test in enumerate(tests):
         with suppress(SyntaxError, ValueError):
@@ -370,10 +368,10 @@ def _run(peer: _Peer, folder: str) -> None:
         os.dup2(os.open(f"{folder}/{name}", flags, 0o600), number)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     libc = ctypes.CDLL(None)
-    # The program gets a network namespace without interfaces, as by `unshare --net`, for which users other than root
-    # need a user namespace. Where neither is allowed, the program can use the network of this machine.
+    # The program gets a network namespace without interfaces, as by `unshare --net`. Users other than root need a user
+    # namespace for it. If neither is allowed, the program can use the network of this machine.
     libc.unshare(0x40000000 | (0x10000000 if os.geteuid() else 0))
-    # Capabilities are dropped, since with them root could read the memory of the other process.
+    # Capabilities are dropped, because with them root could read the memory of the other process.
     libc.capset(struct.pack("=Ii", 0x20080522, 0), bytes(24))
     for name, most in limits.items():
         hard = resource.getrlimit(getattr(resource, name))[1]
@@ -390,8 +388,8 @@ def main(folder: str) -> None:
     """Run a program and its tests, read from standard input. The numbers of passed tests go to standard output."""
     # This file's folder is removed from the import path, so that the program cannot import from it.
     sys.path.pop()
-    # PR_SET_DUMPABLE of prctl(2) is cleared: no other process of the same user reads or writes this one's memory and
-    # files.
+    # PR_SET_DUMPABLE of prctl(2) is cleared, so that no other process of this user reads or writes the memory and files
+    # of this process.
     ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)
     report = os.dup(1)
     os.write(report, b"begins\n")

@@ -38,7 +38,7 @@ _PROGRAM = (
 )
 _START_SECONDS, _END_SECONDS = 120.0, 1.0
 _LOG_BYTES = 2**24
-"""Size in bytes at which the workers' log is emptied; a line in the log then says so."""
+"""Size in bytes at which the workers' log is emptied. A line in the log then says that it was emptied."""
 
 
 class _EndedError(Exception):
@@ -46,7 +46,7 @@ class _EndedError(Exception):
 
 
 class _Worker:
-    """A worker process that computes rewards. It is started when it is first needed, and again if it has ended."""
+    """A worker process that computes rewards. It starts when it is first needed, and again if it has ended."""
 
     def __init__(self, settings: Sequence[Mapping[str, Any]], log: IO[bytes]) -> None:
         self._settings, self._log = settings, log
@@ -58,13 +58,12 @@ class _Worker:
         self._requests = 0
 
     def start(self) -> None:
-        """Start the worker process if it is not running; RewardFaultError where a reward cannot be loaded."""
+        """Start the worker process unless it is running. RewardFaultError if a reward cannot be loaded."""
         if self._process is not None:
             return
         if self._is_closed:
             raise _EndedError("is not needed any more")
-        # In a session of its own, the worker does not get Ctrl-C, and the child processes of a reward are killed with
-        # it.
+        # A session of its own keeps Ctrl-C from the worker, and lets the child processes of a reward be killed with it.
         self._socket, other = socket.socketpair()
         self._requests = 0
         with other:
@@ -99,12 +98,11 @@ class _Worker:
         return reply
 
     def close(self) -> None:
-        """End the worker process for good; a thread that waits for its reply gets an error."""
+        """End the worker process for good. A thread that waits for its reply gets an error."""
         self._is_closed = True
         self._signal()
 
     def kill(self) -> None:
-        """End the worker process and its child processes."""
         if self._process is None:
             return
         assert self._socket is not None
@@ -144,7 +142,7 @@ class _Worker:
 
     def _raise_ended(self) -> NoReturn:
         assert self._process is not None
-        # The worker may have closed only its socket, so wait for an exit code first.
+        # The worker may have closed only its socket, so its exit code is awaited first.
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_SECONDS)
         self._signal()
@@ -164,7 +162,7 @@ class PendingScores:
         self._futures: list[Future[list[Part]]] = []
 
     def add(self, answer: AnswerToScore) -> None:
-        """Add an answer, whose scoring begins in the background."""
+        """Add an answer. Its scoring begins in the background."""
         self._answers.append(answer)
         self._futures.append(self._rewards.submit(answer))
 
@@ -180,11 +178,11 @@ class PendingScores:
         return not pending or any("error" in part for part in parts)
 
     def parts(self) -> list[list[Part]]:
-        """Results of all rewards on all answers, including errors; waits for all answers."""
+        """Results of all rewards on all answers, including errors. Waits for all answers."""
         return [future.result() for future in self._futures]
 
     def result(self) -> NDArray[np.float64]:
-        """Scores, fp64 [answers, rewards], with NaN where a reward is not applicable; waits for all answers.
+        """Scores, fp64 [answers, rewards], with NaN if a reward is not applicable. Waits for all answers.
 
         RewardError for the first answer on which a reward failed, without waiting for later answers.
         """
@@ -219,7 +217,7 @@ class Rewards:
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="rewards")
 
     def check(self) -> None:
-        """Start one worker process; ConfigError where a reward cannot be loaded."""
+        """Start one worker process. ConfigError if a reward cannot be loaded."""
         worker = self._workers[0]
         try:
             worker.start()
@@ -231,18 +229,18 @@ class Rewards:
             ) from None
 
     def start(self, answers: Iterable[AnswerToScore] = ()) -> PendingScores:
-        """Score answers in the background; more answers may be added to the returned object."""
+        """Score answers in the background. More answers may be added to the returned object."""
         pending = PendingScores(self)
         for answer in answers:
             pending.add(answer)
         return pending
 
     def submit(self, answer: AnswerToScore) -> Future[list[Part]]:
-        """Score one answer in the background; the result has a `Part` for each reward."""
+        """Score one answer in the background. The result has a `Part` for each reward."""
         return self._threads.submit(self._score, answer)
 
     def error(self, name: str, reason: str, answer: AnswerToScore) -> RewardError:
-        """Error for a reward that failed on an answer; `reason` says how, e.g. `raised ValueError: ...`."""
+        """Error for a reward that failed on an answer. `reason` says how, such as `raised ValueError: ...`."""
         record = json.dumps(answer.record, ensure_ascii=False)
         return RewardError(
             f"reward `{name}` failed on {answer.where}: it {reason}\n  answer: {answer.text!r:.300}\n"
@@ -290,7 +288,7 @@ class Rewards:
 
 
 def check_files(sections: Sequence[RewardConfig]) -> None:
-    """ConfigError where the file of a reward cannot be read or lacks the named function. The file is not imported."""
+    """ConfigError if the file of a reward cannot be read or lacks the named function. The file is not imported."""
     for section in sections:
         try:
             text = Path(section.file).read_text(encoding="utf-8") if section.file else section.reward
@@ -305,11 +303,11 @@ def check_files(sections: Sequence[RewardConfig]) -> None:
 def open_rewards(
     sections: Sequence[RewardConfig], *, workers: int = 0, ranks_here: int = 1, log: Path | None = None
 ) -> Iterator[Rewards]:
-    """Context manager with the rewards of a run, whose worker processes end with it.
+    """Context manager with the rewards of a run. Their worker processes end with it.
 
-    `workers` is the number of processes; 0 takes the largest `workers` of `sections`, or if that is 0 as well, this
-    rank's part of the cores of a machine with `ranks_here` ranks. What reward functions print is appended to the file
-    `log`, or to a temporary file. ConfigError where a reward cannot be loaded.
+    `workers` is the number of processes. 0 means the largest `workers` of `sections` or, if that is 0 too, this rank's
+    part of the cores of a machine with `ranks_here` ranks. What reward functions print is appended to the file `log`,
+    or to a temporary file. ConfigError if a reward cannot be loaded.
     """
     cores = max(1, len(os.sched_getaffinity(0)) // ranks_here)
     number = workers or max(section.workers for section in sections) or cores

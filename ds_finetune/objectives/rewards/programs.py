@@ -1,8 +1,8 @@
 """Runs the program in a sampled answer against the tests of its data row, in processes with resource limits (judge.py).
 
 The limits protect a run from faulty programs: endless loops, much memory or output, writes into the current folder, use
-of the network. They are no security boundary: a program runs as the user of the run and can read the user's files.
-Where answers may be hostile, run the whole training in a container without secrets.
+of the network. They are no security boundary, because a program runs as the user of the run and can read the user's
+files. If answers may be hostile, run the whole training in a container without secrets.
 """
 
 import ast
@@ -63,7 +63,7 @@ def read_tests(value: Any) -> Tests:  # noqa: ANN401 - any JSON value
 
 
 def _code_of(*tests: str) -> Tests:
-    """Tests from Python code; RewardFaultError for code that no program or every program would pass."""
+    """Tests from Python code. RewardFaultError for code that no program or every program would pass."""
     try:
         with warnings.catch_warnings(action="ignore"):
             modules = [ast.parse(test, "test.py") for test in tests]
@@ -89,8 +89,8 @@ def _is_dialogue(test: object) -> bool:
 
 
 def score_program(text: str, tests: Tests, *, timeout: float, memory: int) -> float | None:
-    """Fraction of the tests that the program in an answer passes, within `timeout` seconds for all tests; None where
-    the answer has no program.
+    """Fraction of the tests that the program in an answer passes, within `timeout` seconds for all tests; None if the
+    answer has no program.
 
     The program is the last code block marked as Python, or else the last code block.
     """
@@ -115,7 +115,7 @@ def _lines(output: str) -> list[str]:
 
 
 def _run(program: str, tests: Sequence[str], given: str, *, deadline: float, memory: int) -> tuple[int, str]:
-    """Run a program with its tests. Returns the number of tests passed (without tests: 1 if the program ran to its
+    """Run a program with its tests. Returns the number of passed tests (without tests: 1 if the program ran to its
     end), and the program's output.
     """
     seconds = deadline - time.monotonic()
@@ -130,7 +130,7 @@ def _run(program: str, tests: Sequence[str], given: str, *, deadline: float, mem
         # The program may start no processes or threads; this limit does not bind root.
         "RLIMIT_NPROC": 0,
     }
-    # Cleaning up may fail, since the program may have created folders that cannot be removed.
+    # Cleaning up may fail, because the program may have created folders that cannot be removed.
     with tempfile.TemporaryDirectory(prefix="reward-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         (folder / "in").write_text(given, encoding="utf-8")
@@ -147,7 +147,7 @@ def _run(program: str, tests: Sequence[str], given: str, *, deadline: float, mem
 
 
 def _drive(folder: Path, task: bytes, seconds: float) -> tuple[str, str, bool]:
-    """Run judge.py, then kill all processes it left. Returns report, standard error and whether it timed out."""
+    """Run judge.py, then kill all processes that it left. Returns report, standard error and whether it timed out."""
     libc, others = ctypes.CDLL(None), _children()
     # With PR_SET_CHILD_SUBREAPER of prctl(2), processes whose parents have ended become children of this process.
     libc.prctl(36, 1, 0, 0, 0)

@@ -1,7 +1,7 @@
 """The worker process that computes rewards, started by pool.py.
 
 It reads requests as lines of JSON with a reward's number and an answer, and replies to each with one line. An alarm
-raises an exception in a reward that takes too long. Where the exception is not raised, as in C code, pool.py kills the
+raises an exception in a reward that takes too long. If the exception is not raised, as in C code, pool.py kills the
 worker; if pool.py's process has died, the kernel does. Output of reward functions goes to the log of the pool.
 """
 
@@ -37,16 +37,16 @@ Scorer = Callable[[AnswerToScore], Outcome]
 
 
 class RewardAlarmError(BaseException):
-    """A reward took too long. Not an Exception, so that `except Exception` in a reward does not swallow it."""
+    """A reward took too long. This is not an Exception, so that `except Exception` in a reward does not catch it."""
 
 
 def seconds_of(settings: Settings) -> float:
-    """Seconds until a reward's alarm. The reward `code` gets some more, since it enforces its own `timeout`."""
+    """Seconds until a reward's alarm. The reward `code` gets more time, because it enforces its own `timeout`."""
     return float(settings["timeout"]) + GRACE_SECONDS * (settings["reward"] == "code")
 
 
 def load_scorer(settings: Settings) -> Scorer:
-    """Function that computes a reward; RewardFaultError where it cannot be loaded from a package or the user's file."""
+    """Function that computes a reward. RewardFaultError if it cannot be loaded from a package or the user's file."""
     builtin = BUILTIN.get(settings["reward"])
     if builtin is None:
         return _FileReward(settings["reward"])
@@ -69,7 +69,7 @@ def load_scorer(settings: Settings) -> Scorer:
 
 
 def read_reference(settings: Settings, record: Mapping[str, Any]) -> Any:  # noqa: ANN401 - any JSON value
-    """The reference answer of a data row as the built-in reward parses it; RewardFaultError where the row has none."""
+    """The reference answer of a data row as the built-in reward parses it. RewardFaultError if the row has none."""
     builtin, column = BUILTIN[settings["reward"]], settings["column"]
     if builtin.read is None or not column:
         return None
@@ -83,7 +83,7 @@ def read_reference(settings: Settings, record: Mapping[str, Any]) -> Any:  # noq
 
 
 def needs_of(rewards: Sequence[Settings], record: Mapping[str, Any]) -> str:
-    """Error message of the first of `rewards` that cannot use a data row; empty where all can."""
+    """Error message of the first of `rewards` that cannot use a data row; empty if all can."""
     for settings in rewards:
         try:
             _ = settings["reward"] in BUILTIN and read_reference(settings, record)
@@ -130,7 +130,7 @@ class _FileReward:
         given = dict(zip(ARGUMENTS, values, strict=True))
         score = self._call(**{name: given[name] for name in self._names})
         if inspect.isawaitable(score):
-            # asyncio is imported late, since that would take half of the start-up time.
+            # asyncio is imported only if needed, because the import takes half of the start-up time.
             import asyncio
 
             async def awaited() -> Any:  # noqa: ANN401 - what a reward returns
@@ -198,7 +198,7 @@ def _shown(raised: BaseException) -> str:
 
 
 def _set_limits(seconds: float, memory: int) -> None:
-    """Set the alarm and the memory limit of one call of a reward, since the previous reward may have changed them."""
+    """Set the alarm and the memory limit of one call of a reward, because the previous reward may have changed them."""
     signal.signal(signal.SIGALRM, _raise_time_is_up)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
@@ -231,13 +231,12 @@ def main(descriptor: int) -> None:
     owner = os.getpid()
     # With PR_SET_PDEATHSIG of prctl(2), this process is killed when its parent thread ends.
     ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
-    # SIGTERM and SIGUSR1 are ignored: a scheduler sends them to all processes, and rewards are needed until the run has
-    # saved.
+    # A scheduler sends SIGTERM and SIGUSR1 to all processes, but rewards are needed until the run has saved.
     for ignored in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(ignored, lambda *_: None)
     with socket.socket(fileno=descriptor) as connection, connection.makefile("rw", encoding="utf-8") as lines:
-        # The connection is not inherited by programs that a reward starts or processes that it forks, which would keep
-        # it open.
+        # Otherwise programs that a reward starts, or processes that it forks, would inherit the connection and keep it
+        # open.
         connection.set_inheritable(False)
         os.register_at_fork(after_in_child=lambda: os.close(descriptor))
         rewards = json.loads(lines.readline())
@@ -247,6 +246,6 @@ def main(descriptor: int) -> None:
             at, answer = json.loads(line)
             part = run_reward(scorers[at], rewards[at], AnswerToScore(**answer))
             if os.getpid() != owner:
-                # A reward has forked, and this is its child process, which must not write a second reply.
+                # This is the child process of a reward that forked. It must not write a second reply.
                 os._exit(0)
             print(json.dumps({**part, "request": request}), file=lines, flush=True)
