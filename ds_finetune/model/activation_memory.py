@@ -40,9 +40,6 @@ def recompute_layers(lm: PreTrainedModel, *, is_selective: bool) -> None:
 
 
 def _choosing_modules(lm: PreTrainedModel) -> list[nn.Module]:
-    """Modules of `lm` that choose experts: its routers, or all children of layers with experts if the family names no
-    router.
-    """
     router = family_of(lm.config.model_type).router
     if router is not None:
         return [module for name, module in lm.named_modules() if name.endswith(f".{router.module}")]

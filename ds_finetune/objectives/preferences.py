@@ -104,7 +104,6 @@ class DirectPreference(PairObjective):
 def _variant_losses(
     variant: str, beta: float, smoothing: float, chosen: torch.Tensor, rejected: torch.Tensor
 ) -> torch.Tensor:
-    """Loss of each pair by a variant of DPO, fp64 [pairs], from the scores of both answers, fp64 [pairs] each."""
     difference = chosen - rejected
     margin = beta * difference
     match variant:

@@ -123,7 +123,6 @@ def make_classification(section: ClassificationObjective) -> Classification | Re
 
 
 _MEANS = ("reward_margin", "reward_accuracy", "reward_chosen", "reward_rejected")
-"""Names of the metrics that are means over pairs."""
 
 
 class Reward(ScoreObjective):

@@ -32,7 +32,6 @@ def _shift_right(values: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _wrap(number: int) -> int:
-    """The signed int64 that has the lower 64 bits of `number`."""
     return (number + 2**63) % 2**64 - 2**63
 
 

@@ -25,7 +25,6 @@ from ds_finetune.model.parallel.sharding import ModelShard, TensorShard
 from ds_finetune.plan.plan import Plan
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integer dtypes by the number of bytes of an element."""
 _PIECE = 2**18
 """Number of elements that are summed or compared at a time: 2 MiB as int64. With 32 MiB, the sum on a CPU was six times
 as slow, because of fresh memory pages.

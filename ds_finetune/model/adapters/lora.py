@@ -97,7 +97,6 @@ class _LowRankExperts(_Adapted):
         return run_experts(self, hidden, top_k_index, top_k_weights, self._project)
 
     def _project(self, rows: torch.Tensor, ends: torch.Tensor, leaf: str) -> torch.Tensor:
-        """Multiply `rows` [rows, in] by their experts' weight `leaf` and adapter. Expert i's rows end at `ends[i]`."""
         low = multiply(rows, getattr(self, f"{leaf}_lora_A"), ends)
         low = multiply(low, getattr(self, f"{leaf}_lora_B"), ends)
         # Adding in place avoids a third tensor as wide as gate and up projections together.
@@ -109,8 +108,6 @@ class _AdaptedExperts(_LowRankExperts):
 
 
 class _AdaptedLocalExperts(_LowRankExperts):
-    """Expert parallel routed experts with adapters. Tokens are sent to their experts' ranks and back."""
-
     run_experts = _LowRankExperts._run
 
 

@@ -50,7 +50,6 @@ _WINDOW_BLOCK = 512
 _SHORT = 128
 """Maximum number of tokens of a document that shares one attention call with other documents on CPUs."""
 _SINK_COLUMNS = 8
-"""Number of columns that are added to queries and keys to represent attention sinks."""
 _WITHOUT_EFFECT = ("position_ids", "cache_position")
 """Tensors of models that attention by document may ignore, because documents are already separated."""
 

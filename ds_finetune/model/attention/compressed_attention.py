@@ -63,9 +63,7 @@ class _VisibleKeys(NamedTuple):
     scored: ScoreInputs | None
     """The indexer's queries and keys; None if queries attend to all earlier compressed entries."""
     topk: int
-    """Number of compressed entries that the indexer chooses for each query; 0 without an indexer."""
     scale: float
-    """Factor by which the indexer's query-key products are multiplied."""
 
     def blocks(self, heads: int) -> tuple[QueryBlock, ...]:
         return blocks_of(self.tokens, self.entries, self.topk, _QUERIES, PRODUCTS_AT_ONCE // heads)
@@ -203,7 +201,6 @@ class _Keys:
     def add_gradients(
         self, weights: torch.Tensor, query: torch.Tensor, d_tokens: torch.Tensor, d_entries: torch.Tensor
     ) -> None:
-        """Add the keys' gradients, sums of `query` weighted by `weights`, to `d_tokens` and `d_entries`."""
         if self._chosen is None:
             grad = weights.flatten(0, 1).T @ query.flatten(0, 1)
             d_tokens += grad[: self._number]
@@ -234,7 +231,6 @@ class _EntryWeights(IndexerTarget):
                 yield KeyBlock(slice(begin, min(begin + size, block.queries.stop)), block.entries)
 
     def weights(self, block: KeyBlock, tensors: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention weights of compressed entries, summed over heads, and a mask of entries that each query sees."""
         query, entries, log_sum, *chosen = tensors
         entry = torch.arange(block.keys.start, block.keys.stop, device=query.device)
         is_seen = self.visible.sees(block.queries, entry)

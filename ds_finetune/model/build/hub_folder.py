@@ -311,7 +311,6 @@ def has_weights(folder: Path) -> bool:
 
 
 def _renamed(stored: Mapping[str, StoredTensor], rename: Callable[[str], str], folder: Path) -> dict[str, StoredTensor]:
-    """Rename tensors. ModelError if two tensors get one name."""
     tensors: dict[str, StoredTensor] = {}
     for key, tensor in stored.items():
         name = rename(key)
@@ -384,7 +383,6 @@ def bin_conversion(folder: Path) -> str:
 
 
 def _read_indexed(folder: Path) -> dict[str, StoredTensor]:
-    """The tensors of all files that a folder's index lists. These files must be in the folder itself."""
     index = folder / INDEX
     try:
         weight_map = {

@@ -57,7 +57,6 @@ _LOGIT_TRANSFORMS = (
 only by the usual formula.
 """
 _BALANCE_WEIGHTS = ("router_aux_loss_coef", "aux_loss_coef")
-"""config.json keys for the weight of transformers' load-balancing loss."""
 _FACTORIES = {"causal_lm": AutoModelForCausalLM, "sequence_classification": AutoModelForSequenceClassification}
 
 

@@ -74,8 +74,6 @@ class _Norm(torch.autograd.Function):
 
 
 class _Rotate(torch.autograd.Function):
-    """Rotary embedding of queries and keys [rows, heads, tokens, columns]."""
-
     @staticmethod
     def forward(ctx: Any, kernels: Kernels, rotation: Rotation, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:  # noqa: ANN401
         query, key, cos, sin = map(_plain, tensors)

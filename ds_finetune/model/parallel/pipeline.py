@@ -269,7 +269,6 @@ def install_pipeline_stage(lm: PreTrainedModel, pp_group: PipelineGroup, *, outp
     embedding, head = lm.get_input_embeddings(), head_of(lm)
     is_tied = head.weight is embedding.weight
     streams, base = residual_streams(lm.config), lm.base_model
-    # A token's residual streams are sent as one vector.
     pp_group.no_hidden_states = embedding.weight.new_empty(0, streams * embedding.embedding_dim)
     if not pp_group.is_first:
         base.config = _of_one_stream(lm.config) if streams > 1 else base.config

@@ -285,5 +285,4 @@ def install_tensor_parallel_mlp(mlp: Any, tp_group: TensorParallelGroup) -> None
             return sum_over_ranks(out[0], tp_group), *out[1:]
         return sum_over_ranks(out, tp_group)
 
-    # One all-reduce sums the outputs of routed and shared experts over ranks.
     mlp.register_forward_hook(reduce_output)

@@ -264,7 +264,6 @@ def _check_tensors(
 def _check_layout_of_experts(
     hub: HubFolder, expected: Mapping[str, tuple[int, ...]], model: PreTrainedModel, family: Family
 ) -> None:
-    """ModelError if the checkpoint has a tensor for each expert, and joining them is not supported."""
     one_by_one = sorted(key for key in hub.shapes if key not in expected and _ONE_EXPERT.search(key))
     fused = sorted(key for key in expected if key not in hub.shapes and _FUSED_EXPERTS.search(key))
     if not family.fused_experts and one_by_one and fused:

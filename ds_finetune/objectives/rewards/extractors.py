@@ -51,7 +51,6 @@ _POWERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 
 _LARGE = re.compile(rf"(?<=\d) ?({'|'.join(_POWERS)})\b", re.IGNORECASE)
 _RAISED = re.compile("(?<=[0-9])[\u207b]?[\u00b2\u00b3\u00b9\u2070\u2074-\u2079]+")
 _POINTS = re.compile(r"(?<![\d.,])(\d{1,3})(?:((?:\.\d{3})++),(\d++)|((?:\.\d{3}){2,}+))(?![.,]?\d)")
-"""Pattern of numbers with points between thousands, as `1.234,5` and `1.000.000`."""
 _VULGAR = re.compile("(\\d\\s*)?([\u00bc-\u00be\u2150-\u215e])")
 _SPELLINGS = (
     ("\u2212|\uff0d|\ufe63|(?<![^\\s=({])[\u2012\u2013](?=[\\d.$])", "-"),

@@ -58,7 +58,6 @@ class _Worker:
         self._requests = 0
 
     def start(self) -> None:
-        """Start the worker process unless it is running. RewardFaultError if a reward cannot be loaded."""
         if self._process is not None:
             return
         if self._is_closed:
