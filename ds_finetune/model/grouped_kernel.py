@@ -143,7 +143,7 @@ def _(_: torch.Tensor, __: torch.Tensor, ___: torch.Tensor, weight: torch.Tensor
 def _keep(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:  # noqa: ANN401
     rows, weight, ends = inputs
     of_rows, of_weight = ctx.needs_input_grad[:2]
-    # Only the weight's gradient needs rows. Both gradients need the weight's shape and strides.
+    # Only the gradient of the weight needs the rows; both gradients need the weight's shape and strides.
     ctx.save_for_backward(rows if of_weight else None, weight if of_rows or of_weight else None, ends)
 
 

@@ -120,12 +120,12 @@ class SkippedLayer(nn.Module):
 
 
 def add_mtp_modules(layer: Any, config: PretrainedConfig) -> None:  # noqa: ANN401 - a decoder layer of any family
-    """Add the other modules of a multi-token prediction layer to a decoder layer, in place."""
+    """Add to a decoder layer, in place, what makes it a multi-token prediction layer: projections and norms."""
     width, norm_class = config.hidden_size, type(layer.input_layernorm)
     layer.enorm = norm_class(width, eps=config.rms_norm_eps)
     layer.hnorm = norm_class(width, eps=config.rms_norm_eps)
     if family_of(config.model_type).compresses:
-        # Module names in DeepSeek-V4's checkpoint (vLLM 0.32, models/deepseek_v4/nvidia/mtp.py).
+        # DeepSeek-V4's checkpoint has these module names (vLLM 0.32, models/deepseek_v4/nvidia/mtp.py).
         layer.e_proj, layer.h_proj = (nn.Linear(width, width, bias=False) for _ in range(2))
         _, stream_head, _ = stream_classes()
         layer.hc_head, layer.norm = stream_head(config), norm_class(width, eps=config.rms_norm_eps)

@@ -198,7 +198,7 @@ def table_of_choices(routers: RouterCollector, mesh: Mesh) -> torch.Tensor:
 
 
 def choices_of(table: torch.Tensor, plan: RouterPlan) -> RouterChoices:
-    """Read the counts of chosen experts from a table of `table_of_choices` on the CPU, after its sum over all ranks."""
+    """Counts of chosen experts from a `table_of_choices` that was summed over all ranks and copied to the CPU."""
     counts, tokens, (differing, compared) = (
         table[:, :-4].long(),
         table[:, -1].long(),

@@ -137,8 +137,8 @@ class AdapterPlacement:
 
         `shard` is this rank's shard of the parameter, `weight_shard` its shard of the adapted weight.
         """
-        # DeepSpeed 0.19.8 counts parameters without `model_parallel` only once in gradient norms
-        # (runtime/utils.py:134).
+        # DeepSpeed 0.19.8 counts a parameter in gradient norms on each tensor parallel rank only if `model_parallel` is
+        # true (runtime/utils.py:134).
         param.model_parallel = shard.dim is not None  # type: ignore[attr-defined]
         if shard.is_expert_parallel and self.mark_expert is not None:
             self.mark_expert(param)

@@ -48,10 +48,10 @@ keys. None instead of a mask means all earlier keys.
 _WINDOW_BLOCK = 512
 """Minimum number of queries in a block of sliding-window attention."""
 _SHORT = 128
-"""Maximum number of tokens of a document that shares one attention call with other documents on CPUs."""
+"""On CPUs, documents of up to this many tokens share an attention call; longer documents get a call each."""
 _SINK_COLUMNS = 8
 _WITHOUT_EFFECT = ("position_ids", "cache_position")
-"""Tensors of models that attention by document may ignore, because documents are already separated."""
+"""Tensor arguments that have no effect on attention by document, because documents are already separated."""
 
 
 @dataclass(frozen=True)

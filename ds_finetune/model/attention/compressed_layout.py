@@ -66,7 +66,7 @@ class Entries:
     end: torch.Tensor
     """For each token, index after the last compressed entry that ends at or before the token, int64 [tokens]."""
     ranges: tuple[np.ndarray, np.ndarray]
-    """Copies of `first` and `end`, the range of compressed entries that each token sees, in host memory."""
+    """The range of compressed entries that each token sees, from `first` to `end`, in host memory."""
 
 
 @dataclass(frozen=True, eq=False)

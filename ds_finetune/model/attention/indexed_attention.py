@@ -447,7 +447,7 @@ def train_indexers(lm: PreTrainedModel, collector: DivergenceCollector) -> list[
             module.chooses, module.collector = True, collector
             trained.append((module.layer_idx, module.indexer is not None))
         elif (indexer := getattr(getattr(module, "compressor", None), "indexer", None)) is not None:
-            # This is DeepSeek-V4's attention (model/attention/compressed_attention.py).
+            # DeepSeek-V4's attention has its indexer in a compressor (model/attention/compressed_attention.py).
             module.collector, module.compressor.chooses, indexer.is_trained = collector, True, True
             trained.append((module.layer_idx, True))
     return trained

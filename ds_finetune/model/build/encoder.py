@@ -13,7 +13,7 @@ from ds_finetune.objectives.objective import Examples
 
 
 def encoder_of(hf_config: PretrainedConfig) -> Encoder | None:
-    """What the table of families says about the configuration's encoder; None for a causal model."""
+    """Properties of the configuration's encoder, from the table of families; None for a causal model."""
     return family_of(hf_config.model_type).encoder
 
 
@@ -53,8 +53,8 @@ def max_positions(hf_config: PretrainedConfig) -> int | None:
 
 
 def published_name(key: str, expected: Collection[str], prefix: str) -> str:
-    """The model's name of a checkpoint's tensor `key`, derived as in transformers 5.23. `expected` has the names of the
-    model's tensors.
+    """Name in the model of a checkpoint's tensor `key`, derived as in transformers 5.23. `expected` has the names of
+    the model's tensors.
 
     Checkpoints without a head leave out `prefix` (core_model_loading.py:1567), and old checkpoints call a norm's
     parameters gamma and beta (conversion_mapping.py:1777).

@@ -47,7 +47,7 @@ _LENGTHS = (27, 21)
 """Lengths of the two test documents in tokens. Both exceed a tiny model's attention window."""
 _PADDING, _LAST = 11, 4
 _SEEN = 1e-3
-"""Smallest relative difference of hidden states which shows that earlier tokens affect later ones."""
+"""Earlier tokens affect later ones if hidden states differ by at least this fraction."""
 _SEED = 5
 _HEADS = (4, 2, 1, 8)
 """Numbers of attention heads to try in tiny models, the likeliest to work first."""

@@ -115,7 +115,7 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _WEIGHTS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, FP8)
 _SHOWN = 10
 _COMPARED_NUMEL = 2**20
-"""Number of elements of each of two tensors that are read at a time when they are compared."""
+"""When two tensors are compared, this many elements of each are read at a time."""
 _FUSED_DIMS = 3
 _OF_TRANSFORMERS = "model.hc_head.hc_fn"
 """Name of a tensor that only a DeepSeek-V4 model saved by transformers has. Published tensors have other names."""

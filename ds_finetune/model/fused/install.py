@@ -30,8 +30,7 @@ from ds_finetune.model.fused.operations import Kernels, gate, kernels_of, norm, 
 
 def install_fused(lm: PreTrainedModel, name: str) -> None:
     """Replace forwards of modules in `lm` by the kernels that `model.kernels` selects (none for `torch`), in place.
-
-    Modules with unknown formulas are not changed (`Family.fused` says which are).
+    Modules with unknown formulas are not changed.
     """
     if name == "torch":
         return

@@ -48,8 +48,8 @@ class ExtraLoss(ABC):
         """
 
     def counted(self, mesh: Mesh) -> torch.Tensor | None:
-        """Counts of this rank since the last call, fp64 on its device, which the engine sums over all ranks. None if
-        the loss counts nothing.
+        """This rank's counts since the last call, such as tokens per expert, fp64 on its device. The engine sums them
+        over all ranks. None if the loss counts nothing.
         """
         return None
 
@@ -102,7 +102,7 @@ class TotalLoss:
         return metrics
 
     def named(self, sums: Sequence[float]) -> dict[str, float]:
-        """The `sums` by name, in the order of `sum_names`."""
+        """Name each of the `sums`, which are in the order of `sum_names`."""
         return dict(zip(self.sum_names, sums, strict=True))
 
     @property

@@ -81,7 +81,7 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
     if left.dtype == total.dtype:
         torch.addmm(total, left, right, out=total)
     elif total.device.type == "cuda":
-        # torch sums a product of 16-bit matrices in fp32. `out_dtype` keeps the sum in fp32.
+        # `out_dtype` keeps the fp32 sum of a product of 16-bit matrices, which would be rounded to 16 bits.
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         # torch 2.13 can return fp32 products of 16-bit matrices on GPUs only.
@@ -242,7 +242,7 @@ def softmax_of_chunk(
 def subtract_one_hot(
     probabilities: torch.Tensor, labels: torch.Tensor, tp_group: TensorParallelGroup | None = None
 ) -> torch.Tensor:
-    """Subtract 1 from `probabilities` [tokens, vocabulary], which `tp_group` may shard, at each label, in place."""
+    """Subtract 1 at each label from `probabilities` [tokens, vocabulary], a shard if `tp_group` is given, in place."""
     columns, is_here = columns_in_shard(labels[:, None], probabilities.shape[1], tp_group)
     return probabilities.scatter_(1, columns, probabilities.gather(1, columns) - is_here.to(probabilities.dtype))
 

@@ -135,7 +135,7 @@ class DocumentTokens:
     """
 
     index: torch.Tensor
-    """Index in the forward of each token's document, int64 [tokens]."""
+    """For each token, the index of its document among the documents of the forward, int64 [tokens]."""
     examples: Examples
     sp_group: SequenceParallelGroup | None = None
 

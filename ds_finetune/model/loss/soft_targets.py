@@ -109,7 +109,7 @@ class TopTargets:
     ids: torch.Tensor
     """Ids of the teacher's k most likely tokens, integers [supervised tokens, k], distinct within a row."""
     log_probs: torch.Tensor
-    """Log-probabilities of the k tokens and, last, of all others, [supervised tokens, k + 1]; normalised when used."""
+    """Log-probabilities of the k tokens and, last, of all others, [supervised tokens, k + 1], normalised when used."""
 
     def divergence(
         self, log_probs: torch.Tensor, tokens: slice, shard: VocabularyShard

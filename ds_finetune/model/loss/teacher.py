@@ -39,7 +39,7 @@ class TeacherPlan:
 
 
 def check_same_tokens(teacher: TeacherPlan, tokens: Mapping[str, int], model_tokens: Mapping[str, int]) -> None:
-    """ModelError if teacher and model have different tokens or ids, or the teacher's head lacks outputs for ids."""
+    """ModelError if teacher and model have different tokens or token ids, or the teacher's head lacks ids."""
     size = int(teacher.hf_config.vocab_size)
     if tokens == model_tokens and size <= max(tokens.values()):
         raise ModelError(

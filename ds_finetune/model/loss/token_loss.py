@@ -1,4 +1,4 @@
-"""The loss at supervised tokens, computed in chunks, so that logits of all tokens [tokens, vocabulary] never exist."""
+"""The loss of supervised tokens, computed in chunks, so that logits of all tokens [tokens, vocabulary] never exist."""
 
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass

@@ -103,7 +103,7 @@ class ExpertParallelExperts(nn.Module):
     ep_group: ExpertParallelGroup
     num_experts: int
     compute_meanwhile: Callable[[], None] | None = None
-    """Function to call while the all-to-all that sends rows to the experts' ranks runs."""
+    """Function that runs during the all-to-all that sends rows to the experts' ranks."""
 
     def forward(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """Map hidden states [tokens, width], chosen experts [tokens, k] and routing weights to [tokens, width]."""
@@ -123,8 +123,8 @@ class ExpertParallelExperts(nn.Module):
         return chosen.sums_of(_AwaitExchange.apply(_StartExchange.apply(out, back), back))
 
     def _count_rows(self, experts: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int]]:
-        """Count rows: those that this rank receives from each rank for each of its experts, sends to each rank, and
-        receives from each rank. `experts` has the expert of each row to send, sorted.
+        """Numbers of rows: received from each rank for each of this rank's experts, sent to each rank, and received
+        from each rank. `experts` has the expert of each row to send, sorted.
         """
         per_expert = rows_up_to(experts, self.num_experts * self.ep_group.size).diff(prepend=experts.new_zeros(1))
         arriving = torch.empty_like(per_expert)

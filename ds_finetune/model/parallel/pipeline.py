@@ -36,9 +36,9 @@ class Link(NamedTuple):
     """
 
     is_forward: bool
-    """Whether the link carries hidden states; otherwise it carries their gradients."""
+    """Whether this link between pipeline ranks carries hidden states; otherwise it carries their gradients."""
     wraps: bool
-    """Whether the link connects the last rank with the first one."""
+    """Whether this link connects the last pipeline rank with the first one."""
 
 
 class PipelineGroup(RankGroup):
@@ -165,7 +165,7 @@ class MissingLayer(nn.Module):
             token = hidden.flatten(2)[:, None, :, :1]
             cache.update(token, token, self.layer)
         if self.streams > 1:
-            # Pipeline stages send the residual streams of a token as one vector.
+            # A token's residual streams are sent to the next pipeline stage as one vector.
             hidden = hidden.reshape(*hidden.shape[:2], self.streams, -1)
         return (hidden, None) if self.has_choice else hidden
 

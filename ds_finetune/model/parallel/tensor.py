@@ -178,7 +178,7 @@ def local_config(hf_config: PretrainedConfig, tp_size: int) -> PretrainedConfig:
     if hasattr(config, "num_key_value_heads") and not hasattr(config, "kv_lora_rank"):
         config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     for name in _SHARDED_SIZES:
-        # Aliases of sizes must not be divided twice. A single key-value head is replicated.
+        # Aliases in `attribute_map` must not be divided twice. A single key-value head is replicated.
         if name not in config.attribute_map and (getattr(config, name, None) or 0) > 1:
             setattr(config, name, getattr(config, name) // tp_size)
     config.pad_token_id = None
@@ -186,7 +186,7 @@ def local_config(hf_config: PretrainedConfig, tp_size: int) -> PretrainedConfig:
 
 
 def install_tensor_parallel(lm: PreTrainedModel, tp_group: TensorParallelGroup, *, padding_idx: int | None) -> None:
-    """Make the modules of a model built from `local_config` communicate, in place.
+    """Make the modules of a model built from `local_config` communicate with other tensor parallel ranks, in place.
 
     `padding_idx` is the embedding's padding id in the full vocabulary.
     """
@@ -210,7 +210,7 @@ def _change_class(module: nn.Module, parallel_class: type[nn.Module], tp_group: 
 
 
 def install_tensor_parallel_attention(attention: Any, tp_group: TensorParallelGroup, *, family: Family) -> None:  # noqa: ANN401 - an attention module of any family
-    """Make an attention module with a shard of the heads communicate, in place."""
+    """Add tensor parallel communication to an attention module that has a shard of the heads, in place."""
     if family.compresses:
         # The key-value head and entries are replicated, and all ranks' heads contribute to their gradients.
         _change_class(attention.q_b_proj, ColumnParallelLinear, tp_group)
@@ -235,7 +235,7 @@ def install_tensor_parallel_attention(attention: Any, tp_group: TensorParallelGr
                 width = getattr(attention, f"{name}_proj").out_features * tp_group.size
                 norm.weight = nn.Parameter(norm.weight.new_ones(width), requires_grad=norm.weight.requires_grad)
             if norm is not None and norm.weight.requires_grad:
-                # The norm's weight is replicated, but a rank computes its gradient from the rank's own heads only.
+                # A rank computes the replicated norm weight's gradient from its own heads, so gradients are summed.
                 norm.weight.register_hook(tp_group.all_reduce)
         return
     query = attention.q_proj if attention.q_lora_rank is None else attention.q_b_proj

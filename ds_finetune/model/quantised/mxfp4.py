@@ -149,7 +149,7 @@ PACKED = torch.int8
 _PER_BYTE = 2
 _READ = "only FP4 as in DeepSeek-V4-Flash is supported; use a bf16 copy of the model"
 _BETWEEN = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
-"""Midpoints between neighbouring E2M1 numbers, by index of the lower number."""
+"""Midpoints between neighbouring E2M1 numbers; index i is between numbers i and i + 1."""
 
 
 def packed_shapes(shape: Shape) -> tuple[Shape, Shape]:

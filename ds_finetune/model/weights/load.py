@@ -86,7 +86,7 @@ def load_weights(  # noqa: PLR0913
     )
     rename = partial(published_name, expected=expected, prefix=model.base_model_prefix) if family.encoder else None
     hub = HubFolder(folder, rename=rename) if growth is None else GrownFolder(folder, growth, expected, rename=rename)
-    # A parameter in `may_be_missing` may be missing only if the folder has no tensor of its module.
+    # A parameter may be missing only if the folder has no other parameter of its module.
     present = {name.rpartition(".")[0] for name in may_be_missing if name in hub.shapes}
     missing = {name for name in may_be_missing if name.rpartition(".")[0] not in present}
     skipped = _check_tensors(hub, {key: expected[key] for key in expected if key not in missing}, model, family)

@@ -84,7 +84,7 @@ def canonical_name(key: str, family: Family) -> str:
             name = renaming.rename_source_key(name)[0]
         return name
 
-    # transformers' patterns also match some names of the model itself. Such names do not survive renaming back.
+    # Names of the model itself, which some of transformers' patterns also match, are not restored by renaming back.
     renamed, original = published_name(in_model(key), family), published_name(key, family)
     return original if renamed != key and in_model(original) == key else renamed
 
