@@ -80,7 +80,7 @@ def bf16_support(device: str, world: World) -> Bf16Support | None:
     index = visible_device(world.local_rank)
     capability = torch.cuda.get_device_capability(index)
     name = f"{torch.cuda.get_device_name(index)} (compute capability {'.'.join(map(str, capability))})"
-    # AMD GPUs (ROCm) number capabilities differently, and all that torch supports have bf16 matrix products.
+    # All AMD GPUs (ROCm) that torch supports have bf16 matrix products, and they number capabilities differently.
     return Bf16Support(name, is_native=capability >= OLDEST_BF16 or torch.version.hip is not None)
 
 

@@ -267,7 +267,7 @@ class Engine:
         return not is_balanced and self._ds.module.continues_documents(self._device)
 
     def allow_only(self, allowed: torch.Tensor | None) -> None:
-        """Compute log-probabilities of answers over the `allowed` ids only, bool [vocabulary]; None: all."""
+        """Normalise log-probabilities of answers over the `allowed` ids only, bool [vocabulary]; None means all ids."""
         head, mesh = self._ds.module.lm.get_output_embeddings(), self.plan.mesh
         head.forbidden = None if allowed is None else ~allowed.chunk(mesh.tp)[mesh.coordinate("tp")].to(self._device)
 
@@ -330,8 +330,8 @@ class Engine:
         return {name: spec for name, spec in self._full_tensors.specs().items() if not is_adapter(name)}
 
     def gather_shards(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        """Gather a full tensor on the first rank of its pipeline stage. `part`, this rank's, is sharded like parameter
-        `name`.
+        """Gather a full tensor on the first rank of its pipeline stage. `part` is this rank's shard, sharded like the
+        parameter `name`.
         """
         return self._full_tensors.gather_shards(name, part)
 
@@ -400,7 +400,7 @@ class Engine:
         return sums
 
     def _share_embedding(self) -> None:
-        """Copy the first stage's embedding to the last stage, where multi-token prediction reads it."""
+        """Copy the first pipeline stage's embedding to the last stage, where multi-token prediction reads it."""
         stage, module = self._stage, self._ds.module
         if stage is not None and stage.is_end and mtp_layers(module.config) and not self._trains_both_ends:
             stage.broadcast_embedding(module.lm.get_input_embeddings().weight)

@@ -1,4 +1,4 @@
-"""The gradients of a step: detection of non-finite ones, their global norm, and clipping without DeepSpeed."""
+"""The gradients of a step: their global norm, clipping without DeepSpeed, and detection of NaN and infinity."""
 
 import itertools
 import math
@@ -69,7 +69,7 @@ class FiniteProbe:
             param.register_hook(lambda grad, index=index: self._check(index, grad))
 
     def reset(self) -> None:
-        """Forget earlier gradients. Called at the start of an optimizer step."""
+        """Forget the gradients of earlier steps. The engine calls this at the start of an optimizer step."""
         self._seen.clear()
 
     def is_bad(self) -> torch.Tensor:

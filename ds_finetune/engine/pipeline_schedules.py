@@ -93,7 +93,7 @@ def scalar_of(done: StageForward, grad: torch.Tensor | None) -> torch.Tensor:
 
 
 def grad_of(tensor: torch.Tensor | None) -> torch.Tensor:
-    """The gradient, after backward, of the hidden states received from the previous stage."""
+    """The gradient of the hidden states that came from the previous stage, after backward."""
     assert tensor is not None
     assert tensor.grad is not None, "no gradient reached the hidden states from the stage before"
     return tensor.grad
@@ -178,7 +178,7 @@ class _InterleavedStep:
         received = self._arrived.pop(key)
         if received is not None:
             self._sent_grads.append(self._send(grad_of(received), is_forward=False))
-        # This wait limits the memory of sends. It is short: the receiver lags by at most one forward or backward.
+        # Waiting here limits the memory of sends. It is short: the receiver lags by one forward or backward at most.
         while len(self._sent_grads) > self._stage.size:
             self._sent_grads.popleft().wait()
 

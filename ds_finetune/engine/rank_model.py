@@ -72,7 +72,7 @@ def build_rank_model(
     lm = build_modules(plan, model, groups)
     install_groups(lm, model, groups)
     placement = placement_of(lm, plan, groups)
-    # Checkpoints lack frozen weights that the model's folder has, so these are loaded even if a checkpoint is restored.
+    # Checkpoints lack frozen weights of the model's folder, so these are loaded even if a checkpoint is restored.
     loads_weights = loads_weights or not all(feature.saves_frozen for feature in features)
     in_fp32 = Fp32Weights(lm, placement.where)
     random_parameters = fill_weights(lm, plan, model, where=in_fp32.where, loads_weights=loads_weights)
@@ -100,7 +100,7 @@ def install_groups(lm: PreTrainedModel, model: ModelPlan, groups: Groups) -> Non
 
 
 def placement_of(lm: PreTrainedModel, plan: Plan, groups: Groups) -> AdapterPlacement:
-    """How features create parameters of `lm`: functions that shard and partition them like its other parameters."""
+    """How features must shard and partition new parameters of `lm`, so that they are like its other parameters."""
     is_partitioned = plan.zero_stage == 3
     partition_like = partial(_partition_like_model, lm) if is_partitioned else None
     placement = AdapterPlacement(
@@ -145,8 +145,8 @@ def fill_weights(
     family = family_of(lm.config.model_type)
     model_shard = ModelShard.of(plan.mesh, family)
     for name, param in lm.named_parameters():
-        # DeepSpeed 0.19.8 counts parameters without the attribute `model_parallel` once per tensor parallel group in
-        # norms (runtime/utils.py:134).
+        # DeepSpeed 0.19.8 counts a parameter in norms on each tensor parallel rank only if `model_parallel` is true
+        # (runtime/utils.py:134).
         param.model_parallel = model_shard.tensor_shard(name, tuple(local_shape(param))).dim is not None  # type: ignore[attr-defined]
     if not loads_weights and all(param.requires_grad for param in lm.parameters()):
         clear_weights(lm, where=where)
@@ -230,7 +230,7 @@ def arrange_forward(lm: PreTrainedModel, plan: Plan, model: ModelPlan) -> None:
     if plan.train.activation_offload:
         offload_layer_inputs(lm)
     for module in install_tiled_mlps(lm, tiles=model.mlp_tiles) if model.mlp_tiles > 1 else ():
-        # ZeRO-3 gathers a leaf module's weights once before its first tile, and releases them after its last tile.
+        # As a leaf module, an MLP is gathered by ZeRO-3 once before its first tile, and released after its last tile.
         set_z3_leaf_module(module, True)
     if model.mlp_tiles == 1 and not family_of(model.hf_config.model_type).is_generic:
         # A tiled MLP computes its routed experts apart from the shared ones, and again in backward. So its shared

@@ -42,7 +42,7 @@ def gather_scores(parts: list[DocumentScores], mesh: Mesh) -> DocumentScores:
 
 @dataclass(frozen=True)
 class StepReading:
-    """Sums and counts of a step's global batch, identical on every rank."""
+    """Sums and counts over a step's global batch, identical on every rank."""
 
     sums: list[float]
     """Sums from which the loss is computed, in the order of `TotalLoss.sum_names`."""
@@ -79,7 +79,7 @@ def read_step(
 
 
 def check_counts(expected: Mapping[str, float], counts: Mapping[str, float]) -> None:
-    """Raise RunError if `counts`, units in the rows of all ranks, differ from `expected`, which divided the loss."""
+    """Raise RunError if `counts`, the units in all ranks' rows, differ from `expected`, the divisors of the loss."""
     for unit, number in counts.items():
         if number != expected[unit]:
             raise RunError(

@@ -452,7 +452,7 @@ WITH_CONTEXT = tuple(name for name in FULLY_TESTED if FAMILIES[name].extends_con
 STANDARD_SELFTEST = tuple(
     name for name, family in FAMILIES.items() if family.tiny_models and family.tiny_models.in_standard_selftest
 )
-"""Families that `ds-finetune selftest` checks if the user names none; the first one in every parallel layout."""
+"""Families that `ds-finetune selftest` checks by default. It checks the first one in every parallel layout."""
 
 
 def family_of(model_type: str) -> Family:

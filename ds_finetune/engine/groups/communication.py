@@ -97,7 +97,7 @@ class StepCommunication:
     seconds: Mapping[str, float] | None
 
     def metrics(self, *, step_seconds: float) -> dict[str, float]:
-        """Metrics by kind of collective and in total, for a step that took `step_seconds`."""
+        """Metrics of a step that took `step_seconds`: bytes and seconds by kind of collective, and their totals."""
         values = {f"comm/{kind}_mib": number / MIB for kind, number in _with_total(self.num_bytes)}
         if self.seconds is not None:
             values |= {f"comm/{kind}_share": seconds / step_seconds for kind, seconds in _with_total(self.seconds)}
@@ -109,8 +109,8 @@ def _with_total(by_kind: Mapping[str, float]) -> list[tuple[str, float]]:
 
 
 class CommunicationMeter:
-    """Counts bytes and seconds of this process's collectives by kind. Sends and receives are one kind. Only with
-    `is_blocking` a call, or the wait for it, returns at the end of the collective, so that it can be timed. The time
+    """Counts bytes and seconds of this process's collectives by kind. Sends and receives are one kind. Collectives are
+    timed only with `is_blocking`, when a call, or the wait for it, returns at the end of the collective. The time
     includes waiting for slower ranks. It is time of the host: overlapping collectives are not counted twice.
     """
 

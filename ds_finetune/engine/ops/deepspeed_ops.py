@@ -60,7 +60,7 @@ def build_op(name: str, say: Say = say_nothing) -> None:
     import deepspeed.ops.op_builder as builders
 
     if not (_folder(name) / f"{name}.so").exists():
-        # The C++ compiler that torch 2.13 takes for operators (utils/cpp_extension.py, get_cxx_compiler).
+        # torch 2.13 compiles operators with this C++ compiler (utils/cpp_extension.py, get_cxx_compiler).
         program = shlex.split(os.environ.get("CXX", "c++"))[0]
         if not shutil.which(program):
             raise ConfigError(

@@ -70,7 +70,7 @@ class OwnClipping:
         return self._read(self._combine(others_norm) if self._is_partitioned else others_norm, own)
 
     def _read(self, norm: torch.Tensor, own: torch.Tensor) -> Any:  # noqa: ANN401 - a norm, or a list of one
-        """Read all gradient norms with one device synchronisation. Returns `norm` in the form of DeepSpeed's."""
+        """Read all gradient norms with one device synchronisation. Returns `norm` as DeepSpeed's function does."""
         norm = norm.to(own.device)
         value, *values = torch.cat([norm[None], own.to(norm.dtype)]).tolist()
         scale = self._optimizer.loss_scale
@@ -99,7 +99,7 @@ class OwnClipping:
         return norms
 
     def _clip(self, group: Any, total_norm: torch.Tensor) -> None:  # noqa: ANN401 - a number, or gradients
-        """Replaces DeepSpeed's clipping of a parameter group: a number at ZeRO stage 3, else the group's gradients."""
+        """Replaces DeepSpeed's clipping. `group` is a parameter group's number at ZeRO stage 3, else its gradients."""
         partitions = [] if self._is_partitioned else self._optimizer.single_partition_of_fp32_groups
         numbers = (number for number, partition in enumerate(partitions) if partition.grad is group[0])
         loss = self._losses[group if self._is_partitioned else next(numbers)]

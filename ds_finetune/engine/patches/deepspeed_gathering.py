@@ -85,7 +85,7 @@ class KeptWeights:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Context in which the model has the copied weights, on its device; collective under ZeRO-3."""
+        """Context in which the model computes with the copied weights, on its device; collective under ZeRO-3."""
         current = [tensor.data for tensor in self._tensors]
         self._set([value.to(now.device) for value, now in zip(self._values, current, strict=True)])
         try:
@@ -94,7 +94,7 @@ class KeptWeights:
             self._set(current)
 
     def _set(self, values: Sequence[torch.Tensor]) -> None:
-        """Overwrite the model's weights. Parameters that ZeRO-3 had gathered, e.g. small ones, are gathered again."""
+        """Overwrite the model's weights. Parameters that ZeRO-3 keeps gathered are gathered again afterwards."""
         from deepspeed.runtime.zero import partition_parameters
 
         status = _PARTS.attribute(partition_parameters, "ZeroParamStatus").AVAILABLE
@@ -110,7 +110,7 @@ class KeptWeights:
 
 @contextmanager
 def _without_hooks(lm: nn.Module, numbers: Collection[int]) -> Iterator[None]:
-    """Context in which the modules of `lm` lack the hooks with the ids `numbers`. Other hooks keep their order."""
+    """Context in which hooks with the ids `numbers` are removed from the modules of `lm`; others keep their order."""
     with ExitStack() as stack:
         for module in lm.modules():
             for name in ("_forward_pre_hooks", "_forward_hooks"):

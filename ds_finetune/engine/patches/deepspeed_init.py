@@ -85,7 +85,7 @@ def zenflow_keeps_matrices() -> Iterator[None]:
 
     def update(optimizer: Any, group_index: int) -> None:  # noqa: ANN401
         plain(optimizer, group_index)
-        # Each parameter is now a view of its transposed matrix's elements: view it as that matrix and transpose it.
+        # The parameter's elements are those of the transposed matrix, so view it as that and transpose it.
         for param in optimizer.bit16_groups[group_index]:
             if param.dim() == 2:
                 rows, columns = param.shape

@@ -82,7 +82,7 @@ class AnswerModel:
         return [ReadPrompt(cache, 0, tokens) for tokens in ranges], logits
 
     def reading_tokens(self) -> AbstractContextManager[None]:
-        """Context in which `read_tokens` decodes."""
+        """Context in which `read_tokens` decodes. Latent attention then reads cached latents."""
         # If forwards are collective, ZeRO-3 may gather the weights again, so nothing made from them is kept.
         return attending_to_latents(self.lm, keeps_weights=not self.is_collective)
 

@@ -1,4 +1,4 @@
-"""Data types for sampling: prompts, where answers end, and sampled answers."""
+"""Data types for sampling: prompts, limits of answers, and sampled answers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ class SampledAnswer(NamedTuple):
 
 
 OnAnswer = Callable[[int, SampledAnswer], object]
-"""Function to call with the index of an answer among all answers, and the answer."""
+"""Function that is called for each sampled answer, with its index among all answers."""
 
 
 @dataclass(frozen=True)

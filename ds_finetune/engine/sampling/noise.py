@@ -27,7 +27,7 @@ def mix(values: torch.Tensor) -> torch.Tensor:
 
 
 def _shift_right(values: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical (unsigned) right shift of int64."""
+    """Shift int64 right, filling with zeros as for unsigned numbers."""
     return (values >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
@@ -45,7 +45,7 @@ def answer_keys(seed: int, answers: Iterable[tuple[int, int, int]], device: torc
 
 
 def id_keys(vocabulary: int, device: torch.device) -> torch.Tensor:
-    """Keys of all token ids, from which their random numbers are computed, int64 [vocabulary]."""
+    """Keys of all token ids, int64 [vocabulary]. Random numbers are computed from keys of an answer and an id."""
     return mix(torch.arange(1, vocabulary + 1, device=device) * _STEP)
 
 

@@ -103,7 +103,7 @@ class RowCache(Cache):
         self._replace(lambda part: functional.pad(part, (0, 0, 0, self._reserved - self.columns)))
 
     def end_column(self) -> None:
-        """Count the cache column that the latest forward has written."""
+        """Count one more column as used, after a forward has written its tokens there."""
         self.columns += 1
 
     def keep_rows(self, rows: torch.Tensor) -> None:

@@ -37,7 +37,7 @@ _BROKEN = -1
 
 
 def check_answers(answers: Iterable[SampledAnswer]) -> None:
-    """Raise RunError if the logits of an answer were not finite. All ranks with the answers `answers` raise it."""
+    """Raise RunError if the logits of an answer were not finite. All ranks that have the same `answers` raise it."""
     for answer in answers:
         if answer.ids[-1] == _BROKEN:
             raise RunError(
@@ -115,7 +115,7 @@ class TokenChoice:
 
 
 class BatchOfAnswers:
-    """Samples one batch of answers. `parts` say which answers to which prompts, sorted by prompt length."""
+    """Samples one batch of answers. `parts` are the answers of each prompt, sorted by prompt length."""
 
     def __init__(self, model: AnswerModel, parts: Sequence[PromptPart], choice: TokenChoice) -> None:
         self._model, self._choice = model, choice
@@ -137,7 +137,7 @@ class BatchOfAnswers:
         self._cache = RowCache(self._read_prompts(parts), rows=len(lengths), columns=columns, longest=longest)
 
     def _read_prompts(self, parts: Sequence[PromptPart]) -> Iterator[tuple[ReadPrompt, slice]]:
-        """Prefill in several forwards; one's KV cache is in memory at a time. Yields each prompt with its rows."""
+        """Prefill in several forwards, holding the KV cache of one at a time. Yields each prompt with its rows."""
         begin, size = 0, max(1, PROMPT_TOKENS // parts[-1].length)
         for first in range(0, len(parts), size):
             some = parts[first : first + size]

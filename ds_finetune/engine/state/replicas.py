@@ -133,7 +133,7 @@ def _checksum(elements: torch.Tensor, start: int) -> torch.Tensor:
 
 
 def _unequal(copies: _Copies, sums: Mapping[str, torch.Tensor]) -> list[str]:
-    """Keys of the tensors that differ between the ranks of the group of `copies`. All these ranks get one result."""
+    """Keys of the tensors that differ between the ranks of the group of `copies`, the same on each of them."""
     own_sums = torch.stack([sums[key].to(collective_device()) for key in copies.sizes])
     if copies.is_divided:
         dist.all_reduce(own_sums, group=copies.shards)
@@ -145,7 +145,7 @@ def _unequal(copies: _Copies, sums: Mapping[str, torch.Tensor]) -> list[str]:
 
 
 def _first_difference(copies: _Copies, key: str, state: EngineState) -> str:
-    """Text about the first element that differs between this rank and the group's first rank; empty if none differs."""
+    """Text on the first element that differs between this rank and the group's first rank; empty if all are equal."""
     elements_at = {}
     _read(state, (key,), lambda _, start, elements: elements_at.update({start: elements.clone()}))
     start, own = next(iter(elements_at.items()), (0, torch.zeros(0)))

@@ -223,7 +223,7 @@ class EngineState:
         fewer = {name: steps for name, steps in steps_of.items() if steps != common}
         return {
             "steps": common,
-            # DeepSpeed's fused kernels count steps only in a group's last parameter (ops/adam/fused_adam.py).
+            # DeepSpeed's fused kernels count steps only in the last parameter of a group (ops/adam/fused_adam.py).
             "steps_of": {} if type(self._optimizers[0]).__module__.startswith("deepspeed.") else fewer,
             "loss_scale": loss_scale(scaler_of(self._ds.optimizer)) if self._plan.precision == "fp16" else {},
         }
@@ -274,7 +274,7 @@ class EngineState:
             flat.copy_(values[part.name].view(-1)[part.start : part.start + part.numel])
 
     def update_fp32(self) -> None:
-        """Update the fp32 values that forwards use from the masters; collective among ranks that share a shard."""
+        """Copy the masters to the fp32 values that forwards use; collective among ranks that share a shard."""
         in_fp32 = self._ds.module.in_fp32
         trained = [name for name, param in in_fp32.params.items() if param.requires_grad]
         if not trained:
@@ -313,7 +313,7 @@ class EngineState:
         return states[0] if states else {}
 
     def _kinds(self, master: Master) -> dict[str, torch.Tensor]:
-        """A master's optimizer states, such as `exp_avg`, with a value per element or of `full_parts`; none on NVMe."""
+        """A master tensor's optimizer states by kind, such as `exp_avg`; empty while the master is on NVMe."""
         sizes = (master.flat.numel(), sum(part.numel for part in master.full_parts))
         tensors = {
             kind: value for kind, value in self._state(master).items() if torch.is_tensor(value) and kind != "step"
@@ -426,7 +426,7 @@ class EngineState:
         with self._swap_in(masters[0], write):
             yield read
             if write:
-                # While the master is in memory, its sub-group's 16-bit parameters, maybe on NVMe, are updated from it.
+                # 16-bit parameters, which may be on NVMe, are updated from the master while it is in memory.
                 self._ds.optimizer._reassign_or_swap_out_partitioned_parameters(masters[0].number)
 
     @contextmanager
