@@ -1,7 +1,7 @@
 """Files of a checkpoint: they are written with checksums, listed in a manifest, and made complete by one rename.
 
-A rank sends jobs over a pipe to its writer process (part_writer_process.py), which imports this module. So this module
-does not import torch.
+A rank sends jobs over a pipe to its writer process (part_writer_process.py). That process imports this module, which
+therefore does not import torch.
 """
 
 import errno
@@ -31,9 +31,9 @@ _CHUNK_BYTES = 16 * MIB
 _POLL_SECONDS = 0.05
 _NO_LINKS = (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.ENOTSUP, errno.EACCES, errno.ENOSYS)
 _UNFINISHED = re.compile(r"step-\d+\.(partial-[0-9a-f-]+|replaced-[0-9a-f-]+|removing)|\.rehearsal-[0-9a-f-]+")
-"""Names of unfinished checkpoint folders that this program makes. All other folders belong to the user."""
+"""Names of unfinished checkpoint folders that this program makes. Other folders belong to the user."""
 _FINAL = re.compile(r"step-(\d+)")
-"""Name of a complete checkpoint's folder, with the step. The user may give a copy of the folder any other name."""
+"""Folder name of a complete checkpoint, with the step. The user may give a copy of the folder any other name."""
 
 
 def step_name(step: int) -> str:
@@ -42,21 +42,21 @@ def step_name(step: int) -> str:
 
 
 def partial_name(step: int, token: str) -> str:
-    """Name of a checkpoint's folder while it is being written. `token` distinguishes several starts of the run."""
+    """Folder name of a checkpoint that is being written. `token` distinguishes several starts of the run."""
     return f"{step_name(step)}.partial-{token}"
 
 
 def part_name(rank: int, world_size: int) -> str:
-    """Name of the file with the state that `rank` saves."""
+    """File name of the state that `rank` saves in a checkpoint."""
     return f"part-{rank:05d}-of-{world_size:05d}.safetensors"
 
 
 class RenamedCheckpointError(CheckpointError):
-    """Raised if the name of a checkpoint folder says another step than the checkpoint in it."""
+    """The name of a checkpoint folder says another step than the checkpoint in it."""
 
 
 def find_renamed_checkpoint(checkpoints: Path) -> RenamedCheckpointError | None:
-    """The error for the first renamed checkpoint folder in `checkpoints`, or None. Damaged checkpoints are skipped."""
+    """Make the error for the first renamed checkpoint folder in `checkpoints`, or None; damaged ones are skipped."""
     for step in complete_steps(checkpoints):
         try:
             Manifest.read(checkpoints / step_name(step))
@@ -69,7 +69,7 @@ def find_renamed_checkpoint(checkpoints: Path) -> RenamedCheckpointError | None:
 
 @dataclass(frozen=True)
 class FileChecksum:
-    """Size of a file in bytes, and the xxh3-128 digest of its bytes."""
+    """Size of a file in bytes, and the xxh3-128 digest of its content."""
 
     num_bytes: int
     xxh3_128: str
@@ -77,8 +77,8 @@ class FileChecksum:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The manifest of a complete checkpoint folder: its step, its ranks, and its files. `ranks` are the ranks whose
-    parts are in the folder: all ranks, unless each node has a folder of its own.
+    """Manifest of a complete checkpoint folder: its step, its ranks, and its files. `ranks` are the ranks whose parts
+    are in the folder: all ranks, unless each node has a folder of its own.
     """
 
     step: int
@@ -91,12 +91,12 @@ class Manifest:
 
     @property
     def parts(self) -> list[str]:
-        """Names of the files in this checkpoint folder with the state of ranks, one file per rank."""
+        """Names of the files in this checkpoint folder that have the state of a rank, one file per rank."""
         return [part_name(rank, self.world_size) for rank in self.ranks]
 
     @property
     def absent_parts(self) -> list[str]:
-        """Names of the files with state of the other ranks, which are in checkpoint folders of other nodes."""
+        """Names of the files with the state of ranks on other nodes, which are in the folders of those nodes."""
         return [part_name(rank, self.world_size) for rank in range(self.world_size) if rank not in self.ranks]
 
     @property
@@ -105,13 +105,13 @@ class Manifest:
         return sum(file.num_bytes for file in self.files.values())
 
     def text(self) -> str:
-        """The text of the manifest file. Its last line is a checksum of the other lines."""
+        """Text of the manifest file. Its last line is a checksum of the other lines."""
         body = json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
         return f"{body}\n{xxhash.xxh3_128_hexdigest(body.encode())}\n"
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Read a checkpoint folder's manifest. CheckpointError if it is missing, damaged, or of another step."""
+        """Read the manifest of a checkpoint folder. CheckpointError if it is missing, damaged, or of another step."""
         path = folder / MANIFEST
         try:
             body, _, checksum = path.read_bytes().rstrip(b"\n").rpartition(b"\n")
@@ -150,7 +150,7 @@ def write_checksummed(path: Path, chunks: Iterable[memoryview | bytes]) -> FileC
             total += len(view)
             while view:
                 view = view[file.write(view) :]
-            # The memory of this chunk is released before the next one is made.
+            # The memory of this chunk is released before the next chunk is made.
             del chunk, view
         os.fsync(file.fileno())
     return FileChecksum(total, digest.hexdigest())
@@ -162,14 +162,14 @@ def byte_pieces(data: memoryview) -> Iterable[memoryview]:
 
 
 def checksum_of(path: Path) -> FileChecksum:
-    """Compute the size and checksum of a file, which is read in bounded pieces."""
+    """Size and checksum of a file, which is read in bounded pieces."""
     with path.open("rb", buffering=0) as file:
         digest = hashlib.file_digest(file, xxhash.xxh3_128)
         return FileChecksum(file.tell(), digest.hexdigest())
 
 
 def mark_part_written(part: Path, checksum: FileChecksum) -> None:
-    """Write the checksum of the part file `part` to a file beside it, whose existence marks the part as complete."""
+    """Write the checksum of the part file `part` to a file beside it, which marks the part as complete."""
     unnamed = part.with_name(part.name + ".aside")
     write_checksummed(unnamed, [json.dumps(asdict(checksum)).encode()])
     unnamed.rename(part.with_name(part.name + _STATUS))
@@ -177,8 +177,8 @@ def mark_part_written(part: Path, checksum: FileChecksum) -> None:
 
 @dataclass(frozen=True)
 class CommitJob:
-    """A checkpoint that is to be completed in the folder `partial`. The files of `manifest` are not filled in yet.
-    `texts` are the contents of files to write, by name; `linked` are existing files to hard-link, by their new names.
+    """A checkpoint to complete in the folder `partial`. The files of `manifest` are not filled in yet. `texts` are the
+    contents of files to write, by name; `linked` are existing files to hard-link, by their new names.
     """
 
     partial: Path
@@ -231,6 +231,7 @@ class JobDone:
 
 def commit(job: CommitJob, keep_waiting: Callable[[], bool]) -> Path:
     """Complete a checkpoint: when all its files are on the disk, rename its folder to `step-N`. Returns the new path.
+
     Only a folder with such a name counts as a checkpoint. Before the rename, the texts of `job` are written, its files
     are linked, the part files of other ranks are awaited, and a manifest of all files is written. TimeoutError if
     `keep_waiting` returns False while part files are missing. An older folder of the same step is removed at the end.
@@ -293,8 +294,7 @@ def link_or_copy(source: Path, target: Path) -> None:
 def _wait_for_parts(partial: Path, names: Sequence[str], keep_waiting: Callable[[], bool]) -> dict[str, FileChecksum]:
     sums: dict[str, FileChecksum] = {}
     while True:
-        # The folder is listed, because a look-up by name makes NFS cache that a file does not exist, which would hide
-        # new files of other hosts.
+        # The folder is listed, because looking a name up makes NFS remember for a while that the file does not exist.
         seen = {entry.name for entry in os.scandir(partial)}
         for name in [name for name in names if name not in sums and name + _STATUS in seen]:
             sums[name] = FileChecksum(**json.loads((partial / (name + _STATUS)).read_bytes()))
@@ -306,7 +306,7 @@ def _wait_for_parts(partial: Path, names: Sequence[str], keep_waiting: Callable[
 
 
 def damage_of(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
-    """Lines on damaged files of a complete checkpoint: missing, or with another size or checksum than in `manifest`."""
+    """List the damaged files of a complete checkpoint: missing, or with another size or checksum than in `manifest`."""
     damage = []
     for name in names:
         path, expected = folder / name, manifest.files[name]

@@ -11,13 +11,13 @@ from ds_finetune.engine.groups.collectives import all_gather_object
 from ds_finetune.errors import FinetuneError, OutputError
 
 _SEEN_SECONDS = 5.0
-"""Seconds in which a new file on a shared file system must become visible on another host."""
+"""Seconds within which a new file on a shared file system must become visible on another host."""
 
 
 @dataclass(frozen=True)
 class CheckpointFolder:
-    """The folder `path` for the checkpoints of `rank`, and the `ranks` that share it. The first of `ranks` is the
-    leader. `token` is unique to this start of the run, so that files of several starts are never mixed.
+    """The checkpoint folder `path` of `rank`, and the `ranks` that share it, of which the first is the leader. `token`
+    is unique to this start of the run, so that files of several starts are never mixed.
     """
 
     path: Path
@@ -33,13 +33,13 @@ class CheckpointFolder:
 
     @property
     def portion(self) -> tuple[int, int]:
-        """Index of this rank among those that share the folder, and their number. They divide replicated tensors."""
+        """Index of this rank among the ranks that share the folder, and their number, to divide replicated tensors."""
         return self.ranks.index(self.rank), len(self.ranks)
 
 
 def open_checkpoint_folder(folder: Path, *, rank: int, node_local: bool) -> CheckpointFolder:
-    """Create `folder` on every rank, and find out which ranks share it; collective. OutputError on every rank if it
-    cannot be created, or if it is not shared by all ranks and `node_local` is false.
+    """Create the checkpoint folder on every rank, and find out which ranks share it; collective. OutputError on every
+    rank if it cannot be created, or if it is not shared by all ranks and `node_local` is false.
     """
     raise_on_every_rank(try_in_folder(folder, lambda: folder.mkdir(parents=True, exist_ok=True)))
     tokens = all_gather_object(f"{time.time_ns():x}-{os.getpid():x}")
@@ -62,7 +62,7 @@ def open_checkpoint_folder(folder: Path, *, rank: int, node_local: bool) -> Chec
 
 
 def raise_on_every_rank(error: FinetuneError | None) -> None:
-    """If any rank has an error, raise the error of the lowest such rank on every rank; collective."""
+    """Raise the error of the lowest rank that has one on every rank; collective."""
     errors = [each for each in all_gather_object(error) if each is not None]
     if errors:
         raise errors[0]
@@ -83,7 +83,7 @@ def try_in_folder(folder: Path, work: Callable[[], object]) -> OutputError | Non
 
 def _is_seen(mark: Path) -> bool:
     until = time.monotonic() + _SEEN_SECONDS
-    # The folder is listed, because a look-up by name makes NFS cache that a file does not exist.
+    # The folder is listed instead of looking the name up, because NFS caches that a file does not exist.
     while mark not in set(mark.parent.iterdir()):
         if time.monotonic() > until:
             return False

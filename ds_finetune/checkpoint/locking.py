@@ -13,11 +13,10 @@ from ds_finetune.console.phase_line import Say
 from ds_finetune.errors import OutputError
 
 LOCK = ".lock"
-"""Name of the lock file in a checkpoint folder."""
 LOCK_SECONDS = 60.0
 """Seconds to wait for the end of another run that has locked the checkpoint folder."""
 DEAD_SECONDS = 1800.0
-"""Seconds to wait for the writer processes of a run that has ended, which complete its last checkpoint."""
+"""Seconds to wait for the writer processes of an ended run to complete its last checkpoint."""
 _POLL_SECONDS = 0.05
 
 
@@ -52,7 +51,7 @@ def lock_folder(folder: Path, *, seconds: float, say: Say) -> TextIO:
                 file.write(_owner())
                 file.flush()
             return file
-        # The lock file was removed after it was opened, so other runs would not see this lock: try again.
+        # The lock file was removed after it was opened. Other runs would not see a lock on it, so try again.
         file.close()
 
 

@@ -25,7 +25,7 @@ Ints = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a global tensor: it begins at index `offsets` and has `sizes` elements along each dimension."""
+    """A box of a global tensor, from index `offsets` on, with `sizes` elements along each dimension."""
 
     offsets: Ints
     sizes: Ints
@@ -36,13 +36,13 @@ class Chunk:
         return math.prod(self.sizes)
 
     def moved(self, by: Ints) -> "Chunk":
-        """The chunk in the coordinates of a larger tensor that contains the chunk's tensor from index `by` on."""
+        """Move the chunk to the coordinates of a larger tensor, in which the chunk's tensor begins at index `by`."""
         return Chunk(tuple(offset + more for offset, more in zip(self.offsets, by, strict=True)), self.sizes)
 
 
 def flat_range_chunks(shape: Ints, start: int, numel: int) -> Iterator[Chunk]:
-    """Divide the elements [start, start + numel) of a row-major tensor of `shape` into boxes, in order. There are at
-    most 2 x dimensions - 1 boxes. Each is a contiguous piece of the range.
+    """Divide the elements [start, start + numel) of a row-major tensor of `shape` into boxes, in order. Each box is a
+    contiguous piece of the range, and there are at most 2 x dimensions - 1 boxes.
     """
     if numel == 0:
         return
@@ -84,7 +84,7 @@ def overlap(one: Chunk, other: Chunk) -> Chunk | None:
 
 
 _MAP_NORESERVE = 0x4000
-"""Linux's flag of mmap for a map without reserved memory. Python's module `mmap` defines it from version 3.13 on."""
+"""Linux's flag of mmap for a map without reserved memory, which Python's `mmap` defines from version 3.13 on."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class StoredChunk:
 
 
 class PartFile:
-    """The file with one rank's part of a checkpoint, mapped to memory. `forget` releases the pages that were read."""
+    """File of one rank's part of a checkpoint, mapped to memory. `forget` releases the pages that were read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -112,7 +112,7 @@ class PartFile:
             header = read_header(path)
             with path.open("rb") as file:
                 # The map is private and writable, because torch.frombuffer warns about other maps. Nothing is written
-                # to it, so no memory is reserved: a part may be larger than the memory.
+                # to it, so no memory is reserved for it: a part may be larger than the memory.
                 self._map = mmap.mmap(
                     file.fileno(), 0, flags=mmap.MAP_PRIVATE | _MAP_NORESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE
                 )
@@ -125,11 +125,11 @@ class PartFile:
 
     @property
     def node(self) -> int:
-        """The node that wrote this part of the checkpoint, identified by the lowest rank that shares its output_dir."""
+        """Node that wrote this part of the checkpoint, named by the lowest rank that shares its output_dir."""
         return int(self.extra.get("home", 0))
 
     def tensor(self, item: StoredChunk) -> torch.Tensor:
-        """The chunk `item` as a tensor in the mapped file. The caller copies what it needs, then calls `forget`."""
+        """Chunk `item` as a tensor in the mapped file. The caller copies what it needs, then calls `forget`."""
         return torch.frombuffer(self._map, dtype=item.dtype, count=item.chunk.numel, offset=item.begin).view(
             item.chunk.sizes
         )
@@ -185,8 +185,8 @@ class PartReader:
         return copied
 
     def _near(self, key: str, chunk: Chunk) -> list[tuple[PartFile, StoredChunk]]:
-        """Stored chunks that may overlap `chunk`: their ranges of flat indices overlap. This fast preselection is
-        needed because a thousand ranks at ZeRO-3 store thousands of chunks of each tensor.
+        """Preselect stored chunks whose ranges of flat indices overlap that of `chunk`. Speed matters because a
+        thousand ranks at ZeRO-3 store thousands of chunks of each tensor.
         """
         stored = self.held[key]
         if key not in self._bounds:
@@ -199,8 +199,10 @@ class PartReader:
 def serialise_part(
     groups: Sequence[StateGroup], extra: Mapping[str, Any], *, portion: tuple[int, int]
 ) -> tuple[int, Generator[torch.Tensor, None, None]]:
-    """This rank's part of the state `groups`: its size in bytes, and contiguous 1-D tensors on any device with its
-    bytes. They begin with a safetensors header that has `extra` as JSON metadata; then follow the chunks of tensors.
+    """Serialise this rank's part of the state `groups`. Returns its size in bytes, and contiguous 1-D tensors on any
+    device with its bytes.
+
+    The bytes begin with a safetensors header that has `extra` as JSON metadata; then follow the chunks of tensors.
     `portion` is (index, count): of a replicated tensor, this rank writes portion `index` of `count`. A group is in
     memory only while its chunks are yielded.
     """
@@ -232,8 +234,7 @@ def _chunks_to_write(group: StateGroup, portion: tuple[int, int]) -> Iterator[tu
 
 def read_state_groups(groups: Sequence[StateGroup], reader: PartReader, *, absent: str) -> None:
     """Read the state `groups` of this rank, slice by slice, from the part files of a checkpoint. CheckpointError if a
-    tensor is missing, has another shape, or is in part files that are not available; the message names these as
-    `absent`.
+    tensor is missing, has another shape, or is in part files that are not available, which the message calls `absent`.
     """
     for group in groups:
         with group.opened(True) as read:
@@ -264,14 +265,14 @@ def _read_slice(piece: Slice, reader: PartReader, read: Read, *, absent: str) ->
 
 
 def num_weights(groups: Sequence[StateGroup], *, portion: tuple[int, int]) -> int:
-    """Number of weights that this rank saves. `portion` is (index, count) of its share of replicated weights."""
+    """Number of weights that this rank saves: of replicated weights only its portion, given as (index, count)."""
     pieces = (piece for group in groups for piece in group.slices)
     written = (portion_of_slice(piece, *portion) if piece.is_replicated else piece for piece in pieces)
     return sum(piece.numel for piece in written if piece.key.startswith(f"{WEIGHT}/"))
 
 
 def chunks_of_slice(piece: Slice) -> list[tuple[Chunk, int]]:
-    """The chunks of a global tensor that a rank's slice of it covers, each with its offset in that slice."""
+    """Divide a rank's slice of a global tensor into chunks, each with its offset in that slice."""
     chunks, position = [], 0
     for chunk in flat_range_chunks(piece.local_shape or piece.shape, piece.start, piece.numel):
         chunks.append((chunk.moved(piece.origin) if piece.origin else chunk, position))

@@ -31,7 +31,7 @@ from ds_finetune.checkpoint.commit import (
 )
 
 ORPHAN_SECONDS = 10.0
-"""Seconds for which the writer process, after its rank has exited, waits for part files that grow no more."""
+"""Seconds for which the writer process, after its rank has exited, waits for part files that no longer grow."""
 
 
 class _JobQueue:
@@ -47,7 +47,7 @@ class _JobQueue:
         return self._deferred.popleft() if self._deferred else self._receive()
 
     def should_stop(self) -> bool:
-        """Whether a StopWaiting message has arrived. Another job that has arrived is kept for later."""
+        """Whether a StopWaiting message has arrived. Another job that has arrived instead is kept for later."""
         job = self._receive() if self._rank.poll(0) else None
         if job is not None and not isinstance(job, StopWaiting):
             self._deferred.append(job)
@@ -68,7 +68,7 @@ def main() -> None:
     jobs = _JobQueue(rank)
     while (job := jobs.next()) is not None:
         if isinstance(job, StopWaiting):
-            # The message to stop waiting arrived after the checkpoint was already committed.
+            # The message to stop waiting arrived when the checkpoint was already committed.
             continue
         error = ""
         try:
@@ -78,7 +78,7 @@ def main() -> None:
                     # times as long as later ones.
                     os.posix_fallocate(memory, 0, max(1, job.num_bytes))
                 case WriteJob():
-                    # The map is not closed: the traceback of a failure still refers to it, and close() would raise.
+                    # The memory map is not closed: a failure's traceback refers to it, so close() would raise.
                     staged = mmap.mmap(memory, job.num_bytes, access=mmap.ACCESS_READ)
                     mark_part_written(job.part, write_checksummed(job.part, byte_pieces(memoryview(staged))))
                     if job.commit is not None:
@@ -93,7 +93,7 @@ def main() -> None:
 
 
 def _wait_condition(jobs: _JobQueue, partial: Path) -> Callable[[], bool]:
-    """Return a function that says whether to keep waiting for the part files of other ranks: until the rank sends
+    """Make a function that says whether to keep waiting for the part files of other ranks: until the rank sends
     StopWaiting or, if the rank has exited, as long as the files grow.
     """
     size, since = -1, time.monotonic()

@@ -54,7 +54,7 @@ class PinnedMap:
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         error = self._cudart.cudaHostRegister(address, len(memory), 0)
         if int(error):
-            # CUDA would raise the pinning error again from torch's next kernel, so one is run here to clear it.
+            # CUDA would raise the pinning error again from torch's next kernel, so a kernel is run here to clear it.
             with suppress(RuntimeError):
                 self._run_kernel()
             warnings.warn(
@@ -82,8 +82,7 @@ class WriterProcess:
     def __init__(self, inherited: Sequence[int] = (), pinned: PinnedMap | None = None) -> None:
         self._inherited = tuple(inherited)
         self._pinned = pinned or PinnedMap.of_device()
-        # A memfd is limited only by the machine's memory, while /dev/shm, where files could be mapped, is small in
-        # containers.
+        # A memfd can be as large as the memory, while /dev/shm, the alternative, is small in containers.
         self._memory = os.memfd_create("checkpoint")
         self._map: mmap.mmap | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -95,7 +94,7 @@ class WriterProcess:
         self._pipe, child_end = Pipe()
         arguments = str(self._memory), str(child_end.fileno())
         # The writer process inherits blocked signals. Launchers, schedulers and a closing terminal signal all processes
-        # of a job, even while this one starts, and only the rank decides when it ends.
+        # of a job, even while the writer starts, but only the rank decides when the writer ends.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS_OF_A_JOB)
         try:
             self._process = subprocess.Popen(
@@ -128,8 +127,8 @@ class WriterProcess:
         return self._num_answered < self._num_sent
 
     def errors(self) -> list[str]:
-        """Read the replies that have arrived, and return their errors. An exit of the process is also an error. A
-        failed removal of a checkpoint is not an error, because it is tried again after the next save.
+        """Read the writer's replies that have arrived, and return their errors. An exit of the process is also an
+        error. A failed removal of a checkpoint is not, because it is tried again after the next save.
         """
         assert self._process is not None
         assert self._pipe is not None
@@ -158,7 +157,7 @@ class WriterProcess:
             if values.numel():
                 torch.frombuffer(self._map, dtype=values.dtype, count=values.numel(), offset=offset).copy_(values)
                 offset += values.nbytes
-            # The tensor is released before the next state group is opened, so that one group at a time is in memory.
+            # The tensor is released before the next state group is opened, so that only one group is in memory.
             del values
 
     def close(self) -> None:

@@ -39,8 +39,9 @@ class UsableCheckpoint:
 
 
 def newest_checkpoint(checkpoints: CheckpointFolder, folder: Path) -> UsableCheckpoint | None:
-    """The newest checkpoint in `folder` that is complete on every node and undamaged; collective. The ranks divide the
-    check of its files. None if there are no checkpoints; CheckpointError if none can be used, or if one was renamed.
+    """Find the newest checkpoint in `folder` that is complete on every node and undamaged; collective. The ranks divide
+    the check of its files. None if there are no checkpoints; CheckpointError if none can be used, or if one was
+    renamed.
     """
     raise_on_every_rank(find_renamed_checkpoint(folder))
     steps_of_ranks = all_gather_object((socket.gethostname(), set(complete_steps(folder))))
@@ -66,7 +67,7 @@ def newest_checkpoint(checkpoints: CheckpointFolder, folder: Path) -> UsableChec
 
 
 def named_checkpoint(checkpoints: CheckpointFolder, path: Path) -> UsableCheckpoint:
-    """The checkpoint at `path`; if `path` is a run or its folder of checkpoints, the newest one; collective."""
+    """Open the checkpoint at `path`; if `path` is a run or its folder of checkpoints, the newest one; collective."""
     for folder in (path / CHECKPOINTS, path):
         if any(all_gather_object(bool(complete_steps(folder)))):
             usable = newest_checkpoint(checkpoints, folder)
@@ -83,7 +84,7 @@ def named_checkpoint(checkpoints: CheckpointFolder, path: Path) -> UsableCheckpo
 
 def restore_engine(engine: Engine, checkpoints: CheckpointFolder, usable: UsableCheckpoint) -> dict[str, Any]:
     """Restore `engine` from a checkpoint; collective. Returns the state that this rank saved for itself, e.g. its
-    random state. That state is empty if the number of ranks or the mesh has changed. CheckpointError on every rank if a
+    random state, which is empty if the number of ranks or the mesh has changed. CheckpointError on every rank if a
     tensor is missing, has another shape, or is in a part file that is not available.
     """
     error, state = None, engine.state
@@ -113,7 +114,7 @@ def _usable(folder: Path, skipped: tuple[str, ...]) -> UsableCheckpoint:
 
 
 def _problems(checkpoints: CheckpointFolder, folder: Path) -> list[str]:
-    """Lines on problems of a checkpoint that any rank has found; each rank checks a share of its files."""
+    """Problems of a checkpoint that any rank has found, as lines; each rank checks some of the files."""
     try:
         manifest = Manifest.read(folder)
     except CheckpointError as error:

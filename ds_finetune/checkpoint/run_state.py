@@ -15,9 +15,10 @@ _PACKAGES = ("ds_finetune", "torch", "deepspeed", "transformers")
 
 @dataclass(frozen=True)
 class RunState:
-    """The state of a run in plain values. `position` is (epoch, next row) in the data. `engine` has the counters of
-    optimizer and loss scale, `observers` the state of each observer by name, and `values` the metrics of the step.
-    `data` is a fingerprint of the training rows.
+    """The state of a run in plain values.
+
+    `position` is (epoch, next row) in the data. `engine` has the counters of optimizer and loss scale, `observers` the
+    state of each observer by name, and `values` the metrics of the step. `data` is a fingerprint of the training rows.
     """
 
     step: int
@@ -34,19 +35,18 @@ class RunState:
     base: str = ""
     """Digest of the base model's weights if adapters are trained; empty if all weights are trained."""
     teacher: str = ""
-    """Digest of the teacher's weights in a distillation."""
+    """Digest of the teacher's weights; empty unless the run is a distillation."""
     held_out: str = ""
     """Fingerprint of the evaluation rows; empty if there are none."""
     deepspeed: Mapping[str, Any] = field(default_factory=dict)
-    """The complete DeepSpeed configuration of the run."""
 
     def text(self) -> str:
-        """The state as JSON text, which `read` parses."""
+        """Write the run's state as JSON text, which `read` parses."""
         return json.dumps(asdict(self), indent=1) + "\n"
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Read the state from a checkpoint folder, whose files must be undamaged."""
+        """Read the run's state from a checkpoint folder, whose files must be undamaged."""
         tree = json.loads((folder / STATE).read_text(encoding="utf-8"))
         return cls(**{**tree, "position": tuple(tree["position"])})
 

@@ -32,7 +32,7 @@ _DERIVED = (
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """Values by which a resumed run is compared with its checkpoint: the run file, and fields as in `RunState`."""
+    """What identifies a run when it is compared with its checkpoint: the run file, and fields as in `RunState`."""
 
     config: Mapping[str, Any]
     data: str
@@ -43,7 +43,7 @@ class RunIdentity:
 
 
 def changes_since_checkpoint(state: RunState, now: RunIdentity) -> list[str]:
-    """Lines on allowed differences between a run and its checkpoint. CheckpointError for differences not allowed."""
+    """Lines on allowed differences between a run and its checkpoint. CheckpointError for other differences."""
     differ = _differences(_keys(state.config), _keys(now.config))
     broken = [text for key, text in differ.items() if on_resume(key) is OnResume.REFUSED]
     broken += [f"training rows {state.data} -> {now.data}"] if state.data != now.data else []
@@ -91,7 +91,7 @@ def on_resume(key: str) -> OnResume:
 
 
 def _keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a run file by dotted key. Missing keys, as in files of older versions, get their defaults."""
+    """Values of a run file by dotted key. Missing keys, as in files of older versions, get their defaults."""
     defaults = RunConfig.model_validate({"model": "", "data": {"train": ""}, "output_dir": ""}).model_dump(
         mode="json", by_alias=True
     )
@@ -106,7 +106,7 @@ def _keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _other_evaluation(state: RunState, now: RunIdentity) -> list[str]:
-    """A line if evaluation rows differ from the checkpoint's. CheckpointError if losses on both would be compared."""
+    """Line on evaluation rows that differ from the checkpoint's; CheckpointError if their losses would be compared."""
     if not (state.held_out and now.held_out) or state.held_out == now.held_out:
         return []
     best = float(state.observers.get("best", {}).get("best_loss", math.inf))
@@ -127,16 +127,16 @@ _WITHOUT_EFFECT = frozenset(
         "_name_or_path",
         "architectures",
         "auto_map",
-        # Keys that the run file sets (train.precision, model.attention), and the unused key-value cache.
+        # The run file sets dtype and attention (train.precision, model.attention); the key-value cache is not used.
         "dtype",
         "torch_dtype",
         "_attn_implementation",
         "use_cache",
-        # Keys on how weights are stored or initialised. Weights come from the checkpoint, and a digest identifies the
-        # base weights of adapters.
+        # Keys on how weights are stored or initialised have no effect: weights come from the checkpoint, and a digest
+        # identifies the base weights of adapters.
         "quantization_config",
         "initializer_range",
-        # Keys on outputs of a forward pass, and on tasks other than language modelling.
+        # Keys on outputs of a forward pass, and on tasks other than language modelling, have no effect.
         "output_hidden_states",
         "output_attentions",
         "return_dict",
@@ -144,7 +144,7 @@ _WITHOUT_EFFECT = frozenset(
         "label2id",
         "problem_type",
         "bos_token_id",
-        # A key on multi-token prediction layers, which this program does not build.
+        # Whether prediction layers are trained is decided by mtp.train of the run file.
         "num_nextn_predict_layers",
     ]
 )
@@ -152,8 +152,8 @@ _WITHOUT_EFFECT = frozenset(
 
 
 def model_mismatch(folder: Path, file: str, config: Mapping[str, Any]) -> CheckpointError | None:
-    """The error to raise if the config.json in a checkpoint describes another model than the run's `config`; else None.
-    The same version of transformers parses both, so that older spellings and omitted defaults make no difference.
+    """Make the error if the config.json in a checkpoint describes another model than the run's `config`; else None. The
+    same version of transformers parses both, so that older spellings and omitted defaults make no difference.
     """
     try:
         saved = json.loads((folder / file).read_text(encoding="utf-8"))

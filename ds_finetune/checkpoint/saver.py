@@ -41,7 +41,7 @@ _COMMIT_SECONDS = 600.0
 
 @dataclass
 class SaveResult:
-    """The result of saving a checkpoint: its step, errors on this rank, and whether saving failed on any rank."""
+    """Result of saving a checkpoint: its step, errors on this rank, and whether saving failed on any rank."""
 
     step: int
     errors: list[str] = field(default_factory=list)
@@ -50,10 +50,12 @@ class SaveResult:
 
 @dataclass
 class Saver:
-    """Saves checkpoints of the state that `groups` returns, one at a time. If `is_asynchronous`, a writer process
-    writes the files while training continues. Each checkpoint also has hard links to the files `linked`, whose keys are
-    the names of the links. The writer process inherits the open files `inherited`, and may exit a little later than
-    this process. Methods are collective, except `start`, `remove` and `close`.
+    """Saves checkpoints of the state that `groups` returns, one at a time.
+
+    If `is_asynchronous`, a writer process writes the files while training continues. Each checkpoint also has hard
+    links to the files `linked`, whose keys are the names of the links. The writer process inherits the open files
+    `inherited`, and may exit a little later than this process. Methods are collective, except `start`, `remove` and
+    `close`.
     """
 
     groups: Callable[[], list[StateGroup]]
@@ -66,7 +68,6 @@ class Saver:
     _pending: SaveResult | None = None
 
     def __post_init__(self) -> None:
-        """Prepare the writer process, which `start` starts."""
         self._process = WriterProcess([file.fileno() for file in self.inherited])
 
     def start(self, num_bytes: int) -> None:
@@ -76,8 +77,8 @@ class Saver:
             self._process.send(ReserveJob(num_bytes))
 
     def save(self, step: int, state: str, *, rank_state: Mapping[str, Any], eval_loss: float | None = None) -> float:
-        """Start a save of a checkpoint. Returns the seconds for which this rank was blocked. `settle` must have
-        returned the result of the previous save. `state` is the run's state as JSON, `rank_state` the state of this
+        """Start to save a checkpoint. Returns the seconds for which this rank was blocked. The result of the previous
+        save must have been returned by `settle`. `state` is the run's state as JSON, `rank_state` the state of this
         rank only.
         """
         assert self._pending is None
@@ -107,7 +108,7 @@ class Saver:
         return time.perf_counter() - began
 
     def settle(self, *, wait: bool = False) -> SaveResult | None:
-        """The result of the save in progress once every rank has finished, else None. With `wait`, block until then."""
+        """Result of the save in progress if every rank has finished it, else None. With `wait`, block until then."""
         while (pending := self._pending) is not None:
             pending.errors += self._process.errors() if self.is_asynchronous else []
             is_busy, has_failed = all_reduce_max(
@@ -157,8 +158,8 @@ class Saver:
 
 
 def superseded_checkpoints(folder: Path, *, keep: int, keep_best: bool) -> list[Path]:
-    """Complete checkpoints in `folder` that are to be removed. The last `keep` are kept, and with `keep_best` also the
-    one with the lowest evaluation loss. A checkpoint that cannot be read is never the best one.
+    """List the complete checkpoints in `folder` that are no longer needed. The last `keep` are kept, and with
+    `keep_best` also the one with the lowest evaluation loss. A checkpoint that cannot be read is never the best one.
     """
     steps = complete_steps(folder)
     losses: dict[int, float] = {}

@@ -25,12 +25,12 @@ from ds_finetune.system.whole_file import synchronise
 CHECKPOINTS = "checkpoints"
 """Name of the subfolder of a run's folder that has its checkpoints."""
 BASE = "base"
-"""Name of the folder, in a run and in each checkpoint, with the files other than weights that an export needs."""
+"""Subfolder of a run and of each checkpoint with the files, besides weights, that an export needs."""
 Pair = tuple[str, str]
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The checkpoint at `path`, or the newest complete one of a run at `path`. CheckpointError if there is none."""
+    """Find the checkpoint at `path`, or the newest complete one of a run; CheckpointError if there is none."""
     if (path / MANIFEST).is_file():
         return path
     for folder in (path / CHECKPOINTS, path):

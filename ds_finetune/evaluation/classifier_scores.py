@@ -24,7 +24,7 @@ from ds_finetune.objectives.scores import Classification, Regression, Reward
 
 @dataclass(frozen=True)
 class LabelledDocument:
-    """A labelled text or one side of a pair: token ids, position where a second text begins, and target."""
+    """A labelled text, or one side of a pair: token ids, position where a second text begins, and target."""
 
     ids: list[int]
     second: int
@@ -32,7 +32,7 @@ class LabelledDocument:
 
 
 def objective_of(config: PretrainedConfig) -> ScoreObjective:
-    """The objective whose metrics apply to a classifier with the config.json `config`.
+    """Choose the objective whose metrics apply to a classifier with the config.json `config`.
 
     A model with one label is a regression, unless its config.json says that it was trained as a reward model.
     """
@@ -42,7 +42,7 @@ def objective_of(config: PretrainedConfig) -> ScoreObjective:
 
 
 def kind_of(config: PretrainedConfig) -> RowKind:
-    """Kind of rows on which a classifier with the config.json `config` is scored, with the names of its classes."""
+    """Kind of rows on which a classifier with the config.json `config` is scored, with its class names."""
     objective = objective_of(config)
     if objective.name == REWARD:
         return RowKind.of(RewardObjective(name="reward"))
@@ -71,7 +71,7 @@ def score_labelled(folder: Path, documents: Sequence[LabelledDocument], *, batch
     score, pad = load_scorer(folder), config.pad_token_id
     scores = np.zeros((len(documents), config.num_labels))
     lengths = [len(document.ids) for document in documents]
-    # Without a padding token each document is a batch, since transformers then refuses larger batches for a classifier.
+    # Without a padding token, transformers refuses batches of several documents for a classifier.
     batches = length_batches(lengths, batch_tokens if pad is not None else 1)
     for numbers in batches:
         inputs = _inputs([documents[number] for number in numbers], 0 if pad is None else pad)
@@ -93,7 +93,7 @@ def _inputs(documents: Sequence[LabelledDocument], pad: int) -> dict[str, torch.
 
 
 def check_baseline(folder: Path, base: Path) -> None:
-    """ConfigError where `base` is not a classifier with the same labels as the classifier in `folder`."""
+    """Raise ConfigError where `base` is not a classifier with the same labels as the classifier in `folder`."""
     trees = [json.loads((each / "config.json").read_text(encoding="utf-8")) for each in (folder, base)]
     names = [tree.get("id2label") if is_classifier(tree) else None for tree in trees]
     if names[0] != names[1]:

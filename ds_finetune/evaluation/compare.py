@@ -13,7 +13,7 @@ from ds_finetune.evaluation.objective_scores import ObjectiveScores
 RESAMPLES = 2000
 METHOD = f"paired bootstrap over documents: {RESAMPLES} resamples with seed 0, 2.5th and 97.5th percentile"
 _CELLS_AT_ONCE = 2**24
-"""Upper bound of the size, documents x resamples, of a matrix of counts that is held in memory."""
+"""Largest size, documents x resamples, of a matrix of bootstrap counts in memory."""
 
 
 AnyScores = TypeVar("AnyScores", Scores, ObjectiveScores)
@@ -24,7 +24,7 @@ AnyScores = TypeVar("AnyScores", Scores, ObjectiveScores)
 class Metric:
     """A metric and its 95% confidence interval.
 
-    With a baseline, it also has the baseline's value and the difference (value - baseline), with its interval.
+    With a baseline, also the baseline's value and the difference (value - baseline) with its interval.
     """
 
     value: float
@@ -34,7 +34,7 @@ class Metric:
 
 
 def compare(scores: AnyScores, baseline: AnyScores | None) -> dict[str, Metric]:
-    """Metrics of `scores` by name with confidence intervals, compared with a `baseline` on the same documents."""
+    """Compute the metrics of `scores` with confidence intervals, compared with a `baseline` on the same documents."""
     if baseline is not None:
         assert len(scores) == len(baseline), "not the same documents"
     ones = np.ones((1, len(scores)))

@@ -29,7 +29,7 @@ from ds_finetune.trainer.rollouts.sampling import AnswerTexts
 
 @dataclass(frozen=True)
 class ScoredAnswers:
-    """Reference or sampled answers with each reward's result, which is None if the reward did not score the answer."""
+    """Reference or sampled answers with the result of each reward; None if a reward did not score the answer."""
 
     title: str
     answers: Sequence[AnswerToScore]
@@ -108,8 +108,8 @@ class _RewardTrial:
 
 
 def try_rewards(run: RunSettings, *, records: int, samples: int) -> list[ScoredAnswers]:
-    """Try a run's rewards on the reference answers of the first `records` data rows, and on one sampled answer
-    to each of the first `samples` prompts.
+    """Try a run's rewards on the reference answers of the first `records` data rows, and on one sampled answer to each
+    of the first `samples` prompts.
 
     ConfigError where the run has no rewards, or one cannot be loaded; DataError for a row that a reward cannot use.
     """
@@ -128,7 +128,7 @@ def try_rewards(run: RunSettings, *, records: int, samples: int) -> list[ScoredA
 
 
 def _reference_text(section: RewardConfig, record: Mapping[str, object]) -> str | None:
-    """A data row's reference answer, written in the form that the reward parses; None where the row has none."""
+    """Reference answer of a data row, written in the form that the reward parses; None if the row has none."""
     column = section.read_column if section.reward != "code" else ANSWER
     value = column_of(record, column or ANSWER)
     value = value[0] if section.reward == "exact_match" and isinstance(value, list) else value

@@ -65,7 +65,7 @@ class EvalRequest:
     limit: int | None = None
     kind: RowKind = DIALOGUE
     preference: DocumentObjective | None = None
-    """The objective whose metrics score pairs of answers or labelled answers."""
+    """Objective whose metrics score pairs of answers or labelled answers; None for other rows."""
     samples: int = 0
 
 
@@ -73,7 +73,7 @@ class EvalRequest:
 class EvalReport:
     """Metrics of an evaluation by name, the models, and how many documents and tokens were scored.
 
-    `sets` has the metrics of each named held-out set; `metrics` are those of all documents together.
+    `sets` has the metrics of each named held-out set; `metrics` are those of all documents.
     """
 
     model: str
@@ -85,9 +85,8 @@ class EvalReport:
     sets: Mapping[str, Mapping[str, Metric]] = field(default_factory=dict)
     method: str = field(default=METHOD)
     unit: str = "documents"
-    """What `documents` counts: documents, pairs, answers or examples."""
     counts_all_tokens: bool = False
-    """Whether `tokens` counts all tokens, as for classifiers, and not only supervised ones."""
+    """Whether `tokens` counts all tokens, as for classifiers, instead of supervised ones."""
 
     @property
     def counted(self) -> str:
@@ -137,7 +136,7 @@ class _Scoring:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The model's tokenizer, whose token ids are also given to the baseline."""
+        """Tokenizer of the evaluated model; the baseline gets its token ids too."""
         return load_tokenizer(str(self.folder))
 
     def of_documents(self) -> EvalReport:
@@ -163,7 +162,6 @@ class _Scoring:
         return self._report(sets, scores, baseline, tokens=int(scores.tokens.sum()))
 
     def of_classifier(self) -> EvalReport:
-        """Score a classifier or reward model on labelled texts or pairs by the metrics of its training."""
         request, folder, base = self.request, self.folder, self.base
         if request.extract is not None:
             raise ConfigError(
@@ -188,9 +186,8 @@ class _Scoring:
         return replace(self._report(sets, scores, baseline, tokens=tokens), unit=kind.unit, counts_all_tokens=True)
 
     def of_pairs(self, objective: DocumentObjective) -> EvalReport:
-        """Score a language model on pairs of answers by the metrics of its training.
-
-        The baseline is the reference model if the objective needs one, else a second model to compare with.
+        """Score a language model on pairs of answers by the metrics of its training. The baseline is the reference
+        model if the objective needs one, else a second model to compare with.
         """
         sets = self._read(lambda rows, _: sides_of(rows, self.request.limit), "pairs")
         documents = list(chain.from_iterable(sets.values()))
@@ -281,7 +278,7 @@ class _Scoring:
         return replace(scores, answers=answers)
 
     def _check_same_tokens(self, base: Path, documents: Sequence[Document | LabelledDocument]) -> None:
-        """DataError where used token ids mean something else to the baseline `base`; a note if it has no tokenizer."""
+        """Raise DataError where used token ids differ in meaning for the baseline; a note if it has no tokenizer."""
         size = int(text_config(AutoConfig.from_pretrained(base, trust_remote_code=False)).vocab_size)
         largest = max(max(document.ids) for document in documents)
         if largest >= size:
@@ -306,7 +303,7 @@ class _Scoring:
     def _report(
         self, sets: Mapping[str, Sequence[AnyDocument]], scores: AnyScores, baseline: AnyScores | None, *, tokens: int
     ) -> EvalReport:
-        """Report with the metrics of all documents and of each named set; scores are in the order of the sets."""
+        """Report the metrics of all documents and of each named set; scores are in the order of the sets."""
         per_unit = sum(map(len, sets.values())) // len(scores)
         ends = accumulate(len(documents) // per_unit for documents in sets.values())
         compared: dict[str, Mapping[str, Metric]] = {}

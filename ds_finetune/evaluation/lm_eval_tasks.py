@@ -16,10 +16,8 @@ _Z = 1.96
 def run_tasks(
     model: str, baseline: str | None, tasks: Sequence[str | dict[str, Any]], *, limit: int | None
 ) -> dict[str, Metric]:
-    """Run lm_eval tasks. Returns the metrics that have a standard error, by `task/metric,filter`; ConfigError without
-    lm_eval.
-
-    Each of `tasks` is the name of an lm_eval task, or a task configuration.
+    """Run tasks of lm_eval, given by name or as a task configuration. Returns the metrics that have a standard error,
+    by `task/metric,filter`; ConfigError without lm_eval.
     """
     if find_spec("lm_eval") is None:
         raise ConfigError(
@@ -40,7 +38,7 @@ def _results(model: str, tasks: Sequence[str | dict[str, Any]], limit: int | Non
     import torch
     from lm_eval import simple_evaluate
 
-    # The device is named, since lm_eval 0.4.13 otherwise takes `cuda`, even on a host without GPUs.
+    # Without a named device, lm_eval 0.4.13 takes `cuda`, even on a host without GPUs.
     device = "cuda" if torch.cuda.is_available() else "cpu"
     arguments = {"pretrained": str(resolve_folder(model)), "dtype": "auto"}
     results = simple_evaluate(

@@ -55,7 +55,7 @@ class Drafter:
 
 
 def _row_sums(logits: torch.Tensor, labels: torch.Tensor, *others: torch.Tensor) -> tuple[float, ...]:
-    """The summed loss of a row's supervised tokens in nats, and the numbers of these tokens, of predictions that equal
+    """Summed loss of a row's supervised tokens in nats, and the numbers of these tokens, of predictions that equal
     `labels`, and of predictions that equal each of `others`.
     """
     is_supervised = labels != IGNORE_INDEX
@@ -65,7 +65,7 @@ def _row_sums(logits: torch.Tensor, labels: torch.Tensor, *others: torch.Tensor)
 
 
 def load_drafter(folder: Path, model: PreTrainedModel) -> Drafter | None:
-    """Load the MTP layer in `folder` for its `model`; None unless the folder has exactly one such layer.
+    """Load the multi-token prediction layer in `folder` for its `model`; None unless the folder has exactly one.
 
     As in an inference server, it has an embedding and head of its own where these differ from the model's.
     """
@@ -112,7 +112,7 @@ def _load_layer(hub: HubFolder, model: PreTrainedModel, family: Family, prefix: 
 
 @contextmanager
 def last_hidden_states(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
-    """Context manager with a list of the final hidden states [rows, tokens, width] of each forward pass."""
+    """Context with a list to which each forward pass appends its final hidden states [rows, tokens, width]."""
     states: list[torch.Tensor] = []
     handle = model.base_model.register_forward_hook(lambda _, __, out: states.append(out.last_hidden_state))
     try:
@@ -123,9 +123,8 @@ def last_hidden_states(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
 
 @dataclass(frozen=True)
 class Document:
-    """Token ids of a document, with a mask that is true for supervised tokens.
-
-    `answer` has the ids of the last supervised span, and `prompt` all ids before it.
+    """Token ids of a document, with a mask that is true for supervised tokens. `answer` has the ids of the last
+    supervised span, and `prompt` all ids before it.
     """
 
     ids: list[int]
@@ -137,7 +136,6 @@ class Document:
 @dataclass(frozen=True)
 class Scores:
     """Scores of documents by a language model: sums over the supervised tokens of each document, [documents] each.
-
     `loss` is in nats, `tokens` the number of tokens, and `correct` the number of tokens that the model predicts.
     """
 
@@ -213,8 +211,8 @@ def generate_answers(
     batch_tokens: int,
     samples: int = 0,
 ) -> list[list[list[int]]]:
-    """Token ids of generated answers to each prompt, without the stop token. They are the greedy answer, or `samples`
-    answers sampled at temperature 1 from torch's generator. Prompts are padded on the left.
+    """Generate answers to each prompt: the greedy answer, or `samples` answers sampled at temperature 1 from torch's
+    generator. Returns their token ids without the stop token. Prompts are padded on the left.
     """
     answers: list[list[list[int]]] = [[] for _ in documents]
     draws = {"do_sample": True, "num_return_sequences": samples, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
@@ -242,7 +240,6 @@ def generate_answers(
 
 def length_batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
     """Yield batches of indices of sequences of similar length, longest first; rows x longest is at most `batch_tokens`.
-
     A sequence longer than `batch_tokens` is a batch by itself.
     """
     batch: list[int] = []

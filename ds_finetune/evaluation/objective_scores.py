@@ -48,7 +48,7 @@ class ObjectiveScores:
     def of_labelled_answers(
         cls, objective: DocumentObjective, targets: Sequence[Sequence[float]], scores: Scores, reference: Scores
     ) -> Self:
-        """Scores of the labelled answers of several held-out sets, each of which has its own z0 of KTO.
+        """Scores of the labelled answers of several held-out sets, each of which has its own baseline z0 of KTO.
 
         `targets` of each set are 1 for a good and 0 for a bad answer. `scores` are by the model and `reference` by the
         reference model: first of the answers of all sets, then of all mismatched answers.
@@ -82,7 +82,8 @@ class ObjectiveScores:
 
     def metrics(self, counts: Numbers) -> dict[str, Numbers]:
         """Training metrics of bootstrap samples, [samples] each; sample s contains pair, answer or text u `counts[s,
-        u]` times. A metric is NaN for a sample without it, as KTO's reward of good answers without good answers.
+        u]` times. A metric is NaN if a sample has nothing to measure, as KTO's reward of good answers without good
+        answers.
         """
         totals = zip(counts, counts @ self.sums, (counts @ self.chosen_tokens).tolist(), strict=True)
         results = [self._metrics_of(*sample) for sample in totals]
@@ -106,7 +107,7 @@ def _document_sums(
 
 
 def sides_of(rows: PreparedRows, limit: int | None) -> list[Document]:
-    """Documents of the first `limit` pairs, for each the chosen one, then the rejected one."""
+    """Make documents of the first `limit` pairs: of each pair the chosen one, then the rejected one."""
     number = 2 * min(rows.num_units, limit or rows.num_units)
     return [Document(*rows.document(index), [], []) for index in range(number)]
 
@@ -120,7 +121,7 @@ class LabelledAnswer(NamedTuple):
 
 
 def labelled_answers(rows: PreparedRows, limit: int | None, *, max_seq_len: int) -> list[LabelledAnswer]:
-    """The first `limit` labelled answers; DataError where all have the same prompt, so that none can be mismatched."""
+    """Make the first `limit` labelled answers; DataError where equal prompts leave no answer to mismatch."""
     mismatched = MismatchedAnswers(rows, seed=0, max_seq_len=max_seq_len, is_packed=False)
     mismatched.check("the held-out rows")
     answers = []

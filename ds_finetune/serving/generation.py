@@ -38,9 +38,8 @@ class GenerationStoppedError(RuntimeError):
 
 
 class GenerationStopper:
-    """Ends a generation from another thread: each decoder layer checks first whether to stop.
-
-    So the forward pass of a long prompt also ends early.
+    """Ends a generation from another thread. Each decoder layer first checks whether to stop, so that the forward pass
+    of a long prompt also ends early.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -72,14 +71,14 @@ class GenerationStopper:
 
 @dataclass(frozen=True)
 class QueueLimits:
-    """Limits of the server: maximum number of waiting requests, and maximum seconds of a request including its wait."""
+    """Limits of the server: maximum number of waiting requests, and maximum seconds of a request with its wait."""
 
     queue: int
     request_seconds: float
 
 
 class RequestQueue:
-    """Answers requests one at a time in the order of arrival. Awaiting `idle()` waits until the model is idle."""
+    """Answers requests one at a time in the order of arrival. `await idle()` returns when the model is idle."""
 
     def __init__(self, limits: QueueLimits, stopper: GenerationStopper, idle: Callable[[], Awaitable[Any]]) -> None:
         self._limits, self._stopper, self._idle = limits, stopper, idle
@@ -98,7 +97,7 @@ class RequestQueue:
             asyncio.get_running_loop().call_later(_CLOSING_SECONDS, self._stopper.stop, _STOPPING)
 
     def check_room(self) -> None:
-        """RequestError with status 429 where the queue of requests is full, and 503 where it is closed."""
+        """Raise RequestError with status 429 if the queue of requests is full, and 503 if it is closed."""
         if self._is_closed:
             raise _stopping()
         waiting = len(self._waiting) - 1
@@ -109,7 +108,8 @@ class RequestQueue:
     async def run(
         self, answer: Callable[[], Coroutine[Any, Any, None]], disconnected: Callable[[], Coroutine[Any, Any, None]]
     ) -> None:
-        """Run `answer` when all earlier requests are done, and stop it if `disconnected` returns: the client has left.
+        """Run `answer` when all earlier requests are done; stop it if `disconnected` returns, since the client has
+        left.
 
         RequestError where the queue is full (429) or closed (503), or the request takes too long (504).
         """
@@ -138,10 +138,7 @@ class RequestQueue:
         return True
 
     async def _answer(self, answer: "asyncio.Task[None]", disconnection: "asyncio.Task[None]", until: float) -> None:
-        """Wait for `answer`, and stop the model if the client disconnects or the time is over.
-
-        It returns when the model is idle again.
-        """
+        """Wait for `answer` until the model is idle again; stop it if the client disconnects or the time is over."""
         remaining = until - asyncio.get_running_loop().time()
         try:
             await asyncio.wait({answer, disconnection}, timeout=remaining, return_when=asyncio.FIRST_COMPLETED)
@@ -171,7 +168,7 @@ def _stopping() -> RequestError:
 
 
 def stop_position(text: str, stops: Sequence[str]) -> int | None:
-    """Index at which an answer is cut: where the stop text that ends first begins; of several, the longest one."""
+    """Index at which to cut an answer: the start of the stop text that ends first, or of the longest of several."""
     spans = [(text.index(stop) + len(stop), text.index(stop)) for stop in stops if stop in text]
     return min(spans)[1] if spans else None
 
@@ -190,7 +187,7 @@ class AnswerText:
         self.is_stopped = False
 
     def step(self, tokenizer: Tokenizer, token: int) -> str | None:
-        """Add a token of the answer. Returns new text that later tokens cannot change, or None."""
+        """Add a token of the answer. Returns the new text that later tokens cannot change, or None."""
         self._ids.append(token)
         text = self._undecoded(tokenizer)
         if not text or text.endswith(_INCOMPLETE):
@@ -199,12 +196,12 @@ class AnswerText:
         return self._release(text) or None
 
     def finish(self, tokenizer: Tokenizer) -> str:
-        """The remaining text at the end of an answer, which was held back as a possible beginning of a stop text."""
+        """End of the answer's text, which was held back because it could have begun a stop text."""
         text = self._release(self._undecoded(tokenizer))
         return text if self.is_stopped else text + self._unsent
 
     def _undecoded(self, tokenizer: Tokenizer) -> str:
-        """Text of tokens not decoded yet. Earlier tokens are decoded too, to keep a leading space of the new text."""
+        """Text of tokens not yet decoded. Earlier tokens are decoded too, to keep a leading space of the new text."""
         before = tokenizer.decode(self._ids[self._begin : self._end], skip_special_tokens=self._skip)
         return str(tokenizer.decode(self._ids[self._begin :], skip_special_tokens=self._skip)[len(before) :])
 
@@ -238,14 +235,13 @@ class AnswerStreamer(DirectStreamer):
         for item in items if rest else []:
             self._enqueue(item)
         if self._decode_stream.is_stopped:
-            # Else a text cut at a stop text could be reported as "length" (cli/serving/chat_completion.py:257, 301).
+            # Without this, transformers could report a text cut at a stop text as "length"
+            # (cli/serving/chat_completion.py:257, 301).
             self._settings.max_new_tokens = None
         super().end()
 
 
 class _StopCriterion(StoppingCriteria):
-    """Ends a generation when its text contains a stop text."""
-
     def __init__(self, text: AnswerText) -> None:
         self._text = text
 
@@ -267,8 +263,7 @@ class AnswerManager(GenerateManager):
 
         def report(done: "asyncio.Future[torch.Tensor]") -> None:
             if (error := done.exception()) is not None:
-                # The text is escaped, as the handlers write it between two quotation marks
-                # (cli/serving/chat_completion.py:229).
+                # The handlers write the error in quotation marks without escaping (cli/serving/chat_completion.py:229).
                 queue.put_nowait(_StreamError(json.dumps(self._stopper.reason or str(error))[1:-1]))
 
         done.add_done_callback(report)
@@ -297,12 +292,12 @@ class AnswerManager(GenerateManager):
 
 
 class AnswerState(GenerationState):
-    """Gives one and the same `AnswerManager` to all handlers of `transformers serve`."""
+    """Gives the same `AnswerManager` to all handlers of `transformers serve`."""
 
     def __init__(self, stopper: GenerationStopper) -> None:
         super().__init__()
         self.manager = AnswerManager(stopper)
 
     def get_manager(self, *_: object, **__: object) -> AnswerManager:
-        """The `AnswerManager` that all handlers share."""
+        """Return the `AnswerManager` that all handlers share."""
         return self.manager

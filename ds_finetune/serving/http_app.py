@@ -1,4 +1,4 @@
-"""The HTTP application that serves the model in a folder, run as a process of its own.
+"""HTTP application that serves the model in a folder, run as a process of its own.
 
 It checks each request and passes it to the handlers of `transformers serve`. `ds-finetune serve` starts it as `python
 -m ds_finetune.serving.http_app FOLDER ...` for the engines transformers and onnx; for vLLM it starts `vllm serve`.
@@ -75,10 +75,8 @@ class ServedModel(ModelManager):
         self.model.generation_config.eos_token_id = end_ids(self._folder, self.model.config, self.tokenizer)
 
     def _load_model(self, name: str, *_: Any, **__: Any) -> PreTrainedModel:  # noqa: ANN401 - of transformers
-        """Load the model of the folder to be served.
-
-        `do_sample` is set, since transformers 5.23 otherwise ignores the temperature of requests
-        (cli/serving/utils.py:1181).
+        """Load the model of the served folder with `do_sample` set, because transformers 5.23 otherwise ignores the
+        temperature of requests (cli/serving/utils.py:1181).
         """
         model = format_of(self._folder).load_engine(self._folder).load_model(self._folder, self.device)
         settings = model.generation_config
@@ -104,7 +102,7 @@ class ServedModel(ModelManager):
         return str(self._folder)
 
     def not_found(self, name: str) -> RequestError:
-        """Error for a request that names another model."""
+        """Make the error for a request that names another model."""
         text = f"the model `{name}` was not found; this server serves `{self.name}`"
         return RequestError(404, text, param="model", code="model_not_found")
 
@@ -118,16 +116,14 @@ class ServedModel(ModelManager):
         count, most = 0, 2 * self.context if self.context and len(text) > _PIECE else None
         for begin in range(0, len(text) if most else 0, _PIECE):
             count += len(self.tokenizer(text[begin : begin + _PIECE], add_special_tokens=False)["input_ids"])
-            # The limit is twice the context: a prompt tokenised in pieces may have some more tokens than as a whole.
+            # The limit is twice the context, because a prompt tokenised in pieces may have some more tokens.
             if most and count > most:
                 return count
         return len(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 
     def prompt_text(self, request: AnswerRequest) -> str:
-        """Text of the prompt. RequestError where the chat template fails, takes too long, or drops a part of the
-        messages.
-
-        It must be called in the main thread, because the time limit of a template works only there.
+        """Render the text of the prompt. RequestError if the chat template fails, takes too long, or drops a part of
+        the messages. Call this in the main thread, because the time limit of a template works only there.
         """
         if isinstance(request, CompletionRequest):
             return request.prompt
@@ -152,8 +148,8 @@ class ServedModel(ModelManager):
             raise RequestError(400, f"the chat template refuses these messages: {wrong}", param="messages") from wrong
         if len(set(texts)) < len(texts):
             raise RequestError(400, "the chat template ignores `tools`", param="tools")
-        # Contents of assistant and tool messages may be missing in the prompt: a template may leave out reasoning, and
-        # may write results of tools as JSON.
+        # Only contents of user and system messages must be in the prompt: a template may leave out an assistant's
+        # reasoning, and may write results of tools as JSON.
         for number, message in enumerate(messages):
             if message["role"] not in ("assistant", "tool") and message["content"].strip() not in texts[0]:
                 text = f"the chat template drops the text of message {number}, role `{message['role']}`"
@@ -162,8 +158,7 @@ class ServedModel(ModelManager):
 
 
 def _parse_or_text(tokenizer: PreTrainedTokenizerBase) -> Callable[..., dict[str, Any]]:
-    """Wrap the tokenizer's `parse_response` so that an answer which it cannot parse is returned as plain text, as by
-    vLLM.
+    """Wrap the tokenizer's `parse_response` so that an answer which it cannot parse becomes plain text, as in vLLM.
 
     Such an answer has a tool call that is cut by `max_tokens` or is not valid JSON; transformers 5.23 raises an error
     for it, except in streams (cli/serving/utils.py:545).
@@ -180,7 +175,7 @@ def _parse_or_text(tokenizer: PreTrainedTokenizerBase) -> Callable[..., dict[str
 
 
 def _within_limits(tokenizer: PreTrainedTokenizerBase) -> Callable[..., Any]:
-    """Wrap the tokenizer's `apply_chat_template` with limits of time and memory, as a template may be hostile."""
+    """Wrap the tokenizer's `apply_chat_template` with limits of time and memory, since a template may be hostile."""
     render = tokenizer.apply_chat_template
 
     @wraps(render)
@@ -192,7 +187,7 @@ def _within_limits(tokenizer: PreTrainedTokenizerBase) -> Callable[..., Any]:
 
 
 class AnswerRoute:
-    """An HTTP route that answers one kind of request; all routes share one queue."""
+    """HTTP route that answers one kind of request; all routes share one queue."""
 
     def __init__(
         self,
@@ -213,8 +208,8 @@ class AnswerRoute:
             self._check_bias(request)
 
             async def answer() -> None:
-                # A prompt is tokenised in its turn in the queue, so that many long prompts are not tokenised at the
-                # same time.
+                # A prompt is tokenised when its turn comes in the queue, so that never many long prompts are tokenised
+                # at once.
                 body = await self._body(request)
                 response = await self._handler.handle_request(body, str(uuid.uuid4()))
                 await _finish_answer(response, body["stop"])(scope, _never, send)
@@ -226,7 +221,7 @@ class AnswerRoute:
             await refused.response()(scope, receive, send)
 
     async def _body(self, request: AnswerRequest) -> dict[str, Any]:
-        """The request as transformers expects it, with `max_tokens` and `stop` filled in."""
+        """Body of the request as transformers expects it, with `max_tokens` and `stop` filled in."""
         text, has_specials = self._served.prompt_text(request), isinstance(request, ChatRequest)
         length = await asyncio.to_thread(self._served.prompt_tokens, text, add_special_tokens=not has_specials)
         stops = request.stop or self._served.model.generation_config.stop_strings or []
@@ -270,10 +265,8 @@ class AnswerRoute:
 
 
 def _finish_answer(response: Response, stops: Sequence[str]) -> Response:
-    """Change a response as OpenAI clients expect it: a stream gets its end mark, and a complete text is cut before the
-    first stop text.
-
-    The text of a stream has already been cut while it was generated.
+    """Change a response to OpenAI's form: a stream gets its end mark, and a complete text is cut before the first stop
+    text. The text of a stream was already cut while it was generated.
     """
     if isinstance(response, StreamingResponse):
         response.body_iterator = _with_end(response.body_iterator)
@@ -289,7 +282,7 @@ def _finish_answer(response: Response, stops: Sequence[str]) -> Response:
 async def _with_end(pieces: AsyncIterable[Any]) -> AsyncGenerator[Any, None]:
     """Yield the pieces of a stream, then OpenAI's end mark, which transformers 5.23 leaves out."""
     assert isinstance(pieces, AsyncGenerator)
-    # If this generator is closed, it closes `pieces`, and then transformers ends the generation
+    # When this generator is closed, it closes `pieces`, and then transformers ends the generation
     # (cli/serving/chat_completion.py:278).
     async with aclosing(pieces):
         async for piece in pieces:
@@ -314,13 +307,13 @@ async def _error_response(request: Request, error: Exception) -> JSONResponse:
 
 
 class ApiKeyCheck:
-    """Refuses requests without the API key; `/health` needs none."""
+    """Refuses requests without the API key; only `/health` needs none."""
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self._app, self._expected = app, f"Bearer {key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, or refuse it if the API key is missing or wrong."""
+        """Pass a request with the API key to the application; refuse others."""
         if scope["type"] == "http" and scope["path"] != "/health":
             given = Headers(scope=scope).get("authorization", "").encode()
             if not hmac.compare_digest(given, self._expected):
@@ -368,7 +361,7 @@ def make_app(folder: Path, limits: QueueLimits, *, device: str = "cpu", api_key:
 
 
 class AnsweringServer(uvicorn.Server):
-    """A server that waits after a signal until its current answer ends, and refuses other requests (status 503)."""
+    """Server that, after a signal, waits until its current answer ends and refuses other requests (status 503)."""
 
     def __init__(self, config: uvicorn.Config, queue: RequestQueue) -> None:
         super().__init__(config)

@@ -1,6 +1,5 @@
-"""Protects all HTTP servers of this program.
-
-Requests with foreign Host and Origin headers are refused, and connections that send no complete request are closed.
+"""Protects all HTTP servers of this program: requests with foreign Host and Origin headers are refused, and connections
+that send no complete request are closed.
 """
 
 import asyncio
@@ -31,13 +30,13 @@ def is_loopback(host: str) -> bool:
 
 @dataclass(frozen=True)
 class HostRules:
-    """Host names that may appear in requests to a server that listens on `host`."""
+    """Host names that requests may use for a server that listens on `host`."""
 
     host: str
     allowed: tuple[str, ...] = field(default=(), kw_only=True)
     """Further host names that requests may use, such as those of a proxy or cluster; `*` allows every name."""
     own_names: frozenset[str] = field(init=False)
-    """Names of this server. They are looked up once, as a look-up takes seconds if no name server answers."""
+    """Names of the server, which are looked up once, since a look-up takes seconds if no name server answers."""
 
     def __post_init__(self) -> None:
         names = {*_OWN_NAMES, self.host.lower(), *(name.lower() for name in self.allowed)}
@@ -69,13 +68,13 @@ class HostCheck:
         self._app, self._rules = app, rules
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, or refuse it because of its Host or Origin header."""
+        """Pass a request to the application, or refuse it because of its Host or Origin header."""
         is_refused = scope["type"] == "http" and not self._rules.allows(Headers(scope=scope))
         await (foreign_host() if is_refused else self._app)(scope, receive, send)
 
 
 def foreign_host() -> PlainTextResponse:
-    """Response to a request whose Host or Origin header names another server."""
+    """Make the response to a request whose Host or Origin header names another server."""
     return PlainTextResponse(_REFUSED, status_code=421)
 
 

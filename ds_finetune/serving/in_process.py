@@ -11,11 +11,10 @@ from ds_finetune.errors import ExportError
 
 Message = dict[str, str]
 EXIT_WORD = "exit"
-"""Word that the user types to end a chat."""
 
 
 def ask(folder: Path, prompts: Sequence[str], *, max_new_tokens: int = 128) -> list[str]:
-    """Greedy answers of the model in `folder` to prompts, which are rendered by its chat template if it has one."""
+    """Answer prompts greedily with the model in `folder`. Its chat template, if there is one, renders the prompts."""
     import torch
 
     for prompt in prompts:
@@ -49,7 +48,7 @@ def _load(folder: Path) -> tuple[Any, Any]:
 
 
 def _check_generates(model: Any, folder: Path, **settings: Any) -> None:  # noqa: ANN401 - of transformers
-    """ExportError where transformers refuses the generation config, e.g. sampling at temperature 0."""
+    """Raise ExportError where transformers refuses the generation config, e.g. sampling at temperature 0."""
     import torch
 
     ids = torch.zeros((1, 1), dtype=torch.long, device=model.device)
@@ -94,7 +93,8 @@ def _room(tokens: int, context: float) -> float:
 
 
 def classify(folder: Path, texts: Sequence[str]) -> list[dict[str, float]]:
-    """Probability of each class by name, for each text. A regression model gives one number, under its label.
+    """Compute for each text the probability of each class by name; a regression model gives one number, under its
+    label.
 
     Texts are tokenised as in a pipeline of transformers. ExportError for a reward model, whose input is a dialogue.
     """
@@ -119,7 +119,7 @@ def classify(folder: Path, texts: Sequence[str]) -> list[dict[str, float]]:
 
 
 def _check_text(text: str) -> None:
-    """ExportError for a text from the command line or a terminal with bytes that are no characters."""
+    """Raise ExportError for a text from the command line or a terminal with bytes that are no characters."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -130,7 +130,7 @@ def _check_text(text: str) -> None:
 
 
 class ChatSession:
-    """A chat: the model, its tokenizer and the messages so far; ExportError where there is no chat template."""
+    """A chat: the model, its tokenizer and the messages so far. ExportError if there is no chat template."""
 
     def __init__(self, folder: Path, *, max_new_tokens: int) -> None:
         self._model, self._tokenizer = _load(folder)
@@ -152,7 +152,7 @@ class ChatSession:
         context, messages = self._context, self.messages
         _check_text(text)
         while context and messages and self._num_tokens(messages, text) + self._max_new_tokens > context:
-            # The earliest two messages are a question and its answer.
+            # The earliest two messages, a question and its answer, are dropped together.
             messages = messages[2:]
         _room(self._num_tokens(messages, text), context)
         dropped, self.messages = len(self.messages) - len(messages), messages
@@ -162,8 +162,7 @@ class ChatSession:
         return int(_inputs(self._tokenizer, [*messages, {"role": "user", "content": text}])["input_ids"].shape[1])
 
     def reply(self, text: str) -> Iterator[str]:
-        """Yield the model's answer to `text` and all earlier messages in pieces, sampled by its generation config.
-
+        """Yield pieces of the model's answer to `text` and all earlier messages, sampled by its generation config.
         Question and answer are added to the messages when the answer is complete.
         """
         from transformers import TextIteratorStreamer
@@ -197,7 +196,7 @@ class ChatSession:
 
 
 def run_chat(session: ChatSession, *, read: Callable[[], str], write: Callable[[str], None]) -> None:
-    """Answer each line from `read` until it returns `exit` or raises EOFError; `write` gets the answers' text."""
+    """Answer each line from `read` until it returns `exit` or raises EOFError; `write` gets the text of the answers."""
     while True:
         try:
             text = read().strip()

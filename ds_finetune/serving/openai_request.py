@@ -1,4 +1,4 @@
-"""Checks requests of OpenAI's API: unsupported ones are refused with OpenAI's error object."""
+"""Checks requests of OpenAI's API; unsupported requests are refused with OpenAI's error object."""
 
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -11,7 +11,7 @@ MIN_TEMP = 0.01
 
 
 class RequestError(Exception):
-    """A request that is refused with an HTTP status and OpenAI's error object."""
+    """A request is refused with an HTTP status and OpenAI's error object."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -20,12 +20,12 @@ class RequestError(Exception):
         self.error = {"message": message, "type": kind, "param": param, "code": code}
 
     def response(self) -> JSONResponse:
-        """HTTP response that reports the refusal."""
+        """HTTP response that reports the refused request."""
         return JSONResponse({"error": self.error}, status_code=self.status)
 
 
 def _joined_text(value: object) -> object:
-    """Join a list of text parts by newlines, as vLLM does; other values are returned, for pydantic to check."""
+    """Join a list of text parts by newlines, as vLLM does. Other values are returned for pydantic to check."""
     if not isinstance(value, list):
         return value
     if not all(isinstance(part, dict) and part.keys() == {"type", "text"} and part["type"] == "text" for part in value):
@@ -85,7 +85,7 @@ _Zero = Annotated[float, Field(ge=0, le=0)]
 
 
 class AnswerRequest(_Strict):
-    """Parameters that chat and plain completions share. Unsupported parameters may only have their neutral value."""
+    """Parameters of both chat and plain completions. Unsupported parameters may only have their neutral value."""
 
     model: str
     max_tokens: int | None = Field(default=None, ge=1)
@@ -116,12 +116,12 @@ class AnswerRequest(_Strict):
         return self.max_tokens
 
     def body(self) -> dict[str, Any]:
-        """The request's parameters for transformers, without neutral values."""
+        """Parameters of the request for transformers, without neutral values."""
         return self.model_dump(include={"temperature", "top_p", "seed", "stream"}, exclude_none=True)
 
 
 class ChatRequest(AnswerRequest):
-    """A request to /v1/chat/completions, the chat API."""
+    """Request to /v1/chat/completions, the chat API."""
 
     messages: Annotated[list[_Message], Field(min_length=1)]
     max_completion_tokens: int | None = Field(default=None, ge=1)
@@ -151,26 +151,26 @@ class ChatRequest(AnswerRequest):
         return self.max_completion_tokens or self.max_tokens
 
     def body(self) -> dict[str, Any]:
-        """The chat request's parameters for transformers, without neutral values."""
+        """Parameters of the chat request for transformers, without neutral values."""
         names = ("tools", "chat_template_kwargs", "logit_bias")
         settings = {name: value for name in names if (value := getattr(self, name))}
         return super().body() | {"messages": self.conversation()} | settings
 
     def conversation(self) -> list[dict[str, Any]]:
-        """Messages of the request in the form that a chat template expects."""
+        """Messages of the chat request in the form that a chat template expects."""
         dumped = (message.model_dump(exclude_none=True) for message in self.messages)
         return [{key: value for key, value in message.items() if key != "tool_calls" or value} for message in dumped]
 
 
 class CompletionRequest(AnswerRequest):
-    """A request to /v1/completions, the API for plain prompts."""
+    """Request to /v1/completions, the API for plain prompts."""
 
     prompt: Annotated[str, Field(min_length=1)]
     echo: Literal[False] = False
     best_of: Literal[1] = 1
 
     def body(self) -> dict[str, Any]:
-        """The completion request's parameters for transformers, without neutral values."""
+        """Parameters of the completion request for transformers, without neutral values."""
         return super().body() | {"prompt": self.prompt}
 
 

@@ -31,9 +31,9 @@ from ds_finetune.system.versions import check_versions
 _SERVING = ("fastapi", "uvicorn", "pydantic", "openai")
 """Packages that `transformers serve` imports (transformers 5.23, utils/import_utils.py:972)."""
 API_KEY = "DS_FINETUNE_API_KEY"
-"""Environment variable with the API key of requests; other users of the machine could read an option."""
+"""Environment variable with the API key of requests. Other users of the machine could read a command-line option."""
 QUEUE, REQUEST_SECONDS = 16, 600.0
-"""Default values of the options --queue and --request-seconds."""
+"""Default values of the options --queue and --request-seconds of `ds-finetune serve`."""
 _POLL_SECONDS = 0.3
 _STOP_SECONDS = 30.0
 """Seconds that a server may take to end after it was told to."""
@@ -57,7 +57,7 @@ class Address:
 class ServeOptions:
     """Options of `ds-finetune serve`: `engine` is auto, vllm, transformers or onnx.
 
-    `queue`, `request_seconds` and `allowed_hosts` are for the engines transformers and onnx only; None means the
+    `queue`, `request_seconds` and `allowed_hosts` are only for the engines transformers and onnx; None means the
     default. Requests may name the server by its address, by the names of this machine, and by `allowed_hosts`. With
     `no_api_key`, other machines may send requests without a key.
     """
@@ -72,7 +72,7 @@ class ServeOptions:
     """Folder of a LoRA adapter, which vLLM serves as a second model beside the base model."""
 
     def resolve(self, folder: Path) -> "ServeOptions":
-        """Choose the engine and fill in defaults; ServeError where options are not valid together."""
+        """Choose the serving engine and fill in defaults; ServeError where options are not valid together."""
         engine = choose_engine(self.engine, folder)
         limits = {"--queue": self.queue, "--request-seconds": self.request_seconds}
         named = [f"{name} {value:g}" for name, value in limits.items() if value is not None]
@@ -190,8 +190,7 @@ def server_command(options: ServeOptions, folder: Path, address: Address) -> lis
 
 
 def _adapter_arguments(options: ServeOptions, folder: Path, cache: str) -> list[str]:
-    """vLLM's arguments for a LoRA adapter, which is written to `cache` under the parameter names that vLLM expects.
-
+    """Write a LoRA adapter to `cache` under the parameter names that vLLM expects. Returns vLLM's arguments for it.
     ExportError where the adapter does not fit the model in `folder`, or vLLM would ignore a part of it.
     """
     if options.adapter is None:
@@ -202,7 +201,7 @@ def _adapter_arguments(options: ServeOptions, folder: Path, cache: str) -> list[
     out = Path(cache) / "adapter"
     ADAPTER.load().write(options.adapter, out, ADAPTER.resolved(ExportOptions(base=folder)))
     given = ["--lora-modules", f"{options.adapter}={out}"]
-    # The adapter's tokenizer and generation config are served, for the prompts and end tokens of its training.
+    # The adapter's tokenizer and generation config are served, since it was trained with their prompts and end tokens.
     given += ["--tokenizer", str(out)] if (out / "tokenizer_config.json").is_file() else []
     given += ["--generation-config", str(out)] if (out / GENERATION).is_file() else []
     return ["--enable-lora", "--max-lora-rank", str(served_rank(out)), *given]
@@ -215,7 +214,7 @@ def _has_gpu() -> bool:
 
 
 def _check_address(address: Address, *, no_api_key: bool) -> None:
-    """ServeError where the address cannot be used, or other machines could send requests to it without a key."""
+    """Raise ServeError where the address cannot be used, or other machines could send requests to it without a key."""
     try:
         infos = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
         family, kind, protocol, _, socket_address = infos[0]
@@ -236,9 +235,8 @@ def _check_address(address: Address, *, no_api_key: bool) -> None:
 
 @contextmanager
 def _start_server(command: list[str], cache: str) -> Iterator["subprocess.Popen[bytes]"]:
-    """Start the server in a session of its own, and end all its processes afterwards.
-
-    In the terminal's session, the server would get the SIGINT of Ctrl-C twice: from the terminal and from this process.
+    """Start the server in a session of its own, and end all its processes afterwards. In the terminal's session, the
+    server would get the SIGINT of Ctrl-C twice: from the terminal and from this process.
     """
     environ = with_package(os.environ) | {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": cache}
     if API_KEY in environ:

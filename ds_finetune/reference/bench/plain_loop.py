@@ -49,9 +49,11 @@ PADDED_DOCUMENTS = 8
 
 @dataclass(frozen=True)
 class PlainForward:
-    """Inputs of one forward pass of transformers' model, and labels of its tokens. `index`, int64 [rows, tokens], is
-    the number of each token's document, or -1 for padding. `targets` and `reference`, fp64 [documents], are each
-    document's target and its log-probability under the reference model. `top` has a teacher's stored distributions.
+    """Inputs of one forward pass of transformers' model, and labels of its tokens.
+
+    `index`, int64 [rows, tokens], is the number of each token's document, or -1 for padding. `targets` and `reference`,
+    fp64 [documents], are each document's target and its log-probability under the reference model. `top` has a
+    teacher's stored distributions.
     """
 
     inputs: dict[str, torch.Tensor]
@@ -63,7 +65,7 @@ class PlainForward:
 
 
 def packed_forwards(batch: Batch) -> list[PlainForward]:
-    """Inputs of forward passes over rows as the engine packs them. Positions restart at each document."""
+    """Make the inputs of forward passes over rows as the engine packs them. Positions restart at each document."""
     return [_packed(micro) for micro in batch.micro]
 
 
@@ -77,7 +79,7 @@ def _packed(micro: MicroBatch) -> PlainForward:
 
 
 def padded_forwards(batch: Batch) -> list[PlainForward]:
-    """Inputs of forward passes with a document per row and at most `PADDED_DOCUMENTS` rows, padded to the longest."""
+    """Make forward passes with a document per row and at most `PADDED_DOCUMENTS` rows, padded to the longest."""
     documents = [document for micro in batch.micro for document in _documents(micro)]
     return [
         _padded(documents[start : start + PADDED_DOCUMENTS]) for start in range(0, len(documents), PADDED_DOCUMENTS)
@@ -272,7 +274,7 @@ class PlainLoop:
 
     @torch.no_grad()
     def _baseline(self, batch: Batch) -> float:
-        """The baseline z0 of KTO; 0 for other objectives."""
+        """KTO's baseline z0 of the batch; 0 for other objectives."""
         if not self._objective.needs_baseline:
             return 0.0
         parts = map(self._with_reference, self._layout(replace(batch, micro=batch.baseline)))
@@ -337,7 +339,7 @@ class PlainLoop:
     def _targets(
         self, part: PlainForward, is_supervised: torch.Tensor, section: DistillObjective
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The teacher's log-probabilities at supervised positions, and the token ids if only the top k are stored."""
+        """Teacher's log-probabilities at supervised positions, and the token ids if only the top k are stored."""
         if part.top is not None:
             ids, log_probs = part.top.ids.to(self._device), part.top.log_probs.to(self._device)
             return log_probs[is_supervised].float(), ids[is_supervised].long()

@@ -36,8 +36,8 @@ _LAYOUTS: dict[str, Layout] = {"plain loop, padded": padded_forwards, "plain loo
 
 @dataclass(frozen=True)
 class SpeedComparison:
-    """Timing of the candidates (the engine and the loops): seconds of each step, number of tokens of these steps, and
-    largest relative difference of losses. Tokens are the supervised ones, or all if the objective has no supervised
+    """Timing of the engine and of PyTorch loops, the candidates: seconds of each step, number of tokens of these steps,
+    and largest relative difference of losses. Tokens are the supervised ones, or all if the objective has no supervised
     tokens.
     """
 
@@ -61,8 +61,7 @@ class SpeedComparison:
 
 
 def compare_step_speed(resolved: ResolvedRun, *, steps: int, say: Say) -> SpeedComparison:
-    """Time `steps` optimizer steps of a run, in turns with PyTorch loops over the same documents, after one warm-up
-    step.
+    """Time `steps` optimizer steps of a run, in turns with PyTorch loops over the same documents, after a warm-up step.
 
     The loops are transformers' model with the logits of all tokens and torch's AdamW: one over padded documents, eight
     per forward pass, and for language models one over the same packed rows. All candidates start from the same weights,

@@ -33,7 +33,7 @@ TINY_MODELS: Mapping[str, dict[str, Any]] = {
     if family.tiny_models is not None
     for name, config in {family.model_type: family.tiny_models.config, **family.tiny_models.variants}.items()
 }
-"""The config.json of tiny models by name: a model type, or a variant of one."""
+"""The config.json of tiny models by name, which is a model type or a variant of one."""
 OBJECTIVES: Mapping[str, dict[str, Any]] = {
     "dpo": {"label_smoothing": 0.1, "nll_weight": 0.3},
     "orpo": {},
@@ -50,7 +50,7 @@ OBJECTIVES: Mapping[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Cell:
-    """One combination of settings with which the selftest takes an optimizer step."""
+    """A combination of settings with which the selftest takes an optimizer step."""
 
     family: str
     stage: int
@@ -62,7 +62,7 @@ class Cell:
     max_grad_norm: float = 0.0
     checkpointing: bool = False
     is_selective: bool = False
-    """Whether activation checkpointing is selective."""
+    """Whether activation checkpointing of the cell is selective."""
     optimizer: str = "AdamW"
     weight_decay: float = 0.0
     pp: int = 1
@@ -86,7 +86,7 @@ class Cell:
 
     @property
     def layout(self) -> str:
-        """Parallel sizes other than the data parallel size, e.g. `pp 2 x tp 2`; `dp` if all are 1."""
+        """Parallel sizes of the cell besides data parallelism, e.g. `pp 2 x tp 2`; `dp` if all are 1."""
         sizes = {axis: getattr(self, axis) for axis in ("pp", "vpp", "sp", "tp", "ep")}
         return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "dp"
 
@@ -97,22 +97,22 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Name of this combination of settings for files and tests: all settings that differ from their defaults."""
+        """Name of this cell for files and tests: all settings that differ from their defaults."""
         defaults = {each.name: each.default for each in fields(self)}
         return "-".join(f"{key}={value}" for key, value in asdict(self).items() if value != defaults[key])
 
 
 def hf_config(family: str) -> PretrainedConfig:
-    """The configuration of the tiny model of a family."""
+    """Configuration of a family's tiny model."""
     return AutoConfig.for_model(**TINY_MODELS[family])
 
 
 def enlarged_config(config: PretrainedConfig, parallel: ParallelConfig) -> PretrainedConfig:
-    """The configuration of a tiny model whose heads, experts, widths and layers the sizes of `parallel` divide."""
+    """Enlarge a tiny model so that the sizes of `parallel` divide its heads, experts, widths and layers."""
     tree = config.to_dict()
     keys = math.lcm(tree["num_key_value_heads"], parallel.tp)
     if "o_groups" in tree:
-        # DeepSeek-V4 has one key-value head, so its output groups are divided among ranks instead.
+        # DeepSeek-V4 has one key-value head, so its output groups are divided among tensor parallel ranks instead.
         keys, tree["o_groups"] = 1, math.lcm(tree["o_groups"], parallel.tp)
     heads = math.lcm(tree["num_attention_heads"], parallel.tp * parallel.sp, keys, tree.get("o_groups", 1))
     tree["hidden_size"] = tree["hidden_size"] // tree["num_attention_heads"] * heads
@@ -133,7 +133,7 @@ def enlarged_config(config: PretrainedConfig, parallel: ParallelConfig) -> Pretr
 
 @cache
 def samples() -> list[tuple[np.ndarray, np.ndarray]]:
-    """64 documents of 3 to 30 random tokens as (ids, shifted labels). About a third of the tokens is not supervised."""
+    """Make 64 documents of 3 to 30 random tokens as (ids, shifted labels); a third of the tokens is unsupervised."""
     rng = np.random.default_rng(7)
     documents = []
     for _ in range(SAMPLES):
@@ -145,7 +145,7 @@ def samples() -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def units(documents_per_unit: int = 0) -> list[list[int]]:
-    """Groups of samples that must share a row, as lists of sample numbers: pairs of answers, or single samples."""
+    """Groups of sample numbers that must share a row: pairs of answers, or single samples."""
     size = max(documents_per_unit, 1)
     return [[*range(first, first + size)] for first in range(0, SAMPLES, size)]
 
@@ -164,21 +164,20 @@ def log_prob_of_random_weights(labels: np.ndarray) -> float:
 
 @cache
 def answer_log_probs(number: int) -> np.ndarray:
-    """Made-up log-probabilities of a sample's answer tokens, fp32 [3, tokens], near those of random weights. They are
-    the ones under the weights that sampled the answer, the ones that the sampler reported, and the ones under a
-    reference model.
+    """Made-up log-probabilities of a sample's answer tokens, fp32 [3, tokens], near those of random weights: under the
+    weights that sampled the answer, as the sampler reported them, and under a reference model.
     """
     noise = np.random.default_rng([17, number]).normal(size=(3, len(parts_of(number)[1])))
     return (0.2 * noise - math.log(VOCAB)).astype(np.float32)
 
 
 def answer_advantages() -> np.ndarray:
-    """Made-up advantages of the samples, which GRPO treats as sampled answers, fp64."""
+    """Made-up advantages, fp64, of the samples as answers for GRPO."""
     return 2 * targets() - 1
 
 
 def rows(packing: bool, documents_per_unit: int = 0) -> list[Row]:
-    """Rows of samples: each row has one unit (a sample, or a pair of answers), or with `packing` several units."""
+    """Make rows of samples: each row has one unit (a sample, or a pair of answers), or with `packing` several units."""
     prepared = _prepared_rows(row_numbers(packing, documents_per_unit))
     return [prepared[number] for number in range(len(prepared))]
 
@@ -194,7 +193,7 @@ def _prepared_rows(bins: list[list[int]]) -> PreparedRows:
 
 
 def row_numbers(packing: bool, documents_per_unit: int = 0) -> list[list[int]]:
-    """Numbers of the samples in each row."""
+    """Numbers of the samples in each row of `rows`."""
     bins: list[list[int]] = []
     for unit in units(documents_per_unit):
         if not packing or not bins or sum(len(samples()[n][0]) for n in [*bins[-1], *unit]) > ROW_LEN:
@@ -204,7 +203,7 @@ def row_numbers(packing: bool, documents_per_unit: int = 0) -> list[list[int]]:
 
 
 def objective_of(section: object) -> Objective:
-    """The objective for a section of the run file, or for the name of an objective with default settings."""
+    """Objective for a section of the run file, or for the name of an objective with default settings."""
     return make_objective(TypeAdapter(ObjectiveField).validate_python(section))
 
 
@@ -216,7 +215,7 @@ def router_section(family: str) -> dict[str, float]:
 
 
 def run_tree(cell: Cell, model: Path, out: Path, *, dp: int) -> dict[str, Any]:
-    """The run file for the settings `cell` and data parallel size `dp`. Each optimizer step has all samples."""
+    """Run file for the settings `cell` and data parallel size `dp`. Each optimizer step has all samples."""
     rows_per_rank = dp * cell.accumulation
     per_unit = objective_of(cell.objective).documents_per_unit
     size = -(-(PACKED_ROWS if cell.packing else len(units(per_unit))) // rows_per_rank)
@@ -270,7 +269,7 @@ Tiny models are only 1 to 2 nats below it, so KTO's z0 is above 0.
 
 @cache
 def mismatched_answers(*, packing: bool) -> MismatchedAnswers:
-    """Mismatched answers for the samples (prompts with other samples' answers), made by the program itself."""
+    """Mismatched answers (a sample's prompt with another sample's answer), as the program itself makes them."""
     rows = _prepared_rows(row_numbers(packing))
     return MismatchedAnswers(rows, seed=0, max_seq_len=ROW_LEN, is_packed=packing)
 
@@ -297,9 +296,7 @@ def parts_of(number: int) -> tuple[np.ndarray, np.ndarray]:
 
 @cache
 def all_reference_log_probs() -> np.ndarray:
-    """Made-up log-probabilities under a reference model, fp64: of all samples, followed by all mismatched samples. They
-    are near those of random weights.
-    """
+    """Made-up reference log-probabilities, fp64, near random weights': of all samples, then of mismatched ones."""
     documents = (samples(), mismatched_samples())
     own, mismatched = (np.array([log_prob_of_random_weights(labels) for _, labels in each]) for each in documents)
     noise, small_noise = (np.random.default_rng(seed).normal(size=SAMPLES) for seed in (13, 17))

@@ -69,7 +69,7 @@ from ds_finetune.trainer.resolve import complete_features, plan_model
 
 
 def batch_plan(plan: Plan, objective: Objective | None = None) -> BatchPlan:
-    """How the samples are distributed over ranks for `objective`; without one, each unit is a document."""
+    """Distribute the samples over ranks for `objective`; without an objective, each unit is a document."""
     is_compared = objective is not None and objective.needs_reference
     return BatchPlan(
         global_batch_size=plan.train.global_batch_size,
@@ -88,9 +88,10 @@ def batch_plan(plan: Plan, objective: Objective | None = None) -> BatchPlan:
 
 
 def take_steps(engine: Engine, steps: int) -> Iterator[Steps]:
-    """Take optimizer steps on all samples, and yield the results so far after each step. Gradients are recorded only
-    for AdamW in fp32: all gradients in the first step, and those of adapters in the second. Answers are generated after
-    the last step.
+    """Take optimizer steps on all samples, and yield the results so far after each step.
+
+    Gradients are recorded only for AdamW in fp32: all gradients in the first step, and those of adapters in the second.
+    Answers are generated after the last step.
     """
     plan, results = engine.plan, Steps()
     has_gradients = plan.optimizer == "adamw" and plan.precision == "fp32"
@@ -131,7 +132,7 @@ def eval_loss(engine: Engine) -> float:
 
 
 def whole_batch(engine: Engine) -> Batch:
-    """This rank's part of the one batch that contains all samples."""
+    """This rank's part of the single batch that contains all samples."""
     all_rows = rows(engine.plan.data.packing, engine.objective.documents_per_unit)
     plan = batch_plan(engine.plan, engine.objective)
     if isinstance(engine.objective, AnswerObjective):
@@ -146,7 +147,6 @@ def whole_batch(engine: Engine) -> Batch:
 
 
 def _mismatched(engine: Engine) -> MismatchedAnswers | None:
-    """Mismatched answers for KTO's baseline z0; None for other objectives."""
     is_packed = engine.plan.data.packing
     return mismatched_answers(packing=is_packed) if engine.objective.needs_baseline else None
 
@@ -213,8 +213,8 @@ that may cancel.
 _EXACT = {"loss": 1e-5, "gradient": 1e-4, "norm": 1e-4, "resume": 1e-5, "export": 1e-5, "answers": 0.0}
 _OF_ROUTERS = {"balance": 1e-4, "choices": 0.0}
 _OF_ADAPTERS = {"adapters": 2e-3}
-"""Tolerance for gradients of adapters in the second step; matrix A has no earlier gradient, because B is zero at first.
-AdamW divides by |gradient| + 1e-8. If B's first gradient is as small as a rounding error, its first update is
+"""Tolerance for gradients of LoRA adapters in the second step; matrix A has no earlier gradient, because B is zero at
+first. AdamW divides by |gradient| + 1e-8. If B's first gradient is as small as a rounding error, its first update is
 arbitrary, and so A's second gradient differs.
 """
 _ROUNDED = {"loss": 1.5e-2, "norm": 2e-2, "resume": 1e-3, "export": 1.5e-2}
@@ -236,11 +236,11 @@ class LayoutComparison:
 
     @property
     def is_equal(self) -> bool:
-        """Whether no difference exceeds its tolerance. NaN exceeds any."""
+        """Whether no difference exceeds its tolerance. NaN exceeds any tolerance."""
         return all(self.differences[name] <= limit for name, limit in self.limits.items())
 
     def text(self) -> str:
-        """All differences in one line, with tolerances that are exceeded, and always the tolerance of `adapters`."""
+        """One line with all differences, with tolerances that are exceeded, and always the tolerance of `adapters`."""
         limits = {
             name: f" (limit {limit:.0e})" if self.differences[name] > limit or name in _OF_ADAPTERS else ""
             for name, limit in self.limits.items()
@@ -284,8 +284,8 @@ def compare_layout(run: RunSettings, world: World, device: str, folder: Path, *,
     plan = make_plan(run, world=world, device=device)
     hf_config = read_hf_config(run.model.path, task=task_of(run.objective))
     check_model(plan.with_model(hf_config.to_dict()), "sizes of the model")
-    # The reference model is built before any engine is started: in the first model that from_pretrained builds after
-    # DeepSpeed 0.19.8's zero.Init, rotary frequencies are uninitialised memory.
+    # The reference model is built before any engine is started: after DeepSpeed 0.19.8's zero.Init, the next model that
+    # from_pretrained builds has uninitialised rotary frequencies.
     is_leader = world.rank == 0
     model = plan_model(hf_config, run)
     # Notes on compiled ops were already printed before the first layout.
@@ -369,7 +369,6 @@ def _largest_difference(values: list[float], reference: list[float]) -> float:
 
 
 def _largest(values: Iterable[float]) -> float:
-    """The largest value; NaN if any value is NaN."""
     return float(torch.tensor([*values], dtype=torch.float64).max())
 
 

@@ -40,7 +40,7 @@ def add_layer(model: PreTrainedModel) -> nn.Module:
     config: Any = model.config
     if family_of(config.model_type).compresses:
         return _add_compressed_layer(model)
-    # Keys of a multi-token prediction layer are set here, because transformers 5.23 has them only for some types.
+    # These keys of a multi-token prediction layer are set here, because transformers 5.23 has them only for some types.
     config.num_mtp_layers = 1
     for key in ("layer_types", "mlp_layer_types"):
         if getattr(config, key, None):
@@ -125,7 +125,7 @@ class PlainMtp:
                     tensor[piece.index] = stored[piece.key]
 
     def parameters_apart(self) -> Iterator[nn.Parameter]:
-        """Parameters that only the multi-token prediction loss trains, which are clipped by a norm of their own."""
+        """Parameters that only the multi-token prediction loss trains; they are clipped by a norm of their own."""
         if self._section.detach:
             yield from self._model.get_submodule(self.prefix[:-1]).parameters()
 
@@ -145,19 +145,19 @@ class PlainMtp:
         return mean
 
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
-        """Logits of the token after the next, [tokens - 1, vocabulary]; `ids` are of the latest forward pass."""
+        """Logits of the token after the next, [tokens - 1, vocabulary], for `ids` of the latest forward pass."""
         head = self._model.lm_head.weight
         return functional.linear(self.states(ids), head.detach() if self._section.detach else head)
 
     def states(self, ids: torch.Tensor) -> torch.Tensor:
-        """The prediction layer's output before the head, [tokens - 1, width]; `ids` are of the latest forward pass."""
+        """Output of the prediction layer before the head, [tokens - 1, width], for `ids` of the latest forward pass."""
         embedded, hidden = self._model.get_input_embeddings()(ids[None, 1:]), self._hidden[:, :-1]
         if self._section.detach:
             embedded, hidden = embedded.detach(), hidden.detach()
         if family_of(self._model.config.model_type).compresses:
             return _compressed_states(self._model, self._layer, embedded, hidden)
         positions = torch.arange(len(ids) - 1)[None]
-        # This causal mask is read only by indexers (DeepSeek sparse attention).
+        # Only the indexers of DeepSeek sparse attention read this causal mask.
         mask = torch.ones(len(ids) - 1, len(ids) - 1, dtype=torch.bool).tril()[None, None]
         out: torch.Tensor = self._layer(
             inputs_embeds=embedded,
@@ -197,7 +197,7 @@ class PlainRouters:
                     parameter.requires_grad_(False)
 
     def take_loss(self) -> torch.Tensor:
-        """The balance loss, `sum_i f_i P_i`, summed over layers and documents since the last call (scalar)."""
+        """Balance loss, `sum_i f_i P_i`, summed over layers and documents since the last call (scalar)."""
         total = torch.stack(self._losses).sum()
         self._losses.clear()
         return total
@@ -273,12 +273,12 @@ class _LowRankSum(nn.Module):
         self._scale = scale
 
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return `weight` with the LoRA adapter added."""
+        """Add the LoRA adapter to `weight`."""
         return weight + self._scale * (self.lora_B @ self.lora_A)
 
 
 def trained_name(name: str) -> str:
-    """The engine's name of a parameter of the reference model. Adapters are named after their weight."""
+    """Name that the engine gives to a parameter of the reference model. Adapters are named after their weight."""
     return _FACTOR.sub(lambda match: f".{'' if match[1] == 'weight' else f'{match[1]}_'}{match[2]}", name)
 
 
@@ -297,11 +297,11 @@ _DENSE = next(
 )
 _TEACHER, _SCORES = "teacher", "scores"
 SoftTarget = tuple[torch.Tensor, torch.Tensor | None]
-"""A teacher's log-probabilities at a sample's supervised positions, and the token ids if only the top k are stored."""
+"""Teacher's log-probabilities at a sample's supervised positions, and the token ids if only the top k are stored."""
 
 
 def with_teacher(section: DistillObjective, model: Path) -> DistillObjective:
-    """The section `objective` of the tiny student in folder `model`, with the paths of its teacher or stored scores."""
+    """Add to a section `objective` the paths of the teacher, or of stored scores, of the tiny student in `model`."""
     folder = Path(f"{model}-teacher")
     has_scores = section.scores is not None
     paths = {"scores": str(folder / _SCORES), "teacher": None} if has_scores else {"teacher": str(folder / _TEACHER)}

@@ -1,6 +1,6 @@
 """The losses of the reference loop, implemented from the papers for the samples of one unit.
 
-It imports no objective of the program, so that an error in an objective shows as a difference.
+This module imports no objective of the program, so that an error in an objective shows as a difference.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ class Answer(NamedTuple):
     """A sample as an answer, for objectives that compare answers."""
 
     logp: torch.Tensor
-    """Summed log-probability of the supervised tokens in nats, fp64 scalar."""
+    """Log-probability of the answer in nats, summed over its supervised tokens, fp64 scalar."""
     tokens: int
     """Number of supervised tokens of the answer."""
     reference: float
@@ -43,7 +43,7 @@ class Answer(NamedTuple):
 
 
 class SampledTokens(NamedTuple):
-    """The tokens of a sampled answer: log-probabilities in nats, fp64 [tokens] each, and the advantage."""
+    """Tokens of a sampled answer: log-probabilities in nats, fp64 [tokens] each, and the advantage."""
 
     logp: torch.Tensor
     old: torch.Tensor
@@ -55,12 +55,12 @@ class SampledTokens(NamedTuple):
 
 
 def samples_per_unit(section: ObjectiveConfig) -> int:
-    """Number of samples in a unit: 2 for objectives on pairs of answers, else 1."""
+    """Number of samples in a unit of the loss: 2 for objectives on pairs of answers, else 1."""
     return 2 if section.unit == "pairs" else 1
 
 
 def answers_loss(section: ObjectiveConfig, answers: Sequence[Answer], z0: float) -> torch.Tensor:
-    """The loss of an answer or a pair (chosen answer first), without the chosen answer's cross entropy."""
+    """Loss of an answer or a pair (chosen answer first), without the chosen answer's cross entropy."""
     w, r = answers[0], answers[-1]
     match section:
         case DpoObjective():
@@ -157,7 +157,7 @@ def _policy_losses(section: GrpoObjective, answer: SampledTokens) -> torch.Tenso
 
 
 def score_loss(section: ObjectiveConfig, scores: torch.Tensor, targets: list[float]) -> torch.Tensor:
-    """The loss of a text or pair by its scores [samples, outputs]: cross entropy, squared error, or Bradley-Terry."""
+    """Loss of a text or pair from its scores [samples, outputs]: cross entropy, squared error, or Bradley-Terry."""
     scores = scores.double()
     match section:
         case RewardObjective():
@@ -174,10 +174,11 @@ def score_loss(section: ObjectiveConfig, scores: torch.Tensor, targets: list[flo
 def distill_loss(
     section: DistillObjective, logits: torch.Tensor, labels: torch.Tensor, log_q: torch.Tensor, ids: torch.Tensor | None
 ) -> torch.Tensor:
-    """Distillation loss summed over the supervised tokens of a sample. `logits` is [tokens, vocabulary], `labels`
-    [tokens]. `log_q` are the teacher's log-probabilities at the temperature: over the vocabulary, or over the tokens
-    `ids` [tokens, k] followed by one for all other tokens together. The loss is T^2 x KL(q || p) as in Hinton et al.,
-    arXiv 1503.02531, section 2.
+    """Distillation loss of a sample, summed over its supervised tokens: T^2 x KL(q || p) as in Hinton et al., arXiv
+    1503.02531, section 2.
+
+    `logits` is [tokens, vocabulary], `labels` [tokens]. `log_q` are the teacher's log-probabilities at the temperature:
+    over the vocabulary, or over the tokens `ids` [tokens, k] followed by one for all other tokens.
     """
     log_p = torch.log_softmax(logits / section.temperature, dim=-1)
     if ids is not None:

@@ -80,7 +80,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def auto_class(task: Task) -> Any:  # noqa: ANN401 - a class of transformers
-    """The transformers class that loads a model for the task: for sequence classification, or a causal LM."""
+    """Choose the transformers class that loads a model for the task: sequence classification, or a causal LM."""
     return AutoModelForCausalLM if task == "causal_lm" else AutoModelForSequenceClassification
 
 
@@ -184,7 +184,7 @@ def _clip(model: nn.Module, max_grad_norm: float, results: Steps, mtp: PlainMtp 
 
 
 def _keep_gradients(model: nn.Module, results: Steps) -> None:
-    """Record all gradients of the first step, and those of adapters in the second step, in `results`."""
+    """Record in `results` all gradients of the first step, and those of adapters in the second."""
     if len(results.losses) > 2:
         return
     grads = {trained_name(name): param.grad for name, param in model.named_parameters() if param.grad is not None}

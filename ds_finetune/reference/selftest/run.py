@@ -104,8 +104,8 @@ rounding would decide some choices, which changes the loss of a step by 1e-4 and
 
 @dataclass(frozen=True)
 class LayoutCase:
-    """A layout that is compared with the reference loop. `model` is the tiny model before it is enlarged for the
-    parallel sizes. `tree` is the run file without the model's path.
+    """A layout to compare with the reference loop. `model` is the tiny model before it is enlarged for the parallel
+    sizes. `tree` is the run file without the model's path.
     """
 
     name: str
@@ -124,7 +124,7 @@ class SelftestSize:
 
     @property
     def arguments(self) -> list[str]:
-        """Options of `ds-finetune selftest` for these steps and families."""
+        """Options of `ds-finetune selftest` that pass this size to its processes."""
         return ["--steps", str(self.steps), "--families", ",".join(self.families)]
 
 
@@ -147,15 +147,15 @@ def start_world(arguments: list[str], run: RunSettings | None, *, nproc: int, ho
 
 
 def selftest(run: RunSettings | None, size: SelftestSize, *, say: Say) -> None:
-    """Compare every layout on these ranks, and print a line for each. RunError if one differs from the reference loop.
-    The layouts are the one of `run`, or the standard set if there is no run.
+    """Compare every layout on these ranks, and print a line for each: the layout of `run`, or the standard set if there
+    is no run. RunError if one differs from the reference loop.
     """
     # Tiny models are loaded hundreds of times, each time with progress bars and warnings, so these are turned off.
     quiet_packages()
     show_loading_as_phase()
     # NVIDIA's containers enable TF32 (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE), for which the tolerances are too strict.
     torch.set_float32_matmul_precision("highest")
-    # Launchers send SIGTERM to the other ranks when one fails. The handler lets rank zero remove its folder.
+    # Launchers send SIGTERM to the other ranks when one fails. With this handler, rank zero still removes its folder.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     world = World.from_environment(os.environ)
     world.set_environment(os.environ)
@@ -194,7 +194,7 @@ def _is_equal(case: LayoutCase, world: World, device: str, folder: Path, steps: 
     model = enlarged_config(case.model, ParallelConfig.model_validate(case.tree["parallel"]))
     section = read_objective(case.tree["objective"])
     if section.row.head == "scores":
-        # No sample has the padding token 0: transformers classifies by the last token that is not the padding token.
+        # transformers classifies by the last token that is not padding, so no sample has the padding token 0.
         model.num_labels, model.pad_token_id = section.num_outputs, 0
     # All layouts of a model share a folder, so that the reference loop runs once for each model.
     has_mtp = case.tree.get("mtp", {}).get("train", False)
@@ -221,9 +221,9 @@ def _settings(case: LayoutCase, model_folder: Path, folder: Path) -> RunSettings
 
 
 def _standard_cases(world_size: int, families: Sequence[str], device: str) -> list[LayoutCase]:
-    """The standard set of layouts in fp32: data parallelism at every ZeRO stage, and tested combinations of parallel
-    axes. Each parallel axis has two ranks; combinations that do not fit `world_size` ranks are left out. Two ZeRO
-    stages are also compared in bf16, and on GPUs in fp16.
+    """Standard set of layouts in fp32: data parallelism at every ZeRO stage, and tested combinations of parallel axes.
+    Each parallel axis has two ranks; combinations that do not fit `world_size` ranks are left out. Two ZeRO stages are
+    also compared in bf16, and on GPUs in fp16.
     """
     unknown = [family for family in families if family not in TINY_MODELS]
     if unknown:
@@ -273,9 +273,7 @@ def _objective_text(cell: Cell) -> str:
 
 
 def _cases_of_run(run: RunSettings, world: World, device: str) -> list[LayoutCase]:
-    """The layout of a run with a tiny model of its family and structure, in fp32 and in the run's precision. It is
-    compared in fp32 too, because only then gradients can be compared.
-    """
+    """Layout of a run with a tiny model like the run's, in its precision and in fp32, which compares gradients too."""
     hub = read_hf_config(run.model.path, files=("*.json",))
     if hub.model_type not in TINY_MODELS:
         raise ConfigError(
@@ -310,7 +308,7 @@ def _cases_of_run(run: RunSettings, world: World, device: str) -> list[LayoutCas
         attention = run.model.attention if precision == chosen else "sdpa"
         tree |= {"model": {"path": "", "attention": attention, "loss": run.model.loss}, "deepspeed": choices}
         tree |= {
-            # Every layout's batch then has a whole number of groups, since a group has two answers.
+            # A group has two answers, so every layout's batch has a whole number of groups.
             "objective": run.objective.model_dump() | ({"group_size": 2} if is_grpo(run.objective) else {}),
             "router": run.router and run.router.model_dump(),
         }
@@ -355,7 +353,7 @@ def _check_targets(tiny: PretrainedConfig, lora: LoraConfig, *, has_mtp: bool) -
 
 
 def _tiny_model_like(hub: PretrainedConfig, family: str, *, is_quantised: bool) -> PretrainedConfig:
-    """The tiny model of a family with the structure of `hub`: tied weights, biases, latent queries, routing and
+    """Make a family's tiny model with the structure of `hub`: tied weights, biases, latent queries, routing and
     padding. If its weights are quantised to 4 bits, their rows are multiples of the quantisation block.
     """
     tiny = hf_config(family)
