@@ -245,7 +245,7 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
 
 
 def _eval_objective(objective: str | Mapping[str, object]) -> tuple["RowKind", "DocumentObjective | None"]:
-    """The kind of rows that `objective` scores, and the preference objective; None if metrics are means over tokens."""
+    """Kind of rows that `objective` scores, and the preference objective, or None if metrics are means over tokens."""
     from ds_finetune.data.row_kind import RowKind
     from ds_finetune.objectives.objective import DocumentObjective, make_objective
 
@@ -264,8 +264,8 @@ def _eval_objective(objective: str | Mapping[str, object]) -> tuple["RowKind", "
 def _held_out_paths(
     data: "EvalRows | Mapping[str, EvalRows]", folder: Path
 ) -> tuple[str, ...] | dict[str, tuple[str, ...]]:
-    """The value that the run-file key `data.eval` gets for `data`. Rows are written to files below `folder`.
-    ConfigError for a wrong name of a set.
+    """Value of the run-file key `data.eval` for `data`, whose rows are written to files below `folder`. ConfigError for
+    a wrong name of a set.
     """
     from ds_finetune.trainer.run_dir import write_rows
 
@@ -291,7 +291,6 @@ def _held_out_paths(
 @contextmanager
 def _unchanged_environment(world: World) -> Iterator[None]:
     """Context that at its end removes the environment variables that a run without a launcher has set (RANK, ...).
-
     Child processes of later calls would otherwise take these variables for those of a launcher.
     """
     names: dict[str, str] = {}

@@ -1,1 +1,1 @@
-"""The program `ds-finetune`: each module here implements a command or a family of commands."""
+"""The program `ds-finetune`: each module of this package implements a command or a family of commands."""

@@ -20,7 +20,7 @@ from ds_finetune.errors import ExportError
 from ds_finetune.plan.config_json import check_model_path
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-"""Type of the object that argparse's method `add_subparsers` returns, to which each command adds its parser."""
+"""Type of the object that argparse's `add_subparsers` returns, to which each command adds its parser."""
 Arguments = argparse.Namespace
 BEGINNING = """\
 where to begin:
@@ -34,12 +34,12 @@ where to begin:
 
 _OPTION = re.compile(r"--?[A-Za-z][\w.-]*")
 _RUN_FILES = ("config", "config_file", "cfg", "yaml", "run")
-"""Names of options such as `--config` with which other trainers take their configuration file."""
+"""Names of options such as `--config` by which other trainers take their configuration file."""
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser of command lines that refuses unknown options. If another trainer has the option, the error names the
-    key of the run file to set instead.
+    """Parser of command lines that refuses unknown options. If another trainer has the option, the error names the key
+    of the run file to set instead.
     """
 
     def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def,override]  # noqa: ANN001, ANN201
@@ -65,9 +65,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def _as_override(option: str, value: str, command: str) -> str:
-    """Text that says what to write instead of an unknown option, which may be an option of another trainer, or a key of
-    the run file.
-    """
+    """Say what to write instead of an unknown option, which may be another trainer's or a key of the run file."""
     word = option.lstrip("-").replace("-", "_")
     if word in _RUN_FILES:
         return f"the run file is given without an option: `{command} {value or 'run.yaml'}`"
@@ -111,9 +109,8 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
 
 
 def add_local_rank(parser: argparse.ArgumentParser) -> None:
-    """Accept and ignore `--local_rank`, which the `deepspeed` launcher puts before the program's arguments.
-
-    The environment variable LOCAL_RANK holds the same number.
+    """Accept and ignore `--local_rank`, which the `deepspeed` launcher puts before the program's arguments. The
+    environment variable LOCAL_RANK holds the same number.
     """
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
 
@@ -125,12 +122,12 @@ def add_allowed_hosts(parser: argparse.ArgumentParser) -> None:
 
 
 def read_run(arguments: Arguments) -> RunConfig:
-    """Read the run file and the overrides that the command line names. ConfigError if one of them is invalid."""
+    """Read the run file and the overrides that the command line names; ConfigError if one of them is invalid."""
     return read_config(arguments.run, arguments.overrides)
 
 
 def exported_folder(path: str) -> Path:
-    """The exported folder `path`, or the exported folder of the run in `path`. ExportError if there is none."""
+    """Find the exported folder at `path`, or of the run at `path`; ExportError if there is none."""
     folder = Path(export_of(path))
     if folder.is_dir():
         check_model_path(str(folder))
@@ -140,8 +137,8 @@ def exported_folder(path: str) -> Path:
 
 
 def export_of(path: str) -> str:
-    """Find the exported folder of a run. If `path` is the folder or the run file of a run, the path of its export is
-    printed and returned; otherwise `path` itself is returned.
+    """Replace the folder or the run file of a run by the run's exported folder, which is printed. Other paths are
+    returned unchanged.
     """
     is_run_file = Path(path).suffix in (".yaml", ".yml") and Path(path).is_file()
     folder = Path(read_config(path).output_dir if is_run_file else path)
@@ -166,4 +163,4 @@ def _whole_number(text: str, *, least: int, most: int | None = None) -> int:
 
 zero_or_more, positive, two_or_more = (partial(_whole_number, least=least) for least in range(3))
 port = partial(_whole_number, least=0, most=65_535)
-"""Parses a command-line argument as a network port; 0 stands for any free port."""
+"""Parse a command-line argument as a network port; 0 stands for any free port."""

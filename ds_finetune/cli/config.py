@@ -1,4 +1,4 @@
-"""The commands `ds-finetune config` and `data`. They show a run file with its defaults, the schema of run files, and
+"""The commands `ds-finetune config` and `data`, which show a run file with its defaults, the schema of run files, and
 the training data of a run.
 """
 

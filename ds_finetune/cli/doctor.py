@@ -52,7 +52,7 @@ def add_host_options(parser: argparse.ArgumentParser) -> None:
 
 
 def hosts_of(arguments: Arguments) -> tuple[Host, ...]:
-    """The hosts of the file `--hostfile` that `--include` and `--exclude` select."""
+    """Hosts of the file `--hostfile` that `--include` and `--exclude` select."""
     return select_hosts(read_hostfile(arguments.hostfile), include=arguments.include, exclude=arguments.exclude)
 
 

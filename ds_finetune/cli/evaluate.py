@@ -118,7 +118,7 @@ def _evaluate(arguments: Arguments) -> None:
 def _write_text(file: str, text: str, *, mode: str) -> None:
     """Write `text` to a file, or append it with mode `a`. OutputError if the file cannot be written.
 
-    The command first appends an empty text, to report a file that cannot be written before it scores anything.
+    The command first appends an empty text, so that a file that cannot be written is reported before the evaluation.
     """
     try:
         with Path(file).open(mode, encoding="utf-8") as out:
@@ -156,7 +156,7 @@ def _scored(arguments: Arguments) -> "EvalReport":
 
 @contextmanager
 def _flags_named() -> Iterator[None]:
-    """Reword errors that the `with` block raises about rows: options of this command replace keys of the run file."""
+    """Reword errors about rows that the `with` block raises: options of this command replace keys of the run file."""
     try:
         yield
     except (ConfigError, DataError) as error:
@@ -174,7 +174,7 @@ def _column_flags(pairs: str) -> str:
 
 
 def _sets_of(files: Sequence[str]) -> Sequence[str] | Mapping[str, list[str]]:
-    """The files of the option --data, grouped by name if all are NAME=FILE. ConfigError if only some have names."""
+    """Group the files of the option --data by name if all are NAME=FILE. ConfigError if only some have names."""
     named = [file for file in files if "=" in file and not Path(file).exists()]
     if not named:
         return files

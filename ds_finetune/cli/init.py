@@ -36,7 +36,7 @@ optim: {{lr: {lr}}}
 output_dir: {output_dir}  # checkpoints, metrics and the exported model; the same command resumes a run
 """
 _RATES = {"dpo": ("5.0e-7", "5.0e-6"), "kto": ("1.0e-6", "1.0e-5"), "classification": ("2.0e-5", "2.0e-4")}
-"""Maps an objective to two learning rates: for training all weights, and for adapters (docs/how-to/preferences.md)."""
+"""Learning rates by objective: for training all weights, and for adapters (docs/how-to/preferences.md)."""
 _LENGTH = 2048
 
 
@@ -124,7 +124,7 @@ def _recognised(record: "Record", where: str) -> tuple[str, Mapping[str, str]]:
     label = record.get("label")
     for columns in ({}, *_guesses(record)):
         for name in LAYOUTS_OF:
-            # The classes of a classifier are unknown until all rows are read. The label of this row is one of them.
+            # The classes of a classifier are unknown until all rows are read; the label of this row is one of them.
             is_number = name == "labelled" and isinstance(label, float)
             kind = RowKind(
                 name,

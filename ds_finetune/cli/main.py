@@ -35,11 +35,11 @@ _MODULES = (
 _WITHOUT_MODELS = ("launch", "report", "watch", "doctor", "config", "checkpoint", "init", "demo", "completion")
 """Commands that use no model in this process, so they accept any version of torch, transformers and DeepSpeed."""
 _LONG = ("train", "launch", "sweep", "scaling", "serve", "watch")
-"""Commands whose result is not what they print, so they continue if a line cannot be printed."""
+"""Commands whose purpose is not their printed text, so they continue if a line cannot be printed."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _QUIET_SECONDS = 5.0
-"""Seconds that the ranks of a host, except local rank 0, wait before they exit with an error. Meanwhile local rank 0
-prints the error.
+"""Seconds that the ranks of a host, except local rank 0, wait before they exit with an error, so that local rank 0
+prints the error first.
 """
 
 
@@ -52,8 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     command_line = sys.argv[1:] if argv is None else list(argv)
     arguments = parse_arguments(command_line)
     for stream in (sys.stdout, sys.stderr):
-        # Printed rows may have characters that the encoding of the terminal lacks. They are printed as escapes such as
-        # `\u2026`, because an encoding error would end the program.
+        # Characters that the terminal's encoding lacks are printed as escapes such as `\u2026`, because an encoding
+        # error would end the program.
         if isinstance(stream, io.TextIOWrapper) and codecs.lookup(stream.encoding).name != "utf-8":
             stream.reconfigure(errors="backslashreplace")
     try:
@@ -85,9 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _check_printed(command: str) -> None:
-    """If a full disk kept a line from being printed, raise that error, unless the command has another result than its
-    text.
-    """
+    """Raise the error if a full disk kept a line from being printed, unless the command's purpose is not its text."""
     if LOST and LOST[-1].errno in _FULL and command not in _LONG:
         raise LOST.pop()
 
@@ -116,8 +114,8 @@ def run_and_exit(argv: Sequence[str]) -> NoReturn:
 def exit_process(code: int = 0) -> NoReturn:
     """Run the exit handlers, flush the output, and end the process without the interpreter's own shutdown.
 
-    DeepSpeed 0.19.8 keeps process groups and engines (utils/groups.py:37). A thread of gloo that releases its last
-    tensor while the interpreter shuts down aborts a process whose work is done ("terminate called without an active
+    DeepSpeed 0.19.8 keeps process groups and engines (utils/groups.py:37). If a thread of gloo releases its last tensor
+    while the interpreter shuts down, it aborts a process whose work is done ("terminate called without an active
     exception", exit code -6).
     """
     atexit._run_exitfuncs()
@@ -191,11 +189,10 @@ def _complete_files(parser: argparse.ArgumentParser, how: Mapping[str, object]) 
 
 
 def _print_once(text: str) -> None:
-    """Record an error, and print it in full on local rank 0 only, because all ranks of a host find the same fault."""
+    """Record an error, and print it in full on local rank 0 only, because all ranks of a host meet the same error."""
     record_error(text)
     if os.environ.get("LOCAL_RANK", "0") == "0" or {RUN_ID, "TORCHELASTIC_RUN_ID"} <= os.environ.keys():
-        # Under `launch` each rank has its own log, and the rank that ends first counts as the cause, so no rank sleeps
-        # here.
+        # Under `launch` each rank has its own log, and the rank that ends first counts as the cause, so no rank waits.
         show_error(f"error: {text}")
         return
     time.sleep(_QUIET_SECONDS)

@@ -15,7 +15,7 @@ from ds_finetune.console.tables import ERR, OUT, show_note, show_pairs
 from ds_finetune.errors import ConfigError
 
 if TYPE_CHECKING:
-    # These modules are imported only by type checkers, which keeps other commands fast.
+    # Only type checkers import these modules, which keeps other commands fast.
     from ds_finetune.model.build.model_plan import ModelPlan
     from ds_finetune.plan.estimate.memory import MemoryEstimate
     from ds_finetune.plan.search.machines import Target
@@ -113,8 +113,8 @@ def _show_forecast(config: RunConfig, target: "Target", *, is_json: bool) -> Non
 
 
 def planned_traces(run: "RunSettings", say: Say) -> "Traces":
-    """Traces of the activations of a run that is only planned, and of whose model only config.json is read. ConfigError
-    or ModelError if the model cannot be built.
+    """Trace the activations of a run that is only planned, and of whose model only config.json is read. ConfigError or
+    ModelError if the model cannot be built.
     """
     from ds_finetune.trainer.tracing.cache import Traces
 
@@ -122,7 +122,7 @@ def planned_traces(run: "RunSettings", say: Say) -> "Traces":
 
 
 def _plan_model(run: "RunSettings") -> "ModelPlan":
-    # These imports are here because they import torch, which is not needed if all traces are cached.
+    # These imports load torch, which is not needed if all traces are cached.
     from ds_finetune.model.build.model_plan import task_of
     from ds_finetune.model.build.skeleton import TOKENIZER_PATTERNS, read_hf_config
     from ds_finetune.model.loss.score_config import set_classes

@@ -1,4 +1,4 @@
-"""The commands `ds-finetune selftest` and `bench`. They compare parallel layouts, and the speed of a step, with a
+"""The commands `ds-finetune selftest` and `bench`, which compare parallel layouts, and the speed of a step, with a
 PyTorch reference loop.
 """
 

@@ -66,7 +66,7 @@ def _chat(arguments: Arguments) -> None:
 
     session = ChatSession(folder, max_new_tokens=arguments.max_new_tokens)
     if isinstance(sys.stdin, io.TextIOWrapper):
-        # Invalid bytes of the input reach the chat session as surrogates, and the session refuses them.
+        # Invalid bytes of the input reach the chat session as surrogates, which the session refuses.
         sys.stdin.reconfigure(errors="surrogateescape")
     show_line(f"`{EXIT_WORD}` ends the chat")
     run_chat(session, read=lambda: OUT.input("> "), write=show_piece)

@@ -1,4 +1,4 @@
-"""The commands `ds-finetune sweep` and `scaling`. They train one run file with several values, learning rates, or
+"""The commands `ds-finetune sweep` and `scaling`, which train one run file with several values, learning rates, or
 numbers of ranks.
 """
 

@@ -1,4 +1,4 @@
-"""The progress line of a long phase such as tokenising, and functions that print text."""
+"""Progress line of a long phase such as tokenising, and functions that print text."""
 
 import os
 import sys
@@ -9,7 +9,6 @@ from typing import Self, TextIO, TypeVar
 
 T = TypeVar("T")
 Say = Callable[[str], None]
-"""Type of a function that prints a line."""
 CLEAR_LINE = "\r\x1b[2K"
 _MINUTE, _HOUR = 60, 3600
 _LIVE_SECONDS = 0.5
@@ -51,8 +50,7 @@ class PhaseLine:
         now = time.monotonic()
         if 0 < self._done <= self._warmup:
             self._measured_from = (now, self._done)
-        # Before the first of `total` parts is done, the time left cannot be estimated, so no line is written in the
-        # first minute.
+        # The time left cannot be estimated before the first part is done, so no line is written in the first minute.
         is_empty = not self._is_live and self._total and not self._done and now - self._began < _PLAIN_SECONDS
         if self._is_silent or now < self._next or is_empty:
             return
@@ -62,8 +60,8 @@ class PhaseLine:
         write_now(self._out, CLEAR_LINE + line if self._is_live else line + "\n")
 
     def before_each(self, check: Callable[[], bool]) -> Callable[[], bool]:
-        """Make a function that is called before each part of the phase. The function counts the previous part as done,
-        and then returns the result of `check`.
+        """Make a function that is called before each part of the phase. It counts the previous part as done, and
+        returns the result of `check`.
         """
         self._done -= 1
 
@@ -108,7 +106,7 @@ def say_nothing(_: str) -> None:
 
 
 def write_now(out: TextIO, text: str) -> None:
-    """Write text to `out` and flush it. Errors such as a full disk are ignored."""
+    """Write text to `out` and flush it, ignoring errors such as a full disk."""
     with suppress(OSError):
         out.write(text)
         out.flush()

@@ -36,13 +36,11 @@ _RECORDS = {
     # MLflow logs that it creates database tables at the first use of an SQLite store (mlflow 3.17, store/db/utils.py).
     "mlflow.store.db.utils": re.compile(r"(Creating initial MLflow|Updating) database tables"),
 }
-"""Maps the name of a logger to a pattern of log messages that are hidden, up to level WARNING."""
+"""Patterns of log messages that are hidden, up to level WARNING, by the name of the logger."""
 _LOADING_BAR = "Loading weights"
 """Description of transformers' progress bar of loading weights (5.23, core_model_loading.py:1831)."""
 _WRITING_BAR = "Writing model shards"
-"""Description by which transformers' progress bar of `save_pretrained` is recognised. selftest calls that function
-(5.23, modeling_utils.py:3580).
-"""
+"""transformers' progress bar of `save_pretrained`, which selftest calls (5.23, modeling_utils.py:3580)."""
 
 
 def quiet_packages(environ: Mapping[str, str] = os.environ) -> None:
@@ -53,12 +51,12 @@ def quiet_packages(environ: Mapping[str, str] = os.environ) -> None:
         # The filter is not removed at the end, because that would reset Python's record of warnings already shown.
         warnings.filterwarnings("ignore", message=message, category=category)
     for name, is_shown in _FILTERS.items():
-        # A second call of `quiet_packages` adds nothing, because the logger has this filter already.
+        # Adding the same filter a second time changes nothing.
         logging.getLogger(name).addFilter(is_shown)
 
 
 def deepspeed_level(environ: Mapping[str, str] = os.environ) -> str:
-    """Value of the environment variable DS_LOG_LEVEL, `quiet` by default. ConfigError for a value not in LEVELS."""
+    """Value of the environment variable DS_LOG_LEVEL, `quiet` by default; ConfigError for a value not in LEVELS."""
     level = environ.get(SWITCH) or "quiet"
     if level not in ("quiet", *LEVELS):
         raise ConfigError(f"{SWITCH} is `{level}`", hint=f"set it to {', '.join(LEVELS)}, or unset it")

@@ -16,12 +16,12 @@ from ds_finetune.console.phase_line import CLEAR_LINE
 
 OUT = Console(highlight=False, soft_wrap=True)
 LOST: list[OSError] = []
-"""The last error at which `show_line` could not print a line; empty if there was none."""
+"""Last error with which `show_line` failed to print; empty if it never failed."""
 ERR = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 def show_pairs(title: str, pairs: Iterable[tuple[str, str]]) -> None:
-    """Print `pairs` of names and texts in two columns below a title. Texts are wrapped on a terminal only."""
+    """Print `pairs` of names and texts in two columns below a title. Texts are wrapped only on a terminal."""
     rows = list(pairs)
     indent = max((cell_len(name) for name, _ in rows), default=0) + 2
     width = OUT.width - indent if OUT.is_terminal else sys.maxsize

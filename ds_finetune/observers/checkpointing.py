@@ -20,7 +20,7 @@ from ds_finetune.observers.record import Resumable, StepRecord
 from ds_finetune.observers.stopping import StopSignals
 
 RunText = Callable[[StepRecord, Mapping[str, Mapping[str, Any]]], str]
-"""Function that builds the text of a checkpoint's run state, from a step's record and the observers' states by name."""
+"""Function that builds the text of a checkpoint's run state from a step's record and the observers' states by name."""
 
 
 @dataclass
@@ -38,9 +38,9 @@ class Checkpointing:
     """Context manager that is open while the run waits for a save to finish."""
     _failed: int = 0
     _saved: int = 0
-    """The step of the last checkpoint that this process saved; 0 before the first checkpoint."""
+    """Step of the last checkpoint that this process saved; 0 before the first checkpoint."""
     _began: float = field(default_factory=time.monotonic)
-    """The time at which the last save began. Before the first save it is the time at which training began."""
+    """Time at which the last save began; before the first save, the time at which training began."""
 
     def after_step(self, record: StepRecord) -> StepRecord:
         """Finish the previous save if it is complete, and start to save a checkpoint if one is due."""
@@ -73,7 +73,7 @@ class Checkpointing:
         return record.stopping(f"{name}: saved at step {record.step}; the same command resumes from there")
 
     def save_last(self, record: StepRecord) -> None:
-        """Save a checkpoint after the last step, unless that step has one, and wait for the save."""
+        """Save a checkpoint after the last step, unless that step already has one, and wait for the save."""
         if record.step != self._saved:
             with self.saving():
                 self._save(record, is_stop_requested=False)
@@ -85,8 +85,8 @@ class Checkpointing:
             self._report(self.saver.settle(wait=True))
 
     def _report(self, outcome: SaveResult | None) -> bool:
-        """Handle the outcome of a save. A failure is reported; after a success, superseded checkpoints are removed.
-        Returns whether the save succeeded, and False without an outcome.
+        """Report a failed save, or remove checkpoints that a saved one supersedes. Returns whether the save
+        succeeded.
         """
         if outcome is None:
             return False

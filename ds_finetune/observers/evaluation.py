@@ -66,7 +66,7 @@ class BestAndPatience(Remembering):
     worse_in_a_row: int = 0
 
     def after_step(self, record: StepRecord) -> StepRecord:
-        """Compare the evaluation in the record, if there is one, with the best one so far."""
+        """Compare the evaluation of this step, if there is one, with the best one so far."""
         loss = held_out_loss(record.values)
         if loss is None:
             return record
@@ -86,8 +86,8 @@ class BestAndPatience(Remembering):
 
 
 def held_out_loss(values: Mapping[str, float]) -> float | None:
-    """The number by which evaluations are compared; lower is better. It is `eval/loss`, or -`eval/reward` if there is a
-    reward. None if no evaluation happened at the step of `values`.
+    """Number by which evaluations are compared; lower is better. It is `eval/loss`, or -`eval/reward` if there is a
+    reward. None if the step of `values` had no evaluation.
     """
     reward = values.get("eval/reward")
     return values.get("eval/loss") if reward is None else -reward

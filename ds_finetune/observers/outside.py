@@ -7,8 +7,8 @@ from ds_finetune.errors import ConfigError, FinetuneError, RunError
 from ds_finetune.observers.record import Observer, StepRecord
 
 ENTRY_POINTS = "ds_finetune.observers"
-"""Name of the group of entry points by which packages offer observers for the setting `log.observers`. An entry point
-refers to a callable without arguments that returns an observer.
+"""Group of Python entry points by which packages offer observers for the key `log.observers`. An entry point refers to
+a callable without arguments that returns an observer.
 """
 
 

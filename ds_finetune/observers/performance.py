@@ -30,10 +30,9 @@ class Utilisation(Observer):
 
 class MemoryCheck(Observer):
     """After 20 steps of this process, adds the predicted and the measured peak memory to the record, and prints them.
-    The measured value is that of the rank with the highest peak.
 
-    Without a prediction only the measured value is added. On CPUs (`is_host`) the measured value is the growth of the
-    whole process.
+    The measured peak is that of the rank with the highest one. Without a prediction only the measured value is added.
+    On CPUs (`is_host`) the measured value is the growth of the whole process.
     """
 
     def __init__(

@@ -1,5 +1,5 @@
-"""The progress line of training, and the metric `perf/eta_seconds`: the time until the end of training, which the
-progress line and pages show as `eta`.
+"""Progress line of training, and the metric `perf/eta_seconds`: the time until the end of training, which the progress
+line and pages show as `eta`.
 """
 
 import math
@@ -42,7 +42,7 @@ class TimeLeft(Observer):
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Measure how long `phase`, such as an evaluation or a save, takes. Functions can also be decorated by it."""
+        """Measure how long `phase`, such as an evaluation or a save, takes. Functions can also be decorated with it."""
         began = time.monotonic()
         yield
         self._measured.setdefault(phase, []).append(time.monotonic() - began)
@@ -59,8 +59,7 @@ class TimeLeft(Observer):
     def _seconds_of(self, phase: str, step_seconds: float) -> float:
         if phase not in self._measured:
             return self._evaluation_steps * step_seconds if phase == EVALUATION else 0.0
-        # After some evaluations the best weights are exported. The mean time of an evaluation includes the time of
-        # these exports.
+        # After some evaluations the best weights are exported; the mean export time per evaluation is added.
         exports = sum(self._measured.get(EXPORT, [])) / len(self._measured[phase]) if phase == EVALUATION else 0.0
         return _mean(self._measured[phase]) + exports
 
@@ -87,14 +86,11 @@ class ProgressLine:
     ) -> None:
         self._steps, self._steps_per_epoch, self._section, self._log = steps, steps_per_epoch, section, log
         self._printed = -math.inf
-        """Monotonic time at which the last progress line was printed."""
         self._out = out or sys.stdout
         self._live = self._out.isatty()
 
     def after_step(self, record: StepRecord) -> StepRecord:
-        """Write the progress line if it is due. It is always due after an evaluation, at the last step, and if the
-        record has a message.
-        """
+        """Write the progress line if due: by its interval, after an evaluation, at the last step, or for a message."""
         evaluation = _evaluation_line(record)
         must_print = bool(record.slow or record.notice or record.stop or record.is_last or evaluation)
         is_due = must_print or record.step % self._section.every == 0
@@ -140,8 +136,8 @@ class ProgressLine:
 
 
 def _evaluation_line(record: StepRecord) -> str:
-    """The line of an evaluation: all metrics over all held-out rows except perplexity, the losses of named held-out
-    sets, and the best step so far. Empty after a step without an evaluation.
+    """Line on an evaluation: all metrics over all held-out rows except perplexity, the losses of named held-out sets,
+    and the best step so far. Empty after a step without an evaluation.
     """
     metrics = [(name, name.removeprefix("eval/")) for name in record.values if name.startswith("eval/")]
     parts = [

@@ -11,7 +11,7 @@ class StepRecord:
 
     `step` counts from 1. `stop` is the reason why the run ends after this step, empty if it continues. `notice` is a
     message about a skipped step, and `slow` one about a slow rank. `position` is the position in this rank's data after
-    the step. `counted` holds counts such as tokens per expert. `rank_seconds` holds the step times of all ranks without
+    the step. `counted` has counts such as tokens per expert. `rank_seconds` has the step times of all ranks without
     collectives, if they were gathered at this step.
     """
 
@@ -27,16 +27,16 @@ class StepRecord:
     rank_seconds: tuple[float, ...] = ()
 
     def with_values(self, values: Mapping[str, float]) -> Self:
-        """Return a copy of the record to which the metrics `values` are added."""
+        """Copy the record with the metrics `values` added."""
         return replace(self, values={**self.values, **values})
 
     def stopping(self, reason: str) -> Self:
-        """Return a copy of the record with `reason` as the reason why the run ends after this step."""
+        """Copy the record with `reason` as the reason why the run ends after this step."""
         return replace(self, stop=reason)
 
 
 class Observer(Protocol):
-    """The interface of observers, which are called on every rank with the record of each step. An observer that uses
+    """Interface of observers, which are called on every rank with the record of each step. An observer that uses
     collectives must call them alike on all ranks.
     """
 
@@ -45,12 +45,12 @@ class Observer(Protocol):
         ...
 
     def close(self) -> None:
-        """Release what the observer holds at the end of the run; by default, do nothing."""
+        """Release the observer's resources at the end of the run; by default, do nothing."""
         return
 
 
 class Resumable(Protocol):
-    """The interface of an observer whose state is saved in checkpoints."""
+    """Interface of an observer whose state is saved in checkpoints."""
 
     def state(self) -> dict[str, Any]:
         """The state of the observer as values that JSON can represent."""
@@ -69,9 +69,9 @@ class Remembering(Observer):
     saved: ClassVar[tuple[str, ...]]
 
     def state(self) -> dict[str, Any]:
-        """The values of the attributes that `saved` names."""
+        """Values of the attributes that `saved` names."""
         return {name: getattr(self, name) for name in self.saved}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore the attributes that `saved` names to values that `state` returned before the run was interrupted."""
+        """Restore the attributes that `saved` names from a checkpoint's `state`."""
         vars(self).update({name: state[name] for name in self.saved})

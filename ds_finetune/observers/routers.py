@@ -1,8 +1,8 @@
 """Observers of the loads of routed experts: metrics of each step, a warning about uneven loads, and the file
 `experts.jsonl`.
 
-In this module `counts` int64 [layers, experts] is the number of tokens sent to each expert in a step. All metrics are 0
-if there is no token.
+In this module `counts` int64 [layers, experts] is the number of tokens routed to each expert in a step. All metrics are
+0 if there is no token.
 """
 
 import json
@@ -72,8 +72,8 @@ def num_dead_experts(counts: Counts) -> int:
 def busiest_rank_ratio(counts: Counts, ep: int) -> float:
     """Load of the busiest expert-parallel rank of a layer, divided by the mean load of its ranks; mean over layers.
 
-    Each of the `ep` ranks holds an equal shard of each layer's experts. In each layer all ranks wait for the busiest
-    one, so the ratio says how much longer experts take than with even loads.
+    Each of the `ep` ranks has an equal shard of each layer's experts. In each layer all ranks wait for the busiest one,
+    so the ratio says how much longer experts take than with even loads.
     """
     of_ranks = counts.reshape(len(counts), ep, -1).sum(axis=2)
     return float((max_violations(of_ranks) + of_ranks.any(axis=1)).mean())
@@ -90,13 +90,11 @@ class RouterMetrics(Observer):
 
     ep: int
     bias_update: float
-    """Amount by which each step changes a router's biases; a resumed run may use another one."""
+    """Amount by which each step changes a router's biases; a resumed run may use another amount."""
     without_bias: tuple[int, ...] = ()
     """Layers whose routers have no bias, as indices into the list of layers with experts."""
     _moved: NDArray[np.float64] | None = None
-    """Movement of each expert's router bias since the run's start, fp64 [layers, experts]; None before the first
-    update.
-    """
+    """Movement of each expert's router bias since the run's start, fp64 [layers, experts]; None before an update."""
 
     def after_step(self, record: StepRecord) -> StepRecord:
         """Add the `router/*` metrics if routers counted tokens in this step."""
@@ -106,7 +104,7 @@ class RouterMetrics(Observer):
         counts = choices.counts.numpy()
         values = self._values(counts, choices)
         if self.bias_update:
-            # The movement of router biases is computed as `model.routers.update_biases` computes it.
+            # The movement of router biases is computed as in `model.routers.update_biases`.
             if self._moved is None:
                 self._moved = np.zeros(counts.shape)
             if not record.values["train/skipped"]:
@@ -119,7 +117,7 @@ class RouterMetrics(Observer):
         return record.with_values({f"router/{name}": value for name, value in values.items()})
 
     def state(self) -> dict[str, Any]:
-        """How far the router biases have moved since the run's start, as lists."""
+        """State of this observer: how far router biases have moved since the run's start, as lists."""
         return {"moved": None if self._moved is None else self._moved.tolist()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -154,12 +152,12 @@ class LoadWatch(Remembering):
     say: Say
     has_warned: bool = False
     first: Sequence[float] | None = None
-    """Load of experts in the run's first steps: number of experts without tokens, and mean over layers of MaxVio."""
+    """Loads of experts in the run's first steps: number of experts without tokens, and mean over layers of MaxVio."""
     _counts: Counts | None = None
     _since: int = 0
 
     def after_step(self, record: StepRecord) -> StepRecord:
-        """Add up the loads of the step. Once the sum covers enough steps and tokens, judge it and start again."""
+        """Add the step's loads to a sum, and judge the sum once it covers enough steps and tokens."""
         if "routers" not in record.counted or self.has_warned:
             return record
         counts = record.counted["routers"].counts.numpy()
@@ -190,7 +188,7 @@ class LoadWatch(Remembering):
 
 
 def load_advice(lora: LoraConfig | None, router: RouterConfig | None) -> str:
-    """The end of the warning about uneven loads: it advises which keys of the run file to change."""
+    """End of the warning about uneven loads, which advises which keys of the run file to change."""
     if lora is not None:
         return "other data, fewer steps or a lower optim.lr would change it"
     if router is not None and not router.train:
@@ -214,7 +212,7 @@ class ExpertLoadsFile(LineFile):
         self.every = -(-steps * len(layers) * experts * _BYTES_PER_LOAD // MOST_BYTES)
 
     def after_step(self, record: StepRecord) -> StepRecord:
-        """Write the loads of experts if this step is one of those that are recorded."""
+        """Write the loads of experts if this is a step to record."""
         if "routers" in record.counted and record.step % self.every == 0:
             choices: RouterChoices = record.counted["routers"]
             loads = {"num_tokens": choices.num_tokens, "layers": self._layers}

@@ -25,8 +25,7 @@ _STDERR = 2
 
 
 class StopSignals:
-    """Context manager that records the first signal, so that the run can save. A second signal ends the process at
-    once.
+    """Context that records the first signal, so that the run can save. A second signal ends the process at once.
 
     A thread receives the signals, because Python's handlers do not run while the process waits in a collective. Without
     `can_save`, signals keep their usual effect. Ignored signals, such as SIGHUP under `nohup`, stay ignored. With
@@ -59,7 +58,7 @@ class StopSignals:
         os.close(signal.set_wakeup_fd(self._wakeup))
 
     def is_stop_requested(self) -> bool:
-        """Whether any rank has received a signal. Collective."""
+        """Whether any rank has received a signal; collective."""
         return self._can_save and all_reduce_max(bool(self.name))[0] > 0
 
     def _watch(self, pipe: int) -> None:
@@ -79,8 +78,8 @@ class StopSignals:
 
     def _print(self, text: str) -> None:
         with suppress(OSError):
-            # Print only if standard error can be written at once. Otherwise this thread would block and could not
-            # receive the second signal.
+            # The text is printed only if standard error accepts it at once. Otherwise this thread would block and miss
+            # the second signal.
             if self._prints and select.select([], [_STDERR], [], 0)[1]:
                 os.write(_STDERR, f"{CLEAR_LINE if os.isatty(_STDERR) else ''}{text}\n".encode())
 

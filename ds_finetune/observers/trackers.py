@@ -34,7 +34,7 @@ PACKAGES = {
     "trackio": "trackio",
     "wandb": "'ds_finetune[track]'",
 }
-"""What pip must install for each tracker that accelerate 1.15 supports (tracking.py)."""
+"""Packages that pip must install for each tracker that accelerate 1.15 supports (tracking.py)."""
 _ROOM_BYTES = MIB
 """Records for TensorBoard are written only if the disk has at least this number of free bytes."""
 _PROJECT = "ds_finetune"
@@ -85,8 +85,8 @@ class Trackers:
             try:
                 trackers[-1].start()
             except Exception as failed:
-                # Trackers raise exception classes of their own packages (wandb.errors.Error, MlflowException), which
-                # need not be installed. So every exception is caught.
+                # Trackers raise exceptions of their own packages (wandb.errors.Error, MlflowException), which may not
+                # be installed, so every exception is caught.
                 if not is_resumed:
                     raise ConfigError(
                         f"log.trackers names `{name}`, which cannot be opened: {one_line(failed)}",
@@ -117,7 +117,7 @@ def flatten(tree: Mapping[str, Any]) -> dict[str, str | float]:
 
 
 class _Tracker:
-    """One experiment tracker of accelerate. A record that it fails to write waits in memory."""
+    """An experiment tracker of accelerate. A record that it fails to write waits in memory."""
 
     def __init__(
         self, name: str, folder: Path, parameters: Mapping[str, str | float], earlier: Sequence[Record], say: Say
@@ -127,7 +127,6 @@ class _Tracker:
         self._outage = Outage(name, self._send, say)
 
     def start(self) -> None:
-        """Open the tracker, and send it the run file's values as parameters."""
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
         arguments: dict[str, str] = {}
@@ -149,9 +148,7 @@ class _Tracker:
         self._outage.put(record)
 
     def close(self) -> None:
-        """Send queued records a last time and finish the tracker; errors of finishing are ignored: the run is
-        complete.
-        """
+        """Send queued records a last time and finish the tracker, ignoring errors, since the run is complete."""
         self._outage.close()
         with suppress(Exception):
             self._finish()
@@ -191,7 +188,7 @@ class _TensorBoard(_Tracker):
         folder = self._folder / "tensorboard"
         has_files = any(folder.glob("events.*"))
         earlier = self._earlier[-1:] if has_files else self._earlier
-        # Event files without earlier records are from a run that ended before its first checkpoint: hide all its steps.
+        # Event files without earlier records are from a run that saved no checkpoint, so all its steps are hidden.
         first = (earlier[0][0] if earlier else 0) if has_files and not self._is_reopened else None
         self._open = SummaryWriter(str(folder), purge_step=first)  # type: ignore[no-untyped-call] # of torch
         if self._is_reopened:
@@ -211,7 +208,7 @@ class _TensorBoard(_Tracker):
         super()._send(record)
 
     def _log(self, step: int, values: Mapping[str, float]) -> None:
-        # One event carries all values of a step; SummaryWriter.add_scalar would write an event for each value.
+        # A single event has all values of a step; SummaryWriter.add_scalar would write an event for each value.
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
@@ -219,8 +216,8 @@ class _TensorBoard(_Tracker):
             self._open.file_writer.add_summary(summary, step)
             self._open.flush()
         except OSError:
-            # tensorboard 2.21: the writer's thread ends with its first error and leaves an incomplete record
-            # (summary/writer/event_file_writer.py:246), at which readers stop. Later records need a new file.
+            # The writer's thread ends with its first error (tensorboard 2.21, summary/writer/event_file_writer.py:246)
+            # and leaves an incomplete record, at which readers stop. Later records need a new file.
             self._open = None
             raise
 
@@ -251,8 +248,7 @@ class _Mlflow(_Tracker):
         """Open MLflow in the tracker's thread, since MLflow's current run belongs to a thread."""
         if current_thread() is not self._thread:
             if _Mlflow._unfinished is not None:
-                # An earlier run of this process has failed. The tracker of that run is closed, because this run would
-                # otherwise use the address of its store.
+                # The tracker of an earlier, failed run of this process is closed, since its store would be used here.
                 _Mlflow._unfinished.close("FAILED")
             _Mlflow._unfinished = self
             self._thread.start()
@@ -272,7 +268,7 @@ class _Mlflow(_Tracker):
         tracker = MLflowTracker(_PROJECT, run_id=run_id, run_name=self._folder.absolute().name)
         tracker.start()
         parameters = {_legal(name): str(value)[:_LONGEST_VALUE] for name, value in self._parameters.items()}
-        # MLflow never changes a parameter that has a value, so values that differ after a resume become tags.
+        # MLflow never changes the value of a parameter, so values that differ after a resume become tags.
         stored = tracker.tracker.data.params
         changed = {name: text for name, text in parameters.items() if stored.get(name, text) != text}
         mlflow.set_tags({f"resumed.{name}": text for name, text in changed.items()})

@@ -23,7 +23,7 @@ T = TypeVar("T")
 Record = tuple[int, Mapping[str, float]]
 """The number of an optimizer step, and its finite metrics by name."""
 MAX_WAITING = 10_000
-"""Maximum number of records that wait in memory to be written. If there are more, the oldest are dropped."""
+"""Maximum number of records that wait in memory to be written. Beyond it, the oldest are dropped."""
 _LONGEST_PAUSE = 16
 MOST_SAMPLES = 8
 """Number of answers that an evaluation saves of each held-out set. They are answers to its first prompts, so that
@@ -32,7 +32,7 @@ answers to one prompt can be compared over time.
 
 
 def one_line(failed: Exception) -> str:
-    """The first line of an exception's message."""
+    """First line of an exception's message."""
     text = (getattr(failed, "strerror", None) or str(failed)).strip()
     return text.splitlines()[0][:300] if text else type(failed).__name__
 
@@ -100,7 +100,7 @@ def append_whole(file: FileIO, data: bytes) -> None:
 
 
 class LineFile:
-    """A file to which lines are appended without delay; while the disk is full, they wait in memory."""
+    """File to which lines are appended without delay; while the disk is full, they wait in memory."""
 
     def __init__(self, path: Path, say: Say, *, most: int | None = None) -> None:
         self._file = path.open("ab", buffering=0)
@@ -169,11 +169,11 @@ class SampleFile(LineFile):
         self._collected: Sequence[Sample] = ()
 
     def collect(self, samples: Sequence[Sample]) -> None:
-        """Keep the answers of an evaluation until `after_step` writes them with the number of its step."""
+        """Take the answers of an evaluation, which `after_step` writes with the number of its step."""
         self._collected = samples
 
     def after_step(self, record: StepRecord) -> StepRecord:
-        """Write the answers that `collect` has kept, with the number of this step."""
+        """Write the answers that `collect` has received, with the number of this step."""
         for sample in self._collected:
             self.put(replace(sample, step=record.step).line())
         self._collected = ()

@@ -208,8 +208,7 @@ class AnswerRoute:
             self._check_bias(request)
 
             async def answer() -> None:
-                # A prompt is tokenised when its turn comes in the queue, so that never many long prompts are tokenised
-                # at once.
+                # A prompt is tokenised when its turn in the queue comes, so that long ones are tokenised one at a time.
                 body = await self._body(request)
                 response = await self._handler.handle_request(body, str(uuid.uuid4()))
                 await _finish_answer(response, body["stop"])(scope, _never, send)
@@ -282,7 +281,7 @@ def _finish_answer(response: Response, stops: Sequence[str]) -> Response:
 async def _with_end(pieces: AsyncIterable[Any]) -> AsyncGenerator[Any, None]:
     """Yield the pieces of a stream, then OpenAI's end mark, which transformers 5.23 leaves out."""
     assert isinstance(pieces, AsyncGenerator)
-    # When this generator is closed, it closes `pieces`, and then transformers ends the generation
+    # If this generator is closed, it closes `pieces`, so transformers ends the generation
     # (cli/serving/chat_completion.py:278).
     async with aclosing(pieces):
         async for piece in pieces:

@@ -37,16 +37,16 @@ class HostInfo:
 
     hostname: str
     network_identity: str
-    """Boot id and network namespace: equal for two names of one host, different for two containers of one machine."""
+    """Boot id and network namespace: equal for two names of one host, different for two containers of a machine."""
     versions: dict[str, str]
     """Versions of Python, this program (with its source's hash), packages, CUDA, NCCL and GPU driver, "" if absent."""
     packages: dict[str, str]
     """Version of each package that has a tested range; "" where it is not installed."""
     gpus: list[str]
-    """Model of each GPU."""
+    """Models of the host's GPUs."""
     cores: int
     interfaces: dict[str, list[str]]
-    """Addresses of each network interface that is up."""
+    """Addresses of each network interface of the host that is up."""
     ssh_client: str
     """Address of the ssh client that connected to this host; empty without ssh."""
     ssh_server_address: str
@@ -54,7 +54,7 @@ class HostInfo:
     port: int
     """The requested port, or a free port if none was requested; 0 if the requested port is in use."""
     port_holder: str | None
-    """The process that uses the requested port; None if the port is free or none was requested."""
+    """Process that uses the requested port; None if the port is free or none was requested."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def _mib(text: str) -> int | None:
 
 
 def interfaces() -> dict[str, list[str]]:
-    """Addresses of each network interface that is up."""
+    """Addresses of each network interface of this host that is up."""
     is_up = {name: state.isup for name, state in psutil.net_if_stats().items()}
     families = (socket.AF_INET, socket.AF_INET6)
     addresses = {
@@ -134,9 +134,7 @@ def interfaces() -> dict[str, list[str]]:
 
 def interface_towards(address: str) -> str:
     """Name of the network interface by which this host reaches `address`, or that owns `address`; empty without a
-    route.
-
-    No packet is sent.
+    route. No packet is sent.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as connection:
@@ -151,7 +149,7 @@ def interface_towards(address: str) -> str:
 
 
 def free_port() -> int:
-    """A port on which no process listens at this moment."""
+    """Find a port on which no process listens at this moment."""
     with socket.socket() as listening:
         listening.bind(("", 0))
         return int(listening.getsockname()[1])
@@ -174,7 +172,7 @@ def host_versions(packages: Mapping[str, str]) -> dict[str, str]:
 
 @cache
 def source_version() -> str:
-    """The version of ds_finetune with a hash of its files, because a development version may have different files."""
+    """Version of ds_finetune with a hash of its files, because a development version may have different files."""
     folder = Path(ds_finetune.__file__).parent
     content = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(folder.rglob("*.py"))))
     return f"{ds_finetune.__version__} (source {content.hexdigest()[:_DIGITS]})"

@@ -28,11 +28,11 @@ _SWITCHES_PER_SECOND = 20
 _SET_PARENT_DEATH_SIGNAL = 1
 """Option PR_SET_PDEATHSIG of prctl(2), the signal at the end of a parent."""
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
-"""A clock that, on Linux, also counts time in which the machine was suspended, unlike `time.monotonic`."""
+"""Clock that, on Linux, also counts time in which the machine was suspended, unlike `time.monotonic`."""
 
 
 def python_module(name: str, *arguments: str, python: str = sys.executable) -> list[str]:
-    """Command that runs a module of this project in another process, to be started in the environment
+    """Make the command that runs a module of this project in another process, in the environment
     `with_package(os.environ)`.
 
     With -P, Python does not import a file of the working directory, such as `secrets.py`, instead of a module.
@@ -41,9 +41,9 @@ def python_module(name: str, *arguments: str, python: str = sys.executable) -> l
 
 
 def with_package(environ: Mapping[str, str]) -> dict[str, str]:
-    """`environ` with a PYTHONPATH by which another process finds this project, even if it is not installed."""
+    """Copy of `environ` with a PYTHONPATH by which another process finds this project, even if it is not installed."""
     package = str(Path(__file__).parents[2])
-    # If the package is installed, PYTHONPATH stays: site-packages in it would precede Python's own modules.
+    # An installed package is found without PYTHONPATH; site-packages in it would precede Python's own modules.
     if package in site.getsitepackages():
         return dict(environ)
     return {**environ, "PYTHONPATH": os.pathsep.join(filter(None, [package, environ.get("PYTHONPATH")]))}
@@ -69,7 +69,7 @@ def has_ended(pid: int, began: str) -> bool:
 
 
 def _exists(pid: int) -> bool:
-    """Whether a process with this id exists; it also works where /proc hides other users' processes (hidepid=2)."""
+    """Whether a process with this id exists, even where /proc hides other users' processes (hidepid=2)."""
     try:
         os.kill(max(pid, 1), 0)
     except PermissionError:
@@ -81,9 +81,7 @@ def _exists(pid: int) -> bool:
 
 def own_namespace(kind: str) -> str:
     """Identifier of this process's namespace of a kind such as `pid` or `net`: the machine's boot id, and the
-    namespace. Empty without /proc.
-
-    Processes with equal identifiers of `pid` can send each other signals.
+    namespace. Empty without /proc. Processes with equal identifiers of `pid` can send each other signals.
     """
     namespace = Path("/proc/self/ns", kind)
     return f"{boot_id()} {namespace.readlink()}" if boot_id() and namespace.exists() else ""
@@ -104,7 +102,7 @@ def oom_kills() -> int:
 
 
 def echo_seconds(number: int) -> float:
-    """Seconds for which another signal `number` counts as an echo of the signal before, not as a new request.
+    """Seconds for which another signal `number` counts as an echo of the previous signal, not as a new request.
 
     A scheduler signals every process of a job, a closing terminal sends two signals, and launchers and wrappers forward
     signals that the processes have received already. Wrappers in a terminal, such as `uv run`, forward SIGINT at once;
@@ -115,8 +113,8 @@ def echo_seconds(number: int) -> float:
 
 @contextmanager
 def handle_signals(handler: Callable[[int], object]) -> Iterator[None]:
-    """Context manager in which `handler` gets SIGINT, SIGTERM and SIGHUP, once for a request and its echoes. Signals
-    that are ignored, as SIGHUP under `nohup`, stay ignored.
+    """Context in which `handler` gets SIGINT, SIGTERM and SIGHUP, once for a request and its echoes. Ignored signals,
+    such as SIGHUP under `nohup`, stay ignored.
     """
     latest = -math.inf
 
@@ -138,7 +136,7 @@ def handle_signals(handler: Callable[[int], object]) -> Iterator[None]:
 
 @contextmanager
 def ended_by_interrupt() -> Iterator[None]:
-    """Context manager in which Ctrl-C ends the process and prints one line.
+    """Context in which Ctrl-C ends the process and prints one line.
 
     It surrounds imports, which take seconds and need no cleaning up. KeyboardInterrupt would print their traceback, or
     an imported package would catch it.
@@ -190,9 +188,9 @@ class PauseDetector:
         seconds = now - before
         if seconds < _LEAST_SECONDS:
             return None
-        # A waiting thread is told from a paused process by its context switches. A thread that waits for Python's lock
-        # requests it every 5 ms (Python 3.11, Python/ceval_gil.h, take_gil), and the kernel counts each wait. A paused
-        # thread makes no context switches.
+        # Context switches tell a waiting thread from a paused process. A thread that waits for Python's lock requests
+        # it every 5 ms (Python 3.11, Python/ceval_gil.h, take_gil), and the kernel counts each wait. A paused thread
+        # makes no context switches.
         waited = self._switches - switches > _SWITCHES_PER_SECOND * seconds
         return Pause(seconds, monotonic - before_monotonic, is_of_process=not waited)
 

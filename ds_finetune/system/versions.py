@@ -77,12 +77,12 @@ def outside_ranges(installed: Mapping[str, str], extra: str = "") -> dict[str, R
 
 
 def pip_install(*lines: Requirement) -> str:
-    """The pip command that installs tested versions of packages."""
+    """Make the pip command that installs tested versions of packages."""
     return shlex.join(["pip", "install", *(f"{line.name}{range_text(line)}" for line in lines)])
 
 
 def range_text(line: Requirement) -> str:
-    """The tested version range of a package as text, lower bound first."""
+    """Tested version range of a package as text, lower bound first."""
     return ",".join(sorted(map(str, line.specifier), reverse=True))
 
 

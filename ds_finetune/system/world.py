@@ -18,11 +18,10 @@ _OTHER_SIZES = ("PMI_SIZE", "MV2_COMM_WORLD_SIZE", "FLUX_JOB_SIZE", "JSM_NAMESPA
 _PARTS_OF_OTHERS = ("MPI_LOCALNRANKS", "NPROC_PER_NODE", "NNODES")
 """Environment variables with a number of ranks on a host, or of hosts; ms-swift and LLaMA-Factory read the last two."""
 _OTHER_RANKS = ("PMI_RANK", "PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE", "FLUX_TASK_RANK", "MPI_LOCALRANKID")
-"""Environment variables with a rank, which a launcher that is not supported may set without a number of ranks."""
+"""Environment variables with a rank, which an unsupported launcher may set without a number of ranks."""
 _NODE_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "CROSS_SIZE")
-"""Environment variables that only torchrun (also in accelerate) and DeepSpeed 0.19.8 (launcher/launch.py:181) set.
-
-A scheduler may start one of these launchers on each host.
+"""Environment variables that only torchrun (also in accelerate) and DeepSpeed 0.19.8 (launcher/launch.py:181) set. A
+scheduler may start one of these launchers on each host.
 """
 _STEPS_WITHOUT_RANKS = (0xFFFFFFFA, 0xFFFFFFFB, 0xFFFFFFFC)
 """Slurm's step ids (slurm.h) of a shell, a batch script and an adopted process, each of which is a single process."""
@@ -38,7 +37,7 @@ _NODES = r"(?:[^,\[\]]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"
 
 @dataclass(frozen=True)
 class World:
-    """The rank of this process, the sizes of the run, and the address and port at which rank 0 listens."""
+    """Rank of this process, sizes of the run, and the address and port at which rank 0 listens."""
 
     rank: int
     world_size: int
@@ -157,7 +156,7 @@ class World:
 
 @dataclass(frozen=True)
 class AccelerateChoices:
-    """Settings that `accelerate launch` with DeepSpeed has put into the environment; None for one that is not set."""
+    """Settings that `accelerate launch` with DeepSpeed has put into the environment; None for a missing one."""
 
     config_file: str | None
     zero_stage: int | None
@@ -196,12 +195,12 @@ def accelerate_choices(environ: Mapping[str, str]) -> AccelerateChoices | None:
 
 
 def check_deepspeed_hostfile() -> None:
-    """LaunchError where a parent `deepspeed` process was given a `--hostfile` that does not exist or is invalid.
+    """Raise LaunchError where a parent `deepspeed` process was given a `--hostfile` that does not exist or is invalid.
 
     DeepSpeed 0.19.8 then starts ranks on this machine only (launcher/runner.py, fetch_hostfile) without telling them.
     So the command lines of the parent processes are read.
     """
-    # psutil is imported here, because that takes 15 ms, and commands without ranks do not need it.
+    # The import takes 15 ms, and commands without ranks do not need psutil.
     import psutil
 
     with suppress(psutil.Error):
@@ -253,8 +252,8 @@ def _slurm_names(environ: Mapping[str, str]) -> tuple[str, str, str]:
 
 
 def _check_leftover_variables(environ: Mapping[str, str], scheduler: tuple[str, ...], given: Sequence[str]) -> None:
-    """LaunchError where the environment variables `given` contradict the scheduler's, as they are left from another
-    launch.
+    """Raise LaunchError where the environment variables `given` contradict the scheduler's, as they are left from
+    another launch.
 
     With RANK 0 and WORLD_SIZE 1 left in the shell, every rank would start a run of its own in the same folder.
     """
@@ -296,7 +295,7 @@ def _master_address(environ: Mapping[str, str], job: str) -> tuple[str, int]:
 
 
 def master_port(environ: Mapping[str, str], default: int) -> int:
-    """The port that MASTER_PORT names, or `default` if it is not set; LaunchError where it is not a port."""
+    """Read the port from MASTER_PORT, or return `default` if it is not set; LaunchError if it is not a port."""
     text = environ.get("MASTER_PORT")
     if text is None:
         return default
