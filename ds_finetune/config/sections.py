@@ -311,7 +311,7 @@ class CheckpointConfig(Section):
     """The run ends with an error if this many checkpoints in a row, or its last one, cannot be written."""
     resume: str = "auto"
     """What a start resumes from: `auto` is the newest complete checkpoint of `output_dir`; `never` starts from the
-    beginning; any other value is the folder of a run or checkpoint.
+    beginning; any other value is the folder of a run or checkpoint, from which only the first start resumes.
     """
     asynchronous: bool = True
     """Write checkpoints from a copy in host memory while training continues; false needs no copy."""

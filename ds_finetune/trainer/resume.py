@@ -35,11 +35,13 @@ from ds_finetune.checkpoint.same_run import RunIdentity, changes_since_checkpoin
 from ds_finetune.checkpoint.saver import Saver
 from ds_finetune.checkpoint.tools import BASE, CHECKPOINTS
 from ds_finetune.config.objectives import rows_of_step
+from ds_finetune.config.schema import read_config
 from ds_finetune.config.units import GIB
 from ds_finetune.console.phase_line import Say
 from ds_finetune.data.batches import Position
 from ds_finetune.data.stream import START, StreamedRows
 from ds_finetune.engine.engine import Engine
+from ds_finetune.engine.groups.collectives import all_gather_object
 from ds_finetune.engine.state.state import Slice, StateGroup
 from ds_finetune.errors import CheckpointError, FinetuneError, OutputError
 from ds_finetune.model.build.hub_folder import copy_model_file
@@ -52,6 +54,7 @@ from ds_finetune.system.whole_file import synchronise_names
 from ds_finetune.trainer.exports import adapt_tokenizer
 from ds_finetune.trainer.loop import BEGINNING, Progress
 from ds_finetune.trainer.prepare import PreparedRun
+from ds_finetune.trainer.resolve import ResolvedRun
 
 CONFIG = "config.json"
 _TEST_NUMBERS = 4096
@@ -99,7 +102,10 @@ def find_resume_point(run: PreparedRun, say: Say) -> ResumePoint:
 
 def _find_checkpoint(run: PreparedRun, checkpoints: CheckpointFolder, say: Say) -> UsableCheckpoint | None:
     folder, requested = run.output_dir / CHECKPOINTS, run.config.checkpoint.resume
-    is_automatic = requested == "auto"
+    has_resumed = requested != "auto" and _has_resumed(run, folder)
+    if has_resumed:
+        say(f"an earlier start with checkpoint.resume {requested} saved checkpoints in {folder}: the newest is used")
+    is_automatic = requested == "auto" or has_resumed
     usable = newest_checkpoint(checkpoints, folder) if is_automatic else named_checkpoint(checkpoints, Path(requested))
     if usable is None:
         if (run.output_dir / "metrics.jsonl").exists():
@@ -112,7 +118,8 @@ def _find_checkpoint(run: PreparedRun, checkpoints: CheckpointFolder, say: Say) 
     later = [step_name(step) for step in complete_steps(folder) if step > state.step]
     error = CheckpointError(
         f"checkpoint.resume names step {state.step}, and {folder} has later checkpoints: {', '.join(later)}",
-        hint="move the later checkpoints away, or name another output_dir",
+        hint="leave checkpoint.resume out to resume from the newest one, move the later checkpoints away, or name "
+        "another output_dir",
     )
     raise_on_every_rank(error if later and not is_automatic else None)
     raise_on_every_rank(model_mismatch(usable.folder / BASE, CONFIG, run.inputs.config_tree))
@@ -120,7 +127,7 @@ def _find_checkpoint(run: PreparedRun, checkpoints: CheckpointFolder, say: Say) 
         *changes_since_checkpoint(state, inputs_of(run)),
         *_random_state_changes(usable, run),
         *_rows_left_out(usable, run),
-        *(best_weights_lines(usable, run.output_dir) if run.config.eval.keep_best else ()),
+        *best_weights_lines(usable, run),
     ]
     for line in usable.passed_over:
         say(line)
@@ -135,17 +142,30 @@ def _find_checkpoint(run: PreparedRun, checkpoints: CheckpointFolder, say: Say) 
     return usable
 
 
-def best_weights_lines(usable: UsableCheckpoint, output_dir: Path) -> list[str]:
-    """Lines that say where the weights of the checkpoint's best evaluation are, unless they are in `output_dir`."""
+def _has_resumed(run: PreparedRun, folder: Path) -> bool:
+    """Whether an earlier start with this `checkpoint.resume` has saved checkpoints in `folder`, which is the run's own.
+    Rank zero decides, since other hosts may have run folders of their own.
+    """
+    try:
+        before = read_config(run.output_dir / "config.yaml").checkpoint.resume
+    except FinetuneError:
+        before = ""
+    return bool(all_gather_object(before == run.config.checkpoint.resume and bool(complete_steps(folder)))[0])
+
+
+def best_weights_lines(usable: UsableCheckpoint, run: ResolvedRun, last: StepRecord | None = None) -> list[str]:
+    """Lines that say where the weights of the checkpoint's best evaluation are, unless the run folder has them, or the
+    run, which has ended with `last`, has had a better evaluation since.
+    """
     folder, best_step = usable.folder.parent.parent, usable.state.observers.get("best", {}).get("best_step", 0)
-    if not best_step:
+    if not (best_step and run.config.eval.keep_best) or (last is not None and last.best_step != best_step):
         return []
     steps = _steps_of_best(folder)
-    is_elsewhere = folder.resolve() != output_dir.resolve()
+    is_elsewhere = folder.resolve() != run.output_dir.resolve()
     best = f"the best evaluation so far is of step {best_step}"
     if steps and not set(steps.values()) - {best_step, None}:
         paths = " and ".join(str(folder / name) for name in steps)
-        return [f"{best}: until a better one, its weights are {paths}"] if is_elsewhere else []
+        return [f"{best}, and its weights are {paths}"] if is_elsewhere else []
     others = "".join(f"; {folder / name} is of step {step}" for name, step in steps.items() if is_elsewhere)
     checkpoint = usable.folder.with_name(step_name(best_step))
     command = f"; `ds-finetune export {checkpoint} OUT` exports them" if checkpoint.is_dir() else ""

@@ -51,6 +51,7 @@ from ds_finetune.trainer.reference import complete_reference, find_reference
 from ds_finetune.trainer.resolve import ResolvedRun, resolve_here
 from ds_finetune.trainer.resume import (
     ResumePoint,
+    best_weights_lines,
     check_not_past_end,
     ended_early,
     find_resume_point,
@@ -146,6 +147,8 @@ def _train_and_export(
         exports = Exports(run, engine, say)
         started = StartedRun(run, engine, resume_point, saver, exports, monitor.progress, store, say, log.add)
         last, interrupted = train_steps(started, status)
+        for line in best_weights_lines(resume_point.checkpoint, run, last) if last and resume_point.checkpoint else ():
+            say(line)
         written: tuple[Path, ...] = ()
         if run.config.export.at_end and not interrupted:
             with monitor.progress.during("export"):

@@ -4,16 +4,20 @@ import json
 import math
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from ds_finetune.config.schedule import Duration, Interval, LrSchedule, warmup_steps
 from ds_finetune.config.schema import read_config
-from ds_finetune.data.batches import BatchPlan, training_batches
+from ds_finetune.data.batches import BatchPlan, Position, training_batches
+from ds_finetune.engine.results import StepResult
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
 from ds_finetune.trainer.batches import run_batches
+from ds_finetune.trainer.loop import Progress, training_steps
 from tests.planning import NumberedRows, prepared_run
 from tests.running import tiny_task
 
@@ -147,21 +151,61 @@ FORMULAS = {
 """f(x) of docs/explanation/numerical-rules.md."""
 
 
+def documented_rates(name: str, *, steps: int, warmup: int) -> list[float]:
+    """Rates at a peak of 2e-5. With W warm-up steps of N and the lowest share m, step s <= W trains at s / W of the
+    rate, and later ones at m + (1 - m) f((s - W) / (N - W)); a run without warm-up has W = 1.
+    """
+    w = warmup or 1
+    return [
+        2e-5 * (s / w if s <= w else 0.1 + 0.9 * FORMULAS[name]((s - w) / (steps - w))) for s in range(1, steps + 1)
+    ]
+
+
+def schedule_of(name: str, *, steps: int, warmup: int) -> LrSchedule:
+    return LrSchedule(name=name, lr=2e-5, min_lr_ratio=0.1, warmup_steps=warmup, steps=steps)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("name", FORMULAS)
 @pytest.mark.parametrize("steps", [1, 2, 5, 20])
 @pytest.mark.parametrize("warmup", [0, 1, 2, 5])
 def test_the_rate_of_each_step_by_the_documented_formula(name: str, steps: int, warmup: int) -> None:
-    """With W warm-up steps of N and the lowest share m, step s <= W trains at s / W of the rate, and later ones at
-    m + (1 - m) f((s - W) / (N - W)); a run without warm-up has W = 1.
-    """
-    schedule = LrSchedule(name=name, lr=2e-5, min_lr_ratio=0.1, warmup_steps=warmup, steps=steps)  # type: ignore[arg-type]
-    w = warmup or 1
-    expected = [
-        2e-5 * (s / w if s <= w else 0.1 + 0.9 * FORMULAS[name]((s - w) / (steps - w))) for s in range(1, steps + 1)
-    ]
+    schedule, expected = (make(name, steps=steps, warmup=warmup) for make in (schedule_of, documented_rates))
     assert [schedule.at(step) for step in range(1, steps + 1)] == pytest.approx(expected, rel=1e-9)
-    if steps >= w:
+    if steps >= warmup:
         assert max(expected) == pytest.approx(2e-5), "the peak is a step of the run"
+
+
+class RateRecorder:
+    """Has the part of an engine that the loop calls: each step skips or takes its batch, and its rate is recorded."""
+
+    plan = SimpleNamespace(device="cpu")
+
+    def __init__(self) -> None:
+        self.rates: list[float] = []
+
+    def step(self, batch: SimpleNamespace, *, lr: float) -> StepResult:
+        self.rates.append(lr)
+        return StepResult({"loss": 1.0}, 1.0, 1, 1, batch.skipped, "")
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+@pytest.mark.parametrize("warmup", [0, 3])
+@pytest.mark.parametrize("longer", [7, 14])
+def test_rates_after_a_resume_are_those_of_the_same_steps(name: str, warmup: int, longer: int) -> None:
+    """Also where the resumed run is longer, and where a step before or after the resume is skipped."""
+    expected = documented_rates(name, steps=longer, warmup=warmup)
+    for done, skipped_step in product(range(8), (0, 2, 6)):
+        batches = [
+            SimpleNamespace(skipped=step == skipped_step, position=Position(0, 0)) for step in range(1, longer + 1)
+        ]
+        engine: Any = RateRecorder()
+        skipped = int(0 < skipped_step <= done)
+        after = Progress(done, skipped)
+        schedule = schedule_of(name, steps=longer, warmup=warmup)
+        records = list(training_steps(engine, batches[done:], schedule, after=after))
+        taken = [step - (0 < skipped_step < step) for step in range(done + 1, longer + 1)]
+        assert engine.rates == pytest.approx([expected[step - 1] for step in taken], rel=1e-9), (done, skipped_step)
+        assert [record.values["optim/lr"] for record in records] == engine.rates
 
 
 def test_a_run_that_is_all_warmup_does_not_divide_by_zero() -> None:

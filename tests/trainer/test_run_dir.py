@@ -253,29 +253,32 @@ def test_a_resume_keeps_samples_with_any_character(tmp_path: Path) -> None:
 def test_the_best_weights_of_the_folder_that_is_resumed_elsewhere_are_named(tmp_path: Path) -> None:
     state: Any = SimpleNamespace(observers={"best": {"best_step": 4}})
     found: Any = SimpleNamespace(folder=tmp_path / "old" / "checkpoints" / "step-000006", state=state)
-    (line,) = best_weights_lines(found, tmp_path / "new")
+    new, old = (planned_run(config_of(tmp_path / name)) for name in ("new", "old"))
+    (line,) = best_weights_lines(found, new)
     assert "STEP 4, AND" in line
     assert f"{tmp_path / 'old'} HAS NO EXPORT OF ITS WEIGHTS" in line
     best = tmp_path / "old" / "export-best"
     best.mkdir(parents=True)
     losses = "".join(f'{{"step": {step}, "eval/loss": {loss}}}\n' for step, loss in ((2, 3), (4, 2), (6, 2), (8, 2.5)))
     (tmp_path / "old" / "metrics.jsonl").write_text(losses)
-    assert best_weights_lines(found, tmp_path / "old") == []
-    (line,) = best_weights_lines(found, tmp_path / "new")
-    assert "of step 4: " in line
+    assert best_weights_lines(found, old) == []
+    (line,) = best_weights_lines(found, new)
+    assert "of step 4, and" in line
+    assert best_weights_lines(found, new, StepRecord(9, {}, best_step=4)) == [line]
+    assert best_weights_lines(found, new, StepRecord(9, {}, best_step=9)) == []
     assert line.endswith(str(best))
     # The run resumed from the checkpoint, and a later evaluation was better.
     (tmp_path / "old" / "metrics.jsonl").write_text(losses + '{"step": 10, "eval/loss": 1}\n')
     found.folder.with_name("step-000004").mkdir(parents=True)
-    for where, other in (("new", f"; {best} is of step 10"), ("old", "")):
-        (line,) = best_weights_lines(found, tmp_path / where)
+    for run, other in ((new, f"; {best} is of step 10"), (old, "")):
+        (line,) = best_weights_lines(found, run)
         assert f"HAS NO EXPORT OF ITS WEIGHTS{other}; `ds-finetune export" in line
         assert "step-000004 OUT` exports them" in line
     # Rewards are best where they are highest, and a record of the export itself counts first.
     (tmp_path / "old" / "metrics.jsonl").write_text('{"step": 4, "eval/reward": 1}\n{"step": 6, "eval/reward": 0}\n')
-    assert best_weights_lines(found, tmp_path / "old") == []
+    assert best_weights_lines(found, old) == []
     (best / "verification.json").write_text('{"step": 6}')
-    assert "export-best is of step 6" in best_weights_lines(found, tmp_path / "new")[0]
+    assert "export-best is of step 6" in best_weights_lines(found, new)[0]
 
 
 def test_best_weights_of_steps_that_are_trained_again_are_moved_aside(tmp_path: Path) -> None:

@@ -311,6 +311,35 @@ def test_early_stopping(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "export").exists()
 
 
+def test_a_run_that_resumes_in_another_folder_counts_on_and_needs_the_old_one_no_more(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The weights do not change at such a rate, so the first evaluation stays the best one."""
+    run_file = tiny_task(
+        tmp_path, train={"for": "3 steps"}, optim={"lr": 1e-30, "warmup": "0"}, eval={"every": "1 steps"}
+    )
+    old, new = tmp_path / "run", tmp_path / "new"
+    assert main(["train", str(run_file), "eval.keep_best=true"]) == 0
+    resumed = ["train", str(run_file), f"checkpoint.resume={old}", f"output_dir={new}", "train.for=8 steps"]
+    resumed += ["eval.keep_best=true", "eval.patience=3"]
+    capsys.readouterr()
+    assert main(resumed) == 0
+    printed = capsys.readouterr().out
+    assert "of step 1 for 3 evaluations" in printed
+    assert printed.count(f"is of step 1, and its weights are {old / 'export-best'}") == 2
+    (record,) = (json.loads(line) for line in (new / "metrics.jsonl").read_text().splitlines())
+    assert record["step"] == 4
+    # Cosine with W = 1 and N = 8, as docs/explanation/numerical-rules.md has it.
+    share = 0.05 + 0.95 * (1 + math.cos(math.pi * 3 / 7)) / 2
+    assert record["optim/lr"] == pytest.approx(1e-30 * share, rel=1e-9)
+    shutil.rmtree(old)
+    assert main(resumed) == 0
+    printed = capsys.readouterr().out
+    assert f"an earlier start with checkpoint.resume {old} saved checkpoints in {new / 'checkpoints'}" in printed
+    assert f"resuming from {new / 'checkpoints' / 'step-000004'}" in printed
+    assert "the run is finished" in printed
+
+
 @pytest.fixture
 def environ() -> Iterator[None]:
     """Leaves the environment as it was: a run sets the launchers' variables."""

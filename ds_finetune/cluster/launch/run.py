@@ -106,10 +106,10 @@ def launch(request: LaunchRequest, say: Say) -> int:
 
 
 def _check_restartable(settings: LaunchConfig, checkpoint: CheckpointConfig) -> None:
-    if settings.restarts and checkpoint.resume != "auto":
+    if settings.restarts and checkpoint.resume == "never":
         raise ConfigError(
-            f"launch.restarts is {settings.restarts}, but checkpoint.resume is `{checkpoint.resume}`: a restart would "
-            "not resume from the checkpoints of this run",
+            f"launch.restarts is {settings.restarts}, but checkpoint.resume is never: a restart would not resume from "
+            "the checkpoints of this run",
             hint="leave checkpoint.resume out, and give the run its own output_dir",
         )
     if settings.restarts and not checkpoint.saves:

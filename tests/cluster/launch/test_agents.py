@@ -18,7 +18,7 @@ from ds_finetune.cluster.launch.remote import Remote
 from ds_finetune.cluster.launch.run import LaunchRequest, _LaunchedRun, launch
 from ds_finetune.config.hostfile import Host
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.errors import LaunchError
+from ds_finetune.errors import ConfigError, LaunchError
 from ds_finetune.plan.settings import RunSettings
 from tests.conftest import ROOT
 from tests.running import tiny_task
@@ -64,6 +64,14 @@ def test_two_hosts_that_are_lost_at_once_of_which_the_batch_needs_one(tmp_path: 
         assert run.finish() == 1
     assert said[0] == "left out: 127.0.0.4: layout and batch allow 2 of 3 hosts"
     assert "host 127.0.0.2 failed first" in said[1]
+
+
+def test_a_run_that_never_resumes_is_not_restarted(tmp_path: Path) -> None:
+    tree = {"model": "m", "data": {"train": "t"}, "output_dir": "o", "launch": {"restarts": 1}}
+    config = RunConfig.model_validate(tree | {"checkpoint": {"resume": "never"}})
+    request = LaunchRequest(Job("r", (), (HERE,), "r-1"), RunSettings.of(config), config.launch, "o", _remote(tmp_path))
+    with pytest.raises(ConfigError, match=r"checkpoint\.resume is never: a restart would not resume"):
+        launch(request, print)
 
 
 LIKE_MESSAGES = ['["reply", [0, {}]]', '["event", {"failed": 1}]', '{"reply": 5}', "5", "null", "r-1.x ["]
