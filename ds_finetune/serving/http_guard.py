@@ -1,5 +1,7 @@
-"""Protects all HTTP servers of this program: requests with foreign Host and Origin headers are refused, and connections
-that send no complete request are closed.
+"""Protects all HTTP servers of this program.
+
+Requests with foreign Host and Origin headers are refused, and connections that send no complete request, or read no
+response, are closed.
 """
 
 import asyncio
@@ -13,9 +15,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 RECEIVE_SECONDS = 30.0
-"""Seconds within which the headers and the body of a request must arrive."""
+"""Seconds within which the headers and the body of a request must arrive, and within which a client must read the part
+of a response that waits to be sent.
+"""
 CONNECTIONS = 256
 """Maximum number of open connections of a server; a process may usually open 1,024 files."""
+REQUESTS = 192
+"""Maximum number of requests that a server answers or queues at the same time. The remaining connections are left for
+further requests, which are refused with a reason.
+"""
 _OWN_NAMES = ("localhost", "127.0.0.1", "::1")
 _REFUSED = (
     "The Host or Origin header names another server. If the name is right, start the server with --allow-host NAME.\n"
@@ -78,12 +86,19 @@ def foreign_host() -> PlainTextResponse:
     return PlainTextResponse(_REFUSED, status_code=421)
 
 
+def too_many_requests() -> PlainTextResponse:
+    """Response to a request that arrives while the server answers or queues as many requests as it can."""
+    text = f"The server is busy with {REQUESTS} requests, as many as it can have: send the request again later.\n"
+    return PlainTextResponse(text, status_code=503, headers={"Retry-After": "10", "Connection": "close"})
+
+
 class BoundedProtocol(H11Protocol):
-    """uvicorn's HTTP/1.1 protocol with a time limit for a request to arrive, and a limit of open connections.
+    """uvicorn's HTTP/1.1 protocol with time limits for a request to arrive and for a response to be read, and limits of
+    requests and open connections.
 
     uvicorn 0.54 limits only the time between two requests (`timeout_keep_alive`), and counts connections when a request
     is complete (h11_impl.py:250). Beyond `CONNECTIONS` connections, the one that has waited longest without a complete
-    request is closed; that is the new one if all others are being answered.
+    request is closed. Requests beyond `REQUESTS` are refused with status 503.
     """
 
     _waits_since = 0.0
@@ -91,15 +106,34 @@ class BoundedProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the time limit for a request of a new connection, and close a connection if there are too many."""
         super().connection_made(transport)
+        self.app = self._answer_or_refuse  # type: ignore[assignment]
         self._await_request()
         if len(self.connections) > CONNECTIONS:
-            waiting = [other for other in self.connections if isinstance(other, BoundedProtocol) and other._is_waiting]
+            waiting = [other for other in self._all_connections() if other._is_waiting]
             min(waiting, key=lambda other: other._waits_since)._close()
 
     def on_response_complete(self) -> None:
         """Start the time limit for the next request of a connection."""
         super().on_response_complete()
         self._await_request()
+
+    def pause_writing(self) -> None:
+        """Start the time limit for a client to read a response, as its part that waits to be sent is long."""
+        super().pause_writing()
+        self._unread = self.loop.call_later(RECEIVE_SECONDS, self._close)
+
+    def resume_writing(self) -> None:
+        """Stop the time limit, as the client has read the response."""
+        super().resume_writing()
+        self._unread.cancel()
+
+    async def _answer_or_refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
+        num_requests = sum(not connection._is_waiting for connection in self._all_connections())
+        app = self.config.loaded_app if num_requests <= REQUESTS else too_many_requests()
+        await app(scope, receive, send)
+
+    def _all_connections(self) -> "list[BoundedProtocol]":
+        return [connection for connection in self.connections if isinstance(connection, BoundedProtocol)]
 
     @property
     def _is_waiting(self) -> bool:

@@ -1,16 +1,17 @@
 """Servers under clients that send half a request, too many connections, or the name of another server."""
 
+import asyncio
 import http.client
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse
+from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
@@ -25,15 +26,32 @@ async def _length(request: Request) -> PlainTextResponse:
     return PlainTextResponse(str(len(await request.body())))
 
 
-APP = Starlette(routes=[Route("/", _length, methods=["GET", "POST"])])
+async def _endless(_: Request) -> StreamingResponse:
+    async def pieces() -> AsyncIterator[bytes]:
+        while True:
+            yield b"a" * 2**16
+            await asyncio.sleep(0.05)
+
+    return StreamingResponse(pieces())
+
+
+APP = Starlette(routes=[Route("/", _length, methods=["GET", "POST"]), Route("/endless", _endless)])
+
+
+SERVERS: dict[int, uvicorn.Server] = {}
 
 
 @pytest.fixture
 def port() -> Iterator[int]:
     listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(APP, http=BoundedProtocol, ws="none", lifespan="off", log_level="error"))
+    server = uvicorn.Server(
+        uvicorn.Config(
+            APP, http=BoundedProtocol, ws="none", lifespan="off", log_level="error", timeout_graceful_shutdown=1
+        )
+    )
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()
+    SERVERS[listener.getsockname()[1]] = server
     yield listener.getsockname()[1]
     server.should_exit = True
     thread.join(PATIENCE_SECONDS)
@@ -93,6 +111,35 @@ def test_connections_that_wait_make_room(port: int, monkeypatch: pytest.MonkeyPa
     clients = [_opened(port, HALF) for _ in range(40)]
     assert _answer(port) == "3"
     assert all([_is_closed(client) for client in clients[:32]])
+
+
+def _streaming(port: int) -> http.client.HTTPResponse:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_SECONDS)
+    connection.request("GET", "/endless")
+    return connection.getresponse()
+
+
+def test_a_request_beside_many_open_answers_is_told_why_it_is_refused(port: int) -> None:
+    streams = [_streaming(port) for _ in range(300)]
+    refused = [stream for stream in streams if stream.status == 503]
+    assert len(refused) == 300 - http_guard.REQUESTS
+    assert all(stream.read().startswith(b"The server is busy with 192 requests") for stream in refused)
+    assert all(stream.read(1) == b"a" for stream in streams if stream.status == 200)
+    streams[0].close()
+    until = time.monotonic() + PATIENCE_SECONDS
+    while (again := _streaming(port)).status == 503:
+        assert time.monotonic() < until
+    assert again.read(1) == b"a"
+
+
+def test_a_client_that_does_not_read_its_answer_is_closed(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others, which read, are not."""
+    monkeypatch.setattr(http_guard, "RECEIVE_SECONDS", 0.5)
+    reading, _ = _streaming(port), _streaming(port)
+    until = time.monotonic() + PATIENCE_SECONDS
+    while len(SERVERS[port].server_state.connections) > 1:
+        assert time.monotonic() < until
+        assert reading.read(2**16)
 
 
 @pytest.mark.parametrize(
