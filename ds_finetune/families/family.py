@@ -105,8 +105,8 @@ class OnnxGraph:
     """How `export/onnx` writes a family: its kinds of attention, router and rotary embedding."""
 
     attention: Literal["latent", "grouped_query", "post_norm", "pre_norm"]
-    """Kind of attention. `post_norm` and `pre_norm` are for encoders that classify, whose norms are after or before
-    attention and MLP.
+    """Kind of attention. Encoders that classify have norms after attention and MLP (`post_norm`) or before them
+    (`pre_norm`).
     """
     router: Literal["sigmoid", "softmax", "grouped_softmax"] | None = None
     """How a router turns logits into expert scores; None for a family without routed experts."""
@@ -239,7 +239,7 @@ class Family:
     may_be_unexpected: tuple[str, ...] = (r"\.rotary_emb\.inv_freq$",)
     """Regular expressions for names of checkpoint tensors that the model does not need."""
     extends_context: bool = True
-    """Whether `model.context` of run files is tested; not if config.json has another kind of rotary scaling."""
+    """Whether `model.context` of run files is tested. Other rotary scaling in config.json excludes it."""
     fp32_buffers: tuple[str, ...] = ()
     """Last parts of the names of buffers that stay in fp32, whatever the run's precision is."""
     fp32_weights: str | None = None

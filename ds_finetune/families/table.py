@@ -59,7 +59,7 @@ _ROUTER_BIASES = ("e_score_correction_bias", "expert_bias")
 between published biases are too small for bf16.
 """
 _POSITION_IDS = r"(^|\.)embeddings\.position_ids$"
-"""Pattern of position numbers, which old versions of transformers saved in checkpoints as a constant tensor."""
+"""Pattern of names of position ids, which old versions of transformers saved in checkpoints as a constant."""
 
 _SHARED: dict[str, tuple[object, ...]] = {"n_shared_experts": tuple(range(1, 65))}
 _ALL_SPARSE: dict[str, tuple[object, ...]] = {

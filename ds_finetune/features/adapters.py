@@ -97,7 +97,7 @@ def _differences(what: str, theirs: Collection[str], ours: Collection[str]) -> l
 
 
 class FreezeFeature(Feature):
-    """Freezes parameters. Optimizer and checkpoints leave these out; exports read them from the model's folder."""
+    """Freezes parameters. Optimizer and checkpoints leave them out; exports read them from the model's folder."""
 
     name = "freezing"
     saves_frozen = False

@@ -44,7 +44,7 @@ class IndexerLoss(ExtraLoss):
         return replaced(self._collector, "is_listening", True)
 
     def loss(self, rows: ForwardRows, hidden: torch.Tensor, weights: torch.Tensor) -> LossAndSums | None:
-        """Divergence times loss weight, without padding tokens. A sequence parallel rank sums over its own tokens."""
+        """Sum of divergences without padding tokens, times loss weight; each rank sums over its own tokens."""
         losses = dict(self._collector.divergences)
         self._collector.divergences.clear()
         if not losses:

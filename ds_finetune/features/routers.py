@@ -96,7 +96,7 @@ class BalanceLoss(ExtraLoss):
             counts = self._sp_group.all_reduce(counts)
         documents, lengths = self.routers.tokens
         per_token, experts = outputs[0].chosen.shape[1], counts.shape[-1]
-        # f_i / T: the loss multiplies f_i by sums of scores over a document's T tokens, but P_i is their mean.
+        # The factors are f_i / T: the loss multiplies them by sums of scores over T tokens, but P_i is a mean.
         factors = counts * (experts / per_token / lengths.double().square()[:, None])
         total = torch.stack(
             [

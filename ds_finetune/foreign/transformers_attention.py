@@ -1,4 +1,4 @@
-"""transformers' attention: registration of own implementations, and patches of latent and compressed attention."""
+"""transformers' attention: registration of implementations, and patches of latent and compressed attention."""
 
 import inspect
 from collections.abc import Callable, Iterator

@@ -21,7 +21,7 @@ _ROUNDING = 8 * np.finfo(np.float64).eps
 
 
 def has_spread(rewards: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Whether answers to a prompt differ in reward, bool [groups], from `rewards` fp64 [groups, size] (NaN: none)."""
+    """Whether answers to a prompt differ in reward, bool [groups]. NaN in `rewards` [groups, size] means none."""
     is_scored = ~np.isnan(rewards)
     top = np.where(is_scored, rewards, -np.inf).max(axis=1)
     bottom = np.where(is_scored, rewards, np.inf).min(axis=1)
@@ -219,8 +219,8 @@ def _k3(logp: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     """Schulman's estimate of KL(model || reference) for each token, exp(-d) - 1 + d with d = logp - reference, which is
     never negative (http://joschu.net/blog/kl-approx.html).
 
-    By itself, its gradient estimates that of KL(reference || model). Multiplied by the ratio exp(logp - old), it
-    estimates the right one, with the gradient d times that of logp (DeepSeek-V3.2, arXiv 2512.02556).
+    By itself, its gradient estimates that of KL(reference || model). Times the ratio exp(logp - old), it estimates that
+    of KL(model || reference), as d times the gradient of logp (DeepSeek-V3.2, arXiv 2512.02556).
     """
     difference = logp - reference
     return torch.expm1(-difference) + difference

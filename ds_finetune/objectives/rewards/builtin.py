@@ -177,7 +177,7 @@ def _math(answer: AnswerToScore, reference: str, settings: Settings) -> Outcome:
 
 
 def _code(answer: AnswerToScore, tests: Any, settings: Settings) -> Outcome:  # noqa: ANN401 - what read_tests makes
-    """Score 1 where the program in the answer passes all tests of the data row; with `partial`, the fraction passed."""
+    """Score 1 if the program in the answer passes all tests of the data row; with `partial`, the fraction passed."""
     passed = score_program(final_part(answer), tests, timeout=settings["timeout"], memory=settings["memory"])
     if passed is None:
         return _unparsed(settings)

@@ -79,7 +79,7 @@ _MARKS = re.compile(r"\*\*|__|[$`\"\u201c\u201d]|\\[()\[\]]|</?answer>|(?<!\w)'(
 _EAST = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7a3"
 """Character ranges of Chinese, Japanese and Korean, in which a choice letter needs no space beside it."""
 _LETTER = (
-    # `A` and `I` are choice letters only if no ordinary word follows, as in `A bird`.
+    # `A` and `I` are words instead of choice letters if an ordinary word follows, as in `A bird`.
     rf"[(\[{{*]*(?<![^\W_{_EAST}])(?:([A-Z])(?![^\W_{_EAST}]|_\w|['\u2019+#/=-])"
     r"(?!(?<=[AI])\s+(?!(?:is|because|since|as|and|or|but|not)\b)\w)(?!\s+(?:or|and)\s+\(?[A-Z]\b(?!\s+(?:is|are)\b))"
     r"|([a-z])(?=\)|[.,;]?\s*(?:\n|$)))"

@@ -140,7 +140,7 @@ for _name in _BINARY + _ORDER:
 
 
 class _Peer:
-    """One end of the pipes between the two processes, each of which answers requests while it waits for a reply."""
+    """One end of the pipes between program and tests. Each process answers requests while it waits for a reply."""
 
     def __init__(self, reads: int, writes: int, say: Callable[[str], object] | None = None) -> None:
         self.reads, self.writes = Connection(reads, writable=False), Connection(writes, readable=False)

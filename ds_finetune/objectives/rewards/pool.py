@@ -171,7 +171,7 @@ class PendingScores:
             future.cancel()
 
     def is_scored(self, *, within: float) -> bool:
-        """Wait at most `within` seconds for all answers. True if all are scored, or if a reward failed on one."""
+        """Wait at most `within` seconds. True if all answers are scored, or if a reward has failed on one."""
         done, pending = wait(self._futures, within)
         parts = (part for future in done if not future.cancelled() for part in future.result())
         return not pending or any("error" in part for part in parts)
@@ -193,7 +193,7 @@ class PendingScores:
         return self._array("score")
 
     def has_result(self) -> NDArray[np.float64]:
-        """1 where a reward parsed a result from an answer, else 0; NaN if it never does; fp64 [answers, rewards]."""
+        """Whether a reward parsed a result from an answer, 1 or 0; NaN if it never parses; fp64 [answers, rewards]."""
         return self._array("has_result")
 
     def _array(self, key: str) -> NDArray[np.float64]:

@@ -149,7 +149,7 @@ def _run(program: str, tests: Sequence[str], given: str, *, deadline: float, mem
 def _drive(folder: Path, task: bytes, seconds: float) -> tuple[str, str, bool]:
     """Run judge.py, then kill all processes that it left. Returns report, standard error and whether it timed out."""
     libc, others = ctypes.CDLL(None), _children()
-    # With PR_SET_CHILD_SUBREAPER of prctl(2), processes whose parents have ended become children of this process.
+    # PR_SET_CHILD_SUBREAPER of prctl(2) makes processes whose parents have ended children of this process.
     libc.prctl(36, 1, 0, 0, 0)
     process = subprocess.Popen(
         [sys.executable, "-I", "-X", "utf8", "-c", _JUDGE, str(folder)],
