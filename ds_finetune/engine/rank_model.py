@@ -281,7 +281,6 @@ def start_teacher(plan: Plan, model: ModelPlan, groups: Groups) -> Iterator[Teac
     zero: dict[str, Any] = {"stage": 3}
     if model.teacher.offload != "none":
         zero["offload_param"] = {"device": model.teacher.offload, "pin_memory": plan.device != "cpu"}
-    # The teacher's engine is ZeRO stage 3 for inference, without an optimizer.
     tree: dict[str, Any] = {"zero_optimization": zero, "train_micro_batch_size_per_gpu": 1}
     if plan.precision != "fp32":
         tree[plan.precision] = {"enabled": True}

@@ -47,7 +47,6 @@ class StepReading:
     sums: list[float]
     """Sums from which the loss is computed, in the order of `TotalLoss.sum_names`."""
     has_bad_gradient: bool
-    """Whether any rank has a non-finite gradient."""
     counts: dict[str, float]
     """Numbers of units (tokens, documents, ...) in the global batch, by name of the unit."""
     counted: dict[str, tuple[torch.Tensor, torch.Tensor]]

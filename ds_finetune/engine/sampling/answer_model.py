@@ -46,7 +46,6 @@ class AnswerModel:
     packs_documents: bool = False
     """Whether attention handles all prompts of a forward in one kernel call."""
     on_forward: Callable[[], object] = lambda: None
-    """Function that is called before each forward."""
     routers: RouterCollector | None = None
     """Records the experts that computed the latest next-token logits; None for a model without experts."""
 

@@ -150,7 +150,6 @@ class TrainedModel(nn.Module):
     """The module that is trained. Its forward returns the loss. `lm` is the transformers model or a pipeline stage."""
 
     extras: tuple[ExtraLoss, ...] = ()
-    """Auxiliary losses, which are added to the objective's loss."""
     packs_documents = False
     """Whether one attention kernel call computes all documents of a forward."""
     _packed: tuple[tuple[Documents, ...], PackedDocuments] | None = None

@@ -41,7 +41,6 @@ def _four_bit(linear: Any, device: str) -> nn.Module:  # noqa: ANN401 - a linear
 
     assert type(linear) is nn.Linear, type(linear)
     dtype, width, out = linear.weight.dtype, linear.in_features, linear.out_features
-    # ZeRO-3 adds this attribute to a weight that it has partitioned.
     is_partitioned = hasattr(linear.weight, "ds_tensor")
     quantised = Linear4bit(width, out, bias=False, compute_dtype=dtype, quant_type="nf4", device="meta")
     if is_partitioned:
