@@ -97,7 +97,7 @@ class StepCommunication:
     seconds: Mapping[str, float] | None
 
     def metrics(self, *, step_seconds: float) -> dict[str, float]:
-        """Metrics of a step that took `step_seconds`: bytes and seconds by kind of collective, and their totals."""
+        """Metrics of a step that took `step_seconds`: MiB and fraction of time, by kind of collective and in total."""
         values = {f"comm/{kind}_mib": number / MIB for kind, number in _with_total(self.num_bytes)}
         if self.seconds is not None:
             values |= {f"comm/{kind}_share": seconds / step_seconds for kind, seconds in _with_total(self.seconds)}
