@@ -132,7 +132,7 @@ def export_model(  # noqa: PLR0913 - each is an option of the command
 
     for name, path in (("source", source), ("out", out)):
         if not isinstance(path, str | Path):
-            raise ConfigError(f"argument {name} is {path!r}", hint="give the path of a folder")
+            raise ConfigError(f"argument {name} is {path!r}, not a path", hint="give the path of a folder")
     row, trained = format_named(format), None if base is None else Path(base)
     options = row.resolved(
         ExportOptions(
@@ -223,7 +223,9 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
     from ds_finetune.objectives.rewards.extractors import EXTRACTORS
 
     if extract is not None and extract not in EXTRACTORS:
-        raise ConfigError(f"argument extract is `{extract}`", hint=f"name one of {', '.join(EXTRACTORS)}")
+        raise ConfigError(
+            f"argument extract is `{extract}`, which is unknown", hint=f"name one of {', '.join(EXTRACTORS)}"
+        )
     if samples and extract is None:
         raise ConfigError(f"samples is {samples}, and extract is not given", hint="give extract, or leave samples out")
     if not isinstance(data, str | Path) and not data:
@@ -245,7 +247,6 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
 
 
 def _eval_objective(objective: str | Mapping[str, object]) -> tuple["RowKind", "DocumentObjective | None"]:
-    """Kind of rows that `objective` scores, and the preference objective, or None if metrics are means over tokens."""
     from ds_finetune.data.row_kind import RowKind
     from ds_finetune.objectives.objective import DocumentObjective, make_objective
 
@@ -273,7 +274,10 @@ def _held_out_paths(
     texts: dict[str, tuple[str, ...]] = {}
     for name, files in sets.items():
         if not isinstance(files, str | Path | Iterable):
-            raise ConfigError(f"argument data is {data!r}", hint="give the path of a file, a list of paths, or rows")
+            raise ConfigError(
+                f"argument data is {data!r}, neither a path nor rows",
+                hint="give the path of a file, a list of paths, or rows",
+            )
         paths = [files] if isinstance(files, str | Path) else files
         is_paths = isinstance(paths, Sequence) and all(isinstance(path, str | Path) for path in paths)
         texts[name] = tuple(map(str, paths)) if is_paths else write_rows(folder, {"eval": cast("Rows", paths)})["eval"]

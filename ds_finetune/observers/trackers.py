@@ -52,7 +52,9 @@ def check_trackers(names: Sequence[str]) -> None:
     known_names = sorted(str(name) for name in LOGGER_TYPE_TO_CLASS)
     for name in names:
         if name not in known_names:
-            raise ConfigError(f"log.trackers names `{name}`", hint=f"name one of {', '.join(known_names)}")
+            raise ConfigError(
+                f"log.trackers names `{name}`, which is unknown", hint=f"name one of {', '.join(known_names)}"
+            )
         if name not in available:
             raise ConfigError(
                 f"log.trackers names `{name}`, whose package is not installed",
@@ -144,7 +146,6 @@ class _Tracker:
         self._open = opened
 
     def put(self, record: Record) -> None:
-        """Send the values of a step to the tracker, or queue them if the tracker fails."""
         self._outage.put(record)
 
     def close(self) -> None:
