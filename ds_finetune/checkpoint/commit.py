@@ -196,9 +196,7 @@ class ReserveJob:
 
 @dataclass(frozen=True)
 class WriteJob:
-    """Job of the writer process: write `num_bytes` of shared memory to the file `part`, then complete the checkpoint if
-    `commit` is given.
-    """
+    """Job of the writer process: write shared memory to the file `part`, then run `commit` if it is given."""
 
     part: Path
     num_bytes: int
@@ -213,8 +211,8 @@ class RemoveJob:
 
 
 class StopWaiting:
-    """Message to the writer process: stop waiting for the part files of other ranks, since a rank has failed to write
-    its own. The process sends no reply.
+    """Message to the writer process, without reply: stop waiting for part files, since a rank failed to write its
+    own.
     """
 
 

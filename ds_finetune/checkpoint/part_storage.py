@@ -225,7 +225,6 @@ def serialise_part(
 
 
 def _chunks_to_write(group: StateGroup, portion: tuple[int, int]) -> Iterator[tuple[StoredChunk, int]]:
-    """Yield the chunks of a state group that this rank writes, each with its offset in the rank's slice of a tensor."""
     for part in group.slices:
         piece = portion_of_slice(part, *portion) if part.is_replicated else part
         for chunk, at in chunks_of_slice(piece):

@@ -43,7 +43,6 @@ class _JobQueue:
         self.is_closed = False
 
     def next(self) -> Job | StopWaiting | None:
-        """Wait for the next job from this process's rank; None after the rank has exited."""
         return self._deferred.popleft() if self._deferred else self._receive()
 
     def should_stop(self) -> bool:
@@ -74,8 +73,8 @@ def main() -> None:
         try:
             match job:
                 case ReserveJob():
-                    # Pages are allocated in advance, because the first write to a page of shared memory takes three
-                    # times as long as later ones.
+                    # Pages are allocated in advance, since the first write to one takes three times as long as later
+                    # ones.
                     os.posix_fallocate(memory, 0, max(1, job.num_bytes))
                 case WriteJob():
                     # The memory map is not closed: a failure's traceback refers to it, so close() would raise.

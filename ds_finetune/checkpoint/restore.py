@@ -131,7 +131,6 @@ def _problems(checkpoints: CheckpointFolder, folder: Path) -> list[str]:
 
 
 def _unfinished(folder: Path, *, newer_than: int) -> list[str]:
-    """Lines for the user on checkpoints of steps after `newer_than` that were never completed."""
     steps = [
         (path, path.name.partition(".")[0].removeprefix("step-"))
         for path in unfinished_folders(folder)

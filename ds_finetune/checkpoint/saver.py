@@ -145,7 +145,6 @@ class Saver:
         self._process.close()
 
     def _commit_synchronously(self, job: CommitJob) -> None:
-        """Commit the checkpoint on the leader when every rank has written its part, unless one has failed."""
         assert self._pending is not None
         (failed,) = all_reduce_max(bool(self._pending.errors))
         if failed or not self.folder.is_leader:

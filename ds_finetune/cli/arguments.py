@@ -38,9 +38,7 @@ _RUN_FILES = ("config", "config_file", "cfg", "yaml", "run")
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Parser of command lines that refuses unknown options. If another trainer has the option, the error names the key
-    of the run file to set instead.
-    """
+    """Parser that refuses unknown options; the error names the run-file key that replaces another trainer's option."""
 
     def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def,override]  # noqa: ANN001, ANN201
         """Parse as argparse does, but refuse unknown options that begin with `--`."""
@@ -137,9 +135,7 @@ def exported_folder(path: str) -> Path:
 
 
 def export_of(path: str) -> str:
-    """Replace the folder or the run file of a run by the run's exported folder, which is printed. Other paths are
-    returned unchanged.
-    """
+    """Find the exported folder of a run's folder or run file, and print it; other paths are returned unchanged."""
     is_run_file = Path(path).suffix in (".yaml", ".yml") and Path(path).is_file()
     folder = Path(read_config(path).output_dir if is_run_file else path)
     if (folder / "config.json").is_file() or not (is_run_file or (folder / "plan.json").is_file()):

@@ -1,6 +1,4 @@
-"""The commands `ds-finetune config` and `data`, which show a run file with its defaults, the schema of run files, and
-the training data of a run.
-"""
+"""The commands `ds-finetune config` and `data`, which show run files, their schema, and a run's training data."""
 
 import json
 

@@ -70,9 +70,7 @@ def _write_demo(arguments: Arguments) -> None:
 
 
 def questions(seed: int = 0) -> Iterator[tuple[str, str]]:
-    """Yield questions and answers of the example: each day of a hundred years as a pair (`2024-03-17`, `17 March
-    2024`). The order depends on `seed`.
-    """
+    """Yield questions and answers: each day of a hundred years (`2024-03-17`, `17 March 2024`), shuffled by `seed`."""
     days = list(range(DAYS))
     random.Random(seed).shuffle(days)
     for offset in days:

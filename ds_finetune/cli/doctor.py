@@ -68,8 +68,8 @@ def _doctor(arguments: Arguments) -> None:
 
 
 def run_needs(config: RunConfig) -> dict[str, Any]:
-    """Fields of DoctorRequest that describe what a run needs from its hosts. Their function `resolve` plans the run
-    once the hosts have reported their devices.
+    """Fields of a DoctorRequest: what a run needs from its hosts, and a function `resolve` that plans the run once the
+    hosts have reported their devices.
     """
 
     def resolve_on(world: "World", device: str) -> "ResolvedRun":
@@ -105,9 +105,7 @@ def _show(checks: "Sequence[Check]", *, as_json: bool) -> None:
 
 
 def _table(checks: "Sequence[Check]") -> Table:
-    """Make a table of checks in which failures come last. Hosts with equal results share a row, so that 64 healthy
-    hosts fit on one page.
-    """
+    """Make a table of checks, failures last. Hosts with equal results share a row, to fit 64 hosts on a page."""
     rows: dict[tuple[str, str, str, str], list[str]] = {}
     for check in sorted(checks, key=lambda check: list(_STYLES).index(check.state)):
         rows.setdefault((check.state, check.name, check.found, check.hint), []).append(check.host)

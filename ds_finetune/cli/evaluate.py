@@ -174,7 +174,6 @@ def _column_flags(pairs: str) -> str:
 
 
 def _sets_of(files: Sequence[str]) -> Sequence[str] | Mapping[str, list[str]]:
-    """Group the files of the option --data by name if all are NAME=FILE. ConfigError if only some have names."""
     named = [file for file in files if "=" in file and not Path(file).exists()]
     if not named:
         return files

@@ -52,8 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     command_line = sys.argv[1:] if argv is None else list(argv)
     arguments = parse_arguments(command_line)
     for stream in (sys.stdout, sys.stderr):
-        # Characters that the terminal's encoding lacks are printed as escapes such as `\u2026`, because an encoding
-        # error would end the program.
+        # Characters that the terminal's encoding lacks are printed as escapes, since an encoding error would end the
+        # program.
         if isinstance(stream, io.TextIOWrapper) and codecs.lookup(stream.encoding).name != "utf-8":
             stream.reconfigure(errors="backslashreplace")
     try:
@@ -91,9 +91,7 @@ def _check_printed(command: str) -> None:
 
 
 def _check_encoding() -> None:
-    """Raise ConfigError if the locale's encoding is not UTF-8 but e.g. GBK or Latin-1. torch and other packages would
-    read files in that encoding.
-    """
+    """Raise ConfigError unless the locale's encoding is UTF-8, since packages would read files in another one."""
     encoding = locale.getpreferredencoding(do_setlocale=False)
     if codecs.lookup(encoding).name != "utf-8":
         raise ConfigError(

@@ -1,6 +1,4 @@
-"""The commands `ds-finetune report`, which writes a page about runs, and `watch`, which shows the runs of a folder in
-the browser while they train.
-"""
+"""The commands `ds-finetune report`, a page about runs, and `watch`, which shows runs while they train."""
 
 from pathlib import Path
 

@@ -1,6 +1,4 @@
-"""The commands `ds-finetune selftest` and `bench`, which compare parallel layouts, and the speed of a step, with a
-PyTorch reference loop.
-"""
+"""The commands `ds-finetune selftest` and `bench`, which compare layouts and speed with PyTorch loops."""
 
 import os
 

@@ -1,6 +1,4 @@
-"""The commands `ds-finetune sweep` and `scaling`, which train one run file with several values, learning rates, or
-numbers of ranks.
-"""
+"""The commands `ds-finetune sweep` and `scaling`, which train a run file with several values or numbers of ranks."""
 
 import argparse
 from pathlib import Path

@@ -60,8 +60,8 @@ class PhaseLine:
         write_now(self._out, CLEAR_LINE + line if self._is_live else line + "\n")
 
     def before_each(self, check: Callable[[], bool]) -> Callable[[], bool]:
-        """Make a function that is called before each part of the phase. It counts the previous part as done, and
-        returns the result of `check`.
+        """Make a function, called before each part of the phase, that counts the previous part and returns
+        `check()`.
         """
         self._done -= 1
 

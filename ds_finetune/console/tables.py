@@ -38,9 +38,7 @@ def show_note(text: str) -> None:
 
 
 def wrapped(text: str, width: int) -> list[str]:
-    """Break `text` at spaces into lines that fit `width`. A longer word, such as a key or a path, is broken only after
-    dots and slashes.
-    """
+    """Break `text` at spaces into lines of `width`; a longer word, such as a path, only after dots and slashes."""
     return [line for paragraph in text.split("\n") for line in _wrapped_line(paragraph, width)]
 
 
@@ -57,9 +55,7 @@ def _wrapped_line(text: str, width: int) -> list[str]:
 
 
 def show_line(text: str) -> None:
-    """Print a line without markup. On a terminal it replaces a progress line. If standard output goes to a full disk,
-    the run continues.
-    """
+    """Print a line without markup, replacing a progress line. If the output's disk is full, the run continues."""
     try:
         if OUT.is_terminal:
             OUT.file.write(CLEAR_LINE)

@@ -304,9 +304,7 @@ def _stack(rows: Sequence[Row], plan: BatchPlan) -> MicroBatch:
 
 
 def _look_ahead(input_ids: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor) -> Ahead:
-    """Inputs and targets of multi-token prediction: ids and labels [rows, tokens] shifted left by one in each document.
-    A document begins at each position 0.
-    """
+    """Shift ids and labels [rows, tokens] left by one in each document, which begins where positions are 0."""
     is_last = torch.ones_like(positions, dtype=torch.bool)
     is_last[:, :-1] = positions[:, 1:] == 0
     return Ahead(input_ids.roll(-1, dims=1), labels.roll(-1, dims=1).masked_fill(is_last, IGNORE_INDEX))
@@ -416,7 +414,6 @@ def _even_out(descending: Sequence[int], costs: NDArray[np.float64], number: int
 
 
 def _swap(parts: list[list[int]], costs: NDArray[np.float64]) -> None:
-    """Swap rows between the costliest and the cheapest of `parts`, in place, while that balances them."""
     totals = np.array([costs[part].sum() for part in parts])
     for _ in range(_MOST_SWAPS):
         most, least = int(totals.argmax()), int(totals.argmin())
@@ -434,9 +431,6 @@ def _swap(parts: list[list[int]], costs: NDArray[np.float64]) -> None:
 
 
 def _best_swap(dear: NDArray[np.float64], cheap: NDArray[np.float64], gap: float) -> tuple[int, int]:
-    """Choose one row of the part with the higher cost and one of the other part so that swapping the two rows best
-    closes the `gap` between the costs of the parts.
-    """
     order = np.argsort(cheap, kind="stable")
     targets = dear - gap / 2
     right = np.searchsorted(cheap[order], targets).clip(1, len(cheap) - 1)

@@ -102,7 +102,7 @@ _KEPT_RENDERINGS, _SHOWN_CHARACTERS = 64, 80
 
 
 def placeholder(name: object) -> str:
-    """A unique text that stands for a text of a row while its dialogue is rendered."""
+    """Make a unique text that replaces a text of a data row while its dialogue is rendered."""
     return _PLACEHOLDER.format(name=name)
 
 
@@ -272,7 +272,7 @@ def _call_probes(template: ChatTemplate) -> tuple[str, bool, str | None]:
 
 
 def _try_render(template: ChatTemplate, messages: Messages, *, with_tool: bool = False) -> str:
-    """Render messages, without a tool or else with one, which some chat templates need; empty where both fail."""
+    """Render messages, first without and then with a tool, which some templates need; empty if both fail."""
     try:
         return template.render(messages, [_TOOL] if with_tool else None)
     except RenderingError:

@@ -59,9 +59,7 @@ def find_classes(config: DataConfig, kind: RowKind) -> RowKind:
 
 @dataclass(frozen=True)
 class _Labels:
-    """The distinct labels of all training rows, each with the location of the first row that has it. Labels are either
-    names or numbers; the other mapping is empty.
-    """
+    """Distinct labels of all training rows, names or else numbers, each with the location of its first row."""
 
     column: str
     names: Mapping[str, str]

@@ -42,7 +42,7 @@ class NamedCounts:
 
     @property
     def rows(self) -> int:
-        """Total number of rows, summed over all names."""
+        """Number of data rows counted, summed over all names."""
         return sum(rows for rows, _ in self.entries.values())
 
 

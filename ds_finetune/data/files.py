@@ -284,7 +284,7 @@ class ClassNumber(int):
 
     @property
     def name(self) -> str:
-        """Name of the class with this index."""
+        """Name of the class whose index this number is."""
         return self.names[self]
 
 

@@ -165,7 +165,6 @@ def _tool(tool: object, location: str) -> Mapping[str, Any]:
 
 
 def _message(message: object, location: str, where: str) -> tuple[dict[str, Any], list[str]]:
-    """Convert a message to OpenAI's form. Also returns the names of the message's unused fields."""
     if not isinstance(message, dict):
         raise DataError(f"{location} is {shown_value(message)}, not an object", hint="give a list of {role, content}")
     fields = {key: value for key, value in message.items() if value is not None}

@@ -227,9 +227,7 @@ def _chat_template(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> st
 
 
 def _shipped_template(file: Path, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Read a chat template of this package; ConfigError if a user's file has its name or the tokenizer lacks its
-    tokens.
-    """
+    """Read a chat template of this package; ConfigError if a user's file has its name, or its tokens are missing."""
     name, text = file.stem, file.read_text(encoding="utf-8")
     if Path(name).exists():
         raise ConfigError(
@@ -262,8 +260,7 @@ def trained_ends(tokenizer: PreTrainedTokenizerBase, settings: TemplateSettings)
     tokeniser = SampleTokeniser(tokenizer, settings)
     if settings.chat_template is None:
         return _end_of(tokeniser, tokenizer, Completion("x", "y", Conversation(()))) or ()
-    # Two tool calls are tried before one, since a token that also separates calls does not end an answer; some
-    # templates refuse two.
+    # Two tool calls are tried first: a token that also separates calls ends no answer. Some templates refuse two.
     calls = (
         read_conversation([_USER, {"role": "assistant", "content": "", "tool_calls": _CALLS[:most]}], [_TOOL], "", "")
         for most in (2, 1)
@@ -320,9 +317,7 @@ def end_ids(
 
 
 def served_generation(folder: Path, config: PretrainedConfig, ends: Sequence[int]) -> dict[str, str]:
-    """An export's generation_config.json as {file name: text}; empty if the one in `folder` has the end tokens
-    `ends`.
-    """
+    """An export's generation_config.json as {file name: text}; empty if the model's file has the end tokens."""
     tree, config = read_generation(folder), config.get_text_config()
     given = tree.get("eos_token_id", config.eos_token_id)
     if not ends or set(given if isinstance(given, list) else [given]) == set(ends):

@@ -64,8 +64,8 @@ def _reference(view: Mapping[str, Any]) -> object:
 
 
 def _without_answer(sample: Sample, answer: object) -> Prompt:
-    """Make a prompt from a dialogue without its last turn, if that is the assistant's. If `answer` is None, this last
-    turn becomes the reference answer.
+    """Cut the assistant's last turn from a dialogue to make a prompt; it is the reference answer if `answer` is
+    None.
     """
     conversation = sample.conversation if isinstance(sample, Completion) else sample
     assert isinstance(conversation, Conversation)

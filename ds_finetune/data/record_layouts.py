@@ -124,7 +124,7 @@ def default_columns(record: Record, columns: Mapping[str, str]) -> dict[str, str
 
 
 def columns_line(record: Record, *keys: str) -> str:
-    """Run-file line that assigns the probable columns of the record to `keys`; empty if no column fits a key."""
+    """Line of a run file that sets `keys` of data.columns to likely columns; empty if a key has none."""
     names = {name.lower(): name for name in sorted(record, reverse=True)}
     guesses = {key: next((names[name] for name in _GUESSES[key].split() if name in names), "") for key in keys}
     line = ", ".join(f"{key}: {name}" for key, name in guesses.items() if key != name)

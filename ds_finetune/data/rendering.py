@@ -96,8 +96,7 @@ class RenderedConversation:
             try:
                 turn, done = self._turn(number, done)
             except RewrittenTurnError:
-                # Phi-3's template writes an end-of-text token after the last turn only, so a further turn changes the
-                # text.
+                # Phi-3's template writes an end-of-text token after the last turn only, so a further turn moves it.
                 turns[-1], done = self._without_last_text(turns[-1], done)
                 turn, done = self._turn(number, done)
             turns.append(turn)
@@ -240,9 +239,7 @@ class RenderedConversation:
         return header.partition(token)[0] + token if token else ""
 
     def _call_end(self, middle: str, tail: str) -> tuple[int, bool]:
-        """Index in `tail`, the text after a turn's tool calls, where the turn ends; and whether its end token is
-        missing.
-        """
+        """Where a turn ends in `tail`, the text after its tool calls; and whether its end token is missing."""
         token = self._template.probes.turn_end
         ends = find_token(token, tail)
         if len(ends) > 1 or find_token(token, middle):

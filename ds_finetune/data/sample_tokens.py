@@ -150,8 +150,7 @@ class SampleTokeniser:
             text.result,
             ids=ids,
             mask=mask,
-            # A server tokenises an earlier answer together with the text after it, which may give other tokens than
-            # training.
+            # A server tokenises an earlier answer together with the text after it, which may give other tokens.
             server_prompt_differs=text.result.server_prompt_differs or any(is_joined[: answers[-1]] if answers else ()),
             notes=(*text.result.notes, *notes),
         )
@@ -263,7 +262,6 @@ class SampleTokeniser:
     def _turn_segments(
         self, turns: Sequence[Turn], supervised: set[int], rendered: RenderedConversation, result: Tokens
     ) -> _SampleText:
-        """Divide a rendered dialogue into segments: supervised answers with their end tokens, and the text between."""
         segments: list[Segment] = []
         is_between_supervised = self._settings.train_on == "all"
         before, between, differs = "", "", False
@@ -286,7 +284,6 @@ class SampleTokeniser:
 
 
 def _unread_fields(conversation: Conversation, template: ChatTemplate) -> list[str]:
-    """Names of the message fields of a conversation that the chat template does not render, as texts for the report."""
     messages = conversation.messages
     present = {f"{message['role']}.{key}" for message in messages for key in ("name", "tool_call_id") if key in message}
     if any("id" in call for message in messages for call in message.get("tool_calls") or ()):

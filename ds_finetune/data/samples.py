@@ -144,7 +144,6 @@ def _recognise(record: Record, kind: RowKind, columns: Mapping[str, str], where:
 
 
 def _other_objective(record: Record, columns: Mapping[str, str]) -> str:
-    """Hint that names the objectives for data rows with the columns of this record; empty if no layout fits it."""
     names = default_columns(record, columns)
     fitting = next(
         (

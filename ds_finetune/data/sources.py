@@ -214,7 +214,6 @@ def _hub_source(path: str, names: Sequence[str], purpose: str) -> Source:
 
 
 def _files_of(path: str, split: str, purpose: str) -> Iterator[Source]:
-    """Data files of a folder as sources. If files are named after splits, only files of one split are chosen."""
     folder = Path(path)
     all_files = {file: FileFormat.of(file) for file in sorted(folder.rglob("*")) if file.is_file()}
     formats = {file: file_format for file, file_format in all_files.items() if file_format is not None}
@@ -268,9 +267,7 @@ def _split_names(splits: Iterable[str]) -> str:
 
 
 def estimate_rows(sources: Sequence[Source]) -> int:
-    """Estimate the number of data rows, to show the remaining time of tokenisation; 0 if a source cannot be estimated,
-    e.g. a hub data set or a compressed file.
-    """
+    """Estimate the number of data rows to show the remaining time; 0 if some source cannot be estimated."""
     numbers = [_estimate_rows_of(source) for source in sources]
     return sum(numbers) if all(numbers) else 0
 
@@ -312,8 +309,8 @@ def read_hub(path: str, subset: str, split: str, *, purpose: str) -> Iterator[tu
 
 
 def default_split(names: Collection[str], path: str, *, purpose: str) -> str:
-    """Choose the split of a hub data set to read: for `train` the training split, else the validation or test split.
-    DataError if none or several match.
+    """Choose the split of a hub data set: for `train` training, else validation or test; DataError unless one
+    matches.
     """
     for split in DEFAULT_SPLITS[purpose]:
         fitting = [name for name in names if name == split] or [name for name in names if splits_of(name) == {split}]

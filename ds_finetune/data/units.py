@@ -192,7 +192,6 @@ def _notes(record: Record, unused: Sequence[str], row: Tokens) -> tuple[str, ...
 
 
 def _make_answers(samples: Sequence[tuple[str, Sample | LabelledCompletion]], how: Tokenisation) -> Iterator[MadeRow]:
-    """Make documents from dialogue, plain text and labelled completions; target 1 if the completion is good, else 0."""
     plain = [(where, each.sample if isinstance(each, LabelledCompletion) else each) for where, each in samples]
     for (where, sample), (_, given), row in zip(plain, samples, how.tokeniser.tokenise(plain), strict=True):
         is_text = isinstance(sample, PlainText)
@@ -227,7 +226,6 @@ def _fit(row: Tokens, rule: str, size: int, target: float) -> MadeRow:
 
 
 def _shorten(ids: list[int], mask: list[bool], rule: str, size: int) -> tuple[list[_Ids], Counts]:
-    """Apply `rule` to a document of over `size` tokens. Returns ids and masks of its pieces, and numbers to count."""
     if rule == "drop":
         return [], Counts(too_long_dropped=1)
     if rule == "truncate":

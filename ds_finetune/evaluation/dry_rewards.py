@@ -70,7 +70,6 @@ class _RewardTrial:
     tokenizer: PreTrainedTokenizerBase
 
     def references(self, rewards: Rewards, most: int) -> ScoredAnswers:
-        """Score the reference answers of data rows, each in the form that a reward parses."""
         numbers = range(min(most, len(self.rows)))
         texts = [[_reference_text(section, self.rows.record(n)) for section in self.run.rewards] for n in numbers]
         given = [
@@ -85,7 +84,6 @@ class _RewardTrial:
         return ScoredAnswers(f"reference answers of {len(given)} records", [answers[0] for answers in given], parts)
 
     def samples(self, rewards: Rewards, most: int) -> ScoredAnswers:
-        """Score one answer to each of the first prompts, which the model samples with the run's settings."""
         folder = resolve_folder(self.run.model.path)
         check_generates(folder)
         lm = load_model(folder, "")

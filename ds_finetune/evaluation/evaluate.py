@@ -126,8 +126,6 @@ def evaluate_model(request: EvalRequest) -> EvalReport:
 
 
 class _Scoring:
-    """One evaluation: the folders of the models, the tokenizer, and notes on the rows that were read."""
-
     def __init__(self, request: EvalRequest) -> None:
         self.request = request
         self.folder = _model_folder(request.model)
@@ -136,11 +134,9 @@ class _Scoring:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Tokenizer of the evaluated model; the baseline gets its token ids too."""
         return load_tokenizer(str(self.folder))
 
     def of_documents(self) -> EvalReport:
-        """Score a language model by its loss and, with `extract`, by its answers."""
         request, base = self.request, self.base
 
         def take(rows: PreparedRows, _: int) -> list[Document]:
@@ -199,7 +195,6 @@ class _Scoring:
         return replace(self._report(sets, scores, baseline, tokens=int(scored.tokens.sum())), unit="pairs")
 
     def of_labelled_answers(self, objective: DocumentObjective) -> EvalReport:
-        """Score a language model on labelled answers by the metrics of KTO, with the baseline as reference model."""
         limit = self.request.limit
         sets = self._read(lambda rows, length: labelled_answers(rows, limit, max_seq_len=length), "answers")
         answers = list(chain.from_iterable(sets.values()))
@@ -303,7 +298,6 @@ class _Scoring:
     def _report(
         self, sets: Mapping[str, Sequence[AnyDocument]], scores: AnyScores, baseline: AnyScores | None, *, tokens: int
     ) -> EvalReport:
-        """Report the metrics of all documents and of each named set; scores are in the order of the sets."""
         per_unit = sum(map(len, sets.values())) // len(scores)
         ends = accumulate(len(documents) // per_unit for documents in sets.values())
         compared: dict[str, Mapping[str, Metric]] = {}

@@ -69,9 +69,7 @@ class Conversion:
             return self.copy_to(writer)
 
     def copy_to(self, writer: ShardWriter) -> Blocks:
-        """Write all tensors with `writer`, and return the numbers of quantised blocks. ExportError if a tensor has NaN
-        or infinity before or after the cast.
-        """
+        """Write all tensors with `writer`; returns the numbers of quantised blocks. ExportError for NaN or infinity."""
         num_threads = torch.get_num_threads()
         # Each core already runs a thread of the conversion, so torch operations use one thread each.
         torch.set_num_threads(1)

@@ -204,7 +204,7 @@ class ExportFormat:
             )
 
     def holds_weights(self, folder: Path) -> bool:
-        """Whether `folder` has weight files of this format."""
+        """Whether `folder` has weight files of this export format."""
         return any(any(folder.glob(pattern)) for pattern in self.weights)
 
     def check_runs_here(self, folder: Path) -> None:
@@ -350,9 +350,7 @@ def format_named(name: str, where: str = "format") -> ExportFormat:
 
 
 def formats_of_run(names: Sequence[str]) -> list[ExportFormat]:
-    """Look up the formats in `export.formats`; ConfigError for unknown or adapter formats, or if safetensors is not
-    first.
-    """
+    """Look up the formats in `export.formats`; ConfigError unless safetensors is first and all are of full models."""
     if list(names) != list(dict.fromkeys((SAFETENSORS.name, *names))):
         raise ConfigError(
             f"export.formats is {list(names)}",

@@ -13,7 +13,7 @@ from ds_finetune.config.units import bytes_text
 from ds_finetune.data.tokenizer_files import load_tokenizer
 
 _ROWS, _LENGTH = 8, 128
-"""Compared are this many rows of a run's data, cut to this number of tokens."""
+"""Models are compared on this many rows of a run's data, cut to this number of tokens."""
 _TEXTS, _TEXT_LENGTH, _AT_ONCE = 32, 8, 8
 """Number of sampled texts, tokens per text, and texts per forward pass; logits are [texts, tokens, vocabulary]."""
 Batch = tuple[torch.Tensor, torch.Tensor]

@@ -142,7 +142,7 @@ class FolderParts:
 
     @property
     def other_parts(self) -> list[HubTensor]:
-        """Tensors of the parts for images or sound; empty for a model of text only."""
+        """Tensors of the model's parts for images or sound; empty for a model of text only."""
         others = self.composite.others if self.composite is not None else {}
         return [HubTensor(key, stored.shape, stored.dtype) for key, stored in others.items()]
 

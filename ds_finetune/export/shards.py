@@ -52,9 +52,7 @@ Shards = Mapping[str, Sequence[HubTensor]]
 
 
 def plan_shards(tensors: Iterable[HubTensor], max_shard_bytes: int) -> Shards:
-    """Distribute tensors to weight files, in order. A new file begins if the next tensor would make the current one
-    larger than `max_shard_bytes`.
-    """
+    """Distribute tensors to weight files of at most `max_shard_bytes`, in order; only a larger tensor exceeds it."""
     files: list[list[HubTensor]] = []
     free_bytes = 0
     for tensor in tensors:
@@ -185,7 +183,6 @@ class _ShardFile:
         """Each tensor of the file with the byte offset of its data."""
 
     def open(self) -> None:
-        """Create the file with its header and its final size, unless it is already open."""
         if self._descriptor is None:
             assert self._missing, self._path
             self._descriptor = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
@@ -207,7 +204,6 @@ class _ShardFile:
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def count(self, num_bytes: int) -> bool:
-        """Count `num_bytes` as written. Returns whether the file is now complete."""
         self._missing -= num_bytes
         return self._missing == 0
 

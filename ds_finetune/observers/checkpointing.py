@@ -1,6 +1,4 @@
-"""Saves checkpoints at an interval of steps or time, at the last step and after a signal. If a save in the background
-fails, the next step reports it.
-"""
+"""Saves checkpoints at an interval, at the last step and after a signal; the next step reports a failed save."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -85,9 +83,7 @@ class Checkpointing:
             self._report(self.saver.settle(wait=True))
 
     def _report(self, outcome: SaveResult | None) -> bool:
-        """Report a failed save, or remove checkpoints that a saved one supersedes. Returns whether the save
-        succeeded.
-        """
+        """Report a failed save, or remove checkpoints superseded by a saved one. Returns whether the save succeeded."""
         if outcome is None:
             return False
         folder = self.saver.folder

@@ -1,6 +1,4 @@
-"""Evaluation on held-out data: loss, perplexity, token accuracy and exact match. Also early stopping, and keeping the
-best weights.
-"""
+"""Evaluation on held-out data (loss, perplexity, accuracy, exact match), early stopping, and best weights."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -13,9 +13,7 @@ a callable without arguments that returns an observer.
 
 
 def load_observers(names: Sequence[str]) -> list[Observer]:
-    """Make the observers that installed packages offer under `names`. ConfigError if no package offers a name, or if an
-    observer cannot be made.
-    """
+    """Make the observers that installed packages offer under `names`; ConfigError for one that cannot be made."""
     offered = {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
     for name in names:
         if name not in offered:
@@ -48,9 +46,7 @@ class OutsideObservers(Observer):
         self._observers, self._gather = observers, gather
 
     def after_step(self, record: StepRecord) -> StepRecord:
-        """Call the observers with the record of a step. Collective: all ranks take the reason to stop of the lowest
-        rank that has one.
-        """
+        """Call the observers with a step's record; collective. All ranks take the lowest rank's reason to stop."""
         for observer in self._observers:
             record = _seen(observer, record)
         reason = next(filter(None, self._gather(record.stop)), "")

@@ -62,9 +62,7 @@ class Resumable(Protocol):
 
 
 class Remembering(Observer):
-    """Base class of an observer that is saved in checkpoints. Its state is the attributes named in `saved`, which hold
-    plain values.
-    """
+    """Base class of an observer whose attributes named in `saved`, plain values, are saved in checkpoints."""
 
     saved: ClassVar[tuple[str, ...]]
 

@@ -22,12 +22,10 @@ from ds_finetune.observers.record import Observer, Remembering, StepRecord
 from ds_finetune.observers.writers import LineFile
 
 _MOST_STEPS = 50
-"""Number of steps over which loads of experts are summed before they are judged. A run of fewer than 500 steps sums
-over a tenth of its steps.
-"""
+"""Number of steps, at most a tenth of the run, over which loads of experts are summed before they are judged."""
 _ENOUGH_TOKENS = 20
-"""Mean number of tokens per expert from which loads are judged. With even loads, an expert then gets no token with a
-probability of only e^-20.
+"""Loads are judged if experts have at least this mean number of tokens. With even loads, an expert then gets no token
+with a probability of only e^-20.
 """
 _MANY_DEAD, _MORE_DEAD = 0.1, 0.01
 """The warning about loads is printed if the fraction _MANY_DEAD of experts gets no token, or if the fraction without

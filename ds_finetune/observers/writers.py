@@ -26,9 +26,7 @@ MAX_WAITING = 10_000
 """Maximum number of records that wait in memory to be written. Beyond it, the oldest are dropped."""
 _LONGEST_PAUSE = 16
 MOST_SAMPLES = 8
-"""Number of answers that an evaluation saves of each held-out set. They are answers to its first prompts, so that
-answers to one prompt can be compared over time.
-"""
+"""An evaluation saves this many answers of each held-out set, to its first prompts, to compare them over time."""
 
 
 def one_line(failed: Exception) -> str:
@@ -117,9 +115,7 @@ class LineFile:
 
 
 class MetricsFile(LineFile):
-    """Writes `metrics.jsonl`: a JSON object per optimizer step. Metrics that are NaN or infinite become null, and
-    `non_finite` lists their names.
-    """
+    """Writes `metrics.jsonl`, a JSON object per step; `non_finite` lists NaN and infinite metrics, which are null."""
 
     def after_step(self, record: StepRecord) -> StepRecord:
         """Write the metrics of the step as a line of `metrics.jsonl`."""

@@ -235,7 +235,7 @@ class AnswerStreamer(DirectStreamer):
         for item in items if rest else []:
             self._enqueue(item)
         if self._decode_stream.is_stopped:
-            # Without this, transformers could report a text cut at a stop text as "length"
+            # If max_new_tokens stayed set, a text cut at a stop text could be reported as "length"
             # (cli/serving/chat_completion.py:257, 301).
             self._settings.max_new_tokens = None
         super().end()

@@ -250,7 +250,6 @@ class AnswerRoute:
             raise RequestError(400, f"token {beyond[0]} is not in the vocabulary of {size}", param="logit_bias")
 
     def _max_tokens(self, request: AnswerRequest, prompt: int) -> int:
-        """Maximum tokens of an answer; RequestError where it and the prompt do not fit into the model's context."""
         if not prompt:
             raise RequestError(400, "the prompt has no tokens", param="prompt")
         context, requested = self._served.context, request.max_new_tokens

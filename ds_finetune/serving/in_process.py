@@ -76,12 +76,10 @@ def _inputs(tokenizer: Any, messages: Sequence[Message]) -> Any:  # noqa: ANN401
 
 
 def _context(model: Any) -> float:  # noqa: ANN401 - of transformers
-    """Maximum number of tokens of prompt and answer; infinite where the model's config has none."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
 
 
 def _room(tokens: int, context: float) -> float:
-    """Number of tokens that fit after a prompt of `tokens` tokens. ExportError if the prompt is empty or too long."""
     if not tokens:
         raise ExportError(f"the prompt has {tokens} tokens, and a model needs at least one", hint="write a text")
     if tokens >= context:
@@ -119,7 +117,6 @@ def classify(folder: Path, texts: Sequence[str]) -> list[dict[str, float]]:
 
 
 def _check_text(text: str) -> None:
-    """Raise ExportError for a text from the command line or a terminal with bytes that are no characters."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -104,7 +104,7 @@ def gpu_models() -> list[str]:
 
 
 def query_gpus() -> list[Gpu]:
-    """GPUs with their memory as nvidia-smi reports them; empty where it is not installed or finds no driver."""
+    """GPUs with their memory; empty where nvidia-smi is not installed or finds no driver."""
     if not shutil.which("nvidia-smi"):
         return []
     query = [
@@ -133,9 +133,7 @@ def interfaces() -> dict[str, list[str]]:
 
 
 def interface_towards(address: str) -> str:
-    """Name of the network interface by which this host reaches `address`, or that owns `address`; empty without a
-    route. No packet is sent.
-    """
+    """Network interface by which this host reaches `address`, or that owns it; empty without route. Sends nothing."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as connection:
         try:

@@ -132,7 +132,6 @@ def _write_tensors(
 
 
 def _notes(tensors: list[GgufTensor], hub: HubFolder, quantise: str) -> list[str]:
-    """Notes for the user on GGUF tensors that stay in f16 because of their row width, and on tensors left out."""
     in_f16 = [tensor for tensor in tensors if tensor.kind == KINDS["f16"]] if quantise == "q8_0" else []
     notes = [
         f"{len(in_f16)} tensors are kept in f16, since their rows are no multiple of 32 elements, e.g. {tensor.name} "

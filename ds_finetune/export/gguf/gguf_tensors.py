@@ -121,7 +121,7 @@ def _stacked_experts(keys: Sequence[str], family: Family) -> dict[str, list[str]
 
 
 _View = tuple[str, tuple[int, ...], int, Change | None]
-"""A GGUF tensor made from a published one: the name that the library gguf looks up, shape, `group` and `change`."""
+"""How to make a GGUF tensor from a published one: name for the library gguf, shape, `group` and `change`."""
 
 
 def _views(key: str, shape: tuple[int, ...], config: PretrainedConfig, family: Family) -> list[_View]:
@@ -149,9 +149,7 @@ def _keys_and_values(prefix: str, shape: tuple[int, ...], config: PretrainedConf
 
 
 def _outputs_first(key: str, shape: tuple[int, ...]) -> list[_View]:
-    """Make GGUF tensors of expert weights published as [experts, inputs, outputs], with gate and up columns in
-    turns.
-    """
+    """Make GGUF tensors of weights published as [experts, inputs, outputs], with gate and up columns in turns."""
     start, bias, _ = key.partition("_bias")
     turns = {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}
     views: list[_View] = []

@@ -25,9 +25,7 @@ Floats = NDArray[np.float32]
 TOLERANCES = {np.dtype(np.float32): 1e-4, np.dtype(np.float16): 2e-2}
 """Largest accepted difference of logits, relative to the largest logit, by dtype of the ONNX graph."""
 FLIPPED_FRACTION = 0.1
-"""Fraction of positions that may exceed the tolerance in fp16 models with routed experts, where rounding can change the
-choice of experts.
-"""
+"""Fraction of positions that may exceed the tolerance in fp16, where rounding can change the choice of experts."""
 NEW_TOKENS = 8
 _PRODUCT_NUMEL = 2**22
 """Number of elements of a 16-bit matrix that are cast to fp32 at a time."""
@@ -161,8 +159,8 @@ def make_reference(folder: Path) -> Reference:
 
 
 class _ProductsInFp32(TorchFunctionMode):
-    """torch function mode that multiplies 16-bit weight matrices in fp32. It casts some rows of a matrix at a time, so
-    that the weights stay in memory-mapped files.
+    """torch function mode that multiplies 16-bit weights in fp32, some rows at a time, so that weights stay in
+    files.
     """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401 - every function of torch
@@ -219,8 +217,7 @@ def compare(folder: Path, reference: Reference) -> OnnxComparison:
     beyond = int((~(all_distances <= tolerance)).sum())
     differing = None
     if engine is not None and reference.tokens is not None and reference.leads is not None:
-        # Tokens are compared after equal earlier tokens, and only if their lead over the second best exceeds the
-        # tolerance.
+        # Tokens are compared after equal earlier tokens, if their lead over the second best exceeds the tolerance.
         best = generate_tokens(engine, reference.tokens)[1].argmax(dim=-1).numpy()
         differing = int(((best != reference.chosen) & (reference.leads > tolerance)).sum())
     failures = []

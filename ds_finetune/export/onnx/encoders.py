@@ -148,9 +148,7 @@ def _post_norm_states(encoder: _EncoderModules, positions: str, token_types: str
 
 
 def _pre_norm(encoder: _EncoderModules) -> str:
-    """Add an encoder with norms before attention and MLP (ModernBERT, arXiv 2412.13663); returns class scores. Some
-    layers have attention with a sliding window.
-    """
+    """Add an encoder with norms before attention and MLP (ModernBERT, arXiv 2412.13663); returns class scores."""
     graph, layers, config = encoder.graph, encoder.layers, encoder.config
     kinds = sorted(set(config.layer_types))
     windows = {"full_attention": None, "sliding_attention": config.sliding_window}

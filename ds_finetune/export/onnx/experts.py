@@ -94,9 +94,7 @@ def _in_groups(graph: Graph, scores: str, groups: int, experts: int) -> str:
 
 
 def _in_best_groups(graph: Graph, group_scores: str, config: PretrainedConfig, experts: int) -> str:
-    """Mask [tokens, experts] of experts in each token's `topk_group` best groups; `group_scores` is [tokens,
-    groups].
-    """
+    """Mask [tokens, experts] of the experts in each token's best groups, by `group_scores` [tokens, groups]."""
     groups = config.n_group
     _, index = _top(graph, group_scores, config.topk_group)
     none = graph.op("ConstantOfShape", graph.op("Shape", group_scores))

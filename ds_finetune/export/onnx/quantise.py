@@ -131,7 +131,6 @@ class _Matrix:
             yield packed
 
     def node(self, node: onnx.NodeProto) -> onnx.NodeProto:
-        """Make the node MatMulNBits that replaces the node MatMul `node`."""
         (rows, columns), bits = self.read().shape, self.quantizer.config.bits
         sizes = {"K": rows, "N": columns, "bits": bits, "block_size": _BLOCK}
         inputs = [node.input[0], *self.names]

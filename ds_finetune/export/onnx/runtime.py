@@ -78,9 +78,7 @@ class OnnxModel:
         return logits, new_cache
 
     def logits(self, ids: np.ndarray, mask: np.ndarray, chunks: tuple[int, ...]) -> np.ndarray:
-        """Logits [rows, length, vocabulary] of `ids`, fed in chunks of `chunks` tokens that use the cache of earlier
-        ones.
-        """
+        """Logits [rows, length, vocabulary] of `ids`, fed in chunks of `chunks` tokens with a cache."""
         cache, parts, end = self.empty_cache(len(ids)), [], 0
         for size in chunks:
             part, cache = self.run(ids[:, end : end + size], mask[:, : end + size], cache)
@@ -98,9 +96,7 @@ class OnnxScorer:
         self.names = [entry.name for entry in self._session.get_inputs()]
 
     def logits(self, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Logits, fp32 [rows, labels], for `inputs` by name, int64 [rows, tokens]; inputs not in the graph are
-        ignored.
-        """
+        """Logits, fp32 [rows, labels], for `inputs` by name, int64 [rows, tokens]; unknown inputs are ignored."""
         (logits,) = self._session.run(["logits"], {name: inputs[name] for name in self.names})
         return logits.astype(np.float32)  # type: ignore[no-any-return]
 

@@ -214,8 +214,6 @@ def read_deepspeed_checkpoint(folder: Path) -> TensorSource:
 
 @dataclass(frozen=True)
 class _States:
-    """Contents of a file of model or optimizer states, with tensors on the meta device."""
-
     file: DataFile
     values: dict[str, Any]
 

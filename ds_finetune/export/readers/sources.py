@@ -212,8 +212,6 @@ def check_base(digest: str, folder: Path, *, label: str) -> None:
 
 @dataclass(frozen=True)
 class _Adapters:
-    """LoRA adapters of a model: names of the adapted weights, and a function from a name to its adapter."""
-
     names: Collection[str]
     factors: Callable[[str], Factors]
     trained: TensorSource | None

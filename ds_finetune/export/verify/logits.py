@@ -23,9 +23,7 @@ _LIMIT_16_BIT, _NOISE_FACTOR, _HIGHEST_LIMIT = 1e-3, 3.0, 0.05
 _NOISE_FACTOR_FP8, _HIGHEST_LIMIT_FP8 = 2.0, 0.15
 _QUANTILE = 0.9
 _PADDED_LIMIT = 1e-4
-"""Largest difference, relative to the largest logit, between a classifier's fp32 logits of a padded batch and single
-texts.
-"""
+"""Largest relative difference between a classifier's fp32 logits of a padded batch and of single texts."""
 _POLL_SECONDS = 0.5
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -108,9 +106,7 @@ def _run(command: list[str], environ: dict[str, str], line: PhaseLine) -> subpro
 
 
 def compare_logits(record: ExportRecord, loaded: LoadedFolder) -> tuple[list[str], list[str]]:
-    """Compare an export's logits with its verification record; returns lines on differences, and on what was
-    compared.
-    """
+    """Compare an export's logits with its record; returns lines on differences, and on what was compared."""
     report, logits = loaded.report, loaded.logits
     assert logits is not None
     name = f"{report['versions']} in {report['dtype']} on {report['device']}, without ds_finetune"
@@ -153,9 +149,7 @@ def compare_padding(record: ExportRecord, loaded: LoadedFolder) -> tuple[list[st
 
 
 def compare_tokens(record: ExportRecord, loaded: LoadedFolder) -> tuple[list[str], list[str]]:
-    """Compare an exported tokenizer's ids with its verification record; returns lines on differences, and on
-    matches.
-    """
+    """Compare an exported tokenizer's ids with its record; returns lines on differences, and on matches."""
     count = len(record.texts)
     if not count:
         return [], []
@@ -193,7 +187,6 @@ def _compare_with_run(record: ExportRecord, expected: Floats, loaded: LoadedFold
 
 
 def _limit(record: ExportRecord, loaded: LoadedFolder, logits: Floats) -> float:
-    """Deviation of logits that nine tenths of the positions must not exceed."""
     lengths, fp32 = record.lengths(), logits if loaded.fp32 is None else loaded.fp32
     rounding = deviations(logits, fp32, lengths)
     if loaded.perturbed is not None:

@@ -107,7 +107,7 @@ class ExportRecord:
 
     @property
     def stride(self) -> int:
-        """Distance between the sampled logits of one position; 1 for a classifier, whose logits are all recorded."""
+        """Step between the recorded logits of a position; 1 for a classifier, whose logits are all recorded."""
         return 1 if self.num_labels else sampling_stride(self.vocab_size)
 
     @property
@@ -116,7 +116,7 @@ class ExportRecord:
         return len(self.prompts) if self.num_labels else sum(len(prompt) for prompt in self.prompts)
 
     def lengths(self) -> list[int]:
-        """Number of sampled logits of each position."""
+        """Number of recorded logits of each position of the prompts."""
         if self.num_labels:
             return [self.num_labels] * self.num_positions
         return [len(range(number % self.stride, self.vocab_size, self.stride)) for number in range(self.num_positions)]
@@ -168,7 +168,7 @@ class ExportRecord:
 
 
 def sampling_stride(vocab_size: int) -> int:
-    """Distance between the recorded logits of one position of a language model."""
+    """Step between the recorded logits of a position for a language model."""
     return -(-vocab_size // _SAMPLED_LOGITS)
 
 

@@ -274,7 +274,6 @@ class PlainLoop:
 
     @torch.no_grad()
     def _baseline(self, batch: Batch) -> float:
-        """KTO's baseline z0 of the batch; 0 for other objectives."""
         if not self._objective.needs_baseline:
             return 0.0
         parts = map(self._with_reference, self._layout(replace(batch, micro=batch.baseline)))

@@ -169,9 +169,7 @@ def first_moments(engine: Engine) -> dict[str, torch.Tensor]:
 
 
 def first_gradients(engine: Engine) -> dict[str, torch.Tensor]:
-    """Gradients of the first step by parameter name, computed from Adam's first moments. After one step, a first moment
-    is (1 - beta1) times the gradient.
-    """
+    """Gradients of the first step by parameter name: Adam's first moments, divided by 1 - beta1."""
     return of_all_stages(engine, {name: moment / (1 - BETAS[0]) for name, moment in first_moments(engine).items()})
 
 
@@ -288,7 +286,7 @@ def compare_layout(run: RunSettings, world: World, device: str, folder: Path, *,
     # from_pretrained builds has uninitialised rotary frequencies.
     is_leader = world.rank == 0
     model = plan_model(hf_config, run)
-    # Notes on compiled ops were already printed before the first layout.
+    # Notes on compiled operators were printed before the first layout, so they are not printed again.
     plan = complete_features(build_ops(plan, all_gather_object, lambda _: None), model)
     router = model.router if run.router is not None else None
     adapters = PlainAdapters(run.lora, plan.train.seed) if run.lora is not None else None

@@ -98,9 +98,7 @@ def add_random_layer(model: PreTrainedModel) -> None:
 
 
 class PlainMtp:
-    """The multi-token prediction layer of a transformers model, with weights from the model's folder. Each forward pass
-    of the model must have one unpadded document.
-    """
+    """Multi-token prediction layer of a transformers model, for forward passes of one unpadded document each."""
 
     def __init__(self, model: PreTrainedModel, folder: Path, section: MtpConfig) -> None:
         self._model: Any = model
@@ -108,8 +106,7 @@ class PlainMtp:
         self._layer = add_layer(model)
         self.prefix = f"model.layers.{model.config.num_hidden_layers}."
         self._load(folder)
-        # The config gets the number of prediction layers, so that their adapters are planned like those of other
-        # layers.
+        # The config gets the number of prediction layers, so that their adapters are planned too.
         set_mtp_layers(model.config, 1)
         if family_of(model.config.model_type).compresses:
             model.get_decoder().hc_head.register_forward_pre_hook(self._keep_streams)
@@ -191,8 +188,7 @@ class PlainRouters:
             module.register_forward_hook(lambda _, __, output, number=number: self._see(number, output))
         if not plan.section.train:
             for name, parameter in model.named_parameters():
-                # With router.train false, the router of a multi-token prediction layer is frozen too, although it is
-                # not balanced.
+                # With router.train false, a prediction layer's router is frozen too, although it is not balanced.
                 if f".{plan.kind.module}." in name:
                     parameter.requires_grad_(False)
 
@@ -273,7 +269,6 @@ class _LowRankSum(nn.Module):
         self._scale = scale
 
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        """Add the LoRA adapter to `weight`."""
         return weight + self._scale * (self.lora_B @ self.lora_A)
 
 

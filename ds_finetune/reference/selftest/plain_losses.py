@@ -25,7 +25,7 @@ _LOG = torch.nn.functional.logsigmoid
 
 
 class Answer(NamedTuple):
-    """A sample as an answer, for objectives that compare answers."""
+    """The answer of a sample, for objectives that compare answers."""
 
     logp: torch.Tensor
     """Log-probability of the answer in nats, summed over its supervised tokens, fp64 scalar."""

@@ -184,7 +184,6 @@ def _clip(model: nn.Module, max_grad_norm: float, results: Steps, mtp: PlainMtp 
 
 
 def _keep_gradients(model: nn.Module, results: Steps) -> None:
-    """Record in `results` all gradients of the first step, and those of adapters in the second."""
     if len(results.losses) > 2:
         return
     grads = {trained_name(name): param.grad for name, param in model.named_parameters() if param.grad is not None}
@@ -208,9 +207,7 @@ def _counts(objective: ObjectiveConfig) -> dict[str, int]:
 
 @torch.no_grad()
 def _baseline(model: nn.Module, problem: _Problem) -> float:
-    """KTO's baseline z0: the mean of log p - log p_reference over all mismatched answers, at least 0; 0 for other
-    objectives.
-    """
+    """KTO's z0: the mean log p - log p_reference of mismatched answers, at least 0; 0 for other objectives."""
     if "baseline" not in problem.objective.row.needs:
         return 0.0
     logps = [_log_probs(model, *sample).double().sum().item() for sample in mismatched_samples()]

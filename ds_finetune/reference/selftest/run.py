@@ -327,7 +327,6 @@ def _cases_of_run(run: RunSettings, world: World, device: str) -> list[LayoutCas
 
 
 def _left_out(run: RunSettings) -> list[str]:
-    """Settings of the run that the selftest leaves out when it compares the layout."""
     settings = (
         (run.indexer.train, "indexer.train true"),
         (bool(run.inexact), f"inexact {', '.join(run.inexact)}"),
