@@ -27,13 +27,13 @@ LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
 FILE = re.compile(r"(?<![\w./*-])(?:tests|scripts|docs|ds_configs|hostfiles|ds_finetune)/[\w./-]*\w/?")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
-COMMAND = re.compile(r"^\s*(?:\$ )?ds-finetune (.*)|ds_finetune/train\.py (.*)")
+COMMAND = re.compile(r"^\s*(?:\$ )?ds-finetune (.*?)(?: &)?$|ds_finetune/train\.py (.*)")
 OPTIONAL = re.compile(r"\[([^\[\]]*)\]")
 MISSING = re.compile(r"the following arguments are required|one of the arguments")
 SHOWN = ("docs", "examples", "scripts", "ds_configs", "bench", ".ci")
 """Folders with commands that users type or start."""
 NAMES = ("RUN.yaml", "X", "Y")
-"""Placeholders for what a mention such as `ds-finetune launch --emit docker` leaves out."""
+"""Placeholders for what a mention such as `ds-finetune launch --dry-run` leaves out."""
 MINIMAL: dict[str, Any] = {"model": "m", "data": {"train": "t.jsonl"}, "output_dir": "o"}
 HEREDOC = re.compile(r"^cat > \S*\.yaml <<'END'\n(.*?)^END$", re.MULTILINE | re.DOTALL)
 GPU_ROWS = {

@@ -8,12 +8,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ds_finetune.cli.arguments import Arguments, Commands, add_command, add_overrides, port, positive
+from ds_finetune.cli.arguments import Arguments, Commands, add_command, add_overrides, port
 from ds_finetune.cli.doctor import add_host_options, hosts_of
 from ds_finetune.config.hostfile import Host
 from ds_finetune.config.schema import RunConfig, read_config
 from ds_finetune.console.phase_line import Say
-from ds_finetune.console.tables import show_line, show_piece
+from ds_finetune.console.tables import show_line
 from ds_finetune.errors import LaunchError
 from ds_finetune.system.world import DEFAULT_PORT
 
@@ -43,13 +43,6 @@ def add_commands(commands: Commands) -> None:
     launch.add_argument("--port", type=port, default=0, help=text)
     text = "print ranks, environment and commands, and contact no host"
     launch.add_argument("--dry-run", action="store_true", help=text)
-    text = "write a file for a service that starts the ranks itself, and start nothing"
-    launch.add_argument("--emit", choices=("slurm", "k8s", "docker"), help=text)
-    launch.add_argument("--name", default="ds-finetune", help="name of the emitted job (default ds-finetune)")
-    text = "time limit of the emitted job (default 24:00:00)"
-    launch.add_argument("--time", default="24:00:00", metavar="[D-]HH:MM:SS", help=text)
-    text = "CPU cores for each rank of the emitted job (default 8)"
-    launch.add_argument("--cpus", type=positive, default=8, help=text)
 
 
 def _hosts(arguments: Arguments, nproc: int | None) -> tuple[Host, ...]:
@@ -80,14 +73,11 @@ def _launch(arguments: Arguments) -> None:
     from ds_finetune.cluster.launch.environment import carried_variables, environment_files
 
     files = environment_files(os.environ, home=Path.home(), directory=Path.cwd())
-    whole_allocation = arguments.launcher == "slurm" and not arguments.hostfile and not arguments.emit
-    is_local = not (arguments.hostfile or arguments.emit or whole_allocation)
+    whole_allocation = arguments.launcher == "slurm" and not arguments.hostfile
+    is_local = not (arguments.hostfile or whole_allocation)
     environment = carried_variables(os.environ, arguments.env, files, is_local=is_local)
     hosts = () if whole_allocation else _hosts(arguments, arguments.nproc)
     job = _job(arguments, hosts, environment)
-    if arguments.emit:
-        _emit(arguments, job)
-        return
     from ds_finetune.cluster.launch.remote import Remote
 
     remote = Remote.from_environment(arguments.ssh_args)
@@ -96,13 +86,12 @@ def _launch(arguments: Arguments) -> None:
             show_line(line)
         _show(config, job, remote, launcher=arguments.launcher)
         return
-    from ds_finetune.cluster.launch.run import show_if_open
-
-    # Lines are printed by another thread, so that a slow disk or a stopped pager does not delay the run.
+    # Another thread prints the lines, so that a slow disk or a stopped pager does not delay the run. An error in that
+    # thread, such as that of a closed pipe, does not end the run.
     with ThreadPoolExecutor(max_workers=1) as screen:
 
         def say(line: str) -> None:
-            screen.submit(show_if_open, show_line, line)
+            screen.submit(show_line, line)
 
         for line in environment.lines():
             say(line)
@@ -130,28 +119,15 @@ def _job(arguments: Arguments, hosts: tuple[Host, ...], environment: "CarriedVar
     )
 
 
-def _emit(arguments: Arguments, job: "Job") -> None:
-    from ds_finetune.cluster.launch.emit import EmitRequest, render_file
-
-    named = frozenset(text.partition("=")[0] for text in arguments.env)
-    request = EmitRequest(job=job, name=arguments.name, named=named, time=arguments.time, cpus=arguments.cpus)
-    show_piece(render_file(arguments.emit, request))
-
-
 def _show(config: RunConfig, job: "Job", remote: "Remote", *, launcher: str) -> None:
-    from ds_finetune.cluster.launch.commands import dry_run_lines, rank_map
+    from ds_finetune.cluster.launch.commands import dry_run_lines
     from ds_finetune.cluster.launch.run import check_plan
-    from ds_finetune.plan.mesh import Mesh
     from ds_finetune.plan.settings import RunSettings
 
     if job.hosts:
         check_plan(RunSettings.of(config), job.hosts, "cpu" if job.variables.get("DS_ACCELERATOR") == "cpu" else "cuda")
-        for line in rank_map(job.hosts, Mesh.of(config.parallel, world_size=job.world_size, rank=0)):
-            show_line(line)
     for line in dry_run_lines(job, launcher, environ=os.environ, ssh_args=remote.ssh_args):
         show_line(line)
-    if launcher == "torchrun":
-        show_line("started by torch's agent on each host over ssh, at a free port (docs/how-to/several-machines.md)")
 
 
 def _run_with_agents(config: RunConfig, job: "Job", remote: "Remote", port: int, say: Say) -> int:

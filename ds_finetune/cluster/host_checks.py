@@ -7,12 +7,11 @@ import ipaddress
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, chain, combinations
+from itertools import chain, combinations
 from typing import Literal
 
 from ds_finetune.cluster.launch.remote import Remote, address_of, is_here
 from ds_finetune.config.hostfile import Host
-from ds_finetune.plan.mesh import Axis, Mesh
 from ds_finetune.system.info import PACKAGES, HostInfo
 from ds_finetune.system.versions import EXTRAS, UNTESTED, outside_ranges, pip_install
 from ds_finetune.system.world import World
@@ -66,20 +65,6 @@ def world_of(hosts: Sequence[Host], launcher: str) -> World:
     """The `World` of a run with a rank for each slot of `hosts`, as rank 0 sees it. Error messages name `launcher`."""
     slots = [host.slots for host in hosts]
     return World(0, sum(slots), 0, slots[0], launcher)
-
-
-def ranks_of(hosts: Sequence[Host]) -> list[range]:
-    """The ranks that run on each host. Ranks are numbered in the order of `hosts`."""
-    ends = list(accumulate(host.slots for host in hosts))
-    return [range(end - host.slots, end) for host, end in zip(hosts, ends, strict=True)]
-
-
-def groups_of(mesh: Mesh, axes: Sequence[Axis]) -> dict[str, list[list[int]]]:
-    """The groups of ranks that communicate, by the name of their parallel axis; `ep` stands for expert parallelism.
-    Axes of size 1 are left out.
-    """
-    groups = {str(axis): mesh.groups(axis) for axis in axes if getattr(mesh, axis) > 1}
-    return groups | ({"ep": mesh.expert_groups()} if mesh.ep > 1 else {})
 
 
 def rank_device(infos: Mapping[str, HostInfo], environ: Mapping[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""What the pods of the emitted Kubernetes job run, on two hosts that have the pods' names: the same losses as one host."""
+"""The documented command of Kubernetes pods, on two hosts that have the pods' names: the same losses as one host."""
 
 import os
 import signal
@@ -8,27 +8,23 @@ from typing import Any
 import pytest
 import yaml
 
-from ds_finetune.cluster.launch.emit import EmitRequest, render_file
 from tests.cluster.bed import Bed
-from tests.cluster.training import ZERO3, Started, job_on, losses_of_two_ranks, name_hosts, started, traveling
+from tests.cluster.training import ZERO3, Started, documented, losses_of_two_ranks, name_hosts, started, traveling
 from tests.running import metrics, tiny_task
 
 pytestmark = pytest.mark.slow
 
 
 def _pods(bed: Bed, folder: Path, **sections: Any) -> list[Started]:
-    """Start what the emitted job's pods run, each on a host of its own."""
-    job = job_on(bed, tiny_task(folder, deepspeed=ZERO3, **sections), 1, 1)
-    service, manifest = yaml.safe_load_all(render_file("k8s", EmitRequest(job=job, name="tiny", cpus=1)))
-    (container,) = manifest["spec"]["template"]["spec"]["containers"]
+    """Start what the pods run, each on a host of its own."""
+    text = documented("Kubernetes").replace("NAME", "tiny").replace("--nnodes=4", "--nnodes=2")
+    text = text.replace("--nproc-per-node=8", "--nproc-per-node=1")
+    container = yaml.safe_load(text.replace("RUN.yaml", str(tiny_task(folder, deepspeed=ZERO3, **sections))))
     # Names of an Indexed Job's pods in its headless Service, within one namespace.
-    count = manifest["spec"]["completions"]
-    name_hosts(bed, [f"{manifest['metadata']['name']}-{index}.{service['metadata']['name']}" for index in range(count)])
-    image = {
-        name: value for name, value in traveling().items() if name in ("PATH", "PYTHONPATH", "TORCH_EXTENSIONS_DIR")
-    }
-    environ = {"HOME": os.environ["HOME"], **image, **{entry["name"]: entry["value"] for entry in container["env"]}}
-    words = [*container["command"], *container["args"]]
+    name_hosts(bed, [f"tiny-{index}.tiny" for index in range(2)])
+    environ = traveling() | {entry["name"]: entry["value"] for entry in container["env"]}
+    environ["HOME"] = os.environ["HOME"]
+    words = container["command"]
     return [
         started(
             bed,
@@ -37,7 +33,7 @@ def _pods(bed: Bed, folder: Path, **sections: Any) -> list[Started]:
             folder,
             number=index + 1,
         )
-        for index in range(count)
+        for index in range(2)
     ]
 
 

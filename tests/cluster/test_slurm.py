@@ -1,10 +1,11 @@
-"""A real Slurm on three hosts: srun in an allocation, the emitted script under sbatch, a killed rank, and a job out of
+"""A real Slurm on three hosts: srun in an allocation, the documented script under sbatch, a killed rank, and a job out of
 time.
 """
 
 import os
 import re
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,15 +14,15 @@ from pathlib import Path
 import pytest
 
 from ds_finetune.cluster.launch.commands import Job
-from ds_finetune.cluster.launch.emit import EmitRequest, render_file
 from ds_finetune.config.hostfile import Host
 from tests.cluster.bed import Bed
 from tests.cluster.slurm import Slurm, allocate, why_no_slurm
-from tests.cluster.training import ZERO3, job_on, losses_of_two_ranks, ranks_of, started, traveling
+from tests.cluster.training import ZERO3, documented, job_on, losses_of_two_ranks, ranks_of, started, traveling
 from tests.running import metrics, tiny_task
 
 SECONDS = 200
 LONG = {"for": "5000 steps"}
+NODES = "--nodes=2 --ntasks-per-node=1 --cpus-per-task=1"
 pytestmark = pytest.mark.slow
 
 
@@ -72,16 +73,20 @@ def test_a_killed_rank_ends_all(bed: Bed, slurm: Slurm) -> None:
 
 
 def _script(bed: Bed, folder: Path, **sections: object) -> str:
-    """The emitted script of a tiny run, in a file."""
-    job = job_on(bed, tiny_task(folder, deepspeed=ZERO3, **sections), 1, 1)
-    (folder / "job.sh").write_text(render_file("slurm", EmitRequest(job=job, name="tiny", cpus=1, time="00:30:00")))
+    """The documented script with the values of a tiny run, in a file."""
+    run_file = str(tiny_task(folder, deepspeed=ZERO3, **sections))
+    script = documented("Slurm").replace("--nodes=4 --ntasks-per-node=8 --cpus-per-task=8 --gpus-per-node=8", NODES)
+    script = script.replace("ds-finetune", f"{sys.executable} -m ds_finetune").replace("RUN.yaml", run_file)
+    assert NODES in script
+    assert run_file in script
+    (folder / "job.sh").write_text(script)
     return str(folder / "job.sh")
 
 
-def test_the_emitted_script_trains(bed: Bed, slurm: Slurm, wanted: list[float]) -> None:
+def test_the_documented_script_trains(bed: Bed, slurm: Slurm, wanted: list[float]) -> None:
     folder = bed.shared / "sbatch"
     script = _script(bed, folder)
-    done = slurm.run(["sbatch", "--wait", f"--output={folder}/log", script], timeout=SECONDS)
+    done = slurm.run(["sbatch", "--wait", f"--output={folder}/log", script], traveling(), timeout=SECONDS)
     log = (folder / "log").read_text()
     assert done.returncode == 0, done.stderr + log + slurm.logs()
     assert "started by srun" in log
@@ -91,7 +96,7 @@ def test_the_emitted_script_trains(bed: Bed, slurm: Slurm, wanted: list[float]) 
 def test_a_script_that_fails_is_not_queued_again(bed: Bed, slurm: Slurm) -> None:
     folder = bed.shared / "fails"
     script = _script(bed, folder, data={"train": "nowhere.jsonl"})
-    done = slurm.run(["sbatch", "--wait", f"--output={folder}/log", script], timeout=SECONDS)
+    done = slurm.run(["sbatch", "--wait", f"--output={folder}/log", script], traveling(), timeout=SECONDS)
     assert done.returncode != 0
     assert "nowhere.jsonl" in (folder / "log").read_text()
     assert slurm.run(["squeue", "--noheader"], timeout=20).stdout == ""
@@ -101,12 +106,12 @@ def test_out_of_time_it_saves_and_is_queued_again(bed: Bed, slurm: Slurm) -> Non
     """The signal of `#SBATCH --signal` comes by the minute, so the test sends it: to the script alone, as `B:` says."""
     folder = bed.shared / "signalled"
     script = _script(bed, folder, train=LONG)
-    job = slurm.run(["sbatch", "--parsable", f"--output={folder}/log", script], timeout=20).stdout.strip()
+    job = slurm.run(["sbatch", "--parsable", f"--output={folder}/log", script], traveling(), timeout=20).stdout.strip()
     until = time.monotonic() + SECONDS
     while not (folder / "run" / "metrics.jsonl").exists():
         assert time.monotonic() < until, (folder / "log").read_text() + slurm.logs()
         time.sleep(0.3)
-    assert slurm.run(["scancel", "--batch", "--signal=USR1", job], timeout=20).returncode == 0
+    assert slurm.run(["scancel", "--batch", "--signal=TERM", job], timeout=20).returncode == 0
     while "Restarts=1" not in (shown := slurm.run(["scontrol", "show", "job", job], timeout=20).stdout):
         assert time.monotonic() < until, (folder / "log").read_text() + shown
         time.sleep(0.3)

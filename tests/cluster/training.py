@@ -1,6 +1,7 @@
 """A tiny run on the hosts of a test bed: what travels to them, and the same run on one host to compare with."""
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -54,6 +55,14 @@ def job_on(bed: Bed, run_file: Path, *slots: int) -> Job:
         sys.executable,
         ENTRY,
     )
+
+
+def documented(heading: str) -> str:
+    """The first block of code under a heading of the how-to page on several machines."""
+    page = (ROOT / "docs" / "how-to" / "several-machines.md").read_text()
+    match = re.search(rf"^## {heading}.*?^```\w+\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert match
+    return match[1]
 
 
 def losses_of_two_ranks(folder: Path) -> list[float]:

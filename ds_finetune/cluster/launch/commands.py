@@ -1,24 +1,21 @@
-"""Commands of mpirun, srun and torchrun that start the ranks of a run, and the output of `launch --dry-run`."""
+"""Commands of mpirun and srun that start the ranks of a run, and the output of `launch --dry-run`."""
 
 import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from itertools import accumulate
 
-from ds_finetune.cluster.host_checks import groups_of, ranks_of
-from ds_finetune.cluster.launch.environment import interface_variables, redacted
+from ds_finetune.cluster.launch.environment import interface_variables
 from ds_finetune.config.hostfile import Host
 from ds_finetune.config.units import spans_text
 from ds_finetune.errors import LaunchError
-from ds_finetune.plan.mesh import Axis, Mesh
 from ds_finetune.system.rank_files import RUN_ID
 from ds_finetune.system.world import slurm_nodes
 
-ENTRY_MODULE = "ds_finetune.cluster.worker"
-"""Python module that every rank runs."""
-ENTRY = ("-m", ENTRY_MODULE)
-"""The first Python arguments of every rank. They are followed by the run file and its overrides."""
+ENTRY = ("-m", "ds_finetune.cluster.worker")
+"""Arguments of Python for every rank. The run file and its overrides follow them."""
 _NEEDED_TO_START = re.compile(
     r"(?:HOME|USER|LOGNAME|SHELL|LANG|TERM|TMPDIR|KRB5CCNAME|SSH_AUTH_SOCK|PATH|LD_LIBRARY_PATH|OMPI_MCA_\w+)$"
 )
@@ -26,12 +23,6 @@ _NEEDED_TO_START = re.compile(
 _SLURM_VARIABLE = re.compile(r"(?:SLURM|SRUN|SLURMD)_\w+$")
 _KEEPALIVE_SETTINGS = {"oob_tcp_keepalive_time": "5", "oob_tcp_keepalive_intvl": "5", "oob_tcp_keepalive_probes": "2"}
 """Settings with which Open MPI notices a silent host after 15 s, instead of after eight minutes (measured)."""
-_LOGIN_VARIABLES = ("HOME", "USER", "LOGNAME")
-"""Environment variables of a login that ranks need. `srun --export` must name them, because it passes only named ones,
-Slurm's own and TMPDIR (tried with Slurm 22.05).
-"""
-_COMMANDS = 2
-"""`launch --dry-run` prints a command for each host. Of a long list it prints only this many at each end."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +129,7 @@ def srun_command(job: Job, environ: Mapping[str, str]) -> list[str]:
         raise LaunchError(
             "--launcher slurm works only in an allocation of Slurm, but SLURM_JOB_ID is not one of the "
             f"{len(environ)} environment variables",
-            hint="run this command under salloc, or write a script for sbatch with `ds-finetune launch --emit slurm`",
+            hint="run this command under salloc, or in a script for sbatch (docs/how-to/several-machines.md)",
         )
     _check_whole_hosts(job, "slurm", "remove them from the hostfile")
     placement = ["--distribution=block"]
@@ -152,16 +143,12 @@ def srun_command(job: Job, environ: Mapping[str, str]) -> list[str]:
         placement = [f"--ntasks={job.world_size}", f"--nodelist={','.join(job.names)}", "--distribution=arbitrary"]
     # srun (since 22.05) does not inherit --cpus-per-task from the job, and may then bind a rank to one core.
     cpus = [f"--cpus-per-task={environ['SLURM_CPUS_PER_TASK']}"] if "SLURM_CPUS_PER_TASK" in environ else []
-    return [*srun_options(placement + cpus, job), *job.rank_command]
-
-
-def srun_options(placement: Sequence[str], job: Job) -> list[str]:
-    """Start of an srun command: `srun`, the options `placement`, and options that all srun commands of `job` share."""
     # Without `--overlap` this step would wait forever for the cores of a shell that `srun --pty` has started.
-    names = dict.fromkeys([*_LOGIN_VARIABLES, *job.environment])
     fixed = ["--kill-on-bad-exit=1", "--overlap", "--unbuffered", "--mpi=none"]
+    # `srun --export` passes only named variables, Slurm's own and TMPDIR (tried with Slurm 22.05).
+    names = dict.fromkeys(["HOME", "USER", "LOGNAME", *job.environment])
     fixed += [f"--chdir={job.directory}", f"--export={','.join(names)}"]
-    return ["srun", *placement, *fixed]
+    return ["srun", *placement, *cpus, *fixed, *job.rank_command]
 
 
 def starting_environment(job: Job, environ: Mapping[str, str], *, slurm: bool = False) -> dict[str, str]:
@@ -179,16 +166,6 @@ def starting_environment(job: Job, environ: Mapping[str, str], *, slurm: bool = 
     return needed | job.environment
 
 
-def torchrun_commands(job: Job) -> list[list[str]]:
-    """The command of `torchrun` on each host, in the order of the hosts, for `launch --dry-run`, which prints them."""
-    started = [f"--master-addr={job.master_addr}", f"--master-port={job.master_port}"]
-    started += [*job.entry, job.run, *job.overrides]
-    return [
-        ["torchrun", f"--nnodes={len(job.hosts)}", f"--node-rank={index}", f"--nproc-per-node={host.slots}", *started]
-        for index, host in enumerate(job.hosts)
-    ]
-
-
 def _check_whole_hosts(job: Job, launcher: str, hint: str) -> None:
     for host in job.hosts:
         if host.user or host.port or host.devices:
@@ -200,51 +177,25 @@ def _check_whole_hosts(job: Job, launcher: str, hint: str) -> None:
 
 
 def dry_run_lines(job: Job, launcher: str, *, environ: Mapping[str, str], ssh_args: Sequence[str] = ()) -> list[str]:
-    """Lines that `launch --dry-run` prints: the number of ranks, the address of rank 0, and commands. For mpirun and
-    Slurm `launch` runs the printed command. The printed commands of torchrun would be typed on each host to start the
-    same run. `environ` has the environment variables of Slurm's allocation.
+    """Lines that `launch --dry-run` prints: a table of the ranks and devices of each host, and the command of mpirun or
+    srun, or with torchrun the command that torch's agents start for each rank. `environ` has the environment variables
+    of Slurm's allocation.
     """
-    where = f"{job.master_addr}:{job.master_port}" if job.master_addr else "the first node of the allocation"
-    head = [
-        f"run {job.run_id}: {job.world_size or 'all'} ranks on {len(job.hosts) or 'all'} hosts by {launcher}, rank "
-        f"0 at {where}"
-    ]
-    head += [f"network interface {job.interface} on every host"] if job.interface else []
-    if launcher != "torchrun":
-        argv = mpirun_command(job, ssh_args) if launcher == "mpirun" else srun_command(job, environ)
-        return [*head, shlex.join(redacted(argv))]
-    typed = zip(job.hosts, torchrun_commands(job), strict=True)
-    lines = [f"as if typed on {host.name}: {shlex.join(redacted(argv))}" for host, argv in typed]
-    if (num_omitted := len(lines) - 2 * _COMMANDS) > 0:
-        lines[_COMMANDS:-_COMMANDS] = [f"... and on {num_omitted} more hosts"]
-    return head + lines
-
-
-def rank_map(hosts: Sequence[Host], mesh: Mesh) -> list[str]:
-    """Lines that `launch --dry-run` prints about ranks. For each host they show its ranks, their devices and their
-    coordinates on the axes of `mesh`, such as `dp 0-1  tp 0-3`. For each axis they show how many groups cross hosts.
-    """
-    assert mesh.world_size == sum(host.slots for host in hosts)
-    width = max(len(host.name) for host in hosts)
-    lines = []
-    for host, ranks in zip(hosts, ranks_of(hosts), strict=True):
-        devices, indices = host.devices or range(host.slots), _axis_indices(mesh, ranks)
-        lines.append(
-            f"{host.name:{width}}  ranks {spans_text(ranks)}  devices {spans_text(devices)}  {indices}".rstrip()
-        )
-    host_of_rank = [number for number, host in enumerate(hosts) for _ in range(host.slots)]
-    for axis, groups in groups_of(mesh, ("pp", "sp", "tp")).items():
-        across = sum(len({host_of_rank[rank] for rank in line}) > 1 for line in groups)
-        where = f"{across} of them across hosts" if across else "each within a host"
-        lines.append(f"{axis}: {len(groups)} groups of {len(groups[0])}, {where}")
-    return lines
-
-
-def _axis_indices(mesh: Mesh, ranks: Sequence[int]) -> str:
-    axes: tuple[Axis, ...] = ("pp", "dp", "sp", "tp")
-    indices = {
-        axis: sorted({mesh.coordinate(axis, rank) for rank in ranks}) for axis in axes if getattr(mesh, axis) > 1
+    commands = {
+        "torchrun": lambda: job.rank_command,
+        "mpirun": lambda: mpirun_command(job, ssh_args),
+        "slurm": lambda: srun_command(job, environ),
     }
-    texts = [f"{axis} {spans_text(numbers)}" for axis, numbers in indices.items()]
-    experts = sorted({replace(mesh, rank=rank).expert_index for rank in ranks})
-    return "  ".join(texts + ([f"ep {spans_text(experts)}"] if mesh.ep > 1 else []))
+    lines = [f"run {job.run_id}: {job.world_size or 'all'} ranks on {len(job.hosts) or 'all'} hosts by {launcher}"]
+    rows = []
+    for host, end in zip(job.hosts, accumulate(host.slots for host in job.hosts), strict=True):
+        ranks, devices = range(end - host.slots, end), host.devices or range(host.slots)
+        rows.append((host.target, spans_text(ranks), spans_text(devices)))
+    lines += table(("host", "ranks", "devices"), rows) if rows else []
+    return [*lines, shlex.join(commands[launcher]())]
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Format `rows` as the lines of a table with the column heads `heads`."""
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in (heads, *rows)]

@@ -1,13 +1,12 @@
 """`ds-finetune launch`: starts torch's elastic agent on each host, and reports how the run ended."""
 
-import os
 import queue
 import signal
 import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from ds_finetune.cluster.host_checks import (
     world_of,
 )
 from ds_finetune.cluster.hosts import Cluster, Event, Reply
-from ds_finetune.cluster.launch.commands import Job
+from ds_finetune.cluster.launch.commands import Job, table
 from ds_finetune.cluster.launch.environment import interface_variables
 from ds_finetune.cluster.launch.remote import Remote
 from ds_finetune.config.hostfile import Host
@@ -430,12 +429,6 @@ class _LaunchedRun:
                 yield from (f"{_QUOTED}{line}" for line in lines)
 
 
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Format `rows` as the lines of a table with the column heads `heads`."""
-    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in (heads, *rows)]
-
-
 def run_scheduler(command: Sequence[str], env: Mapping[str, str], say: Say) -> int:
     """Run mpirun or srun, which supervise the ranks. Returns the exit code, or 128 + N if signal N ended the command.
 
@@ -454,13 +447,3 @@ def run_scheduler(command: Sequence[str], env: Mapping[str, str], say: Say) -> i
     with handle_signals(pass_on):
         code = scheduler.wait()
     return 128 - code if code < 0 else code
-
-
-def show_if_open(show: Callable[[str], None], line: str) -> None:
-    """Print `line` with `show`. If the terminal is closed, the run continues, and later lines go to the null device."""
-    try:
-        show(line)
-    except (OSError, SystemExit):
-        # The program that read this output has ended. rich would end the program (14.1, console.py, on_broken_pipe),
-        # and Python's flush at exit would change the exit code.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -1,6 +1,5 @@
 """The commands of every launcher, as values; that they start what they say is held in tests/cluster."""
 
-import importlib.util
 import os
 import shlex
 import shutil
@@ -16,7 +15,6 @@ from ds_finetune.cluster.launch.commands import (
     mpirun_command,
     srun_command,
     starting_environment,
-    torchrun_commands,
 )
 from ds_finetune.config.hostfile import Host, read_hostfile
 from ds_finetune.errors import LaunchError
@@ -88,7 +86,7 @@ def test_mpirun() -> None:
 
 
 def test_no_value_stands_in_a_command() -> None:
-    for argv in (mpirun_command(JOB), srun_command(JOB, ALLOCATION), *torchrun_commands(JOB)):
+    for argv in (mpirun_command(JOB), srun_command(JOB, ALLOCATION)):
         assert "hunter2" not in shlex.join(argv)
 
 
@@ -184,25 +182,6 @@ def test_the_program_itself_gets_no_more_than_it_needs() -> None:
     assert starting_environment(JOB, here, slurm=True) == for_mpi | {"SLURM_JOB_ID": "7"}
 
 
-def test_torchrun_as_typed() -> None:
-    first, second = map(shlex.join, torchrun_commands(JOB))
-    assert first == (
-        "torchrun --nnodes=2 --node-rank=0 --nproc-per-node=2 --master-addr=10.0.0.2 --master-port=29500 -m ds_finetune.cluster.worker run.yaml optim.lr=1e-5"
-    )
-    assert second == first.replace("--node-rank=0 --nproc-per-node=2", "--node-rank=1 --nproc-per-node=1")
-
-
-def test_torchrun_has_the_options() -> None:
-    """A renamed option would be shown to people who then type it."""
-    spec = importlib.util.find_spec("torch")
-    assert spec
-    assert spec.submodule_search_locations
-    source = (Path(spec.submodule_search_locations[0]) / "distributed/run.py").read_text()
-    options = [word.split("=")[0] for word in torchrun_commands(JOB)[0] if word.startswith("--")]
-    assert options
-    assert [option for option in options if f'"{option}"' not in source] == []
-
-
 def test_sixty_four_hosts_of_eight() -> None:
     hosts = read_hostfile(ROOT / "hostfiles" / "nodes64")
     job = replace(JOB, hosts=hosts)
@@ -211,10 +190,7 @@ def test_sixty_four_hosts_of_eight() -> None:
     assert (mpi[mpi.index("-np") + 1], mpi[mpi.index("--host") + 1].split(",")) == ("512", names)
     assert "--ntasks=512" in slurm
     assert next(word for word in slurm if word.startswith("--nodelist="))[len("--nodelist=") :].split(",") == names
-    every = torchrun_commands(job)
-    assert len(every) == 64
-    assert sum(int(argv[3].removeprefix("--nproc-per-node=")) for argv in every) == job.world_size == 512
-    for argv in (mpi, slurm, *every):
+    for argv in (mpi, slurm):
         assert max(map(len, argv)) < MAX_ARGUMENT
         assert sum(map(len, argv)) < MAX_COMMAND / 2
         assert subprocess.run(["true", *argv[1:]], check=False).returncode == 0
