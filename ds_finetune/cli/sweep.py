@@ -52,20 +52,15 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _scaling(arguments: Arguments) -> None:
-    require_extra("pages", "the page of `ds-finetune scaling`")
     from ds_finetune.runs.experiments.jobs import ShortRuns
-    from ds_finetune.runs.experiments.scaling import COLUMNS, REPORT, compare_scaling, table_row
+    from ds_finetune.runs.experiments.scaling import COLUMNS, compare_scaling
 
     runs = ShortRuns(Path(arguments.run), tuple(arguments.overrides), arguments.steps, Path(arguments.out))
     variants = [(ranks, layout) for layout in arguments.layouts or ("",) for ranks in arguments.ranks]
-    compared = compare_scaling(runs, variants, hostfile=arguments.hostfile, say=show_line)
     table = Table(*COLUMNS, box=None, padding=(0, 2, 0, 0))
-    for row in compared["rows"]:
-        table.add_row(*table_row(row))
+    for row in compare_scaling(runs, variants, hostfile=arguments.hostfile, say=show_line):
+        table.add_row(*row)
     OUT.print(table)
-    for name, reason in compared["failed"].items():
-        show_line(f"FAILED: {name}: {reason}")
-    show_line(f"report: {runs.folder / REPORT}")
 
 
 def _sweep(arguments: Arguments) -> None:
@@ -75,15 +70,10 @@ def _sweep(arguments: Arguments) -> None:
     if options_given := [name for name in ("steps", "ranks", "out") if getattr(arguments, name) is not None]:
         hint = f"leave --{options_given[0]} out, or set a key of the sweep file"
         raise ConfigError(f"--{options_given[0]} has no effect without --lr-range", hint=hint)
-    from ds_finetune.runs.experiments.sweep import BEST, REPORT, run_sweep, value_text
+    from ds_finetune.runs.experiments.sweep import run_sweep
     from ds_finetune.runs.experiments.sweep_file import read_sweep
 
-    sweep = read_sweep(Path(arguments.file), arguments.overrides)
-    tree = run_sweep(sweep, show_line)
-    best, folder = tree["trials"][tree["best"]], Path(sweep.output_dir)
-    values = [(key, value_text(value)) for key, value in best["values"].items()]
-    files = [("run file", str(folder / BEST)), ("report", str(folder / REPORT))]
-    show_pairs("sweep", [("best trial", f"{best['number']}: {best['value']:.6g}"), *values, *files])
+    show_pairs("sweep", run_sweep(read_sweep(Path(arguments.file), arguments.overrides), show_line))
 
 
 def _lr_range(arguments: Arguments) -> None:

@@ -1,14 +1,12 @@
 """Starts the runs of an experiment as processes of `ds-finetune`, several at once on separate GPUs or hosts."""
 
-import asyncio
-import fcntl
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,10 +15,9 @@ from typing import Any
 import torch
 import yaml
 
-from ds_finetune.config.hostfile import Host, read_hostfile
+from ds_finetune.config.hostfile import read_hostfile
 from ds_finetune.config.run_file import apply_override, read_yaml, set_key
 from ds_finetune.config.schema import validate_tree
-from ds_finetune.console.tables import show_line
 from ds_finetune.errors import INTERRUPTED_EXIT_CODE, ConfigError, LaunchError, OutputError
 from ds_finetune.runs.metrics import METRICS, MetricsReader
 from ds_finetune.system.processes import die_with_parent, handle_signals
@@ -34,7 +31,7 @@ _POLL_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class RunSlot:
-    """Devices that one run at a time may use. A run starts there with `command` and `options` of `ds-finetune`.
+    """Devices on which one run at a time starts, by the command `command` of `ds-finetune` with `options`.
 
     `gpus` go into CUDA_VISIBLE_DEVICES. They are empty for runs on CPUs and on the hosts of a hostfile.
     """
@@ -44,45 +41,31 @@ class RunSlot:
     gpus: tuple[str, ...] = ()
 
 
-def run_slots(*, ranks: int, parallel: int, hostfile: str | None) -> list[RunSlot]:
-    """Make slots for runs of `ranks` ranks each: `parallel` slots on this machine, or as many as fit on the hosts of
-    `hostfile`.
-
-    LaunchError if this machine has too few GPUs, or the hosts have too few slots.
-    """
-    if hostfile is not None:
-        groups = _groups_of_slots(hostfile, read_hostfile(hostfile), ranks)
-        return [RunSlot("launch", ("--hostfile", hostfile, "--include", group)) for group in groups]
+def run_slots(ranks: int, parallel: int = 1) -> list[RunSlot]:
+    """Make `parallel` slots on this machine for runs of `ranks` ranks each. LaunchError if it has too few GPUs."""
     command, options = ("launch", ("--nproc", str(ranks))) if ranks > 1 else ("train", ())
     number = 0 if os.environ.get("DS_ACCELERATOR") == "cpu" else torch.cuda.device_count()
     names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(number)))).split(",")[:number]
     if number and parallel * ranks > number:
         raise LaunchError(
             f"{parallel} parallel runs of {ranks} ranks each need {parallel * ranks} GPUs, but {number} are visible",
-            hint="lower `parallel` or `ranks`, set CUDA_VISIBLE_DEVICES to more GPUs, or give a hostfile",
+            hint="lower the number of parallel runs or of ranks, or set CUDA_VISIBLE_DEVICES to more GPUs",
         )
     starts = range(0, parallel * ranks, ranks)
     return [RunSlot(command, options, tuple(names[start : start + ranks])) for start in starts]
 
 
-def _groups_of_slots(hostfile: str, hosts: Sequence[Host], ranks: int) -> list[str]:
-    """Divide hosts into groups of `ranks` slots, each written as for `--include`. A group has slots of one host, or all
-    slots of several equal hosts.
-    """
-    most = max(host.slots for host in hosts)
-    if ranks <= most:
-        return [
-            f"{host.name}:{','.join(map(str, range(first, first + ranks)))}"
-            for host in hosts
-            for first in range(0, host.slots - ranks + 1, ranks)
-        ]
-    names, number = [host.name for host in hosts if host.slots == most], ranks // most
-    if ranks % most or number > len(names):
-        raise LaunchError(
-            f"{hostfile} has {len(names)} hosts of {most} slots, from which no group of {ranks} ranks can be formed",
-            hint=f"set `ranks` to at most {most}, or to a multiple of {most} that the hosts have",
-        )
-    return ["@".join(names[first : first + number]) for first in range(0, len(names) - number + 1, number)]
+def slot_on_hosts(hostfile: str, ranks: int) -> RunSlot:
+    """Make a slot of `ranks` ranks on the first slots of the hosts of a hostfile. LaunchError if there are too few."""
+    hosts, remaining, include = read_hostfile(hostfile), ranks, list[str]()
+    for host in hosts:
+        number = min(host.slots, remaining)
+        include += [f"{host.name}:{','.join(map(str, range(number)))}"] * (number > 0)
+        remaining -= number
+    if remaining:
+        total = sum(host.slots for host in hosts)
+        raise LaunchError(f"{hostfile} has {total} slots, and {ranks} ranks need as many", hint="compare fewer ranks")
+    return RunSlot("launch", ("--hostfile", hostfile, "--include", "@".join(include)))
 
 
 @dataclass(frozen=True)
@@ -117,11 +100,6 @@ class ShortRuns:
         return {**tree, **off, "output_dir": str(output_dir)}
 
 
-def yaml_text(tree: dict[str, Any]) -> str:
-    """Format a run file as YAML text."""
-    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
-
-
 class ExperimentRun:
     """A run of an experiment with the run file `tree`. In `folder` it writes the files `run.yaml` and `output.log`,
     and its output directory `run`.
@@ -129,7 +107,7 @@ class ExperimentRun:
     A run that the folder holds already is resumed from its checkpoints, or started again if it has none. If this
     process ends for any reason, even kill -9, the kernel sends SIGTERM to the run, which then saves and ends.
 
-    After `train`, `seconds` is the duration of the run, `code` its exit code, and `reason` why it failed, if it did.
+    Once the run has ended, `seconds` is its duration, `code` its exit code, and `reason` why it failed, if it did.
     """
 
     def __init__(self, folder: Path, tree: dict[str, Any]) -> None:
@@ -137,56 +115,15 @@ class ExperimentRun:
         self.metrics = MetricsReader(folder / RUN / METRICS)
         self.seconds, self.code, self.reason = 0.0, 0, ""
 
-    async def train(self, slot: RunSlot, should_stop: Callable[[], bool] = lambda: False) -> None:
-        """Train the run in `slot` until it ends. `should_stop` is called whenever new metrics have been read; once it
-        returns true, the run is asked to save and end.
-
-        If this coroutine is cancelled, it waits until the run has saved and ended. A second cancellation kills the run.
-        """
-        if (process := self._start(slot)) is None:
-            show_line(f"waiting for the end of an earlier run that still writes to {self.folder / RUN}")
-        while process is None:
-            await asyncio.sleep(_POLL_SECONDS)
-            process = self._start(slot)
-        began, is_stopped, is_running = time.monotonic(), False, True
-        try:
-            while is_running:
-                is_running = process.poll() is None
-                self.metrics.update()
-                if should_stop() and not is_stopped:
-                    process.terminate()
-                    is_stopped = True
-                await asyncio.sleep(_POLL_SECONDS * is_running)
-        finally:
-            if not is_stopped:
-                process.terminate()
-            try:
-                while process.poll() is None:
-                    await asyncio.sleep(_POLL_SECONDS)
-            except asyncio.CancelledError:
-                os.killpg(process.pid, signal.SIGKILL)
-                raise
-        self.seconds, self.code = time.monotonic() - began, process.returncode
-        self.reason = self._why_failed() if self.code else ""
-
-    def _start(self, slot: RunSlot) -> subprocess.Popen[bytes] | None:
-        """Start the process of the run. Returns None while a process of an earlier experiment still saves in this
-        folder: each process holds a lock on its log file. Without locks in the file system, only the lock of the
-        checkpoint folder prevents two runs at once.
-        """
+    def start(self, slot: RunSlot) -> None:
+        """Start the process of the run in `slot`."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        if (self.folder / RUN).exists() and not (self.folder / RUN / CHECKPOINTS).is_dir():
+            # Training would refuse an existing run folder without checkpoints.
+            shutil.rmtree(self.folder / RUN)
+        replace_file(self.folder / RUN_FILE, yaml.safe_dump(self.tree, sort_keys=False, allow_unicode=True))
         with (self.folder / LOG).open("ab") as log:
-            try:
-                fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return None
-            except OSError:
-                pass
-            if (self.folder / RUN).exists() and not (self.folder / RUN / CHECKPOINTS).is_dir():
-                # Training would refuse an existing run folder without checkpoints.
-                shutil.rmtree(self.folder / RUN)
-            replace_file(self.folder / RUN_FILE, yaml_text(self.tree))
-            return subprocess.Popen(
+            self.process = subprocess.Popen(
                 [*_PROGRAM, slot.command, str(self.folder / RUN_FILE), *slot.options],
                 env={**os.environ, **({"CUDA_VISIBLE_DEVICES": ",".join(slot.gpus)} if slot.gpus else {})},
                 stdin=subprocess.DEVNULL,
@@ -195,6 +132,16 @@ class ExperimentRun:
                 start_new_session=True,
                 preexec_fn=partial(die_with_parent, signal.SIGTERM),
             )
+        self._began = time.monotonic()
+
+    def update(self) -> bool:
+        """Read new metrics. Returns whether the run has ended."""
+        has_ended = self.process.poll() is not None
+        self.metrics.update()
+        if has_ended:
+            self.seconds, self.code = time.monotonic() - self._began, self.process.returncode
+            self.reason = self._why_failed() if self.code else ""
+        return has_ended
 
     @property
     def has_diverged(self) -> bool:
@@ -214,38 +161,35 @@ class ExperimentRun:
         return f"{how}: {text}"
 
 
-Job = Callable[[RunSlot], Awaitable[None]]
+def run_all(runs: Iterator[ExperimentRun], slots: Sequence[RunSlot]) -> None:
+    """Train all runs, each in the next free slot.
 
-
-class JobsInterruptedError(SystemExit):
-    """Raised when a signal has ended an experiment and all its runs have saved. Has an interrupted run's exit code."""
-
-
-def run_jobs(jobs: Iterator[Job], slots: Sequence[RunSlot]) -> None:
-    """Run all jobs, each in the next free slot.
-
-    After SIGINT, SIGTERM or SIGHUP the runs save and end, and JobsInterruptedError is raised; a second signal kills
-    them. If the iterator or a job raises an error, the runs also save and end before it is raised.
+    After SIGINT, SIGTERM or SIGHUP the runs save and end, and SystemExit with the code of an interrupted run is raised;
+    after a second signal it is raised at once. If a run or the iterator raises an error, the runs also save and end
+    before it is raised.
     """
+    active, signals = dict[ExperimentRun, RunSlot](), list[int]()
+    with handle_signals(signals.append):
+        try:
+            _train_all(runs, list(slots), active, signals)
+        finally:
+            for run in active:
+                run.process.terminate()
+            while len(signals) < 2 and any(run.process.poll() is None for run in active):
+                time.sleep(_POLL_SECONDS)
+    if signals:
+        raise SystemExit(INTERRUPTED_EXIT_CODE)
 
-    async def work(slot: RunSlot) -> None:
-        for job in jobs:
-            await job(slot)
 
-    async def work_on_all() -> bool:
-        tasks = [asyncio.create_task(work(slot)) for slot in slots]
-
-        def cancel(_: int = 0) -> None:
-            for task in tasks:
-                task.cancel()
-
-        with handle_signals(cancel):
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-            cancel()
-            await asyncio.wait(tasks)
-        for error in filter(None, (task.exception() for task in tasks if not task.cancelled())):
-            raise error
-        return any(task.cancelled() for task in tasks)
-
-    if asyncio.run(work_on_all()):
-        raise JobsInterruptedError(INTERRUPTED_EXIT_CODE)
+def _train_all(
+    runs: Iterator[ExperimentRun], free: list[RunSlot], active: dict[ExperimentRun, RunSlot], signals: Sequence[int]
+) -> None:
+    """Train all runs until a signal comes. `active` maps the runs that train now to their slots."""
+    while not signals:
+        while free and (run := next(runs, None)) is not None:
+            run.start(free[0])
+            active[run] = free.pop(0)
+        if not active:
+            return
+        free += [active.pop(run) for run in list(active) if run.update()]
+        time.sleep(_POLL_SECONDS)

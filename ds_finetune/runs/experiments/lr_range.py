@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from ds_finetune.config.schema import validate_tree
 from ds_finetune.console.phase_line import Say
 from ds_finetune.errors import USER_ERROR_EXIT_CODE, ConfigError, RunError
-from ds_finetune.runs.experiments.jobs import LOG, REPORT, RUN, ExperimentRun, ShortRuns, run_jobs, run_slots
+from ds_finetune.runs.experiments.jobs import LOG, REPORT, RUN, ExperimentRun, ShortRuns, run_all, run_slots
 from ds_finetune.runs.report.charts import Chart, Line, smooth
 from ds_finetune.runs.report.page import Charts, Page, PageSection, Table
 from ds_finetune.runs.report.write import write_page
@@ -35,10 +35,10 @@ def run_range_test(runs: ShortRuns, low: float, high: float, *, ranks: int, say:
     rising_lr = {"lr": high, "lr_scheduler": "exponential_rise", "min_lr_ratio": low / high}
     tree["optim"] = {**{key: value for key, value in tree.get("optim", {}).items() if key != "warmup"}, **rising_lr}
     validate_tree(tree, {}, str(runs.run_file))
-    slots = run_slots(ranks=ranks, parallel=1, hostfile=None)
+    slots = run_slots(ranks)
     say(f"{runs.steps} steps from {low:g} to {high:g}, in {folder}")
     run = ExperimentRun(folder, tree)
-    run_jobs(iter([run.train]), slots)
+    run_all(iter([run]), slots)
     if run.reason and not run.has_diverged:
         error = ConfigError if run.code == USER_ERROR_EXIT_CODE else RunError
         raise error(f"the run of the range test failed: {run.reason}", hint=f"read its output in {folder / LOG}")

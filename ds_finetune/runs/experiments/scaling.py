@@ -1,6 +1,5 @@
 """`ds-finetune scaling`: compares the speed of several numbers of ranks and layouts on the same global batches."""
 
-import json
 import math
 import re
 import statistics
@@ -16,13 +15,9 @@ from ds_finetune.errors import ConfigError, FinetuneError, RunError
 from ds_finetune.plan.deepspeed_config import given_choices
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.settings import RunSettings
-from ds_finetune.runs.experiments.jobs import REPORT, RUN, ExperimentRun, ShortRuns, run_jobs, run_slots
-from ds_finetune.runs.report.charts import Chart, Line
-from ds_finetune.runs.report.page import Charts, Page, PageSection, Table
-from ds_finetune.runs.report.write import write_page
+from ds_finetune.runs.experiments.jobs import RUN, ExperimentRun, ShortRuns, run_all, run_slots, slot_on_hosts
 from ds_finetune.system.world import World
 
-RESULT = "scaling.json"
 COLUMNS = ("", "s/step", "tokens/s", "speed-up", "efficiency", "GiB", "loss off by")
 """Column heads of the table that compares variants."""
 _LEAST_STEPS, _WARMUP_STEPS = 4, 2
@@ -46,7 +41,7 @@ class Variant(ExperimentRun):
         config = validate_tree(tree, {}, f"{runs.run_file} with {self.name}")
         try:
             make_plan(RunSettings.of(config), world=World(0, ranks, 0, ranks, "scaling"), device="cpu")
-            self.slots = run_slots(ranks=ranks, parallel=1, hostfile=hostfile)[:1]
+            self.slots = run_slots(ranks) if hostfile is None else [slot_on_hosts(hostfile, ranks)]
         except FinetuneError as illegal:
             raise type(illegal)(f"the variant {self.name} cannot run: {illegal.message}", hint=illegal.hint) from None
 
@@ -54,52 +49,43 @@ class Variant(ExperimentRun):
         """The values of the metric `name` at the steps after the warm-up."""
         return self.metrics.curves[name].values.tolist()[_WARMUP_STEPS:]
 
-    def row(self, first: "Variant") -> dict[str, Any]:
-        """Speed, memory and losses of this variant, and its speed and losses relative to the variant `first`."""
+    def row(self, first: "Variant") -> tuple[str, ...]:
+        """The cells of the table row of this variant, in the order of COLUMNS. Speed-up, efficiency and losses are
+        relative to the variant `first`.
+        """
         seconds = self.timed("perf/step_seconds")
         tokens = (s * rate for s, rate in zip(seconds, self.timed("perf/tokens_per_second"), strict=True))
-        losses, first_losses = (run.metrics.curves["train/loss"].values.tolist() for run in (self, first))
         speedup = sum(first.timed("perf/step_seconds")) / sum(seconds)
-        return {
-            "variant": {"ranks": self.ranks, "layout": self.layout},
-            "name": self.name,
-            "seconds": statistics.median(seconds),
-            "tokens_per_second": sum(tokens) / sum(seconds),
-            "speedup": speedup,
-            "efficiency": speedup / (self.ranks / first.ranks),
-            "memory_gib": float(self.metrics.curves["memory/peak_gib"].values.max()),
-            "losses": losses,
-            "loss_difference": largest_difference(losses, first_losses),
-        }
+        losses, first_losses = (run.metrics.curves["train/loss"].values.tolist() for run in (self, first))
+        return (
+            self.name,
+            f"{statistics.median(seconds):.3f}",
+            f"{sum(tokens) / sum(seconds):,.0f}",
+            f"{speedup:.2f}",
+            f"{speedup / (self.ranks / first.ranks):.0%}",
+            f"{self.metrics.curves['memory/peak_gib'].values.max():.2f}",
+            f"{largest_difference(losses, first_losses):.1e}",
+        )
 
 
 def compare_scaling(
     runs: ShortRuns, variants: Sequence[tuple[int, str]], *, hostfile: str | None, say: Say
-) -> dict[str, Any]:
+) -> list[tuple[str, ...]]:
     """Train the variants of a run file one after another. Each variant is a number of ranks and a layout such as
-    `tp2+zero3`, or an empty text for the layout of the run file.
+    `tp2+zero3`, or an empty text for the layout of the run file. Returns the rows of the table that compares them.
 
-    The file `scaling.json` is written after each variant, and a page at the end; the content of `scaling.json` is
-    returned. The first two steps of each run are warm-up and not timed. A variant that fails is recorded with its
-    reason. ConfigError, LaunchError or OutputError before anything starts; RunError if all variants fail.
+    The first two steps of each run are warm-up and not timed. `say` prints the reason of a variant that fails.
+    ConfigError, LaunchError or OutputError before anything starts; RunError if all variants fail.
     """
     runs.check(_LEAST_STEPS)
-    tree: dict[str, Any] = {"format": 1, "run": str(runs.run_file), "steps": runs.steps, "rows": [], "failed": {}}
-    ran: list[Variant] = []
+    completed: list[Variant] = []
     for variant in [Variant(runs, ranks, layout, hostfile) for ranks, layout in variants]:
-        run_jobs(iter([variant.train]), variant.slots)
-        if variant.reason:
-            tree["failed"][variant.name] = variant.reason
-        else:
-            ran.append(variant)
-            tree["rows"].append(variant.row(ran[0]))
-        say(f"{variant.name}: {variant.reason or '{:.3f} s a step'.format(tree['rows'][-1]['seconds'])}")
-        (runs.folder / RESULT).write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
-    if not ran:
-        name, reason = [*tree["failed"].items()][-1]
-        raise RunError(f"all variants failed; {name}: {reason}", hint=f"read the logs in {runs.folder}")
-    write_page(_page(tree), runs.folder / REPORT)
-    return tree
+        run_all(iter([variant]), variant.slots)
+        say(f"{variant.name}: {f'FAILED: {variant.reason}' if variant.reason else 'done'}")
+        completed += [variant] * (not variant.reason)
+    if not completed:
+        raise RunError(f"all variants failed; {variant.name}: {variant.reason}", hint=f"read the logs in {runs.folder}")
+    return [variant.row(completed[0]) for variant in completed]
 
 
 def _apply_layout(tree: dict[str, Any], part: str) -> None:
@@ -119,28 +105,3 @@ def largest_difference(losses: Sequence[float], expected: Sequence[float]) -> fl
     """The largest relative difference of the losses of two runs at equal steps; infinite if a loss is not finite."""
     differences = np.abs(np.subtract(losses, expected)) / np.maximum(np.abs(expected), _LEAST_LOSS)
     return float(np.nan_to_num(differences, nan=math.inf, posinf=math.inf).max(initial=0.0))
-
-
-def table_row(row: dict[str, Any]) -> tuple[str, ...]:
-    """The cells of a table row for one variant, in the order of COLUMNS."""
-    return (
-        row["name"],
-        f"{row['seconds']:.3f}",
-        f"{row['tokens_per_second']:,.0f}",
-        f"{row['speedup']:.2f}",
-        f"{row['efficiency']:.0%}",
-        f"{row['memory_gib']:.2f}",
-        f"{row['loss_difference']:.1e}",
-    )
-
-
-def _page(tree: dict[str, Any]) -> Page:
-    rows = tree["rows"]
-    curves = [
-        Line(row["name"], range(1, len(row["losses"]) + 1), row["losses"], colour=colour)
-        for colour, row in enumerate(rows)
-    ]
-    table = Table("Relative to the first row", COLUMNS, [table_row(row) for row in rows])
-    section = PageSection("table", "Comparison", [table, Charts([Chart("train/loss", curves, is_wide=True)])])
-    warnings = [f"{name} failed: {reason}" for name, reason in tree["failed"].items()]
-    return Page(f"Scaling of {tree['run']}", "the same global batches", "", [], [section], warnings)

@@ -1,11 +1,9 @@
 """The sweep file of `ds-finetune sweep`, and the optuna sampler and pruner that it names."""
 
 import copy
-import inspect
 import json
-import math
-import warnings
 from collections.abc import Sequence
+from itertools import islice, product
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -18,10 +16,6 @@ from ds_finetune.config.sections import Section, short_form
 from ds_finetune.errors import ConfigError
 from ds_finetune.system.versions import require_extra
 
-_GRID_SAMPLERS = ("BruteForceSampler", "GridSampler")
-"""Samplers of optuna that train one trial with each combination of choices."""
-_ONE_SEED_SAMPLERS = (*_GRID_SAMPLERS, "QMCSampler")
-"""Samplers of optuna that need the same seed in all trials, because one seed determines the values of all trials."""
 _SWEEP_KEYS = ("output_dir", "launch", "export", "eval.keep_best")
 """Sections and keys of a trial's run file that the sweep itself sets. The search space cannot contain them."""
 _Choice = bool | int | float | str | None | list[Any] | dict[str, Any]
@@ -45,13 +39,12 @@ class Range(Section):
     low: int | float | None = None
     high: int | float | None = None
     log: bool = False
-    step: int | float | None = None
 
     @model_validator(mode="after")
     def _check(self) -> "Range":
         given = self.model_fields_set - {"choices"}
         if (self.choices is not None and given) or (self.choices is None and None in (self.low, self.high)):
-            raise ValueError("it should have either `choices`, or `low` and `high` (with `log` or `step`)")
+            raise ValueError("it should have either `choices`, or `low` and `high` (with `log`)")
         self.distribution()
         return self
 
@@ -60,24 +53,23 @@ class Range(Section):
         distributions = import_optuna().distributions
         if self.choices is not None:
             return distributions.CategoricalDistribution(tuple(dict.fromkeys(map(json.dumps, self.choices))))
-        is_whole = all(isinstance(number, int) for number in (self.low, self.high, self.step or 1))
-        kind = distributions.IntDistribution if is_whole else distributions.FloatDistribution
-        with warnings.catch_warnings():
-            # optuna would reduce `high` to a multiple of the step and only warn. The result is checked below instead.
-            warnings.simplefilter("ignore")
-            step = {} if self.step is None else {"step": self.step}
-            distribution = kind(self.low, self.high, log=self.log, **step)
-        if distribution.high != self.high:
-            raise ValueError(f"`high` is not whole steps above `low`; the last value would be {distribution.high}")
-        return distribution
+        is_integer = isinstance(self.low, int) and isinstance(self.high, int)
+        kind = distributions.IntDistribution if is_integer else distributions.FloatDistribution
+        return kind(self.low, self.high, log=self.log)
 
 
-class Choose(Section):
-    """A class of `optuna.samplers` or `optuna.pruners`, chosen by its name, with options for it."""
+_Sampler = Literal["TPESampler", "RandomSampler", "GridSampler"]
+_Pruner = Literal[
+    "NopPruner", "MedianPruner", "PercentilePruner", "SuccessiveHalvingPruner", "HyperbandPruner", "ThresholdPruner"
+]
+
+
+class OptunaClass(Section):
+    """A sampler or pruner of optuna by the name of its class, with options of that class."""
 
     model_config = ConfigDict(extra="allow")
 
-    name: str
+    name: _Sampler | _Pruner
 
 
 class SweepConfig(Section):
@@ -91,21 +83,21 @@ class SweepConfig(Section):
     trials: int = Field(ge=1)
     metric: str = "eval/loss"
     direction: Literal["minimize", "maximize"] = "minimize"
-    value: Literal["last", "best"] = "last"
-    sampler: Annotated[Choose, BeforeValidator(short_form("name"))] = Choose(name="TPESampler")
-    pruner: Annotated[Choose, BeforeValidator(short_form("name"))] = Choose(name="NopPruner")
+    sampler: Annotated[OptunaClass, BeforeValidator(short_form("name"))] = OptunaClass(name="TPESampler")
+    pruner: Annotated[OptunaClass, BeforeValidator(short_form("name"))] = OptunaClass(name="NopPruner")
     seed: int = Field(default=0, ge=0)
     ranks: int = Field(default=1, ge=1)
     parallel: int = Field(default=1, ge=1)
-    hostfile: str | None = None
-    max_failed: int = Field(default=3, ge=1)
 
     @property
-    def most_trials(self) -> float:
-        """Number of trials of the sweep. A grid has at most as many trials as there are combinations of choices."""
-        choices = (values.distribution().choices if values.choices else () for values in self.space.values())
-        is_grid = self.sampler.name in _GRID_SAMPLERS
-        return min(self.trials, math.prod(map(len, choices))) if is_grid else self.trials
+    def is_grid(self) -> bool:
+        """Whether the sweep trains all combinations of choices."""
+        return self.sampler.name == "GridSampler"
+
+    def grid(self) -> list[dict[str, Any]]:
+        """The first `trials` combinations of choices, as optuna's parameters of trials; empty without a grid."""
+        choices = [values.distribution().choices for values in self.space.values()] if self.is_grid else [()]
+        return [dict(zip(self.space, each, strict=True)) for each in islice(product(*choices), self.trials)]
 
     def values_of(self, parameters: dict[str, Any]) -> dict[str, Any]:
         """Convert optuna's `parameters` of a trial to values by key of the run file."""
@@ -147,6 +139,11 @@ def read_sweep(path: Path, overrides: Sequence[str] = ()) -> SweepConfig:
             )
         if inner := [other for other in sweep.space if other.startswith(f"{key}.")]:
             raise ConfigError(f"{source}: the space has `{key}` and its key `{inner[0]}`", hint="remove one of them")
+        if sweep.is_grid and values.choices is None:
+            raise ConfigError(
+                f"{source}: `sampler: GridSampler` needs lists of values, but the space has a range for `{key}`",
+                hint=f"write `choices` for `{key}`",
+            )
         for value in values.choices or (values.low, values.high):
             changed = copy.deepcopy(base)
             set_key(changed, dict(base_lines), key, value, source=source)
@@ -171,36 +168,20 @@ def _check_metric(sweep: SweepConfig, config: RunConfig) -> None:
 
 
 def make_sampler(sweep: SweepConfig, number: int) -> Any:  # noqa: ANN401 - of optuna
-    """Make the optuna sampler for trial `number`. ConfigError if optuna has no such sampler or option.
+    """Make the optuna sampler for trial `number`; ConfigError if the sampler has no such option.
 
-    The seed of the sampler is that of the sweep plus `number`. So a resumed sweep samples the same values as an
-    uninterrupted one.
+    A sampler gets the seed of the sweep plus `number`, so that a resumed sweep samples what an uninterrupted one does.
     """
-    is_grid = sweep.sampler.name in _GRID_SAMPLERS
-    if is_grid and (ranges := [key for key, values in sweep.space.items() if values.choices is None]):
-        raise ConfigError(
-            f"`sampler: {sweep.sampler.name}` needs lists of values, but the space has a range for `{ranges[0]}`",
-            hint=f"write `choices` for `{ranges[0]}`",
-        )
-    own_options: dict[str, Any] = {"seed": sweep.seed + number * (sweep.sampler.name not in _ONE_SEED_SAMPLERS)}
-    if is_grid:
-        own_options["search_space"] = {key: values.distribution().choices for key, values in sweep.space.items()}
-    return make_chosen(sweep.sampler, "sampler", own_options)
+    return make_chosen(sweep.sampler, "sampler", seed=sweep.seed + number)
 
 
-def make_chosen(choose: Choose, kind: str, own_options: dict[str, Any]) -> Any:  # noqa: ANN401 - of either base class
-    """Make the optuna sampler or pruner (`kind`) that a sweep file names; ConfigError if optuna has no such class."""
-    optuna = import_optuna()
-    classes, options = getattr(optuna, f"{kind}s"), choose.model_extra or {}
-    names = [name for name in dir(classes) if name.lower().endswith(kind) and not name.startswith("Base")]
-    if choose.name not in names:
-        raise ConfigError(f"optuna.{kind}s has no class `{choose.name}`", hint=f"choose one of {', '.join(names)}")
-    made_class = getattr(classes, choose.name)
-    parameters = inspect.signature(made_class).parameters
+def make_chosen(chosen: OptunaClass, kind: str, **own_options: object) -> Any:  # noqa: ANN401 - of either class
+    """Make the sampler or pruner (`kind`) that a sweep file names; ConfigError if it has no such option."""
+    options = chosen.model_extra or {}
+    # The trials of a grid are put into optuna's queue, and no sampler chooses their values.
+    name = "RandomSampler" if chosen.name == "GridSampler" else chosen.name
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            return made_class(**{name: value for name, value in own_options.items() if name in parameters} | options)
-    except (TypeError, ValueError, AttributeError) as wrong:
-        hint = f"use its options: {', '.join(parameters)}"
-        raise ConfigError(f"`{kind}: {choose.name}` does not accept {options}: {wrong}", hint=hint) from None
+        return getattr(getattr(import_optuna(), f"{kind}s"), name)(**own_options, **options)
+    except (AttributeError, TypeError, ValueError) as wrong:
+        hint = f"read the options of {name} in the documentation of optuna"
+        raise ConfigError(f"`{kind}: {chosen.name}` does not accept {options}: {wrong}", hint=hint) from None

@@ -1,6 +1,5 @@
 """The comparison of ranks and layouts: what is run, what is computed from it, and what is refused."""
 
-import json
 import math
 import sys
 from pathlib import Path
@@ -10,13 +9,13 @@ import pytest
 import yaml
 
 from ds_finetune.errors import ConfigError, LaunchError, OutputError, RunError
-from ds_finetune.runs.experiments.jobs import ShortRuns
-from ds_finetune.runs.experiments.scaling import compare_scaling, largest_difference
+from ds_finetune.runs.experiments.jobs import ShortRuns, slot_on_hosts
+from ds_finetune.runs.experiments.scaling import COLUMNS, compare_scaling, largest_difference
 
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_scaling.py")))
 
 
-def compare(folder: Path, **keys: object) -> dict[str, Any]:
+def compare(folder: Path, **keys: object) -> list[tuple[str, ...]]:
     """A comparison of a run file that evaluates and saves."""
     tree = {
         "model": "m",
@@ -30,28 +29,20 @@ def compare(folder: Path, **keys: object) -> dict[str, Any]:
     given: dict[str, Any] = {"overrides": (), "ranks": (1, 2, 3), "layouts": ("",), "steps": 8, **keys}
     runs = ShortRuns(folder / "run.yaml", given["overrides"], given["steps"], keys.get("folder", folder / "out"))  # type: ignore[arg-type]
     variants = [(ranks, layout) for layout in given["layouts"] for ranks in given["ranks"]]
-    return compare_scaling(runs, variants, hostfile=None, say=lambda _: None)
+    return compare_scaling(runs, variants, hostfile=None, say=given.get("say", lambda _: None))
 
 
 def test_speed_efficiency_shares_memory_and_losses(tmp_path: Path) -> None:
-    compared = compare(tmp_path)
-    rows = compared["rows"]
-    assert [row["variant"]["ranks"] for row in rows] == [1, 2, 3]
-    assert [row["seconds"] for row in rows] == pytest.approx([1, 2**-0.5, 3**-0.5])
-    assert [row["tokens_per_second"] for row in rows] == pytest.approx([1000, 1000 * 2**0.5, 1000 * 3**0.5])
-    assert [row["speedup"] for row in rows] == pytest.approx([1, 2**0.5, 3**0.5])
-    assert [row["efficiency"] for row in rows] == pytest.approx([1, 2**-0.5, 3**-0.5])
-    assert [row["memory_gib"] for row in rows] == pytest.approx([4, 2, 4 / 3])
-    assert [row["loss_difference"] for row in rows] == pytest.approx([0, 0.003, 0])
+    rows = compare(tmp_path)
+    assert COLUMNS == ("", "s/step", "tokens/s", "speed-up", "efficiency", "GiB", "loss off by")
+    assert rows == [
+        ("1 rank", "1.000", "1,000", "1.00", "100%", "4.00", "0.0e+00"),
+        ("2 ranks", f"{2**-0.5:.3f}", "1,414", "1.41", "71%", "2.00", "3.0e-03"),
+        ("3 ranks", f"{3**-0.5:.3f}", "1,732", "1.73", "58%", "1.33", "0.0e+00"),
+    ]
     run = yaml.safe_load((tmp_path / "out" / "2-ranks" / "run.yaml").read_text())
     assert run["train"] == {"global_batch_size": 12, "micro_batch_size": 2, "for": "8 steps"}
     assert "eval" not in run
-    page = (tmp_path / "out" / "report.html").read_text()
-    assert "<td" in page
-    assert page.count('class="plot"') == 1
-    assert "3 ranks" in page
-    written = json.loads((tmp_path / "out" / "scaling.json").read_text())
-    assert [row["variant"] for row in written["rows"]] == [{"ranks": n, "layout": ""} for n in (1, 2, 3)]
 
 
 def test_layouts_change_the_run_file(tmp_path: Path) -> None:
@@ -94,10 +85,10 @@ def test_too_few_gpus_are_refused_before_anything_starts(tmp_path: Path, monkeyp
 
 
 def test_a_failed_run_is_a_reason_and_a_folder_is_not_overwritten(tmp_path: Path) -> None:
-    compared = compare(tmp_path, ranks=(2,), layouts=("tp2+zero2", "zero1"))
-    assert [row["name"] for row in compared["rows"]] == ["2 ranks, zero1"]
-    assert compared["failed"] == {"2 ranks, tp2+zero2": "exit code 1: it fails"}
-    assert "it fails" in (tmp_path / "out" / "report.html").read_text()
+    lines: list[str] = []
+    rows = compare(tmp_path, ranks=(2,), layouts=("tp2+zero2", "zero1"), say=lines.append)
+    assert [row[0] for row in rows] == ["2 ranks, zero1"]
+    assert lines == ["2 ranks, tp2+zero2: FAILED: exit code 1: it fails", "2 ranks, zero1: done"]
     with pytest.raises(OutputError, match="exists already"):
         compare(tmp_path)
     other = tmp_path / "other"
@@ -111,3 +102,12 @@ def test_a_loss_that_is_no_number_differs_without_bounds() -> None:
     assert largest_difference([1.0, math.nan], [1.0, 1.0]) == math.inf
     assert largest_difference([1.0, math.inf], [1.0, 1.0]) == math.inf
     assert largest_difference([0.0], [0.0]) == 0
+
+
+def test_ranks_take_the_first_slots_of_hosts(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("a slots=4\nb slots=2\nc slots=4\n")
+    included = {ranks: slot_on_hosts(str(hosts), ranks).options[-1] for ranks in (2, 4, 7)}
+    assert included == {2: "a:0,1", 4: "a:0,1,2,3", 7: "a:0,1,2,3@b:0,1@c:0"}
+    with pytest.raises(LaunchError, match="hosts has 10 slots, and 11 ranks need as many"):
+        slot_on_hosts(str(hosts), 11)
