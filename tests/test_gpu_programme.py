@@ -30,7 +30,6 @@ from bench.gpu.results import Recorder, ResultFile, SkippedError, line_of
 from bench.gpu.slices import SLICES, Part
 from bench.gpu.supervise import run_part, run_slice
 from bench.gpu.throughput import THROUGHPUT
-from bench.gpu.training import TrainingRun, flops_per_token
 from ds_finetune.api import plan_run
 from ds_finetune.config.units import GIB
 from ds_finetune.errors import RunError
@@ -77,15 +76,6 @@ def test_every_run_of_real_size_is_planned_for_a_gpu(tmp_path: Path, monkeypatch
             continue
         planned = plan_run(run.config(tmp_path / str(number)), gpus=1)
         assert planned.states.device_bytes < 70 * GIB, name
-
-
-def test_adapters_need_four_flops_for_a_frozen_weight() -> None:
-    run = TrainingRun(QWEN2_1B, 4096, is_one_document=True)
-    adapted = TrainingRun(QWEN2_1B, 4096, is_one_document=True, sections={"lora": {"rank": 8}})
-    shape = Shape.of(described_tree(QWEN2_1B))
-    attention = shape.flops_per_token(4096) - shape.flops_per_token(4096, mean_attended=0)
-    assert flops_per_token(run) == pytest.approx(shape.flops_per_token(4096))
-    assert flops_per_token(adapted) - attention == pytest.approx((flops_per_token(run) - attention) * 4 / 6)
 
 
 def _fail(recorder: Recorder, folder: Path, *, is_tiny: bool) -> None:

@@ -9,9 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from bench.gpu.machine import device
 from bench.gpu.models import (
     Config,
     packed_lengths,
@@ -23,10 +20,6 @@ from bench.gpu.models import (
 from bench.gpu.results import Recorder
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.units import GIB
-from ds_finetune.foreign.auto_configs import AutoConfig
-from ds_finetune.model.build.meta_model import described
-from ds_finetune.plan.model_shape import Shape
-from ds_finetune.plan.search.machines import gpu_of_device
 
 _TINY_TOKENS = 48
 _WARM_STEPS = 2
@@ -129,7 +122,7 @@ def measure(recorder: Recorder, name: str, run: TrainingRun, folder: Path) -> No
         records = _train(config)
         timed = records[_WARM_STEPS:] or records[-1:]
         seconds = time.perf_counter() - began
-        values |= speeds(run, timed)
+        values |= speeds(timed)
         values["host GiB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
         values["start s"] = seconds - sum(record["perf/step_seconds"] for record in timed)
         losses = [record["train/loss"] for record in records]
@@ -137,23 +130,13 @@ def measure(recorder: Recorder, name: str, run: TrainingRun, folder: Path) -> No
         values |= {"first loss": losses[0], "last loss": losses[-1]}
 
 
-def speeds(run: TrainingRun, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def speeds(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Medians over `records`: tokens a second, seconds of a step, memory, and the share of the GPU's peak."""
     rate = statistics.median(record["perf/tokens_per_second"] for record in records)
-    found: dict[str, Any] = {
+    shares = [record["perf/mfu"] for record in records if "perf/mfu" in record]
+    return {
         "tokens/s": rate,
         "s/step": statistics.median(record["perf/step_seconds"] for record in records),
         "GiB": max(record["memory/peak_gib"] for record in records),
+        **({"MFU": statistics.median(shares)} if shares else {}),
     }
-    gpu = gpu_of_device(torch.cuda.get_device_name()) if device().type == "cuda" else None
-    flops = flops_per_token(run)
-    found["TFLOP/s"] = rate * flops / 1e12
-    return found | ({} if gpu is None else {"MFU": rate * flops / gpu.peak(run.precision)})
-
-
-def flops_per_token(run: TrainingRun) -> float:
-    """Training FLOPs of a token by arithmetic."""
-    shape = Shape.of(described(AutoConfig.for_model(**run.model)))
-    attended = sum(length * length / 2 for length in run.lengths) / sum(run.lengths)
-    has_adapters = "lora" in (run.sections or {})
-    return shape.flops_per_token(run.tokens, mean_attended=attended, has_adapters=has_adapters)

@@ -57,6 +57,15 @@ def wrap_attention(name: str, wrap: Callable[[Callable[..., Any]], Callable[...,
 
 
 @contextmanager
+def attention_replaced(attend: Callable[..., Any]) -> Iterator[None]:
+    """Context in which `attend` replaces all of transformers' attention implementations."""
+    names = (*ALL_ATTENTION_FUNCTIONS.valid_keys(), "eager")
+    _REGISTRY.attribute(ALL_ATTENTION_FUNCTIONS, "_local_mapping")
+    with replaced(ALL_ATTENTION_FUNCTIONS, "_local_mapping", dict.fromkeys(names, attend)):
+        yield
+
+
+@contextmanager
 def without_search_for_documents() -> Iterator[None]:
     """Context in which transformers does not search position ids for packed documents when it makes masks. The search
     makes the host wait for the GPU, and is needless if attention gets document boundaries as arguments.

@@ -14,8 +14,8 @@ MEASURED_STEPS = 20
 class Utilisation(Observer):
     """Adds the model FLOPs utilisation `perf/mfu`: model FLOPs per second, divided by the dense peak of all ranks.
 
-    Model FLOPs follow from the tokens of a step, without recomputation. `peak_flops` is the dense peak of one rank in
-    the precision of the run.
+    `flops_per_token` are the model FLOPs of a token in forward and backward, and `peak_flops` is the dense peak of one
+    rank in the precision of the run.
     """
 
     flops_per_token: float

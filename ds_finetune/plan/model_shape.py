@@ -1,6 +1,4 @@
-"""Number of parameters and FLOPs per token of a model, and the cost of a row, by which rows are balanced over data
-parallel ranks.
-"""
+"""Number of parameters of a model, and the cost of a row, by which rows are balanced over data parallel ranks."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -14,9 +12,6 @@ from ds_finetune.families.layer_rules import compressed_types
 from ds_finetune.families.table import family_of
 from ds_finetune.plan.forward import head_widths
 from ds_finetune.plan.model_tensors import DescribedModel, part_of
-
-_FORWARD_AND_BACKWARD = 3
-"""FLOPs of forward and backward in units of the forward; a multiply-add is two FLOPs."""
 
 
 def has_known_shape(model: DescribedModel) -> bool:
@@ -88,23 +83,6 @@ class Shape:
         """
         return 0 if self.has_scores else self.parts["embedding" if self.tied else "head"]
 
-    def flops_per_token(self, seq_len: int, *, mean_attended: float | None = None, has_adapters: bool = False) -> float:
-        """Training FLOPs of one token: 6 x (parameters in products + layers x attention_width x attended positions).
-
-        This counts forward, backward and the head, but neither recomputation, the embedding look-up nor scores of
-        documents. In causal attention over one document of `seq_len` tokens, a token attends to `seq_len / 2` positions
-        on average. For documents packed into a row, pass `mean_attended`: sum(n * n / 2) / sum(n) over document lengths
-        n. The window of a layer and `index_topk` are upper limits of that mean. With a multi-token prediction layer the
-        head counts once more, whether or not the layer trains it. With adapters frozen weights get no gradients, so
-        their products count 4 instead of 6 FLOPs per parameter.
-        """
-        matmul = self.multiplied + self.logits * (1 + self.mtp_layers)
-        attended = seq_len / 2 if mean_attended is None else mean_attended
-        limits = self.attended_limits or (None,) * self.layers
-        positions = sum(attended if limit is None else min(attended, limit) for limit in limits)
-        products = 2 * (_FORWARD_AND_BACKWARD - has_adapters) * matmul
-        return products + 2 * _FORWARD_AND_BACKWARD * self.attention_width * positions
-
 
 def _attended_limits(model: DescribedModel) -> tuple[int | None, ...]:
     """Maximum attended positions of each layer, by sliding window or indexer. A layer that compresses tokens attends to
@@ -166,11 +144,11 @@ class RowCost:
         """
         padding = 0 if row_len is None else row_len - int(lengths.sum())
         padded = np.append(lengths, padding).astype(np.float64)
-        pairs = sum(float(_pairs(padded, limit).sum()) * count for limit, count in Counter(self.limits).items())
+        pairs = sum(float(attended_pairs(padded, limit).sum()) * count for limit, count in Counter(self.limits).items())
         return self.per_token * float(padded.sum()) + self.per_supervised_token * supervised + self.per_pair * pairs
 
 
-def _pairs(lengths: NDArray[np.float64], limit: int | None) -> NDArray[np.float64]:
+def attended_pairs(lengths: NDArray[np.float64], limit: int | None) -> NDArray[np.float64]:
     """Attended pairs of tokens per document under causal attention to at most `limit` positions."""
     if limit is None:
         return lengths**2 / 2

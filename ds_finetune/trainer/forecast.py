@@ -1,18 +1,22 @@
-"""Memory forecast of a run with prepared data: the rank that needs most memory, and hints when memory runs out."""
+"""Forecast of a run with prepared data: memory, model FLOPs, and hints when memory runs out."""
 
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+import torch
+
 from ds_finetune.config.units import GIB
 from ds_finetune.console.phase_line import Say
+from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.engine.devices import DeviceMemory, allocator_settings, is_out_of_memory
 from ds_finetune.engine.groups.collectives import all_reduce_max
 from ds_finetune.errors import FinetuneError, RunError
-from ds_finetune.observers.performance import MemoryCheck
+from ds_finetune.observers.performance import MemoryCheck, Utilisation
 from ds_finetune.plan.estimate.memory import MemoryEstimate, estimate_memory
 from ds_finetune.plan.estimate.zero_rows import bucket_bytes
 from ds_finetune.plan.search.fitting import fitting_changes
+from ds_finetune.plan.search.machines import gpu_of_device
 from ds_finetune.system.whole_file import replace_file
 from ds_finetune.trainer.prepare import PreparedRun
 
@@ -32,6 +36,25 @@ def forecast_lines(run: PreparedRun) -> list[tuple[str, str]]:
     if run.plan.device == "cuda" and allocator_settings():
         lines.append(("allocator", allocator_settings()))
     return lines
+
+
+def trace_utilisation(run: PreparedRun) -> Utilisation | None:
+    """Observer that computes MFU from FLOPs traced in documents of the training data's mean length, weighted by tokens.
+    None on CPUs, on a GPU of unknown peak, and for a model that cannot be traced.
+    """
+    plan, objective, rows = run.plan, run.model.objective, run.inputs.train
+    gpu = gpu_of_device(torch.cuda.get_device_name()) if plan.device == "cuda" else None
+    if gpu is None:
+        return None
+    tokens = plan.train.max_seq_len
+    # The documents of a stream and the answers of rollouts are not known yet.
+    if isinstance(rows, PreparedRows) and objective.head != "answers":
+        # On average, a token attends to half of its document.
+        tokens = round(2 * rows.mean_attended) * max(1, objective.documents_per_unit)
+    with suppress(FinetuneError):
+        flops = run.traces.flops_per_token(plan, tokens)
+        return Utilisation(flops, gpu.peak(plan.precision), plan.world.world_size)
+    return None
 
 
 def forecast_check(run: PreparedRun, *, say: Say, log: Say) -> MemoryCheck:

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-import torch
 import torch.distributed as dist
 
 from ds_finetune.checkpoint.saver import Saver
@@ -16,7 +15,6 @@ from ds_finetune.cluster.watchdog.progress import RECENT_STEPS, RankProgress
 from ds_finetune.console.phase_line import PhaseLine, Say
 from ds_finetune.data.batches import BatchPlan, MicroBatch, eval_baseline, eval_batches, num_eval_rows
 from ds_finetune.data.prepared_rows import PreparedRows
-from ds_finetune.data.stream import StreamedRows
 from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.groups.collectives import all_gather_object, all_gather_scalar
 from ds_finetune.engine.results import HeldOutScores
@@ -24,7 +22,6 @@ from ds_finetune.engine.sampling.answers import SamplingLimits
 from ds_finetune.observers.checkpointing import Checkpointing
 from ds_finetune.observers.evaluation import BestAndPatience, Evaluation, matches
 from ds_finetune.observers.outside import OutsideObservers
-from ds_finetune.observers.performance import Utilisation
 from ds_finetune.observers.progress import ANSWERS, EVALUATION, EXPORT, SAVE, ProgressLine, TimeLeft
 from ds_finetune.observers.record import Observer, Resumable, StepRecord
 from ds_finetune.observers.routers import (
@@ -36,7 +33,6 @@ from ds_finetune.observers.routers import (
 from ds_finetune.observers.stopping import SkippedSteps, StopSignals
 from ds_finetune.observers.trackers import Trackers
 from ds_finetune.observers.writers import MOST_SAMPLES, MetricsFile, RankTimesFile, SampleFile
-from ds_finetune.plan.search.machines import gpu_of_device
 from ds_finetune.runs.folder import EXPERTS
 from ds_finetune.runs.metrics import Sample
 from ds_finetune.trainer.batches import batch_plan
@@ -82,7 +78,7 @@ def make_observers(started: StartedRun, signals: StopSignals, rollouts: RolloutS
     observers: list[Observer] = []
     if plan.world.world_size > 1:
         observers.append(Stragglers(started.rank_progress, config.log.every, config.watchdog.straggler_ratio))
-    observers += [skipped, *_utilisation(started.run)]
+    observers += [skipped, *([] if started.run.utilisation is None else [started.run.utilisation])]
     observers.append(forecast_check(started.run, say=started.say, log=started.log))
     resumable: dict[str, Resumable] = {"skipped": skipped}
     routers = _router_observers(started)
@@ -201,17 +197,6 @@ def _saving(started: StartedRun, time_left: TimeLeft) -> Iterator[None]:
         if started.engine.is_rank_zero:
             synchronise_records(started.run.output_dir)
         yield
-
-
-def _utilisation(run: PreparedRun) -> list[Observer]:
-    plan, shape, rows = run.plan, run.inputs.shape, run.inputs.train
-    gpu = gpu_of_device(torch.cuda.get_device_name()) if plan.device == "cuda" else None
-    if shape is None or gpu is None or run.model.freezing:
-        return []
-    attended = None if isinstance(rows, StreamedRows) else rows.mean_attended
-    has_adapters = run.config.lora is not None
-    flops = shape.flops_per_token(plan.train.max_seq_len, mean_attended=attended, has_adapters=has_adapters)
-    return [Utilisation(flops, gpu.peak(plan.precision), plan.world.world_size)]
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from ds_finetune.engine.groups.default_group import COLLECTIVE_TIMEOUT
 from ds_finetune.errors import ConfigError
 from ds_finetune.model.attention.kernels import FLASH_3_MODULE
 from ds_finetune.objectives.objective import Objective
+from ds_finetune.observers.performance import Utilisation
 from ds_finetune.observers.record import Observer
 from ds_finetune.plan.checks import check_length, length_notes
 from ds_finetune.plan.kernels import ChosenKernels, triton_problem
@@ -62,6 +63,8 @@ class PreparedRun(ResolvedRun):
     """Peak memory use of this rank's device since the run was prepared; None where it is not measured."""
     observers: Sequence[Observer] = ()
     """Observers from users and other packages."""
+    utilisation: Utilisation | None = None
+    """Observer that computes MFU; None where the model FLOPs or the peak of the GPU are not known."""
     failed_size: Path | None = None
     """File that remembers a micro-batch that ran out of memory; None unless the micro-batch was `auto`."""
 

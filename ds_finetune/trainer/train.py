@@ -35,7 +35,7 @@ from ds_finetune.runs.status import RunStatus
 from ds_finetune.system.world import World, check_deepspeed_hostfile
 from ds_finetune.trainer.batches import batches_ahead
 from ds_finetune.trainer.exports import Exports, verify_run_exports, write_formats
-from ds_finetune.trainer.forecast import explain_out_of_memory, forecast_lines
+from ds_finetune.trainer.forecast import explain_out_of_memory, forecast_lines, trace_utilisation
 from ds_finetune.trainer.loop import run_steps, training_steps
 from ds_finetune.trainer.micro_batch import decide_micro_batch, decide_recomputation
 from ds_finetune.trainer.observers import StartedRun, make_observers
@@ -260,12 +260,12 @@ def resolve_on_ranks(config: RunConfig, world: World, store: dist.Store, monitor
 
 
 def finish_plan(run: PreparedRun, store: dist.Store, monitor: Monitor, say: Say) -> PreparedRun:
-    """Make the decisions that all ranks must agree on, and add the memory forecast to the plan. They are recomputation
-    and micro-batch if these are `auto`, and the optimizer's operators.
+    """Make the decisions that all ranks must agree on, and add the forecasts of memory and model FLOPs. The decisions
+    are recomputation and micro-batch if these are `auto`, and the optimizer's operators.
     """
     run = decide_micro_batch(decide_recomputation(run, store, monitor), store, monitor)
     run = compile_operators(run, store, monitor, say)
-    return replace(run, plan=run.plan.with_lines(*forecast_lines(run)))
+    return replace(run, plan=run.plan.with_lines(*forecast_lines(run)), utilisation=trace_utilisation(run))
 
 
 def compile_operators(run: PreparedRun, store: dist.Store, monitor: Monitor, say: Say) -> PreparedRun:

@@ -239,32 +239,13 @@ def _built(config: PretrainedConfig) -> int:
         return sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
 
 
-def test_windows_limit_what_is_attended() -> None:
-    config = {**DENSE, "model_type": "qwen3", "head_dim": 8, "use_sliding_window": True, "sliding_window": 16}
-    whole = shape_of(config)
-    one = shape_of({**config, "layer_types": ["full_attention", "sliding_attention"]})
-    spared = 6 * whole.attention_width * (50 - 16)
-    assert whole.flops_per_token(100) - one.flops_per_token(100) == spared
-    assert one.flops_per_token(100, mean_attended=10) == whole.flops_per_token(100, mean_attended=10)
-
-
-def test_flops_by_hand() -> None:
-    config = {
-        "model_type": "llama",
-        "num_hidden_layers": 2,
-        "hidden_size": 8,
-        "vocab_size": 10,
-        "intermediate_size": 16,
-    }
-    config |= {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True}
-    layer = 8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 16
-    attention = 2 * (2 * 4 + 2 * 4) * 100 / 2
-    assert shape_of(config).flops_per_token(100) == 6 * (2 * layer + 8 * 10 + attention)
-    assert shape_of(config).flops_per_token(100, mean_attended=0) == 6 * (2 * layer + 8 * 10)
-    for shape in (shape_of(config), shape_of(config | {"tie_word_embeddings": False})):
-        scored = shape_of(config, scores=3)
-        assert scored.flops_per_token(100) == 6 * (2 * layer + attention)
-        assert scored.total_params == shape.parts["embedding"] + 2 * layer + shape.parts["norms"] + 3 * 8
+def test_a_score_head_takes_the_place_of_the_language_head() -> None:
+    for is_tied in (True, False):
+        config = DENSE | {"model_type": "qwen3", "head_dim": 8, "tie_word_embeddings": is_tied}
+        plain, scored = shape_of(config), shape_of(config, scores=3)
+        layers = plain.multiplied + plain.parts["norms"]
+        assert scored.logits == 0
+        assert scored.total_params == plain.parts["embedding"] + layers + 3 * config["hidden_size"]
 
 
 RUN_FILES = {

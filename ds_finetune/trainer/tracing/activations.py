@@ -1,5 +1,6 @@
-"""Measures activations of a rank in one forward and backward pass of the program's own modules on fake tensors."""
+"""Measures activations and FLOPs in one forward and backward pass of the program's own modules on fake tensors."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -13,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from ds_finetune.model.build.model_plan import ModelPlan
 from ds_finetune.plan.estimate.traced import TracedLayer, TracedModel
 from ds_finetune.plan.plan import Plan
-from ds_finetune.trainer.tracing.kernels import HeldBytes
+from ds_finetune.trainer.tracing.kernels import Recorder, counted_attention
 from ds_finetune.trainer.tracing.short_model import ShortModel
 
 
@@ -25,17 +26,31 @@ def trace(plan: Plan, model: ModelPlan, *, is_full: bool = False) -> TracedModel
     result.
     """
     with ShortModel(plan, model, is_full=is_full) as short:
-        watch = _Watch(short.recorder, short.lm.base_model, [short.lm.get_submodule(name) for name in short.layers])
-        with short.recorder, watch:
-            loss = short.trained(short.rows, short.numbers).loss
-            watch.begin_backward()
-            loss.backward()
-        traced = watch.result(short.kinds)
+        traced = _watched(short).result(short.kinds)
     return traced if model.teacher else replace(traced, teacher=0)
 
 
+def count_flops(plan: Plan, model: ModelPlan, *, is_full: bool = False) -> int:
+    """FLOPs of forward and backward of one micro-batch of `plan`, with the assumptions of `trace`. Frozen weights get
+    no gradients, and the forward of a teacher is not counted. Without recomputation and parallel axes in `plan` these
+    are the model FLOPs.
+    """
+    with ShortModel(plan, model, is_full=is_full) as short, counted_attention(short.recorder):
+        return _watched(short).flops(short.kinds)
+
+
+def _watched(short: ShortModel) -> "_Watch":
+    """Run a forward and backward of the short model."""
+    watch = _Watch(short.recorder, short.lm.base_model, [short.lm.get_submodule(name) for name in short.layers])
+    with short.recorder, watch:
+        loss = short.trained(short.rows, short.numbers).loss
+        watch.begin_backward()
+        loss.backward()
+    return watch
+
+
 class _Mark(NamedTuple):
-    """Byte counts at the beginning of a part of an optimizer step."""
+    """Counts of bytes and FLOPs at the beginning of a part of an optimizer step."""
 
     part: str
     """`start`, `embedding`, `forward` or `backward` of a layer, `head`, `loss` or `inputs`."""
@@ -44,12 +59,13 @@ class _Mark(NamedTuple):
     """Peak bytes during the part of the step before this one."""
     held: int
     on_host: int
+    flops: int
 
 
 class _Watch:
-    """Context in which hooks of modules read the recorder's byte counts at the beginning of each part of a step."""
+    """Context in which hooks of modules read the recorder's counts at the beginning of each part of a step."""
 
-    def __init__(self, recorder: HeldBytes, base: nn.Module, layers: Sequence[nn.Module]) -> None:
+    def __init__(self, recorder: Recorder, base: nn.Module, layers: Sequence[nn.Module]) -> None:
         self._recorder, self._base = recorder, base
         self._numbers = {layer: number for number, layer in enumerate(layers)}
         self._hooks = ExitStack()
@@ -72,7 +88,7 @@ class _Watch:
 
     def _mark(self, part: str, layer: int = -1) -> None:
         own = self._recorder
-        self._marks.append(_Mark(part, layer, own.since_mark(), own.held, own.on_host))
+        self._marks.append(_Mark(part, layer, own.since_mark(), own.held, own.on_host, own.flops))
 
     def _before(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
         number = self._numbers.get(module)
@@ -122,6 +138,16 @@ class _Watch:
             head_backward=most("loss", last),
             embedding_backward=most("inputs"),
         )
+
+    def flops(self, representatives: Sequence[int]) -> int:
+        """FLOPs of all layers, and of embedding, head and loss. `representatives` are as in `result`."""
+        of_layers, others = Counter[int](), 0
+        for mark, then in pairwise(self._marks):
+            if mark.layer >= 0:
+                of_layers[mark.layer] += then.flops - mark.flops
+            elif mark.part != "start":
+                others += then.flops - mark.flops
+        return others + sum(of_layers[number] for number in representatives)
 
     def _layer(self, parts: Mapping[tuple[str, int], tuple[_Mark, _Mark]], number: int) -> TracedLayer:
         begin, after = parts["forward", number]

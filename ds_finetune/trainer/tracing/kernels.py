@@ -1,5 +1,5 @@
 """Replacements of kernels, communication and copies to host memory while a model computes on fake tensors, and the
-count of the bytes that operations allocate.
+count of the bytes and FLOPs of its operations.
 """
 
 import weakref
@@ -9,37 +9,45 @@ from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 from transformers import PreTrainedModel
 from transformers.integrations import moe
 
 from ds_finetune.engine import rank_model
 from ds_finetune.foreign.guard import replaced
+from ds_finetune.foreign.transformers_attention import attention_replaced
 from ds_finetune.model import activation_memory, experts
 from ds_finetune.model.attention import by_document, compressed_layout, gated_delta
 from ds_finetune.model.fused import install
 from ds_finetune.model.kept_outputs import KeptOutputs
 from ds_finetune.model.loss import cross_entropy, head_chunks
 from ds_finetune.model.parallel.expert import ExpertParallelExperts
+from ds_finetune.plan.model_shape import attended_pairs
 
 
-class HeldBytes(TorchDispatchMode):
-    """Counts the bytes that operations have allocated and not yet freed, and the peak of that number since a mark."""
+class Recorder(TorchDispatchMode):
+    """Counts the bytes that operations have allocated and not yet freed, the peak of that number since a mark, and the
+    FLOPs of matrix products and convolutions by torch's formulas.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.held = self.peak = self.on_host = 0
+        self.held = self.peak = self.on_host = self.flops = 0
         self._live: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
-        """Run the operation and count what it allocates."""
+        """Run the operation, and count its FLOPs and what it allocates."""
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
+        if (flops_of := flop_registry.get(func._overloadpacket)) is not None:
+            self.flops += flops_of(*args, **kwargs, out_val=out)
         known_storages = {each.untyped_storage()._cdata for each in _tensors((args, kwargs))}
         for each in _tensors(out):
             storage = each.untyped_storage()
@@ -186,7 +194,7 @@ def _install_four_bit(lm: PreTrainedModel, names: Iterable[str], *, device: str)
 class _HostCopies:
     """Replacement of torch's `save_on_cpu` that copies no tensor to the host and only counts the copied bytes."""
 
-    def __init__(self, recorder: HeldBytes) -> None:
+    def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
 
     def pack_hook(self, tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
@@ -227,8 +235,55 @@ do not mix.
 """
 
 
+class _CountedAttention(torch.autograd.Function):
+    """Attention that allocates its result and gradients without computing them. Backward takes twice the FLOPs of the
+    forward: two products for each of its two.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, recorder: Recorder, flops: int, *parts: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
+        ctx.recorder, ctx.flops = recorder, flops
+        ctx.save_for_backward(*parts)
+        recorder.flops += flops
+        query, _, value = parts
+        return query.new_empty(len(query), query.shape[2], query.shape[1], value.shape[3])
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
+        ctx.recorder.flops += 2 * ctx.flops
+        return (None, None, *map(torch.empty_like, ctx.saved_tensors))
+
+
 @contextmanager
-def stand_ins(device: str, recorder: HeldBytes) -> Iterator[None]:
+def counted_attention(recorder: Recorder) -> Iterator[None]:
+    """Context in which transformers' attention implementations compute nothing, and count only the FLOPs of tokens that
+    attend to each other: within documents, sliding windows and the tokens that indexers choose.
+    """
+
+    def attend(  # noqa: PLR0913 - transformers' interface
+        module: Any,  # noqa: ANN401
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *_: object,
+        documents: tuple[tuple[int, ...], ...] | None = None,
+        sliding_window: int | None = None,
+        chosen: object = None,
+        **__: object,
+    ) -> tuple[torch.Tensor, None]:
+        lengths = np.array(documents or [[query.shape[2]]] * len(query), dtype=np.float64)
+        limits = sliding_window or getattr(module, "sliding_window", None), chosen and module.config.index_topk
+        pairs = attended_pairs(lengths, min(filter(None, limits), default=None)).sum()
+        pairs *= 1 if getattr(module, "is_causal", True) else 2
+        flops = round(2 * pairs * query.shape[1] * (query.shape[3] + value.shape[3]))
+        return _CountedAttention.apply(recorder, flops, query, key, value), None
+
+    with attention_replaced(attend):
+        yield
+
+
+@contextmanager
+def stand_ins(device: str, recorder: Recorder) -> Iterator[None]:
     """Context in which fake tensors on a CPU allocate as real ones on `device`. Functions that need the values of
     tensors are replaced.
     """
@@ -252,7 +307,11 @@ def stand_ins(device: str, recorder: HeldBytes) -> Iterator[None]:
         if device == "cpu":
             changes.append((head_chunks, "_add_product", _add_rounded))
         else:
-            changes += [(head_chunks, "_BLOCK_NUMBERS", 2**62), (head_chunks, "_add_product", lambda *_: None)]
+
+            def count(_: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+                recorder.flops += 2 * left.numel() * right.shape[1]
+
+            changes += [(head_chunks, "_BLOCK_NUMBERS", 2**62), (head_chunks, "_add_product", count)]
         for owner, name, change in changes:
             stack.enter_context(replaced(owner, name, change))
         yield

@@ -45,7 +45,7 @@ from ds_finetune.objectives.objective import AnswerNumbers, Distillation, Exampl
 from ds_finetune.plan.forward import mlp_tiles, varlen_problem
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.plan import Plan
-from ds_finetune.trainer.tracing.kernels import HeldBytes, silent_group, stand_ins
+from ds_finetune.trainer.tracing.kernels import Recorder, silent_group, stand_ins
 
 _ALIKE = 2
 """Number of layers of each kind that are computed, besides the last layer of the model. One is not enough, because the
@@ -68,7 +68,7 @@ class ShortModel:
         unpartitioned = plan.deepspeed_config | {"zero_optimization": plan.zero | {"stage": 0}}
         self._arranged = replace(plan, mesh=mesh, deepspeed_config=unpartitioned)
         self._model = replace(model, stages=(None,), mlp_tiles=tiles)
-        self.recorder = HeldBytes()
+        self.recorder = Recorder()
         self.teacher: HiddenStates | None = None
 
     def __enter__(self) -> "ShortModel":
