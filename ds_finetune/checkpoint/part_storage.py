@@ -233,7 +233,7 @@ def _chunks_to_write(group: StateGroup, portion: tuple[int, int]) -> Iterator[tu
 
 def read_state_groups(groups: Sequence[StateGroup], reader: PartReader, *, absent: str) -> None:
     """Read the state `groups` of this rank, slice by slice, from the part files of a checkpoint. CheckpointError if a
-    tensor is missing, has another shape, or is in part files that are not available, which the message calls `absent`.
+    tensor is missing, has another shape, or is in missing part files, which the message describes by the text `absent`.
     """
     for group in groups:
         with group.opened(True) as read:

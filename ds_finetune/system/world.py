@@ -252,8 +252,7 @@ def _slurm_names(environ: Mapping[str, str]) -> tuple[str, str, str]:
 
 
 def _check_leftover_variables(environ: Mapping[str, str], scheduler: tuple[str, ...], given: Sequence[str]) -> None:
-    """Raise LaunchError where the environment variables `given` contradict the scheduler's, as they are left from
-    another launch.
+    """Raise LaunchError if variables `given`, such as RANK, were left from another launch and contradict the scheduler.
 
     With RANK 0 and WORLD_SIZE 1 left in the shell, every rank would start a run of its own in the same folder.
     """
