@@ -94,7 +94,6 @@ class Saver:
             partial.mkdir(exist_ok=True)
             part = partial / part_name(self.folder.rank, self.folder.world_size)
             num_bytes, tensors = serialise_part(groups, extra, portion=self.folder.portion)
-            # A state group that is still open after an error is closed at once.
             with closing(tensors):
                 if self.is_asynchronous:
                     self._process.copy(num_bytes, tensors)

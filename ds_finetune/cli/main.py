@@ -52,8 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command_line = sys.argv[1:] if argv is None else list(argv)
     arguments = parse_arguments(command_line)
     for stream in (sys.stdout, sys.stderr):
-        # Characters that the terminal's encoding lacks are printed as escapes, since an encoding error would end the
-        # program.
+        # Characters that the terminal's encoding lacks become escapes, since an encoding error would end the program.
         if isinstance(stream, io.TextIOWrapper) and codecs.lookup(stream.encoding).name != "utf-8":
             stream.reconfigure(errors="backslashreplace")
     try:

@@ -15,7 +15,6 @@ from ds_finetune.console.tables import ERR, OUT, show_note, show_pairs
 from ds_finetune.errors import ConfigError
 
 if TYPE_CHECKING:
-    # Only type checkers import these modules, which keeps other commands fast.
     from ds_finetune.model.build.model_plan import ModelPlan
     from ds_finetune.plan.estimate.memory import MemoryEstimate
     from ds_finetune.plan.search.machines import Target

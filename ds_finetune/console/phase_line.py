@@ -60,9 +60,7 @@ class PhaseLine:
         write_now(self._out, CLEAR_LINE + line if self._is_live else line + "\n")
 
     def before_each(self, check: Callable[[], bool]) -> Callable[[], bool]:
-        """Make a function, called before each part of the phase, that counts the previous part and returns
-        `check()`.
-        """
+        """Make a function to call before each part of the phase: it counts the last part and returns `check()`."""
         self._done -= 1
 
         def counted() -> bool:

@@ -51,7 +51,6 @@ def quiet_packages(environ: Mapping[str, str] = os.environ) -> None:
         # The filter is not removed at the end, because that would reset Python's record of warnings already shown.
         warnings.filterwarnings("ignore", message=message, category=category)
     for name, is_shown in _FILTERS.items():
-        # Adding the same filter a second time changes nothing.
         logging.getLogger(name).addFilter(is_shown)
 
 

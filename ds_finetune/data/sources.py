@@ -309,9 +309,7 @@ def read_hub(path: str, subset: str, split: str, *, purpose: str) -> Iterator[tu
 
 
 def default_split(names: Collection[str], path: str, *, purpose: str) -> str:
-    """Choose the split of a hub data set: for `train` training, else validation or test; DataError unless one
-    matches.
-    """
+    """Choose the split of a hub data set: for `train` training, else validation or test; DataError if unclear."""
     for split in DEFAULT_SPLITS[purpose]:
         fitting = [name for name in names if name == split] or [name for name in names if splits_of(name) == {split}]
         if len(fitting) == 1:

@@ -149,7 +149,6 @@ class ChatSession:
         context, messages = self._context, self.messages
         _check_text(text)
         while context and messages and self._num_tokens(messages, text) + self._max_new_tokens > context:
-            # The earliest two messages, a question and its answer, are dropped together.
             messages = messages[2:]
         _room(self._num_tokens(messages, text), context)
         dropped, self.messages = len(self.messages) - len(messages), messages
