@@ -19,8 +19,6 @@ def add_commands(commands: Commands) -> None:
     watch = add_command(commands, "watch", "show a folder of runs in the browser while they train", _watch)
     text = "folder with runs, or of one run (default: the current folder)"
     watch.add_argument("folder", metavar="FOLDER", nargs="?", default=".", help=text)
-    text = "address to listen on (default 127.0.0.1: only this machine); others need the token that is printed"
-    watch.add_argument("--host", default="127.0.0.1", help=text)
     watch.add_argument("--port", type=port, default=_PORT, help=f"port to listen on, 0 for any (default {_PORT})")
     add_allowed_hosts(watch)
 
@@ -41,5 +39,4 @@ def _watch(arguments: Arguments) -> None:
     require_extra("pages", "`ds-finetune watch`")
     from ds_finetune.runs.watch import watch
 
-    folder, names = Path(arguments.folder), arguments.allow_host
-    watch(folder, host=arguments.host, port=arguments.port, show=show_line, allowed_hosts=names)
+    watch(Path(arguments.folder), port=arguments.port, show=show_line, allowed_hosts=arguments.allow_host)

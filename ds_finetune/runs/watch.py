@@ -1,7 +1,5 @@
 """`ds-finetune watch`: serves a table of the runs in a folder, and the page of each run, while they train."""
 
-import hmac
-import secrets
 import socket
 import threading
 import time
@@ -16,12 +14,10 @@ from markupsafe import Markup
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
+from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
 
 from ds_finetune.console.phase_line import time_text
 from ds_finetune.errors import OutputError, ServeError
@@ -41,17 +37,17 @@ from ds_finetune.runs.report.page import (
 )
 from ds_finetune.runs.report.sections import overlay_page, run_page
 from ds_finetune.runs.status import changed_at
-from ds_finetune.serving.http_guard import BoundedProtocol, HostRules, foreign_host, is_loopback
+from ds_finetune.serving.http_guard import BoundedProtocol, HostCheck, HostRules
 
 MOST_COMPARED = 20
 """Maximum number of runs that are compared, and whose metrics stay in memory (16 MB for a run of 100,000 steps)."""
 _TAIL_BYTES = 64 * 1024
 """Number of bytes at the end of a metrics file that are read to find its last record, for the table of runs."""
+_HOST = "127.0.0.1"
 _SEARCH_SECONDS = 2.0
 _CLOSING_SECONDS = 2
 _LEVEL = 4
 """Level of gzip compression for pages, most of which are a megabyte of scripts."""
-COOKIE = "ds_finetune_watch"
 _COLUMNS = ("", "run", "state", "step", "eta", "loss", "tokens/s", "last sign")
 _HEADERS = {
     "Content-Security-Policy": "frame-ancestors 'none'",
@@ -61,64 +57,31 @@ _HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
 }
-"""Security headers of each HTTP response. A policy in the page itself restricts its scripts."""
+"""Security headers of each page. A policy in the page itself restricts its scripts."""
 
 
-class AccessCheck(BaseHTTPMiddleware):
-    """Refuses requests to a host name that is not allowed, or without the token, before the application gets them.
+def watch(folder: Path, *, port: int, show: Callable[[str], None], allowed_hosts: Sequence[str] = ()) -> None:
+    """Serve the pages of the runs in `folder` on this machine's port `port` until SIGINT or SIGTERM; `show` prints a
+    line.
 
-    The token is empty if only this machine can connect. Otherwise the printed address contains it (`?token=`). The
-    first response stores the token in a cookie and redirects to the address without it, so that the token stays neither
-    in the address bar nor in the browser's history.
-    """
+    The Host header of a request must be a local name or one of `allowed_hosts`.
 
-    def __init__(self, app: ASGIApp, rules: HostRules, token: str = "") -> None:
-        super().__init__(app)
-        self._rules, self._token = rules, token
-
-    async def dispatch(self, request: Request, call_next: RequestResponseEndpoint) -> Response:
-        """Answer a request with the application, or refuse it."""
-        answer = self._refusal(request) or await call_next(request)
-        answer.headers.update(_HEADERS)
-        return answer
-
-    def _refusal(self, request: Request) -> Response | None:
-        if not self._rules.allows(request.headers):
-            return foreign_host()
-        given = (request.cookies.get(COOKIE, ""), request.query_params.get("token", ""))
-        has_cookie, has_token = (hmac.compare_digest(each.encode(), self._token.encode()) for each in given)
-        if not self._token or has_cookie:
-            return None
-        if not has_token:
-            text = "The page needs its token: open the address that `ds-finetune watch` has printed.\n"
-            return PlainTextResponse(text, status_code=401)
-        answer = RedirectResponse("/", status_code=303)
-        answer.set_cookie(COOKIE, self._token, httponly=True, samesite="strict")
-        return answer
-
-
-def watch(
-    folder: Path, *, host: str, port: int, show: Callable[[str], None], allowed_hosts: Sequence[str] = ()
-) -> None:
-    """Serve the pages of the runs in `folder` until SIGINT or SIGTERM; `show` prints a line.
-
-    The Host header of a request must be `host`, a name of this machine, or one of `allowed_hosts`.
-
-    ServeError if `folder` is no folder, or if the address cannot be used.
+    ServeError if `folder` is no folder, or if the port cannot be used.
     """
     if not folder.is_dir():
         raise ServeError(f"`{folder}` is not a folder", hint="name the folder of a run, or a folder with runs below it")
-    token = "" if is_loopback(host) else secrets.token_urlsafe(24)
-    rules = HostRules(host, allowed=tuple(allowed_hosts))
-    with _listen(host, port) as listener:
+    try:
+        listener = socket.create_server((_HOST, port))
+    except OSError as refused:
+        raise ServeError(
+            f"the server cannot listen on {_HOST} port {port}: {refused.strerror or refused}",
+            hint="choose another --port, or 0 for any free port",
+        ) from refused
+    with listener:
         show(f"watching {folder.resolve()}")
-        name = socket.gethostname() if host in ("0.0.0.0", "::") else host
-        url = f"http://{f'[{name}]' if ':' in name else name}:{listener.getsockname()[1]}/"
-        show(f"open {url}{f'?token={token}' if token else ''}   (Ctrl-C ends it)")
-        if token:
-            show("other machines reach this page: whoever has this address can read the runs")
+        show(f"open http://{_HOST}:{listener.getsockname()[1]}/   (Ctrl-C ends it)")
         config = uvicorn.Config(
-            make_app(folder, rules, token),
+            make_app(folder, allowed_hosts),
             http=BoundedProtocol,
             ws="none",
             log_level="warning",
@@ -132,22 +95,11 @@ def watch(
             uvicorn.Server(config).run(sockets=[listener])
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server((str(address[0]), port), family=family)
-    except OSError as refused:
-        raise ServeError(
-            f"the server cannot listen on {host} port {port}: {refused.strerror or refused}",
-            hint="choose another --port (0 for any free port) or --host",
-        ) from refused
-
-
-def make_app(folder: Path, rules: HostRules, token: str = "") -> AccessCheck:
+def make_app(folder: Path, allowed_hosts: Sequence[str] = ()) -> HostCheck:
     """Make the web application that serves the runs below `folder`."""
     runs = _Runs(folder)
     routes, gzip = [Route("/", runs.table), Route("/run", runs.page)], Middleware(GZipMiddleware, compresslevel=_LEVEL)
-    return AccessCheck(Starlette(routes=routes, middleware=[gzip]), rules, token)
+    return HostCheck(Starlette(routes=routes, middleware=[gzip]), HostRules(_HOST, allowed=tuple(allowed_hosts)))
 
 
 class _Runs:
@@ -233,4 +185,4 @@ def _answer(request: Request, page: Page) -> Response:
     """
     html = render_page(page, is_live=True, has_library=request.query_params.get("library") != "no")
     # Texts of a run may contain half a surrogate pair, which UTF-8 cannot represent.
-    return HTMLResponse(html.encode(errors="backslashreplace"))
+    return HTMLResponse(html.encode(errors="backslashreplace"), headers=_HEADERS)

@@ -29,15 +29,13 @@ Row = Sequence[str]
 class Table:
     """A table of a page. Its first `text_columns` columns hold texts; the others hold numbers, which are right-aligned.
 
-    Without names in `columns` the table is a list of names with texts. A folded table shows its rows when a reader
-    opens it.
+    Without names in `columns` the table is a list of names with texts.
     """
 
     caption: str
     columns: Row
     rows: Sequence[Row]
     text_columns: int = 1
-    is_folded: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,8 +47,8 @@ class Charts:
 
 @dataclass(frozen=True)
 class Text:
-    """A text on a page, in spans that may be marked by a colour. If `is_tail`, the text is the end of a file, and its
-    box is scrolled to the end.
+    """A text on a page, in spans that may be marked by a colour. A folded text is shown when a reader opens it. If
+    `is_tail`, the text is the end of a file, and its box is scrolled to the end.
     """
 
     title: str

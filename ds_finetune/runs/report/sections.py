@@ -1,7 +1,6 @@
 """The pages of reports: the sections of one run, from the files in its folder, or a comparison of several runs."""
 
 import math
-import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -130,16 +129,7 @@ def _warnings(run: RunFolder) -> list[str]:
 
 def _curves(run: RunFolder) -> list[Block]:
     charts = run_charts(run, [start["after_step"] for start in run.starts[1:] if "after_step" in start])
-    rows = []
-    for name, curve in run.curves.items():
-        steps, values = curve.steps, curve.values
-        if len(finite := np.flatnonzero(np.isfinite(values))):
-            lowest, highest = finite[values[finite].argmin()], finite[values[finite].argmax()]
-            ends = (number_text(float(values[at]), name) for at in (finite[0], finite[-1]))
-            extremes = (f"{number_text(float(values[at]), name)} at {steps[at]:,}" for at in (lowest, highest))
-            rows.append((name, *ends, *extremes))
-    columns = ("metric", "first", "last", "lowest", "highest")
-    return [Charts(charts), Table("All metrics as numbers", columns, rows, is_folded=True)] if charts else []
+    return [Charts(charts)] if charts else []
 
 
 def _ranks(run: RunFolder) -> list[Block]:
@@ -297,19 +287,10 @@ def _exports(run: RunFolder) -> list[Block]:
 
 def _repeat(run: RunFolder) -> list[Block]:
     rows = [*run.versions.items(), ("started as", str(run.last_start.get("command", NONE)))]
-    blocks: list[Block] = [Table("", (), [*rows, ("repeat by", repeat_command(run))])]
+    blocks: list[Block] = [Table("", (), rows)]
     if (text := run.text(CONFIG)) is not None:
         blocks.append(_code("Run file with all defaults (config.yaml)", text, is_folded=True))
     return blocks
-
-
-def repeat_command(run: RunFolder) -> str:
-    """The command that repeats a run in another folder, on the same number of ranks."""
-    ranks = run.last_start.get("ranks", run.status.ranks)
-    is_one_host = ranks == run.last_start.get("ranks_per_host", ranks)
-    command = f"launch --nproc {ranks}" if is_one_host else "launch --hostfile HOSTFILE"
-    arguments = shlex.join([f"{run.path}/config.yaml", f"output_dir={run.path}-again"])
-    return f"ds-finetune {'train' if ranks == 1 else command} {arguments}"
 
 
 def _code(title: str, text: str, *, is_folded: bool = False) -> Text:
@@ -343,7 +324,7 @@ SECTIONS: tuple[tuple[str, str, Callable[[RunFolder], list[Block]], str], ...] =
     ("answers", "Generated answers over time", _answers, "Greedy answers to held-out prompts at the evaluations."),
     ("rollouts", "Sampled answers and their rewards", _rollouts, ""),
     ("export", "Export and its verification", _exports, ""),
-    ("repeat", "Versions and how to repeat the run", _repeat, ""),
+    ("repeat", "Versions and run file", _repeat, ""),
 )
 """The sections of a run's page in their order. Each has a name, a heading, a function that returns its blocks, and a
 sentence below the heading.

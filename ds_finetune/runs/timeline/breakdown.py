@@ -18,6 +18,8 @@ _KIND_OF_PHASE = {
 }
 _HOST = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver")
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+_ARROW = "ac2g"
+"""Category of Kineto's arrows from a call of the CPU to its kernel; the `id` of an arrow is unique only on its rank."""
 _TORCH_PREFIXES = ("gloo:", "nccl:")
 """Prefixes of torch's own collective events. Annotations replace these events, because they do not nest."""
 _MATCHED = ("allreduce", "reduce", "broadcast", "allgather", "reduce_scatter", "all_to_all", "all_to_allv", "barrier")
@@ -63,20 +65,23 @@ def read_trace(tree: Mapping[str, Any], rank: int, shift: float, *, is_gpu: bool
     metadata = {"process_name": {"name": f"rank {rank}"}, "process_sort_index": {"sort_index": rank}}
     trace = RankTrace([{"ph": "M", "pid": rank, "tid": 0, "name": name, "args": metadata[name]} for name in metadata])
     counts = Counter[str]()
-    events = [event for event in tree["traceEvents"] if isinstance(event["pid"], int)]
+    events = [event for event in tree["traceEvents"] if isinstance(event["pid"], int) and _is_shown(event)]
     for event in sorted(events, key=lambda event: (event["ts"], -event.get("dur", 0))):
-        category, name = event.get("cat"), event["name"]
         event |= {"pid": rank, "ts": round(event["ts"] + shift, 3)}
-        if category == "ac2g":
+        if event.get("cat") == _ARROW:
             event["id"] = f"{rank}.{event['id']}"
-        elif category in _DEVICE:
+        if event.get("cat") in _DEVICE:
             _add_device_event(trace, event, counts)
-        elif category == "user_annotation" and not name.startswith(_TORCH_PREFIXES):
+        if event.get("cat") == "user_annotation":
             _add_annotation(trace, event, is_gpu=is_gpu)
-        elif name.startswith(_TORCH_PREFIXES) or not (category in _HOST or name.startswith("thread_")):
-            continue
         trace.events.append(event)
     return trace
+
+
+def _is_shown(event: Event) -> bool:
+    category, name = event.get("cat"), event["name"]
+    is_host = category in _HOST or name.startswith("thread_")
+    return category == _ARROW or category in _DEVICE or (is_host and not name.startswith(_TORCH_PREFIXES))
 
 
 def _add_annotation(trace: RankTrace, event: Event, *, is_gpu: bool) -> None:
@@ -84,30 +89,30 @@ def _add_annotation(trace: RankTrace, event: Event, *, is_gpu: bool) -> None:
     phase, _, number = name.partition(" ")
     if phase == STEP and number.isdecimal():
         trace.steps.append((int(number), *span))
-    elif kind := _KIND_OF_PHASE.get(name):
+    if kind := _KIND_OF_PHASE.get(name):
         trace.layers.append((_PHASE, OTHER if is_gpu and kind == COMPUTE else kind, *span))
-    elif name == WAIT and not is_gpu:
+    is_collective = name.count(SEPARATOR) == 3
+    if (is_collective or name == WAIT) and not is_gpu:
         trace.layers.append((_COLLECTIVE, COMMUNICATION, *span))
-    elif name.count(SEPARATOR) == 3:
-        kind, group, count, num_bytes = name.split(SEPARATOR)
-        event |= {"name": kind, "args": {"group": group, "number": int(count), "bytes": int(num_bytes)}}
-        if not is_gpu:
-            trace.layers.append((_COLLECTIVE, COMMUNICATION, *span))
-            trace.collectives.append(((group, int(count)), event))
+    if not is_collective:
+        return
+    collective, group, count, num_bytes = name.split(SEPARATOR)
+    event |= {"name": collective, "args": {"group": group, "number": int(count), "bytes": int(num_bytes)}}
+    if not is_gpu:
+        trace.collectives.append(((group, int(count)), event))
 
 
 def _add_device_event(trace: RankTrace, event: Event, counts: Counter[str]) -> None:
     args, span = event.get("args", {}), (event["ts"], event["ts"] + event["dur"])
-    if "Collective name" in args or "nccl" in event["name"].lower():
-        trace.layers.append((_COLLECTIVE, COMMUNICATION, *span))
-        if str(args.get("Collective name", "")).removeprefix("_").removesuffix("_base") in _MATCHED:
-            group = str(args.get("Process Group Name", ""))
-            counts[group] += 1
-            trace.collectives.append(((group, counts[group]), event))
-    elif event["cat"] == "gpu_memcpy" and any(direction in event["name"] for direction in ("HtoD", "DtoH")):
-        trace.layers.append((_COPY, OFFLOAD, *span))
-    else:
-        trace.layers.append((_KERNEL, COMPUTE, *span))
+    if "Collective name" not in args and "nccl" not in event["name"].lower():
+        is_copy = event["cat"] == "gpu_memcpy" and any(direction in event["name"] for direction in ("HtoD", "DtoH"))
+        trace.layers.append((_COPY, OFFLOAD, *span) if is_copy else (_KERNEL, COMPUTE, *span))
+        return
+    trace.layers.append((_COLLECTIVE, COMMUNICATION, *span))
+    if str(args.get("Collective name", "")).removeprefix("_").removesuffix("_base") in _MATCHED:
+        group = str(args.get("Process Group Name", ""))
+        counts[group] += 1
+        trace.collectives.append(((group, counts[group]), event))
 
 
 def mark_waits(trace: RankTrace, starts: Sequence[Mapping[CollectiveKey, float]]) -> None:

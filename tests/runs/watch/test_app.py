@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from html import unescape
@@ -16,7 +17,6 @@ from ds_finetune.cli.main import main
 from ds_finetune.runs.folder import RunFolder
 from ds_finetune.runs.report.page import TEMPLATES, bokehjs
 from ds_finetune.runs.watch import MOST_COMPARED, make_app
-from ds_finetune.serving.http_guard import HostRules
 from tests.conftest import ROOT
 from tests.runs.report.test_page import PageParser
 from tests.runs.test_folder import make_run, own_status
@@ -32,7 +32,7 @@ def runs(tmp_path: Path) -> Path:
 
 
 def _client(root: Path) -> TestClient:
-    return TestClient(make_app(root, HostRules("127.0.0.1")), base_url="http://127.0.0.1")
+    return TestClient(make_app(root), base_url="http://127.0.0.1")
 
 
 def _rows(root: Path) -> dict[str, str]:
@@ -217,5 +217,7 @@ def test_watch_starts_without_torch() -> None:
 def test_what_cannot_be_watched_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["watch", str(tmp_path / "none")]) == 2
     assert "is not a folder" in capsys.readouterr().err
-    assert main(["watch", str(tmp_path), "--host", "203.0.113.7", "--port", "0"]) == 2
-    assert "cannot listen on 203.0.113.7 port 0" in capsys.readouterr().err
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert main(["watch", str(tmp_path), "--port", str(port)]) == 2
+    assert f"cannot listen on 127.0.0.1 port {port}" in capsys.readouterr().err
