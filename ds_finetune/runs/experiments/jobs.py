@@ -31,9 +31,10 @@ _POLL_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class RunSlot:
-    """Devices on which one run at a time starts, by the command `command` of `ds-finetune` with `options`.
+    """Devices on which one run of an experiment trains at a time. The run starts as `ds-finetune COMMAND RUN.yaml
+    OPTIONS`.
 
-    `gpus` go into CUDA_VISIBLE_DEVICES. They are empty for runs on CPUs and on the hosts of a hostfile.
+    CUDA_VISIBLE_DEVICES of the run names `gpus`, which is empty for CPUs and for the hosts of a hostfile.
     """
 
     command: str = "train"
@@ -64,7 +65,7 @@ def slot_on_hosts(hostfile: str, ranks: int) -> RunSlot:
         remaining -= number
     if remaining:
         total = sum(host.slots for host in hosts)
-        raise LaunchError(f"{hostfile} has {total} slots, and {ranks} ranks need as many", hint="compare fewer ranks")
+        raise LaunchError(f"{hostfile} has {total} slots, too few for {ranks} ranks", hint="lower --ranks")
     return RunSlot("launch", ("--hostfile", hostfile, "--include", "@".join(include)))
 
 
@@ -80,7 +81,7 @@ class ShortRuns:
     def check(self, fewest_steps: int) -> None:
         """Raise ConfigError if runs have fewer than `fewest_steps` steps, or OutputError if `folder` exists."""
         if self.steps < fewest_steps:
-            raise ConfigError(f"--steps {self.steps} is too few to measure", hint=f"take {fewest_steps} or more")
+            raise ConfigError(f"--steps {self.steps} is too few to measure", hint=f"set it to {fewest_steps} or more")
         if self.folder.exists():
             raise OutputError(f"the output folder `{self.folder}` exists already", hint="name another folder")
 
@@ -119,7 +120,7 @@ class ExperimentRun:
         """Start the process of the run in `slot`."""
         self.folder.mkdir(parents=True, exist_ok=True)
         if (self.folder / RUN).exists() and not (self.folder / RUN / CHECKPOINTS).is_dir():
-            # Training would refuse an existing run folder without checkpoints.
+            # The run starts again, because training would refuse an existing run folder without checkpoints.
             shutil.rmtree(self.folder / RUN)
         replace_file(self.folder / RUN_FILE, yaml.safe_dump(self.tree, sort_keys=False, allow_unicode=True))
         with (self.folder / LOG).open("ab") as log:
@@ -153,8 +154,6 @@ class ExperimentRun:
         return self.code != 0 and skipped is not None and skipped.last > 0
 
     def _why_failed(self) -> str:
-        if self.code == INTERRUPTED_EXIT_CODE:
-            return "it was ended by a signal"
         lines = (self.folder / LOG).read_text(encoding="utf-8", errors="replace").splitlines()
         text = " / ".join(line.strip() for line in lines[-_LAST_LINES:] if line.strip())
         how = f"was killed by {signal.Signals(-self.code).name}" if self.code < 0 else f"exit code {self.code}"
@@ -184,7 +183,6 @@ def run_all(runs: Iterator[ExperimentRun], slots: Sequence[RunSlot]) -> None:
 def _train_all(
     runs: Iterator[ExperimentRun], free: list[RunSlot], active: dict[ExperimentRun, RunSlot], signals: Sequence[int]
 ) -> None:
-    """Train all runs until a signal comes. `active` maps the runs that train now to their slots."""
     while not signals:
         while free and (run := next(runs, None)) is not None:
             run.start(free[0])

@@ -83,16 +83,16 @@ def _open_study(sweep: SweepConfig, say: Say) -> "Study":
     # Trials of an earlier sweep in this folder count only if it had the same settings.
     settings = sweep.model_dump(mode="json", include={"space", "metric", "direction", "ranks"})
     settings = {"the run file": read_yaml(Path(sweep.run))[0], **settings}
-    parts = {name: json.dumps(part, sort_keys=True) for name, part in settings.items()}
-    earlier = study.user_attrs.get(_MADE_FROM, parts)
-    if changed := [name for name in parts if earlier.get(name) != parts[name]]:
+    settings_texts = {name: json.dumps(part, sort_keys=True) for name, part in settings.items()}
+    earlier = study.user_attrs.get(_MADE_FROM, settings_texts)
+    if changed := [name for name, text in settings_texts.items() if earlier.get(name) != text]:
         raise ConfigError(
             f"`{sweep.output_dir}` holds a sweep with other settings: {' and '.join(changed)}; {changed[0]} was "
-            f"{earlier.get(changed[0])} and is now {parts[changed[0]]}",
+            f"{earlier.get(changed[0])} and is now {settings_texts[changed[0]]}",
             hint="name another output_dir, or undo the change",
         )
     if _MADE_FROM not in study.user_attrs:
-        study.set_user_attr(_MADE_FROM, parts)
+        study.set_user_attr(_MADE_FROM, settings_texts)
     for values in sweep.grid():
         study.enqueue_trial(values, skip_if_exists=True)
     return study
@@ -105,7 +105,7 @@ def _trials(sweep: SweepConfig, study: "Study", say: Say) -> Iterator["_TrialRun
         study.sampler = make_sampler(sweep, frozen.number)
         yield _TrialRun(sweep, study, Trial(study, frozen._trial_id), say)
     while (number := len(_begun(study))) < sweep.trials:
-        if sweep.is_grid and number == len(study.get_trials(deepcopy=False)):
+        if sweep.grid() and number == len(study.get_trials(deepcopy=False)):
             return
         study.sampler = make_sampler(sweep, number)
         yield _TrialRun(sweep, study, study.ask(), say)
@@ -126,7 +126,7 @@ class _TrialRun(ExperimentRun):
         self._values, folder = sweep.values_of(parameters), Path(sweep.output_dir) / _TRIALS / f"{trial.number:04}"
         tree = sweep.run_tree({**self._values, "eval.keep_best": False}, folder / RUN)
         super().__init__(folder, {**tree, "export": {"at_end": False}})
-        self._reported = max(study.get_trials()[trial.number].intermediate_values, default=-1)
+        self._last_reported_step = max(study.get_trials()[trial.number].intermediate_values, default=-1)
         self._is_pruned = False
 
     def update(self) -> bool:
@@ -134,8 +134,8 @@ class _TrialRun(ExperimentRun):
         has_ended, metric = super().update(), self._sweep.metric
         points = self.metrics.curves[metric].points() if metric in self.metrics.curves else []
         for step, value in points:
-            if step > self._reported and math.isfinite(value) and not self._is_pruned:
-                self._reported = step
+            if step > self._last_reported_step and math.isfinite(value) and not self._is_pruned:
+                self._last_reported_step = step
                 self._trial.report(value, step)
                 if self._trial.should_prune():
                     self._is_pruned = True
@@ -160,12 +160,12 @@ class _TrialRun(ExperimentRun):
             )
 
     def _outcome(self) -> tuple[str, float | None, str]:
-        """State of the trial, its value, and the reason if it has no value."""
+        """The trial's state, its value if it has one, and otherwise the reason."""
         metric = self._sweep.metric
         value = self.metrics.curves[metric].last if metric in self.metrics.curves else None
         # A run that reached its last step although it was asked to stop is complete, not pruned.
         if self._is_pruned and self.code:
-            return "PRUNED", None, f"after step {self._reported}"
+            return "PRUNED", None, f"after step {self._last_reported_step}"
         # A diverged trial counts as pruned instead of failed, because a sampler learns from a pruned trial that its
         # values are bad.
         if self.has_diverged or (value is not None and not math.isfinite(value)):

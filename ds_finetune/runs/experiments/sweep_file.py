@@ -42,8 +42,8 @@ class Range(Section):
 
     @model_validator(mode="after")
     def _check(self) -> "Range":
-        given = self.model_fields_set - {"choices"}
-        if (self.choices is not None and given) or (self.choices is None and None in (self.low, self.high)):
+        range_keys = self.model_fields_set - {"choices"}
+        if (self.choices is not None and range_keys) or (self.choices is None and None in (self.low, self.high)):
             raise ValueError("it should have either `choices`, or `low` and `high` (with `log`)")
         self.distribution()
         return self
@@ -89,14 +89,10 @@ class SweepConfig(Section):
     ranks: int = Field(default=1, ge=1)
     parallel: int = Field(default=1, ge=1)
 
-    @property
-    def is_grid(self) -> bool:
-        """Whether the sweep trains all combinations of choices."""
-        return self.sampler.name == "GridSampler"
-
     def grid(self) -> list[dict[str, Any]]:
         """The first `trials` combinations of choices, as optuna's parameters of trials; empty without a grid."""
-        choices = [values.distribution().choices for values in self.space.values()] if self.is_grid else [()]
+        is_grid = self.sampler.name == "GridSampler"
+        choices = [values.distribution().choices for values in self.space.values()] if is_grid else [()]
         return [dict(zip(self.space, each, strict=True)) for each in islice(product(*choices), self.trials)]
 
     def values_of(self, parameters: dict[str, Any]) -> dict[str, Any]:
@@ -138,8 +134,8 @@ def read_sweep(path: Path, overrides: Sequence[str] = ()) -> SweepConfig:
                 hint=f"remove `{key}` from the space",
             )
         if inner := [other for other in sweep.space if other.startswith(f"{key}.")]:
-            raise ConfigError(f"{source}: the space has `{key}` and its key `{inner[0]}`", hint="remove one of them")
-        if sweep.is_grid and values.choices is None:
+            raise ConfigError(f"{source}: the space has `{key}` and its key `{inner[0]}`", hint=f"remove `{inner[0]}`")
+        if sweep.sampler.name == "GridSampler" and values.choices is None:
             raise ConfigError(
                 f"{source}: `sampler: GridSampler` needs lists of values, but the space has a range for `{key}`",
                 hint=f"write `choices` for `{key}`",
@@ -176,7 +172,7 @@ def make_sampler(sweep: SweepConfig, number: int) -> Any:  # noqa: ANN401 - of o
 
 
 def make_chosen(chosen: OptunaClass, kind: str, **own_options: object) -> Any:  # noqa: ANN401 - of either class
-    """Make the sampler or pruner (`kind`) that a sweep file names; ConfigError if it has no such option."""
+    """Make the sampler or pruner (`kind`) that a sweep file names. ConfigError if its class refuses the options."""
     options = chosen.model_extra or {}
     # The trials of a grid are put into optuna's queue, and no sampler chooses their values.
     name = "RandomSampler" if chosen.name == "GridSampler" else chosen.name

@@ -202,13 +202,13 @@ def drawn_points(values: NDArray[np.float64], most: int) -> NDArray[np.intp]:
     # index.
     padded = np.pad(values, (0, len(starts) * size - n), mode="edge").reshape(-1, size)
     is_finite = np.isfinite(padded)
-    picked = [
+    drawn = [
         np.where(is_finite, padded, np.inf).argmin(axis=1),
         np.where(is_finite, padded, -np.inf).argmax(axis=1),
         is_finite.argmin(axis=1),
         np.full(len(starts), size - 1),
     ]
-    return np.unique([0, *np.minimum(starts + np.stack(picked), n - 1).ravel()])
+    return np.unique([0, *np.minimum(starts + np.stack(drawn), n - 1).ravel()])
 
 
 def smooth(values: NDArray[np.float64], reach: int) -> NDArray[np.float64]:

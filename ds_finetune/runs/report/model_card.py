@@ -42,8 +42,8 @@ def write_card_of_source(source: Path, folder: Path, verified: Sequence[str] = (
 def write_model_card(
     run: RunFolder, folder: Path, verified: Sequence[str] = (), source: Path | None = None
 ) -> Path | None:
-    """Write the model card `README.md` into an exported folder of a run, whose weights may come from its export of the
-    best weights, `source`. Returns the path of the card, or None if a person has written a card there.
+    """Write the model card `README.md` into `folder`, an export of `run`. `source` is the export of the run from which
+    the weights in `folder` were converted, if any. Returns the path of the card, or None if a person has written one.
     """
     card = folder / CARD
     if card.exists() and not is_generated_card(card):
@@ -53,7 +53,7 @@ def write_model_card(
 
 
 def model_card(run: RunFolder, folder: Path, verified: Sequence[str] = (), source: Path | None = None) -> str:
-    """The text of the model card of an exported folder, which may be converted from the folder `source` of the run.
+    """The text of the model card of `folder`, an export of `run` that may be converted from its export `source`.
 
     The text contains neither times nor paths of this machine, so that equal exports have equal cards.
     """

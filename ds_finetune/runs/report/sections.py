@@ -185,7 +185,6 @@ def _profile(run: RunFolder) -> list[Block]:
 
 
 def _experts(run: RunFolder) -> list[Block]:
-    """Heat maps that show the loads of experts in the first and in the last tenth of the recorded steps."""
     if (path := run.file(EXPERTS)) is None:
         return []
     layers, table = read_expert_table(path)
@@ -246,7 +245,7 @@ def _answers(run: RunFolder) -> list[Block]:
                 ("prompt", _shortened(prompt)),
                 *[
                     (f"step {step:,} {sample.scores}".strip(), _shortened(sample.answer))
-                    for step, sample in _spread([*samples.items()], _MOST_ANSWERS)
+                    for step, sample in _evenly_spaced([*samples.items()], _MOST_ANSWERS)
                 ],
                 *[("expected", _shortened(sample.expected)) for sample in [*samples.values()][-1:]],
             ],
@@ -261,7 +260,7 @@ def _sample(record: Mapping[str, Any]) -> Sample:
 
 
 def _rollouts(run: RunFolder) -> list[Block]:
-    return [*_spread(parse_records(run.records(ROLLOUTS), _rollout), _MOST_SAMPLES)]
+    return [*_evenly_spaced(parse_records(run.records(ROLLOUTS), _rollout), _MOST_SAMPLES)]
 
 
 def _rollout(record: Mapping[str, Any]) -> Table:
@@ -297,8 +296,7 @@ def _code(title: str, text: str, *, is_folded: bool = False) -> Text:
     return Text(title, [(_shortened(text, _LONGEST_FILE), False)], is_folded=is_folded)
 
 
-def _spread(items: Sequence[T], most: int) -> Iterator[T]:
-    """Pick at most `most` of the items, evenly spread, with the first and the last one."""
+def _evenly_spaced(items: Sequence[T], most: int) -> Iterator[T]:
     indices = np.unique(np.linspace(0, len(items) - 1, min(most, len(items))).round().astype(int))
     return (items[index] for index in indices.tolist())
 

@@ -143,8 +143,8 @@ def break_down(trace: RankTrace) -> list[dict[str, Any]]:
 
 
 def seconds_by_kind(first: float, last: float, layers: Iterable[Layer]) -> dict[str, float]:
-    """Seconds of each kind of work between two times in microseconds. Where the time spans `layers` overlap, the later
-    item counts.
+    """Seconds of each kind of work between two times in microseconds. Where time spans of `layers` overlap, the span
+    that is later in `layers` counts.
     """
     cut = [(kind, max(begin, first), min(end, last)) for _, kind, begin, end in layers if begin < last and end > first]
     edges = np.unique([first, last, *(time for _, *span in cut for time in span)])

@@ -109,5 +109,5 @@ def test_ranks_take_the_first_slots_of_hosts(tmp_path: Path) -> None:
     hosts.write_text("a slots=4\nb slots=2\nc slots=4\n")
     included = {ranks: slot_on_hosts(str(hosts), ranks).options[-1] for ranks in (2, 4, 7)}
     assert included == {2: "a:0,1", 4: "a:0,1,2,3", 7: "a:0,1,2,3@b:0,1@c:0"}
-    with pytest.raises(LaunchError, match="hosts has 10 slots, and 11 ranks need as many"):
+    with pytest.raises(LaunchError, match="hosts has 10 slots, too few for 11 ranks"):
         slot_on_hosts(str(hosts), 11)
