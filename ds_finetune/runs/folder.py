@@ -16,7 +16,7 @@ from ds_finetune.config.run_file import parse_yaml, values_by_key
 from ds_finetune.config.units import MIB
 from ds_finetune.errors import OutputError
 from ds_finetune.runs.metrics import METRICS, Curve, MetricsReader, record_of
-from ds_finetune.runs.status import STATUS, LastChange, RunStatus, parse_object, read_object, seen_status
+from ds_finetune.runs.status import STATUS, RunStatus, parse_object, read_object, seen_status
 
 CONFIG, PLAN, EXPERTS, LOG, RANK_TIMES = "config.yaml", "plan.json", "experts.jsonl", "log.txt", "ranks.jsonl"
 STARTS = "starts.jsonl"
@@ -42,7 +42,6 @@ class RunFolder:
         self.within = (path if within is None else within).resolve()
         self.problems: list[str] = []
         self.metrics = MetricsReader(path / METRICS)
-        self._status_change = LastChange()
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -126,7 +125,7 @@ class RunFolder:
         """The state of the run. A run whose status file says `running` may be seen to hang or to be dead."""
         if os.path.lexists(self.path / STATUS) and self.file(STATUS) is None:
             return RunStatus("unknown", f"{STATUS} is no file of this folder")
-        return seen_status(self.path, change=self._status_change)
+        return seen_status(self.path)
 
     @property
     def config(self) -> Mapping[str, Any]:

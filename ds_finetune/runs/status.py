@@ -26,8 +26,6 @@ ALIVE_SECONDS = 5.0
 SILENT_SECONDS = 60.0
 """A running run whose status file is older than this number of seconds counts as hung or dead."""
 _MOST_BYTES = 2**16
-_MOST_CLOCK_ERROR = 3600.0
-"""Seconds by which the clocks of two hosts may differ."""
 WRITE_SECONDS = 3.0
 """Maximum number of seconds that an ending run waits for the write of a file, because the file system may hang."""
 
@@ -118,38 +116,16 @@ def write_running(folder: Path, status: RunStatus) -> bool:
         return True
 
 
-class LastChange:
-    """Measures by the clock of this process for how long a file has not changed."""
-
-    def __init__(self) -> None:
-        self._changed_at: float | None = None
-        self._seen_at = 0.0
-
-    def seconds_since(self, changed_at: float, *, now: float) -> float:
-        """Seconds since this method was first called with the file's present modification time `changed_at`."""
-        if changed_at != self._changed_at:
-            self._changed_at, self._seen_at = changed_at, now
-        return now - self._seen_at
-
-
-def seen_status(folder: Path, *, now: float | None = None, change: LastChange | None = None) -> RunStatus:
-    """Read the status of a run. If it says `running`, find out whether the run in fact hangs or is dead.
-
-    A reader that calls this function repeatedly passes the same `change` each time. The clock of a run on another host
-    may differ, so `change` measures by the reader's clock how long the status file has not changed. If that file is
-    more than an hour old, its age decides.
-    """
+def seen_status(folder: Path, *, now: float | None = None) -> RunStatus:
+    """Read the status of a run. If it says `running`, find out whether the run in fact hangs or is dead."""
     status = RunStatus.read(folder)
     if status is None:
         why = f"the folder has no readable {STATUS}"
         return RunStatus("unknown", why, updated_at=changed_at(folder / "metrics.jsonl"))
     if status.state != "running":
         return status
-    now, written_at = time.time() if now is None else now, changed_at(folder / STATUS)
-    is_alive, silent = _is_alive(status), now - written_at
-    if change is not None and is_alive is None and silent < _MOST_CLOCK_ERROR:
-        silent = change.seconds_since(written_at, now=now)
-    state, why = _seen_from_outside(status, silent, is_alive=is_alive)
+    silent = (time.time() if now is None else now) - changed_at(folder / STATUS)
+    state, why = _seen_from_outside(status, silent, is_alive=_is_alive(status))
     if state == "running":
         return status
     where = f"rank 0 on host {status.host}, process {status.pid}; {status.phase}, {status.step:,} steps done"
@@ -163,7 +139,7 @@ def _seen_from_outside(status: RunStatus, silent: float, *, is_alive: bool | Non
     if silent > SILENT_SECONDS:
         if is_alive:
             return "hung", f"no sign of life for {silent:,.0f} s: its process is stopped or does not react"
-        why = "its process was killed, or its host or the network is down"
+        why = "its process was killed, its host or the network is down, or the clocks of the hosts differ"
         return "failed", f"no sign of life for {silent:,.0f} s: {why}"
     if status.limit_seconds is not None and status.idle_seconds > status.limit_seconds:
         return "hung", f"no progress for {status.idle_seconds:,.0f} s, and the limit is {status.limit_seconds:,.0f} s"

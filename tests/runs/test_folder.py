@@ -14,7 +14,7 @@ import pytest
 from ds_finetune.runs import folder
 from ds_finetune.runs.folder import RunFolder, find_runs
 from ds_finetune.runs.metrics import Sample
-from ds_finetune.runs.status import SILENT_SECONDS, LastChange, RunStatus, mark_ended, seen_status
+from ds_finetune.runs.status import SILENT_SECONDS, RunStatus, mark_ended, seen_status
 from ds_finetune.system import processes
 from ds_finetune.system.processes import began_at, own_namespace
 
@@ -186,14 +186,3 @@ def test_a_process_that_proc_hides_has_not_ended(tmp_path: Path, monkeypatch: py
     assert seen_status(tmp_path).state == "running"
     seen = seen_status(tmp_path, now=time.time() + SILENT_SECONDS + 5)
     assert (seen.state, "no sign of life" in seen.reason) == ("failed", True)
-
-
-def test_the_clock_of_another_host_may_be_wrong(tmp_path: Path) -> None:
-    replace(own_status(), host="elsewhere").write(tmp_path)
-    change, now = LastChange(), time.time() + 600
-    assert seen_status(tmp_path, now=now, change=change).state == "running"
-    assert seen_status(tmp_path, now=now + SILENT_SECONDS - 1, change=change).state == "running"
-    assert seen_status(tmp_path, now=now + SILENT_SECONDS + 1, change=change).state == "failed"
-    os.utime(tmp_path / "status.json", (now, now))
-    assert seen_status(tmp_path, now=now + SILENT_SECONDS + 2, change=change).state == "running"
-    assert seen_status(tmp_path, now=now + 4000, change=LastChange()).state == "failed"
