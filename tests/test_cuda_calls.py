@@ -64,10 +64,10 @@ def test_the_watchdog_reads_progress_from_events(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: streams[-1])
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     progress = RankProgress(0, WatchdogConfig())
-    progress.device = "cuda:0"
+    progress.collectives.device = "cuda:0"
     for name, stream in (("all_reduce", "default"), ("all_gather", "of overlap_comm")):
         streams.append(stream)
-        with progress.collective(name, 2, "all"):
+        with progress.collectives.record(name, 2, "all"):
             pass
 
     def position() -> tuple[str, str]:
@@ -82,7 +82,7 @@ def test_the_watchdog_reads_progress_from_events(monkeypatch: pytest.MonkeyPatch
     queue.reach(9000.0)
     assert position() == ("", "")
     # Only the stream that computes has waited.
-    assert progress.take_waited() == pytest.approx(2.5)
+    assert progress.collectives.take_waited() == pytest.approx(2.5)
 
 
 def test_the_random_state_of_a_gpu_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:

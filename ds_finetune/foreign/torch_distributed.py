@@ -16,6 +16,7 @@ from ds_finetune.foreign.guard import Foreign, replaced
 _TIMEOUT = Foreign("torch", "distributed/distributed_c10d.py:836")
 _ABORT = Foreign("torch", "distributed/distributed_c10d.py:2460")
 _GROUP = Foreign("torch", "_C/_distributed_c10d.pyi:381-640")
+_PEER_LOST_WORDS = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "TCPStore")
 
 
 @contextmanager
@@ -90,3 +91,12 @@ def flight_record() -> bytes:
     """
     dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
     return b"" if dump is None else dump()
+
+
+def is_peer_lost(error: BaseException) -> bool:
+    """Whether torch raises errors like `error` on a rank when another rank has exited (torch 2.13: RuntimeError from
+    gloo, DistBackendError from NCCL), so that the other rank may be the cause.
+    """
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(word in str(error) for word in _PEER_LOST_WORDS)
+    )

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ds_finetune.cluster.watchdog.monitor import Monitor, start_monitor
-from ds_finetune.cluster.watchdog.progress import RankProgress, observe_collectives
+from ds_finetune.cluster.watchdog.progress import RankProgress
 from ds_finetune.config.schedule import seconds_of
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.sections import WatchdogConfig
@@ -212,7 +212,7 @@ def train_steps(started: StartedRun, status: StatusKeeper) -> tuple[StepRecord |
             profiled(training_steps(engine, batches, run.schedule, after=resume_point.progress), started) as records,
         ):
             last = run_steps(chain(due, started.rank_progress.count_steps(records)), observers)
-        started.rank_progress.finish_steps()
+        started.rank_progress.restart_limit("closing")
         lost = None if rollouts is None else rollouts.lost
         saved = save_last(observers, last) if lost else ""
         for observer in observers:
@@ -242,7 +242,7 @@ def start_watchdog(
     """
     progress = RankProgress(world.rank, watchdog)
     store = meet(world, timeout=timedelta(seconds=seconds_of(watchdog.meet)))
-    with observe_collectives(progress), start_monitor(progress, world, store, output_dir) as monitor:
+    with progress.collectives.observe(), start_monitor(progress, world, store, output_dir) as monitor:
         monitor.log = log
         yield monitor, store
 
@@ -286,7 +286,7 @@ def open_process_group(run: PreparedRun, store: dist.Store, monitor: Monitor) ->
     """Context with the process group of all ranks. The watchdog reports an error before the group closes."""
     timeout = timedelta(seconds=run.plan.watchdog.collective_seconds)
     group = process_group(run.plan.world, run.plan.device, store, timeout=timeout)
-    monitor.progress.device = device_of_rank(run.plan.device, run.plan.world.local_rank)
+    monitor.progress.collectives.device = device_of_rank(run.plan.device, run.plan.world.local_rank)
     # Before the steps, memory does not depend on the micro-batch size, so a size that failed is not remembered.
     starting = replace(run, failed_size=None)
     errors = report_errors(starting, monitor)

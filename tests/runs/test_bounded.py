@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_finetune.cluster.watchdog.messages import RunEnding
+from ds_finetune.cluster.watchdog.endings import RunEnding
 from ds_finetune.runs import status
 from ds_finetune.runs.folder import REPORT
 from ds_finetune.runs.status import STATUS, RunStatus, mark_ended

@@ -101,8 +101,8 @@ def test_the_thread_that_pins_batches(cuda: Cuda, monkeypatch: pytest.MonkeyPatc
 
 def test_the_thread_of_the_watchdog(cuda: Cuda) -> None:
     progress = RankProgress(0, WatchdogConfig())
-    progress.device = "cuda:3"
-    with progress.collective("all_reduce", 1, "all"):
+    progress.collectives.device = "cuda:3"
+    with progress.collectives.record("all_reduce", 1, "all"):
         pass
     thread = threading.Thread(target=progress.status, name="watchdog")
     thread.start()

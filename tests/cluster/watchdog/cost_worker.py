@@ -47,7 +47,7 @@ def _a_call() -> float:
     progress = RankProgress(0, WatchdogConfig())
     start = time.process_time()
     for _ in range(CALLS):
-        with progress.collective("all_reduce", 8, "all"):
+        with progress.collectives.record("all_reduce", 8, "all"):
             pass
     return (time.process_time() - start) / CALLS
 

@@ -84,6 +84,11 @@ def lose(share: float = 0.5) -> None:
                 lose_packets(connection, share)
 
 
+def lose_some() -> None:
+    """So few packets that the run goes on, more slowly."""
+    lose(0.3)
+
+
 def main() -> None:
     # `deepspeed` puts its own before them.
     arguments = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")]

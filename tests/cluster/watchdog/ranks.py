@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ds_finetune.cluster.watchdog.messages import RankProcess, RunEnding, join
+from ds_finetune.cluster.watchdog.endings import RankProcess, RunEnding, join
 from ds_finetune.cluster.watchdog.monitor import Monitor
 from ds_finetune.cluster.watchdog.progress import RankProgress
 from ds_finetune.config.sections import WatchdogConfig

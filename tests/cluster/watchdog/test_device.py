@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_finetune.cluster.watchdog.diagnosis import diagnose
+from ds_finetune.cluster.watchdog.endings import diagnose
 from ds_finetune.cluster.watchdog.progress import RankProgress
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.sections import REPORT_SECONDS, ParallelConfig, WatchdogConfig
@@ -73,10 +73,10 @@ class Rank:
     def __init__(self, number: int, peers: threading.Barrier) -> None:
         self.stream, self.peers = Stream(), peers
         self.progress = RankProgress(number, NEVER)
-        self.progress._event = lambda: StreamEvent(self.stream)  # type: ignore[method-assign]
+        self.progress.collectives._event = lambda: StreamEvent(self.stream)  # type: ignore[method-assign]
 
     def all_reduce(self) -> None:
-        with self.progress.collective("all_reduce", 2, "all"):
+        with self.progress.collectives.record("all_reduce", 2, "all"):
             self.stream.enqueue(lambda: self.peers.wait(SECONDS))
 
     def steps(self, count: int, seconds: float) -> Iterator[StepRecord]:
@@ -143,8 +143,8 @@ def test_a_device_that_has_failed_does_not_end_the_watchdog() -> None:
             raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
     progress, stream = RankProgress(0, NEVER), Stream()
-    progress._event = lambda: FailedEvent(stream)  # type: ignore[method-assign]
-    with progress.collective("all_reduce", 2, "all"):
+    progress.collectives._event = lambda: FailedEvent(stream)  # type: ignore[method-assign]
+    with progress.collectives.record("all_reduce", 2, "all"):
         status = progress.status()
     assert status.inside is not None
     assert (status.inside.name, status.queued) == ("all_reduce", None)
@@ -155,8 +155,8 @@ def test_what_a_device_is_done_with_is_forgotten() -> None:
     for _ in range(200):
         rank.all_reduce()
         rank.stream.synchronize()
-    rank.progress.take_waited()
-    assert not rank.progress._pending
+    rank.progress.collectives.take_waited()
+    assert not rank.progress.collectives._pending
     assert rank.progress.status().counts == {"all": 200}
 
 

@@ -3,14 +3,15 @@
 import pytest
 from pydantic import TypeAdapter
 
-from ds_finetune.cluster.watchdog.diagnosis import diagnose
-from ds_finetune.cluster.watchdog.progress import POINT_TO_POINT, CollectiveCall, RankStatus
+from ds_finetune.cluster.watchdog.endings import diagnose
+from ds_finetune.cluster.watchdog.progress import RankStatus
+from ds_finetune.engine.groups.collective_log import POINT_TO_POINT, CollectiveCall
 
 
 def _status(calls: list[CollectiveCall], *, inside: bool = True) -> RankStatus:
     counts = {call.ranks: call.number for call in calls}
     last = calls[-1] if calls else None
-    return RankStatus("step", 3, 60.0, last if inside else None, last, counts)
+    return RankStatus(last if inside else None, last, counts, phase="step", step=3, seconds=60.0)
 
 
 def _calls(*names: str, ranks: str = "all", first: int = 1) -> list[CollectiveCall]:

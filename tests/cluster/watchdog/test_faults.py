@@ -76,7 +76,8 @@ def test_a_rank_in_another_collective(rank: int, tmp_path: Path) -> None:
     done = faulty(tmp_path, "another", rank=rank, step=8)
     assert 0 not in done.codes
     assert max(done.seconds) < LIMIT_SECONDS + GIVEN_SECONDS
-    assert done.report.startswith(f"rank {rank} (host")
+    # Of two ranks in different collectives none is in the majority, so both are named.
+    assert done.report.startswith("ranks 0-1 (host")
     assert f"rank {rank} barrier" in done.report
     assert "in another" in done.stacks(rank)
 
@@ -89,7 +90,7 @@ def test_the_first_error_is_named_and_not_what_follows(rank: int, tmp_path: Path
     assert max(done.seconds) < GIVEN_SECONDS
     assert f"rank {rank} (host" in done.report
     assert "was the first to fail: OSError: [Errno 28] No space left on device" in done.report
-    assert "Traceback" in done.printed[rank]
+    assert "No space left on device" in done.printed[rank]
     # Rank zero prints the report with the traceback of the first error; nothing is printed of the one that follows.
     assert "RuntimeError" not in done.printed[1 - rank].partition(f"rank {1 - rank} then failed")[0]
     # Only the first rank of a host says why the watchdog ends it. The other one says so where it meets an error of its

@@ -74,7 +74,7 @@ FAULTS = {
             r"rank 0 \(host \S+, process \d+\), or the launcher that serves its store, has ended",
             rank=0,
         ),
-        Fault("50% packet loss", "lose", r"no single rank: heartbeats came late from host", within=SECONDS),
+        Fault("50% packet loss", "lose", r"no single rank: heartbeats of host \S+ came late", within=SECONDS),
         Fault("all ranks paused", "pause", "", _pause, within=SECONDS),
     )
 }
@@ -159,6 +159,25 @@ def test_the_run_ends_on_both_hosts_and_the_culprit_is_named(name: str, bed: Bed
         return
     assert 0 not in seen.codes
     assert re.match(fault.named, seen.report), seen.report
+
+
+@pytest.mark.slow
+def test_lost_packets_are_said_while_the_run_goes_on(bed: Bed) -> None:
+    log = bed.shared / "30%-packet-loss" / "rank-0.log"
+
+    def wait_for_the_line(_: Bed, ranks: list["subprocess.Popen[bytes]"]) -> None:
+        until = time.monotonic() + SECONDS
+        while "came late" not in log.read_text():
+            assert time.monotonic() < until
+            assert all(process.poll() is None for process in ranks), log.read_text()
+            time.sleep(0.1)
+        for process in ranks:
+            process.kill()
+
+    seen = inflict(bed, Fault("30% packet loss", "lose_some", "", wait_for_the_line))
+    line = r"^watchdog: heartbeats of host \S+ came late, by up to \d+\.\d s: the network loses packets$"
+    assert re.search(line, seen.printed[0], re.MULTILINE)
+    assert seen.report == ""
 
 
 def main() -> None:

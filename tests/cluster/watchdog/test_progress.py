@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_finetune.cluster.watchdog.progress import RankProgress, observe_collectives
+from ds_finetune.cluster.watchdog.progress import RankProgress
 from ds_finetune.config.schedule import seconds_of
 from ds_finetune.config.sections import WatchdogConfig
 from ds_finetune.foreign.torch_distributed import spans_of_collectives
@@ -67,19 +67,19 @@ def test_collectives_are_progress_where_tensors_go_one_by_one_and_in_no_step() -
     assert list(progress.count_steps(_steps(1)))
     began = progress.last_progress_at()
     time.sleep(0.01)
-    with progress.collective("all_reduce", 1, "all"):
+    with progress.collectives.record("all_reduce", 1, "all"):
         pass
     assert progress.last_progress_at() == began
     with progress.during("export"):
         entered = progress.last_progress_at()
         time.sleep(0.01)
-        with progress.collective("all_reduce", 1, "all"):
+        with progress.collectives.record("all_reduce", 1, "all"):
             pass
         assert progress.last_progress_at() > entered
     with progress.during("save"):
         entered = progress.last_progress_at()
         time.sleep(0.01)
-        with progress.collective("all_reduce", 1, "all"):
+        with progress.collectives.record("all_reduce", 1, "all"):
             pass
         assert progress.last_progress_at() == entered
 
@@ -92,7 +92,7 @@ def test_own_time_is_without_that_in_collectives(monkeypatch: pytest.MonkeyPatch
         nonlocal clock
         for number in (1, 2):
             # A synchronous collective waits inside; that is not counted twice.
-            with progress.collective("all_reduce", 1, "all"), progress.waiting():
+            with progress.collectives.record("all_reduce", 1, "all"), progress.collectives.waiting():
                 clock += 5
             yield StepRecord(number, {"perf/step_seconds": 8})
 
@@ -123,7 +123,7 @@ def test_collectives_are_seen_by_name_size_and_number() -> None:
     if dist.is_initialized():
         # Of another test's single process.
         dist.destroy_process_group()
-    with observe_collectives(progress):
+    with progress.collectives.observe():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         dist.all_reduce(torch.zeros(3))
         dist.all_gather([torch.zeros(5)], tensor=torch.zeros(5))
@@ -133,7 +133,7 @@ def test_collectives_are_seen_by_name_size_and_number() -> None:
         silent_group(TensorParallelGroup, 2).all_reduce(torch.zeros(7))
         dist.barrier(dist.group.WORLD)
         dist.destroy_process_group()
-    assert [(call.name, call.size, call.number) for call in progress.last_calls] == [
+    assert [(call.name, call.size, call.number) for call in progress.collectives.last_calls] == [
         ("all_reduce", 12, 1),
         ("all_gather", 20, 2),
         ("broadcast", 8, 3),

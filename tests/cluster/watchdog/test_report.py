@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from ds_finetune.cluster.watchdog.diagnosis import status_lines
-from ds_finetune.cluster.watchdog.messages import RankProcess, RunEnding
-from ds_finetune.cluster.watchdog.monitor import ending_by, is_secondary
-from ds_finetune.cluster.watchdog.progress import CollectiveCall, RankProgress, RankStatus
-from ds_finetune.cluster.watchdog.stacks import StackFile, kill_process
+from ds_finetune.cluster.watchdog.endings import RankProcess, RunEnding, status_lines
+from ds_finetune.cluster.watchdog.monitor import StackFile, ending_by, kill_process
+from ds_finetune.cluster.watchdog.progress import RankProgress, RankStatus
 from ds_finetune.config.sections import WatchdogConfig
+from ds_finetune.engine.groups.collective_log import CollectiveCall
 from ds_finetune.errors import ConfigError, RunError
+from ds_finetune.foreign.torch_distributed import is_peer_lost
 from ds_finetune.system.processes import began_at
 from tests.cluster.watchdog.ranks import Ranks
 
@@ -36,7 +36,7 @@ from tests.cluster.watchdog.ranks import Ranks
     ],
 )
 def test_what_follows_from_another_rank_is_told_from_what_does_not(error: Exception, wanted: bool) -> None:
-    assert is_secondary(error) is wanted
+    assert is_peer_lost(error) is wanted
 
 
 def test_a_failure_brings_its_line_its_code_and_its_last_lines() -> None:
@@ -63,8 +63,8 @@ def test_a_failure_at_a_file_name_that_is_no_text_reaches_the_other_ranks(tmp_pa
 def test_ranks_that_do_the_same_are_one_line() -> None:
     members = [RankProcess(rank, f"host-{rank // 8}", 100 + rank, "1", "") for rank in range(64)]
     call = CollectiveCall("all_reduce", 2, "all", 9)
-    statuses = {rank: RankStatus("step", 4, 60.0, call, call, {"all": 9}) for rank in range(64)}
-    statuses[5] = RankStatus("step", 4, 60.0, None, call, {"all": 8})
+    statuses = {rank: RankStatus(call, call, {"all": 9}, phase="step", step=4, seconds=60.0) for rank in range(64)}
+    statuses[5] = RankStatus(None, call, {"all": 8}, phase="step", step=4, seconds=60.0)
     lines = status_lines(members, statuses, (5,))
     assert lines[0].startswith("  rank 5 (host host-0, process 105): is in no collective; the last was all_reduce of 2")
     assert lines[1].startswith(
@@ -112,10 +112,10 @@ def test_stacks_are_written_while_the_training_thread_enters_collectives(tmp_pat
 
     class Call(CollectiveCall):
         def __str__(self) -> str:
-            progress.last_calls.append(self)
+            progress.collectives.last_calls.append(self)
             return super().__str__()
 
-    progress.last_calls.extend(Call("all_reduce", 8, "all", number) for number in (1, 2))
+    progress.collectives.last_calls.extend(Call("all_reduce", 8, "all", number) for number in (1, 2))
     with closing(StackFile(tmp_path, progress)) as file:
         file.write()
         assert file.path.read_text().count("all_reduce of 8 bytes") >= 2
