@@ -22,7 +22,7 @@ from ds_finetune import __version__
 from ds_finetune.cli.arguments import BEGINNING, Arguments, CommandParser, add_command
 from ds_finetune.console.quiet import quiet_packages
 from ds_finetune.console.tables import LOST, show_error, show_piece
-from ds_finetune.errors import RUN_ERROR_EXIT_CODE, ConfigError, FinetuneError
+from ds_finetune.errors import RUN_ERROR_EXIT_CODE, USER_ERROR_EXIT_CODE, ConfigError, FinetuneError
 from ds_finetune.system.processes import INTERRUPT_EXIT_CODE
 from ds_finetune.system.rank_files import RUN_ID, record_error
 from ds_finetune.system.versions import check_versions
@@ -99,12 +99,15 @@ def _check_encoding() -> None:
         )
 
 
-def run_and_exit(argv: Sequence[str]) -> NoReturn:
-    """Run `main` in a process that a launcher started, and end the process with the exit code."""
+def run_and_exit(argv: Sequence[str], *, linger: float = 0.0) -> NoReturn:
+    """Run `main` in a process that a launcher started, and end the process with the exit code. After a mistake of the
+    user, wait for `linger` seconds before the end.
+    """
     try:
         code = main(argv)
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    time.sleep(linger if code == USER_ERROR_EXIT_CODE else 0.0)
     exit_process(code)
 
 

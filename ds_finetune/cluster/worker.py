@@ -15,10 +15,15 @@ from ds_finetune.system.processes import die_with_parent
 from ds_finetune.system.rank_files import RUN_ID, log_name, logs_folder
 from ds_finetune.system.world import World
 
+_LINGER_SECONDS = 5.0
+"""Seconds that a rank without output on the terminal waits after a mistake of the user. srun and mpirun end all ranks
+when the first one ends, and rank 0 must have printed the mistake by then.
+"""
+
 
 def main() -> NoReturn:
     """Train as one rank, with the run file and overrides in the arguments of this process."""
-    parent = os.getppid()
+    parent, linger = os.getppid(), 0.0
     die_with_parent()
     if os.getppid() != parent:
         # The parent process ended before `die_with_parent` took effect, so this process ends now.
@@ -28,14 +33,12 @@ def main() -> NoReturn:
         os.dup2(1, 2)
     elif (rank := World.from_environment(os.environ).rank) and RUN_ID in os.environ:
         _redirect_output(rank, os.environ[RUN_ID])
-    cli.run_and_exit(["train", *sys.argv[1:]])
+        linger = _LINGER_SECONDS
+    cli.run_and_exit(["train", *sys.argv[1:]], linger=linger)
 
 
 def _redirect_output(rank: int, run_id: str) -> None:
-    """Write the output of a rank other than 0 to a file, because mpirun and srun print the output of all ranks.
-
-    If the run file is invalid, nothing is redirected: the training will report the error.
-    """
+    """Write the output of a rank to a file. An invalid run file redirects nothing: the training reports the error."""
     try:
         folder = logs_folder(read_config(sys.argv[1], sys.argv[2:]).output_dir, run_id)
     except (FinetuneError, IndexError):

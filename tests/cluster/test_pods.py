@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.cluster.bed import Bed
+from tests.cluster.bed import INTERFACE, Bed
 from tests.cluster.training import ZERO3, Started, documented, losses_of_two_ranks, name_hosts, started, traveling
 from tests.running import metrics, tiny_task
 
@@ -23,7 +23,7 @@ def _pods(bed: Bed, folder: Path, **sections: Any) -> list[Started]:
     # Names of an Indexed Job's pods in its headless Service, within one namespace.
     name_hosts(bed, [f"tiny-{index}.tiny" for index in range(2)])
     environ = traveling() | {entry["name"]: entry["value"] for entry in container["env"]}
-    environ["HOME"] = os.environ["HOME"]
+    environ |= {"HOME": os.environ["HOME"], "GLOO_SOCKET_IFNAME": INTERFACE}
     words = container["command"]
     return [
         started(
