@@ -83,7 +83,7 @@ def _share_prompts(answers: Sequence[ScoredAnswer], row_len: int) -> list[list[l
     for prompt, group in groups.items():
         group_of_row: dict[int, list[ScoredAnswer]] = {}
         for answer in sorted(group, key=lambda each: -len(each.ids)):
-            # A row that already has the prompt needs, besides the answer, only a copy of the prompt's last token.
+            # In a packed row that already has the prompt, an answer takes its tokens and a copy of the prompt's last.
             length = len(answer.ids) + 1
             space_and_row = next(
                 (each for each in spaces[bisect(spaces, (length,)) :] if each[1] in group_of_row), None
@@ -123,7 +123,7 @@ def _row(groups: Sequence[Sequence[ScoredAnswer]]) -> Row:
 
 
 def _with_numbers(micro: MicroBatch, answers: dict[int, ScoredAnswer]) -> MicroBatch:
-    """Add the log-probabilities of sampled answers to a micro-batch; NaN at tokens that no answer supervises."""
+    """Add the log-probabilities of sampled answers to a micro-batch, with NaN at unsupervised tokens."""
     assert micro.examples is not None
     # No answer is split, and answers are in the order of the micro-batch's rows, so their values can be concatenated.
     of_batch = [answers[number] for number in micro.examples.numbers.tolist()]

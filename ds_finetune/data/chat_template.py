@@ -248,8 +248,8 @@ def _is_as_answer(template: ChatTemplate, role: str, *, is_first: bool) -> bool:
 def _call_probes(template: ChatTemplate) -> tuple[str, bool, str | None]:
     """Find the form of tool call that the chat template renders completely, by trying several forms of a probe message.
 
-    Returns the rendering (else empty), whether the template expects arguments as an object, and the content that it
-    expects beside a call. Some templates write a content of None as `None`, and Mistral's fail on an id that does not
+    Returns the rendering (empty if no form works), whether arguments are given as an object, and the content that is
+    expected beside a call. Some templates write a content of None as `None`, and Mistral's fail on an id that does not
     have nine characters.
     """
     objects: dict[str, int] = {placeholder("key"): 1}

@@ -85,7 +85,7 @@ class Conversation:
 def read_conversation(messages: object, tools: object, column: str, where: str) -> Conversation:
     """Read the messages in `column` into OpenAI's form; DataError names a message that cannot be read or trained.
 
-    Consecutive assistant messages are joined to one turn, in the order in which a model writes it: text, then calls.
+    Consecutive assistant messages are joined to one turn, in the order in which models write: text, then calls.
     """
     if not isinstance(messages, list | tuple) or not messages:
         raise DataError(

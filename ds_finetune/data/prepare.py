@@ -170,7 +170,7 @@ def plan_tokenisation(
         raise ConfigError(f"data.long_rows split is for plain text, but {rows_read}", hint="use truncate or drop")
     if config.long_rows == "truncate" and kind.name == "prompts":
         raise ConfigError(
-            f"data.long_rows is {config.long_rows}, and {kind.description}; a prompt without its end is another one",
+            f"data.long_rows is {config.long_rows}, and {kind.description}; a truncated prompt would be another prompt",
             hint="set data.long_rows to drop, or leave it out, so that a longer prompt is an error",
         )
     limit = LengthLimit(limits.max_seq_len - limits.answer_tokens, config.long_rows)

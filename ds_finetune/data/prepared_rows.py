@@ -1,7 +1,7 @@
 """Training rows of tokens, read by index from memory-mapped documents.
 
-A unit is one document, or the two documents of a pair. A row has one unit, or several by best-fit-decreasing packing:
-units, longest first, go into the fullest row that has room for them.
+A unit is one document, or the two documents of a pair. A row has one unit, or several if rows are packed. Packing is
+best-fit-decreasing: units, longest first, go into the fullest row that has room for them.
 """
 
 import json

@@ -80,7 +80,7 @@ def _without_answer(sample: Sample, answer: object) -> Prompt:
 
 
 def _dialogue(layout: str) -> tuple[str, str, str, Any]:
-    """Make a layout of prompts from the dialogue layout `layout`; a last assistant turn is the reference answer."""
+    """Make the prompt layout for a dialogue layout. If the last turn is the assistant's, it is the reference answer."""
     row = LAYOUTS[layout]
 
     def read(view: Mapping[str, Any], where: str) -> Prompt:

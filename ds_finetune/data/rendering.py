@@ -224,9 +224,9 @@ class RenderedConversation:
         return _fill_in(prompt, texts)
 
     def _next_header(self, number: int, done: str) -> str:
-        """Text that the template writes after a turn up to the first special token of the next turn, at which models
-        such as GLM-4.5 stop; empty if there is none. If the conversation ends here, a tool's result (after tool calls)
-        or a user's turn is rendered next.
+        """Text that the template writes after a turn, up to the first special token of the next turn; empty if there is
+        none. Models such as GLM-4.5 stop at this token. If the conversation ends here, a tool's result (after tool
+        calls) or a user's turn is rendered next.
         """
         is_call = bool(self._messages[number].get("tool_calls"))
         after = self._messages[number + 1 : number + 2] or [{"role": "tool" if is_call else "user", "content": "x"}]
@@ -248,9 +248,9 @@ class RenderedConversation:
         return (ends[0], False) if ends else (len(tail.rstrip("\n")), True)
 
     def _split(self, number: int, done: str, header: str, rest: str) -> tuple[str, str]:
-        """Split a rendered turn, `header` up to its first text and `rest`, into prompt and body.
+        """Split a rendered turn, `header` + `rest`, into prompt and body. `header` ends where the turn's text begins.
 
-        The prompt is that of a server, if the rendered turn begins with it; else it is `header`.
+        The prompt is that of a server if the rendered turn begins with it, else it is `header`.
         """
         message = self._messages[number]
         opened = self._after(done, self._render(self._with_placeholders[:number], opens=True)) if number else None

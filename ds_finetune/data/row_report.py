@@ -50,7 +50,7 @@ NOTED = {
     ),
     "open_call": (
         "have a tool call that the chat template does not end as it ends other turns: the model stops after it only "
-        "where generation_config.json names the token that ends it as an eos_token_id"
+        "if generation_config.json has the token that ends the call as an eos_token_id"
     ),
     "empty_answer": "have an empty answer, of which only the end token is trained",
     "empty_text": "have an empty text, which is trained as one of its class",

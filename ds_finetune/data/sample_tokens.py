@@ -1,7 +1,7 @@
 """Tokenises the samples of data rows, and marks which tokens are supervised.
 
-A prompt gets the token ids that an inference server would give the model, which tokenises only the prompt. An answer
-gets the ids that it has in the full text. If the tokenizer would merge characters of prompt and answer in one token,
+A prompt gets the same token ids as on an inference server, which tokenises only the prompt. An answer gets the ids
+that it has in the full text. If the tokenizer would merge characters of prompt and answer in one token,
 the answer is tokenised separately.
 """
 
@@ -248,8 +248,8 @@ class SampleTokeniser:
     def _rendered_turns(
         self, dialogue: RenderedConversation, conversation: Conversation
     ) -> list[tuple[RenderedConversation, list[Turn]]]:
-        """Renderings of a conversation that become documents, with their turns. If the template changes earlier turns
-        when later ones follow, each supervised answer becomes a document of its own.
+        """Renderings with their turns, one for each document to make. This is one for the conversation, or one for each
+        supervised answer if the template changes earlier turns when later ones follow.
         """
         try:
             return [(dialogue, dialogue.turns())]

@@ -65,7 +65,7 @@ class Source:
     purpose: str = "train"
     note: str = ""
     entry: int = 0
-    """Index, in the run file's list of data paths, of the path that names this source."""
+    """Index of this source's path in the run file's list of data paths."""
 
     @property
     def fingerprint(self) -> tuple[str, int, int]:

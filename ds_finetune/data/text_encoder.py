@@ -24,7 +24,7 @@ from ds_finetune.data.messages import Conversation, map_texts
 from ds_finetune.errors import DataError
 
 _CONTEXT, _CONTEXT_WITHOUT_ADDED = 64, 16
-"""Number of characters before a text that affect its first tokens, if an added token is among them and if not."""
+"""Number of characters before a text that can affect its first tokens: with an added token among them, and without."""
 
 
 class TextEncoder:
@@ -166,8 +166,8 @@ class ControlTokens:
             parts.append([re.split(f"{_OPEN}(.*?){_CLOSE}", text) if _OPEN in text else [text] for text in texts])
             for pieces in parts[-1]:
                 for number, piece in enumerate(pieces[::2]):
-                    # A chat template may cut a bracketed control token in two, so single brackets are removed. Text
-                    # after a control token that is encoded as characters is encoded as after a line feed, as in
+                    # A chat template may cut a bracketed control token in two, so single brackets are removed. The
+                    # text after a bracketed control token is encoded as if it followed a line feed, as in
                     # transformers.
                     plain.append((strip_brackets(piece), "\n" if number else before))
                     before = plain[-1][0] or before
@@ -201,7 +201,7 @@ def strip_brackets(text: str) -> str:
 
 
 def find_token(token: str, text: str) -> list[int]:
-    """Positions of `token` in `text` outside of brackets, where the chat template wrote it and not the data row."""
+    """Positions of `token` in `text` outside of brackets, where it is from the chat template, not the data row."""
     return [match.start() for match in re.finditer(f"(?<!{_OPEN}){re.escape(token)}", text)] if token else []
 
 

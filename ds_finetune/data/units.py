@@ -54,7 +54,7 @@ class MadeRow(NamedTuple):
 
     documents: Sequence[TokenisedDocument]
     tokens: Tokens
-    """`Tokens` with remarks on the data row and its unused fields; their ids and mask are not used."""
+    """Remarks on the data row and its unused fields. The ids and mask of this `Tokens` are not used."""
     counts: Sequence[Counts] = ()
     """Counts that this row adds to those of the data, e.g. a truncation or a reason to drop the row."""
 

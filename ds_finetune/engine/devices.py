@@ -153,8 +153,8 @@ def _check_kernels(index: int) -> None:
 
 @contextmanager
 def deepspeed_local_rank(index: int) -> Iterator[None]:
-    """Context in which the environment variables for the local rank have the value `index`. DeepSpeed uses the local
-    rank as the index of its GPU (0.19.8, runtime/engine.py:1941-1966).
+    """Context in which the environment variables for the local rank have the value `index`. DeepSpeed takes the
+    GPU with this index (0.19.8, runtime/engine.py:1941-1966).
     """
     names = [name for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK") if name in os.environ]
     previous = {name: os.environ[name] for name in names}
@@ -199,7 +199,7 @@ def check_same_devices(texts: list[str]) -> None:
             raise LaunchError(
                 f"rank 0 on {first['host']} uses {first['device']} and rank {rank} on {info['host']} uses "
                 f"{info['device']}",
-                hint="check nvidia-smi on the host that uses cpu, leave it out, or set DS_ACCELERATOR=cpu on all",
+                hint="check nvidia-smi on the host that uses cpu, leave that host out, or set DS_ACCELERATOR=cpu",
             )
         same = next((earlier for earlier in range(rank) if info["gpu"] and ranks[earlier]["gpu"] == info["gpu"]), None)
         if same is not None:

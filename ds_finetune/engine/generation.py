@@ -51,10 +51,10 @@ def answer_prompts(
                     do_sample=False,
                     max_new_tokens=limits.max_new_tokens,
                     eos_token_id=list(limits.stop_ids),
-                    # Only an answer that has ended gets padding ids, while other ranks still generate.
+                    # An answer that has ended is padded while other ranks still generate.
                     pad_token_id=0,
-                    # Some modules run only at certain lengths. With a cache these lengths would differ between ranks,
-                    # which gather the modules' weights together.
+                    # Ranks gather weights together, so all must run the same modules. Some modules run only at certain
+                    # lengths, which would differ between ranks with a cache.
                     use_cache=not (is_collective and lm._is_stateful),
                     # A rank whose answer has ended still runs the model until the answers of all ranks have ended.
                     synced_gpus=is_collective,
@@ -67,9 +67,9 @@ def answer_prompts(
 
 @contextmanager
 def weights_for_answers(wrapped: Any, plan: Plan) -> Iterator[bool]:  # noqa: ANN401 - a DeepSpeedEngine
-    """Context in which the weights that ZeRO-3 partitions are gathered once for all answers, if every rank has the
-    memory. Otherwise they are gathered layer by layer for each token. Rank zero prints which of the two is done. Yields
-    whether forwards are collective, so that every rank must run equally many.
+    """Context in which weights under ZeRO-3 are gathered once for all answers, if every rank has the memory. Otherwise
+    each token gathers them layer by layer. Rank zero prints which of the two happens. Yields whether forwards are
+    collective; then every rank must run equally many.
     """
     is_partitioned, has_expert_ranks = plan.zero_stage == 3 and plan.zero_ranks > 1, plan.mesh.ep > 1
     if not is_partitioned:

@@ -178,7 +178,7 @@ class _InterleavedStep:
         received = self._arrived.pop(key)
         if received is not None:
             self._sent_grads.append(self._send(grad_of(received), is_forward=False))
-        # Waiting here limits the memory of sends. It is short: the receiver lags by one forward or backward at most.
+        # This wait limits the memory of sends. It is short, as the receiver lags by one forward or backward at most.
         while len(self._sent_grads) > self._stage.size:
             self._sent_grads.popleft().wait()
 

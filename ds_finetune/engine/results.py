@@ -57,8 +57,8 @@ def read_step(
     sums: torch.Tensor, is_bad: torch.Tensor, counts: torch.Tensor, extras: Sequence[ExtraLoss], mesh: Mesh
 ) -> StepReading:
     """Sum the results of all ranks and read them; collective. `sums`, fp64 [sums], and the scalar `is_bad` are results
-    of this rank's forwards; `counts`, fp64 [units], are the units of its rows. A value that several ranks share counts
-    once.
+    of this rank's forwards. `counts`, fp64 [units], are the numbers of units in its rows. A value that several ranks
+    share counts once.
     """
     tables = {extra.name: table for extra in extras if (table := extra.counted(mesh)) is not None}
     numbers = torch.cat([sums, is_bad.to(sums)[None], counts, *(table.flatten() for table in tables.values())])

@@ -21,7 +21,7 @@ _ROUNDING = 8 * np.finfo(np.float64).eps
 
 
 def has_spread(rewards: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Whether answers to a prompt differ in reward, bool [groups]. NaN in `rewards` [groups, size] means none."""
+    """Whether answers to a prompt differ in reward, bool [groups]. NaN in `rewards` [groups, size] is a missing one."""
     is_scored = ~np.isnan(rewards)
     top = np.where(is_scored, rewards, -np.inf).max(axis=1)
     bottom = np.where(is_scored, rewards, np.inf).min(axis=1)
@@ -159,7 +159,7 @@ class PolicyGradient(AnswerObjective):
         """Policy-gradient loss of each token, and two masks of tokens without gradient, whose ratio was clipped at the
         lower or at the upper bound.
 
-        A token has the log-probability lp, and old under the weights that sampled it; A is its answer's advantage, and
+        lp is a token's log-probability, old the one under the sampling weights, A the advantage of its answer, and
         sg stops the gradient. `token`: -min(rho A, clip(rho, 1 - low, 1 + high) A) with rho = exp(lp - old) (PPO's
         surrogate, as in GRPO and DAPO). With a dual clip c the loss is at most c |A| where A < 0 (arXiv 1912.09729).
         `sequence`: the same formula with s = exp(1/n sum_t (lp - old)) for all n tokens of an answer; its gradient is

@@ -118,8 +118,8 @@ class Objective(ABC):
     def metrics(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
         """Metrics by name, `loss` first.
 
-        `sums` are over a global batch or over all held-out rows, and `counts` are the numbers of tokens, pairs and
-        examples in it. If these numbers are 0, every metric is 0.
+        `sums` are over a global batch or over all held-out rows. `counts` are the numbers of tokens, pairs and
+        examples there; if they are 0, every metric is 0.
         """
 
 

@@ -44,9 +44,9 @@ def reported_lock(say: Say) -> Iterator[None]:
 
 
 class _ReportedBaton(FileBaton):
-    """torch's lock file of an extension build, with the name of the process that owns it. That process also has a file
-    lock, which the system releases when the process dies. A named lock file without a file lock was left by a dead
-    process.
+    """torch's lock file of an extension build, into which the owning process writes its name. The owner also holds an
+    OS-level file lock, which the system releases when the process dies. If that lock is free although torch's lock file
+    names an owner, the owner is dead.
     """
 
     def __init__(self, path: str, *, say: Say) -> None:

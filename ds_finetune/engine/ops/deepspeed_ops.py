@@ -196,7 +196,7 @@ def nvme_folders(plan: Plan) -> list[str]:
 def check_nvme_folder(folder: Path, name: str) -> None:
     """Write a file `name` to `folder`, and read it back into unaligned memory. ConfigError if the bytes differ.
     DeepSpeed 0.19.8 reads gradients into `buffer.narrow(offset)`. If the disk's direct IO needs aligned addresses, this
-    read does nothing without an error, and the gradient is stale.
+    read silently does nothing, and the gradient is stale.
     """
     from deepspeed.ops.op_builder import AsyncIOBuilder
     from deepspeed.runtime.swap_tensor.aio_config import get_aio_config

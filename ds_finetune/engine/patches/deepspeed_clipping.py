@@ -22,11 +22,11 @@ _GROUP_NORM = Foreign("deepspeed", "runtime/zero/stage_1_and_2.py:1914, 2648, st
 
 
 class OwnClipping:
-    """Makes a ZeRO optimizer clip parameters that only an auxiliary loss trains by a gradient norm of their own.
+    """Gives a ZeRO optimizer separate gradient clipping for parameters that only an auxiliary loss trains.
 
-    The norm of the other parameters excludes them. Each step sets the engine's `own_norms`, whose keys are the names of
-    the losses: they are identical on all ranks, though pipeline stages may have different parameter groups. If one norm
-    or any gradient is not finite, all norms become infinite on all ranks, so that the step is skipped. An invalid norm
+    The norm of the other parameters excludes them. Each step sets the engine's `own_norms`, the norms by name of the
+    loss. All ranks have the same names, though pipeline stages may have different parameter groups. If one norm or any
+    gradient is not finite, all norms become infinite on all ranks, so that the step is skipped. An invalid norm
     alone makes DeepSpeed skip a step only in fp32 (zero/stage_1_and_2.py:3042) and at stage 3 (zero/stage3.py:2888).
     """
 
@@ -70,7 +70,7 @@ class OwnClipping:
         return self._read(self._combine(others_norm) if self._is_partitioned else others_norm, own)
 
     def _read(self, norm: torch.Tensor, own: torch.Tensor) -> Any:  # noqa: ANN401 - a norm, or a list of one
-        """Read all gradient norms with one device synchronisation. Returns `norm` as DeepSpeed's function does."""
+        """Read all gradient norms with one device synchronisation. Returns `norm` in DeepSpeed's form."""
         norm = norm.to(own.device)
         value, *values = torch.cat([norm[None], own.to(norm.dtype)]).tolist()
         scale = self._optimizer.loss_scale

@@ -1,5 +1,5 @@
-"""Corrections of DeepSpeed's start: needless compilation, a replaced torch function, and changed weights. Also changes
-DeepSpeed's registry of process groups, which lasts until the process ends.
+"""Corrections of DeepSpeed's start: it compiles needlessly, replaces a torch function and changes weights. Also
+changes DeepSpeed's registry of process groups, which lasts until the process ends.
 """
 
 import importlib
@@ -85,7 +85,7 @@ def zenflow_keeps_matrices() -> Iterator[None]:
 
     def update(optimizer: Any, group_index: int) -> None:  # noqa: ANN401
         plain(optimizer, group_index)
-        # The parameter's elements are those of the transposed matrix, so view it as that and transpose it.
+        # The elements are those of the transposed matrix, so view them in its shape and transpose back.
         for param in optimizer.bit16_groups[group_index]:
             if param.dim() == 2:
                 rows, columns = param.shape
@@ -116,8 +116,8 @@ def register_expert_groups(name: str, *, parts: Registered, same_shard: Register
 
 
 def unregister_expert_groups(name: str) -> None:
-    """Remove the process groups of experts from the registry, so that they can be destroyed with the engine. It is not
-    called after an error: a group is destroyed with its last reference, which waits for ranks that may have ended.
+    """Remove the process groups of experts from the registry, so that they can be destroyed with the engine. After an
+    error they stay there, because destroying a group waits for its other ranks, which may have ended.
     """
     from deepspeed.utils import groups
 

@@ -133,7 +133,7 @@ class AnswerModel:
 
 
 def check_cache(model: AnswerModel) -> None:
-    """Raise ModelError if answers cannot be sampled with a KV cache, for model types outside the table of families.
+    """Raise ModelError if a model of a generic family, or with recurrent state, cannot sample with a KV cache.
     Layers must have no state but the cache, and logits with a cache must equal those without. The check runs once per
     model; it is collective if forwards are.
     """

@@ -72,6 +72,6 @@ class SamplingRequest:
     once a second if a server samples. It is called equally often on every rank, and must return the same on every rank.
     """
     on_forward: Callable[[], object] = lambda: None
-    """Function that is called before each forward of a rank; if a server samples, whenever `is_over` is called."""
+    """Function that is called before each forward of a rank. If a server samples, it is called along with `is_over`."""
     on_answer: OnAnswer = lambda *_: None
-    """Function that is called when an answer has ended, on the rank that sampled it, or on one rank for a server."""
+    """Function that is called when an answer has ended, on the rank that sampled it; with a server, on one rank."""

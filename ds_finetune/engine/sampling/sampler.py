@@ -74,7 +74,7 @@ class _RunningAnswer:
         self.ids.append(token)
         self.log_probs.append(log_prob)
         if token == _BROKEN:
-            # Other ranks wait for this rank's forwards, so an answer with non-finite logits raises its error later.
+            # Other ranks wait for this rank's forwards, so the error of non-finite logits is raised later.
             self.finish = "length"
         elif token in limits.stop_ids or (limits.stops is not None and limits.stops(self.ids)):
             self.finish = "stop"

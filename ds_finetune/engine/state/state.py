@@ -147,7 +147,7 @@ def _masters_of_stage_3(optimizer: Any, names: dict[int, str], plan: Plan) -> It
 WEIGHT, BUFFER = "weight", "buffer"
 _MUON = "momentum_buffer"
 _SAME_KIND = {"sum": "exp_avg_sq"}
-"""DeepSpeed's name of an optimizer state, by torch's name of it (Adagrad)."""
+"""Names of optimizer states, from torch's to DeepSpeed's (Adagrad)."""
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """Attributes of a dynamic loss scale (DeepSpeed 0.19.8, fp16/loss_scaler.py:74, 193)."""
 
@@ -346,7 +346,7 @@ class EngineState:
 
     def _slice(self, key: str, part: Part, dtype: torch.dtype) -> Slice:
         if part.is_state:
-            # An optimizer state that has not its parameter's shape exists only where every rank trains full parameters.
+            # An optimizer state with another shape than its parameter exists only if every rank trains full parameters.
             return Slice(key, part.shape, 0, part.numel, dtype, is_replicated=True)
         shard = self._model_shard.tensor_shard(part.name, part.shape)
         is_replicated = self._plan.zero_stage == 0 and shard.is_full and self._plan.mesh.pp == 1
@@ -355,9 +355,7 @@ class EngineState:
         )
 
     def _is_saved_here(self, part: Slice) -> bool:
-        """Whether this rank saves a slice that other ranks also have, at ZeRO stage 0 or by tensor parallel
-        replication.
-        """
+        """Whether this rank saves a slice that several ranks have, because of ZeRO stage 0 or tensor parallelism."""
         name = part.key.partition("/")[2]
         if part.is_replicated:
             return True

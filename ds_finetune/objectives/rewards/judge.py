@@ -47,7 +47,7 @@ _FORWARDED += ["abs", "neg", "index", "reversed", "enter", "exit", "hash", "call
 _BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift")
 _ORDER = ("lt", "le", "gt", "ge")
 _DIFFERENCES = ("add", "sub", "mod", "xor", *_ORDER)
-"""Operators by which tests compare a program's object with an expected value. The object could fake their results."""
+"""Operators by which tests compare a program's object with an expected value; the object could overload them."""
 _TO_NUMBERS = ("abs", "bool", "float", "index", "int", "round")
 
 
@@ -83,7 +83,7 @@ def _forwarded(name: str) -> Callable[..., Any]:
     def forward(self: Proxy, *given: Any, **named: Any) -> Any:  # noqa: ANN401
         result = _marked(self._asks(name, self, *given, **named), self._is_difference)
         if self._is_difference and name in _TO_NUMBERS and not isinstance(result, Proxy):
-            # Otherwise `abs(f(3) - 3.5) < 1e-6` would pass for a program's object whose differences are always 0.
+            # Otherwise a program would pass `abs(f(3) - 3.5) < 1e-6` with an object whose differences are always 0.
             raise TypeError(f"{name}() of a difference from an object")
         return result
 
@@ -166,7 +166,7 @@ class _Peer:
         self._send(b"?", number, body)
         while (reply := self._receive())[0] == b"?":
             self._answer(*reply[1:])
-        # Only a program that writes into the pipe itself sends a reply with a wrong number, so its tests fail.
+        # A reply with a wrong number shows that the program has written into the pipe, so its tests fail.
         if reply[:2] != (b"!", number):
             self.end()
         error, value, after, printed = self._loads(reply[2])
@@ -243,7 +243,7 @@ class _Peer:
             self.end()
 
     def hold(self, value: object) -> int:
-        """Number of an object of this process, which is kept alive from now on, as its handle."""
+        """Keep an object of this process alive, and return the number that is its handle."""
         if id(value) not in self._numbers:
             self._numbers[id(value)] = len(self.held)
             self.held.append(value)

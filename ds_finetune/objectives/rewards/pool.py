@@ -62,7 +62,7 @@ class _Worker:
             return
         if self._is_closed:
             raise _EndedError("is not needed any more")
-        # A session of its own keeps Ctrl-C from the worker, and lets the child processes of a reward be killed with it.
+        # In a session of its own the worker gets no Ctrl-C, and can be killed together with a reward's child processes.
         self._socket, other = socket.socketpair()
         self._requests = 0
         with other:

@@ -63,7 +63,7 @@ def read_tests(value: Any) -> Tests:  # noqa: ANN401 - any JSON value
 
 
 def _code_of(*tests: str) -> Tests:
-    """Tests from Python code. RewardFaultError for code that no program or every program would pass."""
+    """Tests from Python code. RewardFaultError for code that every program would pass, or that none could."""
     try:
         with warnings.catch_warnings(action="ignore"):
             modules = [ast.parse(test, "test.py") for test in tests]
@@ -149,7 +149,7 @@ def _run(program: str, tests: Sequence[str], given: str, *, deadline: float, mem
 def _drive(folder: Path, task: bytes, seconds: float) -> tuple[str, str, bool]:
     """Run judge.py, then kill all processes that it left. Returns report, standard error and whether it timed out."""
     libc, others = ctypes.CDLL(None), _children()
-    # PR_SET_CHILD_SUBREAPER of prctl(2) makes processes whose parents have ended children of this process.
+    # With PR_SET_CHILD_SUBREAPER of prctl(2), this process becomes the parent of descendants whose parent has ended.
     libc.prctl(36, 1, 0, 0, 0)
     process = subprocess.Popen(
         [sys.executable, "-I", "-X", "utf8", "-c", _JUDGE, str(folder)],

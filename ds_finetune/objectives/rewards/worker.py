@@ -32,7 +32,7 @@ GRACE_SECONDS = 10.0
 ARGUMENTS = ("record", "prompt", "text", "token_ids", "finish_reason")
 """Names of the arguments with which a user's reward function may be called."""
 _READ = 100
-"""Maximum number of characters of the result parsed from an answer that are sent to pool.py."""
+"""Number of characters to which the result parsed from an answer is cut for pool.py."""
 Scorer = Callable[[AnswerToScore], Outcome]
 
 
@@ -83,7 +83,7 @@ def read_reference(settings: Settings, record: Mapping[str, Any]) -> Any:  # noq
 
 
 def needs_of(rewards: Sequence[Settings], record: Mapping[str, Any]) -> str:
-    """Error message of the first of `rewards` that cannot use a data row; empty if all can."""
+    """Error message if a reward cannot use a data row, for the first such reward; empty if all can."""
     for settings in rewards:
         try:
             _ = settings["reward"] in BUILTIN and read_reference(settings, record)
@@ -93,9 +93,7 @@ def needs_of(rewards: Sequence[Settings], record: Mapping[str, Any]) -> str:
 
 
 def late_part(settings: Settings, end: str = "") -> dict[str, Any]:
-    """Result of a reward function that took too long. If the answer caused that, it is the score of answers that cannot
-    be parsed (`unparsed`), else an error.
-    """
+    """Result of a reward that took too long: the score `unparsed` if `is_long_answers_fault`, else an error."""
     builtin = BUILTIN.get(settings["reward"])
     if builtin is not None and builtin.is_long_answers_fault:
         return {"score": settings["unparsed"], "has_result": False}
