@@ -117,7 +117,7 @@ class BatchPlan:
     pad_token_id: int
     row_len: int | None
     multiple: int = 1
-    """Unpacked rows are padded to a multiple of this number of tokens, which the sequence parallel size divides."""
+    """Unpacked rows are padded to a multiple of this number, itself a multiple of the sequence parallel size."""
     documents_per_unit: int = 0
     """Number of documents in an example of the loss: 2 for pairs, 0 for a loss that sums over tokens, else 1."""
     reference: NDArray[np.float64] | None = None

@@ -31,7 +31,7 @@ _STATM = Path("/proc/self/statm")
 
 
 class _TimeIsUpError(BaseException):
-    """Rendering took too long. Not an Exception, which jinja2 3.1.6 ignores in constant expressions (nodes.py:511)."""
+    """Rendering took too long. No subclass of Exception, as jinja2 3.1.6 ignores these in constants (nodes.py:511)."""
 
 
 class TemplateLimits:
@@ -72,7 +72,7 @@ def _is_main_thread() -> bool:
 
 @lru_cache(maxsize=1)
 def _address_space_limit(_: int) -> int | None:
-    """Limit of the process's address space in bytes, computed once a second: the argument is the present second."""
+    """Limit of the process's address space in bytes. It is cached by the argument, the present second."""
     if not _STATM.exists():
         return None
     return int(_STATM.read_text().split()[0]) * resource.getpagesize() + _RENDER_BYTES

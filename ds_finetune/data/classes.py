@@ -25,7 +25,7 @@ _SHOWN_CLASSES = 10
 def find_classes(config: DataConfig, kind: RowKind) -> RowKind:
     """Add to `kind` the names and the number of classes, from the labels of all training rows or from the run file.
 
-    Every process of a host calls this function; one reads the rows and caches their labels. Names in texts are sorted,
+    Every process of a host calls this function; one reads the rows and caches their labels. Text labels are sorted,
     names of a `ClassLabel` column keep its order, and whole numbers are class indices from 0. A stream is not read:
     without names in the run file, its classes are numbers. DataError names the row of a label that does not fit.
     """

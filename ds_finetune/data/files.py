@@ -188,8 +188,7 @@ def _read_json(path: str) -> Iterator[tuple[str, ReadRecord]]:
 
 
 def _items_one_by_one(text: str, path: str) -> Iterator[tuple[str, ReadRecord]]:
-    """Read a JSON list item by item, to name the item that cannot be read although its syntax is valid, as with a
-    repeated key.
+    """Read a JSON list item by item, to name an item that has valid syntax but is refused, e.g. for a repeated key.
 
     DataError where the syntax of a later item is invalid, or the end of an item cannot be found.
     """
@@ -284,7 +283,7 @@ class ClassNumber(int):
 
     @property
     def name(self) -> str:
-        """Name of the class whose index this number is."""
+        """Name of the class with this index."""
         return self.names[self]
 
 

@@ -37,7 +37,7 @@ class MismatchedAnswers:
         if all(np.array_equal(self._prompt(number), first) for number in range(1, len(self))):
             raise DataError(
                 f"the {len(self)} examples of {name} have one prompt, but objective kto estimates z0 from each prompt "
-                "with the answer to another one",
+                "with the answer to a different prompt",
                 hint="add examples of other prompts, or use objective dpo with pairs of answers",
             )
 

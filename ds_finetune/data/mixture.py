@@ -17,8 +17,8 @@ class Mixture:
     """Weighted training sources, whose rows are consecutive in the data.
 
     An epoch is one pass over the main source: the source with the largest weight, and among equal weights the one with
-    the most rows. Every other source gives as many rows as its weight requires, rounded. A source that has more rows
-    than that continues in the next epoch; the rows of a source that has fewer repeat.
+    the most rows. Every other source gives as many rows as its weight requires, rounded. A source with more rows
+    continues in the next epoch; a source with fewer rows repeats them.
     """
 
     names: tuple[str, ...]

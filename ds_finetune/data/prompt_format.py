@@ -38,7 +38,7 @@ _CALLS = [
 ]
 """Tool calls that test a chat template; their ids have nine characters, which Mistral's templates require."""
 TEMPLATES = Path(__file__).parent / "templates"
-"""Folder of the chat templates that data.template may name; each renders like the published one of its name."""
+"""Folder of the chat templates that data.template may name. Each renders like the published template of this name."""
 _MARK = re.compile(r"\{# ds_finetune: (\{.*?\}) #\}")
 _TEMPLATE = Template(
     "{# ds_finetune: $mark #}$begin{% for message in messages %}{% set content = message['content'] %}"
@@ -227,7 +227,7 @@ def _chat_template(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> st
 
 
 def _shipped_template(file: Path, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Read a chat template of this package; ConfigError if a user's file has its name, or its tokens are missing."""
+    """Read a template of this package; ConfigError if a user's file has its name, or the tokenizer lacks its tokens."""
     name, text = file.stem, file.read_text(encoding="utf-8")
     if Path(name).exists():
         raise ConfigError(
@@ -260,7 +260,8 @@ def trained_ends(tokenizer: PreTrainedTokenizerBase, settings: TemplateSettings)
     tokeniser = SampleTokeniser(tokenizer, settings)
     if settings.chat_template is None:
         return _end_of(tokeniser, tokenizer, Completion("x", "y", Conversation(()))) or ()
-    # Two tool calls are tried first: a token that also separates calls ends no answer. Some templates refuse two.
+    # Two tool calls are tried first, as a token that also separates calls ends no answer; then one, for templates
+    # that refuse two.
     calls = (
         read_conversation([_USER, {"role": "assistant", "content": "", "tool_calls": _CALLS[:most]}], [_TOOL], "", "")
         for most in (2, 1)
@@ -272,8 +273,8 @@ def trained_ends(tokenizer: PreTrainedTokenizerBase, settings: TemplateSettings)
 
 
 def _end_of(tokeniser: SampleTokeniser, tokenizer: PreTrainedTokenizerBase, sample: Sample) -> tuple[int, ...] | None:
-    """End token of a sample's answer: its last supervised id, if that is a special token that occurs once. Empty for
-    another last id; None if the sample is refused or dropped.
+    """End token of a sample's answer: its last supervised id. Empty if that is no special token or occurs more than
+    once; None if the sample is refused or dropped.
     """
     try:
         (row,) = tokeniser.tokenise([("", sample)])

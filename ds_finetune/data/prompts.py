@@ -64,9 +64,7 @@ def _reference(view: Mapping[str, Any]) -> object:
 
 
 def _without_answer(sample: Sample, answer: object) -> Prompt:
-    """Cut the assistant's last turn from a dialogue to make a prompt; it is the reference answer if `answer` is
-    None.
-    """
+    """Make a prompt by cutting the assistant's last turn from a dialogue. If `answer` is None, this turn is the answer."""
     conversation = sample.conversation if isinstance(sample, Completion) else sample
     assert isinstance(conversation, Conversation)
     last = conversation.messages[-1]

@@ -96,7 +96,7 @@ class RenderedConversation:
             try:
                 turn, done = self._turn(number, done)
             except RewrittenTurnError:
-                # Phi-3's template ends the last turn with an end-of-text token, which a further turn moves.
+                # Phi-3's template writes an end-of-text token after the last turn, and none before a further turn.
                 turns[-1], done = self._without_last_text(turns[-1], done)
                 turn, done = self._turn(number, done)
             turns.append(turn)

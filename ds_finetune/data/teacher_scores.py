@@ -1,5 +1,5 @@
-"""Stores a teacher's distributions for distillation. For each supervised token they have the k most likely next tokens,
-and all other tokens as one.
+"""Stores a teacher's distributions for distillation: for each supervised token, the probabilities of the k most likely
+next tokens, and of all others together.
 
 A folder of scores has a manifest, which is written last, and a folder for each shard of consecutive documents.
 """

@@ -112,9 +112,9 @@ def choose_device() -> str:
     device = "cuda" if usable and requested != "cpu" else "cpu"
     if device == "cuda" and torch.version.cuda:
         # Expandable segments keep torch's allocator from wasting gigabytes by fragmentation. torch reads the variable
-        # when CUDA is first used (2.13, c10/core/AllocatorConfig.h). The default stays if the user has set the
-        # variable, if NCCL registers torch's memory, which excludes expandable segments, and in WSL 2, where a first
-        # allocation may fail (pytorch issue 192330).
+        # when CUDA is first used (2.13, c10/core/AllocatorConfig.h). It is not set here if the user has set it, if NCCL
+        # registers torch's memory (this excludes expandable segments), or in WSL 2 (a first allocation may fail,
+        # pytorch issue 192330).
         is_chosen = any(name in os.environ for name in (*_ALLOCATOR, "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"))
         if not is_chosen and not torch.cuda.is_initialized() and "microsoft" not in platform.release().lower():
             os.environ[_ALLOCATOR[0]] = "expandable_segments:True"

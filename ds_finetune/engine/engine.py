@@ -453,7 +453,7 @@ class Engine:
 
     @property
     def _trains_both_ends(self) -> bool:
-        """Whether this is the first or last pipeline stage, and both train the embedding by parts of its gradient."""
+        """Whether this is the first or last pipeline stage, and both compute a part of the embedding's gradient."""
         module, is_end = self._ds.module, self._stage is not None and self._stage.is_end
         trains_copy = has_tied_head(module.lm) or any(extra.trains_embedding for extra in module.extras)
         return is_end and trains_copy and module.lm.get_input_embeddings().weight.requires_grad

@@ -233,8 +233,7 @@ def arrange_forward(lm: PreTrainedModel, plan: Plan, model: ModelPlan) -> None:
         # As a leaf module, an MLP is gathered by ZeRO-3 once before its first tile, and released after its last tile.
         set_z3_leaf_module(module, True)
     if model.mlp_tiles == 1 and not family_of(model.hf_config.model_type).is_generic:
-        # A tiled MLP computes its routed experts apart from the shared ones, and again in backward. So its shared
-        # experts are not computed ahead.
+        # Not with tiled MLPs: they compute routed and shared experts separately, and again in backward.
         compute_shared_experts_ahead(lm)
 
 

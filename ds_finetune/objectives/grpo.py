@@ -107,7 +107,7 @@ _SUMS = ("loss", *_PER_TOKEN, *_OTHER_SUMS, "tokens_of_reference", "tokens_of_sa
 class PolicyGradient(AnswerObjective):
     """Policy-gradient loss of answer tokens with a clipped importance ratio, and a KL penalty to a reference model.
 
-    `aggregation` selects the mean that the loss is, for G answers with n_i tokens each and N tokens in the global
+    `aggregation` selects how the loss averages over G answers with n_i tokens each, N tokens in all, of the global
     batch. Over tokens: 1/N sum_i sum_t (DAPO, arXiv 2503.14476). Over answers: 1/G sum_i 1/n_i sum_t (GRPO, arXiv
     2402.03300). With a fixed length L: 1/(G L) sum_i sum_t (Dr. GRPO, arXiv 2503.20783).
     """
@@ -219,8 +219,8 @@ def _k3(logp: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     """Schulman's estimate of KL(model || reference) for each token, exp(-d) - 1 + d with d = logp - reference, which is
     never negative (http://joschu.net/blog/kl-approx.html).
 
-    By itself, its gradient estimates that of KL(reference || model). Times the ratio exp(logp - old), it estimates that
-    of KL(model || reference), as d times the gradient of logp (DeepSeek-V3.2, arXiv 2512.02556).
+    Its gradient estimates the gradient of KL(reference || model). Multiplied by the ratio exp(logp - old), it estimates
+    the one of KL(model || reference), as d times the gradient of logp (DeepSeek-V3.2, arXiv 2512.02556).
     """
     difference = logp - reference
     return torch.expm1(-difference) + difference

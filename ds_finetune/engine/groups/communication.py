@@ -41,7 +41,7 @@ INPUT_AT = {
     RECEIVE: (RECEIVE, 0),
 }
 """For each method of a process group: its kind of collective, and the index of the argument that is this rank's input
-(of a receive, the tensor to fill). Only older or newer versions of torch call some of these methods.
+(of a receive, the tensor to fill). Some of these methods are called only by other versions of torch.
 """
 POINT_TO_POINT = (SEND, RECEIVE)
 
@@ -110,8 +110,8 @@ def _with_total(by_kind: Mapping[str, float]) -> list[tuple[str, float]]:
 
 class CommunicationMeter:
     """Counts bytes and seconds of this process's collectives by kind. Sends and receives are one kind. Collectives are
-    timed only with `is_blocking`, when a call, or the wait for it, returns at the end of the collective. The time
-    includes waiting for slower ranks. It is time of the host: overlapping collectives are not counted twice.
+    timed only with `is_blocking`: then the call or its `wait` returns at the end of the collective. The time includes
+    waiting for slower ranks. It is time of the host: overlapping collectives are not counted twice.
     """
 
     def __init__(self, *, is_blocking: bool) -> None:

@@ -90,8 +90,8 @@ _STORES: dict[tuple[str, str, int, int], dist.Store] = {}
 
 
 def _store_at(address: str, port: str, rank: int, world_size: int, wait: _RankWait) -> dist.Store:
-    """The store of all ranks. Rank 0 serves it while its process lives, or torchrun's agent serves it. A rank may begin
-    its next run while rank 0 still ends the previous run. All waiting happens here, because waiting inside torch would
+    """The store of all ranks. It is served by torchrun's agent, or by rank 0 until its process ends. A rank may begin
+    its next run before rank 0 has ended the previous one. All waiting happens here, because waiting inside torch would
     not react to Ctrl-C.
     """
     key = address, port, rank, world_size

@@ -62,7 +62,7 @@ class ModelParallel:
 
 @dataclass(frozen=True)
 class Groups:
-    """This rank's process groups, or None. DeepSpeed looks up the group `same_experts` by `expert_name`."""
+    """This rank's process groups, None for unused kinds. DeepSpeed looks up `same_experts` by `expert_name`."""
 
     stage: PipelineGroup | None
     sequence: SequenceParallelGroup | None
@@ -95,7 +95,7 @@ class _GroupMaker:
         return self.shared(self.mesh.groups(*axes))
 
     def shared(self, rank_lists: list[list[int]]) -> dist.ProcessGroup:
-        """This rank's process group among those of `rank_lists`, which are created once for equal lists."""
+        """Return this rank's process group among those of `rank_lists`. Equal lists get the same groups."""
         ranks = tuple(map(tuple, rank_lists))
         if ranks not in self._by_ranks:
             self._by_ranks[ranks] = self.own(rank_lists)

@@ -221,7 +221,7 @@ def check_nvme_folder(folder: Path, name: str) -> None:
     path.unlink()
     if not torch.equal(buffer[_OFFSET : _OFFSET + _ELEMENTS], written):
         raise ConfigError(
-            f"nvme_path `{folder}` is on a disk that cannot be read into memory whose address is no multiple of 512 "
-            "bytes: DeepSpeed 0.19.8 would train on stale gradients",
+            f"nvme_path `{folder}` is on a disk that cannot be read into memory that is not aligned to 512 bytes: "
+            "DeepSpeed 0.19.8 would train on stale gradients",
             hint="use a disk whose direct IO supports unaligned buffers (tmpfs does), or offload to cpu",
         )

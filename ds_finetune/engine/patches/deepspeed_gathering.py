@@ -25,10 +25,10 @@ _PERSISTENT = Foreign(
 
 
 def check_order_of_gathers(optimizer: Any, trained: nn.Module, plan: Plan) -> None:  # noqa: ANN401 - DeepSpeed's
-    """Raise ConfigError if nothing makes DeepSpeed gather weights after the optimizer step that wrote them. DeepSpeed
-    gathers persistent weights (smaller than two thresholds) at the end of a step, and then synchronises the device.
-    With `overlap_comm` all other gathers run on a separate stream. So without persistent weights they may read values
-    from before the step.
+    """Raise ConfigError if DeepSpeed might gather weights before the optimizer step has written them. DeepSpeed gathers
+    persistent weights (smaller than two thresholds) at the end of a step, and then synchronises the device. With
+    `overlap_comm` all other gathers run on a separate stream, so without persistent weights these gathers may read
+    values from before the step.
     """
     is_ordered = plan.zero_stage < 3 or plan.device == "cpu" or plan.mesh.dp * plan.mesh.sp == 1
     zero = plan.zero

@@ -31,7 +31,7 @@ from ds_finetune.plan.forward import PROMPT_TOKENS, rows_of_batch
 from ds_finetune.plan.plan import Plan
 
 _MIN_RUNNING_FRACTION = 7 / 8
-"""Ended answers stay in the batch while a larger fraction still runs, because dropping rows copies the KV cache."""
+"""Ended answers stay in the batch while more than this fraction runs, because dropping rows copies the KV cache."""
 _BROKEN = -1
 """Stands for a token id where logits are not finite, so that no token can be sampled. The answer ends there."""
 

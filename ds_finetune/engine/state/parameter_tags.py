@@ -75,8 +75,8 @@ def experts_marker(parts: int) -> nn.Module:
 
 
 def parameter_groups(model: nn.Module, plan: Plan, groups: Groups) -> list[dict[str, Any]]:
-    """Optimizer groups: weights with weight decay, and norms and biases without it, each for experts and other
-    parameters. Groups that only an auxiliary loss trains are last, so that they do not change the flat partitions of
+    """Optimizer groups: weights have weight decay, norms and biases have none, and experts have separate groups of both
+    kinds. Groups that only an auxiliary loss trains are last, so that they do not change the flat partitions of
     the other groups. Fused biases of experts are tensors [experts, outputs]. Other settings of a group come from the
     optimizer's section for DeepSpeed.
     """

@@ -35,9 +35,9 @@ _MIX = 0x1E3779B97F4A7C15
 
 @dataclass(frozen=True)
 class _Copies:
-    """Tensors that are replicated on the ranks of `group` (None: all ranks), as numbers of elements by name. With
-    `is_divided`, ZeRO partitions a tensor differently at the two ends of a pipeline, and only the ranks of `shards`
-    (None: all ranks) together have one replica.
+    """Tensors that are replicated on the ranks of `group` (None: all ranks). `sizes` are their numbers of elements by
+    name. With `is_divided`, ZeRO partitions a tensor differently at the two ends of a pipeline, and the ranks of
+    `shards` (None: all ranks) together have one replica.
     """
 
     group: dist.ProcessGroup | None
@@ -133,7 +133,7 @@ def _checksum(elements: torch.Tensor, start: int) -> torch.Tensor:
 
 
 def _unequal(copies: _Copies, sums: Mapping[str, torch.Tensor]) -> list[str]:
-    """Keys of the tensors that differ between the ranks of the group of `copies`, the same on each of them."""
+    """Keys of the tensors that differ between the ranks of `copies.group`. Each of these ranks gets the same keys."""
     own_sums = torch.stack([sums[key].to(collective_device()) for key in copies.sizes])
     if copies.is_divided:
         dist.all_reduce(own_sums, group=copies.shards)

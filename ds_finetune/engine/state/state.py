@@ -177,8 +177,8 @@ Read = Callable[[str], torch.Tensor]
 
 @dataclass(frozen=True)
 class StateGroup:
-    """Slices that are in memory at one time. `opened(write)` is a context with a function from a slice's key to its
-    elements.
+    """Slices that are in memory at one time. The context `opened(write)` gives a function from a slice's key to its
+    elements; with `write`, slices on NVMe are written back.
     """
 
     slices: tuple[Slice, ...]
@@ -199,9 +199,9 @@ class EngineState:
         self._optimizers = [base, *([backup] if backup is not None else [])]
 
     def groups(self, *, restoring: bool = False, home: Sequence[int] = ()) -> list[StateGroup]:
-        """All slices of this rank, weights before optimizer states. Each sub-group on NVMe is a separate group. For
-        saving, each element of the state is in the slices of only one of the ranks `home`, which write to one folder
-        (none given: all ranks). With `restoring`, the slices are everything that this rank needs.
+        """All slices of this rank, weights before optimizer states. Each sub-group on NVMe is a separate group. The
+        ranks `home` (empty: all) save to one folder, so each element of the state is in the slices of one of them.
+        With `restoring`, the slices are everything that this rank needs.
         """
         self._home = frozenset(home or range(self._plan.mesh.world_size))
         if self._plan.device == "cuda":

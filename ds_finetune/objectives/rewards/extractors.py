@@ -44,8 +44,8 @@ _UNREAD_AFTER = re.compile(
     r"|(?:[abeiknqrtuvwxyzBKMTX]|[bx][\dA-F]+|bn|mn|mil)(?![A-Za-z])"
     r"| ?(?:dozen|mil|bn)\b"
 )
-"""Patterns of text before and after a number that is not read, because it is a part of an expression that is not
-evaluated, of a date, a time, a name or a list, or its unit changes its value.
+"""Patterns of text before and after a number that is not read: it is a part of a date, a time, a name, a list or an
+expression that is not evaluated, or a unit such as `k` changes its value.
 """
 _POWERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _LARGE = re.compile(rf"(?<=\d) ?({'|'.join(_POWERS)})\b", re.IGNORECASE)
@@ -155,7 +155,7 @@ def _value(number: re.Match[str]) -> decimal.Decimal:
 
 
 def gsm8k(text: str) -> str | None:
-    """The number in the form of GSM8K's answers (Cobbe et al., arXiv 2110.14168): the first number after the last
+    """The number of an answer in GSM8K's form (Cobbe et al., arXiv 2110.14168): the first number after the last
     `####`, or after `=` on that line.
 
     It is parsed as by `last_number`, and written without leading or trailing zeros.

@@ -75,7 +75,7 @@ class _Worker:
                 start_new_session=True,
             )
         if self._is_closed:
-            # `close` may have been called before it could see the new process, so the process is ended here.
+            # `close` was called while the process started and may have missed it, so the process is ended here.
             self._signal()
         limit = _START_SECONDS + max(map(seconds_of, self._settings))
         try:
@@ -193,7 +193,7 @@ class PendingScores:
         return self._array("score")
 
     def has_result(self) -> NDArray[np.float64]:
-        """Whether a reward parsed a result from an answer, 1 or 0; NaN if it never parses; fp64 [answers, rewards]."""
+        """Whether a reward parsed a result, 1 or 0; NaN for rewards that parse nothing; fp64 [answers, rewards]."""
         return self._array("has_result")
 
     def _array(self, key: str) -> NDArray[np.float64]:
