@@ -87,7 +87,7 @@ class Batch:
     row_ids: tuple[int, ...]
     num_tokens: int
     counts: Mapping[str, int]
-    """The batch's numbers of tokens, documents, pairs and so on in this rank's rows, with the keys of `count_rows`."""
+    """Numbers of tokens, documents, pairs and so on in this rank's rows, with the keys of `count_rows`."""
     global_counts: Mapping[str, int] | None = None
     """Number of tokens, documents, pairs and so on in the batch's rows on all ranks; None if unknown here."""
     baseline: tuple[MicroBatch, ...] = ()
@@ -219,7 +219,7 @@ def indices_of_rank(costs: Sequence[float] | None, num_rows: int, plan: BatchPla
 
 
 def row_id(number: int, num_rows: int, plan: BatchPlan) -> int:
-    """Index in the data of the row that a run trains on after `number` other rows; each epoch has `num_rows` rows."""
+    """Data index of a run's training row `number`, counted from 0 over all epochs of `num_rows` rows."""
     epoch, index = divmod(number, num_rows)
     if plan.mixture is None and not plan.shuffle:
         return index
@@ -304,7 +304,7 @@ def _stack(rows: Sequence[Row], plan: BatchPlan) -> MicroBatch:
 
 
 def _look_ahead(input_ids: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor) -> Ahead:
-    """Shift ids and labels [rows, tokens] left by one in each document, which begins where positions are 0."""
+    """Shift ids and labels [rows, tokens] left by one in each document. Documents begin at position 0."""
     is_last = torch.ones_like(positions, dtype=torch.bool)
     is_last[:, :-1] = positions[:, 1:] == 0
     return Ahead(input_ids.roll(-1, dims=1), labels.roll(-1, dims=1).masked_fill(is_last, IGNORE_INDEX))

@@ -117,7 +117,7 @@ class Counts:
 
     @property
     def truncated_ratio(self) -> float:
-        """Fraction of all tokens before truncation that truncation cut off."""
+        """Fraction of all tokens that truncation cut off."""
         return self.truncated_tokens / max(self.tokens + self.truncated_tokens, 1)
 
 

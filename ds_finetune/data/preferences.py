@@ -207,7 +207,7 @@ def _response_pair(view: Mapping[str, Any], where: str) -> Preference:
 
 
 def _ranked_pair(view: Mapping[str, Any], where: str) -> Preference:
-    """Prefer the answer with the best rank to the one with the worst; if all are equal, the pair is dropped later."""
+    """Prefer the answer with the best rank to the one with the worst; if all ranks are equal, the pair is dropped."""
     ranked = _ranked_answers(view["answers"], where)
     best, worst = (pick(ranked, key=operator.itemgetter(0))[1] for pick in (min, max))
     prompt = view["prompt"]

@@ -139,8 +139,8 @@ class PromptFormat:
     def of_run(
         cls, config: DataConfig, kind: RowKind, counts: Counts, tokenizer: PreTrainedTokenizerBase
     ) -> "PromptFormat":
-        """Prompt format of a run's training rows. Exports get data.template, or a template that writes prompts as in
-        training if completions were trained without one.
+        """Prompt format of a run's training rows. Exports get data.template. If completions were trained without a
+        template, exports get one that writes prompts as in training.
         """
         settings, is_scorer = template_settings(config, tokenizer), OBJECTIVES[kind.objective].head == "scores"
         ends = () if is_scorer or kind.name == "text" else trained_ends(tokenizer, settings)

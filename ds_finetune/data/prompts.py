@@ -64,7 +64,7 @@ def _reference(view: Mapping[str, Any]) -> object:
 
 
 def _without_answer(sample: Sample, answer: object) -> Prompt:
-    """Make a prompt by cutting the assistant's last turn from a dialogue. If `answer` is None, this turn is the answer."""
+    """Make a prompt from a dialogue without its last assistant turn, which is the answer if `answer` is None."""
     conversation = sample.conversation if isinstance(sample, Completion) else sample
     assert isinstance(conversation, Conversation)
     last = conversation.messages[-1]

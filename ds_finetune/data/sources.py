@@ -33,7 +33,7 @@ DEFAULT_SPLITS: Mapping[str, tuple[str, ...]] = {"train": ("train",), "eval": ("
 
 
 def splits_of(name: str) -> set[str]:
-    """Splits that a file name's words name: `test` for `test-00000-of-00001.parquet`, none for `contest.json`."""
+    """Splits that occur as words in a file name: `test` for `test-00000-of-00001.parquet`, none for `contest.json`."""
     words = set(re.split(r"[^a-z]+", name.lower()))
     return {split for split, own in _WORDS.items() if own & words}
 

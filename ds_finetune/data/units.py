@@ -172,7 +172,7 @@ def _texts(value: object) -> Iterator[str]:
 
 
 def _errors_of(samples: Sequence[tuple[str, Any]], how: Tokenisation) -> dict[str, DataError]:
-    """Find the samples that cannot be tokenised by bisection. Returns their errors by the location of the data row."""
+    """Search by bisection for samples that cannot be tokenised. Returns their errors by location of the data row."""
     try:
         list(_MAKERS[how.kind.name](samples, how))
     except DataError as error:
@@ -270,8 +270,8 @@ def _join_alike(pair: Preference, separator: str) -> tuple[Sample, Sample]:
 
 
 def _fit_pair(chosen: Tokens, rejected: Tokens, limit: LengthLimit) -> tuple[list[_Ids], str, list[Counts]]:
-    """Truncate both documents of a preference pair to the limit. Returns their ids and masks, or none and the reason to
-    drop the pair (a key of `row_report.DROPPED`), and numbers for the counts.
+    """Truncate both documents of a preference pair to the limit. Returns their ids and masks (none if the pair is
+    dropped), the reason to drop it (a key of `row_report.DROPPED`, or empty), and changes of the counts.
     """
     reason = chosen.dropped or rejected.dropped
     sides = [(side.ids, side.mask) for side in (chosen, rejected)]

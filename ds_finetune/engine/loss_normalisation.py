@@ -42,6 +42,6 @@ def scale_for_deepspeed(loss: torch.Tensor, *, zero_ranks: int) -> torch.Tensor:
 
 def detached_sums(out: LossAndSums | StageOutput, number: int) -> torch.Tensor:
     """The sums that a forward has returned, fp64 [number]: the sums of the objective, then those of auxiliary losses.
-    Pipeline stages before the last do not compute the objective; there its sums are zeros.
+    Pipeline stages before the last do not compute the objective, so they have zeros for its sums.
     """
     return functional.pad(out.sums, (number - len(out.sums), 0))

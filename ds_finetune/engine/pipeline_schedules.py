@@ -46,8 +46,8 @@ class _WithGradient(torch.autograd.Function):
 
 def run_1f1b(stage: PipelineGroup, batches: Sequence[ForwardRows], forward: Forward, backward: Backward) -> None:
     """Run forward and backward of all micro-batches by DeepSpeed's 1F1B schedule (0.19.8, pipe/schedule.py:189).
-    Neighbouring stages send and receive in matching order, so sends may block. A stage keeps the activations of as many
-    micro-batches as there are stages from it to the last stage, inclusive.
+    Neighbouring stages send and receive in matching order, so sends may block. Stage s (from 0) of n
+    keeps the activations of n - s micro-batches.
     """
     from deepspeed.runtime.pipe import schedule
 

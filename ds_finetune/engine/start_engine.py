@@ -34,7 +34,7 @@ from ds_finetune.plan.plan import Plan, check_largest_slice
 
 @contextmanager
 def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) -> Iterator[Engine]:
-    """Context with the engine, which builds `model` under the ZeRO stage of `plan`. It needs an open process group.
+    """Context that builds `model` under the ZeRO stage of `plan`, and gives its engine. Needs an open process group.
     Without `loads_weights` parameters are zeros, into which a checkpoint is restored. If some parameters are frozen,
     weights are loaded nevertheless, because checkpoints lack frozen weights.
     """

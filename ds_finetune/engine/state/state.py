@@ -44,9 +44,9 @@ class Part:
 @dataclass(frozen=True, eq=False)
 class Master:
     """A master tensor: the fp32 tensor `flat` that the optimizer updates, its number, and the parts of parameters in
-    it. A master on NVMe is empty until it is swapped in. Below stage 3, an optimizer state such as Muon's momentum has
-    each of the master's parameters completely, not just this rank's part (zero/stage_1_and_2.py:2805); `full_parts` are
-    positions in such a state. If a parameter is divided between the masters of two ranks, both have its full state.
+    it. A master on NVMe is empty until it is swapped in. Below stage 3, an optimizer state such as Muon's momentum is
+    complete for each of the master's parameters, not just this rank's part (zero/stage_1_and_2.py:2805). `full_parts`
+    are positions in such a state. If a parameter is divided between the masters of two ranks, both have its full state.
     """
 
     flat: torch.Tensor
@@ -367,7 +367,7 @@ class EngineState:
         return self._is_first_here(*of_shards, *of_rows, same_experts=shard.is_expert_parallel)
 
     def _is_first_here(self, *axes: Axis, same_experts: bool = False) -> bool:
-        """Whether this rank is the first of the ranks that have equal elements and write to its folder. These ranks
+        """Whether this rank is the first of the ranks `home` that have its elements. Ranks have equal elements if they
         differ only along the mesh's `axes` and, with `same_experts`, have the same experts.
         """
         mesh = self._plan.mesh
