@@ -90,7 +90,7 @@ class NewerType:
     """Keys of the published config.json that are removed, as classes of `Family.built_as` read them differently."""
 
     def older_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Translate a published config.json for the classes of `Family.built_as`. The model type stays."""
+        """Translate a published config.json to the keys that `Family.built_as` reads. `model_type` stays unchanged."""
         older = {self.keys.get(key, key): config[key] for key in config if key not in self.unused}
         for section in ("rope_scaling", "rope_parameters"):
             rope = older.get(section)
@@ -121,9 +121,9 @@ class Gguf:
     name: str
     """llama.cpp's name of the model architecture."""
     computes: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Supported values of config.json keys in llama.cpp, the usual value first. Other keys may have any value."""
+    """config.json keys with the values that llama.cpp supports, the default first. Other keys may have any value."""
     rotates_pairs: bool = False
-    """Whether llama.cpp rotates adjacent columns of queries and keys; Llama 3's rotary scaling then works too."""
+    """Whether llama.cpp rotates adjacent columns of queries and keys. If so, it supports Llama 3's rotary scaling."""
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ class Family:
     keep the unknown type.
     """
     newer: NewerType | None = None
-    """How older releases of transformers build a `built_as` type that newer releases know. None if no release knows it.
+    """How older releases of transformers build a model type that newer releases know; None if there is no such release.
     """
 
     expert_keys: ExpertKeys | None = None
@@ -239,12 +239,12 @@ class Family:
     may_be_unexpected: tuple[str, ...] = (r"\.rotary_emb\.inv_freq$",)
     """Regular expressions for names of checkpoint tensors that the model does not need."""
     extends_context: bool = True
-    """Whether `model.context` of run files is tested. Other rotary scaling in config.json excludes it."""
+    """Whether `model.context` is tested. It cannot extend rotary scaling other than `default` or `yarn`."""
     fp32_buffers: tuple[str, ...] = ()
-    """Last parts of the names of buffers that stay in fp32, whatever the run's precision is."""
+    """Buffers that stay in fp32, whatever the run's precision is, by the last part of their names."""
     fp32_weights: str | None = None
-    """Regular expression for names, in the model or in published checkpoints, of parameters that forwards use in fp32,
-    whatever the run's precision is.
+    """Parameters that forwards use in fp32, whatever the run's precision is: a regular expression that matches their
+    names in the model and in published checkpoints.
     """
     fp8_linear: str | None = r"\.(self_attn|mlp)\.([\w.]+\.)?\w+_proj(_with_mqa)?\.weight$"
     """Regular expression for names of the weights that published FP8 checkpoints quantise. The default is

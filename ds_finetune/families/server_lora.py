@@ -18,7 +18,7 @@ _LATENT = _MLP | {"gate", "q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"
 original weight (vllm/model_executor/layers/attention/mla_attention.py:1248), so an adapter would act in prefill only.
 """
 _COMPRESSED = frozenset({"attn.wq_a", "attn.wkv", "attn.wq_b", "attn.wo_b", "w1", "w2", "w3"})
-"""Modules of DeepSeek-V4 whose adapters vLLM computes. Modules whose weights kernels read directly are left out:
+"""Modules of DeepSeek-V4 whose adapters vLLM computes. Modules are left out if kernels read their weights directly:
 compressors (vllm/models/deepseek_v4/attention.py:695, 712), `wo_a` and, with fused experts, the router
 (vllm/models/deepseek_v4/nvidia/model.py:964).
 """
@@ -40,6 +40,6 @@ VLLM_LORA: Mapping[str, frozenset[str]] = {
     "qwen2_moe": _MIXTURE,  # vllm/model_executor/models/qwen2_moe.py:423
     "gpt_oss": _DENSE - _MLP,  # vllm/model_executor/models/gpt_oss.py:1411
 }
-"""Modules whose adapters vLLM computes on NVIDIA GPUs, by model type, as the last part of their published names. A
-model type is missing if its class in vLLM has no `SupportsLoRA` or was not checked.
+"""For each model type, the modules whose adapters vLLM computes on NVIDIA GPUs. They are named by the last part of
+their published names. A model type is missing if its class in vLLM has no `SupportsLoRA` or was not checked.
 """

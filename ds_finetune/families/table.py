@@ -440,8 +440,8 @@ FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ROWS}
 BUILT_AS: Mapping[str, str] = {name: family.built_as for name, family in FAMILIES.items() if family.built_as}
 """Model types unknown to transformers or to older releases, with the model type whose classes build the model."""
 TEXT_PARTS: Mapping[str, str] = {"qwen3_vl_text": "qwen3"}
-"""The model type that is trained instead of the model type of a multimodal model's text part, for which transformers
-has no causal LM. Both types compute the same on plain text.
+"""Model types of text parts of multimodal models for which transformers has no causal LM, each with the model type
+that is trained instead. Both types compute the same on plain text.
 """
 WITH_TINY_MODELS = tuple(name for name, family in FAMILIES.items() if family.tiny_models is not None)
 """Model types whose tiny models are compared with transformers."""

@@ -59,7 +59,7 @@ _OFFLINE = Foreign("datasets", "config.py (HF_HUB_OFFLINE), load.py")
 
 @contextmanager
 def offline() -> Iterator[None]:
-    """Context in which the package datasets only reads from its cache, which it cannot be told by an argument."""
+    """Context in which the package datasets reads only its cache. It has no argument for this."""
     from datasets import config
 
     _OFFLINE.attribute(config, "HF_HUB_OFFLINE")

@@ -49,9 +49,9 @@ def spans_of_collectives(
     spans_of: Callable[[dist.ProcessGroup, str, Sequence[Any]], tuple[Span, Span]],
     other_waits: Span,
 ) -> Iterator[None]:
-    """Context in which the methods `names` of process groups, and waits for their asynchronous results, run inside
-    contexts of the caller. `spans_of(group, name, arguments)` makes the contexts of one call: one for the call itself,
-    and one for the wait for its result. A wait for a call that began before this context runs in `other_waits()`.
+    """Context in which calls of the methods `names` of process groups run inside spans, and so do waits for their
+    asynchronous results. `spans_of(group, name, arguments)` returns the spans of a call and of the wait for its result.
+    A wait for a call that began before this context runs in `other_waits()`.
 
     torch has no hook that runs before and after collectives on every backend. But every communication function of
     torch.distributed, also `isend` and `irecv`, calls one of these methods in the end.

@@ -24,7 +24,7 @@ _LATENT = Foreign("transformers", "models/deepseek_v3/modeling_deepseek_v3.py:31
 _INDEXED = Foreign("transformers", "models/deepseek_v32/modeling_deepseek_v32.py:296-478")
 _COMPRESSED = Foreign("transformers", "models/deepseek_v4/modeling_deepseek_v4.py:361-872")
 _ORIGINAL = SimpleNamespace(**vars(modeling_deepseek_v4))
-"""Attributes of transformers' DeepSeek-V4 module before a model is built, which replaces the layer class there."""
+"""Original attributes of transformers' DeepSeek-V4 module. Building a model replaces the layer class there."""
 _PROJECTIONS = ("q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj")
 _CACHE_NAMES = ("cache", "past_key_values")
 CACHE: str = next(
@@ -89,8 +89,8 @@ def attention_function(name: str) -> Callable[..., Any]:
 
 
 def rotate(kind: str, *arguments: Any) -> Any:  # noqa: ANN401 - untyped
-    """Apply a rotary embedding to queries and keys [rows, heads, tokens, width]. With `kind` `pairs` it rotates
-    adjacent columns, with `halves` column i and column i + width / 2.
+    """Apply a rotary embedding to queries and keys [rows, heads, tokens, width]. The `kind` `pairs` rotates adjacent
+    columns; `halves` rotates columns i and i + width / 2.
     """
     name = {"pairs": "apply_rotary_pos_emb_interleave", "halves": "apply_rotary_pos_emb"}[kind]
     return _LATENT.attribute(modeling_deepseek_v3, name)(*arguments)

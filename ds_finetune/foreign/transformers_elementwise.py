@@ -38,9 +38,10 @@ _ROTARY = {
     "torch.view_as_complex(xq.float()": "complex pairs",
     "(rotate_half(x) * sin)": "",
 }
-"""Source text of transformers' rotary functions, with the kind of rotation. `halves` rotates column i with column i +
-width / 2; its cosines are as wide as the head, with `short` half as wide, with `wide` in fp32. `pairs` rotates adjacent
-columns, by cosines and sines or by complex numbers. Functions of one tensor have the kind "": no kernel computes them.
+"""Source text of transformers' rotary functions, with the kind of rotation. `halves` rotates columns i and i + width/2
+by cosines as wide as the head. The cosines of `short halves` are half as wide; `wide halves` rotates in fp32. `pairs`
+rotates adjacent columns by cosines and sines, `complex pairs` by complex numbers. No kernel computes functions of one
+tensor; their kind is "".
 """
 
 

@@ -68,11 +68,11 @@ def rows_up_to(experts: torch.Tensor, number: int) -> torch.Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """Computes `source[index]` and sums each `k` consecutive rows. Backward does the same to the gradient with `back`
-    and `k_back`.
+    """Computes `source[index]` and sums each `k` consecutive rows. Backward computes `grad[back]` and sums each
+    `k_back` consecutive rows.
 
-    With `is_last` the autograd node holds `back` itself. As the layer's last saved tensor, `back` would make
-    recomputation compute the down projection too, because recomputation stops at the last saved tensor.
+    With `is_last` the autograd node holds `back` as an attribute. Recomputation stops at the layer's last saved tensor,
+    so a saved `back` would make it compute the down projection too.
     """
 
     @staticmethod
@@ -147,8 +147,8 @@ class SortedRows(NamedTuple):
 
 def project(module: Any, rows: torch.Tensor, ends: torch.Tensor, leaf: str) -> torch.Tensor:  # noqa: ANN401 - a module of any family
     """Multiply `rows` [rows, in], sorted by expert, with the weights `leaf` of the experts in `module`. Expert i's rows
-    end at `ends[i]`. Selective recomputation saves only the output of the first projection, because no gradient needs
-    the second one's.
+    end at `ends[i]`. Selective recomputation saves only the output of the first projection: gradients do not need the
+    output of the second one.
     """
     product = _saved_multiply if leaf == "gate_up_proj" else multiply
     return product(rows, getattr(module, leaf), ends, is_transposed=module.is_transposed)  # type: ignore[no-any-return]
@@ -181,7 +181,7 @@ def run_experts(
             rows = rows + of_row @ module.gate_up_proj_bias
     inner = module._apply_gate(rows)
     weighted = inner * weights if weights.dtype == inner.dtype else _Weigh.apply(inner, weights)
-    # Recomputation stops at the down projection, so the bias of each row, which gradients need, is computed before it.
+    # Gradients need the bias of each row. It is computed before the down projection, where recomputation stops.
     added = chosen.sums_of((of_row * weights).to(inner.dtype)) @ module.down_proj_bias if module.has_bias else None
     out = chosen.sums_of(product(weighted, ends, "down_proj"))
     return out if added is None else out + added
@@ -198,7 +198,7 @@ def spread_ids(lm: nn.Module, experts: int) -> None:
 
 
 def restore_full_tables(lm: nn.Module, vocabulary: int) -> None:
-    """Replace, in place, expert tables of this rank's vocabulary shard by tables of all token ids."""
+    """Enlarge tables from token ids to experts, in place, from this rank's vocabulary shard to all token ids."""
     for name, table in list(lm.named_buffers()):
         if is_table(name):
             module, _, leaf = name.rpartition(".")

@@ -1,8 +1,9 @@
 """Norms and hyper-connections of DeepSeek-V4 (arXiv 2512.24880). Hyper-connections merge a token's residual streams
 into one hidden state, and distribute a sublayer's output over the streams.
 
-Autograd would save an fp32 copy of all streams, and a small matrix per token for each of some forty divisions. The
-functions here save the streams, which the layer saves anyway, and one row of products per token.
+Autograd would save an fp32 copy of all streams. It would also save a small matrix per token for each of the some forty
+divisions that balance the mixing weights. The functions here save the streams, which the layer saves anyway, and one
+row of products per token.
 """
 
 from collections.abc import Callable
@@ -28,7 +29,8 @@ class _StreamSizes(NamedTuple):
 
 class _Mixing(torch.autograd.Function):
     """Merges residual streams [batch, tokens, streams, width] into one hidden state. If the projection `fn` has columns
-    for them, also returns the weights `post` of the sublayer's output in each stream, and the streams mixed by `comb`.
+    for `post` and `comb`, also returns each stream's weight `post` of the sublayer's output, and streams mixed by
+    `comb`.
     """
 
     @staticmethod
@@ -103,8 +105,9 @@ def _by_column(scale: torch.Tensor, sizes: _StreamSizes) -> torch.Tensor:
 
 
 def _weights(sums: torch.Tensor, sizes: _StreamSizes) -> tuple[tuple[torch.Tensor, ...], _Backward]:
-    """A hyper-connection's weights `pre` and `post` [tokens, streams] and `comb` [tokens, streams, streams], or `pre`
-    only (transformers 5.23, deepseek_v4/modeling_deepseek_v4.py:966-994), and a function for the gradient of `sums`.
+    """A hyper-connection's weights `pre`, `post` [tokens, streams] and `comb` [tokens, streams, streams], or only `pre`
+    (transformers 5.23, deepseek_v4/modeling_deepseek_v4.py:966-994). Also returns a function that maps their gradients
+    to the gradient of `sums`.
     """
     number, eps = sizes.streams, sizes.eps
     pre = sums[:, :number].sigmoid()

@@ -9,9 +9,9 @@ Selective recomputation saves attention and the experts' products, which take mo
 exchange of rows between ranks, which makes ranks wait.
 
 torch's contexts for selective checkpointing (torch 2.13, utils/checkpoint.py:1470,
-create_selective_checkpoint_contexts) need the same operations in the same order in recomputation. ZeRO-3 breaks that,
-because its hooks gather weights only if they are not gathered yet. So operations are intercepted only where this
-program calls them by name.
+create_selective_checkpoint_contexts) need the same operations in the same order in recomputation. Under ZeRO-3
+operations differ, because its hooks gather weights only if they are not gathered yet. So operations are intercepted
+only in functions that this program wraps.
 """
 
 import threading
@@ -89,13 +89,13 @@ class _SavedTopK(TorchDispatchMode):
             return func(*args, **options)
         scores, dim = args[0], args[2] if len(args) > 2 else options.get("dim", -1)
         small = torch.int16 if scores.shape[dim] <= 2**15 else torch.int32
-        # Autograd works above dispatch modes, so the gathered values' gradient reaches the scores.
+        # Autograd sees `topk` itself, outside of this mode, so the gradient of the returned values reaches the scores.
         chosen = self._kept.keep(lambda: func(*args, **options)[1].to(small)).long()
         return scores.gather(dim, chosen), chosen
 
 
 class _Kept:
-    """A saved tensor and its version number at that time, which detects in-place changes."""
+    """A saved tensor, and its version number when it was saved. Another version means an in-place change."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         # The tensor itself will get an autograd history, which would keep this object alive, so a detached tensor is
@@ -119,7 +119,7 @@ _current = _Current()
 
 
 class _InLayer(AbstractContextManager[None]):
-    """Sets the saved outputs of the running layer. It can be entered again, because a layer may be recomputed twice."""
+    """Context of a running layer, which sets its saved outputs. A layer that is recomputed twice enters it twice."""
 
     def __init__(self, outputs: KeptOutputs) -> None:
         self._kept = outputs

@@ -27,8 +27,8 @@ _BUILT = "ds_finetune_mtp_layers"
 PREDICTION_LAYERS = "num_nextn_predict_layers"
 """Key of config.json for the number of multi-token prediction layers (DeepSeek-V3)."""
 _PER_LAYER: Mapping[str, str | None] = {"layer_types": None, "mlp_layer_types": None, "indexer_types": "full"}
-"""Keys of lists in config.json with an entry for each layer, and the entry for a multi-token prediction layer. None
-means the last layer's entry. A published prediction layer has its own indexer, even if the last layer has none.
+"""config.json keys of lists with an entry for each layer, each key with the entry for a multi-token prediction layer.
+None means the last layer's entry. A published prediction layer has its own indexer, even if the last layer has none.
 """
 _COMPRESSED: Mapping[str, str | int] = {
     "layer_types": "sliding_attention",
@@ -59,8 +59,8 @@ def is_mtp_tensor(name: str, hf_config: PretrainedConfig) -> bool:
 
 
 def published_copies(hf_config: PretrainedConfig) -> dict[str, str]:
-    """Published tensors of multi-token prediction layers that are copies of the model's embedding or head, which
-    prediction layers use here: names of copies, each with the name of the original.
+    """Published tensors of multi-token prediction layers that are copies of the model's embedding or head: names of
+    copies, each with the name of the original. Prediction layers use the originals here.
     """
     return {
         f"model.layers.{layer}.{copy}": original
@@ -172,7 +172,7 @@ def run_mtp_layer(
         None,
         None,
         position_ids=position_ids,
-        # transformers' indexer needs a mask, even a causal one (deepseek_v32/modeling_deepseek_v32.py:729).
+        # transformers' indexer needs a mask even in causal attention (deepseek_v32/modeling_deepseek_v32.py:729).
         allow_is_causal_skip=family.indexer is None,
     )
     states = layer(

@@ -108,9 +108,9 @@ class RouterCollector:
 
     @contextmanager
     def listen(self, rows: ForwardRows, *, is_counting: bool, counts_tokens: bool = True) -> Iterator[None]:
-        """Context that collects router outputs in the forward of `rows`. With `is_counting`, its chosen experts are
-        added to `counts` and, with `counts_tokens`, its tokens to `num_tokens`. If the same rows have several forwards,
-        only one sets `counts_tokens`.
+        """Context that collects router outputs in a forward of `rows`. `is_counting` adds the chosen experts to
+        `counts`. If `counts_tokens` is set too, the tokens are added to `num_tokens`. If the same rows have several
+        forwards, only one sets `counts_tokens`.
 
         Backward runs outside of the context, so recomputed forwards are not collected.
         """

@@ -146,11 +146,11 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "the index names an absolute file": (_elsewhere, "/secret.safetensors"),
     "a weight holds integers": (
         lambda m: _change(m, EMBEDDING, lambda t: t.int()),
-        f"has 1 tensors with a dtype not of weights: `{EMBEDDING}` is torch.int32",
+        f"has 1 tensors of dtypes that are not for weights: `{EMBEDDING}` is torch.int32",
     ),
     "a weight is FP8 of another kind": (
         lambda m: _change(m, EMBEDDING, lambda t: t.to(torch.float8_e5m2)),
-        f"has 1 tensors with a dtype not of weights: `{EMBEDDING}` is torch.float8_e5m2",
+        f"has 1 tensors of dtypes that are not for weights: `{EMBEDDING}` is torch.float8_e5m2",
     ),
     "a head that the config ties is another": (
         lambda m: _config(m, tie_word_embeddings=True),

@@ -366,7 +366,7 @@ def test_tables_of_other_numbers(tmp_path: Path) -> None:
     tensors["layers.0.ffn.gate.tid2eid"] = tensors["layers.0.ffn.gate.tid2eid"] + 0.5
     save_file(tensors, file)
     with pytest.raises(
-        ModelError, match=r"with a dtype not of weights: `layers\.0\.ffn\.gate\.tid2eid` is torch\.float32"
+        ModelError, match=r"of dtypes that are not for weights: `layers\.0\.ffn\.gate\.tid2eid` is torch\.float32"
     ):
         train(read_config(run_file))
 

@@ -127,7 +127,7 @@ class AdapterPlacement:
     model_shard: ModelShard = UNSHARDED
     tp_group: RankGroup | None = None
     mark_expert: MarkParameter | None = None
-    """Function that marks, for DeepSpeed, adapter parameters of experts that expert parallelism shards."""
+    """Function that tells DeepSpeed that an adapter's parameter is sharded by expert parallelism."""
     partition: Callable[[list[nn.Parameter]], None] = lambda _: None
     """Function that partitions new parameters under ZeRO-3. The default does nothing."""
 
@@ -272,7 +272,7 @@ class Factors:
 
 
 def factors_of(adapters: Mapping[str, torch.Tensor], scale: float) -> dict[str, Factors]:
-    """Group adapter parameters, given by name, into one adapter per weight, by the name of the weight."""
+    """Collect the factors A and B of each weight, by the weight's name. `adapters` has factors by their own names."""
     sides = {weight_of(name): tensor for name, tensor in adapters.items()}
     return {
         weight: Factors(tensor, sides[weight, "B"], scale) for (weight, side), tensor in sides.items() if side == "A"

@@ -127,21 +127,21 @@ def _check_droppable(targets: Sequence[LoraTarget], family: Family) -> None:
     }
     if refused:
         raise ConfigError(
-            f"lora.dropout is set, but peft 0.21 has no dropout for adapters of {', '.join(sorted(refused))}, which it "
-            "adds to the weights (tuners/lora/layer.py, ParamWrapper)",
+            f"lora.dropout is set, but peft 0.21 has no dropout for adapters of {', '.join(sorted(refused))}: it adds "
+            "these adapters to the weights (tuners/lora/layer.py, ParamWrapper)",
             hint="name other modules in lora.target_modules, such as o_proj, or leave lora.dropout out",
         )
 
 
 def _check_all_linear(hf_config: PretrainedConfig, task: Task, all_targets: Sequence[LoraTarget]) -> None:
-    """ConfigError if `all-linear` would not adapt the same modules as in peft, because peft adapts linear modules that
-    this program cannot adapt, or leaves out experts (peft 0.21, utils/transformers_weight_conversion.py has no rule for
-    gpt_oss).
+    """ConfigError if `all-linear` would adapt other modules than in peft. peft also adapts linear modules that this
+    program cannot adapt, and leaves out experts of gpt_oss (peft 0.21, utils/transformers_weight_conversion.py has no
+    rule for them).
     """
     if family_of(hf_config.model_type).transposed_experts:
         raise ConfigError(
-            f"lora.target_modules {ALL_LINEAR[0]} leaves out the routed experts of {hf_config.model_type} in peft, and "
-            "would adapt them here",
+            f"lora.target_modules {ALL_LINEAR[0]} leaves out the routed experts of {hf_config.model_type} in peft, but "
+            "ds-finetune would adapt them",
             hint="write [q_proj, k_proj, v_proj, o_proj] to adapt attention only, or leave target_modules out to adapt "
             "the experts too",
         )
@@ -156,7 +156,7 @@ def _check_all_linear(hf_config: PretrainedConfig, task: Task, all_targets: Sequ
 
 
 def check_stages(lora: LoraPlan, stages: Sequence[StageLayers | None], *, ep_size: int) -> None:
-    """ConfigError if a pipeline stage would train nothing, or unlike other stages no experts or only experts."""
+    """ConfigError if a pipeline stage lacks a kind of trained tensors that another stage has."""
     sides = {f"{each.name}.weight": FullTensor((1, 1), is_routed=each.kind == ROUTED) for each in lora.targets}
     setting = f"lora.target_modules {list(lora.section.target_modules or ())}"
     setting += f" and modules_to_save {list(lora.section.modules_to_save)}" if lora.section.modules_to_save else ""

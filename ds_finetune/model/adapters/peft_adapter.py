@@ -36,8 +36,8 @@ _ONLY_SUPPORTED: Mapping[str, tuple[object, ...]] = {
     "bias": ("none",),
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal", "mica"),
 }
-"""Keys of peft's adapter_config.json of which only some values are supported. With other values (PiSSA, OLoRA, CorDA,
-LoRA-GA, LoftQ) peft changes the base model's weights. A key that is neither here nor in `_READ` must be empty.
+"""Supported values of some keys of peft's adapter_config.json. With other values (PiSSA, OLoRA, CorDA, LoRA-GA, LoftQ)
+peft changes the base model's weights. All keys besides these and those in `_READ` must be empty.
 """
 
 
@@ -167,8 +167,7 @@ class PeftAdapter:
             return file.get_tensor(self.fully_trained[name])
 
     def _value(self, patterns: str, default: str, name: str) -> Any:  # noqa: ANN401 - a number of the file
-        # peft's names of a multimodal model's text part have a prefix, which the patterns of ranks and alphas must
-        # match.
+        # Patterns of ranks and alphas must match peft's names, which have a prefix in a multimodal model's text part.
         match = _KEY.match(self.keys[name, "A"])
         assert match is not None
         name = f"{match['module']}{'' if name.endswith('.weight') else '.' + name.rpartition('.')[2]}"
@@ -186,8 +185,8 @@ def _is_fully_trained(key: str, modules: Sequence[str]) -> bool:
 
 
 def _weight(module: str, inner: str | None, outer: str) -> str:
-    """Name of the weight that an adapter's tensor adapts, without the prefix of a multimodal model's text part. Fused
-    experts have two weights: `base_layer` in the tensor's name (`inner`) means the first one.
+    """Name of the weight that an adapter's tensor adapts, without the prefix of a multimodal model's text part. For
+    fused experts it is `gate_up_proj` if the tensor's name contains `base_layer` (`inner`), else `outer`.
     """
     leaf = GATE_UP if inner else outer if module.endswith(".experts") else "weight"
     return text_name(f"{module}.{leaf}") or f"{module}.{leaf}"

@@ -62,7 +62,7 @@ class _DocumentAttention:
     dropout: float
     is_causal: bool = True
     sinks: torch.Tensor | None = None
-    """Attention sinks [heads]: an additional logit in each head's softmax, whose value is zero."""
+    """Attention sinks [heads]: an additional logit in each head's softmax. Its value vector is zero."""
 
     def __call__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, chosen: torch.Tensor | None = None
@@ -86,8 +86,8 @@ class _DocumentAttention:
             mask = None if mask is None else functional.pad(mask, (1, 0), value=True)
             query, key, value = _with_sinks(query, key, value, self.sinks / self.scaling)
             if mask is None and is_whole:
-                # The sink adds a key, and the kernel's causal mask expects as many queries as keys, so a query is
-                # added.
+                # The kernel's causal mask expects as many queries as keys. The sink is an additional key, so a query
+                # is added too.
                 query = functional.pad(query, (0, 0, 1, 0))
         out = attend_document(
             query,
@@ -112,8 +112,8 @@ class _DocumentAttention:
             is_key = None if is_key is None else is_key[..., -self.window :]
         (rows, heads, *_), width = query.shape, value.shape[3]
         if self.sinks is None:
-            # In grouped-query attention several query heads share a key head. Reshaping these heads to queries of one
-            # head avoids copies of keys.
+            # In grouped-query attention several query heads share a key head. They become queries of one head, so that
+            # keys are not copied.
             query = query.reshape(rows, key.shape[1], -1, query.shape[3])
         else:
             groups = heads // key.shape[1]
@@ -180,7 +180,7 @@ def attend_by_document(  # noqa: PLR0913 - transformers' interface
 
     - `documents`: lengths of the documents of each row. None means one document per row. If there are fewer queries
       than keys, queries are the last tokens (decoding with a cache).
-    - `shared`: for each document, number of tokens of an earlier document that it continues and also attends to.
+    - `shared`: for each document, how many first tokens of an earlier document it attends to as its prefix.
     - `sp_group`: sequence parallel group. Tensors hold this rank's tokens, while `documents` describes full rows.
     - `sliding_window`: None means the module's own window. In encoders it reaches as far in both directions.
     - `s_aux`: attention sinks [heads], an additional logit in each head's softmax (gpt_oss/modeling_gpt_oss.py:244).
@@ -255,8 +255,8 @@ def _attend_in_batches(
 def document_batches(documents: tuple[Documents, ...], shared: tuple[Documents, ...] | None) -> _DocumentBatches:
     """Group documents into batches for `_attend_in_batches`.
 
-    Returns for each batch its number of documents, the tokens of the longest one, and the number of tokens that each
-    one continues of another document. Three int64 index tensors follow:
+    Returns for each batch its number of documents, the number of tokens of the longest one, and the length of the
+    prefix that each one has in an earlier document. Three int64 index tensors follow:
     - for each batched query, the index of its token in the flattened rows; padding repeats a document's last token,
     - for each batched key, the index of its token in the flattened rows,
     - for each token of the flattened rows, the index of its query in the batches.

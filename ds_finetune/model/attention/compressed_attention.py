@@ -49,8 +49,8 @@ PRODUCTS_AT_ONCE = 2**26
 _SCORES_AT_ONCE = 2**24
 """Maximum number of an indexer's query-key products in memory at once, over all its heads: 64 MiB in fp32."""
 _QUERIES = 72
-"""Maximum number of queries whose attention is computed in one block. Larger blocks multiply queries with more keys
-outside of their windows; smaller blocks need more operations.
+"""Maximum number of queries whose attention is computed in one block. Larger blocks compute more products of queries
+with keys outside of their windows; smaller blocks need more operations.
 """
 _LOG2_E = 1 / math.log(2)
 
@@ -71,7 +71,7 @@ class _VisibleKeys(NamedTuple):
     def choose(self, block: QueryBlock) -> torch.Tensor | None:
         """Indices of the compressed entries with the highest indexer scores for each query of `block`: int64 [queries,
         chosen], which may include entries that the query must not see. None if no query sees more than `topk` entries.
-        Scores are computed for blocks of entries, from which the best so far are kept.
+        Scores are computed for one block of entries at a time, and only the best ones so far are kept.
         """
         if self.scored is None or self.entries is None:
             return None
@@ -120,12 +120,12 @@ class _VisibleKeys(NamedTuple):
 
 
 class _Attention(torch.autograd.Function):
-    """DeepSeek-V4's attention kernel: values are the keys, and the softmax has a sink.
+    """DeepSeek-V4's attention kernel. Keys are also the values, and the softmax has a sink.
 
     Inputs are query [tokens, heads, width], tokens [tokens, width], compressed entries [entries, width] and sinks
     [heads]. Outputs are [tokens, heads, width]; base-2 logarithms of the softmax's sums, [tokens, heads]; and the
     chosen entries of each block of queries. Query-key products are computed block by block, and recomputed in backward.
-    Base 2 is used because exp2 is several times faster than exp on CPUs where many results are 0.
+    Base 2 is used because exp2 is several times faster than exp on CPUs if many results are 0.
     """
 
     @staticmethod
@@ -281,8 +281,8 @@ class CompressorByDocument(nn.Module):
     rotate = staticmethod(rotate_last_pairs)
     indexer: "IndexerByDocument"
     chooses = False
-    """Whether the indexer runs, because a document of the run may have more compressed entries than it chooses. Under
-    ZeRO-3 all ranks must gather the indexer's parameters equally often, so single forwards do not decide this.
+    """Whether the indexer runs, because documents of the run may have more compressed entries than the indexer chooses.
+    This is equal for all forwards, because under ZeRO-3 all ranks must gather the indexer's parameters equally often.
     """
 
     def forward(self, hidden: torch.Tensor, *others: Any, rows: RowShards | None = None, sp_group: Any = None) -> Any:  # noqa: ANN401

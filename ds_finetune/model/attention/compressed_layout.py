@@ -39,7 +39,7 @@ class RowShards(NamedTuple):
         return of_tokens.reshape(len(self.documents), -1)[:, begin : begin + self.tokens].reshape(-1)
 
     def local_indices(self, tokens: np.ndarray, before: int) -> np.ndarray:
-        """Convert token indices of the flattened rows to indices into this rank's shards, each of which follows up to
+        """Convert token indices of the flattened rows to indices into this rank's shards. Each shard comes after up to
         `before` tokens of earlier ranks.
         """
         begin, (row, in_row) = self.rank * self.tokens, np.divmod(tokens, self.tokens * self.sp)
@@ -53,13 +53,13 @@ class Entries:
 
     windows: torch.Tensor
     """Indices of the tokens of each compressed entry that this rank computes, int64 [own entries, rate]. If windows
-    overlap, an entry's preceding window is `rate` tokens earlier.
+    overlap, an entry also averages the `rate` tokens before these.
     """
     is_first: torch.Tensor
     positions: torch.Tensor
     """Position of each compressed entry's first token in its document, int64 [own entries]."""
     order: torch.Tensor
-    """Index of each compressed entry in the all-gathered tensor, which has `most` entries per rank: int64 [entries]."""
+    """Index of each compressed entry in the all-gathered tensor of `most` entries per rank, int64 [entries]."""
     most: int
     first: torch.Tensor
     """For each token, index of the first compressed entry of its document, int64 [tokens]."""
@@ -143,9 +143,9 @@ class QueryBlock:
 def blocks_of(
     tokens: WindowTokens, entries: Entries | None, topk: int, queries: int, pairs: int
 ) -> tuple[QueryBlock, ...]:
-    """Split queries into blocks of at most `queries` queries, from one document or several complete documents. Blocks
-    with more than `pairs` query-key products are split further. The keys of a block start at the first token that one
-    of its queries sees.
+    """Split queries into blocks of at most `queries` queries. A block has queries of one document, or several complete
+    documents. Blocks with more than `pairs` query-key products are split further. A block's keys start at the first
+    token that any of its queries sees.
     """
     own, seen, stops = tokens.own_array, tokens.first_array, [0]
     for begin, stop in pairwise(tokens.starts.tolist()):

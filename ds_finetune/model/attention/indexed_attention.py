@@ -83,12 +83,12 @@ def divergences(
     documents: Sequence[Sequence[int]],
     chosen: Sequence[Sequence[torch.Tensor | None]] | None,
 ) -> torch.Tensor:
-    """KL divergence D_KL(p || softmax(I)) of attention weights p and indexer scores I in nats, fp32 [batch, tokens]:
-    one for each query. Only `scored`, from which I is computed, gets a gradient.
+    """KL divergence D_KL(p || softmax(I)) of each query in nats, fp32 [batch, tokens]. p are attention weights. I are
+    indexer scores, computed from `scored`, the only argument that gets a gradient.
 
-    `attention` has queries and keys of this rank's heads, [batch, heads, tokens, width]; `documents` the lengths of
-    each row's documents. `chosen` has for each document a mask of the keys that queries attend to, bool [queries,
-    keys]; None means all earlier tokens, for one document or for all.
+    `attention` has queries and keys of this rank's heads, [batch, heads, tokens, width]. `documents` has the lengths of
+    each row's documents. `chosen` has a mask of the keys that queries attend to for each document, bool [queries,
+    keys]. None instead of a mask, or of all masks, means all earlier tokens.
     """
     rows = []
     for row, lengths in enumerate(documents):
@@ -199,14 +199,14 @@ class DivergenceCollector:
     def __init__(self, groups: tuple[RankGroup, ...], *, attends_to_all: bool) -> None:
         self.groups = groups
         self.attends_to_all = attends_to_all
-        """Whether queries attend to all earlier tokens although indexers run, as when only indexers are trained."""
+        """Whether queries attend to all earlier tokens, not to the chosen ones, as when only indexers are trained."""
         self.is_listening = False
         self.divergences: dict[int, torch.Tensor] = {}
         """Divergences of a forward's indexers in nats, fp32 [rows, tokens], by layer number."""
 
     def is_needed(self, *, in_training: bool) -> bool:
-        """Whether a layer must compute its divergence: in a forward with loss, and when activation checkpointing
-        recomputes that forward, which must save the same tensors.
+        """Whether a layer must compute its divergence. It must in a forward with loss. It also must when activation
+        checkpointing recomputes this forward, because recomputation must save the same tensors.
         """
         return self.is_listening or (in_training and torch.is_grad_enabled())
 
@@ -233,8 +233,8 @@ class IndexedAttention(nn.Module):
     rotates_pairs: bool
     """Whether the indexer's rotary embedding rotates pairs of adjacent columns instead of the two halves."""
     chooses = False
-    """Whether indexers run, because they are trained or documents of the run may exceed `index_topk`. Under ZeRO-3 all
-    ranks must gather the indexer's parameters equally often, so single forwards do not decide this.
+    """Whether indexers run, because they are trained or documents of the run may exceed `index_topk`. This is equal for
+    all forwards, because under ZeRO-3 all ranks must gather the indexer's parameters equally often.
     """
     collector: DivergenceCollector | None = None
 

@@ -1,6 +1,6 @@
-"""Attention kernels: torch's scaled_dot_product_attention for one document, also with values narrower than keys (128
-and 192 columns in multi-head latent attention), and FlashAttention's variable-length kernel for all documents of a
-forward in one call.
+"""Attention kernels. torch's scaled_dot_product_attention computes one document; values may be narrower than keys
+(128 and 192 columns in multi-head latent attention). FlashAttention's variable-length kernel computes all documents of
+a forward in one call.
 """
 
 import inspect
@@ -121,8 +121,8 @@ def pack_documents(
 
 
 def find_origins(documents: Sequence[Documents], shared: Sequence[Documents]) -> tuple[Places, Places, Places]:
-    """For each document three numbers: the index of its first token in the flattened rows, the index of the first token
-    of the document that it continues, and how many tokens it continues.
+    """For each document three numbers: index of its first token in the flattened rows, index of the first token of its
+    prefix, which is in an earlier document, and length of the prefix.
     """
     lengths, continued = (np.fromiter(chain.from_iterable(each), dtype=np.int64) for each in (documents, shared))
     begins = lengths.cumsum() - lengths
@@ -195,15 +195,15 @@ def _flatten(part: torch.Tensor, *, width: int) -> torch.Tensor:
 
 _PAD_FROM = 1024
 """On CPUs, values are padded to the width of keys in documents of at least this many tokens, because torch 2.13's fused
-kernel needs equal widths. It took 0.26 to 0.5 of the unfused time from 1,024 tokens on, but not less at 512.
+kernel needs equal widths. From 1,024 tokens on it took 0.26 to 0.5 of the unfused time; at 512 it saved no time.
 """
 
 
 def pads_values(query: torch.Tensor, value: torch.Tensor, *, is_masked: bool) -> bool:
     """Whether to pad values [rows, heads, tokens, value width] to the width of queries [rows, heads, tokens, width].
 
-    On GPUs FlashAttention needs equal widths. It should be faster although padding adds a fifth of the operations (not
-    measured on a GPU). With fp32 or a mask, torch uses its memory-efficient kernel, which takes unequal widths.
+    On GPUs FlashAttention needs equal widths. Padding adds a fifth of the operations, but FlashAttention should still
+    be faster (not measured). With fp32 or a mask, torch uses its memory-efficient kernel, which takes unequal widths.
     """
     if value.shape[3] >= query.shape[3]:
         return False

@@ -97,8 +97,8 @@ def check_generic_type(  # noqa: PLR0913
     objective: Objective = _LANGUAGE_MODEL,
     adapted: Collection[str] = (),
 ) -> tuple[str, ...]:
-    """Test a model type that is not in the table of families. ModelError if it would be trained wrongly on rows like
-    the run's; else lines for the user on what was tested.
+    """Test a model type that is not in the table of families. Returns lines for the user on what was tested. ModelError
+    if it would be trained wrongly on rows like the run's.
 
     With an objective on pairs of answers, rows have two documents even without packing. `adapted` has the last parts of
     the names of modules with adapters or four-bit weights.
@@ -114,7 +114,7 @@ def check_generic_type(  # noqa: PLR0913
     if trial.untried and adapted:
         raise ModelError(
             f"model_type `{kind}`: lora could not be tested on a tiny copy of the model: {trial.untried}",
-            hint="leave the section lora out, which trains all weights",
+            hint="leave the section lora out, to train all weights",
         )
     if trial.untried:
         return (
@@ -249,8 +249,8 @@ def _build_initialised(config: PretrainedConfig, attention: str, task: Task) -> 
 
 @torch.no_grad()
 def _compare(lm: PreTrainedModel, eager: PreTrainedModel, objective: Objective) -> Trial:
-    """Compare packed and padded documents with single ones in `lm`, and its loss with that of `eager`, the same model
-    with eager attention. ModelError if `lm` fails when it runs as in training.
+    """Compare packed and padded documents with single documents in `lm`. Compare the loss of `lm` with that of `eager`,
+    the same model with eager attention. ModelError if `lm` fails when it runs as in training.
     """
     first, second = _documents(lm)
     logits = eager(input_ids=first, position_ids=_positions(first), use_cache=False).logits[0].float()

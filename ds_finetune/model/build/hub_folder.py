@@ -132,8 +132,8 @@ class HubFolder:
     others: Mapping[str, StoredTensor]
     """Tensors of a multimodal model that are not in the text part, by published name."""
     published: dict[str, tuple[str, int]]
-    """For each tensor of a multimodal model's text part, by its name there: the published tensor that contains it, and
-    the index of its first element in the published tensor.
+    """Where a multimodal model publishes each tensor of its text part, by its name within this part: name of the
+    published tensor that contains it, and index of its first element in that tensor.
     """
     fused: dict[str, Shape]
     """Published names and shapes of tensors with all experts of a layer; `shapes` lists a tensor per expert."""
@@ -197,9 +197,9 @@ class HubFolder:
         return self.is_fp8(key) or key in self._packed
 
     def read(self, key: str, start: int, numel: int) -> torch.Tensor:
-        """Read elements `start` to `start + numel` of the flattened (row-major) tensor, 1-D. The result is overwritten
-        by the same thread's next read. Full rows of FP8 and FP4 tensors are read from the file, and full experts of
-        MXFP4 tensors.
+        """Read elements `start` to `start + numel` of the flattened (row-major) tensor, 1-D. The same thread's next
+        read overwrites the result. FP8 and FP4 tensors are read from the file in full rows, MXFP4 tensors in full
+        experts.
         """
         if isinstance(packed := self._packed.get(key), Mxfp4Experts):
             return packed.read(start, numel)
@@ -244,9 +244,9 @@ class HubFolder:
         return self._stored[key].rows(first, last)
 
     def left_over(self, expected: Mapping[str, Shape], *, model: str, may_be: Callable[[str], bool]) -> list[str]:
-        """Sorted names of the folder's tensors that are not among `expected`, but that `may_be` allows.
+        """Sorted names of the folder's additional tensors: `expected` lacks them, and `may_be` allows them.
 
-        ModelError lists missing tensors, tensors that are not allowed, and tensors of wrong shape or dtype.
+        ModelError lists missing tensors, additional tensors that are not allowed, and wrong shapes or dtypes.
         """
         unused = [key for key in sorted(self.shapes.keys() - expected.keys()) if may_be(key)]
         wrong = differences(expected, {key: shape for key, shape in self.shapes.items() if key not in set(unused)})
@@ -269,7 +269,8 @@ class HubFolder:
         ]
         if others:
             raise ModelError(
-                f"{self.folder} has {len(others)} tensors with a dtype not of weights: {', '.join(others[:_SHOWN])}",
+                f"{self.folder} has {len(others)} tensors of dtypes that are not for weights: "
+                f"{', '.join(others[:_SHOWN])}",
                 hint="use a copy of the model with weights in bf16, and tables from token ids to experts in int64",
             )
 
@@ -329,8 +330,8 @@ def _by_expert(
 ) -> tuple[dict[str, StoredTensor], dict[str, tuple[Shape, dict[str, int]]]]:
     """Split each tensor with all experts of a layer, as Qwen3.5 publishes them, into one tensor per expert.
 
-    Also returns for each split tensor its shape and, by name of the tensors made from it, the index of their first
-    element. ModelError if the folder has an expert's tensor twice.
+    Also returns the shape of each split tensor, and where its parts begin: names of the tensors made from it, each with
+    the index of its first element. ModelError if the folder has an expert's tensor twice.
     """
     divided, fused = dict(stored), {}
     for key, tensor in stored.items():
@@ -420,7 +421,7 @@ def _read_indexed(folder: Path) -> dict[str, StoredTensor]:
 
 
 def _merge_files(files: Iterable[Path], weight_map: Mapping[str, str]) -> dict[str, StoredTensor]:
-    """Tensors of all weight `files`. If several files have a tensor of one name, the index's `weight_map` decides."""
+    """Tensors of all weight `files`. If a name is in several files, the index's `weight_map` decides."""
     tensors: dict[str, StoredTensor] = {}
     for path in files:
         file = SafetensorsFile(path)

@@ -23,7 +23,7 @@ from ds_finetune.plan.model_tensors import DescribedModel, ModelTensors
 
 _FEW_TOKENS = 16
 _NO_MEMORY_EXPERTS = "batched_mm"
-"""transformers 5.23's implementation of experts for fake tensors, because it reads no router indices on the host."""
+"""The experts' implementation in transformers 5.23 that works on fake tensors. It reads no indices on the host."""
 
 
 def read_tensors(hf_config: PretrainedConfig, task: Task = "causal_lm") -> ModelTensors:

@@ -46,7 +46,7 @@ class ModelPlan:
     padding: str = ""
     """Message for the user about a classifier's padding token; empty if there is nothing to say."""
     without_noise: tuple[str, ...] = ()
-    """config.json keys of dropouts that are off, because the objective compares the model with a reference model."""
+    """Dropouts and router noise that are set to 0, because the objective compares with a reference model."""
 
     @property
     def lora(self) -> LoraPlan | None:
@@ -89,8 +89,8 @@ class ModelPlan:
         return described(self.hf_config, self.task, teacher=None if self.teacher is None else self.teacher.hf_config)
 
     def is_untrained(self, name: str) -> bool:
-        """Whether no loss of the run trains the parameter `name`: parameters of indexers if indexers are not trained,
-        or all other parameters if only indexers are trained.
+        """Whether no loss of the run trains the parameter `name`. Indexers are untrained without a section for their
+        training. If only indexers are trained, all other parameters are untrained.
         """
         indexer = None if self.indexer is None else self.indexer.section
         return not is_reached(name, family_of(self.hf_config.model_type), indexer)

@@ -129,11 +129,11 @@ def resolve_folder(path: str, *, files: Sequence[str] = HUB_FILES) -> Path:
 
 
 def read_hf_config(path: str, *, files: Sequence[str] = HUB_FILES, task: Task = "causal_lm") -> PretrainedConfig:
-    """Read the transformers configuration of a model folder or hub id, and of a multimodal model only the text part's.
+    """Read the transformers configuration of a model folder or hub id; for a multimodal model, that of its text part.
     ModelError if there is none, or transformers has no model of this type for `task`.
 
-    `quantization_config` is removed, because weights are dequantised when they are read. ModelError if their format is
-    not supported.
+    `quantization_config` is removed, because weights are dequantised when they are read. ModelError if the quantised
+    format is not supported.
     """
     folder = resolve_folder(path, files=files)
     if not (folder / "config.json").is_file():

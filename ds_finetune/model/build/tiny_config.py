@@ -46,15 +46,15 @@ _MULTIPLE = 8
 _HEAD_WIDTH = 32
 
 Kind = frozenset[tuple[str, str, str]]
-"""Names, classes and settings of a layer's modules. Layers of one kind have equal ones."""
+"""Kind of a layer: name, class name and settings of each of its modules."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """Size of a tiny model: the number of layers and roughly that of attention heads.
+    """Size of a tiny model: number of layers, and approximate number of attention heads.
 
-    Attention windows of `row_tokens` or more tokens stay, because no row of the run exceeds them. Shorter windows
-    shrink, so that the test's rows exceed them too.
+    Attention windows of `row_tokens` or more tokens are not shrunk, because no row of the run exceeds them. Shorter
+    windows shrink, so that the test's rows exceed them too.
     """
 
     heads: int
@@ -70,7 +70,7 @@ def tiny_config(config: PretrainedConfig, size: Size) -> PretrainedConfig:
 
 
 def layers_of_each_kind(lm: nn.Module) -> int:
-    """Number of the first layers of the model's longest stack that include every kind of layer in it."""
+    """How many layers from the start of the model's longest stack contain every kind of layer in it."""
     kinds = [_kind(layer) for layer in max(_stacks(lm), key=len, default=[])]
     return max((kinds.index(kind) for kind in kinds), default=-1) + 1
 
@@ -99,7 +99,7 @@ def _kind(layer: nn.Module) -> Kind:
 
 
 def _settings(module: nn.Module) -> str:
-    """Settings of a module that make a kind of layer: flags, texts, and names of attributes that are None."""
+    """Settings of a module that distinguish kinds of layers: flags, texts, and names of attributes that are None."""
     attributes = {name: value for name, value in vars(module).items() if not name.startswith("_")}
     switches = sorted((name, value) for name, value in attributes.items() if isinstance(value, bool | str))
     return repr((switches, sorted(name for name, value in attributes.items() if value is None)))

@@ -20,7 +20,7 @@ class Rotation(NamedTuple):
 def norm(rows: torch.Tensor, weight: torch.Tensor, eps: float, rounds_last: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """RMSNorm of rows [rows, width] times `weight`. Also returns inverse root mean squares, which backward needs.
 
-    With `rounds_last` the product with the weight is rounded to the dtype of `rows` (gpt_oss), else the normalised row.
+    `rounds_last` rounds the product with the weight to the dtype of `rows` (gpt_oss), instead of the normalised row.
     """
     wide = rows.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)

@@ -82,8 +82,8 @@ def _rotations(module: nn.Module, kind: Any, kernels: Kernels) -> dict[str, Any]
 
 
 def _expand_kv(module: Any, latent: torch.Tensor, rotary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ANN401
-    """Replaces transformers' method that expands latents to keys and values, which writes keys into an empty tensor, so
-    that autograd copies their gradient twice. Inputs are [rows, 1, tokens, width], keys and values [rows, heads,
+    """Replaces transformers' method that expands latents to keys and values. That method writes keys into an empty
+    tensor, so autograd copies their gradient twice. Inputs are [rows, 1, tokens, width], keys and values [rows, heads,
     tokens, width].
     """
     widths = [module.qk_nope_head_dim, module.v_head_dim]
@@ -99,8 +99,8 @@ def _real(angles: torch.Tensor) -> torch.Tensor:
 def _rotate_last(
     kernels: Kernels, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, is_back: bool = False
 ) -> torch.Tensor:
-    """Rotate the last columns of `x` [rows, tokens, heads, width] in pairs, instead of transformers' fp32 rotation.
-    Rotated pairs are half the width apart in the result, until they are rotated back.
+    """Rotate pairs of the last columns of `x` [rows, tokens, heads, width]. This replaces transformers' fp32 rotation.
+    In the result the columns of a pair are half the width apart; rotation with `is_back` makes them adjacent again.
     """
     rotation = Rotation(2 * cos.shape[-1], in_pairs=True, is_back=is_back)
     plain, last = x.split([x.shape[-1] - rotation.width, rotation.width], -1)
@@ -113,7 +113,7 @@ def _rotate_last(
 def _rotate(
     kernels: Kernels, kind: str, query: torch.Tensor, key: torch.Tensor, *angles: torch.Tensor, **_: int
 ) -> Any:  # noqa: ANN401
-    """Rotate queries and keys, instead of transformers' function for the rotation `kind`. `angles` are cosines and
+    """Rotate queries and keys. This replaces transformers' function for the rotation `kind`. `angles` are cosines and
     sines, or one tensor with both.
 
     transformers leaves rotated pairs in adjacent columns. Here they move half the width apart in queries and keys

@@ -37,8 +37,8 @@ def chunked_cross_entropy(
 ) -> LossSumsAndGradients:
     """Sum of the cross entropy, in plain PyTorch. Softmax, sums over chunks, `d_weight` and `d_bias` are fp32.
 
-    With `tp_group`, weight and bias are this rank's shard of the vocabulary, and `d_hidden` is this rank's part of a
-    sum. Ranks all-reduce a few numbers per token, never logits.
+    With `tp_group`, weight and bias are this rank's shard of the vocabulary, and `d_hidden` must be summed
+    over ranks. Ranks all-reduce a few numbers per token, never logits.
     """
     hidden, weight, bias, targets, cap = inputs
     loss_sum = torch.zeros((), dtype=torch.float32, device=hidden.device)

@@ -43,8 +43,8 @@ class ExtraLoss(ABC):
         """The auxiliary loss of a forward times its weight, computed after the layers ran. None if this pipeline stage
         computes no part of the loss.
 
-        `hidden` [rows, tokens, width] are the states after the final norm, or those sent to the next stage. `weights`
-        fp64 [terms] multiply the sums of the terms over units.
+        `hidden` [rows, tokens, width] are the states after the final norm, or those sent to the next stage. Each
+        term's sum over units is multiplied by its element of `weights`, fp64 [terms].
         """
 
     def counted(self, mesh: Mesh) -> torch.Tensor | None:
@@ -95,7 +95,7 @@ class TotalLoss:
         return tuple(name for part in self._parts for name in part.sum_names)
 
     def metrics(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
-        """Metrics of the objective and the auxiliary losses, by name. The objective's `loss` excludes these."""
+        """Metrics of the objective and the auxiliary losses, by name. `loss` excludes the auxiliary losses."""
         metrics = self.objective.metrics(sums, counts)
         for extra in self.extras:
             metrics |= extra.metrics(sums, counts)

@@ -59,7 +59,7 @@ class ForwardRows:
     documents: tuple[Documents, ...] | None = None
     """Lengths of the documents of each full row; None means one document per row."""
     shared: tuple[Documents, ...] | None = None
-    """For each document, how many tokens of an earlier document it continues; None if none continues another."""
+    """For each document, how many first tokens of an earlier document are its prefix; None if none has a prefix."""
     examples: Examples | None = None
     """Documents in the rows, for objectives that score documents. Their `index` covers this rank's tokens only."""
     token_types: torch.Tensor | None = None

@@ -42,7 +42,7 @@ class HeadInputs(NamedTuple):
 class HeadGradients(NamedTuple):
     """Gradients of a head, summed chunk by chunk, with the shapes of `hidden`, `weight` and `bias`; None if not needed.
 
-    `d_weight` and `d_bias` are fp32. If the vocabulary is sharded, `d_hidden` is this rank's part of a sum.
+    `d_weight` and `d_bias` are fp32. If the vocabulary is sharded, `d_hidden` must be summed over ranks.
     """
 
     d_hidden: torch.Tensor | None
@@ -91,7 +91,7 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
 class LossSumsAndGradients(NamedTuple):
     """Loss of a head (fp32 scalar), sums for metrics (fp64), and gradients of the loss, computed in the forward.
 
-    `factors`, fp64 or None, must still multiply the gradients: [1] all of them, [tokens] those of hidden states.
+    Backward multiplies gradients by `factors`, fp64 or None: [1] are for all gradients, [tokens] for hidden states.
     """
 
     loss: torch.Tensor
@@ -184,8 +184,8 @@ def cap_logits(logits: torch.Tensor, cap: float | None, *, needs_slope: bool) ->
 
 
 class ChunkBlocks:
-    """Converts the products of hidden states and weight of a chunk to fp32 logits. On CPUs it works in blocks of rows
-    that fit into caches; on other devices the chunk is one block.
+    """Converts a chunk's products, `hidden @ weight.T`, to fp32 logits. On CPUs it works in blocks of rows that fit
+    into caches; on other devices the chunk is one block.
 
     Rows are independent, so blocks do not change results. fp32 products need no conversion. With tensor parallelism the
     chunk is one block, because each block would cost all-reduces.
@@ -200,8 +200,8 @@ class ChunkBlocks:
             self._scratch = buffer.new_empty(rows, buffer.shape[1], dtype=torch.float32)
 
     def split(self, products: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield each block's rows with their fp32 logits [rows, vocabulary], from `products` = `hidden @ weight.T`
-        [tokens, vocabulary]. Logits overwrite fp32 products; else they are in a buffer that the next block overwrites.
+        """Yield each block's rows with their fp32 logits [rows, vocabulary], from `products` [tokens, vocabulary]. If
+        products are fp32, logits overwrite them. Otherwise logits are in a buffer that the next block overwrites.
         """
         for start in range(0, len(products), self._rows):
             rows = slice(start, min(start + self._rows, len(products)))
@@ -211,7 +211,7 @@ class ChunkBlocks:
             yield rows, logits if self._bias is None else logits.add_(self._bias)
 
     def keep(self, d_logits: torch.Tensor, products: torch.Tensor) -> None:
-        """Copy the gradient of a block's logits to its rows of `products`, unless it was computed there."""
+        """Copy the gradient of a block's logits to its rows of `products`. fp32 products already contain it."""
         if self._scratch is not None:
             products.copy_(d_logits)
 
@@ -242,7 +242,7 @@ def softmax_of_chunk(
 def subtract_one_hot(
     probabilities: torch.Tensor, labels: torch.Tensor, tp_group: TensorParallelGroup | None = None
 ) -> torch.Tensor:
-    """Subtract 1 at each label from `probabilities` [tokens, vocabulary], a shard if `tp_group` is given, in place."""
+    """Subtract 1 at each label from `probabilities` [tokens, vocabulary or its shard], in place."""
     columns, is_here = columns_in_shard(labels[:, None], probabilities.shape[1], tp_group)
     return probabilities.scatter_(1, columns, probabilities.gather(1, columns) - is_here.to(probabilities.dtype))
 

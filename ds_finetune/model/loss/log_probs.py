@@ -86,7 +86,7 @@ class TwoPassHead:
 
     def log_probs(self, directions: torch.Tensor | None = None) -> torch.Tensor:
         """First pass: the log-probability of each target in nats, fp32 [tokens]. If `directions` [tokens, width] is
-        given, it is overwritten by the gradients of the log-probabilities for `hidden`.
+        given, it is overwritten by the gradients of the log-probabilities with respect to `hidden`.
         """
         hidden, weight, _, targets, _ = self._inputs
         logp = torch.zeros_like(self._log_sum)
@@ -222,8 +222,8 @@ class LossOfAnswers:
 
 def loss_of_log_probs(inputs: HeadInputs, loss: LossOfDocuments | LossOfAnswers, head: TwoPassHead) -> LossAndSums:
     """Loss of a forward's documents or sampled answers, with gradients for `hidden`, `weight` and `bias` where these
-    require one. `head` has the same `inputs`. With tensor parallelism the gradient of `hidden` is this rank's part of a
-    sum.
+    require one. `head` has the same `inputs`. With tensor parallelism the gradient of `hidden` must be summed over
+    ranks.
     """
     return LossAndSums(*loss_with_gradients(inputs, partial(_loss_and_gradients, inputs, loss, head)))
 

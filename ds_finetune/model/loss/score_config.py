@@ -127,6 +127,6 @@ def _new_id(hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> 
     reason = f"the padding token {pad_token!r} with id {pad}" if pad_token and pad >= hf_config.vocab_size else reason
     raise ModelError(
         f"the tokenizer has {reason}, and its {number} ids leave none of the model's {hf_config.vocab_size} ids for "
-        "one, without which transformers would not score the last token of a text",
+        "a padding token. Without one transformers would not score the last token of a text",
         hint=f'write "pad_token": "{NEW_PADDING}" in tokenizer_config.json and set model.resize_vocabulary: true',
     )

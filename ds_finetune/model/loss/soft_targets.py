@@ -52,7 +52,7 @@ class VocabularyShard(NamedTuple):
         return torch.logsumexp(self.tp_group.all_gather_last_dim(local), dim=-1, keepdim=True)
 
     def add_up(self, partial: torch.Tensor) -> torch.Tensor:
-        """All-reduce the sum of `partial` over tensor parallel ranks; without tensor parallelism return `partial`."""
+        """Sum `partial` over tensor parallel ranks, if there are several."""
         return partial if self.tp_group is None else self.tp_group.all_reduce(partial)
 
     def most_likely(self, logits: torch.Tensor) -> torch.Tensor:
@@ -67,9 +67,10 @@ _NEVER = -1e30
 
 @dataclass(frozen=True)
 class TeacherStates:
-    """Distributions of a running teacher, from its hidden states and head, whose width may differ from the model's.
+    """Distributions of a running teacher, from its hidden states and head. Teacher and model may differ in width.
 
-    Vocabularies of one tokenizer may be padded to different sizes. An id that only one of them has gets probability 0.
+    Teacher and model may pad the same vocabulary to different sizes. An id that only one of them has gets probability
+    0.
     """
 
     hidden: torch.Tensor
@@ -118,8 +119,8 @@ class TopTargets:
         teacher_log_probs = torch.log_softmax(self.log_probs[tokens].float(), dim=-1)
         columns, is_here = columns_in_shard(self.ids[tokens], log_probs.shape[1], shard.tp_group)
         top = shard.add_up(torch.where(is_here, log_probs.gather(1, columns), 0.0))
-        # Ids of other shards get column 0, which an id of this shard may have too, so they are masked. Selecting this
-        # shard's ids would synchronise host and GPU.
+        # Ids of other shards have column 0, which may also be the column of an id of this shard. `infinity` makes
+        # "amin" ignore these ids. Selecting this shard's ids instead would synchronise host and GPU.
         infinity = torch.full_like(top, float("inf"))
         others = log_probs.scatter_reduce(1, columns, torch.where(is_here, -infinity, infinity), "amin")
         bucket = shard.log_norm(others)
@@ -142,12 +143,12 @@ def chunked_mixed_loss(  # noqa: PLR0913 - a head, its targets, and how they are
     chunk: int = CHUNK_TOKENS,
     tp_group: TensorParallelGroup | None = None,
 ) -> LossSumsAndGradients:
-    """Distillation loss of a head. Sums, fp64 [4]: the mixed loss, divergence and cross entropy of the labels in nats,
-    and number of correctly predicted tokens.
+    """Distillation loss of a head. Its sums, fp64 [4], are the mixed loss, the divergence, the labels' cross entropy
+    (all in nats), and the number of correctly predicted tokens.
 
     Without `soft_targets` the loss is the labels' cross entropy. Softmax, sums and the head's gradients are at least
-    fp32. With `tp_group`, weight and bias are this rank's shard of the vocabulary, and `d_hidden` is this rank's part
-    of a sum.
+    fp32. With `tp_group`, weight and bias are this rank's shard of the vocabulary, and `d_hidden` must be summed over
+    ranks.
     """
     hidden, weight, bias, labels, cap = inputs
     shard = VocabularyShard(0 if tp_group is None else tp_group.group_rank * weight.shape[0], tp_group)

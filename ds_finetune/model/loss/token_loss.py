@@ -254,7 +254,7 @@ class TrainedModel(nn.Module):
     def document_arguments(
         self, documents: tuple[Documents, ...] | None, device: torch.device, shared: tuple[Documents, ...] | None = None
     ) -> dict[str, Any]:
-        """Keyword arguments that tell attention where documents begin, and which earlier tokens they continue."""
+        """Keyword arguments that tell attention where documents begin, and how long their prefixes (`shared`) are."""
         attention = self.lm.config._attn_implementation
         if attention == BY_DOCUMENT:
             packed = None

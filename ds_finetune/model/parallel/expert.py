@@ -91,7 +91,7 @@ class _AwaitExchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # noqa: ANN401
         ctx.exchange.start(grad, is_backward=True)
-        # Autograd needs a gradient of this shape only; `_StartExchange.backward` returns the values.
+        # Only the shape of this gradient matters. `_StartExchange.backward` returns the received values.
         return grad, None
 
 
@@ -123,7 +123,7 @@ class ExpertParallelExperts(nn.Module):
         return chosen.sums_of(_AwaitExchange.apply(_StartExchange.apply(out, back), back))
 
     def _count_rows(self, experts: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int]]:
-        """Numbers of rows: received from each rank for each of this rank's experts, sent to each rank, and received
+        """Count rows received from each rank for each of this rank's experts, rows sent to each rank, and rows received
         from each rank. `experts` has the expert of each row to send, sorted.
         """
         per_expert = rows_up_to(experts, self.num_experts * self.ep_group.size).diff(prepend=experts.new_zeros(1))
@@ -141,10 +141,10 @@ class ExpertParallelExperts(nn.Module):
         expert = torch.arange(self.num_experts, device=rows.device).repeat(self.ep_group.size)
         expert = expert.repeat_interleave(arriving, output_size=len(rows))
         if not len(rows):
-            # A rank without rows computes a row of zeros, so that its experts and all-to-alls have a gradient.
-            # Otherwise other ranks would hang. The zeros must depend on `rows`: recomputation stops at the last tensor
-            # saved for backward, which must not come before the all-to-alls, and frozen experts save nothing for a row
-            # without a gradient.
+            # A rank without rows computes a row of zeros. Otherwise its experts and all-to-alls would have no gradient,
+            # and other ranks would hang. The zeros are computed from `rows`, so that they have a gradient. Without it
+            # frozen experts would save nothing for backward. Recomputation, which stops at the last saved tensor, would
+            # then stop before the all-to-alls.
             zero = self.run_experts(rows.sum(0, keepdim=True), expert.new_zeros(1, 1), weights.sum(0, keepdim=True))
             return rows + zero.sum() * 0
         return self.run_experts(rows, expert[:, None], weights)
@@ -162,7 +162,7 @@ def build_local_experts(
     model_class: type[PreTrainedModel], family: Family, *, ep_size: int, mark: MarkParameter
 ) -> Iterator[None]:
     """Context in which a model is built with one of `ep_size` equal shards of its routed experts. `mark` is called with
-    each of their parameters.
+    each parameter of the experts.
     """
     if ep_size == 1 or family.experts_class is None:
         yield

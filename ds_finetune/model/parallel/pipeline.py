@@ -46,7 +46,7 @@ class PipelineGroup(RankGroup):
 
     num_chunks: int = 1
     running_chunk: int | None = None
-    """Number of the chunk that forwards run. With None they run all chunks, and send hidden states themselves."""
+    """Index of the only chunk that forwards run. If None, they run all chunks and send hidden states between them."""
     no_hidden_states: torch.Tensor
     """Empty tensor [0, width] with the width, dtype and device of the model's hidden states."""
     links: Mapping[Link, dist.ProcessGroup] = MappingProxyType({})
@@ -56,7 +56,7 @@ class PipelineGroup(RankGroup):
     sequence parallel replicas. None on other stages, and if only one of these two stages has the embedding.
     """
     adds_embedding: bool = True
-    """Whether this rank keeps the embedding's gradient summed over stages; others of its stage set it to zero."""
+    """Whether this rank keeps the embedding's gradient summed over stages. Its stage's other ranks set it to zero."""
     input_hidden_states: torch.Tensor | None = None
     """Hidden states for this forward from the previous stage or, with several chunks per rank, from the previous chunk.
     In training they are a leaf that requires a gradient. None for the model's first chunk.
@@ -118,12 +118,13 @@ class PipelineGroup(RankGroup):
         return values
 
     def all_reduce_embedding_grad(self, grad: torch.Tensor) -> None:
-        """All-reduce the gradient of an embedding weight that the first and last stage both have. DeepSpeed's average
-        over a stage's ranks is then the sum of both stages' gradients, averaged over ranks with different rows.
+        """All-reduce the gradient of an embedding weight that the first and last stage both have. DeepSpeed then
+        averages over each stage's ranks. The result is the sum of both stages' gradients, averaged over ranks with
+        different rows.
 
-        One rank of each stage gets the sum and the others zeros, because adding zeros is exact in every order.
-        Otherwise the copies of the weight would drift apart, because buckets and NCCL's algorithms decide the order of
-        additions on each stage.
+        Only one rank of each stage keeps the all-reduced sum. Its other ranks get zeros, because adding zeros is exact
+        in every order. Otherwise the copies of the weight would drift apart, because buckets and NCCL's algorithms
+        decide the order of additions on each stage.
         """
         assert self.embedding_group is not None, "only ends of a pipeline that share the embedding"
         dist.all_reduce(grad, group=self.embedding_group)
@@ -143,7 +144,7 @@ class PipelineGroup(RankGroup):
 
 
 class MissingLayer(nn.Module):
-    """Placeholder for a layer of another pipeline stage. With `has_choice` it returns a tuple, as layers do that pass
+    """Placeholder for a layer of another pipeline stage. With `has_choice` it returns a tuple, like layers that pass
     on an indexer's chosen tokens. With several residual `streams`, hidden states are [batch, tokens, streams, width].
     """
 
@@ -157,7 +158,7 @@ class MissingLayer(nn.Module):
         *_: Any,  # noqa: ANN401 - what layers take
         **arguments: Any,  # noqa: ANN401
     ) -> torch.Tensor | tuple[torch.Tensor, None]:
-        """Return the hidden states unchanged. A KV cache gets a number per token, because it counts tokens."""
+        """Return the hidden states unchanged. A KV cache gets one number per token, so that its length is right."""
         cache = take_cache(arguments)
         if cache is not None:
             # transformers measures a cache's length by this tensor, so it must not be empty (5.23, cache_utils.py,

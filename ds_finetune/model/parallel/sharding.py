@@ -29,7 +29,7 @@ _INNER_DIM: dict[bool, dict[str, int | None]] = {
     False: {"gate_up_proj": 2, "down_proj": 2},
     True: {"gate_up_proj": 2, "gate_up_proj_bias": 1, "down_proj": 1, "down_proj_bias": None},
 }
-"""Dimension of the inner width in tensors with all experts, by whether they are transposed, and by name. Transposed
+"""Dimension of the inner width in tensors with all experts; the key True is for transposed tensors. Transposed
 tensors have alternating gate and up columns, so equal shards have both. The output bias has no inner width.
 """
 
@@ -146,6 +146,6 @@ class TensorShard:
 
 
 def shape_in_model(shape: Ints) -> Ints:
-    """Shape in the model of a tensor or shard. A 4-D `shape` is that of a fused `gate_up_proj` viewed as a box."""
+    """Shape of a tensor or shard in the model. A fused `gate_up_proj` viewed as a 4-D box becomes 3-D again."""
     experts_gate_inner_hidden = 4
     return (shape[0], shape[1] * shape[2], shape[3]) if len(shape) == experts_gate_inner_hidden else shape

@@ -1,7 +1,7 @@
 """Tensor parallelism: attention heads, MLP widths and the vocabulary are sharded over ranks that compute the same rows.
 
-It follows Megatron-LM (Shoeybi et al., arXiv 1909.08053). In multi-head latent attention all heads share a rotary key,
-whose gradient is summed over ranks, which DeepSpeed 0.19.8's AutoTP does not do.
+It follows Megatron-LM (Shoeybi et al., arXiv 1909.08053). In multi-head latent attention all heads share a rotary key.
+Its gradient is summed over ranks, unlike in DeepSpeed 0.19.8's AutoTP.
 """
 
 import copy

@@ -23,8 +23,8 @@ def install_four_bit(lm: PreTrainedModel, names: Iterable[str], *, device: str) 
     """Replace the linear modules `names` of `lm` by modules whose weights are quantised to NF4 on `device`, as soon as
     they are written through `four_bit_or`. Modules on other pipeline stages are skipped.
 
-    `lm` was built inside `linears_without_memory` (foreign/torch_nn.py), and its other linear modules get uninitialised
-    memory here; or ZeRO-3 partitioned its parameters at construction.
+    Without ZeRO-3 `lm` was built inside `linears_without_memory` (foreign/torch_nn.py), and its other linear modules
+    get uninitialised memory here. With ZeRO-3 its parameters were partitioned at construction.
     """
     modules = dict(lm.named_modules())
     for name in names:

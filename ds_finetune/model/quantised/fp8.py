@@ -19,7 +19,7 @@ BLOCK = 128
 """Number of rows, and of columns, of an FP8 block."""
 FP8 = torch.float8_e4m3fn
 SCALE = "_scale_inv"
-"""Suffix of a weight's name in the name of the tensor with its FP8 scales."""
+"""Suffix that turns a weight's name into the name of the tensor with its FP8 scales."""
 BYTE_SCALE = torch.float8_e8m0fnu
 """Dtype of scales that are powers of two, stored as exponents in a byte."""
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, BYTE_SCALE)
@@ -39,7 +39,7 @@ _HALF = 0.5
 _NUMBERS = torch.arange(256, dtype=torch.uint8).view(FP8).float().numpy()
 """Value of each of the 256 E4M3 bytes. A table lookup is four times faster than torch 2.13's cast on a CPU."""
 _ROWS = 16
-"""Number of rows, a divisor of `BLOCK`, that `dequantise` converts at a time: numpy needs eight bytes per index."""
+"""Number of rows, a divisor of `BLOCK`, that `dequantise` converts at a time, because numpy needs 8 bytes per index."""
 
 
 def is_quantised(key: str, shape: tuple[int, ...], family: Family) -> bool:
@@ -94,8 +94,8 @@ def quantise_like(
     """Quantise `values` to FP8, but keep the bytes `stored` and the `scale` [block columns] of blocks that training did
     not change. Returns values, scales and the mask of unchanged blocks.
 
-    A block is unchanged if its values equal the dequantised stored block, in fp32 or rounded to bf16 or fp16. To
-    quantise it again gives the same bytes only if its scale was computed as by `quantise`, from bf16 numbers.
+    A block is unchanged if its values equal the dequantised stored block, in fp32 or rounded to bf16 or fp16. Its
+    bytes are kept because quantising it again may change them, if its scale is not that of `quantise` for bf16 numbers.
     """
     quantised, new_scale = quantise(values, scales_of_two=scales_of_two)
     plain = dequantise(stored, scale[None])

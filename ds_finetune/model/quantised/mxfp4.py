@@ -21,7 +21,7 @@ from ds_finetune.model.weights.safetensors_file import Shape, StoredTensor
 GROUP = 32
 """Number of MXFP4 values with a common scale."""
 BLOCKS, SCALES = "_blocks", "_scales"
-"""Suffixes of a weight's name in the names of the tensors with its packed bytes and its MXFP4 scales."""
+"""Suffixes that turn a weight's name into the names of the tensors with its packed bytes and its MXFP4 scales."""
 QUANT_METHOD = "mxfp4"
 """Value of `quant_method` in gpt-oss' config.json."""
 _HALF_BYTE = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
@@ -164,9 +164,9 @@ def pack(
     """Quantise rows [rows, columns] to FP4. Returns packed bytes (int8), exponents of the scales, and how many groups
     kept the bytes of `like`.
 
-    A group's scale is the smallest power of two for which its largest number is at most 6. Midpoints between E2M1
-    numbers round to even. A group that equals the dequantised group of `like` keeps those bytes, because different
-    bytes and scales may represent equal numbers.
+    A group's scale is the smallest power of two that brings the group's largest magnitude to at most 6. Midpoints
+    between E2M1 numbers round to even. If a group equals the dequantised group of `like`, it keeps bytes and scale of
+    `like`, because different bytes and scales may represent equal numbers.
     """
     groups = values.float().view(len(values), -1, GROUP)
     scale = next_power_of_two((groups.abs().amax(-1) / _HALF_BYTE[-1]).clamp_(min=torch.finfo(torch.float32).tiny))
@@ -216,7 +216,7 @@ def find_matrices(stored: Mapping[str, StoredTensor], folder: Path) -> dict[str,
         columns = packed.shape[-1] * _PER_BYTE
         if columns % GROUP:
             raise ModelError(
-                f"{folder}: `{name}` has {columns} columns in FP4, no multiple of the {GROUP} that share a scale",
+                f"{folder}: `{name}` has {columns} columns in FP4, no multiple of the group size {GROUP}",
                 hint=_READ,
             )
         groups = (packed.shape[0], columns // GROUP)

@@ -37,8 +37,8 @@ _DIGESTED = 256
 
 @dataclass(frozen=True)
 class LoadReport:
-    """Result of loading: number of loaded tensors, names of checkpoint tensors that were not loaded (`skipped`), and of
-    this rank's parameters that the checkpoint lacks (`missing`).
+    """Result of loading. `skipped` are names of checkpoint tensors that were not loaded, `missing` names of this rank's
+    parameters that the checkpoint lacks.
     """
 
     num_tensors: int
@@ -254,8 +254,8 @@ def _check_tensors(
     for key, original in published_copies(model.config).items():
         if key in hub.shapes and not hub.is_same(key, original):
             raise ModelError(
-                f"mtp.train true: `{key}` of {hub.folder} differs from `{original}`, which the prediction layer "
-                "would use instead",
+                f"mtp.train true: the prediction layer would use `{original}` instead of `{key}`, but the two differ "
+                f"in {hub.folder}",
                 hint="leave the section mtp out; exports then get the tensor from the model's folder",
             )
     return remaining
@@ -269,8 +269,9 @@ def _check_layout_of_experts(
     if not family.fused_experts and one_by_one and fused:
         legal = ", ".join(kind for kind, row in FAMILIES.items() if row.fused_experts)
         raise ModelError(
-            f"{hub.folder} has a tensor for each expert (`{one_by_one[0]}`), but {type(model).__name__} has one for "
-            f"all (`{fused[0]}`). Joining them is not supported for model_type `{family.model_type}`, only for {legal}",
+            f"{hub.folder} has a tensor for each expert (`{one_by_one[0]}`), but {type(model).__name__} has one tensor "
+            f"for all experts (`{fused[0]}`). Joining tensors is not supported for model_type "
+            f"`{family.model_type}`, only for {legal}",
             hint="load the weights with transformers, save them by "
             "save_pretrained(folder, save_original_format=False) and name that folder",
         )

@@ -1,6 +1,7 @@
 """Names of tensors in the model, in published checkpoints and in adapters.
 
-An adapter's parameters are `MODULE.lora_A` and `_B` for the weight `weight`, `MODULE.LEAF_lora_A` for a weight LEAF.
+The adapter of `MODULE.weight` has the parameters `MODULE.lora_A` and `MODULE.lora_B`, that of another `MODULE.LEAF` has
+`MODULE.LEAF_lora_A` and `MODULE.LEAF_lora_B`.
 """
 
 import math
@@ -37,9 +38,9 @@ class Piece:
 def hub_pieces(name: str, shape: tuple[int, ...], family: Family, *, first_expert: int = 0) -> tuple[Piece, ...]:
     """The checkpoint tensors that make up the model's tensor `name` of shape `shape`, without gaps or overlap.
 
-    Fused experts `gate_up_proj` [experts, 2 x inner, hidden] and `down_proj` [experts, hidden, inner] are a matrix per
-    expert and projection in checkpoints (transformers 5.23, conversion_mapping.py:51-53, 1270). Other tensors are the
-    same in both. `first_expert` is the number of the tensor's first expert in the layer.
+    Fused experts are `gate_up_proj` [experts, 2 x inner, hidden] and `down_proj` [experts, hidden, inner]. Checkpoints
+    have a matrix per expert and projection instead (transformers 5.23, conversion_mapping.py:51-53, 1270). Other
+    tensors have equal shapes in both. `first_expert` is the number of the tensor's first expert in the layer.
     """
     names = family.published_mlp
     fused = _FUSED.match(name) if family.fused_experts else None
@@ -84,7 +85,7 @@ def canonical_name(key: str, family: Family) -> str:
             name = renaming.rename_source_key(name)[0]
         return name
 
-    # Names of the model itself, which some of transformers' patterns also match, are not restored by renaming back.
+    # Some of transformers' patterns also match names in the model. Renaming back does not restore such names.
     renamed, original = published_name(in_model(key), family), published_name(key, family)
     return original if renamed != key and in_model(original) == key else renamed
 

@@ -14,7 +14,7 @@ from ds_finetune.model.build.hub_folder import HubFolder, Shape
 
 _EMBEDDING = re.compile(r"\b(embed_tokens|word_embeddings|embed_in|wte|embed)\.weight$")
 _COMPARED, _MARGIN = 256, 1.25
-"""Maximum number of embeddings with which to compare one that may be untrained, and tolerated ratio of distances."""
+"""Maximum number of embeddings that a candidate is compared with, and tolerated ratio of distances to their mean."""
 _STRIP_NUMEL = 2**20
 """Number of elements of a published tensor that are read at a time, rounded to full rows."""
 
@@ -53,9 +53,9 @@ def grow_vocabulary(hf_config: PretrainedConfig, ids: int) -> None:
 def untrained_rows(folder: Path, candidates: Collection[int], used: Collection[int]) -> list[int]:
     """Token ids among `candidates` whose embeddings in the weights of `folder` look untrained.
 
-    An embedding looks untrained if it is about as near to the mean embedding of unused ids (not in `used`) as their own
-    embeddings are. If all ids are used, its distance to the mean must be below half the median distance. No embedding
-    looks untrained if most other used ones are as near, as in a model that was trained for a few steps only.
+    An embedding looks untrained if it is about as near to the mean embedding of unused ids (not in `used`) as the
+    embeddings of these ids are. If all ids are used, its distance to the mean must be below half the median distance.
+    No embedding looks untrained if most embeddings of other used ids are as near, as after a few training steps only.
     """
     hub = HubFolder(folder)
     table = next((key for key, shape in hub.shapes.items() if _EMBEDDING.search(key) and len(shape) == 2), None)
@@ -123,8 +123,8 @@ class GrownFolder(HubFolder):
         if growing:
             raise ModelError(
                 f"model.resize_vocabulary enlarges {self._growth.before} rows to {self._growth.after}, but "
-                f"{self.folder} has {len(growing)} tensors of {self._growth.before} rows that transformers does not "
-                f"load and an export would copy unchanged: {', '.join(growing)}",
+                f"exports would copy {len(growing)} tensors of {self._growth.before} rows unchanged from "
+                f"{self.folder}, because transformers does not load them: {', '.join(growing)}",
                 hint="train a copy of the model without its multi-token prediction layers",
             )
 

@@ -36,7 +36,7 @@ def test_all_files_are_one_name_space(folder: Path) -> None:
     assert torch.equal(hub.rows("a", 1, 2, (slice(1, 3),)), torch.tensor([[4.0, 5.0]]))
     assert hub.read("c", 0, 1).item() == 7
     assert hub.dtype("b") == torch.bfloat16
-    with pytest.raises(ModelError, match=r"has 1 tensors with a dtype not of weights: `d` is torch\.int64"):
+    with pytest.raises(ModelError, match=r"has 1 tensors of dtypes that are not for weights: `d` is torch\.int64"):
         hub.left_over(hub.shapes, model="it", may_be=lambda _: False)
 
 
