@@ -18,7 +18,7 @@ from ds_finetune.checkpoint.commit import (
     write_checksummed,
 )
 from ds_finetune.checkpoint.run_state import RunState
-from ds_finetune.config.units import GIB
+from ds_finetune.config.units import bytes_text
 from ds_finetune.errors import CheckpointError
 from ds_finetune.system.whole_file import synchronise
 
@@ -86,7 +86,7 @@ def verify_checkpoint(path: Path, *, workers: int) -> str:
             f"the checkpoint is damaged: {'; '.join(damage)}",
             hint=f"use another checkpoint; {undamaged} other files are undamaged",
         )
-    return f"{folder}: {len(manifest.files)} files, {manifest.num_bytes / GIB:.2f} GiB, as they were written"
+    return f"{folder}: {len(manifest.files)} files, {bytes_text(manifest.num_bytes)}, as they were written"
 
 
 def gather_checkpoint(folders: Sequence[Path], out: Path) -> str:
@@ -129,7 +129,7 @@ def gather_checkpoint(folders: Sequence[Path], out: Path) -> str:
         synchronise(folder)
     partial.rename(out)
     synchronise(out.absolute().parent)
-    return f"{out}: {first.world_size} parts of step {first.step}, {complete.num_bytes / GIB:.2f} GiB"
+    return f"{out}: {first.world_size} parts of step {first.step}, {bytes_text(complete.num_bytes)}"
 
 
 def _line(manifest: Manifest) -> str:
@@ -139,4 +139,4 @@ def _line(manifest: Manifest) -> str:
         else f"{manifest.world_size} parts"
     )
     loss = "" if manifest.eval_loss is None else f", eval/loss {manifest.eval_loss:.4f}"
-    return f"step {manifest.step}, {parts}, {manifest.num_bytes / GIB:.3f} GiB, written on {manifest.host}{loss}"
+    return f"step {manifest.step}, {parts}, {bytes_text(manifest.num_bytes)}, written on {manifest.host}{loss}"

@@ -69,6 +69,7 @@ NOTED = {
     "they are",
     "conversion": "have characters that a wrong conversion of the encoding leaves (U+FEFF, U+FFFD, NUL or another "
     "control character) in a text, which are trained as they are",
+    "unknown": "have characters or words that the tokenizer does not know: its unknown token is trained in their place",
     "control_plain": "contain control tokens, which stay control tokens because no chat template is used",
 }
 """Remarks on trained data rows by key. Each is the predicate of a sentence, as in "[rows] have an empty answer"."""

@@ -118,7 +118,10 @@ def tokenise_records(records: Sequence[tuple[str, ReadRecord]], how: Tokenisatio
         bad_rows=len(errors),
         bad=tuple(errors[:BAD_ROWS_SHOWN]),
         dropped=NamedCounts.of(([row.dropped] * bool(row.dropped), where) for where, _, row, _ in remarked),
-        noted=NamedCounts.of((_notes(record, columns, row), where) for where, record, row, columns in remarked),
+        noted=NamedCounts.of(
+            (_notes(record, columns, row.tokens) + ("unknown",) * _has_unknown(row, how.tokenizer), where)
+            for (where, record), row, (*_, columns) in zip(good, made, remarked, strict=True)
+        ),
         forms=NamedCounts.of(([row.form] * bool(row.form), where) for where, _, row, _ in remarked),
         unread=NamedCounts.of(((*columns, *row.unread), where) for where, _, row, columns in remarked),
         named=NamedCounts.of(([k for k, column in how.columns.items() if column in each], w) for w, each in good),
@@ -189,6 +192,15 @@ def _notes(record: Record, unused: Sequence[str], row: Tokens) -> tuple[str, ...
     suspects = [name for name, (in_repr, _) in _NOTED_CHARACTERS.items() if in_repr.search(repr(read))]
     noted = [name for name in suspects if any(map(_NOTED_CHARACTERS[name][1].search, _texts(read)))]
     return (*noted, *row.notes)
+
+
+def _has_unknown(row: MadeRow, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a document has the tokenizer's unknown token. False where this is also its bos, eos or padding token, as
+    for GPT-2: such a tokenizer knows all bytes.
+    """
+    others = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, None)
+    unknown = tokenizer.unk_token_id
+    return unknown not in others and any(unknown in document.ids for document in row.documents)
 
 
 def _make_answers(samples: Sequence[tuple[str, Sample | LabelledCompletion]], how: Tokenisation) -> Iterator[MadeRow]:

@@ -255,6 +255,11 @@ class Family:
     export_config: Mapping[str, object] = field(default_factory=dict)
     """Keys that servers need in config.json. Exports add them if the base model's config.json lacks them."""
 
+    config_values: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    """Keys of config.json whose other values are refused, with the values with which transformers computes. It ignores
+    these keys, or fails at the first step.
+    """
+
     has_sinks: bool = False
     """Whether attention heads have sinks: a learned logit in the softmax's denominator. Attention by document supports
     them; transformers' sdpa and FlashAttention 2 do not, and its eager attention does not separate packed documents

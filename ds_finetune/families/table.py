@@ -96,6 +96,7 @@ _DEEPSEEK_V3 = replace(
     has_mtp=True,
     fp32_buffers=_ROUTER_BIASES,
     export_config={"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    config_values={"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",), "moe_layer_freq": (1,)},
     experts_class="DeepseekV3Experts",
     router=RouterKind("sigmoid", bias="mlp.gate.e_score_correction_bias"),
     onnx=OnnxGraph("latent", router="sigmoid"),
@@ -166,6 +167,12 @@ _ROWS = (
         gguf=Gguf(
             "deepseek2", _SHARED | {"topk_method": ("greedy",), "attention_bias": (False,), "mlp_bias": (False,)}
         ),
+        config_values={
+            "topk_method": ("greedy", "group_limited_greedy"),
+            "scoring_func": ("softmax",),
+            "norm_topk_prob": (False,),
+            "moe_layer_freq": (1,),
+        },
         expert_keys=ExpertKeys(),
         experts_class="DeepseekV2Experts",
         onnx=OnnxGraph("latent", router="grouped_softmax", is_rotary_interleaved=True),
@@ -344,6 +351,15 @@ _ROWS = (
         has_mtp=True,
         # Without this key vLLM 0.32 creates no router biases (models/deepseek_v4/cpu/model.py:166).
         export_config={"topk_method": "noaux_tc"},
+        config_values={
+            "num_key_value_heads": (1,),
+            "attention_bias": (False,),
+            "attention_dropout": (0,),
+            "scoring_func": ("sqrtsoftplus",),
+            "topk_method": ("noaux_tc",),
+            "norm_topk_prob": (True,),
+            "n_shared_experts": (1,),
+        },
         fp8_linear=None,
         fp8_scale=".scale",
         fp32_buffers=_ROUTER_BIASES,

@@ -130,6 +130,8 @@ class ProgressLine:
         parts += [f"skipped {v['train/skipped_steps']:.0f}"] if v["train/skipped_steps"] else []
         parts += [f"{name} {v[name]:.4f}" for name in v if name in _OF_OBJECTIVES]
         parts += [f"SKIPPED: {record.notice}"] if record.notice else []
+        is_zero = not (v["train/grad_norm"] or record.notice)
+        parts += ["NOTHING LEARNED: the gradient of every parameter is 0"] if is_zero else []
         parts += [f"SLOW: {record.slow}"] if record.slow else []
         parts += [f"STOP: {record.stop}"] if record.stop else []
         return "  ".join(parts)

@@ -24,16 +24,6 @@ _SIZES_OF_V4 = (
     *("sliding_window", "index_topk", "index_n_heads", "index_head_dim", "hc_mult", "hc_sinkhorn_iters"),
     *("o_groups", "o_lora_rank", "q_lora_rank", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
 )
-_KNOWN_OF_V4: Mapping[str, Any] = {
-    "num_key_value_heads": 1,
-    "attention_bias": False,
-    "attention_dropout": 0,
-    "scoring_func": "sqrtsoftplus",
-    "topk_method": "noaux_tc",
-    "norm_topk_prob": True,
-    "n_shared_experts": 1,
-}
-"""Keys of a DeepSeek-V4 config.json, each with the only value with which transformers 5.23 and this program compute."""
 _LISTS_OF_V4: Mapping[str, tuple[Any, ...]] = {
     "compress_ratios": tuple(RATIOS),
     "layer_types": tuple(RATIOS.values()),
@@ -131,8 +121,20 @@ def check_sizes(file: Path) -> None:
             reason, hint = _REFUSED[kind]
             raise ModelError(f"{file}: model_type {kind} is neither trained nor converted: {reason}", hint=hint)
         problem = next(_problems_of_v4(tree), None) if family_of(str(kind)).compresses else None
-        if problem is not None:
+        problem = problem or _value_not_computed(text_tree(tree))
+        if problem:
             raise ModelError(f"{file}: {problem}", hint=_PUBLISHED)
+
+
+def _value_not_computed(tree: Mapping[str, Any]) -> str:
+    """Error message about a value of config.json with which transformers does not compute; empty if there is none."""
+    kind = tree.get("model_type")
+    wrong = (
+        f"{key} is {tree[key]!r}, not {' or '.join(map(repr, values))}: transformers computes {kind} with nothing else"
+        for key, values in family_of(str(kind)).config_values.items()
+        if key in tree and tree[key] not in values
+    )
+    return next(wrong, "")
 
 
 def _problems_of_v4(tree: Mapping[str, Any]) -> Iterator[str]:
@@ -158,7 +160,6 @@ def _problems_of_v4(tree: Mapping[str, Any]) -> Iterator[str]:
         for key, other, value in _facts_stated_twice(tree)
         if tree.get(key) not in (None, value)
     )
-    yield from (f"{key} is {tree[key]!r}, not {k!r}" for key, k in _KNOWN_OF_V4.items() if tree.get(key, k) != k)
     for key, other in (("qk_rope_head_dim", "head_dim"), ("num_experts_per_tok", "n_routed_experts")):
         if (tree.get(key) or 0) > tree[other]:
             yield f"{key} {tree[key]} is more than {other} {tree[other]}"

@@ -36,7 +36,7 @@ from ds_finetune.checkpoint.saver import Saver
 from ds_finetune.checkpoint.tools import BASE, CHECKPOINTS
 from ds_finetune.config.objectives import rows_of_step
 from ds_finetune.config.schema import read_config
-from ds_finetune.config.units import GIB
+from ds_finetune.config.units import bytes_text
 from ds_finetune.console.phase_line import Say
 from ds_finetune.data.batches import Position
 from ds_finetune.data.stream import START, StreamedRows
@@ -318,8 +318,8 @@ def _memory_error(num_bytes: int, plan: Plan) -> OutputError | None:
     if not plan.saves_asynchronously or needed <= free:
         return None
     return OutputError(
-        f"checkpoint.asynchronous needs {needed / GIB:.2f} GiB of memory for a copy of the state, and host "
-        f"{socket.gethostname()} has {free / GIB:.2f} GiB free",
+        f"checkpoint.asynchronous needs {bytes_text(needed)} of memory for a copy of the state, and host "
+        f"{socket.gethostname()} has {bytes_text(free)} free",
         hint="set checkpoint.asynchronous to false; training then waits while a checkpoint is written",
     )
 

@@ -423,6 +423,16 @@ def test_characters_of_a_wrong_conversion_are_counted(
     assert note.endswith("rows.jsonl line 1")
 
 
+def test_rows_that_the_tokenizer_does_not_know_are_counted(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    rows = [{"prompt": prompt, "completion": answer} for prompt, answer in (("1", "2"), ("1\n", "2"), ("1", "\u4e8c"))]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tree = {"train": str(tmp_path / "rows.jsonl"), "cache_dir": str(tmp_path / "cache")}
+    prepared = prepare_rows(DataConfig.model_validate(tree), "train", tokenizer=tokenizer, limits=LIMITS)
+    (note,) = [note for note in row_notes(prepared.counts) if "does not know" in note]
+    assert note.startswith("2 of 3 rows ")
+    assert note.endswith("rows.jsonl line 2")
+
+
 def test_padding_is_a_document_of_its_own_for_attention_in_both_directions() -> None:
     ids = np.arange(5, dtype=np.int32)
     row = Row(input_ids=ids, position_ids=ids, labels=np.full(5, IGNORE_INDEX, dtype=np.int32), supervised=0)

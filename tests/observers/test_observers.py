@@ -206,6 +206,15 @@ def test_progress_lines_elsewhere_than_on_a_terminal() -> None:
     assert lines[4] == "evaluation after step 9  loss 1.5000  accuracy 0.5000"
 
 
+def test_a_step_from_which_nothing_is_learned_says_so() -> None:
+    out = io.StringIO()
+    line = ProgressLine(steps=3, section=LogConfig(seconds=0), steps_per_epoch=16, out=out)
+    for step, notice in ((1, ""), (2, "w on rank 1")):
+        line.after_step(StepRecord(step, values(**{"train/grad_norm": 0.0}), notice=notice))
+    line.after_step(record(3))
+    assert ["NOTHING LEARNED" in text for text in out.getvalue().splitlines()] == [True, False, False]
+
+
 def test_lines_on_standard_output_keep_their_distance_and_the_log_has_all() -> None:
     out, log = io.StringIO(), list[str]()
     section = LogConfig(every=2, seconds=3600)

@@ -86,7 +86,7 @@ def _number(answer: AnswerToScore, reference: decimal.Decimal, settings: Setting
 
 
 def _read_choice(value: Any) -> str:  # noqa: ANN401 - any JSON value
-    if isinstance(value, int) and 0 <= value < 26:
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 26:
         return chr(ord("A") + value)
     letter = choice(_text(value))
     if letter is None:

@@ -22,9 +22,9 @@ _ARGUMENT = r"\s*(?:\{\s*([-+]?[\d.,]+)\s*\}|(\d))"
 _FRACTION = re.compile(rf"(\d\s*)?\\[dtc]?frac{_ARGUMENT}{_ARGUMENT}")
 _OVER = re.compile(r"\{\s*([-+]?[\d.]+)\s*\\over\s*([-+]?[\d.]+)\s*\}")
 _NO_NUMBER = re.compile(r"\\sqrt|\\pi\b|[\u221a\u03c0]")
-"""Pattern of expressions whose digits are not their value, so that no number is read from them."""
-_LIST = re.compile(r"\d\s*[;,]\s+[-+]?\d|\d!")
-"""Pattern of several numbers, or a factorial, in a LaTeX box, from which no number is read."""
+"""Patterns of expressions whose digits are not their value, so that no number is read from them."""
+_LIST = re.compile(r"\d\s*[;,]\s+[-+]?\d|\d!|\d\W*(?:\\\w+\{\s*)?(?:or|and)\b")
+"""Pattern of several numbers in a LaTeX box, or of a factorial, from which no number is read."""
 _GROUP = r"\{(?:[^{}]|\{[^{}]*\})*\}"
 _UNREAD_BEFORE = re.compile(
     r"\\sqrt(?:\[[^]]*\])?\{[^{}]*\Z|\u221a\(?\Z|(?:\}|\\pi|\u03c0)/\Z"
@@ -51,7 +51,8 @@ _POWERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 
 _LARGE = re.compile(rf"(?<=\d) ?({'|'.join(_POWERS)})\b", re.IGNORECASE)
 _RAISED = re.compile("(?<=[0-9])[\u207b]?[\u00b2\u00b3\u00b9\u2070\u2074-\u2079]+")
 _POINTS = re.compile(r"(?<![\d.,])(\d{1,3})(?:((?:\.\d{3})++),(\d++)|((?:\.\d{3}){2,}+))(?![.,]?\d)")
-_VULGAR = re.compile("(\\d\\s*)?([\u00bc-\u00be\u2150-\u215e])")
+"""Pattern of numbers with points between thousands, as `1.234,5` and `1.000.000`."""
+_VULGAR = re.compile("(?:(\\d)\\s*)?([\u00bc-\u00be\u2150-\u215e])")
 _SPELLINGS = (
     ("\u2212|\uff0d|\ufe63|(?<![^\\s=({])[\u2012\u2013](?=[\\d.$])", "-"),
     (r"(?<=[=({]) ?([-+]) (?=[\d.$\\])", r"\1"),
@@ -82,17 +83,21 @@ _LETTER = (
     # `A` and `I` are words instead of choice letters if an ordinary word follows, as in `A bird`.
     rf"[(\[{{*]*(?<![^\W_{_EAST}])(?:([A-Z])(?![^\W_{_EAST}]|_\w|['\u2019+#/=-])"
     r"(?!(?<=[AI])\s+(?!(?:is|because|since|as|and|or|but|not)\b)\w)(?!\s+(?:or|and)\s+\(?[A-Z]\b(?!\s+(?:is|are)\b))"
+    r"(?!\)?\s*[,&]\s*\(?[A-Z]\)?\s*(?:[.,&\n]|$|or\b|and\b))"
     r"|([a-z])(?=\)|[.,;]?\s*(?:\n|$)))"
 )
 _STATED = re.compile(
     r"(?i:\b(?:answer|(?:right|correct|best)\s+(?:option|choice|one)"
     r"|antwort|r[\xe9e]ponse|respuesta|risposta|resposta)\b"
     r"|\u7b54(?:\u6848|\u3048)|\uc815\ub2f5|\u6b63\u89e3|\u6b63\u786e\u9009\u9879|\u043e\u0442\u0432\u0435\u0442"
-    r"|\b(?:choice|correct|solution|result)\b(?=\s*:))"
-    r"(?:[^.:=\n]{0,60}?(?i:\b(?:is|be|ist|est|es)\b|[:=\u662f\u4e3a\u306f]|\uc740))?"
-    rf"\s*[:\u2013-]?\s*(?i:(?:option|choice)\s+)?{_LETTER}"
+    r"|\u6545\u9009|\b(?:choice|option|selected|correct|solution|result)\b(?=\s*:))"
+    r"(?:[^.:=\n]{0,60}?(?i:\b(?:is|be|ist|est|es)\b|[:=\u662f\u4e3a\u9009\u306f]|\uc740))?"
+    rf"\s*[:\u2013-]?\s*(?i:(?:option|choice|therefore|thus)\s+)*{_LETTER}"
 )
-_FIRST = re.compile(rf"(?i:I(?:'d)? (?:choose|pick|select|go with)\s+)?(?i:(?:option|choice)\s+)?{_LETTER}")
+_FIRST = re.compile(
+    rf"(?i:I(?:'d)? (?:choose|pick|select|go with)\s+)?(?i:(?:option|choice)\s+)?{_LETTER}"
+    r"(?!\)?\s+(?:is|are)(?:n't|\s+(?:not|incorrect|wrong|false))\b)"
+)
 _LONE_LINE = re.compile(r"\W*([A-Za-z])\W*")
 
 

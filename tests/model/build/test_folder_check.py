@@ -7,11 +7,13 @@ import os
 import re
 import shutil
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds_finetune.cli.main import main
 from ds_finetune.errors import ModelError
@@ -21,6 +23,7 @@ from ds_finetune.model.build.skeleton import read_hf_config
 from ds_finetune.plan.config_json import MAX_LAYERS, read_config_json
 from tests.conftest import ROOT
 from tests.model.fp8_folder import V3, in_fp8, master, publish
+from tests.model.tiny import CONFIGS
 
 SHARD = "model-00002-of-000003.safetensors"
 
@@ -138,6 +141,36 @@ def test_sizes_that_no_model_has(size: object, tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps(V3 | {key: size}))
         with pytest.raises(ModelError, match=rf"{key} is .*, not a whole number of at least 1"):
             check_folder(tmp_path)
+
+
+OTHER_ROUTERS = [
+    ("deepseek_v3", "scoring_func", "softmax", "'sigmoid'"),
+    ("deepseek_v3", "topk_method", "greedy", "'noaux_tc'"),
+    ("deepseek_v3", "moe_layer_freq", 2, "1"),
+    ("deepseek_v2", "scoring_func", "sigmoid", "'softmax'"),
+    ("deepseek_v2", "norm_topk_prob", True, "False"),
+    ("deepseek_v2", "topk_method", "noaux_tc", "'greedy' or 'group_limited_greedy'"),
+]
+
+
+@pytest.mark.parametrize(("kind", "key", "value", "known"), OTHER_ROUTERS)
+def test_routers_that_transformers_does_not_compute_are_refused(
+    kind: str, key: str, value: object, known: str, tmp_path: Path
+) -> None:
+    """transformers ignores the key, so that the logits are the same, or fails at the first forward pass."""
+    tree = CONFIGS[kind] | {"model_type": kind}
+    logits = []
+    for changes in ({}, {key: value}):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**tree | changes)).eval()
+        with suppress(UnboundLocalError):
+            logits.append(model(torch.arange(3, 20)[None]).logits)
+    assert all(torch.equal(logits[0], other) for other in logits)
+    (tmp_path / "config.json").write_text(json.dumps(tree))
+    check_folder(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(tree | {key: value}))
+    with pytest.raises(ModelError, match=f"{key} is {value!r}, not {known}: transformers computes {kind} with"):
+        check_folder(tmp_path)
 
 
 def test_heads_share_keys_and_values_evenly(tmp_path: Path) -> None:

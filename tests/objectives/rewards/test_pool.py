@@ -252,6 +252,7 @@ def test_a_file_imports_its_neighbours_and_no_torch(tmp_path: Path) -> None:
         ("exact_match", {"answer": []}, "cannot use column `answer`: it is list"),
         ("number", {"answer": "four"}, "cannot use column `answer`: it is 'four', which has no number"),
         ("choice", {"answer": "none"}, "has no letter of a choice"),
+        ("choice", {"answer": True}, "is True, which has no letter of a choice"),
         ("code", {"answer": "x"}, "needs column `tests`"),
         ("code", {"tests": [1, 2]}, "should be Python code"),
         ("code", {"tests": {"inputs": ["1"], "outputs": []}}, "should be Python code"),
