@@ -42,7 +42,6 @@ def test_training_does_without_pages_and_says_what_is_missing(tmp_path: Path) ->
         ("report RUN", "bokeh", "pages"),
         ("report RUN RUN -o OUT", "bokeh", "pages"),
         ("watch RUN", "starlette", "pages"),
-        ("scaling RUN/config.yaml --ranks 1,2", "bokeh", "pages"),
         ("sweep RUN/config.yaml --lr-range 1e-8,0.1", "bokeh", "pages"),
         ("sweep SWEEP", "optuna", "sweep"),
         ("sweep SWEEP", "bokeh", "sweep"),

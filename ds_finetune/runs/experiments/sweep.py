@@ -59,7 +59,7 @@ def run_sweep(sweep: SweepConfig, say: Say) -> list[tuple[str, str]]:
     folder.mkdir(parents=True, exist_ok=True)
     with lock_folder(folder, seconds=0.0, say=say):
         study = _open_study(sweep, say)
-        progress = f"{len(study.trials)} of {sweep.trials} trials begun, {len(slots)} at once"
+        progress = f"{len(_begun(study))} of {sweep.trials} trials begun, {len(slots)} at once"
         say(f"{progress}; after an interruption, the same command continues the sweep in {folder}")
         run_all(_trials(sweep, study, say), slots)
         return _write_results(sweep, study)

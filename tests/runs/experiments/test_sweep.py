@@ -119,7 +119,8 @@ def test_a_grid_trains_each_combination_once_while_others_run(tmp_path: Path) ->
     choices = {"choices": [1e-3, 1e-2, 1e-4, 1e-3]}
     space = {"optim.lr": choices, "train.seed": {"choices": [1, 2]}}
     combinations = [{"optim.lr": str(lr), "train.seed": str(seed)} for lr in (1e-3, 1e-2, 1e-4) for seed in (1, 2)]
-    run(sweep_of(tmp_path, space=space, sampler="GridSampler", trials=4, parallel=2))
+    _, lines = run(sweep_of(tmp_path, space=space, sampler="GridSampler", trials=4, parallel=2))
+    assert lines[0].startswith("0 of 4 trials begun, 2 at once; ")
     assert [trial.params for trial in trials_of(tmp_path)] == combinations[:4]
     for _ in range(2):
         run(sweep_of(tmp_path, space=space, sampler="GridSampler", trials=9, parallel=2))
