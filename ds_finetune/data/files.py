@@ -27,7 +27,7 @@ _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 _SHOWN_CHARACTERS = 80
 _MOST_LINE_BYTES, _MOST_WHOLE_BYTES = 64 * MIB, GIB
 """Maximum bytes of a line, and of a compressed file that is decompressed into memory: 10 MB of gzip can hold 10 GB."""
-_PARQUET_ROWS = 1000
+_PARQUET_ROWS = 100
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -45,10 +44,10 @@ from ds_finetune.data.row_kind import DIALOGUE, RowKind
 from ds_finetune.data.row_report import check_columns, check_dropped_rows
 from ds_finetune.data.samples import check_layout_name
 from ds_finetune.data.sources import RecordChoice, Source, estimate_rows, find_sources
-from ds_finetune.data.units import ROWS_PER_PART, Tokenisation, tokenise_records
+from ds_finetune.data.units import ROWS_PER_PART, Tokenisation, divide, num_characters, tokenise_records
 from ds_finetune.errors import ConfigError, DataError, RunError
 
-FORMAT_VERSION = 10
+FORMAT_VERSION = 11
 """Version of the data cache's format. It is raised when the format changes, so that older caches are not read."""
 _BYTES_FOR_PROCESSES = 2_000_000
 """Data files with more bytes than this in total are tokenised by several processes."""
@@ -222,8 +221,8 @@ def _tokenise(
     estimate = estimate_rows(sources)
     total = max(min(estimate, choice.rows or estimate) - done, 0)
     with PhaseLine("tokenising rows", total, warmup=workers * ROWS_PER_PART, is_rank_zero=True) as line:
-        for _ in _write_parts(tasks, tokenisation, workers):
-            line.advance(ROWS_PER_PART)
+        for part in _write_parts(tasks, tokenisation, workers):
+            line.advance(read_counts(part).read)
     counts = sum((read_counts(part) for part in parts), Counts())
     if len(set(parts.values())) > 1:
         # A part has records of a single data path, so all its documents are counted for this path.
@@ -252,7 +251,7 @@ def _open_parts(
     `parts` receives the folder of every part, with the index of the part's path in data.train.
     """
     for source, records in choice.read(sources):
-        while chunk := list(islice(records, ROWS_PER_PART)):
+        for chunk in divide(records, lambda record: num_characters(record[1]), most=ROWS_PER_PART):
             part = folder / f"part-{len(parts):06d}"
             parts[part] = source.entry
             if part.is_dir() and find_damage(part):

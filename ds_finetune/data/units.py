@@ -6,12 +6,12 @@ prompt becomes one. Dropped rows are counted by reason.
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import date, datetime, time
 from decimal import Decimal
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -35,6 +35,7 @@ from ds_finetune.data.text_encoder import ControlTokens
 from ds_finetune.data.tokenizer_files import is_encoder_tokenizer, tokenizer_digest
 from ds_finetune.errors import DataError
 
+T = TypeVar("T")
 _MOST_CHARACTERS, _MOST_CHARACTERS_PER_TOKEN = 4_000_000, 8
 _MOST_MESSAGES = 2_000
 ROWS_PER_PART = 2000
@@ -47,6 +48,15 @@ _NOTED_CHARACTERS = {
 }
 """For each remark on unusual characters (`row_report.NOTED`): a pattern for a row's repr, and one for a text."""
 _Ids = tuple[list[int], list[bool]]
+
+
+class SizedSample(NamedTuple):
+    """What is read from a row: its location, sample, unused columns, and the number of characters of its texts."""
+
+    where: str
+    sample: RowSample
+    unread: list[str]
+    num_characters: int
 
 
 class MadeRow(NamedTuple):
@@ -91,26 +101,43 @@ class Tokenisation:
         }
 
 
+def divide(items: Iterable[T], num_characters: Callable[[T], int], *, most: int) -> Iterator[list[T]]:
+    """Divide items into lists of at most `most` items. A list ends once it has `_MOST_CHARACTERS` characters, because a
+    tokenizer takes about 400 bytes of memory for each.
+    """
+    part, size = list[T](), 0
+    for item in items:
+        part.append(item)
+        size += num_characters(item)
+        if len(part) == most or size >= _MOST_CHARACTERS:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
+
+
 def tokenise_records(records: Sequence[tuple[str, ReadRecord]], how: Tokenisation) -> tuple[Documents, Counts]:
-    """Tokenise records by one call of the tokenizer. Returns their documents, and counts of the records.
+    """Tokenise records by few calls of the tokenizer. Returns their documents, and counts of the records.
 
     Rows that cannot be read or tokenised are counted with their errors. If they fill a whole part (`ROWS_PER_PART`
     rows), a setting such as data.layout is wrong, and the first error is raised.
     """
     bad = dict[str, DataError]()
     rows = [row for where, record in records if (row := _read_row(where, record, how, bad)) is not None]
-    samples: list[tuple[str, Any]] = [(where, sample) for where, sample, _ in rows]
     make = _MAKERS[how.kind.name]
-    try:
-        made = list(make(samples, how))
-    except DataError:
-        bad |= _errors_of(samples, how)
-        made = list(make([each for each in samples if each[0] not in bad], how))
+    made: list[MadeRow] = []
+    for batch in divide(rows, lambda row: row.num_characters, most=len(records)):
+        samples: list[tuple[str, Any]] = [(row.where, row.sample) for row in batch]
+        try:
+            made += list(make(samples, how))
+        except DataError:
+            bad |= _errors_of(samples, how)
+            made += make([each for each in samples if each[0] not in bad], how)
     if len(bad) >= ROWS_PER_PART:
         raise bad[records[0][0]]
     errors = [str(bad[where]) for where, _ in records if where in bad]
     good = [(where, record) for where, record in records if not isinstance(record, DataError) and where not in bad]
-    unread = [names for where, _, names in rows if where not in bad]
+    unread = [row.unread for row in rows if row.where not in bad]
     remarked = [(*each, row.tokens, names) for each, row, names in zip(good, made, unread, strict=True)]
     counts = Counts(
         read=len(records),
@@ -130,26 +157,24 @@ def tokenise_records(records: Sequence[tuple[str, ReadRecord]], how: Tokenisatio
     return documents, sum((change for row in made for change in row.counts), counts) + documents.counts
 
 
-def _read_row(
-    where: str, record: ReadRecord, how: Tokenisation, bad: dict[str, DataError]
-) -> tuple[str, RowSample, list[str]] | None:
+def _read_row(where: str, record: ReadRecord, how: Tokenisation, bad: dict[str, DataError]) -> SizedSample | None:
     try:
         if isinstance(record, DataError):
             raise record
         sample, unread = read_row(record, how.kind, layout=how.layout, columns=how.columns, where=where)
         read = {name: value for name, value in record.items() if name not in unread}
-        _check_size(read, how.limits.max_seq_len, where)
+        size = _check_size(read, how.limits.max_seq_len, where)
     except DataError as error:
         bad[where] = error
         return None
-    return where, sample, unread
+    return SizedSample(where, sample, unread, size)
 
 
-def _check_size(record: Record, max_seq_len: int, where: str) -> None:
-    """Raise DataError where tokenising a data row would take gigabytes of memory or hours.
+def _check_size(record: Record, max_seq_len: int, where: str) -> int:
+    """Number of characters of a data row; DataError where tokenising it would take gigabytes of memory or hours.
 
-    A tokenizer takes about 400 bytes per character, and a chat template is rendered three times for each answer, with
-    all messages before it. A row that may fit into a document is never refused.
+    A chat template is rendered three times for each answer, with all messages before it. A row that may fit into a
+    document is never refused.
     """
     conversations = (value for value in record.values() if isinstance(value, list))
     messages = max((sum(isinstance(each, Mapping) for each in value) for value in conversations), default=0)
@@ -158,12 +183,18 @@ def _check_size(record: Record, max_seq_len: int, where: str) -> None:
             f"{where} has {messages:,} messages, and a row may have at most {max(_MOST_MESSAGES, max_seq_len):,}",
             hint="divide the conversation into several rows",
         )
-    number, most = sum(map(len, _texts(record))), max(_MOST_CHARACTERS, _MOST_CHARACTERS_PER_TOKEN * max_seq_len)
+    number, most = num_characters(record), max(_MOST_CHARACTERS, _MOST_CHARACTERS_PER_TOKEN * max_seq_len)
     if number > most:
         raise DataError(
             f"{where} has {number:,} characters, and a row may have at most {most:,}",
             hint="divide its text into several rows (a .txt file is one row)",
         )
+    return number
+
+
+def num_characters(record: ReadRecord) -> int:
+    """Number of characters of all texts of a record; 0 of one that cannot be read."""
+    return sum(map(len, _texts(record)))
 
 
 def _texts(value: object) -> Iterator[str]:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -24,6 +25,7 @@ from ds_finetune.data.prepare import Tokenisation, TokenLimits, _write_parts, pr
 from ds_finetune.data.prepared_rows import PreparedRows, Row, pack
 from ds_finetune.data.row_kind import KindName, RowKind
 from ds_finetune.data.row_report import row_notes
+from ds_finetune.data.text_encoder import TextEncoder
 from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.errors import ConfigError, DataError, RunError
 from ds_finetune.objectives.labels import IGNORE_INDEX
@@ -162,6 +164,7 @@ KILLED = """
 import sys
 from ds_finetune.config.sections import DataConfig
 from ds_finetune.data.prepare import TokenLimits, prepare_rows
+from ds_finetune.data.text_encoder import TextEncoder
 from ds_finetune.data.tokenizer_files import load_tokenizer
 if __name__ == "__main__":
     config = DataConfig.model_validate({"train": sys.argv[1], "cache_dir": sys.argv[2], "workers": 1})
@@ -297,6 +300,31 @@ def test_a_row_of_megabytes_is_refused_by_name_before_it_is_tokenised(
             assert (
                 rows_of(tmp_path / name, tokenizer, tmp_path / "cache", limits, long_rows="auto").counts.bad_rows == 0
             )
+
+
+def test_many_long_rows_are_tokenised_a_few_at_a_time(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2,000 rows of a megabyte in one call of the tokenizer would take 800 GB."""
+    rows = [{"prompt": f"{number}", "completion": "0123456789" * 100} for number in range(40)]
+    (tmp_path / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    calls: list[int] = []
+    encode = TextEncoder.encode
+
+    def counted(self: TextEncoder, texts: Sequence[tuple[str, str]]) -> list[tuple[list[int], bool]]:
+        calls.append(sum(len(text) for text, _ in texts))
+        return encode(self, texts)
+
+    monkeypatch.setattr(TextEncoder, "encode", counted)
+    limits = TokenLimits(max_seq_len=2000, vocab_size=128)
+    whole = rows_of(tmp_path, tokenizer, tmp_path / "cache", limits)
+    assert max(calls) > 40_000
+    calls.clear()
+    monkeypatch.setattr(units, "_MOST_CHARACTERS", 4_000)
+    divided = rows_of(tmp_path, tokenizer, tmp_path / "divided", limits)
+    assert max(calls) < 6_000
+    assert divided.counts == whole.counts
+    assert np.array_equal(divided.documents.ids, whole.documents.ids)
 
 
 SHORT = TokenLimits(max_seq_len=20, vocab_size=128)
