@@ -32,8 +32,7 @@ class Line:
     """A line of a chart with values y [n] at positions x [n]. NaN leaves a gap.
 
     `role` says how the line is drawn: as `line`, `faint` (behind a mean), `mean`, `points` (joined by a line), `dots`
-    (not joined), `dashed`, or `map` (n cells at integer x and y, coloured by `values` [n] from 1/4 to 4). `colour` is
-    an index of the palette.
+    (not joined), or `dashed`. `colour` is an index of the palette.
     """
 
     name: str
@@ -41,13 +40,11 @@ class Line:
     y: ArrayLike
     role: str = "line"
     colour: int = 0
-    values: ArrayLike = ()
 
     def tree(self) -> dict[str, Any]:
         """The line as a JSON object. Numbers have six digits, and null stands for NaN and infinity."""
         numbers = {name: [_rounded(each) for each in np.asarray(getattr(self, name)).tolist()] for name in "xy"}
-        values = [_rounded(each) for each in np.asarray(self.values).tolist()]
-        return {"name": self.name, "role": self.role, "colour": self.colour, **numbers, "values": values}
+        return {"name": self.name, "role": self.role, "colour": self.colour, **numbers}
 
 
 def _rounded(value: object) -> object:
@@ -67,7 +64,6 @@ class Chart:
     title: str
     lines: Sequence[Line]
     x_name: str = "step"
-    y_name: str = ""
     has_log_x: bool = False
     categories: Sequence[str] = ()
     markers: Sequence[int] = ()
@@ -202,13 +198,13 @@ def drawn_points(values: NDArray[np.float64], most: int) -> NDArray[np.intp]:
     # index.
     padded = np.pad(values, (0, len(starts) * size - n), mode="edge").reshape(-1, size)
     is_finite = np.isfinite(padded)
-    drawn = [
+    stretch_indices = [
         np.where(is_finite, padded, np.inf).argmin(axis=1),
         np.where(is_finite, padded, -np.inf).argmax(axis=1),
         is_finite.argmin(axis=1),
         np.full(len(starts), size - 1),
     ]
-    return np.unique([0, *np.minimum(starts + np.stack(drawn), n - 1).ravel()])
+    return np.unique([0, *np.minimum(starts + np.stack(stretch_indices), n - 1).ravel()])
 
 
 def smooth(values: NDArray[np.float64], reach: int) -> NDArray[np.float64]:

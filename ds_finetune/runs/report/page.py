@@ -172,8 +172,8 @@ def number_text(value: float | None, metric: str = "") -> str:
     if unit := {"seconds": " s", "gib": " GiB"}.get(metric.rpartition("_")[2]):
         return f"{value:.3g}{unit}"
     size = abs(value)
-    is_whole = size >= 1000 or value == int(value)
-    return f"{value:{',.0f' if is_whole else '.3g' if size < 0.001 else '.4f' if size < 100 else '.1f'}}"
+    is_integer = size >= 1000 or value == int(value)
+    return f"{value:{',.0f' if is_integer else '.3g' if size < 0.001 else '.4f' if size < 100 else '.1f'}}"
 
 
 def ago_text(moment: float) -> str:

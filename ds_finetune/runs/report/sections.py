@@ -7,13 +7,12 @@ from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ds_finetune import __version__
 from ds_finetune.console.phase_line import time_text
 from ds_finetune.runs.folder import CONFIG, EXPERTS, LOG, PLAN, REPORT, RunFolder
 from ds_finetune.runs.metrics import ROLLOUTS, SAMPLES, Curve, Sample, parse_records, read_expert_table
-from ds_finetune.runs.report.charts import Chart, Line, overlay_charts, rank_charts, run_charts, run_labels
+from ds_finetune.runs.report.charts import overlay_charts, rank_charts, run_charts, run_labels
 from ds_finetune.runs.report.page import (
     NONE,
     Block,
@@ -35,7 +34,7 @@ _MOST_EVENTS, _MOST_SAMPLES, _MOST_ANSWERS, _MOST_RANKS = 100, 16, 12, 64
 _LONGEST_TEXT, _LONGEST_FILE = 1500, 100_000
 """Maximum number of characters that a page shows of a prompt or an answer, and of a file."""
 _LOG_BYTES = 16_384
-_UNKNOWN_FORM = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, OSError)
+_UNREADABLE = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, OSError)
 """Errors while a section of a page is made from a file that another version wrote or that cannot be read. The page is
 then written without this section.
 """
@@ -57,7 +56,7 @@ def run_page(run: RunFolder, *, state: State | None = None, is_live: bool = Fals
     for name, title, make_blocks, lead in SECTIONS:
         try:
             blocks = make_blocks(run)
-        except _UNKNOWN_FORM as error:
+        except _UNREADABLE as error:
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
             warnings.append(f"the section {title} is left out: this version cannot read its files ({reason})")
         else:
@@ -188,31 +187,15 @@ def _experts(run: RunFolder) -> list[Block]:
     if (path := run.file(EXPERTS)) is None:
         return []
     layers, table = read_expert_table(path)
-    if not layers:
-        return []
-    tenth = max(len(table["counts"]) // 10, 1)
-    charts, loads = list[Chart](), np.zeros((1, 1))
-    for part, records in (("first", slice(0, tenth)), ("last", slice(-tenth, None))):
-        loads = relative_loads(table["counts"][records].astype(np.float64))
-        rows, experts = (indices.ravel() for indices in np.indices(loads.shape))
-        cells = Line("load", experts, np.array(layers)[rows], "map", values=loads.ravel())
-        title = f"Load of each expert in the {part} tenth of the steps, relative to the mean of its layer"
-        charts.append(Chart(title, [cells], x_name="expert", y_name="layer", is_wide=True))
-    row, expert = np.unravel_index(int(loads.argmax()), loads.shape)
-    busiest = f"the busiest expert is {expert} of layer {layers[row]}, with {loads.max():.2f} times the mean load"
-    unused = f"{int((loads == 0).sum()):,} of {loads.size:,} experts had no token."
-    return [Charts(charts), Remark(f"In the last tenth {busiest}; {unused}")]
-
-
-def relative_loads(counts: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Sum tokens [steps, layers, experts] over steps, and divide each expert's sum by the mean of its layer: loads
-    [layers, experts].
-
-    The loads of a layer without tokens are 0.
-    """
-    total = counts.sum(axis=0)
-    mean = total.mean(axis=1, keepdims=True)
-    return np.divide(total, mean, out=np.zeros_like(total), where=mean > 0)
+    tenth, rows = max(len(table["counts"]) // 10, 1), []
+    for part, steps in (("first", slice(0, tenth)), ("last", slice(-tenth, None))) if layers else ():
+        tokens = table["counts"][steps].sum(axis=0)
+        loads = tokens / np.maximum(tokens.mean(axis=1, keepdims=True), np.finfo(float).tiny)
+        row, expert = np.unravel_index(int(loads.argmax()), loads.shape)
+        busiest = f"{expert} of layer {layers[row]}", f"{loads.max():.2f}"
+        rows.append((f"{part} tenth of the steps", *busiest, f"{int((loads == 0).sum()):,} of {loads.size:,}"))
+    columns = ("", "busiest expert", "its load relative to the mean of its layer", "experts without a token")
+    return [Table("", columns, rows, 2)] if rows else []
 
 
 def _data(run: RunFolder) -> list[Block]:

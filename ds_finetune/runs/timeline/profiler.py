@@ -51,9 +51,7 @@ class ProfiledRun:
 
     @property
     def knows_waiting(self) -> bool:
-        """Whether all ranks were profiled. Only then it is known how long they waited for the last one in each
-        collective.
-        """
+        """Whether all ranks were profiled, because only then is it known how long a rank waited for the last one."""
         return len(self.profiled_ranks) == self.world_size
 
 

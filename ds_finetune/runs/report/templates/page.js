@@ -3,15 +3,13 @@
 (() => {
   const PAUSE = 2000, GREY = "#74808f";
   const PALETTE = ["#3b7ddd", "#e0701a", "#17966b", "#9460d8", "#d8446a", "#128fa6", "#a67c1b", "#6b7685"];
-  const SHADES = ["#2c5fa8", "#5a83bf", "#7fa8d9", "#acc0da", "#d9dce2", "#e3bfa8", "#eda36e", "#d97040", "#c2410c"];
-  const MAP = "map";
   const content = document.getElementById("numbers");
   let charts = content ? JSON.parse(content.textContent) : [];
   const boxes = [...document.querySelectorAll(".plot")];
   const sources = boxes.map(() => []);
 
   // Columns of a data source; JSON has null for a value that is not finite, which is a gap in the line.
-  const columnsOf = ({ x, y, role, values }) => ({ x, y: y.map((each) => each ?? NaN), ...(role === MAP ? { values } : {}) });
+  const columnsOf = ({ x, y }) => ({ x, y: y.map((each) => each ?? NaN) });
 
   function drawLine(plot, source, { name, role, colour }) {
     const style = { source, name, color: PALETTE[colour % PALETTE.length] };
@@ -23,22 +21,12 @@
     return glyphs;
   }
 
-  function drawMap(plot, source, { name }) {
-    const transform = new Bokeh.LogColorMapper({ palette: SHADES, low: 0.25, high: 4 });
-    const colour = { field: "values", transform };
-    const bar = new Bokeh.ColorBar({ color_mapper: transform, width: 8, background_fill_color: null, major_label_text_color: GREY });
-    plot.add_layout(bar, "right");
-    return [plot.rect({ field: "x" }, { field: "y" }, 1, 1, { source, name, fill_color: colour, line_color: null })];
-  }
-
   function draw(at) {
-    const { x_name, y_name, has_log_x, categories, is_percent, markers, lines } = charts[at];
-    const isMap = lines.some(({ role }) => role === MAP);
-    const tooltips = [["", isMap ? "@values{0.00} of expert @x in layer @y" : `$name: ${is_percent ? "@y{0.0%}" : "@y"} at @x`]];
-    const hover = new Bokeh.HoverTool({ mode: isMap ? "mouse" : "vline", tooltips });
+    const { x_name, has_log_x, categories, is_percent, markers, lines } = charts[at];
+    const hover = new Bokeh.HoverTool({ mode: "vline", tooltips: [["", `$name: ${is_percent ? "@y{0.0%}" : "@y"} at @x`]] });
     const zoom = new Bokeh.BoxZoomTool({ dimensions: "width" });
     const plot = new Bokeh.Plotting.figure({
-      sizing_mode: "stretch_both", toolbar_location: null, x_axis_label: x_name, y_axis_label: y_name, x_axis_type: has_log_x ? "log" : "auto",
+      sizing_mode: "stretch_both", toolbar_location: null, x_axis_label: x_name, x_axis_type: has_log_x ? "log" : "auto",
       x_range: categories.length ? categories : undefined, background_fill_color: null, border_fill_color: null, outline_line_color: null,
       tools: [hover, zoom],
     });
@@ -46,24 +34,22 @@
     // A finger that is dragged scrolls the page.
     plot.toolbar.active_drag = matchMedia("(pointer: coarse)").matches ? null : zoom;
     for (const axis of [...plot.xaxes, ...plot.yaxes]) {
-      if (isMap || axis.axis_label === "step") axis.ticker.min_interval = 1;
+      if (axis.axis_label === "step") axis.ticker.min_interval = 1;
       Object.assign(axis, { axis_label_text_color: GREY, major_label_text_color: GREY, axis_line_color: GREY, major_tick_line_color: GREY, minor_tick_line_color: null });
     }
     if (is_percent) plot.yaxis.formatter = new Bokeh.NumeralTickFormatter({ format: "0.[0]%" });
     for (const grid of [...plot.xgrids, ...plot.ygrids]) Object.assign(grid, { grid_line_color: GREY, grid_line_alpha: 0.25 });
     for (const location of markers) plot.add_layout(new Bokeh.Span({ location, dimension: "height", line_color: GREY, line_dash: "dashed" }));
     sources[at] = lines.map((line) => new Bokeh.ColumnDataSource({ data: columnsOf(line) }));
-    const renderers = lines.map((line, number) => (line.role === MAP ? drawMap : drawLine)(plot, sources[at][number], line));
-    if (!isMap) {
-      // Values and mean of a metric have one name, which hides both.
-      const names = [...new Set(lines.map(({ name }) => name))];
-      const items = names.map((label) => new Bokeh.LegendItem({ label, renderers: renderers.filter((_, number) => lines[number].name === label).flat() }));
-      hover.renderers = renderers.filter((_, number) => lines[number].role !== "mean").flat();
-      plot.add_layout(new Bokeh.Legend({
-        items, click_policy: "hide", orientation: "horizontal", ncols: 2, location: "top_left", label_text_color: GREY, label_text_font_size: "12px",
-        background_fill_color: null, border_line_color: null, padding: 0, margin: 4,
-      }), "below");
-    }
+    const renderers = lines.map((line, number) => drawLine(plot, sources[at][number], line));
+    // Values and mean of a metric have one name, which hides both.
+    const names = [...new Set(lines.map(({ name }) => name))];
+    const items = names.map((label) => new Bokeh.LegendItem({ label, renderers: renderers.filter((_, number) => lines[number].name === label).flat() }));
+    hover.renderers = renderers.filter((_, number) => lines[number].role !== "mean").flat();
+    plot.add_layout(new Bokeh.Legend({
+      items, click_policy: "hide", orientation: "horizontal", ncols: 2, location: "top_left", label_text_color: GREY, label_text_font_size: "12px",
+      background_fill_color: null, border_line_color: null, padding: 0, margin: 4,
+    }), "below");
     return Bokeh.Plotting.show(plot, boxes[at]);
   }
 
@@ -115,7 +101,7 @@
     } catch (error) {
       link.textContent = error instanceof TypeError ? "connection lost, trying again" : error.message;
     }
-    setTimeout(follow, Math.max(PAUSE, 10 * (performance.now() - began)));
+    setTimeout(follow, Math.max(PAUSE, 4 * (performance.now() - began)));
   }
   setTimeout(follow, PAUSE);
 })();
