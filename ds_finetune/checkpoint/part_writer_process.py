@@ -92,8 +92,8 @@ def main() -> None:
 
 
 def _wait_condition(jobs: _JobQueue, partial: Path) -> Callable[[], bool]:
-    """Make a function that says whether to keep waiting for the part files of other ranks: until the rank sends
-    StopWaiting or, if the rank has exited, as long as the files grow.
+    """Make a function that says whether to keep waiting for the part files of other ranks. While this rank runs, the
+    wait ends when it sends StopWaiting. After it has exited, the wait ends when the files stop growing.
     """
     size, since = -1, time.monotonic()
 

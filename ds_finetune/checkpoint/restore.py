@@ -84,7 +84,7 @@ def named_checkpoint(checkpoints: CheckpointFolder, path: Path) -> UsableCheckpo
 
 def restore_engine(engine: Engine, checkpoints: CheckpointFolder, usable: UsableCheckpoint) -> dict[str, Any]:
     """Restore `engine` from a checkpoint; collective. Returns the state that this rank saved for itself, e.g. its
-    random state, which is empty if the number of ranks or the mesh has changed. CheckpointError on every rank if a
+    random state; empty if the number of ranks or the mesh has changed. CheckpointError on every rank if a
     tensor is missing, has another shape, or is in a part file that is not available.
     """
     error, state = None, engine.state

@@ -53,8 +53,8 @@ class Saver:
     """Saves checkpoints of the state that `groups` returns, one at a time.
 
     If `is_asynchronous`, a writer process writes the files while training continues. Each checkpoint also has hard
-    links to the files `linked`, whose keys are the names of the links. The writer process inherits the open files
-    `inherited`, and may exit a little later than this process. Methods are collective, except `start`, `remove` and
+    links to the files `linked`, by name of the link. The writer process inherits the open files `inherited`, and may
+    exit a little later than this process. Methods are collective, except `start`, `remove` and
     `close`.
     """
 

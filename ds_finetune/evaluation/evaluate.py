@@ -210,8 +210,8 @@ class _Scoring:
     def _read(
         self, take: Callable[[PreparedRows, int], list[AnyDocument]], unit: str, kind: RowKind | None = None
     ) -> dict[str, list[AnyDocument]]:
-        """Read the held-out sets, by their names (empty for files without a name). The function `take` makes documents
-        of tokenised rows, given also the maximum number of tokens.
+        """Read the held-out sets by name; a set without a name has the name "". `take` turns tokenised rows and the
+        maximum number of tokens into documents.
         """
         config, request = text_config(AutoConfig.from_pretrained(self.folder, trust_remote_code=False)), self.request
         length = min(request.max_seq_len, max_positions(config) or request.max_seq_len)

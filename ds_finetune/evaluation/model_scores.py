@@ -55,8 +55,8 @@ class Drafter:
 
 
 def _row_sums(logits: torch.Tensor, labels: torch.Tensor, *others: torch.Tensor) -> tuple[float, ...]:
-    """Summed loss of a row's supervised tokens in nats, and the numbers of these tokens, of predictions that equal
-    `labels`, and of predictions that equal each of `others`.
+    """Sums over the supervised tokens of a row: the loss in nats, the number of tokens, and how many predictions equal
+    `labels` and each of `others`.
     """
     is_supervised = labels != IGNORE_INDEX
     scores, targets = logits[is_supervised].float(), labels[is_supervised]
@@ -239,8 +239,8 @@ def generate_answers(
 
 
 def length_batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
-    """Yield batches of indices of sequences of similar length, longest first; rows x longest is at most `batch_tokens`.
-    A sequence longer than `batch_tokens` is a batch by itself.
+    """Yield batches of sequence indices, longest sequences first, so that lengths in a batch are similar. Padded, a
+    batch has at most `batch_tokens` tokens. A sequence longer than `batch_tokens` is a batch by itself.
     """
     batch: list[int] = []
     for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):

@@ -34,8 +34,8 @@ class ObjectiveScores:
 
     @classmethod
     def of_pairs(cls, objective: DocumentObjective, scores: Scores, reference: Scores | None) -> Self:
-        """Scores of pairs, from log-probabilities of alternately a chosen and a rejected document under the model and
-        under the reference model (None for objectives without one).
+        """Scores of pairs from the model's `scores` of documents, in turns a chosen and a rejected one. `reference` are
+        the reference model's scores; None for objectives without a reference model.
         """
         assert (reference is not None) == objective.needs_reference
         logps, zeros = -scores.loss, np.zeros(len(scores))
@@ -82,8 +82,7 @@ class ObjectiveScores:
 
     def metrics(self, counts: Numbers) -> dict[str, Numbers]:
         """Training metrics of bootstrap samples, [samples] each; sample s contains pair, answer or text u `counts[s,
-        u]` times. A metric is NaN if a sample has nothing to measure, as KTO's reward of good answers without good
-        answers.
+        u]` times. A metric is NaN where it is undefined, e.g. KTO's reward of good answers if a sample has none.
         """
         totals = zip(counts, counts @ self.sums, (counts @ self.chosen_tokens).tolist(), strict=True)
         results = [self._metrics_of(*sample) for sample in totals]
@@ -113,7 +112,9 @@ def sides_of(rows: PreparedRows, limit: int | None) -> list[Document]:
 
 
 class LabelledAnswer(NamedTuple):
-    """A labelled answer, its prompt with another example's answer (for KTO's z0), and 1 for good or 0 for bad."""
+    """A labelled answer, whose `target` is 1 for good or 0 for bad. `mismatched` has its prompt and the answer to
+    another prompt, for KTO's z0.
+    """
 
     document: Document
     mismatched: Document
@@ -121,7 +122,7 @@ class LabelledAnswer(NamedTuple):
 
 
 def labelled_answers(rows: PreparedRows, limit: int | None, *, max_seq_len: int) -> list[LabelledAnswer]:
-    """Make the first `limit` labelled answers; DataError where equal prompts leave no answer to mismatch."""
+    """Make the first `limit` labelled answers; DataError if all prompts are equal."""
     mismatched = MismatchedAnswers(rows, seed=0, max_seq_len=max_seq_len, is_packed=False)
     mismatched.check("the held-out rows")
     answers = []

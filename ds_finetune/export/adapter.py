@@ -45,8 +45,8 @@ class AdapterBase:
 
 
 def write_adapter(factors: Mapping[str, Factors], lora: LoraConfig, out: Path, base: AdapterBase) -> None:
-    """Write the LoRA adapters `factors`, by name of the adapted weight, to the folder `out`, which appears only when
-    complete. OutputError if the disk is full; the incomplete folder is then removed.
+    """Write LoRA adapters to the folder `out`, which appears only when complete. The keys of `factors` are the names of
+    the adapted weights. OutputError if the disk is full; the incomplete folder is then removed.
     """
     factors = {re.sub(r"^model\.", f"{base.module}.", name): adapter for name, adapter in factors.items()}
     with replaced_folder(out) as partial, as_output_errors(partial):

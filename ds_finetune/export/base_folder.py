@@ -113,8 +113,8 @@ class BaseFolder:
         return replace(parts, copies=copies), [line] if copies else []
 
     def _original(self, key: str) -> str | None:
-        """Name of the base model's embedding or head that equals its tensor `key`, or None. If both are equal to it,
-        the embedding is returned for a key that names an embedding, else the head.
+        """Name of the embedding or head of the base model that equals the base model's tensor `key`; None if neither
+        does. If both do, the embedding is returned if `key` names an embedding, else the head.
         """
         equal = (
             name

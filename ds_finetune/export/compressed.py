@@ -215,9 +215,9 @@ def _parts_of(
 
 
 def _compare(source: Path, folder: Path, out: Path, dtype: str, weights: frozenset[str]) -> tuple[str, ...]:
-    """Load the quantised folder `out` with plain transformers, and compare its weights and loss with the unquantised
-    export of `source` in `folder`. VerificationError if a tensor is missing, or a weight differs by more than rounding
-    explains.
+    """Load the quantised folder `out` with plain transformers, and compare its weights and loss with those of `folder`,
+    the unquantised export of `source`. VerificationError if a tensor is missing, or a weight differs by more than
+    rounding explains.
     """
     show_loading_as_phase()
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, trust_remote_code=False).eval()

@@ -39,8 +39,8 @@ def is_sentencepiece(tokenizer: PreTrainedTokenizerBase) -> bool:
 def compare_tokens(
     tokenizer: PreTrainedTokenizerBase, chats: Sequence[str], program: str, *, adds_space: bool
 ) -> Agreement:
-    """Count the sample texts PROBES and rendered `chats` that another `program` tokenises as transformers does. With
-    `adds_space`, that program adds a space before a text and after control tokens.
+    """Count how many `chats` and how many sample texts PROBES another `program` tokenises as transformers does. `chats`
+    are rendered texts. With `adds_space`, the program adds a space before a text and after control tokens.
     """
     own, texts = tokenizer.backend_tokenizer, list(PROBES.values())
     other = _as_elsewhere(tokenizer, adds_space=adds_space)

@@ -46,7 +46,7 @@ class FileSums:
 
 
 def write_file_record(folder: Path, tree: Mapping[str, Any]) -> None:
-    """Write `tree`, digests of all files in `folder`, and a digest of this record, to the file RECORD in `folder`."""
+    """Write the file RECORD into `folder`: entries `tree`, digests of all other files, and the record's own digest."""
     record = {**tree, "files": {name: asdict(FileSums.of(path)) for name, path in _files(folder)}}
     with as_output_errors(folder):
         (folder / RECORD).write_text(json.dumps({**record, "sum": _sum_of(record)}) + "\n", encoding="utf-8")

@@ -50,7 +50,7 @@ class FittedTokenizer:
 def fit_tokenizer(
     tokenizer: PreTrainedTokenizerBase, files: Mapping[str, Path], encode: Encode, *, config: Mapping[str, Any]
 ) -> FittedTokenizer:
-    """Change the tokenizer files of a decoder classifier so that a pipeline of transformers gives the ids of `encode`.
+    """Change the tokenizer files of a decoder classifier so that a transformers pipeline tokenises as `encode` does.
 
     `files` are paths by file name. Texts are padded with the `pad_token_id` of `config`, the model's config.json.
     """

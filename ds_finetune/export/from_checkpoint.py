@@ -41,8 +41,9 @@ FP8 = "fp8"
 def export_checkpoint(path: Path, out: Path, *, dtype: str, max_shard_bytes: int, base: Path | None) -> ExportResult:
     """Convert the checkpoint or model in `path` to the Hugging Face folder `out`, with weights in `dtype`.
 
-    config.json and tokenizer come from `base`, else from the checkpoint's folder. A full model, or a checkpoint with a
-    resized vocabulary, brings its own. Tensors of the base for which transformers' class has no module are copied.
+    config.json and tokenizer come from `base`, else from the checkpoint's folder. Those of a full model, or of a
+    checkpoint with a resized vocabulary, are always its own. Base tensors for which transformers' class has no module
+    are copied.
     ExportError or ModelError if the source cannot be read or does not fit the model class of config.json; OutputError
     if `out` is not empty, or larger than the free space of the disk.
     """
@@ -139,7 +140,7 @@ def _config_file(folders: tuple[Path, ...]) -> Path:
     if file is None:
         searched = ", ".join(map(str, folders))
         raise ExportError(
-            f"no config.json in {searched}", hint="name the folder of the model that training started from by --base"
+            f"no config.json in {searched}", hint="set --base to the folder of the model that training started from"
         )
     return file
 

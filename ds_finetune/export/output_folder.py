@@ -1,4 +1,4 @@
-"""Output folders: written only if empty, named only when complete. Disk errors are raised as OutputError."""
+"""Output folders, which must be empty before and get their names when complete. Disk errors become OutputError."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -31,8 +31,8 @@ def check_out_empty(out: Path, message: str = "", *, may_hold: Callable[[Path], 
 def replaced_folder(out: Path) -> Iterator[Path]:
     """Context with a new folder to fill, which replaces an older `out` when the context ends without an error.
 
-    Before that its files are flushed to the disk. After an error the new folder is removed; a folder of the same name
-    that a killed program left is removed too. OutputError if the folder cannot be made or renamed.
+    Before that its files are flushed to the disk. After an error the new folder is removed. At the start, an incomplete
+    folder that a killed program left is removed. OutputError if the folder cannot be made or renamed.
     """
     partial = out.with_name(out.name + _PARTIAL)
     shutil.rmtree(partial, ignore_errors=True)

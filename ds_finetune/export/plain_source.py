@@ -71,8 +71,8 @@ def plain_model(folder: Path, check_model: Callable[..., None]) -> tuple[PreTrai
 
 
 def copy_settings(folder: Path, out: Path) -> None:
-    """Copy configuration and tokenizer files of `folder` to `out`, without names of Python code. The copied tokenizer
-    puts the same special tokens before a text as training does.
+    """Copy configuration and tokenizer files of `folder` to `out`, without keys that name Python code. The copied
+    tokenizer puts the same special tokens before a text as training does.
     """
     files = beside_weights((folder,))
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))

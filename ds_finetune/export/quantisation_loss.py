@@ -48,8 +48,8 @@ class QuantisationLoss:
 def quantisation_loss(
     dtype: str, source: Path, before: PreTrainedModel, after: PreTrainedModel, sizes: tuple[int, int]
 ) -> QuantisationLoss:
-    """Compare a model before and after quantisation on the first rows of the run that wrote `source`. If there is no
-    such run, text that `before` samples is used. `sizes` are the bytes of both models.
+    """Compare a model before and after quantisation on the first rows of the run that wrote `source`. Without such
+    a run, use texts sampled from `before`. `sizes` are the bytes of both models.
     """
     rows, sums = _rows_of_run(source, before.name_or_path), np.zeros(4)
     rows_text = f"of {len(rows)} rows of the run" if rows else "that the model sampled"

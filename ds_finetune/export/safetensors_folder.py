@@ -63,9 +63,9 @@ def writable_section(config: Mapping[str, Any], file: Path) -> Mapping[str, Any]
 def section_for(tensors: Collection[HubTensor], base: Mapping[str, Any] | None) -> dict[str, Any]:
     """Make the `quantization_config` of an exported FP8 folder with `tensors`.
 
-    It is the base model's section, if `base` is given, with its list of unquantised modules reduced by modules that are
-    now in FP8. Otherwise it lists each module with a matrix that is not in FP8, because servers expect every linear
-    layer in FP8 that is not listed, even Qwen3's routers.
+    If `base`, the base model's section, is given, modules that are now in FP8 are removed from its list of unquantised
+    modules. Otherwise each module with a matrix that is not in FP8 is listed, because servers expect every unlisted
+    linear layer in FP8, even Qwen3's routers.
     """
     if base is None:
         plain = (
@@ -126,13 +126,13 @@ class FolderParts:
     """Files to copy to the export; `auto_map`, which names Python code, is removed from tokenizer_config.json."""
     is_fp8: bool = False
     fp8_base: HubFolder | None = None
-    """FP8 folder of the base model. Blocks that equal its blocks are copied byte for byte."""
+    """FP8 folder of the base model. Blocks that training did not change are copied from it byte for byte."""
     base_tensors: Sequence[HubTensor] = ()
     """Tensors of the base model without a module in transformers' class; written after the model's tensors."""
     copy_base_tensors: Callable[[ShardWriter], object] | None = None
     """Function that writes `base_tensors`; None if there are none."""
     composite: HubFolder | None = None
-    """Model that combines text with images or sound; the export copies all of it but the trained text part."""
+    """Model that combines text with images or sound. The export copies all its parts except the trained text part."""
     copies: Mapping[str, str] = field(default_factory=dict)
     """Further tensors of the export that are copies: each name, with the name of the tensor that it equals."""
     record: ExportRecord | None = None
@@ -163,7 +163,7 @@ class FolderParts:
         return self.is_fp8 and (self.base_section or {}).get(_SCALE_FORMAT) == _POWERS_OF_TWO
 
     def scale_dtype(self, key: str) -> torch.dtype:
-        """Dtype of the scales of the FP8 weight `key`: an exponent byte if the base model has those, else fp32."""
+        """Dtype of the scales of the FP8 weight `key`: one exponent byte if the base model stores it so, else fp32."""
         base = self.fp8_base
         is_byte = base is not None and base.is_fp8(key) and base.scale_dtype(key) == BYTE_SCALE
         return BYTE_SCALE if is_byte and self.has_scales_of_two else torch.float32
@@ -246,7 +246,7 @@ def folder_writer(
         raise ExportError(
             f"model_type `{parts.config.get('model_type')}` combines text with images or sound; only its text part was "
             "trained, and the folder with its other parts is not known",
-            hint="name the folder of the model that training started from by --base",
+            hint="set --base to the folder of the model that training started from",
         )
     all_tensors = [*tensors, *parts.base_tensors]
     names = parts.composite.published if parts.composite is not None else {}

@@ -90,8 +90,8 @@ class ShardWriter:
     """Writes the safetensors files `shards` to `folder`. Several threads may call `write`, in any order of tensors.
 
     A file is created with its header at its first write, and flushed and closed when it is full, so that few files are
-    open at a time. If a file stores several tensors as one, `names` maps their names to the name of the stored tensor
-    and the index of their first element in it.
+    open at a time. If several tensors are stored as one, `names` maps the name of each to the name of the stored tensor
+    and the index in it at which the tensor begins.
     """
 
     def __init__(self, folder: Path, shards: Shards, names: Mapping[str, tuple[str, int]] | None = None) -> None:

@@ -1,6 +1,6 @@
 """Generates answers one at a time: queues requests, stops a generation, and decodes its text.
 
-A generation ends when the client disconnects, and before the first stop text.
+A generation stops when the client disconnects. A text ends before the first stop text.
 """
 
 import asyncio
@@ -71,7 +71,7 @@ class GenerationStopper:
 
 @dataclass(frozen=True)
 class QueueLimits:
-    """Limits of the server: maximum number of waiting requests, and maximum seconds of a request with its wait."""
+    """Limits of the server: maximum number of waiting requests, and maximum seconds to wait and be answered."""
 
     queue: int
     request_seconds: float
@@ -138,7 +138,7 @@ class RequestQueue:
         return True
 
     async def _answer(self, answer: "asyncio.Task[None]", disconnection: "asyncio.Task[None]", until: float) -> None:
-        """Wait for `answer` until the model is idle again; stop it if the client disconnects or the time is over."""
+        """Wait until `answer` has ended and the model is idle; stop it if the client disconnects or time is over."""
         remaining = until - asyncio.get_running_loop().time()
         try:
             await asyncio.wait({answer, disconnection}, timeout=remaining, return_when=asyncio.FIRST_COMPLETED)
@@ -270,7 +270,9 @@ class AnswerManager(GenerateManager):
         return queue, streamer
 
     async def generate_non_streaming(self, *given: Any, **_: object) -> tuple[str, int, torch.Tensor]:  # noqa: ANN401 - of transformers
-        """Generate an answer. Returns its text, not yet cut at a stop text, number of prompt tokens, and token ids."""
+        """Generate an answer. Returns its text, the number of prompt tokens, and the token ids of the answer. The text
+        may go on after a stop text.
+        """
         done, _streamer = self._start(*given, asyncio.Queue(), None)
         length = given[2]["input_ids"].shape[-1]
         ids = (await done)[0, length:]

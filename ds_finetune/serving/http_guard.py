@@ -15,8 +15,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 RECEIVE_SECONDS = 30.0
-"""Seconds within which the headers and the body of a request must arrive, and within which a client must read the part
-of a response that waits to be sent.
+"""Seconds within which a client must send the headers and the body of a request, and read the buffered part of a
+response.
 """
 CONNECTIONS = 256
 """Maximum number of open connections of a server; a process may usually open 1,024 files."""

@@ -116,7 +116,7 @@ class AnswerRequest(_Strict):
         return self.max_tokens
 
     def body(self) -> dict[str, Any]:
-        """Parameters of the request for transformers, without neutral values."""
+        """Parameters of the request that are passed to transformers."""
         return self.model_dump(include={"temperature", "top_p", "seed", "stream"}, exclude_none=True)
 
 
@@ -151,7 +151,7 @@ class ChatRequest(AnswerRequest):
         return self.max_completion_tokens or self.max_tokens
 
     def body(self) -> dict[str, Any]:
-        """Parameters of the chat request for transformers, without neutral values."""
+        """Parameters of the chat request that are passed to transformers."""
         names = ("tools", "chat_template_kwargs", "logit_bias")
         settings = {name: value for name in names if (value := getattr(self, name))}
         return super().body() | {"messages": self.conversation()} | settings

@@ -97,7 +97,7 @@ class ServeOptions:
 
 
 def serve(folder: Path, address: Address, options: ServeOptions, *, show: Callable[[str], None]) -> None:
-    """Serve the model in `folder` until SIGINT, SIGTERM or SIGHUP; all processes that were started then end.
+    """Serve the model in `folder` until SIGINT, SIGTERM or SIGHUP, then end all processes of the server.
 
     ServeError where the folder, the engine or the address cannot be used, where the server ends by itself, and where it
     is not healthy after `options.ready_seconds`.
@@ -201,7 +201,7 @@ def _adapter_arguments(options: ServeOptions, folder: Path, cache: str) -> list[
     out = Path(cache) / "adapter"
     ADAPTER.load().write(options.adapter, out, ADAPTER.resolved(ExportOptions(base=folder)))
     given = ["--lora-modules", f"{options.adapter}={out}"]
-    # The adapter's tokenizer and generation config are served, since it was trained with their prompts and end tokens.
+    # vLLM serves the adapter's tokenizer and generation config: training used their chat template and end tokens.
     given += ["--tokenizer", str(out)] if (out / "tokenizer_config.json").is_file() else []
     given += ["--generation-config", str(out)] if (out / GENERATION).is_file() else []
     return ["--enable-lora", "--max-lora-rank", str(served_rank(out)), *given]

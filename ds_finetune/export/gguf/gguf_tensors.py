@@ -149,7 +149,7 @@ def _keys_and_values(prefix: str, shape: tuple[int, ...], config: PretrainedConf
 
 
 def _outputs_first(key: str, shape: tuple[int, ...]) -> list[_View]:
-    """Make GGUF tensors of weights published as [experts, inputs, outputs], with gate and up columns in turns."""
+    """Transpose experts published as [experts, inputs, outputs], and separate interleaved gate and up columns."""
     start, bias, _ = key.partition("_bias")
     turns = {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}
     views: list[_View] = []

@@ -46,8 +46,8 @@ _SPLITTERS = {
     "9d032fcbd5501f4a38150912590928bfb36091efb5df11b8e2124b0390e3fb1e": "falcon3",
     "3ce83efda5659b07b1ad37ca97ca5797ea4285d9b9ab0dc679e4a720c9da7454": "gpt-2",
 }
-"""Names of llama.cpp's rules for splitting text into words, by the sha256 of a tokenizer's ids of `_PROBE`. The table
-has the tokenizers of the supported model families, from llama.cpp's converter.
+"""Names of llama.cpp's rules for splitting text into words, by the sha256 of the ids that a tokenizer gives for
+`_PROBE`. The table has the tokenizers of the supported model families, from llama.cpp's converter.
 """
 
 
@@ -58,7 +58,7 @@ def splitting(tokenizer: PreTrainedTokenizerBase) -> str | None:
     if is_sentencepiece(tokenizer):
         return None
     ids = [tokenizer(_PROBE, add_special_tokens=special)["input_ids"] for special in (True, False)]
-    # `_SPLITTERS` may have ids with BOS, which an export lacks: transformers 5.23 does not save `add_bos_token`.
+    # The ids in `_SPLITTERS` may begin with BOS. An export's ids may not, as transformers 5.23 loses `add_bos_token`.
     ids.append([tokenizer.bos_token_id, *ids[-1]])
     sums = [sha256(str(each).encode()).hexdigest() for each in ids]
     for each in sums:
@@ -122,8 +122,8 @@ def choose_space_prefix(tokenizer: PreTrainedTokenizerBase) -> tuple[bool, str]:
     """Choose whether llama.cpp must add a space before a text and after each control token to tokenise most chats and
     texts as transformers does. Also returns a note on texts that still differ.
 
-    ExportError if llama.cpp does not support the tokenizer's splitting of text or its chat template, or if it makes
-    other tokens of every chat, or, without a chat template, of every text.
+    ExportError if llama.cpp does not support the tokenizer's splitting of text or its chat template, or if it tokenises
+    every chat differently. Without a chat template, texts are compared instead of chats.
     """
     check_template(tokenizer)
     splitting(tokenizer)
@@ -154,8 +154,8 @@ def _type_of(text: str | None, added: Mapping[str, Any] | None, core: Mapping[st
 
 
 def _add_special(writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> None:
-    """Write the ids of special tokens, whether the tokenizer adds them to a text, and the chat template. llama.cpp ends
-    an answer at the tokens `eos`, `eot` and `eom`, and at tokens whose text it knows to end answers.
+    """Write the ids of special tokens, flags for BOS and EOS that the tokenizer adds to texts, and the chat template.
+    llama.cpp ends an answer at the tokens `eos`, `eot` and `eom`, and at tokens whose text it knows to end answers.
     """
     ids = {name: getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "unk", "pad")}
     others = [number for number in ends if number != tokenizer.eos_token_id]

@@ -78,7 +78,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Reference:
-    """Results of plain transformers in fp32 with which an ONNX graph is compared."""
+    """The fp32 results of plain transformers, with which those of an ONNX graph are compared."""
 
     cases: tuple[Case, ...]
     experts: str
@@ -217,7 +217,8 @@ def compare(folder: Path, reference: Reference) -> OnnxComparison:
     beyond = int((~(all_distances <= tolerance)).sum())
     differing = None
     if engine is not None and reference.tokens is not None and reference.leads is not None:
-        # Tokens are compared after equal earlier tokens, if their lead over the second best exceeds the tolerance.
+        # Both choose a token after the same earlier tokens. Choices count as different if the expected token's lead
+        # over the second best exceeds the tolerance.
         best = generate_tokens(engine, reference.tokens)[1].argmax(dim=-1).numpy()
         differing = int(((best != reference.chosen) & (reference.leads > tolerance)).sum())
     failures = []

@@ -65,7 +65,7 @@ def _genai_config(folder: Path, config: PretrainedConfig) -> dict[str, Any]:
         },
     }
     model = {
-        # ONNX Runtime GenAI calls every decoder with a standard key/value cache `llama`, whatever the graph computes.
+        # For ONNX Runtime GenAI, "llama" means any decoder with a standard key/value cache.
         "type": "llama",
         "vocab_size": config.vocab_size,
         "context_length": config.max_position_embeddings,

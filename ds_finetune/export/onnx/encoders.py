@@ -109,7 +109,9 @@ class _EncoderModules:
 
 
 def _post_norm(encoder: _EncoderModules) -> str:
-    """Add an encoder with norms after attention and MLP (BERT, arXiv 1810.04805); returns class scores."""
+    """Add an encoder with norms after attention and MLP (BERT, arXiv 1810.04805). Returns the name of the class
+    scores.
+    """
     graph, layers = encoder.graph, encoder.layers
     if encoder.kind.positions_follow_padding:
         # RoBERTa's positions count only tokens that are not padding (transformers 5.23,
@@ -148,7 +150,9 @@ def _post_norm_states(encoder: _EncoderModules, positions: str, token_types: str
 
 
 def _pre_norm(encoder: _EncoderModules) -> str:
-    """Add an encoder with norms before attention and MLP (ModernBERT, arXiv 2412.13663); returns class scores."""
+    """Add an encoder with norms before attention and MLP (ModernBERT, arXiv 2412.13663). Returns the name of the
+    class scores.
+    """
     graph, layers, config = encoder.graph, encoder.layers, encoder.config
     kinds = sorted(set(config.layer_types))
     windows = {"full_attention": None, "sliding_attention": config.sliding_window}

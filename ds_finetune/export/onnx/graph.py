@@ -84,7 +84,7 @@ class Graph:
         return self.constants[name].name
 
     def weight(self, name: str, shape: tuple[int, ...], pieces: Pieces, dtype: np.dtype | None = None) -> str:
-        """Add a weight whose values are read when the file is written, of the graph's dtype unless `dtype` is given."""
+        """Add a weight of `dtype`, by default the graph's. `pieces` yields its values when the file is written."""
         assert name not in self.weights, name
         self.weights[name] = Weight(name, shape, dtype or self.dtype, pieces)
         return name

@@ -40,8 +40,8 @@ def load_values(path: Path, stand_ins: Sequence[tuple[Any, str]]) -> dict[str, A
     """Load the dictionary that torch.save wrote to `path`, with tensors on the meta device; `span_of` locates their
     data.
 
-    `stand_ins` are pairs of a placeholder class and the pickled class name that it replaces. ExportError, before any
-    pickled code runs, if the file has another class that torch does not allow.
+    `stand_ins` are pairs of a placeholder class and the pickled class name that it replaces. No pickled code
+    runs. ExportError if the file names a further class that torch does not allow.
     """
     try:
         with safe_globals(list(stand_ins)):
@@ -85,10 +85,10 @@ class FileSpan:
 
 
 def span_of(tensor: torch.Tensor, file: DataFile) -> FileSpan:
-    """Locate the data of a tensor that `load_values(file.path)` returned in `file`. ExportError if it is not
-    contiguous.
+    """Find the range of `file` with the data of `tensor`, which `load_values` loaded from it. ExportError if the tensor
+    is not contiguous.
 
-    torch 2.13 gives the storage of a tensor on the meta device its offset in the file (serialization.py:2098).
+    torch 2.13 records in the storage of a meta tensor where in the file its data begin (serialization.py:2098).
     """
     if not tensor.is_contiguous() or not tensor.dtype.is_floating_point:
         raise ExportError(
@@ -315,7 +315,7 @@ def _trained_weights(step: Path, model: Sequence[_States], optim: Sequence[_Stat
 def _stage_3_weights(
     step: Path, groups: Sequence[Mapping[str, Sequence[int]]], optim: Sequence[_States]
 ) -> Iterator[_NamedTensor]:
-    """Yield weights of ZeRO stage 3, where a rank's flat vector has a slice of every parameter, in sub-groups."""
+    """Yield weights of ZeRO stage 3. A rank's flat vector, stored in sub-groups, has a slice of every parameter."""
     vectors = [[states.span(flat) for flat in _zero(states)["fp32_flat_groups"]] for states in optim]
     offset = 0
     for name, shape in ((name, tuple(shape)) for group in groups for name, shape in group.items()):

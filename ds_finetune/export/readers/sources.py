@@ -206,7 +206,7 @@ def check_base(digest: str, folder: Path, *, label: str) -> None:
     if digest and (actual := weights_digest(folder)) != digest:
         raise ExportError(
             f"{label} was trained from weights with digest {digest}, but the weights of `{folder}` have {actual}",
-            hint="name the folder of the model that training started from by --base",
+            hint="set --base to the folder of the model that training started from",
         )
 
 
@@ -249,7 +249,7 @@ def _merged_source(
         if wrong:
             raise ExportError(
                 f"{label} does not fit the base model's shapes: {'; '.join(wrong[:3])}",
-                hint="name the folder of the model that training started from by --base",
+                hint="set --base to the folder of the model that training started from",
             )
         adapted |= {key: (name, begin) for key, begin, _ in pieces}
 

@@ -88,14 +88,14 @@ class ExportRecord:
     num_labels: int | None = None
     """Number of classes of a classifier, whose logits are all recorded, one row per prompt; None for other models."""
     texts: tuple[str, ...] = ()
-    """Texts for which the exported tokenizer must give recorded ids: `text_ids`, or a classifier's last prompts."""
+    """Texts that the exported tokenizer must tokenise to `text_ids`, or for a classifier to its last prompts."""
     text_ids: tuple[tuple[int, ...], ...] = ()
     """Token ids of `texts` as plain texts, with the special tokens that training put before and after them."""
     chat_ids: tuple[tuple[int, ...], ...] = ()
     """Token ids of `texts` as a user's message in the chat template, up to the answer."""
 
     def with_tokens(self, prompts: PromptFormat, tokenizer: PreTrainedTokenizerBase) -> "ExportRecord":
-        """Copy this record of a language model's export with token ids of sample texts in the format `prompts`."""
+        """Return a copy of a language model's record with sample texts and their ids in the format `prompts`."""
         texts = tuple(PROBES.values())
         chats = tuple(tuple(prompts.chat_ids(tokenizer, text)) for text in texts)
         return replace(
@@ -168,7 +168,7 @@ class ExportRecord:
 
 
 def sampling_stride(vocab_size: int) -> int:
-    """Step between the recorded logits of a position for a language model."""
+    """Step n of a language model's record, which has every n-th logit of a position."""
     return -(-vocab_size // _SAMPLED_LOGITS)
 
 

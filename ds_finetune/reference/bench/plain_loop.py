@@ -87,8 +87,8 @@ def padded_forwards(batch: Batch) -> list[PlainForward]:
 
 
 class _PlainDocument(NamedTuple):
-    """A document without padding: token ids and labels, [tokens], target, and log-probability under the reference
-    model. `top` are a teacher's stored distributions [tokens, ...]; `token_types`, [tokens], are 1 for a second text.
+    """A document without padding. `ids`, `labels` and `token_types` are [tokens]; token types are 1 for a second text.
+    `reference` is the log-probability under the reference model, and `top` a teacher's distributions [tokens, ...].
     """
 
     ids: torch.Tensor

@@ -164,8 +164,8 @@ def log_prob_of_random_weights(labels: np.ndarray) -> float:
 
 @cache
 def answer_log_probs(number: int) -> np.ndarray:
-    """Made-up log-probabilities of a sample's answer tokens, fp32 [3, tokens], near those of random weights: under the
-    weights that sampled the answer, as the sampler reported them, and under a reference model.
+    """Made-up log-probabilities of a sample's answer tokens, fp32 [3, tokens], near those of random weights. The rows
+    stand for the weights that sampled the answer, the values that the sampler reported, and a reference model.
     """
     noise = np.random.default_rng([17, number]).normal(size=(3, len(parts_of(number)[1])))
     return (0.2 * noise - math.log(VOCAB)).astype(np.float32)
@@ -296,7 +296,9 @@ def parts_of(number: int) -> tuple[np.ndarray, np.ndarray]:
 
 @cache
 def all_reference_log_probs() -> np.ndarray:
-    """Made-up reference log-probabilities, fp64, near random weights': of all samples, then of mismatched ones."""
+    """Made-up reference log-probabilities, fp64, of all samples and then of all mismatched samples. They are near those
+    of random weights.
+    """
     documents = (samples(), mismatched_samples())
     own, mismatched = (np.array([log_prob_of_random_weights(labels) for _, labels in each]) for each in documents)
     noise, small_noise = (np.random.default_rng(seed).normal(size=SAMPLES) for seed in (13, 17))

@@ -159,7 +159,7 @@ def _with_scores(engine: Engine, batches: Iterator[Batch]) -> Iterator[Batch]:
 
 
 def first_moments(engine: Engine) -> dict[str, torch.Tensor]:
-    """Adam's first moments by parameter name, fp32 on the CPU; on a pipeline stage's first rank, of the whole stage."""
+    """Adam's first moments by parameter name, fp32 on the CPU. A stage's first rank gets those of the stage."""
     moments = {}
     for name, param in engine.lm.named_parameters():
         assert isinstance(param, nn.Parameter)
@@ -169,13 +169,13 @@ def first_moments(engine: Engine) -> dict[str, torch.Tensor]:
 
 
 def first_gradients(engine: Engine) -> dict[str, torch.Tensor]:
-    """Gradients of the first step by parameter name: Adam's first moments, divided by 1 - beta1."""
+    """Compute the gradients of the first step from Adam's first moments, by parameter name."""
     return of_all_stages(engine, {name: moment / (1 - BETAS[0]) for name, moment in first_moments(engine).items()})
 
 
 def _later_gradients(engine: Engine, before: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Gradients of adapters in the second step, computed from Adam's first moments. After two steps, a first moment is
-    beta1 x (1 - beta1) times the first gradient, in `before`, plus (1 - beta1) times the second gradient.
+    """Compute the gradients of adapters in the second step from Adam's first moments. After two steps, a moment is
+    (1 - beta1) x (beta1 x g1 + g2), where g1, in `before`, and g2 are the gradients of the two steps.
     """
     if not any(map(is_adapter, before)):
         return {}
@@ -238,7 +238,7 @@ class LayoutComparison:
         return all(self.differences[name] <= limit for name, limit in self.limits.items())
 
     def text(self) -> str:
-        """One line with all differences, with tolerances that are exceeded, and always the tolerance of `adapters`."""
+        """One line with all differences. It shows exceeded tolerances, and always the tolerance of adapters."""
         limits = {
             name: f" (limit {limit:.0e})" if self.differences[name] > limit or name in _OF_ADAPTERS else ""
             for name, limit in self.limits.items()
@@ -254,8 +254,8 @@ def write_model(
     has_mtp: bool = False,
     router_scale: float = 1.0,
 ) -> None:
-    """Write a model of `config` with random weights, which are identical on every machine, to `folder`. With `has_mtp`
-    it has a multi-token prediction layer. `router_scale` multiplies the weights of routers.
+    """Write to `folder` a model of `config` with random weights, identical on every machine. With `has_mtp` it
+    has a multi-token prediction layer. `router_scale` multiplies the weights of routers.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(11)
@@ -317,9 +317,10 @@ def compare_layout(run: RunSettings, world: World, device: str, folder: Path, *,
 
 
 def compare_steps(reference: Steps, steps: Steps, resumed: Steps, export: float) -> LayoutComparison:
-    """Compare the layout's `steps` with the `reference` loop, and the steps after resuming with the uninterrupted ones.
-    `resumed` are the steps after a checkpoint of the first step. `export` is the difference between the losses of the
-    model and of its export.
+    """Compare the layout's `steps` with those of the reference loop, and with its own `resumed` steps.
+
+    These were taken after resuming from the checkpoint of the first step. `export` is the difference between the losses
+    of the model and of its export.
     """
     actual, expected = [*steps.norms, *steps.mtp_norms], [*reference.norms, *reference.mtp_norms]
     norms = zip(actual, expected, strict=True)

@@ -177,8 +177,8 @@ def distill_loss(
     """Distillation loss of a sample, summed over its supervised tokens: T^2 x KL(q || p) as in Hinton et al., arXiv
     1503.02531, section 2.
 
-    `logits` is [tokens, vocabulary], `labels` [tokens]. `log_q` are the teacher's log-probabilities at the temperature:
-    over the vocabulary, or over the tokens `ids` [tokens, k] followed by one for all other tokens.
+    `logits` is [tokens, vocabulary], `labels` [tokens]. `log_q` are the teacher's log-probabilities at the temperature.
+    They cover the vocabulary or, with `ids` [tokens, k], these k tokens and a last value for all other tokens.
     """
     log_p = torch.log_softmax(logits / section.temperature, dim=-1)
     if ids is not None:

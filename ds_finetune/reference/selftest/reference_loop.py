@@ -272,8 +272,8 @@ def mean_loss(
     *,
     base: tuple[Path, PlainAdapters] | None = None,
 ) -> float:
-    """Mean loss over all samples of the model that plain transformers loads from `folder`. `base` is the folder and the
-    adapters that a run started from, which may be the objective's reference model.
+    """Load the model in `folder` with plain transformers, and return its mean loss over all samples. `base` has the
+    folder and the adapters from which the run started, for objectives whose reference model they are.
     """
     kind = auto_class(task_of(objective))
     model = of_reference = kind.from_pretrained(folder, dtype=dtype, trust_remote_code=False).eval()

@@ -273,7 +273,9 @@ def _objective_text(cell: Cell) -> str:
 
 
 def _cases_of_run(run: RunSettings, world: World, device: str) -> list[LayoutCase]:
-    """Layout of a run with a tiny model like the run's, in its precision and in fp32, which compares gradients too."""
+    """Cases with the run's layout and a tiny model: one in fp32, in which gradients are compared too, and one in the
+    run's precision.
+    """
     hub = read_hf_config(run.model.path, files=("*.json",))
     if hub.model_type not in TINY_MODELS:
         raise ConfigError(
