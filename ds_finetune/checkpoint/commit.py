@@ -177,7 +177,7 @@ def mark_part_written(part: Path, checksum: FileChecksum) -> None:
 
 @dataclass(frozen=True)
 class CommitJob:
-    """A checkpoint to complete in the folder `partial`. The files of `manifest` are not filled in yet. `texts` are the
+    """A checkpoint to complete in the folder `partial`. `manifest` does not list files yet. `texts` are the
     contents of files to write, by name; `linked` are existing files to hard-link, by their new names.
     """
 

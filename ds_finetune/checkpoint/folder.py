@@ -62,7 +62,7 @@ def open_checkpoint_folder(folder: Path, *, rank: int, node_local: bool) -> Chec
 
 
 def raise_on_every_rank(error: FinetuneError | None) -> None:
-    """Raise the error of the lowest rank that has one on every rank; collective."""
+    """If any rank has an error, raise that of the lowest such rank on every rank; collective."""
     errors = [each for each in all_gather_object(error) if each is not None]
     if errors:
         raise errors[0]

@@ -125,7 +125,7 @@ class PartFile:
 
     @property
     def node(self) -> int:
-        """Node that wrote this part of the checkpoint, named by the lowest rank that shares its output_dir."""
+        """Number of the node that wrote this part: the lowest rank that uses the same checkpoint folder."""
         return int(self.extra.get("home", 0))
 
     def tensor(self, item: StoredChunk) -> torch.Tensor:
@@ -146,7 +146,7 @@ def _stored(name: str, entry: HeaderEntry, shapes: Mapping[str, Sequence[int]]) 
 
 
 class PartReader:
-    """Reads any chunk of a tensor from a checkpoint's part files, even if they divide the tensor in another way."""
+    """Reads any chunk of a tensor from a checkpoint's part files, however these divide the tensor."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self.parts = [PartFile(path) for path in paths]
@@ -199,12 +199,12 @@ class PartReader:
 def serialise_part(
     groups: Sequence[StateGroup], extra: Mapping[str, Any], *, portion: tuple[int, int]
 ) -> tuple[int, Generator[torch.Tensor, None, None]]:
-    """Serialise this rank's part of the state `groups`. Returns its size in bytes, and contiguous 1-D tensors on any
-    device with its bytes.
+    """Serialise this rank's part of the state `groups`. Returns the part's size in bytes, and its bytes as
+    contiguous 1-D tensors on any device.
 
     The bytes begin with a safetensors header that has `extra` as JSON metadata; then follow the chunks of tensors.
-    `portion` is (index, count): of a replicated tensor, this rank writes portion `index` of `count`. A group is in
-    memory only while its chunks are yielded.
+    `portion` is (index, count): a replicated tensor is divided among `count` ranks, and this rank writes portion
+    `index`. A group is in memory only while its chunks are yielded.
     """
     chunks = [[*_chunks_to_write(group, portion)] for group in groups]
     stored = [item for of_group in chunks for item, _ in of_group]
@@ -264,7 +264,7 @@ def _read_slice(piece: Slice, reader: PartReader, read: Read, *, absent: str) ->
 
 
 def num_weights(groups: Sequence[StateGroup], *, portion: tuple[int, int]) -> int:
-    """Number of weights that this rank saves: of replicated weights only its portion, given as (index, count)."""
+    """Number of weights that this rank saves. Of replicated weights it saves only its `portion`, (index, count)."""
     pieces = (piece for group in groups for piece in group.slices)
     written = (portion_of_slice(piece, *portion) if piece.is_replicated else piece for piece in pieces)
     return sum(piece.numel for piece in written if piece.key.startswith(f"{WEIGHT}/"))

@@ -1,4 +1,4 @@
-"""Writes a rank's part of a checkpoint, whose bytes come from `part_storage.serialise_part`.
+"""Writes a rank's part of a checkpoint from the bytes that `part_storage.serialise_part` yields.
 
 `WriterProcess` copies them to shared memory, from which a separate process writes the file while training continues.
 With a GPU, this memory is pinned (`PinnedMap`). `write_part` writes the file before training continues.
@@ -28,7 +28,7 @@ _SIGNALS_OF_A_JOB = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHU
 
 class PinnedMap:
     """Pins a memory map for faster copies from the GPU; does nothing without a GPU. At most one map is pinned at a
-    time. Pages are pinned in the first save, which takes about as long as filling them once.
+    time. The first save pins the pages, which takes about as long as filling them once.
     """
 
     def __init__(

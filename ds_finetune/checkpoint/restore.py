@@ -67,7 +67,7 @@ def newest_checkpoint(checkpoints: CheckpointFolder, folder: Path) -> UsableChec
 
 
 def named_checkpoint(checkpoints: CheckpointFolder, path: Path) -> UsableCheckpoint:
-    """Open the checkpoint at `path`; if `path` is a run or its folder of checkpoints, the newest one; collective."""
+    """Open the checkpoint at `path`, or the newest one of a run or folder of checkpoints; collective."""
     for folder in (path / CHECKPOINTS, path):
         if any(all_gather_object(bool(complete_steps(folder)))):
             usable = newest_checkpoint(checkpoints, folder)
@@ -114,7 +114,7 @@ def _usable(folder: Path, skipped: tuple[str, ...]) -> UsableCheckpoint:
 
 
 def _problems(checkpoints: CheckpointFolder, folder: Path) -> list[str]:
-    """Problems of a checkpoint that any rank has found, as lines; each rank checks some of the files."""
+    """Lines on problems that any rank has found in a checkpoint; each rank checks some of the files."""
     try:
         manifest = Manifest.read(folder)
     except CheckpointError as error:

@@ -32,7 +32,7 @@ _DERIVED = (
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """What identifies a run when it is compared with its checkpoint: the run file, and fields as in `RunState`."""
+    """Values of a run to compare with its checkpoint. `config` is the run file; other fields are as in `RunState`."""
 
     config: Mapping[str, Any]
     data: str

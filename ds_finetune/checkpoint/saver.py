@@ -54,8 +54,7 @@ class Saver:
 
     If `is_asynchronous`, a writer process writes the files while training continues. Each checkpoint also has hard
     links to the files `linked`, by name of the link. The writer process inherits the open files `inherited`, and may
-    exit a little later than this process. Methods are collective, except `start`, `remove` and
-    `close`.
+    exit a little later than this process. Methods are collective, except `start`, `remove` and `close`.
     """
 
     groups: Callable[[], list[StateGroup]]

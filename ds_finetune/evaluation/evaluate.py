@@ -118,7 +118,7 @@ def evaluate_model(request: EvalRequest) -> EvalReport:
     if request.preference.needs_reference and request.baseline is None:
         raise ConfigError(
             f"objective {request.preference.name} compares with a reference model, and there is no baseline",
-            hint="name the model that training began from as the baseline (--baseline)",
+            hint="set --baseline to the model that training began from",
         )
     if request.kind.name == "marked":
         return scoring.of_labelled_answers(request.preference)
@@ -273,13 +273,13 @@ class _Scoring:
         return replace(scores, answers=answers)
 
     def _check_same_tokens(self, base: Path, documents: Sequence[Document | LabelledDocument]) -> None:
-        """Raise DataError where used token ids differ in meaning for the baseline; a note if it has no tokenizer."""
+        """Raise DataError if used token ids mean other tokens for the baseline; add a note if it has no tokenizer."""
         size = int(text_config(AutoConfig.from_pretrained(base, trust_remote_code=False)).vocab_size)
         largest = max(max(document.ids) for document in documents)
         if largest >= size:
             raise DataError(
                 f"the rows have token ids up to {largest} and `{base}` a vocabulary of {size}",
-                hint="give the model that the export was trained from as --baseline",
+                hint="set --baseline to the model that training began from",
             )
         if not (base / "tokenizer_config.json").is_file() and not (base / "tokenizer.json").is_file():
             self.notes.append(f"`{base}` has no tokenizer to compare; the token ids of `{self.folder}` are used")
@@ -326,6 +326,6 @@ def _references(extract: str, documents: Sequence[Document], tokenizer: PreTrain
         raise DataError(
             f"`--extract {extract}` finds no answer in {len(absent)} of {len(references)} rows, the first number "
             f"{absent[0]}: {text!r:.80}",
-            hint=f"name another of {', '.join(EXTRACTORS)}, --long-rows drop if rows are cut, or correct the rows",
+            hint=f"correct the rows, set --long-rows drop if rows are cut, or use another --extract: {', '.join(EXTRACTORS)}",
         )
     return [*references]

@@ -38,8 +38,8 @@ class Drafter:
     def score(
         self, hidden: torch.Tensor, ids: torch.Tensor, labels: torch.Tensor, *, chosen: torch.Tensor
     ) -> NDArray[np.float64]:
-        """Score the layer's predictions in each row by sums, [rows, 4]: loss in nats, and numbers of predictions, of
-        right ones, and of ones that the model would accept since they equal its own greedy choice.
+        """Score the layer's predictions in each row by sums, [rows, 4]: loss in nats, and numbers of all, of right and
+        of accepted predictions. The model accepts predictions that equal its own greedy choice.
 
         `hidden` [rows, tokens, width] are the model's states after the final norm. `ids` and `labels` [rows, tokens]
         have one document per row, padded on the right; the label of a token is the next token, or IGNORE_INDEX.
@@ -147,8 +147,8 @@ class Scores:
     `pass_at_K` are probabilities that one of k sampled answers is right.
     """
     drafts: Sums | None = None
-    """Sums of a multi-token prediction layer, [documents, 4]: loss, and numbers of predictions, of right ones, and of
-    ones that the model accepts. None without such a layer.
+    """Sums of a multi-token prediction layer, [documents, 4]: loss, and numbers of all, of right and of accepted
+    predictions. None without such a layer.
     """
 
     def __len__(self) -> int:

@@ -51,7 +51,7 @@ class ObjectiveScores:
         """Scores of the labelled answers of several held-out sets, each of which has its own baseline z0 of KTO.
 
         `targets` of each set are 1 for a good and 0 for a bad answer. `scores` are by the model and `reference` by the
-        reference model: first of the answers of all sets, then of all mismatched answers.
+        reference model. Both have the answers of all sets, followed by all mismatched answers.
         """
         logps, references = (torch.from_numpy(-each.loss).view(2, -1) for each in (scores, reference))
         sums: list[Numbers] = []

@@ -99,8 +99,8 @@ class BaseFolder:
         return replace(parts, base_tensors=conversion.tensors, copy_base_tensors=conversion.copy_to), [line, *notes]
 
     def with_copies(self, parts: FolderParts, keys: Iterable[str]) -> tuple[FolderParts, list[str]]:
-        """Let the export write the trained embedding or head under those names in `keys` whose tensor in the base model
-        is a copy of it. Returns the changed contents of the export, and notes for the user.
+        """Let the export write copies of the trained embedding or head: under each name in `keys` whose base tensor is
+        such a copy. Returns the changed contents of the export, and notes for the user.
 
         Multi-token prediction layers have such copies. vLLM drafts tokens with them if they differ from the model's
         embedding and head (vLLM PR 42538), and untrained copies would make bad drafts.
@@ -145,7 +145,7 @@ def _embeddings(published: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
 def with_stored_weights(
     tensors: Iterable[tuple[str, torch.Tensor | None]], names: Collection[str], folder: Path, family: Family
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Yield `tensors`, but with the published values in `folder` for `names`, cast to the dtype of the tensor.
+    """Yield `tensors`; those in `names` get the published values in `folder`, cast to the dtype of the tensor.
 
     `names` contains no routed experts. Tensors are full and on the CPU on rank zero, and None on other ranks.
     """

@@ -141,7 +141,7 @@ def _linear_keys(model: PreTrainedModel) -> list[str]:
 
 def _quantised_keys(model: PreTrainedModel, hub: HubFolder, quantiser: _Quantiser) -> frozenset[str]:
     """Names of the weights to quantise: weights whose rows divide into quantisation groups. ExportError if there is
-    none, or if a routed expert's weight does not fit, because servers read all experts in one dtype.
+    none, or if rows of a routed expert do not divide so, because servers read all experts in one dtype.
     """
     keys = _linear_keys(model)
     fitting = frozenset(key for key in keys if quantiser.fits(hub.shapes[key][1]))

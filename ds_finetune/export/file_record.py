@@ -35,7 +35,7 @@ class FileSums:
         return cls(path.stat().st_size, sums)
 
     def differences(self, other: "FileSums") -> Runs:
-        """Byte ranges in which two versions of a file differ; a segment that only one of them has counts too."""
+        """Byte ranges in which two versions of a file differ, with segments that only one version has."""
         count = max(len(self.sums), len(other.sums))
         changed = [n for n in range(count) if self.sums[n : n + 1] != other.sums[n : n + 1]]
         runs: Runs = []

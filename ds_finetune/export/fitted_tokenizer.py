@@ -116,7 +116,7 @@ def fit_folder(
 def check_tokenizer(
     tokenizer: PreTrainedTokenizerBase, files: Mapping[str, Path], encode: Encode, *, config: Mapping[str, Any]
 ) -> FittedTokenizer:
-    """Compare an encoder's unchanged tokenizer files with training. The result has a note if a pipeline differs."""
+    """Check that a pipeline with an encoder's unchanged tokenizer files tokenises as training does; else add a note."""
     texts = _agreeing(files, {"config.json": json.dumps(config)}, encode, _SINGLE)
     notes = [] if len(texts) == len(_SINGLE) else [_note_on_texts(tokenizer, encode, len(texts))]
     return FittedTokenizer({}, tuple(text for text, _ in texts), tuple(notes))

@@ -1,4 +1,4 @@
-"""Saves files that a user added to a run's export, or changed there, before the run replaces the export."""
+"""Saves the files that a user added or changed in a run's export. This precedes the replacement of the export."""
 
 import filecmp
 import json
@@ -62,7 +62,7 @@ def kept_edits(out: Path, say: Say) -> Iterator[None]:
 
 
 def marked_card(card: str) -> str:
-    """Add to a model card's comment a checksum of its text."""
+    """Add the checksum of a model card's text to the comment in the card."""
     text = card.encode(errors="backslashreplace")
     mark = f"\\1, checksum {zlib.crc32(text):08x}; an edited card is kept -->"
     return re.sub(f"({MARK} [^ ,]+) -->", mark, text.decode(), count=1)

@@ -60,8 +60,8 @@ def served_config(config: Mapping[str, Any], family: Family, keys: Collection[st
 
 
 def served_tokenizer(file: Path) -> str | None:
-    """Text of a tokenizer_config.json without `auto_map`; None if the file stays unchanged, because it names no Python
-    code or transformers has no class that replaces the code.
+    """Text of a tokenizer_config.json without `auto_map`; None to leave the file unchanged, if it names no Python
+    code or if transformers has no class that replaces the code.
     """
     config = _config_with_code(file)
     if not config or tokenizer_class_from_name(str(config.get("tokenizer_class"))) is None:
@@ -70,8 +70,8 @@ def served_tokenizer(file: Path) -> str | None:
 
 
 def write_files(folder: Path, files: Iterable[Path], texts: Mapping[str, str]) -> None:
-    """Copy tokenizer and generation `files` to `folder`, and write `texts` by file name; a text replaces a file of its
-    name. `served_tokenizer` changes a tokenizer_config.json.
+    """Copy tokenizer and generation `files` to `folder`, and write `texts` by file name. A text replaces the file of
+    the same name. A tokenizer_config.json is changed by `served_tokenizer`.
     """
     for file in (file for file in files if file.name not in texts):
         text = served_tokenizer(check_inside(file)) if file.name == TOKENIZER_CONFIG else None

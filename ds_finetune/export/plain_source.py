@@ -66,7 +66,7 @@ def plain_model(folder: Path, check_model: Callable[..., None]) -> tuple[PreTrai
         model: PreTrainedModel = auto_class(config).from_config(config, trust_remote_code=False)
     hub = open_weights(model, folder, family=family_of(config.model_type))
     if hub.has_fp8:
-        raise ExportError(f"{folder} has FP8 tensors, which its config.json does not name", hint=_PLAIN_COPY)
+        raise ExportError(f"{folder} has FP8 tensors, but no quantization_config in config.json", hint=_PLAIN_COPY)
     return model, hub
 
 

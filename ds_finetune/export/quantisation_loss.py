@@ -1,4 +1,4 @@
-"""Measures what quantisation costs a language model: its loss and divergence on rows of its run, or on sampled text."""
+"""Measures how quantisation changes the loss and the predictions of a language model."""
 
 import json
 from dataclasses import dataclass

@@ -121,7 +121,7 @@ class FolderParts:
     """The base model's config.json as parsed. The exported config.json keeps its schema."""
     architecture: str
     dtype: torch.dtype
-    """Dtype of all exported tensors but the fp32 ones and, if `is_fp8`, linear weights."""
+    """Dtype of exported tensors, except those that stay in fp32 and, if `is_fp8`, linear weights."""
     files: tuple[Path, ...]
     """Files to copy to the export; `auto_map`, which names Python code, is removed from tokenizer_config.json."""
     is_fp8: bool = False
@@ -134,7 +134,7 @@ class FolderParts:
     composite: HubFolder | None = None
     """Model that combines text with images or sound. The export copies all its parts except the trained text part."""
     copies: Mapping[str, str] = field(default_factory=dict)
-    """Further tensors of the export that are copies: each name, with the name of the tensor that it equals."""
+    """Further tensors of the export that are copies: from their names to the names of the copied tensors."""
     record: ExportRecord | None = None
     """Record with which the exported folder will be verified; None if no record is written."""
     texts: dict[str, str] = field(default_factory=dict)
@@ -149,7 +149,7 @@ class FolderParts:
     @cached_property
     def base_section(self) -> Mapping[str, Any] | None:
         """The `quantization_config` of the base model; None if it is not in FP8. The config.json beside a run's
-        checkpoint lacks this section, so it is also searched in the base model's folder.
+        checkpoint lacks this section, so it is then read from the base model's folder.
         """
         given: Mapping[str, Any] | None = self.config.get(SECTION)
         if given is not None or self.fp8_base is None:
@@ -252,7 +252,7 @@ def folder_writer(
     names = parts.composite.published if parts.composite is not None else {}
     fused = parts.composite.fused if parts.composite is not None else {}
     all_tensors = [replace(each, key=names.get(each.key, (each.key,))[0]) for each in all_tensors] + parts.other_parts
-    # A file may store all experts of a layer as one tensor, so equal names of stored tensors are merged.
+    # A file may store all experts of a layer as one tensor, so tensors with one stored name are merged.
     all_tensors = [*{each.key: replace(each, shape=fused.get(each.key, each.shape)) for each in all_tensors}.values()]
     with replaced_folder(out) as partial:
         with closing(ShardWriter(partial, plan_shards(all_tensors, max_shard_bytes), names)) as writer:

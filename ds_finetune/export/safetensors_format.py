@@ -37,7 +37,7 @@ def check_model(
 
 
 def load_model(folder: Path, device: str) -> PreTrainedModel:
-    """Load the model in `folder` that generates text. An empty `device` means a GPU if there is one."""
+    """Load the text-generating model in `folder`. An empty `device` means a GPU if there is one."""
     show_loading_as_phase()
     placed = {"device_map": device} if device else {}
     factory = auto_class(AutoConfig.from_pretrained(folder, trust_remote_code=False))

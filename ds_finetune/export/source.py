@@ -40,12 +40,12 @@ class TensorSource:
     def select(
         self, shapes: Mapping[str, tuple[int, ...]], originals: Mapping[str, str] | None = None
     ) -> "TensorSource":
-        """Make a source of only the tensors `shapes`. `originals` maps a name to that of the tensor read for it."""
+        """Make a source of only the tensors `shapes`. `originals` maps a name to the name to read."""
         names = originals or {}
         return replace(self, shapes=shapes, read=lambda name, *part: self.read(names.get(name, name), *part))
 
     def with_copies(self, copies: Mapping[str, str]) -> "TensorSource":
-        """Make a source with more tensors: `copies` maps the name of each to that of the tensor read for it."""
+        """Make a source with more tensors. `copies` maps the name of each to the name of the tensor that it copies."""
         return self.select({**self.shapes, **{key: self.shapes[name] for key, name in copies.items()}}, copies)
 
 

@@ -168,7 +168,7 @@ def _stopping() -> RequestError:
 
 
 def stop_position(text: str, stops: Sequence[str]) -> int | None:
-    """Index at which to cut an answer: the start of the stop text that ends first, or of the longest of several."""
+    """Index at which to cut an answer: the start of the stop text that ends first; of several, the longest."""
     spans = [(text.index(stop) + len(stop), text.index(stop)) for stop in stops if stop in text]
     return min(spans)[1] if spans else None
 

@@ -21,8 +21,8 @@ response.
 CONNECTIONS = 256
 """Maximum number of open connections of a server; a process may usually open 1,024 files."""
 REQUESTS = 192
-"""Maximum number of requests that a server answers or queues at the same time. The remaining connections are left for
-further requests, which are refused with a reason.
+"""Maximum number of requests that a server answers or queues at the same time. Further requests get an error response.
+The remaining connections are left for them.
 """
 _OWN_NAMES = ("localhost", "127.0.0.1", "::1")
 _REFUSED = (
@@ -55,9 +55,9 @@ class HostRules:
     def allows(self, headers: Headers) -> bool:
         """Whether the Host header of a request names this server, and so does its Origin header, if there is one.
 
-        A page of another site whose host name resolves to this machine (DNS rebinding) sends that name as Host. Numeric
-        addresses cannot be rebound, so they are allowed if the server listens for other machines. A page of another
-        site that posts to this server sends the name of that site as Origin.
+        With DNS rebinding, the host name of another site resolves to this machine, and its pages send this name as
+        Host. Numeric addresses cannot be rebound, so they are allowed if the server listens for other machines. A
+        page of another site that posts to this server sends the name of its own site as Origin.
         """
         hosts = headers.getlist("host")
         if len(hosts) != 1:
@@ -118,7 +118,7 @@ class BoundedProtocol(H11Protocol):
         self._await_request()
 
     def pause_writing(self) -> None:
-        """Start the time limit for a client to read a response, as its part that waits to be sent is long."""
+        """Start the time limit for a client to read a response, as much of it is buffered."""
         super().pause_writing()
         self._unread = self.loop.call_later(RECEIVE_SECONDS, self._close)
 

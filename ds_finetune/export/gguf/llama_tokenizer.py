@@ -68,8 +68,8 @@ def splitting(tokenizer: PreTrainedTokenizerBase) -> str | None:
     kinds = f"{model} after {type(tokenizer.backend_tokenizer.pre_tokenizer).__name__}"
     raise ExportError(
         f"no rules of llama.cpp are known to split text as the tokenizer `{tokenizer.name_or_path}` does ({kinds}; "
-        f"sha256 of its token ids of llama.cpp's probe text is {sums[0]})",
-        hint="use --format safetensors, or a tokenizer with SentencePiece's BPE and byte fallback or one of the rules "
+        f"sha256 of its token ids for llama.cpp's probe text: {sums[0]})",
+        hint="use --format safetensors. GGUF supports SentencePiece's BPE with byte fallback, and the rules "
         + ", ".join(dict.fromkeys(_SPLITTERS.values())),
     )
 

@@ -136,7 +136,7 @@ def _experts(layers: Layers, x: str, routing: Routing, name: str) -> str:
 
 
 def _one_expert(graph: Graph, x: str, weights: str, stacks: tuple[str, str], state: tuple[str, str]) -> str:
-    """Add one pass of the loop over experts: add the weighted output of expert `state[0]` to `state[1]`."""
+    """Add the body of the loop over experts, which adds the weighted output of expert `state[0]` to `state[1]`."""
     expert, summed = state
     gate_up, down = (graph.op("Gather", stack, expert, axis=0) for stack in stacks)
     column = graph.op("Gather", weights, expert, axis=1)

@@ -61,8 +61,8 @@ def weights_at(folder: Path, _: object, name: str, changed: Mapping[str, Runs]) 
 
 
 def _case_tree(case: Case, longest: int) -> dict[str, Any]:
-    """Convert a test input to JSON, with sampled logits in fp32, or all logits of a classifier. `longest` is the number
-    of positions of the longest test input, whose samples must cover every row of the language-model head.
+    """Convert a test input to JSON, with sampled logits in fp32, or all logits of a classifier. The longest
+    test input has `longest` positions. Its sampled logits must cover every row of the language-model head.
     """
     stride = min(-(-case.logits.shape[1] // _SAMPLED_LOGITS), longest) if case.chunks else 1
     return {

@@ -22,8 +22,8 @@ def open_session(folder: Path, *, is_mapped: bool = False) -> tuple[onnxruntime.
     """Open the graph of `folder` with ONNX Runtime on all CPU cores of this process. Returns the session and the
     logits' dtype.
 
-    With `is_mapped`, weights stay in the file, which saves memory but is slower. Quantised weights would be unpacked at
-    each use, so they are copied to memory all the same, unless the embedding is also the head.
+    With `is_mapped`, weights stay in the file, which saves memory but is slower. Quantised weights are still copied to
+    memory, since they would be unpacked at each use; but not if the embedding is also the head.
     """
     # Folders of earlier versions of this program have model.onnx beside config.json.
     file = folder / MODEL if (folder / MODEL).is_file() else folder / "model.onnx"
@@ -78,7 +78,7 @@ class OnnxModel:
         return logits, new_cache
 
     def logits(self, ids: np.ndarray, mask: np.ndarray, chunks: tuple[int, ...]) -> np.ndarray:
-        """Logits [rows, length, vocabulary] of `ids`, fed in chunks of `chunks` tokens with a cache."""
+        """Logits [rows, length, vocabulary] of `ids`, fed with a cache in chunks of the lengths `chunks`."""
         cache, parts, end = self.empty_cache(len(ids)), [], 0
         for size in chunks:
             part, cache = self.run(ids[:, end : end + size], mask[:, : end + size], cache)

@@ -76,8 +76,8 @@ def load_folders(folders: Sequence[Path]) -> Iterator[tuple[Path, LoadedFolder]]
 
 
 def _other_type(folder: Path) -> tuple[dict[str, Any], dict[str, str]] | None:
-    """For a model type unknown to the installed transformers: the folder's config.json for classes that fit, and how
-    these classes rename its tensors. None for a known model type.
+    """Find other classes for a model type that the installed transformers does not know. Returns the folder's
+    config.json for these classes, and how they rename its tensors; None for a known model type.
     """
     try:
         tree = json.loads((folder / "config.json").read_text(encoding="utf-8"))

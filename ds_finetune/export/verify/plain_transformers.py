@@ -134,7 +134,7 @@ def _load_plain(
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     settings = {"dtype": "auto", "local_files_only": True, "trust_remote_code": False, "key_mapping": names or None}
     kind = AutoModelForSequenceClassification if _is_classifier(config) else AutoModelForCausalLM
-    # AutoModelForCausalLM does not load every model of text and images or sound, or loads its text part only.
+    # Of models with images or sound, AutoModelForCausalLM loads some not at all, and of others only the text part.
     kind = AutoModelForMultimodalLM if hasattr(config, "text_config") else kind
     return kind.from_pretrained(folder, config=config, output_loading_info=True, **settings)
 
@@ -195,8 +195,8 @@ def _dequantise_fp4(packed: torch.Tensor, scale: torch.Tensor, generator: torch.
 
 
 def _tokenise(folder: Path, config: PretrainedConfig, record: dict[str, Any]) -> dict[str, list[list[int]]]:
-    """Token ids that an exported tokenizer gives for the texts of the verification record, when called as by a
-    pipeline. Texts are tokenised as they are and, if the record has such ids, as a user's message in the chat template.
+    """Tokenise the texts of the verification record as a pipeline does, with the exported tokenizer. If the record has
+    ids of chats, each text is also tokenised as a user's message in the chat template.
     """
     texts = record.get("texts") or []
     if not texts:

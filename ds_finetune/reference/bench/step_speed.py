@@ -36,9 +36,8 @@ _LAYOUTS: dict[str, Layout] = {"plain loop, padded": padded_forwards, "plain loo
 
 @dataclass(frozen=True)
 class SpeedComparison:
-    """Timing of the engine and of PyTorch loops, the candidates: seconds of each step, number of tokens of these steps,
-    and largest relative difference of losses. Tokens are the supervised ones, or all if the objective has no supervised
-    tokens.
+    """Timing of the candidates (engine and PyTorch loops): seconds of each step, number of tokens of these steps, and
+    largest relative difference of losses. Only supervised tokens are counted, or all if the objective has none.
     """
 
     seconds: dict[str, list[float]]
@@ -63,11 +62,11 @@ class SpeedComparison:
 def compare_step_speed(resolved: ResolvedRun, *, steps: int, say: Say) -> SpeedComparison:
     """Time `steps` optimizer steps of a run, in turns with PyTorch loops over the same documents, after a warm-up step.
 
-    The loops are transformers' model with the logits of all tokens and torch's AdamW: one over padded documents, eight
-    per forward pass, and for language models one over the same packed rows. All candidates start from the same weights,
-    and adapters are peft's. Log-probabilities of a reference model are computed in advance, or by every candidate with
-    its adapters disabled. ConfigError if there are several processes, or if adapters are trained and peft is not
-    installed.
+    The loops use transformers' model with the logits of all tokens, and torch's AdamW. One pads documents, eight per
+    forward pass. For language models, another loop uses the engine's packed rows. All candidates start from the same
+    weights, and adapters are peft's. Log-probabilities of a reference model are computed in advance, or by every
+    candidate with its adapters disabled. ConfigError if there are several processes, or if adapters are trained and
+    peft is not installed.
     """
     world = resolved.plan.world
     world.set_environment(os.environ)

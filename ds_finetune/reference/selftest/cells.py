@@ -151,7 +151,7 @@ def units(documents_per_unit: int = 0) -> list[list[int]]:
 
 
 def targets() -> np.ndarray:
-    """Made-up targets of the samples, fp64: 1 for half of all samples, and for half of the even-numbered ones, else 0.
+    """Made-up targets of the samples, fp64: 1 for half of the samples, also for half of the even-numbered ones, else 0.
     KTO reads 1 as a good answer. A reward model reads the targets of even-numbered samples as margins of pairs.
     """
     return ((np.arange(SAMPLES) + 1) // 2 % 2).astype(np.float64)
@@ -263,7 +263,7 @@ def run_tree(cell: Cell, model: Path, out: Path, *, dp: int) -> dict[str, Any]:
 
 _MEAN_RATIO = 4.0
 """Nats by which the made-up reference log-probability of a mismatched answer is below that of uniformly random tokens.
-Tiny models are only 1 to 2 nats below it, so KTO's z0 is above 0.
+That under a tiny model is only 1 to 2 nats below, so KTO's z0 is above 0.
 """
 
 

@@ -204,9 +204,8 @@ _FEW_STEPS = 3
 _LONG_RUN = 2e-4
 """Tolerance for losses over more than _FEW_STEPS steps, over which rounding errors grow."""
 _LEAST_FRACTION = 1e-3
-"""Fraction of the global gradient norm below which the error of a single-number gradient is measured relative to that
-fraction. The gradient of a single number, such as `hc_head.hc_scale` of DeepSeek-V4, is a sum over tokens and columns
-that may cancel.
+"""The error of a single number's gradient is relative to at least this fraction of the global gradient norm. Such a
+gradient, e.g. of `hc_head.hc_scale` of DeepSeek-V4, is a sum over tokens and columns that may cancel.
 """
 _EXACT = {"loss": 1e-5, "gradient": 1e-4, "norm": 1e-4, "resume": 1e-5, "export": 1e-5, "answers": 0.0}
 _OF_ROUTERS = {"balance": 1e-4, "choices": 0.0}

@@ -122,7 +122,7 @@ class PlainMtp:
                     tensor[piece.index] = stored[piece.key]
 
     def parameters_apart(self) -> Iterator[nn.Parameter]:
-        """Parameters that only the multi-token prediction loss trains; they are clipped by a norm of their own."""
+        """Parameters that only the multi-token prediction loss trains; their gradient norm is clipped separately."""
         if self._section.detach:
             yield from self._model.get_submodule(self.prefix[:-1]).parameters()
 
@@ -304,8 +304,8 @@ def with_teacher(section: DistillObjective, model: Path) -> DistillObjective:
 
 
 def write_teacher(model: PretrainedConfig, section: DistillObjective) -> None:
-    """Write the teacher of the section `objective`, or its stored scores of the samples. The teacher is a dense model
-    with confident predictions, and the vocabulary and number of heads of `model`.
+    """Write the teacher that `section` names, or the teacher's stored scores of the samples. The teacher is a dense
+    model with confident predictions. It has the vocabulary and the number of heads of `model`.
     """
     heads = model.num_attention_heads
     sizes = {"vocab_size": model.vocab_size, "num_attention_heads": heads, "num_key_value_heads": heads}

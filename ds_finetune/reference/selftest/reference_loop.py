@@ -86,8 +86,8 @@ def auto_class(task: Task) -> Any:  # noqa: ANN401 - a class of transformers
 
 @dataclass(frozen=True)
 class _Problem:
-    """What the reference loop optimises: the objective, the numbers of units in all samples by name, and the fp64
-    log-probabilities under the reference model, of the samples followed by the mismatched samples.
+    """What the reference loop optimises. `counts` are the numbers of units, documents and tokens. `reference` has fp64
+    log-probabilities under the reference model: of the samples, then of the mismatched samples.
     """
 
     objective: ObjectiveConfig

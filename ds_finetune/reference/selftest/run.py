@@ -94,7 +94,7 @@ _WHOLE_BLOCKS = {
     "v_head_dim": 16,
     "num_attention_heads": 4,
 }
-"""Sizes of a tiny model whose weights, except experts, have rows of whole quantisation blocks of 64 elements."""
+"""Sizes with which rows of a tiny model's weights, except experts, are multiples of a quantisation block (64)."""
 _ACCUMULATION = 2
 _ROUTER_SCALE = 16.0
 """Factor on the router weights of tiny models. Randomly initialised routers score all experts nearly equally, so that

@@ -364,7 +364,7 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
         partial(_edit, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]}),
         r"is quantised \(fp8\)",
     ),
-    "fp8 tensors": (_store_in_fp8, "has FP8 tensors, which its config.json does not name"),
+    "fp8 tensors": (_store_in_fp8, "has FP8 tensors, but no quantization_config in config.json"),
     "a tensor missing": (_remove_a_tensor, "1 missing: model.layers.1.self_attn.o_proj.weight"),
     "truncated": (_truncate, "model.safetensors is not a complete safetensors file"),
     "beyond fp16": (partial(_scale, factor=1e6), "`model.norm.weight` holds NaN or infinity as float16"),
