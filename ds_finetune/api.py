@@ -95,7 +95,7 @@ def plan_run(config: ConfigSource, *, gpus: int, gpus_per_node: int = 8) -> "Pla
     check_whole_number("gpus_per_node", gpus_per_node, least=1)
     if gpus % min(gpus, gpus_per_node):
         raise ConfigError(
-            f"{gpus} GPUs do not fill nodes of {gpus_per_node} GPUs", hint="give as many GPUs as whole nodes have"
+            f"{gpus} GPUs do not fill nodes of {gpus_per_node} GPUs", hint=f"give a multiple of {gpus_per_node}"
         )
     from ds_finetune.trainer.dry_run import planned_run
     from ds_finetune.trainer.resolve import resolve
@@ -256,8 +256,8 @@ def _eval_objective(objective: str | Mapping[str, object]) -> tuple["RowKind", "
     if kind.documents_per_unit and preference is None:
         raise ConfigError(
             f"objective {kind.objective} has neither a mean loss of tokens nor answers of a language model to score",
-            hint="leave `objective` out for a classifier or a reward model; metrics.jsonl of the run has other metrics "
-            "on held-out rows",
+            hint="leave `objective` out for a classifier or a reward model; read other metrics on held-out rows in "
+            "the run's metrics.jsonl",
         )
     return kind, preference
 

@@ -38,7 +38,7 @@ _RUN_FILES = ("config", "config_file", "cfg", "yaml", "run")
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Parser that refuses unknown options; the error names the run-file key that replaces another trainer's option."""
+    """Parser that refuses unknown options. For an option of another trainer, the error names a run-file key."""
 
     def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def,override]  # noqa: ANN001, ANN201
         """Parse as argparse does, but refuse unknown options that begin with `--`."""
@@ -135,7 +135,7 @@ def exported_folder(path: str) -> Path:
 
 
 def export_of(path: str) -> str:
-    """Find the exported folder of a run's folder or run file, and print it; other paths are returned unchanged."""
+    """Find and print the exported folder of the run at `path`, a folder or run file. Return other paths unchanged."""
     is_run_file = Path(path).suffix in (".yaml", ".yml") and Path(path).is_file()
     folder = Path(read_config(path).output_dir if is_run_file else path)
     if (folder / "config.json").is_file() or not (is_run_file or (folder / "plan.json").is_file()):

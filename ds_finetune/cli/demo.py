@@ -82,8 +82,8 @@ def write_demo(folder: Path, *, ranks: int = 2, days: int = DAYS) -> Path:
     """Write the files of the example: `model/` (config and tokenizer, no weights), `train.jsonl`, `eval.jsonl` and
     `run.yaml`. Returns the path of the run file.
 
-    A training step has 8 rows, or the next multiple of `ranks`. 200 of the `days` rows are held out. OutputError if one
-    of these files exists with other content, since it may be the user's.
+    A training step has 8 rows, rounded up to a multiple of `ranks`. 200 of the `days` rows are held out. OutputError if
+    one of these files exists with other content, since it may be the user's.
     """
     from ds_finetune.config.run_file import one_line_yaml
 

@@ -156,7 +156,7 @@ def _scored(arguments: Arguments) -> "EvalReport":
 
 @contextmanager
 def _flags_named() -> Iterator[None]:
-    """Reword errors about rows that the `with` block raises: options of this command replace keys of the run file."""
+    """Reword errors about rows that the `with` block raises, so that they name options instead of run-file keys."""
     try:
         yield
     except (ConfigError, DataError) as error:

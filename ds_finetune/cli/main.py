@@ -84,13 +84,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _check_printed(command: str) -> None:
-    """Raise the error if a full disk kept a line from being printed, unless the command's purpose is not its text."""
+    """Raise the error if a full disk kept a line from being printed. Commands in `_LONG` ignore the error."""
     if LOST and LOST[-1].errno in _FULL and command not in _LONG:
         raise LOST.pop()
 
 
 def _check_encoding() -> None:
-    """Raise ConfigError unless the locale's encoding is UTF-8, since packages would read files in another one."""
+    """Raise ConfigError unless the locale's encoding is UTF-8, since packages read files in the locale's encoding."""
     encoding = locale.getpreferredencoding(do_setlocale=False)
     if codecs.lookup(encoding).name != "utf-8":
         raise ConfigError(
@@ -115,8 +115,8 @@ def exit_process(code: int = 0) -> NoReturn:
     """Run the exit handlers, flush the output, and end the process without the interpreter's own shutdown.
 
     DeepSpeed 0.19.8 keeps process groups and engines (utils/groups.py:37). If a thread of gloo releases its last tensor
-    while the interpreter shuts down, it aborts a process whose work is done ("terminate called without an active
-    exception", exit code -6).
+    while the interpreter shuts down, the process aborts after its work ("terminate called without an active exception",
+    exit code -6).
     """
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -127,8 +127,8 @@ def exit_process(code: int = 0) -> NoReturn:
 
 
 def build_parser(command: str = "") -> argparse.ArgumentParser:
-    """Build the parser of all commands. If `command` is the name of a module, only the commands of that module are
-    parsed, so that a rank does not import the code of others.
+    """Build the parser of all commands. If `command` is the name of a module, add only that module's commands, so that
+    a rank does not import the code of other commands.
     """
     parser: argparse.ArgumentParser = CommandParser(
         prog="ds-finetune",
@@ -192,7 +192,7 @@ def _print_once(text: str) -> None:
     """Record an error, and print it in full on local rank 0 only, because all ranks of a host meet the same error."""
     record_error(text)
     if os.environ.get("LOCAL_RANK", "0") == "0" or {RUN_ID, "TORCHELASTIC_RUN_ID"} <= os.environ.keys():
-        # Under `launch` each rank has its own log, and the rank that ends first counts as the cause, so no rank waits.
+        # Under `launch` no rank waits: each has its own log, and the rank that ends first counts as the cause.
         show_error(f"error: {text}")
         return
     time.sleep(_QUIET_SECONDS)

@@ -136,8 +136,8 @@ def _plan_model(run: "RunSettings") -> "ModelPlan":
 
 
 def _memory_lines(memory: "MemoryEstimate") -> Iterator[tuple[str, str]]:
-    """Lines about the memory of a rank: first the peak of each kind of memory (GPU, host, NVMe, disk), then each item
-    with its size, kind of memory and name, the moments at which it exists unless always, and the key that reduces it.
+    """Lines about the memory of a rank: first the peak of each kind of memory (GPU, host, NVMe, disk), then each item.
+    An item that does not exist all the time names its moments, and an item may name the key that reduces it.
     """
     from ds_finetune.plan.estimate.zero_rows import MOMENTS, peak
 

@@ -14,7 +14,7 @@ _MINUTE, _HOUR = 60, 3600
 _LIVE_SECONDS = 0.5
 """Seconds before the first progress line on a terminal, and between two updates of the line."""
 _FIRST_SECONDS, _PLAIN_SECONDS = 5.0, 60.0
-"""Seconds before the first progress line where there is no terminal, and between two lines."""
+"""Without a terminal: seconds before the first progress line, and between two progress lines."""
 
 
 class PhaseLine:
@@ -60,7 +60,7 @@ class PhaseLine:
         write_now(self._out, CLEAR_LINE + line if self._is_live else line + "\n")
 
     def before_each(self, check: Callable[[], bool]) -> Callable[[], bool]:
-        """Make a function to call before each part of the phase: it counts the last part and returns `check()`."""
+        """Make a function to call before each part. It counts the previous part as done, and returns `check()`."""
         self._done -= 1
 
         def counted() -> bool:

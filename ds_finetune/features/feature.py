@@ -27,7 +27,7 @@ class RankParts:
     groups: HeadGroups
     device: torch.device
     start_teacher: Callable[[], AbstractContextManager[Teacher | None]]
-    """Function that returns a context with the running teacher of a distillation; None on ranks that do not run it."""
+    """Function that returns a context with the running teacher of a distillation, or with None on a rank without it."""
 
 
 class Feature:
@@ -93,5 +93,5 @@ class Feature:
         return trained
 
     def extra_loss(self, trained: TrainedModel, parts: RankParts) -> ExtraLoss | None:
-        """Make the feature's auxiliary loss, or None. Hooks added to `trained` run after DeepSpeed's hooks."""
+        """Make the feature's auxiliary loss, or None. Hooks that it adds to `trained` run after DeepSpeed's."""
         return None

@@ -44,7 +44,7 @@ class IndexerLoss(ExtraLoss):
         return replaced(self._collector, "is_listening", True)
 
     def loss(self, rows: ForwardRows, hidden: torch.Tensor, weights: torch.Tensor) -> LossAndSums | None:
-        """Sum of divergences without padding tokens, times loss weight; each rank sums over its own tokens."""
+        """Sum of divergences, times the loss weight. Each rank sums over its own tokens except padding."""
         losses = dict(self._collector.divergences)
         self._collector.divergences.clear()
         if not losses:
@@ -79,7 +79,7 @@ class IndexerFeature(Feature):
 
     @property
     def own_loss(self) -> str:
-        """Name of the indexer loss if the objective trains other parameters at the same time; else empty."""
+        """Name of the indexer loss; empty if the run trains only indexers."""
         return "" if self.settings.trains_only_indexers else IndexerLoss.name
 
     def owns(self, name: str) -> bool:

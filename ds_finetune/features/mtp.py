@@ -40,7 +40,7 @@ from ds_finetune.objectives.objective import LossAndSums, Term
 from ds_finetune.plan.settings import RunSettings
 
 _UNKNOWN = re.compile(r"^mtp\.0\.(.*\.)?(compressor|indexer|tid2eid)\b|^mtp\.(?!0\.)")
-"""Pattern of unsupported tensors of DeepSeek-V4's prediction layers: compressed entries, expert tables, more layers."""
+"""Pattern of DeepSeek-V4's unsupported `mtp.*` tensors: of compressed entries, expert tables or a second layer."""
 DocumentArguments = Callable[[tuple[Documents, ...] | None, torch.device], dict[str, Any]]
 """Function from lengths of packed documents and a device to the arguments by which attention separates documents."""
 
@@ -50,7 +50,8 @@ class MtpLoss(ExtraLoss):
     document. With `detach` its gradient reaches only the prediction layer.
 
     The sum is divided by the number of supervised tokens, as in DeepSeek-V3's report (arXiv 2412.19437, eq. 24). The
-    number of predictions is smaller: a document of n supervised tokens has n - 1 predictions, or n after a prompt.
+    number of predictions is smaller: a document of n supervised tokens has n - 1 predictions, or n if a prompt precedes
+    these tokens.
     """
 
     name = "mtp"

@@ -120,8 +120,9 @@ class BalanceLoss(ExtraLoss):
 
 
 class _SumOfLayer(torch.autograd.Function):
-    """Balance loss of a layer, `sum_i f_i P_i` summed over documents, fp32 scalar. The input f_i / T, fp32 [documents,
-    experts], belongs to documents of T tokens. Only the logits [tokens, experts] are saved for backward.
+    """Balance loss of a layer, `sum_i f_i P_i` summed over documents, fp32 scalar. The input `factors`, fp32
+    [documents, experts], is f_i / T for a document of T tokens. Of tensors [tokens, experts] only the logits are saved
+    for backward.
     """
 
     @staticmethod

@@ -100,7 +100,7 @@ class TeacherFeature(Feature):
 
     @classmethod
     def planned(cls, run: RunSettings, hf_config: PretrainedConfig) -> TeacherPlan | None:
-        """Plan the teacher that runs beside the trained model; None if there is none, or only stored probabilities."""
+        """Plan the teacher that runs beside the model. None without distillation, or with stored probabilities."""
         objective = run.objective
         if not is_distillation(objective) or objective.teacher is None:
             return None

@@ -18,7 +18,7 @@ from ds_finetune.observers.record import Resumable, StepRecord
 from ds_finetune.observers.stopping import StopSignals
 
 RunText = Callable[[StepRecord, Mapping[str, Mapping[str, Any]]], str]
-"""Function that builds the text of a checkpoint's run state from a step's record and the observers' states by name."""
+"""Function that builds a checkpoint's run state as text. It gets a step's record, and observers' states by name."""
 
 
 @dataclass

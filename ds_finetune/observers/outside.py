@@ -75,6 +75,6 @@ def _seen(observer: Observer, record: StepRecord) -> StepRecord:
     if not isinstance(returned, StepRecord) or not returned.values.items() >= record.values.items():
         raise RunError(
             f"observer {name} returned {returned!r:.200} {where}",
-            hint="return None, or the record by its `with_values` or `stopping`; values may be added under new names",
+            hint="return None, or what `record.with_values` or `record.stopping` returns; new values need new names",
         )
     return returned

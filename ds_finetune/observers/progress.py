@@ -26,8 +26,8 @@ class TimeLeft(Observer):
     """Adds the metric `perf/eta_seconds`: the time that the remaining steps, evaluations and saves will take, by their
     durations so far. The export after the last step is not included.
 
-    `intervals` are the intervals of evaluations, answers and saves, each of which also happens at the last step. An
-    evaluation is assumed to take as long as `evaluation_steps` steps until one has been measured.
+    `intervals` are the intervals of evaluations, answers and saves, each of which also happens at the last step. Until
+    an evaluation has been measured, it is assumed to take as long as `evaluation_steps` steps.
     """
 
     def __init__(self, steps: int, intervals: Mapping[str, Interval], *, evaluation_steps: float = 0.0) -> None:
@@ -90,7 +90,7 @@ class ProgressLine:
         self._live = self._out.isatty()
 
     def after_step(self, record: StepRecord) -> StepRecord:
-        """Write the progress line if due: by its interval, after an evaluation, at the last step, or for a message."""
+        """Write the progress line if due: by its interval, after an evaluation, at the last step, or with a message."""
         evaluation = _evaluation_line(record)
         must_print = bool(record.slow or record.notice or record.stop or record.is_last or evaluation)
         is_due = must_print or record.step % self._section.every == 0

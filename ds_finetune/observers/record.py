@@ -11,8 +11,8 @@ class StepRecord:
 
     `step` counts from 1. `stop` is the reason why the run ends after this step, empty if it continues. `notice` is a
     message about a skipped step, and `slow` one about a slow rank. `position` is the position in this rank's data after
-    the step. `counted` has counts such as tokens per expert. `rank_seconds` has the step times of all ranks without
-    collectives, if they were gathered at this step.
+    the step. `counted` has counts such as tokens per expert. `rank_seconds` has each rank's step time, without the time
+    in collectives, if the times were gathered at this step.
     """
 
     step: int
@@ -62,7 +62,7 @@ class Resumable(Protocol):
 
 
 class Remembering(Observer):
-    """Base class of an observer whose attributes named in `saved`, plain values, are saved in checkpoints."""
+    """Base class of an observer. Checkpoints save the attributes that `saved` names, which have plain values."""
 
     saved: ClassVar[tuple[str, ...]]
 

@@ -22,7 +22,7 @@ from ds_finetune.observers.record import Observer, Remembering, StepRecord
 from ds_finetune.observers.writers import LineFile
 
 _MOST_STEPS = 50
-"""Number of steps, at most a tenth of the run, over which loads of experts are summed before they are judged."""
+"""Loads of experts are judged by their sum over this number of steps, or over a tenth of the run if that is less."""
 _ENOUGH_TOKENS = 20
 """Loads are judged if experts have at least this mean number of tokens. With even loads, an expert then gets no token
 with a probability of only e^-20.
@@ -68,7 +68,7 @@ def num_dead_experts(counts: Counts) -> int:
 
 
 def busiest_rank_ratio(counts: Counts, ep: int) -> float:
-    """Load of the busiest expert-parallel rank of a layer, divided by the mean load of its ranks; mean over layers.
+    """Load of a layer's busiest expert-parallel rank, divided by the mean load of all `ep` ranks; averaged over layers.
 
     Each of the `ep` ranks has an equal shard of each layer's experts. In each layer all ranks wait for the busiest one,
     so the ratio says how much longer experts take than with even loads.

@@ -78,7 +78,7 @@ class StopSignals:
 
     def _print(self, text: str) -> None:
         with suppress(OSError):
-            # The text is printed only if that does not block, since this thread must receive a second signal.
+            # Printing must not block, since this thread must receive a second signal.
             if self._prints and select.select([], [_STDERR], [], 0)[1]:
                 os.write(_STDERR, f"{CLEAR_LINE if os.isatty(_STDERR) else ''}{text}\n".encode())
 

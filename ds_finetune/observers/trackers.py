@@ -38,7 +38,7 @@ PACKAGES = {
 _ROOM_BYTES = MIB
 """Records for TensorBoard are written only if the disk has at least this number of free bytes."""
 _PROJECT = "ds_finetune"
-"""Project in wandb without WANDB_PROJECT, and experiment in MLflow without MLFLOW_EXPERIMENT_NAME."""
+"""Default of the project in wandb (WANDB_PROJECT) and of the experiment in MLflow (MLFLOW_EXPERIMENT_NAME)."""
 CLOSE_SECONDS = 60.0
 _LONGEST_NAME, _LONGEST_VALUE = 250, 6000
 """Maximum number of characters that MLflow accepts in a name, and in the value of a parameter."""
@@ -180,8 +180,8 @@ class _TensorBoard(_Tracker):
     def start(self) -> None:
         """Open a new event file. From the first step of this file on, TensorBoard hides the records of earlier files.
 
-        A resumed run writes the last record before its start again, because TensorBoard may lack that record. If there
-        are no earlier files, it writes the records of all steps.
+        A resumed run repeats the last earlier record, because TensorBoard may lack that record. If there are no earlier
+        files, the run repeats all earlier records.
         """
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
@@ -189,7 +189,7 @@ class _TensorBoard(_Tracker):
         folder = self._folder / "tensorboard"
         has_files = any(folder.glob("events.*"))
         earlier = self._earlier[-1:] if has_files else self._earlier
-        # Event files without earlier records are from a run that saved no checkpoint, so all its steps are hidden.
+        # Without earlier records, the event files are of a run that saved no checkpoint, so all its steps are hidden.
         first = (earlier[0][0] if earlier else 0) if has_files and not self._is_reopened else None
         self._open = SummaryWriter(str(folder), purge_step=first)  # type: ignore[no-untyped-call] # of torch
         if self._is_reopened:
@@ -249,7 +249,7 @@ class _Mlflow(_Tracker):
         """Open MLflow in the tracker's thread, since MLflow's current run belongs to a thread."""
         if current_thread() is not self._thread:
             if _Mlflow._unfinished is not None:
-                # The tracker of an earlier, failed run of this process is closed, since its store would be used here.
+                # This closes the tracker of an earlier, failed run of this process, whose store this run would use.
                 _Mlflow._unfinished.close("FAILED")
             _Mlflow._unfinished = self
             self._thread.start()
@@ -286,8 +286,8 @@ class _Mlflow(_Tracker):
             self._lost += 1
 
     def close(self, status: str = "FINISHED") -> None:
-        """Let the tracker's thread send queued records and set the status of MLflow's run, for at most a minute each.
-        Then report how many records were not sent.
+        """Let the tracker's thread send queued records and set the status of MLflow's run. Wait at most two minutes for
+        this, then report how many records were not sent.
         """
         atexit.unregister(self.close)
         _Mlflow._unfinished = None
@@ -322,5 +322,5 @@ class _Mlflow(_Tracker):
 
 
 def _legal(name: str) -> str:
-    """Replace characters that MLflow does not allow in a name, and cut it so that `resumed.` fits before it."""
+    """Replace characters that MLflow does not allow in a name. Cut the name so that a prefix `resumed.` fits."""
     return posixpath.normpath(re.sub(r"[^\w\-. /]", "_", name)[: _LONGEST_NAME - len("resumed.")])

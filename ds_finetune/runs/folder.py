@@ -1,4 +1,4 @@
-"""Reads run folders, even while a run writes them, if another version wrote them, or if files are missing.
+"""Reads run folders, even if a run is writing them, another version wrote them, or files are missing.
 
 An unreadable file counts as missing, and `RunFolder.problems` gets a message about it.
 """

@@ -65,8 +65,8 @@ class MetricsReader:
     ranks, each with its step. `problem` says which lines could not be read; it is empty if all could.
 
     An incomplete last line is left for a later update. If the file was replaced or truncated, e.g. because the run
-    resumed from an earlier checkpoint, it is read again from its beginning. The reader notices that by the inode and by
-    the end of the last line that it has read, because a new file may get the inode of the old one.
+    resumed from an earlier checkpoint, it is read again from its beginning. The reader detects another file by its
+    inode and by the end of the last line that was read, because a new file may get the inode of the old one.
     """
 
     def __init__(self, path: Path) -> None:

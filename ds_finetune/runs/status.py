@@ -133,7 +133,7 @@ def seen_status(folder: Path, *, now: float | None = None) -> RunStatus:
 
 
 def _seen_from_outside(status: RunStatus, silent: float, *, is_alive: bool | None) -> tuple[State, str]:
-    """The true state of a run whose status, written `silent` seconds ago, says `running`; and the reason for it."""
+    """State of a run whose status says `running` and was written `silent` seconds ago, and the reason of this state."""
     if is_alive is False:
         return "failed", "its process has ended without a message"
     if silent > SILENT_SECONDS:

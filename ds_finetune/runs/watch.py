@@ -155,8 +155,8 @@ class _Runs:
 
 
 def _row_of(run: RunFolder) -> tuple[bool, float, Row]:
-    """Make the row of a run in the table of runs. Returns whether the run is not running, when its files last changed,
-    and the cells.
+    """Make the row of a run in the table of runs. Returns False for a running run, the time at which its files last
+    changed, and the cells.
     """
     tick = '<input type="checkbox" name="run" value="{0}" id="tick-{0}" aria-label="Compare {0}">'
     names = (Markup(tick).format(run.name), Markup('<a href="/run?run={}">{}</a>').format(quote(run.name), run.name))
@@ -180,8 +180,8 @@ def _row_of(run: RunFolder) -> tuple[bool, float, Row]:
 
 
 def _answer(request: Request, page: Page) -> Response:
-    """Answer a request with `page` as HTML. The chart library is left out if the address has `library=no`, which a page
-    that already has the library asks for.
+    """Answer a request with `page` as HTML. A page that has the chart library already asks with `library=no`, and the
+    answer is then without the library.
     """
     html = render_page(page, is_live=True, has_library=request.query_params.get("library") != "no")
     # Texts of a run may contain half a surrogate pair, which UTF-8 cannot represent.

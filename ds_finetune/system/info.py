@@ -133,7 +133,9 @@ def interfaces() -> dict[str, list[str]]:
 
 
 def interface_towards(address: str) -> str:
-    """Network interface by which this host reaches `address`, or that owns it; empty without route. Sends nothing."""
+    """Network interface by which this host reaches `address`. For an address of this host, the interface that has the
+    address; empty without a route. Sends nothing.
+    """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as connection:
         try:
@@ -142,7 +144,7 @@ def interface_towards(address: str) -> str:
         except OSError:
             return ""
         own = str(connection.getsockname()[0])
-    # For an address of its own host, the kernel takes the loopback interface, and that same address as the source.
+    # For an address of this host, the kernel takes the loopback interface, and the address itself as the source.
     return next((name for name, addresses in interfaces().items() if own in addresses), "")
 
 
@@ -154,7 +156,7 @@ def free_port() -> int:
 
 
 def host_versions(packages: Mapping[str, str]) -> dict[str, str]:
-    """Versions of Python, this program (with its source's hash), PACKAGES, torch's CUDA, NCCL and driver."""
+    """Versions of Python, this program, each package of PACKAGES (by `packages`), torch's CUDA, NCCL and GPU driver."""
     versions = {"python": platform.python_version(), "ds_finetune": source_version()}
     versions |= {package: packages.get(package, "") for package in PACKAGES}
     spec = find_spec("torch")

@@ -28,7 +28,7 @@ _SWITCHES_PER_SECOND = 20
 _SET_PARENT_DEATH_SIGNAL = 1
 """Option PR_SET_PDEATHSIG of prctl(2), the signal at the end of a parent."""
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
-"""Clock that, on Linux, also counts time in which the machine was suspended, unlike `time.monotonic`."""
+"""Clock that also counts time in which the machine was suspended (on Linux), unlike `time.monotonic`."""
 
 
 def python_module(name: str, *arguments: str, python: str = sys.executable) -> list[str]:
@@ -80,15 +80,15 @@ def _exists(pid: int) -> bool:
 
 
 def own_namespace(kind: str) -> str:
-    """Identifier of this process's namespace of a kind such as `pid` or `net`: the machine's boot id, and the
-    namespace. Empty without /proc. Processes with equal identifiers of `pid` can send each other signals.
+    """Boot id of the machine, and this process's namespace of type `kind`, such as `pid` or `net`; empty without /proc.
+    Processes can send each other signals if these texts are equal for `pid`.
     """
     namespace = Path("/proc/self/ns", kind)
     return f"{boot_id()} {namespace.readlink()}" if boot_id() and namespace.exists() else ""
 
 
 def boot_id() -> str:
-    """Identifier of the running kernel since its boot, equal in all its containers; empty without /proc."""
+    """Identifier of the kernel's current boot, equal in all containers of the machine; empty without /proc."""
     file = Path("/proc/sys/kernel/random/boot_id")
     return file.read_text(encoding="utf-8").strip() if file.exists() else ""
 

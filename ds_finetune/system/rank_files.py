@@ -25,11 +25,12 @@ def log_name(rank: int) -> str:
 
 
 def record_error(text: str, *, cause: str = "", file: str = "") -> None:
-    """Write the error with which a rank ends, unless an earlier one is recorded or no agent has named a file.
+    """Write the error with which a rank ends. Nothing is written if the file has an error already, or if no agent has
+    named a file.
 
     `cause` is the error of another rank if this rank ends only because of it. `file` is the error file of another rank
     that this process is about to kill; by default it is this process's own. The format is that of torch 2.13
-    (elastic/multiprocessing/errors/error_handler.py:80). Its key `at` is more exact than the agent's timestamp in
+    (elastic/multiprocessing/errors/error_handler.py:80). The key `at` is more exact than `timestamp`, which has
     seconds.
     """
     path = Path(file or os.environ.get(ERROR_FILE, ""))

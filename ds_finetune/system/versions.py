@@ -58,7 +58,7 @@ def installed_version(name: str) -> str:
 
 
 def installed_versions(extras: Sequence[str] = ("", *EXTRAS)) -> dict[str, str]:
-    """Installed version of each package that `extras` require ("": the program itself); "" if not installed."""
+    """Installed version of each package that `extras` require ("" for the program itself); empty if not installed."""
     return {line.name: installed_version(line.name) for extra in extras for line in requirements_of(extra)}
 
 

@@ -16,9 +16,9 @@ _OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LO
 _OTHER_SIZES = ("PMI_SIZE", "MV2_COMM_WORLD_SIZE", "FLUX_JOB_SIZE", "JSM_NAMESPACE_SIZE")
 """Variables in which unsupported launchers set the number of ranks: MPICH (Intel MPI, PALS), MVAPICH, Flux, jsrun."""
 _PARTS_OF_OTHERS = ("MPI_LOCALNRANKS", "NPROC_PER_NODE", "NNODES")
-"""Environment variables with a number of ranks on a host, or of hosts; ms-swift and LLaMA-Factory read the last two."""
+"""Environment variables with the number of a host's ranks or of hosts. ms-swift and LLaMA-Factory read the last two."""
 _OTHER_RANKS = ("PMI_RANK", "PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE", "FLUX_TASK_RANK", "MPI_LOCALRANKID")
-"""Environment variables with a rank, which an unsupported launcher may set without a number of ranks."""
+"""Environment variables with a rank. An unsupported launcher may set one without a number of ranks."""
 _NODE_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "CROSS_SIZE")
 """Environment variables that only torchrun (also in accelerate) and DeepSpeed 0.19.8 (launcher/launch.py:181) set. A
 scheduler may start one of these launchers on each host.
@@ -241,8 +241,8 @@ def _scheduler(environ: Mapping[str, str]) -> tuple[str, ...] | None:
 
 
 def _slurm_names(environ: Mapping[str, str]) -> tuple[str, str, str]:
-    """Names of Slurm's environment variables for rank, size and local rank. SLURM_NTASKS may be that of the whole
-    allocation, so the step's own variable comes first.
+    """Names of Slurm's environment variables for rank, size and local rank. SLURM_NTASKS may count the tasks of the
+    whole allocation, so the step's own variable comes first.
     """
     return (
         "SLURM_PROCID",
@@ -288,7 +288,7 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
 
 
 def _master_address(environ: Mapping[str, str], job: str) -> tuple[str, int]:
-    """Address and port of rank 0. Without MASTER_PORT, the port follows from the job id, so that jobs differ."""
+    """Address and port of rank 0. Without MASTER_PORT, the job id gives the port, so that jobs rarely share one."""
     port = _FIRST_PORT + sum(ord(c) * 31**i for i, c in enumerate(job)) % _PORTS if job else DEFAULT_PORT
     return environ.get("MASTER_ADDR", "127.0.0.1"), master_port(environ, port)
 

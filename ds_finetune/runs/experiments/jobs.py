@@ -163,9 +163,9 @@ class ExperimentRun:
 def run_all(runs: Iterator[ExperimentRun], slots: Sequence[RunSlot]) -> None:
     """Train all runs, each in the next free slot.
 
-    After SIGINT, SIGTERM or SIGHUP the runs save and end, and SystemExit with the code of an interrupted run is raised;
-    after a second signal it is raised at once. If a run or the iterator raises an error, the runs also save and end
-    before it is raised.
+    After SIGINT, SIGTERM or SIGHUP the runs save and end, and SystemExit with the code of an interrupted run is raised.
+    After a second signal SystemExit is raised at once. If a run or the iterator raises an error, the runs save and end
+    before the error is raised.
     """
     active, signals = dict[ExperimentRun, RunSlot](), list[int]()
     with handle_signals(signals.append):

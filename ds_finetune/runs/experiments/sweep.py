@@ -160,7 +160,7 @@ class _TrialRun(ExperimentRun):
             )
 
     def _outcome(self) -> tuple[str, float | None, str]:
-        """The trial's state, its value if it has one, and otherwise the reason."""
+        """State of the trial, its value or None, and the reason why it has no value."""
         metric = self._sweep.metric
         value = self.metrics.curves[metric].last if metric in self.metrics.curves else None
         # A run that reached its last step although it was asked to stop is complete, not pruned.

@@ -90,7 +90,9 @@ class SweepConfig(Section):
     parallel: int = Field(default=1, ge=1)
 
     def grid(self) -> list[dict[str, Any]]:
-        """The first `trials` combinations of choices, as optuna's parameters of trials; empty without a grid."""
+        """The first `trials` combinations of choices, as parameters of optuna's trials. Empty if the sampler is no
+        grid.
+        """
         is_grid = self.sampler.name == "GridSampler"
         choices = [values.distribution().choices for values in self.space.values()] if is_grid else [()]
         return [dict(zip(self.space, each, strict=True)) for each in islice(product(*choices), self.trials)]
@@ -164,7 +166,7 @@ def _check_metric(sweep: SweepConfig, config: RunConfig) -> None:
 
 
 def make_sampler(sweep: SweepConfig, number: int) -> Any:  # noqa: ANN401 - of optuna
-    """Make the optuna sampler for trial `number`; ConfigError if the sampler has no such option.
+    """Make the optuna sampler for trial `number`; ConfigError if the sampler refuses the sweep file's options.
 
     A sampler gets the seed of the sweep plus `number`, so that a resumed sweep samples what an uninterrupted one does.
     """

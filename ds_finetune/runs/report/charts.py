@@ -22,7 +22,7 @@ _MOST_RANKS = 8
 _FIRST_TITLES = ("reward", "answer_tokens", "reward_accuracy", "reward_margin", "loss", "accuracy", "grad_norm")
 """Titles of the charts that a page shows first, if the run has their metrics."""
 _WITHOUT_CHART = ("skipped", "skipped_steps", "tokens_seen", "predicted_gib", "measured_gib", "eta_seconds")
-"""Last parts of metric names, such as `eta_seconds`, that get no chart: a page shows these values elsewhere."""
+"""Metrics without a chart, by the last part of their names: a page shows these values elsewhere."""
 _PERCENTAGES = ("accuracy", "exact_match", "reward_accuracy", "mfu", "mtp_accuracy")
 _KIND_SUFFIXES = ("_mean", "_min", "_max")
 
@@ -110,7 +110,7 @@ def rank_charts(run: RunFolder) -> list[Chart]:
     times_of = parse_records(
         run.records(RANK_TIMES), lambda record: (record["step"], [float(each) for each in record["seconds"]])
     )
-    # A run may have resumed on another number of ranks. Only step times of the latest number of ranks are drawn.
+    # A run may have resumed on another number of ranks. Only steps with as many ranks as the last one are drawn.
     ranks = len(times_of[-1][1]) if times_of else 0
     times_of = [(step, seconds) for step, seconds in times_of if len(seconds) == ranks]
     if ranks < 2:
@@ -182,11 +182,11 @@ def _lines_of(curve: Curve, name: str, line: Line, most: int) -> Iterator[Line]:
 
 
 def drawn_points(values: NDArray[np.float64], most: int) -> NDArray[np.intp]:
-    """Choose which of the `values` [n] of a curve to draw, so that it looks as if all were drawn: returns at most
-    `most` ascending indices, where `most` is at least 8.
+    """Choose which of the `values` [n] of a curve to draw, without a visible difference to all of them. Returns at most
+    `most` (8 or more) ascending indices.
 
-    The curve is divided into equal stretches. The lowest, the highest, the last and the first non-finite value of each
-    stretch are drawn, so that no spike, dip or gap is lost, and also the first value of the curve.
+    The curve is divided into equal stretches. Of each stretch the lowest, the highest, the last and the first
+    non-finite value are drawn, so that no spike, dip or gap is lost. The first value of the curve is drawn too.
     """
     assert most >= 2 * POINTS_PER_STRETCH, most
     n = len(values)

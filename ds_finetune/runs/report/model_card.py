@@ -42,8 +42,8 @@ def write_card_of_source(source: Path, folder: Path, verified: Sequence[str] = (
 def write_model_card(
     run: RunFolder, folder: Path, verified: Sequence[str] = (), source: Path | None = None
 ) -> Path | None:
-    """Write the model card `README.md` into `folder`, an export of `run`. `source` is the export of the run from which
-    the weights in `folder` were converted, if any. Returns the path of the card, or None if a person has written one.
+    """Write the model card `README.md` into `folder`, an export of `run`. `source` is the run's export that was
+    converted to `folder`, if any. Returns the path of the card, or None if a person has written one.
     """
     card = folder / CARD
     if card.exists() and not is_generated_card(card):
@@ -53,7 +53,8 @@ def write_model_card(
 
 
 def model_card(run: RunFolder, folder: Path, verified: Sequence[str] = (), source: Path | None = None) -> str:
-    """The text of the model card of `folder`, an export of `run` that may be converted from its export `source`.
+    """The text of the model card of `folder`, an export of `run`. `source` is the run's export that was converted to
+    `folder`, if any.
 
     The text contains neither times nor paths of this machine, so that equal exports have equal cards.
     """
@@ -142,7 +143,7 @@ def _prompt_lines(run: RunFolder, folder: Path) -> list[str]:
 
 
 def _config_of(folder: Path) -> Mapping[str, Any]:
-    """The model config of an exported folder. For an adapter it is that of the merged export beside it."""
+    """The model config of an exported folder. For an adapter, the config of the merged export beside the adapter."""
     merged = folder.with_name(folder.name.replace("adapter", "export"))
     return read_object(folder / "config.json") or read_object(merged / "config.json")
 

@@ -29,7 +29,7 @@ Row = Sequence[str]
 class Table:
     """A table of a page. Its first `text_columns` columns hold texts; the others hold numbers, which are right-aligned.
 
-    Without names in `columns` the table is a list of names with texts.
+    If `columns` is empty, the table has no head, and each row is a name with a text.
     """
 
     caption: str

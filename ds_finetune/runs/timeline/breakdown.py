@@ -21,7 +21,7 @@ _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _ARROW = "ac2g"
 """Category of Kineto's arrows from a call of the CPU to its kernel; the `id` of an arrow is unique only on its rank."""
 _TORCH_PREFIXES = ("gloo:", "nccl:")
-"""Prefixes of torch's own collective events. Annotations replace these events, because they do not nest."""
+"""Prefixes of torch's own collective events. These events do not nest, so annotations replace them."""
 _MATCHED = ("allreduce", "reduce", "broadcast", "allgather", "reduce_scatter", "all_to_all", "all_to_allv", "barrier")
 """NCCL collectives that are matched between ranks to find who waits. Kernels of send and receive do not name both
 ranks, so these are not matched.
@@ -42,8 +42,8 @@ spans overlap, the one with the higher priority counts.
 
 @dataclass
 class RankTrace:
-    """Events in the profile of one rank, by the clock of rank zero, and the steps, collectives and time spans of work
-    among them.
+    """Events in the profile of one rank, and the steps, collectives and time spans of work among these events. All
+    times are of the clock of rank zero.
     """
 
     events: list[Event]
@@ -116,8 +116,8 @@ def _add_device_event(trace: RankTrace, event: Event, counts: Counter[str]) -> N
 
 
 def mark_waits(trace: RankTrace, starts: Sequence[Mapping[CollectiveKey, float]]) -> None:
-    """Add to each collective of a rank how long it waited for the last rank to start the collective, and which rank
-    that was. `starts` holds the start times of the collectives of each rank.
+    """Add to each collective of `trace` how long its rank waited for the last rank to start the collective, and which
+    rank was last. `starts` holds the start times of collectives on each rank.
     """
     latest: dict[CollectiveKey, tuple[float, int]] = {}
     for rank, each in enumerate(starts):

@@ -51,7 +51,9 @@ class ProfiledRun:
 
     @property
     def knows_waiting(self) -> bool:
-        """Whether all ranks were profiled, because only then is it known how long a rank waited for the last one."""
+        """Whether all ranks were profiled. Otherwise it is unknown how long a rank waited in a collective for the last
+        rank.
+        """
         return len(self.profiled_ranks) == self.world_size
 
 
