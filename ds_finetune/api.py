@@ -202,11 +202,11 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
     `EvalReport.sets` also has the metrics of each of these sets. `objective` is sft, distill or pretrain, or its
     section in a run file, such as `{"name": "pretrain", "eos": False}`; dpo, simpo, cpo and orpo score pairs of
     answers, and dpo needs its reference model as `baseline`. With `extract` (gsm8k, choice, json or text) the model
-    generates answers, and the values extracted from them are compared with values extracted from the rows: from the
-    greedy answer, and for pass@k from `samples` answers sampled at temperature 1. `columns`, `template`, `separator`,
-    `train_on` and `long_rows` are as in a run file; without `template` and `separator` prompts are written as in the
-    model's training. `limit` is the maximum number of scored rows of each set. DataError or ExportError where the model
-    cannot be scored.
+    generates answers, and the value extracted from an answer is compared with the value extracted from its row. One
+    answer is greedy, and pass@k uses `samples` answers at temperature 1. `columns`, `template`, `separator`, `train_on`
+    and `long_rows` are as in a run file; without `template` and `separator` prompts are written as in the model's
+    training. `limit` is the maximum number of scored rows of each set. DataError or ExportError where the model cannot
+    be scored.
     """
     check_versions()
     minima = {

@@ -112,8 +112,8 @@ def _show_forecast(config: RunConfig, target: "Target", *, is_json: bool) -> Non
 
 
 def planned_traces(run: "RunSettings", say: Say) -> "Traces":
-    """Trace the activations of a run that is only planned, and of whose model only config.json is read. ConfigError or
-    ModelError if the model cannot be built.
+    """Trace the activations of a planned run, with only config.json of its model. ConfigError or ModelError if the
+    model cannot be built.
     """
     from ds_finetune.trainer.tracing.cache import Traces
 

@@ -42,7 +42,7 @@ from ds_finetune.plan.settings import RunSettings
 _UNKNOWN = re.compile(r"^mtp\.0\.(.*\.)?(compressor|indexer|tid2eid)\b|^mtp\.(?!0\.)")
 """Pattern of DeepSeek-V4's unsupported `mtp.*` tensors: of compressed entries, expert tables or a second layer."""
 DocumentArguments = Callable[[tuple[Documents, ...] | None, torch.device], dict[str, Any]]
-"""Function from lengths of packed documents and a device to the arguments by which attention separates documents."""
+"""Function of the lengths of packed documents and a device. Attention separates documents by the result."""
 
 
 class MtpLoss(ExtraLoss):

@@ -38,9 +38,8 @@ the factor _GROWTH since the run's first steps.
 Counts = NDArray[np.int64]
 Layers = NDArray[np.float64]
 MOST_BYTES, _BYTES_PER_LOAD = 64 * MIB, 8
-"""Maximum size of `experts.jsonl`, and the bytes that one load of seven digits takes. A long run of a large model stays
-below the maximum by recording only every second step, every third, and so on. A run that is extended may write as much
-again.
+"""Maximum size of `experts.jsonl`, and the bytes of one load with seven digits. A long run of a large model records
+only every second, third, ... step to stay below the maximum. An extended run may add the same amount.
 """
 _MOST_WAITING = 100
 """Maximum number of lines of `experts.jsonl` that wait in memory while the disk is full."""

@@ -26,7 +26,7 @@ MAX_WAITING = 10_000
 """Maximum number of records that wait in memory to be written. Beyond it, the oldest are dropped."""
 _LONGEST_PAUSE = 16
 MOST_SAMPLES = 8
-"""An evaluation saves this many answers of each held-out set, to its first prompts, to compare them over time."""
+"""Number of prompts, the first of each held-out set, whose answers an evaluation saves for comparisons over time."""
 
 
 def one_line(failed: Exception) -> str:
@@ -165,7 +165,7 @@ class SampleFile(LineFile):
         self._collected: Sequence[Sample] = ()
 
     def collect(self, samples: Sequence[Sample]) -> None:
-        """Take the answers of an evaluation, which `after_step` writes with the number of its step."""
+        """Keep the answers of an evaluation until `after_step` writes them with its step number."""
         self._collected = samples
 
     def after_step(self, record: StepRecord) -> StepRecord:

@@ -122,7 +122,7 @@ class RunFolder:
 
     @property
     def status(self) -> RunStatus:
-        """The state of the run. A run whose status file says `running` may be seen to hang or to be dead."""
+        """The state of the run. If the status file says `running`, the run may still turn out to hang or be dead."""
         if os.path.lexists(self.path / STATUS) and self.file(STATUS) is None:
             return RunStatus("unknown", f"{STATUS} is no file of this folder")
         return seen_status(self.path)

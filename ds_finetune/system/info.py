@@ -61,8 +61,8 @@ class HostInfo:
 class Gpu:
     """A GPU as nvidia-smi lists it. Memory is in bytes, or None where nvidia-smi does not report it.
 
-    nvidia-smi reports no memory for GPUs that share the host's memory, and to users without access no used memory of a
-    GPU in MIG mode.
+    nvidia-smi reports no memory for GPUs that share the host's memory. It reports the used memory of a GPU in MIG mode
+    only to users with access.
     """
 
     name: str

@@ -35,7 +35,7 @@ def python_module(name: str, *arguments: str, python: str = sys.executable) -> l
     """Make the command that runs a module of this project in another process, in the environment
     `with_package(os.environ)`.
 
-    With -P, Python does not import a file of the working directory, such as `secrets.py`, instead of a module.
+    With -P, a file of the working directory, such as `secrets.py`, cannot take the place of a module.
     """
     return [python, "-P", "-u", "-m", name, *arguments]
 

@@ -24,10 +24,9 @@ _FILE = Path(__file__).resolve().parents[2] / "pyproject.toml"
 
 @cache
 def requirements_of(extra: str = "") -> tuple[Requirement, ...]:
-    """Requirements of the extra `extra`, including those of extras it refers to, or of the program itself if it is
-    empty.
+    """Requirements of the extra `extra` and of the extras that it refers to. With "", those of the program itself.
 
-    They are read from the pyproject.toml of a checkout, whose installed metadata may be outdated, else from the
+    In a checkout they are read from pyproject.toml, because installed metadata may be outdated; otherwise from the
     metadata of the installed package. Empty if there is neither.
     """
     lines: list[str] | None = None
@@ -63,10 +62,10 @@ def installed_versions(extras: Sequence[str] = ("", *EXTRAS)) -> dict[str, str]:
 
 
 def outside_ranges(installed: Mapping[str, str], extra: str = "") -> dict[str, Requirement]:
-    """Requirements of the extra `extra` (or of the program itself) that the installed versions do not meet. The key of
-    each is a text with the installed version, such as `torch 2.9.0 (tested: >=2.11,<2.14)`.
+    """Requirements of the extra `extra` (or of the program itself) that the installed versions do not meet. The keys
+    describe installed versions, such as `torch 2.9.0 (tested: >=2.11,<2.14)`.
 
-    A package of an extra that is not installed is left out, because the code that needs it reports that.
+    If a package of an extra is not installed, it is left out, because the code that needs it reports that.
     """
     versions = {line: installed.get(line.name, "") for line in requirements_of(extra)}
     return {

@@ -1,4 +1,4 @@
-"""Replaces files atomically: a file is written under another name, then renamed, so that no reader sees a part."""
+"""Replaces files atomically: a file is written under another name, then renamed. No reader sees a partial file."""
 
 import errno
 import os

@@ -315,7 +315,7 @@ def _tasks_per_node(text: str) -> Iterator[int]:
 
 
 def slurm_nodes(environ: Mapping[str, str], *names: str) -> list[str]:
-    """Names of nodes from the first of the variables `names` that is set, as from `scontrol show hostnames`."""
+    """Names of the nodes in the first set variable of `names`, expanded as by `scontrol show hostnames`."""
     name = next((name for name in names if name in environ), names[0])
     text = environ.get(name, "")
     if not re.fullmatch(rf"{_NODES}(?:,{_NODES})*", text):
@@ -327,7 +327,7 @@ def slurm_nodes(environ: Mapping[str, str], *names: str) -> list[str]:
 
 
 def _expand(part: str) -> list[str]:
-    """Nodes of an entry: `node[01-03,7]-ib` is node01-ib, node02-ib, node03-ib, node7-ib; brackets are combined."""
+    """Nodes of an entry: `node[01-03,7]-ib` is node01-ib, node02-ib, node03-ib, node7-ib. Several brackets multiply."""
     pieces = re.split(r"\[([^\[\]]*)\]", part)
     choices = [_numbers(piece) if index % 2 else [piece] for index, piece in enumerate(pieces)]
     return ["".join(chosen) for chosen in product(*choices)]

@@ -148,7 +148,7 @@ def _read_bokehjs() -> str:
 
 
 def render_template(template: str, *, is_escaped: bool, **values: object) -> str:
-    """Fill a template of this folder with `values`, which `is_escaped` escapes for HTML; returns the text."""
+    """Fill a template of this folder with `values`, escaped for HTML if `is_escaped`; returns the text."""
     return _environment(is_escaped).get_template(template).render(values)
 
 
