@@ -13,6 +13,7 @@ from ds_finetune.config.schedule import Interval, SchedulerName, seconds_of
 from ds_finetune.config.value_types import (
     DurationText,
     EveryText,
+    FolderText,
     Free,
     HeldOutPaths,
     Layout,
@@ -145,7 +146,7 @@ class DataConfig(Section):
     """Divide the rows of a step over ranks and micro-batches by cost, so ranks wait less; false keeps their order."""
     workers: Free[int] = Field(default=0, ge=0)
     """Number of processes that tokenise; 0 is one per core."""
-    cache_dir: Free[str] = ".cache/ds_finetune"
+    cache_dir: Free[FolderText] = ".cache/ds_finetune"
     """Folder of tokenised data; later runs with the same data and settings read it instead of tokenising again."""
 
     def paths(self, purpose: str) -> tuple[str, ...]:

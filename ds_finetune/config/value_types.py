@@ -69,6 +69,8 @@ def as_list(value: object) -> object:
 
 
 def _check_folder_name(text: str) -> str:
+    if re.match(r"~|.*\$[\w{]", text):
+        raise ValueError("`~` and variables are not expanded here, so a folder of that name would be made")
     if "\0" in text or any(len(part.encode()) > 255 for part in text.split("/")):
         raise ValueError("no folder can have this name: a part of a path has at most 255 bytes, none of them 0")
     return text

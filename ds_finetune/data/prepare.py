@@ -44,7 +44,7 @@ from ds_finetune.data.row_kind import DIALOGUE, RowKind
 from ds_finetune.data.row_report import check_columns, check_dropped_rows
 from ds_finetune.data.samples import check_layout_name
 from ds_finetune.data.sources import RecordChoice, Source, estimate_rows, find_sources
-from ds_finetune.data.units import ROWS_PER_PART, Tokenisation, divide, num_characters, tokenise_records
+from ds_finetune.data.units import ROWS_PER_PART, Tokenisation, divide, tokenise_records
 from ds_finetune.errors import ConfigError, DataError, RunError
 
 FORMAT_VERSION = 11
@@ -251,7 +251,7 @@ def _open_parts(
     `parts` receives the folder of every part, with the index of the part's path in data.train.
     """
     for source, records in choice.read(sources):
-        for chunk in divide(records, lambda record: num_characters(record[1]), most=ROWS_PER_PART):
+        for chunk in divide(records, ROWS_PER_PART):
             part = folder / f"part-{len(parts):06d}"
             parts[part] = source.entry
             if part.is_dir() and find_damage(part):

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import date, datetime, time
 from decimal import Decimal
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
@@ -35,7 +35,6 @@ from ds_finetune.data.text_encoder import ControlTokens
 from ds_finetune.data.tokenizer_files import is_encoder_tokenizer, tokenizer_digest
 from ds_finetune.errors import DataError
 
-T = TypeVar("T")
 _MOST_CHARACTERS, _MOST_CHARACTERS_PER_TOKEN = 4_000_000, 8
 _MOST_MESSAGES = 2_000
 ROWS_PER_PART = 2000
@@ -48,15 +47,6 @@ _NOTED_CHARACTERS = {
 }
 """For each remark on unusual characters (`row_report.NOTED`): a pattern for a row's repr, and one for a text."""
 _Ids = tuple[list[int], list[bool]]
-
-
-class SizedSample(NamedTuple):
-    """What is read from a row: its location, sample, unused columns, and the number of characters of its texts."""
-
-    where: str
-    sample: RowSample
-    unread: list[str]
-    num_characters: int
 
 
 class MadeRow(NamedTuple):
@@ -101,14 +91,14 @@ class Tokenisation:
         }
 
 
-def divide(items: Iterable[T], num_characters: Callable[[T], int], *, most: int) -> Iterator[list[T]]:
-    """Divide items into lists of at most `most` items. A list ends once it has `_MOST_CHARACTERS` characters, because a
-    tokenizer takes about 400 bytes of memory for each.
+def divide(records: Iterable[tuple[str, ReadRecord]], most: int) -> Iterator[list[tuple[str, ReadRecord]]]:
+    """Divide records into lists of at most `most` records. A list ends once its texts have `_MOST_CHARACTERS`
+    characters, because a tokenizer takes about 400 bytes of memory for each.
     """
-    part, size = list[T](), 0
-    for item in items:
-        part.append(item)
-        size += num_characters(item)
+    part, size = list[tuple[str, ReadRecord]](), 0
+    for where, record in records:
+        part.append((where, record))
+        size += sum(map(len, _texts(record)))
         if len(part) == most or size >= _MOST_CHARACTERS:
             yield part
             part, size = [], 0
@@ -123,11 +113,13 @@ def tokenise_records(records: Sequence[tuple[str, ReadRecord]], how: Tokenisatio
     rows), a setting such as data.layout is wrong, and the first error is raised.
     """
     bad = dict[str, DataError]()
-    rows = [row for where, record in records if (row := _read_row(where, record, how, bad)) is not None]
+    rows = list[tuple[str, RowSample, list[str]]]()
+    made = list[MadeRow]()
     make = _MAKERS[how.kind.name]
-    made: list[MadeRow] = []
-    for batch in divide(rows, lambda row: row.num_characters, most=len(records)):
-        samples: list[tuple[str, Any]] = [(row.where, row.sample) for row in batch]
+    for part in divide(records, len(records)):
+        rows_of_part = [row for each in part if (row := _read_row(*each, how, bad)) is not None]
+        samples: list[tuple[str, Any]] = [(where, sample) for where, sample, _ in rows_of_part]
+        rows += rows_of_part
         try:
             made += list(make(samples, how))
         except DataError:
@@ -137,7 +129,7 @@ def tokenise_records(records: Sequence[tuple[str, ReadRecord]], how: Tokenisatio
         raise bad[records[0][0]]
     errors = [str(bad[where]) for where, _ in records if where in bad]
     good = [(where, record) for where, record in records if not isinstance(record, DataError) and where not in bad]
-    unread = [row.unread for row in rows if row.where not in bad]
+    unread = [names for where, _, names in rows if where not in bad]
     remarked = [(*each, row.tokens, names) for each, row, names in zip(good, made, unread, strict=True)]
     counts = Counts(
         read=len(records),
@@ -157,21 +149,23 @@ def tokenise_records(records: Sequence[tuple[str, ReadRecord]], how: Tokenisatio
     return documents, sum((change for row in made for change in row.counts), counts) + documents.counts
 
 
-def _read_row(where: str, record: ReadRecord, how: Tokenisation, bad: dict[str, DataError]) -> SizedSample | None:
+def _read_row(
+    where: str, record: ReadRecord, how: Tokenisation, bad: dict[str, DataError]
+) -> tuple[str, RowSample, list[str]] | None:
     try:
         if isinstance(record, DataError):
             raise record
         sample, unread = read_row(record, how.kind, layout=how.layout, columns=how.columns, where=where)
         read = {name: value for name, value in record.items() if name not in unread}
-        size = _check_size(read, how.limits.max_seq_len, where)
+        _check_size(read, how.limits.max_seq_len, where)
     except DataError as error:
         bad[where] = error
         return None
-    return SizedSample(where, sample, unread, size)
+    return where, sample, unread
 
 
-def _check_size(record: Record, max_seq_len: int, where: str) -> int:
-    """Number of characters of a data row; DataError where tokenising it would take gigabytes of memory or hours.
+def _check_size(record: Record, max_seq_len: int, where: str) -> None:
+    """Raise DataError where tokenising a data row would take gigabytes of memory or hours.
 
     A chat template is rendered three times for each answer, with all messages before it. A row that may fit into a
     document is never refused.
@@ -183,18 +177,12 @@ def _check_size(record: Record, max_seq_len: int, where: str) -> int:
             f"{where} has {messages:,} messages, and a row may have at most {max(_MOST_MESSAGES, max_seq_len):,}",
             hint="divide the conversation into several rows",
         )
-    number, most = num_characters(record), max(_MOST_CHARACTERS, _MOST_CHARACTERS_PER_TOKEN * max_seq_len)
+    number, most = sum(map(len, _texts(record))), max(_MOST_CHARACTERS, _MOST_CHARACTERS_PER_TOKEN * max_seq_len)
     if number > most:
         raise DataError(
             f"{where} has {number:,} characters, and a row may have at most {most:,}",
             hint="divide its text into several rows (a .txt file is one row)",
         )
-    return number
-
-
-def num_characters(record: ReadRecord) -> int:
-    """Number of characters of all texts of a record; 0 of one that cannot be read."""
-    return sum(map(len, _texts(record)))
 
 
 def _texts(value: object) -> Iterator[str]:
@@ -227,7 +215,7 @@ def _notes(record: Record, unused: Sequence[str], row: Tokens) -> tuple[str, ...
 
 def _has_unknown(row: MadeRow, tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether a document has the tokenizer's unknown token. False where this is also its bos, eos or padding token, as
-    for GPT-2: such a tokenizer knows all bytes.
+    of GPT-2, whose tokenizer knows all bytes.
     """
     others = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, None)
     unknown = tokenizer.unk_token_id

@@ -167,6 +167,16 @@ def test_a_name_that_no_folder_can_have_is_refused(name: str, tmp_path: Path) ->
         read_config(tmp_path / "run.yaml")
 
 
+@pytest.mark.parametrize("name", ["~/runs/x", "$HOME/runs", "/data/${USER}/x"])
+@pytest.mark.parametrize("key", ["output_dir", "data.cache_dir"])
+def test_a_path_that_only_a_shell_expands_is_refused(key: str, name: str, tmp_path: Path) -> None:
+    """A shell leaves `output_dir=~/runs` as it is, and a folder named `~` would be made in the working directory."""
+    (tmp_path / "run.yaml").write_text(MINIMAL, encoding="utf-8")
+    with pytest.raises(ConfigError, match="are not expanded here"):
+        read_config(tmp_path / "run.yaml", [f"{key}={name}"])
+    read_config(tmp_path / "run.yaml", [f"{key}=/data/a~b/c$"])
+
+
 def test_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none\.yaml` does not exist"):
         read_config(tmp_path / "none.yaml")

@@ -5,6 +5,7 @@ Expected tokens are those that llama.cpp (xllamacpp 2026.10) made of this vocabu
 """
 
 import json
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 import ds_finetune
 from ds_finetune.config.schema import read_config
 from ds_finetune.errors import ExportError
-from ds_finetune.export.consumer_tokens import _as_elsewhere, genai_note
+from ds_finetune.export.consumer_tokens import _as_elsewhere, compare_tokens, genai_note
 from ds_finetune.system.world import World
 from ds_finetune.trainer.resolve import resolve_here
 from tests.answers_task import train_answers
@@ -132,6 +133,16 @@ def test_tokenizers_that_genai_does_not_read_are_said(name: str, shared_data: Pa
     """GenAI 0.18 ends with an error about the several splits of the first two."""
     note = genai_note(AutoTokenizer.from_pretrained(shared_data / "tokenizers" / name))
     assert ("does not read" in note) is (name != "deepseek-r1-distill-qwen")
+
+
+def test_decomposed_characters_are_said(shared_data: Path) -> None:
+    """Qwen's tokenizer composes them (NFC), in transformers alone."""
+    tokenizer = AutoTokenizer.from_pretrained(shared_data / "tokenizers" / "deepseek-r1-distill-qwen")
+    composed, decomposed = (unicodedata.normalize(form, "caf\xe9") for form in ("NFC", "NFD"))
+    assert composed != decomposed
+    assert tokenizer(composed)["input_ids"] == tokenizer(decomposed)["input_ids"]
+    assert "it does not compose characters" in genai_note(tokenizer)
+    assert "it does not compose characters" in compare_tokens(tokenizer, [], "llama.cpp", adds_space=False).note
 
 
 def test_completions_begin_in_the_chat_template_as_in_training(tmp_path: Path) -> None:

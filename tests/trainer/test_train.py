@@ -105,6 +105,13 @@ def test_the_run_folder_holds_what_it_should(finished: Path) -> None:
     assert read_config(run / "config.yaml").train.duration == "2 epochs"
 
 
+def test_files_of_a_run_have_the_permissions_of_the_umask(finished: Path) -> None:
+    """safetensors' own writer makes files that only their owner reads."""
+    os.umask(umask := os.umask(0))
+    modes = {str(file): file.stat().st_mode & 0o777 for file in (finished / "run").rglob("*") if file.is_file()}
+    assert {file for file, mode in modes.items() if mode != 0o666 & ~umask} == set()
+
+
 def test_trackers_received_the_metrics_and_the_configuration(finished: Path) -> None:
     """In TensorBoard numbers of fp32, in MLflow all digits."""
     run = finished / "run"
