@@ -49,7 +49,8 @@ from ds_finetune.engine.groups.default_group import process_group
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.model.build.meta_model import described
 from ds_finetune.model.build.skeleton import read_hf_config
-from ds_finetune.plan.model_shape import RowCost, Shape
+from ds_finetune.plan.model_shape import RowCost
+from ds_finetune.plan.model_tensors import DescribedModel
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
@@ -70,7 +71,7 @@ def main() -> None:
     if given.rows is not None:
         kinds["file"] = _file_lengths(given.rows, given.tokenizer)
     if world.rank == 0:
-        _print_arithmetic(kinds, Shape.of(described(read_hf_config(given.model))))
+        _print_arithmetic(kinds, described(read_hf_config(given.model)))
     with process_group(world, choose_device()):
         for name, documents in kinds.items():
             _measure(name, documents, world)
@@ -119,10 +120,10 @@ class Division(NamedTuple):
     meets_each_forward: bool
 
 
-def _print_arithmetic(kinds: dict[str, Lengths], shape: Shape) -> None:
+def _print_arithmetic(kinds: dict[str, Lengths], model: DescribedModel) -> None:
     _say("| documents | tokens of a row | ranks | rows of a rank | meet each | in order | divided | least |")
     _say("| --- | --- | --- | --- | --- | --- | --- | --- |")
-    cost = RowCost.of(shape, "full")
+    cost = RowCost.of(model, "full")
     for (name, documents), row_len in itertools.product(kinds.items(), (2048, 8192, 32768)):
         rows = _rows(documents, row_len)
         costs = np.array([cost.of_row(*rows.sizes(number), row_len=row_len) for number in range(len(rows))])
@@ -184,7 +185,7 @@ def _measure(name: str, documents: Lengths, world: World) -> None:
         AutoConfig.for_model("deepseek_v3", **SMALL_V3).save_pretrained(folder)
         config = _config(folder)
         plan = make_plan(RunSettings.of(config), world=world, device=choose_device())
-        cost = RowCost.of(Shape.of(described(read_hf_config(folder))), "none")
+        cost = RowCost.of(described(read_hf_config(folder)), "none")
         in_order = BatchPlan(8, 1, world.rank, world.world_size, 0, shuffle=True, pad_token_id=0, row_len=MEASURED_LEN)
         divided = replace(in_order, row_cost=lambda number: cost.of_row(*rows.sizes(number), row_len=MEASURED_LEN))
         with start_engine(plan, plan_model(read_hf_config(folder), RunSettings.of(config))) as engine:

@@ -102,6 +102,16 @@ def _attended_limits(model: DescribedModel) -> tuple[int | None, ...]:
     return tuple(int(window) if kinds[min(n, len(kinds) - 1)] == "sliding_attention" else None for n in range(layers))
 
 
+def parameters_text(model: DescribedModel) -> str:
+    """Number of parameters of a model and, where it is known, how many of them a token uses, as for a plan line."""
+    number = model.tensors.numel
+    unit, name = (1e9, "B") if number >= 1e9 else (1e6, "M")
+    text = f"{number / unit:,.3f} {name}"
+    if not has_known_shape(model):
+        return text
+    return f"{text}, {Shape.of(model).active_params / unit:,.3f} {name} of them used for a token"
+
+
 _RECOMPUTED = 4 / 3
 """Cost of a layer with recomputation relative to one without: a backward costs two forwards, and recomputation adds
 one.
@@ -124,10 +134,11 @@ class RowCost:
     """Maximum positions that a token attends to, for each layer."""
 
     @classmethod
-    def of(cls, shape: Shape | None, recomputation: str) -> Self:
-        """Cost of rows from the model's shape; without a known shape, the cost of a row is its number of tokens."""
-        if shape is None:
+    def of(cls, model: DescribedModel, recomputation: str) -> Self:
+        """Cost of rows of a model; if its shape is not known, the cost of a row is its number of tokens."""
+        if not has_known_shape(model):
             return cls(per_token=1.0, per_supervised_token=0.0, per_pair=0.0, limits=())
+        shape = Shape.of(model)
         times = 1.0 if recomputation == "none" else _RECOMPUTED
         pairs = _RECOMPUTED if recomputation == "full" else 1.0
         return cls(

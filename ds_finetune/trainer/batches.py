@@ -98,7 +98,7 @@ def _row_costs(run: PreparedRun) -> dict[str, Any]:
     if not run.config.data.balance or (run.plan.dp == 1 and is_packed):
         return {}
     cost = partial(
-        RowCost.of(run.inputs.shape, run.plan.activation_checkpointing).of_row,
+        RowCost.of(run.model.described, run.plan.activation_checkpointing).of_row,
         row_len=run.plan.train.max_seq_len if is_packed else None,
     )
     if is_grpo(run.config.objective):

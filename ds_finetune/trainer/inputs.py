@@ -37,7 +37,6 @@ from ds_finetune.model.weights.vocabulary import untrained_rows
 from ds_finetune.objectives.rewards.pool import check_files
 from ds_finetune.objectives.rewards.worker import needs_of
 from ds_finetune.plan.context import extend_tree
-from ds_finetune.plan.model_shape import Shape, has_known_shape
 from ds_finetune.plan.model_tensors import EMBEDDING
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.trainer.document_lengths import check_answers_fit, check_lengths
@@ -50,12 +49,11 @@ _STRIP = 2**24
 @dataclass(frozen=True)
 class RunInputs:
     """The inputs of a run: model folder and plan, tokenizer, training rows and held-out rows. They are read before the
-    process group exists. `shape` is None for models for which `has_known_shape` is False.
+    process group exists.
     """
 
     folder: Path
     model: ModelPlan
-    shape: Shape | None
     tokenizer: PreTrainedTokenizerBase
     tokenizer_folder: Path
     train: PreparedRows | StreamedRows
@@ -166,7 +164,6 @@ def read_inputs(run: RunSettings, model: ModelPlan) -> RunInputs:
     return RunInputs(
         folder=folder,
         model=model,
-        shape=Shape.of(model.described) if has_known_shape(model.described) else None,
         tokenizer=tokenizer,
         tokenizer_folder=tokenizer_folder,
         train=train,

@@ -52,16 +52,13 @@ def plan_lines(run: "PreparedRun") -> list[tuple[str, str]]:
     import torch
 
     from ds_finetune.data.row_report import server_prompt_line
+    from ds_finetune.plan.model_shape import parameters_text
     from ds_finetune.trainer.batches import mixture_lines
     from ds_finetune.trainer.dry_run import model_lines
 
     inputs = run.inputs
     rows = [(name, _length(run) if name == "length" else text) for name, text in run.plan.decisions]
-    shape = inputs.shape
-    if shape is not None:
-        rows.append(
-            ("parameters", f"{shape.total_params / 1e6:,.3f} M, {shape.active_params / 1e6:,.3f} M active per token")
-        )
+    rows.append(("parameters", parameters_text(inputs.model.described)))
     capability = torch.cuda.get_device_capability() if run.plan.device != "cpu" else None
     rows += model_lines(inputs.model, run.plan, capability=capability)
     rows.append(("data", inputs.train.summary()))

@@ -11,7 +11,7 @@ from ds_finetune.data.batches import Batch, BatchPlan, divide_rows, training_bat
 from ds_finetune.data.documents import Documents, TokenisedDocument
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.families.configs import VOCAB
-from ds_finetune.plan.model_shape import RowCost, Shape
+from ds_finetune.plan.model_shape import RowCost
 from ds_finetune.reference.selftest.cells import TINY_MODELS
 from tests.described import described_tree
 
@@ -37,7 +37,7 @@ def batches(
     rows: PreparedRows, *, dp: int, micro: int, meets: bool, start: int = 0, is_balanced: bool = True
 ) -> list[list[Batch]]:
     """The batches of every rank from step `start` on."""
-    cost = RowCost.of(Shape.of(described_tree(TINY_MODELS["llama"])), "none")
+    cost = RowCost.of(described_tree(TINY_MODELS["llama"]), "none")
     plan = BatchPlan(BATCH, micro, 0, dp, 1, shuffle=True, pad_token_id=0, row_len=ROW_LEN, meets_each_forward=meets)
     if is_balanced:
         plan = replace(plan, row_cost=lambda number: cost.of_row(*rows.sizes(number), row_len=ROW_LEN))
@@ -86,8 +86,7 @@ def test_equal_rows_stay_in_order() -> None:
 
 
 def test_cost_of_a_row_is_that_of_its_documents() -> None:
-    shape = Shape.of(described_tree(TINY_MODELS["llama"]))
-    cost = RowCost.of(shape, "none")
+    cost = RowCost.of(described_tree(TINY_MODELS["llama"]), "none")
     lengths = np.array([20, 30])
     # Positions without a label skip the head, of VOCAB x hidden weights.
     skipped = cost.of_row(lengths, 50, row_len=None) - cost.of_row(lengths, 10, row_len=None)
@@ -98,8 +97,8 @@ def test_cost_of_a_row_is_that_of_its_documents() -> None:
 
 
 def test_layers_run_twice_where_they_are_recomputed() -> None:
-    shape = Shape.of(described_tree(TINY_MODELS["deepseek_v3"]))
-    once, twice = (RowCost.of(shape, value) for value in ("none", "full"))
+    model = described_tree(TINY_MODELS["deepseek_v3"])
+    once, twice = (RowCost.of(model, value) for value in ("none", "full"))
     lengths = np.array([48])
     assert twice.of_row(lengths, 0, row_len=None) == pytest.approx(once.of_row(lengths, 0, row_len=None) * 4 / 3)
     assert twice.per_supervised_token == once.per_supervised_token
@@ -112,7 +111,8 @@ def test_a_window_limits_what_a_token_attends_to() -> None:
 
 
 def test_a_model_of_unknown_shape_costs_its_tokens() -> None:
-    assert RowCost.of(None, "full").of_row(np.array([3, 4]), 7, row_len=None) == 7
+    model = described_tree(TINY_MODELS["llama"] | {"model_type": "stablelm"})
+    assert RowCost.of(model, "full").of_row(np.array([3, 4]), 7, row_len=None) == 7
 
 
 def test_sizes_are_those_of_the_row() -> None:
@@ -147,7 +147,7 @@ def test_a_resumed_run_divides_rows_as_before() -> None:
 
 def test_ranks_of_packed_rows_cost_nearly_the_same() -> None:
     rows = prepared()
-    cost = RowCost.of(Shape.of(described_tree(TINY_MODELS["llama"])), "none")
+    cost = RowCost.of(described_tree(TINY_MODELS["llama"]), "none")
 
     def spread(is_balanced: bool) -> float:
         ranks = batches(rows, dp=2, micro=1, meets=False, is_balanced=is_balanced)

@@ -10,7 +10,7 @@ from ds_finetune.plan.estimate.memory import MemoryEstimate, estimate_memory
 from ds_finetune.plan.estimate.rank_weights import weights_of_run
 from ds_finetune.plan.estimate.traced import Tracer
 from ds_finetune.plan.layer_stages import StageLayers
-from ds_finetune.plan.model_shape import Shape, has_known_shape
+from ds_finetune.plan.model_shape import parameters_text
 from ds_finetune.plan.model_tensors import DescribedModel
 from ds_finetune.plan.plan import Plan, check_largest_slice, make_plan
 from ds_finetune.plan.search.candidates import Candidates, check_run
@@ -44,15 +44,7 @@ class Forecast:
         freezing = plan_freezing(plan.train, model.tensors.by_name)
         for decided in (plan_routers(plan.router, model), plan_indexer(plan.indexer, model), freezing):
             yield from decided.lines() if decided is not None else ()
-        yield "parameters", self._parameters()
-
-    def _parameters(self) -> str:
-        number = self.model.tensors.numel
-        unit, name = (1e9, "B") if number >= 1e9 else (1e6, "M")
-        total = f"{number / unit:,.3f} {name}"
-        if not has_known_shape(self.model):
-            return total
-        return f"{total}, {Shape.of(self.model).active_params / unit:,.3f} {name} of them used for a token"
+        yield "parameters", parameters_text(model)
 
     def notes(self) -> tuple[str, ...]:
         """Notes about what a user might not expect."""

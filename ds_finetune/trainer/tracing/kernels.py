@@ -235,29 +235,10 @@ do not mix.
 """
 
 
-class _CountedAttention(torch.autograd.Function):
-    """Attention that allocates its result and gradients without computing them. Backward takes twice the FLOPs of the
-    forward: two products for each of its two.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, recorder: Recorder, flops: int, *parts: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
-        ctx.recorder, ctx.flops = recorder, flops
-        ctx.save_for_backward(*parts)
-        recorder.flops += flops
-        query, _, value = parts
-        return query.new_empty(len(query), query.shape[2], query.shape[1], value.shape[3])
-
-    @staticmethod
-    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
-        ctx.recorder.flops += 2 * ctx.flops
-        return (None, None, *map(torch.empty_like, ctx.saved_tensors))
-
-
 @contextmanager
 def counted_attention(recorder: Recorder) -> Iterator[None]:
-    """Context in which transformers' attention implementations compute nothing, and count only the FLOPs of tokens that
-    attend to each other: within documents, sliding windows and the tokens that indexers choose.
+    """Context in which transformers' attention implementations compute nothing, and only count the FLOPs of forward and
+    backward for tokens that attend to each other: within documents, sliding windows and the choice of indexers.
     """
 
     def attend(  # noqa: PLR0913 - transformers' interface
@@ -273,10 +254,12 @@ def counted_attention(recorder: Recorder) -> Iterator[None]:
     ) -> tuple[torch.Tensor, None]:
         lengths = np.array(documents or [[query.shape[2]]] * len(query), dtype=np.float64)
         limits = sliding_window or getattr(module, "sliding_window", None), chosen and module.config.index_topk
-        pairs = attended_pairs(lengths, min(filter(None, limits), default=None)).sum()
-        pairs *= 1 if getattr(module, "is_causal", True) else 2
-        flops = round(2 * pairs * query.shape[1] * (query.shape[3] + value.shape[3]))
-        return _CountedAttention.apply(recorder, flops, query, key, value), None
+        pairs = float(attended_pairs(lengths, min(filter(None, limits), default=None)).sum())
+        # Without a causal mask a token also attends to later ones. Backward takes twice the FLOPs of the forward.
+        pairs *= (1 if getattr(module, "is_causal", True) else 2) * (3 if query.requires_grad else 1)
+        recorder.flops += round(2 * pairs * query.shape[1] * (query.shape[3] + value.shape[3]))
+        out = query.new_empty(len(query), query.shape[2], query.shape[1], value.shape[3])
+        return out + (query.sum() + key.sum() + value.sum()), None
 
     with attention_replaced(attend):
         yield

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.model.build.model_plan import ModelPlan
-from ds_finetune.plan.model_shape import RowCost, Shape
+from ds_finetune.plan.model_shape import RowCost
 from ds_finetune.plan.plan import Plan
 from ds_finetune.trainer.forecast import trace_utilisation
 from ds_finetune.trainer.tracing.activations import count_flops
@@ -56,7 +56,7 @@ def test_flops_equal_a_count_from_dimensions(tmp_path: Path, family: str) -> Non
     plan, model = one_row(tmp_path, tree)
     assert count_flops(plan, model) == pytest.approx(TOKENS * by_hand(tree))
     # Rows are balanced over ranks by the same products.
-    cost = RowCost.of(Shape.of(model.described), "none")
+    cost = RowCost.of(model.described, "none")
     assert 2 * cost.of_row(np.array([TOKENS]), TOKENS, row_len=None) == pytest.approx(TOKENS * by_hand(tree))
 
 
