@@ -22,7 +22,7 @@ from ds_finetune.model.parallel.tensor import copy_to_tensor_parallel_region
 from ds_finetune.objectives.objective import Distillation, Examples, LossAndSums, StepNumbers
 from ds_finetune.plan.model_checks import check_model
 from ds_finetune.plan.plan import Plan, is_teacher_partitioned
-from ds_finetune.plan.settings import RunSettings
+from ds_finetune.plan.settings import ModelSettings, RunSettings
 
 
 class DistillationHead(LossHead):
@@ -105,7 +105,7 @@ class TeacherFeature(Feature):
         if not is_distillation(objective) or objective.teacher is None:
             return None
         teacher = read_hf_config(objective.teacher, files=TOKENIZER_PATTERNS)
-        check_model(run.with_model(teacher.to_dict()), "attention of the model")
+        check_model(ModelSettings(run, teacher.to_dict()), "attention of the model")
         return TeacherPlan(objective.teacher, teacher, objective.teacher_offload)
 
     @classmethod

@@ -562,50 +562,52 @@ _OPTIONS: tuple[Refusal[RunSettings], ...] = (
 )
 
 
-def _hopeless_patience(run: LengthSettings) -> MessageFields:
-    patience = run.eval.patience
-    if not patience or run.eval.every is None:
+def _hopeless_patience(length: LengthSettings) -> MessageFields:
+    patience = length.run.eval.patience
+    if not patience or length.run.eval.every is None:
         return None
-    evaluations = run.eval.interval.in_steps(run.steps_per_epoch).times(run.steps - 1) + 1
+    evaluations = length.run.eval.interval.in_steps(length.steps_per_epoch).times(length.schedule.steps - 1) + 1
     return {"evaluations": evaluations} if patience + 1 >= evaluations else None
 
 
-def length_notes(run: LengthSettings) -> list[str]:
+def length_notes(length: LengthSettings) -> list[str]:
     """Note of the plan about an optimizer step that uses more rows than an epoch has."""
-    values = _larger_step(run)
+    values = _larger_step(length)
     text = "{key} {batch} is more than the {rows} {kind} of an epoch: each step sees rows more than once"
     return [text.format(**values)] if values else []
 
 
-def _larger_step(run: LengthSettings) -> MessageFields:
-    samples, kind = is_grpo(run.objective), "packed rows" if run.data.packing else "rows"
-    batch = rows_of_step(run.objective, run.rollout, run.train.global_batch_size)
+def _larger_step(length: LengthSettings) -> MessageFields:
+    samples, kind = is_grpo(length.run.objective), "packed rows" if length.run.data.packing else "rows"
+    batch = rows_of_step(length.run.objective, length.run.rollout, length.run.train.global_batch_size)
     key, kind = ("rollout.prompts_per_step", "prompts") if samples else ("train.global_batch_size", kind)
-    is_larger = run.rows is not None and batch > run.rows
-    return {"key": key, "batch": batch, "rows": run.rows, "kind": kind} if is_larger else None
+    is_larger = length.rows is not None and batch > length.rows
+    return {"key": key, "batch": batch, "rows": length.rows, "kind": kind} if is_larger else None
 
 
 LENGTH_CHECKS: tuple[Refusal[LengthSettings], ...] = (
     Refusal(
-        lambda run: run.warmup > run.steps,
-        "optim.warmup `{optim.warmup}` is {warmup} steps, and the run has {steps}: `optim.lr` would never be reached",
-        "shorten optim.warmup to at most {steps} steps, or give a share such as `3%`",
+        lambda length: length.schedule.warmup_steps > length.schedule.steps,
+        "optim.warmup `{run.optim.warmup}` is {schedule.warmup_steps} steps, and the run has {schedule.steps}: "
+        "`optim.lr` would never be reached",
+        "shorten optim.warmup to at most {schedule.steps} steps, or give a share such as `3%`",
     ),
     Refusal(
         _hopeless_patience,
-        "eval.patience {eval.patience} cannot end a run of {steps} steps early: with eval.every `{eval.every}` it has "
-        "{evaluations} evaluations, the first of which is the best so far",
+        "eval.patience {run.eval.patience} cannot end a run of {schedule.steps} steps early: with eval.every "
+        "`{run.eval.every}` it has {evaluations} evaluations, the first of which is the best so far",
         "lower eval.patience or eval.every, or leave eval.patience out",
     ),
     Refusal(
-        lambda run: run.profile is not None and run.profile.first_and_last[1] > run.steps,
-        "profile.steps `{profile.steps}` ends at step {profile.first_and_last[1]}, and the run has {steps} steps",
-        "profile steps up to {steps}",
+        lambda length: length.run.profile is not None and length.run.profile.first_and_last[1] > length.schedule.steps,
+        "profile.steps `{run.profile.steps}` ends at step {run.profile.first_and_last[1]}, and the run has "
+        "{schedule.steps} steps",
+        "profile steps up to {schedule.steps}",
     ),
     Refusal(
-        lambda run: Duration.parse(run.train.duration).unit != "steps" and _larger_step(run),
-        "{key} {batch} is more than the {rows} {kind} of an epoch: the epochs of `{train.duration}` would be joined in "
-        "fewer steps",
+        lambda length: Duration.parse(length.run.train.duration).unit != "steps" and _larger_step(length),
+        "{key} {batch} is more than the {rows} {kind} of an epoch: the epochs of `{run.train.duration}` would be "
+        "joined in fewer steps",
         "set {key} to at most {rows}, or give train.for in steps",
     ),
 )
@@ -639,7 +641,7 @@ def check(run: RunSettings, *subjects: str) -> None:
             row.raise_for(run)
 
 
-def check_length(run: LengthSettings) -> None:
+def check_length(length: LengthSettings) -> None:
     """Raise a ConfigError if settings are not valid for the run's number of rows and steps."""
     for row in LENGTH_CHECKS:
-        row.raise_for(run)
+        row.raise_for(length)

@@ -10,7 +10,6 @@ from ds_finetune.plan.settings import (
     Conflict,
     MessageFields,
     ModelSettings,
-    R,
     Refusal,
     RunSettings,
     refuse_pairs,
@@ -21,7 +20,7 @@ _LAYOUTS = tuple(frozenset(axes.split()) for axes in ("", "tp", "sp", "ep"))
 """Axes besides data parallelism with which tests/parity/test_grpo.py compares the loss with a reference loop."""
 
 
-def _refused(applies: Condition[R], message: str, hint: str) -> Refusal[R]:
+def _refused(applies: Condition[RunSettings], message: str, hint: str) -> Refusal[RunSettings]:
     return Refusal(lambda run: is_grpo(run.objective) and applies(run), message, hint)
 
 
@@ -139,15 +138,15 @@ def rollout_checks() -> Iterator[Refusal[RunSettings]]:
     )
 
 
-def _dropouts(run: ModelSettings) -> MessageFields:
+def _dropouts(model: ModelSettings) -> MessageFields:
     ends = ("dropout", "_pdrop", "_dropout_prob")
-    drops = [f"{key} {value}" for key, value in run.model_json.items() if key.endswith(ends) and value]
+    drops = [f"{key} {value}" for key, value in model.config.items() if key.endswith(ends) and value]
     return {"drops": ", ".join(drops)} if drops else None
 
 
 ROLLOUT_MODEL: tuple[Refusal[ModelSettings], ...] = (
-    _refused(
-        _dropouts,
+    Refusal(
+        lambda model: is_grpo(model.run.objective) and _dropouts(model),
         "objective grpo of a model with {drops}: answers would be sampled, scored and trained by different models",
         "set these keys to 0 in the model's config.json",
     ),

@@ -6,6 +6,7 @@ from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 from ds_finetune.config.objectives import ObjectiveConfig
 from ds_finetune.config.rewards import RewardConfig
+from ds_finetune.config.schedule import LrSchedule
 from ds_finetune.config.schema import ConfigSource, RunConfig, read_config
 from ds_finetune.config.sections import (
     CheckpointConfig,
@@ -38,8 +39,10 @@ _ONE_RANK = Mesh(0, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sections:
-    """Sections of a run file that decide what is trained and how; planning and searching replace single sections."""
+class RunSettings:
+    """Settings known before the model: sections of the run file that decide what is trained and how, ranks, and the
+    DeepSpeed configuration. Planning and searching replace single sections.
+    """
 
     model: ModelConfig
     data: DataConfig
@@ -61,17 +64,6 @@ class Sections:
     profile: ProfileConfig | None
     watchdog: WatchdogConfig
     export: ExportConfig
-
-
-def sections_of(given: RunConfig | Sections) -> dict[str, Any]:
-    """Sections of a run file, or of a run's settings, by their names."""
-    return {name: value for name, value in vars(given).items() if name in Sections.__dataclass_fields__}
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunSettings(Sections):
-    """Settings known before the model: sections of the run file, ranks, and DeepSpeed configuration."""
-
     mesh: Mesh = _ONE_RANK
     device: str = "cpu"
     deepspeed_config: Tree = field(default_factory=lambda: {"zero_optimization": {}}, repr=False)
@@ -83,21 +75,6 @@ class RunSettings(Sections):
     def of(cls, source: ConfigSource, **fields: Any) -> Self:  # noqa: ANN401 - values of the fields below the sections
         """Settings from the sections of a run file and further `fields`. ConfigError if the run file is not valid."""
         return cls(**sections_of(read_config(source)), **fields)
-
-    def with_model(
-        self,
-        model_json: Mapping[str, Any],
-        *,
-        positions: int | None = None,
-        stages: tuple[StageLayers | None, ...] = (),
-    ) -> "ModelSettings":
-        """The settings with the config.json of the run's model or of its teacher."""
-        return ModelSettings(
-            **{name: getattr(self, name) for name in RunSettings.__dataclass_fields__},
-            model_json=model_json,
-            positions=positions,
-            stages=stages,
-        )
 
     @property
     def zero(self) -> Tree:
@@ -152,12 +129,21 @@ class RunSettings(Sections):
         return frozenset(axis for axis in PARALLEL_AXES if getattr(self.mesh, axis) > 1)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelSettings(RunSettings):
+def sections_of(given: RunConfig | RunSettings) -> dict[str, Any]:
+    """Sections of a run file, or of a run's settings, by their names; sections that no stage of planning needs are left
+    out.
+    """
+    names = RunSettings.__dataclass_fields__.keys() & RunConfig.model_fields
+    return {name: value for name, value in vars(given).items() if name in names}
+
+
+@dataclass(frozen=True)
+class ModelSettings:
     """Settings of a run, with the config.json of its model."""
 
-    model_json: Mapping[str, Any]
-    """config.json of the model or of a teacher."""
+    run: RunSettings
+    config: Mapping[str, Any]
+    """config.json of the run's model or of its teacher."""
     positions: int | None = None
     """Maximum number of positions of the model; None for no limit."""
     stages: tuple[StageLayers | None, ...] = ()
@@ -166,7 +152,7 @@ class ModelSettings(RunSettings):
     @property
     def model_type(self) -> str:
         """Model type of config.json."""
-        return str(self.model_json.get("model_type"))
+        return str(self.config.get("model_type"))
 
     @property
     def family(self) -> Family:
@@ -174,22 +160,19 @@ class ModelSettings(RunSettings):
         return family_of(self.model_type)
 
 
-@dataclass(frozen=True, kw_only=True)
-class LengthSettings(Sections):
-    """Settings of a run, with its number of rows and of optimizer steps."""
+@dataclass(frozen=True)
+class LengthSettings:
+    """Settings of a run, with its learning-rate schedule and the size of an epoch."""
 
-    steps: int
-    """Optimizer steps of the run."""
-    warmup: int
-    """Warm-up steps of the learning rate."""
+    run: RunSettings
+    schedule: LrSchedule
     rows: int | None
     """Rows of an epoch; None for a stream."""
     steps_per_epoch: float
     """Optimizer steps of an epoch, not rounded; infinite for a stream."""
 
 
-S = TypeVar("S", bound=Sections, contravariant=True)
-R = TypeVar("R", bound=RunSettings)
+S = TypeVar("S", contravariant=True)
 MessageFields = dict[str, object] | None
 """Result of a condition: values for the placeholders of the refusal's message; None where the run is not refused."""
 Condition = Callable[[S], object]
@@ -211,19 +194,19 @@ class Refusal(Generic[S]):
     hint: str
     error: type[ConfigError | ModelError] = ConfigError
 
-    def raise_for(self, run: S) -> None:
-        """Raise the refusal's error if its condition applies to the run."""
-        if result := self.applies(run):
+    def raise_for(self, settings: S) -> None:
+        """Raise the refusal's error if its condition applies to the settings."""
+        if result := self.applies(settings):
             fields = _Fields(result if isinstance(result, Mapping) else {})
-            fields.run = run
+            fields.settings = settings
             raise self.error(self.message.format_map(fields), hint=self.hint.format_map(fields))
 
 
 class _Fields(dict[str, object]):
-    run: Sections
+    settings: object
 
     def __missing__(self, name: str) -> object:
-        return getattr(self.run, name)
+        return getattr(self.settings, name)
 
 
 class Conflict(NamedTuple):
@@ -251,13 +234,11 @@ def refuse_pairs(
 ) -> Iterator[Refusal[RunSettings]]:
     """Refusals of the setting that `applies` tests, one for its combination with each setting of `others`."""
     for other in others:
-        yield Refusal(both(applies, other.applies), f"{first}{link}{other.text}{why}", other.hint)
+        yield Refusal(_both(applies, other.applies), f"{first}{link}{other.text}{why}", other.hint)
 
 
-def both(first: Condition[R], second: Condition[RunSettings]) -> Condition[R]:
-    """A condition that holds if both `first` and `second` hold. Its message fields are those of both."""
-
-    def hold(run: R) -> object:
+def _both(first: Condition[RunSettings], second: Condition[RunSettings]) -> Condition[RunSettings]:
+    def hold(run: RunSettings) -> object:
         one = first(run)
         two = one and second(run)
         return {**one, **(two if isinstance(two, Mapping) else {})} if two and isinstance(one, Mapping) else two

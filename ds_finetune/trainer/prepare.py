@@ -38,7 +38,7 @@ from ds_finetune.plan.checks import check_length, length_notes
 from ds_finetune.plan.kernels import ChosenKernels, triton_problem
 from ds_finetune.plan.plan import Plan
 from ds_finetune.plan.precision import with_precision
-from ds_finetune.plan.settings import LengthSettings, RunSettings, sections_of
+from ds_finetune.plan.settings import LengthSettings, RunSettings
 from ds_finetune.system.info import host_versions
 from ds_finetune.system.versions import installed_versions
 from ds_finetune.system.world import World
@@ -92,13 +92,7 @@ def prepare_run(resolved: ResolvedRun) -> PreparedRun:
     )
     inputs, schedule = run.inputs, run.schedule
     rows = None if isinstance(inputs.train, StreamedRows) else inputs.train.rows_per_epoch
-    length = LengthSettings(
-        **sections_of(run.plan),
-        steps=schedule.steps,
-        warmup=schedule.warmup_steps,
-        rows=rows,
-        steps_per_epoch=run.steps_per_epoch,
-    )
+    length = LengthSettings(run.plan, schedule, rows, run.steps_per_epoch)
     check_length(length)
     memory, peak = read_device_memory(world, run.plan.device), PeakMemory(run.plan.device, world)
     inputs = replace(inputs, notes=(*inputs.notes, *length_notes(length)))

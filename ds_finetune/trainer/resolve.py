@@ -46,7 +46,7 @@ from ds_finetune.plan.model_checks import WITH_MESH, WITHOUT_MESH, check_model
 from ds_finetune.plan.name_patterns import last_part, patterns_of
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.plan.precision import Bf16Support, with_precision
-from ds_finetune.plan.settings import RunSettings, sections_of
+from ds_finetune.plan.settings import ModelSettings, RunSettings, sections_of
 from ds_finetune.system.versions import check_versions
 from ds_finetune.system.world import AccelerateChoices, World, accelerate_choices
 from ds_finetune.trainer.document_lengths import length_notes
@@ -201,10 +201,10 @@ def make_model_plan(run: RunSettings, *, is_config_only: bool = False) -> ModelP
     """
     hf_config, context = _config_and_context(run.model, task_of(run.objective), is_config_only=is_config_only)
     padding = _set_up_scores(run.objective, run.model, hf_config)
-    check_model(run.with_model(hf_config.to_dict()), *WITH_MESH)
+    check_model(ModelSettings(run, hf_config.to_dict()), *WITH_MESH)
     planned = plan_model(hf_config, run)
     if planned.teacher is not None:
-        check_model(run.with_model(planned.teacher.hf_config.to_dict()), "teacher")
+        check_model(ModelSettings(run, planned.teacher.hf_config.to_dict()), "teacher")
     return replace(planned, padding=padding, context=context)
 
 
@@ -262,7 +262,7 @@ def try_generic_type(run: RunSettings, model: ModelPlan) -> tuple[str, ...]:
 def token_limits(run: RunSettings, hf_config: PretrainedConfig) -> TokenLimits:
     """Limits of the model on rows; ConfigError where `max_seq_len` is more than the model allows."""
     allowed = max_positions(hf_config)
-    check_model(run.with_model(hf_config.to_dict(), positions=allowed), "positions")
+    check_model(ModelSettings(run, hf_config.to_dict(), positions=allowed), "positions")
     return limits_of(run, hf_config)
 
 
@@ -361,7 +361,7 @@ def plan_model(hf_config: PretrainedConfig, run: RunSettings) -> ModelPlan:
     """Plan of a run's model from its configuration and run file; ConfigError or ModelError if they do not fit."""
     model, objective = run.model, run.objective
     hf_config, noise = _without_noise(hf_config) if "reference" in objective.row.needs else (hf_config, ())
-    check_model(run.with_model(hf_config.to_dict()), *WITHOUT_MESH)
+    check_model(ModelSettings(run, hf_config.to_dict()), *WITHOUT_MESH)
     check_encoder(hf_config, attention=model.attention, objective=objective.name)
     resized = model.resize_vocabulary
     runtime = make_objective(objective)
@@ -374,7 +374,7 @@ def plan_model(hf_config: PretrainedConfig, run: RunSettings) -> ModelPlan:
     if "freezing" in features:
         condition = f"train.only {list(run.train.only)}, train.freeze {list(run.train.freeze)}"
         check_trained_stages(features["freezing"].trained, stages, ep_size=run.parallel.ep, given=condition)
-    check_model(run.with_model(hf_config.to_dict(), stages=stages), "stages")
+    check_model(ModelSettings(run, hf_config.to_dict(), stages=stages), "stages")
     return ModelPlan(
         path=model.path,
         hf_config=hf_config,

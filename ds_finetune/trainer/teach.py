@@ -32,7 +32,7 @@ from ds_finetune.model.loss.teacher import Teacher, load_teacher
 from ds_finetune.model.weights.load import weights_digest
 from ds_finetune.plan.model_checks import check_model
 from ds_finetune.plan.precision import with_precision
-from ds_finetune.plan.settings import RunSettings
+from ds_finetune.plan.settings import ModelSettings, RunSettings
 from ds_finetune.system.world import World
 from ds_finetune.trainer.inputs import RunInputs, read_inputs
 from ds_finetune.trainer.resolve import model_config, plan_model, token_limits, try_generic_type
@@ -103,7 +103,7 @@ def _of_teacher(run: RunSettings, teacher: str) -> RunSettings:
 def _prepare(run: RunSettings) -> tuple[ModelPlan, RunInputs]:
     model = plan_model(model_config(run), run)
     assert model.teacher is not None
-    check_model(run.with_model(model.teacher.hf_config.to_dict()), "teacher")
+    check_model(ModelSettings(run, model.teacher.hf_config.to_dict()), "teacher")
     try_generic_type(run, model)
     token_limits(run, model.hf_config)
     return model, read_inputs(run, model)

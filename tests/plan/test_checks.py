@@ -1,6 +1,7 @@
 """The table of refused combinations: each message can be written, and the defaults are accepted."""
 
 import string
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain
 from operator import attrgetter
@@ -12,35 +13,38 @@ import pytest
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError, ModelError
 from ds_finetune.plan import checks, inexact, model_checks, rollout_checks
-from ds_finetune.plan.checks import BEFORE_MODEL, length_notes
+from ds_finetune.plan.checks import BEFORE_MODEL, LENGTH_CHECKS, length_notes
 from ds_finetune.plan.layer_stages import StageLayers
 from ds_finetune.plan.mesh import Mesh
-from ds_finetune.plan.settings import Refusal, RunSettings, Sections
+from ds_finetune.plan.model_checks import MODEL_CHECKS
+from ds_finetune.plan.settings import Refusal, RunSettings
 from tests.checking import CHECKS, check, settings_of, with_known
 
-ROWS = [*chain.from_iterable(CHECKS.values())]
 TREE = {"model": "m", "data": {"train": "t"}, "output_dir": "o"}
 SECTIONS = {"lora": {}, "router": {}, "profile": {"steps": "1"}, "objective": {"name": "distill", "teacher": "t"}}
 GRPO: dict[str, Any] = {"objective": {"name": "grpo"}}
-FULL = [
-    settings_of(RunConfig.model_validate(TREE | SECTIONS | objective), **known)
-    for objective in ({}, GRPO)
-    for known in ({"model_json": {"model_type": "llama"}}, {"steps": 1})
+STAGES: list[tuple[Iterable[Iterable[Refusal[Any]]], dict[str, Any]]] = [
+    (BEFORE_MODEL.values(), {}),
+    (MODEL_CHECKS.values(), {"model_json": {"model_type": "llama"}}),
+    ([LENGTH_CHECKS], {"steps": 1}),
 ]
-"""Settings of a known model and of a known length, with each section that may be left out, of objectives whose keys messages name."""
+"""Checks by the stage that they get, each with what is known at that stage."""
+ROWS_OF_STAGE = [(row, known) for tables, known in STAGES for row in chain.from_iterable(tables)]
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.message[:40])
-def test_each_field_of_a_message_is_a_setting_or_a_value_of_its_check(row: Refusal) -> None:
+@pytest.mark.parametrize(("row", "known"), ROWS_OF_STAGE, ids=[row.message[:40] for row, _ in ROWS_OF_STAGE])
+def test_each_field_of_a_message_is_a_setting_or_a_value_of_its_check(row: Refusal, known: dict[str, Any]) -> None:
     modules = (checks, inexact, model_checks, rollout_checks)
     source = "".join(Path(str(module.__file__)).read_text(encoding="utf-8") for module in modules)
     names = [name.partition("[")[0] for _, name, _, _ in string.Formatter().parse(row.message + row.hint) if name]
+    # Each section that may be left out is there, of objectives whose keys messages name.
+    settings = [settings_of(TREE | SECTIONS | objective, **known) for objective in ({}, GRPO)]
     for name in names:
         if f'"{name}":' not in source:
-            assert any(_has(run, name) for run in FULL), name
+            assert any(_has(run, name) for run in settings), name
 
 
-def _has(run: Sections, name: str) -> bool:
+def _has(run: Any, name: str) -> bool:
     try:
         attrgetter(name)(run)
     except AttributeError:
@@ -185,7 +189,7 @@ def test_each_refusal_of_sampled_answers_is_tested() -> None:
 def test_a_prompt_is_a_row_of_the_data() -> None:
     """A step uses prompts_per_step rows, although its batch has more answers than the data have prompts."""
     run = settings_of(RunConfig.model_validate(TREE | GRPO), steps=10, rows=100)
-    assert (run.train.global_batch_size, length_notes(run)) == (256, [])
+    assert (run.run.train.global_batch_size, length_notes(run)) == (256, [])
     check(run, "length of the run")
     few = replace(run, rows=31)
     assert length_notes(few) == [

@@ -204,7 +204,7 @@ class Candidates:
 
         def check_activations(run: RunSettings) -> None:
             check(run, "activations")
-            check_model(run.with_model(self.model), "activations of the model")
+            check_model(ModelSettings(run, self.model), "activations of the model")
 
         run = replace(self.run, device=self.ranks.device)
         runs = {each: replace(run, train=run.train.model_copy(update=each._asdict())) for each in ACTIVATIONS}
@@ -225,11 +225,11 @@ class Candidates:
         mesh = Mesh.of(run.parallel, world_size=self.ranks.number, rank=0)
         # The search chooses the number of forwards of a step later. Here it is `mesh.pp`, which every pipeline accepts.
         run = replace(run, mesh=mesh, accumulation=mesh.pp)
-        check_model(run.with_model(self.model), *WITH_MESH)
+        check_model(ModelSettings(run, self.model), *WITH_MESH)
         if self.model.teacher is not None:
-            check_model(run.with_model(self.model.teacher), "teacher", "attention of the model")
+            check_model(ModelSettings(run, self.model.teacher), "teacher", "attention of the model")
         stages = stages_of(self.model.tensors, run.parallel) if mesh.pp > 1 else (None,)
-        settings = run.with_model(self.model, stages=stages)
+        settings = ModelSettings(run, self.model, stages=stages)
         check_model(settings, "stages")
         return settings
 
@@ -238,7 +238,7 @@ class Candidates:
         layout is legal.
         """
         settings = self.check(run)
-        stages, lora = settings.stages, settings.lora
+        stages, lora = settings.stages, run.lora
         check_model(settings, "length of documents")
         patterns = (
             lora.target_modules or lora.modules_to_save if lora is not None else run.train.only or run.train.freeze
@@ -262,7 +262,7 @@ def check_run(run: RunSettings, model: Mapping[str, Any]) -> None:
     """Raise the ConfigError or ModelError with which `train` would refuse the run in every layout."""
     # With model.context the model gets more positions, so the number in its config.json is no limit.
     allowed = None if run.model.context is not None else max_positions(model)
-    check_model(run.with_model(model, positions=allowed), *WITHOUT_MESH, "positions")
+    check_model(ModelSettings(run, model, positions=allowed), *WITHOUT_MESH, "positions")
 
 
 def _refusal(check: Callable[[RunSettings], object], run: RunSettings) -> ConfigError | ModelError | None:

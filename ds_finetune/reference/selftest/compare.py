@@ -43,7 +43,7 @@ from ds_finetune.model.weights.names import is_adapter
 from ds_finetune.objectives.objective import AnswerObjective, Distillation, Objective
 from ds_finetune.plan.model_checks import check_model
 from ds_finetune.plan.plan import Plan, make_plan
-from ds_finetune.plan.settings import RunSettings
+from ds_finetune.plan.settings import ModelSettings, RunSettings
 from ds_finetune.reference.selftest.cells import (
     all_reference_log_probs,
     answer_advantages,
@@ -280,9 +280,9 @@ def compare_layout(run: RunSettings, world: World, device: str, folder: Path, *,
     """
     plan = make_plan(run, world=world, device=device)
     hf_config = read_hf_config(run.model.path, task=task_of(run.objective))
-    check_model(plan.with_model(hf_config.to_dict()), "sizes of the model")
-    # The reference model is built before any engine is started: after DeepSpeed 0.19.8's zero.Init, the next model that
-    # from_pretrained builds has uninitialised rotary frequencies.
+    check_model(ModelSettings(plan, hf_config.to_dict()), "sizes of the model")
+    # The reference model is built before any engine is started: in the first model that from_pretrained builds after
+    # DeepSpeed 0.19.8's zero.Init, rotary frequencies are uninitialised memory.
     is_leader = world.rank == 0
     model = plan_model(hf_config, run)
     # Notes on compiled operators were printed before the first layout, so they are not printed again.

@@ -43,7 +43,7 @@ from ds_finetune.plan.mesh import TESTED_LAYOUTS, Mesh
 from ds_finetune.plan.model_checks import check_model
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.precision import with_precision
-from ds_finetune.plan.settings import RunSettings
+from ds_finetune.plan.settings import ModelSettings, RunSettings
 from ds_finetune.reference.selftest.cells import (
     OBJECTIVES,
     TINY_MODELS,
@@ -323,7 +323,7 @@ def _cases_of_run(run: RunSettings, world: World, device: str) -> list[LayoutCas
         name = f"{hub.model_type} {mesh} ZeRO-{stage} {precision}{_objective_text(cell)}"
         cases.append(LayoutCase(f"{name}{' MTP' if run.mtp.train else ''}", tiny, tree))
     if run.lora is not None:
-        check_model(run.with_model(hub.to_dict()), "type of the model")
+        check_model(ModelSettings(run, hub.to_dict()), "type of the model")
         _check_targets(tiny, run.lora, has_mtp=run.mtp.train)
     return cases
 
