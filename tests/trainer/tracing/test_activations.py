@@ -144,6 +144,11 @@ def test_layers_of_deepseek_v4(tmp_path: Path, way: str) -> None:
     compare(tmp_path, {**V4, **layers}, **WAYS[way])
 
 
+def test_weights_in_four_bits(tmp_path: Path) -> None:
+    tree = tree_of("llama", hidden_size=64, intermediate_size=128)
+    compare(tmp_path, tree, is_tracked=True, lora={"rank": 8, "quantize": "nf4"})
+
+
 def test_prediction_layer(tmp_path: Path) -> None:
     tree = tree_of("deepseek_v3", num_nextn_predict_layers=1)
     without = trace(*planned(tmp_path, tree, stage=1))

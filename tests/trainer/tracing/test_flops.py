@@ -77,11 +77,12 @@ def test_frozen_weights_get_no_gradients(tmp_path: Path) -> None:
     assert count_flops(*one_row(tmp_path, tree, lora=lora)) == pytest.approx(TOKENS * expected)
 
 
-def test_adapters_of_all_layers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("quantize", [None, "nf4"])
+def test_adapters_of_all_layers(tmp_path: Path, quantize: str | None) -> None:
     """Four FLOPs for each frozen weight and six for each of an adapter. The hidden states of the frozen embedding need
     no gradients.
     """
-    tree, rank = tree_of("llama"), 8
+    tree, rank = tree_of("llama", hidden_size=64, intermediate_size=128), 8
     hidden, inner, layers = tree["hidden_size"], tree["intermediate_size"], tree["num_hidden_layers"]
     keys = tree["num_key_value_heads"] * hidden // tree["num_attention_heads"]
     inputs_of_attention = [(hidden, hidden), (hidden, keys), (hidden, keys)]
@@ -90,7 +91,9 @@ def test_adapters_of_all_layers(tmp_path: Path) -> None:
     expected += 6 * layers * sum(rank * (rows + columns) for rows, columns in products)
     expected -= 2 * sum(rows * columns + rank * rows for rows, columns in inputs_of_attention)
     expected += 6 * layers * 2 * hidden * TOKENS / 2
-    assert count_flops(*one_row(tmp_path, tree, lora={"rank": rank})) == pytest.approx(TOKENS * expected)
+    assert count_flops(*one_row(tmp_path, tree, lora={"rank": rank, "quantize": quantize})) == pytest.approx(
+        TOKENS * expected
+    )
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v2"])
