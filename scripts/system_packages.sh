@@ -15,7 +15,7 @@ has ip || without iproute2 "several hosts, which are network namespaces"
 has /usr/sbin/sshd || without openssh-server "several hosts"
 has pdsh || without pdsh "launches by pdsh"
 has slurmd || without "slurmctld slurmd slurm-client munge" "launches by Slurm"
-has shellcheck || without shellcheck "checks of the scripts that \`launch --emit\` writes"
+has shellcheck || without shellcheck "checks of documented scripts"
 if [ -n "$1" ] && [ $((${#needed[@]} + ${#optional[@]})) -gt 0 ]; then
     echo "installing Debian packages: ${needed[*]} ${optional[*]}"
     apt-get update -qq

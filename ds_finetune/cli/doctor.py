@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -14,11 +15,12 @@ from ds_finetune.cli.arguments import Arguments, Commands, add_command, add_over
 from ds_finetune.config.hostfile import Host, read_hostfile, select_hosts
 from ds_finetune.config.schema import RunConfig, read_config
 from ds_finetune.console.tables import ERR, OUT
-from ds_finetune.errors import USER_ERROR_EXIT_CODE
+from ds_finetune.errors import USER_ERROR_EXIT_CODE, LaunchError
 from ds_finetune.system.world import DEFAULT_PORT, master_port
 
 if TYPE_CHECKING:
     from ds_finetune.cluster.host_checks import Check
+    from ds_finetune.cluster.launch.remote import Remote
     from ds_finetune.system.world import World
     from ds_finetune.trainer.resolve import ResolvedRun
 
@@ -48,7 +50,20 @@ def add_host_options(parser: argparse.ArgumentParser) -> None:
     text = "use all but these hosts and devices, in the same form"
     parser.add_argument("--exclude", default="", metavar="HOSTS", help=text)
     text = "more arguments for ssh (default: those of DS_FINETUNE_SSH_ARGS)"
-    parser.add_argument("--ssh-args", default="", help=text)
+    parser.add_argument("--ssh-args", default=os.environ.get("DS_FINETUNE_SSH_ARGS", ""), help=text)
+
+
+def remote_of(arguments: Arguments) -> "Remote":
+    """How to reach the hosts, with the arguments of ssh split into words as by a shell."""
+    from ds_finetune.cluster.launch.remote import Remote
+
+    try:
+        return Remote(tuple(shlex.split(arguments.ssh_args)))
+    except ValueError as open_quote:
+        raise LaunchError(
+            f"the ssh arguments `{arguments.ssh_args}` cannot be split into words: {open_quote}",
+            hint="close the quote, or put a backslash before it",
+        ) from None
 
 
 def hosts_of(arguments: Arguments) -> tuple[Host, ...]:
@@ -58,12 +73,11 @@ def hosts_of(arguments: Arguments) -> tuple[Host, ...]:
 
 def _doctor(arguments: Arguments) -> None:
     from ds_finetune.cluster.doctor.run import DoctorRequest, examine
-    from ds_finetune.cluster.launch.remote import Remote
 
     needs = run_needs(read_config(arguments.run, arguments.overrides)) if arguments.run else {"folders": _HERE}
     hosts = hosts_of(arguments) if arguments.hostfile else (_this_machine(),)
     meeting = master_port(os.environ, DEFAULT_PORT) if arguments.port is None else arguments.port
-    request = DoctorRequest(hosts, Remote.from_environment(arguments.ssh_args), meeting, **needs)
+    request = DoctorRequest(hosts, remote_of(arguments), meeting, **needs)
     _show(examine(request, say=lambda text: ERR.print(text, markup=False)), as_json=arguments.json)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ds_finetune.cli.arguments import Arguments, Commands, add_command, add_overrides, port
-from ds_finetune.cli.doctor import add_host_options, hosts_of
+from ds_finetune.cli.doctor import add_host_options, hosts_of, remote_of
 from ds_finetune.config.hostfile import Host
 from ds_finetune.config.schema import RunConfig, read_config
 from ds_finetune.console.phase_line import Say
@@ -37,8 +37,6 @@ def add_commands(commands: Commands) -> None:
     launch.add_argument("--nproc", type=int, help="number of ranks on this machine, instead of a hostfile")
     text = "set one more environment variable for every rank"
     launch.add_argument("--env", action="append", default=[], metavar="NAME[=VALUE]", help=text)
-    text = "network interface on every host (default: the one towards the first host)"
-    launch.add_argument("--interface", default="", metavar="NAME", help=text)
     text = "port of the first host at which ranks meet (default: a free one)"
     launch.add_argument("--port", type=port, default=0, help=text)
     text = "print ranks, environment and commands, and contact no host"
@@ -78,9 +76,7 @@ def _launch(arguments: Arguments) -> None:
     environment = carried_variables(os.environ, arguments.env, files, is_local=is_local)
     hosts = () if whole_allocation else _hosts(arguments, arguments.nproc)
     job = _job(arguments, hosts, environment)
-    from ds_finetune.cluster.launch.remote import Remote
-
-    remote = Remote.from_environment(arguments.ssh_args)
+    remote = remote_of(arguments)
     if arguments.dry_run:
         for line in environment.lines():
             show_line(line)
@@ -114,7 +110,6 @@ def _job(arguments: Arguments, hosts: tuple[Host, ...], environment: "CarriedVar
         master_addr=hosts[0].name if hosts else "",
         master_port=arguments.port or DEFAULT_PORT,
         variables=environment.values,
-        interface=arguments.interface,
         directory=str(Path.cwd()),
     )
 

@@ -18,9 +18,8 @@ from ds_finetune.system.world import World
 
 State = Literal["ok", "warn", "fail"]
 _CLOCK_WARN_SECONDS, _CLOCK_FAIL_SECONDS = 1, 7
-"""The check of a host's clock warns if the clock is off by more than _CLOCK_WARN_SECONDS, and fails above
-_CLOCK_FAIL_SECONDS. torch's elastic agent considers another host lost if the heartbeat of that host is 15 s old by the
-agent's own clock.
+"""Seconds above which a clock that is off causes a warning or a failure. torch's elastic agent considers a host lost
+whose heartbeat is 15 s old by the agent's own clock.
 """
 _SSH_FAILED = 255
 _SAME_ENVIRONMENT = "install the same environment at the same path on every host"
@@ -47,17 +46,14 @@ def label(host: Host) -> str:
 def host_checks(
     hosts: Mapping[str, Host], infos: Mapping[str, HostInfo], *, here: HostInfo, environ: Mapping[str, str]
 ) -> list[Check]:
-    """Make the checks that `launch` and `doctor` have in common.
-
-    `infos` holds the facts of the hosts that answered, and `here` those of the machine that runs `launch` or `doctor`.
-    `environ` holds the environment variables that ranks get.
+    """Make the checks of `launch` and `doctor`. `infos` has the facts of the hosts that answered, `here` those of this
+    machine, and `environ` the environment variables that ranks get.
     """
     return [
         *range_checks(infos, environ),
         *version_checks(here, infos),
         *identity_checks(hosts, infos, addresses={name: address_of(host) for name, host in hosts.items()}),
         *device_checks(hosts, infos, device=rank_device(infos, environ)),
-        *interface_checks(infos, environ),
     ]
 
 
@@ -121,10 +117,8 @@ def version_checks(here: HostInfo, infos: Mapping[str, HostInfo]) -> Iterator[Ch
 def identity_checks(
     hosts: Mapping[str, Host], infos: Mapping[str, HostInfo], *, addresses: Mapping[str, str]
 ) -> Iterator[Check]:
-    """Check that no two lines of the hostfile name the same address or the same machine.
-
-    Two containers on one machine count as two hosts. They share its address, but their SSH servers have different
-    ports.
+    """Check that no two lines of the hostfile name the same address or the same machine. Two containers on one machine
+    are two hosts: they share its address, but their SSH servers have different ports.
     """
     for a, b in combinations(hosts, 2):
         hint = "write each host once, with all its slots in one line"
@@ -150,26 +144,6 @@ def device_checks(hosts: Mapping[str, Host], infos: Mapping[str, HostInfo], *, d
             missing = f"write slots={count}, or find out why GPUs are missing"
             hint = missing if count else "leave the host out with --exclude, or install the NVIDIA driver"
             yield Check("devices", name, "fail", text + chosen, hint)
-
-
-def interface_checks(infos: Mapping[str, HostInfo], environ: Mapping[str, str]) -> Iterator[Check]:
-    """Check that each host has the network interface that GLOO_SOCKET_IFNAME names, and one whose name begins with
-    NCCL_SOCKET_IFNAME.
-
-    NCCL also takes an exact name after `=`. After `^` it takes all interfaces but the named ones, and nothing is
-    checked.
-    """
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        value = environ.get(variable, "")
-        is_exact, names = variable.startswith("GLOO") or value.startswith("="), value.removeprefix("=").split(",")
-        for host, info in infos.items() if value and not value.startswith("^") else ():
-            usable = [name for name, addresses in info.interfaces.items() if addresses]
-            if any(name in names if is_exact else name.startswith(tuple(names)) for name in usable):
-                yield Check("interface", host, "ok", f"{variable} {value}")
-            else:
-                text = f"{variable} is {value}, but no network interface `{value}` is up and has an address"
-                hint = f"set {variable} to one of {', '.join(usable)}, or unset it"
-                yield Check("interface", host, "fail", text, hint)
 
 
 def clock_check(host: str, ahead: float, error: float) -> Check:

@@ -483,11 +483,11 @@ def test_a_locale_that_is_not_utf8_is_refused_by_name(tmp_path: Path) -> None:
     assert b"Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("command", ["config schema", "init ROWS --out OWN", "launch FILE --emit k8s --nproc 1"])
+@pytest.mark.parametrize("command", ["config schema", "init ROWS --out OWN"])
 def test_output_that_a_full_disk_loses_is_an_error(command: str, tmp_path: Path) -> None:
     """`> FILE` on a full disk left an empty file behind an exit code of 0."""
-    file = write_demo(tmp_path, ranks=1, days=201)
-    paths = {"FILE": file, "ROWS": tmp_path / "train.jsonl", "OWN": tmp_path / "own.yaml"}
+    write_demo(tmp_path, ranks=1, days=201)
+    paths = {"ROWS": tmp_path / "train.jsonl", "OWN": tmp_path / "own.yaml"}
     words = [str(paths.get(word, word)) for word in command.split()]
     with Path("/dev/full").open("wb", buffering=0) as full:
         done = subprocess.run(

@@ -172,7 +172,7 @@ FLAGS: tuple[tuple[str, str], ...] = (
     ("launch RUN --nproc 0", "--nproc is 0"),
     ("launch RUN --nproc 0", "--nproc is 0"),
     ("launch RUN --hostfile /no", "hostfile `/no` does not exist"),
-    ("launch RUN --emit pbs", "invalid choice: 'pbs'"),
+    ("launch RUN --emit pbs", "`--emit`: no option of this command"),
     ("config shwo RUN", "invalid choice: 'shwo'"),
     ("config show /no.yaml", "run file `/no.yaml` does not exist"),
     ("data show", "RUN.yaml"),

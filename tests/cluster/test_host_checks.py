@@ -107,24 +107,6 @@ def test_slots_beside_devices(here: HostInfo) -> None:
     assert host_checks.rank_device({"a": replace(here, gpus=[])}, {}) == "cpu"
 
 
-@pytest.mark.parametrize(
-    ("variable", "value", "state"),
-    [
-        ("GLOO_SOCKET_IFNAME", "eth0", "ok"),
-        ("GLOO_SOCKET_IFNAME", "eth", "fail"),
-        ("NCCL_SOCKET_IFNAME", "eth", "ok"),
-        ("NCCL_SOCKET_IFNAME", "=eth", "fail"),
-        ("NCCL_SOCKET_IFNAME", "=eth0,ib0", "ok"),
-        ("NCCL_SOCKET_IFNAME", "ib,bond", "fail"),
-        ("NCCL_SOCKET_IFNAME", "^docker,lo", "ok"),
-    ],
-)
-def test_interfaces_that_variables_name(here: HostInfo, variable: str, value: str, state: str) -> None:
-    facts = replace(here, interfaces={"lo": ["127.0.0.1"], "eth0": ["10.0.0.1"], "down0": []})
-    found = [check.state for check in host_checks.interface_checks({"a": facts}, {variable: value})]
-    assert found == ([] if value.startswith("^") else [state])
-
-
 def test_ports(here: HostInfo) -> None:
     assert host_checks.port_check("a", here, 1).state == "ok"
     taken = host_checks.port_check("a", replace(here, port_holder="process 7, python"), 29_500)

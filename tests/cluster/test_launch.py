@@ -75,10 +75,6 @@ def test_what_is_wrong_is_said_for_each_host_and_nothing_is_started(bed: Bed, ta
             r"10\.77\.0\.2 \(line 2\): ssh: .*Permission denied",
         ),
         (
-            _launch(bed, task, two, "--env", "GLOO_SOCKET_IFNAME=e9"),
-            r"10\.77\.0\.1 \(line 1\): GLOO_SOCKET_IFNAME is e9, but no network interface `e9`",
-        ),
-        (
             _launch(bed, task, two + "10.77.0.2:22 slots=1\n"),
             r"10\.77\.0\.2 \(line 3\): it (?:has|is) the same ",
         ),
@@ -118,4 +114,4 @@ def test_a_dry_run_of_many_hosts_asks_none(task: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "512 ranks on 64 hosts" in done.stdout
-    assert re.search(r"^node64 +ranks 504-511 ", done.stdout, re.MULTILINE)
+    assert re.search(r"^node64 +504-511 ", done.stdout, re.MULTILINE)

@@ -39,7 +39,7 @@ _JOIN_SECONDS = 60
 _NETWORK_SECONDS = _JOIN_SECONDS + 90.0
 _MARGIN = 10.0
 _AGAIN = "correct this fault and run doctor again"
-_NEEDED_BY_NETWORK = ("address", "interface", "devices", "port")
+_NEEDED_BY_NETWORK = ("address", "devices", "port")
 """Names of the checks that must pass before the network can be measured."""
 
 

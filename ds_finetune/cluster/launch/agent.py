@@ -1,8 +1,7 @@
 """torch's elastic agent of one host, which starts, watches and restarts the ranks of that host.
 
-This agent extends torch's (2.13, elastic/agent/server). It numbers ranks in the order of the hostfile. It agrees with
-the agents of other hosts on the number of restarts that are left. It ends its ranks when ranks of another host have
-failed. It reports each failure to `ds-finetune launch`.
+This agent extends torch's (2.13, elastic/agent/server): it numbers ranks in the order of the hostfile, agrees with the
+agents of other hosts on restarts, ends its ranks when those of another host have failed, and reports failures.
 """
 
 import os
@@ -31,8 +30,7 @@ from ds_finetune.system.processes import oom_kills
 from ds_finetune.system.rank_files import ERROR_FILE, log_name
 
 _GRACE_SECONDS = 4.0
-"""Seconds from the first failure of a rank until the other ranks of its host are killed. Meanwhile they write reports.
-"""
+"""Seconds from the first failure of a rank until the other ranks of its host are killed, after they wrote reports."""
 _DONE_SECONDS = 60.0
 """Seconds that an agent whose ranks are done waits for the agents of other hosts, whose ranks may fail and restart."""
 _TAIL_LINES, _TAIL_BYTES = 50, 20_000
@@ -48,13 +46,11 @@ class RankLogs(LogsSpecs):
 
     @property
     def root_log_dir(self) -> str:
-        """The folder with the logs of all attempts, which are the first start of the run and its restarts."""
+        """The folder with the logs of all attempts, which are the start of the run and its restarts."""
         return str(self.folder)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Choose the paths of the log and error files by local rank. An environment variable tells each rank the path
-        of its error file.
-        """
+        """Choose paths of log and error files by local rank, and tell each rank its error file in its environment."""
         folder = self.folder / f"attempt-{self.attempt}"
         folder.mkdir(parents=True, exist_ok=True)
         logs = {local: str(folder / log_name(int(env["RANK"]))) for local, env in envs.items()}
@@ -99,9 +95,7 @@ class HostAgent(LocalElasticAgent):
     def _assign_worker_ranks(
         self, store: Store, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> list[Worker]:
-        """Agree with the agents of other hosts on the number of this attempt and on how many restarts are left. The
-        highest attempt and the lowest number of restarts of any agent count.
-        """
+        # All agents take the highest number of an attempt, and the lowest number of restarts that are left.
         store.set(f"agents/{group_rank}", f"{self._name} {self._remaining_restarts} {self._logs.attempt + 1}")
         agents = [store.get(f"agents/{number}").decode().split() for number in range(group_world_size)]
         self._members = frozenset(name for name, _, _ in agents)
@@ -141,7 +135,6 @@ class HostAgent(LocalElasticAgent):
         return result
 
     def _is_group_failed(self, worker_group: WorkerGroup) -> bool:
-        """Whether the ranks of this host must end because ranks of another host have failed or another host is gone."""
         assert worker_group.store is not None
         if not worker_group.store.check(["failed"]):
             return bool(self._lost & self._members)
@@ -182,9 +175,7 @@ class HostAgent(LocalElasticAgent):
 
 
 def _time_of(failure: ProcessFailure) -> float:
-    """The time of a rank's failure in seconds since 1970. It is read from the rank's error file; without one it is the
-    time at which the agent noticed the failure.
-    """
+    # The rank's error file has the exact time. `timestamp` is that at which the agent noticed the failure.
     message = failure.error_file_data["message"]
     at = message.get("at") if isinstance(message, Mapping) else None
     return float(at or failure.timestamp)
@@ -203,10 +194,9 @@ def run_ranks(
     """Run the ranks of this host, with restarts, until they end for good. Returns whether they succeeded, or a text
     that says why the agents of the hosts could not connect.
 
-    `logs` is the folder of the ranks' logs. `environ` has environment variables for the ranks of this host only.
-    `rendezvous` has arguments of torch's RendezvousParameters. Its `local_addr` is the name of the agent, and torch
-    numbers agents in the alphabetical order of these names. `workers` has arguments of torch's WorkerSpec, with the
-    address of the first host as `master_addr`.
+    `environ` has environment variables for the ranks of this host only. `rendezvous` has arguments of torch's
+    RendezvousParameters; torch numbers agents in the alphabetical order of `local_addr`, which is the agent's name.
+    `workers` has arguments of torch's WorkerSpec, with the address of the first host as `master_addr`.
     """
     folder = Path(logs)
     folder.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from ds_finetune.cluster.launch.environment import interface_variables
 from ds_finetune.config.hostfile import Host
 from ds_finetune.config.units import spans_text
 from ds_finetune.errors import LaunchError
@@ -42,21 +41,10 @@ class Job:
     """Port at which rank 0 listens. With 0 the port is computed from Slurm's job number."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """Environment variables that every rank gets. environment.py collects them."""
-    interface: str = ""
-    """Network interface, by name, that every host uses."""
     directory: str = "."
     """Working directory on every host."""
     python: str = sys.executable
     entry: tuple[str, ...] = ENTRY
-
-    def __post_init__(self) -> None:
-        """Raise LaunchError if an environment variable names another network interface than `interface`."""
-        for name, value in interface_variables(self.interface).items():
-            if self.variables.get(name, value) != value:
-                raise LaunchError(
-                    f"--interface {value} contradicts {name}={self.variables[name]}",
-                    hint=f"leave --interface out, or unset {name}",
-                )
 
     @property
     def world_size(self) -> int:
@@ -70,14 +58,10 @@ class Job:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables of every rank in order: those of `variables`, the run id, the interface, and the
-        address of rank 0.
-        """
+        """Environment variables of every rank: those of `variables`, the run id, and the address of rank 0."""
         meeting = {"MASTER_ADDR": self.master_addr, "MASTER_PORT": str(self.master_port or "")}
         given = {name: value for name, value in meeting.items() if value}
-        return dict(
-            sorted({**self.variables, **interface_variables(self.interface), RUN_ID: self.run_id, **given}.items())
-        )
+        return dict(sorted({**self.variables, RUN_ID: self.run_id, **given}.items()))
 
     @property
     def names(self) -> list[str]:
@@ -86,14 +70,12 @@ class Job:
 
 
 def mpirun_command(job: Job, ssh_args: Sequence[str] = ()) -> list[str]:
-    """The `mpirun` command (Open MPI 4.1) that starts the ranks of `job` in the order of its hosts. The command runs
-    with the environment variables that `starting_environment` returns.
+    """The `mpirun` command (Open MPI 4.1) that starts the ranks of `job` in the environment `starting_environment`.
 
     Each host is named once per rank and mapped by `seq`. With `--host a:8,b:8` mpirun would put its own host first, and
     rank 0 would not be at MASTER_ADDR. Environment variables are passed by `-x NAME`, so that no command line shows
-    their values. Ranks do not use MPI: the option for the network interface concerns mpirun's own daemons (oob), while
-    environment variables name it to gloo and NCCL. LaunchError if a line of the hostfile cannot be expressed in options
-    of Open MPI.
+    their values. mpirun's own daemons (oob) use the network interface of gloo. LaunchError if a line of the hostfile
+    cannot be expressed in options of Open MPI.
     """
     _check_whole_hosts(job, "mpirun", "write User and Port into a file for ssh (--ssh-args '-F FILE'), name no devices")
     if address := next((host.name for host in job.hosts if ":" in host.name), ""):
@@ -107,7 +89,8 @@ def mpirun_command(job: Job, ssh_args: Sequence[str] = ()) -> list[str]:
             hint="write the options into a file FILE for ssh, and pass `--ssh-args '-F FILE'`",
         )
     settings = {"plm_rsh_agent": " ".join(["ssh", *ssh_args]), "plm_rsh_no_tree_spawn": "1", **_KEEPALIVE_SETTINGS}
-    settings |= {"oob_tcp_if_include": job.interface} if job.interface else {}
+    interface = job.variables.get("GLOO_SOCKET_IFNAME")
+    settings |= {"oob_tcp_if_include": interface} if interface else {}
     chosen = [word for name, value in settings.items() for word in ("--mca", name, value)]
     names = [word for name in job.environment for word in ("-x", name)]
     # By default Open MPI binds a rank to one core or socket, but the threads of torch need all cores.
@@ -117,10 +100,10 @@ def mpirun_command(job: Job, ssh_args: Sequence[str] = ()) -> list[str]:
 
 
 def srun_command(job: Job, environ: Mapping[str, str]) -> list[str]:
-    """The `srun` command that starts the ranks of `job` inside an allocation of Slurm. The command runs with the
-    environment variables that `starting_environment` returns.
+    """The `srun` command that starts the ranks of `job` in an allocation of Slurm, in the environment
+    `starting_environment`. `environ` has the environment variables of the allocation.
 
-    `environ` has the environment variables of the allocation. If `job` names no hosts, the ranks are the tasks of the
+    If `job` names no hosts, the ranks are the tasks of the
     allocation in Slurm's order. Otherwise each host is named once per rank under the distribution `arbitrary`, which
     preserves the order of the hosts (tried with Slurm 22.05; `--nodelist` alone sorts them). If one rank fails, srun
     ends all ranks. LaunchError outside an allocation, and for hosts that are not in it.
@@ -177,9 +160,8 @@ def _check_whole_hosts(job: Job, launcher: str, hint: str) -> None:
 
 
 def dry_run_lines(job: Job, launcher: str, *, environ: Mapping[str, str], ssh_args: Sequence[str] = ()) -> list[str]:
-    """Lines that `launch --dry-run` prints: a table of the ranks and devices of each host, and the command of mpirun or
-    srun, or with torchrun the command that torch's agents start for each rank. `environ` has the environment variables
-    of Slurm's allocation.
+    """Lines that `launch --dry-run` prints: a table of the ranks and devices of each host, and the command of mpirun,
+    srun or (with torchrun) of each rank. `environ` has the environment variables of Slurm's allocation.
     """
     commands = {
         "torchrun": lambda: job.rank_command,

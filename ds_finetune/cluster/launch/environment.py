@@ -150,11 +150,6 @@ def read_environment_file(path: Path) -> dict[str, str]:
     return values
 
 
-def interface_variables(interface: str) -> dict[str, str]:
-    """Environment variables that make gloo and NCCL use an interface such as `eth0`; none for an empty name."""
-    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface} if interface else {}
-
-
 def _assignment(text: str, source: str, environ: Mapping[str, str]) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not _NAME.match(name):

@@ -7,12 +7,11 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
 from ds_finetune.config.hostfile import Host
-from ds_finetune.errors import LaunchError
 from ds_finetune.system.processes import python_module, with_package
 
 _LOGIN = (
@@ -22,8 +21,6 @@ _LOGIN = (
 """Environment variables that a login sets. A program that is started on this machine gets only these and PYTHONPATH,
 like a program over ssh.
 """
-SSH_ARGS = "DS_FINETUNE_SSH_ARGS"
-"""Name of the environment variable with further arguments of ssh, which are split into words as by a shell."""
 
 
 @dataclass(frozen=True)
@@ -32,26 +29,11 @@ class Remote:
 
     ssh_args: tuple[str, ...] = ()
     python: str = sys.executable
-    directory: str = "."
+    directory: str = field(default_factory=lambda: str(Path.cwd()))
     greeting_seconds: float = 12.0
     """Seconds within which a host must answer. ssh reports a failed connection two seconds earlier."""
     silent_seconds: float = 15.0
     """Seconds without a sign of life from a host after which ssh ends the connection."""
-
-    @classmethod
-    def from_environment(cls, ssh_args: str = "") -> "Remote":
-        """Make a Remote with the working directory of this process, and with the ssh arguments `ssh_args` or, if
-        empty, those of the environment variable DS_FINETUNE_SSH_ARGS.
-        """
-        text = ssh_args or os.environ.get(SSH_ARGS, "")
-        try:
-            words = tuple(shlex.split(text))
-        except ValueError as open_quote:
-            raise LaunchError(
-                f"the ssh arguments `{text}` cannot be split into words: {open_quote}",
-                hint="close the quote, or put a backslash before it",
-            ) from None
-        return cls(words, sys.executable, str(Path.cwd()))
 
     def command(self, host: Host, argv: Sequence[str]) -> list[str]:
         """The command that runs `argv` on `host` over ssh, in the working directory and with this project importable.

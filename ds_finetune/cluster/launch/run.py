@@ -24,7 +24,6 @@ from ds_finetune.cluster.host_checks import (
 )
 from ds_finetune.cluster.hosts import Cluster, Event, Reply
 from ds_finetune.cluster.launch.commands import Job, table
-from ds_finetune.cluster.launch.environment import interface_variables
 from ds_finetune.cluster.launch.remote import Remote
 from ds_finetune.config.hostfile import Host
 from ds_finetune.config.sections import CheckpointConfig, LaunchConfig
@@ -77,11 +76,6 @@ class LaunchRequest:
     def hosts(self) -> tuple[Host, ...]:
         """The hosts of the job, in the order of their ranks."""
         return self.job.hosts
-
-    @property
-    def env(self) -> dict[str, str]:
-        """Environment variables of every rank, besides those that torch's agent sets."""
-        return {**self.job.variables, **interface_variables(self.job.interface)}
 
     @property
     def logs(self) -> Path:
@@ -145,9 +139,8 @@ def check_hosts(checks: Sequence[tuple[Host, Check]], num_hosts: int, say: Say) 
 
 
 def largest_fit(request: LaunchRequest, fit: Sequence[Host], *, device: str) -> tuple[Host, ...]:
-    """The first hosts of `fit`, as many as the run's parallel layout and global batch allow.
-
-    The result is empty if these are fewer than launch.min_hosts, or fewer than all hosts if this key is not set.
+    """The first hosts of `fit`, as many as the run's parallel layout and global batch allow. Empty if these are fewer
+    than launch.min_hosts, or fewer than all hosts if this key is not set.
     """
     fewest = request.launch.min_hosts or len(request.hosts)
     for number in range(len(fit), fewest - 1, -1):
@@ -161,20 +154,19 @@ def largest_fit(request: LaunchRequest, fit: Sequence[Host], *, device: str) -> 
 
 @dataclass(frozen=True)
 class _Failure:
-    """The first failure on a host, of one of its ranks or of the host itself."""
+    """The first failure on a host: of one of its ranks, or of the host itself (`rank` is None)."""
 
     host: Host
     rank: int | None
-    """The rank that failed; None if the host itself failed."""
     text: str
     code: int
     """The exit code of the whole run if this failure was the first one."""
     at: float
     """Time of the failure by the monotonic clock of this machine."""
     cause: str = ""
-    """Why the run ended, if this rank ended because another one did; empty if the rank itself failed."""
+    """Why the run ended, if this rank ended because another one did."""
     error: str = ""
-    """The error that the failed rank recorded; empty if it recorded none."""
+    """The error that the rank has recorded."""
     tail: Sequence[str] = ()
     """Last lines that the rank or the program on the host printed."""
 
@@ -186,11 +178,9 @@ class _LaunchedRun:
         self._request, self._say, self._settings = request, say, request.launch
         self._cluster = Cluster(request.hosts, request.remote, PROGRAM, name=request.job.run_id)
         self._agents: dict[Host, Future[Reply | str]] = {}
-        """The reply of the agent on each host, which comes when the agent ends. Lost and left-out hosts are missing."""
+        """The reply of the agent on each host, which comes when the agent ends. Lost hosts are removed."""
         self._ends: dict[Host, bool | str] = {}
-        """Maps each host whose agent has ended to whether its ranks finished training, or to a text that says why the
-        agents could not connect.
-        """
+        """The reply of each agent that has ended: whether its ranks succeeded, or why the agents could not connect."""
         self._events = queue.SimpleQueue[tuple[Host, Event]]()
         self._failures: list[_Failure] = []
         self._printed = deque[str](maxlen=_PRINTED_LINES)
@@ -207,10 +197,10 @@ class _LaunchedRun:
     def start(self) -> None:
         """Check every host and start its agent. LaunchError or ConfigError if a host is not ready."""
         request, cluster, first = self._request, self._cluster, self._request.hosts[0]
-        infos = cluster.infos(request.env, request.port, seconds=self._settings.greeting_seconds)
-        check_hosts(cluster.preflight(infos, request.env), len(request.hosts), self._say)
+        infos = cluster.infos(request.job.variables, request.port, seconds=self._settings.greeting_seconds)
+        check_hosts(cluster.preflight(infos, request.job.variables), len(request.hosts), self._say)
         facts = {host: infos[label(host)] for host in request.hosts}
-        self._device = rank_device(infos, request.env)
+        self._device = rank_device(infos, request.job.variables)
         check_plan(request.settings, request.hosts, self._device)
         self._address = meeting_address(request.hosts, facts)
         if not self._address:
@@ -225,7 +215,7 @@ class _LaunchedRun:
         self._port = facts[first].port
         cluster.ask({name: {"load": {}} for name in infos}, seconds=_LOAD_SECONDS)
         if cluster.lost:
-            check_hosts(cluster.preflight(infos, request.env), len(request.hosts), self._say)
+            check_hosts(cluster.preflight(infos, request.job.variables), len(request.hosts), self._say)
         for host in request.hosts:
             self._start_agent(host)
 
@@ -306,7 +296,6 @@ class _LaunchedRun:
         self._failures.append(failure)
 
     def _record_start(self, host: Host, event: Mapping[str, Any]) -> None:
-        """Record which ranks a host has started. Once all hosts have started theirs, print a table of ranks."""
         if event["started"] != self._attempt:
             self._print_failure()
             if self._failures:
@@ -340,15 +329,11 @@ class _LaunchedRun:
         self._regroup()
 
     def _remove(self, host: Host) -> None:
-        """Continue the run without `host`: tell the agents of the other hosts to restart their ranks."""
         del self._agents[host]
         for other in self._agents:
             self._cluster.order(label(other), {"lose": {"name": self._agent_name(host)}})
 
     def _pass_on_signals(self) -> None:
-        """Pass the next signal on to the run. The first signal asks the ranks to save, the second one kills them. If
-        ranks are not running, the first signal kills them.
-        """
         if self._num_passed_on == len(self._signals):
             return
         self._num_passed_on += 1
@@ -367,9 +352,7 @@ class _LaunchedRun:
         return codes != {INTERRUPTED_EXIT_CODE} and time.monotonic() - self._ending_since > _ENDING_SECONDS
 
     def _regroup(self) -> None:
-        """Reduce the run after a host was lost: hosts that the parallel layout or the batch cannot use are left out.
-        With too few hosts the run ends.
-        """
+        """Leave out hosts that layout and batch cannot use without the lost ones; with too few hosts the run ends."""
         present = [host for host in self._request.hosts if host in self._agents]
         fitting = largest_fit(self._request, present, device=self._device)
         if self._ending_since is None and not fitting:
@@ -398,7 +381,6 @@ class _LaunchedRun:
         return self._first_failure().code if self._failures else RUN_ERROR_EXIT_CODE
 
     def _print_failure(self) -> None:
-        """Print the first failure, unless it was printed. By now all hosts have had time to report failures."""
         if self._failures and not self._is_failure_printed:
             self._is_failure_printed = True
             for line in self._failure_lines():
@@ -408,9 +390,6 @@ class _LaunchedRun:
         return min(self._failures, key=lambda failure: failure.at)
 
     def _failure_lines(self) -> Iterator[str]:
-        """The lines that describe the first failure. They quote the rank's error or its last lines, unless rank 0 has
-        printed them.
-        """
         first = self._first_failure()
         who = f"host {first.host.target}" if first.rank is None else f"rank {first.rank} on {first.host.target}"
         head = f"attempt {self._attempt} failed after {max(0.0, first.at - self._began):.1f} s"

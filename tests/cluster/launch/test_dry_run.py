@@ -10,7 +10,7 @@ from ds_finetune.config.hostfile import Host, read_hostfile
 from tests.conftest import ROOT
 
 HOSTS = (Host("long-name", 2, 1), Host("b", 4, 2, devices=(0, 1, 2, 5)))
-JOB = Job("run.yaml", (), HOSTS[:1], "r-1", "10.0.0.2", 29_500, {"HF_TOKEN": "hunter2"}, "ib0", "/there", "python")
+JOB = Job("run.yaml", (), HOSTS[:1], "r-1", "10.0.0.2", 29_500, {"HF_TOKEN": "hunter2"}, "/there", "python")
 
 
 def test_commands() -> None:
@@ -20,7 +20,7 @@ def test_commands() -> None:
     assert lines[3].startswith("mpirun --allow-run-as-root -np 2 --host long-name,long-name")
     assert shlex.split(lines[3]) == mpirun_command(JOB, ["-F", "cfg"])
     allocated = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
-    lines = dry_run_lines(replace(JOB, hosts=(), master_addr="", interface=""), "slurm", environ=allocated)
+    lines = dry_run_lines(replace(JOB, hosts=(), master_addr=""), "slurm", environ=allocated)
     assert lines[0] == "run r-1: all ranks on all hosts by slurm"
     assert lines[1].startswith("srun --distribution=block --kill-on-bad-exit=1")
     assert "hunter2" not in "".join(lines)

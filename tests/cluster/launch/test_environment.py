@@ -10,7 +10,6 @@ from ds_finetune.cluster.launch.environment import (
     CarriedVariables,
     carried_variables,
     environment_files,
-    interface_variables,
     read_environment_file,
 )
 from ds_finetune.errors import LaunchError
@@ -255,8 +254,3 @@ def test_places_of_environment_files(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="cannot be read"):
         carried_variables({}, files=[tmp_path])
-
-
-def test_one_interface_for_both_libraries() -> None:
-    assert interface_variables("ib0") == {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "ib0"}
-    assert interface_variables("") == {}

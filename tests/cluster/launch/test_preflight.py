@@ -63,13 +63,6 @@ CASES: list[tuple[dict[Host, Any], dict[str, str], list[tuple[Host, str]]]] = [
         {},
         [(Host("a", 1, 1, devices=(5,)), "slots=1, 5 H100, devices 5 chosen")],
     ),
-    (
-        {A: _info("a"), B: _info("b", interfaces={"ib0": ["10.0.0.2"]})},
-        {"GLOO_SOCKET_IFNAME": "eth0"},
-        [(B, "GLOO_SOCKET_IFNAME is eth0, but no network interface `eth0` is up and has an address")],
-    ),
-    ({A: _info("a")}, {"NCCL_SOCKET_IFNAME": "^docker0"}, []),
-    ({A: _info("a")}, {"NCCL_SOCKET_IFNAME": "eth"}, []),
 ]
 
 

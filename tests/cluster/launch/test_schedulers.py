@@ -30,8 +30,7 @@ JOB = Job(
     "r-1",
     "10.0.0.2",
     29_500,
-    {"NCCL_DEBUG": "INFO", "HF_TOKEN": "hunter2"},
-    "ib0",
+    {"NCCL_DEBUG": "INFO", "HF_TOKEN": "hunter2", "GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "ib0"},
     "/there",
     "python",
 )
@@ -45,18 +44,9 @@ MAX_ARGUMENT, MAX_COMMAND = 128 * 1024, os.sysconf("SC_ARG_MAX")
 def test_what_every_rank_gets() -> None:
     assert sorted(JOB.environment) == sorted(NAMES)
     assert JOB.environment[RUN_ID] == "r-1"
-    assert JOB.environment["GLOO_SOCKET_IFNAME"] == JOB.environment["NCCL_SOCKET_IFNAME"] == "ib0"
-    left_to_slurm = replace(JOB, hosts=(), master_addr="", master_port=0, interface="")
-    assert set(left_to_slurm.environment) == {RUN_ID, "NCCL_DEBUG", "HF_TOKEN"}
+    left_to_slurm = replace(JOB, hosts=(), master_addr="", master_port=0)
+    assert set(left_to_slurm.environment) == {RUN_ID, *JOB.variables}
     assert left_to_slurm.world_size == 0
-
-
-def test_an_interface_that_a_variable_contradicts() -> None:
-    with pytest.raises(LaunchError, match="--interface ib0 contradicts NCCL_SOCKET_IFNAME=eth1"):
-        replace(JOB, variables={"NCCL_SOCKET_IFNAME": "eth1"})
-    assert (
-        replace(JOB, variables={"NCCL_SOCKET_IFNAME": "eth1"}, interface="").environment["NCCL_SOCKET_IFNAME"] == "eth1"
-    )
 
 
 def test_mpirun() -> None:
