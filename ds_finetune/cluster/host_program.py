@@ -1,12 +1,10 @@
 """A program that `doctor` and `launch` start on each host over ssh. It calls functions for them.
 
-A request is a line of JSON on standard input. It names functions and gives their arguments. The reply is a line with
-the results. Replies and events begin with a token, which is the last argument of the program, because a login shell may
-print other lines.
+A request is a line of JSON on standard input with names of functions and their arguments. The reply is a line with the
+results. It begins with a token, the last argument of the program, because a login shell may print other lines.
 
-The program ends when its standard input ends, because the requesting program, ssh or the connection has ended. It also
-ends when no line has arrived for some time, e.g. because the requesting laptop is suspended. It then kills every
-process that it has started, with their children, and removes its files.
+When standard input ends with the connection, or no line has arrived for some time, the program kills every process that
+it has started, with their children, removes its files and ends.
 """
 
 import atexit
@@ -35,9 +33,7 @@ _BECOME_SUBREAPER = 36
 """The constant PR_SET_CHILD_SUBREAPER of prctl(2). It makes orphaned descendants of this process its children."""
 Functions = Mapping[str, Callable[..., Any]]
 starting = threading.Lock()
-"""Lock that is held while a process or a file is created. When the program ends, it takes this lock for good, so that
-nothing new is created.
-"""
+"""Lock that is held while a process or a file is created. A program that ends keeps it, so that nothing is created."""
 created_paths: list[Path] = []
 """Files and folders that this program removes when it ends."""
 
@@ -52,9 +48,7 @@ class HostProgram:
             "save": lambda: None,
             "lose": lambda name: None,
         }
-        """Functions that run as soon as requested and send no reply. `launch` replaces `save` (save a checkpoint and
-        end) and `lose` (resume without a lost host).
-        """
+        """Functions that run at once and send no reply. `launch` replaces `save` (a checkpoint) and `lose` (a host)."""
         self._lines: queue.Queue[dict[str, Any]] = queue.Queue()
         self.output: TextIO = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8", errors="replace")
         # Standard output is only for replies and events. What libraries print there is redirected to standard error.
@@ -95,9 +89,7 @@ class HostProgram:
         os._exit(0)
 
     def _is_readable(self) -> bool:
-        """Wait until standard input has a line or has ended. False if neither happened in time; time for which this
-        process was suspended does not count.
-        """
+        # The time for which this process was suspended does not count as silence.
         while True:
             began = time.monotonic()
             if select.select([0], [], [], self._silent_seconds)[0]:

@@ -49,9 +49,7 @@ class Cluster:
             raise LaunchError(f"the program `{absent.filename}` is not installed on this machine", hint=hint) from None
 
     def infos(self, environ: Mapping[str, str], port: int, *, seconds: float) -> dict[str, HostInfo]:
-        """Ask every host for its facts. Returns the facts of the hosts that answer with this version of the program.
-        The first host also examines `port`.
-        """
+        """Facts of the hosts that answer with this version of the program. The first host also examines `port`."""
         first, infos = next(iter(self.hosts)), {}
         queries = {name: {"facts": {"environ": environ, "port": port * (name == first)}} for name in self.hosts}
         for name, (results, ahead, error) in self.ask(queries, seconds=seconds).items():
@@ -87,10 +85,8 @@ class Cluster:
     def start(
         self, name: str, request: Mapping[str, Any], on_event: Callable[[Event], None] | None = None
     ) -> "Future[Reply | str]":
-        """Send one host a request. The future has the reply, or, if the host's program ends before it replies, the last
-        output of that program.
-
-        Events and other lines of output are passed to `on_event` in another thread.
+        """Send one host a request. The future has the reply, or the last output of a program that ends before it
+        replies. Another thread passes events and other lines of output to `on_event`.
         """
         return self._pool.submit(self._ask, self._processes[name], request, on_event)
 

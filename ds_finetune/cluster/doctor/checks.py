@@ -21,9 +21,8 @@ _SLOW_HINT = "compare topology (nvidia-smi topo -m), driver and load of this hos
 def folder_checks(folder: str, by_host: Mapping[str, tuple[bool, bool]], node_local: bool | None) -> Iterator[Check]:
     """Check a folder on all hosts: whether each host may write there, and whether the hosts share the folder.
 
-    `by_host` maps each host to two facts: whether it may write to the folder, and whether it sees the marker file of
-    the first host there. A host that sees the marker shares the folder with the first host. `node_local` is the setting
-    checkpoint.node_local, or None for a folder without checkpoints.
+    `by_host` maps each host to two facts: whether it may write to the folder, and whether it sees the marker file that
+    the first host has created there. `node_local` is checkpoint.node_local, or None for a folder without checkpoints.
     """
     for host in (host for host, (is_writable, _) in by_host.items() if not is_writable):
         hint = "change the permissions, or name another folder"
@@ -45,28 +44,26 @@ def folder_checks(folder: str, by_host: Mapping[str, tuple[bool, bool]], node_lo
 
 
 def network_checks(ended: Mapping[str, Ended], endpoint: str) -> Iterator[Check]:
-    """Check the network between hosts. `ended` has the output of measure.py on each host: the measured speeds, or the
-    reason why they could not be measured.
-    """
-    results, causes, consequences = dict[str, Any](), dict[str, str](), dict[str, str]()
-    for host, (code, output) in ended.items():
-        lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
-        problem = next((line for line in lines if "problem" in line), None)
-        if problem is not None:
-            (causes if problem["is_cause"] else consequences)[host] = problem["problem"]
-        elif lines:
-            results[host] = lines[-1]
-        elif "RendezvousConnectionError" in output:
-            causes[host] = f"cannot reach the first host at {endpoint}"
-        elif "RendezvousTimeoutError" in output or code is None:
-            consequences[host] = f"waited in vain for the other hosts at {endpoint}"
-        else:
-            last = next((line for line in reversed(output.splitlines()) if line.strip(" =-")), "no output")
-            causes[host] = f"ended with exit code {code}: {last}"
-    for host, text in (causes or consequences).items():
-        yield Check("network", host, "fail", text, _UNREACHED)
-    if not causes and not consequences:
-        yield from rate_checks(results)
+    """Check the network between hosts. `ended` has what measure.py printed on each host: speeds, or a problem."""
+    outcomes = {host: _outcome(code, output, endpoint) for host, (code, output) in ended.items()}
+    problems = {host: outcome for host, outcome in outcomes.items() if "problem" in outcome}
+    # The problem of one host lets the measurement fail on other hosts too.
+    causes = {host: problem for host, problem in problems.items() if problem["is_cause"]}
+    for host, problem in (causes or problems).items():
+        yield Check("network", host, "fail", problem["problem"], _UNREACHED)
+    if not problems:
+        yield from rate_checks(outcomes)
+
+
+def _outcome(code: int | None, output: str, endpoint: str) -> dict[str, Any]:
+    if printed := [json.loads(line) for line in output.splitlines() if line.startswith("{")]:
+        return dict(next((line for line in printed if "problem" in line), printed[-1]))
+    if "RendezvousConnectionError" in output:
+        return {"problem": f"cannot reach the first host at {endpoint}", "is_cause": True}
+    if "RendezvousTimeoutError" in output or code is None:
+        return {"problem": f"waited in vain for the other hosts at {endpoint}", "is_cause": False}
+    last = next((line for line in reversed(output.splitlines()) if line.strip(" =-")), "no output")
+    return {"problem": f"ended with exit code {code}: {last}", "is_cause": True}
 
 
 def rate_checks(results: Mapping[str, Mapping[str, Any]]) -> Iterator[Check]:

@@ -42,11 +42,10 @@ def measure(host: str, device: torch.device) -> dict[str, Any] | None:
 
 def bus_bandwidth(groups: list[list[int]], device: torch.device) -> float:
     """Measure the bus bandwidth of all-reduces in this rank's group, in bytes/s, as nccl-tests defines it
-    (doc/PERFORMANCE.md). The result is 0 for a group of one rank, and on a rank in no group. RuntimeError if an
-    all-reduce has wrong sums.
+    (doc/PERFORMANCE.md); 0 for a group of one rank. RuntimeError if an all-reduce has wrong sums.
 
-    The `groups` have no rank in common and are measured at the same time. The first all-reduce is not timed, because it
-    opens connections, for which NCCL may take seconds.
+    The `groups` have no rank in common and are measured at the same time. The first all-reduce, which opens
+    connections, is not timed.
     """
     group, _ = dist.new_subgroups_by_enumeration(groups, timeout=_TIMEOUT)
     if group is None:
