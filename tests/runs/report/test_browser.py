@@ -68,6 +68,19 @@ class Pointer:
         place = {"type": kind, "x": x + across * width, "y": y + down * height}
         self._browser.execute_cdp_cmd("Input.dispatchMouseEvent", place | details)
 
+    def drag(self, first: float, last: float) -> None:
+        """Drag from one share of the chart's width to another. A chart that is being drawn may miss it."""
+        self("mousePressed", first, 0.4, button="left", clickCount=1, buttons=1)
+        for across in ((first + last) / 2, last):
+            self("mouseMoved", across, 0.4, button="left", buttons=1)
+        self("mouseReleased", last, 0.4, button="left", clickCount=1)
+
+    def double_click(self) -> None:
+        """Click twice in the middle of the chart, which a chart that is being drawn may miss."""
+        for count in (1, 2):
+            for kind in ("mousePressed", "mouseReleased"):
+                self(kind, 0.5, 0.4, button="left", clickCount=count)
+
     def tooltips(self) -> list[str]:
         """The texts of the chart's tooltips: of each line its name, and value and step at the pointer."""
         script = """
@@ -114,15 +127,8 @@ def test_readers_see_values_hide_lines_and_enlarge_parts(browser: Any, charts: t
     """
     assert browser.execute_script(hidden) == ["hide", [1, 2]], "a line, and points joined by a line"
     for most in (70, 60):
-        pointer("mousePressed", 0.3, 0.4, button="left", clickCount=1, buttons=1)
-        for across in (0.4, 0.6):
-            pointer("mouseMoved", across, 0.4, button="left", buttons=1)
-        pointer("mouseReleased", 0.6, 0.4, button="left", clickCount=1)
-        _wait(browser, lambda most=most: _step(browser, pointer, 0.9) < most)
-    for count in (1, 2):
-        for kind in ("mousePressed", "mouseReleased"):
-            pointer(kind, 0.5, 0.4, button="left", clickCount=count)
-    _wait(browser, lambda: _step(browser, pointer, 0.9) == before)
+        _wait(browser, lambda most=most: pointer.drag(0.3, 0.6) or _step(browser, pointer, 0.9) < most)
+    _wait(browser, lambda: pointer.double_click() or _step(browser, pointer, 0.9) == before)
     assert _errors(browser) == []
 
 
