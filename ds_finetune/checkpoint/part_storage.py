@@ -36,7 +36,7 @@ class Chunk:
         return math.prod(self.sizes)
 
     def moved(self, by: Ints) -> "Chunk":
-        """Move the chunk to the coordinates of a larger tensor, in which the chunk's tensor begins at index `by`."""
+        """The same chunk as a part of a larger tensor; the chunk's tensor begins at index `by` of the larger one."""
         return Chunk(tuple(offset + more for offset, more in zip(self.offsets, by, strict=True)), self.sizes)
 
 

@@ -111,8 +111,8 @@ def evaluate_model(request: EvalRequest) -> EvalReport:
         return scoring.of_documents()
     if request.extract is not None:
         raise ConfigError(
-            f"--extract {request.extract} generates answers, but objective {request.preference.name} scores those "
-            "of the rows",
+            f"--extract {request.extract} generates answers, but objective {request.preference.name} scores the "
+            "answers in the rows",
             hint="leave out either --extract or the objective",
         )
     if request.preference.needs_reference and request.baseline is None:
@@ -326,6 +326,7 @@ def _references(extract: str, documents: Sequence[Document], tokenizer: PreTrain
         raise DataError(
             f"`--extract {extract}` finds no answer in {len(absent)} of {len(references)} rows, the first number "
             f"{absent[0]}: {text!r:.80}",
-            hint=f"correct the rows, set --long-rows drop if rows are cut, or use another --extract: {', '.join(EXTRACTORS)}",
+            hint="correct the rows, set --long-rows drop if rows are cut, or use another --extract: "
+            + ", ".join(EXTRACTORS),
         )
     return [*references]

@@ -142,7 +142,7 @@ def with_padding(files: Mapping[str, Path], tokenizer: PreTrainedTokenizerBase, 
 
 
 def _template(tokenizer: PreTrainedTokenizerBase, encode: Encode) -> dict[str, list[int]] | None:
-    """Special token ids that `encode` adds before, between and after texts; None if the ids of the texts change too."""
+    """Special token ids that `encode` adds around and between texts; None if it also changes the ids of the texts."""
     inner = tokenizer(_PROBE, add_special_tokens=False)["input_ids"]
     single = _around(encode(_PROBE, None), inner)
     if single is None:

@@ -190,7 +190,7 @@ class ExportFormat:
         return family
 
     def model_types(self, *, is_encoder: bool) -> list[str]:
-        """Sorted model types of the encoders, or else of the decoders, that can be exported to this format."""
+        """Sorted model types that can be exported to this format: encoders if `is_encoder`, else decoders."""
         rows = FAMILIES.items()
         return sorted(name for name, row in rows if self.has_family(row) and (row.encoder is not None) == is_encoder)
 

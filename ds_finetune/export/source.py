@@ -40,7 +40,7 @@ class TensorSource:
     def select(
         self, shapes: Mapping[str, tuple[int, ...]], originals: Mapping[str, str] | None = None
     ) -> "TensorSource":
-        """Make a source of only the tensors `shapes`. `originals` maps a name to the name to read."""
+        """Make a source of only the tensors `shapes`. `originals` maps names to those of the tensors to read."""
         names = originals or {}
         return replace(self, shapes=shapes, read=lambda name, *part: self.read(names.get(name, name), *part))
 
@@ -121,8 +121,8 @@ def fit_source(source: TensorSource, spec: ModelSpec, *, label: str) -> TensorSo
     """Select the tensors of the model class `spec` from `source`, followed by tensors that the class ignores.
 
     The source may have published names instead of transformers' names, e.g. one tensor per expert. A tied tensor may be
-    absent; if present, it must equal its owner and is not selected. ExportError lists tensors that are missing,
-    unexpected or of another shape.
+    absent. If present, it is not selected, and must equal the parameter to which it is tied. ExportError lists tensors
+    that are missing, unexpected or of another shape.
     """
     unbuilt = {name: shape for name, shape in source.shapes.items() if name not in spec.tied and spec.may_skip(name)}
     present = {name: shape for name, shape in source.shapes.items() if name not in spec.tied and name not in unbuilt}

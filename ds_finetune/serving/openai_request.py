@@ -85,7 +85,7 @@ _Zero = Annotated[float, Field(ge=0, le=0)]
 
 
 class AnswerRequest(_Strict):
-    """Parameters of both chat and plain completions. Unsupported parameters may only have their neutral value."""
+    """Parameters of both chat and plain completions. Unsupported parameters must have their neutral value."""
 
     model: str
     max_tokens: int | None = Field(default=None, ge=1)

@@ -121,7 +121,7 @@ def _stacked_experts(keys: Sequence[str], family: Family) -> dict[str, list[str]
 
 
 _View = tuple[str, tuple[int, ...], int, Change | None]
-"""How to make a GGUF tensor from a published one: name for the library gguf, shape, `group` and `change`."""
+"""Rule to make a GGUF tensor from a published tensor: name for the library gguf, shape, `group` and `change`."""
 
 
 def _views(key: str, shape: tuple[int, ...], config: PretrainedConfig, family: Family) -> list[_View]:

@@ -272,7 +272,7 @@ def generate_tokens(model: PreTrainedModel, tokens: Ints | None = None) -> tuple
     settings.use_cache = model.generation_config.use_cache
     # The model's own generation settings may sample or end early; the comparison needs the best token of each step.
     model.generation_config = settings
-    # `generate` returns the model's logits as they were before `forced` excluded all tokens but one.
+    # `forced` allows one token per step. The returned logits are still those of the model, before this restriction.
     forced = None if tokens is None else lambda row, ids: [tokens[row, len(ids)]]
     inputs = {"attention_mask": torch.from_numpy(prompts.mask), "prefix_allowed_tokens_fn": forced}
     out: Any = model.generate(torch.from_numpy(prompts.ids), **inputs)

@@ -29,7 +29,7 @@ _BLOCK = 32
 
 
 def quantise_weights(folder: Path, dtype: str, source: Path, *, inline_bytes: int) -> QuantisationLoss:
-    """Replace the graph in `folder`, the export of `source`, by one whose linear weights have the bits of `dtype`.
+    """Quantise the linear weights of the graph in `folder` to the bits of `dtype`. `source` is the exported model.
     Embeddings and routed experts are not quantised, because their weights are not constants of a MatMul. ExportError if
     no weight can be quantised.
     """

@@ -141,8 +141,8 @@ class OnnxCausalLM(PreTrainedModel, GenerationMixin):
         position_ids: torch.Tensor | None = None,
         **others: Any,  # noqa: ANN401 - a cache, and what does not change the logits
     ) -> CausalLMOutputWithPast:
-        """Compute logits [rows, length, vocabulary] in fp32 for `input_ids` [rows, length], which follow the cached
-        tokens. TypeError for an argument that would change the logits.
+        """Compute fp32 logits [rows, length, vocabulary] of the tokens `input_ids` [rows, length], which come after the
+        cached tokens. TypeError for an argument that would change the logits.
         """
         cached = take_cache(others)
         if unknown := others.keys() - {"use_cache", "return_dict"}:

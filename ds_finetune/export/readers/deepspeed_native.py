@@ -178,9 +178,9 @@ def is_deepspeed_checkpoint(folder: Path) -> bool:
 
 
 def read_deepspeed_checkpoint(folder: Path) -> TensorSource:
-    """Read the weights and persistent buffers of a DeepSpeed checkpoint, in `folder` or the step folder that `latest`
-    names. Weights are the optimizer's fp32 master weights if there are any, else the stored weights. ExportError if a
-    file is missing or the layout is not supported.
+    """Read the weights and persistent buffers of a DeepSpeed checkpoint. `folder` is a step folder, or has a file
+    `latest` that names one. Weights are the optimizer's fp32 master weights if there are any, else the stored weights.
+    ExportError if a file is missing or the layout is not supported.
     """
     step = _step_folder(folder)
     check_folder(step)
@@ -248,8 +248,8 @@ def _step_folder(folder: Path) -> Path:
 def _read_ranks(
     step: Path, kind: str, keys: Collection[str], num_ranks: Callable[[_States], int], absent: ExportError
 ) -> list[_States]:
-    """Load the model or optimizer state files (`kind`) of all data-parallel ranks; the first file says how many ranks
-    there are. Raises the error `absent` if there is no such file.
+    """Load the state files of all data-parallel ranks; `kind` says whether of the model or optimizer. The first file
+    says how many ranks there are. Raises the error `absent` if there is no file.
     """
     matches = ((path, _RANK_FILE.fullmatch(path.name)) for path in step.iterdir())
     files = {int(match["dp"]): path for path, match in matches if match and match["kind"] == kind}

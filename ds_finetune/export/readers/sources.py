@@ -39,7 +39,7 @@ from ds_finetune.model.weights.names import hub_pieces, is_adapter, weight_of
 
 def read_checkpoint(folder: Path) -> tuple[TensorSource, frozenset[str]]:
     """Open the fp32 weights and buffers of a run's checkpoint. Also returns the names of the buffers. CheckpointError
-    if a part file of the checkpoint is missing, and on reading elements that no part file has.
+    if a part file is missing; reading elements that are in no part file raises it later.
     """
     manifest = Manifest.read(folder)
     if manifest.absent_parts:
@@ -88,7 +88,7 @@ class OpenedSource:
     """Folder of the base model from which training started, if it is known and on this machine."""
     why_no_base: str = "no --base was given"
     has_own_config: bool = False
-    """Whether only the source's own config.json and tokenizer fit: it is a classifier or has a larger vocabulary."""
+    """Whether only its own config.json and tokenizer fit, since it is a classifier or has a larger vocabulary."""
 
     @property
     def is_model(self) -> bool:

@@ -242,8 +242,8 @@ def _sampled_logits(model: PreTrainedModel, record: dict[str, Any]) -> np.ndarra
 
 
 def _count_reached_experts(model: PreTrainedModel) -> list[tuple[set[int], int]]:
-    """Record from now on which experts the tokens reach: for each layer with routed experts, their set and the number
-    of experts. In transformers 5, fused experts are [experts, rows, columns].
+    """Record from now on which experts the tokens reach. The list has, for each layer with routed experts, the set of
+    reached experts and the number of all. In transformers 5, fused experts are [experts, rows, columns].
     """
     layers = []
     for module in model.modules():

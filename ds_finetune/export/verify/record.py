@@ -195,7 +195,7 @@ def classifier_prompts(vocab_size: int, *, pad: int | None, ending: Sequence[int
 
 
 def sampled_logits(logits: Iterable[torch.Tensor], prompts: Sequence[Sequence[int]], vocab_size: int) -> Floats:
-    """Select the logits to record from `logits`, one [tokens, vocabulary] tensor per prompt; flat, in order."""
+    """Select the logits to record. `logits` has one [tokens, vocabulary] tensor per prompt; the result is flat."""
     stride = sampling_stride(vocab_size)
     starts = accumulate((len(prompt) for prompt in prompts), initial=0)
     parts: list[Floats] = []
