@@ -245,3 +245,22 @@ def test_other_releases_are_tried_with_all_extras_and_failures_have_their_reason
     assert str(torch) == "torch==2.13.0"
     assert {each.name for each in installed} == names - {"torch", "ds_finetune"}
     assert not any(each.specifier for each in installed), "the newest, whatever pyproject.toml allows"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_suite_runs_with_the_instructions_of_every_cpu_that_this_one_has(tmp_path: Path, fails: bool) -> None:
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "test_cpus.sh").write_bytes((ROOT / "scripts" / "test_cpus.sh").read_bytes())
+    names = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "OMP_NUM_THREADS")
+    python = f"echo {' '.join(f'${name}' for name in names)} >> {tmp_path}/log; echo '3 passed in 1 s'"
+    python += "; echo FAILED test_x.py::test_x" * fails
+    environ = _tools(tmp_path / "bin", python=python) | {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    command = ["bash", tmp_path / "scripts" / "test_cpus.sh", "-k", "one"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    assert (done.returncode, "FAILED test_x.py::test_x" in done.stdout) == (int(fails), fails), done.stderr
+    flags = set(Path("/proc/cpuinfo").read_text().split())
+    wanted = [("avx2", "avx2 AVX2 2"), ("avx512f", "avx512 AVX512_CORE 2")]
+    wanted += [("avx512_bf16", "avx512 AVX512_CORE_BF16 1"), ("amx_tile", "avx512 AVX512_CORE_AMX 1")]
+    runs = ["default SSE41 1", *(run for flag, run in wanted if flag in flags)]
+    assert (tmp_path / "log").read_text().splitlines() == runs
+    assert done.stdout.count(": skipped, this CPU has no ") == 5 - len(runs)
