@@ -29,7 +29,7 @@ from ds_finetune.model.build.hub_folder import HubFolder
 from ds_finetune.model.loss.score_config import is_classifier
 from ds_finetune.model.quantised.fp8 import BYTE_SCALE, FP8, QUANTIZATION_CONFIG, is_quantised
 from ds_finetune.model.quantised.quantisation import EXPERT_DTYPE, FP4
-from ds_finetune.model.weights.names import hub_pieces
+from ds_finetune.model.weights.names import hub_pieces, joined_qkv
 
 SECTION = "quantization_config"
 _SCALE_FORMAT, _POWERS_OF_TWO = "scale_fmt", "ue8m0"
@@ -251,8 +251,11 @@ def folder_writer(
     all_tensors = [*tensors, *parts.base_tensors]
     names = parts.composite.published if parts.composite is not None else {}
     fused = parts.composite.fused if parts.composite is not None else {}
+    joined = joined_qkv({each.key: each.shape for each in all_tensors}, parts.family)
+    names = {**names, **{part: (key, first) for part, (key, first, _) in joined.items()}}
+    fused = {**fused, **{key: shape for key, _, shape in joined.values()}}
     all_tensors = [replace(each, key=names.get(each.key, (each.key,))[0]) for each in all_tensors] + parts.other_parts
-    # A file may store all experts of a layer as one tensor, so tensors with one stored name are merged.
+    # A file may store several tensors, e.g. all experts of a layer, as one: equal names of stored tensors are merged.
     all_tensors = [*{each.key: replace(each, shape=fused.get(each.key, each.shape)) for each in all_tensors}.values()]
     with replaced_folder(out) as partial:
         with closing(ShardWriter(partial, plan_shards(all_tensors, max_shard_bytes), names)) as writer:

@@ -33,6 +33,10 @@ PHI3 |= {"head_dim": 8}
 GEMMA3: Config = {**DENSE, "head_dim": 12, "sliding_window": 5, "sliding_window_pattern": 2, "query_pre_attn_scalar": 9}
 GEMMA3 |= {"tie_word_embeddings": True}
 """A sliding window in every other layer, with another rotary base, and norms before and after attention and MLP."""
+EXAONE4: Config = {**DENSE, "head_dim": 12, "sliding_window": 5, "sliding_window_pattern": 2}
+"""A sliding window and rotary embeddings in every other layer, neither of them in the others, as in EXAONE 4. Norms
+follow attention and MLP instead of preceding them.
+"""
 GEMMA4: Config = {**DENSE, "head_dim": 12, "global_head_dim": 16, "sliding_window": 5, "num_hidden_layers": 3}
 GEMMA4 |= {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "num_kv_shared_layers": 0}
 GEMMA4 |= {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1}
@@ -96,3 +100,6 @@ WIDE_VALUES: Config = {**ONE_GROUP, "v_head_dim": 24, "routed_scaling_factor": 1
 GROUPED_QUERY_EXPERTS: Config = {**DENSE, **_EXPERTS, "head_dim": 12, "attention_bias": True}
 GROUPED_QUERY_EXPERTS |= {"n_group": 1, "topk_group": 1}
 """Grouped-query attention with biases, and routed experts in all layers after the first, as in GLM-4.5-Air."""
+JOINED_QUERIES: Config = {**GROUPED_QUERY_EXPERTS, "use_qk_norm": True, "partial_rotary_factor": 1.0}
+JOINED_QUERIES |= {"routed_scaling_factor": 2.5, "rms_norm_eps": 1e-6}
+"""Tiny model with queries, keys and values in one published tensor, and normalised queries, as in Sarvam 30B."""

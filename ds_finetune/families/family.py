@@ -71,7 +71,16 @@ EXAONE_RENAMES: Renames = (
     (".mlp.up_proj.", ".mlp.c_fc_1."),
     (".mlp.down_proj.", ".mlp.c_proj."),
 )
-"""Rules from the names of Llama's tensors to published names of EXAONE 3 (transformers 5.24, conversion_mapping.py)."""
+"""Rules from names of Llama's tensors to published names of EXAONE 3 (transformers 5.24, conversion_mapping.py)."""
+SARVAM_MOE_RENAMES: Renames = (
+    ("model.embed_tokens.", "model.word_embeddings."),
+    (".self_attn.o_proj.", ".self_attn.dense."),
+    (".self_attn.q_norm.", ".self_attn.query_layernorm."),
+    (".self_attn.k_norm.", ".self_attn.key_layernorm."),
+    (".self_attn.", ".attention."),
+    (".mlp.gate.e_score_correction_bias", ".mlp.gate.expert_bias"),
+)
+"""Rules from names of GLM-4.5's tensors to published names of Sarvam 30B (transformers 5.24, conversion_mapping.py)."""
 
 
 @dataclass(frozen=True)
@@ -229,6 +238,10 @@ class Family:
     """Names of MLPs and experts in the family's published checkpoints."""
     published_renames: Renames = ()
     """Further renames of tensors from transformers' names to published names."""
+    published_qkv: str | None = None
+    """Name of the linear layer that joins the rows of `q_proj`, `k_proj` and `v_proj`, in this order, in published
+    checkpoints. None if checkpoints have the three layers.
+    """
     drops_layers_beyond: bool = False
     """Whether layers of a checkpoint from number `num_hidden_layers` on (multi-token prediction) are not loaded."""
     has_mtp: bool = False

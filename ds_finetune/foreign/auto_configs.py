@@ -95,10 +95,12 @@ def renamings(model_type: str) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
 
 
 def _add_conversions(module: Any, name: str, built_as: str) -> None:  # noqa: ANN401
-    from transformers.core_model_loading import WeightRenaming
+    from transformers.core_model_loading import Split, WeightConverter, WeightRenaming
 
     renamings = [WeightRenaming(published, own) for published, own in published_names(name).items()]
     mapping = [*(_CONVERSIONS.attribute(module, "get_checkpoint_conversion_mapping")(built_as) or ()), *renamings]
+    if joined := family_of(name).published_qkv:
+        mapping.append(WeightConverter(joined, ["q_proj", "k_proj", "v_proj"], [Split(dim=0)]))
     if mapping:
         _CONVERSIONS.attribute(module, "register_checkpoint_conversion_mapping")(name, mapping, overwrite=True)
 

@@ -65,10 +65,6 @@ _REFUSED = {
         "DSpark layers",
         "train DeepSeek-V4 instead",
     ),
-    "sarvam_moe": (
-        "published checkpoints have the weights of queries, keys and values in one tensor, which is not read in parts",
-        "train Sarvam 105B (sarvam_mla) or a GLM-4.5 model instead",
-    ),
 }
 """Model types that are refused, each with the reason and a hint."""
 

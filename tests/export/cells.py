@@ -34,6 +34,7 @@ CELLS = (
             *_DECODERS,
             "deepseek_v32",
             "exaone",
+            "exaone4",
             "gemma3_text",
             "gemma4_text",
             "glm_moe_dsa",
@@ -46,6 +47,7 @@ CELLS = (
             "qwen3_5_text",
             "qwen3_next",
             "sarvam_mla",
+            "sarvam_moe",
         ),
     ),
     Cells(

@@ -22,6 +22,8 @@ from tests.model.tiny import CONFIGS
 from tests.model.weights.test_weights import published
 from tests.running import start
 
+_BIASES = ("e_score_correction_bias", "expert_bias")
+"""Last parts of the names of router biases, in transformers and in published checkpoints."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -82,11 +84,9 @@ def test_equals_what_transformers_writes(
     wanted, found = read_all(tmp_path / "theirs"), read_all(out)
     if dtype == "fp16":
         # transformers 5.23 keeps some more in fp32 in models that it loads in fp16, e.g. gpt_oss/modeling_gpt_oss.py:389.
-        wanted = {
-            key: tensor if key.endswith("e_score_correction_bias") else tensor.half() for key, tensor in wanted.items()
-        }
+        wanted = {key: tensor if key.endswith(_BIASES) else tensor.half() for key, tensor in wanted.items()}
     # transformers 5.23 casts the bias of MiniMax M2 with the rest; router biases stay in fp32 here in every type.
-    biases = {key: bias for key, bias in read_all(base).items() if key.endswith("e_score_correction_bias")}
+    biases = {key: bias for key, bias in read_all(base).items() if key.endswith(_BIASES)}
     wanted |= {key: bias.float() for key, bias in biases.items()}
     # transformers 5.24 keeps routers in fp32, and neither published checkpoints nor releases before it do.
     wanted = {

@@ -158,7 +158,7 @@ def test_keys_and_values_of_latent_attention_are_refused(family: str, tmp_path: 
 
 def test_what_vllm_has_no_adapters_for_is_refused(tmp_path: Path) -> None:
     unread = {"gemma3_text", "gemma4_text", "minimax_m2", "mistral", "ministral3", "phi3", "qwen3_next"}
-    unread |= {"exaone", "qwen3_5_moe_text", "qwen3_5_text", "sarvam_mla"}
+    unread |= {"exaone", "exaone4", "qwen3_5_moe_text", "qwen3_5_text", "sarvam_mla", "sarvam_moe"}
     assert {name for name, row in FAMILIES.items() if row.has_lora} - unread == VLLM_LORA.keys() - {"qwen2_moe"}
     _, adapter = _save("deepseek_v32", tmp_path, "o_proj")
     change_json(tmp_path / "base" / "config.json", {"model_type": "phi3"})

@@ -99,7 +99,17 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, VerificationR
     """The result for every folder below. Plain transformers loads them in two processes, since one folder fails."""
     root = tmp_path_factory.mktemp("verify")
     folders: dict[str, Path] = {}
-    for name in ("deepseek_v3", "kimi_k2", "sarvam_mla", "exaone", "glm4_moe", "deepseek_v2", "qwen2", "llama"):
+    for name in (
+        "deepseek_v3",
+        "kimi_k2",
+        "sarvam_mla",
+        "sarvam_moe",
+        "exaone",
+        "glm4_moe",
+        "deepseek_v2",
+        "qwen2",
+        "llama",
+    ):
         folders[name] = _exported(name, root / name)
     folders["bf16"] = _exported("deepseek_v3", root / "bf16", torch.bfloat16)
     folders["an odd width"] = _exported("deepseek_v3", root / "odd", torch.bfloat16, moe_intermediate_size=44)
@@ -129,6 +139,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, VerificationR
         "deepseek_v3",
         "kimi_k2",
         "sarvam_mla",
+        "sarvam_moe",
         "exaone",
         "glm4_moe",
         "deepseek_v2",

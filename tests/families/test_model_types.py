@@ -28,8 +28,8 @@ def test_a_folder_is_read_and_written_under_its_own_name(name: str, tmp_path: Pa
     model = AutoModelForCausalLM.from_config(hf_config(name))
     model.save_pretrained(tmp_path)
     assert AutoConfig.from_pretrained(tmp_path).model_type == name
-    published = "transformer.h.0.mlp.c_fc_0." if name == "exaone" else ".experts.0.gate_proj."
-    assert any(published in key for key in load_file(tmp_path / "model.safetensors"))
+    published = {"exaone": "transformer.h.0.mlp.c_fc_0.", "sarvam_moe": ".0.attention.query_key_value."}
+    assert any(published.get(name, ".experts.0.gate_proj.") in key for key in load_file(tmp_path / "model.safetensors"))
     read, loading = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(loading[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert all(torch.equal(tensor, read.state_dict()[key]) for key, tensor in model.state_dict().items())
@@ -72,6 +72,14 @@ _PUBLISHED: dict[str, dict[str, Any]] = {
         },
         "rope_theta": 10000.0,
     },
+    "sarvam_moe": {
+        "num_experts": 16,
+        "num_shared_experts": 2,
+        "num_hidden_layers": 3,
+        "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 4096, "rope_type": "yarn"},
+        "rope_theta": 8000000,
+        "use_qkv_bias": True,
+    },
 }
 _READ: dict[str, dict[str, Any]] = {
     # transformers 5.24, exaone/configuration_exaone.py
@@ -80,6 +88,9 @@ _READ: dict[str, dict[str, Any]] = {
     # transformers 5.24, sarvam_mla/configuration_sarvam_mla.py
     "sarvam_mla": {"n_routed_experts": 16, "n_shared_experts": 2, "head_dim": 64, "q_lora_rank": None, "n_group": 1}
     | {"topk_group": 1, "first_k_dense_replace": 1, "num_hidden_layers": 32, "num_key_value_heads": 64},
+    # transformers 5.24, sarvam_moe/configuration_sarvam_moe.py
+    "sarvam_moe": {"n_routed_experts": 16, "n_shared_experts": 2, "head_dim": 64, "attention_bias": True}
+    | {"num_key_value_heads": 4, "use_qk_norm": True, "routed_scaling_factor": 2.5, "num_experts_per_tok": 6},
 }
 
 

@@ -73,8 +73,8 @@ transformers.
 `index_topk` is refused with `model.attention: eager`, in teachers, and if a pipeline stage of GLM begins with a layer
 without an indexer.
 
-`deepseek_v41` is refused, since transformers has no classes for it, and `sarvam_moe`, since its published checkpoints
-have queries, keys and values in one tensor. Of `exaone` and `sarvam_mla` classifiers are refused.
+`deepseek_v41` is refused, since transformers has no classes for it. Classifiers of `exaone`, `sarvam_mla` and
+`sarvam_moe` are refused.
 
 Models with gated delta nets (`qwen3_next`, `qwen3_5_moe_text`, `qwen3_5_text`) start anew at each document of a packed
 row. No answers are sampled from them.

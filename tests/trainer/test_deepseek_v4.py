@@ -296,7 +296,6 @@ def _folder(folder: Path, **changes: Any) -> Path:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model_type": "sarvam_moe"}, "sarvam_moe is neither trained nor converted: .* in one tensor"),
         ({"model_type": "deepseek_v41"}, "deepseek_v41 is neither trained nor converted: .* Engram tables"),
         ({"compress_ratios": [0, 4, 7, 4]}, "compress_ratios is .*7.*, not one of 0, 4, 128 for each of 4 layers"),
         ({"compress_rates": {**RATES, "compressed_sparse_attention": 1}}, "not numbers above 1 for"),

@@ -75,9 +75,9 @@ def load_folders(folders: Sequence[Path]) -> Iterator[tuple[Path, LoadedFolder]]
             yield failed[0], LoadedFolder(failure=f"exit code {done.returncode}: {reason}")
 
 
-def _other_type(folder: Path) -> tuple[dict[str, Any], dict[str, str]] | None:
-    """Find other classes for a model type that the installed transformers does not know. Returns the folder's
-    config.json for these classes, and how they rename its tensors; None for a known model type.
+def _other_type(folder: Path) -> tuple[dict[str, Any], dict[str, str], str | None] | None:
+    """The config.json of a folder for the classes by which the installed transformers builds its model type, how these
+    classes rename its tensors, and `Family.published_qkv`. None if transformers knows the model type.
     """
     try:
         tree = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -87,9 +87,9 @@ def _other_type(folder: Path) -> tuple[dict[str, Any], dict[str, str]] | None:
         return None
     if name not in OWN_TYPES:
         return None
-    newer = family_of(name).newer
-    older = tree if newer is None else newer.older_config(tree)
-    return {**older, "model_type": OWN_TYPES[name]}, published_names(name)
+    family = family_of(name)
+    older = tree if family.newer is None else family.newer.older_config(tree)
+    return {**older, "model_type": OWN_TYPES[name]}, published_names(name), family.published_qkv
 
 
 def _run(command: list[str], environ: dict[str, str], line: PhaseLine) -> subprocess.CompletedProcess[str]:

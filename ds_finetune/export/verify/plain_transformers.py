@@ -6,7 +6,8 @@ writes a report on the loading, `OUT/i.json`, and files with logits of the promp
 also has the token ids that the folder's tokenizer gives for the record's texts.
 
 `OTHERS` is JSON about folders whose model type the installed transformers does not know. It maps their paths to a
-config.json of a model type whose classes fit, and to the `key_mapping` by which `from_pretrained` renames tensors.
+config.json of a model type whose classes fit, to the `key_mapping` by which `from_pretrained` renames tensors, and to
+the name of layers that join the rows of queries, keys and values, or null.
 
 FP8 weights are dequantised here with plain torch, because transformers 5.23 fails on row counts that 128 does not
 divide, and takes wrong blocks for some sizes (integrations/finegrained_fp8.py:1130-1175). `OUT/i.perturbed.npy` has
@@ -46,6 +47,8 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.core_model_loading import Split, WeightConverter
 
 _GPU_FACTOR, _GPU_FACTOR_FP8 = 2.2, 4.4
 """Free GPU memory that verification needs, as a multiple of the size of the folder's weight files: for 16-bit weights,
@@ -65,8 +68,12 @@ def main() -> None:
     out, others, folders = Path(sys.argv[2]), json.loads(sys.argv[3]), map(Path, sys.argv[4:])
     for number, folder in enumerate(folders):
         if str(folder) in others:
-            tree, names = others[str(folder)]
+            tree, names, joined = others[str(folder)]
             config = AutoConfig.for_model(**tree)
+            if joined:
+                split = WeightConverter(joined, ["q_proj", "k_proj", "v_proj"], [Split(dim=0)])
+                conversions = [*(get_checkpoint_conversion_mapping(config.model_type) or ()), split]
+                register_checkpoint_conversion_mapping(config.model_type, conversions, overwrite=True)
         else:
             names, config = {}, AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         report, arrays = _inspect_folder(folder, config, names)

@@ -153,6 +153,10 @@ def _with_sinks(
     return query, key, functional.pad(value, (0, key.shape[3] - value.shape[3], 1, 0))
 
 
+_OWN_WINDOW = -1
+"""Value of the argument `sliding_window` that stands for the window of the attention module itself."""
+
+
 def attend_by_document(  # noqa: PLR0913 - transformers' interface
     module: nn.Module,
     query: torch.Tensor,
@@ -164,7 +168,7 @@ def attend_by_document(  # noqa: PLR0913 - transformers' interface
     documents: tuple[Documents, ...] | None = None,
     shared: tuple[Documents, ...] | None = None,
     sp_group: SequenceParallelGroup | None = None,
-    sliding_window: int | None = None,
+    sliding_window: int | None = _OWN_WINDOW,
     dropout: float = 0.0,
     s_aux: torch.Tensor | None = None,
     chosen: ChosenTokens | None = None,
@@ -182,7 +186,8 @@ def attend_by_document(  # noqa: PLR0913 - transformers' interface
       than keys, queries are the last tokens (decoding with a cache).
     - `shared`: for each document, how many first tokens of an earlier document it attends to as its prefix.
     - `sp_group`: sequence parallel group. Tensors hold this rank's tokens, while `documents` describes full rows.
-    - `sliding_window`: None means the module's own window. In encoders it reaches as far in both directions.
+    - `sliding_window`: size of the window in tokens, None without a window. Left out, it is the module's attribute
+      `sliding_window`. In encoders the window reaches as far in both directions.
     - `s_aux`: attention sinks [heads], an additional logit in each head's softmax (gpt_oss/modeling_gpt_oss.py:244).
     - `chosen`: masks of the keys that queries attend to (sparse attention).
     - `packed`: `documents` as arguments of a kernel that computes all documents in one call. Attention with sinks,
@@ -198,7 +203,8 @@ def attend_by_document(  # noqa: PLR0913 - transformers' interface
         # Each rank has its heads' part of the sinks' gradient and zeros elsewhere, so the sum over ranks is complete.
         s_aux = None if s_aux is None else s_aux.chunk(sp_group.size)[sp_group.group_rank]
     # Some models apply their sliding window only in masks (transformers 5.23, qwen2_moe/modeling_qwen2_moe.py:226,254).
-    window, is_causal = sliding_window or getattr(module, "sliding_window", None), getattr(module, "is_causal", True)
+    window = getattr(module, "sliding_window", None) if sliding_window == _OWN_WINDOW else sliding_window
+    is_causal = getattr(module, "is_causal", True)
     attend = _DocumentAttention(scaling, window, dropout, is_causal, s_aux)
     if packed is not None and s_aux is None and chosen is None and not dropout:
         out = attend_packed((query, key, value), packed, scaling=scaling, window=window, is_causal=is_causal)

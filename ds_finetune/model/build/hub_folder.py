@@ -34,7 +34,7 @@ from ds_finetune.model.quantised.mxfp4 import (
     find_experts,
     find_matrices,
 )
-from ds_finetune.model.weights.names import canonical_name, differences, hub_pieces, is_table, renamed
+from ds_finetune.model.weights.names import canonical_name, differences, hub_pieces, is_table, qkv_pieces, renamed
 from ds_finetune.model.weights.safetensors_file import (
     Header,
     SafetensorsFile,
@@ -136,7 +136,9 @@ class HubFolder:
     published tensor that contains it, and index of its first element in that tensor.
     """
     fused: dict[str, Shape]
-    """Published names and shapes of tensors with all experts of a layer; `shapes` lists a tensor per expert."""
+    """Published names and shapes of tensors that hold all experts of a layer, or its queries, keys and values. `shapes`
+    has a tensor for each of them.
+    """
 
     def __init__(self, folder: Path, *, rename: Callable[[str], str] | None = None) -> None:
         self.folder = folder
@@ -157,7 +159,7 @@ class HubFolder:
         if family.is_generic:
             stored = _renamed(stored, partial(canonical_name, family=family), folder)
         published = {name: key for key, name in names.items() if name is not None}
-        stored, fused = _by_expert(stored, family, folder)
+        stored, fused = _divided(stored, family, text_tree(config), folder)
         self.fused = {published.get(key, key): stored_shape for key, (stored_shape, _) in fused.items()}
         self.published = {name: (key, 0) for name, key in published.items() if name not in fused}
         for key, (_, firsts) in fused.items():
@@ -325,24 +327,27 @@ def _renamed(stored: Mapping[str, StoredTensor], rename: Callable[[str], str], f
     return tensors
 
 
-def _by_expert(
-    stored: Mapping[str, StoredTensor], family: Family, folder: Path
+def _divided(
+    stored: Mapping[str, StoredTensor], family: Family, config: Mapping[str, Any], folder: Path
 ) -> tuple[dict[str, StoredTensor], dict[str, tuple[Shape, dict[str, int]]]]:
-    """Split each tensor with all experts of a layer, as Qwen3.5 publishes them, into one tensor per expert.
+    """Split tensors with all experts of a layer, as in Qwen3.5, into a tensor for each expert, and tensors with
+    queries, keys and values, as in Sarvam 30B, into three.
 
-    Also returns the shape of each split tensor, and where its parts begin: names of the tensors made from it, each with
-    the index of its first element. ModelError if the folder has an expert's tensor twice.
+    The second result has for each split tensor its shape and, by name of the tensors made from it, the index of their
+    first element. ModelError if the folder has the same weights in two tensors.
     """
     divided, fused = dict(stored), {}
     for key, tensor in stored.items():
         # A tensor of another shape is not split; the later comparison with the model's shapes reports it.
         is_even = len(tensor.shape) == _FUSED_DIMS and min(tensor.shape) > 0 and tensor.shape[1] % 2 == 0
         pieces = hub_pieces(key, tensor.shape, family) if is_even and ".experts." in key else ()
+        if tensor.dtype in _WEIGHTS and tensor.dtype != FP8:
+            pieces = pieces or qkv_pieces(key, tensor.shape, family, config)
         if not pieces or not pieces[0].index:
             continue
         if twice := [piece.key for piece in pieces if piece.key in stored]:
             raise ModelError(
-                f"{folder} has the same expert in two tensors, `{key}` and `{twice[0]}`",
+                f"{folder} has the same weights in two tensors, `{key}` and `{twice[0]}`",
                 hint="remove one of the two tensors",
             )
         firsts = {piece.key: piece.first_element(tensor.shape) for piece in pieces}

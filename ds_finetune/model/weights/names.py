@@ -8,11 +8,15 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
 
 from ds_finetune.families.family import Family, Renames
 from ds_finetune.foreign.auto_configs import renamings
 
 Index = tuple[int | slice, ...]
+QKV = ("q_proj", "k_proj", "v_proj")
+"""Names of the layers that compute queries, keys and values, in the order in which checkpoints join them."""
 _SHOWN = 10
 _MLP = re.compile(r"^(model\.layers\.\d+)\.mlp\.")
 _FUSED = re.compile(r"^(?P<experts>.*\.mlp\.experts)\.(?P<part>gate_up_proj|down_proj)$")
@@ -57,6 +61,40 @@ def hub_pieces(name: str, shape: tuple[int, ...], family: Family, *, first_exper
         for e in range(experts)
         for part, where in ((names.gate, slice(0, half)), (names.up, slice(half, rows)))
     )
+
+
+def qkv_pieces(key: str, shape: tuple[int, ...], family: Family, config: Mapping[str, Any]) -> tuple[Piece, ...]:
+    """The queries', keys' and values' parts of the published tensor `key` that joins them (`Family.published_qkv`), by
+    the head counts of config.json. Empty for other tensors, and for a number of rows that the heads do not divide.
+    """
+    joined = f".{family.published_qkv}."
+    if joined not in key or not shape:
+        return ()
+    tree = family.newer.older_config(config) if family.newer else config
+    heads = [tree[f"num_{kind}_heads"] or 0 for kind in ("attention", "key_value", "key_value")]
+    if not all(heads) or shape[0] % sum(heads):
+        return ()
+    rows = [shape[0] // sum(heads) * count for count in heads]
+    ends = [*accumulate(rows, initial=0)]
+    return tuple(
+        Piece(key.replace(joined, f".{name}."), (slice(begin, end),), (end - begin, *shape[1:]))
+        for name, (begin, end) in zip(QKV, pairwise(ends), strict=True)
+    )
+
+
+def joined_qkv(shapes: Mapping[str, tuple[int, ...]], family: Family) -> dict[str, tuple[str, int, tuple[int, ...]]]:
+    """For each of the published tensors `shapes` (shapes by name) of queries, keys and values that are joined in the
+    family's checkpoints: name of the joined tensor, index of the part's first element in it, and its shape.
+    """
+    joined: dict[str, tuple[str, int, tuple[int, ...]]] = {}
+    for key in shapes if family.published_qkv else ():
+        if f".{QKV[0]}." in key:
+            parts = [key.replace(f".{QKV[0]}.", f".{name}.") for name in QKV]
+            whole = key.replace(f".{QKV[0]}.", f".{family.published_qkv}.")
+            shape = (sum(shapes[part][0] for part in parts), *shapes[key][1:])
+            firsts = accumulate((math.prod(shapes[part]) for part in parts), initial=0)
+            joined |= {part: (whole, first, shape) for part, first in zip(parts, firsts, strict=False)}
+    return joined
 
 
 def published_names(shapes: Mapping[str, tuple[int, ...]], family: Family) -> tuple[str, ...]:

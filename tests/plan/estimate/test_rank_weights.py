@@ -196,6 +196,7 @@ def test_totals_of_published_models(shared_data: Path) -> None:
         ("mistral", 7.24),  # Mistral-7B-v0.1
         ("phi3", 3.82),  # Phi-3-mini-4k
         ("sarvam_mla", 106),  # Sarvam 105B
+        ("sarvam_moe", 32.2),  # Sarvam 30B, of which 2 are embeddings and head
     ],
 )
 def test_totals_of_default_configurations(model_type: str, billions: float) -> None:
