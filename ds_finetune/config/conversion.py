@@ -120,7 +120,7 @@ class ConvertedRun:
                 if outcome == "not available":
                     before[f"{word}: {value}, default of {self.program.name}"] = outcome, reason
         self.outcomes = before
-        if self.origins.get("rollout.engine") and "rollout.address" not in self.origins:
+        if _entry(self.tree.get("rollout")).get("engine") == "vllm" and "rollout.address" not in self.origins:
             self.to_fill["rollout.address"] = "the address of a vLLM server, such as http://127.0.0.1:8000"
 
     def text(self, source: str) -> str:
@@ -457,7 +457,7 @@ def _every(self: ConvertedRun, word: str, value: object) -> object:
 
 
 def _targets(self: ConvertedRun, word: str, value: object) -> object:
-    text = value_of(word, value, "lora.target_modules")
+    text = value_of(word.rpartition(".")[2], value, "lora.target_modules")
     if text is None and not _is_off(value) and not isinstance(value, bool):
         return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
     return text

@@ -311,6 +311,7 @@ _VALUES: Mapping[str, Mapping[str, str]] = {
     },
     "lora_target lora_target_modules target_modules": {"all": "all-linear", "all-linear": "all-linear"},
     "lora_target_linear": {"true": "all-linear"},
+    "use_rslora peft_use_rslora": {"true": "true"},
     "auto_resume_from_checkpoints": {"true": "auto"},
     "use_chat_template": {"true": "auto", "false": "plain"},
     "metric_for_best_model": {"loss": "true", "eval_loss": "true"},

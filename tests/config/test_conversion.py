@@ -139,6 +139,24 @@ deepspeed: zero2
 log: {trackers: [tensorboard, wandb]}
 output_dir: output
 """
+LLAMA_FACTORY_V1 = """\
+model: some/model
+peft_config: {name: lora, r: 16, lora_alpha: 32, target_modules: all, use_rslora: true}
+dist_config: {name: fsdp2, dcp_path: null, ep_dispatcher: eager}
+train_dataset: org/rows
+micro_batch_size: 1
+learning_rate: 1.0e-4
+max_steps: 10
+"""
+LLAMA_FACTORY_V1_HERE = """\
+model: some/model
+data: {train: [org/rows], packing: false}
+train: {for: 10 steps, global_batch_size: 2, micro_batch_size: 1, max_seq_len: 2048, seed: 42}
+optim: {lr: 1.0e-4, betas: [0.9, 0.999], lr_scheduler: linear, warmup: 0 steps, min_lr_ratio: 0}
+lora: {rank: 16, alpha: 32, target_modules: [all-linear], rslora: true}
+deepspeed: zero3
+output_dir: saves
+"""
 TRL = """\
 accelerate launch --config_file configs/deepspeed_zero3.yaml --num_processes 2 trl/scripts/sft.py \\
     --model_name_or_path some/model --dataset_name org/rows --dataset_config math --learning_rate 3.0e-6 \\
@@ -174,6 +192,7 @@ CASES = {
     "axolotl.yaml": (AXOLOTL, AXOLOTL_HERE, ["--ranks", "2"]),
     "axolotl.json": (AXOLOTL_TEXT, AXOLOTL_TEXT_HERE, ["--ranks", "2"]),
     "llama_factory.yaml": (LLAMA_FACTORY, LLAMA_FACTORY_HERE, []),
+    "llama_factory_v1.yaml": (LLAMA_FACTORY_V1, LLAMA_FACTORY_V1_HERE, ["--ranks", "2"]),
     "swift.sh": (SWIFT, SWIFT_HERE, []),
     "trl.sh": (TRL, TRL_HERE, []),
     "trl_grpo.sh": (TRL_GRPO, TRL_GRPO_HERE, ["--ranks", "2"]),
@@ -240,6 +259,13 @@ def test_what_a_file_does_not_say_is_to_be_filled_in(
     assert "fill in: `identity` of data: only LLaMA-Factory knows this name; write the file or hub id" in said
     assert "fill in: rollout.prompts_per_step: a step has 2 answers" in said
     assert read_config("run.yaml").model.path == "FILL_IN"
+
+
+@pytest.mark.parametrize("is_vllm", ["true", "false"])
+def test_an_address_is_asked_for_only_with_a_vllm_server(is_vllm: str, tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(f"base_model: m\nrl: grpo\ntrl: {{num_generations: 2, use_vllm: {is_vllm}}}\n")
+    assert main(["init", "--from", str(tmp_path / "a.yaml"), "--out", str(tmp_path / "run.yaml"), "--ranks", "2"]) == 0
+    assert ("FILL IN rollout.address" in (tmp_path / "run.yaml").read_text()) == (is_vllm == "true")
 
 
 WRONG = {
