@@ -42,7 +42,7 @@ _LENGTH = 2048
 
 def add_commands(commands: Commands) -> None:
     """Add the command `init` to the program."""
-    text = "write a commented run file for your own rows, or from a file of another trainer, without questions"
+    text = "write a commented run file: for your own rows, or converted from a file of another trainer"
     parser = add_command(commands, "init", text, _init)
     parser.add_argument("rows", nargs="*", metavar="ROWS", help="files, folders or hub ids with training rows")
     text = "file of axolotl, LLaMA-Factory, ms-swift or TRL: YAML, JSON, or a shell script with its command"

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 def add_commands(commands: Commands) -> None:
     """Add the command `plan` to the program."""
-    text = "show whether a run fits given machines, its memory and its layout, or list layouts that fit"
+    text = "show the layout and memory of a run and whether it fits given machines, or list layouts that fit"
     plan = add_run_command(commands, "plan", text, _plan)
     plan.add_argument("--gpus", type=positive, help="number of GPUs of the run (default: one node, or this machine's)")
     gpus = plan.add_mutually_exclusive_group()

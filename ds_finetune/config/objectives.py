@@ -280,9 +280,13 @@ class GrpoObjective(ObjectiveConfig):
     most `ratio_cap` and without a gradient.
     """
     clip_low: Refused[float] = Field(default=0.2, gt=0, lt=1)
-    """Tokens whose probability ratio is below 1 - clip_low are not made less likely; 3e-4 with `ratio: sequence`."""
+    """Tokens whose probability ratio is below 1 - clip_low are not made less likely. With `ratio: sequence` take
+    3e-4.
+    """
     clip_high: Refused[float] = Field(default=0.28, gt=0)
-    """Tokens whose probability ratio is above 1 + clip_high are not made more likely; 4e-4 with `ratio: sequence`."""
+    """Tokens whose probability ratio is above 1 + clip_high are not made more likely. With `ratio: sequence` take
+    4e-4.
+    """
     ratio_cap: Refused[float | None] = Field(default=None, gt=1)
     """Upper bound of the ratio with `ratio: capped`, such as 5.0. Unlike `clip_high`, it is not added to 1."""
     dual_clip: Refused[float | None] = Field(default=None, gt=1)
@@ -298,8 +302,8 @@ class GrpoObjective(ObjectiveConfig):
     truncated: Refused[Literal["train", "mask"]] = "train"
     """Whether answers cut at rollout.max_new_tokens are trained on; the mean reward of their group includes them."""
     mismatch: Refused[Literal["none", "token", "geometric"]] = "none"
-    """Weight of a token's loss that corrects for different probabilities in training and sampling: none, the ratio of
-    both (`token`), or its geometric mean over the answer (`geometric`).
+    """Correction for different probabilities in training and sampling. The loss of a token is multiplied by the ratio
+    of both (`token`), by the ratio's geometric mean over the answer (`geometric`), or not at all (`none`).
     """
     mismatch_cap: Refused[float] = Field(default=2.0, ge=1)
     """Upper bound of the weight that `mismatch` computes."""

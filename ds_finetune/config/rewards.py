@@ -62,7 +62,7 @@ class RewardConfig(Section):
     answer_tag: bool = False
     """For `format`: whether `<answer>` and `</answer>` must enclose all text after the reasoning."""
     max_tokens: int | None = Field(default=None, ge=1)
-    """For `length`: number of tokens of an answer from which on its score is -1."""
+    """For `length`: number of tokens above which the score of an answer is -1."""
     soft_tokens: int = Field(default=0, ge=0)
     """For `length`: number of tokens before `max_tokens` over which the score falls from 0 to -1."""
     partial: bool = False

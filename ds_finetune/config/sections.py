@@ -198,8 +198,8 @@ class TrainConfig(Section):
     max_grad_norm: float = Field(default=1.0, ge=0)
     """Norm to which the gradient of all parameters is clipped; 0 does not clip."""
     activation_checkpointing: Literal["auto", "full", "selective", "none"] = "auto"
-    """What backward recomputes to save memory: each layer from its input (`full`); the same without attention, the
-    products of routed experts and their exchange between ranks (`selective`); or nothing (`none`). `auto` is
+    """What backward recomputes to save memory. `full`: each layer from its input. `selective`: each layer, but not
+    its attention, its products of routed experts, or their exchange between ranks. `none`: nothing. `auto` is
     `selective` if that fits the GPUs by the estimate, else `full`. Results do not depend on it.
     """
     activation_offload: Free[bool] = False
@@ -219,12 +219,12 @@ class TrainConfig(Section):
     of fp16, while the loss scale falls.
     """
     reduction_dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    """Dtype in which gradients are summed over ranks and forward passes. `auto` is that of `precision`. `fp32` in a
-    bf16 run needs ZeRO-2 or 3. `bf16` in an fp32 run rounds gradients that are sent; the sum over forward passes stays
+    """Dtype in which gradients are summed over ranks and micro-batches. `auto` is that of `precision`. `fp32` in a
+    bf16 run needs ZeRO-2 or 3. `bf16` in an fp32 run rounds gradients that are sent; the sum over micro-batches stays
     fp32.
     """
     reduction_every: Literal["auto", "step"] = "auto"
-    """How often gradients are summed over ranks. With `auto` ZeRO stages 2 and 3 sum in every forward pass, 0 and 1
+    """How often gradients are summed over ranks. With `auto` ZeRO stages 2 and 3 sum for every micro-batch, 0 and 1
     once a step. `step` sums once a step at every stage; until then each rank holds the gradients of all its weights.
     """
 
@@ -237,8 +237,8 @@ class OptimConfig(Section):
 
     name: Refused[str] = "AdamW"
     """Optimizer: DeepSpeed's AdamW (Adam is the same), Lion, Adagrad, Lamb, SGD or Muon (with AdamW for embedding, head
-    and vectors), torch's RAdam, Adamax, RMSprop or Adafactor, or AdamW8bit of bitsandbytes. The step of Adafactor is a
-    share of each parameter's size, so its `lr` is larger. AdamW8bit and Adafactor need ZeRO-0.
+    and vectors), torch's RAdam, Adamax, RMSprop or Adafactor, or AdamW8bit of bitsandbytes. Adafactor multiplies
+    `lr` by the root mean square of each parameter, so it needs a larger one. AdamW8bit and Adafactor need ZeRO-0.
     """
     lr: float = Field(default=1e-5, gt=0)
     """Peak learning rate, which is reached at the last step of `warmup`, or at the first step without warm-up."""
@@ -471,8 +471,9 @@ class RolloutConfig(Section):
     steps_per_rollout: Refused[int] = Field(default=1, ge=1)
     """Optimizer steps per rollout. All answers of a rollout are sampled with the weights before its first step."""
     ahead: Refused[Literal[0, 1]] = 0
-    """Number of rollouts that are sampled ahead. With 1, answers are sampled before the steps of the preceding rollout,
-    or by a vLLM server during them, and scored during them. `objective.mismatch` corrects for the change of weights.
+    """Number of rollouts that are sampled ahead. With 1, answers are sampled before the steps of the preceding rollout
+    (by a vLLM server: during these steps) and scored during them. `objective.mismatch` corrects for the change of
+    weights.
     """
     max_new_tokens: int = Field(default=256, ge=1)
     """Maximum tokens of a sampled answer; a longer answer is cut."""
@@ -490,7 +491,7 @@ class LogConfig(Section):
     """Progress lines and trackers of a run, beside `metrics.jsonl`."""
 
     every: int = Field(default=1, ge=1)
-    """Steps between progress lines in `log.txt`; standard output has at most one in `log.seconds`."""
+    """Steps between progress lines in `log.txt`; standard output has at most one line every `log.seconds`."""
     seconds: float = Field(default=5.0, ge=0)
     """Minimum seconds between progress lines on standard output; 0 prints all. Evaluations, notices and the last step
     are always printed.

@@ -47,9 +47,9 @@ data: {{train: chat.jsonl, packing: false}}
 
 {families}
 have rows in `ds_finetune/families/table.py`, and tests compare their losses and gradients with a reference loop. Every
-other causal model type of transformers is *generic*: it is built as transformers builds it. Before a generic type is
-trained, and by `ds-finetune plan`, a tiny model with its `config.json` and random weights is tried on the CPU in fp32,
-which takes about a second:
+other causal model type of transformers is *generic*: it is built as transformers builds it. Before training, and in
+`ds-finetune plan`, a generic type is tried on the CPU in fp32: a tiny model with its `config.json` and random weights.
+This takes about a second:
 
 | tried | must be equal |
 | --- | --- |
@@ -59,8 +59,8 @@ which takes about a second:
 | adapters, with `lora` | loss, gradients and logits with adapters, and with weights to which they are added |
 
 Results of the trial of a generic type count as equal up to a relative difference of 1e-4, and are printed under the
-plan. If the loss differs, or the hidden states of packed rows where the run packs, else of padded ones, the run ends
-with exit code 2 before anything is loaded.
+plan. The run ends with exit code 2 before anything is loaded if the loss differs, or if hidden states differ: those of
+packed rows if the run packs, else those of padded rows.
 
 If the tiny model cannot be built, packing is refused; without packing, a line under the plan says that the loss is not
 known to be right.
@@ -70,8 +70,8 @@ only with `objective: classification`. Tests compare documents of packed rows wi
 transformers.
 
 [Sparse attention](../how-to/sparse-attention.md) (`deepseek_v32`, `glm_moe_dsa`) over documents longer than
-`index_topk` is refused with `model.attention: eager`, in teachers, and if a pipeline stage of GLM begins with a layer
-without an indexer.
+`index_topk` is refused in three cases: with `model.attention: eager`, for teachers, and if a pipeline stage of GLM
+begins with a layer without an indexer.
 
 `deepseek_v41` is refused, since transformers has no classes for it. Classifiers of `exaone`, `sarvam_mla` and
 `sarvam_moe` are refused.
