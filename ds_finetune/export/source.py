@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 
 from ds_finetune.errors import ExportError
 from ds_finetune.export.load import auto_class
@@ -94,8 +95,11 @@ def read_model_spec(folder: Path) -> ModelSpec:
         with torch.device("meta"):
             model = auto_class(config).from_config(config, trust_remote_code=False)
         layers = int(config.num_hidden_layers)
-    except (AttributeError, ValueError, OSError, KeyError, TypeError, AssertionError, RecursionError) as unknown:
-        reason = (str(unknown).splitlines() or [repr(unknown)])[0]
+    except (
+        *(AttributeError, ValueError, OSError, KeyError, TypeError, AssertionError, RecursionError),
+        StrictDataclassError,
+    ) as unknown:
+        reason = " ".join(str(unknown).split()) or repr(unknown)
         raise ExportError(
             f"transformers cannot build a model from {folder}/config.json: {reason}",
             hint="name a folder with the config.json of a language model or a classifier by --base",

@@ -115,6 +115,7 @@ class ProgressLine:
 
     def _line(self, record: StepRecord) -> str:
         v = record.values
+        waiting = v["perf/data_wait_seconds"] / v["perf/step_seconds"]
         parts = [
             f"step {record.step}/{self._steps}",
             *([f"epoch {record.step / self._steps_per_epoch:.2f}"] if self._steps_per_epoch < math.inf else []),
@@ -122,7 +123,7 @@ class ProgressLine:
             f"loss {v['train/loss']:.4f}",
             f"grad_norm {v['train/grad_norm']:.3g}",
             f"lr {v['optim/lr']:.3g}",
-            f"{v['perf/step_seconds']:.3g} s/step",
+            f"{v['perf/step_seconds']:.3g} s/step{f' ({waiting:.0%} waiting for a batch)' if waiting > 0.25 else ''}",
             f"{v['perf/tokens_per_second']:,.0f} tokens/s",
         ]
         parts += [f"mfu {v['perf/mfu']:.1%}"] if "perf/mfu" in v else []

@@ -67,11 +67,15 @@ def _inputs(tokenizer: Any, messages: Sequence[Message]) -> Any:  # noqa: ANN401
     try:
         with TemplateLimits(str(tokenizer.chat_template)):
             text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+        has_all = all(each["content"].strip() in text for each in messages if each["role"] == "user")
+        problem = "" if has_all else "its text is not in the prompt"
     except TemplateError as refused:
+        problem = str(refused)
+    if problem:
         raise ExportError(
-            f"the chat template of `{tokenizer.name_or_path}` does not render the message: {refused}",
+            f"the chat template of `{tokenizer.name_or_path}` does not render the message: {problem}",
             hint="correct its chat_template.jinja, or send another message",
-        ) from refused
+        )
     return tokenizer(text, add_special_tokens=False, return_tensors="pt")
 
 

@@ -35,7 +35,6 @@ from ds_finetune.checkpoint.same_run import RunIdentity, changes_since_checkpoin
 from ds_finetune.checkpoint.saver import Saver
 from ds_finetune.checkpoint.tools import BASE, CHECKPOINTS
 from ds_finetune.config.objectives import rows_of_step
-from ds_finetune.config.schema import read_config
 from ds_finetune.config.units import bytes_text
 from ds_finetune.console.phase_line import Say
 from ds_finetune.data.batches import Position
@@ -143,14 +142,13 @@ def _find_checkpoint(run: PreparedRun, checkpoints: CheckpointFolder, say: Say) 
 
 
 def _has_resumed(run: PreparedRun, folder: Path) -> bool:
-    """Whether an earlier start with this `checkpoint.resume` has saved checkpoints in `folder`, which is the run's own.
-    Rank zero decides, since other hosts may have run folders of their own.
+    """Whether an earlier start with this `checkpoint.resume` saved the newest checkpoint in `folder`, the run's own. Of
+    a damaged one that is unknown. Rank zero decides, since other hosts may have run folders of their own.
     """
-    try:
-        before = read_config(run.output_dir / "config.yaml").checkpoint.resume
-    except FinetuneError:
-        before = ""
-    return bool(all_gather_object(before == run.config.checkpoint.resume and bool(complete_steps(folder)))[0])
+    before = None
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        before = RunState.read(folder / step_name(complete_steps(folder)[-1])).config["checkpoint"]["resume"]
+    return bool(all_gather_object(before == run.config.checkpoint.resume)[0])
 
 
 def best_weights_lines(usable: UsableCheckpoint, run: ResolvedRun, last: StepRecord | None = None) -> list[str]:

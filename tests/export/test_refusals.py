@@ -258,12 +258,13 @@ def test_an_output_that_is_not_empty_and_an_unknown_dtype(
     [
         ({"model_type": "qwen2_vl", "text_config": {"vocab_size": 96}}, "has no causal LM of its text part"),
         ({"model_type": "phi3", "pad_token_id": 32000, "vocab_size": 96}, "Padding_idx must be within"),
+        ({"model_type": "phi3", "vocab_size": None}, "Field 'vocab_size' expected int"),
         (
             {"model_type": "phi3", "rope_scaling": {"type": "su", "long_factor": [1.0], "short_factor": [1.0]}},
             "Missing required keys in `rope_parameters`",
         ),
     ],
-    ids=["pictures", "padding", "rope"],
+    ids=["pictures", "padding", "null", "rope"],
 )
 def test_configurations_that_transformers_builds_no_language_model_of(
     changes: dict[str, object], said: str, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -206,6 +206,15 @@ def test_progress_lines_elsewhere_than_on_a_terminal() -> None:
     assert lines[4] == "evaluation after step 9  loss 1.5000  accuracy 0.5000"
 
 
+def test_a_step_that_waits_for_its_batch_says_so() -> None:
+    """More than a quarter of a step that takes two seconds."""
+    out = io.StringIO()
+    line = ProgressLine(steps=3, section=LogConfig(seconds=0), steps_per_epoch=16, out=out)
+    for step, seconds in ((1, 0.5), (2, 0.9)):
+        line.after_step(StepRecord(step, values(**{"perf/data_wait_seconds": seconds})))
+    assert ["(45% waiting for a batch)" in text for text in out.getvalue().splitlines()] == [False, True]
+
+
 def test_a_step_from_which_nothing_is_learned_says_so() -> None:
     out = io.StringIO()
     line = ProgressLine(steps=3, section=LogConfig(seconds=0), steps_per_epoch=16, out=out)

@@ -434,6 +434,7 @@ def test_a_chat_leaves_out_what_its_context_does_not_hold(folder: Path) -> None:
         ("chat_template.jinja", "{% if", "does not render the message: unexpected"),
         ("chat_template.jinja", "{{ raise_exception('no user') }}", "does not render the message: no user"),
         ("chat_template.jinja", "{{ nope.x }}", "does not render the message: 'nope' is undefined"),
+        ("chat_template.jinja", "hello", "does not render the message: its text is not in the prompt"),
     ],
 )
 def test_a_damaged_template_or_generation_config_is_named(
