@@ -184,7 +184,6 @@ class ConvertedRun:
         return bool(self.words.get("pretraining_dataset")) or (bool(kinds) and kinds <= {*_PLAIN_TYPES})
 
     def _take_adapters(self) -> bool:
-        """Decide whether LoRA adapters are trained: as the other trainer's file says, else as is its default."""
         given = {word: value for word, value in self.words.items() if KEY_OF.get(word) == "lora"}
         for word, value in given.items():
             if text := value_of(word, value, "lora"):
@@ -218,7 +217,6 @@ class ConvertedRun:
         return ":".join(str(part) for part in (self.words["dataset_name"], subset, split) if part)
 
     def _source(self, word: str, entry: object) -> str:
-        """Convert an entry of the other trainer's list of data sets to an entry of `data.train`."""
         if isinstance(entry, Mapping):
             return self._described_source(word, entry)
         if word == "dataset_name":
@@ -231,7 +229,6 @@ class ConvertedRun:
         return name
 
     def _described_source(self, word: str, entry: Mapping[str, Any]) -> str:
-        """Convert a data set that axolotl or TRL describes by several keys to an entry of `data.train`."""
         rest = {key: value for key, value in entry.items() if value not in _OFF}
         path, subset, split = (str(rest.pop(key, "")) for key in ("path", "name", "split"))
         files = rest.pop("data_files", None)

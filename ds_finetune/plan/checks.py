@@ -639,9 +639,3 @@ def check(run: RunSettings, *subjects: str) -> None:
     for subject in subjects or BEFORE_MODEL:
         for row in BEFORE_MODEL[subject]:
             row.raise_for(run)
-
-
-def check_length(length: LengthSettings) -> None:
-    """Raise a ConfigError if settings are not valid for the run's number of rows and steps."""
-    for row in LENGTH_CHECKS:
-        row.raise_for(length)

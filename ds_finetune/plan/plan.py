@@ -385,7 +385,6 @@ _REFERENCES = {
 
 
 def _numbers(objective: ObjectiveConfig) -> Iterator[tuple[str, object]]:
-    """Non-empty keys of the objective with their values, except keys that have their own plan line."""
     for name in type(objective).model_fields:
         value = getattr(objective, name)
         if name not in ("name", "reference") and value not in (None, (), 0.0, "none"):

@@ -34,7 +34,7 @@ from ds_finetune.model.attention.kernels import FLASH_3_MODULE
 from ds_finetune.objectives.objective import Objective
 from ds_finetune.observers.performance import Utilisation
 from ds_finetune.observers.record import Observer
-from ds_finetune.plan.checks import check_length, length_notes
+from ds_finetune.plan.checks import LENGTH_CHECKS, length_notes
 from ds_finetune.plan.kernels import ChosenKernels, triton_problem
 from ds_finetune.plan.plan import Plan
 from ds_finetune.plan.precision import with_precision
@@ -93,7 +93,8 @@ def prepare_run(resolved: ResolvedRun) -> PreparedRun:
     inputs, schedule = run.inputs, run.schedule
     rows = None if isinstance(inputs.train, StreamedRows) else inputs.train.rows_per_epoch
     length = LengthSettings(run.plan, schedule, rows, run.steps_per_epoch)
-    check_length(length)
+    for check in LENGTH_CHECKS:
+        check.raise_for(length)
     memory, peak = read_device_memory(world, run.plan.device), PeakMemory(run.plan.device, world)
     inputs = replace(inputs, notes=(*inputs.notes, *length_notes(length)))
     return replace(run, inputs=inputs, memory=memory, peak=peak)

@@ -162,7 +162,6 @@ def _forwards(lesson: Lesson, documents: range) -> Iterator[list[Row]]:
 def _scores(
     teacher: Teacher, rows: Sequence[Row], identity: ScoreIdentity, device: torch.device
 ) -> list[DocumentScores]:
-    """The teacher's scores of the documents in `rows`, over the ids of the model's vocabulary."""
     top_k, vocabulary = identity.top_k, identity.vocabulary
     ids, positions, labels = (
         torch.from_numpy(np.concatenate([getattr(row, name) for row in rows])).long().to(device)

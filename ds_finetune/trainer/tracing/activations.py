@@ -40,7 +40,6 @@ def count_flops(plan: Plan, model: ModelPlan, *, is_full: bool = False) -> int:
 
 
 def _watched(short: ShortModel) -> "_Watch":
-    """Run a forward and backward of the short model."""
     watch = _Watch(short.recorder, short.lm.base_model, [short.lm.get_submodule(name) for name in short.layers])
     with short.recorder, watch:
         loss = short.trained(short.rows, short.numbers).loss

@@ -18,7 +18,7 @@ from ds_finetune.plan.plan import Plan
 from ds_finetune.trainer.forecast import trace_utilisation
 from ds_finetune.trainer.tracing.activations import count_flops
 from ds_finetune.trainer.tracing.cache import Traces
-from tests.trainer.tracing.test_activations import planned, tree_of
+from tests.trainer.tracing.test_activations import AXES, planned, tree_of
 
 TOKENS, VOCAB = 96, 2048
 
@@ -111,11 +111,11 @@ def test_torch_counts_the_same_products_of_a_real_model(tmp_path: Path, family: 
     assert count_flops(*one_row(tmp_path, tree)) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("settings", [{"train": {"activation_checkpointing": "full", "tiled_mlp": True}}, {"tp": 2}])
-def test_recomputation_and_layout_do_not_change_model_flops(tmp_path: Path, settings: dict[str, Any]) -> None:
-    tree = tree_of("qwen3")
-    axes = {"parallel": {"tp": 2}, "ranks": 2, "stage": 1} if "tp" in settings else settings
-    plan, model = planned(tmp_path, tree, **axes)
+@pytest.mark.parametrize("way", ["recomputed", "tp", "ep", "pp"])
+def test_recomputation_and_layout_do_not_change_model_flops(tmp_path: Path, way: str) -> None:
+    tree = tree_of("qwen3_moe")
+    recomputed = {"train": {"activation_checkpointing": "full", "tiled_mlp": True}}
+    plan, model = planned(tmp_path, tree, **(recomputed if way == "recomputed" else AXES[way]))
     plan = replace(plan, data=plan.data.model_copy(update={"cache_dir": str(tmp_path / "cache")}))
     traces = Traces(plan, lambda: model)
     assert traces.flops_per_token(plan, TOKENS) == pytest.approx(by_hand(tree))
