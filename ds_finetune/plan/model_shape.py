@@ -103,13 +103,13 @@ def _attended_limits(model: DescribedModel) -> tuple[int | None, ...]:
 
 
 def parameters_text(model: DescribedModel) -> str:
-    """Number of parameters of a model and, where it is known, how many of them a token uses, as for a plan line."""
+    """Text of a plan line: the number of parameters of a model and, where it is known, of those that a token uses."""
     number = model.tensors.numel
     unit, name = (1e9, "B") if number >= 1e9 else (1e6, "M")
     text = f"{number / unit:,.3f} {name}"
     if not has_known_shape(model):
         return text
-    return f"{text}, {Shape.of(model).active_params / unit:,.3f} {name} of them used for a token"
+    return f"{text}, {Shape.of(model).active_params / unit:,.3f} {name} active per token"
 
 
 _RECOMPUTED = 4 / 3
