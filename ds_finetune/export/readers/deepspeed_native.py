@@ -9,7 +9,7 @@ import math
 import pickle
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,8 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from ds_finetune.errors import ExportError
 from ds_finetune.export.source import TensorSource
-from ds_finetune.model.build.hub_folder import Scratch, check_folder
-from ds_finetune.model.weights.safetensors_file import DataFile
+from ds_finetune.model.build.hub_folder import check_folder
+from ds_finetune.model.weights.safetensors_file import SafetensorsFile, Scratch, StoredTensor
 
 
 class Inert:
@@ -37,8 +37,8 @@ class InertInt(int):
 
 
 def load_values(path: Path, stand_ins: Sequence[tuple[Any, str]]) -> dict[str, Any]:
-    """Load the dictionary that torch.save wrote to `path`, with tensors on the meta device; `span_of` locates their
-    data.
+    """Load the dictionary that torch.save wrote to `path`, with tensors on the meta device; `_States.stored`
+    locates their data.
 
     `stand_ins` are pairs of a placeholder class and the pickled class name that it replaces. No pickled code
     runs. ExportError if the file names a further class that torch does not allow.
@@ -65,57 +65,13 @@ def load_values(path: Path, stand_ins: Sequence[tuple[Any, str]]) -> dict[str, A
     return tree
 
 
-@dataclass(frozen=True)
-class FileSpan:
-    """A range of a file: `numel` consecutive elements of `dtype`, from byte `offset`."""
-
-    file: DataFile
-    offset: int
-    numel: int
-    dtype: torch.dtype
-
-    def read_into(self, view: memoryview) -> memoryview:
-        """Read this file range into the start of `view`, and return its rest. ExportError if the file is too short."""
-        size = self.numel * self.dtype.itemsize
-        try:
-            self.file.read_into(view[:size], self.offset)
-        except EOFError as short:
-            raise ExportError(f"{short}", hint="the file is damaged; use an older checkpoint") from short
-        return view[size:]
-
-
-def span_of(tensor: torch.Tensor, file: DataFile) -> FileSpan:
-    """Find the range of `file` with the data of `tensor`, which `load_values` loaded from it. ExportError if the tensor
-    is not contiguous.
-
-    torch 2.13 records in the storage of a meta tensor where in the file its data begin (serialization.py:2098).
-    """
-    if not tensor.is_contiguous() or not tensor.dtype.is_floating_point:
-        raise ExportError(
-            f"{file.path} holds a tensor of {tensor.dtype}, shape {tuple(tensor.shape)} and strides {tensor.stride()}",
-            hint="only contiguous tensors of a floating dtype can be exported",
-        )
-    offset = tensor.untyped_storage()._checkpoint_offset
-    assert offset is not None, file.path
-    return FileSpan(file, offset + int(tensor.storage_offset()) * tensor.itemsize, tensor.numel(), tensor.dtype)
-
-
-Vector = Sequence[FileSpan]
-"""A flat vector that is stored as ranges of files, all of one dtype."""
+Vector = Sequence[StoredTensor]
+"""A flat vector that is stored as 1-D tensors in files, all of one dtype."""
 
 
 def numel_of(vector: Vector) -> int:
-    """Number of elements of a flat vector that is stored in ranges of files."""
-    return sum(span.numel for span in vector)
-
-
-def part_of(vector: Vector, start: int, numel: int) -> Iterator[FileSpan]:
-    """Yield the ranges of files with the elements `start` to `start + numel` of a flat vector."""
-    for span in vector:
-        first, last = max(start, 0), min(start + numel, span.numel)
-        if first < last:
-            yield replace(span, offset=span.offset + first * span.dtype.itemsize, numel=last - first)
-        start -= span.numel
+    """Number of elements of a flat vector that is stored in files."""
+    return sum(stored.shape[0] for stored in vector)
 
 
 @dataclass(frozen=True)
@@ -129,19 +85,22 @@ class SplitTensor:
     offset: int
     slice_numel: int
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the tensor's stored elements; fp32 if it has no elements."""
-        return next((span.dtype for vector in self.vectors for span in vector if span.numel), torch.float32)
-
-    def spans(self, start: int, numel: int) -> Iterator[FileSpan]:
-        """Yield the ranges of files with the elements `start` to `start + numel` of the flattened tensor, in order."""
-        end = start + numel
+    def read(self, start: int, numel: int, *, into: Scratch) -> torch.Tensor:
+        """Read elements `start` to `start + numel` of the flattened tensor, 1-D, in the stored dtype. A single piece is
+        read into the buffer `into`.
+        """
+        pieces, end = [], start + numel
         while start < end:
             index, skipped = divmod(start, self.slice_numel)
-            count = min(self.slice_numel - skipped, end - start)
-            yield from part_of(self.vectors[index], self.offset + skipped, count)
+            count, first = min(self.slice_numel - skipped, end - start), self.offset + skipped
             start += count
+            for stored in self.vectors[index]:
+                begin, stop = max(first, 0), min(first + count, stored.shape[0])
+                pieces += [(stored, begin, stop - begin)] if begin < stop else []
+                first -= stored.shape[0]
+        if len(pieces) == 1:
+            return pieces[0][0].read(*pieces[0][1:], into=into)
+        return torch.cat([stored.read(*piece) for stored, *piece in pieces])
 
 
 _STAND_INS = (
@@ -196,25 +155,18 @@ def read_deepspeed_checkpoint(folder: Path) -> TensorSource:
     for alias, owner in (model[0].values.get("shared_params") or {}).items():
         if owner in stored:
             stored[alias] = stored[owner]
-    prefix, scratch = _common_prefix(stored), Scratch()
+    prefix, scratch = "", Scratch()
+    while more := next((p for p in _PREFIXES if stored and all(name.startswith(prefix + p) for name in stored)), ""):
+        prefix += more
     tensors = {name.removeprefix(prefix): tensor for name, tensor in stored.items()}
-
-    def read(name: str, start: int, numel: int) -> torch.Tensor:
-        flat = scratch.take(numel, tensors[name].dtype)
-        view = flat.view(torch.uint8).numpy().data
-        for span in tensors[name].spans(start, numel):
-            assert span.dtype == flat.dtype, name
-            view = span.read_into(view)
-        assert not view, (name, start, numel)
-        return flat
-
     buffers = frozenset(name.removeprefix(prefix) for name in model[0].values["buffer_names"])
-    return TensorSource({name: tensor.shape for name, tensor in tensors.items()}, buffers, read)
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    return TensorSource(shapes, buffers, lambda name, *part: tensors[name].read(*part, into=scratch))
 
 
 @dataclass(frozen=True)
 class _States:
-    file: DataFile
+    file: SafetensorsFile
     values: dict[str, Any]
 
     @classmethod
@@ -226,10 +178,24 @@ class _States:
                 f"{path} has no {', '.join(absent)}; it has {', '.join(map(str, values))}",
                 hint="name a folder that DeepSpeed wrote",
             )
-        return cls(DataFile(path), values)
+        return cls(SafetensorsFile(path), values)
 
-    def span(self, tensor: torch.Tensor) -> FileSpan:
-        return span_of(tensor, self.file)
+    def stored(self, tensor: torch.Tensor) -> StoredTensor:
+        """Find the data of `tensor`, which `load_values` loaded, as a 1-D tensor in its file. ExportError if the tensor
+        is not contiguous.
+
+        torch 2.13 records in the storage of a meta tensor where in the file its data begin (serialization.py:2098).
+        """
+        if not tensor.is_contiguous() or not tensor.dtype.is_floating_point:
+            raise ExportError(
+                f"{self.file.path} holds a tensor of {tensor.dtype}, shape {tuple(tensor.shape)} and strides "
+                f"{tensor.stride()}",
+                hint="only contiguous tensors of a floating dtype can be exported",
+            )
+        offset = tensor.untyped_storage()._checkpoint_offset
+        assert offset is not None, self.file.path
+        begin = offset + int(tensor.storage_offset()) * tensor.itemsize
+        return StoredTensor(self.file, tensor.dtype, (tensor.numel(),), begin)
 
 
 def _step_folder(folder: Path) -> Path:
@@ -316,7 +282,7 @@ def _stage_3_weights(
     step: Path, groups: Sequence[Mapping[str, Sequence[int]]], optim: Sequence[_States]
 ) -> Iterator[_NamedTensor]:
     """Yield weights of ZeRO stage 3. A rank's flat vector, stored in sub-groups, has a slice of every parameter."""
-    vectors = [[states.span(flat) for flat in _zero(states)["fp32_flat_groups"]] for states in optim]
+    vectors = [[states.stored(flat) for flat in _zero(states)["fp32_flat_groups"]] for states in optim]
     offset = 0
     for name, shape in ((name, tuple(shape)) for group in groups for name, shape in group.items()):
         numel = math.ceil(math.prod(shape) / len(optim))
@@ -340,7 +306,7 @@ def _stage_1_and_2_weights(
         "parameter groups",
     )
     for index, group in enumerate(groups):
-        vector = [states.span(flat[index]) for states, flat in zip(optim, flats, strict=True)]
+        vector = [states.stored(flat[index]) for states, flat in zip(optim, flats, strict=True)]
         _check_count(step, [len(paddings[index])], [len(group)], "parameters")
         offset = 0
         for (name, shape), padding in zip(group.items(), paddings[index], strict=True):
@@ -369,7 +335,7 @@ def _frozen_weights(model: Sequence[_States]) -> Iterator[_NamedTensor]:
     values = model[0].values
     sliced = values.get("frozen_param_fragments") or {}
     for name, shape in (values.get("frozen_param_shapes") or {}).items():
-        vectors = [[states.span(states.values["frozen_param_fragments"][name])] for states in model]
+        vectors = [[states.stored(states.values["frozen_param_fragments"][name])] for states in model]
         yield name, SplitTensor(tuple(shape), vectors, 0, math.ceil(math.prod(shape) / len(model)))
     trained = {name for group in values.get("param_shapes") or () for name in group}
     others = trained | sliced.keys() | (values.get("shared_params") or {}).keys() | set(values["buffer_names"])
@@ -379,11 +345,4 @@ def _frozen_weights(model: Sequence[_States]) -> Iterator[_NamedTensor]:
 
 
 def _full(states: _States, tensor: torch.Tensor) -> SplitTensor:
-    return SplitTensor(tuple(tensor.shape), [[states.span(tensor)]], 0, tensor.numel())
-
-
-def _common_prefix(names: Collection[str]) -> str:
-    prefix = ""
-    while more := next((p for p in _PREFIXES if names and all(name.startswith(prefix + p) for name in names)), ""):
-        prefix += more
-    return prefix
+    return SplitTensor(tuple(tensor.shape), [[states.stored(tensor)]], 0, tensor.numel())

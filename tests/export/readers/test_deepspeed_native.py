@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from ds_finetune.cli import main as cli
-from ds_finetune.errors import ExportError
+from ds_finetune.errors import ExportError, ModelError
 from ds_finetune.export.readers.deepspeed_native import read_deepspeed_checkpoint
 from ds_finetune.families.table import family_of
 from ds_finetune.model.weights.names import hub_pieces
@@ -252,7 +252,7 @@ def test_a_file_that_was_cut_after_it_was_opened(copy: Path) -> None:
     source = read_deepspeed_checkpoint(copy)
     for file in step_of(copy).glob("*_optim_states.pt"):
         os.truncate(file, 200)
-    with pytest.raises(ExportError, match=r"ends at byte \d+, \d+ bytes early"):
+    with pytest.raises(ModelError, match=r"ends at byte \d+, \d+ bytes early"):
         source.read("model.norm.weight", 0, 32)
 
 
