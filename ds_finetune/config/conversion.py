@@ -97,7 +97,7 @@ class ConvertedRun:
         key, match = self._key(word), _MISWRITTEN.fullmatch(value.strip()) if isinstance(value, str) else None
         path, section = section_of(RunConfig, key.split("."))
         field = field_of(section, path[-1])
-        # A key that the run's objective does not have, but another objective may, counts as a number.
+        # A key of `objective` that the run's objective lacks may belong to another one. Its value should be a number.
         is_number = re.search(r"\b(int|float)\b", str(field.annotation)) if field else path[0] == "objective"
         if match is None or not (is_number or key in _LENGTHS):
             return

@@ -17,8 +17,8 @@ Values = Mapping[str, Any]
 
 
 def _is(key: str, value: object, reason: str = "", *, negated: bool = False) -> tuple[Callable[[Values], bool], str]:
-    """A rule's condition, and its text for messages, which ends with `reason`. The condition is `key == value`, or `key
-    != value` if `negated`, or that `key` is empty if `value` is None.
+    """A rule's condition, and its text for messages, which ends with `reason`. With a `value` of None, the condition is
+    that `key` is empty; else it is `key == value`, or `key != value` if `negated`.
     """
     shown = str(value).lower() if isinstance(value, bool) else value
     text = f"there is no {key}" if value is None else f"{key} is {'not ' * negated}{shown}"

@@ -101,7 +101,7 @@ def written(word: str, value: object, key: str) -> str:
 
 
 def _keys_of(error: Any) -> tuple[str, ...]:  # noqa: ANN401 - pydantic's ErrorDetails
-    """Run-file keys down to a pydantic error, without list indices and union members such as `dict[str,float]`."""
+    """Path of run-file keys in a pydantic error, without list indices and union members such as `dict[str,float]`."""
     parts = [part for part in error["loc"] if isinstance(part, str)]
     return tuple(part for part in parts if part not in ("str", "int", "float") and "[" not in part)
 
@@ -192,7 +192,7 @@ def _suggestion(path: Sequence[str], section: type[BaseModel], root: type[BaseMo
 
 
 def _similar(word: str, names: Sequence[str]) -> list[str]:
-    """A list with the first name that begins with `word`, else with the most similar name; empty if there is none."""
+    """A list of one name, the first that begins with `word` or else the most similar one; empty if no name is near."""
     longer = [name for name in names if len(word) > 2 and name.startswith(word)]
     return longer[:1] or difflib.get_close_matches(word, names, n=1, cutoff=_NEAR)
 
@@ -202,7 +202,7 @@ def _grpo_key(word: str, section: type[BaseModel]) -> str | None:
 
 
 def meant_key(word: str, section: type[BaseModel], root: type[BaseModel]) -> str | None:
-    """The dotted run-file key that `word` stands for: as another trainer's name, or as a key in the wrong section."""
+    """The dotted run-file key that `word` means. `word` is another trainer's name for it, or is in a wrong section."""
     names = (name for name in _all_names(root) if word in (name, name.rpartition(".")[2]))
     return _grpo_key(word, section) or KEY_OF.get(word.lower()) or next(names, None)
 

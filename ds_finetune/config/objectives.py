@@ -230,8 +230,8 @@ class DistillObjective(ObjectiveConfig):
     scores: str | None = None
     """Folder of a teacher's top-k log-probabilities of the training rows, which `ds-finetune teach` writes."""
     teacher_offload: Free[Literal["none", "cpu"]] = "none"
-    """Where the teacher's weights are: `cpu` partitions them over ranks in host memory; `none` keeps them on each GPU,
-    in full, or with ZeRO-3 partitioned.
+    """Where the teacher's weights are: `cpu` partitions them over ranks in host memory; `none` keeps them on the GPUs,
+    partitioned with ZeRO-3 and else in full.
     """
     temperature: Refused[float] = Field(default=1.0, gt=0)
     """Number by which both models' logits are divided in the divergence, which is then multiplied by the square of the

@@ -338,8 +338,8 @@ _VALUES: Mapping[str, Mapping[str, str]] = {
     "objective.clip_high objective.nll_weight": {"*": "{}"},
     "use_vllm": {"true": "vllm", "false": "own"},
 }
-"""Maps another trainer's key, or a run-file key, to a table from that trainer's values to values of the run file. The
-value `*` matches all values that are not listed.
+"""Maps another trainer's key, or a run-file key, to a table that translates that trainer's values to those of the run
+file. The value `*` matches all values that are not listed.
 """
 PER_16_ROWS, TWICE_THE_RANK = "16 rows", "twice the rank"
 """Placeholders for computed defaults: gradient accumulation up to 16 rows per step, and lora_alpha = 2 x rank."""

@@ -46,7 +46,9 @@ class RewardConfig(Section):
     memory: Annotated[str, checked(partial(parse_bytes, name="memory of a reward"))] = "4GB"
     """Memory limit of the reward's process, and of each program that `code` runs."""
     workers: int = Field(default=0, ge=0)
-    """Number of processes per rank that score answers; 0 is one per core. The largest value of all rewards counts."""
+    """Number of processes per rank that score answers. For several rewards, the largest value counts. 0 divides
+    a machine's cores among its ranks.
+    """
     column: str | None = None
     """Data column with the reference answer (by default `answer`), or for `code` with the tests (`tests`);
     `extra.answer` names a key inside a mapping. Without a column, `json` accepts any JSON.

@@ -96,7 +96,7 @@ class DataConfig(Section):
     `{new.txt: 0.9, old.txt: 0.1}`, mixes rows of the files in these proportions. `data/*.jsonl` names all matches.
     """
     eval: HeldOutPaths = ()
-    """Held-out files, folders or hub ids; by default their validation split, else their test split. Sets may have
+    """Held-out files, folders or hub ids. Their split is by default `validation`, else `test`. Sets may have
     names, as in `{new: a.txt, old: b.txt}`, and then have metrics of their own, `eval/new/loss`. `5%` holds out that
     share of the training rows: one of each 20 consecutive rows, chosen by `train.seed`.
     """
@@ -118,8 +118,8 @@ class DataConfig(Section):
     control_tokens: Rows[Literal["text", "keep", "refuse"]] = "text"
     """Whether control tokens such as `<|im_end|>` in messages are tokenised as text, kept, or refused."""
     separator: Rows[str] = "\n"
-    """Without a chat template: text between prompt and completion, unless white space is there already, and between the
-    two texts of a labelled pair.
+    """Text between prompt and completion where no chat template is used and no white space is there already. It also
+    separates the two texts of a labelled pair.
     """
     packing: Rows[bool] = True
     """Fill each row of `max_seq_len` tokens with documents that cannot see each other; false pads rows instead."""
@@ -167,7 +167,7 @@ class DataConfig(Section):
 
     @property
     def held_out_sets(self) -> dict[str, tuple[str, ...]]:
-        """Paths of each held-out set by the first part of its metric names: `eval`, or `eval/NAME` for named sets."""
+        """Paths of each held-out set. Keys are the prefixes of metric names: `eval`, or `eval/NAME` for named sets."""
         if isinstance(self.eval, dict):
             return {f"eval/{name}": paths for name, paths in self.eval.items()}
         return {"eval": self.eval} if self.eval else {}
@@ -215,8 +215,8 @@ class TrainConfig(Section):
     freeze: Annotated[Refused[tuple[str, ...]], BeforeValidator(as_list)] = ()
     """Parameters that are not trained, named as in `only`; they are in no optimizer state, norm or checkpoint."""
     max_skipped_steps: Free[int] = Field(default=5, ge=1)
-    """Number of steps in a row with a non-finite gradient after which the run ends; at least 17 in the first 100 steps
-    of fp16, while the loss scale falls.
+    """Number of consecutive steps with a non-finite gradient after which the run ends. In the first 100 steps of fp16,
+    while the loss scale falls, the run ends after 17 or more.
     """
     reduction_dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Dtype in which gradients are summed over ranks and micro-batches. `auto` is that of `precision`. `fp32` in a
@@ -338,8 +338,8 @@ class ParallelConfig(Section):
     pp: int = Field(default=1, ge=1)
     """Pipeline parallel size: stages of consecutive layers, with about as many parameters each."""
     pp_layers: tuple[int, ...] = ()
-    """Number of layers of each pipeline stage, such as [12, 16], or with `vpp` of each chunk in the model's order. Left
-    out, numbers of parameters are balanced.
+    """Number of layers of each pipeline stage, such as [12, 16]. With `vpp`, list the chunks of layers in the model's
+    order instead. Left out, stages get about as many parameters each.
     """
     vpp: int = Field(default=1, ge=1)
     """Virtual pipeline size: chunks of layers on each pipeline rank. With more than one, ranks wait less and send more
@@ -460,9 +460,8 @@ class RolloutConfig(Section):
     """How answers are sampled while the model trains, for `objective: grpo`."""
 
     engine: Annotated[Literal["own", "vllm"], _NO_SGLANG] = "own"
-    """What samples answers: `own` is the model under training, `vllm` a vLLM server. Before each rollout and evaluation
-    the run writes the weights to a folder in output_dir, of the size of an export, which is removed once the server has
-    loaded it.
+    """What samples answers: `own` is the model under training, `vllm` a vLLM server. For a server, the run writes an
+    export to output_dir before each rollout and evaluation, and removes it once the server has loaded it.
     """
     address: Annotated[Free[str | None], BeforeValidator(_check_address)] = None
     """Address of the vLLM server, such as http://127.0.0.1:8000."""
@@ -471,9 +470,9 @@ class RolloutConfig(Section):
     steps_per_rollout: Refused[int] = Field(default=1, ge=1)
     """Optimizer steps per rollout. All answers of a rollout are sampled with the weights before its first step."""
     ahead: Refused[Literal[0, 1]] = 0
-    """Number of rollouts that are sampled ahead. With 1, answers are sampled before the steps of the preceding rollout
-    (by a vLLM server: during these steps) and scored during them. `objective.mismatch` corrects for the change of
-    weights.
+    """Number of rollouts that are sampled ahead. With 1, the model samples before the steps of the preceding rollout,
+    while a vLLM server samples during these steps. Rewards score the answers during these steps. `objective.mismatch`
+    corrects for the change of weights.
     """
     max_new_tokens: int = Field(default=256, ge=1)
     """Maximum tokens of a sampled answer; a longer answer is cut."""
@@ -611,7 +610,7 @@ class LaunchConfig(Section):
     restarts: int = Field(default=0, ge=0)
     """How many times a run restarts from its newest checkpoint after a rank or a host has failed."""
     min_hosts: int | None = Field(default=None, ge=1)
-    """Fewest hosts with which a restart resumes; left out, all of the hostfile. The global batch stays the same."""
+    """Fewest hosts with which a restart resumes; left out, all hosts are needed. The global batch stays the same."""
     greeting_seconds: float = Field(default=30, gt=0)
     """Seconds within which a host must answer when a run starts; they include the start of ssh and Python."""
     silent_seconds: float = Field(default=10, ge=3)

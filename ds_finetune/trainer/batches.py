@@ -91,8 +91,8 @@ def batch_plan(run: PreparedRun) -> BatchPlan:
 
 def _row_costs(run: PreparedRun) -> dict[str, Any]:
     """Functions that compute the cost of a row, by which `BatchPlan` divides rows over ranks; empty if rows stay in
-    order. Their argument is the row's index if rows are prepared, else the row. On one rank, costs only group rows of
-    similar length, which reduces padding; packed rows have no such padding.
+    order. `row_cost` takes the index of a prepared row, `streamed_row_cost` a row of a stream or rollout. On one rank,
+    `BatchPlan` uses costs only to group unpacked rows of similar length, which reduces padding.
     """
     rows, is_packed = run.inputs.train, run.plan.data.packing
     if not run.config.data.balance or (run.plan.dp == 1 and is_packed):

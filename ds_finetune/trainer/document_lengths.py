@@ -60,7 +60,7 @@ def check_lengths(
     max_seq_len: int,
     generate: GenerateConfig,
 ) -> None:
-    """Raise DataError or ConfigError if a document is longer than a limit. Rows and padding may be longer."""
+    """Raise DataError or ConfigError if a document is longer than a limit. A row may be longer."""
     named = {"train": train, **{name.replace("/", "."): rows for name, rows in held_out.items()}}
     for limit in _limits(model):
         is_streamed = isinstance(train, StreamedRows)
@@ -96,7 +96,7 @@ def _limits(model: ModelPlan) -> Iterator[DocumentLimit]:
             yield DocumentLimit(tokens, where, "model.attention: sdpa", holds_for_answers=True)
         types = getattr(model.hf_config, "indexer_types", None) or ()
         chunks = [chunk for layers in model.stages if layers is not None for chunk in layers.chunks]
-        # A layer without an indexer needs the tokens that the preceding layer's indexer chose, on another rank.
+        # If a rank's chunk begins with a layer without an indexer, an indexer on another rank has chosen its tokens.
         for layer in (chunk[0] for chunk in chunks if types and types[chunk[0]] == "shared"):
             where = f"where a stage of parallel.pp {len(model.stages)} begins with layer {layer}, without an indexer"
             yield DocumentLimit(tokens, where, "parallel.pp: 1, or other parallel.pp_layers", holds_for_answers=True)

@@ -42,8 +42,8 @@ class PlannedRun:
 
     @property
     def state_bytes(self) -> Mapping[str, int]:
-        """Bytes of the rank that needs most memory, by kind, during training and without activations: weights,
-        gradients, optimizer states, buffers and communicators.
+        """Bytes by kind during training on the rank that needs most memory: weights, gradients, optimizer states,
+        buffers and communicators. Activations are left out.
         """
         return {row.name: row.num_bytes for row in _state_rows(self.states)}
 

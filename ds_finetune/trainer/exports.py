@@ -158,8 +158,8 @@ def export(run: PreparedRun, engine: Engine, out: Path, *, step: int | None) -> 
     Rank zero writes. Tensors of the model's folder for which transformers' class has no module, e.g. of multi-token
     prediction, are copied. Adapters are merged into the weights, and also written in peft's format to a folder beside
     `out`: `adapter` or `adapter-best`. Weights that the engine has in four bits are read from the model's folder again.
-    With a `step` of None the folder is a copy for a server, without a verification record and a folder for adapters;
-    with a step, RunError if replicas of a weight differ between ranks.
+    If `step` is None, the folder is a copy for a server. It then has no verification record, and there is no folder for
+    adapters. With a step, replicas of a weight that differ between ranks are a RunError.
     """
     if step is not None:
         engine.check_replicas()
@@ -211,8 +211,8 @@ def _folder_parts(run: PreparedRun, engine: Engine, tokenizer: FittedTokenizer, 
 
 
 def _write_adapters(run: PreparedRun, engine: Engine, out: Path | None, parts: FolderParts) -> dict[str, Factors]:
-    """Gather all adapters by the weight that they adapt, on rank zero; empty on other ranks. If `out` is given, they
-    are also written to this folder in peft's format.
+    """Gather all adapters on rank zero, keyed by the weight that they adapt; other ranks get an empty dictionary. If
+    `out` is given, the adapters are also written to this folder in peft's format.
     """
     lora, inputs = run.config.lora, run.inputs
     if lora is None:
@@ -262,7 +262,8 @@ def adapt_tokenizer(run: PreparedRun) -> FittedTokenizer:
 
 def _tokenizer_config(inputs: RunInputs) -> dict[str, str]:
     """The tokenizer_config.json of an export by file name; empty if it does not change. `chat_template` is removed if
-    the export has a template file, since programs read either, and `add_bos_token` if training rows had no BOS.
+    the export has a template file, since some programs would read the key instead. `add_bos_token` is removed if
+    training rows had no BOS.
     """
     file, tokenizer = inputs.tokenizer_folder / TOKENIZER_CONFIG, inputs.tokenizer
     published = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
@@ -282,9 +283,9 @@ def _encode_of(run: PreparedRun) -> Encode | None:
 
 
 def export_record(run: PreparedRun, engine: Engine, tokenizer: FittedTokenizer, *, step: int) -> ExportRecord:
-    """The verification record of the current weights, after `step` steps; collective. It has logits of fixed prompts,
-    or for a classifier or reward model scores of fixed texts. A record of weights in four bits has neither, since the
-    exported weights are not quantised.
+    """The verification record of the current weights, after `step` steps; collective. It has the logits of fixed
+    prompts; for a classifier or reward model these are the scores of fixed texts. If the run holds weights in four
+    bits, logits and scores are left out, since the exported weights are not quantised.
     """
     hf_config = run.inputs.hf_config
     record = ExportRecord(
@@ -309,8 +310,8 @@ def export_record(run: PreparedRun, engine: Engine, tokenizer: FittedTokenizer, 
 
 
 def _with_texts(record: ExportRecord, run: PreparedRun, tokenizer: FittedTokenizer) -> ExportRecord:
-    """Add token ids of prompts to the record of a classifier. Their texts are added too if the exported `tokenizer`,
-    which only rank zero has, converts all texts to these ids.
+    """Add token ids of prompts to the record of a classifier. The prompts' texts are added too if the exported
+    `tokenizer`, which only rank zero has, converts all texts to these ids.
     """
     hf_config, encode = run.inputs.hf_config, _encode_of(run)
     limit = min(_LONGEST, run.plan.train.max_seq_len)

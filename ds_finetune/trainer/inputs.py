@@ -108,7 +108,7 @@ class RunInputs:
 
     @cached_property
     def beginning(self) -> dict[str, str]:
-        """The tokenizer.json of exports, by name, if the run's own adds another BOS token than training; else empty."""
+        """A tokenizer.json for exports, by file name, if the tokenizer adds other special tokens than training did."""
         files = {name: path for name, path in self.copied_files.items() if name != GENERATION}
         return fit_beginning(self.tokenizer, files, self.prompts, config=self.config_tree)
 
@@ -201,8 +201,8 @@ def start_notes(model: ModelPlan, base: str) -> Iterator[str]:
 def untrained_tokens(
     model: ModelPlan, folder: Path, tokenizer: PreTrainedTokenizerBase, rows: PreparedRows | StreamedRows
 ) -> Iterator[str]:
-    """A note if adapters are trained on rows with tokens that the base model in `folder` seems not to know. They are
-    tokens that its own tokenizer lacks, and added tokens whose embeddings look untrained.
+    """A note if adapters are trained on rows with tokens that the base model in `folder` seems not to know. These are
+    tokens that the base model's tokenizer lacks, and added tokens whose embeddings look untrained.
     """
     if model.lora is None or EMBEDDING in model.lora.fully_trained or isinstance(rows, StreamedRows):
         return
@@ -225,7 +225,7 @@ def untrained_tokens(
 
 
 def check_padding(rows: PreparedRows | StreamedRows, model: ModelPlan, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise DataError if a document that a decoder classifies ends in the padding token, which transformers would skip.
+    """Raise DataError if a decoder classifies documents and one ends in the padding token: transformers would skip it.
     Streamed rows are not checked, since they are not read before the run.
     """
     is_decoder = model.task == "sequence_classification" and encoder_of(model.hf_config) is None
@@ -251,8 +251,8 @@ def _has_base(model: ModelPlan) -> bool:
 
 
 def config_tree(folder: Path, model: ModelPlan) -> dict[str, Any]:
-    """The parsed config.json of the model folder with the run's changes. They are vocabulary, positions and rotary
-    scaling; for a classifier also classes, padding token and class name.
+    """The parsed config.json of the model folder. The run changes vocabulary, positions and rotary scaling; for a
+    classifier also classes, padding token and class name.
     """
     tree: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     hf_config, task = model.hf_config, model.task

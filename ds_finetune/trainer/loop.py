@@ -67,8 +67,8 @@ def run_steps(steps: Iterable[StepRecord], observers: Sequence[Observer]) -> Ste
 
 
 def step_values(result: StepResult, *, seconds: float, waited: float) -> dict[str, float]:
-    """Metrics of one step. `seconds` is the duration of the step, including `waited`, the wait for data. Labelled texts
-    have no supervised tokens, and are counted as examples.
+    """Metrics of one step. `seconds` is the duration of the step, including `waited`, the wait for data. Without
+    supervised tokens, as in classification, examples are counted instead.
     """
     is_labelled = result.num_examples > 0 and not result.num_supervised_tokens
     unit, number = (

@@ -45,8 +45,8 @@ def decide_recomputation(run: PreparedRun, store: dist.Store, monitor: Monitor) 
 
 
 def decide_micro_batch(run: PreparedRun, store: dist.Store, monitor: Monitor) -> PreparedRun:
-    """Resolve `train.micro_batch_size: auto` to the largest size that fits by the estimate. A size that ran out of
-    memory before limits it to half of that size.
+    """Resolve `train.micro_batch_size: auto` to the largest size that fits by the estimate. If an earlier start ran
+    out of memory, the result is at most half of the size at that time.
 
     This function is collective and runs before there is a process group. ConfigError on every rank if no micro-batch
     fits, or if the memory of the device or of the model is not known.
@@ -97,8 +97,8 @@ def _nothing_fits(run: PreparedRun, budget: int, too_many: int) -> ConfigError:
 
 
 def _file(run: PreparedRun, estimates: dict[int, int], devices: list[int]) -> Path:
-    """File that records a micro-batch size that ran out of memory. Its name depends on rows, the ranks' devices,
-    versions, and memory estimates, which cover every setting that affects memory.
+    """File that records the micro-batch size of a run that ran out of memory. The file name is a hash of rows, the
+    ranks' devices, versions and memory estimates. The estimates cover every setting that affects memory.
     """
     plan, rows = run.plan, run.inputs.train.fingerprint()
     key = [__version__, versions(), rows, devices, str(plan.mesh), plan.zero, estimates]

@@ -54,7 +54,7 @@ _ALL = "eval"
 
 @dataclass(frozen=True)
 class StartedRun:
-    """A run with its engine, where it resumes, and the writers of its files. `saver` is None without checkpoints."""
+    """A run with its engine, resume point, and writers of files. `saver` is None if the run saves no checkpoints."""
 
     run: PreparedRun
     engine: Engine
@@ -213,7 +213,7 @@ class HeldOutEvaluation:
     """Function that receives the first generated answers of each set."""
 
     def scores(self) -> Mapping[str, HeldOutScores] | None:
-        """Scores of each held-out set, and of all sets together, in which each unit has the same weight."""
+        """Scores of each held-out set, and of all sets together, with the same weight for each unit."""
         plan, sets, limit = batch_plan(self.run), self.run.inputs.held_out, self.run.config.eval.limit
         per_round = plan.micro_batch_size * plan.dp
         rounds = sum(math.ceil(num_eval_rows(rows, limit) / per_round) for rows in sets.values())

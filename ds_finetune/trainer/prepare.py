@@ -119,7 +119,7 @@ def mismatched_answers(plan: Plan, objective: Objective, rows: PreparedRows) -> 
 
 
 def check_baseline(plan: Plan, inputs: RunInputs) -> None:
-    """DataError where the objective's baseline cannot be computed from the rows."""
+    """Raise DataError if all examples have the same prompt, so that KTO's baseline cannot be computed."""
     named = {"data.train": inputs.train, **{f"data.{name}": rows for name, rows in inputs.held_out.items()}}
     for name, rows in named.items():
         if not isinstance(rows, StreamedRows):
@@ -176,7 +176,7 @@ def check_same_kernels(kernels: ChosenKernels, device: str, world: World, store:
 
 
 def _check_same(topic: str, own: Mapping[str, tuple[str, str]], world: World, store: dist.Store, hint: str) -> None:
-    """Raise ConfigError if a named value differs between ranks. `own` has this rank's value and reason by name."""
+    """Raise ConfigError if a value differs between ranks. `own` maps names to this rank's value and its reason."""
     record = json.dumps([socket.gethostname(), own])
     ranks = [json.loads(text) for text in exchange(store, world, topic, record, timeout=COLLECTIVE_TIMEOUT)]
     for rank, (_, of_rank) in enumerate(ranks):

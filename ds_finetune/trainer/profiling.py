@@ -121,7 +121,7 @@ def _wrap(started: StartedRun, annotations: labels.Annotations) -> Iterator[None
 
 
 def _swap_methods(engine: Engine) -> Iterator[tuple[object, str]]:
-    """DeepSpeed's NVMe swappers, each with those of its methods that move data; none without offload to NVMe."""
+    """Pairs of an NVMe swapper of DeepSpeed and the name of a method that moves data; none without offload to NVMe."""
     params = (param for _, param in named_parameters(engine._ds.module))
     of_params = next((candidate for param in params if (candidate := getattr(param, "nvme_swapper", None))), None)
     of_optimizer = getattr(engine._ds.optimizer, "optimizer_swapper", None)

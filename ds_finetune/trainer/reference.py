@@ -41,8 +41,8 @@ _PACKAGES = ("torch", "transformers")
 
 
 def find_reference(run: PreparedRun) -> dict[str, LogProbs | None]:
-    """Read the cached reference log-probabilities by name of the rows; None if they must be computed. Collective. They
-    are computed by all ranks if any rank lacks them. The result is empty if the run needs no cached reference.
+    """Read the cached reference log-probabilities by name of the rows; collective. If a rank lacks them, the value is
+    None on all ranks, which must then compute them. The result is empty if the run needs no cached reference.
     """
     cached: dict[str, LogProbs | None] = {}
     for name, rows in _rows(run).items():

@@ -185,7 +185,7 @@ def _check_composite(run: RunSettings) -> None:
 
 
 def _check_muon(device: str) -> None:
-    """ConfigError where torch.compile, which DeepSpeed's Muon uses, cannot compile (0.19.8,
+    """Raise ConfigError if torch.compile does not work here, because DeepSpeed's Muon uses it (0.19.8,
     runtime/zero/muon/original_muon.py:50).
     """
     if os.environ.get("TORCH_COMPILE_DISABLE") != "1" and (problem := kernels_problem("compile", device, stage=0)):
@@ -301,7 +301,7 @@ def _tokenizer(section: ModelConfig) -> PreTrainedTokenizerBase:
 
 
 def freeze_parameters(plan: Plan, model: ModelPlan) -> Plan:
-    """Freeze parameters that no loss reaches and parameters that features freeze."""
+    """Freeze parameters that get no gradient, and parameters that a feature of the run freezes, e.g. routers."""
     plan = with_chunked_loss(plan, model)
     names, notes = _unreached_parameters(plan, model)
     if plan.mesh.tp > 1 and family_of(model.hf_config.model_type).compresses:
@@ -332,7 +332,7 @@ def _unreached_parameters(plan: Plan, model: ModelPlan) -> tuple[tuple[str, ...]
     """Names of parameters that get no gradient and would only be shrunk by weight decay. Also notes, if it is not known
     which parameters get a gradient.
 
-    In families of the table, indexers get no gradient; if only indexers are trained, all other parameters get none.
+    Indexers get no gradient unless they are trained. If only indexers are trained, all other parameters get none.
     """
     hf_config, decay = model.hf_config, plan.optim.weight_decay
     family = family_of(hf_config.model_type)
@@ -351,7 +351,7 @@ def _unreached_parameters(plan: Plan, model: ModelPlan) -> tuple[tuple[str, ...]
 
 
 def complete_features(plan: Plan, model: ModelPlan) -> Plan:
-    """The plan, completed by each feature that is on."""
+    """The plan with the frozen parameters and notes that the run's features add to it."""
     for feature in features_of(model, plan):
         plan = feature.complete(plan)
     return plan

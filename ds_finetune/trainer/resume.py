@@ -142,8 +142,8 @@ def _find_checkpoint(run: PreparedRun, checkpoints: CheckpointFolder, say: Say) 
 
 
 def _has_resumed(run: PreparedRun, folder: Path) -> bool:
-    """Whether an earlier start with this `checkpoint.resume` saved the newest checkpoint in `folder`, the run's own. Of
-    a damaged one that is unknown. Rank zero decides, since other hosts may have run folders of their own.
+    """Whether an earlier start with this `checkpoint.resume` saved the newest checkpoint in the run's own `folder`;
+    false if that checkpoint is damaged. Rank zero decides, since other hosts may have run folders of their own.
     """
     before = None
     with suppress(OSError, ValueError, LookupError, TypeError):
@@ -152,8 +152,8 @@ def _has_resumed(run: PreparedRun, folder: Path) -> bool:
 
 
 def best_weights_lines(usable: UsableCheckpoint, run: ResolvedRun, last: StepRecord | None = None) -> list[str]:
-    """Lines that say where the weights of the checkpoint's best evaluation are, unless the run folder has them, or the
-    run, which has ended with `last`, has had a better evaluation since.
+    """Lines that say where the weights of the checkpoint's best evaluation are. There are none if the run folder has
+    these weights, or if the run has ended, with the record `last`, after a better evaluation.
     """
     folder, best_step = usable.folder.parent.parent, usable.state.observers.get("best", {}).get("best_step", 0)
     if not (best_step and run.config.eval.keep_best) or (last is not None and last.best_step != best_step):
@@ -199,7 +199,7 @@ def _lock_folder(checkpoints: CheckpointFolder, say: Say) -> TextIO | None:
 
 
 def try_saving(checkpoints: CheckpointFolder, *, is_asynchronous: bool) -> None:
-    """Write a few numbers in the way of a checkpoint, read them back and remove them; collective. OutputError on every
+    """Write a few numbers as a checkpoint is written, read them back and remove them; collective. OutputError on every
     rank, with the reason of the first rank that fails.
     """
     trial = replace(checkpoints, path=checkpoints.path / f".rehearsal-{checkpoints.token}")
@@ -396,7 +396,7 @@ def inputs_of(run: PreparedRun) -> RunIdentity:
 
 
 def _rows_left_out(usable: UsableCheckpoint, run: PreparedRun) -> list[str]:
-    """A line on rows that a lengthened run leaves out, because the last step of the shorter run was not full."""
+    """A line on rows that a lengthened run skips, if the last step of the shorter run had fewer rows than a step."""
     rows, config = run.inputs.train, run.config
     if isinstance(rows, StreamedRows) or usable.state.config["train"]["for"] == config.train.duration:
         return []

@@ -1,4 +1,4 @@
-"""The run folder: checks it before anything is loaded, then writes the resolved configuration and the plan to it.
+"""Checks the run folder before anything is loaded, then writes the resolved configuration and the plan to it.
 
 Rows that a program passes to `train` are written there too.
 """
@@ -66,8 +66,8 @@ def _is_run(folder: Path) -> bool:
 
 
 def _belongs_to_run(entry: Path, cache: Path) -> bool:
-    """Whether `entry` may be in the folder of a new run, because a run keeps or extends it. This includes files that
-    launcher and watchdog write before the run.
+    """Whether the folder of a new run may already contain `entry`, because a run would keep or extend it. This includes
+    files that launcher and watchdog write before the run.
     """
     if entry.name in ("logs", Path(REPORT).parent.name, ROWS) or entry.name.startswith(".") or entry.suffix in _LOGS:
         return True
@@ -143,7 +143,7 @@ def prepare_run_folder(run: ResolvedRun, *, after_step: int = 0, last: StepRecor
     plan_text = json.dumps({**dict(plan.decisions), "notes": plan.notes}, indent=2) + "\n"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # The plan is written first, since `_is_run` tests for it: so a user's config.yaml is never taken for a run's.
+        # The plan is written first, since `_is_run` tests for it. A config.yaml without a plan is a user's file.
         replace_file(folder / PLAN, plan_text, is_synced=True)
         replace_file(folder / "config.yaml", run.text, is_synced=True)
         replace_file(folder / "deepspeed.json", json.dumps(plan.deepspeed_config, indent=2) + "\n", is_synced=True)

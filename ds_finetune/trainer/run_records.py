@@ -198,8 +198,8 @@ def keep_status(folder: Path, log: RunLog) -> Iterator[StatusKeeper]:
 def begin_run_folder(
     run: PreparedRun, progress: RankProgress, status: StatusKeeper, *, after_step: int, last: StepRecord | None
 ) -> str:
-    """Prepare the run folder, append this start to `starts.jsonl`, write `data.json`, and start the status; on rank
-    zero only. Returns the line of `prepare_run_folder` on missing records.
+    """On rank zero, prepare the run folder, append this start to `starts.jsonl`, write `data.json`, and start the
+    status. Returns a line that names steps without a record, if any.
     """
     if run.plan.world.rank:
         return ""

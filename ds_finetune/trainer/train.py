@@ -260,8 +260,8 @@ def resolve_on_ranks(config: RunConfig, world: World, store: dist.Store, monitor
 
 
 def finish_plan(run: PreparedRun, store: dist.Store, monitor: Monitor, say: Say) -> PreparedRun:
-    """Make the decisions that all ranks must agree on, and add the forecasts of memory and model FLOPs. The decisions
-    are recomputation and micro-batch if these are `auto`, and the optimizer's operators.
+    """Make the decisions that all ranks must agree on, then add the forecasts of memory and model FLOPs. Ranks agree on
+    `auto` recomputation, on an `auto` micro-batch, and on which operators of the optimizer compile.
     """
     run = decide_micro_batch(decide_recomputation(run, store, monitor), store, monitor)
     run = compile_operators(run, store, monitor, say)
@@ -287,7 +287,7 @@ def open_process_group(run: PreparedRun, store: dist.Store, monitor: Monitor) ->
     timeout = timedelta(seconds=run.plan.watchdog.collective_seconds)
     group = process_group(run.plan.world, run.plan.device, store, timeout=timeout)
     monitor.progress.collectives.device = device_of_rank(run.plan.device, run.plan.world.local_rank)
-    # Before the steps, memory does not depend on the micro-batch size, so a size that failed is not remembered.
+    # Until the first step, memory does not depend on the micro-batch size, so a failure is not recorded for that size.
     starting = replace(run, failed_size=None)
     errors = report_errors(starting, monitor)
     with remove_empty_on_failure(run.output_dir), monitor.watch_from_start(store), group, errors:

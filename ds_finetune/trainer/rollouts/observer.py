@@ -1,6 +1,4 @@
-"""Observers of rollouts, which write metrics, samples, and every few rollouts the cause line, and the evaluation of
-held-out prompts by their rewards.
-"""
+"""Observers of rollouts: they write metrics, samples and the cause line, and evaluate held-out prompts by rewards."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -47,7 +45,7 @@ class RolloutMetrics(Remembering):
         self.since = 0
 
     def after_step(self, record: StepRecord) -> StepRecord:
-        """Add to `record` the metrics of a rollout that begins with this step. The last step prints the cause line."""
+        """Add the latest rollout's metrics to `record` if it begins with this step. Print the cause line if due."""
         rollout = self._source.latest
         if rollout is not None and rollout.first == record.step - 1:
             values = rollout_metrics(rollout, self._source.sampler)
@@ -103,7 +101,7 @@ class RolloutSamples(LineFile):
         self._source = source
 
     def after_step(self, record: StepRecord) -> StepRecord:
-        """Write samples of a rollout that begins with this step."""
+        """Write samples of the latest rollout if it begins with this step."""
         rollout = self._source.latest
         if rollout is not None and rollout.first == record.step - 1:
             # Groups whose answers have different rewards come first, because only they contribute to the gradient.
@@ -156,7 +154,7 @@ class RewardEvaluation:
     """Function that receives the first greedy answers of each set."""
 
     def scores(self) -> Mapping[str, HeldOutScores] | None:
-        """Scores of each held-out set and of all; None if a signal, lost server or failing reward ended them."""
+        """Scores of each held-out set and of all sets together; None after a signal, lost server or failing reward."""
         samples = self.source.run.config.rollout.eval_samples
         try:
             greedy = self._groups(0)

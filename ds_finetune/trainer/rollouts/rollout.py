@@ -30,7 +30,7 @@ _NUMPY: list[Any] = [
     *(np.ndarray, np.dtype, np.empty(0).__reduce__()[0]),
     *(type(np.dtype(kind)) for kind in ("f8", "f4", "i8", "i2")),
 ]
-"""Types that may occur within the arrays of a rollout file, so that unpickling allows them."""
+"""Types within the arrays of a rollout file, which `torch.load` must be allowed to unpickle."""
 Floats = NDArray[np.float64]
 TokenNumbers = Mapping[int, NDArray[np.float32]]
 """A value for each token of an answer, by the number of the answer in its rollout."""
@@ -93,7 +93,7 @@ class AnswerGroup:
 
 @dataclass(frozen=True)
 class Rollout:
-    """The groups on which one or more optimizer steps are trained, in the order of their draws."""
+    """Groups of answers for one or more optimizer steps, in the order of `AnswerGroup.draw`."""
 
     first: int
     """Number of optimizer steps completed before this rollout's first step."""

@@ -73,7 +73,7 @@ class AnswerTexts:
         return any(text in tail for text in texts)
 
     def to_score(self, rows: PreparedRows, number: int, answer: SampledAnswer, at: int) -> AnswerToScore:
-        """The input of the rewards for answer number `at` to a prompt."""
+        """The input of the rewards for answer `at` (from 0) to the prompt of row `number`."""
         return AnswerToScore(
             record=rows.record(number),
             prompt=self.prompt_text(rows, number),
@@ -119,7 +119,7 @@ class SampledGroups:
             return None
         began = time.perf_counter()
         while not all(all_gather_object(self._pending.is_scored(within=_MEETING_SECONDS))):
-            # Each collective that completes tells the watchdog that slow rewards are no hang.
+            # By these collectives the watchdog sees that the run only waits for slow rewards and does not hang.
             continue
         scores = np.full((len(self._prompts) * self._size, len(self._sampler.rewards.names)), np.nan)
         unparsed = 0
@@ -165,7 +165,7 @@ class Sampler:
         greedy: bool = False,
         is_over: Callable[[], bool] = lambda: False,
     ) -> SampledGroups:
-        """Sample `size` answers to each of the prompts, which are given as (draw, number in `rows`). Collective."""
+        """Sample `size` answers to each prompt; collective. Prompts are pairs of `AnswerGroup.draw` and `.number`."""
         began, mesh = time.perf_counter(), self.run.plan.mesh
         sampled = SampledGroups(self, rows, prompts, size)
         # Ranks with the same rows sample the same answers, and only one of them scores them.

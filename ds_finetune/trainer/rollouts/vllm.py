@@ -36,7 +36,7 @@ _SILENT_SECONDS, _FAILURES = 10.0, 3
 """Seconds of silence after which the server's health is checked, and failed checks after which it is lost."""
 _MOST_NATS = {True: 1e-3, False: 0.25}
 """Tolerance in nats for the median difference between log-probabilities of fixed prompts on the server and in this
-engine, by whether both compute in fp32. If only half of the weights were loaded, the difference would be whole nats.
+engine. The key is whether both compute in fp32. With only half of the weights loaded the difference is whole nats.
 """
 _MOVED = 0.25
 """If more than this fraction of the log-probabilities of fixed prompts has changed in this engine, some must have
@@ -102,7 +102,7 @@ class VllmEngine:
 
     def start(self, request: SamplingRequest) -> Callable[[], Answers | None]:
         """Start to sample on the server with the current weights. Returns a function that waits for the answers on
-        every rank. It first waits for an earlier request, because the server then gets new weights. vLLM uses random
+        every rank. An earlier request is completed before the server gets the current weights. vLLM uses random
         generators of its own, seeded from the seed and the numbers of rollout, prompt and answer.
         """
         if self._begun is not None:

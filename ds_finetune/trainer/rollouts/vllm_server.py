@@ -113,7 +113,7 @@ class VllmServer:
             prompt.ids,
             **_DEFAULTS,
             n=request.group_size,
-            # The seed must not be negative, and so small that the server can add the number of an answer to it.
+            # The seed must be at least 0, and small enough that the server can add the number of an answer to it.
             seed=key % 2**62,
             temperature=0 if request.seed is None else 1,
             max_tokens=limits.max_new_tokens,
@@ -202,7 +202,7 @@ def _config_of(folder: Path) -> Mapping[str, Any]:
 
 def results_of(jobs: Sequence[Callable[[], T]], *, at_once: int) -> "Queue[tuple[int, T | Exception]]":
     """Run jobs in daemon threads. Returns a queue that receives the index and the result (or exception) of each job."""
-    # The threads share one iterator of jobs, which is safe for an iterator of a list.
+    # The threads share one iterator of jobs. Sharing an iterator of a list is safe.
     todo, done = iter(list(enumerate(jobs))), Queue[tuple[int, T | Exception]]()
 
     def work() -> None:

@@ -100,8 +100,8 @@ class OutputsOnly:
         return parts[0].new_empty(len(parts[0]), parts[0].shape[1] * len(parts) // 2)
 
     def gate_backward(self, _: torch.Tensor, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Allocate the gradients of gate and up without computing them; with `overwrites` they are gate and up
-        themselves.
+        """Allocate the gradients of gate and up, without computing them. With `overwrites` the gradients use the memory
+        of gate and up.
         """
         return parts if self.overwrites else tuple(torch.empty_like(each) for each in parts)
 

@@ -168,8 +168,8 @@ def _shorten(lm: PreTrainedModel, is_full: bool, *, is_reached: bool = False) ->
             remaining.append(name)
         else:
             missing = missing_layer(lm.config, number)
-            # The placeholder of a removed layer gets the layer's text attributes, because some models read a layer's
-            # kind of attention there.
+            # The placeholder gets the text attributes of the removed layer, because some models read the kind of
+            # attention from them.
             vars(missing).update({key: value for key, value in vars(layer).items() if isinstance(value, str)})
             lm.set_submodule(name, missing)
         representatives.append(computed[-1])
