@@ -15,8 +15,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 RECEIVE_SECONDS = 30.0
-"""Seconds within which a client must send the headers and the body of a request, and read the buffered part of a
-response.
+"""Seconds within which the headers and the body of a request must arrive. A connection whose client does not read its
+response for as long is closed.
 """
 CONNECTIONS = 256
 """Maximum number of open connections of a server; a process may usually open 1,024 files."""
@@ -118,12 +118,12 @@ class BoundedProtocol(H11Protocol):
         self._await_request()
 
     def pause_writing(self) -> None:
-        """Start the time limit for a client to read a response, as much of it is buffered."""
+        """Start the time limit for a client to read its response, because much of the response waits to be sent."""
         super().pause_writing()
         self._unread = self.loop.call_later(RECEIVE_SECONDS, self._close)
 
     def resume_writing(self) -> None:
-        """Stop the time limit, as the client has read the response."""
+        """Stop the time limit, because the client has read what waited to be sent."""
         super().resume_writing()
         self._unread.cancel()
 
