@@ -41,9 +41,10 @@ because native code may then hold Python's lock.
 """
 ROUND_SECONDS = 5.0
 """Once a rank has hung or failed, a rank that sends no heartbeat for this number of seconds counts as silent."""
-_LATE_SECONDS, _FEWEST_LATE, _NUM_BEATS = 0.5, 5, 60
-"""The network loses packets if _FEWEST_LATE of the last _NUM_BEATS heartbeats took more than _LATE_SECONDS. TCP resends
-a lost packet after 0.2 s, and after 0.6 s if it is lost again. A busy processor delays fewer.
+_LATE_SECONDS, _LATE_IN_SUM, _FEWEST_LATE, _NUM_BEATS = 0.5, 3.0, 3, 60
+"""The network loses packets if _FEWEST_LATE of the last _NUM_BEATS heartbeats took more than _LATE_SECONDS each and
+_LATE_IN_SUM seconds in sum. TCP resends a lost packet after 0.2 s, and after 0.6 s if it is lost again. A busy
+processor delays fewer heartbeats.
 """
 _GRACE_SECONDS = 2.0
 """Seconds that a rank has to end by itself once it knows that the run ends. Rank zero, which may serve the store, waits
@@ -154,7 +155,7 @@ class Monitor(threading.Thread):
     def _exchange(self) -> None:
         began, self._number = time.monotonic(), self._number + 1
         late = [seconds for seconds in tuple(self._beat_seconds) if seconds > _LATE_SECONDS]
-        worst = max(late) if len(late) >= _FEWEST_LATE else 0.0
+        worst = max(late) if len(late) >= _FEWEST_LATE and sum(late) > _LATE_IN_SUM else 0.0
         status = replace(self.progress.status(), state=self._state, trouble=self._trouble)
         status = replace(status, number=self._number, late_seconds=worst)
         ending, statuses = beat(self._store, self._own.rank, status, self._proposal, self._heard_at)

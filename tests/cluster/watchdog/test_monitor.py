@@ -301,7 +301,7 @@ def test_late_heartbeats_of_another_machine_are_the_networks_fault(late: tuple[i
     """
     ranks = Ranks(tmp_path, "aabb")
     for rank in late:
-        ranks.monitors[rank]._beat_seconds.extend([0.7, 1.7, 2.7, 0.7, 0.7])
+        ranks.monitors[rank]._beat_seconds.extend([0.7, 1.7, 2.7])
     ranks.beat()
     ranks.hang(1, others=[1, 2])
     ranks.watch(0, after=ROUND)
@@ -317,7 +317,7 @@ def test_late_heartbeats_of_another_machine_are_the_networks_fault(late: tuple[i
 def test_a_rank_that_is_stopped_is_named_although_its_heartbeats_came_late_before(tmp_path: Path) -> None:
     ranks = Ranks(tmp_path, "aabb")
     for rank in (2, 3):
-        ranks.monitors[rank]._beat_seconds.extend([3.1] * 5)
+        ranks.monitors[rank]._beat_seconds.extend([3.1] * 3)
     ranks.beat()
     ranks.hang(1, others=[1, 2])
     ranks.monitors[0]._heard_at[3] -= 20
@@ -326,7 +326,7 @@ def test_a_rank_that_is_stopped_is_named_although_its_heartbeats_came_late_befor
     assert (ending.at_fault, ending.line) == ((3,), f"{ranks.processes[3]}: {SILENT}")
 
 
-@pytest.mark.parametrize("late", [(0.6, 2.0), (3.1,), (1.6, 1.6, 1.6, 1.6)])
+@pytest.mark.parametrize("late", [(0.6, 2.0), (3.1,), (1.6, 1.6), (0.6, 0.6, 0.6, 0.6)])
 def test_a_few_late_heartbeats_are_chance(late: tuple[float, ...], tmp_path: Path) -> None:
     ranks = Ranks(tmp_path, "ab")
     ranks.monitors[1]._beat_seconds.extend([2.0, *[0.1] * (60 - len(late)), *late])
