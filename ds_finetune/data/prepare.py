@@ -216,7 +216,7 @@ def _tokenise(
     # hub data set is unknown, so it counts as large.
     if size <= _BYTES_FOR_PROCESSES and not any(source.format == "hub" for source in sources):
         workers = 1
-    done = len(list(folder.glob("part-??????"))) * ROWS_PER_PART
+    done = sum(read_counts(part).read for part in folder.glob("part-??????"))
     # Only the process that locks the cache tokenises, so this process shows the progress whatever its rank.
     estimate = estimate_rows(sources)
     total = max(min(estimate, choice.rows or estimate) - done, 0)

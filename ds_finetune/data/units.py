@@ -37,7 +37,7 @@ from ds_finetune.errors import DataError
 
 _MOST_CHARACTERS, _MOST_CHARACTERS_PER_TOKEN = 4_000_000, 8
 _MOST_MESSAGES = 2_000
-ROWS_PER_PART = 2000
+ROWS_PER_PART, _FEWEST_BAD_ROWS = 2000, 100
 _NOTED_CHARACTERS = {
     "windows_lines": (re.compile(r"\\r\\n"), re.compile("\r\n")),
     "conversion": (
@@ -98,7 +98,7 @@ def divide(records: Iterable[tuple[str, ReadRecord]], most: int) -> Iterator[lis
     part, size = list[tuple[str, ReadRecord]](), 0
     for where, record in records:
         part.append((where, record))
-        size += sum(map(len, _texts(record)))
+        size += _num_characters(record)
         if len(part) == most or size >= _MOST_CHARACTERS:
             yield part
             part, size = [], 0
@@ -109,8 +109,8 @@ def divide(records: Iterable[tuple[str, ReadRecord]], most: int) -> Iterator[lis
 def tokenise_records(records: Sequence[tuple[str, ReadRecord]], how: Tokenisation) -> tuple[Documents, Counts]:
     """Tokenise records by few calls of the tokenizer. Returns their documents, and counts of the records.
 
-    Rows that cannot be read or tokenised are counted with their errors. If they fill a whole part (`ROWS_PER_PART`
-    rows), a setting such as data.layout is wrong, and the first error is raised.
+    Rows that cannot be read or tokenised are counted with their errors. If all rows of a full part are such rows, and
+    there are at least 100 of them, a setting such as data.layout is wrong, and the first error is raised.
     """
     bad = dict[str, DataError]()
     rows = list[tuple[str, RowSample, list[str]]]()
@@ -125,7 +125,8 @@ def tokenise_records(records: Sequence[tuple[str, ReadRecord]], how: Tokenisatio
         except DataError:
             bad |= _errors_of(samples, how)
             made += make([each for each in samples if each[0] not in bad], how)
-    if len(bad) >= ROWS_PER_PART:
+    is_full = len(records) == ROWS_PER_PART or sum(_num_characters(record) for _, record in records) >= _MOST_CHARACTERS
+    if len(bad) == len(records) >= _FEWEST_BAD_ROWS and is_full:
         raise bad[records[0][0]]
     errors = [str(bad[where]) for where, _ in records if where in bad]
     good = [(where, record) for where, record in records if not isinstance(record, DataError) and where not in bad]
@@ -177,12 +178,16 @@ def _check_size(record: Record, max_seq_len: int, where: str) -> None:
             f"{where} has {messages:,} messages, and a row may have at most {max(_MOST_MESSAGES, max_seq_len):,}",
             hint="divide the conversation into several rows",
         )
-    number, most = sum(map(len, _texts(record))), max(_MOST_CHARACTERS, _MOST_CHARACTERS_PER_TOKEN * max_seq_len)
+    number, most = _num_characters(record), max(_MOST_CHARACTERS, _MOST_CHARACTERS_PER_TOKEN * max_seq_len)
     if number > most:
         raise DataError(
             f"{where} has {number:,} characters, and a row may have at most {most:,}",
             hint="divide its text into several rows (a .txt file is one row)",
         )
+
+
+def _num_characters(record: ReadRecord) -> int:
+    return sum(map(len, _texts(record)))
 
 
 def _texts(value: object) -> Iterator[str]:

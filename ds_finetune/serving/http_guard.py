@@ -118,14 +118,24 @@ class BoundedProtocol(H11Protocol):
         self._await_request()
 
     def pause_writing(self) -> None:
-        """Start the time limit for a client to read its response, because much of the response waits to be sent."""
+        """Start the time limit for a client to read some of its response, because much of it waits to be sent."""
         super().pause_writing()
-        self._unread = self.loop.call_later(RECEIVE_SECONDS, self._close)
+        self._await_reading()
 
     def resume_writing(self) -> None:
         """Stop the time limit, because the client has read what waited to be sent."""
         super().resume_writing()
         self._unread.cancel()
+
+    def _await_reading(self) -> None:
+        size = self.transport.get_write_buffer_size()
+        self._unread = self.loop.call_later(RECEIVE_SECONDS, self._close_if_unread, size)
+
+    def _close_if_unread(self, size: int) -> None:
+        if self.transport.get_write_buffer_size() < size:
+            self._await_reading()
+        else:
+            self._close()
 
     async def _answer_or_refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
         num_requests = sum(not connection._is_waiting for connection in self._all_connections())
@@ -141,10 +151,15 @@ class BoundedProtocol(H11Protocol):
 
     def _await_request(self) -> None:
         self._waits_since = self.loop.time()
-        self.loop.call_later(RECEIVE_SECONDS, self._close_if_late, self._waits_since)
+        unread = self.transport.get_write_buffer_size()
+        self.loop.call_later(RECEIVE_SECONDS, self._close_if_late, self._waits_since, unread)
 
-    def _close_if_late(self, waits_since: float) -> None:
-        if self._is_waiting and self._waits_since == waits_since:
+    def _close_if_late(self, waits_since: float, unread: int) -> None:
+        if not self._is_waiting or self._waits_since != waits_since:
+            return
+        if self.transport.get_write_buffer_size() < unread:
+            self._await_request()
+        else:
             self._close()
 
     def _close(self) -> None:

@@ -327,6 +327,19 @@ def test_many_long_rows_are_tokenised_a_few_at_a_time(
     assert np.array_equal(divided.documents.ids, whole.documents.ids)
 
 
+def test_a_setting_wrong_for_all_long_rows_is_an_error_of_the_first_part(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts of long rows are full by characters, with fewer rows than parts of short ones."""
+    row = json.dumps({"prompt": "0123456789" * 10, "completion": 1})
+    (tmp_path / "eval.jsonl").write_text(f"{row}\n" * 500)
+    monkeypatch.setattr(units, "_MOST_CHARACTERS", 15_000)
+    with pytest.raises(DataError) as caught:
+        rows_of(tmp_path, tokenizer, tmp_path / "cache", TokenLimits(max_seq_len=200, vocab_size=128))
+    assert "line 1" in str(caught.value)
+    assert "line 2" not in str(caught.value)
+
+
 SHORT = TokenLimits(max_seq_len=20, vocab_size=128)
 
 

@@ -40,6 +40,7 @@ CASES = [
     ("choice", "Answer: A or B", None),
     ("choice", "Answer: A and B are equal", "A"),
     ("choice", "Answer: B, C", None),
+    ("choice", "Answer: C, A and B are wrong", "C"),
     ("choice", "The answer is (A) & (B)", None),
     ("choice", "The answer is B, I think.", "B"),
     ("choice", "The answer is B, not C", "B"),

@@ -35,7 +35,13 @@ async def _endless(_: Request) -> StreamingResponse:
     return StreamingResponse(pieces())
 
 
-APP = Starlette(routes=[Route("/", _length, methods=["GET", "POST"]), Route("/endless", _endless)])
+async def _large(_: Request) -> PlainTextResponse:
+    return PlainTextResponse("a" * 2**24)
+
+
+APP = Starlette(
+    routes=[Route("/", _length, methods=["GET", "POST"]), Route("/endless", _endless), Route("/large", _large)]
+)
 
 
 SERVERS: dict[int, uvicorn.Server] = {}
@@ -113,9 +119,9 @@ def test_connections_that_wait_make_room(port: int, monkeypatch: pytest.MonkeyPa
     assert all([_is_closed(client) for client in clients[:32]])
 
 
-def _streaming(port: int) -> http.client.HTTPResponse:
+def _streaming(port: int, path: str = "/endless") -> http.client.HTTPResponse:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_SECONDS)
-    connection.request("GET", "/endless")
+    connection.request("GET", path)
     return connection.getresponse()
 
 
@@ -140,6 +146,16 @@ def test_a_client_that_does_not_read_its_answer_is_closed(port: int, monkeypatch
     while len(SERVERS[port].server_state.connections) > 1:
         assert time.monotonic() < until
         assert reading.read(2**16)
+
+
+def test_a_client_that_reads_slowly_gets_all_of_its_answer(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each read is within the time limit, all of them are not."""
+    monkeypatch.setattr(http_guard, "RECEIVE_SECONDS", 2.0)
+    response, size = _streaming(port, "/large"), 0
+    while piece := response.read(2**20):
+        size += len(piece)
+        time.sleep(0.25)
+    assert size == 2**24
 
 
 @pytest.mark.parametrize(

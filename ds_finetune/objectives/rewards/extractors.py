@@ -52,7 +52,7 @@ _LARGE = re.compile(rf"(?<=\d) ?({'|'.join(_POWERS)})\b", re.IGNORECASE)
 _RAISED = re.compile("(?<=[0-9])[\u207b]?[\u00b2\u00b3\u00b9\u2070\u2074-\u2079]+")
 _POINTS = re.compile(r"(?<![\d.,])(\d{1,3})(?:((?:\.\d{3})++),(\d++)|((?:\.\d{3}){2,}+))(?![.,]?\d)")
 """Pattern of numbers with points between thousands, as `1.234,5` and `1.000.000`."""
-_VULGAR = re.compile("(?:(\\d)\\s*)?([\u00bc-\u00be\u2150-\u215e])")
+_VULGAR = re.compile("(?:(\\d)[^\\S\n]*)?([\u00bc-\u00be\u2150-\u215e])")
 _SPELLINGS = (
     ("\u2212|\uff0d|\ufe63|(?<![^\\s=({])[\u2012\u2013](?=[\\d.$])", "-"),
     (r"(?<=[=({]) ?([-+]) (?=[\d.$\\])", r"\1"),
@@ -83,7 +83,7 @@ _LETTER = (
     # `A` and `I` are words instead of choice letters if an ordinary word follows, as in `A bird`.
     rf"[(\[{{*]*(?<![^\W_{_EAST}])(?:([A-Z])(?![^\W_{_EAST}]|_\w|['\u2019+#/=-])"
     r"(?!(?<=[AI])\s+(?!(?:is|because|since|as|and|or|but|not)\b)\w)(?!\s+(?:or|and)\s+\(?[A-Z]\b(?!\s+(?:is|are)\b))"
-    r"(?!\)?\s*[,&]\s*\(?[A-Z]\)?\s*(?:[.,&\n]|$|or\b|and\b))"
+    r"(?!\)?\s*[,&]\s*\(?[A-Z]\)?\s*(?:[.,&\n]|$|or\b|and\b(?!\s+\(?[A-Z]\)?\s+(?:is|are)\b)))"
     r"|([a-z])(?=\)|[.,;]?\s*(?:\n|$)))"
 )
 _STATED = re.compile(

@@ -223,6 +223,7 @@ def test_every_builtin_has_a_case() -> None:
         ("-3 1/2", -3.5),
         ("3\u00bd", 3.5),
         ("1 \u00bd", 1.5),
+        ("We have x = 3\n\u00bd", 0.5),
         (r"\frac12", 0.5),
         (r"\boxed{-\dfrac{3}{4}}", -0.75),
         (r"\boxed{3\frac{1}{2}}", 3.5),
