@@ -131,6 +131,19 @@ def has_rounding(name: str, first: Mapping[str, torch.Tensor]) -> bool:
     return bool(b[b > 0].min() <= 1e-7)
 
 
+def after_a_step(name: str, first: Mapping[str, torch.Tensor]) -> float:
+    """By how much the gradients of an adapter's parameter may differ after the first step, whose gradients are `first`,
+    relative to their norm.
+
+    Adam moves each element of B by g / (|g| + 1e-8) learning rates. A gradient is the sum of 48 tokens' in one order or
+    another, of which 64 roundings of the largest element are taken. They move a small element by another length.
+    """
+    b = first[f"{name[:-1]}B"].abs().double()
+    rounding = 64 * torch.finfo(torch.float32).eps * b.max()
+    moved = (rounding * 1e-8 / (b[b > 0] + 1e-8) ** 2).clamp(max=2)
+    return float(moved.norm() / len(moved) ** 0.5)
+
+
 def recording_adamw(
     gradients: list[dict[str, torch.Tensor]], names: list[str]
 ) -> Callable[[nn.Module], torch.optim.Optimizer]:
