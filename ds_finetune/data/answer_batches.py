@@ -38,19 +38,18 @@ class ScoredAnswer:
     experts: NDArray[np.int16] | None = None
 
 
-def answer_batch(answers: Sequence[ScoredAnswer], plan: BatchPlan, *, position: Position | None = None) -> Batch:
+def answer_batch(answers: Sequence[ScoredAnswer], plan: BatchPlan) -> Batch:
     """Make this rank's training batch of a step from all sampled `answers`, which are the same on every rank.
 
     Prompts with their answers are packed from the longest to the shortest, each into the fullest row with room. Empty
-    rows are added so that all ranks run the same number of forward passes. `position` is the position in the prompts at
-    which a run resumes after this step.
+    rows are added so that all ranks run the same number of forward passes.
     """
     answer_rows = _rows(answers, plan)
     rows = [*answer_rows, *[None] * (-len(answer_rows) % (plan.micro_batch_size * plan.dp))]
     rows = rows or [None] * (plan.micro_batch_size * plan.dp)
     costs = None if plan.streamed_row_cost is None else [plan.streamed_row_cost(row) for row in answer_rows]
     indices = indices_of_rank(costs, len(rows), plan)
-    batch = make_batch([rows[index] for index in indices], plan, position or Position(0, 0), (), is_filled=False)
+    batch = make_batch([rows[index] for index in indices], plan, Position(0, 0), (), is_filled=False)
     by_number = {answer.number: answer for answer in answers}
     assert len(by_number) == len(answers), "two answers of a step have the same number"
     return replace(

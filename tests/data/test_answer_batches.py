@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ds_finetune.data.answer_batches import ScoredAnswer, answer_batch
-from ds_finetune.data.batches import Batch, BatchPlan, Position
+from ds_finetune.data.batches import Batch, BatchPlan
 from ds_finetune.objectives.labels import IGNORE_INDEX
 
 ROW_LEN = 64
@@ -99,8 +99,7 @@ def test_packing_needs_fewer_forwards() -> None:
     """As many as the answers need, whatever their number is; none of them is a forward of empty rows."""
     packed, unpacked = answer_batch(answers(), PLAN), answer_batch(answers(), replace(PLAN, row_len=None))
     assert len(packed.micro) < len(unpacked.micro) == 12
-    few = answer_batch(answers(2), PLAN, position=Position(1, 5))
-    assert few.position == Position(1, 5)
+    few = answer_batch(answers(2), PLAN)
     assert [len(micro.lengths) for micro in few.micro] == [2]
     assert [len(micro.lengths) for micro in answer_batch(answers(1), PLAN).micro] == [1]
     none = answer_batch([], PLAN)
