@@ -238,22 +238,17 @@ def read_state_groups(groups: Sequence[StateGroup], reader: PartReader, *, absen
     for group in groups:
         with group.opened(True) as read:
             for piece in group.slices:
-                _check_shape(piece, reader)
                 _read_slice(piece, reader, read, absent=absent)
 
 
-def _check_shape(piece: Slice, reader: PartReader) -> None:
-    stored = reader.held.get(piece.key)
+def _read_slice(piece: Slice, reader: PartReader, read: Read, *, absent: str) -> None:
+    stored, copied = reader.held.get(piece.key), 0
     if stored is None or stored[0][1].shape != piece.shape:
         description = "nothing" if stored is None else f"shape {stored[0][1].shape}"
         raise CheckpointError(
             f"`{piece.key}` has shape {piece.shape} in this run, and the checkpoint has {description} for it",
             hint="resume with the model from which the checkpoint was saved",
         )
-
-
-def _read_slice(piece: Slice, reader: PartReader, read: Read, *, absent: str) -> None:
-    copied = 0
     for chunk, at in chunks_of_slice(piece):
         copied += reader.copy(piece.key, chunk, read(piece.key)[at : at + chunk.numel].view(chunk.sizes))
     if copied != piece.numel:

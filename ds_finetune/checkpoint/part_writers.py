@@ -107,17 +107,12 @@ class WriterProcess:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         child_end.close()
 
-    def send(self, job: Job) -> None:
-        """Send a job to the writer process. If the process has exited, `errors` reports it, not this method."""
-        self._num_sent += 1
-        self._send(job)
-
-    def stop_waiting(self) -> None:
-        """Make the writer process stop waiting for the part files of other ranks. Its commit then fails."""
-        self._send(StopWaiting())
-
-    def _send(self, message: Job | StopWaiting) -> None:
+    def send(self, message: Job | StopWaiting) -> None:
+        """Send a job to the writer process, or StopWaiting, so that it stops waiting for the part files of other ranks
+        and its commit fails. If the process has exited, `errors` reports it, not this method.
+        """
         assert self._pipe is not None
+        self._num_sent += not isinstance(message, StopWaiting)
         with suppress(ConnectionError):
             self._pipe.send(message)
 

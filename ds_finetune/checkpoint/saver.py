@@ -19,6 +19,7 @@ from ds_finetune.checkpoint.commit import (
     Manifest,
     RemoveJob,
     ReserveJob,
+    StopWaiting,
     WriteJob,
     commit,
     complete_steps,
@@ -115,7 +116,7 @@ class Saver:
             if has_failed and not pending.has_failed:
                 pending.has_failed = True
                 if self.folder.is_leader and self.is_asynchronous and self._process.is_busy:
-                    self._process.stop_waiting()
+                    self._process.send(StopWaiting())
             if not is_busy:
                 self._pending = None
                 return pending

@@ -23,6 +23,7 @@ from ds_finetune.checkpoint.commit import (
     Manifest,
     RemoveJob,
     ReserveJob,
+    StopWaiting,
     WriteJob,
     commit,
     complete_steps,
@@ -359,14 +360,14 @@ def test_a_commit_is_told_not_to_wait_for_a_rank_that_failed(tmp_path: Path) -> 
     time.sleep(0.3)
     assert process.errors() == []
     assert process.is_busy
-    process.stop_waiting()
+    process.send(StopWaiting())
     found: list[str] = []
     until = time.monotonic() + 60
     while process.is_busy:
         found += process.errors()
         assert time.monotonic() < until
     assert found == ["TimeoutError: 1 of 2 parts were not written"]
-    process.stop_waiting()
+    process.send(StopWaiting())
     process.send(RemoveJob([partial]))
     while process.is_busy:
         assert process.errors() == []
