@@ -17,16 +17,9 @@ from ds_finetune.config.sections import RouterConfig
 from ds_finetune.config.value_types import OnResume
 from ds_finetune.errors import CheckpointError
 from ds_finetune.foreign.auto_configs import CONFIG_MAPPING
+from ds_finetune.plan.deepspeed_config import DERIVED_KEYS
 
-_DERIVED = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "optimizer.",
-    "bf16.enabled",
-    "fp16.enabled",
-)
+_DERIVED = (*DERIVED_KEYS, "optimizer.", "bf16.enabled", "fp16.enabled")
 """Keys of the DeepSpeed configuration that are not compared, because their values follow from the run file."""
 
 
@@ -99,10 +92,7 @@ def _keys(config: Mapping[str, Any]) -> dict[str, Any]:
     values = set_values(defaults) | set_values(routers) | set_values(config)
     # Adam and AdamW are the same optimizer in this program (decoupled weight decay), so they count as equal.
     name = str(values["optim.name"]).lower()
-    values["optim.name"] = "adamw" if name == "adam" else name
-    # In run files of older versions, train.activation_checkpointing is a boolean.
-    key = "train.activation_checkpointing"
-    return values | {key: {True: "full", False: "none"}.get(values[key], values[key])}
+    return values | {"optim.name": "adamw" if name == "adam" else name}
 
 
 def _other_evaluation(state: RunState, now: RunIdentity) -> list[str]:

@@ -303,15 +303,19 @@ def _check_equal(pairs: Iterable[tuple[str, object, str, object]], hint: str, *,
             raise ConfigError(f"{before}{name} {value!r} contradicts {key} {own!r}{after}", hint=hint.format(name))
 
 
+DERIVED_KEYS = {
+    "train_batch_size": "train.global_batch_size",
+    "train_micro_batch_size_per_gpu": "train.micro_batch_size",
+    "gradient_accumulation_steps": "global_batch_size / (micro_batch_size x dp) =",
+    "gradient_clipping": "train.max_grad_norm",
+}
+"""Keys of a DeepSpeed configuration whose values follow from the run file, each with how messages name this value."""
+
+
 def _values_given_twice(
     tree: Tree, train: TrainConfig, optim: OptimConfig, derived: Tree
 ) -> Iterator[tuple[str, object, str, object]]:
-    for key, own in (
-        ("train_batch_size", "train.global_batch_size"),
-        ("train_micro_batch_size_per_gpu", "train.micro_batch_size"),
-        ("gradient_accumulation_steps", "global_batch_size / (micro_batch_size x dp) ="),
-        ("gradient_clipping", "train.max_grad_norm"),
-    ):
+    for key, own in DERIVED_KEYS.items():
         yield key, tree.get(key), own, derived[key]
     for key in ("bf16", "fp16"):
         enabled = (tree.get(key) or {}).get("enabled")

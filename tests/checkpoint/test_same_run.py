@@ -170,16 +170,6 @@ def test_nothing_is_refused_or_printed_where_nothing_changed() -> None:
     )
 
 
-@pytest.mark.parametrize(("old", "now"), [(True, "full"), (False, "none")])
-def test_recomputation_was_a_truth_value_in_older_versions(old: bool, now: str) -> None:
-    then = dumped(TREE)
-    then["train"]["activation_checkpointing"] = old
-    same, other = (dumped(TREE | {"train": {"activation_checkpointing": each}}) for each in (now, "selective"))
-    assert changes_since_checkpoint(state_of(then), RunIdentity(same, "rows")) == []
-    (line,) = changes_since_checkpoint(state_of(then), RunIdentity(other, "rows"))
-    assert line == f"changed since the checkpoint: train.activation_checkpointing '{now}' -> 'selective'"
-
-
 @pytest.mark.parametrize("asked", ["auto", "fp32"])
 def test_another_precision_is_printed_with_both(asked: str) -> None:
     """Also where the run file has `auto`, which is another precision on the CPU that resumes than on the first one."""

@@ -37,7 +37,7 @@ from ds_finetune.model.adapters.lora_plan import plan_lora
 from ds_finetune.model.build.model_plan import task_of
 from ds_finetune.model.build.skeleton import has_class, read_hf_config
 from ds_finetune.model.mtp import set_mtp_layers
-from ds_finetune.plan.deepspeed_config import choose_deepspeed, read_choices
+from ds_finetune.plan.deepspeed_config import DERIVED_KEYS, choose_deepspeed, read_choices
 from ds_finetune.plan.inexact import without_inexact
 from ds_finetune.plan.mesh import TESTED_LAYOUTS, Mesh
 from ds_finetune.plan.model_checks import check_model
@@ -57,16 +57,7 @@ from ds_finetune.reference.selftest.compare import compare_layout, write_model
 from ds_finetune.reference.selftest.plain_features import with_teacher, write_teacher
 from ds_finetune.system.world import World, accelerate_choices
 
-_LEFT_OUT = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "optimizer",
-    "bf16",
-    "fp16",
-    "data_types",
-)
+_LEFT_OUT = (*DERIVED_KEYS, "optimizer", "bf16", "fp16", "data_types")
 """Keys of a DeepSpeed configuration that the selftest leaves out: keys that follow from the run file, and `data_types`,
 which changes rounding.
 """
