@@ -52,17 +52,13 @@ class GenerationStopper:
     def stop(self, reason: str) -> None:
         """End the current generation, and any that starts before `clear` is called."""
         self.reason = reason
-        self._set_terminate(terminate=True)
+        # ONNX Runtime runs a forward pass as one call, which checks `terminate` between operators.
+        if self._options is not None:
+            self._options.terminate = bool(reason)
 
     def clear(self) -> None:
         """Allow generations again after `stop`."""
-        self.reason = ""
-        self._set_terminate(terminate=False)
-
-    def _set_terminate(self, *, terminate: bool) -> None:
-        # ONNX Runtime runs a forward pass as one call, which checks `terminate` between operators.
-        if self._options is not None:
-            self._options.terminate = terminate
+        self.stop("")
 
     def _check(self, *_: Any) -> None:  # noqa: ANN401 - a module and its inputs
         if self.reason:

@@ -78,18 +78,7 @@ class HostCheck:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request to the application, or refuse it because of its Host or Origin header."""
         is_refused = scope["type"] == "http" and not self._rules.allows(Headers(scope=scope))
-        await (foreign_host() if is_refused else self._app)(scope, receive, send)
-
-
-def foreign_host() -> PlainTextResponse:
-    """Make the response to a request whose Host or Origin header names another server."""
-    return PlainTextResponse(_REFUSED, status_code=421)
-
-
-def too_many_requests() -> PlainTextResponse:
-    """Response to a request that arrives while the server answers or queues as many requests as it can."""
-    text = f"The server is busy with {REQUESTS} requests, as many as it can have: send the request again later.\n"
-    return PlainTextResponse(text, status_code=503, headers={"Retry-After": "10", "Connection": "close"})
+        await (PlainTextResponse(_REFUSED, status_code=421) if is_refused else self._app)(scope, receive, send)
 
 
 class BoundedProtocol(H11Protocol):
@@ -138,9 +127,11 @@ class BoundedProtocol(H11Protocol):
             self._close()
 
     async def _answer_or_refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
-        num_requests = sum(not connection._is_waiting for connection in self._all_connections())
-        app = self.config.loaded_app if num_requests <= REQUESTS else too_many_requests()
-        await app(scope, receive, send)
+        if sum(not connection._is_waiting for connection in self._all_connections()) <= REQUESTS:
+            return await self.config.loaded_app(scope, receive, send)  # type: ignore[no-any-return]
+        text = f"The server is busy with {REQUESTS} requests, as many as it can have: send the request again later.\n"
+        busy = PlainTextResponse(text, status_code=503, headers={"Retry-After": "10", "Connection": "close"})
+        await busy(scope, receive, send)
 
     def _all_connections(self) -> "list[BoundedProtocol]":
         return [connection for connection in self.connections if isinstance(connection, BoundedProtocol)]
