@@ -72,8 +72,7 @@ def _last_hidden_states(layers: Layers, positions: str, *, with_cache: bool) -> 
     for number in range(config.num_hidden_layers):
         name = f"model.layers.{number}"
         normed = layers.norm(hidden, f"{name}.input_layernorm")
-        update_cache = _append_to_cache(graph, number) if with_cache else lambda key, value_: (key, value_)
-        scope = _AttentionScope(layers, config, mask, rotary, update_cache)
+        scope = _AttentionScope(layers, mask, rotary, number, with_cache)
         hidden = graph.op("Add", hidden, attention(scope, normed, f"{name}.self_attn"))
         normed = layers.norm(hidden, f"{name}.post_attention_layernorm")
         is_sparse = hasattr(layers.module(f"{name}.mlp"), "experts")
@@ -117,24 +116,21 @@ def check_config(config: PretrainedConfig) -> None:
         )
 
 
-CacheUpdate = Callable[[str, str], tuple[str, str]]
-"""Function from a layer's new keys and values to the keys and values of all tokens, including cached ones."""
-
-
-def _append_to_cache(graph: Graph, number: int) -> CacheUpdate:
-    def append(new: str, part: str) -> str:
-        return graph.op("Concat", f"past_key_values.{number}.{part}", new, axis=2, name=f"present.{number}.{part}")
-
-    return lambda key, value_: (append(key, "key"), append(value_, "value"))
-
-
 @dataclass(frozen=True)
 class _AttentionScope:
     layers: Layers
-    config: PretrainedConfig
     mask: Mask
     rotary: Rotary
-    update_cache: CacheUpdate
+    number: int
+    with_cache: bool
+
+    def update_cache(self, **new: str) -> list[str]:
+        """Add a layer's new keys and values to its cached ones. Returns the keys and values of all tokens."""
+        if not self.with_cache:
+            return [*new.values()]
+        parts = ((f"{self.number}.{part}", states) for part, states in new.items())
+        op = self.layers.graph.op
+        return [op("Concat", f"past_key_values.{n}", x, axis=2, name=f"present.{n}") for n, x in parts]
 
 
 def _grouped_query(config: PretrainedConfig) -> tuple[Callable[[_AttentionScope, str, str], str], Cache]:
@@ -152,7 +148,7 @@ def _grouped_query(config: PretrainedConfig) -> tuple[Callable[[_AttentionScope,
             query, key = layers.norm(query, f"{name}.q_norm"), layers.norm(key, f"{name}.k_norm")
         query, key = (scope.rotary.rotate_first(layers.heads_first(part), width) for part in (query, key))
         value_ = layers.heads_first(layers.heads(layers.linear(x, f"{name}.v_proj"), key_heads, width))
-        key, value_ = scope.update_cache(key, value_)
+        key, value_ = scope.update_cache(key=key, value=value_)
         query = graph.op("Mul", query, graph.scalar(module.scaling))
         mixed = scope.mask.attend(query, key, value_, heads=heads, key_heads=key_heads)
         return layers.linear(layers.merge_heads(mixed), f"{name}.o_proj")
@@ -186,7 +182,7 @@ def _latent(config: PretrainedConfig) -> tuple[Callable[[_AttentionScope, str, s
         )
         latent = graph.op("Unsqueeze", layers.norm(latent, f"{name}.kv_a_layernorm"), graph.ints(1))
         shared = scope.rotary.rotate(graph.op("Unsqueeze", shared, graph.ints(1)))
-        latent, shared = scope.update_cache(latent, shared)
+        latent, shared = scope.update_cache(key=latent, value=shared)
         to_key, to_value = _split_kv_b(layers, f"{name}.kv_b_proj", heads, (nope, width))
         query = graph.op("Concat", graph.op("MatMul", plain, to_key), scope.rotary.rotate(rotated), axis=-1)
         query = graph.op("Mul", query, graph.scalar(module.scaling))
