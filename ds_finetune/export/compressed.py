@@ -33,7 +33,7 @@ from ds_finetune.export.plain_source import SHARD_BYTES, copy_settings, plain_fo
 from ds_finetune.export.quantisation_loss import quantisation_loss
 from ds_finetune.export.safetensors_folder import SECTION
 from ds_finetune.export.safetensors_format import load_model, load_scorer
-from ds_finetune.export.shards import HubTensor, ShardWriter, plan_shards
+from ds_finetune.export.shards import PIECE_NUMEL, HubTensor, ShardWriter, plan_shards
 from ds_finetune.export.source import check_finite
 from ds_finetune.export.verify.verify import VerificationResult
 from ds_finetune.families.family import Family
@@ -46,7 +46,6 @@ __all__ = ["check_model", "load_model", "load_scorer", "verify", "write"]
 _FORMAT = "compressed-tensors 1"
 verify = partial(verify_files, kind=_FORMAT)
 _WEIGHT = ".weight"
-_CHUNK_NUMEL = 2**22
 _SLACK = 2**-6
 """Tolerance for bf16 rounding of weights, scales and products: 4 x 2**-8, relative to a row's largest weight."""
 
@@ -200,7 +199,7 @@ def _parts_of(
     """Yield the tensors stored for the weight `key` in chunks: suffix of the tensor's name, first index, elements."""
     shape = hub.shapes[key]
     columns = math.prod(shape[1:])
-    step = max(_CHUNK_NUMEL // columns, 1)
+    step = max(PIECE_NUMEL // columns, 1)
     for first in range(0, shape[0] if shape else 1, step):
         rows = hub.rows(key, first, min(first + step, shape[0])) if shape else hub.full_tensor(key)
         check_finite(key, rows, rows, others="w8a16")

@@ -20,7 +20,7 @@ from ds_finetune.console.phase_line import PhaseLine
 from ds_finetune.errors import ExportError, OutputError
 from ds_finetune.export.model_config import NAMED_TEMPLATES, served_config, write_files
 from ds_finetune.export.output_folder import as_output_errors, replaced_folder
-from ds_finetune.export.shards import HubTensor, ShardWriter, plan_shards
+from ds_finetune.export.shards import PIECE_NUMEL, HubTensor, ShardWriter, plan_shards
 from ds_finetune.export.verify.record import ExportRecord
 from ds_finetune.families.family import Family
 from ds_finetune.families.text_part import is_composite
@@ -36,8 +36,6 @@ _SCALE_FORMAT, _POWERS_OF_TWO = "scale_fmt", "ue8m0"
 _SCALE_FORMATS = (None, "float", _POWERS_OF_TWO)
 _NOT_CONVERTED = ("modules_to_not_convert", "ignored_layers")
 """Keys of `quantization_config` that list the modules without FP8 weights; a config.json has at most one of them."""
-_COPIED_NUMEL = 2**22
-"""Number of elements of a tensor of images or sound that are copied at a time."""
 _MATRIX = 2
 _WEIGHT = ".weight"
 
@@ -248,9 +246,8 @@ def folder_writer(
             "trained, and the folder with its other parts is not known",
             hint="set --base to the folder of the model that training started from",
         )
-    all_tensors = [*tensors, *parts.base_tensors]
-    names = parts.composite.published if parts.composite is not None else {}
-    fused = parts.composite.fused if parts.composite is not None else {}
+    all_tensors, composite = [*tensors, *parts.base_tensors], parts.composite
+    names, fused, others = (composite.published, composite.fused, composite.others) if composite else ({}, {}, {})
     joined = joined_qkv({each.key: each.shape for each in all_tensors}, parts.family)
     names = {**names, **{part: (key, first) for part, (key, first, _) in joined.items()}}
     fused = {**fused, **{key: shape for key, _, shape in joined.values()}}
@@ -262,10 +259,9 @@ def folder_writer(
             yield writer
             if parts.copy_base_tensors is not None:
                 parts.copy_base_tensors(writer)
-            others = parts.composite.others if parts.composite is not None else {}
             sizes = {key: math.prod(stored.shape) for key, stored in others.items()}
-            for key, start in ((key, at) for key, numel in sizes.items() for at in range(0, numel, _COPIED_NUMEL)):
-                writer.write(key, start, others[key].read(start, min(_COPIED_NUMEL, sizes[key] - start)))
+            for key, start in ((key, at) for key, numel in sizes.items() for at in range(0, numel, PIECE_NUMEL)):
+                writer.write(key, start, others[key].read(start, min(PIECE_NUMEL, sizes[key] - start)))
             writer.finish()
         with as_output_errors(partial):
             _write_config_and_files(partial, parts, all_tensors)

@@ -23,6 +23,8 @@ from ds_finetune.export.verify.record import Digest
 from ds_finetune.model.build.hub_folder import INDEX
 from ds_finetune.model.weights.safetensors_file import encode_header
 
+PIECE_NUMEL = 2**22
+"""Number of elements of a tensor that are read, cast, compared or written at a time: 16 MiB of fp32."""
 _SHOWN = 5
 _RELEASE_BYTES = 64 * MIB
 """Number of bytes written to a weight file before its pages are dropped from the page cache."""

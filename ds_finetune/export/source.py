@@ -12,6 +12,7 @@ from huggingface_hub.errors import StrictDataclassError
 
 from ds_finetune.errors import ExportError
 from ds_finetune.export.load import auto_class
+from ds_finetune.export.shards import PIECE_NUMEL
 from ds_finetune.families.table import family_of
 from ds_finetune.foreign.auto_configs import AutoConfig
 from ds_finetune.model.build.hub_folder import check_folder
@@ -19,9 +20,6 @@ from ds_finetune.model.build.text_config import check_text_part, text_config
 from ds_finetune.model.loss.score_config import is_classifier
 from ds_finetune.model.quantised.quantisation import check_readable
 from ds_finetune.model.weights.names import differences, hub_pieces
-
-_COMPARED_NUMEL = 2**20
-"""Number of elements of two tensors that are compared at a time."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +162,7 @@ def _is_equal(source: TensorSource, name: str, other: str) -> bool:
     if source.shapes[name] != source.shapes[other]:
         return False
     numel = math.prod(source.shapes[name])
-    parts = ((start, min(_COMPARED_NUMEL, numel - start)) for start in range(0, numel, _COMPARED_NUMEL))
+    parts = ((start, min(PIECE_NUMEL, numel - start)) for start in range(0, numel, PIECE_NUMEL))
     return all(torch.equal(source.read(name, *part).clone(), source.read(other, *part)) for part in parts)
 
 

@@ -14,14 +14,13 @@ from transformers import PretrainedConfig
 
 from ds_finetune.errors import ExportError
 from ds_finetune.export.gguf.settings import head_dim, rope_factors
+from ds_finetune.export.shards import PIECE_NUMEL
 from ds_finetune.export.source import check_finite
 from ds_finetune.families.family import Family
 from ds_finetune.model.build.hub_folder import HubFolder
 
 KINDS = {"bf16": Kind.BF16, "f16": Kind.F16, "f32": Kind.F32, "q8_0": Kind.Q8_0}
 """ggml's tensor types by the value of `--dtype`."""
-_CHUNK_NUMEL = 2**22
-"""Number of elements of a tensor that are read, cast and written at a time: 16 MiB of fp32."""
 _EXPERT = re.compile(r"^(model\.layers\.\d+)\.\w+\.experts\.(\d+)\.(\w+)\.weight$")
 _FP32_WEIGHTS = ("_norm.weight", ".ffn_gate_inp.weight")
 _ROTATED = tuple(f"{name}_proj.{part}" for name in "qk" for part in ("weight", "bias"))
@@ -68,7 +67,7 @@ class GgufTensor:
             shape = hub.shapes[key]
             columns = shape[-1] if len(shape) > 1 else 1
             numel = self.group * columns
-            step = max(_CHUNK_NUMEL // numel, 1) * numel
+            step = max(PIECE_NUMEL // numel, 1) * numel
             for start in range(0, math.prod(shape), step):
                 flat = hub.read(key, start, min(step, math.prod(shape) - start))
                 yield self.change(flat.view(-1, self.group, columns)) if self.change else flat

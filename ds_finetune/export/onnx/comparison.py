@@ -16,6 +16,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from ds_finetune.export.load import auto_class
 from ds_finetune.export.onnx.runtime import OnnxCausalLM, OnnxModel, OnnxScorer
+from ds_finetune.export.shards import PIECE_NUMEL
 from ds_finetune.families.table import family_of
 from ds_finetune.foreign.auto_configs import AutoConfig
 from ds_finetune.model.loss.score_config import is_classifier
@@ -27,8 +28,6 @@ TOLERANCES = {np.dtype(np.float32): 1e-4, np.dtype(np.float16): 2e-2}
 FLIPPED_FRACTION = 0.1
 """Fraction of positions that may exceed the tolerance in fp16, where rounding can change the choice of experts."""
 NEW_TOKENS = 8
-_PRODUCT_NUMEL = 2**22
-"""Number of elements of a 16-bit matrix that are cast to fp32 at a time."""
 GENERATED = (
     ((0,), 1, (1,)),
     ((0, 3), 9, (9,)),
@@ -170,7 +169,7 @@ class _ProductsInFp32(TorchFunctionMode):
         inputs, weight, bias = (*args, None)[:3]
         out, first = inputs.new_empty(*inputs.shape[:-1], len(weight)), 0
         # One buffer is used for all chunks of a weight, because a new buffer for each would fragment the heap.
-        buffer = torch.empty(max(_PRODUCT_NUMEL // weight.shape[1], 1), weight.shape[1])
+        buffer = torch.empty(max(PIECE_NUMEL // weight.shape[1], 1), weight.shape[1])
         for part in weight.split(len(buffer)):
             out[..., first : first + len(part)] = function(inputs, buffer[: len(part)].copy_(part))
             first += len(part)

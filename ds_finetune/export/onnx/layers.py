@@ -10,6 +10,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from ds_finetune.export.formats import ONNX
 from ds_finetune.export.onnx.graph import Graph
+from ds_finetune.export.shards import PIECE_NUMEL
 from ds_finetune.export.source import check_finite
 from ds_finetune.families.family import Family, OnnxGraph
 from ds_finetune.families.table import family_of
@@ -18,8 +19,6 @@ from ds_finetune.model.weights.names import published_name
 Read = Callable[[str], torch.Tensor]
 """Function that reads the full tensor of a published name, on the CPU."""
 _LAST = -1
-_PIECE_NUMEL = 2**22
-"""Number of elements of a weight that are cast and written at a time."""
 
 
 def parts_of(config: PretrainedConfig) -> OnnxGraph:
@@ -73,7 +72,7 @@ class Layers:
         def pieces() -> Iterator[np.ndarray]:
             # Embedding and head are the largest tensors of small models, so they are cast in chunks of bounded size.
             changed = change(self.read(stored))
-            for part in changed.split(max(_PIECE_NUMEL * len(changed) // changed.numel(), 1)):
+            for part in changed.split(max(PIECE_NUMEL * len(changed) // changed.numel(), 1)):
                 yield array_of(part, dtype or self.graph.dtype, key)
 
         return self.graph.weight(name or key, shape, pieces, dtype)

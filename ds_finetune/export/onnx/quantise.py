@@ -19,11 +19,10 @@ from ds_finetune.export.onnx.comparison import Reference, generate_tokens, leads
 from ds_finetune.export.onnx.graph import Graph, Weight, write_model
 from ds_finetune.export.onnx.runtime import OnnxCausalLM, OnnxModel
 from ds_finetune.export.quantisation_loss import QuantisationLoss, quantisation_loss
+from ds_finetune.export.shards import PIECE_NUMEL
 
 BITS = {"int8": 8, "int4": 4}
 _ROUTER = ".gate.weight"
-_PIECE_NUMEL = 2**22
-"""Number of elements of a weight that are read and quantised at a time."""
 _BLOCK = 32
 """Number of consecutive weights in a column that share a scale and a zero point."""
 
@@ -122,7 +121,7 @@ class _Matrix:
 
     def _numbers(self) -> Iterator[np.ndarray]:
         rows, columns = self.read().shape
-        step = max(_PIECE_NUMEL // rows, 1)
+        step = max(PIECE_NUMEL // rows, 1)
         for first in range(0, columns, step):
             part = np.ascontiguousarray(self.read()[:, first : first + step])
             packed, *rest = self.quantizer.qbits_block_quant(part)
@@ -152,8 +151,8 @@ def _unchanged(folder: Path, tensor: onnx.TensorProto) -> Weight:
     read = partial(_values, tensor, folder / DATA)
 
     def pieces() -> Iterator[np.ndarray]:
-        for first in range(0, max(math.prod(tensor.dims), 1), _PIECE_NUMEL):
-            yield np.array(read().reshape(-1)[first : first + _PIECE_NUMEL])
+        for first in range(0, max(math.prod(tensor.dims), 1), PIECE_NUMEL):
+            yield np.array(read().reshape(-1)[first : first + PIECE_NUMEL])
 
     return Weight(tensor.name, tuple(tensor.dims), read().dtype, pieces)
 
