@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ds_finetune.data.prompt_format import PromptFormat
+from ds_finetune.data.prompt_format import GENERATION, PromptFormat
 from ds_finetune.data.sample_tokens import SampleTokeniser
 from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.errors import DataError
@@ -23,7 +23,7 @@ from ds_finetune.export.model_config import TOKENIZER_CONFIG
 from ds_finetune.export.verify.record import TEXTS
 from ds_finetune.foreign.auto_configs import AutoTokenizer
 from ds_finetune.model.build.hub_folder import copy_model_file
-from ds_finetune.model.loss.score_config import NEW_PADDING
+from ds_finetune.model.loss.score_config import NEW_PADDING, is_classifier
 
 Encode = Callable[[str, str | None], list[int]]
 """Function from a text, or a pair of texts, to the token ids that training uses."""
@@ -102,14 +102,16 @@ def fit_beginning(
 def fit_folder(
     files: Sequence[Path], config: Mapping[str, Any]
 ) -> tuple[PreTrainedTokenizerBase, dict[str, str]] | None:
-    """Load the tokenizer of `files`. Returns it and the result of `fit_beginning`; None if no tokenizer loads."""
+    """Load the tokenizer of a language model from its `files`. Returns it and the result of `fit_beginning`; None for a
+    classifier, or if no tokenizer loads.
+    """
+    named = {path.name: path for path in files if path.name != GENERATION}
+    if is_classifier(config) or not named:
+        return None
     try:
-        tokenizer = load_tokenizer(str(files[0].parent)) if files else None
+        tokenizer = load_tokenizer(str(next(iter(named.values())).parent))
     except DataError:
         return None
-    if tokenizer is None:
-        return None
-    named = {path.name: path for path in files}
     return tokenizer, fit_beginning(tokenizer, named, PromptFormat.of_tokenizer(tokenizer), config=config)
 
 

@@ -19,7 +19,7 @@ from ds_finetune.export.formats import ExportResult
 from ds_finetune.export.model_config import config_changes
 from ds_finetune.export.output_folder import check_out_empty
 from ds_finetune.export.readers.sources import OpenedSource, open_source
-from ds_finetune.export.safetensors_folder import TOKENIZER_FILES, FolderParts, tokenizer_files, writable_section
+from ds_finetune.export.safetensors_folder import FolderParts, tokenizer_files, writable_section
 from ds_finetune.export.source import ModelSpec, fit_source, read_model_spec
 from ds_finetune.export.verify.record import ExportRecord, classifier_prompts, fixed_prompts
 from ds_finetune.families.table import family_of
@@ -32,8 +32,6 @@ from ds_finetune.model.quantised.fp8 import FP8 as FP8_DTYPE
 from ds_finetune.model.weights.names import published_names
 from ds_finetune.system.disk import nearest_existing
 
-COPIED_FILES = (GENERATION, *TOKENIZER_FILES)
-"""Names of files that an export copies beside the weights, if they exist."""
 FP8 = "fp8"
 """Value of `--dtype` for linear weights in FP8 blocks, as DeepSeek-V3 is published, with other weights in bf16."""
 
@@ -166,7 +164,7 @@ def _parts(folders: tuple[Path, ...], spec: ModelSpec, opened: OpenedSource, dty
     plain = torch.bfloat16 if dtype == FP8 else PRECISION_DTYPES[dtype]
     files = beside_weights((opened.trained, *folders) if opened.trained else folders)
     record = opened.record or _record_without_logits(file.parent, opened, plain)
-    fitted = None if spec.is_classifier else fit_folder([path for path in files if path.name != GENERATION], config)
+    fitted = fit_folder(files, config)
     if fitted and not record.text_ids:
         record = record.with_tokens(PromptFormat.of_tokenizer(fitted[0]), fitted[0])
     return FolderParts(

@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from ds_finetune.data.prompt_format import GENERATION
 from ds_finetune.errors import ExportError
 from ds_finetune.export.fitted_tokenizer import fit_folder
 from ds_finetune.export.from_checkpoint import beside_weights, export_checkpoint
@@ -76,7 +75,7 @@ def copy_settings(folder: Path, out: Path) -> None:
     """
     files = beside_weights((folder,))
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    fitted = None if is_classifier(config) else fit_folder([path for path in files if path.name != GENERATION], config)
+    fitted = fit_folder(files, config)
     texts = fitted[1] if fitted else {}
     if config.pop(CODE, None) is not None:
         texts = {**texts, "config.json": json.dumps(config, indent=2, ensure_ascii=False) + "\n"}

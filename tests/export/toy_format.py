@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ds_finetune.errors import ExportError
 from ds_finetune.export.formats import ExportFormat, ExportOptions, ExportResult, Scorer
-from ds_finetune.export.from_checkpoint import COPIED_FILES, export_checkpoint
+from ds_finetune.export.from_checkpoint import beside_weights, export_checkpoint
 from ds_finetune.export.output_folder import RECORD, check_out_empty, replaced_folder
 from ds_finetune.export.verify.verify import VerificationResult, mark_folder
 
@@ -39,9 +39,8 @@ def write(source: Path, out: Path, options: ExportOptions) -> ExportResult:
         export_checkpoint(source, hub, dtype=options.dtype, max_shard_bytes=10**10, base=options.base)
         tensors = {key: tensor.numpy() for key, tensor in load_file(hub / "model.safetensors").items()}
         np.savez(partial / "weights.npz", **tensors)
-        for name in ("config.json", *COPIED_FILES):
-            if (hub / name).is_file():
-                (partial / name).write_bytes((hub / name).read_bytes())
+        for file in (hub / "config.json", *beside_weights((hub,))):
+            (partial / file.name).write_bytes(file.read_bytes())
         (partial / RECORD).write_text(json.dumps({"format": "toy 1", "sum": _digest(partial)}))
     size = (out / "weights.npz").stat().st_size
     return ExportResult(folder=out, num_tensors=len(tensors), num_bytes=size, seconds=time.monotonic() - began)

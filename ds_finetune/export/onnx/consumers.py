@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from ds_finetune.data.prompt_format import read_generation
 from ds_finetune.data.tokenizer_files import has_vocabulary, load_tokenizer
 from ds_finetune.export.consumer_tokens import genai_note
 from ds_finetune.export.onnx import DATA, MODEL
@@ -40,8 +41,7 @@ def write_settings(folder: Path, config: PretrainedConfig, *, dtype: str, with_c
 
 
 def _genai_config(folder: Path, config: PretrainedConfig) -> dict[str, Any]:
-    file = folder / "generation_config.json"
-    saved = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    saved = read_generation(folder)
     ids = {
         name: saved.get(f"{name}_token_id", getattr(config, f"{name}_token_id", None)) for name in ("bos", "eos", "pad")
     }
