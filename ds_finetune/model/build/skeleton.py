@@ -57,7 +57,8 @@ _LOGIT_TRANSFORMS = (
 only by the usual formula.
 """
 _BALANCE_WEIGHTS = ("router_aux_loss_coef", "aux_loss_coef")
-_FACTORIES = {"causal_lm": AutoModelForCausalLM, "sequence_classification": AutoModelForSequenceClassification}
+FACTORIES = {"causal_lm": AutoModelForCausalLM, "sequence_classification": AutoModelForSequenceClassification}
+"""transformers' Auto class that makes the models of each task."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +176,7 @@ def read_hf_config(path: str, *, files: Sequence[str] = HUB_FILES, task: Task = 
 
 def has_class(config: PretrainedConfig, task: Task) -> bool:
     """Whether transformers has a model class for this configuration and task."""
-    return type(config) in _FACTORIES[task]._model_mapping
+    return type(config) in FACTORIES[task]._model_mapping
 
 
 def _check_task(config: PretrainedConfig, task: Task, label: str) -> None:
@@ -251,7 +252,7 @@ def _check_balance_loss(config: PretrainedConfig, task: Task, label: str) -> Non
 
 def model_class(hf_config: PretrainedConfig, task: Task = "causal_lm") -> type[PreTrainedModel]:
     """transformers' model class for a configuration and a task."""
-    return _FACTORIES[task]._model_mapping[type(hf_config)]  # type: ignore[no-any-return]
+    return FACTORIES[task]._model_mapping[type(hf_config)]  # type: ignore[no-any-return]
 
 
 def head_of(lm: PreTrainedModel) -> Any:  # noqa: ANN401 - mostly a linear layer, whose class its users change

@@ -28,7 +28,7 @@ from ds_finetune.foreign.torch_nn import without_cpu_packing
 from ds_finetune.model.adapters.lora import factors_of
 from ds_finetune.model.build.dtypes import PRECISION_DTYPES
 from ds_finetune.model.build.model_plan import ModelPlan
-from ds_finetune.model.build.skeleton import resolve_folder
+from ds_finetune.model.build.skeleton import FACTORIES, resolve_folder
 from ds_finetune.model.loss.teacher import TeacherPlan
 from ds_finetune.model.parallel.pipeline import build_meta_model
 from ds_finetune.objectives.labels import IGNORE_INDEX
@@ -40,7 +40,6 @@ from ds_finetune.objectives.objective import (
     TopLogProbs,
 )
 from ds_finetune.reference.selftest.plain_losses import distill_loss
-from ds_finetune.reference.selftest.reference_loop import auto_class
 from ds_finetune.system.versions import pip_install, requirements_of
 
 PADDED_DOCUMENTS = 8
@@ -174,9 +173,7 @@ def plain_model(engine: Engine, model: ModelPlan) -> Any:  # noqa: ANN401 - of t
     """
     device, lora, in_four_bits = engine.plan.device, model.lora, {f"{name}.weight" for name in model.quantised}
     dtype = torch.float32 if lora is None else PRECISION_DTYPES[engine.plan.precision]
-    lm = (
-        _four_bit_model(model, engine) if in_four_bits else auto_class(model.task).from_config(_config(model)).to(dtype)
-    )
+    lm = _four_bit_model(model, engine) if in_four_bits else FACTORIES[model.task].from_config(_config(model)).to(dtype)
     lm.load_state_dict(
         {name: tensor for name, tensor in engine.tensors() if tensor is not None and name not in in_four_bits},
         strict=False,
@@ -198,7 +195,7 @@ def _four_bit_model(model: ModelPlan, engine: Engine) -> Any:  # noqa: ANN401 - 
     unquantised = [name for name, module in modules if isinstance(module, nn.Linear) and name not in model.quantised]
     options: dict[str, Any] = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
     quantisation = BitsAndBytesConfig(**options, bnb_4bit_compute_dtype=dtype, llm_int8_skip_modules=unquantised)
-    lm = auto_class(model.task).from_pretrained(
+    lm = FACTORIES[model.task].from_pretrained(
         resolve_folder(model.path),
         config=_config(model),
         dtype=dtype,

@@ -36,7 +36,7 @@ from ds_finetune.families.table import family_of
 from ds_finetune.model.adapters.lora import factors_of, merge_adapters
 from ds_finetune.model.build.dtypes import PRECISION_DTYPES
 from ds_finetune.model.build.model_plan import task_of
-from ds_finetune.model.build.skeleton import read_hf_config
+from ds_finetune.model.build.skeleton import FACTORIES, read_hf_config
 from ds_finetune.model.experts import spread_ids
 from ds_finetune.model.mtp import PREDICTION_LAYERS
 from ds_finetune.model.weights.names import is_adapter
@@ -60,7 +60,6 @@ from ds_finetune.reference.selftest.reference_loop import (
     PROMPTS,
     SFT,
     Steps,
-    auto_class,
     mean_loss,
     reference_loop,
 )
@@ -258,7 +257,7 @@ def write_model(
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(11)
-        model = auto_class(task_of(objective)).from_config(copy.deepcopy(config)).float()
+        model = FACTORIES[task_of(objective)].from_config(copy.deepcopy(config)).float()
         for name, param in model.named_parameters():
             if name.endswith("_proj.bias"):
                 # transformers initialises biases with zeros, which would hide a bias that is left out or added twice.

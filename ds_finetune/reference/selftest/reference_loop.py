@@ -13,9 +13,8 @@ from torch.nn import functional
 from ds_finetune.config.objectives import DistillObjective, ObjectiveConfig, SftObjective, is_distillation, is_grpo
 from ds_finetune.config.sections import MtpConfig
 from ds_finetune.engine.sampling.answers import SamplingLimits
-from ds_finetune.foreign.auto_models import AutoModelForCausalLM, AutoModelForSequenceClassification
 from ds_finetune.model.build.model_plan import task_of
-from ds_finetune.model.build.skeleton import Task
+from ds_finetune.model.build.skeleton import FACTORIES
 from ds_finetune.model.weights.names import is_adapter
 from ds_finetune.objectives.labels import IGNORE_INDEX
 from ds_finetune.plan.trained_parts import RouterPlan
@@ -79,11 +78,6 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=0.0)
 
 
-def auto_class(task: Task) -> Any:  # noqa: ANN401 - a class of transformers
-    """Choose the transformers class that loads a model for the task: sequence classification, or a causal LM."""
-    return AutoModelForCausalLM if task == "causal_lm" else AutoModelForSequenceClassification
-
-
 @dataclass(frozen=True)
 class _Problem:
     """What the reference loop optimises. `counts` are the numbers of units, documents and tokens. `reference` has fp64
@@ -107,7 +101,7 @@ def reference_loop(  # noqa: PLR0913
     mtp: MtpConfig | None = None,
 ) -> Steps:
     """Take optimizer steps on all samples with the model that transformers loads from `folder`."""
-    model = auto_class(task_of(objective)).from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
+    model = FACTORIES[task_of(objective)].from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
     plain_mtp = None if mtp is None else PlainMtp(model, folder, mtp)
     if adapters is not None:
         adapters.freeze(model, task_of(objective))
@@ -275,7 +269,7 @@ def mean_loss(
     """Load the model in `folder` with plain transformers, and return its mean loss over all samples. `base` has the
     folder and the adapters from which the run started, for objectives whose reference model they are.
     """
-    kind = auto_class(task_of(objective))
+    kind = FACTORIES[task_of(objective)]
     model = of_reference = kind.from_pretrained(folder, dtype=dtype, trust_remote_code=False).eval()
     if base is not None and objective.reference_source == "adapters_off":
         of_reference = kind.from_pretrained(base[0], dtype=torch.float32, trust_remote_code=False)
