@@ -73,8 +73,8 @@ def _instead(path: Sequence[str], section: type[BaseModel], root: type[BaseModel
 
 
 def _is_foreign(error: Any) -> bool:  # noqa: ANN401 - pydantic's ErrorDetails
-    """Whether a pydantic error is about an unknown key. A key of another trainer is unknown too where it has the name
-    of a section of the run file, as in `optim: adamw_torch`.
+    """Whether a pydantic error is about an unknown key. The key in `optim: adamw_torch` counts as another trainer's:
+    in a run file `optim` is a section, not a text.
     """
     is_value = error["type"] == "model_type" and len(error["loc"]) == 1 and error["loc"][0] in KEY_OF
     return error["type"] == "extra_forbidden" or is_value
@@ -90,7 +90,8 @@ def _example(word: str, value: object, key: str) -> str:
 def written(word: str, value: object, key: str) -> str:
     """Text that names run-file key `key` as the replacement of `word: value` in another trainer's file.
 
-    It ends with the converted value if that differs from `value`, or with the meaning of `key` if there is none.
+    It ends with the converted value if that differs from `value`. If `value` cannot be converted, it ends with the
+    meaning of `key`, if `MEANINGS` has it.
     """
     text = value_of(word, value, key)
     if text is None and key in MEANINGS:

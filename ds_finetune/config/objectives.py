@@ -234,8 +234,8 @@ class DistillObjective(ObjectiveConfig):
     partitioned with ZeRO-3 and else in full.
     """
     temperature: Refused[float] = Field(default=1.0, gt=0)
-    """Number by which both models' logits are divided in the divergence, which is then multiplied by the square of the
-    number; must be 1 with `scores`.
+    """Number by which the logits of both models are divided. The divergence is then multiplied by the square of this
+    number. It must be 1 with `scores`.
     """
     label_weight: Refused[float] = Field(default=0.0, ge=0, lt=1)
     """Weight of the cross entropy of the labels in the loss; the KL divergence has the weight 1 - label_weight."""
@@ -275,9 +275,9 @@ class GrpoObjective(ObjectiveConfig):
     fixed_length: Refused[int | None] = Field(default=None, ge=1)
     """Number by which an answer's summed loss is divided with `aggregation: fixed`; default rollout.max_new_tokens."""
     ratio: Refused[Literal["token", "sequence", "capped"]] = "token"
-    """How the ratio of a token's probability to its probability at sampling enters the loss. `token` clips it.
-    `sequence` (GSPO) clips its geometric mean over the answer. `capped` (CISPO) takes it as the token's weight, of at
-    most `ratio_cap` and without a gradient.
+    """How the loss uses the ratio of a token's current probability to that at sampling. `token` clips the ratio.
+    `sequence` (GSPO) clips the geometric mean of the answer's ratios. `capped` (CISPO) weights the token by its ratio,
+    of at most `ratio_cap` and without a gradient.
     """
     clip_low: Refused[float] = Field(default=0.2, gt=0, lt=1)
     """Tokens whose probability ratio is below 1 - clip_low are not made less likely. With `ratio: sequence` take
@@ -302,8 +302,8 @@ class GrpoObjective(ObjectiveConfig):
     truncated: Refused[Literal["train", "mask"]] = "train"
     """Whether answers cut at rollout.max_new_tokens are trained on; the mean reward of their group includes them."""
     mismatch: Refused[Literal["none", "token", "geometric"]] = "none"
-    """Correction for different probabilities in training and sampling. The loss of a token is multiplied by the ratio
-    of both (`token`), by the ratio's geometric mean over the answer (`geometric`), or not at all (`none`).
+    """Correction for different probabilities in training and sampling. `token` multiplies a token's loss by its
+    probability in training over that in sampling, `geometric` by the geometric mean of this ratio over the answer.
     """
     mismatch_cap: Refused[float] = Field(default=2.0, ge=1)
     """Upper bound of the weight that `mismatch` computes."""
@@ -329,8 +329,8 @@ class ObjectiveRow:
     section: type[ObjectiveConfig]
     """Class of the objective's section in the run file; the literal type of its `name` is the objective's name."""
     maker: str | Callable[[Any], Any]
-    """Function that makes the objectives.objective.Objective from the section. A text names it as `module:name` below
-    `ds_finetune.objectives` and is imported late, since that imports torch.
+    """Function that makes the objectives.objective.Objective from the section. A text `module:name` names a function
+    below `ds_finetune.objectives`, which is imported late because the import of its module imports torch.
     """
     kind: KindName
     """Kind of rows that the objective is trained on."""

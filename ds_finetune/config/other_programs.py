@@ -377,7 +377,7 @@ class Program:
     absent: Mapping[str, str] = field(default_factory=dict)
     """Keys that mean something in this trainer that is not available here, each with the reason."""
     notes: Mapping[str, str] = field(default_factory=dict)
-    """Notes for the user, by run-file key, printed if the key gets the trainer's default or names a data set."""
+    """Notes for the user, by run-file key. Shown if the key gets the trainer's default; always for `data.train`."""
 
 
 PROGRAMS = (

@@ -1,7 +1,7 @@
 """Refuses documents and answers that are too long for a model.
 
 For models with an indexer (DeepSeek sparse attention), it refuses documents in which the model would attend to other
-tokens than the published one. Answers must not exceed a model's positions.
+tokens than the published implementation. Answers must not exceed a model's positions.
 """
 
 from collections.abc import Iterator, Mapping

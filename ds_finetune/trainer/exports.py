@@ -241,8 +241,8 @@ def _write_adapters(run: PreparedRun, engine: Engine, out: Path | None, parts: F
 
 def adapt_tokenizer(run: PreparedRun) -> FittedTokenizer:
     """The tokenizer files of an export that differ from the run's. A language model gets the chat template, the ids
-    that end an answer and the BOS rule of training, a reward model of dialogues the chat template and the padding
-    token. The tokenizer of another decoder classifier adds the special tokens of training; an encoder keeps its own.
+    that end an answer, and the BOS rule of training. A reward model of dialogues gets the chat template and the padding
+    token. Tokenizers of other decoder classifiers add the special tokens of training; those of encoders are unchanged.
     """
     inputs = run.inputs
     template = {CHAT_TEMPLATES[0]: inputs.prompts.template} if inputs.prompts.template else {}

@@ -58,8 +58,8 @@ def trace_utilisation(run: PreparedRun) -> Utilisation | None:
 
 
 def forecast_check(run: PreparedRun, *, say: Say, log: Say) -> MemoryCheck:
-    """Observer that compares measured memory of the first steps with the estimate, and writes all its items to the log.
-    On CPUs, where the process holds more than tensors, the comparison goes only to the log.
+    """Observer that compares measured memory of the first steps with the estimate. All items of the estimate are logged
+    here. On CPUs, where the process holds more than tensors, the comparison goes only to the log.
     """
     memory = estimate_of(run)
     if memory is not None:

@@ -244,7 +244,7 @@ def check_padding(rows: PreparedRows | StreamedRows, model: ModelPlan, tokenizer
 
 
 def _has_base(model: ModelPlan) -> bool:
-    """Whether a run needs the published weights after loading: for adapters, frozen weights or a reference model."""
+    """Whether a resumed run still needs the published weights: for adapters, frozen weights or a reference model."""
     has_reference = model.objective.needs_reference or model.objective.reference_is_start
     is_partial = model.lora is not None or model.freezing is not None
     return is_partial or (has_reference and not model.has_random_weights)

@@ -221,8 +221,8 @@ def _set_up_scores(objective: ObjectiveConfig, section: ModelConfig, hf_config: 
 
 
 def with_classes(run: S, *, is_config_only: bool = False) -> S:
-    """The run with number and names of classes filled in, from a base model that is a classifier, else from the
-    training rows, which are read if necessary but never with `is_config_only`.
+    """The run with number and names of classes filled in. A base model that is a classifier gives them, else the
+    training rows. With `is_config_only` no rows are read.
     """
     objective = run.objective
     if objective.row.kind != "labelled":

@@ -62,8 +62,8 @@ _TEST_NUMBERS = 4096
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where a run resumes: this rank's checkpoint folder, and the checkpoint to resume from, None for a new run. The
-    lock keeps other runs out of the folder; the folder's leading rank has it.
+    """Where a run resumes: this rank's checkpoint folder, and the checkpoint to resume from. A new run has no
+    checkpoint. The folder's leading rank holds the lock, which keeps other runs out of the folder.
     """
 
     checkpoints: CheckpointFolder | None
@@ -179,7 +179,7 @@ def _steps_of_best(folder: Path) -> dict[str, int | None]:
 
 
 def move_later_exports(folder: Path, after_step: int, say: Say) -> None:
-    """Rename exports of the best weights that are of steps after `after_step`, which are trained again."""
+    """Rename exports of best weights from steps after `after_step`, because these steps are trained again."""
     for name, step in _steps_of_best(folder).items():
         if step is not None and step > after_step:
             new = next(path for n in count(1) if not (path := folder / f"{name}-of-step-{step}-{n}").exists())

@@ -136,8 +136,8 @@ def remove_empty_on_failure(folder: Path) -> Iterator[None]:
 def prepare_run_folder(run: ResolvedRun, *, after_step: int = 0, last: StepRecord | None = None) -> str:
     """Create the run folder with `config.yaml` (enough to run again), `plan.json` and `deepspeed.json`. Records of
     steps after `after_step` are removed, because these steps are taken again. `last` is the record of step
-    `after_step`, which is added if its line is missing, as after a kill between saving the checkpoint and writing the
-    line. Returns a line that names the steps without a record, if any.
+    `after_step`. Its line may be missing, if the run was killed after it saved the checkpoint, and is then added.
+    Returns a line that names the steps without a record, if any.
     """
     folder, plan = run.output_dir, run.plan
     plan_text = json.dumps({**dict(plan.decisions), "notes": plan.notes}, indent=2) + "\n"
@@ -217,9 +217,9 @@ def _remove_empty(folder: Path) -> None:
 
 
 def _write(rows: Rows, name: str, folder: Path) -> str:
-    """Write rows to a file named by a hash of its content, unless it exists. Its modification time is constant: path,
-    size and modification time are the key of prepared rows, and must be equal for ranks that write the file
-    concurrently.
+    """Write rows to a file named by a hash of its content, unless it exists. The file's modification time is constant.
+    Path, size and modification time are the cache key of prepared rows, and must be equal for ranks that write the
+    file concurrently.
     """
     accepted = "a list of dictionaries or a datasets.Dataset, such as dataset['train']"
     if isinstance(rows, str | Mapping) or not isinstance(rows, Iterable):
@@ -244,7 +244,7 @@ def _write(rows: Rows, name: str, folder: Path) -> str:
 
 
 def _with_classes(rows: Rows) -> bytes:
-    """Bytes of a Parquet file, if `rows` are a `datasets.Dataset` with class names (lost in JSON); else empty."""
+    """Bytes of a Parquet file if `rows` are a `datasets.Dataset` with class names, which JSON lacks; else empty."""
     features: Any = getattr(rows, "features", None) or {}
     table: Any = rows
     if not any(type(kind).__name__ == "ClassLabel" for kind in features.values()) or not isinstance(rows, Sized):

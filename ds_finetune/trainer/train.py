@@ -237,8 +237,8 @@ def save_last(observers: Sequence[Observer], last: StepRecord | None) -> str:
 def start_watchdog(
     watchdog: WatchdogConfig, world: World, output_dir: Path, log: Say
 ) -> Iterator[tuple[Monitor, dist.Store]]:
-    """Context that monitors all ranks and their collectives from their rendezvous on; yields the monitor and the ranks'
-    store. `log` adds a line to the run's log.
+    """Context that connects all ranks through a store, and monitors them and their collectives. Yields the monitor and
+    the store. `log` adds a line to the run's log.
     """
     progress = RankProgress(world.rank, watchdog)
     store = meet(world, timeout=timedelta(seconds=seconds_of(watchdog.meet)))

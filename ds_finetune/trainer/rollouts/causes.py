@@ -20,8 +20,8 @@ NAMES = (
 
 
 def mean_metrics(rollouts: Sequence[Metrics]) -> dict[str, float]:
-    """The mean of each metric over the rollouts that have it, or NaN. The entry `empty` is the fraction of rollouts
-    whose first step has no answers to train on.
+    """The mean of each metric over the rollouts that have it; NaN if none has it. The entry `empty` is the fraction of
+    rollouts whose first step has no answers to train on.
     """
     values_of = {name: [metrics[name] for metrics in rollouts if name in metrics] for name in NAMES}
     means = {name: fmean(values) if values else math.nan for name, values in values_of.items()}

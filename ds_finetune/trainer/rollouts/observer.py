@@ -180,8 +180,8 @@ class RewardEvaluation:
         """
         run, groups_of = self.source.run, dict[str, list[AnswerGroup]]()
         for name, rows in run.inputs.held_out.items():
-            # Training numbers its sampled prompts from 0 on. Negative numbers give the answers of evaluations other
-            # random numbers.
+            # Training numbers its sampled prompts from 0 on. Evaluations use negative numbers, so that their answers
+            # are sampled with other random numbers.
             prompts = [(-1 - number, number) for number in range(num_eval_rows(rows, run.config.eval.limit))]
             sampled = self.source.sampler.sample(
                 rows, prompts, size or 1, greedy=not size, is_over=self.is_stop_requested

@@ -59,7 +59,7 @@ class AnswerTexts:
 
     @cached_property
     def limits(self) -> SamplingLimits:
-        """What ends an answer, and the ids that may be sampled: the ids of the tokenizer."""
+        """What ends an answer, and which ids may be sampled. Only ids of the tokenizer may."""
         return SamplingLimits(
             max_new_tokens=self.rollout.max_new_tokens,
             stop_ids=self.stop_ids,

@@ -67,8 +67,8 @@ class RolloutSource:
         return {"step": step, "digest": self._files.write(step, (current, ahead))}
 
     def _scored_ahead(self) -> Rollout | None:
-        """The rollout sampled ahead, after waiting for its rewards; None if its answers or rewards are lost. A lost
-        rollout is sampled again after resuming, with the weights of that time.
+        """Wait for the rewards of the rollout that is sampled ahead, and return it; None if its answers or rewards are
+        lost. A lost rollout is sampled again after resuming, with the weights of that time.
         """
         try:
             ahead = self._ahead() if callable(self._ahead) else self._ahead
@@ -146,7 +146,7 @@ class RolloutSource:
         return replace(rollout, noted={**rollout.noted, "log_probs": time.perf_counter() - began})
 
     def _scored(self, empty: Rollout, draws: range, sampled: SampledGroups) -> Rollout:
-        """The rollout with rewards. With `no_spread: resample`, prompts are added until enough groups have spread."""
+        """The rollout with rewards. With `no_spread: resample`, further prompts replace groups without spread."""
         mode, groups, notes = self._objective.no_spread, list[AnswerGroup](), Counter[str]()
         prompts = len(draws)
         end = draws.start + MOST_DRAWS * prompts

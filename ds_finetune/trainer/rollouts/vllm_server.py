@@ -44,8 +44,9 @@ class VllmServer:
     def __init__(self, address: str) -> None:
         self.address = address.rstrip("/")
         self.name = ""
-        """Name of the model in requests. `check` sets it, and the dtype of the model's weights."""
+        """Name of the model in requests, set by `check`."""
         self.dtype = ""
+        """Dtype of the model's weights, set by `check`."""
         # Requests inside a cluster must not use a proxy.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 

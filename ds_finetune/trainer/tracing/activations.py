@@ -55,7 +55,7 @@ class _Mark(NamedTuple):
     """`start`, `embedding`, `forward` or `backward` of a layer, `head`, `loss` or `inputs`."""
     layer: int
     peak: int
-    """Peak bytes during the part of the step before this one."""
+    """Peak bytes since the previous mark."""
     held: int
     on_host: int
     flops: int

@@ -1,5 +1,5 @@
-"""Replacements of kernels, communication and copies to host memory while a model computes on fake tensors, and the
-count of the bytes and FLOPs of its operations.
+"""Replaces kernels, communication and copies to host memory while a model computes on fake tensors. Counts the bytes
+and FLOPs of the model's operations.
 """
 
 import weakref
@@ -238,7 +238,7 @@ do not mix.
 @contextmanager
 def counted_attention(recorder: Recorder) -> Iterator[None]:
     """Context in which transformers' attention implementations compute nothing, and only count the FLOPs of forward and
-    backward for tokens that attend to each other: within documents, sliding windows and the choice of indexers.
+    backward. Tokens count that attend to each other, by their documents, sliding windows and indexers.
     """
 
     def attend(  # noqa: PLR0913 - transformers' interface
