@@ -269,8 +269,8 @@ class GrpoObjective(ObjectiveConfig):
     """
     aggregation: Refused[Literal["token", "sequence", "fixed"]] = "token"
     """How the loss is averaged. `token` (DAPO): mean over all answer tokens of the step. `sequence` (GRPO): mean over
-    answers of the mean of their tokens. `fixed` (Dr. GRPO): mean over answers of the sum of their tokens /
-    `fixed_length`.
+    each answer's tokens, then over answers. `fixed` (Dr. GRPO): sum over each answer's tokens, divided by
+    `fixed_length`, then mean over answers.
     """
     fixed_length: Refused[int | None] = Field(default=None, ge=1)
     """Number by which an answer's summed loss is divided with `aggregation: fixed`; default rollout.max_new_tokens."""

@@ -54,7 +54,7 @@ class RewardConfig(Section):
     `extra.answer` names a key inside a mapping. Without a column, `json` accepts any JSON.
     """
     unparsed: float = 0.0
-    """Score of an answer in which a reward finds no result, as in an empty one or one whose reasoning does not end."""
+    """Score of an answer in which a reward finds no result, e.g. an empty answer or one with unfinished reasoning."""
     ignore_case: bool = False
     """For `exact_match`: whether to ignore differences of upper and lower case."""
     tolerance: float = Field(default=0.0, ge=0)
@@ -126,7 +126,7 @@ class RewardConfig(Section):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Settings that the process of the reward gets."""
+        """Settings that are passed to the reward's process."""
         return self.model_dump() | {
             "name": self.shown_name,
             "column": self.read_column,

@@ -65,7 +65,7 @@ class PlannedRun:
 
 
 def planned_run(run: ResolvedRun) -> PlannedRun:
-    """Plan of a run with its plan lines, without reading weights or data."""
+    """Plan a run and its plan lines, without reading weights or data."""
     lines = (
         *run.plan.decisions,
         *model_lines(run.model, run.plan),

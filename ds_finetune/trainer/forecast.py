@@ -102,8 +102,8 @@ def _estimate(run: PreparedRun) -> MemoryEstimate:
 
 
 def what_fits(run: PreparedRun, *, budget: int) -> str:
-    """Hint with changes of the run file with which the run would fit into `budget` bytes; those that cost least time
-    come first.
+    """Hint on changes of the run file that make the run fit into `budget` bytes. Changes that cost least time come
+    first.
     """
     changes = fitting_changes(run.plan, run.model.described, run.traces, budget=budget)
     if not changes:

@@ -26,7 +26,7 @@ _TIMEOUT = timedelta(minutes=30)
 
 
 def decide_recomputation(run: PreparedRun, store: dist.Store, monitor: Monitor) -> PreparedRun:
-    """Resolve `train.activation_checkpointing: auto` by the smallest device of all ranks.
+    """Resolve `train.activation_checkpointing: auto` for the device with the least memory among all ranks.
 
     With `auto` this function is collective: ranks that recompute differently would hang in exchanges.
     """

@@ -1,4 +1,4 @@
-"""Observers of a run, which act after each step: evaluation, checkpoints, the progress line, slow ranks and others."""
+"""Observers of a run, which act after each step, e.g. evaluate, save checkpoints or print the progress line."""
 
 import math
 import socket

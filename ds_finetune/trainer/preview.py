@@ -52,7 +52,7 @@ def training_rows(run: RunSettings) -> tuple[PreparedRows, PreTrainedTokenizerBa
 
 
 def _shown_source(rows: PreparedRows, name: str, units: range, tokenizer: PreTrainedTokenizerBase) -> Iterator[Text]:
-    """Documents, pairs or examples of a source of training data, under the source's name if part of a mixture."""
+    """Documents, pairs or examples of a source of training data. In a mixture, a heading names the source."""
     if rows.mixture is not None:
         source = rows.mixture.names.index(name)
         draws, size = rows.mixture.draws[source], rows.mixture.sizes[source]

@@ -238,8 +238,8 @@ def with_classes(run: S, *, is_config_only: bool = False) -> S:
 
 
 def try_generic_type(run: RunSettings, model: ModelPlan) -> tuple[str, ...]:
-    """Notes from a trial run of a tiny copy of a model whose type is not in the table of families. ModelError if the
-    model would be trained wrongly, or if a teacher would attend across documents.
+    """Try a tiny copy of a model (or teacher) whose type `families/table.py` lacks, and return notes. Raises ModelError
+    if the model would be trained wrongly, or if the teacher would attend across documents.
     """
     lora = model.lora
     adapted = () if lora is None else {last_part(target.name) for target in (*lora.targets, *lora.quantised)}

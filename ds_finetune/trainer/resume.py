@@ -367,7 +367,7 @@ def ended_early(point: ResumePoint, *, patience: int) -> bool:
 
 
 def interrupted_evaluation(point: ResumePoint, stream_position: Position, *, steps: int) -> list[StepRecord]:
-    """The record of the step whose evaluation a signal interrupted, for the observers; empty if there is none."""
+    """If a signal interrupted an evaluation, the record of that step, for the observers to repeat; else empty."""
     state = point.checkpoint.state if point.checkpoint else None
     if state is None or not state.observers.get("evaluation", {}).get("is_due"):
         return []

@@ -10,8 +10,8 @@ MANY = 0.8
 
 
 Metrics = Mapping[str, float]
-"""Metrics of rollouts, by the last part of their names. From `entropy` on they are metrics of optimizer steps: means
-over answer tokens, absent if a step has no answers to train on.
+"""Metrics of rollouts, by the last part of their names. In `NAMES`, those from `entropy` on come from optimizer steps.
+They are means over answer tokens, and absent if a step has no answers to train on.
 """
 NAMES = (
     *("reward", "all_right", "all_wrong", "no_spread", "cut", "unparsed", "answer_tokens"),

@@ -25,7 +25,7 @@ from ds_finetune.trainer.rollouts.source import LOST, RolloutSource
 EVERY = 10
 """Number of rollouts between two cause lines."""
 _SAMPLED_GROUPS, _SAMPLED_ANSWERS = 2, 4
-"""Number of groups of each rollout that are written to rollouts.jsonl, and of answers of each group."""
+"""For each rollout, the number of groups written to rollouts.jsonl; for each group, the number of answers."""
 LOSS_NOTE = (
     "the loss is close to 0 from the beginning and may rise, because advantages add up to 0: watch "
     "rollout/reward, and eval/reward of held-out prompts"

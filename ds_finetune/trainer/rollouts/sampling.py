@@ -177,7 +177,7 @@ class Sampler:
             seed=None if greedy else self.run.plan.train.seed,
             batch_rows=None if (rows_at_once := self.run.config.rollout.batch_rows) == "auto" else rows_at_once,
             is_over=is_over,
-            # Each forward pass tells the watchdog that a long rollout is no hang.
+            # Each forward pass restarts the watchdog's limit, so that a long rollout does not count as a hang.
             on_forward=self.progress.restart_limit,
             on_answer=sampled.score if is_first else lambda *_: None,
         )
