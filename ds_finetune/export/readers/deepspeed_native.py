@@ -19,7 +19,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 from ds_finetune.errors import ExportError
 from ds_finetune.export.source import TensorSource
 from ds_finetune.model.build.hub_folder import check_folder
-from ds_finetune.model.weights.safetensors_file import SafetensorsFile, Scratch, StoredTensor
+from ds_finetune.model.weights.safetensors_file import Scratch, StoredTensor, TensorFile
 
 
 class Inert:
@@ -166,7 +166,7 @@ def read_deepspeed_checkpoint(folder: Path) -> TensorSource:
 
 @dataclass(frozen=True)
 class _States:
-    file: SafetensorsFile
+    file: TensorFile
     values: dict[str, Any]
 
     @classmethod
@@ -178,7 +178,7 @@ class _States:
                 f"{path} has no {', '.join(absent)}; it has {', '.join(map(str, values))}",
                 hint="name a folder that DeepSpeed wrote",
             )
-        return cls(SafetensorsFile(path), values)
+        return cls(TensorFile(path), values)
 
     def stored(self, tensor: torch.Tensor) -> StoredTensor:
         """Find the data of `tensor`, which `load_values` loaded, as a 1-D tensor in its file. ExportError if the tensor

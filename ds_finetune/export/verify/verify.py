@@ -22,7 +22,7 @@ from ds_finetune.families.table import family_of
 from ds_finetune.families.text_part import is_composite, text_name, text_tree
 from ds_finetune.model.build.dtypes import SAFETENSORS_NAMES
 from ds_finetune.model.quantised.fp8 import FP8
-from ds_finetune.model.weights.safetensors_file import SafetensorsFile, StoredTensor, read_header
+from ds_finetune.model.weights.safetensors_file import StoredTensor, TensorFile, read_header
 from ds_finetune.plan.config_json import MAX_LAYERS
 
 
@@ -32,7 +32,7 @@ def read_tensor_table(folder: Path) -> dict[str, StoredTensor]:
     """
     table = {}
     for path in sorted(folder.glob("*.safetensors")):
-        file = SafetensorsFile(path)
+        file = TensorFile(path)
         try:
             for key, entry in read_header(path, is_complete=False).tensors.items():
                 table[key] = StoredTensor(file, entry.dtype, entry.shape, entry.begin)

@@ -37,10 +37,10 @@ from ds_finetune.model.quantised.mxfp4 import (
 from ds_finetune.model.weights.names import canonical_name, differences, hub_pieces, is_table, qkv_pieces, renamed
 from ds_finetune.model.weights.safetensors_file import (
     Header,
-    SafetensorsFile,
     Scratch,
     Shape,
     StoredTensor,
+    TensorFile,
     header_bytes,
     read_header,
 )
@@ -429,7 +429,7 @@ def _merge_files(files: Iterable[Path], weight_map: Mapping[str, str]) -> dict[s
     """Tensors of all weight `files`. If a name is in several files, the index's `weight_map` decides."""
     tensors: dict[str, StoredTensor] = {}
     for path in files:
-        file = SafetensorsFile(path)
+        file = TensorFile(path)
         for key, entry in _read_header(path).tensors.items():
             if key in tensors and key not in weight_map:
                 raise ModelError(

@@ -129,8 +129,8 @@ def encode_header(
     return head, [len(head) + begin for begin in begins]
 
 
-class DataFile:
-    """A file that threads read at any offset. The first read opens it, and it is closed with the object."""
+class TensorFile:
+    """A file whose tensors threads read in parts. The first read opens it, and it is closed with the object."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -141,28 +141,18 @@ class DataFile:
         weakref.finalize(self, os.close, descriptor)
         return descriptor
 
-    def read_into(self, view: memoryview, offset: int) -> None:
-        """Fill `view` with the bytes of the file from `offset` on. EOFError if the file is too short."""
-        while view:
-            num_read = os.preadv(self._descriptor, [view], offset)
-            if not num_read:
-                raise EOFError(f"{self.path} ends at byte {offset}, {len(view)} bytes early")
-            view, offset = view[num_read:], offset + num_read
-
-
-class SafetensorsFile(DataFile):
-    """A safetensors file whose tensors are read in parts."""
-
     def read(self, dtype: torch.dtype, numel: int, offset: int, *, into: "Scratch | None" = None) -> torch.Tensor:
         """Read `numel` elements from byte `offset` on, 1-D, into new memory or the buffer `into`."""
         out = torch.empty(numel, dtype=dtype) if into is None else into.take(numel, dtype)
         view = out.view(torch.uint8).numpy().data
-        try:
-            self.read_into(view, offset)
-        except EOFError as short:
-            raise ModelError(
-                f"{short}", hint="another program shortened the file while it was read; copy it again"
-            ) from short
+        while view:
+            num_read = os.preadv(self._descriptor, [view], offset)
+            if not num_read:
+                raise ModelError(
+                    f"{self.path} ends at byte {offset}, {len(view)} bytes early",
+                    hint="another program shortened the file while it was read; copy it again",
+                )
+            view, offset = view[num_read:], offset + num_read
         return out
 
 
@@ -184,7 +174,7 @@ class Scratch(threading.local):
 class StoredTensor:
     """A tensor in a file. Its row-major data begins at byte `begin` of `file`."""
 
-    file: SafetensorsFile
+    file: TensorFile
     dtype: torch.dtype
     shape: Shape
     begin: int
