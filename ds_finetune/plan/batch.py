@@ -30,8 +30,8 @@ def divisors(number: int, *, most: int | None = None) -> tuple[int, ...]:
 
 
 def legal_micro_batches(*, global_batch_size: int, dp: int, group: int = 1) -> tuple[int, ...]:
-    """Legal micro-batch sizes, ascending. With a legal size, `dp` data parallel ranks compute the global batch in a
-    number of forwards per step that is a multiple of `group`.
+    """Legal micro-batch sizes, ascending. A size is legal if each of the `dp` data parallel ranks computes its rows of
+    the global batch in a multiple of `group` forwards.
     """
     rows, rest = divmod(global_batch_size, dp * group)
     return () if rest else divisors(rows)

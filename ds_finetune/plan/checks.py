@@ -115,7 +115,7 @@ _OBJECTIVE: tuple[Refusal[RunSettings], ...] = (
         "objective {objective.name} with train.global_batch_size 1: z0 is a mean over the examples of the global batch",
         "set train.global_batch_size to 8 or more",
     ),
-    # DeepSpeed 0.19.8 leaves only a head of the name `lm_head` out of Muon (__init__.py:369).
+    # DeepSpeed 0.19.8 applies Muon to every head that is not named `lm_head` (__init__.py:369).
     Refusal(
         lambda run: run.optimizer == "muon" and run.objective.row.head == "scores",
         "optim.name {optim.name} with objective {objective.name} would orthogonalise the score head",
@@ -492,9 +492,9 @@ _OPTIONS: tuple[Refusal[RunSettings], ...] = (
         "stage 0 has no partitioned optimizer to offload",
         "zero_optimization.stage 1, 2 or 3",
     ),
-    # A ZeRO-3 gather must wait until an optimizer step has written the weights. DeepSpeed's only gather that waits is
-    # that of small weights after the step (zero/stage3.py:2840, zero/partition_parameters.py:2128); other gathers start
-    # on a separate stream.
+    # A ZeRO-3 gather must wait until an optimizer step has written the weights. DeepSpeed waits only in the gather of
+    # small weights after the step (zero/stage3.py:2840, zero/partition_parameters.py:2128); other gathers start on a
+    # separate stream.
     _option(
         "ZeRO-3 with overlap_comm and a persistence threshold of 0",
         lambda run: (

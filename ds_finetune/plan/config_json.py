@@ -134,8 +134,8 @@ def _value_not_computed(tree: Mapping[str, Any]) -> str:
 
 
 def _problems_of_v4(tree: Mapping[str, Any]) -> Iterator[str]:
-    """Yield error messages about a DeepSeek-V4 config.json whose sizes are valid. A caller may read only the first one,
-    because later checks rely on earlier ones.
+    """Yield error messages about a DeepSeek-V4 config.json whose sizes are valid. Stop after the first message: later
+    checks assume that earlier ones passed.
     """
     for keys in _NEEDED_BY_V4:
         if all(tree.get(key) is None for key in keys):
@@ -164,8 +164,8 @@ def _problems_of_v4(tree: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _facts_stated_twice(tree: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """Facts that a DeepSeek-V4 config.json may state twice. Each item has the published key, the key that transformers
-    prefers, and the value with which the published key would agree.
+    """Yield facts that a DeepSeek-V4 config.json may state twice: the published key, the key that transformers prefers,
+    and the value that the preferred key implies for the published one.
     """
     if kinds := tree.get("mlp_layer_types"):
         yield "num_hash_layers", "mlp_layer_types", kinds.count("hash_moe")
@@ -217,8 +217,8 @@ def _check_widths(file: Path, tree: Mapping[str, Any]) -> None:
 
 
 def _rope_contradictions(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any, str, Any]]:
-    """Yield rotary settings that contradict each other: an older key with its value, and the key of `rope_parameters`,
-    which transformers 5 writes, with its value.
+    """Yield pairs of contradicting rotary settings as (older key, its value, new key, its value). New keys are those in
+    `rope_parameters`, which transformers 5 writes.
     """
     new, old = tree.get("rope_parameters"), tree.get("rope_scaling")
     if not isinstance(new, Mapping) or any(isinstance(value, Mapping) for value in new.values()):
@@ -274,7 +274,7 @@ def _dtypes(tree: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401 - as above
 
 
 def max_positions(model: Mapping[str, Any]) -> int | None:
-    """Maximum number of tokens of a document by the model's config.json; None if config.json sets no limit."""
+    """Maximum number of tokens of a document that the model's config.json allows; None if it sets no limit."""
     positions, encoder = model.get("max_position_embeddings"), family_of(str(model.get("model_type"))).encoder
     if not positions:
         return None

@@ -21,14 +21,14 @@ class ContextPlan:
     context: int
     """Context that the run file asks for by `model.context`, in tokens."""
     published: int
-    """Maximum positions by the published config.json."""
+    """Maximum number of positions that the published config.json states."""
     rope_before: Mapping[str, Any]
     rope: Mapping[str, Any]
     """Rotary settings of the trained model, in the schema of transformers' `rope_parameters`."""
     head_dim: int | None = None
-    """Value to write for `head_dim` where config.json has null, as Mixtral's, because transformers 5.23 computes YaRN
-    from that key
-    (modeling_rope_utils.py:415)."""
+    """Value to write for `head_dim` if config.json has null there, as Mixtral's has. transformers 5.23 computes YaRN
+    from this key (modeling_rope_utils.py:415).
+    """
 
     @property
     def positions(self) -> int:
@@ -55,9 +55,7 @@ class ContextPlan:
         return [("context", text)]
 
     def notes(self) -> tuple[str, ...]:
-        """Note of the plan that YaRN changes results on short texts too; empty if `model.context` does not change the
-        scaling.
-        """
+        """Note for the plan: YaRN changes results on short texts too. Empty if `model.context` keeps the scaling."""
         if not self.is_extended or self.rope == self.rope_before:
             return ()
         return (

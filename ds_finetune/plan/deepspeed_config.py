@@ -295,8 +295,8 @@ def _without_auto(tree: Mapping[str, Any]) -> Tree:
 
 
 def _check_equal(pairs: Iterable[tuple[str, object, str, object]], hint: str, *, before: str, after: str = "") -> None:
-    """Raise a ConfigError if a value given outside of the run file contradicts the run file. None and "auto" count as
-    absent. Each item of `pairs` has a name and a value from outside, and a key and its value from the run file.
+    """Raise a ConfigError if a value from outside contradicts the run file. None and "auto" count as absent. An item of
+    `pairs` is (name outside, value outside, run-file key, run-file value).
     """
     for name, value, key, own in pairs:
         if value not in (None, "auto") and value != own and not (isinstance(value, list) and tuple(value) == own):
@@ -309,7 +309,7 @@ DERIVED_KEYS = {
     "gradient_accumulation_steps": "global_batch_size / (micro_batch_size x dp) =",
     "gradient_clipping": "train.max_grad_norm",
 }
-"""Keys of a DeepSpeed configuration whose values follow from the run file, each with how messages name this value."""
+"""Keys of a DeepSpeed configuration whose values follow from the run file, with the name of each value in messages."""
 
 
 def _values_given_twice(

@@ -195,9 +195,9 @@ def mlp_tiles(model: Mapping[str, Any]) -> int:
 
 CPU_TOKENS = 1024
 DISTILLATION_TOKENS = 512
-"""Tokens of a chunk in distillation: half of the cross entropy's, since logits of two models exist at once."""
+"""Tokens of a chunk in distillation: half of CPU_TOKENS, because logits of two models exist at once."""
 CPU_BLOCK_NUMBERS = 2**19
-"""Logits per thread that a CPU converts from 16 bits to fp32 at a time, 2 MiB, which fit in its caches. Loss and
+"""Logits that each thread of a CPU converts from 16 bits to fp32 at a time. They take 2 MiB and fit in caches. Loss and
 gradients of 2,600 tokens, width 256 and vocabulary 102,400 take 1.8 s instead of 2.5 (bf16, torch 2.13, one core with
 AVX512-BF16); between 2**17 and 2**22 times differ by 6%.
 """
@@ -214,9 +214,9 @@ def logits_bytes(vocabulary: int, *, precision: str) -> int:
 def head_chunk(vocabulary: int, *, precision: str, device: str) -> int:
     """Supervised tokens of a chunk, for a head of `vocabulary` rows on each rank.
 
-    Each chunk reads and writes the whole fp32 gradient of the head, so large chunks are faster: on a GPU the multiple
-    of 1,024 tokens whose logits take at most 2 GiB. On a CPU more than 1,024 tokens were no faster and take more
-    memory.
+    Each chunk reads and writes the whole fp32 gradient of the head, so large chunks are faster. On a GPU a chunk is
+    the largest multiple of 1,024 tokens, up to 8,192, whose logits take at most 2 GiB. On a CPU more than 1,024 tokens
+    were no faster and take more memory.
     """
     if device == "cpu":
         return CPU_TOKENS
@@ -243,9 +243,7 @@ _MOST_ANSWERS = 256
 _COPIES_OF_LOGITS = 6
 """fp32 copies of the logits that exist while tokens are sampled."""
 PROMPT_TOKENS = 2**14
-"""Maximum number of prompt tokens in one forward of sampling, with shorter prompts padded to the longest. A single
-prompt may be longer.
-"""
+"""Maximum number of prompt tokens, including padding, in one forward of sampling. A single prompt may be longer."""
 _DRAWN_AT_ONCE = {"cpu": 2**17, "cuda": 2**25}
 """Number of logits for which sampling noise is computed at a time. On a CPU they fit in a core's cache; on a GPU they
 take 256 MiB per tensor.

@@ -18,11 +18,9 @@ class StageLayers:
     chunks: tuple[range, ...]
 
     def __contains__(self, layer: object) -> bool:
-        """Whether the rank holds layer `layer`."""
         return any(layer in chunk for chunk in self.chunks)
 
     def __iter__(self) -> Iterator[int]:
-        """Layer indices in ascending order."""
         return (layer for chunk in self.chunks for layer in chunk)
 
     def __str__(self) -> str:
@@ -35,9 +33,9 @@ def check_trained_stages(
 ) -> None:
     """ConfigError where a pipeline stage lacks a kind of `trained` tensors that another stage has.
 
-    Kinds are vectors (norms and biases), matrices, and with `ep_size` > 1 those of routed experts. `given` names the
-    run-file keys that chose the tensors. DeepSpeed 0.19.8 needs a trained parameter on every rank and sums norms over
-    stages for each parameter group (zero/stage_1_and_2.py:2951), so ranks with different groups would hang.
+    Kinds are vectors (norms and biases) and matrices; with `ep_size` > 1 those of routed experts are separate kinds.
+    `given` names the run-file keys that chose the tensors. DeepSpeed 0.19.8 needs a trained parameter on every rank and
+    sums norms over stages for each parameter group (zero/stage_1_and_2.py:2951), so ranks with different groups hang.
     """
     kinds = [set[str]() for _ in stages]
     for name, tensor in trained.items():
@@ -88,16 +86,16 @@ def stages_of(tensors: ModelTensors, parallel: ParallelConfig) -> tuple[StageLay
 
 @lru_cache(maxsize=256)
 def balance_layers(weights: tuple[int, ...], stages: int) -> tuple[range, ...]:
-    """Split layers into `stages` ranges of at least one layer, with minimal largest sum of `weights`, and among those
-    splits minimal sum of squares.
+    """Split layers into `stages` ranges of at least one layer. The split minimises the largest sum of `weights` of a
+    range; among equally good splits, it minimises the sum of the squares of these sums.
     """
     ends = (0, *_best_splits(weights, stages)[len(weights)][2])
     return tuple(range(first, last) for first, last in pairwise(ends))
 
 
 _Split = tuple[int, int, tuple[int, ...]]
-"""A split of layers into parts: the largest weight (sum of its layers' weights) of a part, the sum of the squared
-weights of parts, and the end index of each part.
+"""A split of layers into parts, as (largest part weight, sum of squared part weights, end index of each part). The
+weight of a part is the sum of its layers' weights.
 """
 
 

@@ -134,7 +134,6 @@ class Mesh:
 
 
 PARALLEL_AXES = ("pp", "sp", "tp", "ep")
-"""Parallel axes besides data parallelism."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Table of settings that are refused because of the model's config.json, in the form of that in `plan/checks.py`."""
+"""Table of settings that are refused because of the model's config.json. `plan/checks.py` has the other refusals."""
 
 import math
 from collections.abc import Iterator
@@ -408,7 +408,6 @@ def _first_without_indexer(model: ModelSettings) -> MessageFields:
 
 
 def _trains_embedding_twice(model: ModelSettings) -> bool:
-    """Whether the first and the last pipeline stage both train a copy of the embedding."""
     is_tied = bool(model.config.get("tie_word_embeddings")) and model.run.objective.row.head != "scores"
     return model.run.parallel.pp > 1 and model.run.lora is None and (model.run.mtp.train or is_tied)
 
@@ -433,9 +432,7 @@ _STAGES: tuple[Refusal[ModelSettings], ...] = (
 
 
 def _may_choose(model: ModelSettings) -> bool:
-    """Whether a document may be so long that an indexer chooses among its tokens, in a model whose layers without an
-    indexer reuse the choice of another layer.
-    """
+    """Whether layers share an indexer's choice of tokens, and documents may be so long that it has a choice."""
     chosen = model.config.get("index_topk")
     is_shared = model.family.indexer is not None and model.family.indexer.is_shared
     return bool(is_shared and chosen and model.run.train.max_seq_len > chosen)

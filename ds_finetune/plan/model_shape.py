@@ -71,9 +71,7 @@ class Shape:
 
     @property
     def multiplied(self) -> int:
-        """Parameters of the layers that are multiplied with one token: without norms, embedding, head and experts that
-        are not chosen.
-        """
+        """Parameters in matrix products of layers for a token: `active_params` without norms, embedding and head."""
         return self.active_params - sum(self.parts[part] for part in ("norms", "embedding", "head"))
 
     @property
@@ -103,7 +101,7 @@ def _attended_limits(model: DescribedModel) -> tuple[int | None, ...]:
 
 
 def parameters_text(model: DescribedModel) -> str:
-    """Text of a plan line: the number of parameters of a model and, where it is known, of those that a token uses."""
+    """Text of a plan line: number of parameters of a model and, for a known shape, of parameters used per token."""
     number = model.tensors.numel
     unit, name = (1e9, "B") if number >= 1e9 else (1e6, "M")
     text = f"{number / unit:,.3f} {name}"
@@ -160,7 +158,9 @@ class RowCost:
 
 
 def attended_pairs(lengths: NDArray[np.float64], limit: int | None) -> NDArray[np.float64]:
-    """Attended pairs of tokens per document under causal attention to at most `limit` positions."""
+    """Number of pairs of tokens of which one attends to the other, for each document, under causal attention. A token
+    attends to at most `limit` positions.
+    """
     if limit is None:
         return lengths**2 / 2
     near = np.minimum(lengths, limit)

@@ -125,7 +125,7 @@ class Plan(RunSettings):
 
     @property
     def is_engine_clipping(self) -> bool:
-        """Whether this program's engine clips gradients and skips bad steps, which DeepSpeed does not at stage 0 in
+        """Whether this program's engine clips gradients and skips bad steps: DeepSpeed does neither at stage 0 in
         fp32.
         """
         return self.zero_stage == 0 and self.precision == "fp32"

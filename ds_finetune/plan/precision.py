@@ -9,9 +9,8 @@ from ds_finetune.config.sections import TrainConfig
 from ds_finetune.errors import ConfigError
 
 ROW_BYTES = 16
-"""Number of bytes of which each row of an expert's matrix must be a multiple, for torch's grouped product."""
+"""torch's grouped product needs rows of experts' matrices that are multiples of this number of bytes."""
 WEIGHT_BYTES: Mapping[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
-"""Bytes of a weight by precision."""
 OLDEST_BF16 = (8, 0)
 """Minimum compute capability of GPUs that compute products in bf16."""
 _CPU_FLAGS = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16"}
@@ -43,8 +42,8 @@ def cpu_support(cpuinfo: Path = Path("/proc/cpuinfo")) -> Bf16Support:
 def with_precision(
     train: TrainConfig, *, device: str, support: Bf16Support | None = None
 ) -> tuple[TrainConfig, tuple[str, ...]]:
-    """Resolve `auto` precision for a `device` (`cpu` or `cuda`), with a line that says why, or that a given bf16 is
-    emulated.
+    """Resolve `auto` precision for a `device` (`cpu` or `cuda`). A returned line gives the reason, or says that the
+    requested bf16 is emulated.
 
     Without `support`, this machine's CPU is examined, or a GPU is assumed to compute products in bf16. ConfigError for
     `auto` on a GPU that does not compute them in bf16.

@@ -110,7 +110,7 @@ class RunSettings:
 
     @property
     def precision(self) -> str:
-        """Value of `train.precision`. A value that is still `auto` is resolved without information about a GPU."""
+        """Value of `train.precision`. `auto` is resolved here, on the assumption that a GPU has products in bf16."""
         return with_precision(self.train, device=self.device)[0].precision
 
     @property
@@ -147,7 +147,6 @@ class ModelSettings:
     positions: int | None = None
     """Maximum number of positions of the model; None for no limit."""
     stages: tuple[StageLayers | None, ...] = ()
-    """Layers of each pipeline stage."""
 
     @property
     def model_type(self) -> str:
@@ -232,7 +231,7 @@ def refuse_pairs(
     link: str = " with ",
     why: str = " is not tested",
 ) -> Iterator[Refusal[RunSettings]]:
-    """Refusals of the setting that `applies` tests, one for its combination with each setting of `others`."""
+    """Yield a refusal for each setting of `others`, of runs that have it and for which `applies` is true."""
     for other in others:
         yield Refusal(_both(applies, other.applies), f"{first}{link}{other.text}{why}", other.hint)
 

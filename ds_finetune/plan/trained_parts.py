@@ -32,7 +32,7 @@ class RouterPlan:
 
     @property
     def balanced(self) -> tuple[int, ...]:
-        """Layers that choose experts by scores, which the balance loss and biases change."""
+        """Layers that choose experts by scores. The balance loss and biases change these scores."""
         return tuple(layer for layer in self.layers if layer not in self.by_id)
 
     def parameters(self, beyond: range = range(0), module: str = "") -> tuple[str, ...]:
@@ -62,8 +62,8 @@ class RouterPlan:
 
 
 def plan_routers(section: RouterConfig | None, model: DescribedModel) -> RouterPlan | None:
-    """The routers as the run file trains them; None where the family has no known router. ConfigError for a section
-    `router` where no layer has routed experts.
+    """Plan the routers of a model by the section `router` of the run file; None where the model has no known router.
+    ConfigError if the section is given and no layer has routed experts.
     """
     family = family_of(str(model.get("model_type")))
     kind, keys = family.router, family.expert_keys

@@ -52,7 +52,7 @@ def compiler(operators: Sequence[str]) -> list[Row]:
 
 
 def memory(host_bytes: int, gpu_bytes: int) -> list[Row]:
-    """Check that all memory of the ranks but activations fits into this host's memory and into its smallest GPU."""
+    """Check that the memory of the ranks, without activations, fits into this host's memory and its smallest GPU."""
     totals = [gpu.total_bytes for gpu in query_gpus() if gpu.total_bytes is not None] if gpu_bytes else []
     rows = list[Row]()
     for what, needed, room in (("host", host_bytes, available_bytes()), ("GPU", gpu_bytes, min(totals, default=None))):

@@ -95,7 +95,7 @@ class HostAgent(LocalElasticAgent):
     def _assign_worker_ranks(
         self, store: Store, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> list[Worker]:
-        # All agents take the highest number of an attempt, and the lowest number of restarts that are left.
+        # Agents may disagree, so all take the highest attempt number and the fewest remaining restarts.
         store.set(f"agents/{group_rank}", f"{self._name} {self._remaining_restarts} {self._logs.attempt + 1}")
         agents = [store.get(f"agents/{number}").decode().split() for number in range(group_world_size)]
         self._members = frozenset(name for name, _, _ in agents)
@@ -146,7 +146,7 @@ class HostAgent(LocalElasticAgent):
         assert worker_group.store is not None
         rank, first = min(result.failures.items(), key=lambda item: _time_of(item[1]))
         # In the first attempt the exit code of a user's mistake is final, because a restart would repeat the mistake.
-        # In a later attempt a host causes that code, e.g. by a full disk.
+        # In a later attempt that code means a problem of the host, e.g. a full disk.
         is_final = first.exitcode == INTERRUPTED_EXIT_CODE or (
             first.exitcode == USER_ERROR_EXIT_CODE and self._logs.attempt == 1
         )
@@ -195,7 +195,7 @@ def run_ranks(
     that says why the agents of the hosts could not connect.
 
     `environ` has environment variables for the ranks of this host only. `rendezvous` has arguments of torch's
-    RendezvousParameters; torch numbers agents in the alphabetical order of `local_addr`, which is the agent's name.
+    RendezvousParameters; its `local_addr` is the agent's name, and torch numbers agents alphabetically by name.
     `workers` has arguments of torch's WorkerSpec, with the address of the first host as `master_addr`.
     """
     folder = Path(logs)

@@ -139,7 +139,7 @@ def starting_environment(job: Job, environ: Mapping[str, str], *, slurm: bool = 
     that the process itself needs.
 
     mpirun passes all its variables to ranks on its own host, not only those that `-x` names (tried with Open MPI 4.1),
-    so it gets few. It gets none of Slurm, because with them it would start its daemons by srun.
+    so it gets few variables. Slurm's are left out, because mpirun would then start its daemons by srun.
     """
     needed = {
         name: value

@@ -104,7 +104,7 @@ def environment_files(environ: Mapping[str, str], *, home: Path, directory: Path
     """The existing `.deepspeed_env` files of the home folder and of the working directory, in this order.
 
     The environment variable DS_ENV_FILE replaces this file name, as in DeepSpeed 0.19.8 (launcher/runner.py:37 and
-    :604). LaunchError if DS_ENV_FILE is set and neither folder has such a file, which DeepSpeed ignores.
+    :604). LaunchError if DS_ENV_FILE is set and neither folder has such a file (DeepSpeed reports no error).
     """
     name = environ.get("DS_ENV_FILE", ".deepspeed_env")
     paths = dict.fromkeys(folder / name for folder in (home, directory))

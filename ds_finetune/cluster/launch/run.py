@@ -54,7 +54,7 @@ _LOAD_SECONDS = 120.0
 _MEET_SECONDS = 600
 """Seconds that the agents of all hosts wait for each other at a start or restart."""
 _JOIN_SECONDS = 10
-"""Seconds that a restart with enough hosts waits for the other hosts, which may still be ending their old ranks."""
+"""Seconds that a restart waits for more hosts after launch.min_hosts have joined: they may still be ending ranks."""
 _PRINTED_LINES = 500
 _TAIL_LINES = 50
 _QUOTED = "  | "
@@ -139,8 +139,8 @@ def check_hosts(checks: Sequence[tuple[Host, Check]], num_hosts: int, say: Say) 
 
 
 def largest_fit(request: LaunchRequest, fit: Sequence[Host], *, device: str) -> tuple[Host, ...]:
-    """The first hosts of `fit`, as many as the run's parallel layout and global batch allow. Empty if these are fewer
-    than launch.min_hosts, or fewer than all hosts if this key is not set.
+    """The first hosts of `fit`, as many as the run's parallel layout and global batch allow. Empty if fewer than
+    launch.min_hosts remain (default: all hosts of the job).
     """
     fewest = request.launch.min_hosts or len(request.hosts)
     for number in range(len(fit), fewest - 1, -1):
@@ -164,9 +164,8 @@ class _Failure:
     at: float
     """Time of the failure by the monotonic clock of this machine."""
     cause: str = ""
-    """Why the run ended, if this rank ended because another one did."""
+    """Why the run ended, if another rank caused the end of this rank."""
     error: str = ""
-    """The error that the rank has recorded."""
     tail: Sequence[str] = ()
     """Last lines that the rank or the program on the host printed."""
 
@@ -220,7 +219,6 @@ class _LaunchedRun:
             self._start_agent(host)
 
     def signal(self, number: int) -> None:
-        """Record a signal that this program has received."""
         self._signals.append(number)
 
     def finish(self) -> int:
@@ -240,7 +238,6 @@ class _LaunchedRun:
         return self._report_end(set(self._cluster.close()))
 
     def close(self) -> None:
-        """End the programs on all hosts with all processes that they started."""
         self._cluster.close()
 
     def _start_agent(self, host: Host) -> None:

@@ -92,8 +92,8 @@ def diagnose(statuses: Mapping[int, RankStatus]) -> tuple[tuple[int, ...], str]:
     """Find the ranks for which the other ranks of a hanging run wait, from the status of each rank. Returns these ranks
     (none if no rank differs from the others) and the reason. The first of these rules that finds a rank decides:
 
-    1. ranks that have entered fewer collectives than other ranks of the same group. If some of these ranks are in no
-       collective, only they are at fault, because the others may wait for them.
+    1. ranks that have entered fewer collectives than other ranks of the same group. Those of them that are in no
+       collective are alone at fault, because the rest may wait for them.
     2. ranks that called another collective than most ranks; all ranks of the group if no collective has a majority.
     3. ranks that are in no collective while other ranks are in one.
     """

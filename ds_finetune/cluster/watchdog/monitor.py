@@ -42,13 +42,13 @@ because native code may then hold Python's lock.
 ROUND_SECONDS = 5.0
 """Once a rank has hung or failed, a rank that sends no heartbeat for this number of seconds counts as silent."""
 _LATE_SECONDS, _LATE_IN_SUM, _FEWEST_LATE, _NUM_BEATS = 0.5, 3.0, 3, 60
-"""The network loses packets if _FEWEST_LATE of the last _NUM_BEATS heartbeats took more than _LATE_SECONDS each and
-_LATE_IN_SUM seconds in sum. TCP resends a lost packet after 0.2 s, and after 0.6 s if it is lost again. A busy
-processor delays fewer heartbeats.
+"""The watchdog blames packet loss if, of the last _NUM_BEATS heartbeats, at least _FEWEST_LATE took more than
+_LATE_SECONDS each and more than _LATE_IN_SUM together. TCP resends a lost packet after 0.2 s, and after 0.6 s if it is
+lost again. A busy processor delays fewer heartbeats.
 """
 _GRACE_SECONDS = 2.0
-"""Seconds that a rank has to end by itself once it knows that the run ends. Rank zero, which may serve the store, waits
-as long, so that the other ranks can read why the run ends.
+"""Seconds that a rank has to end by itself once it knows that the run ends. Rank zero also waits this long: it
+may serve the store, from which the other ranks read why the run ends.
 """
 _LEAVING_SECONDS = 20.0
 """Seconds after which a failed rank is ended, because its cleanup may wait for ranks that no longer run."""
@@ -297,7 +297,7 @@ class Monitor(threading.Thread):
             excess[machine] = min(seconds, excess.get(machine, math.inf))
         if max(excess.values(), default=0.0) <= 0:
             return ()
-        # Machines that have been silent for almost as long have probably lost the same network.
+        # Machines that have been silent for almost as long have probably lost their network at the same time.
         return tuple(rank for rank in active if excess[self._processes[rank].machine] > -ROUND_SECONDS)
 
     def _late_text(self, statuses: Mapping[int, RankStatus]) -> str:
@@ -317,7 +317,7 @@ class Monitor(threading.Thread):
             for rank, status in statuses.items()
             if rank not in silent
         }
-        # A network that loses packets delays heartbeats less than a rank that is stopped.
+        # Packet loss delays heartbeats less than a stopped rank does.
         is_stopped = any(self._heard_at[rank] < self._compare_at - 3 * ROUND_SECONDS for rank in silent)
         is_error = any(status.state == FAILING for status in statuses.values())
         late = "" if is_stopped else self._late_text(statuses)

@@ -54,7 +54,6 @@ class MemoryEstimate:
 
     rows: tuple[MemoryRow, ...]
     stage: int
-    """Pipeline stage of the rank."""
     device: Place
 
     @property
@@ -157,8 +156,8 @@ def _kept_rows(plan: Plan, model: DescribedModel, weights: RankWeights) -> Itera
     """Memory rows for weights that this program holds in addition to DeepSpeed's.
 
     One row is for weights of DeepSeek-V4 that forwards use in fp32 and that every rank holds in full
-    (model/weights/fp32_weights.py). Other rows are for weights of the reference model (`KeptWeights`); on a GPU one of
-    these is for the copy that is in use.
+    (model/weights/fp32_weights.py). Other rows are for weights of the reference model (`KeptWeights`): in host
+    memory and, without weight offload, the copy in use on a GPU.
     """
     family = family_of(str(model["model_type"]))
     if plan.precision != "fp32" and family.fp32_weights is not None:

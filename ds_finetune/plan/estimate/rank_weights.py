@@ -115,8 +115,8 @@ def weights_of_run(plan: Plan, model: DescribedModel) -> tuple[RankWeights, ...]
 def _stage_tensors(
     tensors: ModelTensors, layers: tuple[int, ...], *, is_first: bool, is_last: bool
 ) -> Mapping[tuple[str, FullTensor], list[str]]:
-    """Map kinds of tensors of a pipeline stage to the full names of their tensors. A kind is a name with `N` for the
-    layer number, with the shape and division of the tensors. The last stage also has the embedding if the head is tied
+    """Map each kind of tensors of a pipeline stage to their full names. A kind is a name (`N` for the layer number)
+    and a FullTensor (shape and division). The last stage also has the embedding if the head is tied
     or there is a multi-token prediction layer.
     """
     predicts = any(tensors.layers[layer].is_prediction for layer in layers)
@@ -143,8 +143,8 @@ class RankElements:
     trained: int
     sharded_trained: int
     largest_group: int
-    """Sharded elements that the optimizer updates at once. It updates two groups one after the other, experts divided
-    by `parallel.ep` and other weights; this is the size of the larger group.
+    """Sharded elements that the optimizer updates at once. It updates two groups one after the other: experts divided
+    by `parallel.ep`, and all other weights. This is the size of the larger group.
     """
     largest: int
     """Elements of the largest trained tensor."""

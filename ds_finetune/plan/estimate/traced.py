@@ -77,8 +77,7 @@ class TracedModel:
 
 
 Tracer = Callable[[Plan], TracedModel]
-"""Type of a function that traces the activations of a planned run: the plan in, the activation bytes of the model out.
-"""
+"""Function that traces the model of a planned run and returns its activation bytes."""
 
 
 def without_activations(model: DescribedModel) -> Tracer:

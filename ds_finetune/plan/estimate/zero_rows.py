@@ -1,5 +1,5 @@
-"""Memory rows, which say how many bytes of which memory a rank holds for something, at which moments of a step. This
-module makes the rows for what DeepSpeed 0.19.8 holds: weights, gradients, optimizer states and buffers, by ZeRO stage.
+"""Memory rows: the bytes that a rank holds for one purpose, in one memory, at certain moments of a step. This module
+makes the rows of DeepSpeed 0.19.8: weights, gradients, optimizer states and buffers, by ZeRO stage.
 
 File names below are relative to deepspeed/runtime.
 """
@@ -109,7 +109,7 @@ DEFAULT_RULES = FetchingRules.of({})
 
 @dataclass(frozen=True)
 class _Zero:
-    """The quantities that determine DeepSpeed's memory on a rank, from the run's plan and its numbers of elements."""
+    """Plan of a run and numbers of elements of a rank, which determine DeepSpeed's memory."""
 
     plan: Plan
     own: RankElements
@@ -133,7 +133,6 @@ class _Zero:
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether optimizer states are offloaded to host memory or NVMe."""
         return self.plan.offload_optimizer != "none"
 
     @property
@@ -141,11 +140,9 @@ class _Zero:
         return place_of(self.plan.offload_optimizer, self.home)
 
     def option(self, name: str) -> Any:  # noqa: ANN401 - a number or a bool
-        """Value of an option of `zero_optimization`, or DeepSpeed's default if the option is missing."""
         return self.plan.zero.get(name, _DEFAULTS[name])
 
     def nvme_option(self, section: str, name: str) -> int:
-        """Value of a number in a section of `zero_optimization`, or DeepSpeed's default if the number is missing."""
         given = self.plan.zero.get(section) or {}
         return int(float(given.get(name, _NVME_DEFAULTS[section][name])))
 
@@ -262,8 +259,8 @@ def _rows_of_stages_1_and_2(run: _Zero) -> Iterator[MemoryRow]:
     when_held: tuple[Moment, ...] = MOMENTS if run.is_accumulating and in_backward else (*moments, "step")
     yield MemoryRow("gradients of this rank's part", run.home, run.accumulated * sharded, _TP, when_held)
     if run.is_accumulating and in_backward and run.accumulated == run.width:
-        # Every forward of a step after the first writes its gradients to a new partition, which is added to that of the
-        # first (1042-1045).
+        # In a step, the gradients of each later forward go to a new partition, and are then added to the partition of
+        # the first forward (1042-1045).
         yield MemoryRow("gradients of this forward", run.home, run.width * sharded, _TP, (*BACKWARD, "reduction"))
     group = run.own.largest_group
     flat = run.accumulated * group + (_WIDE * group if run.accumulated < _WIDE else 0)
@@ -316,7 +313,7 @@ def _rows_of_stage_3(run: _Zero, weights: RankWeights) -> Iterator[MemoryRow]:
 
 
 def _nvme_rows(run: _Zero) -> Iterator[MemoryRow]:
-    """Memory rows for host memory that ZeRO-3 uses with offload to NVMe: pinned fp32 buffers of the largest sub-group
+    """Rows of host memory that ZeRO-3 uses with offload to NVMe: pinned fp32 buffers of the largest sub-group
     (swap_tensor/utils.py:192, from zero/stage3.py:848), pinned buffers of weights
     (swap_tensor/partitioned_param_swapper.py:124), and weights that stay on the host (zero/stage3.py:897-907).
     """
@@ -370,14 +367,14 @@ def num_persistent(kinds: Sequence[TensorKind], rules: FetchingRules) -> int:
 def gathered_weights(
     kinds: Sequence[TensorKind], rules: FetchingRules, *, passes: int, home: Place
 ) -> tuple[GatheredWeights, ...]:
-    """Maximum numbers of gathered elements of the weights `kinds`, on a rank whose device is `home`. Forward and
-    backward together run each layer `passes` times.
+    """Maximum number of elements of the weights `kinds` that a rank holds gathered at certain moments. `home` is the
+    memory of its device. Forward and backward together run each layer `passes` times.
 
-    DeepSpeed prefetches a bucket of weights when it enters a module, even one without weights
+    DeepSpeed prefetches a bucket of weights when it enters a module, even if the module has no weights
     (partitioned_param_coordinator.py:436-470), until `max_live` elements are gathered. The tensor gathered last, such
     as the embedding, may exceed that limit. Weights stay gathered if they are prefetched again before their use
-    (614-616), or used again within `max_reuse` elements (621-630). So with a bucket above 0, the maximum allowed is
-    gathered.
+    (614-616), or used again within `max_reuse` elements (621-630). So with a bucket above 0, DeepSpeed gathers as
+    much as `max_live` allows.
     """
     fetched = [kind for kind in kinds if kind.numel // kind.count > rules.persistence]
     total, modules = sum(kind.numel for kind in fetched), Counter[str]()
@@ -385,8 +382,8 @@ def gathered_weights(
         modules[_module_of(kind.name)] += kind.numel // kind.count
     head = modules.pop(_module_of(HEAD), 0)
     largest = max(modules.values(), default=0)
-    # Weights used again within `max_reuse` elements stay gathered. Between two uses of a layer the head is used at most
-    # twice (forward and backward), and its elements count.
+    # Weights used again within `max_reuse` elements stay gathered. This distance includes the head's elements at most
+    # twice, for its forward and backward between two uses of a layer.
     near = max(rules.max_reuse - 2 * head, 0) // passes
     reused, ahead = near + largest, rules.max_live if rules.prefetch_bucket else 0
     with_head = min(total, max(reused + head, ahead + max(largest, head)))

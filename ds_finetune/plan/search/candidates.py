@@ -30,7 +30,7 @@ OFFLOADS: Mapping[Offload, tuple[tuple[str, ...], str]] = {
     "all": (("offload_optimizer", "offload_param"), ", optimizer and weights on the host"),
 }
 """Which states a run offloads to host memory: none, optimizer states and fp32 weights, or all weights too. Each entry
-has its keys of `zero_optimization`, and the text that follows the ZeRO stage in a layout's name.
+has the keys of `zero_optimization` to set, and the text that follows the ZeRO stage in a layout's name.
 """
 _RECOMPUTATION: Mapping[Recomputation, str] = {
     "none": "kept",
@@ -186,8 +186,8 @@ class Candidates:
     def largest(
         self, sizes: ParallelConfig, stage: int, offload: Offload, activations: Activations
     ) -> Candidate | None:
-        """The candidate with all rows of a rank in one forward, which accumulates no gradients and so has the smallest
-        states; None where `make_plan` refuses it.
+        """The candidate that computes all rows of a rank in one forward; None where `make_plan` refuses it. It
+        accumulates no gradients, so its states are the smallest.
         """
         return self.find(Layout(sizes, stage, offload, self.micro_batch_sizes(sizes)[-1], activations))
 

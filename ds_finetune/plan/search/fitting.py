@@ -57,8 +57,8 @@ def bytes_of(plan: Plan, model: DescribedModel, traces: Tracer, rows: int) -> in
 def chosen_recomputation(
     plan: Plan, model: DescribedModel, traces: Tracer, *, budget: int | None
 ) -> tuple[Recomputation, str]:
-    """The recomputation that `train.activation_checkpointing: auto` becomes on devices of `budget` bytes (None if
-    unknown), and the reason. `plan` has one row per micro-batch while `train.micro_batch_size` is `auto`.
+    """Resolve `train.activation_checkpointing: auto` for devices of `budget` bytes (None if unknown). Returns the
+    recomputation and the reason. If `train.micro_batch_size` is still `auto`, `plan` has one row per micro-batch.
     """
     if plan.device == "cpu":
         return "full", "on CPUs"

@@ -29,7 +29,6 @@ class Forecast:
     model: DescribedModel
     plan: Plan
     stages: tuple[StageLayers | None, ...]
-    """Layers of each pipeline stage."""
     memory: MemoryEstimate
     target: Target
 

@@ -6,8 +6,8 @@ Layouts are ordered by
 3. the ZeRO stage, lower first;
 4. the product of the axes, smaller first; of equal products the larger ep comes first, then tp, sp and pp.
 
-Of layouts with equal ranks in this order, the search lists one: that with the least recomputation with which a
-micro-batch fits, and with the largest micro-batch that fits. A layout that needs host memory is left out if the
+Of layouts that are equal in all four, the search lists one. It has the least recomputation at which any micro-batch
+fits, and the largest micro-batch that then fits. A layout that needs host memory is left out if the
 same sizes and ZeRO stage fit without host memory.
 """
 
@@ -65,13 +65,13 @@ class SearchResult:
     proposals: tuple[Proposal, ...]
     """The first layouts that fit, in the order of the search."""
     nearest: Proposal | None
-    """The layout that exceeds the memory least, among those that do not fit and were estimated in full; None without
-    any.
+    """Of the layouts that were estimated in full and do not fit, the one that exceeds the memory least; None if there
+    is no such layout.
     """
     num_compared: int
     """Number of layouts whose states (weights, gradients, optimizer states) were compared with the available memory."""
     num_tried: int
-    """Number of layouts whose states fit, so that their memory was estimated in full."""
+    """Number of layouts whose memory was estimated in full, because their states fit."""
     is_cut_off: bool = False
     """Whether the search stopped after `MOST_TRIED` layouts although more layouts were left."""
 
@@ -128,9 +128,8 @@ class Search:
         return [each for each in self.candidates.activations if each.activation_offload == offloads_inputs]
 
     def _best(self, first: Layout) -> Proposal:
-        """The layout `first` with the least recomputation with which a micro-batch fits, and with the largest
-        micro-batch that fits. If none fits, it has the recomputation that exceeds the memory least, and the smallest
-        micro-batch.
+        """Change `first` to the least recomputation at which a micro-batch fits, and to the largest micro-batch that
+        then fits. If none fits, take the smallest micro-batch and the recomputation that exceeds the memory least.
         """
         misfits = []
         for activations in self._settings_of_activations(first.activations.activation_offload):
@@ -149,8 +148,8 @@ class Search:
         return min(misfits, key=lambda each: self.budget.excess(each.memory))
 
     def _with_rows(self, layout: Layout, rows: int) -> Iterator[Candidate]:
-        """Candidates: `layout` with each legal micro-batch size up to `rows`, largest first. If there is none, `layout`
-        with every legal size, smallest first.
+        """Candidates: `layout` with each legal micro-batch size up to `rows`, largest first. If all legal sizes are
+        larger, `layout` with each of them, smallest first.
         """
         sizes = self.candidates.micro_batch_sizes(layout.parallel)
         lower = [size for size in reversed(sizes) if size <= rows]
