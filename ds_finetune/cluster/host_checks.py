@@ -19,7 +19,7 @@ from ds_finetune.system.world import World
 State = Literal["ok", "warn", "fail"]
 _CLOCK_WARN_SECONDS, _CLOCK_FAIL_SECONDS = 1, 7
 """Seconds above which a clock that is off causes a warning or a failure. torch's elastic agent considers a host lost
-whose heartbeat is 15 s old by the agent's own clock.
+if the host's heartbeat is 15 s old by the agent's own clock.
 """
 _SSH_FAILED = 255
 _SAME_ENVIRONMENT = "install the same environment at the same path on every host"

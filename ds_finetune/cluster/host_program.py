@@ -33,7 +33,7 @@ _BECOME_SUBREAPER = 36
 """The constant PR_SET_CHILD_SUBREAPER of prctl(2). It makes orphaned descendants of this process its children."""
 Functions = Mapping[str, Callable[..., Any]]
 starting = threading.Lock()
-"""Lock that is held while a process or a file is created. A program that ends keeps it, so that nothing is created."""
+"""Lock that is held while a process or a file is created. A program that ends never releases it."""
 created_paths: list[Path] = []
 """Files and folders that this program removes when it ends."""
 

@@ -83,7 +83,7 @@ def accumulation_steps(*, global_batch_size: int, micro_batch_size: int, dp: int
 
 
 class PipelineTurn(NamedTuple):
-    """Forward or backward of one micro-batch through one of a pipeline rank's model chunks; `chunk` and `micro` count
+    """A forward or a backward of one micro-batch through one model chunk of a pipeline rank. `chunk` and `micro` count
     from 0.
     """
 
@@ -101,7 +101,7 @@ def interleaved_turns(*, pp: int, vpp: int, micro_batches: int, rank: int) -> li
     """Forwards and backwards of pipeline rank `rank` in a step, in order: interleaved 1F1B (arXiv 2104.04473, section
     2.2).
 
-    Micro-batches form groups of `pp`. All of a group pass one of the rank's model chunks before they pass the next.
+    Micro-batches form groups of `pp`. The whole group passes one model chunk of the rank before it passes the next.
     After `num_first_forwards` forwards, each forward is followed by a backward.
     """
     assert micro_batches % pp == 0, (micro_batches, pp)

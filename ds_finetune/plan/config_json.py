@@ -18,7 +18,7 @@ MAX_LAYERS = 1000
 The deepest published models have 126.
 """
 MAX_CONFIG_BYTES = 16 * MIB
-"""Maximum size of a model's config.json, of which published ones have a few KiB."""
+"""Maximum size of a model's config.json. Published ones have a few KiB."""
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_decoder_layers", "num_nextn_predict_layers")
 _SIZES_OF_V4 = (
     *("sliding_window", "index_topk", "index_n_heads", "index_head_dim", "hc_mult", "hc_sinkhorn_iters"),

@@ -184,8 +184,8 @@ def _implementation(precision: str, capability: Arch | None, *, has_triton: bool
 def mlp_tiles(model: Mapping[str, Any]) -> int:
     """Number of tiles into which `train.tiled_mlp` divides the tokens of a forward, from the model's config.json.
 
-    The activations inside the MLP of one tile then take no more memory than one hidden state of every token. The number
-    does not depend on the tokens, so all ranks have the same.
+    The activations inside the MLP of one tile then take no more memory than the hidden states of all tokens. All ranks
+    have the same number of tiles, because it does not depend on the tokens.
     """
     dense = 4 * model.get("intermediate_size", 0)
     keys = family_of(str(model["model_type"])).expert_keys

@@ -24,8 +24,8 @@ _NOT_ADAPTABLE = re.compile(r"\.o_a_proj$|\.compressor\.|\.[eh]_proj$|\.router$"
 `o_a_proj`, for example, have separate inputs.
 """
 _REWRITTEN = ("gate_proj", "up_proj", "down_proj", "gate")
-"""Last parts of module names. In a model with fused experts, peft mistakes such `target_modules` for experts or routers
-(utils/transformers_weight_conversion.py:411).
+"""Last parts of module names. In a model with fused experts, peft takes `target_modules` that end in them for experts
+or routers (utils/transformers_weight_conversion.py:411).
 """
 _ROUTERS = ("gate", "router")
 """Last parts of the module names of routers."""
@@ -82,8 +82,8 @@ def adapted_targets(adaptable: Sequence[LoraTarget], lora: LoraConfig) -> tuple[
 
 
 def _targets_named(pattern: str, adaptable: Sequence[LoraTarget]) -> list[LoraTarget]:
-    """Modules whose full name or last part of it equals `pattern`, or whose full name matches the regular expression
-    `pattern`. A router is matched only by a pattern that ends in a router's name.
+    """Modules whose full name, or its last part, equals `pattern`; if there are none, those that match `pattern` as a
+    regular expression. `all-linear` names all modules. Other patterns name a router only if they end in its last part.
     """
     if pattern in ALL_LINEAR:
         return [*adaptable]
@@ -96,7 +96,7 @@ def _targets_named(pattern: str, adaptable: Sequence[LoraTarget]) -> list[LoraTa
 
 def fully_trained_parameters(names: Iterable[str], lora: LoraConfig, targets: Sequence[LoraTarget]) -> tuple[str, ...]:
     """Names of the parameters that are trained in full beside the adapters of `targets`: a score head, and the matches
-    of `lora.modules_to_save`; ConfigError where a pattern matches nothing, or an adapted module.
+    of `lora.modules_to_save`. ConfigError if a pattern matches nothing, or weights that cannot be trained in full.
     """
     key, parameters = "lora.modules_to_save", parameter_names(names)
     chosen, adapted = {SCORE_HEAD}, {target.name for target in targets}
@@ -132,8 +132,8 @@ def targets_of(model: ModelTensors) -> tuple[LoraTarget, ...]:
 
 
 def linear_targets(tensors: Iterable[tuple[str, Shape]], linears: Collection[str]) -> tuple[LoraTarget, ...]:
-    """All adaptable modules of a model type that the table of families lacks. They are its linear modules; in a model
-    with fused experts, without modules that peft would mistake for experts or routers.
+    """All adaptable modules of a model type that the table of families lacks: its linear modules. If experts are fused,
+    modules that peft would mistake for experts or routers are left out.
     """
     shapes = dict(tensors)
     is_fused = any(part_of(name) == "routed experts" and not name.endswith(".weight") for name in shapes)
@@ -163,9 +163,9 @@ def quantised_targets(adaptable: Sequence[LoraTarget], lora: LoraConfig) -> tupl
     if lora.quantize is None:
         return ()
     candidates = [target for target in adaptable if target.kind in FOUR_BIT]
-    # Unless each row consists of whole quantisation blocks, bitsandbytes 0.50.2 dequantises wrongly on CPUs
-    # (backends/cpu/ops.py:137): blocks continue from row to row, and its kernel starts a new block with each row.
-    # Measured error: 15 to 40% instead of 9%.
+    # Each row must consist of whole quantisation blocks, because blocks continue from row to row, but the CPU kernel of
+    # bitsandbytes 0.50.2 starts a new block with each row when it dequantises (backends/cpu/ops.py:137). Measured error
+    # otherwise: 15 to 40% instead of 9%.
     fitting = tuple(
         target
         for target in candidates

@@ -87,7 +87,7 @@ class Mesh:
         return self.coordinate("pp") * self.dp * self.sp * self.tp
 
     def holders_of_leader(self) -> list[int]:
-        """The stage's leader and the ranks that hold, together with it, each parameter of this rank's stage once."""
+        """Leader of this rank's stage and other ranks, which together hold each parameter of the stage once."""
         return next(line for line in self.expert_holders() if self.leader in line)
 
     def same_expert_groups(self) -> list[list[int]]:

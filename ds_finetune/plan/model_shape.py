@@ -1,4 +1,4 @@
-"""Number of parameters of a model, and the cost of a row, by which rows are balanced over data parallel ranks."""
+"""Number of parameters of a model, and the cost of a row. This cost balances rows over data parallel ranks."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -15,7 +15,9 @@ from ds_finetune.plan.model_tensors import DescribedModel, part_of
 
 
 def has_known_shape(model: DescribedModel) -> bool:
-    """Whether the model's family is no encoder, every tensor belongs to a known part, and layers have equal heads."""
+    """Whether the model is a decoder from the table of families, all its layers have equal heads, and all its tensors
+    belong to known parts.
+    """
     family = family_of(str(model.get("model_type")))
     is_decoder = not family.is_generic and family.encoder is None and not model.get("per_layer_config")
     return is_decoder and all(map(part_of, model.tensors.by_name))
@@ -83,8 +85,9 @@ class Shape:
 
 
 def _attended_limits(model: DescribedModel) -> tuple[int | None, ...]:
-    """Maximum attended positions of each layer, by sliding window or indexer. A layer that compresses tokens attends to
-    a window and to compressed entries, which are counted as `index_topk`.
+    """Maximum number of positions that a token attends to in each layer: its sliding window, or the number of tokens
+    that its indexer chooses. A layer that compresses tokens attends to a window and to compressed entries, which are
+    counted as `index_topk`.
     """
     layers, chosen, window = len(model.tensors.layers), model.get("index_topk"), model.get("sliding_window")
     if family_of(str(model["model_type"])).compresses:

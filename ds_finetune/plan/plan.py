@@ -57,7 +57,6 @@ class Plan(RunSettings):
     ranks.
     """
     notes: tuple[str, ...] = ()
-    """Notes about decisions that a user might not expect."""
     frozen: tuple[str, ...] = ()
     """Names of the parameters that are not trained, because the run file freezes them or no loss reaches them. Exports
     have their initial values.
@@ -210,9 +209,9 @@ class Plan(RunSettings):
 
 
 def loss_kernel(name: str, *, device: str, tp: int = 1, is_cross_entropy: bool = True) -> str:
-    """Loss kernel, `chunked` or `liger`; Liger's computes only the cross entropy of tokens.
+    """Loss kernel, `chunked` or `liger`, which computes only the cross entropy of tokens.
 
-    ConfigError where `liger` is requested and cannot run, or is installed in another version than `LIGER`.
+    ConfigError if `liger` is requested and cannot run, or if liger-kernel would run in another version than `LIGER`.
     """
     version = version_of("liger-kernel")
     if tp > 1:
@@ -272,8 +271,8 @@ def is_teacher_partitioned(zero_stage: int, offload: str) -> bool:
 
 
 def make_plan(given: RunSettings, *, world: World, device: str, accelerate: AccelerateChoices | None = None) -> Plan:
-    """Plan a run on `world` with accelerator `device` (`cpu` or `cuda`); ConfigError where values contradict. Only the
-    run file's sections of `given` are read.
+    """Plan a run on `world` with accelerator `device` (`cpu` or `cuda`); ConfigError where values contradict. Of
+    `given`, only the sections of the run file are read.
 
     As long as `train.micro_batch_size: auto` is not resolved, it is planned as one row, and `train.precision: auto` is
     planned without information about a GPU.

@@ -1,4 +1,4 @@
-"""Settings of a run as checks read them, before and after its model is known, and the form of a refused setting."""
+"""Settings of a run that checks read, before and after the model is known. Also the form of a refused setting."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -40,8 +40,8 @@ _ONE_RANK = Mesh(0, 1)
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """Settings known before the model: sections of the run file that decide what is trained and how, ranks, and the
-    DeepSpeed configuration. Planning and searching replace single sections.
+    """Settings that are known before the model: the ranks, the DeepSpeed configuration, and sections of the run file.
+    Planning and searching replace single sections.
     """
 
     model: ModelConfig
@@ -67,7 +67,6 @@ class RunSettings:
     mesh: Mesh = _ONE_RANK
     device: str = "cpu"
     deepspeed_config: Tree = field(default_factory=lambda: {"zero_optimization": {}}, repr=False)
-    """Configuration for `deepspeed.initialize`."""
     accumulation: int = 1
     """Gradient accumulation steps: forwards per optimizer step on a rank."""
 
@@ -175,8 +174,8 @@ S = TypeVar("S", contravariant=True)
 MessageFields = dict[str, object] | None
 """Result of a condition: values for the placeholders of the refusal's message; None where the run is not refused."""
 Condition = Callable[[S], object]
-"""Function that tests whether a run is refused. A true result refuses it; if the result is a mapping, its items fill
-the placeholders of the message.
+"""Function that tests whether a run is refused; a true result means yes. If the result is a mapping, its items fill the
+placeholders of the message.
 """
 
 

@@ -47,7 +47,7 @@ def network_checks(ended: Mapping[str, Ended], endpoint: str) -> Iterator[Check]
     """Check the network between hosts. `ended` has what measure.py printed on each host: speeds, or a problem."""
     outcomes = {host: _outcome(code, output, endpoint) for host, (code, output) in ended.items()}
     problems = {host: outcome for host, outcome in outcomes.items() if "problem" in outcome}
-    # The problem of one host lets the measurement fail on other hosts too.
+    # The problem of one host makes the measurement fail on other hosts too.
     causes = {host: problem for host, problem in problems.items() if problem["is_cause"]}
     for host, problem in (causes or problems).items():
         yield Check("network", host, "fail", problem["problem"], _UNREACHED)

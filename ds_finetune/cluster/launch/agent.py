@@ -175,7 +175,7 @@ class HostAgent(LocalElasticAgent):
 
 
 def _time_of(failure: ProcessFailure) -> float:
-    # The rank's error file has the exact time. `timestamp` is that at which the agent noticed the failure.
+    # The rank's error file has the exact time; `timestamp` is when the agent noticed the failure.
     message = failure.error_file_data["message"]
     at = message.get("at") if isinstance(message, Mapping) else None
     return float(at or failure.timestamp)

@@ -103,10 +103,10 @@ def srun_command(job: Job, environ: Mapping[str, str]) -> list[str]:
     """The `srun` command that starts the ranks of `job` in an allocation of Slurm, in the environment
     `starting_environment`. `environ` has the environment variables of the allocation.
 
-    If `job` names no hosts, the ranks are the tasks of the
-    allocation in Slurm's order. Otherwise each host is named once per rank under the distribution `arbitrary`, which
-    preserves the order of the hosts (tried with Slurm 22.05; `--nodelist` alone sorts them). If one rank fails, srun
-    ends all ranks. LaunchError outside an allocation, and for hosts that are not in it.
+    If `job` names no hosts, the ranks are the tasks of the allocation in Slurm's order. Otherwise each host is named
+    once per rank under the distribution `arbitrary`, which preserves the order of the hosts (tried with Slurm 22.05;
+    `--nodelist` alone sorts them). If one rank fails, srun ends all ranks. LaunchError outside an allocation, and for
+    hosts that are not in it.
     """
     if "SLURM_JOB_ID" not in environ:
         raise LaunchError(

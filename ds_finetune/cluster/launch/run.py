@@ -349,7 +349,7 @@ class _LaunchedRun:
         return codes != {INTERRUPTED_EXIT_CODE} and time.monotonic() - self._ending_since > _ENDING_SECONDS
 
     def _regroup(self) -> None:
-        """Leave out hosts that layout and batch cannot use without the lost ones; with too few hosts the run ends."""
+        """After a loss of hosts, leave out those that layout and batch cannot use. With too few hosts the run ends."""
         present = [host for host in self._request.hosts if host in self._agents]
         fitting = largest_fit(self._request, present, device=self._device)
         if self._ending_since is None and not fitting:

@@ -77,8 +77,8 @@ def join(store: dist.Store, world: World, own: RankProcess) -> list[RankProcess]
 def beat(
     store: dist.Store, rank: int, status: RankStatus, proposal: RunEnding | None, watched: Iterable[int]
 ) -> tuple[RunEnding | None, list[RankStatus]]:
-    """Write the heartbeat of `rank` to the store, with its `proposal` why the run ends; the first proposal of all ranks
-    counts. Returns that proposal (None while the run continues), and the last heartbeats of the ranks `watched`.
+    """Write the heartbeat of `rank` and its `proposal` to the store, which accepts the first proposal of all ranks.
+    Returns this proposal (None while the run continues), and the last heartbeats of the ranks `watched`.
     """
     store.set(_HEARTBEAT_KEY.format(rank), _STATUS.dump_json(status).decode())
     if proposal is not None:

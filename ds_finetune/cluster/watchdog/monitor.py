@@ -254,7 +254,7 @@ class Monitor(threading.Thread):
             self._compare(now)
 
     def _ending_without_store(self, now: float) -> RunEnding | None:
-        """Why the run ends if the process of the store is gone or cut off, or if rank zero, which compares, hangs."""
+        """Why the run ends if the store's process is gone or cut off, or if rank zero, which compares ranks, hangs."""
         zero = self._processes[0]
         if self._is_closing:
             return None
@@ -297,7 +297,7 @@ class Monitor(threading.Thread):
             excess[machine] = min(seconds, excess.get(machine, math.inf))
         if max(excess.values(), default=0.0) <= 0:
             return ()
-        # Machines that have been silent for almost as long have probably lost their network at the same time.
+        # Machines that have been silent for almost as long are probably cut off by the same failure of the network.
         return tuple(rank for rank in active if excess[self._processes[rank].machine] > -ROUND_SECONDS)
 
     def _late_text(self, statuses: Mapping[int, RankStatus]) -> str:

@@ -39,9 +39,9 @@ _WIDE = WEIGHT_BYTES["fp32"]
 _DRAWING_BYTES = 30
 """Bytes per logit while the random numbers of sampling are computed (engine/sampling/noise.py)."""
 _COMMUNICATOR, _PEER = GIB // 2, 4 * GIB // 9
-"""Assumed bytes of an NCCL communicator, and for each other rank on the node with which a rank exchanges data in
-all-to-all. Reported: 388 MiB on an RTX 3060 (sglang 35538), 544 and 688 MiB on A100s (NCCL issue 964), and 3.3 GB for
-an exchange with seven other H100s (NCCL issue 1685).
+"""Assumed bytes of an NCCL communicator, and of its buffers for all-to-all with one other rank of the node. Reported:
+388 MiB on an RTX 3060 (sglang 35538), 544 and 688 MiB on A100s (NCCL issue 964), and 3.3 GB for an exchange with seven
+other H100s (NCCL issue 1685).
 """
 
 

@@ -34,14 +34,13 @@ from ds_finetune.plan.trained_parts import is_reached, plan_freezing
 
 @dataclass(frozen=True)
 class TensorKind:
-    """Tensors of a pipeline stage with equal shapes, and with equal names but for the layer number. `name` has `N` for
-    that number, `count` tensors are of this kind, and ZeRO shards each over `sharers` ranks.
+    """Tensors of a pipeline stage with equal shapes, whose names differ only in the layer number. `name` has `N` for
+    that number, `count` is the number of these tensors, and ZeRO shards each over `sharers` ranks.
     """
 
     name: str
     count: int
     full_shape: tuple[int, ...]
-    """Shape of the full tensor."""
     local: tuple[int, ...]
     """Shape of a rank's shard under tensor and expert parallelism, before ZeRO shards it."""
     sharers: int
@@ -74,7 +73,6 @@ class RankWeights:
     layers: tuple[int, ...]
     """Indices of the layers of the pipeline stage."""
     layer_kinds: tuple[LayerKind, ...]
-    """The kind of each layer in `layers`."""
 
     @cached_property
     def numel(self) -> int:

@@ -50,7 +50,7 @@ class TracedModel:
         return tuple(self.layers[number] for number in numbers if number < len(self.layers))
 
     def kept(self, layers: Iterable[TracedLayer] | None = None) -> int:
-        """Sum of the bytes that `layers` (default: all) keep until their backward and of `before`."""
+        """Bytes that `layers` (default: all) keep until their backward, plus `before`."""
         return self.before + sum(layer.kept for layer in (self.layers if layers is None else layers))
 
     def forward_peak(self, layers: Iterable[TracedLayer] | None = None) -> int:

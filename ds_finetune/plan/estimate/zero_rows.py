@@ -238,9 +238,9 @@ def _rows_of_stages_1_and_2(run: _Zero) -> Iterator[MemoryRow]:
     """Memory rows for gradients at ZeRO stages 1 and 2.
 
     Stage 1 keeps the gradients of all weights until they are reduced after backward; stage 2 reduces them during
-    backward. Both stages copy the gradients of a rank's partition (grads_in_partition, zero/stage_1_and_2.py:2192), and
-    flatten and convert them to fp32 for the update (3117-3125). With offload, gradients are copied to the host bucket
-    by bucket.
+    backward. Both stages copy the gradients of a rank's partition (grads_in_partition, zero/stage_1_and_2.py:2192). For
+    the update, they flatten these copies and convert them to fp32 (3117-3125). With offload, gradients are
+    copied to the host bucket by bucket.
     """
     own, sharded = run.own, run.own.sharded_trained
     in_backward = run.plan.zero_stage == 2 and not run.plan.reduces_once

@@ -112,7 +112,6 @@ class Request:
     nodes: int | None = None
     gpus_per_node: int | None = None
     host_bytes: int | None = None
-    """Memory of a node in bytes."""
     models: tuple[str, ...] = ()
     """Driver names of this machine's GPUs, used where no GPU is named."""
     gpu_bytes: int | None = None
