@@ -33,7 +33,6 @@ class OptimizerRow:
     needs_unsharded: str = ""
     """Why a step needs unsharded parameters; empty for an elementwise optimizer."""
     fixed: Mapping[str, object] = field(default_factory=dict)
-    """Fixed arguments of the class."""
 
 
 _ADAM = ("lr", "betas", "eps", "weight_decay")

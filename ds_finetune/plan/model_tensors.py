@@ -89,7 +89,6 @@ class ModelTensors:
     by_name: Mapping[str, FullTensor]
     """Parameters in the model's order, without a tied head."""
     is_tied: bool = False
-    """Whether head and embedding are one tensor."""
     num_predictions: int = 0
     """Number of multi-token prediction layers, the last ones of the model."""
     linears: Collection[str] = ()

@@ -31,7 +31,6 @@ class Job:
     run: str
     """Path of the run file on every host."""
     overrides: tuple[str, ...]
-    """Overrides `section.name=value` of the run file."""
     hosts: tuple[Host, ...]
     """Hosts in the order of their ranks; empty for all hosts of Slurm's allocation."""
     run_id: str

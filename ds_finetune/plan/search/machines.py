@@ -99,7 +99,6 @@ def gpu_of_device(device_name: str) -> GpuModel | None:
 CPU = "cpu"
 """Name that stands for this machine's CPU ranks where a GPU could be named."""
 GPUS_PER_NODE = 8
-"""Default number of GPUs per node."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +125,6 @@ class Target:
     gpu: GpuModel | None = None
     budget: Budget | None = None
     notes: tuple[str, ...] = ()
-    """Notes for the user on what is assumed about the machines."""
     is_named: bool = True
     """False if the command line names no machines and this machine has no GPU, so that the plan is for its CPU; else
     true.

@@ -65,8 +65,8 @@ class SearchResult:
     proposals: tuple[Proposal, ...]
     """The first layouts that fit, in the order of the search."""
     nearest: Proposal | None
-    """Of the layouts that were estimated in full and do not fit, the one that exceeds the memory least; None if there
-    is no such layout.
+    """The best of the layouts that were estimated in full and do not fit: it exceeds the memory least. None if there is
+    no such layout.
     """
     num_compared: int
     """Number of layouts whose states (weights, gradients, optimizer states) were compared with the available memory."""
