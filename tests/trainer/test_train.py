@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +137,7 @@ def test_a_run_records_its_start_its_data_its_answers_and_its_verified_exports(f
     run = finished / "run"
     (start,) = map(json.loads, (run / "starts.jsonl").read_text().splitlines())
     assert (start["after_step"], start["steps"], start["ranks"]) == (0, 8, 2)
-    assert start["versions"]["torch"] == torch.__version__
+    assert start["versions"]["torch"] == version("torch")
     data = json.loads((run / "data.json").read_text())
     spans = data["samples"][0]["spans"]
     assert {is_supervised for _, is_supervised in spans} == {True, False}
