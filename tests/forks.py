@@ -322,6 +322,10 @@ def _become(request: dict[str, Any], given: Mapping[str, str], *, is_rank: bool 
     if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
         # torch reads this when it is imported, which it is here.
         sys.modules["torch"].compiler.set_stance("force_eager")
+    # torch makes its thread pool anew at the first use after a fork, and aborts the process where two of its threads come
+    # first at once ("Invalid thread pool!"), as some runs of torch's builds for CUDA did in their first backward.
+    torch = sys.modules["torch"]
+    torch.set_num_threads(torch.get_num_threads())
     os.chdir(request["cwd"])
     tempfile.tempdir = None
     program = [str(os.getppid()) if word == PARENT else word for word in request["program"]]
