@@ -46,7 +46,8 @@ _DEVICES = "_VISIBLE_DEVICES"
 the option `--include` chooses GPUs of other hosts.
 """
 _SECRET_NAME = re.compile(
-    r"(?:^|_)(?:[A-Z]*(?:TOKEN|SECRET|PASSWORD|CREDENTIAL|APIKEY|ACCESSKEY)S?|(?:USER)?PASS|PWD|KEY|AUTH)(?:_|$)"
+    r"(?:^|_)(?:(?!PKEY)[A-Z]*(?:TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|KEY)S?"
+    r"|(?:USER|DB)?PASS|PWD|AUTH(?:ORIZATION)?|CREDS?|COOKIES?|JWT)(?:_|$)"
 )
 """Matches names of variables with secrets, but not NCCL_IB_PKEY or TOKENIZERS_PARALLELISM."""
 _PASSWORD_IN_ADDRESS = re.compile(r"://[^/\s@]*:[^/\s@]+@")

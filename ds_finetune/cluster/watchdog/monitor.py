@@ -303,8 +303,8 @@ class Monitor(threading.Thread):
     def _late_text(self, statuses: Mapping[int, RankStatus]) -> str:
         # Heartbeats of ranks on this machine cross no network, and are late only if a rank is slow.
         far = {each.rank: each.host for each in self._processes if each.machine != self._own.machine}
-        late = {far[rank]: each.late_seconds for rank, each in statuses.items() if rank in far and each.late_seconds}
-        hosts = " and ".join(f"host {host}" for host in sorted(late))
+        late = {rank: each.late_seconds for rank, each in statuses.items() if rank in far and each.late_seconds}
+        hosts = " and ".join(f"host {host}" for host in sorted({far[rank] for rank in late}))
         if not late or self._latest[0].late_seconds:
             return ""
         return f"heartbeats of {hosts} came late, by up to {max(late.values()):.1f} s: the network loses packets"
@@ -354,7 +354,7 @@ class Monitor(threading.Thread):
 
     def _accept(self, ending: RunEnding) -> None:
         if not self._is_failing:
-            graces = (not ending.is_hang) + (self._own.rank == 0 and len(self._processes) > 1)
+            graces = (not ending.is_hang) + (self._own.rank == 0 and len(self._processes) > 1 and not ending.is_silent)
             self._ends_at = time.monotonic() + graces * _GRACE_SECONDS
         self._ending, is_mistake = ending, ending.code == USER_ERROR_EXIT_CODE
         if self._stacks is not None and not is_mistake:
@@ -390,7 +390,7 @@ class Monitor(threading.Thread):
                 kill_process(each, ending.line)
         if ending.is_silent:
             # A launcher that sees this rank exit may end silent ranks, whose stacks are still being written.
-            time.sleep(1.5)
+            time.sleep(_GRACE_SECONDS)
         if self._stacks is not None and ending.code == USER_ERROR_EXIT_CODE:
             self._stacks.close()
         try_to_finish(lambda: record_error(ending.line, cause=ending.line))

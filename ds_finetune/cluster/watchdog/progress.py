@@ -34,7 +34,7 @@ class RankStatus(CollectiveStatus):
     trouble: str = ""
     """Text that says why the rank is HUNG or FAILING."""
     late_seconds: float = 0.0
-    """Longest round trip of a heartbeat in the last minute if many were late, else 0."""
+    """Longest round trip of the last 60 heartbeats if many of these were late, else 0."""
 
     def __str__(self) -> str:
         steps = f"{self.phase}, {self.step:,} steps done, no progress for {self.seconds:.0f} s"

@@ -86,6 +86,15 @@ def test_what_a_launcher_says_to_its_own_ranks_never_travels(name: str, tmp_path
         ("WANDB_PWD", "x"),
         ("MLFLOW_CREDENTIALS", "x"),
         ("MLFLOW_USERPASS", "x"),
+        ("MLFLOW_DBPASS", "x"),
+        ("HF_PASSWD", "x"),
+        ("MLFLOW_PASSPHRASE", "x"),
+        ("HF_API_KEYS", "x"),
+        ("NCCL_PRIVATEKEY", "x"),
+        ("HF_CREDS", "x"),
+        ("HF_JWT", "x"),
+        ("WANDB_COOKIE", "x"),
+        ("MLFLOW_AUTHORIZATION", "x"),
     ],
 )
 def test_secrets_travel_only_by_name_and_are_never_shown(name: str, value: str) -> None:

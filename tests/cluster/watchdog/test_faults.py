@@ -93,8 +93,7 @@ def test_the_first_error_is_named_and_not_what_follows(rank: int, tmp_path: Path
     assert "No space left on device" in done.printed[rank]
     # Rank zero prints the report with the traceback of the first error; nothing is printed of the one that follows.
     assert "RuntimeError" not in done.printed[1 - rank].partition(f"rank {1 - rank} then failed")[0]
-    # Only the first rank of a host says why the watchdog ends it. The other one says so where it meets an error of its
-    # own before, which on a busy machine it may not.
+    # Rank one names the cause if it meets an error of its own before the watchdog ends it. On a busy machine it may not.
     is_silent = rank == 0 and not done.printed[1]
     assert is_silent or f"rank {rank} (host" in done.printed[1 - rank]
 
@@ -173,4 +172,14 @@ def test_under_launchers(launcher: str, tmp_path: Path) -> None:
     done = start(commands[launcher], {"PYTHONPATH": str(ROOT)})
     assert done.returncode != 0
     assert "watchdog: rank 1 (host" in done.stdout + done.stderr
+    assert (tmp_path / "run" / "watchdog" / "report.txt").read_text().startswith("rank 1 (host")
+
+
+@pytest.mark.slow
+def test_torchrun_blames_the_rank_that_is_stopped(tmp_path: Path) -> None:
+    """torchrun names the rank that ends first, so the watchdog kills the stopped rank before the other ranks end."""
+    task = tiny_task(tmp_path, train={"global_batch_size": 6})
+    settings = [f"watchdog.limit={LIMIT_SECONDS} seconds", "train.for=12 steps"]
+    done = start(torchrun(FAULTY, "stop", "1", "4", str(task), *settings, ranks=3), fork=False)
+    assert re.search(r"Root Cause.*\n\[0\]:\n.*\n.*\n *rank +: 1 ", done.stderr), done.stderr
     assert (tmp_path / "run" / "watchdog" / "report.txt").read_text().startswith("rank 1 (host")

@@ -228,8 +228,9 @@ def test_a_rank_that_hangs_without_heartbeats_is_ended_by_one_beside_it(
     assert f"rank 1 (host host-a, process {process.pid}): no heartbeat" in ending.report
     assert f"{ranks.processes[2]} has made no progress within its limit of 100 s" in ending.report
     ranks.watch(0)
+    # Rank 0 kills rank 1 at once, before rank 2 leaves: torchrun and mpirun blame the rank that ends first.
     with pytest.raises(LeftError):
-        ranks.watch(0, after=LEAVES)
+        ranks.watch(0, after=0.1)
     assert left == [1]
     assert process.wait(60) in (-signal.SIGKILL, -signal.SIGQUIT)
 
@@ -301,7 +302,7 @@ def test_late_heartbeats_of_another_machine_are_the_networks_fault(late: tuple[i
     """
     ranks = Ranks(tmp_path, "aabb")
     for rank in late:
-        ranks.monitors[rank]._beat_seconds.extend([0.7, 1.7, 2.7])
+        ranks.monitors[rank]._beat_seconds.extend([0.7, 1.7, 4.7 - rank])
     ranks.beat()
     ranks.hang(1, others=[1, 2])
     ranks.watch(0, after=ROUND)
