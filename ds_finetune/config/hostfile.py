@@ -74,7 +74,7 @@ def select_hosts(hosts: Sequence[Host], *, include: str = "", exclude: str = "")
     """Select the hosts and devices named by `include`, or all except those named by `exclude`, in the order of `hosts`.
 
     Both are written as for DeepSpeed: `host1@host2:0,2` is all of host1 and devices 0 and 2 of host2. LaunchError if
-    both are given, if a named host or device does not exist, or if no device remains.
+    both are given, if a named host or device does not exist, if two lines have the named host, or if no device remains.
     """
     if include and exclude:
         raise LaunchError(f"--include {include} and --exclude {exclude} are both given", hint="give only one of them")
@@ -108,6 +108,11 @@ def _named_devices(text: str, hosts: Sequence[Host], option: str) -> dict[str, s
             raise LaunchError(
                 f"{option} names host `{name}`, which is not among the {len(slots)} hosts of the hostfile",
                 hint=f"did you mean `{near[0]}`?" if near else f"its hosts are {', '.join(list(slots)[:8])}",
+            )
+        if len(lines := [str(host.line) for host in hosts if host.name == name]) > 1:
+            raise LaunchError(
+                f"{option} names host `{name}`, but lines {' and '.join(lines)} of the hostfile both have this name",
+                hint="write another name or address of the host in one of these lines",
             )
         if devices and not re.fullmatch(r"\d+(,\d+)*", devices):
             raise LaunchError(

@@ -112,3 +112,15 @@ def test_choices_that_cannot_be(include: str, exclude: str, message: str) -> Non
     with pytest.raises(LaunchError) as caught:
         select_hosts(HOSTS, include=include, exclude=exclude)
     assert message in caught.value.message
+
+
+@pytest.mark.parametrize("option", ["include", "exclude"])
+def test_a_name_of_two_lines_chooses_neither(option: str) -> None:
+    """Two containers on one machine differ by port, which `--include` and `--exclude` cannot name."""
+    hosts = (Host("a", 4, 1, port=22), Host("a", 2, 3, port=2222), Host("b", 1, 4))
+    for text in ("a", "a:0"):
+        with pytest.raises(
+            LaunchError, match=f"--{option} names host `a`, but lines 1 and 3 of the hostfile both have"
+        ):
+            select_hosts(hosts, **{option: text})
+    assert select_hosts(hosts, include="b") == hosts[2:]

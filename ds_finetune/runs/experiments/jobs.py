@@ -1,5 +1,6 @@
 """Starts the runs of an experiment as processes of `ds-finetune`, several at once on separate GPUs or hosts."""
 
+import fcntl
 import os
 import shutil
 import signal
@@ -15,9 +16,10 @@ from typing import Any
 import torch
 import yaml
 
-from ds_finetune.config.hostfile import read_hostfile
+from ds_finetune.config.hostfile import read_hostfile, select_hosts
 from ds_finetune.config.run_file import apply_override, read_yaml, set_key
 from ds_finetune.config.schema import validate_tree
+from ds_finetune.console.tables import show_line
 from ds_finetune.errors import INTERRUPTED_EXIT_CODE, ConfigError, LaunchError, OutputError
 from ds_finetune.runs.metrics import METRICS, MetricsReader
 from ds_finetune.system.processes import die_with_parent, handle_signals
@@ -52,8 +54,7 @@ def run_slots(ranks: int, parallel: int = 1) -> list[RunSlot]:
             f"{parallel} parallel runs of {ranks} ranks each need {parallel * ranks} GPUs, but {number} are visible",
             hint="lower the number of parallel runs or of ranks, or set CUDA_VISIBLE_DEVICES to more GPUs",
         )
-    starts = range(0, parallel * ranks, ranks)
-    return [RunSlot(command, options, tuple(names[start : start + ranks])) for start in starts]
+    return [RunSlot(command, options, tuple(names[each * ranks :][:ranks])) for each in range(parallel)]
 
 
 def slot_on_hosts(hostfile: str, ranks: int) -> RunSlot:
@@ -64,8 +65,8 @@ def slot_on_hosts(hostfile: str, ranks: int) -> RunSlot:
         include += [f"{host.name}:{','.join(map(str, range(number)))}"] * (number > 0)
         remaining -= number
     if remaining:
-        total = sum(host.slots for host in hosts)
-        raise LaunchError(f"{hostfile} has {total} slots, too few for {ranks} ranks", hint="lower --ranks")
+        raise LaunchError(f"{hostfile} has {ranks - remaining} slots, too few for {ranks} ranks", hint="lower --ranks")
+    select_hosts(hosts, include="@".join(include))
     return RunSlot("launch", ("--hostfile", hostfile, "--include", "@".join(include)))
 
 
@@ -116,14 +117,21 @@ class ExperimentRun:
         self.metrics = MetricsReader(folder / RUN / METRICS)
         self.seconds, self.code, self.reason = 0.0, 0, ""
 
-    def start(self, slot: RunSlot) -> None:
-        """Start the process of the run in `slot`."""
+    def start(self, slot: RunSlot) -> bool:
+        """Start the run in `slot`. Returns False while a process of an earlier experiment writes to the folder."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        if (self.folder / RUN).exists() and not (self.folder / RUN / CHECKPOINTS).is_dir():
-            # The run starts again, because training would refuse an existing run folder without checkpoints.
-            shutil.rmtree(self.folder / RUN)
-        replace_file(self.folder / RUN_FILE, yaml.safe_dump(self.tree, sort_keys=False, allow_unicode=True))
         with (self.folder / LOG).open("ab") as log:
+            # The process of the run, and those that it starts, inherit this lock.
+            try:
+                fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            except OSError:
+                pass  # The file system has no locks.
+            if (self.folder / RUN).exists() and not (self.folder / RUN / CHECKPOINTS).is_dir():
+                # The run starts again, because training would refuse an existing run folder without checkpoints.
+                shutil.rmtree(self.folder / RUN)
+            replace_file(self.folder / RUN_FILE, yaml.safe_dump(self.tree, sort_keys=False, allow_unicode=True))
             self.process = subprocess.Popen(
                 [*_PROGRAM, slot.command, str(self.folder / RUN_FILE), *slot.options],
                 env={**os.environ, **({"CUDA_VISIBLE_DEVICES": ",".join(slot.gpus)} if slot.gpus else {})},
@@ -134,6 +142,7 @@ class ExperimentRun:
                 preexec_fn=partial(die_with_parent, signal.SIGTERM),
             )
         self._began = time.monotonic()
+        return True
 
     def update(self) -> bool:
         """Read new metrics. Returns whether the run has ended."""
@@ -146,10 +155,7 @@ class ExperimentRun:
 
     @property
     def has_diverged(self) -> bool:
-        """Whether the run diverged: it failed, and its last step was skipped because the gradient was not finite.
-
-        A run that skipped its last step and succeeded, as with fp16, has not diverged.
-        """
+        """Whether the run diverged: it failed, and its last step was skipped because the gradient was not finite."""
         skipped = self.metrics.curves.get("train/skipped")
         return self.code != 0 and skipped is not None and skipped.last > 0
 
@@ -183,11 +189,17 @@ def run_all(runs: Iterator[ExperimentRun], slots: Sequence[RunSlot]) -> None:
 def _train_all(
     runs: Iterator[ExperimentRun], free: list[RunSlot], active: dict[ExperimentRun, RunSlot], signals: Sequence[int]
 ) -> None:
+    waiting: ExperimentRun | None = None
     while not signals:
-        while free and (run := next(runs, None)) is not None:
-            run.start(free[0])
-            active[run] = free.pop(0)
-        if not active:
+        while free and (run := waiting or next(runs, None)) is not None:
+            if run.start(free[0]):
+                active[run], waiting = free.pop(0), None
+            elif waiting is None:
+                show_line(f"waiting for an earlier process that still writes to {run.folder / RUN}")
+                waiting = run
+            else:
+                break
+        if not active and waiting is None:
             return
         free += [active.pop(run) for run in list(active) if run.update()]
         time.sleep(_POLL_SECONDS)

@@ -13,19 +13,12 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from ds_finetune.checkpoint.locking import lock_folder
+from ds_finetune.checkpoint.locking import LOCK, lock_folder
 from ds_finetune.config.run_file import read_yaml
 from ds_finetune.console.phase_line import Say, time_text
 from ds_finetune.errors import ConfigError, RunError
 from ds_finetune.export.output_folder import check_out_empty
-from ds_finetune.runs.experiments.jobs import (
-    CHECKPOINTS,
-    REPORT,
-    RUN,
-    ExperimentRun,
-    run_all,
-    run_slots,
-)
+from ds_finetune.runs.experiments.jobs import CHECKPOINTS, REPORT, RUN, ExperimentRun, run_all, run_slots
 from ds_finetune.runs.experiments.sweep_file import SweepConfig, import_optuna, make_chosen, make_sampler
 from ds_finetune.runs.report.charts import Chart, Line
 from ds_finetune.runs.report.page import NONE, Charts, Page, PageSection, Table, number_text
@@ -55,7 +48,9 @@ def run_sweep(sweep: SweepConfig, say: Say) -> list[tuple[str, str]]:
     make_sampler(sweep, 0)
     make_chosen(sweep.pruner, "pruner")
     if not (folder / JOURNAL).is_file():
-        check_out_empty(folder, f"output_dir `{folder}` is not empty, but holds no sweep")
+        # A start that failed before the journal existed has left its lock file.
+        message = f"output_dir `{folder}` is not empty, but holds no sweep"
+        check_out_empty(folder, message, may_hold=lambda entry: entry.name == LOCK)
     folder.mkdir(parents=True, exist_ok=True)
     with lock_folder(folder, seconds=0.0, say=say):
         study = _open_study(sweep, say)
@@ -85,10 +80,14 @@ def _open_study(sweep: SweepConfig, say: Say) -> "Study":
     settings = {"the run file": read_yaml(Path(sweep.run))[0], **settings}
     settings_texts = {name: json.dumps(part, sort_keys=True) for name, part in settings.items()}
     earlier = study.user_attrs.get(_MADE_FROM, settings_texts)
-    if changed := [name for name, text in settings_texts.items() if earlier.get(name) != text]:
+    if earlier.keys() != settings_texts.keys():
+        raise ConfigError(
+            f"`{sweep.output_dir}` holds a sweep of another version of ds-finetune", hint="name another output_dir"
+        )
+    if changed := [name for name, text in settings_texts.items() if earlier[name] != text]:
         raise ConfigError(
             f"`{sweep.output_dir}` holds a sweep with other settings: {' and '.join(changed)}; {changed[0]} was "
-            f"{earlier.get(changed[0])} and is now {settings_texts[changed[0]]}",
+            f"{earlier[changed[0]]} and is now {settings_texts[changed[0]]}",
             hint="name another output_dir, or undo the change",
         )
     if _MADE_FROM not in study.user_attrs:
@@ -212,7 +211,7 @@ def _page(sweep: SweepConfig, trials: Sequence["FrozenTrial"], best: int) -> Pag
         x = [*map(value_text, values)] if categories else values
         dots = Line(sweep.metric, x, [value for _, value in complete], "dots")
         charts.append(Chart(key, [dots], x_name=key, has_log_x=space.log, categories=categories))
-    columns = ("trial", "state", *sweep.space, sweep.metric, "time")
+    columns = ("trial", "state", *sweep.space, sweep.metric, "start to end")
     table = Table(f"All trials; trial {best} is the best", columns, rows, 2)
     section = PageSection("trials", "Trials", [table, Charts(charts)], f"{BEST} is the run file of the best trial.")
     return Page(f"Sweep of {sweep.run}", sweep.metric, "", [], [section])

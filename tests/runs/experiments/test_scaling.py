@@ -111,3 +111,7 @@ def test_ranks_take_the_first_slots_of_hosts(tmp_path: Path) -> None:
     assert included == {2: "a:0,1", 4: "a:0,1,2,3", 7: "a:0,1,2,3@b:0,1@c:0"}
     with pytest.raises(LaunchError, match="hosts has 10 slots, too few for 11 ranks"):
         slot_on_hosts(str(hosts), 11)
+    # `--include a:0` would select a device of both lines, and start two ranks.
+    hosts.write_text("a:22 slots=4\na:2222 slots=4\n")
+    with pytest.raises(LaunchError, match="names host `a`, but lines 1 and 2 of the hostfile both have this name"):
+        slot_on_hosts(str(hosts), 1)

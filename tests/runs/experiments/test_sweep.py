@@ -89,6 +89,7 @@ def test_the_best_run_file_a_table_and_a_plot_are_written(tmp_path: Path) -> Non
     assert "export" not in written
     page = (tmp_path / "out" / "report.html").read_text()
     assert page.count('class="plot"') == 1
+    assert "start to end" in page
     ((line,),) = [chart["lines"] for chart in json.loads(PageParser(page).scripts[0])]
     assert line["x"] == pytest.approx([trial.params["optim.lr"] for trial in trials], rel=1e-5)
     assert line["y"] == pytest.approx([trial.value for trial in trials], rel=1e-5)
@@ -249,6 +250,22 @@ def test_files_of_the_user_are_not_replaced(tmp_path: Path) -> None:
     assert len(list((tmp_path / "out").iterdir())) == 1
 
 
+def test_a_sweep_starts_again_after_a_start_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk ends the first start after it has made its lock file, and before the journal exists."""
+    sweep = sweep_of(tmp_path, trials=1)
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(optuna.storages.journal, "JournalFileBackend", fail)
+        with pytest.raises(OSError, match="No space left"):
+            run(sweep)
+    assert [entry.name for entry in (tmp_path / "out").iterdir()] == [".lock"]
+    run(sweep)
+    assert states_of(tmp_path) == ["COMPLETE"]
+
+
 def test_two_sweeps_do_not_share_a_folder(tmp_path: Path) -> None:
     sweep = sweep_of(tmp_path)
 
@@ -339,6 +356,18 @@ def test_another_space_does_not_go_into_the_same_folder(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"other settings: the run file; "):
         run(sweep_of(tmp_path, {"optim": {"weight_decay": 0.1}}))
     assert trials_of(tmp_path) == before
+
+
+def test_a_sweep_of_another_version_is_not_resumed(tmp_path: Path) -> None:
+    """Versions compare other settings, or give these other names."""
+    sweep = sweep_of(tmp_path)
+    run(sweep)
+    storage = JournalStorage(JournalFileBackend(str(tmp_path / "out" / "study.journal")))
+    study = optuna.load_study(study_name="sweep", storage=storage)
+    made_from = study.user_attrs["made_from"]
+    study.set_user_attr("made_from", {f"`{name}`": text for name, text in made_from.items()})
+    with pytest.raises(ConfigError, match=r"out` holds a sweep of another version of ds-finetune"):
+        run(sweep)
 
 
 @pytest.mark.slow
