@@ -24,6 +24,8 @@ from tests.running import metrics, resume_on_two_ranks, start, torchrun
 
 DEFAULT = ("gemma3", "mistral3", "qwen3_5_moe")
 """Tied, not tied, and with all experts of a layer in one published tensor."""
+_OMNI = ("chameleon", "idefics", "qwen2_5_omni", "qwen3_omni_moe")
+"""Multimodal types whose config.json has no section `text_config`."""
 SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in CONFIGS if kind not in DEFAULT]
 
 
@@ -203,6 +205,21 @@ def test_text_parts_that_are_not_trained(tree: dict[str, Any], said: str, tmp_pa
     with pytest.raises(ModelError, match=f"model_type `{kind}`") as caught:
         read_hf_config(str(tmp_path))
     assert said in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        *((kind, ": it combines text with images or sound, and its config.json has no text_config") for kind in _OMNI),
+        ("t5", ""),
+        ("mistral4", ""),
+    ],
+)
+def test_what_is_not_a_causal_model_is_called_multimodal_where_it_is(kind: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    with pytest.raises(ModelError) as caught:
+        read_hf_config(str(tmp_path))
+    assert caught.value.message.endswith(f"model_type `{kind}` is not a causal LM{reason}")
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,13 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from ds_finetune.config.sections import OWN_ATTENTIONS
 from ds_finetune.errors import ModelError
 from ds_finetune.families.table import family_of
+from ds_finetune.families.text_part import TEXT_CONFIG
 from ds_finetune.foreign.auto_configs import AutoConfig
-from ds_finetune.foreign.auto_models import AutoModelForCausalLM, AutoModelForSequenceClassification
+from ds_finetune.foreign.auto_models import (
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    AutoModelForSequenceClassification,
+)
 from ds_finetune.foreign.hub_access import hub_problem, without_password
 from ds_finetune.foreign.transformers_elementwise import SOFT_CAP, computes
 from ds_finetune.foreign.transformers_models import keep_in_fp32
@@ -183,8 +188,11 @@ def _check_task(config: PretrainedConfig, task: Task, label: str) -> None:
     if has_class(config, task):
         return
     if task == "causal_lm":
+        model = AutoModelForMultimodalLM._model_mapping.get(type(config), None)
+        is_multimodal = model is not None and model.input_modalities != "text"
         raise ModelError(
-            f"{label}: model_type `{config.model_type}` is not a causal LM",
+            f"{label}: model_type `{config.model_type}` is not a causal LM"
+            + f": it combines text with images or sound, and its config.json has no {TEXT_CONFIG}" * is_multimodal,
             hint="use a model with a language-model head",
         )
     raise ModelError(
