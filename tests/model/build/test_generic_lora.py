@@ -128,7 +128,7 @@ def _logits(model: Any) -> torch.Tensor:
     [
         (None, 3),
         ("nf4", 3),
-        *(pytest.param(quantize, stage, marks=pytest.mark.slow) for quantize in (None, "nf4") for stage in (1, 2)),
+        *(pytest.param(quantize, stage, marks=pytest.mark.slow) for quantize in (None, "nf4") for stage in (0, 1, 2)),
     ],
 )
 def test_a_run_exports_what_peft_adds_and_is_the_same_at_each_stage(
