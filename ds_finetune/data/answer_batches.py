@@ -82,7 +82,7 @@ def _share_prompts(answers: Sequence[ScoredAnswer], row_len: int) -> list[list[l
     for prompt, group in groups.items():
         group_of_row: dict[int, list[ScoredAnswer]] = {}
         for answer in sorted(group, key=lambda each: -len(each.ids)):
-            # In a packed row that already has the prompt, an answer takes its tokens and a copy of the prompt's last.
+            # A packed row that already has the prompt needs room for the answer and a copy of the prompt's last token.
             length = len(answer.ids) + 1
             space_and_row = next(
                 (each for each in spaces[bisect(spaces, (length,)) :] if each[1] in group_of_row), None

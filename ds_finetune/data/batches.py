@@ -89,7 +89,7 @@ class Batch:
     counts: Mapping[str, int]
     """Numbers of tokens, documents, pairs and so on in this rank's rows, with the keys of `count_rows`."""
     global_counts: Mapping[str, int] | None = None
-    """Number of tokens, documents, pairs and so on in the batch's rows on all ranks; None if unknown here."""
+    """The same numbers for the rows of all ranks; None if the ranks must still sum their `counts`."""
     baseline: tuple[MicroBatch, ...] = ()
     """Micro-batches of this rank, from which KTO's baseline z0 is computed before the loss."""
 
@@ -219,7 +219,7 @@ def indices_of_rank(costs: Sequence[float] | None, num_rows: int, plan: BatchPla
 
 
 def row_id(number: int, num_rows: int, plan: BatchPlan) -> int:
-    """Data index of a run's training row `number`, counted from 0 over all epochs of `num_rows` rows."""
+    """Index in the data of the run's row `number`, which counts training rows over all epochs of `num_rows` rows."""
     epoch, index = divmod(number, num_rows)
     if plan.mixture is None and not plan.shuffle:
         return index

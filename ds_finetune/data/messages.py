@@ -42,8 +42,9 @@ _TRAINED_IF = {
     **dict.fromkeys(("weight", "loss", "loss_scale", "loss_weight", "train", "training"), 1),
     **dict.fromkeys(("mask", "masked"), 0),
 }
-"""Message fields that say whether an assistant message is trained, with the value that means yes: of OpenAI (weight),
-ms-swift (loss, loss_scale), LLaMA-Factory (loss_weight), axolotl (train, training), torchtune (masked) and others.
+"""Message fields that say whether an assistant message is trained, with the value that means yes. They are from OpenAI
+(weight), ms-swift (loss, loss_scale), LLaMA-Factory (loss_weight), axolotl (train, training), torchtune (masked) and
+others.
 """
 _MESSAGE_KEYS = {
     "role",

@@ -62,7 +62,7 @@ class TokenLimits:
     max_seq_len: int
     vocab_size: int
     answer_tokens: int = 0
-    """Tokens of a row that stay free for the answer sampled to a prompt."""
+    """Number of tokens in a row that a prompt leaves free for its sampled answer."""
     seed: int = 0
     """Seed that selects which training rows are held out."""
 
@@ -225,7 +225,7 @@ def _tokenise(
             line.advance(read_counts(part).read)
     counts = sum((read_counts(part) for part in parts), Counts())
     if len(set(parts.values())) > 1:
-        # A part has records of a single data path, so all its documents are counted for this path.
+        # Each part of the data is from a single data path, so all its documents are counted for this path.
         by_path = (NamedCounts({str(entry): (read_counts(part).documents, "")}) for part, entry in parts.items())
         counts = replace(counts, by_path=sum(by_path, NamedCounts()))
     if counts.read:

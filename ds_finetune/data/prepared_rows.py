@@ -35,7 +35,7 @@ class RowDocuments:
     targets: NDArray[np.float64]
     """Target of each document: class index, rating, margin, 1 or 0 for good or bad answers, or 0 without a target."""
     second: Numbers
-    """For each document the index of its second text's first token; for one text the document's length."""
+    """Index of the first token of each document's second text; the document's length if it has only one text."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -32,8 +32,8 @@ _OTHER_NAMES = (
     {"chosen": "chosen_messages", "rejected": "rejected_messages"},
 )
 """Column names in published data sets that stand for names of our layouts, tried in this order if no layout fits. They
-are from HelpSteer and verl, ms-swift, Orca, dolly and GPTeacher, prompts with reference answers, and LLaMA-Factory's
-pairs.
+are from HelpSteer, verl, ms-swift, Orca, dolly, GPTeacher, data sets of prompts with reference answers, and pairs of
+LLaMA-Factory.
 """
 _PAIRS_OF_TEXTS = (
     ("sentence1", "sentence2"),
@@ -101,7 +101,7 @@ class LabelledText:
 def published_columns(
     record: Record, columns: Mapping[str, str], layouts: Mapping[str, "LayoutColumns"]
 ) -> dict[str, str]:
-    """Add to `columns` the column names of published data sets, if the record then fits one of `layouts`."""
+    """Add to `columns` the names in `record` that published data sets use for columns of `layouts`."""
     renamed = dict(columns)
     if "system" not in record and "system_prompt" in record:
         renamed = {"system": "system_prompt", **renamed}

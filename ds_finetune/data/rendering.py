@@ -225,8 +225,8 @@ class RenderedConversation:
 
     def _next_header(self, number: int, done: str) -> str:
         """Text that the template writes after a turn, up to the first special token of the next turn; empty if there is
-        none. Models such as GLM-4.5 stop at this token. If the conversation ends here, a tool's result (after tool
-        calls) or a user's turn is rendered next.
+        none. Models such as GLM-4.5 stop at this token. After the last message of a conversation, the template gets one
+        more to find the text: a tool's result after tool calls, else a user's turn.
         """
         is_call = bool(self._messages[number].get("tool_calls"))
         after = self._messages[number + 1 : number + 2] or [{"role": "tool" if is_call else "user", "content": "x"}]
@@ -239,7 +239,7 @@ class RenderedConversation:
         return header.partition(token)[0] + token if token else ""
 
     def _call_end(self, middle: str, tail: str) -> tuple[int, bool]:
-        """Where a turn ends in `tail`, the text after its tool calls; and whether its end token is missing."""
+        """Index of a turn's end in `tail`, the text after its tool calls, and whether the end token is missing."""
         token = self._template.probes.turn_end
         ends = find_token(token, tail)
         if len(ends) > 1 or find_token(token, middle):
@@ -250,7 +250,7 @@ class RenderedConversation:
     def _split(self, number: int, done: str, header: str, rest: str) -> tuple[str, str]:
         """Split a rendered turn, `header` + `rest`, into prompt and body. `header` ends where the turn's text begins.
 
-        The prompt is that of a server if the rendered turn begins with it, else it is `header`.
+        The prompt is the server's if the rendered turn begins with the server's, else `header`.
         """
         message = self._messages[number]
         opened = self._after(done, self._render(self._with_placeholders[:number], opens=True)) if number else None

@@ -62,7 +62,7 @@ class RowKind:
 
     @property
     def unit(self) -> str:
-        """Plural noun for the examples that reports count: documents, examples, pairs or prompts."""
+        """Plural noun for what reports count: documents, examples, pairs or prompts."""
         by_size = {0: "documents", 1: "examples", 2: "pairs"}
         return "prompts" if self.name == "prompts" else by_size[self.documents_per_unit]
 

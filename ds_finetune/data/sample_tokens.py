@@ -36,7 +36,7 @@ class Segment:
 class Tokens:
     """Token ids of a document, and the mask of supervised tokens.
 
-    `server_prompt_differs` is true if a prompt differs from the one that a server would send. `dropped` is the reason
+    `server_prompt_differs` is true if a prompt differs from the one that a server would make. `dropped` is the reason
     to drop the data row and `notes` are remarks on it, both by their names in `row_report`. `unread` names message
     fields that are not used.
     """
@@ -81,7 +81,7 @@ class _SampleText:
 class SampleTokeniser:
     """Tokenises the samples of data rows with one tokenizer and one chat template.
 
-    Without a template, a sample begins with the ids `begin` (see `bos`), and ends with an EOS token if `has_eos`.
+    Without a template, a sample begins with a BOS token if the rule `bos` says so, and ends with an EOS token if `has_eos`.
     """
 
     def __init__(
@@ -248,8 +248,8 @@ class SampleTokeniser:
     def _rendered_turns(
         self, dialogue: RenderedConversation, conversation: Conversation
     ) -> list[tuple[RenderedConversation, list[Turn]]]:
-        """Renderings with their turns, one for each document to make. This is one for the conversation, or one for each
-        supervised answer if the template changes earlier turns when later ones follow.
+        """Renderings with their turns, one for each document to make: usually a single one, or one for each supervised
+        answer if the template changes earlier turns when later ones follow.
         """
         try:
             return [(dialogue, dialogue.turns())]

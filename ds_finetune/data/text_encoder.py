@@ -24,7 +24,7 @@ from ds_finetune.data.messages import Conversation, map_texts
 from ds_finetune.errors import DataError
 
 _CONTEXT, _CONTEXT_WITHOUT_ADDED = 64, 16
-"""Number of characters before a text that can affect its first tokens: with an added token among them, and without."""
+"""Numbers of characters before a text that can affect its first tokens, if an added token is among them, and if not."""
 
 
 class TextEncoder:
@@ -201,7 +201,7 @@ def strip_brackets(text: str) -> str:
 
 
 def find_token(token: str, text: str) -> list[int]:
-    """Positions of `token` in `text` outside of brackets, where it is from the chat template, not the data row."""
+    """Positions of `token` in `text` without brackets, so that it is from the chat template and not the data row."""
     return [match.start() for match in re.finditer(f"(?<!{_OPEN}){re.escape(token)}", text)] if token else []
 
 

@@ -54,9 +54,9 @@ class MadeRow(NamedTuple):
 
     documents: Sequence[TokenisedDocument]
     tokens: Tokens
-    """Remarks on the data row and its unused fields. The ids and mask of this `Tokens` are not used."""
+    """Facts about the data row, such as remarks and unused fields; the ids and mask are not used."""
     counts: Sequence[Counts] = ()
-    """Counts that this row adds to those of the data, e.g. a truncation or a reason to drop the row."""
+    """Counts to add to the totals of the data, e.g. a truncation or a reason to drop the row."""
 
 
 @dataclass(frozen=True)

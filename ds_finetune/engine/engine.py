@@ -384,7 +384,7 @@ class Engine:
         return sums
 
     def _run_pipeline(self, batches: Sequence[ForwardRows], numbers: StepNumbers, stage: PipelineGroup) -> torch.Tensor:
-        """Forward and backward of all micro-batches on this rank's pipeline stage. Returns the sums for the loss."""
+        """Forward and backward of all micro-batches on this rank's pipeline stage. Returns the sums over them."""
         sums = self._no_sums()
 
         def forward(rows: ForwardRows) -> StageForward:

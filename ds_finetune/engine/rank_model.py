@@ -100,7 +100,7 @@ def install_groups(lm: PreTrainedModel, model: ModelPlan, groups: Groups) -> Non
 
 
 def placement_of(lm: PreTrainedModel, plan: Plan, groups: Groups) -> AdapterPlacement:
-    """How features must shard and partition new parameters of `lm`, so that they are like its other parameters."""
+    """How features must shard and partition the parameters that they add to `lm`, as for its own parameters."""
     is_partitioned = plan.zero_stage == 3
     partition_like = partial(_partition_like_model, lm) if is_partitioned else None
     placement = AdapterPlacement(

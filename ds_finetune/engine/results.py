@@ -78,7 +78,7 @@ def read_step(
 
 
 def check_counts(expected: Mapping[str, float], counts: Mapping[str, float]) -> None:
-    """Raise RunError if `counts`, the units in all ranks' rows, differ from `expected`, the divisors of the loss."""
+    """Raise RunError if `counts`, summed over all ranks' rows, differ from `expected`, which divide the loss."""
     for unit, number in counts.items():
         if number != expected[unit]:
             raise RunError(
@@ -89,7 +89,7 @@ def check_counts(expected: Mapping[str, float], counts: Mapping[str, float]) -> 
 
 
 def global_counts(batch: Batch, mesh: Mesh, device: torch.device) -> torch.Tensor:
-    """Numbers of units in the global batch, fp64 [units] on `device`: as `batch` states, or summed over ranks."""
+    """Numbers of units in the global batch, fp64 [units] on `device`; summed over ranks unless `batch` has them."""
     if batch.global_counts is not None:
         return copy_to_device(unit_counts(batch.global_counts), device)
     counts = copy_to_device(unit_counts(batch.counts), device)

@@ -1,8 +1,8 @@
 """The interface of a training objective.
 
 One law holds for all objectives: a loss is a sum of terms, and each term is a mean over the supervised tokens, pairs or
-examples of the *global* batch, however the batch is split over ranks and micro-batches. Their number is known before
-the first forward, so each forward returns its contribution to these means.
+examples of the *global* batch, however the batch is split over ranks and micro-batches. The numbers of tokens,
+pairs and examples are known before the first forward, so each forward returns its contribution to these means.
 """
 
 from abc import ABC, abstractmethod

@@ -19,8 +19,8 @@ _PER_PAIR = ("reward_margin", "reward_accuracy", "reward_chosen", "reward_reject
 
 
 class PairObjective(DocumentObjective):
-    """Base of objectives on pairs. The loss is the mean over the pairs of the global batch of a function of both
-    answers' scores.
+    """Base of objectives on pairs. The loss of a pair is a function of both answers' scores, and is averaged over the
+    pairs of the global batch.
 
     With `nll_weight`, the cross entropy of the chosen answers is added as a second term: the mean over their supervised
     tokens in the global batch.

@@ -73,8 +73,7 @@ class _TimedCall:
     call: CollectiveCall
     is_wait: bool
     is_computing: bool
-    """Whether the computation waits for the collective. A collective in a side stream (`overlap_comm`) delays nothing.
-    """
+    """Whether the collective delays the computation. In a side stream (`overlap_comm`) it does not."""
     begin: Any
     end: Any = None
 

@@ -57,7 +57,9 @@ class _ReportedBaton(FileBaton):
         self._began: float | None = None
 
     def try_acquire(self) -> bool:
-        """Wait until this process has both locks. ConfigError if another program seems to have abandoned its lock."""
+        """Wait until this process has torch's lock file and the OS-level lock. ConfigError if another program seems to
+        have abandoned the lock file.
+        """
         report_at = time.monotonic() + FIRST_REPORT_SECONDS
         while not self._is_acquired():
             holder = self._holder() or "a process of another program"

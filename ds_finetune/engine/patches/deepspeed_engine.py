@@ -117,9 +117,9 @@ def link_optimizer_states(optimizer: Any) -> None:  # noqa: ANN401 - DeepSpeed's
 
 def keep_reduced_gradients(optimizer: Any) -> None:  # noqa: ANN401 - DeepSpeed's optimizer of stages 1 and 2
     """Make the allocator keep gradients until the stream of `overlap_comm` has reduced them. A gradient larger than a
-    bucket is reduced in place, and ranks that own no part of it release it when the reduction has only started. If
-    several ranks own parts of it, DeepSpeed does not tell the allocator that the stream still reads its memory. So the
-    next kernels of backward may overwrite the gradient, and the sum over ranks would be wrong.
+    bucket is reduced in place, and ranks that own no part of it release it while the reduction still runs. If several
+    ranks own parts of it, DeepSpeed does not tell the allocator that the stream still reads its memory. So the next
+    kernels of backward may overwrite the gradient, and the sum over ranks would be wrong.
     """
     average = _OVERLAP.attribute(optimizer, "average_tensor")
     _OVERLAP.source(average, "stream = self.reduction_stream")

@@ -1,5 +1,5 @@
-"""Corrections of DeepSpeed's start: it compiles needlessly, replaces a torch function and changes weights. Also
-changes DeepSpeed's registry of process groups, which lasts until the process ends.
+"""Corrections of DeepSpeed's start, which compiles needlessly, replaces a torch function and changes weights. This
+module also changes DeepSpeed's registry of process groups, which DeepSpeed keeps until the process ends.
 """
 
 import importlib
@@ -21,9 +21,9 @@ _ZERO_INIT = Foreign("deepspeed", "runtime/zero/partition_parameters.py:664, 409
 
 @contextmanager
 def without_shared_memory_op() -> Iterator[None]:
-    """Context in which `deepspeed.init_distributed` does not compile its shared-memory op. The compilation takes two
-    minutes on a CPU, and only inference uses the op. DeepSpeed would also compile a program for each of its operators
-    to find out which ones it can build.
+    """Context in which `deepspeed.init_distributed` does not compile its shared-memory op, which only inference uses.
+    The compilation would take two minutes on a CPU. Before it, DeepSpeed would also compile a program for each of its
+    operators to find out which ones it can build.
     """
     # The module is imported by name: `from deepspeed.comm import torch` would give torch itself.
     backend = importlib.import_module("deepspeed.comm.torch")
@@ -62,7 +62,7 @@ _FLAT = Foreign("deepspeed", "runtime/zero/stage_1_and_2.py:263, 889; zenflow/ze
 def forget_second_copies(module: nn.Module) -> None:
     """Drop the secondary copies of weights that hierarchical partitioning keeps, so that the next forward makes new
     copies. DeepSpeed makes them when a parameter is first partitioned, before its weights are loaded, and gathers from
-    them until a step drops them. So the first forward would use the values of a model without weights.
+    them until a step drops them. So the first forward would use the values from before the weights were loaded.
     """
     for param in module.parameters():
         if hasattr(param, "ds_id"):

@@ -51,8 +51,8 @@ class AnswerModel:
 
     @property
     def takes_mixed_lengths(self) -> bool:
-        """Whether prompts of different lengths may share a batch. Attention must know the cache columns of each row,
-        and the model must have no indexer.
+        """Whether prompts of different lengths may share a batch: if attention knows the cache columns of each row, and
+        the model has no indexer.
         """
         config = self.lm.config
         return config._attn_implementation == BY_DOCUMENT and family_of(config.model_type).indexer is None
@@ -119,7 +119,7 @@ class AnswerModel:
         return logits
 
     def agreed(self, ids: torch.Tensor) -> torch.Tensor:
-        """The ids that the first tensor parallel rank sampled, for all of them: their logits may differ by rounding."""
+        """The ids that the first tensor parallel rank sampled; the logits of other ranks may differ by rounding."""
         return ids if self.tp_group is None else self.tp_group.broadcast_from_first(ids)
 
     def join_others(self) -> None:
@@ -145,7 +145,7 @@ def check_cache(model: AnswerModel) -> None:
     if other_kinds or getattr(lm, "_is_stateful", False):
         kinds = ", ".join(sorted(other_kinds)) or "a state of its own"
         raise ModelError(f"answers of model_type `{config.model_type}` cannot be sampled: it has {kinds}", hint=_HINT)
-    # The model reads two texts in one forward, and then again with their last tokens one by one.
+    # The model reads two texts in one forward. Then it reads them again, with the last tokens one by one.
     texts = [[token * 7 % config.vocab_size for token in range(first, first + _TOKENS)] for first in (3, 4)]
     _, expected = model.read_prompts(texts)
     prompts, logits = model.read_prompts([text[:-_READ] for text in texts])

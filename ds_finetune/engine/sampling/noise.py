@@ -59,8 +59,8 @@ def sample_tokens(
     logits: torch.Tensor, keys: torch.Tensor, of_ids: torch.Tensor, *, position: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sample an id for each row of `logits`, fp32 [answers, vocabulary], from its softmax. Returns ids, int64
-    [answers], and their log-probabilities, fp32 [answers]. `position` is the number of tokens that the answers already
-    have.
+    [answers], and their log-probabilities, fp32 [answers]. Random numbers are computed from the answers' `keys`, the
+    vocabulary's keys `of_ids`, and `position`, the number of tokens that the answers already have.
     """
     keys = mix(keys + _wrap((position + 1) * _STEP))
     rows = rows_sampled_at_once(logits.device.type, vocabulary=logits.shape[1])

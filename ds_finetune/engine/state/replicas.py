@@ -36,8 +36,8 @@ _MIX = 0x1E3779B97F4A7C15
 @dataclass(frozen=True)
 class _Copies:
     """Tensors that are replicated on the ranks of `group` (None: all ranks). `sizes` are their numbers of elements by
-    name. With `is_divided`, ZeRO partitions a tensor differently at the two ends of a pipeline, and the ranks of
-    `shards` (None: all ranks) together have one replica.
+    name. With `is_divided`, the ranks of `shards` (None: all ranks) together have one replica, which ZeRO partitions
+    differently at the two ends of a pipeline.
     """
 
     group: dist.ProcessGroup | None

@@ -34,7 +34,7 @@ class Part:
     numel: int
     offset: int
     is_state: bool = False
-    """Whether these elements are a complete optimizer state of the parameter, whose shape is not the parameter's."""
+    """Whether the elements are a complete optimizer state, which has another shape than the parameter."""
 
     def of(self, values: torch.Tensor) -> torch.Tensor:
         """View of these elements in the master tensor, or in an optimizer state of the master's size, 1-D."""
@@ -44,9 +44,9 @@ class Part:
 @dataclass(frozen=True, eq=False)
 class Master:
     """A master tensor: the fp32 tensor `flat` that the optimizer updates, its number, and the parts of parameters in
-    it. A master on NVMe is empty until it is swapped in. Below stage 3, an optimizer state such as Muon's momentum is
-    complete for each of the master's parameters, not just this rank's part (zero/stage_1_and_2.py:2805). `full_parts`
-    are positions in such a state. If a parameter is divided between the masters of two ranks, both have its full state.
+    it. A master on NVMe is empty until it is swapped in. Below stage 3, an optimizer state such as Muon's momentum has
+    all elements of the master's parameters, not only those of this rank (zero/stage_1_and_2.py:2805). `full_parts` are
+    the positions of the parameters in such a state. If a parameter is divided between the masters of two ranks, both have its full state.
     """
 
     flat: torch.Tensor
@@ -58,8 +58,8 @@ class Master:
     """Whether the master is one full parameter, whose optimizer states may have any shape."""
 
     def parts_in(self, state: torch.Tensor, *, restoring: bool) -> tuple[Part, ...]:
-        """The parts of parameters in `state`, an optimizer state of this master. For saving, each element of the state
-        is in the parts of only one rank; with `restoring`, in the parts of all ranks that have it.
+        """The parts of parameters in `state`, an optimizer state of this master. For saving, only one rank
+        returns an element of the state; with `restoring`, all ranks that have the element return it.
         """
         if state.numel() == self.flat.numel():
             return self.parts
@@ -147,7 +147,7 @@ def _masters_of_stage_3(optimizer: Any, names: dict[int, str], plan: Plan) -> It
 WEIGHT, BUFFER = "weight", "buffer"
 _MUON = "momentum_buffer"
 _SAME_KIND = {"sum": "exp_avg_sq"}
-"""Names of optimizer states, from torch's to DeepSpeed's (Adagrad)."""
+"""DeepSpeed's name for an optimizer state that torch names differently, in Adagrad."""
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """Attributes of a dynamic loss scale (DeepSpeed 0.19.8, fp16/loss_scaler.py:74, 193)."""
 
@@ -200,7 +200,7 @@ class EngineState:
 
     def groups(self, *, restoring: bool = False, home: Sequence[int] = ()) -> list[StateGroup]:
         """All slices of this rank, weights before optimizer states. Each sub-group on NVMe is a separate group. The
-        ranks `home` (empty: all) save to one folder, so each element of the state is in the slices of one of them.
+        ranks `home` (empty: all) save to one folder, so their slices together have each element of the state.
         With `restoring`, the slices are everything that this rank needs.
         """
         self._home = frozenset(home or range(self._plan.mesh.world_size))
@@ -243,8 +243,8 @@ class EngineState:
                 self._zero_step(masters)
         for master in fresh:
             for kind in missing_kinds[master] - self._kinds(master).keys():
-                # Below stage 3, Muon's momentum is created only by a step with a gradient. With an offloaded optimizer
-                # the momentum is a partition.
+                # Below stage 3, a step with zero gradients does not create Muon's momentum. It has all elements of
+                # the parameters, or with an offloaded optimizer only this rank's partition.
                 is_whole = kind == _MUON and master.full_parts and self._plan.offload_optimizer == "none"
                 size = sum(part.numel for part in master.full_parts) if is_whole else master.flat.numel()
                 self._optimizers[0].state[master.flat][kind] = torch.zeros(size, device=master.flat.device)
@@ -367,8 +367,8 @@ class EngineState:
         return self._is_first_here(*of_shards, *of_rows, same_experts=shard.is_expert_parallel)
 
     def _is_first_here(self, *axes: Axis, same_experts: bool = False) -> bool:
-        """Whether this rank is the first of the ranks `home` that have its elements. Ranks have equal elements if they
-        differ only along the mesh's `axes` and, with `same_experts`, have the same experts.
+        """Whether this rank is the first of the ranks `home` (see `groups`) with equal elements. Ranks have equal elements
+        if they differ only along the mesh's `axes` and, with `same_experts`, have the same experts.
         """
         mesh = self._plan.mesh
         line = next(line for line in mesh.groups(*axes) if mesh.rank in line)
@@ -407,7 +407,7 @@ class EngineState:
 
     def _frozen_fragment(self, name: str, param: nn.Parameter, restoring: bool) -> Fragment:
         """The elements of a frozen parameter that this rank saves or restores. If forwards use the parameter's fp32
-        value, every rank has all of it, saves its own part, and restores all.
+        value, every rank has the full parameter: it saves its own part, but restores the full parameter.
         """
         fragment, value = partition(param), self._ds.module.in_fp32.values.get(name)
         if value is None:

@@ -100,7 +100,8 @@ def _operator(name: str, is_reflected: bool) -> Callable[[Proxy, Any], Any]:
     """Make a binary operator for proxies.
 
     If the other operand is data of the test, the proxy's object is first converted to data, so that the operation runs
-    in the tests' process. If that is not possible, the program's process computes it, and only a proxy may result.
+    in the tests' process. If the object has no such form, the program's process runs the operation, and the result must
+    be a proxy.
     """
 
     def operate(self: Proxy, other: Any) -> Any:  # noqa: ANN401
@@ -177,7 +178,7 @@ class _Peer:
             elif type(argument) is type(changed) and isinstance(argument, dict | set):
                 argument.clear()
                 argument.update(changed)
-            # If a function returned one of its arguments, the caller gets its own object and not a copy.
+            # If a function returned one of its arguments, return the caller's own object instead of a copy.
             value = argument if value is changed and value is not None else value
         if error is not None:
             raise error.__new__(error, *value)

@@ -2,7 +2,7 @@
 
 It reads requests as lines of JSON with a reward's number and an answer, and replies to each with one line. An alarm
 raises an exception in a reward that takes too long. If the exception is not raised, as in C code, pool.py kills the
-worker; if pool.py's process has died, the kernel does. Output of reward functions goes to the log of the pool.
+worker. When pool.py's process dies, the kernel kills the worker. Output of reward functions goes to the pool's log.
 """
 
 import ctypes
@@ -32,7 +32,7 @@ GRACE_SECONDS = 10.0
 ARGUMENTS = ("record", "prompt", "text", "token_ids", "finish_reason")
 """Names of the arguments with which a user's reward function may be called."""
 _READ = 100
-"""Number of characters to which the result parsed from an answer is cut for pool.py."""
+"""Number of characters of the result parsed from an answer that pool.py gets."""
 Scorer = Callable[[AnswerToScore], Outcome]
 
 
