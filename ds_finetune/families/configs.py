@@ -34,8 +34,8 @@ GEMMA3: Config = {**DENSE, "head_dim": 12, "sliding_window": 5, "sliding_window_
 GEMMA3 |= {"tie_word_embeddings": True}
 """A sliding window in every other layer, with another rotary base, and norms before and after attention and MLP."""
 EXAONE4: Config = {**DENSE, "head_dim": 12, "sliding_window": 5, "sliding_window_pattern": 2}
-"""A sliding window and rotary embeddings in every other layer, neither of them in the others, as in EXAONE 4. Norms
-follow attention and MLP instead of preceding them.
+"""Every other layer has a sliding window and rotary embeddings, the rest has neither, as in EXAONE 4. Norms follow
+attention and MLP instead of preceding them.
 """
 GEMMA4: Config = {**DENSE, "head_dim": 12, "global_head_dim": 16, "sliding_window": 5, "num_hidden_layers": 3}
 GEMMA4 |= {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "num_kv_shared_layers": 0}

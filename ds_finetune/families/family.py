@@ -221,8 +221,7 @@ class Family:
     keep the unknown type.
     """
     newer: NewerType | None = None
-    """How older releases of transformers build a model type that newer releases know; None if there is no such release.
-    """
+    """How older releases of transformers build a type that only newer releases have; None for other model types."""
 
     expert_keys: ExpertKeys | None = None
     """Keys of config.json with the number and size of routed experts; None for a family without routed experts."""
@@ -243,11 +242,11 @@ class Family:
     checkpoints. None if checkpoints have the three layers.
     """
     drops_layers_beyond: bool = False
-    """Whether layers of a checkpoint from number `num_hidden_layers` on (multi-token prediction) are not loaded."""
+    """Whether only the first `num_hidden_layers` layers of a checkpoint are loaded, without multi-token prediction."""
     has_mtp: bool = False
     """Whether a multi-token prediction layer can be trained. In checkpoints it is the decoder layer `model.layers.N`
-    with additional `enorm`, `hnorm`, `eh_proj` and `shared_head.norm`, counted by `num_nextn_predict_layers`.
-    DeepSeek-V4's is `mtp.0` and has other modules (model/mtp.py).
+    with additional `enorm`, `hnorm`, `eh_proj` and `shared_head.norm`; `num_nextn_predict_layers` counts such layers.
+    In DeepSeek-V4 it is `mtp.0` and has other modules (model/mtp.py).
     """
     may_be_unexpected: tuple[str, ...] = (r"\.rotary_emb\.inv_freq$",)
     """Regular expressions for names of checkpoint tensors that the model does not need."""
@@ -261,7 +260,7 @@ class Family:
     """
     fp8_linear: str | None = r"\.(self_attn|mlp)\.([\w.]+\.)?\w+_proj(_with_mqa)?\.weight$"
     """Regular expression for names of the weights that published FP8 checkpoints quantise. The default is
-    DeepSeek-V3's: attention, MLPs and experts. With None these names are read from the base model.
+    DeepSeek-V3's: attention, MLPs and experts. None: FP8 exports quantise the weights that are FP8 in the base model.
     """
     fp8_scale: str = ".weight_scale_inv"
     """Suffix that turns a module's name into the name of the tensor with its FP8 or FP4 scales."""
@@ -269,8 +268,8 @@ class Family:
     """Keys that servers need in config.json. Exports add them if the base model's config.json lacks them."""
 
     config_values: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
-    """Keys of config.json whose other values are refused, with the values with which transformers computes. It ignores
-    these keys, or fails at the first step.
+    """Keys of config.json, each with its supported values. Other values are refused, because transformers ignores these
+    keys or fails at the first step.
     """
 
     has_sinks: bool = False

@@ -1,4 +1,4 @@
-"""Patches of how transformers constructs decoder layers and experts, and the list of buffers that stay in fp32."""
+"""Patches of transformers: construction of decoder layers and experts, and the list of buffers that stay in fp32."""
 
 import sys
 from collections.abc import Callable, Collection, Iterator

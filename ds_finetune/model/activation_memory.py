@@ -34,8 +34,8 @@ def recompute_layers(lm: PreTrainedModel, *, is_selective: bool) -> None:
     lm.gradient_checkpointing_enable(options | {"context_fn": partial(layer_contexts, is_selective=is_selective)})
     for module in _choosing_modules(lm):
         keep_choices(module)
-    # transformers makes outputs of frozen embeddings require a gradient, which only reentrant checkpointing needs. Here
-    # it would make backward recompute the layers before the first adapter.
+    # transformers makes outputs of frozen embeddings require a gradient, for reentrant checkpointing. This would make
+    # backward recompute the layers before the first adapter.
     lm.disable_input_require_grads()
 
 

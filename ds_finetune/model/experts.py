@@ -181,7 +181,8 @@ def run_experts(
             rows = rows + of_row @ module.gate_up_proj_bias
     inner = module._apply_gate(rows)
     weighted = inner * weights if weights.dtype == inner.dtype else _Weigh.apply(inner, weights)
-    # Gradients need the bias of each row. It is computed before the down projection, where recomputation stops.
+    # This line saves tensors for backward. Recomputation stops after the last saved tensor, so this line precedes
+    # the down projection.
     added = chosen.sums_of((of_row * weights).to(inner.dtype)) @ module.down_proj_bias if module.has_bias else None
     out = chosen.sums_of(product(weighted, ends, "down_proj"))
     return out if added is None else out + added

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 
 _ROWS, _COLUMNS, _DEPTH = 64, 128, 32
-"""Rows and columns of an output tile, and number of summands loaded at a time: 12 KiB of 16-bit numbers. Three pipeline
-stages of them fit into the shared memory of every GPU with compute capability 8.x.
+"""Rows and columns of an output tile, and number of summands loaded at a time. A load has 12 KiB of 16-bit numbers.
+Three loads (Triton's pipeline stages) fit into the shared memory of every GPU with compute capability 8.x.
 """
 
 

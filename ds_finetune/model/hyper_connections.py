@@ -29,8 +29,8 @@ class _StreamSizes(NamedTuple):
 
 class _Mixing(torch.autograd.Function):
     """Merges residual streams [batch, tokens, streams, width] into one hidden state. If the projection `fn` has columns
-    for `post` and `comb`, also returns each stream's weight `post` of the sublayer's output, and streams mixed by
-    `comb`.
+    for `post` and `comb`, also returns `post`, the factor of the sublayer's output in each stream, and the streams
+    mixed by `comb`.
     """
 
     @staticmethod

@@ -99,7 +99,7 @@ class _Kept:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         # The tensor itself will get an autograd history, which would keep this object alive, so a detached tensor is
-        # saved. Both tensors have the same version counter only if this dispatch key is included (torch 2.13,
+        # saved. Both tensors have the same version counter only if this dispatch key is not excluded (torch 2.13,
         # utils/checkpoint.py, `_maybe_detach`).
         with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
             self._tensor, self._version = tensor.detach(), tensor._version

@@ -59,8 +59,8 @@ def is_mtp_tensor(name: str, hf_config: PretrainedConfig) -> bool:
 
 
 def published_copies(hf_config: PretrainedConfig) -> dict[str, str]:
-    """Published tensors of multi-token prediction layers that are copies of the model's embedding or head: names of
-    copies, each with the name of the original. Prediction layers use the originals here.
+    """Copies of the model's embedding and head in published multi-token prediction layers: name of each copy, with the
+    name of the original. This program's prediction layers use the originals.
     """
     return {
         f"model.layers.{layer}.{copy}": original

@@ -35,7 +35,7 @@ class RouterOutput(NamedTuple):
 class RouterCollector:
     """Collects what this rank's routers return in each forward, and counts chosen experts over a step.
 
-    Its hooks are installed after DeepSpeed's, so that ZeRO-3 gathers the weights when logits have a gradient.
+    Its hooks are installed after DeepSpeed's, so that ZeRO-3 gathers a router's weights for the gradient of its logits.
     """
 
     counts: torch.Tensor
@@ -182,8 +182,8 @@ class RouterChoices:
 
 def table_of_choices(routers: RouterCollector, mesh: Mesh) -> torch.Tensor:
     """This rank's counts as a table, fp64 [layers of the model, experts + 4], which can be summed over all ranks.
-    Columns are the counts of each expert, tokens that differ from sampling, tokens compared, sum of the entropy, and
-    tokens.
+    Columns are each expert's count, compared tokens that chose other experts than in sampling, all compared tokens, sum
+    of the entropy, and number of tokens.
     """
     plan = routers.plan
     # fp64 counts exactly up to 2**53.

@@ -185,8 +185,8 @@ def _is_fully_trained(key: str, modules: Sequence[str]) -> bool:
 
 
 def _weight(module: str, inner: str | None, outer: str) -> str:
-    """Name of the weight that an adapter's tensor adapts, without the prefix of a multimodal model's text part. For
-    fused experts it is `gate_up_proj` if the tensor's name contains `base_layer` (`inner`), else `outer`.
+    """Name of the weight that an adapter adapts, without the prefix of a multimodal model's text part. In fused experts
+    it is `gate_up_proj` if the name of the adapter's tensor has `base_layer` (`inner`), else `outer`.
     """
     leaf = GATE_UP if inner else outer if module.endswith(".experts") else "weight"
     return text_name(f"{module}.{leaf}") or f"{module}.{leaf}"

@@ -69,9 +69,10 @@ class _VisibleKeys(NamedTuple):
         return blocks_of(self.tokens, self.entries, self.topk, _QUERIES, PRODUCTS_AT_ONCE // heads)
 
     def choose(self, block: QueryBlock) -> torch.Tensor | None:
-        """Indices of the compressed entries with the highest indexer scores for each query of `block`: int64 [queries,
-        chosen], which may include entries that the query must not see. None if no query sees more than `topk` entries.
-        Scores are computed for one block of entries at a time, and only the best ones so far are kept.
+        """For each query of `block`, indices of the compressed entries with the highest indexer scores, int64 [queries,
+        chosen]. They may include entries that the query must not see. None if no query sees more than `topk` entries.
+
+        Scores are computed for one block of entries at a time. Only the best entries so far are kept.
         """
         if self.scored is None or self.entries is None:
             return None
@@ -112,8 +113,8 @@ class _VisibleKeys(NamedTuple):
         return torch.cat([seen, self.sees(block.queries, entry)], dim=1)
 
     def sees(self, queries: slice, entry: torch.Tensor) -> torch.Tensor:
-        """Mask of the compressed entries that each query may see. `entry` has indices of entries, for all queries or a
-        row for each query.
+        """Mask of the compressed entries that each query may see. `entry` has indices of entries: [entries] if they are
+        the same for all queries, else [queries, entries].
         """
         assert self.entries is not None
         return (entry >= self.entries.first[queries, None]) & (entry < self.entries.end[queries, None])
@@ -281,8 +282,8 @@ class CompressorByDocument(nn.Module):
     rotate = staticmethod(rotate_last_pairs)
     indexer: "IndexerByDocument"
     chooses = False
-    """Whether the indexer runs, because documents of the run may have more compressed entries than the indexer chooses.
-    This is equal for all forwards, because under ZeRO-3 all ranks must gather the indexer's parameters equally often.
+    """Whether the indexer runs: it is trained, or documents may have more compressed entries than it chooses.
+    All forwards use one value, because under ZeRO-3 all ranks must gather the indexer's parameters equally often.
     """
 
     def forward(self, hidden: torch.Tensor, *others: Any, rows: RowShards | None = None, sp_group: Any = None) -> Any:  # noqa: ANN401

@@ -59,7 +59,7 @@ class Entries:
     positions: torch.Tensor
     """Position of each compressed entry's first token in its document, int64 [own entries]."""
     order: torch.Tensor
-    """Index of each compressed entry in the all-gathered tensor of `most` entries per rank, int64 [entries]."""
+    """Index of each compressed entry in the all-gathered tensor, which has `most` entries per rank, int64 [entries]."""
     most: int
     first: torch.Tensor
     """For each token, index of the first compressed entry of its document, int64 [tokens]."""

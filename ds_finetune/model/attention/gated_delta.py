@@ -94,8 +94,8 @@ def _by_document(
 
 @lru_cache(maxsize=4)
 def _batches_on(device: torch.device, documents: tuple[Documents, ...]) -> _Batches:
-    """Group documents into batches (number of documents, padded tokens). Also returns the index of each batched token
-    in the flattened rows, and the index of each token of the rows in the batches.
+    """Group documents into batches (number of documents, padded tokens). Also returns two index tensors: for each
+    batched token its index in the flattened rows, and for each token of these rows its index in the batches.
     """
     shapes, order, _, positions = document_batches(documents, None)
     return tuple((number, tokens) for number, tokens, _ in shapes), order.to(device), positions.to(device)

@@ -194,7 +194,7 @@ class Choice(NamedTuple):
 
 
 class DivergenceCollector:
-    """Collects each layer's divergences of indexer scores from attention weights in a forward."""
+    """Collects, in a forward, how much the indexer scores of each layer diverge from its attention weights."""
 
     def __init__(self, groups: tuple[RankGroup, ...], *, attends_to_all: bool) -> None:
         self.groups = groups
@@ -233,8 +233,8 @@ class IndexedAttention(nn.Module):
     rotates_pairs: bool
     """Whether the indexer's rotary embedding rotates pairs of adjacent columns instead of the two halves."""
     chooses = False
-    """Whether indexers run, because they are trained or documents of the run may exceed `index_topk`. This is equal for
-    all forwards, because under ZeRO-3 all ranks must gather the indexer's parameters equally often.
+    """Whether indexers run: they are trained, or documents of the run may exceed `index_topk`. All forwards use one
+    value, because under ZeRO-3 all ranks must gather the indexer's parameters equally often.
     """
     collector: DivergenceCollector | None = None
 

@@ -72,7 +72,7 @@ def layers_of_stages(
 
 
 def unused_parameters(hf_config: PretrainedConfig, *, tokens: int, task: Task = "causal_lm") -> tuple[str, ...]:
-    """Names of parameters without a gradient from a row of `tokens` tokens, in the model's order.
+    """Names of parameters that get no gradient from a row of `tokens` tokens, in the model's order.
 
     The full model is built on fake tensors, in some seconds. NotImplementedError if the model's code reads values of
     tensors.

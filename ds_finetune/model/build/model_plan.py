@@ -89,8 +89,8 @@ class ModelPlan:
         return described(self.hf_config, self.task, teacher=None if self.teacher is None else self.teacher.hf_config)
 
     def is_untrained(self, name: str) -> bool:
-        """Whether no loss of the run trains the parameter `name`. Indexers are untrained without a section for their
-        training. If only indexers are trained, all other parameters are untrained.
+        """Whether no loss of the run trains the parameter `name`. Indexers are untrained if `indexer` is None. If only
+        indexers are trained, all other parameters are untrained.
         """
         indexer = None if self.indexer is None else self.indexer.section
         return not is_reached(name, family_of(self.hf_config.model_type), indexer)

@@ -71,8 +71,8 @@ class Fragment:
     """The part of a tensor that this rank holds: elements `start` to `start + numel` of the flattened tensor of
     `shape`.
 
-    ZeRO-3's padding may follow the tensor's last element. The context `opened()` returns the elements (1-D) and stores
-    the values written to them when it ends, so a fragment on disk needs memory only while it is open.
+    ZeRO-3's padding may follow the tensor's last element. The context `opened()` returns the elements (1-D). At its end
+    it stores the values written to them. So a fragment on disk needs memory only while it is open.
     """
 
     start: int
@@ -309,9 +309,10 @@ def build_skeleton(  # noqa: PLR0913
 ) -> PreTrainedModel:
     """Build a model's modules in `dtype` on `device`. Buffers are initialised, parameters are not.
 
-    Modules are constructed in `init_context`, for example one in which DeepSpeed partitions parameters. If `attention`
-    is in OWN_ATTENTIONS, families of the table get attention by document. Experts use grouped matrix products. The KV
-    cache is off, because only then transformers separates packed documents (transformers 5.23, masking_utils.py:873).
+    Modules are constructed in `init_context`, for example one in which DeepSpeed partitions parameters. Model types of
+    the table of families get attention by document if `attention` is in OWN_ATTENTIONS. Experts use grouped matrix
+    products. The KV cache is off, because only then transformers separates packed documents (transformers 5.23,
+    masking_utils.py:873).
     """
     check_attention(hf_config, attention, task)
     hf_config.use_cache = False

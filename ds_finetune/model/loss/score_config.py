@@ -92,9 +92,9 @@ def set_padding_token(hf_config: PretrainedConfig, tokenizer: PreTrainedTokenize
     """Choose a classifier's padding token and write it into `hf_config`. Returns a text for the log.
 
     transformers 5.23 scores the last token that is not padding (modeling_layers.py:186), so no document may end with
-    the padding token. Candidates in this order are the tokenizer's or model's padding token unless it ends sequences,
-    an added token that no text contains, and a new token `NEW_PADDING` with the first id of the vocabulary that the
-    tokenizer does not use. ModelError if there is none.
+    the padding token. Candidates in this order are the padding token of the tokenizer or model, an added token that
+    no text contains, and the unknown token, except tokens that begin or end sequences. Without a candidate, a new token
+    `NEW_PADDING` gets an id of the vocabulary that the tokenizer does not use. ModelError if there is none.
     """
     eos_ids = hf_config.eos_token_id
     end_ids = {*(eos_ids if isinstance(eos_ids, list) else [eos_ids]), tokenizer.eos_token_id, tokenizer.bos_token_id}

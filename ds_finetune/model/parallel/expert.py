@@ -202,7 +202,7 @@ class SharedExpertsAhead(nn.Module):
         return super().__call__(hidden) if ready is None else ready  # type: ignore[no-any-return]
 
     def compute_ahead(self, hidden: torch.Tensor) -> None:
-        """Compute the shared experts of `hidden` and store the output for the next call. All hooks run."""
+        """Run the shared experts on `hidden`, with all hooks. Store the output, which the next call returns."""
         self._ahead = super().__call__(hidden)
 
     def forget(self) -> None:

@@ -46,14 +46,14 @@ class PipelineGroup(RankGroup):
 
     num_chunks: int = 1
     running_chunk: int | None = None
-    """Index of the only chunk that forwards run. If None, they run all chunks and send hidden states between them."""
+    """Index of the chunk that a forward runs. If None, it runs all chunks and sends hidden states between them."""
     no_hidden_states: torch.Tensor
     """Empty tensor [0, width] with the width, dtype and device of the model's hidden states."""
     links: Mapping[Link, dist.ProcessGroup] = MappingProxyType({})
     """Process group of each link between neighbouring ranks; empty if each rank has one chunk."""
     embedding_group: dist.ProcessGroup | None = None
-    """Ranks of the first and last stage that have the same tensor parallel shard of the embedding, with their data and
-    sequence parallel replicas. None on other stages, and if only one of these two stages has the embedding.
+    """Ranks of the first and last stage that have this rank's tensor parallel shard of the embedding, for all data and
+    sequence parallel coordinates. None on other stages, and if only one of these two stages has the embedding.
     """
     adds_embedding: bool = True
     """Whether this rank keeps the embedding's gradient summed over stages. Its stage's other ranks set it to zero."""

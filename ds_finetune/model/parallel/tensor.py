@@ -143,7 +143,7 @@ class VocabParallelEmbedding(nn.Embedding):
 
 
 class ReceiveOrEmbed(ReceiveHiddenStates):
-    """Replaces the embedding on later pipeline stages. Its weight, if needed, is sharded along the vocabulary."""
+    """Replaces the embedding on later pipeline stages. If a stage keeps the weight, it keeps a vocabulary shard."""
 
     tp_group: TensorParallelGroup
 

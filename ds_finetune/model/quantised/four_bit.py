@@ -2,7 +2,7 @@
 
 The format is NF4 with a scale for each block of 64 numbers. The scales of 256 blocks are quantised to eight bits with a
 common scale (double quantisation, the default of `Linear4bit`). A weight is quantised on its device as soon as it is
-fully read. At ZeRO-3 every rank quantises the full weight, and keeps its part of the packed numbers and all scales.
+fully read. At ZeRO-3 every rank quantises the full weight, and keeps all scales, but only its part of the numbers.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -97,8 +97,8 @@ Partition = Callable[[list[nn.Parameter]], None]
 def four_bit_or(other: Where, partition: Partition | None = None) -> Where:
     """Extend `other`, a function from a parameter to its fragment, to four-bit weights.
 
-    The fragment of a four-bit weight is the full tensor. When the fragment closes, it is quantised and passed to
-    `partition`. For other parameters `other` returns the fragment.
+    A four-bit weight's fragment is the full tensor. When the fragment's context `opened()` ends, the weight is
+    quantised and passed to `partition`. For other parameters `other` returns the fragment.
     """
 
     def where(tensor: torch.Tensor) -> Fragment:

@@ -95,7 +95,7 @@ def quantise_like(
     not change. Returns values, scales and the mask of unchanged blocks.
 
     A block is unchanged if its values equal the dequantised stored block, in fp32 or rounded to bf16 or fp16. Its
-    bytes are kept because quantising it again may change them, if its scale is not that of `quantise` for bf16 numbers.
+    bytes are kept, because `quantise` may choose another scale than the published one, and so other bytes.
     """
     quantised, new_scale = quantise(values, scales_of_two=scales_of_two)
     plain = dequantise(stored, scale[None])

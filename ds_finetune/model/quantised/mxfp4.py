@@ -76,7 +76,7 @@ class Mxfp4Experts:
     blocks: StoredTensor
     scales: StoredTensor
     last: LastExpert
-    """Cache for all weights of a folder, so that each thread holds the bytes of one expert only."""
+    """Cache that all weights of a folder share, so that each thread holds the bytes of only one expert."""
 
     @property
     def shape(self) -> Shape:

@@ -130,7 +130,7 @@ def encode_header(
 
 
 class TensorFile:
-    """A file whose tensors threads read in parts. The first read opens it, and it is closed with the object."""
+    """A file from which threads read parts of tensors. The first read opens the file. It closes with this object."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -14,7 +14,7 @@ from ds_finetune.model.build.hub_folder import HubFolder, Shape
 
 _EMBEDDING = re.compile(r"\b(embed_tokens|word_embeddings|embed_in|wte|embed)\.weight$")
 _COMPARED, _MARGIN = 256, 1.25
-"""Maximum number of embeddings that a candidate is compared with, and tolerated ratio of distances to their mean."""
+"""Maximum number of ids to which a candidate is compared, and tolerated factor of these ids' largest distance."""
 _STRIP_NUMEL = 2**20
 """Number of elements of a published tensor that are read at a time, rounded to full rows."""
 
@@ -53,9 +53,10 @@ def grow_vocabulary(hf_config: PretrainedConfig, ids: int) -> None:
 def untrained_rows(folder: Path, candidates: Collection[int], used: Collection[int]) -> list[int]:
     """Token ids among `candidates` whose embeddings in the weights of `folder` look untrained.
 
-    An embedding looks untrained if it is about as near to the mean embedding of unused ids (not in `used`) as the
-    embeddings of these ids are. If all ids are used, its distance to the mean must be below half the median distance.
-    No embedding looks untrained if most embeddings of other used ids are as near, as after a few training steps only.
+    Distances are measured from the mean embedding of unused ids (not in `used`). An embedding looks untrained if its
+    distance is at most `_MARGIN` times the largest distance of an unused id. But none looks untrained if most other
+    used ids are as near, as after few training steps. If all ids are used, the mean is that of used ids, and the limit
+    is half their median distance.
     """
     hub = HubFolder(folder)
     table = next((key for key, shape in hub.shapes.items() if _EMBEDDING.search(key) and len(shape) == 2), None)
