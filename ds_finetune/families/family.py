@@ -132,7 +132,7 @@ class Gguf:
     computes: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """config.json keys with the values that llama.cpp supports, the default first. Other keys may have any value."""
     rotates_pairs: bool = False
-    """Whether llama.cpp rotates adjacent columns of queries and keys. If so, it supports Llama 3's rotary scaling."""
+    """Whether llama.cpp rotates adjacent columns of queries and keys. Only then exports support Llama 3's scaling."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ class Indexer:
     """Whether the indexer chooses compressed entries, means of several keys, instead of tokens (DeepSeek-V4)."""
 
     def longest_document(self, config: Mapping[str, Any]) -> int:
-        """Maximum number of tokens of a document in which the indexer chooses all earlier tokens."""
+        """Length, in tokens, up to which the indexer chooses all earlier tokens of a document."""
         chosen = int(config["index_topk"])
         rate = entry_tokens(config) if self.chooses_entries else 1
         return chosen * rate + rate - 1

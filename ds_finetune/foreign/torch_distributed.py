@@ -49,9 +49,9 @@ def spans_of_collectives(
     spans_of: Callable[[dist.ProcessGroup, str, Sequence[Any]], tuple[Span, Span]],
     other_waits: Span,
 ) -> Iterator[None]:
-    """Context in which calls of the methods `names` of process groups run inside spans, and so do waits for their
-    asynchronous results. `spans_of(group, name, arguments)` returns the spans of a call and of the wait for its result.
-    A wait for a call that began before this context runs in `other_waits()`.
+    """Context that puts spans around calls of process groups' methods `names`, and around waits for their asynchronous
+    results. `spans_of(group, name, arguments)` returns the spans of a call and of the wait for its result. The span
+    `other_waits` is put around waits for calls that began before this context.
 
     torch has no hook that runs before and after collectives on every backend. But every communication function of
     torch.distributed, also `isend` and `irecv`, calls one of these methods in the end.
@@ -94,8 +94,8 @@ def flight_record() -> bytes:
 
 
 def is_peer_lost(error: BaseException) -> bool:
-    """Whether torch raises errors like `error` on a rank when another rank has exited (torch 2.13: RuntimeError from
-    gloo, DistBackendError from NCCL), so that the other rank may be the cause.
+    """Whether torch may have raised `error` because another rank has exited (torch 2.13: RuntimeError from gloo,
+    DistBackendError from NCCL).
     """
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(word in str(error) for word in _PEER_LOST_WORDS)

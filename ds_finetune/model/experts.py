@@ -4,8 +4,8 @@ Sorting and summing are gathers, and so are their gradients, because the inverse
 compute the gradient of `hidden[index]` by `index_put`, which sorts the index on a GPU. The sum over a token's k experts
 is computed in fp32 and rounded once, while `index_put` rounds after each summand.
 
-Routing weights multiply the input of the down projection, which is linear. So their gradients need no expert outputs,
-and they multiply rows of the experts' inner width, not the model's.
+Routing weights multiply the input of the down projection, which is linear. So gradients of routing weights need no
+expert outputs, and the multiplied rows have the experts' inner width, not the model's.
 """
 
 from collections.abc import Callable

@@ -159,7 +159,7 @@ class MixedStreams(nn.Module):
     input_norm: Any
 
     def forward(self, hidden_streams: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the merged hidden state, each stream's weight `post` of the output, and streams mixed by `comb`."""
+        """Return the merged state, `post` (the output's factor in each stream), and the streams mixed by `comb`."""
         sizes = _StreamSizes(self.hc_mult, self.hc_sinkhorn_iters, self.hc_eps, self.input_norm.eps)
         return _Mixing.apply(hidden_streams, self.fn, self.base, self.scale, sizes)  # type: ignore[no-any-return]
 

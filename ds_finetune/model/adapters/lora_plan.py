@@ -156,7 +156,7 @@ def _check_all_linear(hf_config: PretrainedConfig, task: Task, all_targets: Sequ
 
 
 def check_stages(lora: LoraPlan, stages: Sequence[StageLayers | None], *, ep_size: int) -> None:
-    """ConfigError if a pipeline stage lacks a kind of trained tensors that another stage has."""
+    """ConfigError if a stage trains no tensors of a kind that another stage trains (see `check_trained_stages`)."""
     sides = {f"{each.name}.weight": FullTensor((1, 1), is_routed=each.kind == ROUTED) for each in lora.targets}
     setting = f"lora.target_modules {list(lora.section.target_modules or ())}"
     setting += f" and modules_to_save {list(lora.section.modules_to_save)}" if lora.section.modules_to_save else ""

@@ -76,13 +76,13 @@ class WindowTokens:
     """
 
     own: torch.Tensor
-    """Index of each token, int64 [tokens]. It is the last token to which the token attends."""
+    """Index of each token of this rank, int64 [tokens]. A token attends to no later ones."""
     first: torch.Tensor
     """For each token, the first token that it attends to: the start of its window or document, int64 [tokens]."""
     own_array: np.ndarray
-    """Index of each token, as a numpy array in host memory."""
+    """`own` as a numpy array in host memory."""
     first_array: np.ndarray
-    """For each token, the first token that it attends to, as a numpy array in host memory."""
+    """`first` as a numpy array in host memory."""
     starts: np.ndarray
     """Start of each document among this rank's tokens, followed by the number of these tokens."""
 

@@ -156,7 +156,7 @@ def _divergence(
         # If a query sees no key, its attention weights sum to 0 and must not be divided by the sum.
         weights = weights / weights.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
     scores = index_scores(index, target.scale).masked_fill(~is_seen, float("-inf"))
-    # For an unseen key, weight 0 times log-probability -inf would be NaN, so the latter is set to 0.
+    # For an unseen key, weight 0 times log-probability -inf would be NaN, so the log-probability is 0.
     logs = scores.log_softmax(dim=-1).masked_fill(~is_seen, 0.0)
     return (torch.xlogy(weights, weights) - weights * logs).sum(dim=-1)
 

@@ -126,18 +126,18 @@ class HubFolder:
     without the scales of quantised weights. Of a multimodal model only the text part's tensors are read.
 
     `rename` maps stored names to names in the model. ModelError if the folder has no safetensors, if a file is missing,
-    incomplete or outside the folder, or if a quantised weight has no scale or a scale no weight.
+    incomplete or outside the folder, or if a quantised weight or its scale is missing.
     """
 
     others: Mapping[str, StoredTensor]
     """Tensors of a multimodal model that are not in the text part, by published name."""
     published: dict[str, tuple[str, int]]
-    """Where a multimodal model publishes each tensor of its text part, by its name within this part: name of the
-    published tensor that contains it, and index of its first element in that tensor.
+    """For each tensor of a multimodal model's text part, by its name in that part: name of the published tensor that
+    contains it, and index of its first element in the published tensor.
     """
     fused: dict[str, Shape]
-    """Published names and shapes of tensors that hold all experts of a layer, or its queries, keys and values. `shapes`
-    has a tensor for each of them.
+    """Published names and shapes of tensors that join a layer's experts, or its queries, keys and values. `shapes` has
+    their parts instead.
     """
 
     def __init__(self, folder: Path, *, rename: Callable[[str], str] | None = None) -> None:
@@ -333,8 +333,8 @@ def _divided(
     """Split tensors with all experts of a layer, as in Qwen3.5, into a tensor for each expert, and tensors with
     queries, keys and values, as in Sarvam 30B, into three.
 
-    The second result has for each split tensor its shape and, by name of the tensors made from it, the index of their
-    first element. ModelError if the folder has the same weights in two tensors.
+    The second result has, for each split tensor, its shape, and the index at which each of its parts (by name) begins.
+    ModelError if the folder has the same weights in two tensors.
     """
     divided, fused = dict(stored), {}
     for key, tensor in stored.items():

@@ -38,7 +38,7 @@ class ModelPlan:
     """Layers of each pipeline stage; (None,) without pipeline parallelism."""
     objective: Objective
     features: Mapping[str, Any] = field(default_factory=dict)
-    """Plans of the enabled features, by name. For a feature of another package it is the feature's settings."""
+    """Plans of the enabled features, by name. A feature of another package has settings instead of a plan."""
     mlp_tiles: int = 1
     """Number of tiles in which MLPs compute their tokens; 1 means all tokens at once."""
     context: ContextPlan | None = None

@@ -70,7 +70,7 @@ def tiny_config(config: PretrainedConfig, size: Size) -> PretrainedConfig:
 
 
 def layers_of_each_kind(lm: nn.Module) -> int:
-    """How many layers from the start of the model's longest stack contain every kind of layer in it."""
+    """Smallest number of first layers of the model's longest stack that include every kind of layer in the stack."""
     kinds = [_kind(layer) for layer in max(_stacks(lm), key=len, default=[])]
     return max((kinds.index(kind) for kind in kinds), default=-1) + 1
 

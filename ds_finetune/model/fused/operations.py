@@ -31,8 +31,8 @@ def kernels_of(name: str) -> Kernels:
     if name == "liger":
         return import_module("ds_finetune.foreign.liger_operations")
     assert name == "compile", name
-    # Shapes are dynamic, because the numbers of packed rows and of experts' tokens change. torch still compiles one
-    # more kernel for each of size 0, size 1 and strided rows. It raises an error beyond the limit on kernels.
+    # Shapes are dynamic, because the numbers of packed rows and of experts' tokens change. torch still
+    # compiles additional kernels for size 0, size 1 and strided rows. It raises an error beyond the limit on kernels.
     options: dict[str, Any] = {"fullgraph": True, "dynamic": True}
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
         # From torch 2.12 on, torch._dynamo's setting of this limit holds for one thread only, and backward runs in

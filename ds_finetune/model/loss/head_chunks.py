@@ -91,7 +91,7 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
 class LossSumsAndGradients(NamedTuple):
     """Loss of a head (fp32 scalar), sums for metrics (fp64), and gradients of the loss, computed in the forward.
 
-    Backward multiplies gradients by `factors`, fp64 or None: [1] are for all gradients, [tokens] for hidden states.
+    Backward multiplies by `factors`, fp64: all gradients if the shape is [1], only those of hidden states if [tokens].
     """
 
     loss: torch.Tensor

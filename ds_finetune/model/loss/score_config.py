@@ -13,8 +13,8 @@ from ds_finetune.model.build.skeleton import Task
 from ds_finetune.objectives.objective import Objective
 
 SETTINGS = "ds_finetune"
-"""Key of config.json under which a run stores its `objective` and `pooled_token`: `last` or `first` if the hidden state
-of that token is scored, `mean` if the mean over all tokens is.
+"""Key of config.json under which a run stores its `objective` and `pooled_token`. That is `last` or `first` if
+the hidden state of this token is scored, `mean` for the mean over all tokens.
 """
 REWARD = "reward"
 """Name of the objective that trains reward models, and of a reward model's only class."""

@@ -1,7 +1,7 @@
 """Head of a classifier or reward model, which scores the last token of each document.
 
 It finds the ends of documents by their lengths. transformers' own classes search the last token that is not
-`pad_token_id`: a packed row would get only one score, and a document that ends in this token a wrong one.
+`pad_token_id`. They would give a packed row only one score, and misplace the end of a document that ends in this token.
 """
 
 import math

@@ -227,7 +227,7 @@ class TrainedModel(nn.Module):
         return out._replace(loss=loss, sums=torch.cat([out.sums, extra_sums]))
 
     def head_inputs(self, rows: ForwardRows) -> dict[str, Any]:
-        """Prepare the head's further arguments, before the forward, when no activations are in memory yet."""
+        """Prepare the head's arguments from `rows`, before the forward, when no activations are in memory yet."""
         return {"examples": rows.examples, "supervised": rows.supervised}
 
     def hidden(

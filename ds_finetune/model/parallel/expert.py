@@ -96,8 +96,8 @@ class _AwaitExchange(torch.autograd.Function):
 
 
 class ExpertParallelExperts(nn.Module):
-    """Mixin for a family's experts module that has `num_experts` of the layer's routed experts. It exchanges tokens
-    with the ranks that have the other experts.
+    """Mixin for a family's experts module. The module has `num_experts` of the layer's routed experts, and exchanges
+    tokens with the ranks that have the others.
     """
 
     ep_group: ExpertParallelGroup
@@ -123,8 +123,8 @@ class ExpertParallelExperts(nn.Module):
         return chosen.sums_of(_AwaitExchange.apply(_StartExchange.apply(out, back), back))
 
     def _count_rows(self, experts: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int]]:
-        """Count rows received from each rank for each of this rank's experts, rows sent to each rank, and rows received
-        from each rank. `experts` has the expert of each row to send, sorted.
+        """Count the rows that ranks exchange. `experts` are the sorted experts of the rows to send. Returns numbers
+        of rows: received for each source rank and expert, sent to each rank, and received from each rank.
         """
         per_expert = rows_up_to(experts, self.num_experts * self.ep_group.size).diff(prepend=experts.new_zeros(1))
         arriving = torch.empty_like(per_expert)

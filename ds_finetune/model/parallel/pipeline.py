@@ -56,7 +56,7 @@ class PipelineGroup(RankGroup):
     sequence parallel coordinates. None on other stages, and if only one of these two stages has the embedding.
     """
     adds_embedding: bool = True
-    """Whether this rank keeps the embedding's gradient summed over stages. Its stage's other ranks set it to zero."""
+    """Whether this rank keeps the embedding's gradient, summed over stages. Others on its stage set theirs to zero."""
     input_hidden_states: torch.Tensor | None = None
     """Hidden states for this forward from the previous stage or, with several chunks per rank, from the previous chunk.
     In training they are a leaf that requires a gradient. None for the model's first chunk.
@@ -122,8 +122,8 @@ class PipelineGroup(RankGroup):
         averages over each stage's ranks. The result is the sum of both stages' gradients, averaged over ranks with
         different rows.
 
-        Only one rank of each stage keeps the all-reduced sum. Its other ranks get zeros, because adding zeros is exact
-        in every order. Otherwise the copies of the weight would drift apart, because buckets and NCCL's algorithms
+        On each stage one rank keeps the all-reduced sum. The others set it to zero, because adding zeros is exact in
+        every order. Otherwise the copies of the weight would drift apart, because buckets and NCCL's algorithms
         decide the order of additions on each stage.
         """
         assert self.embedding_group is not None, "only ends of a pipeline that share the embedding"
@@ -262,8 +262,8 @@ def build_only_layers(model_class: type[PreTrainedModel], layers: Container[int]
 
 
 def install_pipeline_stage(lm: PreTrainedModel, pp_group: PipelineGroup, *, outputs: int) -> None:
-    """Replace embedding, norm and head of other stages by modules that receive from or send to these stages, in place.
-    `lm` was built under `build_only_layers`.
+    """Replace the embedding, norm and head that belong to other stages, in place, by modules that communicate with
+    these stages. `lm` was built under `build_only_layers`.
 
     `outputs` is the number of outputs of the unsharded head: vocabulary size or number of scores.
     """
@@ -310,7 +310,7 @@ class HandOver(MissingLayer):
         self.sends = self.receives = False
 
     def forward(self, hidden: torch.Tensor, **arguments: Any) -> torch.Tensor | tuple[torch.Tensor, None]:  # noqa: ANN401
-        """Send `hidden` if a chunk of this rank ends before the layer, or receive it if a chunk begins after it."""
+        """Send `hidden` if a chunk of this rank ends before this layer. Receive it if one begins after this layer."""
         assert not torch.is_grad_enabled(), "the schedule sends and receives where there are gradients"
         if self.sends:
             self.pp_group.send(hidden, to=self.pp_group.next_rank)

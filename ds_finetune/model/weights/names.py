@@ -64,8 +64,8 @@ def hub_pieces(name: str, shape: tuple[int, ...], family: Family, *, first_exper
 
 
 def qkv_pieces(key: str, shape: tuple[int, ...], family: Family, config: Mapping[str, Any]) -> tuple[Piece, ...]:
-    """The queries', keys' and values' parts of the published tensor `key` that joins them (`Family.published_qkv`), by
-    the head counts of config.json. Empty for other tensors, and for a number of rows that the heads do not divide.
+    """Split the published tensor `key`, which joins queries, keys and values (`Family.published_qkv`), by config.json's
+    numbers of heads. Empty for other tensors, and if the number of heads does not divide the number of rows.
     """
     joined = f".{family.published_qkv}."
     if joined not in key or not shape:
@@ -83,8 +83,8 @@ def qkv_pieces(key: str, shape: tuple[int, ...], family: Family, config: Mapping
 
 
 def joined_qkv(shapes: Mapping[str, tuple[int, ...]], family: Family) -> dict[str, tuple[str, int, tuple[int, ...]]]:
-    """For each of the published tensors `shapes` (shapes by name) of queries, keys and values that are joined in the
-    family's checkpoints: name of the joined tensor, index of the part's first element in it, and its shape.
+    """Where the family's checkpoints join queries, keys and values. Returns for each part, by published name: name of
+    the joined tensor, index of the part's first element, shape of the joined tensor. `shapes` are shapes by name.
     """
     joined: dict[str, tuple[str, int, tuple[int, ...]]] = {}
     for key in shapes if family.published_qkv else ():
