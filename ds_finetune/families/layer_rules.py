@@ -99,7 +99,7 @@ class ExpertKeys:
         return int(config[self.width_key])
 
     def number_key(self, config: Mapping[str, Any]) -> str:
-        """The first of `number_keys` that `config` has; the published key if it has none of them."""
+        """The first of `number_keys` that `config` has. If `config` has none of them, the published key."""
         return next((key for key in self.number_keys if key in config), self.number_keys[0])
 
 

@@ -42,8 +42,8 @@ def register_config(name: str, *, built_as: str) -> None:
 
 
 def published_names(name: str) -> dict[str, str]:
-    """Rules that turn published tensor names of a model type of `OWN_TYPES` into names in the model: regular
-    expressions of parts of names, each with its replacement. They are applied one after the other.
+    """Rules that turn published tensor names of a model type of `OWN_TYPES` into names in the model. Each maps a
+    regular expression for a part of the name to its replacement. Rules are applied one after the other.
     """
     return {re.escape(published): own for own, published in reversed(family_of(name).published_renames)}
 

@@ -75,7 +75,7 @@ def _checkpoint_on_host(
     the stream of the computation, so that no copy is read before it is complete.
     """
     copies = save_on_cpu(pin_memory=True)
-    # Autograd keeps these hooks until backward. A reference from them to the layer's input would keep it in memory.
+    # Autograd keeps these hooks until backward. With a reference to the layer's input they would keep it in memory.
     host_copy = _identity(hidden)
 
     def pack(saved: torch.Tensor) -> Any:  # noqa: ANN401

@@ -1,9 +1,9 @@
 """Norms and hyper-connections of DeepSeek-V4 (arXiv 2512.24880). Hyper-connections merge a token's residual streams
 into one hidden state, and distribute a sublayer's output over the streams.
 
-Autograd would save an fp32 copy of all streams. It would also save a small matrix per token for each of the some forty
-divisions that balance the mixing weights. The functions here save the streams, which the layer saves anyway, and one
-row of products per token.
+Autograd would save an fp32 copy of all streams. About forty divisions balance the mixing weights, and
+autograd would save a small matrix per token for each of them. The functions here save the streams, which the layer
+saves anyway, and one row of products per token.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ _Backward = Callable[..., torch.Tensor]
 class _StreamSizes(NamedTuple):
     streams: int
     times: int
-    """Number of divisions of the mixing weights `comb` by their column sums. Divisions by row sums are one fewer."""
+    """How often the mixing weights `comb` are divided by their column sums. They are divided by row sums once less."""
     eps: float
     norm_eps: float
 

@@ -27,7 +27,7 @@ _BUILT = "ds_finetune_mtp_layers"
 PREDICTION_LAYERS = "num_nextn_predict_layers"
 """Key of config.json for the number of multi-token prediction layers (DeepSeek-V3)."""
 _PER_LAYER: Mapping[str, str | None] = {"layer_types": None, "mlp_layer_types": None, "indexer_types": "full"}
-"""config.json keys of lists with an entry for each layer, each key with the entry for a multi-token prediction layer.
+"""config.json keys whose lists have an entry for each layer. The value is the entry for a multi-token prediction layer;
 None means the last layer's entry. A published prediction layer has its own indexer, even if the last layer has none.
 """
 _COMPRESSED: Mapping[str, str | int] = {

@@ -229,7 +229,7 @@ def initial_factors(name: str, shape: Shape, rank: int, seed: int) -> dict[str, 
 
 @contextmanager
 def adapters_off(lm: nn.Module) -> Iterator[None]:
-    """Context in which `lm` computes exactly what it would without adapters, because their scale is 0.
+    """Context in which adapters have scale 0, so that `lm` computes exactly what it would without them.
 
     Adapter modules still run, so that ZeRO-3 gathers parameters in the usual order.
     """

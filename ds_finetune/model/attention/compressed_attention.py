@@ -342,7 +342,7 @@ class IndexerByDocument(CompressorByDocument):
     is_trained = False
 
     def forward(self, hidden: torch.Tensor, *others: Any, rows: RowShards | None = None, sp_group: Any = None) -> Any:  # noqa: ANN401
-        """Return the tensors for the indexer's scores of `rows`. Without `rows`, run transformers' forward."""
+        """Return the tensors from which scores are computed. Without `rows`, run transformers' forward."""
         if rows is None:
             return super().forward(hidden, *others)
         hidden, (low_rank, positions) = hidden.detach(), others[:2]

@@ -39,8 +39,8 @@ class RowShards(NamedTuple):
         return of_tokens.reshape(len(self.documents), -1)[:, begin : begin + self.tokens].reshape(-1)
 
     def local_indices(self, tokens: np.ndarray, before: int) -> np.ndarray:
-        """Convert token indices of the flattened rows to indices into this rank's shards. Each shard comes after up to
-        `before` tokens of earlier ranks.
+        """Convert token indices of the flattened rows to indices into this rank's shards. Up to `before` tokens of
+        earlier ranks precede each shard.
         """
         begin, (row, in_row) = self.rank * self.tokens, np.divmod(tokens, self.tokens * self.sp)
         before = min(before, begin)

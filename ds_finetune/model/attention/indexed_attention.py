@@ -205,8 +205,8 @@ class DivergenceCollector:
         """Divergences of a forward's indexers in nats, fp32 [rows, tokens], by layer number."""
 
     def is_needed(self, *, in_training: bool) -> bool:
-        """Whether a layer must compute its divergence. It must in a forward with loss. It also must when activation
-        checkpointing recomputes this forward, because recomputation must save the same tensors.
+        """Whether a layer must compute its divergence: in a forward with loss, and when activation checkpointing
+        recomputes this forward, because recomputation must save the same tensors.
         """
         return self.is_listening or (in_training and torch.is_grad_enabled())
 

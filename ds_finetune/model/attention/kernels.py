@@ -121,8 +121,8 @@ def pack_documents(
 
 
 def find_origins(documents: Sequence[Documents], shared: Sequence[Documents]) -> tuple[Places, Places, Places]:
-    """For each document three numbers: index of its first token in the flattened rows, index of the first token of its
-    prefix, which is in an earlier document, and length of the prefix.
+    """For each document three numbers: index of its first token in the flattened rows; index there of its prefix, the
+    first tokens of an earlier document; and length of the prefix.
     """
     lengths, continued = (np.fromiter(chain.from_iterable(each), dtype=np.int64) for each in (documents, shared))
     begins = lengths.cumsum() - lengths

@@ -67,8 +67,8 @@ def published_name(key: str, expected: Collection[str], prefix: str) -> str:
 def encoder_inputs(
     hf_config: PretrainedConfig, position_ids: torch.Tensor, token_types: torch.Tensor | None
 ) -> dict[str, torch.Tensor]:
-    """Keyword arguments with position ids (0 at the start of each document) and token types, int64 [rows, tokens], as
-    an encoder's model type expects them.
+    """Keyword arguments for an encoder's forward, from position ids and token types, int64 [rows, tokens]. The given
+    position ids are 0 at the start of each document.
     """
     encoder = encoder_of(hf_config)
     assert encoder is not None

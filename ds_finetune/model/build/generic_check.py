@@ -289,7 +289,7 @@ def _compare(lm: PreTrainedModel, eager: PreTrainedModel, objective: Objective) 
 
 def _adapter_difference(lm: PreTrainedModel, names: Collection[str]) -> float:
     """Largest relative difference of loss, gradients and logits between a model with adapters and one with merged
-    weights. It is large if a module reads its weight directly, where adapters have no effect.
+    weights. It is large if a module reads its weight directly, because adapters then have no effect.
     """
     shapes = ((name, tuple(param.shape)) for name, param in lm.named_parameters())
     targets = [each for each in linear_targets(shapes, linear_weights(lm)) if last_part(each.name) in names]

@@ -19,8 +19,8 @@ _QUANTISATION = "quantization_config"
 
 
 def text_config(config: PretrainedConfig) -> PretrainedConfig:
-    """Configuration of the language model in `config`: for a composite model that of the text part, with the full
-    model's token ids and tied embeddings; else `config` itself.
+    """Configuration of the language model in `config`. For a composite model it is the text part's configuration, with
+    token ids and tied embeddings of the full model; for others it is `config` itself.
     """
     text = getattr(config, TEXT_CONFIG, None)
     if not isinstance(text, PretrainedConfig):

@@ -43,8 +43,8 @@ class ExtraLoss(ABC):
         """The auxiliary loss of a forward times its weight, computed after the layers ran. None if this pipeline stage
         computes no part of the loss.
 
-        `hidden` [rows, tokens, width] are the states after the final norm, or those sent to the next stage. Each
-        term's sum over units is multiplied by its element of `weights`, fp64 [terms].
+        `hidden` [rows, tokens, width] are the states after the final norm, or those sent to the next stage. `weights`,
+        fp64 [terms], has a factor for each term's sum over units.
         """
 
     def counted(self, mesh: Mesh) -> torch.Tensor | None:

@@ -61,7 +61,7 @@ class ForwardRows:
     shared: tuple[Documents, ...] | None = None
     """For each document, how many first tokens of an earlier document are its prefix; None if none has a prefix."""
     examples: Examples | None = None
-    """Documents in the rows, for objectives that score documents. Their `index` covers this rank's tokens only."""
+    """Documents in the rows, for objectives that score documents. `examples.index` covers this rank's tokens only."""
     token_types: torch.Tensor | None = None
     """Token types of an encoder's tokens, int64 [rows, tokens]: 1 in the second text of a pair, else 0."""
     next_ids: torch.Tensor | None = None

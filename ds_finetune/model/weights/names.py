@@ -103,7 +103,7 @@ def published_names(shapes: Mapping[str, tuple[int, ...]], family: Family) -> tu
 
 
 def published_name(name: str, family: Family) -> str:
-    """Name in a published checkpoint of the model's tensor `name`, which must not be a tensor of fused experts.
+    """Published name of the tensor that the model calls `name`. It must not be a tensor of fused experts.
 
     For a model type that is not in the table of families, it is the name by which transformers saves the tensor.
     """
@@ -114,8 +114,8 @@ def published_name(name: str, family: Family) -> str:
 
 
 def canonical_name(key: str, family: Family) -> str:
-    """Published name of a tensor, for a model type that is not in the table of families. `key` may be the name by which
-    transformers saves it, or the name in the model.
+    """Published name of a tensor of a model type that is not in the table of families. `key` may be the name by
+    which transformers saves the tensor, or its name in the model.
     """
 
     def in_model(name: str) -> str:
