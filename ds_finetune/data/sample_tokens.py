@@ -81,7 +81,7 @@ class _SampleText:
 class SampleTokeniser:
     """Tokenises the samples of data rows with one tokenizer and one chat template.
 
-    Without a template, a sample begins with a BOS token if the rule `bos` says so, and ends with an EOS token if `has_eos`.
+    Without a template, a sample begins with a BOS token if `bos` says so, and ends with an EOS token if `has_eos`.
     """
 
     def __init__(

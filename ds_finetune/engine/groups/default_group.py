@@ -29,9 +29,9 @@ REPORT_AFTER, _PAUSE = 20, 0.1
 
 
 def meet(world: World, *, timeout: timedelta = COLLECTIVE_TIMEOUT) -> dist.Store:
-    """Wait until all ranks of `world` have connected, and return the store that they share. RunError after `timeout`, and
-    on rank zero if the port is in use. torch's own rendezvous would use the timeout of collectives
-    (torch 2.13, distributed_c10d.py:1893), which may be far shorter. Successive runs of a process share one store, in
+    """Wait until all ranks of `world` have connected, and return the store that they share. RunError after `timeout`,
+    and on rank zero if the port is in use. torch's own rendezvous would use the timeout of collectives (torch 2.13,
+    distributed_c10d.py:1893), which may be far shorter. Successive runs of a process share one store, in
     which each run has a prefix.
     """
     world.set_environment(os.environ)

@@ -62,7 +62,7 @@ def full_weights(optimizer: Any, lm: nn.Module) -> Iterator[None]:  # noqa: ANN4
     offload = _HOOKS.attribute(optimizer, "parameter_offload")
     handles = [*_HOOKS.attribute(offload, "forward_hooks"), *_HOOKS.attribute(offload, "backward_hooks")]
     status = _HOOKS.attribute(parameter_offload, "ZeroParamStatus").NOT_AVAILABLE
-    # Small parameters are always gathered. If they were partitioned after this context, training would gather them again.
+    # Small parameters are always gathered. If this context partitioned them, training would have to gather them again.
     partitioned = [param for param in lm.parameters() if getattr(param, "ds_status", None) is status]
     with (
         deepspeed.zero.GatheredParameters(partitioned, enabled=bool(partitioned)),

@@ -137,7 +137,7 @@ class BatchOfAnswers:
         self._cache = RowCache(self._read_prompts(parts), rows=len(lengths), columns=columns, longest=longest)
 
     def _read_prompts(self, parts: Sequence[PromptPart]) -> Iterator[tuple[ReadPrompt, slice]]:
-        """Prefill in several forwards, holding the KV cache of one forward at a time. Yields each prompt with its rows."""
+        """Prefill in several forwards, with the KV cache of one forward at a time. Yields each prompt with its rows."""
         begin, size = 0, max(1, PROMPT_TOKENS // parts[-1].length)
         for first in range(0, len(parts), size):
             some = parts[first : first + size]
@@ -194,7 +194,7 @@ class BatchOfAnswers:
 def sample_parts(
     model: AnswerModel, parts: Sequence[PromptPart], choice: TokenChoice, on_answer: OnAnswer = lambda *_: None
 ) -> dict[int, SampledAnswer]:
-    """Sample the answers to the prompts in `parts`; returns them by index. Some models need a batch for each prompt length."""
+    """Sample answers to the prompts in `parts`; returns them by index. Some models need a batch per prompt length."""
     if model.takes_mixed_lengths:
         return BatchOfAnswers(model, parts, choice).run(on_answer) if parts else {}
     answers: dict[int, SampledAnswer] = {}

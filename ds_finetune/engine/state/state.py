@@ -46,7 +46,8 @@ class Master:
     """A master tensor: the fp32 tensor `flat` that the optimizer updates, its number, and the parts of parameters in
     it. A master on NVMe is empty until it is swapped in. Below stage 3, an optimizer state such as Muon's momentum has
     all elements of the master's parameters, not only those of this rank (zero/stage_1_and_2.py:2805). `full_parts` are
-    the positions of the parameters in such a state. If a parameter is divided between the masters of two ranks, both have its full state.
+    the positions of the parameters in such a state. If a parameter is divided between the masters of two ranks, both
+    have its full state.
     """
 
     flat: torch.Tensor
@@ -367,8 +368,8 @@ class EngineState:
         return self._is_first_here(*of_shards, *of_rows, same_experts=shard.is_expert_parallel)
 
     def _is_first_here(self, *axes: Axis, same_experts: bool = False) -> bool:
-        """Whether this rank is the first of the ranks `home` (see `groups`) with equal elements. Ranks have equal elements
-        if they differ only along the mesh's `axes` and, with `same_experts`, have the same experts.
+        """Whether this rank is the first of the ranks `home` (see `groups`) with equal elements. Ranks have such
+        elements if they differ only along the mesh's `axes` and, with `same_experts`, have the same experts.
         """
         mesh = self._plan.mesh
         line = next(line for line in mesh.groups(*axes) if mesh.rank in line)
