@@ -422,7 +422,7 @@ def _swap(parts: list[list[int]], costs: NDArray[np.float64]) -> None:
             return
         given, received = _best_swap(costs[parts[most]], costs[parts[least]], gap)
         difference = float(costs[parts[most][given]] - costs[parts[least][received]])
-        # A swap of rows whose costs differ by d changes the gap between two parts to |gap - 2 d|.
+        # A swap of rows whose costs differ by d changes the gap between two totals to |gap - 2 d|.
         if not 0 < difference < gap:
             return
         parts[most][given], parts[least][received] = parts[least][received], parts[most][given]

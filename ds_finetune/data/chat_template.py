@@ -72,7 +72,7 @@ def _is_main_thread() -> bool:
 
 @lru_cache(maxsize=1)
 def _address_space_limit(_: int) -> int | None:
-    """Limit of the process's address space in bytes. It is cached by the argument, the present second."""
+    """Limit of the process's address space in bytes. The argument, the current second, is the key of the cache."""
     if not _STATM.exists():
         return None
     return int(_STATM.read_text().split()[0]) * resource.getpagesize() + _RENDER_BYTES

@@ -128,7 +128,7 @@ def _prompt_pair(view: Mapping[str, Any], where: str) -> Preference:
 
 
 def _chat_pair(view: Mapping[str, Any], where: str) -> Preference:
-    """Make a preference from a prompt in `messages`, or the full chosen dialogue there, and two answers."""
+    """Make a preference from two answers, and from `messages`: the prompt, or the full chosen dialogue."""
     turns, sides = view["messages"], (view["chosen"], view["rejected"])
     if isinstance(turns, list | tuple) and turns and is_answer(turns[-1]):
         turns = turns[:-1] if list(turns) == sides[0] else turns

@@ -63,8 +63,8 @@ class Row:
         second: Numbers | None = None,
     ) -> Self:
         """Concatenate documents to a training row. `parts` are the ids, positions and labels of each document, [tokens]
-        each; `numbers`, `targets` and `second` are the fields of `RowDocuments`. Without `second`, each document has
-        one text.
+        each; `numbers`, `targets` and `second` are the fields of `RowDocuments`. `second` is None if no
+        document has a second text.
         """
         ids, positions, labels = (np.concatenate(arrays).astype(np.int32) for arrays in zip(*parts, strict=True))
         lengths = np.array([len(own) for own, *_ in parts], dtype=np.int64)
@@ -363,7 +363,7 @@ def pack(lengths: Numbers, capacity: int) -> list[Numbers]:
     each row.
 
     `open_rows` groups rows by free space. Bit s of `spaces` says that some row has s free tokens. The best fit is the
-    lowest set bit from `length` on, so a document costs capacity / 64 machine words.
+    lowest set bit from `length` on, so finding it reads capacity / 64 machine words.
     """
     assert int(lengths.max(initial=0)) <= capacity
     rows: list[list[int]] = []

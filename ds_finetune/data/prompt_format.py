@@ -260,8 +260,8 @@ def trained_ends(tokenizer: PreTrainedTokenizerBase, settings: TemplateSettings)
     tokeniser = SampleTokeniser(tokenizer, settings)
     if settings.chat_template is None:
         return _end_of(tokeniser, tokenizer, Completion("x", "y", Conversation(()))) or ()
-    # Two tool calls are tried first, as a token that also separates calls ends no answer; then one, for templates
-    # that refuse two.
+    # Two tool calls are tried first, because a token that also separates calls does not end an answer. A single call
+    # is tried if the template refuses two.
     calls = (
         read_conversation([_USER, {"role": "assistant", "content": "", "tool_calls": _CALLS[:most]}], [_TOOL], "", "")
         for most in (2, 1)

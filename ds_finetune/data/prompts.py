@@ -64,7 +64,7 @@ def _reference(view: Mapping[str, Any]) -> object:
 
 
 def _without_answer(sample: Sample, answer: object) -> Prompt:
-    """Make a prompt from a dialogue without its last assistant turn, which is the answer if `answer` is None."""
+    """Make a prompt from a dialogue. A last assistant turn is removed, and is the answer if `answer` is None."""
     conversation = sample.conversation if isinstance(sample, Completion) else sample
     assert isinstance(conversation, Conversation)
     last = conversation.messages[-1]

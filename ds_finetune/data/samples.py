@@ -103,7 +103,7 @@ def read_row(
 
 
 def _read_label(label: object, column: str, where: str) -> bool:
-    """Whether a label marks an answer as good: true or 1, not false or 0, also as text; DataError for other labels."""
+    """True if a label is true or 1 (a good answer), False if false or 0, also as text; DataError for other labels."""
     if isinstance(label, int | str) and str(label).lower() in ("0", "1", "true", "false"):
         return str(label).lower() in ("1", "true")
     raise DataError(

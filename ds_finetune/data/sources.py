@@ -267,7 +267,7 @@ def _split_names(splits: Iterable[str]) -> str:
 
 
 def estimate_rows(sources: Sequence[Source]) -> int:
-    """Estimate the number of data rows to show the remaining time; 0 if some source cannot be estimated."""
+    """Estimated number of data rows, for showing the remaining time; 0 if some source cannot be estimated."""
     numbers = [_estimate_rows_of(source) for source in sources]
     return sum(numbers) if all(numbers) else 0
 

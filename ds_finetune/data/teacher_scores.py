@@ -138,7 +138,7 @@ def write_shard(folder: Path, number: int, scores: Sequence[DocumentScores], ide
 
 
 def is_shard_complete(folder: Path, number: int, identity: ScoreIdentity) -> bool:
-    """Whether shard `number` of scores is complete; a damaged one is removed. OutputError if it has other inputs."""
+    """Whether shard `number` is complete; a damaged shard is removed. OutputError if its identity is not `identity`."""
     shard = folder / shard_name(number)
     if not shard.is_dir():
         return False

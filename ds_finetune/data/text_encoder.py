@@ -64,7 +64,7 @@ class TextEncoder:
         return results
 
     def _context(self, before: str) -> str:
-        """The end of `before` that the next text's first tokens depend on, from its last added token (if any)."""
+        """The end of `before`, from its last added token (if any), on which the next text's first tokens depend."""
         end = before[-_CONTEXT:]
         added = [match.span() for match in self._added.finditer(end)]
         if not added:

@@ -109,8 +109,9 @@ def divide(records: Iterable[tuple[str, ReadRecord]], most: int) -> Iterator[lis
 def tokenise_records(records: Sequence[tuple[str, ReadRecord]], how: Tokenisation) -> tuple[Documents, Counts]:
     """Tokenise records by few calls of the tokenizer. Returns their documents, and counts of the records.
 
-    Rows that cannot be read or tokenised are counted with their errors. If all rows of a full part are such rows, and
-    there are at least 100 of them, a setting such as data.layout is wrong, and the first error is raised.
+    Rows that cannot be read or tokenised are counted with their errors. If every row of a part has an error, and
+    the part has the full size and at least 100 rows, a setting such as data.layout is wrong. The first error is then
+    raised.
     """
     bad = dict[str, DataError]()
     rows = list[tuple[str, RowSample, list[str]]]()
@@ -219,8 +220,8 @@ def _notes(record: Record, unused: Sequence[str], row: Tokens) -> tuple[str, ...
 
 
 def _has_unknown(row: MadeRow, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether a document has the tokenizer's unknown token. False where this is also its bos, eos or padding token, as
-    of GPT-2, whose tokenizer knows all bytes.
+    """Whether a document has the tokenizer's unknown token. False if the same token is bos, eos or padding token, as in
+    GPT-2, whose tokenizer knows all bytes.
     """
     others = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, None)
     unknown = tokenizer.unk_token_id

@@ -54,7 +54,7 @@ def answer_prompts(
                     # An answer that has ended is padded while other ranks still generate.
                     pad_token_id=0,
                     # Ranks gather weights together, so all must run the same modules. Some modules run only at certain
-                    # lengths, which would differ between ranks with a cache.
+                    # lengths. With a cache, lengths would differ between ranks.
                     use_cache=not (is_collective and lm._is_stateful),
                     # A rank whose answer has ended still runs the model until the answers of all ranks have ended.
                     synced_gpus=is_collective,

@@ -19,9 +19,9 @@ def clip_gradients(
     params: Sequence[nn.Parameter], max_norm: float, groups: Groups, *, losses: Iterable[str], device: torch.device
 ) -> list[float]:
     """Clip the gradients of `params` to a global norm of `max_norm` (0: no limit). Returns norms before clipping;
-    collective. The first norm is that of parameters that the objective trains. One norm for each of the
-    auxiliary `losses` follows: it clips the parameters that only this loss trains. If any norm is not finite, nothing
-    is scaled.
+    collective. The first norm is that of parameters that the objective trains. Then follows one norm for each of the
+    auxiliary `losses`, of the parameters that only this loss trains. Each norm clips its own parameters. If any norm is
+    not finite, nothing is scaled.
     """
     parts = [[param for param in params if loss_of(param) == loss] for loss in (None, *losses)]
     norms = torch.stack([global_gradient_norm(part, groups, device) for part in parts])

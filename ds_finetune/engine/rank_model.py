@@ -215,8 +215,8 @@ def install_head(lm: PreTrainedModel, plan: Plan, model: ModelPlan, groups: Grou
 
 
 def arrange_forward(lm: PreTrainedModel, plan: Plan, model: ModelPlan) -> None:
-    """Change how the modules of `lm` compute the forward, by the run file: fused kernels, activation checkpointing and
-    its offload, tiled MLPs. Without tiled MLPs, shared experts are computed before routed experts.
+    """Install in `lm` what the run file asks for: fused kernels, activation checkpointing, offload of activations, and
+    tiled MLPs. Without tiled MLPs, shared experts are computed before routed experts.
     """
     from deepspeed.utils import set_z3_leaf_module
 

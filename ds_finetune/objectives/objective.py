@@ -1,8 +1,8 @@
 """The interface of a training objective.
 
 One law holds for all objectives: a loss is a sum of terms, and each term is a mean over the supervised tokens, pairs or
-examples of the *global* batch, however the batch is split over ranks and micro-batches. The numbers of tokens,
-pairs and examples are known before the first forward, so each forward returns its contribution to these means.
+examples of the *global* batch, however the batch is split over ranks and micro-batches. The numbers of tokens, pairs
+and examples are known before the first forward, so each forward returns its contribution to these means.
 """
 
 from abc import ABC, abstractmethod
@@ -118,8 +118,8 @@ class Objective(ABC):
     def metrics(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
         """Metrics by name, `loss` first.
 
-        `sums` are over a global batch or over all held-out rows. `counts` are the numbers of tokens, pairs and
-        examples there; if they are 0, every metric is 0.
+        `sums` are over a global batch or over all held-out rows, and `counts` are the numbers of tokens, pairs and
+        examples in these rows. If the counts are 0, every metric is 0.
         """
 
 

@@ -47,7 +47,7 @@ class CollectiveStatus:
     """How far a rank is in its collectives: the one in which it waits (`inside`), and the last one that it entered.
 
     `counts` maps each group of ranks to the number of its collectives that the rank has entered. `queued` is the first
-    collective that is enqueued but that the device has not reached.
+    enqueued collective that the device has not reached.
     """
 
     inside: CollectiveCall | None = None
@@ -150,7 +150,7 @@ class CollectiveLog:
             unfinished, queued = [] if self._open is None else [self._open], []
         unreached = [each.call for each in queued if not each.is_wait]
         return CollectiveStatus(
-            # If several queues wait, take the collective that was enqueued first.
+            # Several CUDA streams may wait. The collective that was enqueued first is reported.
             inside=next((each.call for each in unfinished if each not in queued), None),
             last=next((call for call in reversed(tuple(self.last_calls)) if call not in unreached), None),
             counts=dict(self._counts) | {call.ranks: call.number - 1 for call in reversed(unreached)},
@@ -184,6 +184,6 @@ def _ranks_text(group: dist.ProcessGroup) -> str:
     try:
         ranks = dist.get_process_group_ranks(group)
     except KeyError:
-        # A fake group, in which a memory estimate is traced.
+        # This is a fake group, which memory estimates use.
         return ""
     return "all" if len(ranks) == dist.get_world_size() else "ranks " + ",".join(map(str, ranks))

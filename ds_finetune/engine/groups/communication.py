@@ -111,7 +111,7 @@ def _with_total(by_kind: Mapping[str, float]) -> list[tuple[str, float]]:
 class CommunicationMeter:
     """Counts bytes and seconds of this process's collectives by kind. Sends and receives are one kind. Collectives are
     timed only with `is_blocking`: then the call or its `wait` returns at the end of the collective. The time includes
-    waiting for slower ranks. It is time of the host: overlapping collectives are not counted twice.
+    waiting for slower ranks. The host's time is measured, so overlapping collectives are not counted twice.
     """
 
     def __init__(self, *, is_blocking: bool) -> None:

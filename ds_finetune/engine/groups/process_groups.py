@@ -121,8 +121,8 @@ def open_groups(
 ) -> Iterator[Groups]:
     """Context with the process groups of `mesh`, which are created collectively and destroyed at the end. With
     `shares_embedding` the first and last pipeline stage share a group, because both have the embedding. With more than
-    one chunk per rank (`vpp`), pipelines have a group for each `Link`. The groups are destroyed explicitly, because
-    DeepSpeed 0.19.8 keeps a ZeRO-3 model, and with it the groups, after `destroy`.
+    one chunk per rank (`vpp`), pipelines have a group for each direction of messages (`Link`). The groups
+    are destroyed explicitly, because DeepSpeed 0.19.8 keeps a ZeRO-3 model, and with it the groups, after `destroy`.
     """
     pool = _GroupMaker(mesh, timeout)
     groups = Groups(

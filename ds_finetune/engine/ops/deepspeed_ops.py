@@ -181,7 +181,7 @@ def use_cores(plan: Plan, environ: MutableMapping[str, str]) -> Plan:
 
 
 def cores_of_rank(world: World, *, available: int, total: int) -> int:
-    """Number of a rank's cores: its part of `available`, or all if the launcher bound the rank to them (< `total`)."""
+    """Number of a rank's cores: all of `available` if the launcher bound it to fewer than `total`, else its part."""
     is_own = world.launcher in _BINDING_LAUNCHERS and available < total
     return available if is_own else max(1, available // world.local_world_size)
 

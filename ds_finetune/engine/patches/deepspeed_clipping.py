@@ -24,9 +24,9 @@ _GROUP_NORM = Foreign("deepspeed", "runtime/zero/stage_1_and_2.py:1914, 2648, st
 class OwnClipping:
     """Gives a ZeRO optimizer separate gradient clipping for parameters that only an auxiliary loss trains.
 
-    The norm of the other parameters excludes them. Each step sets the engine's `own_norms`, the norms by name of the
-    loss. All ranks have the same names, though pipeline stages may have different parameter groups. If one norm or any
-    gradient is not finite, all norms become infinite on all ranks, so that the step is skipped. An invalid norm
+    The norm of the other parameters excludes them. Each step sets the engine's `own_norms`, one norm for each auxiliary
+    loss by name. All ranks have the same names, though pipeline stages may have different parameter groups. If one norm
+    or any gradient is not finite, all norms become infinite on all ranks, so that the step is skipped. An invalid norm
     alone makes DeepSpeed skip a step only in fp32 (zero/stage_1_and_2.py:3042) and at stage 3 (zero/stage3.py:2888).
     """
 

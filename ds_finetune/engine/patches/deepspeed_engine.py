@@ -26,9 +26,9 @@ _LINKED_STATES = Foreign("deepspeed", "runtime/zero/stage_1_and_2.py:744, 852-85
 @contextmanager
 def gradients_reduced_at_end(engine: Any, *, zero_stage: int) -> Iterator[None]:  # noqa: ANN401 - a DeepSpeedEngine
     """Context in which gradients stay on this rank. At its end they are summed over ranks, and the next `step` is the
-    optimizer's. DeepSpeed would sum them in every backward. That costs more, and with a pipeline, stages run backwards
-    of different micro-batches at the same time. Gradients are accumulated in the dtype of the weights. After an error
-    nothing is reduced, because other ranks may never answer, and the engine's flags are restored.
+    optimizer's. DeepSpeed would sum them in every backward, which costs more and does not suit a pipeline, whose stages
+    run backwards of different micro-batches at the same time. Gradients are accumulated in the dtype of the weights.
+    After an error nothing is reduced, because other ranks may never answer, and the engine's flags are restored.
     """
     boundary = _BOUNDARY.attribute(engine, "_is_gradient_accumulation_boundary")
     _ALLREDUCE.attribute(engine, "enable_backward_allreduce")

@@ -1,5 +1,5 @@
-"""Additions to DeepSpeed's ZeRO-3: forwards with gathered or earlier weights, and a check that weights are gathered
-after the optimizer step.
+"""Additions to DeepSpeed's ZeRO-3: forwards with gathered weights or with a copy of earlier weights, and a check that
+weights are gathered after the optimizer step.
 """
 
 import math

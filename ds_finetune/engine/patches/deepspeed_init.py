@@ -36,7 +36,7 @@ def without_shared_memory_op() -> Iterator[None]:
 def zero_init(config: Mapping[str, Any], **groups: object) -> Iterator[None]:
     """Context of `deepspeed.zero.Init` in which `torch.arange` is torch's own. Parameters created in it are partitioned
     over `data_parallel_group` at once; `groups` are DeepSpeed's arguments `data_parallel_group` and `mpu`. DeepSpeed
-    replaces `torch.arange` by a function that changes its dtype, which would round the rotary frequencies to bf16. No
+    replaces `torch.arange` by one with results of another dtype, which would round the rotary frequencies to bf16. No
     `dtype` is passed, because without fp16 support DeepSpeed ignores it and uses bf16 (operator precedence, line 409).
     """
     import deepspeed
@@ -105,8 +105,8 @@ Registered = tuple[dist.ProcessGroup | None, Sequence[Sequence[int]]]
 
 def register_expert_groups(name: str, *, parts: Registered, same_shard: Registered) -> None:
     """Register the process groups of experts under the name by which DeepSpeed 0.19.8 looks them up
-    (utils/groups.py:37-44). DeepSpeed's own functions create groups only for its own layouts. `parts` is the group of
-    ranks that together have all experts, `same_shard` that of ranks with the same experts.
+    (utils/groups.py:37-44). DeepSpeed's own functions create groups only for its own layouts. The ranks of `parts`
+    together have all experts; the ranks of `same_shard` have the same experts.
     """
     from deepspeed.utils import groups
 

@@ -72,8 +72,8 @@ class FullTensors:
         mesh = self._plan.mesh
         if mesh.rank not in mesh.holders_of_leader():
             return box
-        # Collectives of NCCL need tensors on the GPU, but states of an offloaded optimizer are on the CPU.
         experts = self._groups.experts if shard.is_expert_parallel and mesh.coordinate("tp") == 0 else None
+        # States of an offloaded optimizer are on the CPU, but NCCL gathers only tensors on the GPU.
         if self._groups.tensor is not None and shard.dim is not None:
             end = torch.device("cpu") if experts is None else self._device
             box = _gather_on_first(box.to(self._device), self._groups.tensor, dim=shard.dim, end=end)

@@ -1,8 +1,8 @@
 """Compares replicated weights bit by bit, because replicas on different ranks must stay equal in training.
 
-Tensor parallel ranks replicate routers, norms and biases, and reduce their gradients over different communicators. Both
-ends of a pipeline have a tied embedding. Without ZeRO all data parallel ranks have all weights, and every rank has the
-buffers. A checkpoint or export contains one of the replicas, and would hide that others differ.
+Tensor parallel ranks replicate routers, norms and biases, and reduce their gradients over different communicators. The
+first and the last pipeline stage both have a tied embedding. Without ZeRO all data parallel ranks have all weights, and
+every rank has the buffers. A checkpoint or export contains one of the replicas, and would hide that others differ.
 """
 
 import math

@@ -59,8 +59,8 @@ class Master:
     """Whether the master is one full parameter, whose optimizer states may have any shape."""
 
     def parts_in(self, state: torch.Tensor, *, restoring: bool) -> tuple[Part, ...]:
-        """The parts of parameters in `state`, an optimizer state of this master. For saving, only one rank
-        returns an element of the state; with `restoring`, all ranks that have the element return it.
+        """The parts of parameters in `state`, an optimizer state of this master. For saving, only one
+        rank returns an element of the state; with `restoring`, all ranks that have the element return it.
         """
         if state.numel() == self.flat.numel():
             return self.parts
@@ -157,8 +157,8 @@ _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 class Slice:
     """A slice of the state: elements `start` to `start + numel` of a row-major local tensor.
 
-    The local tensor is the box of the global tensor of `shape` that begins at index `origin`; without tensor
-    parallelism it is the global tensor. `key` is `kind/name` and does not depend on the layout, such as
+    The local tensor is a box of the global tensor, which has the shape `shape`; the box begins at index `origin`.
+    Without tensor parallelism it is the global tensor. `key` is `kind/name` and does not depend on the layout, such as
     `weight/model.norm.weight`, `exp_avg/...`, `buffer/...`. If `is_replicated`, every rank has equal elements. A fused
     `gate_up_proj` has the shape [experts, 2, inner, hidden], in which a tensor parallel shard is one box.
     """

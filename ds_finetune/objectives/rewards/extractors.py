@@ -44,8 +44,8 @@ _UNREAD_AFTER = re.compile(
     r"|(?:[abeiknqrtuvwxyzBKMTX]|[bx][\dA-F]+|bn|mn|mil)(?![A-Za-z])"
     r"| ?(?:dozen|mil|bn)\b"
 )
-"""Patterns of text before and after a number that is not read: it is a part of a date, a time, a name, a list or an
-expression that is not evaluated, or a unit such as `k` changes its value.
+"""Patterns of text before and after a number, with which the number is not read: it is a part of a date, a time, a
+name, a list or an expression that is not evaluated, or a unit such as `k` changes its value.
 """
 _POWERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _LARGE = re.compile(rf"(?<=\d) ?({'|'.join(_POWERS)})\b", re.IGNORECASE)

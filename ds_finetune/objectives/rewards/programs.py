@@ -78,7 +78,7 @@ def _code_of(*tests: str) -> Tests:
 
 
 def _is_checking(node: ast.AST) -> bool:
-    """Whether running the code calls a function or reaches an `assert` or `raise`, outside of definitions."""
+    """Whether the code has a call, an `assert` or a `raise` outside of definitions of functions and classes."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
         return False
     return isinstance(node, ast.Call | ast.Assert | ast.Raise) or any(map(_is_checking, ast.iter_child_nodes(node)))
