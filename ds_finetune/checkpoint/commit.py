@@ -91,7 +91,7 @@ class Manifest:
 
     @property
     def parts(self) -> list[str]:
-        """Names of the files in this checkpoint folder that have the state of a rank, one file per rank."""
+        """Names of the part files in this checkpoint folder. Each has the state of one rank."""
         return [part_name(rank, self.world_size) for rank in self.ranks]
 
     @property

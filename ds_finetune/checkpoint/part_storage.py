@@ -84,7 +84,7 @@ def overlap(one: Chunk, other: Chunk) -> Chunk | None:
 
 
 _MAP_NORESERVE = 0x4000
-"""Linux's flag of mmap for a map without reserved memory, which Python's `mmap` defines from version 3.13 on."""
+"""Linux's mmap flag for a map without reserved memory. Python defines the flag from version 3.13 on."""
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,7 @@ def _chunks_to_write(group: StateGroup, portion: tuple[int, int]) -> Iterator[tu
 
 def read_state_groups(groups: Sequence[StateGroup], reader: PartReader, *, absent: str) -> None:
     """Read the state `groups` of this rank, slice by slice, from the part files of a checkpoint. CheckpointError if a
-    tensor is missing, has another shape, or is in missing part files, which the message describes by the text `absent`.
+    tensor is missing, has another shape, or is in missing part files; `absent` is the message's text about these.
     """
     for group in groups:
         with group.opened(True) as read:

@@ -31,7 +31,7 @@ from ds_finetune.checkpoint.commit import (
 )
 
 ORPHAN_SECONDS = 10.0
-"""Seconds for which the writer process, after its rank has exited, waits for part files that no longer grow."""
+"""After its rank has exited, the writer process stops waiting if part files have not grown for so many seconds."""
 
 
 class _JobQueue:
@@ -73,8 +73,7 @@ def main() -> None:
         try:
             match job:
                 case ReserveJob():
-                    # Pages are allocated in advance, since the first write to one takes three times as long as later
-                    # ones.
+                    # Pages are allocated in advance, since the first write to a page takes three times as long.
                     os.posix_fallocate(memory, 0, max(1, job.num_bytes))
                 case WriteJob():
                     # The memory map is not closed: a failure's traceback refers to it, so close() would raise.

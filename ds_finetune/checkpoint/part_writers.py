@@ -93,8 +93,8 @@ class WriterProcess:
         """Start the writer process."""
         self._pipe, child_end = Pipe()
         arguments = str(self._memory), str(child_end.fileno())
-        # The writer process inherits blocked signals. Launchers, schedulers and a closing terminal signal all processes
-        # of a job, even while the writer starts, but only the rank decides when the writer ends.
+        # The writer process inherits blocked signals. Launchers, schedulers and closed terminals send signals to all
+        # processes of a job, even while the writer starts, but only the rank decides when the writer ends.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS_OF_A_JOB)
         try:
             self._process = subprocess.Popen(

@@ -71,7 +71,7 @@ class Saver:
         self._process = WriterProcess([file.fileno() for file in self.inherited])
 
     def start(self, num_bytes: int) -> None:
-        """Start the writer process, which reserves memory for this rank's part of a checkpoint, of `num_bytes`."""
+        """Start the writer process, which reserves `num_bytes` of memory for this rank's part of a checkpoint."""
         if self.is_asynchronous:
             self._process.start()
             self._process.send(ReserveJob(num_bytes))

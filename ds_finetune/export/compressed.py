@@ -66,7 +66,7 @@ class _Quantiser:
         return columns % (self.weights.group_size or 1) == 0
 
     def compress(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Quantise `rows` of a weight, fp32 [rows, columns]. Returns the tensors to store by suffix of their names."""
+        """Quantise `rows` of a weight, fp32 [rows, columns]. Returns the tensors to store, by name suffix."""
         groups = rows.view(len(rows), -1, self.weights.group_size or rows.shape[1])
         scales, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), self.weights)
         compressor = BaseCompressor.get_value_from_registry(self.layout)

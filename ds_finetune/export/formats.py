@@ -350,7 +350,7 @@ def format_named(name: str, where: str = "format") -> ExportFormat:
 
 
 def formats_of_run(names: Sequence[str]) -> list[ExportFormat]:
-    """Look up the formats in `export.formats`; ConfigError unless safetensors is first and all have full models."""
+    """Look up the formats in `export.formats`. ConfigError unless safetensors is first and all contain a model."""
     if list(names) != list(dict.fromkeys((SAFETENSORS.name, *names))):
         raise ConfigError(
             f"export.formats is {list(names)}",

@@ -39,9 +39,9 @@ FP8 = "fp8"
 def export_checkpoint(path: Path, out: Path, *, dtype: str, max_shard_bytes: int, base: Path | None) -> ExportResult:
     """Convert the checkpoint or model in `path` to the Hugging Face folder `out`, with weights in `dtype`.
 
-    config.json and tokenizer come from `base`, else from the checkpoint's folder. Those of a full model, or of a
-    checkpoint with a resized vocabulary, are always its own. Base tensors for which transformers' class has no module
-    are copied.
+    config.json and tokenizer come from `base`, else from `path`. A full model, a classifier and a checkpoint with a
+    resized vocabulary always keep their own. Base tensors for which transformers' class has no module are copied.
+
     ExportError or ModelError if the source cannot be read or does not fit the model class of config.json; OutputError
     if `out` is not empty, or larger than the free space of the disk.
     """

@@ -1,4 +1,4 @@
-"""Saves the files that a user added or changed in a run's export. This precedes the replacement of the export."""
+"""Before a run replaces its export, saves the files that a user added to the export or changed in it."""
 
 import filecmp
 import json

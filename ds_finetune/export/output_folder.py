@@ -1,4 +1,4 @@
-"""Output folders, which must be empty before and get their names when complete. Disk errors become OutputError."""
+"""Makes output folders. They must not exist or be empty, and get their names when complete."""
 
 import shutil
 from collections.abc import Callable, Iterator

@@ -63,7 +63,7 @@ def quantisation_loss(
 
 
 def _rows_of_run(source: Path, tokenizer_folder: str) -> list[Batch]:
-    """First tokens of documents that a run stored in data.json; empty without a run, or if it streams its data."""
+    """First tokens of documents that a run stored in data.json; empty if there is no run, or the run streams data."""
     folders = (source, *source.absolute().parents[:2])
     file = next((file for folder in folders if (file := folder / "data.json").is_file()), None)
     samples = [] if file is None else json.loads(file.read_text(encoding="utf-8")).get("samples", [])

@@ -126,7 +126,7 @@ class FolderParts:
     fp8_base: HubFolder | None = None
     """FP8 folder of the base model. Blocks that training did not change are copied from it byte for byte."""
     base_tensors: Sequence[HubTensor] = ()
-    """Tensors of the base model without a module in transformers' class; written after the model's tensors."""
+    """Base tensors for which transformers' class has no module. They are written after the model's tensors."""
     copy_base_tensors: Callable[[ShardWriter], object] | None = None
     """Function that writes `base_tensors`; None if there are none."""
     composite: HubFolder | None = None
@@ -238,7 +238,7 @@ def folder_writer(
     """Context with a writer of `tensors` to `out`, which is complete when the context ends without an error.
 
     The other tensors and files of `parts` are written at the end; then an older `out` is replaced. ExportError if the
-    model combines text with images or sound, and the folder with its other parts is unknown.
+    model combines text with images or sound, and no folder is known from which to copy the parts for these.
     """
     if is_composite(parts.config) and parts.composite is None:
         raise ExportError(
@@ -252,7 +252,7 @@ def folder_writer(
     names = {**names, **{part: (key, first) for part, (key, first, _) in joined.items()}}
     fused = {**fused, **{key: shape for key, _, shape in joined.values()}}
     all_tensors = [replace(each, key=names.get(each.key, (each.key,))[0]) for each in all_tensors] + parts.other_parts
-    # A file may store several tensors, e.g. all experts of a layer, as one: equal names of stored tensors are merged.
+    # A file may store several tensors, e.g. all experts of a layer, as one. Its name then occurs only once here.
     all_tensors = [*{each.key: replace(each, shape=fused.get(each.key, each.shape)) for each in all_tensors}.values()]
     with replaced_folder(out) as partial:
         with closing(ShardWriter(partial, plan_shards(all_tensors, max_shard_bytes), names)) as writer:

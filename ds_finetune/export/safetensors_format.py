@@ -26,7 +26,7 @@ def write(source: Path, out: Path, options: ExportOptions) -> ExportResult:
 
 
 def verify(folder: Path, base: Path | None) -> VerificationResult:
-    """Compare an exported folder with its record by plain transformers in a new process, and mark the folder."""
+    """Load an exported folder with plain transformers in a new process, compare it with its record, and mark it."""
     return verify_exports([folder], base=base, available_bytes=available_bytes())[0]
 
 

@@ -67,7 +67,7 @@ class GenerationStopper:
 
 @dataclass(frozen=True)
 class QueueLimits:
-    """Limits of the server: maximum number of waiting requests, and maximum seconds to wait and be answered."""
+    """Limits of the server: waiting requests, and seconds from a request's arrival to its answer's end."""
 
     queue: int
     request_seconds: float
@@ -253,7 +253,7 @@ class AnswerManager(GenerateManager):
         self._stopper = stopper
 
     def generate_streaming(self, *given: Any, response_parser: Any = None, **_: object) -> tuple[Any, AnswerStreamer]:  # noqa: ANN401 - of transformers
-        """Start an answer. The returned queue yields its pieces of text or an error, and None at the end."""
+        """Start an answer. The returned queue yields pieces of the answer's text, or an error, and then None."""
         queue: asyncio.Queue[object] = asyncio.Queue()
         done, streamer = self._start(*given, queue, response_parser)
 

@@ -112,7 +112,7 @@ class ServedModel(ModelManager):
         return _BODY_BYTES + _BYTES_PER_TOKEN * (self.context or 0)
 
     def prompt_tokens(self, text: str, *, add_special_tokens: bool) -> int:
-        """Number of tokens of a prompt. Counting stops if the prompt is much longer than the model's context."""
+        """Number of tokens of a prompt. Prompts far longer than the model's context are counted in part."""
         count, most = 0, 2 * self.context if self.context and len(text) > _PIECE else None
         for begin in range(0, len(text) if most else 0, _PIECE):
             count += len(self.tokenizer(text[begin : begin + _PIECE], add_special_tokens=False)["input_ids"])
@@ -148,7 +148,7 @@ class ServedModel(ModelManager):
             raise RequestError(400, f"the chat template refuses these messages: {wrong}", param="messages") from wrong
         if len(set(texts)) < len(texts):
             raise RequestError(400, "the chat template ignores `tools`", param="tools")
-        # Only contents of user and system messages must be in the prompt: a template may leave out an assistant's
+        # The prompt must contain the texts of user and system messages. A template may leave out an assistant's
         # reasoning, and may write results of tools as JSON.
         for number, message in enumerate(messages):
             if message["role"] not in ("assistant", "tool") and message["content"].strip() not in texts[0]:

@@ -97,8 +97,8 @@ class AnswerRequest(_Strict):
     user: str | None = None
     n: Literal[1] = 1
     presence_penalty: _Zero = 0
-    # A frequency penalty is refused: transformers 5.23 uses it as a repetition penalty, which is another formula
-    # (cli/serving/chat_completion.py:355).
+    # A frequency penalty is refused, because transformers 5.23 passes it on as a repetition penalty, which has another
+    # formula (cli/serving/chat_completion.py:355).
     frequency_penalty: _Zero = 0
     stop: Annotated[list[_StopText], BeforeValidator(_as_list), Field(max_length=4)] = []
 

@@ -150,7 +150,7 @@ def serve(folder: Path, address: Address, options: ServeOptions, *, show: Callab
 def choose_engine(engine: str, folder: Path) -> str:
     """Choose the engine that serves the model in a folder.
 
-    `auto` is the first engine for the folder's format, without vllm if it is not installed or there is no GPU.
+    `auto` is the first engine for the folder's format. vllm is passed over if it is not installed or no GPU exists.
     ServeError where the engine is not installed or cannot read the folder.
     """
     row = format_of(folder)

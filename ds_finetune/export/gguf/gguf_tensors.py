@@ -120,7 +120,7 @@ def _stacked_experts(keys: Sequence[str], family: Family) -> dict[str, list[str]
 
 
 _View = tuple[str, tuple[int, ...], int, Change | None]
-"""Rule to make a GGUF tensor from a published tensor: name for the library gguf, shape, `group` and `change`."""
+"""Name for the library gguf, and the fields `shape`, `group` and `change` of a GgufTensor."""
 
 
 def _views(key: str, shape: tuple[int, ...], config: PretrainedConfig, family: Family) -> list[_View]:

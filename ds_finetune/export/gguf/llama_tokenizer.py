@@ -58,7 +58,7 @@ def splitting(tokenizer: PreTrainedTokenizerBase) -> str | None:
     if is_sentencepiece(tokenizer):
         return None
     ids = [tokenizer(_PROBE, add_special_tokens=special)["input_ids"] for special in (True, False)]
-    # The ids in `_SPLITTERS` may begin with BOS. An export's ids may not, as transformers 5.23 loses `add_bos_token`.
+    # Some ids in `_SPLITTERS` begin with BOS. An export may lack BOS, because transformers 5.23 loses `add_bos_token`.
     ids.append([tokenizer.bos_token_id, *ids[-1]])
     sums = [sha256(str(each).encode()).hexdigest() for each in ids]
     for each in sums:
@@ -122,8 +122,8 @@ def choose_space_prefix(tokenizer: PreTrainedTokenizerBase) -> tuple[bool, str]:
     """Choose whether llama.cpp must add a space before a text and after each control token to tokenise most chats and
     texts as transformers does. Also returns a note on texts that still differ.
 
-    ExportError if llama.cpp does not support the tokenizer's splitting of text or its chat template, or if it tokenises
-    every chat differently. Without a chat template, texts are compared instead of chats.
+    ExportError if llama.cpp does not support the chat template or the tokenizer's rules for splitting text, or if it
+    tokenises every chat differently. Without a chat template, texts are compared instead of chats.
     """
     check_template(tokenizer)
     splitting(tokenizer)
@@ -155,7 +155,7 @@ def _type_of(text: str | None, added: Mapping[str, Any] | None, core: Mapping[st
 
 def _add_special(writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> None:
     """Write the ids of special tokens, flags for BOS and EOS that the tokenizer adds to texts, and the chat template.
-    llama.cpp ends an answer at the tokens `eos`, `eot` and `eom`, and at tokens whose text it knows to end answers.
+    llama.cpp ends an answer at the tokens `eos`, `eot` and `eom`, and at tokens with certain texts, e.g. `<|eot_id|>`.
     """
     ids = {name: getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "unk", "pad")}
     others = [number for number in ends if number != tokenizer.eos_token_id]
@@ -184,7 +184,7 @@ _STATEMENTS: Mapping[type[nodes.Node], str] = {
 }
 """Jinja 3.1 statements and operators with which the server of xllamacpp 2026.10 refuses to start, by node type."""
 _GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
-"""Matches transformers' `generation` statements around answers in a chat template, which llama.cpp ignores."""
+"""Matches the `generation` statements around answers in a chat template of transformers. llama.cpp ignores them."""
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -64,7 +64,7 @@ class Case:
     `stride` above 1, only some of them are compared.
     """
     stride: int = 1
-    """Step between the logits of a position that are compared: 1 compares all logits, 2 every second one."""
+    """At each position, every `stride`-th logit is compared: with 1 all logits, with 2 every second one."""
     largest: float = 0.0
     """Largest absolute logit of the test input, including logits that are not compared."""
 
@@ -87,7 +87,7 @@ class Reference:
     leads: Floats | None = None
     """Lead of each generated token: (best - second best logit) / largest |logit|, [rows, NEW_TOKENS]."""
     chosen: Ints | None = None
-    """Best token at the position of each generated token, [rows, NEW_TOKENS]; a quantised graph may choose others."""
+    """Token that the reference chooses where each of `tokens` was generated, [rows, NEW_TOKENS]."""
     program: str = "transformers"
     """Name of the program that computed the reference results, for messages."""
 
@@ -158,9 +158,7 @@ def make_reference(folder: Path) -> Reference:
 
 
 class _ProductsInFp32(TorchFunctionMode):
-    """torch function mode that multiplies 16-bit weights in fp32, some rows at a time, so that weights stay in
-    files.
-    """
+    """torch function mode that multiplies 16-bit weights in fp32. It casts some rows at a time, which saves memory."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401 - every function of torch
         if function is not functional.linear or args[1].dtype == torch.float32:
@@ -216,8 +214,8 @@ def compare(folder: Path, reference: Reference) -> OnnxComparison:
     beyond = int((~(all_distances <= tolerance)).sum())
     differing = None
     if engine is not None and reference.tokens is not None and reference.leads is not None:
-        # Both choose a token after the same earlier tokens. Choices count as different if the expected token's lead
-        # over the second best exceeds the tolerance.
+        # The graph chooses each token after the reference's earlier tokens. Another choice counts only if the
+        # reference's token leads over its second best by more than the tolerance.
         best = generate_tokens(engine, reference.tokens)[1].argmax(dim=-1).numpy()
         differing = int(((best != reference.chosen) & (reference.leads > tolerance)).sum())
     failures = []

@@ -35,7 +35,7 @@ def moe(layers: Layers, x: str, name: str, config: PretrainedConfig) -> str:
 
 def _route_sigmoid(layers: Layers, logits: str, name: str, config: PretrainedConfig) -> Routing:
     """Add a sigmoid router, as in transformers 5.23 (modeling_deepseek_v3.py:133-158). The correction bias affects only
-    the choice of experts, and groups of experts rank by the sum of their two best experts.
+    the choice of experts. Groups of experts rank by the sum of their two best experts' scores.
     """
     graph, experts = layers.graph, layers.module(name).num_experts
     scores = graph.op("Sigmoid", logits)

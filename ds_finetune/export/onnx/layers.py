@@ -17,7 +17,7 @@ from ds_finetune.families.table import family_of
 from ds_finetune.model.weights.names import published_name
 
 Read = Callable[[str], torch.Tensor]
-"""Function that reads the full tensor of a published name, on the CPU."""
+"""Function that reads a full tensor, by its name in published checkpoints, to the CPU."""
 _LAST = -1
 
 

@@ -139,7 +139,7 @@ class _Matrix:
 
 
 def _values(tensor: onnx.TensorProto, file: Path) -> np.ndarray:
-    """Values of a weight in an ONNX file, which is mapped anew each time, so that values do not stay in memory."""
+    """Values of a weight in an ONNX file. Each call maps the file again, so that values do not stay in memory."""
     if not tensor.external_data:
         return numpy_helper.to_array(tensor)
     begin = int({entry.key: entry.value for entry in tensor.external_data}["offset"])

@@ -22,8 +22,8 @@ def open_session(folder: Path, *, is_mapped: bool = False) -> tuple[onnxruntime.
     """Open the graph of `folder` with ONNX Runtime on all CPU cores of this process. Returns the session and the
     logits' dtype.
 
-    With `is_mapped`, weights stay in the file, which saves memory but is slower. Quantised weights are still copied to
-    memory, since they would be unpacked at each use; but not if the embedding is also the head.
+    With `is_mapped`, weights stay in the file, which saves memory but is slower. Quantised weights, which would be
+    unpacked at each use, are copied to memory if the head has its own weight, not the embedding's.
     """
     # Folders of earlier versions of this program have model.onnx beside config.json.
     file = folder / MODEL if (folder / MODEL).is_file() else folder / "model.onnx"
@@ -102,7 +102,7 @@ class OnnxScorer:
 
 
 class OnnxCausalLM(PreTrainedModel, GenerationMixin):
-    """An ONNX folder as a causal LM of transformers, which has no parameters. `generate` samples and streams as usual.
+    """An ONNX folder as a causal LM of transformers, without parameters. `generate` samples and streams as usual.
 
     Keys and values stay in a DynamicCache as ONNX Runtime returns them, without copies between steps. A graph without a
     cache computes all tokens at each step.

@@ -88,7 +88,7 @@ class OpenedSource:
     """Folder of the base model from which training started, if it is known and on this machine."""
     why_no_base: str = "no --base was given"
     has_own_config: bool = False
-    """Whether only its own config.json and tokenizer fit, since it is a classifier or has a larger vocabulary."""
+    """Whether --base cannot give config.json and tokenizer: for a classifier, or if the vocabulary was enlarged."""
 
     @property
     def is_model(self) -> bool:
@@ -97,7 +97,7 @@ class OpenedSource:
 
 
 def open_deepspeed(path: Path, _: Path | None) -> OpenedSource:
-    """Open a checkpoint in DeepSpeed's own format, beside which the Hugging Face Trainer also writes a config.json."""
+    """Open a checkpoint in DeepSpeed's own format. The Hugging Face Trainer adds a config.json."""
     return OpenedSource(
         read_deepspeed_checkpoint(path), (path,) if (path / "latest").is_file() else (path, path.absolute().parent)
     )

@@ -23,7 +23,7 @@ _LIMIT_16_BIT, _NOISE_FACTOR, _HIGHEST_LIMIT = 1e-3, 3.0, 0.05
 _NOISE_FACTOR_FP8, _HIGHEST_LIMIT_FP8 = 2.0, 0.15
 _QUANTILE = 0.9
 _PADDED_LIMIT = 1e-4
-"""Largest relative difference between a classifier's fp32 logits of a padded batch and of single texts."""
+"""Allowed relative difference between a classifier's fp32 logits of a padded batch and of single texts."""
 _POLL_SECONDS = 0.5
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -38,7 +38,7 @@ class LoadedFolder:
     fp32: Floats | None = None
     """Sampled logits of the export's weights, computed in fp32; None if the export itself is in fp32."""
     perturbed: Floats | None = None
-    """Logits in fp32 of an FP8 folder whose FP8 numbers were each moved at random within their rounding."""
+    """Logits in fp32 of an FP8 folder after each FP8 number was moved at random by at most its rounding error."""
     padded: Floats | None = None
     """Logits in fp32 of a classifier, computed in one padded batch of all prompts."""
     failure: str = ""
@@ -137,7 +137,8 @@ def compare_padding(record: ExportRecord, loaded: LoadedFolder) -> tuple[list[st
     """Compare a classifier's logits of a padded batch with logits of single texts. Returns lines on differences, and on
     what was compared.
 
-    transformers takes the last token that is not padding, so a padding token that may end a text would change logits.
+    transformers classifies by the last token that differs from the padding token. So logits are wrong if texts end with
+    the padding token.
     """
     one_by_one = loaded.logits if loaded.fp32 is None else loaded.fp32
     assert one_by_one is not None

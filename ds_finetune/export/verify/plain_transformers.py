@@ -141,7 +141,7 @@ def _load_plain(
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     settings = {"dtype": "auto", "local_files_only": True, "trust_remote_code": False, "key_mapping": names or None}
     kind = AutoModelForSequenceClassification if _is_classifier(config) else AutoModelForCausalLM
-    # Of models with images or sound, AutoModelForCausalLM loads some not at all, and of others only the text part.
+    # If a model has parts for images or sound, AutoModelForCausalLM fails or loads only the text part.
     kind = AutoModelForMultimodalLM if hasattr(config, "text_config") else kind
     return kind.from_pretrained(folder, config=config, output_loading_info=True, **settings)
 

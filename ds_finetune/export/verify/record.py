@@ -24,7 +24,7 @@ UNVERIFIED = "UNVERIFIED"
 """File that marks an exported folder as not verified. It contains the reason."""
 PROMPT_TOKENS = 32
 _SAMPLED_LOGITS = 512
-"""Approximate number of logits recorded per position, so that 512 positions sample a head of 260,000 rows."""
+"""Number of logits recorded per position. 512 positions together cover all rows of a head of up to 260,000 rows."""
 _FORMAT = 1
 TEXTS = (
     "The capital of France is Paris, and the capital of Italy is",

@@ -105,7 +105,7 @@ def first_names(names: Sequence[str], shown: int = 10) -> str:
 
 _MEMORY_FP8, _MEMORY_FP32, _MEMORY_16_BIT = 6.0, 1.2, 2.4
 """Memory for loading an exported folder, relative to the size of its files. FP8 weights are dequantised to fp32 and
-joined as bf16; 16-bit weights are loaded and then cast to fp32.
+stored as bf16; 16-bit weights are loaded and then cast to fp32.
 """
 
 

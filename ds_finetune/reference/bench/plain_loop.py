@@ -64,7 +64,7 @@ class PlainForward:
 
 
 def packed_forwards(batch: Batch) -> list[PlainForward]:
-    """Make the inputs of forward passes over rows as the engine packs them. Positions restart at each document."""
+    """Make forward passes over the rows that the engine has packed. Positions restart at each document."""
     return [_packed(micro) for micro in batch.micro]
 
 

@@ -263,7 +263,7 @@ def run_tree(cell: Cell, model: Path, out: Path, *, dp: int) -> dict[str, Any]:
 
 _MEAN_RATIO = 4.0
 """Nats by which the made-up reference log-probability of a mismatched answer is below that of uniformly random tokens.
-That under a tiny model is only 1 to 2 nats below, so KTO's z0 is above 0.
+A tiny model's log-probability is only 1 to 2 nats below, so KTO's z0 is above 0.
 """
 
 

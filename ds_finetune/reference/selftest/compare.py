@@ -68,7 +68,7 @@ from ds_finetune.trainer.resolve import complete_features, plan_model
 
 
 def batch_plan(plan: Plan, objective: Objective | None = None) -> BatchPlan:
-    """Distribute the samples over ranks for `objective`; without an objective, each unit is a document."""
+    """Distribute the samples over ranks for `objective`; without an objective, no samples are paired or grouped."""
     is_compared = objective is not None and objective.needs_reference
     return BatchPlan(
         global_batch_size=plan.train.global_batch_size,
@@ -203,8 +203,8 @@ _FEW_STEPS = 3
 _LONG_RUN = 2e-4
 """Tolerance for losses over more than _FEW_STEPS steps, over which rounding errors grow."""
 _LEAST_FRACTION = 1e-3
-"""The error of a single number's gradient is relative to at least this fraction of the global gradient norm. Such a
-gradient, e.g. of `hc_head.hc_scale` of DeepSeek-V4, is a sum over tokens and columns that may cancel.
+"""Errors are relative to the parameter's gradient norm; for a parameter with one element, to at least this fraction of
+the global gradient norm. Its gradient may cancel, e.g. that of DeepSeek-V4's `hc_head.hc_scale`: a sum over tokens.
 """
 _EXACT = {"loss": 1e-5, "gradient": 1e-4, "norm": 1e-4, "resume": 1e-5, "export": 1e-5, "answers": 0.0}
 _OF_ROUTERS = {"balance": 1e-4, "choices": 0.0}

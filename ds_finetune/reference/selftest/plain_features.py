@@ -45,7 +45,7 @@ def add_layer(model: PreTrainedModel) -> nn.Module:
     for key in ("layer_types", "mlp_layer_types"):
         if getattr(config, key, None):
             setattr(config, f"mtp_{key}", getattr(config, key)[-1:])
-    # The prediction layer takes its kind of indexer from the model's first layer, which always has one.
+    # MtpModel builds its layer with index 0, so the layer has an indexer of its own, as the first layer does.
     layer: Any = MtpModel(model, 1).layers[0]
     block = layer.mtp_block
     # Layers of glm_moe_dsa also return the tokens that their indexer chose, which must not be passed on.
@@ -127,7 +127,7 @@ class PlainMtp:
             yield from self._model.get_submodule(self.prefix[:-1]).parameters()
 
     def loss(self, ids: np.ndarray, labels: np.ndarray) -> torch.Tensor:
-        """Weighted multi-token prediction loss of the document of the latest forward pass, summed over tokens (scalar).
+        """Weighted multi-token prediction loss (scalar), summed over tokens of `ids`, the latest forward pass's input.
         It is the cross entropy of the token after the next one (DeepSeek-V3, arXiv 2412.19437, eq. 24).
         """
         logits = self.logits(torch.from_numpy(ids).long())
@@ -296,7 +296,7 @@ SoftTarget = tuple[torch.Tensor, torch.Tensor | None]
 
 
 def with_teacher(section: DistillObjective, model: Path) -> DistillObjective:
-    """Add to a section `objective` the paths of the teacher, or of stored scores, of the tiny student in `model`."""
+    """Set the path of the teacher, or of its stored scores, in a section `objective`. The student is in `model`."""
     folder = Path(f"{model}-teacher")
     has_scores = section.scores is not None
     paths = {"scores": str(folder / _SCORES), "teacher": None} if has_scores else {"teacher": str(folder / _TEACHER)}

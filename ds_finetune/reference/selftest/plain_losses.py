@@ -43,7 +43,7 @@ class Answer(NamedTuple):
 
 
 class SampledTokens(NamedTuple):
-    """Tokens of a sampled answer: log-probabilities in nats, fp64 [tokens] each, and the advantage."""
+    """A sampled answer: its advantage, and log-probabilities of its tokens in nats, each fp64 [tokens]."""
 
     logp: torch.Tensor
     old: torch.Tensor

@@ -85,7 +85,7 @@ _WHOLE_BLOCKS = {
     "v_head_dim": 16,
     "num_attention_heads": 4,
 }
-"""Sizes with which rows of a tiny model's weights, except experts, are multiples of a quantisation block (64)."""
+"""Sizes of a tiny model with which whole quantisation blocks (64) fit into rows of all weights but the experts'."""
 _ACCUMULATION = 2
 _ROUTER_SCALE = 16.0
 """Factor on the router weights of tiny models. Randomly initialised routers score all experts nearly equally, so that
@@ -301,7 +301,7 @@ def _cases_of_run(run: RunSettings, world: World, device: str) -> list[LayoutCas
         attention = run.model.attention if precision == chosen else "sdpa"
         tree |= {"model": {"path": "", "attention": attention, "loss": run.model.loss}, "deepspeed": choices}
         tree |= {
-            # A group has two answers, so every layout's batch has a whole number of groups.
+            # Groups have two answers, because larger groups may not divide a layout's batch.
             "objective": run.objective.model_dump() | ({"group_size": 2} if is_grpo(run.objective) else {}),
             "router": run.router and run.router.model_dump(),
         }
@@ -346,7 +346,7 @@ def _check_targets(tiny: PretrainedConfig, lora: LoraConfig, *, has_mtp: bool) -
 
 def _tiny_model_like(hub: PretrainedConfig, family: str, *, is_quantised: bool) -> PretrainedConfig:
     """Make a family's tiny model with the structure of `hub`: tied weights, biases, latent queries, routing and
-    padding. If its weights are quantised to 4 bits, their rows are multiples of the quantisation block.
+    padding. If its weights are quantised to 4 bits, a whole number of quantisation blocks fits into each row.
     """
     tiny = hf_config(family)
     for name, size in _WHOLE_BLOCKS.items() if is_quantised else ():
