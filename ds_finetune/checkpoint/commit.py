@@ -52,7 +52,7 @@ def part_name(rank: int, world_size: int) -> str:
 
 
 class RenamedCheckpointError(CheckpointError):
-    """The name of a checkpoint folder says another step than the checkpoint in it."""
+    """A folder is named after one step, but has the checkpoint of another step."""
 
 
 def find_renamed_checkpoint(checkpoints: Path) -> RenamedCheckpointError | None:
@@ -77,8 +77,8 @@ class FileChecksum:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Manifest of a complete checkpoint folder: its step, its ranks, and its files. `ranks` are the ranks whose parts
-    are in the folder: all ranks, unless each node has a folder of its own.
+    """Manifest of a complete checkpoint folder: its step, and its files with checksums. `ranks` are the ranks whose
+    parts are in the folder: all ranks, or the ranks of one node if each node has its own folder.
     """
 
     step: int

@@ -45,7 +45,7 @@ def lock_folder(folder: Path, *, seconds: float, say: Say) -> TextIO:
         except OSError as refused:
             say(f"{folder} cannot be locked ({refused}): see that no other run writes it")
         if os.fstat(file.fileno()).st_nlink:
-            # The lock file names its owner, for the message of runs that wait. On a full disk it stays empty.
+            # The lock file names its owner, for messages of waiting runs. If the disk is full, the file stays empty.
             with suppress(OSError):
                 file.truncate(0)
                 file.write(_owner())

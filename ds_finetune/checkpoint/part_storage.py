@@ -36,7 +36,7 @@ class Chunk:
         return math.prod(self.sizes)
 
     def moved(self, by: Ints) -> "Chunk":
-        """The same chunk as a part of a larger tensor; the chunk's tensor begins at index `by` of the larger one."""
+        """This chunk in the indices of a larger tensor, in which the chunk's tensor begins at index `by`."""
         return Chunk(tuple(offset + more for offset, more in zip(self.offsets, by, strict=True)), self.sizes)
 
 
@@ -112,7 +112,7 @@ class PartFile:
             header = read_header(path)
             with path.open("rb") as file:
                 # The map is private and writable, because torch.frombuffer warns about other maps. Nothing is written
-                # to it, so no memory is reserved for it: a part may be larger than the memory.
+                # to it, so no memory is reserved: the file may be larger than the memory.
                 self._map = mmap.mmap(
                     file.fileno(), 0, flags=mmap.MAP_PRIVATE | _MAP_NORESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE
                 )

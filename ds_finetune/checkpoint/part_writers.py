@@ -28,7 +28,7 @@ _SIGNALS_OF_A_JOB = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHU
 
 class PinnedMap:
     """Pins a memory map for faster copies from the GPU; does nothing without a GPU. At most one map is pinned at a
-    time. The first save pins the pages, which takes about as long as filling them once.
+    time. The first save pins it, which takes about as long as filling its pages once.
     """
 
     def __init__(

@@ -33,7 +33,7 @@ class AdapterBase:
     digest: str
     family: Family
     module: str = "model"
-    """Attribute of transformers' model class with the text model; not `model` if the class has images or sound too."""
+    """Attribute of transformers' model class that has the text model. Models with images or sound have another one."""
     trained: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Fully trained weights by name, such as the head of a classifier."""
     classifier_config: Mapping[str, Any] = field(default_factory=dict)

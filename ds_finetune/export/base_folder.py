@@ -99,8 +99,8 @@ class BaseFolder:
         return replace(parts, base_tensors=conversion.tensors, copy_base_tensors=conversion.copy_to), [line, *notes]
 
     def with_copies(self, parts: FolderParts, keys: Iterable[str]) -> tuple[FolderParts, list[str]]:
-        """Let the export write copies of the trained embedding or head: under each name in `keys` whose base tensor is
-        such a copy. Returns the changed contents of the export, and notes for the user.
+        """Let the export copy the trained embedding or head to each name in `keys` under which the base model has such
+        a copy. Returns the changed contents of the export, and notes for the user.
 
         Multi-token prediction layers have such copies. vLLM drafts tokens with them if they differ from the model's
         embedding and head (vLLM PR 42538), and untrained copies would make bad drafts.
@@ -113,8 +113,8 @@ class BaseFolder:
         return replace(parts, copies=copies), [line] if copies else []
 
     def _original(self, key: str) -> str | None:
-        """Name of the embedding or head of the base model that equals the base model's tensor `key`; None if neither
-        does. If both do, the embedding is returned if `key` names an embedding, else the head.
+        """Name of the base model's embedding or head, if it equals the base model's tensor `key`; None if neither is
+        equal. If both are, the result is the embedding if `key` names an embedding, else the head.
         """
         equal = (
             name
@@ -145,7 +145,7 @@ def _embeddings(published: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
 def with_stored_weights(
     tensors: Iterable[tuple[str, torch.Tensor | None]], names: Collection[str], folder: Path, family: Family
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Yield `tensors`; those in `names` get the published values in `folder`, cast to the dtype of the tensor.
+    """Yield `tensors`. Those in `names` get their published values from `folder`, cast to their own dtypes.
 
     `names` contains no routed experts. Tensors are full and on the CPU on rank zero, and None on other ranks.
     """
@@ -160,7 +160,7 @@ def find_base(model: str) -> Path | None:
     """Find the base model `model` (a folder or a Hub id) on this machine; None if it is absent or has no weights.
 
     The Hub cache is searched with the file patterns of a run's download, because huggingface_hub 2.4 ignores a cached
-    download if any file that the patterns request is missing (_snapshot_download.py:562-600).
+    download that lacks a file which the patterns request (_snapshot_download.py:562-600).
     """
     folder = Path(model)
     if not folder.is_dir() and model.count("/") == 1:

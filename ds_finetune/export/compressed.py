@@ -47,7 +47,7 @@ _FORMAT = "compressed-tensors 1"
 verify = partial(verify_files, kind=_FORMAT)
 _WEIGHT = ".weight"
 _SLACK = 2**-6
-"""Tolerance for bf16 rounding of weights, scales and products: 4 x 2**-8, relative to a row's largest weight."""
+"""Tolerance for rounding weights, scales and products to bf16: 4 x 2**-8 of a row's largest weight."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class _Quantiser:
     weights: QuantizationArgs
     activations: QuantizationArgs | None
     error: float
-    """Largest quantisation error of a weight, relative to the largest weight of its row."""
+    """Maximum rounding error of a number, relative to the largest number in its row."""
 
     @property
     def scheme(self) -> QuantizationScheme:
@@ -223,7 +223,7 @@ def _compare(source: Path, folder: Path, out: Path, dtype: str, weights: frozens
     loaded, info = AutoModelForCausalLM.from_pretrained(
         out, dtype=torch.bfloat16, trust_remote_code=False, output_loading_info=True
     )
-    # Loss is measured before weights are compared, since the first forward pass dequantises the weights.
+    # The loss is measured first: its forward pass dequantises the weights that are then compared.
     sizes = [sum(file.stat().st_size for file in each.glob("*.safetensors")) for each in (folder, out)]
     cost = quantisation_loss(dtype, source, plain, loaded.eval(), (sizes[0], sizes[1]))
     family, problems = family_of(plain.config.model_type), [str(key) for key in info["missing_keys"]]

@@ -17,7 +17,7 @@ from ds_finetune.export.verify.record import UNVERIFIED
 
 CARD = "README.md"
 MARK = "<!-- written by ds_finetune"
-"""Start of the comment in generated model cards, which ends with a checksum of the rest of the card."""
+"""Start of the comment in generated model cards. The comment ends with a checksum of the rest of the card."""
 _WEIGHTS = "*model*.safetensors*"
 """Glob pattern of a model's weight files and of their index."""
 _TEXTS = (".json", ".jinja", ".md", ".txt", "")

@@ -1,4 +1,4 @@
-"""Makes output folders. They must not exist or be empty, and get their names when complete."""
+"""Makes output folders. A folder must be new or empty, and gets its name when it is complete."""
 
 import shutil
 from collections.abc import Callable, Iterator

@@ -35,7 +35,7 @@ SECTION = "quantization_config"
 _SCALE_FORMAT, _POWERS_OF_TWO = "scale_fmt", "ue8m0"
 _SCALE_FORMATS = (None, "float", _POWERS_OF_TWO)
 _NOT_CONVERTED = ("modules_to_not_convert", "ignored_layers")
-"""Keys of `quantization_config` that list the modules without FP8 weights; a config.json has at most one of them."""
+"""Keys of `quantization_config` that list modules without FP8 weights. A config.json has at most one of the keys."""
 _MATRIX = 2
 _WEIGHT = ".weight"
 
@@ -116,7 +116,7 @@ class FolderParts:
 
     family: Family
     config: dict[str, Any]
-    """The base model's config.json as parsed. The exported config.json keeps its schema."""
+    """The base model's config.json as parsed from JSON, not as transformers would write it."""
     architecture: str
     dtype: torch.dtype
     """Dtype of exported tensors, except those that stay in fp32 and, if `is_fp8`, linear weights."""
@@ -146,8 +146,8 @@ class FolderParts:
 
     @cached_property
     def base_section(self) -> Mapping[str, Any] | None:
-        """The `quantization_config` of the base model; None if it is not in FP8. The config.json beside a run's
-        checkpoint lacks this section, so it is then read from the base model's folder.
+        """The `quantization_config` of the base model; None if it is not in FP8. If `config` lacks this section, as
+        beside a run's checkpoint, it is read from the folder `fp8_base`.
         """
         given: Mapping[str, Any] | None = self.config.get(SECTION)
         if given is not None or self.fp8_base is None:

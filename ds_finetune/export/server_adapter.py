@@ -141,7 +141,7 @@ def _tensors(
         missing = rank - each.a.shape[-2]
         a, b = pad(each.a, (0, 0, 0, missing)), pad(each.b.float() * each.scale, (0, missing))
         for piece in hub_pieces(name, each.shape, family_of(model_type)):
-            # `piece.index` selects an expert. If gate and up are fused, it also selects rows of B; they share A.
+            # `piece.index` selects an expert. Fused gate and up share A, and the index also selects their rows of B.
             key = KEY_PREFIX + piece.key.removesuffix(".weight")
             yield f"{key}.lora_A.weight", a[piece.index[:1]].to(dtype).clone().contiguous()
             yield f"{key}.lora_B.weight", b[piece.index].to(dtype).clone().contiguous()

@@ -193,8 +193,7 @@ class _ShardFile:
 
     def write(self, data: memoryview, offset: int) -> None:
         """Write all of `data` at byte `offset`, even if the system splits the write. From time to time, pages that are
-        already on the disk are dropped from the page cache, because a model that fills it would slow down all other
-        programs.
+        already on the disk are dropped from the page cache. A full cache would slow down all other programs.
         """
         assert self._descriptor is not None
         self._unreleased += len(data)

@@ -39,7 +39,7 @@ class TensorSource:
     def select(
         self, shapes: Mapping[str, tuple[int, ...]], originals: Mapping[str, str] | None = None
     ) -> "TensorSource":
-        """Make a source of only the tensors `shapes`. `originals` maps names to those of the tensors to read."""
+        """Make a source that has only the tensors `shapes`. `originals` maps new names to names in this source."""
         names = originals or {}
         return replace(self, shapes=shapes, read=lambda name, *part: self.read(names.get(name, name), *part))
 
@@ -73,7 +73,7 @@ class ModelSpec:
         return frozenset({*self.shapes, *self.published_shapes()})
 
     def may_skip(self, key: str) -> bool:
-        """Whether the model class lacks the tensor `key` and can ignore it, e.g. for multi-token prediction."""
+        """Whether the tensor `key`, e.g. of a prediction layer, may be ignored, because the model class lacks it."""
         return key not in self._names and family_of(self.model_type).may_skip(key, layers=self.layers)
 
 

@@ -164,7 +164,7 @@ def _stopping() -> RequestError:
 
 
 def stop_position(text: str, stops: Sequence[str]) -> int | None:
-    """Index at which to cut an answer: the start of the stop text that ends first; of several, the longest."""
+    """Index at which to cut an answer: the start of the stop text that ends first (if several, the longest)."""
     spans = [(text.index(stop) + len(stop), text.index(stop)) for stop in stops if stop in text]
     return min(spans)[1] if spans else None
 
@@ -197,7 +197,7 @@ class AnswerText:
         return text if self.is_stopped else text + self._unsent
 
     def _undecoded(self, tokenizer: Tokenizer) -> str:
-        """Text of tokens not yet decoded. Earlier tokens are decoded too, to keep a leading space of the new text."""
+        """Text of tokens not yet decoded. Earlier tokens are decoded too, because decoding may drop a first space."""
         before = tokenizer.decode(self._ids[self._begin : self._end], skip_special_tokens=self._skip)
         return str(tokenizer.decode(self._ids[self._begin :], skip_special_tokens=self._skip)[len(before) :])
 
@@ -231,7 +231,7 @@ class AnswerStreamer(DirectStreamer):
         for item in items if rest else []:
             self._enqueue(item)
         if self._decode_stream.is_stopped:
-            # If max_new_tokens stayed set, a text cut at a stop text could be reported as "length"
+            # With max_new_tokens, transformers could report "length" for a text that was cut at a stop text
             # (cli/serving/chat_completion.py:257, 301).
             self._settings.max_new_tokens = None
         super().end()

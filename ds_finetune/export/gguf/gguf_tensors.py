@@ -137,7 +137,7 @@ def _views(key: str, shape: tuple[int, ...], config: PretrainedConfig, family: F
 
 
 def _keys_and_values(prefix: str, shape: tuple[int, ...], config: PretrainedConfig) -> list[_View]:
-    """Split kv_b_proj into keys and values. The key part is transposed, because llama.cpp multiplies queries by it."""
+    """Split kv_b_proj into key and value parts. llama.cpp multiplies queries by the key part, so it is transposed."""
     nope, rank = config.qk_nope_head_dim, shape[1]
     head_rows = nope + config.v_head_dim
     heads = shape[0] // head_rows

@@ -102,7 +102,7 @@ def add_tokenizer(
     writer.add_tokenizer_model("gpt2" if rules else "llama")
     writer.add_tokenizer_pre(rules or "default")
     if rules:
-        # A space separates the two parts of a merge in llama.cpp's list, so a space within a part is written as Ġ.
+        # llama.cpp's list has a space between the two texts of a merge, so a space within a text is written as Ġ.
         writer.add_token_merges([" ".join(part.replace(" ", "Ġ") for part in pair) for pair in core["merges"]])
     else:
         # llama.cpp merges the pair with the best score first, so a token's score is minus the rank of its first merge.

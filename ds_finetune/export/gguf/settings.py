@@ -102,7 +102,7 @@ def _latent_heads(config: PretrainedConfig) -> dict[str, Any]:
     """Settings of latent attention, which in llama.cpp has one key/value head as wide as the cached latent."""
     return {
         "head_count_kv": 1,
-        # Without q_lora_rank llama.cpp reads only 26, 27 or 48 layers (src/models/deepseek2.cpp, is_lite).
+        # If q_lora_rank is missing, llama.cpp requires 26, 27 or 48 layers (src/models/deepseek2.cpp, is_lite).
         "q_lora_rank": config.q_lora_rank or 0,
         "kv_lora_rank": config.kv_lora_rank,
         "key_length": config.kv_lora_rank + config.qk_rope_head_dim,

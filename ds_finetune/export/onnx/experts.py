@@ -152,7 +152,7 @@ def _one_expert(graph: Graph, x: str, weights: str, stacks: tuple[str, str], sta
 
 def _stacks(layers: Layers, name: str) -> tuple[str, str]:
     """Add the stacked weights of all experts: gate and up [experts, hidden, 2 x inner], down [experts, inner, hidden].
-    The file's writer reads one expert at a time.
+    Experts are read one at a time when the file is written.
     """
     graph, module = layers.graph, layers.module(name)
     experts, hidden, inner = module.num_experts, module.hidden_dim, module.intermediate_dim

@@ -44,7 +44,7 @@ def quantise_weights(folder: Path, dtype: str, source: Path, *, inline_bytes: in
 
 def own_reference(folder: Path, reference: Reference) -> Reference:
     """Replace the logits of `reference` by those of the quantised graph in `folder`, so that a later verification
-    detects changed files. Only two test inputs are kept to save time, because 8-bit weights are unpacked at each use.
+    detects changed files. Two test inputs remain: more take too long, because each use unpacks the 8-bit weights.
     """
     assert reference.tokens is not None
     model = OnnxCausalLM.from_pretrained(folder, is_mapped=True)
@@ -105,7 +105,7 @@ class _Matrix:
     read: Callable[[], np.ndarray]
     quantizer: Any
     rest: tuple[list[np.ndarray], list[np.ndarray]] = field(default_factory=lambda: ([], []))
-    """Scales and zero points of the matrix's columns that were already quantised."""
+    """Scales and zero points of the columns that have been quantised so far."""
     names: list[str] = field(default_factory=list)
 
     def weights(self, name: str) -> list[Weight]:

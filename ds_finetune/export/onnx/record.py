@@ -14,7 +14,7 @@ from ds_finetune.export.onnx.comparison import Case, Reference, compare, is_samp
 
 FORMAT = "onnx 3"
 _SAMPLED_LOGITS = 1024
-"""Minimum number of logits recorded per position; more are recorded if a row of the head would be missing."""
+"""Maximum number of logits recorded per position; more if a row of the head would otherwise have none."""
 
 
 def write_record(folder: Path, reference: Reference, about: Mapping[str, Any]) -> None:
@@ -48,7 +48,7 @@ def compare_with_record(folder: Path, tree: Mapping[str, Any]) -> Findings:
 
 
 def weights_at(folder: Path, _: object, name: str, changed: Mapping[str, Runs]) -> list[str]:
-    """Names of the graph's weights whose bytes in the file `name` overlap a changed byte range."""
+    """Names of the graph's weights that have changed bytes in the file `name`."""
     if changed.get(MODEL) or not (folder / MODEL).is_file():
         return []
     names = []

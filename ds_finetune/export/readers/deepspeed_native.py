@@ -214,8 +214,8 @@ def _step_folder(folder: Path) -> Path:
 def _read_ranks(
     step: Path, kind: str, keys: Collection[str], num_ranks: Callable[[_States], int], absent: ExportError
 ) -> list[_States]:
-    """Load the state files of all data-parallel ranks; `kind` says whether of the model or optimizer. The first file
-    says how many ranks there are. Raises the error `absent` if there is no file.
+    """Load the state files of all data-parallel ranks; `kind` is `model` or `optim`. The first file says how many
+    ranks there are. Raises the error `absent` if there is no file.
     """
     matches = ((path, _RANK_FILE.fullmatch(path.name)) for path in step.iterdir())
     files = {int(match["dp"]): path for path, match in matches if match and match["kind"] == kind}
@@ -295,7 +295,7 @@ def _stage_1_and_2_weights(
     step: Path, groups: Sequence[Mapping[str, Sequence[int]]], optim: Sequence[_States]
 ) -> Iterator[_NamedTensor]:
     """Yield weights of ZeRO stages 1 and 2, where each parameter group is a flat vector that is partitioned over the
-    ranks. Its parameters follow in order, each followed by the padding that the state file names.
+    ranks. The vector has the parameters in order, each followed by padding, whose length is in the state file.
     """
     paddings = _zero(optim[0]).get("param_alignment_paddings") or [[0] * len(group) for group in groups]
     flats = [_zero(states)["single_partition_of_fp32_groups"] for states in optim]

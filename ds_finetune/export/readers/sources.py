@@ -88,7 +88,7 @@ class OpenedSource:
     """Folder of the base model from which training started, if it is known and on this machine."""
     why_no_base: str = "no --base was given"
     has_own_config: bool = False
-    """Whether --base cannot give config.json and tokenizer: for a classifier, or if the vocabulary was enlarged."""
+    """Whether config.json and tokenizer must be the source's own, not the base's, e.g. of a classifier."""
 
     @property
     def is_model(self) -> bool:

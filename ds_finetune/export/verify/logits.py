@@ -76,8 +76,8 @@ def load_folders(folders: Sequence[Path]) -> Iterator[tuple[Path, LoadedFolder]]
 
 
 def _other_type(folder: Path) -> tuple[dict[str, Any], dict[str, str], str | None] | None:
-    """The config.json of a folder for the classes by which the installed transformers builds its model type, how these
-    classes rename its tensors, and `Family.published_qkv`. None if transformers knows the model type.
+    """If the installed transformers lacks the model type of `folder`: config.json for a type whose classes fit, how
+    these classes rename tensors, and `Family.published_qkv`. None if transformers has the model type.
     """
     try:
         tree = json.loads((folder / "config.json").read_text(encoding="utf-8"))

@@ -5,13 +5,13 @@ writes a report on the loading, `OUT/i.json`, and files with logits of the promp
 (ds_finetune/export/verify/record.py): `OUT/i.logits.npy` in the folder's dtype, `OUT/i.fp32.npy` in fp32. The report
 also has the token ids that the folder's tokenizer gives for the record's texts.
 
-`OTHERS` is JSON about folders whose model type the installed transformers does not know. It maps their paths to a
-config.json of a model type whose classes fit, to the `key_mapping` by which `from_pretrained` renames tensors, and to
-the name of layers that join the rows of queries, keys and values, or null.
+`OTHERS` is JSON about folders whose model type the installed transformers does not know. It maps each path to three
+values: a config.json of a model type whose classes fit; the `key_mapping` by which `from_pretrained` renames tensors;
+and the name of layers with joined queries, keys and values, or null.
 
 FP8 weights are dequantised here with plain torch, because transformers 5.23 fails on row counts that 128 does not
 divide, and takes wrong blocks for some sizes (integrations/finegrained_fp8.py:1130-1175). `OUT/i.perturbed.npy` has
-fp32 logits of the same model with every FP8 number moved at random within its rounding.
+fp32 logits of the same model after every FP8 number was moved at random by up to half a step.
 
 A classifier has one row of logits for each prompt. `OUT/i.padded.npy` has fp32 logits of one batch of all prompts,
 padded on the right, if config.json names a padding token.
@@ -249,8 +249,8 @@ def _sampled_logits(model: PreTrainedModel, record: dict[str, Any]) -> np.ndarra
 
 
 def _count_reached_experts(model: PreTrainedModel) -> list[tuple[set[int], int]]:
-    """Record from now on which experts the tokens reach. The list has, for each layer with routed experts, the set of
-    reached experts and the number of all. In transformers 5, fused experts are [experts, rows, columns].
+    """Add hooks that record which experts tokens reach. Returns for each layer with routed experts the set that its
+    hook fills, and the number of experts. In transformers 5, fused experts are [experts, rows, columns].
     """
     layers = []
     for module in model.modules():

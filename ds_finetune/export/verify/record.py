@@ -24,7 +24,7 @@ UNVERIFIED = "UNVERIFIED"
 """File that marks an exported folder as not verified. It contains the reason."""
 PROMPT_TOKENS = 32
 _SAMPLED_LOGITS = 512
-"""Number of logits recorded per position. 512 positions together cover all rows of a head of up to 260,000 rows."""
+"""Maximum number of logits recorded per position. So 512 positions cover all rows of a head of 260,000 rows."""
 _FORMAT = 1
 TEXTS = (
     "The capital of France is Paris, and the capital of Italy is",
@@ -107,7 +107,7 @@ class ExportRecord:
 
     @property
     def stride(self) -> int:
-        """Step between the recorded logits of a position; 1 for a classifier, whose logits are all recorded."""
+        """Every `stride`-th logit of a position is recorded; 1 for a classifier, whose logits are all recorded."""
         return 1 if self.num_labels else sampling_stride(self.vocab_size)
 
     @property

@@ -104,8 +104,8 @@ def first_names(names: Sequence[str], shown: int = 10) -> str:
 
 
 _MEMORY_FP8, _MEMORY_FP32, _MEMORY_16_BIT = 6.0, 1.2, 2.4
-"""Memory for loading an exported folder, relative to the size of its files. FP8 weights are dequantised to fp32 and
-stored as bf16; 16-bit weights are loaded and then cast to fp32.
+"""Memory for loading an exported folder, relative to the size of its files. FP8 weights are dequantised to bf16;
+these and 16-bit weights are then cast to fp32.
 """
 
 
@@ -183,9 +183,8 @@ def verify_exports(
     the limit is 1e-5. In bf16 and fp16 it is 1e-3 or, if larger, three times the deviation between plain transformers
     in that dtype and in fp32; at most 0.05.
 
-    FP8 weights are dequantised, and logits are compared in fp32. The limit is twice what rounding explains: the
-    deviation of bf16 from fp32, plus the deviation of a model whose FP8 numbers are moved at random within their
-    rounding; at most 0.15.
+    FP8 weights are dequantised, and logits are compared in fp32. The limit is twice the deviation by rounding: that of
+    bf16 from fp32, plus that of a model whose FP8 numbers are moved at random by up to half a step; at most 0.15.
 
     Folders that need more than `available_bytes` of memory (None: no limit) are skipped. ExportError if a folder has no
     record; VerificationError after SIGINT or SIGTERM, which names the unverified folders.

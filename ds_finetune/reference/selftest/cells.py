@@ -112,7 +112,7 @@ def enlarged_config(config: PretrainedConfig, parallel: ParallelConfig) -> Pretr
     tree = config.to_dict()
     keys = math.lcm(tree["num_key_value_heads"], parallel.tp)
     if "o_groups" in tree:
-        # DeepSeek-V4 has one key-value head, so its output groups are divided among tensor parallel ranks instead.
+        # DeepSeek-V4 has only one key-value head. Tensor parallelism divides its output groups.
         keys, tree["o_groups"] = 1, math.lcm(tree["o_groups"], parallel.tp)
     heads = math.lcm(tree["num_attention_heads"], parallel.tp * parallel.sp, keys, tree.get("o_groups", 1))
     tree["hidden_size"] = tree["hidden_size"] // tree["num_attention_heads"] * heads
@@ -151,7 +151,7 @@ def units(documents_per_unit: int = 0) -> list[list[int]]:
 
 
 def targets() -> np.ndarray:
-    """Made-up targets of the samples, fp64: 1 for half of the samples, also for half of the even-numbered ones, else 0.
+    """Made-up targets of the samples, fp64: half are 1 and half are 0, also among the even-numbered samples.
     KTO reads 1 as a good answer. A reward model reads the targets of even-numbered samples as margins of pairs.
     """
     return ((np.arange(SAMPLES) + 1) // 2 % 2).astype(np.float64)
@@ -296,8 +296,8 @@ def parts_of(number: int) -> tuple[np.ndarray, np.ndarray]:
 
 @cache
 def all_reference_log_probs() -> np.ndarray:
-    """Made-up reference log-probabilities, fp64, of all samples and then of all mismatched samples. They are near those
-    of random weights.
+    """Made-up reference log-probabilities, fp64, of all samples and then of all mismatched samples. They are near
+    values under random weights.
     """
     documents = (samples(), mismatched_samples())
     own, mismatched = (np.array([log_prob_of_random_weights(labels) for _, labels in each]) for each in documents)

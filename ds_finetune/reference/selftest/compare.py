@@ -158,7 +158,7 @@ def _with_scores(engine: Engine, batches: Iterator[Batch]) -> Iterator[Batch]:
 
 
 def first_moments(engine: Engine) -> dict[str, torch.Tensor]:
-    """Adam's first moments by parameter name, fp32 on the CPU. A stage's first rank gets those of the stage."""
+    """Adam's first moments by parameter name, fp32 on the CPU, on the first rank of each pipeline stage."""
     moments = {}
     for name, param in engine.lm.named_parameters():
         assert isinstance(param, nn.Parameter)
@@ -203,8 +203,8 @@ _FEW_STEPS = 3
 _LONG_RUN = 2e-4
 """Tolerance for losses over more than _FEW_STEPS steps, over which rounding errors grow."""
 _LEAST_FRACTION = 1e-3
-"""Errors are relative to the parameter's gradient norm; for a parameter with one element, to at least this fraction of
-the global gradient norm. Its gradient may cancel, e.g. that of DeepSeek-V4's `hc_head.hc_scale`: a sum over tokens.
+"""Errors of a gradient are relative to its norm. In a one-element gradient, e.g. of DeepSeek-V4's `hc_head.hc_scale`,
+summands may cancel, so its norm counts as at least this fraction of the global gradient norm.
 """
 _EXACT = {"loss": 1e-5, "gradient": 1e-4, "norm": 1e-4, "resume": 1e-5, "export": 1e-5, "answers": 0.0}
 _OF_ROUTERS = {"balance": 1e-4, "choices": 0.0}
@@ -315,9 +315,9 @@ def compare_layout(run: RunSettings, world: World, device: str, folder: Path, *,
 
 
 def compare_steps(reference: Steps, steps: Steps, resumed: Steps, export: float) -> LayoutComparison:
-    """Compare the layout's `steps` with those of the reference loop, and with its own `resumed` steps.
+    """Compare the layout's `steps` with those of the reference loop, and with the layout's `resumed` steps.
 
-    These were taken after resuming from the checkpoint of the first step. `export` is the difference between the losses
+    `resumed` steps were taken from the checkpoint of the first step on. `export` is the difference between the losses
     of the model and of its export.
     """
     actual, expected = [*steps.norms, *steps.mtp_norms], [*reference.norms, *reference.mtp_norms]

@@ -48,7 +48,7 @@ def add_layer(model: PreTrainedModel) -> nn.Module:
     # MtpModel builds its layer with index 0, so the layer has an indexer of its own, as the first layer does.
     layer: Any = MtpModel(model, 1).layers[0]
     block = layer.mtp_block
-    # Layers of glm_moe_dsa also return the tokens that their indexer chose, which must not be passed on.
+    # Layers of glm_moe_dsa also return the tokens that their indexer chose. Only hidden states are passed on.
     block.register_forward_hook(lambda _, __, out: out[0] if isinstance(out, tuple) else out)
     block.enorm, block.hnorm, block.eh_proj = layer.enorm, layer.hnorm, layer.eh_proj
     block.shared_head = nn.Module()

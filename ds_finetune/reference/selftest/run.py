@@ -144,7 +144,7 @@ def selftest(run: RunSettings | None, size: SelftestSize, *, say: Say) -> None:
     # Tiny models are loaded hundreds of times, each time with progress bars and warnings, so these are turned off.
     quiet_packages()
     show_loading_as_phase()
-    # NVIDIA's containers enable TF32 (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE), for which the tolerances are too strict.
+    # The tolerances are too strict for TF32, which NVIDIA's containers enable (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE).
     torch.set_float32_matmul_precision("highest")
     # Launchers send SIGTERM to the other ranks when one fails. With this handler, rank zero still removes its folder.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
@@ -166,7 +166,7 @@ def selftest(run: RunSettings | None, size: SelftestSize, *, say: Say) -> None:
         for number, case in enumerate(cases):
             wrong += not _is_equal(case, world, device, folder / str(number), size.steps, say)
             if number == 0:
-                # ZeRO-3 collects garbage at each start. Freezing the objects that exist already makes this faster.
+                # DeepSpeed collects garbage whenever ZeRO-3 starts. This is faster if the present objects are frozen.
                 gc.freeze()
     if world.rank == 0:
         right, seconds = len(cases) - wrong, time.monotonic() - began
@@ -185,7 +185,7 @@ def _is_equal(case: LayoutCase, world: World, device: str, folder: Path, steps: 
     model = enlarged_config(case.model, ParallelConfig.model_validate(case.tree["parallel"]))
     section = read_objective(case.tree["objective"])
     if section.row.head == "scores":
-        # transformers classifies by the last token that is not padding, so no sample has the padding token 0.
+        # transformers classifies by the last token that is not padding. Samples lack token 0, so this is the padding.
         model.num_labels, model.pad_token_id = section.num_outputs, 0
     # All layouts of a model share a folder, so that the reference loop runs once for each model.
     has_mtp = case.tree.get("mtp", {}).get("train", False)
