@@ -109,7 +109,7 @@ class WriterProcess:
 
     def send(self, message: Job | StopWaiting) -> None:
         """Send a job to the writer process, or StopWaiting, so that it stops waiting for the part files of other ranks
-        and its commit fails. If the process has exited, `errors` reports it, not this method.
+        and its commit fails. An exit of the process is reported by `errors`, not here.
         """
         assert self._pipe is not None
         self._num_sent += not isinstance(message, StopWaiting)

@@ -25,7 +25,7 @@ from ds_finetune.system.whole_file import synchronise
 CHECKPOINTS = "checkpoints"
 """Name of the subfolder of a run's folder that has its checkpoints."""
 BASE = "base"
-"""Subfolder of a run and of each checkpoint with the files, besides weights, that an export needs."""
+"""Subfolder of a run, and of each checkpoint, that has the files besides weights that an export needs."""
 Pair = tuple[str, str]
 
 

@@ -62,8 +62,8 @@ class Conversion:
     def write(self, out: Path, *, max_shard_bytes: int) -> Blocks:
         """Write all tensors and the other files of the export to the folder `out`, which appears only when complete.
 
-        Returns the numbers of quantised blocks. Each thread holds one chunk of `CHUNK_NUMEL` elements, or 128 rows of a
-        quantised weight, whatever the model's size. Raises the errors of `copy_to`.
+        Returns the numbers of quantised blocks. However large the model is, each thread holds one chunk of
+        `CHUNK_NUMEL` elements, or 128 rows of a quantised weight. Raises the errors of `copy_to`.
         """
         with folder_writer(self.tensors, out, self.parts, max_shard_bytes=max_shard_bytes) as writer:
             return self.copy_to(writer)

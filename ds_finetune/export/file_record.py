@@ -35,7 +35,7 @@ class FileSums:
         return cls(path.stat().st_size, sums)
 
     def differences(self, other: "FileSums") -> Runs:
-        """Byte ranges in which two versions of a file differ, with segments that only one version has."""
+        """Byte ranges in which two versions of a file differ, including segments that only one version has."""
         count = max(len(self.sums), len(other.sums))
         changed = [n for n in range(count) if self.sums[n : n + 1] != other.sums[n : n + 1]]
         runs: Runs = []
@@ -90,7 +90,7 @@ def verify_files(
 ) -> VerificationResult:
     """Compare the files of an exported folder with the digests in its record, and mark the folder as verified or not.
 
-    If files differ, `parts_at(folder, tree, name, changed)` names the tensors of the file `name` that changed; `tree`
+    If files differ, `parts_at(folder, tree, name, changed)` names the changed tensors of the file `name`; `tree`
     is the parsed record and `changed` has the changed byte ranges by file. If no file differs, `compare(folder, tree)`
     checks the results that the model computes. ConfigError if `base` is given, because this comparison uses no base
     model; ExportError if the record cannot be read.

@@ -82,7 +82,7 @@ def fit_beginning(
     *,
     config: Mapping[str, Any],
 ) -> dict[str, str]:
-    """Make a tokenizer.json for a language model that adds the same special tokens before a text as training does, and
+    """For a language model, make a tokenizer.json that adds the same special tokens before a text as training does, and
     none after it. Returns its content by file name, or an empty dict if the present file needs no change. `files` are
     the tokenizer files by name, `config` is the model's config.json.
     """

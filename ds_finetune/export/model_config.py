@@ -60,8 +60,8 @@ def served_config(config: Mapping[str, Any], family: Family, keys: Collection[st
 
 
 def served_tokenizer(file: Path) -> str | None:
-    """Text of a tokenizer_config.json without `auto_map`; None to leave the file unchanged, if it names no Python
-    code or if transformers has no class that replaces the code.
+    """Text of a tokenizer_config.json without `auto_map`; None if the file stays unchanged: it names no Python
+    code, or transformers has no class that replaces the code.
     """
     config = _config_with_code(file)
     if not config or tokenizer_class_from_name(str(config.get("tokenizer_class"))) is None:

@@ -285,7 +285,7 @@ def link_folder(source: Path, out: Path) -> bool:
 
 
 def has_same_weights(folder: Path, other: Path) -> bool:
-    """Whether the weight files of two folders are the same files on the disk, by hard links of `link_folder`."""
+    """Whether the weight files of two folders are hard links to the same data, as `link_folder` makes them."""
     own_files, other_files = ({file.name: file for file in each.glob(f"*{_WEIGHTS}")} for each in (folder, other))
     if not own_files or own_files.keys() != other_files.keys():
         return False

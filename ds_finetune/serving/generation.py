@@ -202,7 +202,7 @@ class AnswerText:
         return str(tokenizer.decode(self._ids[self._begin :], skip_special_tokens=self._skip)[len(before) :])
 
     def _release(self, text: str) -> str:
-        """Add `text` to the text held back. Returns the part that cannot be the beginning of a stop text."""
+        """Append `text` to the held-back text, and return the part of it that cannot begin a stop text."""
         if self.is_stopped:
             return ""
         self._unsent += text

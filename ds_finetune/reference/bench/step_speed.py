@@ -37,7 +37,7 @@ _LAYOUTS: dict[str, Layout] = {"plain loop, padded": padded_forwards, "plain loo
 @dataclass(frozen=True)
 class SpeedComparison:
     """Timing of the candidates (engine and PyTorch loops): seconds of each step, number of tokens of these steps, and
-    largest relative difference of losses. Only supervised tokens are counted, or all if the objective has none.
+    largest relative difference of losses. Only supervised tokens are counted; if there are none, all tokens.
     """
 
     seconds: dict[str, list[float]]

@@ -165,7 +165,7 @@ def log_prob_of_random_weights(labels: np.ndarray) -> float:
 @cache
 def answer_log_probs(number: int) -> np.ndarray:
     """Made-up log-probabilities of a sample's answer tokens, fp32 [3, tokens], near those of random weights. The rows
-    stand for the weights that sampled the answer, the values that the sampler reported, and a reference model.
+    are: under the weights that sampled the answer, as reported by the sampler, and under a reference model.
     """
     noise = np.random.default_rng([17, number]).normal(size=(3, len(parts_of(number)[1])))
     return (0.2 * noise - math.log(VOCAB)).astype(np.float32)

@@ -115,7 +115,7 @@ class SelftestSize:
 
     @property
     def arguments(self) -> list[str]:
-        """Options of `ds-finetune selftest` that pass this size to its processes."""
+        """Options by which `ds-finetune selftest` passes this size to the processes that it starts."""
         return ["--steps", str(self.steps), "--families", ",".join(self.families)]
 
 
