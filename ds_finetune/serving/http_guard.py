@@ -44,7 +44,7 @@ class HostRules:
     allowed: tuple[str, ...] = field(default=(), kw_only=True)
     """Further host names that requests may use, such as those of a proxy or cluster; `*` allows every name."""
     own_names: frozenset[str] = field(init=False)
-    """Host names of this machine. They are looked up once, since a look-up takes seconds if no DNS server answers."""
+    """Host names of this server. They are looked up once, since a look-up takes seconds if no DNS server answers."""
 
     def __post_init__(self) -> None:
         names = {*_OWN_NAMES, self.host.lower(), *(name.lower() for name in self.allowed)}
