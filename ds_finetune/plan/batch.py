@@ -101,7 +101,7 @@ def interleaved_turns(*, pp: int, vpp: int, micro_batches: int, rank: int) -> li
     """Forwards and backwards of pipeline rank `rank` in a step, in order: interleaved 1F1B (arXiv 2104.04473, section
     2.2).
 
-    Micro-batches form groups of `pp`. The whole group passes one model chunk of the rank before it passes the next.
+    Micro-batches form groups of `pp`. The rank runs its first model chunk on the whole group, then its next chunk.
     After `num_first_forwards` forwards, each forward is followed by a backward.
     """
     assert micro_batches % pp == 0, (micro_batches, pp)

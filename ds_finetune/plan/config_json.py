@@ -164,8 +164,8 @@ def _problems_of_v4(tree: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _facts_stated_twice(tree: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """Yield facts that a DeepSeek-V4 config.json may state twice: the published key, the key that transformers prefers,
-    and the value that the preferred key implies for the published one.
+    """Yield the facts that a DeepSeek-V4 config.json may state under two keys, as (published key, key that transformers
+    prefers, value of the published key that agrees with the preferred key).
     """
     if kinds := tree.get("mlp_layer_types"):
         yield "num_hash_layers", "mlp_layer_types", kinds.count("hash_moe")

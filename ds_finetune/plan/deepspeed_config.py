@@ -294,8 +294,9 @@ def _without_auto(tree: Mapping[str, Any]) -> Tree:
 
 
 def _check_equal(pairs: Iterable[tuple[str, object, str, object]], hint: str, *, before: str, after: str = "") -> None:
-    """Raise a ConfigError if a value from outside contradicts the run file. None and "auto" count as absent. An item of
-    `pairs` is (name outside, value outside, run-file key, run-file value).
+    """Raise a ConfigError if a value of DeepSpeed's or accelerate's configuration contradicts the run file. None and
+    "auto" count as absent. An item of `pairs` is (name there, value there, run-file key, run-file value). The message
+    begins with `before` and ends with `after`.
     """
     for name, value, key, own in pairs:
         if value not in (None, "auto") and value != own and not (isinstance(value, list) and tuple(value) == own):

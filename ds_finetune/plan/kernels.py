@@ -51,8 +51,8 @@ _NOTHING = {True: "are not tested with", False: "compute nothing of"}
 def choose_kernels(name: str, *, device: str, stage: int) -> ChosenKernels:
     """Kernels for `model.kernels` on a `device` (`cpu` or `cuda`) at a ZeRO stage.
 
-    `auto` is Liger's on a GPU where liger-kernel is installed, else compiled ones up to stage 2. ConfigError where the
-    requested kernels cannot run.
+    On a GPU, `auto` chooses `liger`, else `compile`, else `torch`: the first that can run. On a CPU it chooses `torch`.
+    ConfigError where the requested kernels cannot run.
     """
     if name == "torch":
         return SINGLE

@@ -83,7 +83,8 @@ def adapted_targets(adaptable: Sequence[LoraTarget], lora: LoraConfig) -> tuple[
 
 def _targets_named(pattern: str, adaptable: Sequence[LoraTarget]) -> list[LoraTarget]:
     """Modules whose full name, or its last part, equals `pattern`; if there are none, those that match `pattern` as a
-    regular expression. `all-linear` names all modules. Other patterns name a router only if they end in its last part.
+    regular expression. `all-linear` names all modules. Another pattern names routers only if its last part
+    is `gate` or `router`.
     """
     if pattern in ALL_LINEAR:
         return [*adaptable]

@@ -73,8 +73,8 @@ class Mesh:
         ]
 
     def expert_holders(self) -> list[list[int]]:
-        """Groups of ranks that together hold every expert of a stage once: an expert parallel group with its tensor
-        parallel ranks.
+        """Groups of ranks that together hold every expert of a stage once: the expert parallel groups of all ranks of a
+        tensor parallel group.
         """
         groups: dict[tuple[int, int], list[int]] = {}
         for line in self.expert_groups():
@@ -87,7 +87,7 @@ class Mesh:
         return self.coordinate("pp") * self.dp * self.sp * self.tp
 
     def holders_of_leader(self) -> list[int]:
-        """Leader of this rank's stage and other ranks, which together hold each parameter of the stage once."""
+        """Ranks of this rank's stage, its leader among them, that together hold each parameter of the stage once."""
         return next(line for line in self.expert_holders() if self.leader in line)
 
     def same_expert_groups(self) -> list[list[int]]:

@@ -432,7 +432,7 @@ _STAGES: tuple[Refusal[ModelSettings], ...] = (
 
 
 def _may_choose(model: ModelSettings) -> bool:
-    """Whether layers share an indexer's choice of tokens, and documents may be so long that it has a choice."""
+    """Whether layers share an indexer, and documents may have more tokens than it chooses."""
     chosen = model.config.get("index_topk")
     is_shared = model.family.indexer is not None and model.family.indexer.is_shared
     return bool(is_shared and chosen and model.run.train.max_seq_len > chosen)

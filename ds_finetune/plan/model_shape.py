@@ -121,10 +121,8 @@ one.
 
 @dataclass(frozen=True)
 class RowCost:
-    """Multiply-adds of forward and backward: layers per token, head per supervised token, and attention per pair of
-    tokens of which one attends to the other.
-
-    The head computes only supervised positions (`model/loss/cross_entropy.py`).
+    """Multiply-adds of forward and backward: of layers for each token, of the head for each supervised token
+    (`model/loss/cross_entropy.py`), and of attention for each pair of tokens that attention computes.
     """
 
     per_token: float

@@ -11,10 +11,11 @@ _SHOWN = 8
 
 
 def matching(pattern: str, names: Mapping[str, Collection[str]], *, key: str, what: str) -> list[str]:
-    """Names among `names` that `pattern` matches, where `pattern` is a value of run-file key `key`. `names` maps each
-    full name to the texts that the pattern may match. A pattern that equals no text is a regular expression.
+    """Names among `names` that `pattern` matches. `names` maps each full name to the texts that the pattern may match.
+    A pattern that equals no text is a regular expression.
 
-    If the pattern matches no `what` or is no regular expression, a ConfigError names similar names.
+    ConfigError if the pattern is no regular expression, or matches nothing: then the hint has similar names. For the
+    message, `key` is the run-file key of the pattern, and `what` says what it matches, such as "parameter".
     """
     matches = [name for name, own in names.items() if pattern in own]
     if not matches:

@@ -51,7 +51,7 @@ class Plan(RunSettings):
     world: World
     loss_kernel: str
     kernels: ChosenKernels
-    """Kernels of norms, rotary embeddings and SwiGLU, in families that have them."""
+    """Kernels that compute norms, rotary embeddings and SwiGLU, where the model has these operations."""
     later_lines: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     """Plan lines, as name and text, of decisions that are made after `make_plan`, such as decisions that depend on all
     ranks.
@@ -64,7 +64,7 @@ class Plan(RunSettings):
 
     @property
     def decisions(self) -> tuple[tuple[str, str], ...]:
-        """Plan lines: name and text of each decision that needs no model, also for plan.json."""
+        """Lines of the plan and of plan.json that need no model: name and text of each decision."""
         return tuple((dict(_decisions(self)) | dict(self.later_lines)).items())
 
     @property
@@ -209,7 +209,7 @@ class Plan(RunSettings):
 
 
 def loss_kernel(name: str, *, device: str, tp: int = 1, is_cross_entropy: bool = True) -> str:
-    """Loss kernel, `chunked` or `liger`, which computes only the cross entropy of tokens.
+    """Loss kernel of a run: `chunked` or `liger`. `liger` computes only the cross entropy of tokens.
 
     ConfigError if `liger` is requested and cannot run, or if liger-kernel would run in another version than `LIGER`.
     """

@@ -9,7 +9,7 @@ from ds_finetune.config.sections import TrainConfig
 from ds_finetune.errors import ConfigError
 
 ROW_BYTES = 16
-"""torch's grouped product needs rows of experts' matrices that are multiples of this number of bytes."""
+"""torch's grouped product needs experts' matrices whose row size in bytes is a multiple of this number."""
 WEIGHT_BYTES: Mapping[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
 OLDEST_BF16 = (8, 0)
 """Minimum compute capability of GPUs that compute products in bf16."""

@@ -129,9 +129,7 @@ class RunSettings:
 
 
 def sections_of(given: RunConfig | RunSettings) -> dict[str, Any]:
-    """Sections of a run file, or of a run's settings, by their names; sections that no stage of planning needs are left
-    out.
-    """
+    """Sections of a run file, or of a run's settings, that planning needs, by their names."""
     names = RunSettings.__dataclass_fields__.keys() & RunConfig.model_fields
     return {name: value for name, value in vars(given).items() if name in names}
 
@@ -230,7 +228,7 @@ def refuse_pairs(
     link: str = " with ",
     why: str = " is not tested",
 ) -> Iterator[Refusal[RunSettings]]:
-    """Yield a refusal for each setting of `others`, of runs that have it and for which `applies` is true."""
+    """Yield a refusal for each setting of `others`. Each refuses runs with that setting for which `applies` is true."""
     for other in others:
         yield Refusal(_both(applies, other.applies), f"{first}{link}{other.text}{why}", other.hint)
 

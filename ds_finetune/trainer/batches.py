@@ -90,9 +90,9 @@ def batch_plan(run: PreparedRun) -> BatchPlan:
 
 
 def _row_costs(run: PreparedRun) -> dict[str, Any]:
-    """Functions that compute the cost of a row, by which `BatchPlan` divides rows over ranks; empty if rows stay in
-    order. `row_cost` takes the index of a prepared row, `streamed_row_cost` a row of a stream or rollout. On one rank,
-    `BatchPlan` uses costs only to group unpacked rows of similar length, which reduces padding.
+    """Arguments of `BatchPlan` that compute the cost of a row; empty if rows stay in order. `row_cost` takes the index
+    of a prepared row, `streamed_row_cost` takes a row of a stream or rollout. Costs decide how rows are divided over
+    ranks. On one rank, they only group unpacked rows of similar length, which reduces padding.
     """
     rows, is_packed = run.inputs.train, run.plan.data.packing
     if not run.config.data.balance or (run.plan.dp == 1 and is_packed):

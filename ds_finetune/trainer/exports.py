@@ -261,9 +261,9 @@ def adapt_tokenizer(run: PreparedRun) -> FittedTokenizer:
 
 
 def _tokenizer_config(inputs: RunInputs) -> dict[str, str]:
-    """The tokenizer_config.json of an export by file name; empty if it does not change. `chat_template` is removed if
-    the export has a template file, since some programs would read the key instead. `add_bos_token` is removed if
-    training rows had no BOS.
+    """Map the name tokenizer_config.json to the file's new text for an export; empty if the file does not change. The
+    key `chat_template` is removed if the export has a template file, since some programs would read the key instead.
+    `add_bos_token` is removed if training rows had no BOS.
     """
     file, tokenizer = inputs.tokenizer_folder / TOKENIZER_CONFIG, inputs.tokenizer
     published = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}

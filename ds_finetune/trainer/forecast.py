@@ -58,8 +58,8 @@ def trace_utilisation(run: PreparedRun) -> Utilisation | None:
 
 
 def forecast_check(run: PreparedRun, *, say: Say, log: Say) -> MemoryCheck:
-    """Observer that compares measured memory of the first steps with the estimate. All items of the estimate are logged
-    here. On CPUs, where the process holds more than tensors, the comparison goes only to the log.
+    """Observer that compares the measured memory of the first steps with the estimate. This function logs all items of
+    the estimate. On CPUs the comparison is only logged, since the memory of a process is not only tensors.
     """
     memory = estimate_of(run)
     if memory is not None:

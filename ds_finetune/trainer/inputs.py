@@ -108,7 +108,7 @@ class RunInputs:
 
     @cached_property
     def beginning(self) -> dict[str, str]:
-        """A tokenizer.json for exports, by file name, if the tokenizer adds other special tokens than training did."""
+        """New text of an export's tokenizer.json, by file name; empty if the file needs no change."""
         files = {name: path for name, path in self.copied_files.items() if name != GENERATION}
         return fit_beginning(self.tokenizer, files, self.prompts, config=self.config_tree)
 
@@ -251,8 +251,8 @@ def _has_base(model: ModelPlan) -> bool:
 
 
 def config_tree(folder: Path, model: ModelPlan) -> dict[str, Any]:
-    """The parsed config.json of the model folder. The run changes vocabulary, positions and rotary scaling; for a
-    classifier also classes, padding token and class name.
+    """The parsed config.json of the model folder, with the run's vocabulary size, positions and rotary scaling. For a
+    classifier, classes, padding token and class name are the run's too.
     """
     tree: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     hf_config, task = model.hf_config, model.task

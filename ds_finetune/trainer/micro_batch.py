@@ -97,8 +97,8 @@ def _nothing_fits(run: PreparedRun, budget: int, too_many: int) -> ConfigError:
 
 
 def _file(run: PreparedRun, estimates: dict[int, int], devices: list[int]) -> Path:
-    """File that records the micro-batch size of a run that ran out of memory. The file name is a hash of rows, the
-    ranks' devices, versions and memory estimates. The estimates cover every setting that affects memory.
+    """File that records the micro-batch size with which the run ran out of memory. The file name is a hash of training
+    data, devices, layout, versions and memory estimates, which cover every setting that affects memory.
     """
     plan, rows = run.plan, run.inputs.train.fingerprint()
     key = [__version__, versions(), rows, devices, str(plan.mesh), plan.zero, estimates]

@@ -213,7 +213,7 @@ class HeldOutEvaluation:
     """Function that receives the first generated answers of each set."""
 
     def scores(self) -> Mapping[str, HeldOutScores] | None:
-        """Scores of each held-out set, and of all sets together, with the same weight for each unit."""
+        """Scores of each held-out set, and of all sets, whose rows are scored together as if in one set."""
         plan, sets, limit = batch_plan(self.run), self.run.inputs.held_out, self.run.config.eval.limit
         per_round = plan.micro_batch_size * plan.dp
         rounds = sum(math.ceil(num_eval_rows(rows, limit) / per_round) for rows in sets.values())
@@ -256,7 +256,7 @@ class HeldOutEvaluation:
     def _samples(
         self, name: str, pairs: Sequence[tuple[list[int], list[int]]], generated: list[str], expected: list[str]
     ) -> Iterator[Sample]:
-        """The first answers to prompts of a held-out set, with rendered prompts. The caller sets their step later."""
+        """Yield samples of a held-out set: first prompts with answers. Their step is 0 until the caller sets it."""
         rows = list(zip(pairs, generated, expected, strict=True))[:MOST_SAMPLES]
         for (prompt, _), answer, of_data in rows:
             yield Sample(0, name, self.run.inputs.tokenizer.decode(prompt), answer, of_data)
@@ -302,7 +302,7 @@ class Stragglers(Observer):
 
 
 def straggler(seconds: Sequence[float]) -> tuple[int, float]:
-    """The slowest rank, and its seconds over the median of all ranks (with two ranks, over the faster one's)."""
+    """The slowest rank, and its seconds divided by the median of all ranks; of two ranks, by the faster one."""
     slowest = max(range(len(seconds)), key=seconds.__getitem__)
     median = statistics.median_low(seconds)
     return slowest, seconds[slowest] / median if median else 1.0

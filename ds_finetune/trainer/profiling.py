@@ -89,8 +89,8 @@ def _finish(profiler: StepProfiler, started: StartedRun) -> None:
 
 
 def without_peak_of_profile(records: Iterator[StepRecord], first: int, last: int) -> Iterator[StepRecord]:
-    """Yield records whose peak memory excludes the profiler's own memory, which is part of a CPU's resident memory.
-    Profiled steps repeat the peak of earlier steps, if any. Later steps are measured from the end of the profile.
+    """Yield the records of a CPU run, with peak memory that excludes the profiler's. Profiled steps repeat the
+    peak of earlier steps, if any. Later steps are measured from the end of the profile.
     """
     peak_before: dict[str, float] = {}
     for record in records:

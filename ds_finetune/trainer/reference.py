@@ -33,7 +33,7 @@ from ds_finetune.trainer.batches import batch_plan
 from ds_finetune.trainer.prepare import PreparedRun, mismatched_answers
 
 LogProbs = NDArray[np.float64]
-"""Log-probability in nats of each document, by its index in the data; then that of each mismatched document."""
+"""Log-probabilities in nats: of each document, by its index in the data, then of each mismatched document (for KTO)."""
 _FORMAT = 1
 """Format number in the cache's key. It is incremented when the same rows would get other values."""
 _TRAIN = "train"

@@ -329,8 +329,8 @@ def with_chunked_loss(plan: Plan, model: ModelPlan) -> Plan:
 
 
 def _unreached_parameters(plan: Plan, model: ModelPlan) -> tuple[tuple[str, ...], list[str]]:
-    """Names of parameters that get no gradient and would only be shrunk by weight decay. Also notes, if it is not known
-    which parameters get a gradient.
+    """Names of the parameters that get no gradient, so that only weight decay would change them. Also returns a note
+    if these parameters cannot be determined.
 
     Indexers get no gradient unless they are trained. If only indexers are trained, all other parameters get none.
     """
@@ -351,7 +351,7 @@ def _unreached_parameters(plan: Plan, model: ModelPlan) -> tuple[tuple[str, ...]
 
 
 def complete_features(plan: Plan, model: ModelPlan) -> Plan:
-    """The plan with the frozen parameters and notes that the run's features add to it."""
+    """The plan with the frozen parameters and notes that features (`features/table.py`) of the run add."""
     for feature in features_of(model, plan):
         plan = feature.complete(plan)
     return plan

@@ -153,7 +153,7 @@ def _has_resumed(run: PreparedRun, folder: Path) -> bool:
 
 def best_weights_lines(usable: UsableCheckpoint, run: ResolvedRun, last: StepRecord | None = None) -> list[str]:
     """Lines that say where the weights of the checkpoint's best evaluation are. There are none if the run folder has
-    these weights, or if the run has ended, with the record `last`, after a better evaluation.
+    these weights, or if `last`, the last record of an ended run, has a better evaluation.
     """
     folder, best_step = usable.folder.parent.parent, usable.state.observers.get("best", {}).get("best_step", 0)
     if not (best_step and run.config.eval.keep_best) or (last is not None and last.best_step != best_step):

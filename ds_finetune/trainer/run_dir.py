@@ -72,7 +72,7 @@ def _belongs_to_run(entry: Path, cache: Path) -> bool:
     if entry.name in ("logs", Path(REPORT).parent.name, ROWS) or entry.name.startswith(".") or entry.suffix in _LOGS:
         return True
     if entry.name == CHECKPOINTS and not complete_steps(entry):
-        # The checkpoints' folder may be a link to another disk, on which other files may be.
+        # If the checkpoints' folder is a link to another disk, it may hold files of others.
         return True
     return cache.is_relative_to(entry.resolve()) or (entry.is_dir() and not any(entry.iterdir()))
 

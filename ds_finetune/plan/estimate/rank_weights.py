@@ -1,5 +1,5 @@
-"""Tensors on a rank of each pipeline stage, and numbers of their elements: trained, frozen, sharded by ZeRO, and held
-in four bits.
+"""Lists the tensors that a rank holds, for each pipeline stage, and counts their elements: trained, frozen, sharded by
+ZeRO, and held in four bits.
 """
 
 from collections import Counter

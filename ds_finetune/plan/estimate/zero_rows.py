@@ -259,22 +259,22 @@ def _rows_of_stages_1_and_2(run: _Zero) -> Iterator[MemoryRow]:
     when_held: tuple[Moment, ...] = MOMENTS if run.is_accumulating and in_backward else (*moments, "step")
     yield MemoryRow("gradients of this rank's part", run.home, run.accumulated * sharded, _TP, when_held)
     if run.is_accumulating and in_backward and run.accumulated == run.width:
-        # In a step, the gradients of each later forward go to a new partition, and are then added to the partition of
-        # the first forward (1042-1045).
+        # In a step, gradients of the second and later forwards go to a new partition, and are then added to the
+        # partition of the first forward (zero/stage_1_and_2.py:1042-1045).
         yield MemoryRow("gradients of this forward", run.home, run.width * sharded, _TP, (*BACKWARD, "reduction"))
     group = run.own.largest_group
     flat = run.accumulated * group + (_WIDE * group if run.accumulated < _WIDE else 0)
     if run.width < run.accumulated:
-        # Gradients in fp32 of 16-bit weights are summed in one fp32 tensor, which the update reads without a copy
-        # (1259-1321, 3107).
+        # If gradients of 16-bit weights are in fp32, DeepSpeed sums them in one tensor, which the update reads without
+        # a copy (zero/stage_1_and_2.py:1259-1321, 3107).
         flat = 0
     yield MemoryRow("fp32 gradients for the update", run.home, flat, _TP, ("step",))
 
 
 def _offload_rows_of_stages_1_and_2(run: _Zero) -> Iterator[MemoryRow]:
-    """Memory rows for the buffers of offload at ZeRO stages 1 and 2: updated weights (zero/stage_1_and_2.py:571), the
-    largest gradient on host and device (653-659), and gradients of a rank's partition if a step has several
-    micro-batches (1824).
+    """Memory rows for the buffers of offload at ZeRO stages 1 and 2 (zero/stage_1_and_2.py). They hold updated weights
+    (571) and the largest gradient, once on the host and once on the device (653-659). If a step has several
+    micro-batches, they also hold the gradients of a rank's partition (1824).
     """
     sharded, largest = run.width * run.own.sharded_trained, run.width * run.own.largest
     yield MemoryRow("updated weights on their way", "host", sharded)
@@ -346,8 +346,8 @@ def _gathered_rows(run: _Zero, weights: RankWeights) -> Iterator[MemoryRow]:
 
 
 class GatheredWeights(NamedTuple):
-    """Maximum number of elements of ZeRO-3 weights that a rank holds gathered at some moments of a step. Small weights,
-    which are always gathered, do not count.
+    """Gathered ZeRO-3 weights on a rank during a part of a step: `numel` is the maximum number of their elements. Small
+    weights, which are always gathered, do not count.
     """
 
     during: str
@@ -382,8 +382,8 @@ def gathered_weights(
         modules[_module_of(kind.name)] += kind.numel // kind.count
     head = modules.pop(_module_of(HEAD), 0)
     largest = max(modules.values(), default=0)
-    # Weights used again within `max_reuse` elements stay gathered. This distance includes the head's elements at most
-    # twice, for its forward and backward between two uses of a layer.
+    # Weights used again within `max_reuse` elements stay gathered. Between two uses of a layer, the head may run
+    # forward and backward, so its elements count at most twice.
     near = max(rules.max_reuse - 2 * head, 0) // passes
     reused, ahead = near + largest, rules.max_live if rules.prefetch_bucket else 0
     with_head = min(total, max(reused + head, ahead + max(largest, head)))

@@ -219,8 +219,8 @@ class Candidates:
             return None
 
     def check(self, run: RunSettings) -> ModelSettings:
-        """Settings of a run on these ranks with its pipeline stages; ConfigError or ModelError where the section
-        `parallel` cannot divide its model.
+        """Divide the model of `run` over `ranks`. Returns the settings with the pipeline stages; ConfigError or
+        ModelError where the section `parallel` cannot divide the model.
         """
         mesh = Mesh.of(run.parallel, world_size=self.ranks.number, rank=0)
         # The search chooses the number of forwards of a step later. Here it is `mesh.pp`, which every pipeline accepts.
@@ -252,9 +252,7 @@ class Candidates:
 
     @cached_property
     def _decided(self) -> RunSettings:
-        """The run with its DeepSpeed choices as a mapping instead of a file name, so that no file is read for each
-        layout.
-        """
+        """The run with its DeepSpeed configuration as a mapping, so that the file is read only once."""
         return replace(self.run, deepspeed=decided(given_choices(self.run.deepspeed)[0]))
 
 

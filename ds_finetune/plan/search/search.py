@@ -1,14 +1,14 @@
 """Lists the first layouts of a run that fit given machines, in an order of simplicity. No speed is predicted.
 
 Layouts are ordered by
-1. what is in host memory: nothing, inputs of recomputed layers, optimizer states, and then weights too;
+1. what is in host memory: first nothing, then inputs of recomputed layers, then optimizer states, then also weights;
 2. the number of communicating axes besides data parallelism, smaller first;
 3. the ZeRO stage, lower first;
 4. the product of the axes, smaller first; of equal products the larger ep comes first, then tp, sp and pp.
 
 Of layouts that are equal in all four, the search lists one. It has the least recomputation at which any micro-batch
-fits, and the largest micro-batch that then fits. A layout that needs host memory is left out if the
-same sizes and ZeRO stage fit without host memory.
+fits, and the largest micro-batch that then fits. A layout is left out if another one with the
+same parallel sizes and ZeRO stage fits with less in host memory.
 """
 
 from collections.abc import Iterator

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from statistics import fmean
 
 MANY = 0.8
-"""Fraction of groups above which a metric such as `all_wrong` is a cause: then the user gets its hint."""
+"""If a metric such as `all_wrong` is above this fraction of groups, the user gets the hint for that metric."""
 
 
 Metrics = Mapping[str, float]
-"""Metrics of rollouts, by the last part of their names. In `NAMES`, those from `entropy` on come from optimizer steps.
-They are means over answer tokens, and absent if a step has no answers to train on.
+"""Metrics of rollouts, by the last part of their names (`NAMES`). `entropy` and the names after it are metrics of
+optimizer steps: means over answer tokens, which are absent if a step has no answers to train on.
 """
 NAMES = (
     *("reward", "all_right", "all_wrong", "no_spread", "cut", "unparsed", "answer_tokens"),

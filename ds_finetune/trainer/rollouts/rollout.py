@@ -56,7 +56,7 @@ class AnswerGroup:
     """Reward of each answer, the weighted sum of its scores, fp64 [answers]."""
     advantages: Floats
     has_spread: bool
-    """Whether the rewards from which the advantages are computed differ."""
+    """Whether the answers differ in the rewards that give their advantages."""
 
     @classmethod
     def scored(
@@ -74,8 +74,8 @@ class AnswerGroup:
 
     @property
     def verdicts(self) -> Floats:
-        """Each answer's score under its first reward that applies, fp64 [answers]. At least 1 is right, at
-        most 0 is wrong.
+        """Each answer's score, fp64 [answers], by the first reward that applies to the answer. A score of at least 1 is
+        right, of at most 0 wrong.
         """
         first = np.argmax(~np.isnan(self.parts), axis=1)
         return self.parts[np.arange(len(self.parts)), first]

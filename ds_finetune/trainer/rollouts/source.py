@@ -100,8 +100,8 @@ class RolloutSource:
         for step in range(after.step, self.run.schedule.steps):
             if self.latest is None or step >= self.latest.first + self.latest.steps:
                 rollout = self._complete(self._ahead or self._begin(step, cursor, done=step))
-                # A checkpoint that is saved before the next rollout is sampled must include this rollout, on which
-                # no step has trained yet.
+                # If `_begin` fails, the checkpoint that is then saved must include `rollout`, on which no step has
+                # trained yet.
                 self._ahead, following = rollout, step + rollout.steps
                 has_next = self.run.config.rollout.ahead and following < self.run.schedule.steps
                 self._ahead = self._begin(following, rollout.until, done=step) if has_next else None

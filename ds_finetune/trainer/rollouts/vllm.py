@@ -33,7 +33,7 @@ _AT_ONCE = 256
 """Number of concurrent requests if rollout.batch_rows is auto. Each request samples a whole group of answers."""
 _POLL_SECONDS = 1.0
 _SILENT_SECONDS, _FAILURES = 10.0, 3
-"""Seconds of silence after which the server's health is checked, and failed checks after which it is lost."""
+"""Seconds without an answer until the server's health is checked; failed checks in a row until it counts as lost."""
 _MOST_NATS = {True: 1e-3, False: 0.25}
 """Tolerance in nats for the median difference between log-probabilities of fixed prompts on the server and in this
 engine. The key is whether both compute in fp32. With only half of the weights loaded the difference is whole nats.

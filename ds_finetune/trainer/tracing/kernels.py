@@ -217,8 +217,8 @@ def silent_group(kind: Any, size: int) -> Any:  # noqa: ANN401 - a RankGroup
 
 
 def _add_rounded(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Replacement of `head_chunks._add_product` on a CPU. It also allocates the fp32 copy of the product that torch
-    makes in the sum.
+    """Replacement of `head_chunks._add_product` on a CPU. While torch adds the product to `total`, it holds an fp32
+    copy of the product; this function allocates that copy too.
     """
     total += (left @ right).to(total.dtype)
 
@@ -238,7 +238,7 @@ do not mix.
 @contextmanager
 def counted_attention(recorder: Recorder) -> Iterator[None]:
     """Context in which transformers' attention implementations compute nothing, and only count the FLOPs of forward and
-    backward. Tokens count that attend to each other, by their documents, sliding windows and indexers.
+    backward. Only pairs of tokens that attend to each other count; documents, windows and indexers limit them.
     """
 
     def attend(  # noqa: PLR0913 - transformers' interface

@@ -61,8 +61,8 @@ class ShortModel:
 
     def __init__(self, plan: Plan, model: ModelPlan, *, is_full: bool = False) -> None:
         self._plan, self._stack, self._is_full = plan, ExitStack(), is_full
-        # Pipeline ranks become data parallel ranks here, because this model has the layers of all stages. ZeRO stage 0
-        # leaves its weights unpartitioned.
+        # The short model has layers of all stages, so pipeline ranks become data parallel ranks here. At ZeRO stage 0
+        # its weights are not partitioned.
         mesh = Mesh(0, plan.mesh.dp * plan.mesh.pp, sp=plan.mesh.sp, tp=plan.mesh.tp, ep=plan.mesh.ep)
         tiles = mlp_tiles(model.hf_config.to_dict()) if plan.train.tiled_mlp else 1
         unpartitioned = plan.deepspeed_config | {"zero_optimization": plan.zero | {"stage": 0}}
