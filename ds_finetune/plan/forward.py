@@ -143,7 +143,7 @@ def experts_lines(
 ) -> list[tuple[str, str]]:
     """Plan line about the products of routed experts of a known family; none on CPUs.
 
-    `tree` is config.json, `capability` the GPU's, or None without a GPU, as in a dry run.
+    `tree` is config.json. `capability` is the GPU's compute capability; None without a GPU, as in a dry run.
     """
     family = family_of(str(tree["model_type"]))
     if device == "cpu" or not (family.fused_experts or family.transposed_experts):

@@ -114,7 +114,7 @@ def _best_split(shorter: Mapping[int, _Split], sums: Sequence[int], *, parts: in
     for begin in range(end - 1, parts - 2, -1):
         last = sums[end] - sums[begin]
         if best is not None and last > best[0]:
-            # A longer last part has a larger sum of weights than the best split so far, so the search ends here.
+            # The last part alone has more weight than any part of the best split so far, and only grows from here.
             break
         largest, squares, ends = shorter[begin]
         split = (max(largest, last), squares + last**2, (*ends, end))
@@ -126,8 +126,8 @@ def _best_split(shorter: Mapping[int, _Split], sums: Sequence[int], *, parts: in
 def _layer_parameters(tensors: ModelTensors, ep_size: int) -> list[int]:
     """Parameters per rank of each layer, for balancing stages.
 
-    The embedding counts with the first layer; norm, head and multi-token prediction layers count with the last. A tied
-    head counts there again, and so does the embedding if there are prediction layers.
+    The first layer's number includes the embedding. The last layer's includes norm, head and multi-token prediction
+    layers; a tied head adds the embedding's parameters to it, and prediction layers add them once more.
     """
     of_kind = {
         kind: sum(tensor.numel // (ep_size if tensor.is_routed else 1) for _, tensor in kind.tensors)

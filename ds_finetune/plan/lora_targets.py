@@ -24,8 +24,8 @@ _NOT_ADAPTABLE = re.compile(r"\.o_a_proj$|\.compressor\.|\.[eh]_proj$|\.router$"
 `o_a_proj`, for example, have separate inputs.
 """
 _REWRITTEN = ("gate_proj", "up_proj", "down_proj", "gate")
-"""Last parts of module names. In a model with fused experts, peft takes `target_modules` that end in them for experts
-or routers (utils/transformers_weight_conversion.py:411).
+"""Last parts of module names. In a model with fused experts, peft mistakes `target_modules` with these last parts for
+experts or routers (utils/transformers_weight_conversion.py:411).
 """
 _ROUTERS = ("gate", "router")
 """Last parts of the module names of routers."""
@@ -36,8 +36,8 @@ _REFUSED_WHOLE = {
 }
 """Parts of a model that `lora.modules_to_save` must not name, each with the end of the error message."""
 _ALIGNED = 8
-"""LoRA ranks of experts' adapters must be multiples of this number, because grouped products need rows of a multiple of
-16 bytes (torch 2.13, native/GroupedMMUtils.h).
+"""LoRA ranks of experts' adapters must be multiples of this number, because grouped products need rows whose size is a
+multiple of 16 bytes (torch 2.13, native/GroupedMMUtils.h).
 """
 
 

@@ -21,7 +21,7 @@ class Mesh:
     """Sizes of pipeline, data, sequence and tensor parallelism; ranks are numbered row-major over `AXES`.
 
     Ranks that differ only in `pp`, `sp` or `tp` work on the same rows: each has a part of the rows or of the model.
-    Each `ep` consecutive ranks of the dp x sp ranks form an expert parallel group.
+    The dp x sp ranks are divided into expert parallel groups of `ep` consecutive ranks.
     """
 
     rank: int
@@ -106,7 +106,7 @@ class Mesh:
 
     def num_groups(self, *, vpp: int = 1) -> int:
         """Number of process groups of a rank with `vpp` model chunks: the default group, those that `open_groups`
-        opens, and DeepSpeed's copy of the default group, which DeepSpeed makes unless tp or pp divides the model.
+        opens, and, unless tp or pp divides the model, DeepSpeed's copy of the default group.
         """
         sizes = dict(zip(AXES, self._sizes, strict=True))
         asked: list[tuple[Axis, ...]] = [(axis,) for axis in ("pp", "sp", "tp") if sizes[axis] > 1]

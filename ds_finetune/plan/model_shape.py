@@ -128,7 +128,7 @@ class RowCost:
     per_token: float
     per_supervised_token: float
     per_pair: float
-    """Multiply-adds of attention in one layer, for a pair of tokens of which one attends to the other."""
+    """Multiply-adds of attention in one layer, for each pair of tokens that attention computes."""
     limits: tuple[int | None, ...]
     """Maximum positions that a token attends to, for each layer."""
 

@@ -271,8 +271,8 @@ def is_teacher_partitioned(zero_stage: int, offload: str) -> bool:
 
 
 def make_plan(given: RunSettings, *, world: World, device: str, accelerate: AccelerateChoices | None = None) -> Plan:
-    """Plan a run on `world` with accelerator `device` (`cpu` or `cuda`); ConfigError where values contradict. Of
-    `given`, only the sections of the run file are read.
+    """Plan a run on `world` with accelerator `device` (`cpu` or `cuda`); ConfigError where values contradict.
+    Only the sections of the run file are read from `given`; its other fields are ignored.
 
     As long as `train.micro_batch_size: auto` is not resolved, it is planned as one row, and `train.precision: auto` is
     planned without information about a GPU.

@@ -28,7 +28,7 @@ class RouterPlan:
     """Experts per token."""
     section: RouterConfig
     by_id: tuple[int, ...] = ()
-    """The layers among `layers` that choose experts by token ids, which cannot be balanced."""
+    """Those of `layers` in which the token id determines the experts. These layers cannot be balanced."""
 
     @property
     def balanced(self) -> tuple[int, ...]:

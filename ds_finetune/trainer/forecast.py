@@ -39,8 +39,8 @@ def forecast_lines(run: PreparedRun) -> list[tuple[str, str]]:
 
 
 def trace_utilisation(run: PreparedRun) -> Utilisation | None:
-    """Observer that computes MFU from FLOPs traced in documents of the training data's mean length. Tokens weight this
-    mean. None on CPUs, on a GPU of unknown peak, and for a model that cannot be traced.
+    """Observer that computes MFU. It uses the FLOPs per token of a document whose tokens attend to as many tokens as in
+    the training data on average. None on CPUs, on a GPU of unknown peak, and for a model that cannot be traced.
     """
     plan, objective, rows = run.plan, run.model.objective, run.inputs.train
     gpu = gpu_of_device(torch.cuda.get_device_name()) if plan.device == "cuda" else None

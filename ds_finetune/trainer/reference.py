@@ -41,8 +41,9 @@ _PACKAGES = ("torch", "transformers")
 
 
 def find_reference(run: PreparedRun) -> dict[str, LogProbs | None]:
-    """Read the cached reference log-probabilities by name of the rows; collective. If a rank lacks them, the value is
-    None on all ranks, which must then compute them. The result is empty if the run needs no cached reference.
+    """Read the cached reference log-probabilities of the training rows and of each held-out set, by name; collective.
+    If a rank lacks those of a set, all ranks get None for this set, and must compute them. The result is empty if the
+    run needs no cached reference.
     """
     cached: dict[str, LogProbs | None] = {}
     for name, rows in _rows(run).items():

@@ -351,7 +351,7 @@ def restore_observers(observers: Mapping[str, Resumable], point: ResumePoint) ->
 
 
 def check_not_past_end(point: ResumePoint, *, steps: int, duration: str) -> None:
-    """Raise CheckpointError if the checkpoint is past the run's last step: the run would export other weights."""
+    """Raise CheckpointError if the checkpoint is past the run's last step: an export would be of a later step."""
     step = point.progress.step
     if point.checkpoint is not None and step > steps:
         raise CheckpointError(
@@ -396,7 +396,7 @@ def inputs_of(run: PreparedRun) -> RunIdentity:
 
 
 def _rows_left_out(usable: UsableCheckpoint, run: PreparedRun) -> list[str]:
-    """A line on rows that a lengthened run skips, if the last step of the shorter run had fewer rows than a step."""
+    """A line on rows that a lengthened run skips, if the shorter run's last step had fewer rows than other steps."""
     rows, config = run.inputs.train, run.config
     if isinstance(rows, StreamedRows) or usable.state.config["train"]["for"] == config.train.duration:
         return []

@@ -92,7 +92,7 @@ class DiskNeed:
         return self.exports * self.export_bytes + self.checkpoints * self.checkpoint_bytes
 
     def of_host(self, plan: Plan, *, ranks: int, is_first_host: bool) -> "DiskNeed":
-        """Disk space that a host with `ranks` ranks of the run of `plan` needs.
+        """Disk space that a host needs for `ranks` of the run's ranks.
 
         The first host writes the exports. If all hosts share the folder, the first host also writes all checkpoints.
         """
@@ -155,9 +155,9 @@ def estimate_stages(
 def _kept_rows(plan: Plan, model: DescribedModel, weights: RankWeights) -> Iterator[MemoryRow]:
     """Memory rows for weights that this program holds in addition to DeepSpeed's.
 
-    One row is for weights of DeepSeek-V4 that forwards use in fp32 and that every rank holds in full
-    (model/weights/fp32_weights.py). Other rows are for weights of the reference model (`KeptWeights`): in host
-    memory and, without weight offload, the copy in use on a GPU.
+    One row is for DeepSeek-V4: every rank holds full fp32 copies of some weights (model/weights/fp32_weights.py). Two
+    rows are for weights of the reference model (`KeptWeights`): in host memory, and on a GPU while they are in use,
+    unless weights are offloaded.
     """
     family = family_of(str(model["model_type"]))
     if plan.precision != "fp32" and family.fp32_weights is not None:

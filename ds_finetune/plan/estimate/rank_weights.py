@@ -87,8 +87,8 @@ class RankWeights:
 
 @lru_cache(maxsize=4096)
 def rank_weights(model: DescribedModel, parallel: ParallelConfig, *, zero_ranks: int) -> tuple[RankWeights, ...]:
-    """Tensors of a rank of each pipeline stage, with ZeRO sharding over `zero_ranks`. ConfigError if the model's layers
-    cannot be assigned to the stages.
+    """For each pipeline stage, the tensors that one of its ranks holds, with ZeRO sharding over `zero_ranks` ranks.
+    ConfigError if the model's layers cannot be assigned to the stages.
     """
     tensors = model.tensors
     stages = stages_of(tensors, parallel)
@@ -106,7 +106,7 @@ def rank_weights(model: DescribedModel, parallel: ParallelConfig, *, zero_ranks:
 
 
 def weights_of_run(plan: Plan, model: DescribedModel) -> tuple[RankWeights, ...]:
-    """Tensors of a rank of each pipeline stage, in the layout of a planned run."""
+    """For each pipeline stage, the tensors that one of its ranks holds in the planned run."""
     return rank_weights(model, plan.parallel, zero_ranks=plan.zero_ranks)
 
 

@@ -225,8 +225,8 @@ def _rows_of_stage_0(run: _Zero) -> Iterator[MemoryRow]:
     own, plan = run.own, run.plan
     yield MemoryRow("gradients", run.home, run.width * own.trained, _STAGE)
     if run.width < _WIDE:
-        # DeepSpeed selects the 16-bit optimizer in engine.py, _configure_fp16_optimizer; FusedAdam's needs twice the
-        # memory.
+        # DeepSpeed selects one of two 16-bit optimizers in engine.py, _configure_fp16_optimizer. The one that uses
+        # FusedAdam needs twice the memory.
         size = (2 if plan.needs_fused_adam else 1) * _WIDE * own.trained
         yield MemoryRow("fp32 gradients for the update", run.home, size, _STAGE, ("step",))
     if plan.world.world_size > 1:
@@ -285,8 +285,8 @@ def _offload_rows_of_stages_1_and_2(run: _Zero) -> Iterator[MemoryRow]:
 
 
 def _rows_of_stage_3(run: _Zero, weights: RankWeights) -> Iterator[MemoryRow]:
-    """Memory rows of ZeRO stage 3: partitions of weights (lp_param_buffer) and gradients (grad_partitions_flat_buffer,
-    zero/stage3.py:791), small weights that stay gathered, other gathered weights, and fp32 gradients of a sub-group
+    """Memory rows of ZeRO stage 3: for a rank's partition of weights (lp_param_buffer), for gathered weights, for its
+    partition of gradients (grad_partitions_flat_buffer, zero/stage3.py:791), and for fp32 gradients of a sub-group
     (stage3.py:2686).
     """
     plan, own, sharded = run.plan, run.own, run.own.sharded_trained
@@ -367,8 +367,8 @@ def num_persistent(kinds: Sequence[TensorKind], rules: FetchingRules) -> int:
 def gathered_weights(
     kinds: Sequence[TensorKind], rules: FetchingRules, *, passes: int, home: Place
 ) -> tuple[GatheredWeights, ...]:
-    """Maximum number of elements of the weights `kinds` that a rank holds gathered at certain moments. `home` is the
-    memory of its device. Forward and backward together run each layer `passes` times.
+    """For each part of a step, the maximum number of gathered elements on a rank, of the weights `kinds`. `home` is the
+    memory of the rank's device. Forward and backward together run each layer `passes` times.
 
     DeepSpeed prefetches a bucket of weights when it enters a module, even if the module has no weights
     (partitioned_param_coordinator.py:436-470), until `max_live` elements are gathered. The tensor gathered last, such

@@ -143,8 +143,8 @@ def _changed_keys(plan: Plan, rows: int) -> Iterator[tuple[str, dict[str, Any], 
 
 
 def fitting_changes(plan: Plan, model: DescribedModel, traces: Tracer, *, budget: int) -> tuple[FittingChange, ...]:
-    """Single changes of the run file with which the run leaves enough of `budget` bytes free, those that cost least
-    time first. `make_plan` accepts each of them, and none changes the loss.
+    """Single changes of the run file that leave enough of `budget` bytes free. Changes that cost least time come first.
+    `make_plan` accepts each change, and no change affects the loss.
     """
     rows = largest_micro_batch(plan, model, traces, budget=budget) or 1
     changes = []

@@ -97,7 +97,7 @@ def gpu_of_device(device_name: str) -> GpuModel | None:
 
 
 CPU = "cpu"
-"""Name that stands for this machine's CPU ranks where a GPU could be named."""
+"""Given as the name of a GPU, this stands for CPU ranks on this machine."""
 GPUS_PER_NODE = 8
 
 

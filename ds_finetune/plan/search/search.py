@@ -253,7 +253,7 @@ def result_tree(result: SearchResult, given: RunSettings, target: Target) -> dic
 
 
 def result_notes(result: SearchResult, target: Target) -> list[str]:
-    """Notes on the order of the layouts, the number compared, and assumptions."""
+    """Notes on the order of layouts, the number of compared layouts, and assumptions."""
     compared = (
         f"The states of {result.num_compared} layouts were compared with the memory by arithmetic, and all memory was "
         f"estimated of {result.num_tried} of them ({MOST_TRIED} at most)"

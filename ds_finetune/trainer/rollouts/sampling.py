@@ -25,7 +25,7 @@ PHASE = "rollout"
 """Name of the phase of sampling in the watchdog and in the run's status."""
 _MEETING_SECONDS = 60.0
 _TAIL = 16
-"""Number of tokens decoded beyond the longest stop text's length, since a token may be only a part of a character."""
+"""To find a stop text, this number of tokens is decoded, and one more for each character of the longest stop text."""
 
 
 Answers = list[list[SampledAnswer]]

@@ -51,8 +51,8 @@ class VllmServer:
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def check(self, shape: Mapping[str, Any], *, max_tokens: int) -> None:
-        """Check that the server can sample for the run. It must be a vLLM server in dev mode, its model must have the
-        values of config.json in `shape`, and it must accept `max_tokens` tokens of prompt and answer.
+        """Check that the server can sample for the run. It must be a vLLM server in dev mode, and accept
+        `max_tokens` tokens of prompt and answer. Its model's config.json must have the values in `shape`.
         """
         models = self._request("/v1/models", missing="is no vLLM server: it has no route /v1/models")
         missing = "is not in dev mode: it has no route {}, by which it is told to load weights"

@@ -60,8 +60,8 @@ class Traces:
         return self._result("activations", plan, compute, parse)
 
     def flops_per_token(self, plan: Plan, tokens: int) -> float:
-        """Model FLOPs per token in forward and backward, for rows of `tokens` tokens, without recomputation. Ranks that
-        share the layers count once together. Errors as in `__call__`.
+        """Model FLOPs per token in forward and backward, for rows of `tokens` tokens, without recomputation. They are
+        those of the full model, however many ranks share it. Raises the errors of `__call__`.
         """
         plain = {"activation_checkpointing": "none", "activation_offload": False, "tiled_mlp": False}
         train = plan.train.model_copy(update={**plain, "micro_batch_size": 1, "max_seq_len": tokens})
