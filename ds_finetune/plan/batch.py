@@ -30,8 +30,8 @@ def divisors(number: int, *, most: int | None = None) -> tuple[int, ...]:
 
 
 def legal_micro_batches(*, global_batch_size: int, dp: int, group: int = 1) -> tuple[int, ...]:
-    """Legal micro-batch sizes, ascending. A size is legal if each of the `dp` data parallel ranks computes its rows of
-    the global batch in a multiple of `group` forwards.
+    """Legal micro-batch sizes, ascending. A size is legal if it divides the rows of each of the `dp` data
+    parallel ranks into a number of forwards that is a multiple of `group`.
     """
     rows, rest = divmod(global_batch_size, dp * group)
     return () if rest else divisors(rows)

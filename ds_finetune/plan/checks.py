@@ -294,7 +294,7 @@ _LORA: tuple[Refusal[RunSettings], ...] = (
         (
             *UNTESTED_STATES,
             setting("model.weights random", "load weights, or leave `lora` out"),
-            # With LoRA the embedding and the head are frozen and not exported. Their rows of new tokens would stay
+            # With LoRA the embedding and the head are frozen and not exported. Their rows for new tokens would stay
             # random and be lost.
             setting("model.resize_vocabulary true", "train all weights, or use a tokenizer that fits the model"),
             # A server loads an adapter with its base model, whose config.json would not have the extended context.

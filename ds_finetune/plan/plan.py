@@ -247,8 +247,8 @@ _DEFAULT_BUFFER = 100_000_000
 
 
 def check_largest_slice(plan: Plan, tensors: Iterable[tuple[int, str]]) -> None:
-    """ConfigError where a rank's shard of the largest of `tensors`, each given by elements and name, exceeds the buffer
-    of `offload_param` to NVMe.
+    """ConfigError if a rank's shard of the largest tensor exceeds the buffer of `offload_param` to NVMe. `tensors` are
+    pairs of number of elements and name.
 
     DeepSpeed 0.19.8 would fail an assertion while it builds the model (swap_tensor/partitioned_param_swapper.py:352).
     """

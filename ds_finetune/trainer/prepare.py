@@ -163,7 +163,7 @@ def check_same_precision(section: TrainConfig, world: World, store: dist.Store) 
 
 
 def check_same_kernels(kernels: ChosenKernels, device: str, world: World, store: dist.Store) -> None:
-    """Raise ConfigError if `model.kernels: auto` gives different kernels on different ranks. Also if Triton or
+    """Raise ConfigError if `model.kernels: auto` gives different kernels on different ranks, or if Triton or
     FlashAttention 3 is usable only on some ranks, e.g. because one host has no C compiler.
     """
     choices = {"model.kernels": (kernels.name, kernels.reason)}

@@ -209,8 +209,8 @@ def make_model_plan(run: RunSettings, *, is_config_only: bool = False) -> ModelP
 
 
 def _set_up_scores(objective: ObjectiveConfig, section: ModelConfig, hf_config: PretrainedConfig) -> str:
-    """Set classes and padding token in the configuration of a classifier or reward model. Returns a text on the padding
-    token, which is empty for a causal LM.
+    """Set classes and padding token in the configuration of a classifier or reward model. Returns a text about the
+    padding token; empty for a causal LM.
     """
     if objective.row.head != "scores":
         return ""

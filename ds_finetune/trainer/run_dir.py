@@ -122,7 +122,7 @@ def _is_resumable(folder: Path, policy: CheckpointConfig) -> bool:
 
 @contextmanager
 def remove_empty_on_failure(folder: Path) -> Iterator[None]:
-    """Context that removes the empty folders left by the test of saving, after an error before the first step."""
+    """If an error ends this context before the first step, remove the empty folders left by the test of saving."""
     try:
         yield
     except BaseException:
@@ -246,7 +246,7 @@ def _write(rows: Rows, name: str, folder: Path) -> str:
 
 
 def _with_classes(rows: Rows) -> bytes:
-    """Bytes of a Parquet file if `rows` are a `datasets.Dataset` with class names, which JSON lacks; else empty."""
+    """Bytes of a Parquet file if `rows` are a `datasets.Dataset` with class names (JSON has none); else empty."""
     features: Any = getattr(rows, "features", None) or {}
     table: Any = rows
     if not any(type(kind).__name__ == "ClassLabel" for kind in features.values()) or not isinstance(rows, Sized):

@@ -113,9 +113,9 @@ def weights_of_run(plan: Plan, model: DescribedModel) -> tuple[RankWeights, ...]
 def _stage_tensors(
     tensors: ModelTensors, layers: tuple[int, ...], *, is_first: bool, is_last: bool
 ) -> Mapping[tuple[str, FullTensor], list[str]]:
-    """Map each kind of tensors of a pipeline stage to their full names. A kind is a name (`N` for the layer number)
-    and a FullTensor (shape and division). The last stage also has the embedding if the head is tied
-    or there is a multi-token prediction layer.
+    """Map each kind of tensors of a pipeline stage to the full names of these tensors. A kind is a name (`N` for the
+    layer number) and a FullTensor (shape and division). The last stage also has the embedding if the head is tied or
+    there is a multi-token prediction layer.
     """
     predicts = any(tensors.layers[layer].is_prediction for layer in layers)
     has_embedding = is_first or (is_last and (tensors.is_tied or predicts))

@@ -27,7 +27,7 @@ class TracedModel:
     """Activation bytes of one forward on a rank with all layers; weights and gradients do not count."""
 
     layers: tuple[TracedLayer, ...]
-    """Layers in the order of execution; multi-token prediction layers belong to the head."""
+    """Layers in the order of execution; multi-token prediction layers count as part of the head."""
     hidden: int
     """Bytes of the hidden states that one layer passes to the next."""
     before: int

@@ -313,9 +313,9 @@ def _rows_of_stage_3(run: _Zero, weights: RankWeights) -> Iterator[MemoryRow]:
 
 
 def _nvme_rows(run: _Zero) -> Iterator[MemoryRow]:
-    """Rows of host memory that ZeRO-3 uses with offload to NVMe: pinned fp32 buffers of the largest sub-group
-    (swap_tensor/utils.py:192, from zero/stage3.py:848), pinned buffers of weights
-    (swap_tensor/partitioned_param_swapper.py:124), and weights that stay on the host (zero/stage3.py:897-907).
+    """Memory rows for host memory that ZeRO-3 uses with offload to NVMe. The optimizer needs pinned fp32 buffers of
+    the largest sub-group (swap_tensor/utils.py:192, from zero/stage3.py:848). Weights need pinned buffers
+    (swap_tensor/partitioned_param_swapper.py:124), and some weights stay on the host (zero/stage3.py:897-907).
     """
     if run.plan.offload_optimizer == "nvme":
         size = _WIDE * run.sub_group * run.nvme_option("offload_optimizer", "buffer_count")

@@ -1,5 +1,5 @@
-"""Layouts, which are the settings of a run file that a search may change, and candidates, which are the layouts that
-`train` accepts on a number of ranks.
+"""Layouts and candidates of a search. A layout holds the settings of a run file that the search may change; a candidate
+is a layout that `train` accepts on a number of ranks.
 """
 
 from collections.abc import Callable, Iterator, Mapping

@@ -1,5 +1,5 @@
-"""Compares estimated with available memory: the largest micro-batch that fits, the recomputation that fits, and changes
-of a run file with which a run would fit.
+"""Compares estimated with available memory: finds the largest micro-batch that fits, the recomputation that fits, and
+changes of a run file after which the run fits.
 """
 
 from bisect import bisect_left
@@ -119,8 +119,8 @@ class FittingChange(NamedTuple):
 
 
 def _changed_keys(plan: Plan, rows: int) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
-    """Changes that may save memory: the text of a change, its keys of the section `train`, and its keys of DeepSpeed's
-    `zero_optimization`.
+    """Yield changes that may save memory, as (text, keys of the section `train`, keys of DeepSpeed's
+    `zero_optimization`).
     """
     own = {"micro_batch_size": plan.micro_batch_size}
     if rows < plan.micro_batch_size:

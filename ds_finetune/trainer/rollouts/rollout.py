@@ -109,7 +109,7 @@ class Rollout:
     noted: Mapping[str, float] = field(default_factory=dict)
     """Measurements by name, such as the seconds for sampling, rewards and log-probabilities of the rollout."""
     old: TokenNumbers = field(default_factory=dict)
-    """Log-probabilities of the answers of the rollout's later steps, under the weights before its first step."""
+    """Log-probabilities, before the rollout's first step, of the answers that its later steps train on."""
     reference: TokenNumbers = field(default_factory=dict)
     """Log-probabilities of the answers under the reference model."""
 
