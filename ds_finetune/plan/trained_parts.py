@@ -28,7 +28,7 @@ class RouterPlan:
     """Experts per token."""
     section: RouterConfig
     by_id: tuple[int, ...] = ()
-    """Those of `layers` in which the token id determines the experts. These layers cannot be balanced."""
+    """Layers, among `layers`, in which the token id determines the experts. These layers cannot be balanced."""
 
     @property
     def balanced(self) -> tuple[int, ...]:
