@@ -70,8 +70,30 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "text_config": {**_TEXT, **_LINEAR, **_EXPERTS, "model_type": "qwen3_5_moe_text"},
         "vision_config": {**_QWEN_EYES, "deepstack_visual_indexes": []},
     },
+    "llama4": {
+        "text_config": {
+            **{**_TEXT, "model_type": "llama4_text", "intermediate_size_mlp": 48, "num_local_experts": 4},
+            **{"no_rope_layers": [1, 0], "moe_layers": [1], "attention_chunk_size": 16, "floor_scale": 16},
+        },
+        "vision_config": {
+            **{**_EYES, "intermediate_size": 128, "vision_output_dim": 32},
+            **{"projector_input_dim": 32, "projector_output_dim": 32},
+        },
+    },
+    "minimax_m3_vl": {
+        "text_config": {
+            **{**_TEXT, "model_type": "minimax_m3_vl_text", "dense_intermediate_size": 48, "rotary_dim": 4},
+            **{"shared_intermediate_size": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+            **{"mlp_layer_types": ["dense", "sparse"], "layer_types": ["full_attention", "minimax_m3_sparse"]},
+            **{"index_n_heads": 2, "index_head_dim": 8, "index_block_size": 8, "index_topk_blocks": 2},
+        },
+        "vision_config": _EYES,
+        "projector_hidden_size": 32,
+    },
 }
-SPELLINGS = dict.fromkeys(("gemma4", "qwen3_vl", "qwen3_5", "qwen3_5_moe"), "model.language_model.")
+FUSED = ("qwen3_5_moe", "minimax_m3_vl")
+"""Types whose folder has all experts of a layer in one tensor: Qwen publishes them so, and MiniMax's are read only so."""
+SPELLINGS = dict.fromkeys(("gemma4", "qwen3_vl", "qwen3_5", *FUSED), "model.language_model.")
 """Beginnings of the published names of a text part, where they are not `language_model.model.`."""
 
 
@@ -119,12 +141,14 @@ def composite_task(kind: str, folder: Path, *, vocab_size: int | None = None, **
     if kind.startswith("qwen"):
         _write_qwen_tokenizer(folder / "model")
     shutil.copytree(folder / "model", folder / "text")
-    whole.save_pretrained(folder / "model", save_original_format=kind != "qwen3_5_moe")
+    whole.save_pretrained(folder / "model", save_original_format=kind not in FUSED)
     text_config = config.text_config if kind != "qwen3_vl" else Qwen3Config(**tree["text_config"])
     text_config.tie_word_embeddings = config.tie_word_embeddings
     text = AutoModelForCausalLM.from_config(text_config).float()
-    text.model.load_state_dict(whole.model.language_model.state_dict())
-    text.lm_head.load_state_dict(whole.lm_head.state_dict())
+    decoder = whole.get_decoder()
+    # transformers 5.23 takes Llama 4's causal LM for its decoder.
+    text.model.load_state_dict(getattr(decoder, "model", decoder).state_dict())
+    text.lm_head.load_state_dict(whole.get_output_embeddings().state_dict())
     text.save_pretrained(folder / "text")
     if kind == "kimi_k25":
         # transformers 5.23 saves the text part's layers as `blocks`, a name of the vision tower that is published.

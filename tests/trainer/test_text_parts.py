@@ -106,6 +106,18 @@ def test_adapters_have_the_names_of_the_composite_class(adapted: Path, tmp_path:
             assert torch.equal(value, base_tensors[key]), key
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama4", "minimax_m3_vl"])
+def test_adapters_of_generic_text_parts_fit_the_composite_class(kind: str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    train(read_config(composite_task(kind, tmp_path, lora={"rank": 8, "alpha": 16}, optim={"lr": 0.02})))
+    base = _composite(tmp_path / "model")
+    before, merged = _logits(base), _logits(_composite(tmp_path / "run" / "export"))
+    assert (merged - before).abs().max() > 1e-2, "the adapter does nothing"
+    in_peft = _logits(peft.PeftModel.from_pretrained(base, tmp_path / "run" / "adapter"))
+    assert torch.allclose(merged, in_peft, atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("name", ["export", "adapter"])
 def test_the_example_of_the_model_card_generates(name: str, adapted: Path) -> None:
     pytest.importorskip("peft", reason="peft is not installed")

@@ -256,10 +256,21 @@ def _count_reached_experts(model: PreTrainedModel) -> list[tuple[set[int], int]]
     for module in model.modules():
         weight = getattr(module, "gate_up_proj", None)
         if isinstance(weight, torch.nn.Parameter) and weight.dim() == 3:
-            seen: set[int] = set()
-            module.register_forward_pre_hook(lambda _, inputs, seen=seen: seen.update(inputs[1].unique().tolist()))
-            layers.append((seen, len(weight)))
+            number, seen = len(weight), set[int]()
+            module.register_forward_pre_hook(
+                lambda _, inputs, seen=seen, number=number: seen.update(_reached_experts(inputs, number))
+            )
+            layers.append((seen, number))
     return layers
+
+
+def _reached_experts(inputs: tuple[torch.Tensor, ...], number: int) -> list[int]:
+    """Which of a layer's `number` experts compute something for `inputs`: the tokens, and the experts chosen for each.
+    Llama 4's experts get only the tokens, once for each expert, multiplied by 0 where the expert is not chosen.
+    """
+    if len(inputs) > 1:
+        return inputs[1].unique().tolist()  # type: ignore[no-any-return]
+    return inputs[0].view(number, -1).any(1).nonzero().flatten().tolist()  # type: ignore[no-any-return]
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from ds_finetune.model.attention.compressed_attention import install_compressed_
 from ds_finetune.model.attention.gated_delta import install_gated_delta
 from ds_finetune.model.attention.indexed_attention import install_indexed_attention
 from ds_finetune.model.build.hub_folder import check_folder
-from ds_finetune.model.build.text_config import check_text_part, text_config
+from ds_finetune.model.build.text_config import check_text_part, correct_decoder_name, text_config
 from ds_finetune.model.experts import install_grouped_experts, spread_ids
 from ds_finetune.model.hyper_connections import install_hyper_connections, install_norms
 from ds_finetune.model.mtp import build_mtp_layers
@@ -336,6 +336,7 @@ def build_skeleton(  # noqa: PLR0913
         ) from missing
     finally:
         torch.set_default_dtype(default)
+    correct_decoder_name(model)
     model.tie_weights()
     family = family_of(hf_config.model_type)
     if family.fused_experts or family.transposed_experts:

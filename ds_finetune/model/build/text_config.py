@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from ds_finetune.errors import ModelError
 from ds_finetune.families.table import TEXT_PARTS
@@ -70,4 +70,14 @@ def text_module(folder: Path) -> str:
     with torch.device("meta"):
         model = AutoModelForMultimodalLM.from_config(config, trust_remote_code=False)
     decoder = model.get_decoder()
+    correct_decoder_name(decoder)
+    decoder = decoder.base_model
     return next(name for name, module in model.named_modules() if module is decoder)
+
+
+def correct_decoder_name(model: PreTrainedModel) -> None:
+    """Let `base_model` of a Llama 4 causal LM return its decoder. The class names a submodule that only the multimodal
+    model has (transformers 5.23, llama4/modeling_llama4.py:571), so it would return the causal LM itself.
+    """
+    if model.base_model is model and hasattr(model, "model"):
+        model.base_model_prefix = "model"
