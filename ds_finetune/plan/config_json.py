@@ -51,6 +51,8 @@ _SIZES = (
     "v_head_dim",
 )
 """Keys of config.json whose values must be integers of at least 1; they may be missing or null."""
+_ROTATED_WIDTHS = ("head_dim", "qk_rope_head_dim")
+"""Keys of `_SIZES` that may be 0 in models without rotary embeddings, such as GLM-5-Next."""
 _POSITIVE = (
     *("rms_norm_eps", "layer_norm_eps", "hc_eps", "rope_theta", "compress_rope_theta", "factor", "swiglu_limit"),
     *("routed_scaling_factor", "partial_rotary_factor", "original_max_position_embeddings"),
@@ -184,13 +186,15 @@ def _check_widths(file: Path, tree: Mapping[str, Any]) -> None:
     """
     if not isinstance(quantised := tree.get("quantization_config") or {}, Mapping):
         raise ModelError(f"{file}: quantization_config is {quantised!r:.60}, not an object", hint=_PUBLISHED)
-    of_v4 = _SIZES_OF_V4 if family_of(str(tree.get("model_type"))).compresses else ()
+    family = family_of(str(tree.get("model_type")))
+    of_v4 = _SIZES_OF_V4 if family.compresses else ()
     for key in (*_SIZES, *of_v4):
         value = tree.get(key)
         is_number = isinstance(value, int) and not isinstance(value, bool)
         # In config.json of some models a size is a list, with one number for each layer.
-        if value is not None and not (isinstance(value, list) and not of_v4) and not (is_number and value >= 1):
-            raise ModelError(f"{file}: {key} is {value!r}, not a whole number of at least 1", hint=_PUBLISHED)
+        least = 0 if family.is_generic and key in _ROTATED_WIDTHS else 1
+        if value is not None and not (isinstance(value, list) and not of_v4) and not (is_number and value >= least):
+            raise ModelError(f"{file}: {key} is {value!r}, not a whole number of at least {least}", hint=_PUBLISHED)
     for key, value in _numbers(tree):
         if isinstance(value, str | bool) or (isinstance(value, int | float) and not value > 0):
             raise ModelError(f"{file}: {key} is {value!r}, not a number above 0", hint=_PUBLISHED)

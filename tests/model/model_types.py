@@ -91,7 +91,7 @@ peft.
 
 For models with a text part, rows with images, video or audio are refused, and also `model.weights: random`, quantised
 weights, classifiers, and exports to GGUF, ONNX, compressed-tensors and server adapters. A type whose text part has no
-causal LM in transformers, such as `qwen2_vl`, is refused too.
+causal LM in transformers, such as `qwen2_vl` or `glm5_next`, is refused too.
 
 Of the types with a text part, tests train gemma3, gemma4, internvl, kimi_k25, llama4, minimax_m3_vl, mistral3, qwen3_5,
 qwen3_5_moe and qwen3_vl. Export a model of another type after a few steps first, to see whether the export is verified.

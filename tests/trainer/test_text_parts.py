@@ -203,13 +203,17 @@ def test_a_text_part_has_the_layouts_of_its_row(tmp_path: Path) -> None:
     [
         ({"model_type": "qwen2_vl", "text_config": {}}, "has no causal LM of its text part `qwen2_vl_text`"),
         ({"model_type": "glm4v_moe", "text_config": {}}, "has no causal LM of its text part `glm4v_moe_text`"),
+        (
+            {"model_type": "glm5_next", "text_config": {"qk_rope_head_dim": 0, "head_dim": 0}},
+            "has no causal LM of its text part `glm5_next_text`",
+        ),
         ({"model_type": "gemma3"}, "its text part `gemma3_text` cannot be exported"),
         (
             {**CONFIGS["mistral3"], "quantization_config": {"quant_method": "fp8"}},
             "its quantization_config is not supported",
         ),
     ],
-    ids=["class", "moe", "section", "quantised"],
+    ids=["class", "moe", "no_rotation", "section", "quantised"],
 )
 def test_text_parts_that_are_not_trained(tree: dict[str, Any], said: str, tmp_path: Path) -> None:
     kind = tree.get("model_type", "mistral3")
