@@ -118,9 +118,9 @@ def export_model(  # noqa: PLR0913 - each is an option of the command
     """Convert the run, checkpoint, adapter or model in `source` to the new folder `out`. Prints and returns what was
     written.
 
-    `format` is the name of a row of `export/formats.py`, which lists its dtypes (the first is the default) and options:
-    safetensors in bf16, fp16, fp32 or fp8, onnx in fp32, fp16, int8 or int4, gguf in bf16, f16, f32 or q8_0, or the
-    adapter of a run for servers in fp32, bf16 or fp16. `base` is the folder of the model that was trained.
+    `format` is the name of a row of `export/formats.py`: safetensors, onnx, gguf, or adapter (a run's adapter for
+    servers). Dtypes, with the default first: safetensors bf16, fp16, fp32, fp8; onnx fp32, fp16, int8, int4; gguf bf16,
+    f16, f32, q8_0; adapter fp32, bf16, fp16. `base` is the folder of the model that was trained.
     `max_shard_size` (5GB) applies to safetensors. `with_cache=False` applies to onnx and writes a graph without past
     keys and values. With `verify` a new process loads `out` and compares it with the record of the run;
     VerificationError names the difference. Without `verify` the folder stays marked UNVERIFIED.
@@ -199,14 +199,13 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
 
     `data` is a path, a list of paths, or rows as `train` takes them: dictionaries as a list or a `datasets.Dataset`.
     `EvalReport.metrics` holds each metric by name, with its confidence interval. With a mapping of names to such data,
-    `EvalReport.sets` also has the metrics of each of these sets. `objective` is sft, distill or pretrain, or its
-    section in a run file, such as `{"name": "pretrain", "eos": False}`; dpo, simpo, cpo and orpo score pairs of
-    answers, and dpo needs its reference model as `baseline`. With `extract` (gsm8k, choice, json or text) the model
-    generates answers, and the value extracted from an answer is compared with the value extracted from its row. One
-    answer is greedy, and pass@k uses `samples` answers at temperature 1. `columns`, `template`, `separator`, `train_on`
-    and `long_rows` are as in a run file; without `template` and `separator` prompts are written as in the model's
-    training. `limit` is the maximum number of scored rows of each set. DataError or ExportError where the model cannot
-    be scored.
+    `EvalReport.sets` also has the metrics of each of these sets. `objective` is a name or a section of a run file, such
+    as `{"name": "pretrain", "eos": False}`. With sft, distill and pretrain tokens are scored, with dpo, simpo, cpo and
+    orpo pairs of answers; dpo needs its reference model as `baseline`. With `extract` (gsm8k, choice, json or text) the
+    model generates answers, and the value extracted from an answer is compared with that of its row. One answer is
+    greedy, and pass@k uses `samples` answers at temperature 1. `columns`, `template`, `separator`, `train_on` and
+    `long_rows` are as in a run file; without `template` and `separator` prompts are written as in the model's training.
+    `limit` is the maximum number of scored rows of each set. DataError or ExportError where the model cannot be scored.
     """
     check_versions()
     minima = {
@@ -265,8 +264,8 @@ def _eval_objective(objective: str | Mapping[str, object]) -> tuple["RowKind", "
 def _held_out_paths(
     data: "EvalRows | Mapping[str, EvalRows]", folder: Path
 ) -> tuple[str, ...] | dict[str, tuple[str, ...]]:
-    """Value of the run-file key `data.eval` for `data`, whose rows are written to files below `folder`. ConfigError for
-    a wrong name of a set.
+    """Value of the run-file key `data.eval` for `data`. Rows are written to files below `folder`. ConfigError if `data`
+    or the name of a set is invalid.
     """
     from ds_finetune.trainer.run_dir import write_rows
 

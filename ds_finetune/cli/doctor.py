@@ -67,7 +67,7 @@ def remote_of(arguments: Arguments) -> "Remote":
 
 
 def hosts_of(arguments: Arguments) -> tuple[Host, ...]:
-    """Hosts of the file `--hostfile` that `--include` and `--exclude` select."""
+    """Select hosts of the file `--hostfile` by `--include` and `--exclude`."""
     return select_hosts(read_hostfile(arguments.hostfile), include=arguments.include, exclude=arguments.exclude)
 
 

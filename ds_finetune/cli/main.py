@@ -189,7 +189,9 @@ def _complete_files(parser: argparse.ArgumentParser, how: Mapping[str, object]) 
 
 
 def _print_once(text: str) -> None:
-    """Record an error, and print it in full on local rank 0 only, because all ranks of a host meet the same error."""
+    """Record and print an error. Without a log for each rank, ranks other than local rank 0 print only its first line,
+    because all ranks of a host meet the same error.
+    """
     record_error(text)
     if os.environ.get("LOCAL_RANK", "0") == "0" or {RUN_ID, "TORCHELASTIC_RUN_ID"} <= os.environ.keys():
         # Under `launch` no rank waits: each has its own log, and the rank that ends first counts as the cause.

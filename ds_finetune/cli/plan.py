@@ -137,7 +137,7 @@ def _plan_model(run: "RunSettings") -> "ModelPlan":
 
 def _memory_lines(memory: "MemoryEstimate") -> Iterator[tuple[str, str]]:
     """Lines about the memory of a rank: first the peak of each kind of memory (GPU, host, NVMe, disk), then each item.
-    An item that does not exist all the time names its moments, and an item may name the key that reduces it.
+    An item that exists only at some moments names them, and an item may name the key that reduces it.
     """
     from ds_finetune.plan.estimate.zero_rows import MOMENTS, peak
 

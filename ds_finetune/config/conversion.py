@@ -97,7 +97,7 @@ class ConvertedRun:
         key, match = self._key(word), _MISWRITTEN.fullmatch(value.strip()) if isinstance(value, str) else None
         path, section = section_of(RunConfig, key.split("."))
         field = field_of(section, path[-1])
-        # A key of `objective` that the run's objective lacks may belong to another one. Its value should be a number.
+        # A key of another objective has no field in this section; its value is taken to be a number.
         is_number = re.search(r"\b(int|float)\b", str(field.annotation)) if field else path[0] == "objective"
         if match is None or not (is_number or key in _LENGTHS):
             return
@@ -314,7 +314,10 @@ class ConvertedRun:
         return value if text == str(value) else text and yaml.safe_load(text)
 
     def _take(self, key: str, value: object, word: str = "", *, origin: str = "", is_last: bool = True) -> None:
-        """Set run-file key `key` if `value` is valid and has an effect; record the outcome of `word`."""
+        """Set run-file key `key` to `value`, which comes from `origin`, if that is valid and has an effect.
+
+        Record the outcome of `word`, if given. Before the last pass (`is_last`), a key without an effect stays open.
+        """
         tree, origin = deepcopy(self.tree), origin or self._text_of(word)
         set_key(tree, {}, key, value, source=self.program.name)
         try:
@@ -568,7 +571,7 @@ def _objective_of(trainer: str) -> str:
 
 
 def _options(text: str, *, may_repeat: bool = False) -> tuple[dict[str, object], list[str]]:
-    """Parse a shell command to its options and variable assignments, by name, and its YAML and JSON arguments.
+    """Parse a shell command: its options and variable assignments by name, and the YAML or JSON files before them.
 
     ConfigError if an option is given twice, unless it `may_repeat`, as options of `mpirun` do.
     """

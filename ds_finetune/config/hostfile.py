@@ -42,7 +42,7 @@ class Host:
 def read_hostfile(path: str | Path) -> tuple[Host, ...]:
     """Read the hosts of a hostfile. A LaunchError names line and column of an invalid entry.
 
-    A missing hostfile is an error too: the run is not started on this machine only.
+    A missing hostfile is an error too, while DeepSpeed would start on this machine only.
 
     A line is `HOST slots=N`. HOST is `name`, `user@name`, `name:port`, an IPv6 address, or an IPv6 address in brackets
     with a port. `#` begins a comment. DeepSpeed 0.19.8 reads the same lines (launcher/runner.py, `_parse_hostfile`),

@@ -210,7 +210,7 @@ _RULES = (
 def check_keys_have_effect(given: Values, run: Values, source: str, lines: Lines) -> None:
     """Raise a NoEffectError that names each key of `given` without an effect in `run`, with its line and the reason.
 
-    `given` must hold only values that differ from the default, since a resolved run file names all keys and is valid.
+    `given` must hold only values that differ from the default: a resolved run file names all keys and must be accepted.
     """
     ineffective_keys, remedies = [], []
     for key, value in given.items():

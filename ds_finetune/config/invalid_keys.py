@@ -73,8 +73,8 @@ def _instead(path: Sequence[str], section: type[BaseModel], root: type[BaseModel
 
 
 def _is_foreign(error: Any) -> bool:  # noqa: ANN401 - pydantic's ErrorDetails
-    """Whether a pydantic error is about an unknown key. The key in `optim: adamw_torch` counts as another trainer's:
-    in a run file `optim` is a section, not a text.
+    """Whether a pydantic error is about an unknown key, or about another trainer's key that is a section here, as
+    in `optim: adamw_torch`.
     """
     is_value = error["type"] == "model_type" and len(error["loc"]) == 1 and error["loc"][0] in KEY_OF
     return error["type"] == "extra_forbidden" or is_value
@@ -150,7 +150,7 @@ def _value_hint(name: str, field: FieldInfo | None, page: str) -> str:
 
 
 def section_of(root: type[BaseModel], parts: Sequence[str]) -> tuple[tuple[str, ...], type[BaseModel]]:
-    """Split the location of a pydantic error into the path of run-file keys and the section class with the last key.
+    """Split the location of a pydantic error into a path of run-file keys and the class of the section of the last key.
 
     The path omits the tags that pydantic adds for members of a discriminated union.
     """
@@ -175,7 +175,7 @@ def _tag(section: type[BaseModel]) -> str:
 
 def _suggestion(path: Sequence[str], section: type[BaseModel], root: type[BaseModel], value: object) -> str:
     """Hint for an unknown key: the run-file key that was probably meant. The unknown key may be another trainer's name
-    of it, a key of another section, or a misspelling.
+    for that key, a key of another section, or a misspelling.
     """
     word, names = path[-1], _own_names(section)
     if word.lower() in NOT_AVAILABLE:
@@ -215,7 +215,7 @@ def _all_names(root: type[BaseModel]) -> Iterator[str]:
 
 
 def section_keys(root: type[BaseModel], key: str) -> list[str]:
-    """Names of the keys of section `key`, over all its classes; empty where `key` has a plain value."""
+    """Names of the keys of section `key`; for `objective`, of all objectives. Empty where `key` has a plain value."""
     return list(dict.fromkeys(name for section in _sections(root, key) for name in _own_names(section)))
 
 

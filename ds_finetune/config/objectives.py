@@ -230,8 +230,8 @@ class DistillObjective(ObjectiveConfig):
     scores: str | None = None
     """Folder of a teacher's top-k log-probabilities of the training rows, which `ds-finetune teach` writes."""
     teacher_offload: Free[Literal["none", "cpu"]] = "none"
-    """Where the teacher's weights are: `cpu` partitions them over ranks in host memory; `none` keeps them on the GPUs,
-    partitioned with ZeRO-3 and else in full.
+    """Where the teacher's weights are. `cpu`: in host memory, partitioned over ranks. `none`: on the GPUs, partitioned
+    with ZeRO-3 and in full with other stages.
     """
     temperature: Refused[float] = Field(default=1.0, gt=0)
     """Number by which the logits of both models are divided. The divergence is then multiplied by the square of this
@@ -277,15 +277,15 @@ class GrpoObjective(ObjectiveConfig):
     ratio: Refused[Literal["token", "sequence", "capped"]] = "token"
     """How the loss uses the ratio of a token's current probability to that at sampling. `token` clips the ratio.
     `sequence` (GSPO) clips the geometric mean of the answer's ratios. `capped` (CISPO) weights the token by its ratio,
-    of at most `ratio_cap` and without a gradient.
+    which is capped at `ratio_cap` and gets no gradient.
     """
     clip_low: Refused[float] = Field(default=0.2, gt=0, lt=1)
-    """Tokens whose probability ratio is below 1 - clip_low are not made less likely. With `ratio: sequence` take
-    3e-4.
+    """Tokens whose probability ratio is below 1 - clip_low are not made less likely. With `ratio: sequence` the
+    default is 3e-4.
     """
     clip_high: Refused[float] = Field(default=0.28, gt=0)
-    """Tokens whose probability ratio is above 1 + clip_high are not made more likely. With `ratio: sequence` take
-    4e-4.
+    """Tokens whose probability ratio is above 1 + clip_high are not made more likely. With `ratio: sequence` the
+    default is 4e-4.
     """
     ratio_cap: Refused[float | None] = Field(default=None, gt=1)
     """Upper bound of the ratio with `ratio: capped`, such as 5.0. Unlike `clip_high`, it is not added to 1."""
@@ -418,7 +418,7 @@ def _read_section(value: object) -> ObjectiveConfig:
 
 
 class _SectionOfRow:
-    """Pydantic type of an objective's section; its schema has all objectives registered when it is built."""
+    """Pydantic type of an objective's section. Its JSON schema has the objectives registered so far."""
 
     def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_plain_validator_function(_read_section)

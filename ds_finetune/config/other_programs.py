@@ -375,7 +375,7 @@ class Program:
     trains_adapters: bool = False
     """Whether the trainer trains adapters by default."""
     absent: Mapping[str, str] = field(default_factory=dict)
-    """Keys that mean something in this trainer that is not available here, each with the reason."""
+    """Keys whose meaning in this trainer is not available here, each with the reason."""
     notes: Mapping[str, str] = field(default_factory=dict)
     """Notes for the user, by run-file key. Shown if the key gets the trainer's default; always for `data.train`."""
 

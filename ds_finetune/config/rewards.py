@@ -50,7 +50,7 @@ class RewardConfig(Section):
     a machine's cores among its ranks.
     """
     column: str | None = None
-    """Data column with the reference answer (by default `answer`), or for `code` with the tests (`tests`);
+    """Data column with the reference answer (default `answer`); `code` reads the one with the tests (default `tests`).
     `extra.answer` names a key inside a mapping. Without a column, `json` accepts any JSON.
     """
     unparsed: float = 0.0

@@ -15,7 +15,7 @@ from ds_finetune.errors import ConfigError, LaunchError, OutputError
 Lines = dict[tuple[str, ...], int]
 """Line number of each key in the YAML file, by the path of keys such as `("optim", "lr")`."""
 SHORT_FORMS = {"model": "path", "objective": "name", "lora": "rank"}
-"""Sections that may be written as the value of one key, with this key: `model: X` is short for `model: {path: X}`."""
+"""Sections with a short form, each with the key that it sets: `model: X` is short for `model: {path: X}`."""
 _MOST_NODES, _MOST_DEPTH = 50_000, 100
 
 
@@ -91,7 +91,7 @@ def _key_lines(node: yaml.Node | None, path: tuple[str, ...]) -> Iterator[tuple[
 
 
 def apply_override(tree: dict[str, Any], lines: Lines, override: str) -> None:
-    """Apply the override `section.key=value` to `tree`, and remove the line number of the key."""
+    """Apply the override `section.key=value` to `tree`. Remove the key's line number: the value is not the file's."""
     name, equals, text = override.partition("=")
     if not equals:
         raise ConfigError(f"override `{override}` is not of the form section.key=value", hint="e.g. optim.lr=1e-5")
@@ -103,9 +103,9 @@ def apply_override(tree: dict[str, Any], lines: Lines, override: str) -> None:
 
 
 def set_key(tree: dict[str, Any], lines: Lines, name: str, value: object, *, source: str) -> None:
-    """Set the dotted key `name` of `tree`, and remove its line number.
+    """Set the dotted key `name` of `tree`. Remove its line number, since the value is no longer that of the file.
 
-    ConfigError, which begins with `source`, if `name` has an empty part or goes through a value that is not a section.
+    ConfigError, which begins with `source`, if `name` has an empty part or if a key above it has a plain value.
     """
     keys = tuple(name.strip().split("."))
     if not all(keys):
@@ -188,8 +188,8 @@ def shipped_names(folder: str) -> Iterator[str]:
 
 
 def read_text(given: str | Path, kind: str, hint: str, error: type[ConfigError | LaunchError] = ConfigError) -> str:
-    """Text of the file `given`, or of the file of that name that comes with the package. Raise `error`, which names
-    `kind` such as "hostfile", if the file cannot be read or is larger than 1 MiB.
+    """Text of the file `given`, or of the file of that name that comes with the package. If it cannot be read or is
+    larger than 1 MiB, raise `error` with `hint` and a message that names `kind`, such as "hostfile".
     """
     path = Path(given)
     try:

@@ -46,7 +46,7 @@ class Duration:
         return max(1, math.ceil(round(self.value / tokens * rows, 6) / global_batch_size))
 
     def in_rows(self, rows: int) -> int:
-        """Convert a duration in epochs of `rows` rows to rows, rounded up and at least one."""
+        """Convert a duration in epochs to rows, rounded up and at least one; an epoch has `rows` rows."""
         assert self.unit == "epochs"
         return max(1, math.ceil(round(self.value * rows, 6)))
 
@@ -58,7 +58,7 @@ class Duration:
 
 @dataclass(frozen=True)
 class Interval:
-    """Interval between events such as checkpoints, in steps, epochs or seconds. A unit that is not given is infinite;
+    """Interval between events such as checkpoints, in steps, epochs or seconds. A field that is not given is infinite;
     if several are given, an event is due when the first of them has passed.
 
     Steps need not be whole: the events of 2.5 steps are at steps 3, 5, 8 and so on.

@@ -82,8 +82,8 @@ class ModelConfig(Section):
     """Loss kernel: Liger's, or one that computes logits in chunks. `auto` is `liger` on GPUs if it is installed."""
     kernels: Literal["auto", "torch", "liger", "compile"] = "auto"
     """Kernels of RMSNorm, rotary embedding and SwiGLU: those of Liger, of torch.compile (ZeRO 0 to 2), or of torch.
-    `auto` takes the first of these three that runs on the GPU, and `torch` on a CPU; the plan says why. Setting `torch`
-    also turns off Triton's product of experts and FlashAttention 3.
+    `auto` takes the first of these three that runs on the GPU, and `torch` on a CPU; the plan gives the reason. `torch`
+    also turns off FlashAttention 3 and the Triton kernel for matrix products of routed experts.
     """
 
 
@@ -116,7 +116,9 @@ class DataConfig(Section):
     reasoning: Rows[Literal["keep", "strip"]] = "keep"
     """Whether the reasoning `<think>...</think>` of assistant turns is kept or stripped."""
     control_tokens: Rows[Literal["text", "keep", "refuse"]] = "text"
-    """Whether control tokens such as `<|im_end|>` in messages are tokenised as text, kept, or refused."""
+    """Whether control tokens such as `<|im_end|>` in messages are tokenised as text, stay control tokens (`keep`), or
+    are an error (`refuse`).
+    """
     separator: Rows[str] = "\n"
     """Text between prompt and completion where no chat template is used and no white space is there already. It also
     separates the two texts of a labelled pair.
@@ -188,7 +190,7 @@ class TrainConfig(Section):
     """Rows of one forward pass on one rank; gradient accumulation follows from it. `auto` is the most that fits memory.
     """
     max_seq_len: Rows[int] = Field(default=2048, ge=2)
-    """Maximum tokens of a row, which holds both answers of a pair."""
+    """Maximum tokens of a row; for pairs, of both sides together."""
     precision: Precision = "auto"
     """Dtype of weights and activations; master weights and moments are fp32. `auto` is bf16 where the device computes
     it (GPUs from compute capability 8.0, CPUs with AMX or AVX512-BF16), fp32 on other CPUs, and an error on other GPUs.
@@ -199,8 +201,8 @@ class TrainConfig(Section):
     """Norm to which the gradient of all parameters is clipped; 0 does not clip."""
     activation_checkpointing: Literal["auto", "full", "selective", "none"] = "auto"
     """What backward recomputes to save memory. `full`: each layer from its input. `selective`: each layer, but not
-    its attention, its products of routed experts, or their exchange between ranks. `none`: nothing. `auto` is
-    `selective` if that fits the GPUs by the estimate, else `full`. Results do not depend on it.
+    attention, matrix products of routed experts, or the exchange of their tokens between ranks. `none`: nothing. `auto`
+    is `selective` if that fits the GPUs by the estimate, else `full`. Results do not depend on it.
     """
     activation_offload: Free[bool] = False
     """Keep the inputs of recomputed layers in pinned host memory instead of on the GPU."""
@@ -216,7 +218,7 @@ class TrainConfig(Section):
     """Parameters that are not trained, named as in `only`; they are in no optimizer state, norm or checkpoint."""
     max_skipped_steps: Free[int] = Field(default=5, ge=1)
     """Number of consecutive steps with a non-finite gradient after which the run ends. In the first 100 steps of fp16,
-    while the loss scale falls, the run ends after 17 or more.
+    while the loss scale falls, the number is at least 17.
     """
     reduction_dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Dtype in which gradients are summed over ranks and micro-batches. `auto` is that of `precision`. `fp32` in a
@@ -238,7 +240,7 @@ class OptimConfig(Section):
     name: Refused[str] = "AdamW"
     """Optimizer: DeepSpeed's AdamW (Adam is the same), Lion, Adagrad, Lamb, SGD or Muon (with AdamW for embedding, head
     and vectors), torch's RAdam, Adamax, RMSprop or Adafactor, or AdamW8bit of bitsandbytes. Adafactor multiplies
-    `lr` by the root mean square of each parameter, so it needs a larger one. AdamW8bit and Adafactor need ZeRO-0.
+    `lr` by the root mean square of each parameter, so it needs a larger `lr`. AdamW8bit and Adafactor need ZeRO-0.
     """
     lr: float = Field(default=1e-5, gt=0)
     """Peak learning rate, which is reached at the last step of `warmup`, or at the first step without warm-up."""
@@ -312,7 +314,7 @@ class CheckpointConfig(Section):
     """The run ends with an error if this many checkpoints in a row, or its last one, cannot be written."""
     resume: str = "auto"
     """What a start resumes from: `auto` is the newest complete checkpoint of `output_dir`; `never` starts from the
-    beginning; any other value is the folder of a run or checkpoint, from which only the first start resumes.
+    beginning; any other value is the folder of a run or checkpoint, used until this run has saved a checkpoint.
     """
     asynchronous: bool = True
     """Write checkpoints from a copy in host memory while training continues; false needs no copy."""
@@ -336,14 +338,14 @@ class ParallelConfig(Section):
     tp: int = Field(default=1, ge=1)
     """Tensor parallel size: ranks over which each layer is divided by heads, MLP width and vocabulary."""
     pp: int = Field(default=1, ge=1)
-    """Pipeline parallel size: stages of consecutive layers, with about as many parameters each."""
+    """Pipeline parallel size: number of stages, each of consecutive layers; `pp_layers` sets their sizes."""
     pp_layers: tuple[int, ...] = ()
     """Number of layers of each pipeline stage, such as [12, 16]. With `vpp`, list the chunks of layers in the model's
-    order instead. Left out, stages get about as many parameters each.
+    order instead. Left out, all stages get about equally many parameters.
     """
     vpp: int = Field(default=1, ge=1)
-    """Virtual pipeline size: chunks of layers on each pipeline rank. With more than one, ranks wait less and send more
-    often.
+    """Virtual pipeline size: number of chunks of layers on each pipeline rank. With more than one, ranks wait less and
+    send more often.
     """
     ep: int = Field(default=1, ge=1)
     """Expert parallel size: data (and sequence) parallel ranks that divide the routed experts of each layer."""
@@ -466,13 +468,13 @@ class RolloutConfig(Section):
     address: Annotated[Free[str | None], BeforeValidator(_check_address)] = None
     """Address of the vLLM server, such as http://127.0.0.1:8000."""
     prompts_per_step: Refused[int] = Field(default=32, ge=1)
-    """Prompts per optimizer step, whose sampled answers are its global batch."""
+    """Prompts per optimizer step. Their sampled answers are the step's global batch."""
     steps_per_rollout: Refused[int] = Field(default=1, ge=1)
     """Optimizer steps per rollout. All answers of a rollout are sampled with the weights before its first step."""
     ahead: Refused[Literal[0, 1]] = 0
-    """Number of rollouts that are sampled ahead. With 1, the model samples before the steps of the preceding rollout,
-    while a vLLM server samples during these steps. Rewards score the answers during these steps. `objective.mismatch`
-    corrects for the change of weights.
+    """Number of rollouts that are sampled ahead. With 1, the model samples the next rollout before the steps of the
+    current one, a vLLM server during these steps. Rewards score the next answers during these steps too.
+    `objective.mismatch` corrects for the change of weights.
     """
     max_new_tokens: int = Field(default=256, ge=1)
     """Maximum tokens of a sampled answer; a longer answer is cut."""

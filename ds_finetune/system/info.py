@@ -156,7 +156,7 @@ def free_port() -> int:
 
 
 def host_versions(packages: Mapping[str, str]) -> dict[str, str]:
-    """Versions of Python, this program, each package of PACKAGES (by `packages`), torch's CUDA, NCCL and GPU driver."""
+    """Versions of Python, this program, PACKAGES (taken from `packages`), torch's CUDA, NCCL and the GPU driver."""
     versions = {"python": platform.python_version(), "ds_finetune": source_version()}
     versions |= {package: packages.get(package, "") for package in PACKAGES}
     spec = find_spec("torch")

@@ -58,7 +58,7 @@ def began_at(pid: int) -> str:
 
 
 def has_ended(pid: int, began: str) -> bool:
-    """Whether the process with this id and start time has ended or is a zombie. The id is one of this PID namespace."""
+    """Whether the process with this id and start time has ended or is a zombie; `pid` counts in this PID namespace."""
     try:
         stat = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -81,7 +81,7 @@ def _exists(pid: int) -> bool:
 
 def own_namespace(kind: str) -> str:
     """Boot id of the machine, and this process's namespace of type `kind`, such as `pid` or `net`; empty without /proc.
-    Processes can send each other signals if these texts are equal for `pid`.
+    Two processes can send each other signals if their texts for `pid` are equal.
     """
     namespace = Path("/proc/self/ns", kind)
     return f"{boot_id()} {namespace.readlink()}" if boot_id() and namespace.exists() else ""

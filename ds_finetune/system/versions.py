@@ -57,7 +57,7 @@ def installed_version(name: str) -> str:
 
 
 def installed_versions(extras: Sequence[str] = ("", *EXTRAS)) -> dict[str, str]:
-    """Installed version of each package that `extras` require ("" for the program itself); empty if not installed."""
+    """Installed version of each package that `extras` require ("" for the program itself); "" for a missing package."""
     return {line.name: installed_version(line.name) for extra in extras for line in requirements_of(extra)}
 
 
@@ -65,7 +65,7 @@ def outside_ranges(installed: Mapping[str, str], extra: str = "") -> dict[str, R
     """Requirements of the extra `extra` (or of the program itself) that the installed versions do not meet. The keys
     describe installed versions, such as `torch 2.9.0 (tested: >=2.11,<2.14)`.
 
-    If a package of an extra is not installed, it is left out, because the code that needs it reports that.
+    Missing packages of an extra are left out, because the code that needs them reports them.
     """
     versions = {line: installed.get(line.name, "") for line in requirements_of(extra)}
     return {

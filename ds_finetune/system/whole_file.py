@@ -24,7 +24,7 @@ def replace_file(path: Path, content: str | bytes, *, is_synced: bool = False) -
 
 
 def synchronise_names(folder: Path) -> None:
-    """Flush to disk the directory entries of all parents of `folder` that are on its file system."""
+    """Flush the directory entries of each parent of `folder` to disk, up to the root of its file system."""
     above = folder.absolute()
     while above.parent != above and above.parent.stat().st_dev == above.stat().st_dev:
         above = above.parent

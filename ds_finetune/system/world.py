@@ -197,8 +197,8 @@ def accelerate_choices(environ: Mapping[str, str]) -> AccelerateChoices | None:
 def check_deepspeed_hostfile() -> None:
     """Raise LaunchError where a parent `deepspeed` process was given a `--hostfile` that does not exist or is invalid.
 
-    DeepSpeed 0.19.8 then starts ranks on this machine only (launcher/runner.py, fetch_hostfile) without telling them.
-    So the command lines of the parent processes are read.
+    DeepSpeed 0.19.8 then starts ranks on this machine only (launcher/runner.py, fetch_hostfile). Ranks are not
+    told, so this function reads the command lines of the parent processes.
     """
     # The import takes 15 ms, and commands without ranks do not need psutil.
     import psutil
@@ -315,7 +315,7 @@ def _tasks_per_node(text: str) -> Iterator[int]:
 
 
 def slurm_nodes(environ: Mapping[str, str], *names: str) -> list[str]:
-    """Names of the nodes in the first set variable of `names`, expanded as by `scontrol show hostnames`."""
+    """Names of the nodes in the first variable of `names` that is set, expanded as by `scontrol show hostnames`."""
     name = next((name for name in names if name in environ), names[0])
     text = environ.get(name, "")
     if not re.fullmatch(rf"{_NODES}(?:,{_NODES})*", text):
