@@ -18,8 +18,8 @@ from ds_finetune.system.world import World
 
 State = Literal["ok", "warn", "fail"]
 _CLOCK_WARN_SECONDS, _CLOCK_FAIL_SECONDS = 1, 7
-"""Seconds above which a clock that is off causes a warning or a failure. torch's elastic agent considers a host lost
-if the host's heartbeat is 15 s old by the agent's own clock.
+"""If a clock is off by more than this number of seconds, the check warns or fails. torch's elastic agent considers a
+host lost if the host's heartbeat is 15 s old by the agent's own clock.
 """
 _SSH_FAILED = 255
 _SAME_ENVIRONMENT = "install the same environment at the same path on every host"
@@ -117,8 +117,8 @@ def version_checks(here: HostInfo, infos: Mapping[str, HostInfo]) -> Iterator[Ch
 def identity_checks(
     hosts: Mapping[str, Host], infos: Mapping[str, HostInfo], *, addresses: Mapping[str, str]
 ) -> Iterator[Check]:
-    """Check that no two lines of the hostfile name the same address or the same machine. Two containers on one machine
-    are two hosts: they share its address, but their SSH servers have different ports.
+    """Check that no two lines of the hostfile name the same address and port, or the same machine. Two containers on
+    one machine may be two hosts: they share its address, but their SSH servers have different ports.
     """
     for a, b in combinations(hosts, 2):
         hint = "write each host once, with all its slots in one line"

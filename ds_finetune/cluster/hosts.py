@@ -110,7 +110,7 @@ class Cluster:
         return self.lost[name]
 
     def close(self) -> list[str]:
-        """End the programs on all hosts with all they started; returns the hosts whose program did not end in time."""
+        """End each host's program, and what it started; returns the hosts whose program did not end in time."""
         late = _end(self._processes.values())
         self._pool.shutdown()
         return [name for name, process in self._processes.items() if process in late]

@@ -29,7 +29,7 @@ from ds_finetune.trainer.rollouts.sampling import AnswerTexts
 
 @dataclass(frozen=True)
 class ScoredAnswers:
-    """Reference or sampled answers with the result of each reward; None if a reward did not score the answer."""
+    """Reference or sampled answers. `parts` has, by answer and reward, the result, or None if there is no score."""
 
     title: str
     answers: Sequence[AnswerToScore]

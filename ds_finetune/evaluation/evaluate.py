@@ -210,8 +210,8 @@ class _Scoring:
     def _read(
         self, take: Callable[[PreparedRows, int], list[AnyDocument]], unit: str, kind: RowKind | None = None
     ) -> dict[str, list[AnyDocument]]:
-        """Read the held-out sets by name; a set without a name has the name "". `take` turns tokenised rows and the
-        maximum number of tokens into documents.
+        """Read the held-out sets by name; a set without a name has the name "". `take` makes the documents of a
+        set from its tokenised rows, given the maximum number of tokens of a document.
         """
         config, request = text_config(AutoConfig.from_pretrained(self.folder, trust_remote_code=False)), self.request
         length = min(request.max_seq_len, max_positions(config) or request.max_seq_len)
@@ -273,7 +273,7 @@ class _Scoring:
         return replace(scores, answers=answers)
 
     def _check_same_tokens(self, base: Path, documents: Sequence[Document | LabelledDocument]) -> None:
-        """Raise DataError if used token ids mean other tokens for the baseline; add a note if it has no tokenizer."""
+        """DataError if token ids of `documents` mean other tokens in `base`; add a note if `base` has no tokenizer."""
         size = int(text_config(AutoConfig.from_pretrained(base, trust_remote_code=False)).vocab_size)
         largest = max(max(document.ids) for document in documents)
         if largest >= size:

@@ -38,8 +38,9 @@ class Drafter:
     def score(
         self, hidden: torch.Tensor, ids: torch.Tensor, labels: torch.Tensor, *, chosen: torch.Tensor
     ) -> NDArray[np.float64]:
-        """Score the layer's predictions in each row by sums, [rows, 4]: loss in nats, and numbers of all, of right and
-        of accepted predictions. The model accepts predictions that equal its own greedy choice.
+        """Score the layer's predictions. Returns sums of each row, [rows, 4]: loss in nats, number of predictions,
+        number of right ones, and number of accepted ones. The model accepts predictions that equal its own greedy
+        choice.
 
         `hidden` [rows, tokens, width] are the model's states after the final norm. `ids` and `labels` [rows, tokens]
         have one document per row, padded on the right; the label of a token is the next token, or IGNORE_INDEX.
@@ -55,8 +56,8 @@ class Drafter:
 
 
 def _row_sums(logits: torch.Tensor, labels: torch.Tensor, *others: torch.Tensor) -> tuple[float, ...]:
-    """Sums over the supervised tokens of a row: the loss in nats, the number of tokens, and how many predictions equal
-    `labels` and each of `others`.
+    """Sums over the supervised tokens of a row: the loss in nats, the number of tokens, how many predictions equal
+    `labels`, and how many equal each of `others`.
     """
     is_supervised = labels != IGNORE_INDEX
     scores, targets = logits[is_supervised].float(), labels[is_supervised]
@@ -67,7 +68,7 @@ def _row_sums(logits: torch.Tensor, labels: torch.Tensor, *others: torch.Tensor)
 def load_drafter(folder: Path, model: PreTrainedModel) -> Drafter | None:
     """Load the multi-token prediction layer in `folder` for its `model`; None unless the folder has exactly one.
 
-    As in an inference server, it has an embedding and head of its own where these differ from the model's.
+    As in an inference server, the layer uses its own embedding and head where these differ from the model's.
     """
     family = family_of(model.config.model_type)
     tree = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -143,13 +144,11 @@ class Scores:
     tokens: Sums
     correct: Sums
     answers: Mapping[str, Sums] = field(default_factory=dict)
-    """Scores of generated answers. `exact_match` is 1 if the greedy answer is right, else 0. `sampled_pass_at_1` and
-    `pass_at_K` are probabilities that one of k sampled answers is right.
+    """Scores of generated answers. `exact_match` is 1 if the greedy answer is right, else 0. `pass_at_K` is the
+    probability that at least one of K sampled answers is right; for K = 1 it is named `sampled_pass_at_1`.
     """
     drafts: Sums | None = None
-    """Sums of a multi-token prediction layer, [documents, 4]: loss, and numbers of all, of right and of accepted
-    predictions. None without such a layer.
-    """
+    """Sums of a multi-token prediction layer by document, as from `Drafter.score`; None without such a layer."""
 
     def __len__(self) -> int:
         return len(self.tokens)

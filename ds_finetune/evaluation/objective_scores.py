@@ -34,8 +34,8 @@ class ObjectiveScores:
 
     @classmethod
     def of_pairs(cls, objective: DocumentObjective, scores: Scores, reference: Scores | None) -> Self:
-        """Scores of pairs from the model's `scores` of documents, in turns a chosen and a rejected one. `reference` are
-        the reference model's scores; None for objectives without a reference model.
+        """Scores of pairs from the model's `scores` of documents, which are alternately chosen and rejected answers.
+        `reference` has the reference model's scores; None for objectives without a reference model.
         """
         assert (reference is not None) == objective.needs_reference
         logps, zeros = -scores.loss, np.zeros(len(scores))
@@ -48,10 +48,10 @@ class ObjectiveScores:
     def of_labelled_answers(
         cls, objective: DocumentObjective, targets: Sequence[Sequence[float]], scores: Scores, reference: Scores
     ) -> Self:
-        """Scores of the labelled answers of several held-out sets, each of which has its own baseline z0 of KTO.
+        """Scores of the labelled answers of several held-out sets. For KTO each set has a baseline z0 of its own.
 
         `targets` of each set are 1 for a good and 0 for a bad answer. `scores` are by the model and `reference` by the
-        reference model. Both have the answers of all sets, followed by all mismatched answers.
+        reference model. Both have the answers of all sets, then the `mismatched` documents of all answers.
         """
         logps, references = (torch.from_numpy(-each.loss).view(2, -1) for each in (scores, reference))
         sums: list[Numbers] = []

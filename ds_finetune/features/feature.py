@@ -59,8 +59,8 @@ class Feature:
 
     @property
     def own_loss(self) -> str:
-        """Name of the feature's auxiliary loss, if no other loss trains the parameters that the feature `owns`; else
-        empty. These parameters are then clipped by their own gradient norm.
+        """Name of the feature's auxiliary loss if only it trains the parameters that the feature `owns`, else empty.
+        The gradient of these parameters is clipped by its own norm.
         """
         return ""
 

@@ -22,8 +22,8 @@ class IndexerLoss(ExtraLoss):
     """Auxiliary loss of indexers: for each query D_KL(p || softmax(I)), summed over indexers, averaged over all tokens.
 
     I are the indexer's scores of the tokens or compressed entries that the query may attend to. p is the attention's
-    distribution over them, summed over heads and normalised, without a gradient. An indexer that several layers share
-    gets the mean of its divergences from the p of these layers (arXiv 2603.12201).
+    distribution over them, summed over heads and normalised, without a gradient. If several layers share an indexer,
+    its divergences from the p of each layer are averaged (arXiv 2603.12201).
     """
 
     name = "indexer"
@@ -44,7 +44,7 @@ class IndexerLoss(ExtraLoss):
         return replaced(self._collector, "is_listening", True)
 
     def loss(self, rows: ForwardRows, hidden: torch.Tensor, weights: torch.Tensor) -> LossAndSums | None:
-        """Sum of divergences, times the loss weight. Each rank sums over its own tokens except padding."""
+        """Sum of indexers' divergences, times the loss weight. Each rank sums over its own tokens except padding."""
         losses = dict(self._collector.divergences)
         self._collector.divergences.clear()
         if not losses:

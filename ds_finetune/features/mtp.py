@@ -40,9 +40,9 @@ from ds_finetune.objectives.objective import LossAndSums, Term
 from ds_finetune.plan.settings import RunSettings
 
 _UNKNOWN = re.compile(r"^mtp\.0\.(.*\.)?(compressor|indexer|tid2eid)\b|^mtp\.(?!0\.)")
-"""Pattern of DeepSeek-V4's unsupported `mtp.*` tensors: of compressed entries, expert tables or a second layer."""
+"""Matches unsupported `mtp.*` tensors of DeepSeek-V4: those of compressed entries, expert tables or a second layer."""
 DocumentArguments = Callable[[tuple[Documents, ...] | None, torch.device], dict[str, Any]]
-"""Function of the lengths of packed documents and a device. Attention separates documents by the result."""
+"""Makes the arguments by which attention separates packed documents, from their lengths and a device."""
 
 
 class MtpLoss(ExtraLoss):
@@ -150,12 +150,12 @@ def plan_mtp(hf_config: PretrainedConfig, model: ModelConfig, section: MtpConfig
     """Check that the model has one multi-token prediction layer, and make `hf_config` build models with it. Returns the
     settings, or None if `mtp.train` is off.
 
-    ModelError if the model has no such layer or several. Their number is read from the published config.json, because
-    transformers' configurations have 1 by default.
+    ModelError if the model has no such layer or several. The number of these layers is read from the published
+    config.json, because transformers' configurations have 1 by default.
     """
     if not section.train:
         return None
-    # Weights that are not downloaded yet or will be randomly initialised cannot be checked, only config.json.
+    # Without weights on disk, or if they will be randomly initialised, only config.json can be checked.
     folder = resolve_folder(model.path, files=TOKENIZER_PATTERNS)
     tree = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     _check_config(tree, hf_config, f"mtp.train true: {folder}/config.json")
@@ -166,8 +166,8 @@ def plan_mtp(hf_config: PretrainedConfig, model: ModelConfig, section: MtpConfig
 
 
 def check_adapted(hf_config: PretrainedConfig, mtp: MtpConfig, lora: LoraPlan) -> None:
-    """ConfigError if LoRA adapts no module of the prediction layer, so that `mtp.train` would train nothing, or if it
-    adapts only this layer and `mtp.detach` keeps the objective's gradient from the layer.
+    """ConfigError if `mtp.train` would train nothing, because LoRA adapts no module of the prediction layer. It is
+    raised too if the objective would train nothing, because LoRA adapts only this layer and `mtp.detach` is on.
     """
     is_inside = {is_mtp_tensor(target.name, hf_config) for target in lora.targets}
     (number,) = mtp_layers(hf_config)

@@ -38,8 +38,8 @@ from ds_finetune.plan.trained_parts import RouterPlan, plan_routers
 
 
 class BalanceLoss(ExtraLoss):
-    """Counts the tokens that routers send to each expert and, with a weight, adds the balance loss: `sum_i f_i P_i` of
-    a document, summed over layers and averaged over documents.
+    """Counts the tokens that routers send to each expert and, with a weight, adds the balance loss `sum_i f_i P_i`,
+    summed over layers and averaged over documents.
 
     f_i is the number of experts times the fraction of the document's choices that fall on expert i. P_i is the mean of
     expert i's normalised router scores. With an even load the sum over experts is 1 in each layer.

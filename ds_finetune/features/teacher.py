@@ -129,7 +129,7 @@ class TeacherFeature(Feature):
 
     @contextmanager
     def open(self, parts: RankParts) -> Iterator[None]:
-        """Context in which the teacher runs, until the engine ends."""
+        """Run the teacher, if this run needs one, while the context is open."""
         with parts.start_teacher() as self._teacher:
             yield
 

@@ -46,7 +46,7 @@ class OutsideObservers(Observer):
         self._observers, self._gather = observers, gather
 
     def after_step(self, record: StepRecord) -> StepRecord:
-        """Call the observers with a step's record; collective. All ranks take the lowest rank's reason to stop."""
+        """Call the observers with a step's record. Collective: if ranks stop, the lowest rank's reason counts."""
         for observer in self._observers:
             record = _seen(observer, record)
         reason = next(filter(None, self._gather(record.stop)), "")

@@ -31,7 +31,7 @@ class Utilisation(Observer):
 class MemoryCheck(Observer):
     """After 20 steps of this process, adds the predicted and the measured peak memory to the record, and prints them.
 
-    The measured peak is that of the rank with the highest one. Without a prediction only the measured value is added.
+    The measured peak is the highest of all ranks. Without a prediction only the measured value is added.
     On CPUs (`is_host`) the measured value is the growth of the whole process.
     """
 

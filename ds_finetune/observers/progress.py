@@ -23,7 +23,7 @@ _OF_OBJECTIVES = ("rollout/reward", "rollout/cut", "train/reward_accuracy", "tra
 
 
 class TimeLeft(Observer):
-    """Adds the metric `perf/eta_seconds`: the time that the remaining steps, evaluations and saves will take, by their
+    """Adds the metric `perf/eta_seconds`: the time of the remaining steps, evaluations and saves, estimated from their
     durations so far. The export after the last step is not included.
 
     `intervals` are the intervals of evaluations, answers and saves, each of which also happens at the last step. Until
@@ -139,8 +139,8 @@ class ProgressLine:
 
 
 def _evaluation_line(record: StepRecord) -> str:
-    """Line on an evaluation: all metrics over all held-out rows except perplexity, the losses of named held-out sets,
-    and the best step so far. Empty after a step without an evaluation.
+    """Line on an evaluation: all metrics but perplexity over all held-out rows, the losses of named held-out sets, and
+    the best step so far. Empty after a step without an evaluation.
     """
     metrics = [(name, name.removeprefix("eval/")) for name in record.values if name.startswith("eval/")]
     parts = [

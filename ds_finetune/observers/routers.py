@@ -39,7 +39,8 @@ Counts = NDArray[np.int64]
 Layers = NDArray[np.float64]
 MOST_BYTES, _BYTES_PER_LOAD = 64 * MIB, 8
 """Maximum size of `experts.jsonl`, and the bytes of one load with seven digits. A long run of a large model records
-only every second, third, ... step to stay below the maximum. An extended run may add the same amount.
+only every second, third, ... step to stay below the maximum. If a run is extended, the added steps
+may take as much again.
 """
 _MOST_WAITING = 100
 """Maximum number of lines of `experts.jsonl` that wait in memory while the disk is full."""

@@ -180,8 +180,8 @@ class _TensorBoard(_Tracker):
     def start(self) -> None:
         """Open a new event file. From the first step of this file on, TensorBoard hides the records of earlier files.
 
-        A resumed run repeats the last earlier record, because TensorBoard may lack that record. If there are no earlier
-        files, the run repeats all earlier records.
+        A resumed run repeats the last record from before it resumed, because TensorBoard may lack that record. If there
+        are no earlier files, it repeats all such records.
         """
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
@@ -249,7 +249,7 @@ class _Mlflow(_Tracker):
         """Open MLflow in the tracker's thread, since MLflow's current run belongs to a thread."""
         if current_thread() is not self._thread:
             if _Mlflow._unfinished is not None:
-                # This closes the tracker of an earlier, failed run of this process, whose store this run would use.
+                # A failed earlier run of this process left its tracker open. This run would use the store of that run.
                 _Mlflow._unfinished.close("FAILED")
             _Mlflow._unfinished = self
             self._thread.start()

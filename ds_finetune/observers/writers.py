@@ -26,7 +26,7 @@ MAX_WAITING = 10_000
 """Maximum number of records that wait in memory to be written. Beyond it, the oldest are dropped."""
 _LONGEST_PAUSE = 16
 MOST_SAMPLES = 8
-"""Number of prompts, the first of each held-out set, whose answers an evaluation saves for comparisons over time."""
+"""An evaluation saves answers to this number of prompts per held-out set, always the first ones, for comparison."""
 
 
 def one_line(failed: Exception) -> str:

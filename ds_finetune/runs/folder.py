@@ -78,7 +78,7 @@ class RunFolder:
         return name.encode(errors="backslashreplace").decode()
 
     def file(self, name: str) -> Path | None:
-        """The path of the file `name` of the run; None unless it is a regular file inside `within`."""
+        """The path of the file `name` of the run; None unless it is a regular file in the folder `self.within`."""
         path = self.path / name
         with suppress(OSError, RuntimeError):
             if not path.is_file():

@@ -180,8 +180,8 @@ def _row_of(run: RunFolder) -> tuple[bool, float, Row]:
 
 
 def _answer(request: Request, page: Page) -> Response:
-    """Answer a request with `page` as HTML. A page that has the chart library already asks with `library=no`, and the
-    answer is then without the library.
+    """Answer a request with `page` as HTML. An open page, which has the chart library, asks with `library=no`, and
+    the answer is then without the library.
     """
     html = render_page(page, is_live=True, has_library=request.query_params.get("library") != "no")
     # Texts of a run may contain half a surrogate pair, which UTF-8 cannot represent.

@@ -95,7 +95,7 @@ class HostAgent(LocalElasticAgent):
     def _assign_worker_ranks(
         self, store: Store, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> list[Worker]:
-        # Agents may disagree, so all take the highest attempt number and the fewest remaining restarts.
+        # The agents' numbers may differ, so all take the highest attempt number and the fewest remaining restarts.
         store.set(f"agents/{group_rank}", f"{self._name} {self._remaining_restarts} {self._logs.attempt + 1}")
         agents = [store.get(f"agents/{number}").decode().split() for number in range(group_world_size)]
         self._members = frozenset(name for name, _, _ in agents)

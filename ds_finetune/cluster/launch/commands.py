@@ -159,8 +159,8 @@ def _check_whole_hosts(job: Job, launcher: str, hint: str) -> None:
 
 
 def dry_run_lines(job: Job, launcher: str, *, environ: Mapping[str, str], ssh_args: Sequence[str] = ()) -> list[str]:
-    """Lines that `launch --dry-run` prints: a table of the ranks and devices of each host, and the command of mpirun,
-    srun or (with torchrun) of each rank. `environ` has the environment variables of Slurm's allocation.
+    """Lines that `launch --dry-run` prints: a table of the ranks and devices of each host, and the command of mpirun
+    or srun (with torchrun, of each rank). `environ` has the environment variables of Slurm's allocation.
     """
     commands = {
         "torchrun": lambda: job.rank_command,

@@ -123,7 +123,7 @@ def read_environment_file(path: Path) -> dict[str, str]:
     with `#` is a comment. LaunchError names a line that is wrong.
 
     DeepSpeed 0.19.8 (launcher/runner.py:610) fails on comments and blank lines. It passes values to a shell, which
-    would expand `$` and backticks; here such a line is refused.
+    expands `$` and backticks. This function refuses lines with `$` or backticks.
     """
     values = {}
     try:

@@ -70,7 +70,7 @@ class LaunchRequest:
     output_dir: str
     remote: Remote
     port: int = 0
-    """Port of the first host at which the agents of all hosts meet. With 0 a free port is chosen."""
+    """The agents of all hosts meet at this port of the first host. With 0 a free port is chosen."""
 
     @property
     def hosts(self) -> tuple[Host, ...]:
@@ -315,8 +315,8 @@ class _LaunchedRun:
         else:
             check, tail = self._cluster.lose(label(host), result), result.splitlines()[-_TAIL_LINES:]
             text = check.found if tail else "its agent or the connection has ended"
-            # A lost host is noticed only after `silent_seconds`. Ranks of other hosts fail in that time because of the
-            # loss, so the loss gets an earlier time than their failures.
+            # A lost host is noticed only after `silent_seconds`. Ranks of other hosts fail in that time as a
+            # result, so the failure of the lost host gets an earlier time than theirs.
             at = time.monotonic() - self._settings.silent_seconds
             self._fail(_Failure(host, None, text, RUN_ERROR_EXIT_CODE, at, tail=tail))
             is_ending = host == self._request.hosts[0] or not self._settings.restarts
@@ -349,7 +349,7 @@ class _LaunchedRun:
         return codes != {INTERRUPTED_EXIT_CODE} and time.monotonic() - self._ending_since > _ENDING_SECONDS
 
     def _regroup(self) -> None:
-        """After a loss of hosts, leave out those that layout and batch cannot use. With too few hosts the run ends."""
+        """After a loss of hosts, leave out hosts beyond what layout and batch allow. If too few remain, end the run."""
         present = [host for host in self._request.hosts if host in self._agents]
         fitting = largest_fit(self._request, present, device=self._device)
         if self._ending_since is None and not fitting:

@@ -77,8 +77,8 @@ def join(store: dist.Store, world: World, own: RankProcess) -> list[RankProcess]
 def beat(
     store: dist.Store, rank: int, status: RankStatus, proposal: RunEnding | None, watched: Iterable[int]
 ) -> tuple[RunEnding | None, list[RankStatus]]:
-    """Write the heartbeat of `rank` and its `proposal` to the store, which accepts the first proposal of all ranks.
-    Returns this proposal (None while the run continues), and the last heartbeats of the ranks `watched`.
+    """Write the heartbeat of `rank` and its `proposal` to the store. Only the first proposal of any rank is accepted.
+    Returns the accepted one (None while the run continues), and the last heartbeats of the ranks `watched`.
     """
     store.set(_HEARTBEAT_KEY.format(rank), _STATUS.dump_json(status).decode())
     if proposal is not None:
@@ -92,8 +92,8 @@ def diagnose(statuses: Mapping[int, RankStatus]) -> tuple[tuple[int, ...], str]:
     """Find the ranks for which the other ranks of a hanging run wait, from the status of each rank. Returns these ranks
     (none if no rank differs from the others) and the reason. The first of these rules that finds a rank decides:
 
-    1. ranks that have entered fewer collectives than other ranks of the same group. Those of them that are in no
-       collective are alone at fault, because the rest may wait for them.
+    1. ranks that have entered fewer collectives than other ranks of the same group. If some of these ranks are in no
+       collective, only those are at fault, because the rest may wait for them.
     2. ranks that called another collective than most ranks; all ranks of the group if no collective has a majority.
     3. ranks that are in no collective while other ranks are in one.
     """

@@ -1,7 +1,7 @@
 """The watchdog of a rank: two threads that exchange heartbeats, find the ranks at fault, and end their own rank.
 
-Rank zero reads the heartbeats of all ranks, and every other rank those of rank zero. A call of the store blocks while
-the process that serves it is stopped or cut off, so one thread makes the calls, and the other one judges their times.
+Rank zero reads the heartbeats of all ranks; the other ranks read the heartbeats of rank zero. A call of the store
+blocks while the store's process is stopped or cut off, so one thread makes the calls, and the other judges their times.
 """
 
 import faulthandler
@@ -277,7 +277,7 @@ class Monitor(threading.Thread):
         elif not {HUNG, FAILING}.intersection(status.state for status in active.values()):
             self._compare_at = math.inf
         elif self._compare_at == math.inf:
-            # Another rank, whose error has caused this one, may still report it.
+            # The rank that caused this hang or error may still report an error of its own.
             self._compare_at = now + _GRACE_SECONDS
         elif now > self._compare_at + ROUND_SECONDS or all(self._heard_at[rank] > self._compare_at for rank in active):
             self._propose(self._diagnosed(active))
@@ -297,7 +297,7 @@ class Monitor(threading.Thread):
             excess[machine] = min(seconds, excess.get(machine, math.inf))
         if max(excess.values(), default=0.0) <= 0:
             return ()
-        # Machines that have been silent for almost as long are probably cut off by the same failure of the network.
+        # Machines that will reach the limit within ROUND_SECONDS are probably cut off by the same failure.
         return tuple(rank for rank in active if excess[self._processes[rank].machine] > -ROUND_SECONDS)
 
     def _late_text(self, statuses: Mapping[int, RankStatus]) -> str:
@@ -311,7 +311,7 @@ class Monitor(threading.Thread):
 
     def _diagnosed(self, statuses: Mapping[int, RankStatus]) -> RunEnding:
         silent = tuple(rank for rank in statuses if self._heard_at[rank] < self._compare_at)
-        # A rank that reports an error was in its last collective when that failed, so it counts as still inside.
+        # A FAILING rank was in its last collective when the collective failed, so it counts as still inside.
         heard = {
             rank: replace(status, inside=status.last) if status.state == FAILING else status
             for rank, status in statuses.items()

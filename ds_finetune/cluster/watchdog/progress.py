@@ -100,7 +100,7 @@ class RankProgress:
 
     def last_progress_at(self) -> float:
         """Monotonic time of the last progress: a step, a change of phase or, in phases such as evaluation and export, a
-        collective. A save runs collectives to ask whether it is done, so these are no progress.
+        collective. Collectives of a save only ask whether the save is done, and are no progress.
         """
         if self.phase in ("step", "save", "closing"):
             return self._progress_at

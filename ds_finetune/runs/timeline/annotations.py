@@ -21,7 +21,7 @@ EVALUATION, SAMPLING = "evaluation", "sampling"
 COMPUTING = (FORWARD, BACKWARD, OPTIMIZER, EVALUATION, SAMPLING)
 """Phases of a step whose time counts as computation, apart from collectives and copies in them."""
 SEPARATOR = "|"
-"""Separator in the annotation of a collective between its kind, group, number in the group, and input bytes."""
+"""Separates the fields of a collective's annotation: kind, group, number in the group, and input bytes."""
 
 
 class Annotations:

@@ -19,9 +19,9 @@ _KIND_OF_PHASE = {
 _HOST = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver")
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _ARROW = "ac2g"
-"""Category of Kineto's arrows from a call of the CPU to its kernel; the `id` of an arrow is unique only on its rank."""
+"""Category of Kineto's arrows from a CPU call to the kernel it starts; an arrow's `id` is unique only on its rank."""
 _TORCH_PREFIXES = ("gloo:", "nccl:")
-"""Prefixes of torch's own collective events. These events do not nest, so annotations replace them."""
+"""Prefixes of torch's own collective events. They do not nest, so a trace has those of annotations.py instead."""
 _MATCHED = ("allreduce", "reduce", "broadcast", "allgather", "reduce_scatter", "all_to_all", "all_to_allv", "barrier")
 """NCCL collectives that are matched between ranks to find who waits. Kernels of send and receive do not name both
 ranks, so these are not matched.
@@ -42,8 +42,8 @@ spans overlap, the one with the higher priority counts.
 
 @dataclass
 class RankTrace:
-    """Events in the profile of one rank, and the steps, collectives and time spans of work among these events. All
-    times are of the clock of rank zero.
+    """The profile of one rank: all events, and the steps, collectives and time spans of work (`layers`) that follow
+    from the events. All times are of the clock of rank zero.
     """
 
     events: list[Event]

@@ -88,7 +88,7 @@ class StepProfiler:
                 self._recording.enter_context(recorder)
 
     def begin_step(self, number: int) -> None:
-        """Begin to record step `number` of the run, and with it the step's wait for data."""
+        """Begin to record step `number` of the run. The step begins with its wait for data."""
         self._step.enter_context(record_function(f"{STEP} {number}"))
         self._step.callback(self._annotations.end_data)
         self._annotations.begin_data()
@@ -204,8 +204,8 @@ class HostClock:
 
 
 class MeasuredOffset(NamedTuple):
-    """The difference between the clock of a host and that of rank zero's host: `offset` nanoseconds are to be added to
-    times of the host, and are wrong by at most `uncertainty` nanoseconds.
+    """The difference between the clock of a host and that of rank zero's host. A time of the host plus `offset`
+    nanoseconds is a time of rank zero's host, with an error of at most `uncertainty` nanoseconds.
 
     Hosts ask rank zero for its time through the ranks' store. An answer is wrong by at most half the round trip, so the
     shortest of several round trips is used (Cristian, "Probabilistic clock synchronization", 1989).
