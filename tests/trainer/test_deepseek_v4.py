@@ -185,9 +185,9 @@ def _plan(mesh: Mesh | None = None, changes: dict[str, Any] | None = None, **sec
     for name, section in sections.items():
         tree[name] = {**tree.get(name, {}), **section} if isinstance(section, dict) else section
     config = AutoConfig.for_model(**TINY_MODELS["deepseek_v4_sparse"] | (changes or {}))
-    run = settings_of(RunConfig.model_validate(tree), mesh=mesh or Mesh(0, 1), model_json=config.to_dict())
-    check(run, "sizes of the model", "type of the model", "attention of the model", "activations of the model")
-    return plan_model(config, run)
+    model = settings_of(RunConfig.model_validate(tree), mesh=mesh or Mesh(0, 1), model_json=config.to_dict())
+    check(model, "sizes of the model", "type of the model", "attention of the model", "activations of the model")
+    return plan_model(config, model.run)
 
 
 @pytest.mark.parametrize(
