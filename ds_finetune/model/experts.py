@@ -154,6 +154,11 @@ def project(module: Any, rows: torch.Tensor, ends: torch.Tensor, leaf: str) -> t
     return product(rows, getattr(module, leaf), ends, is_transposed=module.is_transposed)  # type: ignore[no-any-return]
 
 
+def biases_of(weights: torch.Tensor, biases: torch.Tensor) -> torch.Tensor:
+    """Weighted sums of the experts' biases [experts, out] for each row of `weights` [rows, experts]; [rows, out]."""
+    return weights @ biases
+
+
 def run_experts(
     module: Any,  # noqa: ANN401 - a module of any family
     hidden: torch.Tensor,
@@ -176,14 +181,16 @@ def run_experts(
         of_row = (chosen.experts[:, None] == torch.arange(module.num_experts, device=rows.device)).to(rows.dtype)
         # A variable would keep the biases of all rows in memory until the function returns.
         if current_outputs() is None:
-            rows.add_(of_row @ module.gate_up_proj_bias)
+            rows.add_(biases_of(of_row, module.gate_up_proj_bias))
         else:
-            rows = rows + of_row @ module.gate_up_proj_bias
+            rows = rows + biases_of(of_row, module.gate_up_proj_bias)
     inner = module._apply_gate(rows)
     weighted = inner * weights if weights.dtype == inner.dtype else _Weigh.apply(inner, weights)
     # This line saves tensors for backward. Recomputation stops after the last saved tensor, so this line precedes
     # the down projection.
-    added = chosen.sums_of((of_row * weights).to(inner.dtype)) @ module.down_proj_bias if module.has_bias else None
+    added = None
+    if module.has_bias:
+        added = biases_of(chosen.sums_of((of_row * weights).to(inner.dtype)), module.down_proj_bias)
     out = chosen.sums_of(product(weighted, ends, "down_proj"))
     return out if added is None else out + added
 

@@ -38,9 +38,10 @@ def forecast_lines(run: PreparedRun) -> list[tuple[str, str]]:
     return lines
 
 
-def trace_utilisation(run: PreparedRun) -> Utilisation | None:
+def trace_utilisation(run: PreparedRun, say: Say) -> Utilisation | None:
     """Observer that computes MFU. It uses the FLOPs per token of a document whose tokens attend to as many tokens as in
-    the training data on average. None on CPUs, on a GPU of unknown peak, and for a model that cannot be traced.
+    the training data on average. None on CPUs, on a GPU of unknown peak, and for a model that cannot be traced; then
+    `say` gets the reason.
     """
     plan, objective, rows = run.plan, run.model.objective, run.inputs.train
     gpu = gpu_of_device(torch.cuda.get_device_name()) if plan.device == "cuda" else None
@@ -51,10 +52,12 @@ def trace_utilisation(run: PreparedRun) -> Utilisation | None:
     if isinstance(rows, PreparedRows) and objective.head != "answers":
         # On average, a token attends to half of its document.
         tokens = round(2 * rows.mean_attended) * max(1, objective.documents_per_unit)
-    with suppress(FinetuneError):
+    try:
         flops = run.traces.flops_per_token(plan, tokens)
-        return Utilisation(flops, gpu.peak(plan.precision), plan.world.world_size)
-    return None
+    except FinetuneError as unknown:
+        say(f"perf/mfu is not measured: {unknown.message}")
+        return None
+    return Utilisation(flops, gpu.peak(plan.precision), plan.world.world_size)
 
 
 def forecast_check(run: PreparedRun, *, say: Say, log: Say) -> MemoryCheck:

@@ -265,7 +265,8 @@ def finish_plan(run: PreparedRun, store: dist.Store, monitor: Monitor, say: Say)
     """
     run = decide_micro_batch(decide_recomputation(run, store, monitor), store, monitor)
     run = compile_operators(run, store, monitor, say)
-    return replace(run, plan=run.plan.with_lines(*forecast_lines(run)), utilisation=trace_utilisation(run))
+    utilisation = trace_utilisation(run, say if run.plan.world.rank == 0 else say_nothing)
+    return replace(run, plan=run.plan.with_lines(*forecast_lines(run)), utilisation=utilisation)
 
 
 def compile_operators(run: PreparedRun, store: dist.Store, monitor: Monitor, say: Say) -> PreparedRun:

@@ -153,7 +153,7 @@ def _with_sinks(
     return query, key, functional.pad(value, (0, key.shape[3] - value.shape[3], 1, 0))
 
 
-_OWN_WINDOW = -1
+OWN_WINDOW = -1
 """Value of the argument `sliding_window` that stands for the window of the attention module itself."""
 
 
@@ -168,7 +168,7 @@ def attend_by_document(  # noqa: PLR0913 - transformers' interface
     documents: tuple[Documents, ...] | None = None,
     shared: tuple[Documents, ...] | None = None,
     sp_group: SequenceParallelGroup | None = None,
-    sliding_window: int | None = _OWN_WINDOW,
+    sliding_window: int | None = OWN_WINDOW,
     dropout: float = 0.0,
     s_aux: torch.Tensor | None = None,
     chosen: ChosenTokens | None = None,
@@ -203,7 +203,7 @@ def attend_by_document(  # noqa: PLR0913 - transformers' interface
         # Each rank has its heads' part of the sinks' gradient and zeros elsewhere, so the sum over ranks is complete.
         s_aux = None if s_aux is None else s_aux.chunk(sp_group.size)[sp_group.group_rank]
     # Some models apply their sliding window only in masks (transformers 5.23, qwen2_moe/modeling_qwen2_moe.py:226,254).
-    window = getattr(module, "sliding_window", None) if sliding_window == _OWN_WINDOW else sliding_window
+    window = getattr(module, "sliding_window", None) if sliding_window == OWN_WINDOW else sliding_window
     is_causal = getattr(module, "is_causal", True)
     attend = _DocumentAttention(scaling, window, dropout, is_causal, s_aux)
     if packed is not None and s_aux is None and chosen is None and not dropout:

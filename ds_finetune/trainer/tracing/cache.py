@@ -72,7 +72,7 @@ class Traces:
 
             return {"flops": count_flops(one_row, model)}
 
-        return self._result("flops", one_row, compute, lambda tree: float(tree["flops"])) / tokens
+        return self._result("FLOPs", one_row, compute, lambda tree: float(tree["flops"])) / tokens
 
     @cached_property
     def _of_model(self) -> str:
@@ -90,7 +90,7 @@ class Traces:
             with suppress(OSError, ValueError, TypeError, LookupError):
                 self._results[file.stem] = parse(json.loads(file.read_text(encoding="utf-8")))
         if file.stem not in self._results:
-            tree = self._trace(compute)
+            tree = self._trace(kind, compute)
             # Without a writable cache folder, the next start traces again.
             with suppress(OSError):
                 self._folder.mkdir(parents=True, exist_ok=True)
@@ -99,8 +99,8 @@ class Traces:
         result: T = self._results[file.stem]
         return result
 
-    def _trace(self, compute: Callable[["ModelPlan"], Tree]) -> Tree:
-        self._say("computing a forward and backward on tensors without memory, for the estimate of activations")
+    def _trace(self, kind: str, compute: Callable[["ModelPlan"], Tree]) -> Tree:
+        self._say(f"computing a forward and backward on tensors without memory, to trace the model's {kind}")
         try:
             return compute(self._build())
         except FinetuneError:
@@ -112,7 +112,7 @@ class Traces:
             reason = f"{type(error).__name__} at {Path(frame.filename).name}:{frame.lineno}"
             reason = ": ".join((reason, *str(error).splitlines()[:1]))
             raise ModelError(
-                f"the activations of {self._run.model.path} cannot be traced: {reason}",
+                f"the {kind} of {self._run.model.path} cannot be traced: {reason}",
                 hint="the run may still train: start a short run to learn its memory",
             ) from error
 

@@ -238,7 +238,8 @@ do not mix.
 @contextmanager
 def counted_attention(recorder: Recorder) -> Iterator[None]:
     """Context in which transformers' attention implementations compute nothing, and only count the FLOPs of forward and
-    backward. Only pairs of tokens that attend to each other count; documents, windows and indexers limit them.
+    backward. Only pairs of tokens that attend to each other count; documents, windows and indexers limit them. Adding
+    the experts' biases counts no FLOPs.
     """
 
     def attend(  # noqa: PLR0913 - transformers' interface
@@ -248,20 +249,25 @@ def counted_attention(recorder: Recorder) -> Iterator[None]:
         value: torch.Tensor,
         *_: object,
         documents: tuple[tuple[int, ...], ...] | None = None,
-        sliding_window: int | None = None,
+        sliding_window: int | None = by_document.OWN_WINDOW,
         chosen: object = None,
         **__: object,
     ) -> tuple[torch.Tensor, None]:
         lengths = np.array(documents or [[query.shape[2]]] * len(query), dtype=np.float64)
-        limits = sliding_window or getattr(module, "sliding_window", None), chosen and module.config.index_topk
-        pairs = float(attended_pairs(lengths, min(filter(None, limits), default=None)).sum())
+        is_own = sliding_window == by_document.OWN_WINDOW
+        window = getattr(module, "sliding_window", None) if is_own else sliding_window
+        limits = filter(None, (window, chosen and module.config.index_topk))
+        pairs = float(attended_pairs(lengths, min(limits, default=None)).sum())
         # Without a causal mask a token also attends to later ones. Backward takes twice the FLOPs of the forward.
         pairs *= (1 if getattr(module, "is_causal", True) else 2) * (3 if query.requires_grad else 1)
         recorder.flops += round(2 * pairs * query.shape[1] * (query.shape[3] + value.shape[3]))
         out = query.new_empty(len(query), query.shape[2], query.shape[1], value.shape[3])
         return out + (query.sum() + key.sum() + value.sum()), None
 
-    with attention_replaced(attend):
+    def add_biases(weights: torch.Tensor, biases: torch.Tensor) -> torch.Tensor:
+        return weights.new_empty(len(weights), biases.shape[1]) + (weights.sum() + biases.sum())
+
+    with attention_replaced(attend), replaced(experts, "biases_of", add_biases):
         yield
 
 

@@ -16,9 +16,10 @@ from ds_finetune.model.build.model_plan import ModelPlan
 from ds_finetune.plan.model_shape import RowCost
 from ds_finetune.plan.plan import Plan
 from ds_finetune.trainer.forecast import trace_utilisation
+from ds_finetune.trainer.tracing import activations
 from ds_finetune.trainer.tracing.activations import count_flops
 from ds_finetune.trainer.tracing.cache import Traces
-from tests.trainer.tracing.test_activations import AXES, planned, tree_of
+from tests.trainer.tracing.test_activations import AXES, LAYERS, planned, tree_of
 
 TOKENS, VOCAB = 96, 2048
 
@@ -123,12 +124,23 @@ def test_recomputation_and_layout_do_not_change_model_flops(tmp_path: Path, way:
     assert again.flops_per_token(plan, TOKENS) == pytest.approx(by_hand(tree))
 
 
-def test_windows_limit_what_is_attended(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen3", "exaone4", "gpt_oss"])
+def test_windows_limit_what_is_attended(tmp_path: Path, family: str) -> None:
+    """Full-attention layers of EXAONE 4 pass no window, while their modules have one. Biases of gpt_oss's experts are
+    added, which is no product.
+    """
     window = 16
-    kinds = {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0}
-    tree = tree_of("qwen3", **kinds, layer_types=["full_attention", "sliding_attention"] * 3)
+    kinds = {"use_sliding_window": True, "max_window_layers": 0} if family == "qwen3" else {}
+    tree = tree_of(
+        family, **kinds, sliding_window=window, layer_types=["full_attention", "sliding_attention"] * (LAYERS // 2)
+    )
     near = (window * window / 2 + (TOKENS - window) * window) / TOKENS
-    expected = by_hand(tree, attended=(TOKENS / 2 + near) / 2)
+    experts = (
+        {"num_experts": tree["num_local_experts"], "moe_intermediate_size": tree["intermediate_size"]}
+        if (family == "gpt_oss")
+        else {}
+    )
+    expected = by_hand(tree | experts, attended=(TOKENS / 2 + near) / 2)
     assert count_flops(*one_row(tmp_path, tree)) == pytest.approx(TOKENS * expected)
 
 
@@ -147,9 +159,33 @@ def test_attention_counts_the_length_of_documents(tmp_path: Path, monkeypatch: p
     run: Any = SimpleNamespace(
         plan=plan, model=model, inputs=SimpleNamespace(train=rows), traces=Traces(plan, lambda: model)
     )
-    utilisation = trace_utilisation(run)
+    messages: list[str] = []
+    utilisation = trace_utilisation(run, messages.append)
     assert utilisation is not None
     assert utilisation.flops_per_token == pytest.approx(by_hand(tree))
     assert utilisation.peak_flops == 989e12
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU that is not in the table")
-    assert trace_utilisation(run) is None
+    assert trace_utilisation(run, messages.append) is None
+    assert messages == []
+
+
+def test_a_run_says_why_it_has_no_utilisation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> int:
+        raise KeyError("values")
+
+    monkeypatch.setattr(activations, "count_flops", fail)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    plan, model = planned(tmp_path, tree_of("llama"))
+    plan = replace(plan, data=plan.data.model_copy(update={"cache_dir": str(tmp_path / "cache")}))
+    traced: list[str] = []
+    messages: list[str] = []
+    run: Any = SimpleNamespace(
+        plan=plan,
+        model=model,
+        inputs=SimpleNamespace(train=None),
+        traces=Traces(plan, lambda: model, traced.append),
+    )
+    assert trace_utilisation(run, messages.append) is None
+    (message,) = messages
+    assert message.startswith(f"perf/mfu is not measured: the FLOPs of {tmp_path} cannot be traced: KeyError at")
+    assert traced == ["computing a forward and backward on tensors without memory, to trace the model's FLOPs"]
