@@ -164,10 +164,27 @@ def best_weights_lines(usable: UsableCheckpoint, run: ResolvedRun, last: StepRec
     if steps and not set(steps.values()) - {best_step, None}:
         paths = " and ".join(str(folder / name) for name in steps)
         return [f"{best}, and its weights are {paths}"] if is_elsewhere else []
+    first = _first_resumed(run, best_step)
+    if first is not None and best_step in (earlier := _steps_of_best(first)).values():
+        paths = " and ".join(str(first / name) for name, step in earlier.items() if step == best_step)
+        return [f"{best}, and its weights are {paths}"]
     others = "".join(f"; {folder / name} is of step {step}" for name, step in steps.items() if is_elsewhere)
     checkpoint = usable.folder.with_name(step_name(best_step))
     command = f"; `ds-finetune export {checkpoint} OUT` exports them" if checkpoint.is_dir() else ""
     return [f"{best.upper()}, AND {folder} HAS NO EXPORT OF ITS WEIGHTS{others}{command}"]
+
+
+def _first_resumed(run: ResolvedRun, best_step: int) -> Path | None:
+    """Folder of the run that `checkpoint.resume` names by a path to the run, its checkpoints or one checkpoint. None if
+    it names none, or a checkpoint from before `best_step`.
+    """
+    requested = run.config.checkpoint.resume
+    if requested in ("auto", "never"):
+        return None
+    path = Path(requested)
+    if path.parent.name == CHECKPOINTS:
+        return None if path.name < step_name(best_step) else path.parent.parent
+    return path.parent if path.name == CHECKPOINTS else path
 
 
 def _steps_of_best(folder: Path) -> dict[str, int | None]:

@@ -281,6 +281,27 @@ def test_the_best_weights_of_the_folder_that_is_resumed_elsewhere_are_named(tmp_
     assert "export-best is of step 6" in best_weights_lines(found, new)[0]
 
 
+@pytest.mark.parametrize("named", ["old", "old/checkpoints", "old/checkpoints/step-000004"])
+def test_the_best_weights_of_the_run_that_was_resumed_first_are_named(named: str, tmp_path: Path) -> None:
+    """A second start of the same command resumes from its own folder, and the best weights are still in the other."""
+    config = config_of(tmp_path / "new")
+    resumed = config.checkpoint.model_copy(update={"resume": str(tmp_path / named)})
+    run = planned_run(config.model_copy(update={"checkpoint": resumed}))
+    best = tmp_path / "old" / "export-best"
+    best.mkdir(parents=True)
+    (best / "verification.json").write_text('{"step": 4}')
+    for step, expected in ((4, f"of step 4, and its weights are {best}"), (8, "STEP 8, AND")):
+        state: Any = SimpleNamespace(observers={"best": {"best_step": step}})
+        found: Any = SimpleNamespace(folder=tmp_path / "new" / "checkpoints" / "step-000009", state=state)
+        (line,) = best_weights_lines(found, run)
+        assert expected in line
+    # The checkpoint is older than the export, so the new run trained step 4 itself.
+    resumed = resumed.model_copy(update={"resume": str(tmp_path / "old" / "checkpoints" / "step-000002")})
+    found.state.observers["best"]["best_step"] = 4
+    (line,) = best_weights_lines(found, planned_run(config.model_copy(update={"checkpoint": resumed})))
+    assert "STEP 4, AND" in line
+
+
 def test_best_weights_of_steps_that_are_trained_again_are_moved_aside(tmp_path: Path) -> None:
     messages: list[str] = []
     for name, step in (("export-best", 6), ("adapter-best", 6)):
