@@ -3,6 +3,7 @@ is a key of the other trainer's file.
 """
 
 import math
+import os
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping
@@ -89,7 +90,8 @@ class ConvertedRun:
                 self.origins[key] = f"{self.origins.get(key, '')}; {note}"
         for key in ("model.path", "data.train", "output_dir"):
             if key not in self.origins:
-                self.to_fill[key] = f"the file of {program.name} names none"
+                names = ", ".join(self._words_of(key))
+                self.to_fill[key] = f"{names} is not converted" if names else f"the file of {program.name} names none"
         assert self.words.keys() <= self.outcomes.keys(), self.words.keys() - self.outcomes.keys()
         self.config = validate_tree(self.tree, {}, "the run file")
 
@@ -481,6 +483,7 @@ _CONVERTERS: Mapping[str, Callable[[ConvertedRun, str, object], object]] = {
     "lora.target_modules": _targets,
     "lora.alpha": lambda self, _, value: 2 * self._number("lora.rank", 8) if value == TWICE_THE_RANK else value,
     "objective.clip_low": _clip_low,
+    **dict.fromkeys(("output_dir", "data.cache_dir"), lambda self, _, value: os.path.expanduser(str(value))),  # noqa: PTH111 - keeps `./`
     **dict.fromkeys(("data.train", "rollout.prompts_per_step"), lambda self, word, value: None),
     "rewards": lambda self, word, value: self.to_fill.update(rewards=f"{word} is {value}"),
 }

@@ -1,6 +1,7 @@
 """Types of values in the run file that have more than one form: paths with names or weights, durations and times."""
 
 import math
+import os
 import re
 from collections.abc import Callable
 from enum import StrEnum
@@ -69,10 +70,10 @@ def as_list(value: object) -> object:
 
 
 def _check_folder_name(text: str) -> str:
-    if re.match(r"~|.*\$[\w{]", text):
-        raise ValueError("`~` and variables are not expanded here, so a folder of that name would be made")
     if "\0" in text or any(len(part.encode()) > 255 for part in text.split("/")):
         raise ValueError("no folder can have this name: a part of a path has at most 255 bytes, none of them 0")
+    if re.match(r"~|.*\$[\w{]", text) and not os.path.exists(text):  # noqa: PTH110 - also false for invalid paths
+        raise ValueError("`~` and variables are not expanded here, so a folder of that name would be made")
     return text
 
 

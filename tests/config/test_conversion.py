@@ -246,6 +246,26 @@ def test_a_key_that_cannot_be_converted_is_not_replaced_by_a_default(
     assert "not available: optim: `optim.name` keeps its default" in said
 
 
+@pytest.mark.parametrize(
+    ("path", "expected"), [("~/out", "/home/me/out"), ("./out", "./out"), ("$HOME/out", "FILL_IN")]
+)
+def test_a_path_below_the_home_folder_is_expanded(
+    path: str,
+    expected: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
+    Path("t.yaml").write_text(f"model_name_or_path: m\ndataset_name: a/b\noutput_dir: {path}\n")
+    assert main(["init", "--from", "t.yaml"]) == 0
+    assert read_config("run.yaml").output_dir == expected
+    said = capsys.readouterr().out
+    assert ("fill in: output_dir: output_dir is not converted" in said) == (expected == "FILL_IN")
+    assert "output_dir: the file of" not in said
+
+
 def test_what_a_file_does_not_say_is_to_be_filled_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

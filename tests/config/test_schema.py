@@ -175,6 +175,8 @@ def test_a_path_that_only_a_shell_expands_is_refused(key: str, name: str, tmp_pa
     with pytest.raises(ConfigError, match="are not expanded here"):
         read_config(tmp_path / "run.yaml", [f"{key}={name}"])
     read_config(tmp_path / "run.yaml", [f"{key}=/data/a~b/c$"])
+    (tmp_path / "of $x").mkdir()
+    read_config(tmp_path / "run.yaml", [f"{key}={tmp_path}/of $x"])
 
 
 def test_missing_file_is_named(tmp_path: Path) -> None:
