@@ -41,8 +41,7 @@ def served_config(config: Mapping[str, Any], family: Family, keys: Collection[st
     served.pop(CODE, None)
     if is_composite(config):
         return served
-    for key, value in family.export_config.items():
-        served.setdefault(key, value)
+    served |= {key: value for key, value in family.export_config.items() if served.get(key) is None}
     if family.compresses:
         served |= {key: value for key, value in published_layers(config).items() if served.get(key) is None}
         if "compress_ratios" in served:

@@ -118,21 +118,21 @@ def check_sizes(file: Path) -> None:
         if isinstance(kind, str) and kind in _REFUSED:
             reason, hint = _REFUSED[kind]
             raise ModelError(f"{file}: model_type {kind} is neither trained nor converted: {reason}", hint=hint)
-        problem = next(_problems_of_v4(tree), None) if family_of(str(kind)).compresses else None
-        problem = problem or _value_not_computed(text_tree(tree))
-        if problem:
+        if family_of(str(kind)).compresses and (problem := next(_problems_of_v4(tree), None)):
             raise ModelError(f"{file}: {problem}", hint=_PUBLISHED)
+        _check_values(file, text_tree(tree))
 
 
-def _value_not_computed(tree: Mapping[str, Any]) -> str:
-    """Error message about a value of config.json with which transformers does not compute; empty if there is none."""
+def _check_values(file: Path, tree: Mapping[str, Any]) -> None:
+    """ModelError if a key of config.json has a value with which transformers does not compute."""
     kind = tree.get("model_type")
-    wrong = (
-        f"{key} is {tree[key]!r}, not {' or '.join(map(repr, values))}: transformers computes {kind} with nothing else"
-        for key, values in family_of(str(kind)).config_values.items()
-        if key in tree and tree[key] not in values
-    )
-    return next(wrong, "")
+    for key, values in family_of(str(kind)).config_values.items():
+        if key in tree and tree[key] not in values:
+            computed = " or ".join(repr(value) for value in values if value is not None)
+            raise ModelError(
+                f"{file}: {key} is {tree[key]!r}, not {computed}: transformers computes {kind} with nothing else",
+                hint="train a model with a value that transformers computes",
+            )
 
 
 def _problems_of_v4(tree: Mapping[str, Any]) -> Iterator[str]:

@@ -74,6 +74,7 @@ def test_the_schema_of_the_config_is_kept(tmp_path: Path) -> None:
     model = published("deepseek_v3", tmp_path / "base")
     parts = parts_of(tmp_path / "base", "deepseek_v3")
     given = {"model_type": "deepseek_v3", "rope_theta": 1e4, "quantization_config": {"x": 1}, "topk_method": "greedy"}
+    given["scoring_func"] = None
     parts = FolderParts(**{**parts.__dict__, "config": given, "dtype": torch.bfloat16})
     write_folder(tensors_of(model), specs_of(model), tmp_path / "out", parts, max_shard_bytes=10**9)
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == {
