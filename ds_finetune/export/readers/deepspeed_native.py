@@ -98,8 +98,9 @@ class SplitTensor:
                 begin, stop = max(first, 0), min(first + count, stored.shape[0])
                 pieces += [(stored, begin, stop - begin)] if begin < stop else []
                 first -= stored.shape[0]
-        if len(pieces) == 1:
-            return pieces[0][0].read(*pieces[0][1:], into=into)
+        if len(pieces) <= 1:
+            stored, *piece = pieces[0] if pieces else (self.vectors[0][0], 0, 0)
+            return stored.read(*piece, into=into)
         return torch.cat([stored.read(*piece) for stored, *piece in pieces])
 
 

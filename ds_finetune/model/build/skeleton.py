@@ -152,7 +152,7 @@ def read_hf_config(path: str, *, files: Sequence[str] = HUB_FILES, task: Task = 
         raise ModelError(
             f"{folder}/config.json: {unknown}", hint="model_type must be one that the installed transformers knows"
         ) from unknown
-    except (OSError, TypeError, KeyError, RecursionError, StrictDataclassError) as wrong:
+    except (OSError, TypeError, KeyError, ArithmeticError, RecursionError, StrictDataclassError) as wrong:
         reason = " ".join(str(wrong).split())
         raise ModelError(
             f"{folder}/config.json cannot be read: {reason}", hint="correct the file, or download the published one"

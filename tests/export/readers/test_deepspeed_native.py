@@ -15,9 +15,10 @@ from transformers import AutoModelForCausalLM
 
 from ds_finetune.cli import main as cli
 from ds_finetune.errors import ExportError, ModelError
-from ds_finetune.export.readers.deepspeed_native import read_deepspeed_checkpoint
+from ds_finetune.export.readers.deepspeed_native import SplitTensor, read_deepspeed_checkpoint
 from ds_finetune.families.table import family_of
 from ds_finetune.model.weights.names import hub_pieces
+from ds_finetune.model.weights.safetensors_file import Scratch, StoredTensor, TensorFile
 from tests.export.readers.cells import CELLS, Cell, fresh
 from tests.running import start, torchrun
 
@@ -38,6 +39,15 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def copy(written: Path, tmp_path: Path) -> Path:
     """A stage-3 checkpoint to damage."""
     return Path(shutil.copytree(written / "qwen2-stage3-bf16-frozen", tmp_path / "copy"))
+
+
+def test_no_elements_are_an_empty_tensor(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(bytes(8))
+    stored = StoredTensor(TensorFile(file), torch.bfloat16, (4,), 0)
+    for tensor in (SplitTensor((0, 3), [[stored]], 4, 0), SplitTensor((4,), [[stored]], 0, 4)):
+        empty = tensor.read(0, 0, into=Scratch())
+        assert (tuple(empty.shape), empty.dtype) == ((0,), torch.bfloat16)
 
 
 def step_of(folder: Path) -> Path:

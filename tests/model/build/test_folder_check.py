@@ -143,6 +143,13 @@ def test_sizes_that_no_model_has(size: object, tmp_path: Path) -> None:
             check_folder(tmp_path)
 
 
+def test_a_config_that_transformers_fails_on_is_named(tmp_path: Path) -> None:
+    tree = {key: value for key, value in CONFIGS["exaone4"].items() if key != "layer_types"}
+    (tmp_path / "config.json").write_text(json.dumps(tree | {"model_type": "exaone4", "sliding_window": None}))
+    with pytest.raises(ModelError, match=r"config\.json cannot be read: "):
+        read_hf_config(str(tmp_path))
+
+
 OTHER_ROUTERS = [
     ("deepseek_v3", "scoring_func", "softmax", "'sigmoid'"),
     ("deepseek_v3", "topk_method", "greedy", "'noaux_tc'"),
@@ -150,6 +157,7 @@ OTHER_ROUTERS = [
     ("deepseek_v2", "scoring_func", "sigmoid", "'softmax'"),
     ("deepseek_v2", "norm_topk_prob", True, "False"),
     ("deepseek_v2", "topk_method", "noaux_tc", "'greedy' or 'group_limited_greedy'"),
+    ("deepseek_v2", "topk_method", None, "'greedy' or 'group_limited_greedy'"),
 ]
 
 
@@ -169,7 +177,14 @@ def test_routers_that_transformers_does_not_compute_are_refused(
     (tmp_path / "config.json").write_text(json.dumps(tree))
     check_folder(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(tree | {key: value}))
-    with pytest.raises(ModelError, match=f"{key} is {value!r}, not {known}: transformers computes {kind} with"):
+    with pytest.raises(
+        ModelError, match=f"{key} is {value!r}, not {known}: transformers computes {kind} with"
+    ) as error:
+        check_folder(tmp_path)
+    assert error.value.hint == "train a model with a value that transformers computes"
+    if value is not None:
+        other = {} if (kind, key) == ("deepseek_v2", "topk_method") else {key: None}
+        (tmp_path / "config.json").write_text(json.dumps(tree | other))
         check_folder(tmp_path)
 
 
