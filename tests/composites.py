@@ -9,7 +9,14 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMultimodalLM, Qwen3_5Tokenizer, Qwen3Config
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    Glm4MoeConfig,
+    Qwen3_5Tokenizer,
+    Qwen3Config,
+)
 
 from tests.running import TINY, tiny_task
 
@@ -62,6 +69,21 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "vision_config": {**_QWEN_EYES, "deepstack_visual_indexes": [0]},
         "tie_word_embeddings": True,
     },
+    "glm4v_moe": {
+        "text_config": {
+            **{**_TEXT, "model_type": "glm4v_moe_text", "n_routed_experts": 4, "num_experts_per_tok": 2},
+            **{"moe_intermediate_size": 16, "first_k_dense_replace": 1, "attention_bias": True},
+            "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]},
+        },
+        "vision_config": {
+            "depth": 1,
+            "num_heads": 2,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "out_hidden_size": 32,
+        },
+        "tie_word_embeddings": False,
+    },
     "qwen3_5": {
         "text_config": {**_TEXT, **_LINEAR, "model_type": "qwen3_5_text"},
         "vision_config": {**_QWEN_EYES, "deepstack_visual_indexes": []},
@@ -93,7 +115,7 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
 }
 FUSED = ("qwen3_5_moe", "minimax_m3_vl")
 """Types whose folder has all experts of a layer in one tensor: Qwen publishes them so, and MiniMax's are read only so."""
-SPELLINGS = dict.fromkeys(("gemma4", "qwen3_vl", "qwen3_5", *FUSED), "model.language_model.")
+SPELLINGS = dict.fromkeys(("gemma4", "qwen3_vl", "qwen3_5", "glm4v_moe", *FUSED), "model.language_model.")
 """Beginnings of the published names of a text part, where they are not `language_model.model.`."""
 
 
@@ -109,13 +131,15 @@ def _write_qwen_tokenizer(folder: Path) -> None:
 
 
 def published_tensors(kind: str, text_tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of a text model with the names that they have in a composite model; Qwen publishes experts fused."""
+    """The tensors of a text model with the names that they have in a composite model. GLM alone has one for each expert."""
     start = SPELLINGS.get(kind, "language_model.model.")
     head = "lm_head." if kind in SPELLINGS else "language_model.lm_head."
     tensors = {
         name.replace("model.", start, 1) if name.startswith("model.") else name.replace("lm_head.", head, 1): tensor
         for name, tensor in text_tensors.items()
     }
+    if kind == "glm4v_moe":
+        return tensors
     for experts in {name.partition(".0.gate_proj")[0] for name in tensors if ".experts.0.gate_proj" in name}:
         gate, up, down = (
             torch.stack([tensors.pop(f"{experts}.{number}.{part}_proj.weight") for number in range(4)])
@@ -142,7 +166,8 @@ def composite_task(kind: str, folder: Path, *, vocab_size: int | None = None, **
         _write_qwen_tokenizer(folder / "model")
     shutil.copytree(folder / "model", folder / "text")
     whole.save_pretrained(folder / "model", save_original_format=kind not in FUSED)
-    text_config = config.text_config if kind != "qwen3_vl" else Qwen3Config(**tree["text_config"])
+    as_text = {"qwen3_vl": Qwen3Config, "glm4v_moe": Glm4MoeConfig}.get(kind)
+    text_config = as_text(**tree["text_config"]) if as_text else config.text_config
     text_config.tie_word_embeddings = config.tie_word_embeddings
     text = AutoModelForCausalLM.from_config(text_config).float()
     decoder = whole.get_decoder()

@@ -502,7 +502,7 @@ FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ROWS}
 """Families by model type. R1 and Moonlight are deepseek_v3; R1's distills are qwen2, qwen3 and llama."""
 BUILT_AS: Mapping[str, str] = {name: family.built_as for name, family in FAMILIES.items() if family.built_as}
 """Model types unknown to transformers or to older releases, with the model type whose classes build the model."""
-TEXT_PARTS: Mapping[str, str] = {"qwen3_vl_text": "qwen3"}
+TEXT_PARTS: Mapping[str, str] = {"qwen3_vl_text": "qwen3", "glm4v_moe_text": "glm4_moe"}
 """Model types of text parts of multimodal models for which transformers has no causal LM, each with the model type
 that is trained instead. Both types compute the same on plain text.
 """

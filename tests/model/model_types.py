@@ -93,8 +93,9 @@ For models with a text part, rows with images, video or audio are refused, and a
 weights, classifiers, and exports to GGUF, ONNX, compressed-tensors and server adapters. A type whose text part has no
 causal LM in transformers, such as `qwen2_vl` or `glm5_next`, is refused too.
 
-Of the types with a text part, tests train gemma3, gemma4, internvl, kimi_k25, llama4, minimax_m3_vl, mistral3, qwen3_5,
-qwen3_5_moe and qwen3_vl. Export a model of another type after a few steps first, to see whether the export is verified.
+Of the types with a text part, tests train gemma3, gemma4, glm4v_moe, internvl, kimi_k25, llama4, minimax_m3_vl,
+mistral3, qwen3_5, qwen3_5_moe and qwen3_vl. Export a model of another type after a few steps first, to see whether the
+export is verified.
 A folder of `minimax_m3_vl` with one tensor for each expert is refused; the error says how to save it again.
 A text part whose own type is refused below is refused too.
 

@@ -202,7 +202,7 @@ def test_a_text_part_has_the_layouts_of_its_row(tmp_path: Path) -> None:
     ("tree", "said"),
     [
         ({"model_type": "qwen2_vl", "text_config": {}}, "has no causal LM of its text part `qwen2_vl_text`"),
-        ({"model_type": "glm4v_moe", "text_config": {}}, "has no causal LM of its text part `glm4v_moe_text`"),
+        ({"model_type": "qwen3_vl_moe", "text_config": {}}, "has no causal LM of its text part `qwen3_vl_moe_text`"),
         (
             {"model_type": "glm5_next", "text_config": {"qk_rope_head_dim": 0, "head_dim": 0}},
             "has no causal LM of its text part `glm5_next_text`",
