@@ -118,9 +118,9 @@ def export_model(  # noqa: PLR0913 - each is an option of the command
     """Convert the run, checkpoint, adapter or model in `source` to the new folder `out`. Prints and returns what was
     written.
 
-    `format` is the name of a row of `export/formats.py`: safetensors, onnx, gguf, or adapter (a run's adapter for
-    servers). Dtypes, with the default first: safetensors bf16, fp16, fp32, fp8; onnx fp32, fp16, int8, int4; gguf bf16,
-    f16, f32, q8_0; adapter fp32, bf16, fp16. `base` is the folder of the model that was trained.
+    `format` is the name of a row of `export/formats.py`. Its dtypes, with the default first: safetensors bf16, fp16,
+    fp32, fp8; onnx fp32, fp16, int8, int4; gguf bf16, f16, f32, q8_0; compressed-tensors w8a16, w4a16, fp8; adapter (of
+    a run, for servers) fp32, bf16, fp16. `base` is the folder of the model that was trained.
     `max_shard_size` (5GB) applies to safetensors. `with_cache=False` applies to onnx and writes a graph without past
     keys and values. With `verify` a new process loads `out` and compares it with the record of the run;
     VerificationError names the difference. Without `verify` the folder stays marked UNVERIFIED.

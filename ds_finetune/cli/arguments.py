@@ -135,7 +135,7 @@ def exported_folder(path: str) -> Path:
 
 
 def export_of(path: str) -> str:
-    """Find and print the exported folder of the run at `path`, a folder or run file. Return other paths unchanged."""
+    """Return the exported folder of the run at `path` (a folder or run file), and print it. Keep other paths as is."""
     is_run_file = Path(path).suffix in (".yaml", ".yml") and Path(path).is_file()
     folder = Path(read_config(path).output_dir if is_run_file else path)
     if (folder / "config.json").is_file() or not (is_run_file or (folder / "plan.json").is_file()):

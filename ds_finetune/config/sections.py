@@ -221,7 +221,7 @@ class TrainConfig(Section):
     while the loss scale falls, the number is at least 17.
     """
     reduction_dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    """Dtype in which gradients are summed over ranks and micro-batches. `auto` is that of `precision`. `fp32` in a
+    """Dtype in which gradients are summed over ranks and micro-batches. `auto` is the dtype `precision`. `fp32` in a
     bf16 run needs ZeRO-2 or 3. `bf16` in an fp32 run rounds gradients that are sent; the sum over micro-batches stays
     fp32.
     """

@@ -1,4 +1,4 @@
-"""Types of values in the run file that have more than one form: paths with names or weights, durations and times."""
+"""Types of run-file values that can be written in several ways: paths with names or weights, durations, times."""
 
 import math
 import os

@@ -28,10 +28,9 @@ def record_error(text: str, *, cause: str = "", file: str = "") -> None:
     """Write the error with which a rank ends. Nothing is written if the file has an error already, or if no agent has
     named a file.
 
-    `cause` is the error of another rank if this rank ends only because of it. `file` is the error file of another rank
-    that this process is about to kill; by default it is this process's own. The format is that of torch 2.13
-    (elastic/multiprocessing/errors/error_handler.py:80). The key `at` is more exact than `timestamp`, which has
-    seconds.
+    `cause` is the error of another rank if this rank ends only because of it. `file` is the file to write: this
+    process's own error file by default, or that of a rank which this process is about to kill. The format is that of
+    torch 2.13 (elastic/multiprocessing/errors/error_handler.py:80). `at` is exact, while `timestamp` has whole seconds.
     """
     path = Path(file or os.environ.get(ERROR_FILE, ""))
     if path == Path() or path.exists():
