@@ -22,8 +22,8 @@ _LINES = 200
 """Number of lines at the end of a host's output that are stored for a report."""
 
 Reply = tuple[dict[str, Any], float, float]
-"""The reply of a host: the results by function name, the seconds that the host's clock is ahead of this machine's, and
-the maximum error of these seconds.
+"""The reply of a host: the results by function name, the seconds by which the host's clock is ahead of this machine's
+clock, and the maximum error of that number.
 """
 Event = Mapping[str, Any] | str
 """An event that the program on a host has sent, or a line of text that it has printed."""

@@ -30,7 +30,7 @@ class ObjectiveScores:
     chosen_tokens: Numbers
     """Number of tokens of the chosen answer of each pair, fp64 [units]; zeros for labelled answers and texts."""
     outputs: Numbers
-    """Score and target of each text or pair, fp64 [units, 2], for classifier metrics that need all of them at once."""
+    """Score and target of each text or pair, fp64 [units, 2], for classifier metrics that need all units at once."""
 
     @classmethod
     def of_pairs(cls, objective: DocumentObjective, scores: Scores, reference: Scores | None) -> Self:

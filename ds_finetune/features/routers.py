@@ -121,8 +121,8 @@ class BalanceLoss(ExtraLoss):
 
 class _SumOfLayer(torch.autograd.Function):
     """Balance loss of a layer, `sum_i f_i P_i` summed over documents, fp32 scalar. The input `factors`, fp32
-    [documents, experts], is f_i / T for a document of T tokens. Of tensors [tokens, experts] only the logits are saved
-    for backward.
+    [documents, experts], is f_i / T for a document of T tokens. The logits are the only tensor
+    [tokens, experts] that is saved for backward.
     """
 
     @staticmethod

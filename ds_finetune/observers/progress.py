@@ -69,8 +69,8 @@ def _mean(seconds: "deque[float] | list[float]") -> float:
 
 
 class ProgressLine:
-    """Writes the progress line of training to `out`, and to `log`, every `log.every` steps, and a line after each
-    evaluation. On a terminal the progress line is updated in place.
+    """Writes the progress line of training every `log.every` steps, and a line after each evaluation, to `log` and
+    `out`. `out` skips a plain progress line within `log.seconds` of the last line. A terminal shows each step in place.
 
     `steps` are the steps of the run, and `steps_per_epoch` those of an epoch (infinite for a stream).
     """

@@ -39,8 +39,8 @@ Counts = NDArray[np.int64]
 Layers = NDArray[np.float64]
 MOST_BYTES, _BYTES_PER_LOAD = 64 * MIB, 8
 """Maximum size of `experts.jsonl`, and the bytes of one load with seven digits. A long run of a large model records
-only every second, third, ... step to stay below the maximum. If a run is extended, the added steps
-may take as much again.
+only every second, third, ... step to stay below the maximum. If a run is extended, the added steps may take as much
+again.
 """
 _MOST_WAITING = 100
 """Maximum number of lines of `experts.jsonl` that wait in memory while the disk is full."""
@@ -102,7 +102,7 @@ class RouterMetrics(Observer):
         counts = choices.counts.numpy()
         values = self._values(counts, choices)
         if self.bias_update:
-            # The movement of router biases is computed as in `model.routers.update_biases`.
+            # Router biases move as in `model.routers.update_biases`.
             if self._moved is None:
                 self._moved = np.zeros(counts.shape)
             if not record.values["train/skipped"]:

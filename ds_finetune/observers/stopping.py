@@ -90,8 +90,8 @@ def _leave_to_thread(number: int, frame: FrameType | None) -> None:
 
 
 _SCALE_STEPS = 17
-"""Number of skipped steps in a row in which DeepSpeed's fp16 loss scale falls from 2**16 to 1. After the first skipped
-step, each one halves the scale (0.19.8, fp16/loss_scaler.py:253-268).
+"""After this number of skipped steps in a row, DeepSpeed's fp16 loss scale has fallen from 2**16 to 1. Each skipped
+step but the first halves it (0.19.8, fp16/loss_scaler.py:253-268).
 """
 _FIRST_STEPS = 100
 

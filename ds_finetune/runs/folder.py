@@ -183,7 +183,7 @@ class RunFolder:
     def export_step(self, folder: Path) -> int | None:
         """The step after which the weights in an exported folder of this run were saved; None if it is unknown.
 
-        An export that is not verified has no record of its step, which is then taken from the metrics.
+        An export that is not verified does not record its step; the step is then taken from the metrics.
         """
         record = folder.with_name(folder.name.replace("adapter", "export")) / "verification.json"
         step = read_object(record).get("step")

@@ -30,8 +30,7 @@ WRITE_SECONDS = 3.0
 """Maximum number of seconds that an ending run waits for the write of a file, because the file system may hang."""
 
 _WRITING = threading.Lock()
-"""Lock of a thread that reads and rewrites the status. Without it, an update could replace the final status of a run.
-"""
+"""A thread holds this lock while it reads and rewrites the status, so that no update replaces a final status."""
 State = Literal["running", "hung", "finished", "stopped", "failed", "unknown"]
 
 

@@ -11,8 +11,8 @@ from ds_finetune.config.units import MIB
 Ended = tuple[int | None, str]
 """Exit code of a program on a host (None: killed after its time limit), and the end of what the program printed."""
 _SLOW_FACTOR, _BROKEN_FACTOR = 3, 10
-"""`doctor` compares all-reduces inside a host with the median of the other hosts. It warns if the median is more than
-_SLOW_FACTOR times as fast, and fails the host if it is more than _BROKEN_FACTOR times as fast.
+"""`doctor` compares the speed of all-reduces inside a host with the median speed of the other hosts. It warns if the
+median is more than _SLOW_FACTOR times as fast. The host fails if it is more than _BROKEN_FACTOR times as fast.
 """
 _UNREACHED = "check the firewalls between hosts (all ports must be open), GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
 _SLOW_HINT = "compare topology (nvidia-smi topo -m), driver and load of this host with those of the others"

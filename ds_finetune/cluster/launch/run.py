@@ -227,7 +227,7 @@ class _LaunchedRun:
             self._cluster.beat()
             self._handle_events()
             for host, reply in tuple(self._agents.items()):
-                # A lost host may have caused the removal of another host, whose reply is then ignored.
+                # Handling a lost host may have removed other hosts too. The replies of removed hosts are ignored.
                 if host in self._agents and host not in self._ends and reply.done():
                     self._record_end(host, reply.result())
             self._pass_on_signals()

@@ -133,7 +133,7 @@ def mark_waits(trace: RankTrace, starts: Sequence[Mapping[CollectiveKey, float]]
 
 def break_down(trace: RankTrace) -> list[dict[str, Any]]:
     """Divide the time of each step by kind of work. The seconds of all kinds add up to the time of the step."""
-    # Of time spans with equal priority the longer come first and shorter ones replace them, so that the innermost phase
+    # Spans of equal priority are sorted from long to short. Later spans replace earlier ones, so the innermost phase
     # counts.
     layers = sorted(trace.layers, key=lambda layer: (layer[0], layer[2] - layer[3]))
     return [
@@ -143,8 +143,8 @@ def break_down(trace: RankTrace) -> list[dict[str, Any]]:
 
 
 def seconds_by_kind(first: float, last: float, layers: Iterable[Layer]) -> dict[str, float]:
-    """Seconds of each kind of work between two times in microseconds. Where time spans of `layers` overlap, the span
-    that is later in `layers` counts.
+    """Seconds of each kind of work between the times `first` and `last` (microseconds). Where time spans of `layers`
+    overlap, the span that is later in `layers` counts.
     """
     cut = [(kind, max(begin, first), min(end, last)) for _, kind, begin, end in layers if begin < last and end > first]
     edges = np.unique([first, last, *(time for _, *span in cut for time in span)])
