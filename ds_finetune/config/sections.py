@@ -135,8 +135,8 @@ class DataConfig(Section):
     out.
     """
     max_dropped_ratio: Free[float] = Field(default=0.1, ge=0, le=1)
-    """Largest share of dropped rows with which a run starts. Rows are dropped that are bad, too long, not fully
-    rendered by the chat template, or without a supervised token.
+    """Largest share of dropped rows with which a run starts. A row is dropped if it is bad, too long, not
+    fully rendered by the chat template, or without a supervised token.
     """
     max_truncated_ratio: Free[float] = Field(default=0.1, ge=0, le=1)
     """Largest share of all training tokens that the truncation of long rows may lose."""

@@ -58,20 +58,20 @@ This takes about a second:
 | loss | the loss of this program, and that of the model's own logits with transformers' plain attention |
 | adapters, with `lora` | loss, gradients and logits with adapters, and with weights to which they are added |
 
-Results of the trial of a generic type count as equal up to a relative difference of 1e-4, and are printed under the
-plan. The run ends with exit code 2 before anything is loaded if the loss differs, or if hidden states differ: those of
-packed rows if the run packs, else those of padded rows.
+The results are printed under the plan, and count as equal up to a relative difference of 1e-4. The run ends with exit
+code 2 before anything is loaded if the loss differs, or if hidden states differ: those of packed rows if the run packs,
+else those of padded rows.
 
 If the tiny model cannot be built, packing is refused; without packing, a line under the plan says that the loss is not
 known to be right.
 
 The encoders `{encoders}` are families too. They attend in both directions and are trained
-only with `objective: classification`. Tests compare documents of packed rows with each document by itself in plain
-transformers.
+only with `objective: classification`. Tests compare each document of a packed row with the same document
+alone in plain transformers.
 
 [Sparse attention](../how-to/sparse-attention.md) (`deepseek_v32`, `glm_moe_dsa`) over documents longer than
-`index_topk` is refused in three cases: with `model.attention: eager`, for teachers, and if a pipeline stage of GLM
-begins with a layer without an indexer.
+`index_topk` is refused in three cases: with `model.attention: eager`, for teachers, and if the first layer of a
+pipeline stage of GLM has no indexer.
 
 `deepseek_v41` is refused, since transformers has no classes for it. Classifiers of `exaone`, `sarvam_mla` and
 `sarvam_moe` are refused.
@@ -103,7 +103,7 @@ A text part whose own type is refused below is refused too.
 
 ## What each type allows
 
-The lists below are for transformers {version}, its default configurations but for {settings} (`SETTINGS` in
+The lists below are for transformers {version}, its default configurations with {settings} (`SETTINGS` in
 `tests/model/model_types.py`), `train.max_seq_len` {row_tokens} and `model.attention: sdpa`, or `eager` (marked) if there
 is no other. A run tries your own `config.json`. This page is written by `python -m tests.model.model_types`.
 """
