@@ -224,6 +224,6 @@ def test_a_layer_with_a_head_of_its_own_is_refused(tmp_path: Path) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
     hf_config = read_hf_config(str(tmp_path / "m"))
     plan_mtp(hf_config, ModelConfig(path=str(tmp_path / "m")), MtpConfig(train=True))
-    said = "`model.layers.2.shared_head.head.weight` of .* differs from `lm_head.weight`"
+    said = "would use `lm_head.weight` instead of `model.layers.2.shared_head.head.weight`, but the two differ in"
     with pytest.raises(ModelError, match=said):
         open_weights(build_meta_model(hf_config), tmp_path / "m", family=family_of("deepseek_v3"))
