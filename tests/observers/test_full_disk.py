@@ -23,6 +23,7 @@ VALUES = dict.fromkeys(
         "optim/lr",
         "perf/tokens_per_second",
         "perf/step_seconds",
+        "perf/data_wait_seconds",
         "perf/eta_seconds",
         "memory/peak_gib",
         "train/skipped_steps",
