@@ -51,14 +51,17 @@ class GenerationStopper:
 
     def stop(self, reason: str) -> None:
         """End the current generation, and any that starts before `clear` is called."""
+        self._set(reason)
+
+    def clear(self) -> None:
+        """Allow generations again after `stop`."""
+        self._set("")
+
+    def _set(self, reason: str) -> None:
         self.reason = reason
         # ONNX Runtime runs a forward pass as one call, which checks `terminate` between operators.
         if self._options is not None:
             self._options.terminate = bool(reason)
-
-    def clear(self) -> None:
-        """Allow generations again after `stop`."""
-        self.stop("")
 
     def _check(self, *_: Any) -> None:  # noqa: ANN401 - a module and its inputs
         if self.reason:
