@@ -336,8 +336,8 @@ def test_a_setting_wrong_for_all_long_rows_is_an_error_of_the_first_part(
     monkeypatch.setattr(units, "_MOST_CHARACTERS", 15_000)
     with pytest.raises(DataError) as caught:
         rows_of(tmp_path, tokenizer, tmp_path / "cache", TokenLimits(max_seq_len=200, vocab_size=128))
-    assert "line 1" in str(caught.value)
-    assert "line 2" not in str(caught.value)
+    assert caught.value.message.endswith("eval.jsonl line 1: column `completion` is int 1, not text")
+    assert "500 rows" not in str(caught.value)
 
 
 SHORT = TokenLimits(max_seq_len=20, vocab_size=128)

@@ -94,22 +94,25 @@ def _put_nan(tensors: dict[str, torch.Tensor]) -> None:
     tensors["lm_head.weight"][0, 0] = float("nan")
 
 
+MODELS = (
+    "deepseek_v3",
+    "kimi_k2",
+    "sarvam_mla",
+    "sarvam_moe",
+    "exaone",
+    "glm4_moe",
+    "deepseek_v2",
+    "qwen2",
+    "llama",
+)
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, VerificationResult]:
     """The result for every folder below. Plain transformers loads them in two processes, since one folder fails."""
     root = tmp_path_factory.mktemp("verify")
     folders: dict[str, Path] = {}
-    for name in (
-        "deepseek_v3",
-        "kimi_k2",
-        "sarvam_mla",
-        "sarvam_moe",
-        "exaone",
-        "glm4_moe",
-        "deepseek_v2",
-        "qwen2",
-        "llama",
-    ):
+    for name in MODELS:
         folders[name] = _exported(name, root / name)
     folders["bf16"] = _exported("deepseek_v3", root / "bf16", torch.bfloat16)
     folders["an odd width"] = _exported("deepseek_v3", root / "odd", torch.bfloat16, moe_intermediate_size=44)
@@ -136,15 +139,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, VerificationR
 @pytest.mark.parametrize(
     "name",
     [
-        "deepseek_v3",
-        "kimi_k2",
-        "sarvam_mla",
-        "sarvam_moe",
-        "exaone",
-        "glm4_moe",
-        "deepseek_v2",
-        "qwen2",
-        "llama",
+        *MODELS,
         "bf16",
         "an odd width",
     ],
