@@ -73,7 +73,7 @@ def _check_folder_name(text: str) -> str:
     if "\0" in text or any(len(part.encode()) > 255 for part in text.split("/")):
         raise ValueError("no folder can have this name: a part of a path has at most 255 bytes, none of them 0")
     if re.match(r"~|.*\$[\w{]", text) and not os.path.exists(text):  # noqa: PTH110 - also false for invalid paths
-        raise ValueError("`~` and variables are not expanded here, so a folder of that name would be made")
+        raise ValueError("`~` and variables are not expanded, which would make such a folder: write the full path")
     return text
 
 

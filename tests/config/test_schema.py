@@ -172,7 +172,7 @@ def test_a_name_that_no_folder_can_have_is_refused(name: str, tmp_path: Path) ->
 def test_a_path_that_only_a_shell_expands_is_refused(key: str, name: str, tmp_path: Path) -> None:
     """A shell leaves `output_dir=~/runs` as it is, and a folder named `~` would be made in the working directory."""
     (tmp_path / "run.yaml").write_text(MINIMAL, encoding="utf-8")
-    with pytest.raises(ConfigError, match="are not expanded here"):
+    with pytest.raises(ConfigError, match="are not expanded, which"):
         read_config(tmp_path / "run.yaml", [f"{key}={name}"])
     read_config(tmp_path / "run.yaml", [f"{key}=/data/a~b/c$"])
     (tmp_path / "of $x").mkdir()
