@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_finetune.system.rank_files import RUN_ID
-from tests.cluster.bed import Bed
+from tests.cluster.bed import NETWORK, Bed
 from tests.running import tiny_task
 
 STEPS, EVERY = 80, 10
@@ -193,6 +193,16 @@ def kill_launcher(run: Launched) -> None:
     run.process.kill()
 
 
+def interrupt(run: Launched) -> None:
+    """Ctrl-C at the launching program."""
+    run.process.send_signal(signal.SIGINT)
+
+
+def stop_rank(run: Launched) -> None:
+    """The process of a rank is stopped, and nobody continues it."""
+    os.kill(run.processes(VICTIM, "ds_finetune.cluster.worker")[-1], signal.SIGSTOP)
+
+
 def pull_cable(run: Launched) -> None:
     """The host goes on and hears nobody."""
     run.bed.cable(VICTIM, plugged=False)
@@ -223,15 +233,32 @@ def use_up_memory(run: Launched) -> None:
 
 _MEMORY = "/sys/fs/cgroup/memory"
 """Where memory is limited, by version 1 of control groups."""
-FAULTS: dict[str, Callable[[Launched], None]] = {
-    "rank killed": kill_rank,
-    "agent killed": kill_agent,
-    "connection killed": kill_connection,
-    "launcher killed": kill_launcher,
-    "cable pulled": pull_cable,
-    "host crashed": crash_host,
-    "disk full": fill_disk,
-    "out of memory": use_up_memory,
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is done to a launched run, what the launching program must print of it, and in how many seconds nothing
+    may be left.
+    """
+
+    do: Callable[[Launched], None]
+    named: str
+    within: float = LIMIT
+
+
+_HOST = rf"host {re.escape(NETWORK)}\.{VICTIM} failed first"
+_RANK = rf"rank 1 on {re.escape(NETWORK)}\.{VICTIM} failed first"
+FAULTS = {
+    "rank killed": Fault(kill_rank, rf"{_RANK}: was killed by SIGKILL"),
+    "agent killed": Fault(kill_agent, f"{_HOST}: its agent or the connection has ended"),
+    "connection killed": Fault(kill_connection, f"{_HOST}: ssh: Connection to .* closed"),
+    "launcher killed": Fault(kill_launcher, ""),
+    "interrupted": Fault(interrupt, "the same command resumes the run"),
+    "rank stopped": Fault(stop_rank, r"rank 1 \(host .* sends no heartbeats"),
+    "cable pulled": Fault(pull_cable, _HOST, 45.0),
+    "host crashed": Fault(crash_host, _HOST),
+    "disk full": Fault(fill_disk, f"{_RANK}.*No space left"),
+    "out of memory": Fault(use_up_memory, rf"{_RANK}: was killed by SIGKILL"),
 }
 
 
@@ -246,6 +273,16 @@ class Seen:
     left: int
     said: str
 
+    @property
+    def wrong(self) -> list[str]:
+        """Each expectation of the fault that does not hold."""
+        fault = FAULTS[self.fault]
+        return [
+            *(["exit code 0"] if self.code == 0 else []),
+            *([f"{self.left} processes left after {fault.within:.0f} s"] if self.left else []),
+            *([] if re.search(fault.named, self.said) else [f"not said: {fault.named}"]),
+        ]
+
 
 def inflict(bed: Bed, task: Path, fault: str, *, at_step: int) -> Seen:
     """Launch, do `fault` once `at_step` is recorded, and see what is left; the bed is whole again afterwards."""
@@ -259,8 +296,8 @@ def inflict(bed: Bed, task: Path, fault: str, *, at_step: int) -> Seen:
     with launched(bed, task, *own) as run:
         run.wait_for_step(at_step)
         at, step = time.monotonic(), run.step()
-        FAULTS[fault](run)
-        while run.left() and time.monotonic() - at < LIMIT:
+        FAULTS[fault].do(run)
+        while run.left() and time.monotonic() - at < FAULTS[fault].within:
             time.sleep(0.1)
         none_left = time.monotonic() - at
         left = len(run.left())
@@ -289,7 +326,7 @@ def survive(bed: Bed, task: Path, fault: str, *, at_step: int, undisturbed: list
     with launched(bed, task, "launch.restarts=1", "launch.min_hosts=1") as run:
         run.wait_for_step(at_step)
         at, step = time.monotonic(), run.step()
-        FAULTS[fault](run)
+        FAULTS[fault].do(run)
         run.wait_for("resuming from", 90)
         run.wait_for_step(step + 1)
         seconds = time.monotonic() - at

@@ -1,11 +1,13 @@
 """Faults of ranks, hosts and networks on a bed of hosts, where nothing above the ranks could end the others.
 
-`python -m tests.cluster.watchdog.test_hosts [FAULT ...]` prints a table of all of them.
+`python -m tests.cluster.watchdog.test_hosts --tries 10 [FAULT ...]` does each that often and prints a table.
 """
 
+import argparse
 import contextlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -80,6 +83,25 @@ FAULTS = {
 }
 
 
+LATE_LINE = r"^watchdog: heartbeats of host \S+ came late, by up to \d+\.\d s: the network loses packets$"
+
+
+def _some_packets_lost(bed: Bed) -> Fault:
+    """30% of the packets that rank 1 receives are lost: the run goes on, and is ended here once rank 0 has said so."""
+    log = bed.shared / "30%-packet-loss" / "rank-0.log"
+
+    def wait_for_the_line(_: Bed, ranks: list["subprocess.Popen[bytes]"]) -> None:
+        until = time.monotonic() + SECONDS
+        while "came late" not in log.read_text():
+            assert time.monotonic() < until
+            assert all(process.poll() is None for process in ranks), log.read_text()
+            time.sleep(0.1)
+        for process in ranks:
+            process.kill()
+
+    return Fault("30% packet loss", "lose_some", "", wait_for_the_line)
+
+
 @dataclass(frozen=True)
 class Seen:
     """What came of a fault: exit codes, seconds until each rank had ended, the report, and what the ranks printed."""
@@ -93,7 +115,9 @@ class Seen:
 def inflict(bed: Bed, fault: Fault) -> Seen:
     """Start one rank on each host, do the fault, and see how it ends."""
     folder = bed.shared / fault.name.replace(" ", "-")
+    shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
+    (bed.shared / CONTINUED).unlink(missing_ok=True)
     task, logs = tiny_task(folder), [folder / f"rank-{rank}.log" for rank in (0, 1)]
     steps = 12 if fault.name == "all ranks paused" else STEPS
     given = [LIMIT, f"train.for={steps} steps", "checkpoint.every=never", "export.at_end=false"]
@@ -101,8 +125,10 @@ def inflict(bed: Bed, fault: Fault) -> Seen:
     ranks = []
     for rank, log in enumerate(logs):
         environ = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-        environ |= {"MASTER_ADDR": f"{NETWORK}.1", "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": INTERFACE}
         environ |= {
+            "MASTER_ADDR": f"{NETWORK}.1",
+            "MASTER_PORT": "29500",
+            "GLOO_SOCKET_IFNAME": INTERFACE,
             "DS_ACCELERATOR": "cpu",
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(ROOT),
@@ -147,47 +173,51 @@ def bed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bed]:
         yield made
 
 
+def wrong(fault: Fault, seen: Seen) -> list[str]:
+    """Each expectation of the fault that does not hold."""
+    slow = [f"ended after {max(seen.seconds):.0f} s"] if max(seen.seconds) >= fault.within else []
+    if not fault.named:
+        resumed = re.search(r"watchdog: rank 0 was paused for \d+ s and runs again", seen.printed[0])
+        return [*slow, *([] if (seen.codes, seen.report) == ([0, 0], "") and resumed else ["the run did not resume"])]
+    named = [] if re.match(fault.named, seen.report) else [f"report without {fault.named}"]
+    return [*slow, *(["a rank ended with code 0"] if 0 in seen.codes else []), *named]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_run_ends_on_both_hosts_and_the_culprit_is_named(name: str, bed: Bed) -> None:
-    fault = FAULTS[name]
-    seen = inflict(bed, fault)
-    assert max(seen.seconds) < fault.within, seen.printed
-    if not fault.named:
-        assert (seen.codes, seen.report) == ([0, 0], ""), seen.printed
-        assert re.search(r"watchdog: rank 0 was paused for \d+ s and runs again", seen.printed[0])
-        return
-    assert 0 not in seen.codes
-    assert re.match(fault.named, seen.report), seen.report
+    seen = inflict(bed, FAULTS[name])
+    assert not wrong(FAULTS[name], seen), (seen.report, seen.printed)
 
 
 @pytest.mark.slow
 def test_lost_packets_are_said_while_the_run_goes_on(bed: Bed) -> None:
-    log = bed.shared / "30%-packet-loss" / "rank-0.log"
-
-    def wait_for_the_line(_: Bed, ranks: list["subprocess.Popen[bytes]"]) -> None:
-        until = time.monotonic() + SECONDS
-        while "came late" not in log.read_text():
-            assert time.monotonic() < until
-            assert all(process.poll() is None for process in ranks), log.read_text()
-            time.sleep(0.1)
-        for process in ranks:
-            process.kill()
-
-    seen = inflict(bed, Fault("30% packet loss", "lose_some", "", wait_for_the_line))
-    line = r"^watchdog: heartbeats of host \S+ came late, by up to \d+\.\d s: the network loses packets$"
-    assert re.search(line, seen.printed[0], re.MULTILINE)
+    seen = inflict(bed, _some_packets_lost(bed))
+    assert re.search(LATE_LINE, seen.printed[0], re.MULTILINE)
     assert seen.report == ""
 
 
 def main() -> None:
-    """Print a line for each fault."""
+    """Do each fault `--tries` times and print what came of it."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--tries", type=int, default=1)
+    parser.add_argument("faults", nargs="*", default=list(FAULTS))
+    chosen = parser.parse_args()
+    results: dict[str, list[tuple[bool, float]]] = {}
     with tempfile.TemporaryDirectory() as folder, Bed(Path(folder) / "bed", 2) as bed:
-        for name in sys.argv[1:] or FAULTS:
+        for name, _ in product(chosen.faults, range(chosen.tries)):
             seen = inflict(bed, FAULTS[name])
+            faults = wrong(FAULTS[name], seen)
+            results.setdefault(name, []).append((not faults, max(seen.seconds)))
             seconds = ", ".join(f"{each:.1f}" for each in seen.seconds)
-            sys.stdout.write(f"{name:18} codes {seen.codes} after {seconds} s: {seen.report.partition(chr(10))[0]}\n")
+            verdict = "; ".join((*faults, *seen.printed)) if faults else "as expected"
+            report = seen.report.partition("\n")[0]
+            sys.stdout.write(f"{name:18} codes {seen.codes} after {seconds} s: {report}  {verdict}\n")
             sys.stdout.flush()
+    for name, tries in results.items():
+        right, longest = sum(is_right for is_right, _ in tries), max(seconds for _, seconds in tries)
+        sys.stdout.write(f"{name:18} {right} of {len(tries)} as expected, ended after at most {longest:.1f} s\n")
+    sys.exit(not all(is_right for tries in results.values() for is_right, _ in tries))
 
 
 if __name__ == "__main__":
