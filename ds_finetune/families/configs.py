@@ -73,9 +73,7 @@ QWEN3_NEXT |= {"shared_expert_intermediate_size": 24}
 MIXTRAL: Config = {**DENSE, "intermediate_size": 16, "num_local_experts": 8, "num_experts_per_tok": 2}
 """Tiny model with grouped-query attention and routed experts in every layer."""
 OLMOE: Config = {**DENSE, "intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2, "eos_token_id": None}
-"""Tiny model with routed experts in every layer. Routing weights do not sum to 1, and the RMSNorm of queries and keys
-spans all heads.
-"""
+"""Experts in every layer, routing weights that do not sum to 1, and RMSNorm of queries and keys over all heads."""
 MINIMAX_M2: Config = {**MIXTRAL, "head_dim": 16}
 MINIMAX_M2 |= {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}
 """Routed experts in every layer, queries and keys normalised over all heads, rotary embeddings of half of each head."""

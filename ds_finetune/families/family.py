@@ -114,9 +114,7 @@ class OnnxGraph:
     """How `export/onnx` writes a family: its kinds of attention, router and rotary embedding."""
 
     attention: Literal["latent", "grouped_query", "post_norm", "pre_norm"]
-    """Kind of attention. Encoders that classify have norms after attention and MLP (`post_norm`) or before them
-    (`pre_norm`).
-    """
+    """Kind of attention; for an encoder, whether norms follow attention and MLP (`post_norm`) or precede them."""
     router: Literal["sigmoid", "softmax", "grouped_softmax"] | None = None
     """How a router turns logits into expert scores; None for a family without routed experts."""
     is_rotary_interleaved: bool = False
@@ -217,9 +215,7 @@ class Family:
     is_generic: bool = False
     """Whether the model type is not in the table of families. Then only what works for all models is supported."""
     built_as: str | None = None
-    """The model type whose classes build a model of a type that transformers does not know. Configurations and exports
-    keep the unknown type.
-    """
+    """For a type that transformers does not know: the type whose classes build it. Exports keep the unknown type."""
     newer: NewerType | None = None
     """How older releases of transformers build a type that only newer releases have; None for other model types."""
 
@@ -268,9 +264,7 @@ class Family:
     """Keys that servers need in config.json. Exports add them if the base model's config.json lacks them."""
 
     config_values: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
-    """Keys of config.json, each with its supported values. Other values are refused, because transformers ignores these
-    keys or fails at the first step.
-    """
+    """config.json keys with their supported values. Others are refused: transformers would ignore the key or fail."""
 
     has_sinks: bool = False
     """Whether attention heads have sinks: a learned logit in the softmax's denominator. Attention by document supports

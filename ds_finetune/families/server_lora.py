@@ -23,22 +23,22 @@ compressors (vllm/models/deepseek_v4/attention.py:695, 712), `wo_a` and, with fu
 (vllm/models/deepseek_v4/nvidia/model.py:964).
 """
 VLLM_LORA: Mapping[str, frozenset[str]] = {
-    "llama": _DENSE,  # vllm/model_executor/models/llama.py:475
-    "qwen2": _DENSE,  # vllm/model_executor/models/qwen2.py:462
-    "qwen3": _DENSE,  # vllm/model_executor/models/qwen3.py:284
-    "qwen3_moe": _MIXTURE,  # vllm/model_executor/models/qwen3_moe.py:553
-    "olmoe": _MIXTURE,  # vllm/model_executor/models/olmoe.py:347
-    "glm4_moe": _MIXTURE,  # vllm/model_executor/models/glm4_moe.py:535
-    "mixtral": _MIXTURE - _MLP | {"w1", "w2", "w3"},  # vllm/model_executor/models/mixtral.py:379
-    "deepseek_v2": _LATENT,  # vllm/model_executor/models/deepseek_v2.py:1880
-    "deepseek_v3": _LATENT,  # vllm/model_executor/models/deepseek_v2.py:2005
-    "kimi_k2": _LATENT,  # vllm/model_executor/models/deepseek_v2.py:2005
-    "glm4_moe_lite": _LATENT,  # vllm/model_executor/models/glm4_moe_lite.py:546
-    "deepseek_v32": _LATENT,  # vllm/models/deepseek_v32/nvidia/model.py:427
-    "glm_moe_dsa": _LATENT,  # vllm/models/deepseek_v32/nvidia/model.py:427
-    "deepseek_v4": _COMPRESSED,  # vllm/models/deepseek_v4/nvidia/model.py:1799
-    "qwen2_moe": _MIXTURE,  # vllm/model_executor/models/qwen2_moe.py:423
-    "gpt_oss": _DENSE - _MLP,  # vllm/model_executor/models/gpt_oss.py:1411
+    "llama": _DENSE,  # class in vllm/model_executor/models/llama.py:475
+    "qwen2": _DENSE,  # class in vllm/model_executor/models/qwen2.py:462
+    "qwen3": _DENSE,  # class in vllm/model_executor/models/qwen3.py:284
+    "qwen3_moe": _MIXTURE,  # class in vllm/model_executor/models/qwen3_moe.py:553
+    "olmoe": _MIXTURE,  # class in vllm/model_executor/models/olmoe.py:347
+    "glm4_moe": _MIXTURE,  # class in vllm/model_executor/models/glm4_moe.py:535
+    "mixtral": _MIXTURE - _MLP | {"w1", "w2", "w3"},  # class in vllm/model_executor/models/mixtral.py:379
+    "deepseek_v2": _LATENT,  # class in vllm/model_executor/models/deepseek_v2.py:1880
+    "deepseek_v3": _LATENT,  # class in vllm/model_executor/models/deepseek_v2.py:2005
+    "kimi_k2": _LATENT,  # class in vllm/model_executor/models/deepseek_v2.py:2005
+    "glm4_moe_lite": _LATENT,  # class in vllm/model_executor/models/glm4_moe_lite.py:546
+    "deepseek_v32": _LATENT,  # class in vllm/models/deepseek_v32/nvidia/model.py:427
+    "glm_moe_dsa": _LATENT,  # class in vllm/models/deepseek_v32/nvidia/model.py:427
+    "deepseek_v4": _COMPRESSED,  # class in vllm/models/deepseek_v4/nvidia/model.py:1799
+    "qwen2_moe": _MIXTURE,  # class in vllm/model_executor/models/qwen2_moe.py:423
+    "gpt_oss": _DENSE - _MLP,  # class in vllm/model_executor/models/gpt_oss.py:1411
 }
 """For each model type, the modules whose adapters vLLM computes on NVIDIA GPUs. They are named by the last part of
 their published names. A model type is missing if its class in vLLM has no `SupportsLoRA` or was not checked.

@@ -1,3 +1,1 @@
-"""Optional features of a run: LoRA, frozen parameters, router and indexer training, multi-token prediction, a
-teacher.
-"""
+"""Optional features of a run: LoRA, freezing, training of routers and indexers, multi-token prediction, a teacher."""

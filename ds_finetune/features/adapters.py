@@ -1,6 +1,4 @@
-"""The features that freeze parameters: LoRA adapters, whose modules are in `model/adapters/`, and `train.only` or
-`train.freeze`.
-"""
+"""The features that freeze parameters: LoRA adapters (modules in model/adapters/), `train.only` and `train.freeze`."""
 
 from collections.abc import Collection
 from math import isclose
@@ -92,7 +90,7 @@ def _check_start(folder: Path, lora: LoraPlan, family: Family) -> None:
 
 
 def _differences(what: str, theirs: Collection[str], ours: Collection[str]) -> list[str]:
-    only = {"there": sorted(set(theirs) - set(ours)), "in lora": sorted(set(ours) - set(theirs))}
+    only = {"in lora.start": sorted(set(theirs) - set(ours)), "in lora": sorted(set(ours) - set(theirs))}
     return [f"{what} only {where}: {', '.join(names[:_SHOWN])}" for where, names in only.items() if names]
 
 

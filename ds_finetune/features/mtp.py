@@ -88,7 +88,7 @@ class MtpLoss(ExtraLoss):
             hook.remove()
 
     def loss(self, rows: ForwardRows, hidden: torch.Tensor, weights: torch.Tensor) -> LossAndSums | None:
-        """Loss of a forward's predictions, times its weight. `hidden` [rows, tokens, width] follow the final norm."""
+        """Loss of a forward's predictions times its weight. `hidden` [rows, tokens, width]: output of the final norm."""
         (number,) = mtp_layers(self._lm.config)
         layer = self._lm.base_model.layers[number]
         streams, self._streams = self._streams, None
@@ -155,10 +155,10 @@ def plan_mtp(hf_config: PretrainedConfig, model: ModelConfig, section: MtpConfig
     """
     if not section.train:
         return None
-    # Without weights on disk, or if they will be randomly initialised, only config.json can be checked.
     folder = resolve_folder(model.path, files=TOKENIZER_PATTERNS)
     tree = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     _check_config(tree, hf_config, f"mtp.train true: {folder}/config.json")
+    # Weights that are not downloaded yet, or will be randomly initialised, have no tensors to check.
     if model.weights == "load" and has_weights(folder):
         _check_tensors(folder, hf_config)
     set_mtp_layers(hf_config, 1)

@@ -96,7 +96,7 @@ class BalanceLoss(ExtraLoss):
             counts = self._sp_group.all_reduce(counts)
         documents, lengths = self.routers.tokens
         per_token, experts = outputs[0].chosen.shape[1], counts.shape[-1]
-        # The factors are f_i / T: the loss multiplies them by sums of scores over T tokens, but P_i is a mean.
+        # f_i / T for a document of T tokens: they multiply scores that are summed over tokens, but P_i is a mean.
         factors = counts * (experts / per_token / lengths.double().square()[:, None])
         total = torch.stack(
             [
@@ -120,9 +120,8 @@ class BalanceLoss(ExtraLoss):
 
 
 class _SumOfLayer(torch.autograd.Function):
-    """Balance loss of a layer, `sum_i f_i P_i` summed over documents, fp32 scalar. The input `factors`, fp32
-    [documents, experts], is f_i / T for a document of T tokens. The logits are the only tensor
-    [tokens, experts] that is saved for backward.
+    """Balance loss of a layer, fp32 scalar: f_i P_i (see BalanceLoss), summed over documents and experts i. `factors`,
+    fp32 [documents, experts], are f_i / T for a document of T tokens. Backward recomputes router scores from logits.
     """
 
     @staticmethod

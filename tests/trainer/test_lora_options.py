@@ -76,7 +76,7 @@ def test_training_begins_with_the_adapter_and_what_was_trained_whole(finished: P
     [
         ("lora.rank=16", "rank 8 of model.layers.0.mlp.down_proj.weight, lora.rank 16"),
         ("lora.alpha=99", "lora 35.0018"),
-        ("lora.target_modules=[q_b_proj]", "adapters only there: model.layers.0.mlp.down_proj.weight"),
+        ("lora.target_modules=[q_b_proj]", "adapters only in lora.start: model.layers.0.mlp.down_proj.weight"),
         ("lora.modules_to_save=[norm]", "weights trained whole only in lora: model.norm.weight"),
         ("lora.start=none", "lora.start cannot be used: none cannot be read as an adapter"),
     ],

@@ -140,8 +140,7 @@ class _DocumentAttention:
 def _with_sinks(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, logits: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Represent attention sinks by a first key whose value is zero and whose product with each query of head h is
-    `logits[h]`.
+    """Represent sinks by a first key with value zero, whose product with each query of head h is `logits[h]`.
 
     Added columns, 1 in queries and 0 in other keys, give this product. So kernels without sinks compute attention with
     sinks, and its gradients. Eight columns are added, because GPU kernels need multiples of eight.
@@ -202,7 +201,7 @@ def attend_by_document(  # noqa: PLR0913 - transformers' interface
         query, key, value = sp_group.gather_tokens_scatter_heads(query, key, value)
         # Each rank has its heads' part of the sinks' gradient and zeros elsewhere, so the sum over ranks is complete.
         s_aux = None if s_aux is None else s_aux.chunk(sp_group.size)[sp_group.group_rank]
-    # Some models apply their sliding window only in masks (transformers 5.23, qwen2_moe/modeling_qwen2_moe.py:226,254).
+    # Models with a window in masks do not pass it as argument (transformers 5.23, qwen2_moe/modeling_qwen2_moe.py:254).
     window = getattr(module, "sliding_window", None) if sliding_window == OWN_WINDOW else sliding_window
     is_causal = getattr(module, "is_causal", True)
     attend = _DocumentAttention(scaling, window, dropout, is_causal, s_aux)
@@ -304,7 +303,7 @@ def _unknown(others: Mapping[str, Any]) -> list[str]:
 
 
 def mask_context(lm: PreTrainedModel) -> AbstractContextManager[None]:
-    """Context in which `lm` makes attention masks without searching for documents, if it receives their lengths."""
+    """Context in which `lm` makes masks without searching position ids for documents, if it receives their lengths."""
     knows_documents = lm.config._attn_implementation in KNOWS_DOCUMENTS
     return without_search_for_documents() if knows_documents else nullcontext()
 

@@ -214,8 +214,7 @@ class _Keys:
 
 @dataclass(frozen=True)
 class _EntryWeights(IndexerTarget):
-    """Target of an indexer's training: the attention weights of compressed entries, from a softmax over tokens, entries
-    and sink.
+    """Target of an indexer's training: attention weights of compressed entries (softmax over tokens, entries and sink).
 
     `tensors` in its methods are query [tokens, heads, width], entries [entries, width], base-2 logarithms of the
     softmax's sums [tokens, heads], and the chosen entries of each block of queries.
@@ -318,8 +317,8 @@ class CompressorByDocument(nn.Module):
         value, gate = (
             torch.cat([part[at] for part, at in zip(parts, windows, strict=True)], dim=1) for parts in (values, gates)
         )
-        # The gate of a compressor stays in fp32 after its position bias is added, as in transformers.
         bias = torch.cat(self.position_bias.chunk(self.series, dim=-1))
+        # The gate of a compressor stays in fp32 after its position bias is added, as in transformers.
         gate = gate + bias.to(torch.promote_types(gate.dtype, torch.float32))
         if self.series > 1:
             is_absent = layout.is_first[:, None] & (torch.arange(len(bias), device=gate.device) < self.compress_rate)
@@ -467,7 +466,7 @@ def install_compressed_attention(lm: PreTrainedModel) -> None:
         if mixin is not None:
             replace_compressed(module, mixin)
         if mixin is CompressedAttention:
-            # With a KV cache, transformers' own attention runs, with the implementation `eager`.
+            # With a KV cache transformers' own attention runs. It reads this copy of the configuration: `eager`.
             module.config, module.by_document = copy(module.config), by_document
             if by_document:
                 module.config._attn_implementation = "eager"

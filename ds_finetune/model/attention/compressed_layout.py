@@ -1,5 +1,4 @@
-"""Which tokens and compressed entries the queries of DeepSeek-V4's attention may attend to, as index ranges, for packed
-rows and sequence parallel ranks.
+"""Index ranges of the tokens and compressed entries to which queries of DeepSeek-V4's attention attend in packed rows.
 
 Rows are flattened, and entries of all documents are ordered by their tokens. So each query attends to a contiguous
 range of tokens and of entries, and a block of queries is multiplied with the union of these ranges.

@@ -36,9 +36,7 @@ def _convolve(  # noqa: PLR0913 - transformers' interface
     documents: tuple[Documents, ...] | None = None,
     **_: Any,  # noqa: ANN401 - arguments of attention
 ) -> torch.Tensor:
-    """Compute the causal convolution of `mixed` [rows, channels, tokens] within documents. If `documents` is None, each
-    row is one document.
-    """
+    """Causal convolution of `mixed` [rows, channels, tokens] within `documents`; if these are None, within rows."""
     if documents is None:
         return convolve(mixed, weight, bias, activation=activation)
 

@@ -68,9 +68,7 @@ class IndexerTarget(ABC):
 
 
 def index_scores(part: ScoreInputs, scale: float) -> torch.Tensor:
-    """Scores of an indexer for one document, fp32 [queries, keys]: sum over heads of w ReLU(q k) (DeepSeek-V3.2's
-    report, eq. 1).
-    """
+    """Indexer scores of one document, fp32 [queries, keys]: sum over heads of w ReLU(q k) (DeepSeek-V3.2, eq. 1)."""
     scores = (part.query.float() @ part.key.float().T * scale).relu()
     return (part.weight[:, None] @ scores)[:, 0]
 

@@ -1,6 +1,5 @@
-"""Attention kernels. torch's scaled_dot_product_attention computes one document; values may be narrower than keys
-(128 and 192 columns in multi-head latent attention). FlashAttention's variable-length kernel computes all documents of
-a forward in one call.
+"""Attention kernels: torch's scaled_dot_product_attention for one document, also with values narrower than keys as in
+multi-head latent attention, and FlashAttention's variable-length kernel for all documents of a forward in one call.
 """
 
 import inspect
@@ -156,12 +155,11 @@ def attend_packed(
     is_causal: bool = True,
 ) -> torch.Tensor:
     """Compute attention of all documents in one call, in fp16 or bf16 on a GPU. `parts` are query [rows, heads, tokens,
-    width], key [rows, key heads, tokens, width] and value [rows, key heads, tokens, value width]. Returns [rows,
-    tokens, heads, value width].
+    width], key and value [rows, key heads, tokens, width or value width]. Returns [rows, tokens, heads, value width].
 
     Queries attend to tokens less than `window` positions away, and in causal attention to no later ones. Heads are
-    padded with zeros to the kernel's width. The kernel aligns a document's queries with its last keys, as needed if a
-    document continues another one.
+    padded with zeros to the kernel's width. The kernel aligns a document's queries with its last keys, so the keys of a
+    document may begin with its prefix.
     """
     rows, _, tokens, value_width = parts[2].shape
     widest = max(part.shape[3] for part in parts)

@@ -1,8 +1,7 @@
-"""Decoding with multi-head latent attention on cached latents, without expanding them to keys and values (DeepSeek-V2,
-arXiv 2405.04434, section 2.1.2).
+"""Decoding with multi-head latent attention on cached latents (DeepSeek-V2, arXiv 2405.04434, section 2.1.2).
 
 The latents' up-projection is applied to the query and to the weighted sum of latents. So a decoding step does not
-project all cached latents.
+expand all cached latents to keys and values.
 """
 
 from collections.abc import Iterator
