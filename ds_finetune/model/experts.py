@@ -29,9 +29,7 @@ _options = {"has_triton": True}
 
 
 def choose_product(*, has_triton: bool) -> None:
-    """Allow or forbid this program's Triton kernel for grouped products in this process. Without it torch's kernel or a
-    loop over experts computes them.
-    """
+    """Allow or forbid this program's Triton kernel for grouped products in this process, in place of torch's."""
     _options["has_triton"] = has_triton
     _is_own_kernel.cache_clear()
 
@@ -59,8 +57,7 @@ _saved_multiply = save_outputs(multiply)
 
 
 def rows_up_to(experts: torch.Tensor, number: int) -> torch.Tensor:
-    """Index after the last row of each expert, int32 [number of experts]. `experts` are the sorted experts of rows,
-    int64 [rows].
+    """Index after each expert's last row, int32 [number], from the sorted experts of rows, int64 [rows].
 
     Unlike `torch.bincount`, this does not make the host wait for the GPU.
     """
@@ -93,9 +90,7 @@ def _sums(rows: torch.Tensor, k: int) -> torch.Tensor:
 
 
 class _Weigh(torch.autograd.Function):
-    """Multiplies rows by fp32 routing weights. The kernel rounds the products, so that no fp32 copy of 16-bit rows is
-    needed.
-    """
+    """Multiplies rows by fp32 routing weights. The kernel rounds the products, so 16-bit rows need no fp32 copy."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
@@ -147,15 +142,14 @@ class SortedRows(NamedTuple):
 
 def project(module: Any, rows: torch.Tensor, ends: torch.Tensor, leaf: str) -> torch.Tensor:  # noqa: ANN401 - a module of any family
     """Multiply `rows` [rows, in], sorted by expert, with the weights `leaf` of the experts in `module`. Expert i's rows
-    end at `ends[i]`. Selective recomputation saves only the output of the first projection: gradients do not need the
-    output of the second one.
+    end at `ends[i]`. Selective recomputation saves the first projection's output; no gradient needs the second one's.
     """
     product = _saved_multiply if leaf == "gate_up_proj" else multiply
     return product(rows, getattr(module, leaf), ends, is_transposed=module.is_transposed)  # type: ignore[no-any-return]
 
 
 def biases_of(weights: torch.Tensor, biases: torch.Tensor) -> torch.Tensor:
-    """Weighted sums of the experts' biases [experts, out] for each row of `weights` [rows, experts]; [rows, out]."""
+    """Each row's sum of experts' biases [experts, out], weighted by `weights` [rows, experts]; [rows, out]."""
     return weights @ biases
 
 
@@ -186,7 +180,7 @@ def run_experts(
             rows = rows + biases_of(of_row, module.gate_up_proj_bias)
     inner = module._apply_gate(rows)
     weighted = inner * weights if weights.dtype == inner.dtype else _Weigh.apply(inner, weights)
-    # This line saves tensors for backward. Recomputation stops after the last saved tensor, so this line precedes
+    # Computing `added` saves tensors for backward. Recomputation stops after the last saved tensor, so `added` precedes
     # the down projection.
     added = None
     if module.has_bias:

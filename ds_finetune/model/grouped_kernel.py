@@ -21,9 +21,7 @@ Three loads (Triton's pipeline stages) fit into the shared memory of every GPU w
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _tile(ends, number, experts, PADDED: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Find the expert of tile `number`, the tile's first row, and the end of the expert's rows. Beyond the last tile
-    the expert is PADDED.
-    """
+    """Expert of tile `number` (PADDED beyond the last tile), the tile's first row, and the end of the expert's rows."""
     index = tl.arange(0, PADDED)
     is_expert = index < experts
     stop = tl.load(ends + index, mask=is_expert, other=0)
@@ -106,8 +104,7 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
 
 @torch.library.custom_op("ds_finetune::grouped_product", mutates_args=())
 def grouped_product(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Multiply `rows` [rows, in], sorted by expert, with their experts' `weight` [experts, in, out]. Returns [rows,
-    out].
+    """Multiply `rows` [rows, in], sorted by expert, with their experts' `weight` [experts, in, out]; [rows, out].
 
     Expert i's rows end at `ends[i]`, int32 [experts] on the same device; the last end is the number of rows.
     """

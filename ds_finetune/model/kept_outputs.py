@@ -66,9 +66,7 @@ class KeptOutputs(TorchDispatchMode):
         return self.keep(compute) if func.name() in SAVED_OPERATIONS else compute()
 
     def keep(self, compute: Callable[[], T]) -> T:
-        """In the forward, return and save the result of `compute`; in recomputation return the saved result, without
-        autograd history.
-        """
+        """Save and return the result of `compute` in the forward; in recomputation return it without a gradient."""
         if self._is_recomputing:
             return tree_map_only(_Kept, _Kept.unchanged, self._outputs.popleft())  # type: ignore[no-any-return]
         result = compute()
@@ -141,9 +139,7 @@ def layer_contexts(*, is_selective: bool) -> tuple[AbstractContextManager[None],
 
 
 def current_outputs() -> KeptOutputs | None:
-    """Saved outputs of the layer that is running. None without selective recomputation and where gradients are off, as
-    in tiles of an MLP.
-    """
+    """Saved outputs of the running layer. None without selective recomputation or gradients, as in tiles of an MLP."""
     outputs = _current.kept
     return outputs if outputs is not None and outputs.is_selective and torch.is_grad_enabled() else None
 

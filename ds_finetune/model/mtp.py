@@ -157,9 +157,7 @@ def run_mtp_layer(
     position_ids: torch.Tensor,
     **arguments: Any,  # noqa: ANN401 - what attention takes
 ) -> torch.Tensor:
-    """Run a multi-token prediction layer of `lm` like the model's own layers. Returns hidden states [rows, tokens,
-    width] before the head.
-    """
+    """Run a multi-token prediction layer of `lm`. Returns hidden states [rows, tokens, width] before the head."""
     family, rotary = family_of(lm.config.model_type), lm.base_model.rotary_emb
     if family.compresses:
         kinds = ("main", "compress")

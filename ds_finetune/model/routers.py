@@ -1,6 +1,4 @@
-"""Collects the experts that routers choose for the tokens of each document, counts them over all ranks and a step, and
-updates router biases.
-"""
+"""Collects the experts that routers choose for tokens, counts them over ranks and a step, and updates router biases."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -47,9 +45,7 @@ class RouterCollector:
     num_tokens: torch.Tensor
     """Number of tokens since `clear`, without padding, int64 scalar."""
     compared: torch.Tensor
-    """For each layer two numbers: tokens of sampled answers that chose other experts than in sampling, and tokens that
-    were compared, int64 [layers, 2].
-    """
+    """For each layer, int64 [layers, 2]: sampled tokens that chose other experts than in sampling; compared tokens."""
     choice_hashes: NDArray[np.int16]
     """Hash of the set of chosen experts, for each layer and each token in the context `watch`, [tokens, layers]."""
 
@@ -175,9 +171,7 @@ class RouterChoices:
     """Entropy (nats) of a token's normalised router scores, averaged over tokens, fp64 [layers]."""
     num_tokens: int
     mismatch: float | None = None
-    """Fraction of tokens of sampled answers that chose other experts than in sampling, averaged over layers. None if no
-    tokens were compared.
-    """
+    """Fraction of sampled tokens that chose other experts than in sampling, mean over layers; None if not compared."""
 
 
 def table_of_choices(routers: RouterCollector, mesh: Mesh) -> torch.Tensor:

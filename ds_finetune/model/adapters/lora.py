@@ -91,9 +91,7 @@ class _LowRankExperts(_Adapted):
     _apply_gate: Callable[[torch.Tensor], torch.Tensor]
 
     def _run(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        """Run routed experts with adapters. peft would merge adapters into a copy of all experts in each forward, and
-        need a gradient of that size.
-        """
+        """Run routed experts with adapters, which peft would merge into a copy of all experts in each forward."""
         return run_experts(self, hidden, top_k_index, top_k_weights, self._project)
 
     def _project(self, rows: torch.Tensor, ends: torch.Tensor, leaf: str) -> torch.Tensor:
@@ -132,8 +130,7 @@ class AdapterPlacement:
     """Function that partitions new parameters under ZeRO-3. The default does nothing."""
 
     def prepare(self, param: nn.Parameter, shard: TensorShard, *, weight_shard: TensorShard) -> None:
-        """Mark an adapter's parameter, so that its gradient is summed over the right ranks and gradient norms count it
-        once.
+        """Mark an adapter's parameter, so that the right ranks sum its gradient and gradient norms count it once.
 
         `shard` is this rank's shard of the parameter, `weight_shard` its shard of the adapted weight.
         """
@@ -165,8 +162,7 @@ def install_lora(  # noqa: PLR0913
     placement: AdapterPlacement,
     start: Initial | None = None,
 ) -> None:
-    """Freeze `lm` and add adapters to the modules `targets`, in the dtype of the adapted weights. A pipeline stage
-    skips modules of other stages.
+    """Freeze `lm` and add adapters to its modules among `targets`, in the dtype of the adapted weights.
 
     `start` gives initial values. By default B is zero and A uniform within 1 / sqrt(in), as in peft (0.21,
     tuners/lora/layer.py, reset_lora_parameters), with a seed that depends on the weight's name.

@@ -134,9 +134,8 @@ def _check_droppable(targets: Sequence[LoraTarget], family: Family) -> None:
 
 
 def _check_all_linear(hf_config: PretrainedConfig, task: Task, all_targets: Sequence[LoraTarget]) -> None:
-    """ConfigError if `all-linear` would adapt other modules than in peft. peft also adapts linear modules that this
-    program cannot adapt, and leaves out experts of gpt_oss (peft 0.21, utils/transformers_weight_conversion.py has no
-    rule for them).
+    """ConfigError if `all-linear` would adapt other modules than in peft, which adapts all linear modules, but not
+    gpt_oss' experts (peft 0.21, utils/transformers_weight_conversion.py has no rule for them).
     """
     if family_of(hf_config.model_type).transposed_experts:
         raise ConfigError(

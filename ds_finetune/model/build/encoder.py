@@ -53,8 +53,7 @@ def max_positions(hf_config: PretrainedConfig) -> int | None:
 
 
 def published_name(key: str, expected: Collection[str], prefix: str) -> str:
-    """Name in the model of a checkpoint's tensor `key`, derived as in transformers 5.23. `expected` has the names of
-    the model's tensors.
+    """Name of a checkpoint's tensor `key` in the model, whose names are `expected`, as in transformers 5.23.
 
     Checkpoints without a head leave out `prefix` (core_model_loading.py:1567), and old checkpoints call a norm's
     parameters gamma and beta (conversion_mapping.py:1777).
@@ -97,7 +96,7 @@ def encoder_scores(lm: PreTrainedModel, hidden: torch.Tensor, examples: Examples
 def _mean_states(hidden: torch.Tensor, examples: Examples) -> torch.Tensor:
     """Mean hidden state of each document, [documents, width], summed in fp32."""
     index = examples.index.flatten()
-    # Padding is summed into an additional row, because selecting other tokens would synchronise host and GPU.
+    # An additional row sums padding, because selecting the tokens that are not padding would synchronise host and GPU.
     documents = index.where(index >= 0, len(examples.starts))
     zeros = hidden.new_zeros(len(examples.starts) + 1, hidden.shape[-1], dtype=torch.float32)
     sums = zeros.index_add(0, documents, hidden.flatten(0, 1).float())[:-1]

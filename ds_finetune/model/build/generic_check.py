@@ -139,9 +139,7 @@ def _check_expert_widths(hf_config: PretrainedConfig, precision: str, task: Task
 
 
 def check_trial(kind: str, trial: Trial, *, packing: bool, packing_hint: str = _NO_PACKING) -> None:
-    """ModelError if `trial` shows that packed or padded rows would be trained wrongly, or if packing could not be
-    tested.
-    """
+    """ModelError if `trial` shows that packed or padded rows would be trained wrongly, or could not test packing."""
     subject = f"model_type `{kind}`"
     if trial.loss > LIMIT:
         raise ModelError(

@@ -47,7 +47,7 @@ from ds_finetune.model.weights.safetensors_file import (
 from ds_finetune.plan.config_json import check_sizes
 
 _COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.codes", "additional_chat_templates/*.jinja")
-"""Patterns of files in a model folder that checkpoints and exports copy, or that transformers writes there."""
+"""Patterns of a model folder's files that checkpoints and exports copy, or that transformers reads and writes again."""
 _INDEX = ".index.json"
 """Suffix of the index of a model's weights, a file that lists all weight files."""
 
@@ -136,9 +136,7 @@ class HubFolder:
     contains it, and index of its first element in the published tensor.
     """
     fused: dict[str, Shape]
-    """Published names and shapes of tensors that join a layer's experts, or its queries, keys and values. `shapes` has
-    their parts instead.
-    """
+    """Published tensors that join a layer's experts, or its queries, keys and values; `shapes` has their parts."""
 
     def __init__(self, folder: Path, *, rename: Callable[[str], str] | None = None) -> None:
         self.folder = folder
@@ -199,9 +197,8 @@ class HubFolder:
         return self.is_fp8(key) or key in self._packed
 
     def read(self, key: str, start: int, numel: int) -> torch.Tensor:
-        """Read elements `start` to `start + numel` of the flattened (row-major) tensor, 1-D. The same thread's next
-        read overwrites the result. FP8 and FP4 tensors are read from the file in full rows, MXFP4 tensors in full
-        experts.
+        """Read elements `start` to `start + numel` of the flattened (row-major) tensor, 1-D. The thread's next read
+        overwrites the result. FP8 and FP4 are read from the file in full rows, MXFP4 in full experts.
         """
         if isinstance(packed := self._packed.get(key), Mxfp4Experts):
             return packed.read(start, numel)

@@ -77,7 +77,7 @@ def unused_parameters(hf_config: PretrainedConfig, *, tokens: int, task: Task = 
     The full model is built on fake tensors, in some seconds. NotImplementedError if the model's code reads values of
     tensors.
     """
-    # A long row uses all parameters that a short one uses, and maybe more, because some layers need many tokens.
+    # A short row is tried first, because it is fast. Some layers use all their parameters only with many tokens.
     names = _without_gradient(hf_config, _FEW_TOKENS, task)
     if not names:
         return ()

@@ -51,8 +51,8 @@ def _read(
         set_mtp_layers(hf_config, mtp_layers)
         hf_config.num_labels = scores or hf_config.num_labels
         tensors_read = read_tensors(hf_config, "sequence_classification" if scores else "causal_lm")
+        # A cache file that cannot be written is no error: later plans are only slower.
         with suppress(OSError):
-            # Without the cache file, later plans are only slower.
             folder.mkdir(parents=True, exist_ok=True)
             replace_file(
                 file,

@@ -58,9 +58,7 @@ _LOGIT_TRANSFORMS = (
     "lm_head_multiplier",
     "output_multiplier_scale",
 )
-"""config.json keys by which a model changes logits after its head. The chunked loss supports only the soft cap, and
-only by the usual formula.
-"""
+"""config.json keys that change logits after the head. The chunked loss supports only the soft cap's usual formula."""
 _BALANCE_WEIGHTS = ("router_aux_loss_coef", "aux_loss_coef")
 FACTORIES = {"causal_lm": AutoModelForCausalLM, "sequence_classification": AutoModelForSequenceClassification}
 """transformers' Auto class that makes the models of each task."""
@@ -68,8 +66,7 @@ FACTORIES = {"causal_lm": AutoModelForCausalLM, "sequence_classification": AutoM
 
 @dataclass(frozen=True)
 class Fragment:
-    """The part of a tensor that this rank holds: elements `start` to `start + numel` of the flattened tensor of
-    `shape`.
+    """This rank's part of a tensor of `shape`: elements `start` to `start + numel` of the flattened tensor.
 
     ZeRO-3's padding may follow the tensor's last element. The context `opened()` returns the elements (1-D). At its end
     it stores the values written to them. So a fragment on disk needs memory only while it is open.

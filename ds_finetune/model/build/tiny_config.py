@@ -106,7 +106,7 @@ def _settings(module: nn.Module) -> str:
 
 
 def _shrink(config: PretrainedConfig, size: Size, outer: Fraction | None) -> None:
-    """Shrink `config` and the configurations inside it, in place. `outer` is the enclosing configuration's ratio."""
+    """Shrink `config` and nested ones in place. `outer` is the ratio by which the enclosing one's widths shrink."""
     depth, ratio = getattr(config, "num_hidden_layers", None), _ratio(config, size.heads, outer)
     values = vars(config)
     for name, value in list(values.items()):

@@ -31,9 +31,7 @@ def norm(rows: torch.Tensor, weight: torch.Tensor, eps: float, rounds_last: bool
 def norm_backward(
     grad: torch.Tensor, saved: tuple[torch.Tensor, ...], rounds_last: bool, needs_weight: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Gradients of RMSNorm for rows and weight; the latter is None unless `needs_weight`. `saved` are rows, weight and
-    inverse root mean squares.
-    """
+    """RMSNorm's gradients for rows and weight (None if not needed). `saved`: rows, weight, inverse root mean square."""
     rows, weight, scale = saved
     normed = rows.float() * scale
     by_weight = grad.float() * weight.float() if rounds_last else (grad * weight).float()

@@ -82,9 +82,8 @@ def _rotations(module: nn.Module, kind: Any, kernels: Kernels) -> dict[str, Any]
 
 
 def _expand_kv(module: Any, latent: torch.Tensor, rotary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ANN401
-    """Replaces transformers' method that expands latents to keys and values. That method writes keys into an empty
-    tensor, so autograd copies their gradient twice. Inputs are [rows, 1, tokens, width], keys and values [rows, heads,
-    tokens, width].
+    """Expand latents to keys and values, from [rows, 1, tokens, width] to [rows, heads, tokens, width]. transformers'
+    method writes keys into an empty tensor, so autograd copies their gradient twice.
     """
     widths = [module.qk_nope_head_dim, module.v_head_dim]
     plain, value = module.kv_b_proj(latent[:, 0]).unflatten(-1, (-1, sum(widths))).transpose(1, 2).split(widths, -1)
@@ -113,8 +112,7 @@ def _rotate_last(
 def _rotate(
     kernels: Kernels, kind: str, query: torch.Tensor, key: torch.Tensor, *angles: torch.Tensor, **_: int
 ) -> Any:  # noqa: ANN401
-    """Rotate queries and keys. This replaces transformers' function for the rotation `kind`. `angles` are cosines and
-    sines, or one tensor with both.
+    """Rotate queries and keys like transformers' function for `kind`. `angles`: cosines and sines, or both in a tensor.
 
     transformers leaves rotated pairs in adjacent columns. Here they move half the width apart in queries and keys
     alike, which does not change query-key products.

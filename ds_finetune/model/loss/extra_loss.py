@@ -40,8 +40,7 @@ class ExtraLoss(ABC):
 
     @abstractmethod
     def loss(self, rows: ForwardRows, hidden: torch.Tensor, weights: torch.Tensor) -> LossAndSums | None:
-        """The auxiliary loss of a forward times its weight, computed after the layers ran. None if this pipeline stage
-        computes no part of the loss.
+        """The auxiliary loss of a forward times its weight, after the layers ran; None if this stage has no part in it.
 
         `hidden` [rows, tokens, width] are the states after the final norm, or those sent to the next stage. `weights`,
         fp64 [terms], has a factor for each term's sum over units.

@@ -25,11 +25,8 @@ class NeededGradients(NamedTuple):
 
 
 class HeadInputs(NamedTuple):
-    """Inputs of a head that predicts `targets` int64 [tokens]: `hidden` [tokens, width], `weight` [vocabulary, width],
-    and `bias` [vocabulary] or None.
-
-    With tensor parallelism, `weight` and `bias` are this rank's shard of the vocabulary. `cap` is the logits' soft cap,
-    or None.
+    """Inputs of a head that predicts `targets` int64 [tokens]: `hidden` [tokens, width]; `weight` [vocabulary, width]
+    and `bias` [vocabulary] or None, of this rank's shard of the vocabulary; soft cap of the logits, or None.
     """
 
     hidden: torch.Tensor
@@ -219,11 +216,9 @@ class ChunkBlocks:
 def softmax_of_chunk(
     logits: torch.Tensor, labels: torch.Tensor, tp_group: TensorParallelGroup | None = None
 ) -> ChunkSoftmax:
-    """Compute the softmax of `logits` fp32 [tokens, vocabulary], which are overwritten, and the log-probabilities of
-    `labels` int64 [tokens].
+    """Softmax of `logits` fp32 [tokens, vocabulary], which it overwrites, and log-probabilities of `labels` [tokens].
 
-    With `tp_group` the logits are this rank's shard of the vocabulary. Ranks all-reduce a few numbers per token, never
-    logits.
+    With `tp_group` the logits are this rank's shard of the vocabulary. Ranks all-reduce a few numbers per token.
     """
     top, most_likely = logits.max(-1)
     if tp_group is not None:

@@ -40,7 +40,7 @@ class TwoPassHead:
     """A head that computes log-probabilities of tokens in a first pass over chunks, and gradients in a second pass.
 
     The second pass begins with the last chunk, whose softmax is still in memory. If only `hidden` needs a gradient, the
-    first pass already computes it, except for the factor g_t = dL/dlp_t of each token t.
+    first pass computes the gradient of each log-probability. The loss's gradient for it is multiplied in afterwards.
     """
 
     def __init__(
@@ -221,9 +221,8 @@ class LossOfAnswers:
 
 
 def loss_of_log_probs(inputs: HeadInputs, loss: LossOfDocuments | LossOfAnswers, head: TwoPassHead) -> LossAndSums:
-    """Loss of a forward's documents or sampled answers, with gradients for `hidden`, `weight` and `bias` where these
-    require one. `head` has the same `inputs`. With tensor parallelism the gradient of `hidden` must be summed over
-    ranks.
+    """Loss of a forward's documents or sampled answers, with gradients for the head's `inputs` that require one. With
+    tensor parallelism the gradient of `hidden` must be summed over ranks.
     """
     return LossAndSums(*loss_with_gradients(inputs, partial(_loss_and_gradients, inputs, loss, head)))
 

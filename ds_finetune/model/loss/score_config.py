@@ -79,9 +79,7 @@ def set_classes(hf_config: PretrainedConfig, section: ObjectiveConfig, *, output
 
 
 def score_settings(hf_config: PretrainedConfig, objective: Objective) -> dict[str, Any]:
-    """Keys and values for the config.json of an exported classifier: the number of classes and, in `SETTINGS`, what
-    transformers has no keys for.
-    """
+    """config.json keys of an exported classifier: its number of classes and, under `SETTINGS`, keys of this program."""
     encoder = encoder_of(hf_config)
     pooling = None if encoder is None else getattr(hf_config, encoder.pooling_key or "", "cls")
     pooled = {None: "last", "cls": "first"}.get(pooling, str(pooling))

@@ -111,10 +111,8 @@ def head_parameters(lm: PreTrainedModel) -> list[str]:
 def initialise_score_head(
     lm: PreTrainedModel, objective: Objective, names: Sequence[str], *, seed: int, where: Where
 ) -> None:
-    """Randomly initialise the classification head's parameters `names`: with small values for a reward model, else by
-    the model's own rule.
-
-    Values depend on the seed and the parameter's name, not on the layout.
+    """Randomly initialise the classification head's parameters `names`, with small values for a reward model, else by
+    the model's own rule. Values depend on the seed and the parameter's name, not on the layout.
     """
     if not (isinstance(objective, ScoreObjective) and objective.starts_small):
         initialise_weights(lm, seed=seed, where=where, names=names)

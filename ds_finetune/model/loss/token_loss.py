@@ -80,8 +80,7 @@ class LossHead(nn.Linear):
         wants_log_probs: bool = False,
         is_trained: bool = True,
     ) -> Any:  # noqa: ANN401 - logits, LossAndSums or log-probabilities
-        """Map `hidden` [..., width] to logits [..., vocabulary] or, with shifted `labels` [...] (int64), to the
-        objective's loss as LossAndSums.
+        """Map `hidden` [..., width] to logits [..., vocabulary] or, with shifted int64 `labels` [...], to LossAndSums.
 
         With `wants_log_probs`, return the log-probability of each document of `examples`, summed over supervised
         tokens, fp64 [documents], without gradient and identical on all tensor and sequence parallel ranks. For sampled
@@ -167,8 +166,8 @@ class TrainedModel(nn.Module):
         self.pp_group = pp_group
 
     def continues_documents(self, device: torch.device) -> bool:
-        """Whether documents may continue earlier documents (`MicroBatch.shared`) on `device`. This needs attention by
-        document, and no other layers that mix tokens.
+        """Whether documents may continue earlier ones (`MicroBatch.shared`) on `device`. This needs attention within
+        documents, and no other layers that mix tokens.
         """
         family = family_of(self.config.model_type)
         is_by_document = self.config._attn_implementation == BY_DOCUMENT and (

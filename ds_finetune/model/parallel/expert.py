@@ -27,9 +27,7 @@ class ExpertParallelGroup(RankGroup):
 
 
 class _Exchange:
-    """An asynchronous all-to-all of rows in the forward, and of their gradients in backward. It overlaps with
-    computation.
-    """
+    """An asynchronous all-to-all of rows, and of their gradients in backward, which overlaps with computation."""
 
     def __init__(
         self, ep_group: ExpertParallelGroup, send_counts: list[int], receive_counts: list[int], *, is_kept: bool = True
@@ -161,9 +159,7 @@ MarkParameter = Callable[[nn.Parameter], None]
 def build_local_experts(
     model_class: type[PreTrainedModel], family: Family, *, ep_size: int, mark: MarkParameter
 ) -> Iterator[None]:
-    """Context in which a model is built with one of `ep_size` equal shards of its routed experts. `mark` is called with
-    each parameter of the experts.
-    """
+    """Context in which a model is built with 1 / `ep_size` of its routed experts. `mark` gets their parameters."""
     if ep_size == 1 or family.experts_class is None:
         yield
         return
@@ -211,9 +207,8 @@ class SharedExpertsAhead(nn.Module):
 
 
 def compute_shared_experts_ahead(lm: PreTrainedModel) -> None:
-    """Make shared experts run earlier, in place, without changing results: during the all-to-all to the routed experts
-    or, without expert parallelism, before the routed experts. Recomputation can then stop before the routed experts'
-    down projection.
+    """Make shared experts run during the all-to-all to the routed experts or, without expert parallelism, before these,
+    in place. Results do not change, and recomputation can stop before the routed experts' down projection.
 
     Only families whose layers compute `shared_experts(x)` after `experts(x, ...)` are changed.
     """

@@ -1,5 +1,4 @@
-"""Pipeline parallelism: each rank holds consecutive layers of a model, and sends hidden states to the next rank (Huang
-et al., GPipe, arXiv 1811.06965).
+"""Pipeline parallelism (GPipe, arXiv 1811.06965): each rank has consecutive layers, and sends their output to the next.
 
 A stage is the full Hugging Face model without the parameters of other stages, so tensors keep their names. All ranks of
 a pipeline read the same rows, so positions, documents and labels need not be sent.
@@ -118,9 +117,8 @@ class PipelineGroup(RankGroup):
         return values
 
     def all_reduce_embedding_grad(self, grad: torch.Tensor) -> None:
-        """All-reduce the gradient of an embedding weight that the first and last stage both have. DeepSpeed then
-        averages over each stage's ranks. The result is the sum of both stages' gradients, averaged over ranks with
-        different rows.
+        """All-reduce the gradient of an embedding weight that the first and last stage both have. After DeepSpeed's
+        average over each stage's ranks it is the sum of both stages' gradients, averaged over ranks with other rows.
 
         On each stage one rank keeps the all-reduced sum. The others set it to zero, because adding zeros is exact in
         every order. Otherwise the copies of the weight would drift apart, because buckets and NCCL's algorithms
@@ -208,9 +206,7 @@ class SendHiddenStates(nn.Module):
 
 
 class ReceiveLogits(nn.Linear):
-    """Replaces the head on earlier pipeline stages, and receives the last stage's logits, so that all stages generate
-    the same token.
-    """
+    """Replaces the head on earlier stages, and receives the last one's logits: all stages generate the same token."""
 
     pp_group: PipelineGroup
     outputs: int
@@ -297,8 +293,7 @@ def has_embedding_copy(lm: PreTrainedModel, pp_group: PipelineGroup) -> bool:
 
 
 class HandOver(MissingLayer):
-    """Placeholder for a layer of a neighbouring rank. In forwards that run all chunks of this rank it sends or receives
-    hidden states.
+    """Placeholder for a neighbouring rank's layer. It sends or receives hidden states in forwards of all own chunks.
 
     Such forwards have no gradient and run one micro-batch at a time, so a blocking send only waits for a rank that is
     about to receive.

@@ -1,6 +1,4 @@
-"""Sequence parallelism: each rank holds some tokens of each row, and in attention some heads of all tokens (Ulysses,
-Jacobs et al., arXiv 2309.14509).
-"""
+"""Sequence parallelism (Ulysses, arXiv 2309.14509): ranks share rows by tokens and, in attention, by heads."""
 
 import math
 from typing import Any

@@ -212,7 +212,7 @@ def _change_class(module: nn.Module, parallel_class: type[nn.Module], tp_group: 
 def install_tensor_parallel_attention(attention: Any, tp_group: TensorParallelGroup, *, family: Family) -> None:  # noqa: ANN401 - an attention module of any family
     """Add tensor parallel communication to an attention module that has a shard of the heads, in place."""
     if family.compresses:
-        # The key-value head and entries are replicated, and all ranks' heads contribute to their gradients.
+        # The key-value head and compressed entries are replicated, and `for_heads` sums their gradients over ranks.
         _change_class(attention.q_b_proj, ColumnParallelLinear, tp_group)
         _change_class(attention.o_b_proj, RowParallelLinear, tp_group)
         attention.for_heads = partial(copy_to_tensor_parallel_region, tp_group=tp_group)

@@ -39,7 +39,7 @@ _HALF = 0.5
 _NUMBERS = torch.arange(256, dtype=torch.uint8).view(FP8).float().numpy()
 """Value of each of the 256 E4M3 bytes. A table lookup is four times faster than torch 2.13's cast on a CPU."""
 _ROWS = 16
-"""Number of rows, a divisor of `BLOCK`, that `dequantise` converts at a time, because numpy needs 8 bytes per index."""
+"""Number of rows, a divisor of `BLOCK`, dequantised at a time: numpy's table lookup takes an 8-byte index per value."""
 
 
 def is_quantised(key: str, shape: tuple[int, ...], family: Family) -> bool:
@@ -68,8 +68,7 @@ def dequantise(values: torch.Tensor, scale: torch.Tensor, *, row: int = 0, colum
 
 
 def quantise(values: torch.Tensor, *, scales_of_two: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise a row of blocks, fp32 [up to 128 rows, columns], to FP8. Returns values of this shape, and fp32 scales
-    [block columns].
+    """Quantise a row of blocks, fp32 [up to 128 rows, columns], to FP8 values and fp32 scales [block columns].
 
     A block's scale is its largest magnitude / 448, but at least the smallest normal number, so that it is never zero.
     With `scales_of_two` it is the next power of two. The cast rounds quotients up to 448 (1 + 2^-22) to 448.

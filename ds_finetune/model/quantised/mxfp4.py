@@ -33,7 +33,7 @@ _PAIRS = (
 _EXPONENTS = torch.arange(256, dtype=torch.uint8).view(torch.float8_e8m0fnu).float()
 """The scale that each exponent byte means: 2^(byte - 127); NaN for 255."""
 _BYTES = 2**18
-"""Number of bytes that `dequantise` converts at a time, to bound memory, because numpy needs eight bytes per index."""
+"""Number of bytes that `dequantise` converts at a time: numpy's lookup needs an index of eight bytes for each."""
 _BYTES_OF_GROUP = GROUP // 2
 _DIMENSIONS = 4
 _SHOWN = 10
@@ -161,8 +161,7 @@ def packed_shapes(shape: Shape) -> tuple[Shape, Shape]:
 def pack(
     values: torch.Tensor, like: tuple[torch.Tensor, torch.Tensor] | None
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Quantise rows [rows, columns] to FP4. Returns packed bytes (int8), exponents of the scales, and how many groups
-    kept the bytes of `like`.
+    """Quantise [rows, columns] to FP4: packed bytes (int8), exponents of scales, and number of groups kept from `like`.
 
     A group's scale is the smallest power of two that brings the group's largest magnitude to at most 6. Midpoints
     between E2M1 numbers round to even. If a group equals the dequantised group of `like`, it keeps bytes and scale of

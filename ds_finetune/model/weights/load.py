@@ -1,6 +1,4 @@
-"""Fills this rank's fragments of a model with weights from safetensors, or with random values. Reading checks that no
-tensor is missing or unexpected.
-"""
+"""Fills this rank's fragments of a model with random values, or with safetensors that must fit the model's tensors."""
 
 import hashlib
 import math
@@ -231,9 +229,8 @@ def _model_tensors(
 def _check_tensors(
     hub: HubFolder, expected: Mapping[str, tuple[int, ...]], model: PreTrainedModel, family: Family
 ) -> list[str]:
-    """Compare a checkpoint's tensors with the `expected` ones. Returns the names of tensors that are not loaded: a tied
-    head, a language model's head if the model is a classifier, layers after the last one, and others that the family
-    allows.
+    """Compare a checkpoint's tensors with the `expected` ones. Returns those that are not loaded: a tied head, a
+    classifier's language model head, layers after the last one, and others that the family allows.
     """
     _check_layout_of_experts(hub, expected, model, family)
     tied = dict(model.all_tied_weights_keys or {}) if model.config.tie_word_embeddings else {}

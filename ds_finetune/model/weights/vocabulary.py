@@ -14,7 +14,7 @@ from ds_finetune.model.build.hub_folder import HubFolder, Shape
 
 _EMBEDDING = re.compile(r"\b(embed_tokens|word_embeddings|embed_in|wte|embed)\.weight$")
 _COMPARED, _MARGIN = 256, 1.25
-"""Maximum number of ids to which a candidate is compared, and tolerated factor of these ids' largest distance."""
+"""Maximum number of ids in a sample of unused or used ids, and factor on the largest distance among unused ids."""
 _STRIP_NUMEL = 2**20
 """Number of elements of a published tensor that are read at a time, rounded to full rows."""
 
@@ -99,9 +99,7 @@ class GrownFolder(HubFolder):
         self.shapes = {**self.shapes, **grown}
 
     def rows(self, key: str, first: int, last: int, within: tuple[slice, ...] = ()) -> torch.Tensor:
-        """Read rows `first` to `last` of a tensor. `within` selects ranges of columns. The thread's next read
-        overwrites the result.
-        """
+        """Rows `first` to `last` of a tensor, in the columns `within`. The thread's next read overwrites the result."""
         before = self._growth.before
         if key not in self._grown or last <= before:
             return super().rows(key, first, last, within)

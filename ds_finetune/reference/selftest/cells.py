@@ -172,7 +172,7 @@ def answer_log_probs(number: int) -> np.ndarray:
 
 
 def answer_advantages() -> np.ndarray:
-    """Made-up advantages, fp64, of the samples as answers for GRPO."""
+    """Made-up advantages for GRPO, fp64: one for each sample, which counts as a sampled answer."""
     return 2 * targets() - 1
 
 
@@ -193,7 +193,7 @@ def _prepared_rows(bins: list[list[int]]) -> PreparedRows:
 
 
 def row_numbers(packing: bool, documents_per_unit: int = 0) -> list[list[int]]:
-    """Numbers of the samples in each row of `rows`."""
+    """Numbers of the samples in each row that `rows` makes."""
     bins: list[list[int]] = []
     for unit in units(documents_per_unit):
         if not packing or not bins or sum(len(samples()[n][0]) for n in [*bins[-1], *unit]) > ROW_LEN:
@@ -296,9 +296,7 @@ def parts_of(number: int) -> tuple[np.ndarray, np.ndarray]:
 
 @cache
 def all_reference_log_probs() -> np.ndarray:
-    """Made-up reference log-probabilities, fp64, of all samples and then of all mismatched samples. They are near
-    values under random weights.
-    """
+    """Made-up reference log-probabilities, fp64, near those of random weights: of samples, then of mismatched ones."""
     documents = (samples(), mismatched_samples())
     own, mismatched = (np.array([log_prob_of_random_weights(labels) for _, labels in each]) for each in documents)
     noise, small_noise = (np.random.default_rng(seed).normal(size=SAMPLES) for seed in (13, 17))

@@ -106,8 +106,8 @@ def take_steps(engine: Engine, steps: int) -> Iterator[Steps]:
             results.gradients = first_gradients(engine)
         if step == 1 and has_gradients:
             results.later_gradients = _later_gradients(engine, results.gradients)
-        # The engine samples no answers from models whose layers have a recurrent state.
         lm: Any = engine.lm
+        # The engine samples no answers from models whose layers have a recurrent state.
         is_sampled = engine.objective.head != "scores" and not family_of(lm.config.model_type).has_state
         if step == steps - 1 and is_sampled:
             answers = engine.generate(PROMPTS, LIMITS)
@@ -280,16 +280,16 @@ def compare_layout(run: RunSettings, world: World, device: str, folder: Path, *,
     plan = make_plan(run, world=world, device=device)
     hf_config = read_hf_config(run.model.path, task=task_of(run.objective))
     check_model(ModelSettings(plan, hf_config.to_dict()), "sizes of the model")
-    # The reference model is built before any engine is started: in the first model that from_pretrained builds after
-    # DeepSpeed 0.19.8's zero.Init, rotary frequencies are uninitialised memory.
-    is_leader = world.rank == 0
     model = plan_model(hf_config, run)
     # Notes on compiled operators were printed before the first layout, so they are not printed again.
     plan = complete_features(build_ops(plan, all_gather_object, lambda _: None), model)
     router = model.router if run.router is not None else None
     adapters = PlainAdapters(run.lora, plan.train.seed) if run.lora is not None else None
-    reference = (
-        _cached_steps(
+    # The reference model is built before any engine is started: in the first model that from_pretrained builds after
+    # DeepSpeed 0.19.8's zero.Init, rotary frequencies are uninitialised memory.
+    reference = Steps()
+    if world.rank == 0:
+        reference = _cached_steps(
             Path(run.model.path),
             steps=steps,
             max_grad_norm=run.train.max_grad_norm,
@@ -298,9 +298,6 @@ def compare_layout(run: RunSettings, world: World, device: str, folder: Path, *,
             adapters=adapters,
             mtp=run.mtp if run.mtp.train else None,
         )
-        if is_leader
-        else Steps()
-    )
     with start_engine(plan, model) as engine:
         taken_steps = _steps_with_checkpoint(engine, folder, steps)
         loss = eval_loss(engine)

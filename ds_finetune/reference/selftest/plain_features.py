@@ -312,7 +312,7 @@ def write_teacher(model: PretrainedConfig, section: DistillObjective) -> None:
     sizes |= {"hidden_size": 12 * heads, "initializer_range": 0.3}
     config = AutoConfig.for_model(**TINY_MODELS[_DENSE] | sizes)
     with torch.random.fork_rng(devices=[]):
-        # With seed 5, two experts of gpt_oss would have scores that are equal within rounding in its second step.
+        # With seed 5, a gpt_oss student would score two experts equally, up to rounding, in its second step.
         torch.manual_seed(6)
         lm = AutoModelForCausalLM.from_config(config).float().eval()
     if section.scores is None:

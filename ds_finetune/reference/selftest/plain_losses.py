@@ -174,8 +174,7 @@ def score_loss(section: ObjectiveConfig, scores: torch.Tensor, targets: list[flo
 def distill_loss(
     section: DistillObjective, logits: torch.Tensor, labels: torch.Tensor, log_q: torch.Tensor, ids: torch.Tensor | None
 ) -> torch.Tensor:
-    """Distillation loss of a sample, summed over its supervised tokens: T^2 x KL(q || p) as in Hinton et al., arXiv
-    1503.02531, section 2.
+    """Distillation loss of a sample, T^2 x KL(q || p) summed over supervised tokens (arXiv 1503.02531, section 2).
 
     `logits` is [tokens, vocabulary], `labels` [tokens]. `log_q` are the teacher's log-probabilities at the temperature.
     They cover the vocabulary or, with `ids` [tokens, k], these k tokens and a last value for all other tokens.

@@ -267,7 +267,7 @@ def mean_loss(
     base: tuple[Path, PlainAdapters] | None = None,
 ) -> float:
     """Load the model in `folder` with plain transformers, and return its mean loss over all samples. `base` has the
-    folder and the adapters from which the run started. They are the reference model of some objectives.
+    folder and the adapters from which the run started, the reference model of some objectives.
     """
     kind = FACTORIES[task_of(objective)]
     model = of_reference = kind.from_pretrained(folder, dtype=dtype, trust_remote_code=False).eval()

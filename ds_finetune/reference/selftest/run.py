@@ -58,9 +58,7 @@ from ds_finetune.reference.selftest.plain_features import with_teacher, write_te
 from ds_finetune.system.world import World, accelerate_choices
 
 _LEFT_OUT = (*DERIVED_KEYS, "optimizer", "bf16", "fp16", "data_types")
-"""Keys of a DeepSpeed configuration that the selftest leaves out: keys that follow from the run file, and `data_types`,
-which changes rounding.
-"""
+"""DeepSpeed keys that the selftest leaves out: those that follow from the run file, and `data_types`, which rounds."""
 _SMALL = {
     "stage3_param_persistence_threshold": 40,
     "reduce_bucket_size": 20_000,
@@ -187,9 +185,9 @@ def _is_equal(case: LayoutCase, world: World, device: str, folder: Path, steps: 
     if section.row.head == "scores":
         # transformers classifies by the last token that is not padding. Samples lack token 0, so this is the padding.
         model.num_labels, model.pad_token_id = section.num_outputs, 0
-    # All layouts of a model share a folder, so that the reference loop runs once for each model.
     has_mtp = case.tree.get("mtp", {}).get("train", False)
     text = f"{task_of(section)} {has_mtp} {model.to_json_string()}"
+    # All layouts of a model share a folder, so that the reference loop runs once for each model.
     where = folder.parent / f"model-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     if world.rank == 0 and not where.exists():
         write_model(model, where, objective=section, has_mtp=has_mtp, router_scale=_ROUTER_SCALE)
@@ -264,9 +262,7 @@ def _objective_text(cell: Cell) -> str:
 
 
 def _cases_of_run(run: RunSettings, world: World, device: str) -> list[LayoutCase]:
-    """Cases with the run's layout and a tiny model: one in fp32, in which gradients are compared too, and one in the
-    run's precision.
-    """
+    """Cases of a tiny model in the run's layout: in fp32, where gradients are compared, and in the run's precision."""
     hub = read_hf_config(run.model.path, files=("*.json",))
     if hub.model_type not in TINY_MODELS:
         raise ConfigError(
