@@ -88,7 +88,7 @@ class MtpLoss(ExtraLoss):
             hook.remove()
 
     def loss(self, rows: ForwardRows, hidden: torch.Tensor, weights: torch.Tensor) -> LossAndSums | None:
-        """Loss of a forward's predictions times its weight. `hidden` [rows, tokens, width]: output of the final norm."""
+        """Loss of a forward's predictions times its weight. `hidden` [rows, tokens, width] is the normed output."""
         (number,) = mtp_layers(self._lm.config)
         layer = self._lm.base_model.layers[number]
         streams, self._streams = self._streams, None

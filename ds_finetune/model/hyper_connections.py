@@ -147,74 +147,6 @@ def _balanced(matrices: torch.Tensor, sizes: _StreamSizes) -> tuple[torch.Tensor
     return matrices, backward
 
 
-class MixedStreams(nn.Module):
-    """Mixin for transformers' hyper-connections, which merge the residual streams before a sublayer."""
-
-    fn: nn.Parameter
-    base: nn.Parameter
-    scale: nn.Parameter
-    hc_mult: int
-    hc_sinkhorn_iters: int
-    hc_eps: float
-    input_norm: Any
-
-    def forward(self, hidden_streams: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the merged state, `post` (the output's factor in each stream), and the streams mixed by `comb`."""
-        sizes = _StreamSizes(self.hc_mult, self.hc_sinkhorn_iters, self.hc_eps, self.input_norm.eps)
-        return _Mixing.apply(hidden_streams, self.fn, self.base, self.scale, sizes)  # type: ignore[no-any-return]
-
-
-class LastStreams(nn.Module):
-    """Mixin for transformers' module that merges the residual streams after the last layer."""
-
-    hc_fn: nn.Parameter
-    hc_base: nn.Parameter
-    hc_scale: nn.Parameter
-    hc_mult: int
-    eps: float
-    input_norm: Any
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Merge the residual streams into one hidden state."""
-        sizes = _StreamSizes(self.hc_mult, 0, self.eps, self.input_norm.eps)
-        return _Mixing.apply(x, self.hc_fn, self.hc_base, self.hc_scale, sizes)[0]  # type: ignore[no-any-return]
-
-
-class StreamLayer(nn.Module):
-    """Mixin for transformers' DeepSeek-V4 layers, which work on several residual streams."""
-
-    attn_hc: nn.Module
-    self_attn: nn.Module
-    input_layernorm: nn.Module
-    ffn_hc: nn.Module
-    mlp: nn.Module
-    post_attention_layernorm: nn.Module
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        input_ids: torch.Tensor | None = None,
-        **options: Any,  # noqa: ANN401
-    ) -> torch.Tensor:
-        """Return the residual streams after the layer (transformers 5.23,
-        deepseek_v4/modeling_deepseek_v4.py:1175-1199).
-        """
-        one, post, mixed = self.attn_hc(hidden_states)
-        out, _ = self.self_attn(self.input_layernorm(one), **options)
-        one, post, mixed = self.ffn_hc(_Adding.apply(mixed, out, post))
-        out = self.mlp(self.post_attention_layernorm(one), input_ids=input_ids)
-        return _Adding.apply(mixed, out, post)  # type: ignore[no-any-return]
-
-
-def install_hyper_connections(lm: nn.Module) -> None:
-    """Make the hyper-connections of a model save only their inputs for backward, in place."""
-    mixins = dict(zip(stream_classes(), (MixedStreams, LastStreams, StreamLayer), strict=True))
-    for module in lm.modules():
-        kind = type(module)
-        if (mixin := mixins.get(kind)) is not None:
-            module.__class__ = type(f"{mixin.__name__}{kind.__name__}", (mixin, kind), {})
-
-
 class _WideNorm(torch.autograd.Function):
     """RMSNorm of [..., width], computed in fp32 and rounded at the end. The weight [width] may be None."""
 
@@ -243,14 +175,47 @@ class _WideNorm(torch.autograd.Function):
         )
 
 
-def install_norms(lm: nn.Module) -> None:
-    """Make DeepSeek-V4's norms save little more than their inputs for backward, in place."""
-    weighted, plain = norm_classes()
-    forwards = {
-        weighted: lambda self, x: _WideNorm.apply(x, self.weight, self.variance_epsilon),
-        plain: lambda self, x: _WideNorm.apply(x, None, self.eps),
-    }
+def _merge(module: Any, streams: torch.Tensor) -> tuple[torch.Tensor, ...]:  # noqa: ANN401 - of transformers
+    """Forward of a hyper-connection before a sublayer. Returns the merged state, `post` (the output's factor in each
+    stream), and the streams mixed by `comb`.
+    """
+    sizes = _StreamSizes(module.hc_mult, module.hc_sinkhorn_iters, module.hc_eps, module.input_norm.eps)
+    return _Mixing.apply(streams, module.fn, module.base, module.scale, sizes)  # type: ignore[no-any-return]
+
+
+def _merge_last(module: Any, streams: torch.Tensor) -> torch.Tensor:  # noqa: ANN401 - of transformers
+    """Forward of the module that merges the residual streams after the last layer into one hidden state."""
+    sizes = _StreamSizes(module.hc_mult, 0, module.eps, module.input_norm.eps)
+    return _Mixing.apply(streams, module.hc_fn, module.hc_base, module.hc_scale, sizes)[0]  # type: ignore[no-any-return]
+
+
+def _run_layer(
+    layer: Any,  # noqa: ANN401 - of transformers
+    hidden_states: torch.Tensor,
+    input_ids: torch.Tensor | None = None,
+    **options: Any,  # noqa: ANN401
+) -> torch.Tensor:
+    """Forward of a decoder layer. Returns its residual streams (transformers 5.23,
+    deepseek_v4/modeling_deepseek_v4.py:1175-1199).
+    """
+    one, post, mixed = layer.attn_hc(hidden_states)
+    out, _ = layer.self_attn(layer.input_layernorm(one), **options)
+    one, post, mixed = layer.ffn_hc(_Adding.apply(mixed, out, post))
+    out = layer.mlp(layer.post_attention_layernorm(one), input_ids=input_ids)
+    return _Adding.apply(mixed, out, post)  # type: ignore[no-any-return]
+
+
+def install_hyper_connections(lm: nn.Module) -> None:
+    """Make DeepSeek-V4's norms and hyper-connections save little more than their inputs for backward, in place."""
+    forwards = (
+        _merge,
+        _merge_last,
+        _run_layer,
+        lambda self, x: _WideNorm.apply(x, self.weight, self.variance_epsilon),
+        lambda self, x: _WideNorm.apply(x, None, self.eps),
+    )
+    forward_of = dict(zip((*stream_classes(), *norm_classes()), forwards, strict=True))
     for module in lm.modules():
         kind = type(module)
-        if (forward := forwards.get(kind)) is not None:
+        if (forward := forward_of.get(kind)) is not None:
             module.__class__ = type(kind.__name__, (kind,), {"forward": forward})

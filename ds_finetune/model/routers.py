@@ -193,13 +193,11 @@ def table_of_choices(routers: RouterCollector, mesh: Mesh) -> torch.Tensor:
 
 def choices_of(table: torch.Tensor, plan: RouterPlan) -> RouterChoices:
     """Counts of chosen experts from a `table_of_choices` that was summed over all ranks and copied to the CPU."""
-    counts, tokens, (differing, compared) = (
-        table[:, :-4].long(),
-        table[:, -1].long(),
-        table[:, -4:-2].sum(dim=0).tolist(),
-    )
+    tokens = table[:, -1].long()
+    differing, compared = table[:, -4:-2].sum(dim=0).tolist()
     mismatch = differing / compared if compared else None
-    return RouterChoices(plan.layers, counts, table[:, -2] / tokens.clamp_min(1), int(tokens[0]), mismatch)
+    entropy = table[:, -2] / tokens.clamp_min(1)
+    return RouterChoices(plan.layers, table[:, :-4].long(), entropy, int(tokens[0]), mismatch)
 
 
 def check_each_counted(choices: RouterChoices, plan: RouterPlan, *, num_tokens: int) -> None:

@@ -193,10 +193,7 @@ def _adapt(
         weight_shard = placement.model_shard.tensor_shard(f"{target.name}.{leaf}", local_shape)
         assert weight_shard.full_shape == shape, (target.name, leaf, weight_shard.full_shape, shape)
         if target.kind == ROUTED and module.is_transposed:
-            local_shape, shape = (
-                (*local_shape[:-2], local_shape[-1], local_shape[-2]),
-                (*shape[:-2], shape[-1], shape[-2]),
-            )
+            local_shape, shape = ((*size[:-2], size[-1], size[-2]) for size in (local_shape, shape))
         for side, values in initial(f"{target.name}.{leaf}", shape).items():
             leaf_name = f"{'' if leaf == 'weight' else leaf + '_'}lora_{side}"
             name = f"{target.name}.{leaf_name}"

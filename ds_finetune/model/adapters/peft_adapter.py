@@ -79,20 +79,16 @@ class PeftAdapter:
             for key in matches
             if _is_fully_trained(key, config.get("modules_to_save") or ())
         }
-        refused += [f"tensor {key}" for key, m in matches.items() if m is None and key not in fully_trained.values()][
-            :5
-        ]
+        unknown = [key for key, match in matches.items() if match is None and key not in fully_trained.values()]
+        refused += [f"tensor {key}" for key in unknown[:5]]
         if refused:
             raise ExportError(
                 f"{folder} holds {', '.join(refused)}, which is not supported here",
                 hint="merge the adapter into its model with peft's merge_and_unload, not possible for aLoRA and prompt "
                 "adapters",
             )
-        fused_experts = {str(name).rpartition(".")[2] for name in config.get("target_parameters") or ()} & {
-            GATE_UP,
-            DOWN,
-        }
-        outer = fused_experts.pop() if len(fused_experts) == 1 else DOWN
+        adapted = {str(name).rpartition(".")[2] for name in config.get("target_parameters") or ()}
+        outer = GATE_UP if GATE_UP in adapted and DOWN not in adapted else DOWN
         keys = {
             (_weight(match["module"], match["inner"], outer), match["side"]): key
             for key, match in matches.items()
@@ -135,13 +131,8 @@ class PeftAdapter:
         with safe_open(self.folder / WEIGHTS, framework="pt") as file:
             a, b = (file.get_tensor(self.keys[name, side]) for side in "AB")
         is_fused, (rank, scale) = not name.endswith(".weight"), self.rank_and_scale(name)
-        if (
-            a.dim() != 2
-            or b.dim() != 2
-            or a.shape[0] != b.shape[1]
-            or a.shape[0] % rank
-            or (a.shape[0] != rank and not is_fused)
-        ):
+        fits = a.dim() == b.dim() == 2 and a.shape[0] == b.shape[1]
+        if not fits or (a.shape[0] % rank if is_fused else a.shape[0] != rank):
             raise ExportError(
                 f"{self.folder}: `{name}` has A {tuple(a.shape)} and B {tuple(b.shape)}, which do not fit rank {rank}",
                 hint="the adapter is damaged; save it again",

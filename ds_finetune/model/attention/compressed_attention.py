@@ -143,11 +143,8 @@ class _Attention(torch.autograd.Function):
         ctx.visible, ctx.scaling = visible._replace(scored=None), scaling
 
         def attend() -> tuple[Any, ...]:
-            out, log_sum = (
-                torch.empty_like(query),
-                query.new_empty(query.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32)),
-            )
-            chosen = []
+            wide = torch.promote_types(query.dtype, torch.float32)
+            out, log_sum, chosen = torch.empty_like(query), query.new_empty(query.shape[:2], dtype=wide), []
             for block in visible.blocks(query.shape[1]):
                 chosen.append(visible.choose(block))
                 keys = _Keys(tokens[block.tokens], entries, block.entries, chosen[-1])

@@ -37,7 +37,7 @@ from ds_finetune.model.attention.indexed_attention import install_indexed_attent
 from ds_finetune.model.build.hub_folder import check_folder
 from ds_finetune.model.build.text_config import check_text_part, correct_decoder_name, text_config
 from ds_finetune.model.experts import install_grouped_experts, spread_ids
-from ds_finetune.model.hyper_connections import install_hyper_connections, install_norms
+from ds_finetune.model.hyper_connections import install_hyper_connections
 from ds_finetune.model.mtp import build_mtp_layers
 from ds_finetune.model.quantised.quantisation import check_no_other_format, check_readable
 from ds_finetune.plan.config_json import check_model_path
@@ -346,7 +346,6 @@ def build_skeleton(  # noqa: PLR0913
         install_compressed_attention,
         install_gated_delta,
         install_hyper_connections,
-        install_norms,
     ):
         install(model)
     return model.train()

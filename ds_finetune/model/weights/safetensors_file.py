@@ -100,10 +100,8 @@ def _parse_entry(name: str, item: Mapping[str, Any], data: int, end: int) -> Hea
     """
     if item["dtype"] not in SAFETENSORS_DTYPES:
         raise ValueError(f"`{name}` is {item['dtype']}, not one of {', '.join(SAFETENSORS_DTYPES)}")
-    entry, (begin, stop) = (
-        HeaderEntry(SAFETENSORS_DTYPES[item["dtype"]], tuple(item["shape"]), end),
-        item["data_offsets"],
-    )
+    entry = HeaderEntry(SAFETENSORS_DTYPES[item["dtype"]], tuple(item["shape"]), end)
+    begin, stop = item["data_offsets"]
     is_shape = all(type(side) is int and side >= 0 for side in entry.shape)
     if not is_shape or begin != end - data or stop - begin != entry.num_bytes:
         raise ValueError(

@@ -124,10 +124,9 @@ def enlarged_config(config: PretrainedConfig, parallel: ParallelConfig) -> Pretr
         tree[experts.number_key(tree)] = math.lcm(experts.number(tree), parallel.ep)
     if parallel.pp > 1:
         tree["num_hidden_layers"] = parallel.pp * max(parallel.vpp, 2)
-    for derived in {"layer_types", "head_dim", "mlp_layer_types", "indexer_types"} - TINY_MODELS[
-        tree["model_type"]
-    ].keys():
-        tree.pop(derived, None)
+    derived = {"layer_types", "head_dim", "mlp_layer_types", "indexer_types"}
+    for key in derived - TINY_MODELS[tree["model_type"]].keys():
+        tree.pop(key, None)
     return AutoConfig.for_model(**tree)
 
 
