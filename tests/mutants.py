@@ -324,8 +324,8 @@ MUTANTS = (
     Mutant(
         "choice of the layer before not taken",
         "model/attention/indexed_attention.py",
-        "position_embeddings, attention_mask, prev_topk_indices, others",
-        "position_embeddings, attention_mask, None, others",
+        "choice = prev_topk_indices",
+        "choice: Choice | None = None",
         INDEXER,
     ),
     Mutant(
@@ -338,8 +338,8 @@ MUTANTS = (
     Mutant(
         "gradient of the indexer's loss in the model",
         "model/attention/indexed_attention.py",
-        "_inputs_of_scores(self, hidden.detach(), low_rank.detach(), position_embeddings)",
-        "_inputs_of_scores(self, hidden, low_rank, position_embeddings)",
+        "_inputs_of_scores(self, hidden_states.detach(), low_rank.detach(), position_embeddings)",
+        "_inputs_of_scores(self, hidden_states, low_rank, position_embeddings)",
         f"{TRAINED_INDEXER} -k dp-z0",
     ),
     Mutant(

@@ -82,7 +82,6 @@ class ExpertKeys:
 
     number_keys: tuple[str, ...] = ("n_routed_experts",)
     """Keys for the number of experts per layer: the published key first, then those that transformers saves."""
-    per_token_key: str = "num_experts_per_tok"
     width_key: str = "moe_intermediate_size"
     """config.json key for the inner width of an expert."""
 
@@ -92,7 +91,7 @@ class ExpertKeys:
 
     def per_token(self, config: Mapping[str, Any]) -> int:
         """Number of experts that a router chooses for each token."""
-        return int(config[self.per_token_key])
+        return int(config["num_experts_per_tok"])
 
     def width(self, config: Mapping[str, Any]) -> int:
         """Inner width of an expert: the outputs of its gate and up projections."""

@@ -62,14 +62,9 @@ def published_copies(hf_config: PretrainedConfig) -> dict[str, str]:
     """Copies of the model's embedding and head in published multi-token prediction layers: name of each copy, with the
     name of the original. This program's prediction layers use the originals.
     """
-    return {
-        f"model.layers.{layer}.{copy}": original
-        for layer in mtp_layers(hf_config)
-        for copy, original in (
-            ("embed_tokens.weight", "model.embed_tokens.weight"),
-            ("shared_head.head.weight", "lm_head.weight"),
-        )
-    }
+    prefixes = [f"model.layers.{layer}." for layer in mtp_layers(hf_config)]
+    copies = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
+    return {prefix + copy: original for prefix in prefixes for copy, original in copies.items()}
 
 
 @contextmanager

@@ -234,6 +234,8 @@ class IndexedAttention(nn.Module):
     """Whether indexers run: they are trained, or documents of the run may exceed `index_topk`. All forwards use one
     value, because under ZeRO-3 all ranks must gather the indexer's parameters equally often.
     """
+    returns_choice = False
+    """Whether the forward also returns the chosen tokens, for later layers without an indexer."""
     collector: DivergenceCollector | None = None
 
     def forward(
@@ -241,31 +243,22 @@ class IndexedAttention(nn.Module):
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         attention_mask: torch.Tensor | None,
+        *,
+        prev_topk_indices: Choice | None = None,
         **others: Any,  # noqa: ANN401 - a cache, and what attention implementations take
     ) -> tuple[Any, ...]:
-        """Attention of hidden states [batch, tokens, width]. Returns hidden states, and None for attention weights."""
-        out, _ = self._attend(hidden_states, position_embeddings, attention_mask, None, others)
-        return out, None
-
-    def _attend(
-        self,
-        hidden: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: torch.Tensor | None,
-        choice: Choice | None,
-        others: dict[str, Any],
-    ) -> tuple[torch.Tensor, Choice | None]:
-        """Returns hidden states, and the chosen tokens. A layer without an indexer uses `choice`, the tokens that an
-        earlier layer chose.
+        """Attention of hidden states [batch, tokens, width]. Returns hidden states, None instead of weights and, with
+        `returns_choice`, the chosen tokens. A layer without an indexer uses `prev_topk_indices` of an earlier layer.
         """
         cache: Any = take_cache(others)
-        low_rank, query, latent, rotary_key = _project(self, hidden, position_embeddings)
+        choice = prev_topk_indices
+        low_rank, query, latent, rotary_key = _project(self, hidden_states, position_embeddings)
         if cache is not None:
             latent, rotary_key = cache.update(latent, rotary_key, self.layer_idx)
         is_by_document = self.config._attn_implementation == BY_DOCUMENT
         if self.indexer is not None and is_by_document and (self.chooses or cache is not None):
             with torch.set_grad_enabled(torch.is_grad_enabled() and self.collector is not None):
-                scored = _inputs_of_scores(self, hidden.detach(), low_rank.detach(), position_embeddings)
+                scored = _inputs_of_scores(self, hidden_states.detach(), low_rank.detach(), position_embeddings)
             if cache is not None:
                 scored = scored._replace(key=cache.update_indexer(scored.key, self.layer_idx))
             if others.get("sp_group") is not None:
@@ -292,7 +285,8 @@ class IndexedAttention(nn.Module):
             scaling=self.scaling,
             **others | ({} if choice is None or choice.tokens is None else {"chosen": choice.tokens}),
         )
-        return self.o_proj(out.flatten(2)), choice
+        outputs = self.o_proj(out.flatten(2)), None
+        return (*outputs, choice) if self.returns_choice else outputs
 
     def _divergences(
         self, choice: Choice | None, query: torch.Tensor, key: torch.Tensor, others: dict[str, Any]
@@ -313,23 +307,6 @@ class IndexedAttention(nn.Module):
             chosen=choice.tokens,
         )
         return values if sp_group is None else sp_group.shard(values)
-
-
-class IndexedAttentionWithChoice(IndexedAttention):
-    """Latent attention with an indexer that also returns the chosen tokens, for later layers without an indexer."""
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: torch.Tensor | None,
-        *,
-        prev_topk_indices: Choice | None = None,
-        **others: Any,  # noqa: ANN401
-    ) -> tuple[Any, ...]:
-        """Attention of hidden states. Returns hidden states, None, and chosen tokens (None without an indexer)."""
-        out, choice = self._attend(hidden_states, position_embeddings, attention_mask, prev_topk_indices, others)
-        return out, None, choice
 
 
 def _project(
@@ -421,8 +398,9 @@ def install_indexed_attention(lm: PreTrainedModel) -> None:
         return
     for name, module in lm.named_modules():
         if name.endswith(".self_attn"):
-            replace_forward(module, IndexedAttentionWithChoice if indexer.is_shared else IndexedAttention)
-            module.rotates_pairs = indexer.rotates_pairs  # type: ignore[assignment]
+            replace_forward(module, IndexedAttention)
+            attention: Any = module
+            attention.rotates_pairs, attention.returns_choice = indexer.rotates_pairs, indexer.is_shared
 
 
 def expect_documents(lm: PreTrainedModel, *, longest: int) -> None:

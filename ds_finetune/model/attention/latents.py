@@ -38,9 +38,8 @@ def attending_to_latents(lm: PreTrainedModel, *, keeps_weights: bool) -> Iterato
     `keeps_weights` promises that weights do not change in this context, so that each up-projection is split only once.
     """
     family = family_of(lm.config.model_type)
-    layers = (
-        [] if family.is_generic or family.indexer else [each for each in lm.modules() if hasattr(each, "expand_kv")]
-    )
+    has_latents = not (family.is_generic or family.indexer)
+    layers = [each for each in lm.modules() if has_latents and hasattr(each, "expand_kv")]
     if not layers:
         yield
         return

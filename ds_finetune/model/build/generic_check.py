@@ -207,10 +207,8 @@ def try_model_type(
         try:
             tiny = tiny_config(hf_config, Size(heads, layers * more, row_tokens))
             outline = _build(tiny, attention, task, device="meta")
-            if (
-                layer_kinds(outline) == kinds
-                and sum(param.numel() for param in outline.parameters()) <= _MAX_PARAMETERS
-            ):
+            num_params = sum(param.numel() for param in outline.parameters())
+            if layer_kinds(outline) == kinds and num_params <= _MAX_PARAMETERS:
                 lm, eager = (_build_initialised(tiny, kind, task) for kind in (attention, "eager"))
                 difference = _adapter_difference(lm, adapted) if adapted else 0.0
                 return replace(_compare(lm, eager, objective), adapters=difference)
@@ -320,11 +318,8 @@ def _adapter_difference(lm: PreTrainedModel, names: Collection[str]) -> float:
     with torch.enable_grad():
         logits, loss, gradients = run(ours, {}, [*adapters.values()])
         expected_logits, expected_loss, expected_gradients = run(lm, weights, [*sides.values()])
-    merged = merge_adapters(
-        iter(plain.items()),
-        factors_of({n: side.detach() for n, side in sides.items()}, lora.scale),
-        family_of(lm.config.model_type),
-    )
+    factors = factors_of({name: side.detach() for name, side in sides.items()}, lora.scale)
+    merged = merge_adapters(iter(plain.items()), factors, family_of(lm.config.model_type))
     exported = functional_call(lm, {name: each for name, each in merged if each is not None}, kwargs=rows).logits
     largest = max((float(grad.norm()) for grad in expected_gradients if grad is not None), default=0.0)
     if not largest:
@@ -359,10 +354,7 @@ def _documents(lm: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
 def _padded_hidden(model: TrainedModel, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     length = max(_LENGTHS) + _PADDING
     ids = torch.cat(
-        [
-            functional.pad(document, (0, length - document.shape[1]), value=int(first[0, 0]))
-            for document in (first, second)
-        ]
+        [functional.pad(each, (0, length - each.shape[1]), value=int(first[0, 0])) for each in (first, second)]
     )
     return model.hidden(ids, _positions(ids).expand(2, -1), None)
 

@@ -50,22 +50,11 @@ def _read(
     def build() -> ModelTensors:
         set_mtp_layers(hf_config, mtp_layers)
         hf_config.num_labels = scores or hf_config.num_labels
-        tensors_read = read_tensors(hf_config, "sequence_classification" if scores else "causal_lm")
+        built = read_tensors(hf_config, "sequence_classification" if scores else "causal_lm")
         # A cache file that cannot be written is no error: later plans are only slower.
         with suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
-            replace_file(
-                file,
-                json.dumps(
-                    [
-                        config,
-                        tensors_read.by_name,
-                        tensors_read.is_tied,
-                        tensors_read.num_predictions,
-                        list(tensors_read.linears),
-                    ]
-                ),
-            )
-        return tensors_read
+            replace_file(file, json.dumps([config, built.by_name, built.is_tied, built.num_predictions, built.linears]))
+        return built
 
     return config, build

@@ -83,11 +83,8 @@ def layer_kinds(lm: nn.Module) -> set[Kind]:
 def _stacks(lm: nn.Module) -> list[nn.ModuleList]:
     stacks: dict[str, nn.ModuleList] = {}
     for name, module in lm.named_modules():
-        if (
-            isinstance(module, nn.ModuleList)
-            and len(module)
-            and not any(name.startswith(f"{outer}.") for outer in stacks)
-        ):
+        is_inside = any(name.startswith(f"{outer}.") for outer in stacks)
+        if isinstance(module, nn.ModuleList) and len(module) and not is_inside:
             stacks[name] = module
     return list(stacks.values())
 

@@ -78,7 +78,10 @@ def _rotations(module: nn.Module, kind: Any, kernels: Kernels) -> dict[str, Any]
     if kinds := rotary_functions(kind):
         functions = {name: partial(_rotate, kernels, rotation) for name, rotation in kinds.items()}
         return {"forward": with_functions(kind.forward, functions), **expanded}
-    return {"forward": lambda *inputs: _real(kind.forward(*inputs))} if returns_complex(kind) else {}
+    if returns_complex(kind):
+        # Cosines and sines [2, ...] are split once for all layers.
+        return {"forward": lambda *inputs: torch.view_as_real(kind.forward(*inputs)).movedim(-1, 0).contiguous()}
+    return {}
 
 
 def _expand_kv(module: Any, latent: torch.Tensor, rotary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ANN401
@@ -88,11 +91,6 @@ def _expand_kv(module: Any, latent: torch.Tensor, rotary: torch.Tensor) -> tuple
     widths = [module.qk_nope_head_dim, module.v_head_dim]
     plain, value = module.kv_b_proj(latent[:, 0]).unflatten(-1, (-1, sum(widths))).transpose(1, 2).split(widths, -1)
     return torch.cat([plain, rotary.expand(-1, plain.shape[1], -1, -1)], -1), value
-
-
-def _real(angles: torch.Tensor) -> torch.Tensor:
-    """Split complex numbers [...] into cosines and sines [2, ...], once for all layers."""
-    return torch.stack([angles.real, angles.imag])
 
 
 def _rotate_last(

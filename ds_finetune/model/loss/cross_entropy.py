@@ -84,13 +84,11 @@ def liger_cross_entropy(
     gradients = HeadGradients.zeros(inputs, needed)
     buffer = hidden.new_empty(min(chunk, len(hidden)), weight.shape[0])
     for start in range(0, len(hidden), chunk):
-        chunk_rows = slice(start, start + chunk)
-        part = hidden[chunk_rows]
+        rows = slice(start, start + chunk)
+        part = hidden[rows]
         logits = torch.mm(part, weight.T, out=buffer[: len(part)])
         logits = logits if bias is None else logits.add_(bias)
-        _run_liger_kernel(
-            logits, targets[chunk_rows], losses[chunk_rows], predicted[chunk_rows], has_gradients=any(needed)
-        )
+        _run_liger_kernel(logits, targets[rows], losses[rows], predicted[rows], has_gradients=any(needed))
         if any(needed):
             gradients.add_bias(logits)
             gradients.add_products(logits, part, weight, start)

@@ -7,7 +7,6 @@ documents, so the head is applied to all tokens twice, chunk by chunk.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
@@ -63,7 +62,7 @@ class TwoPassHead:
         self._starts = range(0, tokens, chunk)
         self._buffer = inputs.hidden.new_empty(min(chunk, tokens), inputs.weight.shape[0])
         self._log_sum = torch.zeros(tokens, dtype=torch.float32, device=inputs.hidden.device)
-        self._last: _CappedChunk | None = None
+        self._last: tuple[torch.Tensor, torch.Tensor | None] | None = None
         self.entropy = torch.zeros_like(self._log_sum) if with_entropy else None
         """Entropy of the predicted distribution of each token in nats, fp32 [tokens]; zero before the first pass."""
 
@@ -72,16 +71,14 @@ class TwoPassHead:
         hidden, weight, _, targets, _ = self._inputs
         gradients = HeadGradients.zeros(self._inputs, needed)
         for start in reversed(self._starts):
-            chunk_rows = slice(start, start + self._chunk)
+            rows = slice(start, start + self._chunk)
             last, self._last = self._last, None
             if last is None:
                 logits, slope = self._logits(start, needs_slope=True)
-                last = _CappedChunk(logits.sub_(self._log_sum[chunk_rows, None]).exp_(), slope)
+                last = logits.sub_(self._log_sum[rows, None]).exp_(), slope
             probabilities, slope = last
-            d_logits = subtract_one_hot(probabilities, targets[chunk_rows], self._tp_group).mul_(
-                -d_logp[chunk_rows, None]
-            )
-            gradients.add_chunk(d_logits if slope is None else d_logits.mul_(slope), hidden[chunk_rows], weight, start)
+            d_logits = subtract_one_hot(probabilities, targets[rows], self._tp_group).mul_(-d_logp[rows, None])
+            gradients.add_chunk(d_logits if slope is None else d_logits.mul_(slope), hidden[rows], weight, start)
         return gradients
 
     def log_probs(self, directions: torch.Tensor | None = None) -> torch.Tensor:
@@ -91,40 +88,29 @@ class TwoPassHead:
         hidden, weight, _, targets, _ = self._inputs
         logp = torch.zeros_like(self._log_sum)
         for start in self._starts:
-            chunk_rows, is_last = slice(start, start + self._chunk), start == self._starts[-1]
+            rows, is_last = slice(start, start + self._chunk), start == self._starts[-1]
             logits, slope = self._logits(start, needs_slope=directions is not None or is_last)
-            softmax = softmax_of_chunk(logits, targets[chunk_rows], self._tp_group)
-            logp[chunk_rows], self._log_sum[chunk_rows] = softmax.logp, softmax.log_sum
+            softmax = softmax_of_chunk(logits, targets[rows], self._tp_group)
+            logp[rows], self._log_sum[rows] = softmax.logp, softmax.log_sum
             if self.entropy is not None:
                 # With e = `exps` and their sum n, the entropy -sum (e/n) log(e/n) is log n - (1/n) sum e log e.
                 weighted = torch.special.entr(softmax.exps).sum(-1)
                 weighted = weighted if self._tp_group is None else self._tp_group.all_reduce(weighted)
-                self.entropy[chunk_rows] = softmax.norm.log() + weighted / softmax.norm
+                self.entropy[rows] = softmax.norm.log() + weighted / softmax.norm
             if directions is not None:
-                direction = subtract_one_hot(
-                    softmax.exps.div_(softmax.norm[:, None]), targets[chunk_rows], self._tp_group
-                )
+                direction = subtract_one_hot(softmax.exps.div_(softmax.norm[:, None]), targets[rows], self._tp_group)
                 direction = direction if slope is None else direction.mul_(slope)
-                torch.mm(direction.neg_().to(hidden.dtype), weight, out=directions[chunk_rows])
+                torch.mm(direction.neg_().to(hidden.dtype), weight, out=directions[rows])
             elif is_last:
-                self._last = _CappedChunk(softmax.exps.div_(softmax.norm[:, None]), slope)
+                self._last = softmax.exps.div_(softmax.norm[:, None]), slope
         return logp
 
-    def _logits(self, start: int, *, needs_slope: bool) -> "_CappedChunk":
+    def _logits(self, start: int, *, needs_slope: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         hidden, weight, bias, _, cap = self._inputs
         part = hidden[start : start + self._chunk]
         logits = logits_of_chunk(part, weight, bias, self._buffer[: len(part)])
         slope = cap_logits(logits, cap, needs_slope=needs_slope)
-        return _CappedChunk(
-            logits if self._forbidden is None else logits.masked_fill_(self._forbidden, -torch.inf), slope
-        )
-
-
-class _CappedChunk(NamedTuple):
-    """Logits or probabilities of a chunk, fp32 [tokens, vocabulary], and the derivative of the logits' soft cap."""
-
-    values: torch.Tensor
-    slope: torch.Tensor | None
+        return logits if self._forbidden is None else logits.masked_fill_(self._forbidden, -torch.inf), slope
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,7 +18,7 @@ from ds_finetune.model.build.encoder import encoder_of, encoder_scores
 from ds_finetune.model.build.skeleton import Where, has_score_head, head_of
 from ds_finetune.model.loss.token_loss import HeadGroups
 from ds_finetune.model.parallel.rank_group import sum_over_ranks
-from ds_finetune.model.weights.load import draw_normal, initialise_weights, seed_of
+from ds_finetune.model.weights.load import initialise_weights, seed_of
 from ds_finetune.objectives.objective import Examples, LossAndSums, Objective, ScoreObjective, StepNumbers
 
 SCORE_HEAD = "score"
@@ -118,9 +118,9 @@ def initialise_score_head(
         initialise_weights(lm, seed=seed, where=where, names=names)
         return
     for name in names:
-        param = lm.get_parameter(name)
-        deviation = INITIAL_REWARD / math.sqrt(where(param).shape[-1])
-        draw_normal(param, deviation=deviation, seed=seed_of(seed, name), where=where)
+        fragment, generator = where(lm.get_parameter(name)), torch.Generator().manual_seed(seed_of(seed, name))
+        values = torch.randn(math.prod(fragment.shape), generator=generator)
+        fragment.write(values * (INITIAL_REWARD / math.sqrt(fragment.shape[-1])))
 
 
 class EncoderHead:

@@ -127,22 +127,19 @@ def find_experts(stored: Mapping[str, StoredTensor], folder: Path) -> dict[str, 
             hint="download it again, or use a bf16 copy of the model",
         )
     for name in sorted(names):
-        _check_parts(name, stored[name + BLOCKS], stored[name + SCALES], folder)
+        blocks, scales = stored[name + BLOCKS], stored[name + SCALES]
+        fits = len(blocks.shape) == _DIMENSIONS and blocks.shape == (*scales.shape, _BYTES_OF_GROUP)
+        if not fits or {blocks.dtype, scales.dtype} != {torch.uint8}:
+            raise ModelError(
+                f"{folder}: `{name}` has blocks {blocks.shape} of {blocks.dtype} and scales {scales.shape} of "
+                f"{scales.dtype}, not [experts, outputs, groups, {_BYTES_OF_GROUP}] and [experts, outputs, groups] "
+                "of torch.uint8",
+                hint="only MXFP4 as in gpt-oss is supported; use a bf16 copy of the model",
+            )
         if name in stored:
             raise ModelError(f"{folder} has `{name}` twice, once in MXFP4", hint="remove one of the two tensors")
     last = LastExpert()
     return {name: Mxfp4Experts(stored[name + BLOCKS], stored[name + SCALES], last) for name in sorted(names)}
-
-
-def _check_parts(name: str, blocks: StoredTensor, scales: StoredTensor, folder: Path) -> None:
-    fits = len(blocks.shape) == _DIMENSIONS and blocks.shape == (*scales.shape, _BYTES_OF_GROUP)
-    if not fits or {blocks.dtype, scales.dtype} != {torch.uint8}:
-        raise ModelError(
-            f"{folder}: `{name}` has blocks {blocks.shape} of {blocks.dtype} and scales {scales.shape} of "
-            f"{scales.dtype}, not [experts, outputs, groups, {_BYTES_OF_GROUP}] and [experts, outputs, groups] "
-            "of torch.uint8",
-            hint="only MXFP4 as in gpt-oss is supported; use a bf16 copy of the model",
-        )
 
 
 PACKED = torch.int8

@@ -150,13 +150,6 @@ def initialise_weights(
             _initialise_module(model, module, own_parameters, seed_of(seed, name), where, shards)
 
 
-def draw_normal(param: nn.Parameter, *, deviation: float, seed: int, where: Where = full_fragment) -> None:
-    """Fill an unsharded parameter with normally distributed values, which depend on `seed`, but not on the layout."""
-    fragment = where(param)
-    values = torch.randn(math.prod(fragment.shape), generator=torch.Generator().manual_seed(seed)) * deviation
-    fragment.write(values)
-
-
 def clear_weights(model: PreTrainedModel, *, where: Where = full_fragment) -> None:
     """Set all parameters to zero until a checkpoint is restored, because uninitialised memory may contain NaN."""
     for param in model.parameters():

@@ -156,11 +156,6 @@ def targets() -> np.ndarray:
     return ((np.arange(SAMPLES) + 1) // 2 % 2).astype(np.float64)
 
 
-def log_prob_of_random_weights(labels: np.ndarray) -> float:
-    """Approximate log-probability under random weights of a sample with `labels`, int64 [tokens]."""
-    return -math.log(VOCAB) * int((labels != IGNORE_INDEX).sum())
-
-
 @cache
 def answer_log_probs(number: int) -> np.ndarray:
     """Made-up log-probabilities of a sample's answer tokens, fp32 [3, tokens], near those of random weights. The rows
@@ -296,7 +291,9 @@ def parts_of(number: int) -> tuple[np.ndarray, np.ndarray]:
 @cache
 def all_reference_log_probs() -> np.ndarray:
     """Made-up reference log-probabilities, fp64, near those of random weights: of samples, then of mismatched ones."""
-    documents = (samples(), mismatched_samples())
-    own, mismatched = (np.array([log_prob_of_random_weights(labels) for _, labels in each]) for each in documents)
+    own, mismatched = (
+        -math.log(VOCAB) * np.array([(labels != IGNORE_INDEX).sum() for _, labels in each])
+        for each in (samples(), mismatched_samples())
+    )
     noise, small_noise = (np.random.default_rng(seed).normal(size=SAMPLES) for seed in (13, 17))
     return np.concatenate([own + noise, mismatched - _MEAN_RATIO + small_noise / 10])
