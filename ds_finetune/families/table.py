@@ -3,36 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ds_finetune.families.configs import (
-    COMPRESSED,
-    DELTA,
-    DENSE,
-    EXAONE4,
-    GEMMA3,
-    GEMMA4,
-    GEMMA4_EXPERTS,
-    GEMMA4_INPUTS,
-    GPT_OSS,
-    GROUPED_QUERY_EXPERTS,
-    GROUPED_ROUTING,
-    HASHED,
-    INDEXED,
-    JOINED_QUERIES,
-    LATENT,
-    MINIMAX_M2,
-    MINISTRAL3,
-    MISTRAL,
-    MIXTRAL,
-    OLMOE,
-    ONE_GROUP,
-    PHI3,
-    PLAIN_QUERIES,
-    QWEN3_MOE,
-    QWEN3_NEXT,
-    SHARED_INDEX,
-    SPARSE,
-    WIDE_VALUES,
-)
+from ds_finetune.families import configs
 from ds_finetune.families.family import (
     DEEPSEEK_V4_RENAMES,
     EXAONE_RENAMES,
@@ -105,12 +76,12 @@ _DEEPSEEK_V3 = replace(
     onnx=OnnxGraph("latent", router="sigmoid"),
     tiny_models=_tiny(
         "deepseek_v3",
-        GROUPED_ROUTING,
+        configs.GROUPED_ROUTING,
         deep=_DEEP,
         biases={"attention_bias": True},
         biases_deep={"attention_bias": True, **_DEEP},
-        moonlight={**ONE_GROUP, "q_lora_rank": None},
-        moonlight_deep={**ONE_GROUP, "q_lora_rank": None, **_DEEP},
+        moonlight={**configs.ONE_GROUP, "q_lora_rank": None},
+        moonlight_deep={**configs.ONE_GROUP, "q_lora_rank": None, **_DEEP},
         in_standard_selftest=True,
     ),
 )
@@ -184,7 +155,7 @@ _QWEN3_NEXT = replace(
     parallel_axes=frozenset({"ep", "pp"}),
     experts_class="Qwen3NextExperts",
     onnx=None,
-    tiny_models=_tiny("qwen3_next", QWEN3_NEXT, deep=_DEEP),
+    tiny_models=_tiny("qwen3_next", configs.QWEN3_NEXT, deep=_DEEP),
 )
 _ROWS = (
     replace(
@@ -203,11 +174,11 @@ _ROWS = (
         experts_class="DeepseekV2Experts",
         onnx=OnnxGraph("latent", router="grouped_softmax", is_rotary_interleaved=True),
         tiny_models=TinyModels(
-            {**GROUPED_ROUTING, "topk_method": "group_limited_greedy"},
+            {**configs.GROUPED_ROUTING, "topk_method": "group_limited_greedy"},
             {
-                "deepseek_v2_deep": {**LATENT, "topk_method": "greedy", **_DEEP},
-                "deepseek_v2_lite": {**LATENT, "topk_method": "greedy", "q_lora_rank": None},
-                "deepseek_v2_lite_deep": {**LATENT, "topk_method": "greedy", "q_lora_rank": None, **_DEEP},
+                "deepseek_v2_deep": {**configs.LATENT, "topk_method": "greedy", **_DEEP},
+                "deepseek_v2_lite": {**configs.LATENT, "topk_method": "greedy", "q_lora_rank": None},
+                "deepseek_v2_lite_deep": {**configs.LATENT, "topk_method": "greedy", "q_lora_rank": None, **_DEEP},
             },
         ),
     ),
@@ -217,7 +188,7 @@ _ROWS = (
         model_type="kimi_k2",
         built_as="deepseek_v3",
         gguf=_DEEPSEEK2,
-        tiny_models=_tiny("kimi_k2", ONE_GROUP, deep=_DEEP),
+        tiny_models=_tiny("kimi_k2", configs.ONE_GROUP, deep=_DEEP),
     ),
     replace(
         _DEEPSEEK_V3,
@@ -226,7 +197,7 @@ _ROWS = (
         experts_class="Glm4MoeLiteExperts",
         tiny_models=_tiny(
             "glm4_moe_lite",
-            WIDE_VALUES,
+            configs.WIDE_VALUES,
             deep=_DEEP,
             types={"num_hidden_layers": 3, "mlp_layer_types": ["sparse", "dense", "sparse"]},
         ),
@@ -238,11 +209,11 @@ _ROWS = (
         experts_class="Glm4MoeExperts",
         onnx=OnnxGraph("grouped_query", router="sigmoid"),
         tiny_models=TinyModels(
-            {**GROUPED_QUERY_EXPERTS, "use_qk_norm": True},
+            {**configs.GROUPED_QUERY_EXPERTS, "use_qk_norm": True},
             {
-                "glm4_moe_deep": {**GROUPED_QUERY_EXPERTS, "use_qk_norm": True, **_DEEP},
-                "glm4_moe_air": GROUPED_QUERY_EXPERTS,
-                "glm4_moe_air_deep": {**GROUPED_QUERY_EXPERTS, **_DEEP},
+                "glm4_moe_deep": {**configs.GROUPED_QUERY_EXPERTS, "use_qk_norm": True, **_DEEP},
+                "glm4_moe_air": configs.GROUPED_QUERY_EXPERTS,
+                "glm4_moe_air_deep": {**configs.GROUPED_QUERY_EXPERTS, **_DEEP},
             },
         ),
     ),
@@ -257,7 +228,7 @@ _ROWS = (
         indexer=Indexer(),
         experts_class="DeepseekV32Experts",
         onnx=None,
-        tiny_models=_tiny("deepseek_v32", INDEXED, deep=_DEEP, sparse={**SPARSE, **_DEEP}),
+        tiny_models=_tiny("deepseek_v32", configs.INDEXED, deep=_DEEP, sparse={**configs.SPARSE, **_DEEP}),
     ),
     replace(
         _DEEPSEEK_V3,
@@ -266,19 +237,19 @@ _ROWS = (
         indexer=Indexer(rotates_pairs=True, is_shared=True),
         experts_class="GlmMoeDsaExperts",
         onnx=None,
-        tiny_models=_tiny("glm_moe_dsa", SHARED_INDEX, deep=_DEEP, sparse={**SPARSE, **_DEEP}),
+        tiny_models=_tiny("glm_moe_dsa", configs.SHARED_INDEX, deep=_DEEP, sparse={**configs.SPARSE, **_DEEP}),
     ),
     replace(
         _DENSE,
         model_type="qwen2",
         gguf=Gguf("qwen2", {"use_sliding_window": (False,)}),
-        tiny_models=_tiny("qwen2", {**DENSE, "tie_word_embeddings": True}, deep=_DEEP),
+        tiny_models=_tiny("qwen2", {**configs.DENSE, "tie_word_embeddings": True}, deep=_DEEP),
     ),
     replace(
         _DENSE,
         model_type="qwen3",
         gguf=Gguf("qwen3", _PLAIN_ATTENTION),
-        tiny_models=_tiny("qwen3", {**DENSE, "head_dim": 12}, deep=_DEEP),
+        tiny_models=_tiny("qwen3", {**configs.DENSE, "head_dim": 12}, deep=_DEEP),
     ),
     Family("qwen2_moe", expert_keys=QWEN_EXPERTS, fused_experts=True, window_in_mask=True),
     replace(
@@ -287,14 +258,14 @@ _ROWS = (
         gguf=Gguf("qwen3moe", _PLAIN_ATTENTION | _ALL_SPARSE),
         expert_keys=QWEN_EXPERTS,
         experts_class="Qwen3MoeExperts",
-        tiny_models=_tiny("qwen3_moe", QWEN3_MOE, deep=_DEEP),
+        tiny_models=_tiny("qwen3_moe", configs.QWEN3_MOE, deep=_DEEP),
     ),
     _QWEN3_NEXT,
     replace(
         _QWEN3_NEXT,
         model_type="qwen3_5_moe_text",
         experts_class="Qwen3_5MoeExperts",
-        tiny_models=_tiny("qwen3_5_moe_text", QWEN3_NEXT, deep=_DEEP),
+        tiny_models=_tiny("qwen3_5_moe_text", configs.QWEN3_NEXT, deep=_DEEP),
     ),
     replace(
         _TRAINED,
@@ -304,7 +275,7 @@ _ROWS = (
         has_state=True,
         fused=f"{FUSED}, except in gated delta nets",
         parallel_axes=frozenset({"pp"}),
-        tiny_models=_tiny("qwen3_5_text", DELTA, deep=_DEEP),
+        tiny_models=_tiny("qwen3_5_text", configs.DELTA, deep=_DEEP),
     ),
     replace(
         _MIXTURE,
@@ -315,7 +286,7 @@ _ROWS = (
         fp8_linear=None,
         experts_class="MixtralExperts",
         router=RouterKind("softmax", rounds_weights=False),
-        tiny_models=_tiny("mixtral", MIXTRAL, deep=_DEEP),
+        tiny_models=_tiny("mixtral", configs.MIXTRAL, deep=_DEEP),
     ),
     replace(
         _MIXTURE,
@@ -329,7 +300,7 @@ _ROWS = (
         experts_class="MiniMaxM2Experts",
         router=RouterKind("sigmoid", bias="mlp.e_score_correction_bias"),
         onnx=None,
-        tiny_models=_tiny("minimax_m2", MINIMAX_M2, deep=_DEEP),
+        tiny_models=_tiny("minimax_m2", configs.MINIMAX_M2, deep=_DEEP),
     ),
     replace(
         _MIXTURE,
@@ -338,7 +309,7 @@ _ROWS = (
         fp8_linear=None,
         normalises_over_heads=True,
         experts_class="OlmoeExperts",
-        tiny_models=_tiny("olmoe", OLMOE, deep=_DEEP),
+        tiny_models=_tiny("olmoe", configs.OLMOE, deep=_DEEP),
     ),
     replace(
         _DENSE,
@@ -346,7 +317,7 @@ _ROWS = (
         gguf=Gguf("llama", rotates_pairs=True),
         tiny_models=_tiny(
             "llama",
-            DENSE,
+            configs.DENSE,
             deep={"num_hidden_layers": 5},
             deeper={"num_hidden_layers": 8},
             biases={"attention_bias": True},
@@ -365,7 +336,7 @@ _ROWS = (
         experts_class="GptOssExperts",
         router=RouterKind("softmax", module="mlp.router", parameters=("weight", "bias")),
         has_lora=True,
-        tiny_models=_tiny("gpt_oss", GPT_OSS, deep=_DEEP),
+        tiny_models=_tiny("gpt_oss", configs.GPT_OSS, deep=_DEEP),
     ),
     Family(
         "deepseek_v4",
@@ -399,28 +370,28 @@ _ROWS = (
         router=RouterKind("sqrtsoftplus", bias="mlp.gate.e_score_correction_bias", reads_ids=True),
         has_lora=True,
         indexer=Indexer(chooses_entries=True),
-        tiny_models=_tiny("deepseek_v4", COMPRESSED, deep=HASHED, sparse={"index_topk": 4}),
+        tiny_models=_tiny("deepseek_v4", configs.COMPRESSED, deep=configs.HASHED, sparse={"index_topk": 4}),
     ),
-    replace(_TRAINED, model_type="mistral", tiny_models=_tiny("mistral", MISTRAL, deep=_DEEP)),
+    replace(_TRAINED, model_type="mistral", tiny_models=_tiny("mistral", configs.MISTRAL, deep=_DEEP)),
     replace(
         _TRAINED,
         model_type="ministral3",
         extends_context=False,
-        tiny_models=_tiny("ministral3", MINISTRAL3, deep=_DEEP),
+        tiny_models=_tiny("ministral3", configs.MINISTRAL3, deep=_DEEP),
     ),
     replace(
         _TRAINED,
         model_type="phi3",
         extends_context=False,
         parallel_axes=_DENSE_AXES - {"tp"},
-        tiny_models=_tiny("phi3", PHI3, deep=_DEEP),
+        tiny_models=_tiny("phi3", configs.PHI3, deep=_DEEP),
     ),
     replace(
         _TRAINED,
         model_type="gemma3_text",
         extends_context=False,
         fused="RMSNorm and rotary embedding are one kernel each, and GELU is not",
-        tiny_models=_tiny("gemma3_text", GEMMA3, deep=_DEEP),
+        tiny_models=_tiny("gemma3_text", configs.GEMMA3, deep=_DEEP),
     ),
     replace(
         _TRAINED,
@@ -431,7 +402,9 @@ _ROWS = (
         fused="RMSNorm is one kernel, and rotary embedding and GELU are not",
         # Later pipeline stages would need the first stage's embeddings, keys and values, which are not sent.
         parallel_axes=frozenset({"sp"}),
-        tiny_models=TinyModels(GEMMA4, {"gemma4_text_inputs": GEMMA4_INPUTS, "gemma4_text_experts": GEMMA4_EXPERTS}),
+        tiny_models=TinyModels(
+            configs.GEMMA4, {"gemma4_text_inputs": configs.GEMMA4_INPUTS, "gemma4_text_experts": configs.GEMMA4_EXPERTS}
+        ),
     ),
     replace(
         _TRAINED,
@@ -439,13 +412,13 @@ _ROWS = (
         built_as="llama",
         newer=_EXAONE,
         published_renames=EXAONE_RENAMES,
-        tiny_models=_tiny("exaone", DENSE, deep=_DEEP),
+        tiny_models=_tiny("exaone", configs.DENSE, deep=_DEEP),
     ),
     replace(
         _TRAINED,
         model_type="exaone4",
         extends_context=False,
-        tiny_models=_tiny("exaone4", EXAONE4, deep=_DEEP),
+        tiny_models=_tiny("exaone4", configs.EXAONE4, deep=_DEEP),
     ),
     replace(
         _DEEPSEEK_V3,
@@ -456,7 +429,7 @@ _ROWS = (
         has_mtp=False,
         onnx=None,
         fp8_linear=None,
-        tiny_models=_tiny("sarvam_mla", PLAIN_QUERIES, deep=_DEEP),
+        tiny_models=_tiny("sarvam_mla", configs.PLAIN_QUERIES, deep=_DEEP),
     ),
     replace(
         _DEEPSEEK_V3,
@@ -471,7 +444,7 @@ _ROWS = (
         onnx=None,
         fp8_linear=None,
         experts_class="Glm4MoeExperts",
-        tiny_models=_tiny("sarvam_moe", JOINED_QUERIES, deep=_DEEP),
+        tiny_models=_tiny("sarvam_moe", configs.JOINED_QUERIES, deep=_DEEP),
     ),
     Family(
         "bert",

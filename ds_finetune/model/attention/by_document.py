@@ -241,7 +241,7 @@ def _attend_in_batches(
     attend: _DocumentAttention, parts: Sequence[torch.Tensor], batches: _DocumentBatches
 ) -> torch.Tensor:
     """Compute attention within documents, in batches of documents of similar length. Padding at their ends has no
-    effect, because attention is causal. If a document continues another one, its keys start with the other's tokens.
+    effect, because attention is causal. A document's keys begin with those of its prefix in an earlier document.
     """
     shapes, order, of_keys, token_rows = batches
     sizes = [[rows * tokens, *[rows * (continued + tokens)] * 2] for rows, tokens, continued in shapes]

@@ -91,8 +91,8 @@ class PackedDocuments:
     longest: int
     """Number of tokens of the longest document."""
     keys: torch.Tensor | None = None
-    """Indices of the keys of all documents, int64 [keys]. If a document continues another one, its keys start with the
-    other's. None if no document continues another.
+    """Indices of the keys of all documents, int64 [keys]. A document's keys begin with its prefix in an earlier
+    document. None if no document has a prefix.
     """
     key_bounds: torch.Tensor | None = None
     """Index of each document's first key, then the number of keys: int32 [documents + 1]. None if `keys` is None."""

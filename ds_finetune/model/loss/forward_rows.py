@@ -48,7 +48,7 @@ def find_real_tokens(
 
 @dataclass(frozen=True)
 class ForwardRows:
-    """Rows of tokens of one forward. With sequence parallelism these are this rank's tokens of the rows.
+    """Rows of tokens of one forward; with sequence parallelism, this rank's tokens of each row.
 
     `input_ids`, `position_ids` and shifted `labels` are int64 [rows, tokens].
     """

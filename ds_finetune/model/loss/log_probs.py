@@ -146,7 +146,7 @@ class LossOfDocuments:
 
     def of_tokens(self, logp: torch.Tensor, *, has_gradient: bool) -> tuple[LossAndSums, torch.Tensor | None]:
         """Compute loss and sums from the log-probabilities of this rank's tokens, fp32 [tokens]. With `has_gradient`
-        the third result is the loss's gradient for the log-probabilities, fp64 [tokens], else None.
+        the second result is the loss's gradient for the log-probabilities, fp64 [tokens], else None.
 
         Only the first sequence parallel rank returns sums other than zero, so that each document counts once.
         """

@@ -166,8 +166,8 @@ class TrainedModel(nn.Module):
         self.pp_group = pp_group
 
     def continues_documents(self, device: torch.device) -> bool:
-        """Whether documents may continue earlier ones (`MicroBatch.shared`) on `device`. This needs attention within
-        documents, and no other layers that mix tokens.
+        """Whether a document may have the first tokens of an earlier one as prefix (`MicroBatch.shared`). This needs
+        attention within documents on `device`, and no other layers that mix tokens.
         """
         family = family_of(self.config.model_type)
         is_by_document = self.config._attn_implementation == BY_DOCUMENT and (

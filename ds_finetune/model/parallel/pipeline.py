@@ -55,7 +55,7 @@ class PipelineGroup(RankGroup):
     sequence parallel coordinates. None on other stages, and if only one of these two stages has the embedding.
     """
     adds_embedding: bool = True
-    """Whether this rank keeps the embedding's gradient, summed over stages. Others on its stage set theirs to zero."""
+    """Whether this rank keeps the embedding's gradient, summed over stages; other ranks of its stage keep zeros."""
     input_hidden_states: torch.Tensor | None = None
     """Hidden states for this forward from the previous stage or, with several chunks per rank, from the previous chunk.
     In training they are a leaf that requires a gradient. None for the model's first chunk.

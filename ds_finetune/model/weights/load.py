@@ -77,11 +77,8 @@ def load_weights(  # noqa: PLR0913
     dtype of their target; ModelError if one is NaN or infinite.
     """
     targets = list(_model_tensors(model, family, where, model_shard))
-    expected = (
-        _expected_tensors(model, family, where, model_shard)
-        if skeleton is None
-        else _expected_tensors(skeleton, family, full_fragment, UNSHARDED)
-    )
+    complete = (model, where, model_shard) if skeleton is None else (skeleton, full_fragment, UNSHARDED)
+    expected = _expected_tensors(family, *complete)
     rename = partial(published_name, expected=expected, prefix=model.base_model_prefix) if family.encoder else None
     hub = HubFolder(folder, rename=rename) if growth is None else GrownFolder(folder, growth, expected, rename=rename)
     # A parameter may be missing only if the folder has no other parameter of its module.
@@ -105,7 +102,7 @@ def load_weights(  # noqa: PLR0913
 def open_weights(model: PreTrainedModel, folder: Path, *, family: Family) -> HubFolder:
     """Open the safetensors of `folder`. ModelError if they do not fit `model`, which may be on the meta device."""
     hub = HubFolder(folder)
-    _check_tensors(hub, _expected_tensors(model, family, full_fragment, UNSHARDED), model, family)
+    _check_tensors(hub, _expected_tensors(family, model, full_fragment, UNSHARDED), model, family)
     return hub
 
 
@@ -189,15 +186,13 @@ def _initialise_module(  # noqa: PLR0913
 
 
 def _expected_tensors(
-    model: PreTrainedModel, family: Family, where: Where, model_shard: ModelShard
+    family: Family, model: PreTrainedModel, where: Where, model_shard: ModelShard
 ) -> dict[str, tuple[int, ...]]:
-    shards = {
-        target.name: model_shard.tensor_shard(target.name, target.fragment.shape)
-        for target in _model_tensors(model, family, where, model_shard)
-    }
-    return {
-        piece.key: piece.shape for name, shard in shards.items() for piece in hub_pieces(name, shard.full_shape, family)
-    }
+    expected: dict[str, tuple[int, ...]] = {}
+    for target in _model_tensors(model, family, where, model_shard):
+        full_shape = model_shard.tensor_shard(target.name, target.fragment.shape).full_shape
+        expected |= {piece.key: piece.shape for piece in hub_pieces(target.name, full_shape, family)}
+    return expected
 
 
 def _model_tensors(

@@ -148,7 +148,7 @@ def check_peft(model: ModelPlan) -> None:
     rank, quantize = model.lora.section.rank, model.lora.section.quantize
     if model.lora.section.dropout:
         raise ConfigError(
-            f"bench cannot compare losses with lora.dropout {model.lora.section.dropout}: peft drops other values",
+            f"bench cannot compare losses with lora.dropout {model.lora.section.dropout}: peft drops out other values",
             hint="set lora.dropout to 0",
         )
     if find_spec("peft") is None:
