@@ -89,7 +89,7 @@ class Batch:
     counts: Mapping[str, int]
     """Numbers of tokens, documents, pairs and so on in this rank's rows, with the keys of `count_rows`."""
     global_counts: Mapping[str, int] | None = None
-    """The same numbers for the rows of all ranks; None if the ranks must still sum their `counts`."""
+    """`counts` summed over all ranks; None if the ranks must still sum them."""
     baseline: tuple[MicroBatch, ...] = ()
     """Micro-batches of this rank, from which KTO's baseline z0 is computed before the loss."""
 

@@ -31,7 +31,7 @@ _STATM = Path("/proc/self/statm")
 
 
 class _TimeIsUpError(BaseException):
-    """Rendering took too long. No subclass of Exception, as jinja2 3.1.6 ignores these in constants (nodes.py:511)."""
+    """Rendering took too long. Not an Exception, because jinja2 3.1.6 ignores those in constants (nodes.py:511)."""
 
 
 class TemplateLimits:
@@ -304,7 +304,7 @@ def _adapt_message(message: Mapping[str, Any], probes: Probes, reasoning: str) -
 
 
 def strip_reasoning(content: str) -> str:
-    """Cut a message's content to the part after the last `</think>`; all of it where there is none."""
+    """Part of a message's content after the last `</think>`; the full content if there is none."""
     return content.rpartition("</think>")[2].lstrip("\n") if "</think>" in content else content
 
 

@@ -59,12 +59,12 @@ def find_classes(config: DataConfig, kind: RowKind) -> RowKind:
 
 @dataclass(frozen=True)
 class _Labels:
-    """Distinct labels of all training rows, names or else numbers, each with the location of its first row."""
+    """Distinct labels of all training rows, either `names` or `numbers`, each with the location of its first row."""
 
     column: str
     names: Mapping[str, str]
     numbers: Mapping[str, str]
-    """Labels that are whole numbers, written as text, each with the location of the first row that has it."""
+    """Labels that are whole numbers, written as text."""
     order: Sequence[str] = ()
     """Names of all classes in the order of the data set's `ClassLabel` column; empty without such a column."""
 
@@ -111,7 +111,7 @@ def _by_name(read: _Labels, kind: RowKind) -> RowKind:
             )
     if len(labels) == 1:
         raise DataError(
-            f"column `{read.column}` has the only class {labels[0]!r} (first row: {read.names[labels[0]]})",
+            f"column `{read.column}` has only the class {labels[0]!r} (first row: {read.names[labels[0]]})",
             hint="give rows of at least two classes, or name all classes in objective.labels",
         )
     if kind.num_labels not in (None, len(labels)):

@@ -15,7 +15,7 @@ from ds_finetune.data.prepared_rows import PreparedRows, Row, next_token_labels,
 from ds_finetune.errors import DataError
 
 _SEED = 1
-"""Third number of the seed of KTO's mismatched pairs; without it they would follow the order of epoch 0."""
+"""Last number of the random seed of the pairing, which gives other permutations than the seeds of epochs."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -62,7 +62,7 @@ class PlainFormat:
     form: str
     """Form of a completion's prompt: `alpaca`, `separator` or `joined` (see `Tokens.form`)."""
     separator: str
-    """Text between a prompt and its completion, unless either has white space there."""
+    """Text put between a prompt and its completion if neither has white space there."""
 
     @classmethod
     def of(cls, template: object) -> "PlainFormat | None":

@@ -78,7 +78,7 @@ def _without_answer(sample: Sample, answer: object) -> Prompt:
 
 
 def _dialogue(layout: str) -> tuple[str, str, str, Any]:
-    """Make the prompt layout for a dialogue layout. If the last turn is the assistant's, it is the reference answer."""
+    """Make a layout of prompts from the dialogue layout of this name. A last assistant turn is the reference answer."""
     row = LAYOUTS[layout]
 
     def read(view: Mapping[str, Any], where: str) -> Prompt:

@@ -250,7 +250,7 @@ class RenderedConversation:
     def _split(self, number: int, done: str, header: str, rest: str) -> tuple[str, str]:
         """Split a rendered turn, `header` + `rest`, into prompt and body. `header` ends where the turn's text begins.
 
-        The prompt is the server's if the rendered turn begins with the server's, else `header`.
+        If `header` + `rest` begins with the prompt that a server would send, this is the prompt; else `header` is.
         """
         message = self._messages[number]
         opened = self._after(done, self._render(self._with_placeholders[:number], opens=True)) if number else None
@@ -267,7 +267,7 @@ class RenderedConversation:
         raise UnrenderedTextError("calls")
 
     def _call_prompts(self, number: int, done: str) -> Iterator[str]:
-        """Yield the prompts of a tool call: first with the header that opens a text answer, then without it."""
+        """Yield what may be the prompt of a tool call: first with the header that opens a text answer, then without."""
         answer = {"role": "assistant", "content": placeholder(number)}
         yield self._after(done, self._render([*self._with_placeholders[:number], answer])).partition(
             placeholder(number)

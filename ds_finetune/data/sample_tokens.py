@@ -248,8 +248,8 @@ class SampleTokeniser:
     def _rendered_turns(
         self, dialogue: RenderedConversation, conversation: Conversation
     ) -> list[tuple[RenderedConversation, list[Turn]]]:
-        """Renderings with their turns, one for each document to make: usually a single one, or one for each supervised
-        answer if the template changes earlier turns when later ones follow.
+        """Renderings of the dialogue with their assistant turns; each rendering becomes a document. Usually there is
+        one. If the template changes earlier turns when later ones follow, there is one for each supervised answer.
         """
         try:
             return [(dialogue, dialogue.turns())]

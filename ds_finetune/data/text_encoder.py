@@ -201,7 +201,7 @@ def strip_brackets(text: str) -> str:
 
 
 def find_token(token: str, text: str) -> list[int]:
-    """Positions of `token` in `text` without brackets, so that it is from the chat template and not the data row."""
+    """Positions where the chat template wrote `token` in `text`. Tokens of the data row have brackets around them."""
     return [match.start() for match in re.finditer(f"(?<!{_OPEN}){re.escape(token)}", text)] if token else []
 
 

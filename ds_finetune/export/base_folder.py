@@ -113,8 +113,8 @@ class BaseFolder:
         return replace(parts, copies=copies), [line] if copies else []
 
     def _original(self, key: str) -> str | None:
-        """Name of the base model's embedding or head, if it equals the base model's tensor `key`; None if neither is
-        equal. If both are, the result is the embedding if `key` names an embedding, else the head.
+        """Name of the embedding or head of which the base model's tensor `key` is a copy; None if it is no copy. If
+        embedding and head are equal, it is the embedding for a `key` that contains `embed`, else the head.
         """
         equal = (
             name

@@ -223,8 +223,8 @@ def _compare(source: Path, folder: Path, out: Path, dtype: str, weights: frozens
     loaded, info = AutoModelForCausalLM.from_pretrained(
         out, dtype=torch.bfloat16, trust_remote_code=False, output_loading_info=True
     )
-    # The loss is measured first: its forward pass dequantises the weights that are then compared.
     sizes = [sum(file.stat().st_size for file in each.glob("*.safetensors")) for each in (folder, out)]
+    # This comes before the comparison of weights, because its forward pass dequantises the weights of `loaded`.
     cost = quantisation_loss(dtype, source, plain, loaded.eval(), (sizes[0], sizes[1]))
     family, problems = family_of(plain.config.model_type), [str(key) for key in info["missing_keys"]]
     stored = loaded.state_dict()

@@ -109,7 +109,7 @@ def _with_base(
     if parts.is_fp8 and opened.hub and opened.hub.has_fp8:
         parts = replace(parts, fp8_base=opened.hub)
     if spec.is_classifier:
-        # A classifier lacks only the base model's language-model head and multi-token prediction layers.
+        # No base tensor is copied: a classifier uses neither language-model head nor multi-token prediction layers.
         return parts, []
     if opened.hub and folder in (None, opened.hub.folder):
         # LoRA may change embedding and head; their copies in a multi-token prediction layer must change too.

@@ -252,7 +252,7 @@ def folder_writer(
     names = {**names, **{part: (key, first) for part, (key, first, _) in joined.items()}}
     fused = {**fused, **{key: shape for key, _, shape in joined.values()}}
     all_tensors = [replace(each, key=names.get(each.key, (each.key,))[0]) for each in all_tensors] + parts.other_parts
-    # A file may store several tensors, e.g. all experts of a layer, as one. Its name then occurs only once here.
+    # Several tensors may be stored as one, e.g. all experts of a layer. The dictionary then has their name once.
     all_tensors = [*{each.key: replace(each, shape=fused.get(each.key, each.shape)) for each in all_tensors}.values()]
     with replaced_folder(out) as partial:
         with closing(ShardWriter(partial, plan_shards(all_tensors, max_shard_bytes), names)) as writer:

@@ -270,7 +270,7 @@ class AnswerManager(GenerateManager):
 
     async def generate_non_streaming(self, *given: Any, **_: object) -> tuple[str, int, torch.Tensor]:  # noqa: ANN401 - of transformers
         """Generate an answer. Returns its text, the number of prompt tokens, and the token ids of the answer. The text
-        may go on after a stop text.
+        may continue after a stop text.
         """
         done, _streamer = self._start(*given, asyncio.Queue(), None)
         length = given[2]["input_ids"].shape[-1]

@@ -37,7 +37,7 @@ def ask(folder: Path, prompts: Sequence[str], *, max_new_tokens: int = 128) -> l
 
 
 def _load(folder: Path) -> tuple[Any, Any]:
-    """Load the model in `folder` and its tokenizer. Answers end at the end tokens of the folder."""
+    """Load the model in `folder` and its tokenizer. `generate` stops at the tokens of `end_ids`."""
     from ds_finetune.data.prompt_format import end_ids
     from ds_finetune.data.tokenizer_files import load_tokenizer
     from ds_finetune.export.load import load_exported
@@ -173,7 +173,6 @@ class ChatSession:
         ids, mask = inputs["input_ids"], inputs["attention_mask"]
         limit = min(self._max_new_tokens, _room(ids.shape[1], self._context))
         settings = {"attention_mask": mask, "streamer": streamer, "max_new_tokens": limit}
-        # In a daemon thread, an answer does not keep Ctrl-C from ending the program at once.
         failures: list[Exception] = []
 
         def generate() -> None:
@@ -183,6 +182,7 @@ class ChatSession:
                 failures.append(failed)
                 streamer.on_finalized_text("", stream_end=True)
 
+        # Ctrl-C ends the program at once, because Python does not wait for daemon threads.
         thread = threading.Thread(target=generate, daemon=True)
         thread.start()
         pieces = []

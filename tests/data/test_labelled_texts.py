@@ -282,7 +282,7 @@ def test_one_label_is_regression(tokenizer: PreTrainedTokenizerBase, tmp_path: P
         ([0, 2], {}, "item 2: column `label` is 2, and no row has the class 1"),
         ([1, 2], {}, "item 2: column `label` is 2, and no row has the class 0"),
         ([0, 0], {}, "column `label` is 0 in all rows, the first of which is .* item 1"),
-        (["a", "a"], {}, r"column `label` has the only class 'a' \(first row: .* item 1\)"),
+        (["a", "a"], {}, r"column `label` has only the class 'a' \(first row: .* item 1\)"),
         (["a", " a", "b"], {}, r"item 2: column `label` is ' a', and .* item 1 has 'a', which differs only in white"),
         (["Yes", "no", "yes"], {}, r"item 3: column `label` is 'yes', and .* item 1 has 'Yes', which differs only in"),
         ([0, 3], {"num_labels": 2}, "item 2: column `label` is 3, and the classes are 0 to 1"),

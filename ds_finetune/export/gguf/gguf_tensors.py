@@ -120,7 +120,7 @@ def _stacked_experts(keys: Sequence[str], family: Family) -> dict[str, list[str]
 
 
 _View = tuple[str, tuple[int, ...], int, Change | None]
-"""Name for the library gguf, and the fields `shape`, `group` and `change` of a GgufTensor."""
+"""Tensor name as the library gguf maps it, and the fields `shape`, `group` and `change` of a GgufTensor."""
 
 
 def _views(key: str, shape: tuple[int, ...], config: PretrainedConfig, family: Family) -> list[_View]:

@@ -214,8 +214,8 @@ def compare(folder: Path, reference: Reference) -> OnnxComparison:
     beyond = int((~(all_distances <= tolerance)).sum())
     differing = None
     if engine is not None and reference.tokens is not None and reference.leads is not None:
-        # The graph chooses each token after the reference's earlier tokens. Another choice counts only if the
-        # reference's token leads over its second best by more than the tolerance.
+        # The graph gets the reference's earlier tokens before each choice. A token that differs from the reference's
+        # counts only if the reference's two best logits differ by more than the tolerance.
         best = generate_tokens(engine, reference.tokens)[1].argmax(dim=-1).numpy()
         differing = int(((best != reference.chosen) & (reference.leads > tolerance)).sum())
     failures = []

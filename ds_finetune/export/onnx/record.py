@@ -14,7 +14,7 @@ from ds_finetune.export.onnx.comparison import Case, Reference, compare, is_samp
 
 FORMAT = "onnx 3"
 _SAMPLED_LOGITS = 1024
-"""Maximum number of logits recorded per position; more if a row of the head would otherwise have none."""
+"""Maximum number of logits recorded per position, unless more are needed to record a logit of every token id."""
 
 
 def write_record(folder: Path, reference: Reference, about: Mapping[str, Any]) -> None:

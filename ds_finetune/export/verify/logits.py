@@ -76,8 +76,8 @@ def load_folders(folders: Sequence[Path]) -> Iterator[tuple[Path, LoadedFolder]]
 
 
 def _other_type(folder: Path) -> tuple[dict[str, Any], dict[str, str], str | None] | None:
-    """If the installed transformers lacks the model type of `folder`: config.json for a type whose classes fit, how
-    these classes rename tensors, and `Family.published_qkv`. None if transformers has the model type.
+    """How to load a folder whose model type the installed transformers lacks: config.json of a type whose classes fit,
+    how these classes rename tensors, and `Family.published_qkv`. None if transformers has the model type.
     """
     try:
         tree = json.loads((folder / "config.json").read_text(encoding="utf-8"))

@@ -168,7 +168,7 @@ class ExportRecord:
 
 
 def sampling_stride(vocab_size: int) -> int:
-    """Step n of a language model's record, which has every n-th logit of a position."""
+    """Step n for a language model: of the logits at a position, every n-th is recorded."""
     return -(-vocab_size // _SAMPLED_LOGITS)
 
 
