@@ -255,13 +255,8 @@ def _call_probes(template: ChatTemplate) -> tuple[str, bool, str | None]:
     objects: dict[str, int] = {placeholder("key"): 1}
     for no_content, arguments, call_id in product((None, ""), (objects, json.dumps(objects, ensure_ascii=False)), _IDS):
         call = {"type": "function", "id": call_id, "function": {"name": placeholder("call"), "arguments": arguments}}
-        result = {
-            "role": "tool",
-            "content": "x",
-            "name": placeholder("tool.name"),
-            "tool_call_id": placeholder("tool.tool_call_id"),
-        }
-        result["tool_call_id"] = call_id if call_id == _IDS[1] else result["tool_call_id"]
+        result_id = call_id if call_id == _IDS[1] else placeholder("tool.tool_call_id")
+        result = {"role": "tool", "content": "x", "name": placeholder("tool.name"), "tool_call_id": result_id}
         rendered = _try_render(
             template, [_QUESTION, {"role": "assistant", "content": no_content, "tool_calls": [call]}, result]
         )

@@ -52,8 +52,7 @@ def find_classes(config: DataConfig, kind: RowKind) -> RowKind:
         if not folder.is_dir():
             records = islice((record for source in sources for record in read_records(source)), config.rows)
             write_folder(folder, {}, {"labels.json": json.dumps(asdict(_read_labels(records, config.columns)))})
-        written = json.loads((folder / "labels.json").read_text(encoding="utf-8"))
-    labels = _Labels(**written)
+        labels = _Labels(**json.loads((folder / "labels.json").read_text(encoding="utf-8")))
     return _by_name(labels, kind) if labels.names else _by_number(labels, kind)
 
 

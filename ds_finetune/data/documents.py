@@ -111,9 +111,8 @@ class Counts:
     """For each prompt that leaves too few tokens for an answer: tokens over the limit, and its location."""
 
     def __add__(self, other: Self) -> Self:
-        return type(self)(
-            **{field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
-        )
+        names = (field.name for field in fields(self))
+        return type(self)(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
     @property
     def truncated_ratio(self) -> float:

@@ -13,11 +13,10 @@ from typing import Any, Self
 from ds_finetune.errors import DataError
 
 Json = str | int | float | bool | None | list["Json"] | dict[str, "Json"]
-ROLES = ("system", "user", "assistant", "tool")
 RESERVED_CHARACTERS = "\ue0f1\ue0f2\ue0f3\ue0f4"
 """Private-use characters that mark texts in a rendered template; data rows that contain one are refused."""
 _ROLE_NAMES = {
-    **{role: role for role in ROLES},
+    **{role: role for role in ("system", "user", "assistant", "tool")},
     "developer": "system",
     "human": "user",
     "prompter": "user",

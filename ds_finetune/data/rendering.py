@@ -178,9 +178,8 @@ class RenderedConversation:
             return ""
         if not self._template.probes.tools:
             return "tools"
-        return (
-            "" if all(_contains(document, text) for tool in self._tools for text in _leaves(tool)) else "tools_partly"
-        )
+        is_complete = all(_contains(document, text) for tool in self._tools for text in _leaves(tool))
+        return "" if is_complete else "tools_partly"
 
     def _render(self, messages: Sequence[Mapping[str, Any]], *, opens: bool = False) -> str:
         try:

@@ -77,12 +77,12 @@ def read_row(
     elif kind.name != "prompts":
         columns = {**default_columns(record, columns), **default_columns(given, columns)}
     layouts = LAYOUTS_OF[kind.name]
-    if layout == "auto" and find_layout(given, published_columns(given, columns, layouts), layouts):
-        # Every row of a table has the columns of all rows, so the layout is recognised only by columns with a value.
-        record = given
     if layout == "auto":
+        # Every row of a table has the columns of all rows, so the layout is recognised only by columns with a value.
+        record = given if find_layout(given, published_columns(given, columns, layouts), layouts) else record
         columns = published_columns(record, columns, layouts)
-    chosen = layouts[_recognise(record, kind, columns, where) if layout == "auto" else layout]
+        layout = _recognise(record, kind, columns, where)
+    chosen = layouts[layout]
     _check_used(record, named, chosen, where)
     view = view_columns(record, chosen, columns, where)
     if kind.name == "prompts":
@@ -145,12 +145,7 @@ def _recognise(record: Record, kind: RowKind, columns: Mapping[str, str], where:
 
 def _other_objective(record: Record, columns: Mapping[str, str]) -> str:
     names = default_columns(record, columns)
-    fitting = next(
-        (
-            kind
-            for kind, layouts in LAYOUTS_OF.items()
-            if find_layout(record, published_columns(record, names, layouts), layouts)
-        ),
-        None,
-    )
-    return f"such rows are for objective {', '.join(objectives_of(fitting))}" if fitting else ""
+    for kind, layouts in LAYOUTS_OF.items():
+        if find_layout(record, published_columns(record, names, layouts), layouts):
+            return f"such rows are for objective {', '.join(objectives_of(kind))}"
+    return ""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import count
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING
+from typing import Any
 
 import xxhash
 
@@ -290,10 +290,6 @@ def _estimate_rows_of(source: Source) -> int:
     return round(max(start.count(b"\n"), 1) / max(len(start), 1) * path.stat().st_size)
 
 
-if TYPE_CHECKING:
-    from datasets import DatasetDict
-
-
 def read_hub(path: str, subset: str, split: str, *, purpose: str) -> Iterator[tuple[str, Record]]:
     """Read one split of a hub data set; an empty `split` selects the default for `purpose` (`train` or `eval`)."""
     from datasets import ClassLabel
@@ -302,8 +298,8 @@ def read_hub(path: str, subset: str, split: str, *, purpose: str) -> Iterator[tu
     name = split or default_split(list(splits), path, purpose=purpose)
     if name not in splits:
         raise DataError(f"data set `{path}` has no split `{name}`", hint=f"its splits are {', '.join(splits)}")
-    labels = {key: feature for key, feature in splits[name].features.items() if isinstance(feature, ClassLabel)}
-    classes = {key: feature.names for key, feature in labels.items()}
+    features = splits[name].features.items()
+    classes = {key: feature.names for key, feature in features if isinstance(feature, ClassLabel)}
     for number, record in enumerate(splits[name], start=1):
         yield f"{path}:{name} row {number}", with_class_names(record, classes) if classes else record
 
@@ -325,7 +321,7 @@ def default_split(names: Collection[str], path: str, *, purpose: str) -> str:
     )
 
 
-def _load(path: str, subset: str) -> "DatasetDict":
+def _load(path: str, subset: str) -> Mapping[str, Any]:
     from datasets import load_dataset
     from datasets.exceptions import DatasetNotFoundError
 

@@ -7,7 +7,6 @@ A folder of scores has a manifest, which is written last, and a folder for each 
 import hashlib
 import json
 import shutil
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -68,7 +67,6 @@ class StoredScores:
     def __init__(self, folder: Path, identity: ScoreIdentity, num_shards: int) -> None:
         self.folder, self.identity = folder, identity
         self._shards = [_open_shard(folder / shard_name(number), identity.top_k) for number in range(num_shards)]
-        self._firsts = [number * identity.shard_documents for number in range(num_shards)]
 
     @classmethod
     def open(cls, folder: Path) -> Self:
@@ -95,9 +93,8 @@ class StoredScores:
         return cls(folder, identity, num_shards)
 
     def __getitem__(self, number: int) -> DocumentScores:
-        shard = bisect_right(self._firsts, number) - 1
+        shard, index = divmod(number, self.identity.shard_documents)
         ids, log_probs, offsets = self._shards[shard]
-        index = number - self._firsts[shard]
         span = slice(offsets[index], offsets[index + 1])
         return DocumentScores(ids[span], log_probs[span])
 

@@ -3,7 +3,6 @@
 import hashlib
 import json
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -119,10 +118,9 @@ def check_beside(tokenizer: PreTrainedTokenizerBase, folder: str, config: Pretra
             f"{refused}",
             hint="name a tokenizer of this type of model in model.tokenizer",
         ) from refused
-    expected = partial(tokenizer, add_special_tokens=False)
     _compare(
         served,
-        lambda text: expected(text)["input_ids"],
+        lambda text: tokenizer(text, add_special_tokens=False)["input_ids"],
         f"an export of this model would have other tokens than training: beside a config.json of type "
         f"{config.model_type}, transformers loads the tokenizer of {folder}",
         _SAVED_HINT,

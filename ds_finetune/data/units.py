@@ -114,12 +114,12 @@ def tokenise_records(records: Sequence[tuple[str, ReadRecord]], how: Tokenisatio
     raised.
     """
     bad = dict[str, DataError]()
-    rows = list[tuple[str, RowSample, list[str]]]()
+    rows = list[tuple[str, Record, RowSample, list[str]]]()
     made = list[MadeRow]()
     make = _MAKERS[how.kind.name]
     for part in divide(records, len(records)):
         rows_of_part = [row for each in part if (row := _read_row(*each, how, bad)) is not None]
-        samples: list[tuple[str, Any]] = [(where, sample) for where, sample, _ in rows_of_part]
+        samples: list[tuple[str, Any]] = [(where, sample) for where, _, sample, _ in rows_of_part]
         rows += rows_of_part
         try:
             made += list(make(samples, how))
@@ -130,22 +130,18 @@ def tokenise_records(records: Sequence[tuple[str, ReadRecord]], how: Tokenisatio
     if len(bad) == len(records) >= _FEWEST_BAD_ROWS and is_full:
         raise bad[records[0][0]]
     errors = [str(bad[where]) for where, _ in records if where in bad]
-    good = [(where, record) for where, record in records if not isinstance(record, DataError) and where not in bad]
-    unread = [names for where, _, names in rows if where not in bad]
-    remarked = [(*each, row.tokens, names) for each, row, names in zip(good, made, unread, strict=True)]
+    good = [row for row in rows if row[0] not in bad]
+    remarked = [(where, record, names, row) for (where, record, _, names), row in zip(good, made, strict=True)]
     counts = Counts(
         read=len(records),
         server_prompt_differs=sum(row.tokens.server_prompt_differs for row in made),
         bad_rows=len(errors),
         bad=tuple(errors[:BAD_ROWS_SHOWN]),
-        dropped=NamedCounts.of(([row.dropped] * bool(row.dropped), where) for where, _, row, _ in remarked),
-        noted=NamedCounts.of(
-            (_notes(record, columns, row.tokens) + ("unknown",) * _has_unknown(row, how.tokenizer), where)
-            for (where, record), row, (*_, columns) in zip(good, made, remarked, strict=True)
-        ),
-        forms=NamedCounts.of(([row.form] * bool(row.form), where) for where, _, row, _ in remarked),
-        unread=NamedCounts.of(((*columns, *row.unread), where) for where, _, row, columns in remarked),
-        named=NamedCounts.of(([k for k, column in how.columns.items() if column in each], w) for w, each in good),
+        dropped=NamedCounts.of((filter(None, [row.tokens.dropped]), where) for where, *_, row in remarked),
+        noted=NamedCounts.of((_notes(each, names, row, how.tokenizer), where) for where, each, names, row in remarked),
+        forms=NamedCounts.of((filter(None, [row.tokens.form]), where) for where, *_, row in remarked),
+        unread=NamedCounts.of(((*columns, *row.tokens.unread), where) for where, _, columns, row in remarked),
+        named=NamedCounts.of(([k for k, name in how.columns.items() if name in each], w) for w, each, *_ in remarked),
     )
     documents = Documents.of([document for row in made for document in row.documents])
     return documents, sum((change for row in made for change in row.counts), counts) + documents.counts
@@ -153,7 +149,7 @@ def tokenise_records(records: Sequence[tuple[str, ReadRecord]], how: Tokenisatio
 
 def _read_row(
     where: str, record: ReadRecord, how: Tokenisation, bad: dict[str, DataError]
-) -> tuple[str, RowSample, list[str]] | None:
+) -> tuple[str, Record, RowSample, list[str]] | None:
     try:
         if isinstance(record, DataError):
             raise record
@@ -163,7 +159,7 @@ def _read_row(
     except DataError as error:
         bad[where] = error
         return None
-    return where, sample, unread
+    return where, record, sample, unread
 
 
 def _check_size(record: Record, max_seq_len: int, where: str) -> None:
@@ -211,21 +207,16 @@ def _errors_of(samples: Sequence[tuple[str, Any]], how: Tokenisation) -> dict[st
     return {}
 
 
-def _notes(record: Record, unused: Sequence[str], row: Tokens) -> tuple[str, ...]:
+def _notes(record: Record, unused: Sequence[str], row: MadeRow, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     read = {name: value for name, value in record.items() if name not in unused}
     # The repr of a row has control characters escaped. Searching it first is ten times as fast as searching each text.
     suspects = [name for name, (in_repr, _) in _NOTED_CHARACTERS.items() if in_repr.search(repr(read))]
     noted = [name for name in suspects if any(map(_NOTED_CHARACTERS[name][1].search, _texts(read)))]
-    return (*noted, *row.notes)
-
-
-def _has_unknown(row: MadeRow, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether a document has the tokenizer's unknown token. False if the same token is bos, eos or padding token, as in
-    GPT-2, whose tokenizer knows all bytes.
-    """
+    # An unknown token that is also the bos, eos or padding token does not count: GPT-2's tokenizer knows all bytes.
     others = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, None)
     unknown = tokenizer.unk_token_id
-    return unknown not in others and any(unknown in document.ids for document in row.documents)
+    has_unknown = unknown not in others and any(unknown in document.ids for document in row.documents)
+    return [*noted, *row.tokens.notes, *["unknown"] * has_unknown]
 
 
 def _make_answers(samples: Sequence[tuple[str, Sample | LabelledCompletion]], how: Tokenisation) -> Iterator[MadeRow]:
