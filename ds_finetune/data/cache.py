@@ -78,9 +78,8 @@ def write_folder(folder: Path, arrays: Mapping[str, ArrayParts], texts: Mapping[
     try:
         with _write_errors(folder.parent):
             partial.mkdir(parents=True)
-            sums = {
-                f"{name}.npy": _write_file(partial / f"{name}.npy", array.chunks()) for name, array in arrays.items()
-            }
+            files = {f"{name}.npy": array for name, array in arrays.items()}
+            sums = {name: _write_file(partial / name, array.chunks()) for name, array in files.items()}
             sums |= {name: _write_file(partial / name, [text.encode()]) for name, text in texts.items()}
             _write_file(partial / _SUMS, [json.dumps(sums, indent=1, sort_keys=True).encode()])
             synchronise(partial)

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from jinja2 import Environment, TemplateError, TemplateSyntaxError
@@ -78,7 +77,7 @@ def _address_space_limit(_: int) -> int | None:
     return int(_STATM.read_text().split()[0]) * resource.getpagesize() + _RENDER_BYTES
 
 
-def _raise_time_is_up(_: int, __: FrameType | None) -> None:
+def _raise_time_is_up(*_: object) -> None:
     raise _TimeIsUpError
 
 
@@ -201,19 +200,14 @@ class Probes:
     fields: frozenset[str]
     """Names of optional message fields that the chat template renders, such as `user.name` or `tool.name`."""
     as_answers: frozenset[tuple[str, bool]]
-    """Messages that the chat template writes as answers though their role is not `assistant`: pairs of the role and
-    whether the message is the first one.
-    """
+    """Non-assistant messages that the chat template writes as answers: (role, whether it is the first message)."""
 
 
 def _probes(template: ChatTemplate) -> Probes:
     answer = _try_render(template, [_QUESTION, {"role": "assistant", "content": placeholder(0)}])
-    thoughts = (
-        key
-        for key in ("reasoning_content", "thinking")
-        if placeholder("thought")
-        in _try_render(template, [_QUESTION, {"role": "assistant", "content": "x", key: placeholder("thought")}])
-    )
+    thought = placeholder("thought")
+    thinking = {key: {"role": "assistant", "content": "x", key: thought} for key in ("reasoning_content", "thinking")}
+    thoughts = (key for key, each in thinking.items() if thought in _try_render(template, [_QUESTION, each]))
     named = _try_render(template, [{**_QUESTION, "name": placeholder("user.name")}])
     calls, object_arguments, no_content = _call_probes(template)
     written = _try_render(template, [_QUESTION, {"role": "assistant", "content": _ANSWER}])
@@ -240,9 +234,8 @@ def _probes(template: ChatTemplate) -> Probes:
 def _is_as_answer(template: ChatTemplate, role: str, *, is_first: bool) -> bool:
     messages = [_QUESTION, {"role": role, "content": placeholder(0)}, _QUESTION][is_first:]
     rendered = _try_render(template, messages)
-    return placeholder(0) in rendered and rendered == _try_render(
-        template, [message if message is _QUESTION else {**message, "role": "assistant"} for message in messages]
-    )
+    answers = [message if message is _QUESTION else {**message, "role": "assistant"} for message in messages]
+    return placeholder(0) in rendered and rendered == _try_render(template, answers)
 
 
 def _call_probes(template: ChatTemplate) -> tuple[str, bool, str | None]:
@@ -257,9 +250,8 @@ def _call_probes(template: ChatTemplate) -> tuple[str, bool, str | None]:
         call = {"type": "function", "id": call_id, "function": {"name": placeholder("call"), "arguments": arguments}}
         result_id = call_id if call_id == _IDS[1] else placeholder("tool.tool_call_id")
         result = {"role": "tool", "content": "x", "name": placeholder("tool.name"), "tool_call_id": result_id}
-        rendered = _try_render(
-            template, [_QUESTION, {"role": "assistant", "content": no_content, "tool_calls": [call]}, result]
-        )
+        answer = {"role": "assistant", "content": no_content, "tool_calls": [call]}
+        rendered = _try_render(template, [_QUESTION, answer, result])
         is_named = placeholder("call") in rendered or call_id in rendered
         if is_named and placeholder("key") in rendered and "None" not in rendered:
             return rendered, arguments is objects, no_content

@@ -268,9 +268,7 @@ def _is_trained(fields: Mapping[str, Any], location: str) -> bool:
 
 
 def _text(content: object, location: str) -> str:
-    """Content of a message as one text. Parts are joined by newlines, as vLLM does for templates that expect text.
-    LLaMA-Factory's parts, which have a `value`, are concatenated.
-    """
+    """Content of a message as one text. Parts are joined by newlines, as in vLLM; LLaMA-Factory's are concatenated."""
     if not isinstance(content, list | tuple):
         return check_text(content, f"{location}: the content")
     have_values = all(isinstance(part, dict) and "value" in part for part in content)
@@ -322,10 +320,8 @@ def _call(call: object, location: str) -> dict[str, Any]:
             hint="give {name, arguments}",
         )
     assert isinstance(call, dict)
-    turn = {
-        "type": "function",
-        "function": {"name": check_text(inner["name"], location), "arguments": _arguments(inner, location)},
-    }
+    function = {"name": check_text(inner["name"], location), "arguments": _arguments(inner, location)}
+    turn = {"type": "function", "function": function}
     return turn | ({"id": check_text(call["id"], f"{location}: `id`")} if call.get("id") is not None else {})
 
 

@@ -75,9 +75,8 @@ def _check_same_turns(sides: Mapping[str, Conversation], where: str) -> None:
     ours, theirs = (side.messages[:-1] for side in sides.values())
     if ours == theirs:
         return
-    number = next(
-        (n for n, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs))
-    )
+    pairs = enumerate(zip(ours, theirs, strict=False))
+    number = next((n for n, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
     turn_of_chosen, turn_of_rejected = (
         f"of `{column}` is {_shown_turn(side, number)}" for column, side in zip(sides, (ours, theirs), strict=True)
     )

@@ -44,9 +44,8 @@ def _prompt_of(view: Mapping[str, Any], column: str, where: str) -> Prompt:
                 hint=f"end `{column}` with the user's turn",
             )
         return Prompt(read_conversation(value, view.get("tools"), column, where), answer)
-    return _without_answer(
-        LAYOUTS["prompt_completion"].read({**view, "prompt": value, "completion": ""}, where), answer
-    )
+    sample = LAYOUTS["prompt_completion"].read({**view, "prompt": value, "completion": ""}, where)
+    return _without_answer(sample, answer)
 
 
 def _reference(view: Mapping[str, Any]) -> object:
@@ -72,9 +71,8 @@ def _without_answer(sample: Sample, answer: object) -> Prompt:
         return Prompt(conversation, answer)
     prompt = replace(conversation, messages=conversation.messages[:-1])
     answer = (last["content"] or None) if answer is None else answer
-    return Prompt(
-        replace(sample, completion="", conversation=prompt) if isinstance(sample, Completion) else prompt, answer
-    )
+    rest = replace(sample, completion="", conversation=prompt) if isinstance(sample, Completion) else prompt
+    return Prompt(rest, answer)
 
 
 def _dialogue(layout: str) -> tuple[str, str, str, Any]:

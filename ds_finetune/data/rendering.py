@@ -135,9 +135,8 @@ class RenderedConversation:
         if is_protected and any(escaped in document for escaped in ("\\ue0f3", "\\uE0F3")):
             raise UnrenderedTextError("text")
         try:
-            rendered = self._template.render(
-                [_with_placeholders(message, n, self._template) for n, message in enumerate(messages)], self._tools
-            )
+            marked = [_with_placeholders(message, n, self._template) for n, message in enumerate(messages)]
+            rendered = self._template.render(marked, self._tools)
         except RenderingError:
             return
         # Reasoning is not checked: a template may remove it from past turns, and `turns()` checked each turn.
@@ -268,9 +267,8 @@ class RenderedConversation:
     def _call_prompts(self, number: int, done: str) -> Iterator[str]:
         """Yield what may be the prompt of a tool call: first with the header that opens a text answer, then without."""
         answer = {"role": "assistant", "content": placeholder(number)}
-        yield self._after(done, self._render([*self._with_placeholders[:number], answer])).partition(
-            placeholder(number)
-        )[0]
+        rendered = self._after(done, self._render([*self._with_placeholders[:number], answer]))
+        yield rendered.partition(placeholder(number))[0]
         if number:
             yield self._after(done, self._render(self._with_placeholders[:number]))
 
@@ -321,9 +319,8 @@ def _has_call(call: Mapping[str, Any], text: str) -> bool:
         if arguments in text:
             return True
         arguments = parse_json(arguments)
-    return json.dumps(arguments, ensure_ascii=False) in text or all(
-        _contains(text, leaf) for leaf in _leaves(arguments)
-    )
+    as_json = json.dumps(arguments, ensure_ascii=False)
+    return as_json in text or all(_contains(text, leaf) for leaf in _leaves(arguments))
 
 
 def _leaves(value: object) -> Iterator[str]:

@@ -6,7 +6,7 @@ the answer is tokenised separately.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from transformers import PreTrainedTokenizerBase
 
@@ -41,8 +41,10 @@ class Tokens:
     fields that are not used.
     """
 
-    ids: list[int]
-    mask: list[bool]
+    ids: list[int] = field(default_factory=list)
+    mask: list[bool] = field(default_factory=list)
+    segments: tuple[Segment, ...] = ()
+    """Text segments of a document that is not yet tokenised; empty as soon as it has `ids` and `mask`."""
     server_prompt_differs: bool = False
     dropped: str = ""
     notes: tuple[str, ...] = ()
@@ -68,14 +70,6 @@ class TemplateSettings:
     control_tokens: str = "text"
     separator: str = "\n"
     tool_template: str = ""
-
-
-@dataclass(frozen=True)
-class _SampleText:
-    """Text segments of a sample, and its `Tokens`. The ids and mask of the tokens are computed later."""
-
-    segments: tuple[Segment, ...]
-    result: Tokens
 
 
 class SampleTokeniser:
@@ -122,7 +116,7 @@ class SampleTokeniser:
         return results
 
     def _tokens_of(
-        self, text: _SampleText, encoded: Sequence[tuple[list[int], bool]], *, is_chat: bool, where: str
+        self, text: Tokens, encoded: Sequence[tuple[list[int], bool]], *, is_chat: bool, where: str
     ) -> Tokens:
         """Join the ids of a sample's segments. `encoded` has the ids of each segment, and whether the tokenizer would
         merge its beginning with the segment before it.
@@ -147,15 +141,16 @@ class SampleTokeniser:
         answers = [number for number, segment in enumerate(text.segments) if segment.is_answer]
         notes = ("joined",) * any(is_joined[number] for number in answers)
         return replace(
-            text.result,
+            text,
             ids=ids,
             mask=mask,
+            segments=(),
             # A server tokenises an earlier answer together with the text after it, which may give other tokens.
-            server_prompt_differs=text.result.server_prompt_differs or any(is_joined[: answers[-1]] if answers else ()),
-            notes=(*text.result.notes, *notes),
+            server_prompt_differs=text.server_prompt_differs or any(is_joined[: answers[-1]] if answers else ()),
+            notes=(*text.notes, *notes),
         )
 
-    def _sample_texts(self, sample: Sample | Prompt, where: str) -> list[_SampleText]:
+    def _sample_texts(self, sample: Sample | Prompt, where: str) -> list[Tokens]:
         if isinstance(sample, Prompt):
             return self._prompt_texts(sample.sample, where)
         if self._template is not None and not isinstance(sample, PlainText):
@@ -168,7 +163,7 @@ class SampleTokeniser:
         texts = [sample.text] if isinstance(sample, PlainText) else [sample.prompt, sample.completion]
         has_control = self._control.check_plain(texts, where)
         if isinstance(sample, Completion) and sample.conversation.messages[:-2] and not sample.has_all_turns:
-            return [_SampleText((), Tokens([], [], dropped="plain"))]
+            return [Tokens(dropped="plain")]
         remarks = {
             "control_plain": has_control,
             "tools": isinstance(sample, Completion) and sample.conversation.tools,
@@ -176,7 +171,7 @@ class SampleTokeniser:
         }
         notes = tuple(name for name, applies in remarks.items() if applies)
         if isinstance(sample, PlainText):
-            return [_SampleText((Segment(sample.text, True),), Tokens([], [], notes=notes))]
+            return [Tokens(segments=(Segment(sample.text, True),), notes=notes)]
         completion = strip_reasoning(sample.completion) if self._settings.reasoning == "strip" else sample.completion
         prompt = sample.prompt
         if not (sample.is_joined or prompt[-1:].isspace() or completion[:1].isspace()):
@@ -184,13 +179,13 @@ class SampleTokeniser:
         is_joined = completion[:1].isspace() and not prompt[-1:].isspace()
         form = sample.wrapper or ("joined" if is_joined else "separator")
         segments = Segment(prompt, self._settings.train_on == "all"), Segment(completion, True, is_answer=True)
-        return [_SampleText(segments, Tokens([], [], notes=notes, form=form))]
+        return [Tokens(segments=segments, notes=notes, form=form)]
 
-    def _prompt_texts(self, sample: Conversation | Completion, where: str) -> list[_SampleText]:
+    def _prompt_texts(self, sample: Conversation | Completion, where: str) -> list[Tokens]:
         if self._template is None:
             (text,) = self._sample_texts(sample, where)
-            notes = tuple(note for note in text.result.notes if note != "empty_answer")
-            return [replace(text, segments=text.segments[:1], result=replace(text.result, notes=notes))]
+            notes = tuple(note for note in text.notes if note != "empty_answer")
+            return [replace(text, segments=text.segments[:1], notes=notes)]
         original = sample.conversation if isinstance(sample, Completion) else sample
         conversation, control_note = self._control.protect(original, where)
         template = self._template_for(conversation)
@@ -201,9 +196,9 @@ class SampleTokeniser:
             prompt = dialogue.open_prompt()
             dialogue.check([Turn(len(messages), prompt, "", "")], is_protected=bool(control_note))
         except UnrenderedTextError as error:
-            return [_SampleText((), Tokens([], [], dropped=str(error), unread=unread))]
+            return [Tokens(dropped=str(error), unread=unread)]
         remarks = tuple(note for note in (control_note, dialogue.role_note(), dialogue.tools_note(prompt)) if note)
-        return [_SampleText((Segment(prompt, False),), Tokens([], [], notes=remarks, unread=unread))]
+        return [Tokens(segments=(Segment(prompt, False),), notes=remarks, unread=unread)]
 
     def _template_for(self, conversation: Conversation) -> ChatTemplate:
         """Chat template that transformers would choose: `tool_use`, if it exists, for a conversation with tools."""
@@ -211,7 +206,7 @@ class SampleTokeniser:
         assert template is not None
         return template
 
-    def _chat_texts(self, original: Conversation, where: str) -> list[_SampleText]:
+    def _chat_texts(self, original: Conversation, where: str) -> list[Tokens]:
         conversation, control_note = self._control.protect(original, where)
         template = self._template_for(conversation)
         if template.probes.changed:
@@ -227,7 +222,7 @@ class SampleTokeniser:
             for rendered, turns in renderings:
                 rendered.check(turns, is_protected=bool(control_note))
         except UnrenderedTextError as error:
-            return [_SampleText((), Tokens([], [], dropped=str(error), unread=unread))]
+            return [Tokens(dropped=str(error), unread=unread)]
         all_turns = [turn for _, turns in renderings for turn in turns]
         chosen = all_turns[-1:] if self._settings.train_on == "last_assistant" else all_turns
         answers = [turn.number for turn in chosen if turn.number < len(conversation.messages)]
@@ -242,7 +237,7 @@ class SampleTokeniser:
             "rewritten": len(renderings) > 1,
         }
         notes = tuple(note for note, applies in remarks.items() if note and applies)
-        remarked = Tokens([], [], notes=notes, unread=unread)
+        remarked = Tokens(notes=notes, unread=unread)
         return [self._turn_segments(turns, supervised, rendered, remarked) for rendered, turns in renderings]
 
     def _rendered_turns(
@@ -261,7 +256,7 @@ class SampleTokeniser:
 
     def _turn_segments(
         self, turns: Sequence[Turn], supervised: set[int], rendered: RenderedConversation, result: Tokens
-    ) -> _SampleText:
+    ) -> Tokens:
         segments: list[Segment] = []
         is_between_supervised = self._settings.train_on == "all"
         before, between, differs = "", "", False
@@ -279,8 +274,8 @@ class SampleTokeniser:
             between += rest
             before += answer + rest
         segments.append(Segment(between, is_between_supervised))
-        result = replace(result, server_prompt_differs=True) if differs else result
-        return _SampleText(tuple(segment for segment in segments if segment.text), result)
+        texts = tuple(segment for segment in segments if segment.text)
+        return replace(result, segments=texts, server_prompt_differs=differs)
 
 
 def _unread_fields(conversation: Conversation, template: ChatTemplate) -> list[str]:

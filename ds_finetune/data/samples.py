@@ -129,9 +129,8 @@ def _recognise(record: Record, kind: RowKind, columns: Mapping[str, str], where:
         return name
     absent = [f"{key}: {column}" for key, column in columns.items() if column not in record]
     others = f", and data.columns names others: {', '.join(absent)}" if absent else ""
-    keys = {"pairs": ("prompt", "chosen", "rejected"), "text": (), "labelled": (), "prompts": ("prompt",)}.get(
-        kind.name, ("prompt", "completion")
-    )
+    of_kinds = {"pairs": ("prompt", "chosen", "rejected"), "text": (), "labelled": (), "prompts": ("prompt",)}
+    keys = of_kinds.get(kind.name, ("prompt", "completion"))
     raise DataError(
         f"{where} has columns {', '.join(sorted(record))}, which fit no layout{others}; {kind.description}",
         hint=", ".join(

@@ -47,9 +47,6 @@ def split_of_file(path: PurePath) -> str:
     return ""
 
 
-_BY_LINE = ("jsonl", "csv")
-
-
 @dataclass(frozen=True)
 class Source:
     """A data file, or a hub data set with its subset and split; `purpose` is `train` or `eval`.
@@ -283,7 +280,7 @@ def _estimate_rows_of(source: Source) -> int:
             return int(pq.read_metadata(path).num_rows)
         return 0
     file_format = None if source.format == "hub" else FileFormat.of(path)
-    if file_format is None or file_format.compression or source.format not in _BY_LINE:
+    if file_format is None or file_format.compression or source.format not in ("jsonl", "csv"):
         return 0
     with path.open("rb") as file:
         start = file.read(MIB)

@@ -114,9 +114,8 @@ class StoredScores:
 
 
 def _open_shard(folder: Path, top_k: int) -> tuple[NDArray[np.int32], NDArray[np.float16], NDArray[np.int64]]:
-    ids, log_probs, offsets = (
-        np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("ids", "log_probs", "offsets")
-    )
+    names = ("ids", "log_probs", "offsets")
+    ids, log_probs, offsets = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in names)
     return ids.reshape(-1, top_k), log_probs.reshape(-1, top_k + 1), offsets
 
 

@@ -219,12 +219,10 @@ def _character_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
     def ids(characters: str) -> list[int]:
         characters = core.normalizer.normalize_str(characters) if core.normalizer is not None else characters
-        parts = (
-            [part for part, _ in core.pre_tokenizer.pre_tokenize_str(characters)]
-            if core.pre_tokenizer is not None
-            else [characters]
-        )
-        return [token.id for part in parts for token in core.model.tokenize(part)]
+        parts = [(characters, None)]
+        if core.pre_tokenizer is not None:
+            parts = core.pre_tokenizer.pre_tokenize_str(characters)
+        return [token.id for part, _ in parts for token in core.model.tokenize(part)]
 
     newline, both = ids("\n"), ids("\n" + text)
     return both[len(newline) :] if both[: len(newline)] == newline else ids(text)

@@ -347,10 +347,10 @@ def _make_labelled_texts(samples: Sequence[tuple[str, LabelledText]], how: Token
         ids, second, lost = encode_labelled(sample, how.tokenizer, how.settings.separator, how.limits.max_seq_len)
         document = TokenisedDocument(ids, [False] * len(ids), sample.target, second)
         if lost and how.limits.rule(is_text=False) == "drop":
-            yield MadeRow([], Tokens([], [], notes=notes), [Counts(too_long_dropped=1)])
+            yield MadeRow([], Tokens(notes=notes), [Counts(too_long_dropped=1)])
         else:
             changes = [Counts(truncated=1, truncated_tokens=lost)] if lost else []
-            yield MadeRow([document], Tokens([], [], notes=notes), changes)
+            yield MadeRow([document], Tokens(notes=notes), changes)
 
 
 def encode_labelled(
