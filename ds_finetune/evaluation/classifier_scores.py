@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PretrainedConfig
 
 from ds_finetune.config.objectives import RewardObjective
@@ -56,11 +57,7 @@ def labelled_documents(rows: PreparedRows, limit: int | None) -> list[LabelledDo
     documents, size = rows.documents, max(rows.kind.documents_per_unit, 1)
     number = min(rows.num_units, limit or rows.num_units) * size
     return [
-        LabelledDocument(
-            documents.ids[documents.offsets[index] : documents.offsets[index + 1]].tolist(),
-            int(documents.second[index]),
-            float(documents.targets[index]),
-        )
+        LabelledDocument(rows.document(index)[0], int(documents.second[index]), float(documents.targets[index]))
         for index in range(number)
     ]
 
@@ -83,13 +80,13 @@ def score_labelled(folder: Path, documents: Sequence[LabelledDocument], *, batch
 
 
 def _inputs(documents: Sequence[LabelledDocument], pad: int) -> dict[str, torch.Tensor]:
-    shape = (len(documents), max(len(document.ids) for document in documents))
-    ids, mask, types = (np.full(shape, value, dtype=np.int64) for value in (pad, 0, 0))
-    for row, document in enumerate(documents):
-        end = len(document.ids)
-        ids[row, :end], mask[row, :end], types[row, document.second : end] = document.ids, 1, 1
-    named = {"input_ids": ids, "attention_mask": mask, "token_type_ids": types}
-    return {name: torch.from_numpy(part) for name, part in named.items()}
+    ids = [torch.tensor(document.ids) for document in documents]
+    types = [torch.arange(len(each.ids)).ge(each.second).long() for each in documents]
+    return {
+        "input_ids": pad_sequence(ids, batch_first=True, padding_value=pad),
+        "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], batch_first=True),
+        "token_type_ids": pad_sequence(types, batch_first=True),
+    }
 
 
 def check_baseline(folder: Path, base: Path) -> None:

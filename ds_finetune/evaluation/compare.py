@@ -38,20 +38,13 @@ def compare(scores: AnyScores, baseline: AnyScores | None) -> dict[str, Metric]:
     if baseline is not None:
         assert len(scores) == len(baseline), "not the same documents"
     ones = np.ones((1, len(scores)))
-    of_model = {name: float(values[0]) for name, values in scores.metrics(ones).items()}
-    of_baseline = (
-        None if baseline is None else {name: float(values[0]) for name, values in baseline.metrics(ones).items()}
-    )
-    resampled = _resample(scores, baseline)
-    return {
-        name: Metric(
-            value=value,
-            baseline=None if of_baseline is None else of_baseline[name],
-            difference=None if of_baseline is None else value - of_baseline[name],
-            interval=(float(np.nanpercentile(resampled[name], 2.5)), float(np.nanpercentile(resampled[name], 97.5))),
-        )
-        for name, value in of_model.items()
-    }
+    of_baseline = {} if baseline is None else baseline.metrics(ones)
+    resampled, metrics = _resample(scores, baseline), dict[str, Metric]()
+    for name, values in scores.metrics(ones).items():
+        value, other = float(values[0]), float(of_baseline[name][0]) if of_baseline else None
+        low, high = np.nanpercentile(resampled[name], (2.5, 97.5)).tolist()
+        metrics[name] = Metric(value, other, None if other is None else value - other, (low, high))
+    return metrics
 
 
 def _resample(scores: AnyScores, baseline: AnyScores | None) -> Mapping[str, NDArray[np.float64]]:

@@ -141,9 +141,7 @@ def _reference_text(section: RewardConfig, record: Mapping[str, object]) -> str 
 
 
 def faults(sections: Sequence[RewardConfig], scored: Sequence[ScoredAnswers]) -> Iterator[str]:
-    """Yield faults of rewards: errors, a built-in reward that scores no reference answer above 0, or a user's function
-    that scores all answers alike.
-    """
+    """Yield faults: errors, built-in rewards that score no reference answer above 0, functions that score all alike."""
     for at, section in enumerate(sections):
         name, errors = section.shown_name, list(chain.from_iterable(each.errors(at) for each in scored))
         scores = list(chain.from_iterable(each.scores(at) for each in scored))

@@ -249,9 +249,8 @@ class _Scoring:
 
     def _score_model(self, folder: Path, documents: Sequence[Document], references: list[object] | None) -> Scores:
         request, tokenizer, model = self.request, self.tokenizer, load_model(folder, "")
-        scores = score_documents(
-            model, documents, batch_tokens=request.batch_tokens, drafter=load_drafter(folder, model)
-        )
+        drafter = load_drafter(folder, model)
+        scores = score_documents(model, documents, batch_tokens=request.batch_tokens, drafter=drafter)
         if references is None or request.extract is None:
             return scores
         trained = trained_ends(tokenizer, template_settings(request.data, tokenizer))
@@ -317,16 +316,14 @@ def _model_folder(name: str) -> Path:
 
 def _references(extract: str, documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase) -> list[object]:
     """Results that the extractor `extract` finds in the rows' own answers; DataError where it finds none in a row."""
-    references = [
-        EXTRACTORS[extract](tokenizer.decode(document.answer, skip_special_tokens=True)) for document in documents
-    ]
+    texts = [str(tokenizer.decode(document.answer, skip_special_tokens=True)) for document in documents]
+    references: list[object] = [EXTRACTORS[extract](text) for text in texts]
     absent = [number for number, answer in enumerate(references) if answer is None]
     if absent:
-        text = tokenizer.decode(documents[absent[0]].answer, skip_special_tokens=True)
         raise DataError(
             f"`--extract {extract}` finds no answer in {len(absent)} of {len(references)} rows, the first number "
-            f"{absent[0]}: {text!r:.80}",
+            f"{absent[0]}: {texts[absent[0]]!r:.80}",
             hint="correct the rows, set --long-rows drop if rows are cut, or use another --extract: "
             + ", ".join(EXTRACTORS),
         )
-    return [*references]
+    return references

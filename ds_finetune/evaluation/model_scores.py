@@ -124,9 +124,7 @@ def last_hidden_states(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
 
 @dataclass(frozen=True)
 class Document:
-    """Token ids of a document, with a mask that is true for supervised tokens. `answer` has the ids of the last
-    supervised span, and `prompt` all ids before it.
-    """
+    """Token ids and supervised mask of a document; `answer` is its last supervised span, `prompt` all ids before."""
 
     ids: list[int]
     mask: list[bool]

@@ -38,9 +38,7 @@ class GenerationStoppedError(RuntimeError):
 
 
 class GenerationStopper:
-    """Ends a generation from another thread. Each decoder layer first checks whether to stop, so that the forward pass
-    of a long prompt also ends early.
-    """
+    """Ends a generation from another thread, also within a forward pass: each decoder layer checks whether to stop."""
 
     def __init__(self, model: nn.Module) -> None:
         self.reason = ""

@@ -13,6 +13,7 @@ import os
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Sequence
 from contextlib import aclosing, suppress
+from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -52,9 +53,7 @@ from ds_finetune.serving.openai_request import (
 from ds_finetune.serving.serve import API_KEY
 
 MAX_NEW_TOKENS = 1024
-"""Maximum number of tokens of an answer if neither request nor generation_config.json sets it, as in transformers 5.23
-(cli/serving/utils.py:1178).
-"""
+"""Default maximum number of tokens of an answer, as in transformers 5.23 (cli/serving/utils.py:1178)."""
 _BODY_BYTES, _BYTES_PER_TOKEN = MIB, 64
 """Maximum bytes of a request's body: the first number, plus the second for each token of the model's context."""
 _PIECE = 2**16
@@ -69,8 +68,10 @@ class ServedModel(ModelManager):
 
     def __init__(self, folder: Path, device: str) -> None:
         self._folder = folder
-        super().__init__(device=device, force_model=str(folder))
-        self.model, self.tokenizer = self.load_model_and_processor(str(folder))
+        self.name = str(folder)
+        """Name of the model in requests."""
+        super().__init__(device=device, force_model=self.name)
+        self.model, self.tokenizer = self.load_model_and_processor(self.name)
         self.context: int | None = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         self.model.generation_config.eos_token_id = end_ids(self._folder, self.model.config, self.tokenizer)
 
@@ -96,20 +97,10 @@ class ServedModel(ModelManager):
         """Name of the model in answers. transformers would append `@main`, which requests may not use."""
         return model_id
 
-    @property
-    def name(self) -> str:
-        """Name of the model in requests: the path of its folder."""
-        return str(self._folder)
-
     def not_found(self, name: str) -> RequestError:
         """Make the error for a request that names another model."""
         text = f"the model `{name}` was not found; this server serves `{self.name}`"
         return RequestError(404, text, param="model", code="model_not_found")
-
-    @property
-    def body_bytes(self) -> int:
-        """Maximum number of bytes of a request's body."""
-        return _BODY_BYTES + _BYTES_PER_TOKEN * (self.context or 0)
 
     def prompt_tokens(self, text: str, *, add_special_tokens: bool) -> int:
         """Number of tokens of a prompt. Prompts far longer than the model's context are counted in part."""
@@ -186,34 +177,31 @@ def _within_limits(tokenizer: PreTrainedTokenizerBase) -> Callable[..., Any]:
     return render_within_limits
 
 
+@dataclass(frozen=True, eq=False)
 class AnswerRoute:
     """HTTP route that answers one kind of request; all routes share one queue."""
 
-    def __init__(
-        self,
-        kind: type[AnswerRequest],
-        handler: Any,  # noqa: ANN401 - of transformers
-        served: ServedModel,
-        queue: RequestQueue,
-    ) -> None:
-        self._kind, self._handler, self._served, self._queue = kind, handler, served, queue
+    kind: type[AnswerRequest]
+    handler: Any
+    served: ServedModel
+    queue: RequestQueue
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one HTTP request."""
         try:
-            self._queue.check_room()
-            request = parse_request(self._kind, await self._read(Request(scope, receive)))
-            if request.model != self._served.name:
-                raise self._served.not_found(request.model)
+            self.queue.check_room()
+            request = parse_request(self.kind, await self._read(Request(scope, receive)))
+            if request.model != self.served.name:
+                raise self.served.not_found(request.model)
             self._check_bias(request)
 
             async def answer() -> None:
                 # A prompt is tokenised when its turn in the queue comes, so that long ones are tokenised one at a time.
                 body = await self._body(request)
-                response = await self._handler.handle_request(body, str(uuid.uuid4()))
+                response = await self.handler.handle_request(body, str(uuid.uuid4()))
                 await _finish_answer(response, body["stop"])(scope, _never, send)
 
-            await self._queue.run(answer, lambda: _disconnected(receive))
+            await self.queue.run(answer, lambda: _disconnected(receive))
         except ClientDisconnect:
             return
         except RequestError as refused:
@@ -221,20 +209,19 @@ class AnswerRoute:
 
     async def _body(self, request: AnswerRequest) -> dict[str, Any]:
         """Body of the request as transformers expects it, with `max_tokens` and `stop` filled in."""
-        text, has_specials = self._served.prompt_text(request), isinstance(request, ChatRequest)
-        length = await asyncio.to_thread(self._served.prompt_tokens, text, add_special_tokens=not has_specials)
-        stops = request.stop or self._served.model.generation_config.stop_strings or []
-        body = request.body() | {"model": self._served.name, "max_tokens": self._max_tokens(request, length)}
+        text, has_specials = self.served.prompt_text(request), isinstance(request, ChatRequest)
+        length = await asyncio.to_thread(self.served.prompt_tokens, text, add_special_tokens=not has_specials)
+        stops = request.stop or self.served.model.generation_config.stop_strings or []
+        body = request.body() | {"model": self.served.name, "max_tokens": self._max_tokens(request, length)}
         body["stop"] = [stops] if isinstance(stops, str) else stops
-        return ({"temperature": 0} if self._served.is_greedy else {}) | body
+        return ({"temperature": 0} if self.served.is_greedy else {}) | body
 
     async def _read(self, request: Request) -> object:
-        raw = bytearray()
+        raw, most = bytearray(), _BODY_BYTES + _BYTES_PER_TOKEN * (self.served.context or 0)
         async for chunk in request.stream():
             raw += chunk
-            if len(raw) > self._served.body_bytes:
-                text = f"the body has more than {self._served.body_bytes} bytes"
-                raise RequestError(413, text, code="context_length_exceeded")
+            if len(raw) > most:
+                raise RequestError(413, f"the body has more than {most} bytes", code="context_length_exceeded")
         try:
             body = json.loads(raw)
             # Lone surrogates (`"\\ud800"`) are valid JSON, but no tokenizer accepts them.
@@ -244,7 +231,7 @@ class AnswerRoute:
         return body
 
     def _check_bias(self, request: AnswerRequest) -> None:
-        size = int(self._served.model.config.get_text_config().vocab_size)
+        size = int(self.served.model.config.get_text_config().vocab_size)
         beyond = [token for token in getattr(request, "logit_bias", {}) if int(token) >= size]
         if beyond:
             raise RequestError(400, f"token {beyond[0]} is not in the vocabulary of {size}", param="logit_bias")
@@ -252,13 +239,13 @@ class AnswerRoute:
     def _max_tokens(self, request: AnswerRequest, prompt: int) -> int:
         if not prompt:
             raise RequestError(400, "the prompt has no tokens", param="prompt")
-        context, requested = self._served.context, request.max_new_tokens
+        context, requested = self.served.context, request.max_new_tokens
         if context is not None and prompt + (requested or 1) > context:
             text = f"this model's maximum context length is {context} tokens; the request has {prompt} tokens of the "
             text += f"prompt and {requested} of the answer" if requested else "prompt"
             param = "messages" if isinstance(request, ChatRequest) else "prompt"
             raise RequestError(400, text, param=param, code="context_length_exceeded")
-        limit = requested or self._served.model.generation_config.max_new_tokens or MAX_NEW_TOKENS
+        limit = requested or self.served.model.generation_config.max_new_tokens or MAX_NEW_TOKENS
         return limit if context is None else min(limit, context - prompt)
 
 

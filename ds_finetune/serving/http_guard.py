@@ -15,15 +15,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 RECEIVE_SECONDS = 30.0
-"""Seconds within which the headers and the body of a request must arrive, and a client must read a piece of a response.
-Otherwise the connection is closed.
-"""
+"""Seconds for a request to arrive, and for a client to read a piece of a response; then the connection is closed."""
 CONNECTIONS = 256
 """Maximum number of open connections of a server; a process may usually open 1,024 files."""
 REQUESTS = 192
-"""Maximum number of requests that a server answers or queues at the same time. Further requests get an error response,
-for which CONNECTIONS leaves room.
-"""
+"""Maximum number of requests answered or queued at a time; CONNECTIONS leaves room to refuse further ones."""
 _OWN_NAMES = ("localhost", "127.0.0.1", "::1")
 _REFUSED = (
     "The Host or Origin header names another server. If the name is right, start the server with --allow-host NAME.\n"

@@ -23,10 +23,8 @@ def ask(folder: Path, prompts: Sequence[str], *, max_new_tokens: int = 128) -> l
     _check_generates(model, folder, do_sample=False)
     context, answers = _context(model), []
     for prompt in prompts:
-        if tokenizer.chat_template:
-            inputs = _inputs(tokenizer, [{"role": "user", "content": prompt}])
-        else:
-            inputs = tokenizer(prompt, return_tensors="pt")
+        message = {"role": "user", "content": prompt}
+        inputs = _inputs(tokenizer, [message]) if tokenizer.chat_template else tokenizer(prompt, return_tensors="pt")
         ids = inputs["input_ids"].to(model.device)
         limit = min(max_new_tokens, _room(ids.shape[1], context))
         settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": limit}
