@@ -35,8 +35,6 @@ def hub_source(hub: HubFolder, family: Family) -> TensorSource:
 
 
 _SHOWN = 3
-_MATRIX = 2
-"""Number of dimensions of embedding and head weights; norm weights have one."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +65,8 @@ class BaseFolder:
     def from_hub(cls, hub: HubFolder, spec: ModelSpec) -> "BaseFolder":
         """Make the base of LoRA adapters from the open folder `hub`, which may store experts one by one or fused."""
         published = spec.published_shapes()
-        return cls(
-            hub,
-            tuple(key for key in sorted(hub.shapes) if key not in published and spec.may_skip(key)),
-            _embeddings(published),
-        )
+        unbuilt = tuple(key for key in sorted(hub.shapes) if key not in published and spec.may_skip(key))
+        return cls(hub, unbuilt, _embeddings(published))
 
     def with_base_tensors(self, parts: FolderParts, *, without: Collection[str] = ()) -> tuple[FolderParts, list[str]]:
         """Add the base model's `unbuilt` tensors, except the names in `without`, to the contents `parts` of an export.
@@ -139,7 +134,8 @@ def read_readable_config(folder: Path) -> dict[str, Any]:
 
 
 def _embeddings(published: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
-    return tuple(key for key, shape in published.items() if layer_of(key) < 0 and len(shape) == _MATRIX)
+    # The final norm, which is in no layer either, has one dimension.
+    return tuple(key for key, shape in published.items() if layer_of(key) < 0 and len(shape) == 2)
 
 
 def with_stored_weights(

@@ -62,9 +62,6 @@ class _Quantiser:
     def scheme(self) -> QuantizationScheme:
         return QuantizationScheme(targets=["Linear"], weights=self.weights, input_activations=self.activations)
 
-    def fits(self, columns: int) -> bool:
-        return columns % (self.weights.group_size or 1) == 0
-
     def compress(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         """Quantise `rows` of a weight, fp32 [rows, columns]. Returns the tensors to store, by name suffix."""
         groups = rows.view(len(rows), -1, self.weights.group_size or rows.shape[1])
@@ -89,9 +86,7 @@ _QUANTISERS = {
 
 
 def write(source: Path, out: Path, options: ExportOptions) -> ExportResult:
-    """Write the quantised language model of `source` to `out`; at most a chunk of a weight's rows is in memory. Raises
-    the errors of `FormatModule.write`.
-    """
+    """Write the quantised language model of `source` to `out`. Raises the errors of `FormatModule.write`."""
     began, quantiser = time.monotonic(), _QUANTISERS[options.dtype]
     check_out_empty(out)
     with plain_folder(source, out, options.base) as folder, replaced_folder(out) as partial_out:
@@ -104,9 +99,8 @@ def write(source: Path, out: Path, options: ExportOptions) -> ExportResult:
         with as_output_errors(partial_out):
             write_file_record(partial_out, {"format": _FORMAT, "dtype": options.dtype})
     unfit = [key for key in _linear_keys(model) if key not in weights]
-    notes = (
-        [f"{len(unfit)} weights stay in bf16, since 128 does not divide their rows, e.g. {unfit[0]}"] if unfit else []
-    )
+    text = f"{len(unfit)} weights stay in bf16, since 128 does not divide their rows, e.g."
+    notes = [f"{text} {key}" for key in unfit[:1]]
     return ExportResult(
         folder=out,
         num_tensors=len(tensors),
@@ -127,9 +121,8 @@ def check_model(
 def _linear_keys(model: PreTrainedModel) -> list[str]:
     """Published names of the weights of linear layers and routed experts, without the head and the routers."""
     head, family = model.get_output_embeddings(), family_of(model.config.model_type)
-    linear = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)} - {
-        name for name, module in model.named_modules() if module is head
-    }
+    modules = [(name, module) for name, module in model.named_modules() if module is not head]
+    linear = {name for name, module in modules if isinstance(module, torch.nn.Linear)}
     return [
         piece.key
         for name, parameter in model.named_parameters()
@@ -142,14 +135,14 @@ def _quantised_keys(model: PreTrainedModel, hub: HubFolder, quantiser: _Quantise
     """Names of the weights to quantise: weights whose rows divide into quantisation groups. ExportError if there is
     none, or if rows of a routed expert do not divide so, because servers read all experts in one dtype.
     """
-    keys = _linear_keys(model)
-    fitting = frozenset(key for key in keys if quantiser.fits(hub.shapes[key][1]))
+    keys, size = _linear_keys(model), quantiser.weights.group_size or 1
+    fitting = frozenset(key for key in keys if hub.shapes[key][1] % size == 0)
     unfit = next((key for key in keys if ".experts." in key and key not in fitting), None)
     if unfit or not fitting:
         key = unfit or keys[0]
         raise ExportError(
             f"the rows of `{key}` have {hub.shapes[key][1]} elements, no multiple of the quantisation group size "
-            f"{quantiser.weights.group_size}",
+            f"{size}",
             hint="export with --dtype w8a16 or fp8",
         )
     return fitting
@@ -219,10 +212,9 @@ def _compare(source: Path, folder: Path, out: Path, dtype: str, weights: frozens
     rounding explains.
     """
     show_loading_as_phase()
-    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, trust_remote_code=False).eval()
-    loaded, info = AutoModelForCausalLM.from_pretrained(
-        out, dtype=torch.bfloat16, trust_remote_code=False, output_loading_info=True
-    )
+    load = partial(AutoModelForCausalLM.from_pretrained, dtype=torch.bfloat16, trust_remote_code=False)
+    plain = load(folder).eval()
+    loaded, info = load(out, output_loading_info=True)
     sizes = [sum(file.stat().st_size for file in each.glob("*.safetensors")) for each in (folder, out)]
     # This comes before the comparison of weights, because its forward pass dequantises the weights of `loaded`.
     cost = quantisation_loss(dtype, source, plain, loaded.eval(), (sizes[0], sizes[1]))

@@ -102,9 +102,7 @@ def fit_beginning(
 def fit_folder(
     files: Sequence[Path], config: Mapping[str, Any]
 ) -> tuple[PreTrainedTokenizerBase, dict[str, str]] | None:
-    """Load the tokenizer of a language model from its `files`. Returns it and the result of `fit_beginning`; None for a
-    classifier, or if no tokenizer loads.
-    """
+    """The tokenizer of `files` and the result of `fit_beginning`; None for a classifier, or if no tokenizer loads."""
     named = {path.name: path for path in files if path.name != GENERATION}
     if is_classifier(config) or not named:
         return None

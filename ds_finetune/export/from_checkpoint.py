@@ -67,7 +67,7 @@ def export_checkpoint(path: Path, out: Path, *, dtype: str, max_shard_bytes: int
     unbuilt = [name for name in source.shapes if spec.may_skip(name) and name not in parts.copies]
     origin, no_module = opened.hub.folder if opened.hub else path, "for which transformers' class has no module"
     notes = [
-        *([f"{len(unbuilt)} tensors of {origin} {no_module} are kept, e.g. {unbuilt[0]}"] if unbuilt else []),
+        *(f"{len(unbuilt)} tensors of {origin} {no_module} are kept, e.g. {name}" for name in unbuilt[:1]),
         *notes,
         *config_changes(parts.config, parts.files, [tensor.key for tensor in tensors]),
     ]
@@ -116,9 +116,8 @@ def _with_base(
         base = None if opened.is_model else BaseFolder.from_hub(opened.hub, spec)
         return base.with_copies(parts, base.unbuilt) if base else (parts, [])
     if folder is not None and has_weights(folder):
-        return BaseFolder.read(folder, read_model_spec(folder) if opened.has_own_config else spec).with_base_tensors(
-            parts, without=without
-        )
+        base_spec = read_model_spec(folder) if opened.has_own_config else spec
+        return BaseFolder.read(folder, base_spec).with_base_tensors(parts, without=without)
     why = opened.why_no_base if folder is None else f"{folder} has no safetensors"
     return parts, [] if opened.is_model else [f"nothing was copied from a base: {why}"]
 
@@ -184,14 +183,8 @@ def _record_without_logits(folder: Path, opened: OpenedSource, dtype: torch.dtyp
     digests of tensors, and requires that the model loads and gives finite logits.
     """
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    vocab_size = int(config.get_text_config().vocab_size)
-    of_classifier = is_classifier(config)
-    return ExportRecord(
-        str((opened.base or folder).absolute()),
-        dtype_name(dtype),
-        vocab_size,
-        classifier_prompts(vocab_size, pad=config.pad_token_id, ending=())
-        if of_classifier
-        else fixed_prompts(vocab_size, None),
-        num_labels=int(config.num_labels) if of_classifier else None,
-    )
+    vocab_size, base = int(config.get_text_config().vocab_size), str((opened.base or folder).absolute())
+    if is_classifier(config):
+        prompts = classifier_prompts(vocab_size, pad=config.pad_token_id, ending=())
+        return ExportRecord(base, dtype_name(dtype), vocab_size, prompts, num_labels=int(config.num_labels))
+    return ExportRecord(base, dtype_name(dtype), vocab_size, fixed_prompts(vocab_size, None))

@@ -35,10 +35,7 @@ def served_config(config: Mapping[str, Any], family: Family, keys: Collection[st
     number of multi-token prediction layers among `keys`. If the model combines text with images or sound, only
     quantisation keys and `auto_map` are removed.
     """
-    served = dict(config)
-    for key in ("quantization_config", "expert_dtype"):
-        served.pop(key, None)
-    served.pop(CODE, None)
+    served = {key: value for key, value in config.items() if key not in ("quantization_config", "expert_dtype", CODE)}
     if is_composite(config):
         return served
     served |= {key: value for key, value in family.export_config.items() if served.get(key) is None}
@@ -90,11 +87,9 @@ def config_changes(config: Mapping[str, Any], files: Iterable[Path], keys: Colle
     the tensors to be written.
     """
     configured, written = config.get(PREDICTION_LAYERS), _prediction_layers(config, keys)
-    lines = (
-        [f"config.json: {PREDICTION_LAYERS} {configured} -> {written}, as many as have tensors"]
-        if configured is not None and configured != written
-        else []
-    )
+    lines = []
+    if configured is not None and configured != written:
+        lines.append(f"config.json: {PREDICTION_LAYERS} {configured} -> {written}, as many as have tensors")
     dropped = f"without {CODE}, since transformers has the class and the code is not exported"
     unknown = f"{CODE} names code that is not exported, and transformers has no such class; copy it from"
     lines += [f"config.json: {dropped}"] if CODE in config else []
@@ -136,9 +131,6 @@ def _add_rope_schemas(config: dict[str, Any]) -> None:
         config.setdefault("rope_scaling", None if kind == "default" else {**scaling, "type": kind, "rope_type": kind})
     elif parameters is None and (config.get("rope_theta") is not None or config.get("rope_scaling")):
         scaling = config.get("rope_scaling") or {}
+        kind = scaling.get("rope_type", scaling.get("type", "default"))
         unscaled = {key: config[key] for key in _UNSCALED_KEYS if config.get(key) is not None}
-        config["rope_parameters"] = {
-            **scaling,
-            "rope_type": scaling.get("rope_type", scaling.get("type", "default")),
-            **unscaled,
-        }
+        config["rope_parameters"] = {**scaling, "rope_type": kind, **unscaled}

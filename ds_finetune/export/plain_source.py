@@ -39,9 +39,8 @@ def plain_folder(source: Path, out: Path, base: Path | None) -> Iterator[Path]:
         return
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f"{out.name}.", dir=out.parent) as scratch:
-        yield export_checkpoint(
-            source, Path(scratch) / "hub", dtype="fp32", max_shard_bytes=SHARD_BYTES, base=base
-        ).folder
+        hub = Path(scratch) / "hub"
+        yield export_checkpoint(source, hub, dtype="fp32", max_shard_bytes=SHARD_BYTES, base=base).folder
 
 
 def plain_model(folder: Path, check_model: Callable[..., None]) -> tuple[PreTrainedModel, HubFolder]:

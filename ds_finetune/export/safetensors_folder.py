@@ -36,7 +36,6 @@ _SCALE_FORMAT, _POWERS_OF_TWO = "scale_fmt", "ue8m0"
 _SCALE_FORMATS = (None, "float", _POWERS_OF_TWO)
 _NOT_CONVERTED = ("modules_to_not_convert", "ignored_layers")
 """Keys of `quantization_config` that list modules without FP8 weights. A config.json has at most one of the keys."""
-_MATRIX = 2
 _WEIGHT = ".weight"
 
 
@@ -69,7 +68,7 @@ def section_for(tensors: Collection[HubTensor], base: Mapping[str, Any] | None) 
         plain = (
             tensor.key.removesuffix(_WEIGHT)
             for tensor in tensors
-            if tensor.key.endswith(_WEIGHT) and len(tensor.shape) == _MATRIX and tensor.dtype != FP8
+            if tensor.key.endswith(_WEIGHT) and len(tensor.shape) == 2 and tensor.dtype != FP8
         )
         return {**QUANTIZATION_CONFIG, _NOT_CONVERTED[0]: [*plain]}
     section = {**QUANTIZATION_CONFIG}

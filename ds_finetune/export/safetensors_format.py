@@ -16,12 +16,10 @@ from ds_finetune.foreign.auto_configs import AutoConfig
 from ds_finetune.foreign.auto_models import AutoModelForSequenceClassification
 from ds_finetune.system.free_memory import available_bytes
 
-DEFAULT_SHARD_SIZE = "5GB"
-
 
 def write(source: Path, out: Path, options: ExportOptions) -> ExportResult:
     """Convert `source` to the Hugging Face folder `out`. The folder is not verified."""
-    max_shard_bytes = parse_bytes(str(options.max_shard_size or DEFAULT_SHARD_SIZE), name="--max-shard-size")
+    max_shard_bytes = parse_bytes(options.max_shard_size or "5GB", name="--max-shard-size")
     return export_checkpoint(source, out, dtype=options.dtype, max_shard_bytes=max_shard_bytes, base=options.base)
 
 

@@ -34,6 +34,7 @@ from ds_finetune.model.weights.names import hub_pieces
 
 _FORMAT = "adapter 1"
 verify = partial(verify_files, kind=_FORMAT)
+_PROJECTIONS = ("gate", "up", "down")
 _MERGE = "merge the adapter into its base: ds-finetune export ADAPTER OUT --base MODEL"
 
 
@@ -122,9 +123,6 @@ def check_servable(adapter: PeftAdapter, model_type: str) -> None:
         raise ExportError(
             f"{adapter.folder} adapts only {leaves} of `{partly[0]}`, which {VLLM} cannot load", hint=_MERGE
         )
-
-
-_PROJECTIONS = ("gate", "up", "down")
 
 
 def served_rank(folder: Path) -> int:

@@ -64,12 +64,8 @@ def plan_shards(tensors: Iterable[HubTensor], max_shard_bytes: int) -> Shards:
         files[-1].append(tensor)
         free_bytes -= tensor.num_bytes
     count = len(files)
-    names = (
-        ["model.safetensors"]
-        if count == 1
-        else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
-    )
-    return dict(zip(names, files, strict=True))
+    names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    return dict(zip(["model.safetensors"] if count == 1 else names, files, strict=True))
 
 
 @dataclass

@@ -64,9 +64,8 @@ class ModelSpec:
     def published_shapes(self) -> dict[str, tuple[int, ...]]:
         """Names and shapes that the model class's tensors have in a published checkpoint."""
         family = family_of(self.model_type)
-        return {
-            piece.key: piece.shape for name, shape in self.shapes.items() for piece in hub_pieces(name, shape, family)
-        }
+        pieces = (piece for name, shape in self.shapes.items() for piece in hub_pieces(name, shape, family))
+        return {piece.key: piece.shape for piece in pieces}
 
     @cached_property
     def _names(self) -> frozenset[str]:
@@ -104,9 +103,8 @@ def read_model_spec(folder: Path) -> ModelSpec:
         ) from unknown
     once = dict(model.named_parameters())
     owners = {id(param): name for name, param in once.items()}
-    tied = {
-        name: owners[id(param)] for name, param in model.named_parameters(remove_duplicate=False) if name not in once
-    }
+    parameters = model.named_parameters(remove_duplicate=False)
+    tied = {name: owners[id(param)] for name, param in parameters if name not in once}
     state = model.state_dict().keys()
     shapes = {name: tuple(tensor.shape) for name, tensor in (*once.items(), *model.named_buffers()) if name in state}
     return ModelSpec(
@@ -129,9 +127,8 @@ def fit_source(source: TensorSource, spec: ModelSpec, *, label: str) -> TensorSo
     unbuilt = {name: shape for name, shape in source.shapes.items() if name not in spec.tied and spec.may_skip(name)}
     present = {name: shape for name, shape in source.shapes.items() if name not in spec.tied and name not in unbuilt}
     published = spec.published_shapes()
-    expected = (
-        published if len(published.keys() ^ present.keys()) < len(spec.shapes.keys() ^ present.keys()) else spec.shapes
-    )
+    is_published = len(published.keys() ^ present.keys()) < len(spec.shapes.keys() ^ present.keys())
+    expected = published if is_published else spec.shapes
     wrong = differences(expected, present)
     if wrong:
         raise ExportError(f"{label} does not fit {spec.architecture}: {wrong}", hint=_hint(expected, present))
@@ -146,15 +143,9 @@ def fit_source(source: TensorSource, spec: ModelSpec, *, label: str) -> TensorSo
 
 def _hint(expected: Mapping[str, tuple[int, ...]], present: Mapping[str, tuple[int, ...]]) -> str:
     embedding = next((name for name in expected if name.endswith(("embed_tokens.weight", "embed.weight"))), "")
-    if (
-        embedding
-        and expected[embedding][1:] == present.get(embedding, ())[1:]
-        and expected[embedding] != present[embedding]
-    ):
-        return (
-            f"its vocabulary has {present[embedding][0]} rows: the config.json that is used must say `vocab_size` "
-            f"{present[embedding][0]}"
-        )
+    ours, theirs = expected.get(embedding, ()), present.get(embedding, ())
+    if theirs[1:] and ours[1:] == theirs[1:] and ours != theirs:
+        return f"its vocabulary has {theirs[0]} rows: the config.json that is used must say `vocab_size` {theirs[0]}"
     return "use the config.json that was published with the weights; for a run's weights name its folder by --base"
 
 

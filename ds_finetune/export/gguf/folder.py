@@ -31,10 +31,8 @@ _FORMAT = "gguf 1"
 
 
 def write(source: Path, out: Path, options: ExportOptions) -> ExportResult:
-    """Write the language model of `source` to the folder `out`, as one GGUF file that is named after `out`.
-
-    `source` is a Hugging Face folder, or another folder that `export_checkpoint` reads. Raises the errors of
-    `FormatModule.write`; DataError if there is no tokenizer, which a GGUF file contains.
+    """Write the language model of `source` to the folder `out`, as one GGUF file that is named after `out`. Raises the
+    errors of `FormatModule.write`; DataError if there is no tokenizer, which a GGUF file contains.
     """
     began = time.monotonic()
     check_out_empty(out)

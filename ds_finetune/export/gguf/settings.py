@@ -13,9 +13,7 @@ from ds_finetune.families.family import Family
 
 _SCALED = {"linear": RopeScalingType.LINEAR, "yarn": RopeScalingType.YARN}
 _LATENT_EPS = 1e-6
-"""Epsilon of the RMSNorm on MLA's compressed latents, which transformers 5.23 does not read from config.json
-(deepseek_v3/modeling_deepseek_v3.py:392).
-"""
+"""Epsilon of MLA's RMSNorms on latents, fixed in transformers 5.23 (deepseek_v3/modeling_deepseek_v3.py:392)."""
 
 
 def check_settings(config: PretrainedConfig, family: Family) -> None:

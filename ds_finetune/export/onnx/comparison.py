@@ -222,9 +222,8 @@ def compare(folder: Path, reference: Reference) -> OnnxComparison:
     if beyond > allowed * len(all_distances) or not np.isfinite(all_distances).all():
         worst = int(np.argmax([np.nan_to_num(each, nan=np.inf).max() for each in distances]))
         by = f"worst by {distances[worst].max():.2e} with {cases[worst].name}"
-        failures.append(
-            f"{beyond} of {len(all_distances)} {'texts' if differing is None else 'positions'} are beyond it, {by}"
-        )
+        unit = "texts" if differing is None else "positions"
+        failures.append(f"{beyond} of {len(all_distances)} {unit} are beyond it, {by}")
     if differing is not None and reference.leads is not None and differing > allowed * reference.leads.size:
         failures.append(f"{differing} of {reference.leads.size} greedy tokens differ")
     about = differing, reference.experts, reference.program, tuple(failures)
@@ -288,10 +287,10 @@ def _recorded_experts(model: PreTrainedModel) -> Iterator[dict[str, set[int]]]:
     routers = {name: module for name, module in model.named_modules() if name.endswith("mlp.gate")}
     experts: dict[str, set[int]] = {name: set() for name in routers}
 
-    def recorder(name: str) -> Any:  # noqa: ANN401 - a hook
-        return lambda _module, _inputs, output: experts[name].update(output[2].flatten().tolist())
-
-    hooks = [module.register_forward_hook(recorder(name)) for name, module in routers.items()]
+    hooks = [
+        module.register_forward_hook(lambda _, __, out, seen=experts[name]: seen.update(out[2].flatten().tolist()))
+        for name, module in routers.items()
+    ]
     try:
         yield experts
     finally:

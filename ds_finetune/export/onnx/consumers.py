@@ -75,9 +75,8 @@ def _genai_config(folder: Path, config: PretrainedConfig) -> dict[str, Any]:
         "pad_token_id": end if ids["pad"] is None else ids["pad"],
         "decoder": decoder,
     }
-    search = {
-        name: saved[name] for name in ("do_sample", "temperature", "top_k", "top_p") if saved.get(name) is not None
-    }
+    sampling = ("do_sample", "temperature", "top_k", "top_p")
+    search = {name: saved[name] for name in sampling if saved.get(name) is not None}
     return {
         "model": model,
         "search": {"max_length": config.max_position_embeddings, "past_present_share_buffer": False, **search},

@@ -76,11 +76,8 @@ def _last_hidden_states(layers: Layers, positions: str, *, with_cache: bool) -> 
         hidden = graph.op("Add", hidden, attention(scope, normed, f"{name}.self_attn"))
         normed = layers.norm(hidden, f"{name}.post_attention_layernorm")
         is_sparse = hasattr(layers.module(f"{name}.mlp"), "experts")
-        hidden = graph.op(
-            "Add",
-            hidden,
-            moe(layers, normed, f"{name}.mlp", config) if is_sparse else layers.mlp(normed, f"{name}.mlp"),
-        )
+        mixed = moe(layers, normed, f"{name}.mlp", config) if is_sparse else layers.mlp(normed, f"{name}.mlp")
+        hidden = graph.op("Add", hidden, mixed)
     return layers.norm(hidden, "model.norm")
 
 
@@ -93,9 +90,8 @@ def check_config(config: PretrainedConfig) -> None:
             hint="encoders can only be exported to ONNX as classifiers (...ForSequenceClassification)",
         )
     rope, window = config.rope_parameters["rope_type"], getattr(config, "sliding_window", None)
-    sliding = [
-        number for number, kind in enumerate(getattr(config, "layer_types", None) or ()) if kind != "full_attention"
-    ]
+    kinds = enumerate(getattr(config, "layer_types", None) or ())
+    sliding = [number for number, kind in kinds if kind != "full_attention"]
     has_window = window is not None and not hasattr(type(config), "layer_types")
     length = f"which depends on the length of the input (they support {', '.join(_STATIC_ROPE)})"
     limits = {
@@ -177,9 +173,8 @@ def _latent(config: PretrainedConfig) -> tuple[Callable[[_AttentionScope, str, s
             query = layers.linear(compressed, f"{name}.q_b_proj")
         query = layers.heads_first(layers.heads(query, heads, nope + rope))
         plain, rotated = graph.ops("Split", query, graph.ints(nope, rope), names=2, axis=-1)
-        latent, shared = graph.ops(
-            "Split", layers.linear(x, f"{name}.kv_a_proj_with_mqa"), graph.ints(rank, rope), names=2, axis=-1
-        )
+        joined = layers.linear(x, f"{name}.kv_a_proj_with_mqa")
+        latent, shared = graph.ops("Split", joined, graph.ints(rank, rope), names=2, axis=-1)
         latent = graph.op("Unsqueeze", layers.norm(latent, f"{name}.kv_a_layernorm"), graph.ints(1))
         shared = scope.rotary.rotate(graph.op("Unsqueeze", shared, graph.ints(1)))
         latent, shared = scope.update_cache(key=latent, value=shared)
@@ -194,9 +189,7 @@ def _latent(config: PretrainedConfig) -> tuple[Callable[[_AttentionScope, str, s
 
 
 def _split_kv_b(layers: Layers, name: str, heads: int, widths: tuple[int, int]) -> tuple[str, str]:
-    """Split kv_b_proj into its key part [heads, nope, rank] and its value part [heads, rank, value]. The stored weight
-    is [heads * (nope + value), rank].
-    """
+    """Split kv_b_proj [heads x (nope + value), rank] into keys [heads, nope, rank] and values [heads, rank, value]."""
     key, (nope, width) = f"{name}.weight", widths
     rank = layers.module(name).weight.shape[1]
 

@@ -109,9 +109,7 @@ class _EncoderModules:
 
 
 def _post_norm(encoder: _EncoderModules) -> str:
-    """Add an encoder with norms after attention and MLP (BERT, arXiv 1810.04805). Returns the name of the class
-    scores.
-    """
+    """Add an encoder with norms after attention and MLP (BERT, arXiv 1810.04805); returns the class scores."""
     graph, layers = encoder.graph, encoder.layers
     if encoder.kind.positions_follow_padding:
         # RoBERTa's positions count only tokens that are not padding (transformers 5.23,
@@ -138,9 +136,8 @@ def _post_norm_states(encoder: _EncoderModules, positions: str, token_types: str
     hidden = encoder.norm(graph.op("Add", graph.op("Add", words, types), at), f"{prefix}.embeddings.LayerNorm")
     for number in range(encoder.config.num_hidden_layers):
         name = f"{prefix}.encoder.layer.{number}"
-        query, key, states = (
-            encoder.heads(layers.linear(hidden, f"{name}.attention.self.{part}")) for part in ("query", "key", "value")
-        )
+        projections = (f"{name}.attention.self.{part}" for part in ("query", "key", "value"))
+        query, key, states = (encoder.heads(layers.linear(hidden, part)) for part in projections)
         mixed = layers.linear(encoder.attend((query, key, states), mask), f"{name}.attention.output.dense")
         hidden = encoder.norm(graph.op("Add", mixed, hidden), f"{name}.attention.output.LayerNorm")
         inner = encoder.gelu(layers.linear(hidden, f"{name}.intermediate.dense"))
@@ -150,9 +147,7 @@ def _post_norm_states(encoder: _EncoderModules, positions: str, token_types: str
 
 
 def _pre_norm(encoder: _EncoderModules) -> str:
-    """Add an encoder with norms before attention and MLP (ModernBERT, arXiv 2412.13663). Returns the name of the
-    class scores.
-    """
+    """Add an encoder with norms before attention and MLP (ModernBERT, arXiv 2412.13663); returns the class scores."""
     graph, layers, config = encoder.graph, encoder.layers, encoder.config
     kinds = sorted(set(config.layer_types))
     windows = {"full_attention": None, "sliding_attention": config.sliding_window}
@@ -163,10 +158,8 @@ def _pre_norm(encoder: _EncoderModules) -> str:
         name = f"model.layers.{number}"
         # ModernBERT's first layer has no norm before its attention.
         normed = encoder.norm(hidden, f"{name}.attn_norm") if number else hidden
-        query, key, states = (
-            encoder.heads(part)
-            for part in graph.ops("Split", layers.linear(normed, f"{name}.attn.Wqkv"), names=3, axis=-1, num_outputs=3)
-        )
+        joined = layers.linear(normed, f"{name}.attn.Wqkv")
+        query, key, states = map(encoder.heads, graph.ops("Split", joined, names=3, axis=-1, num_outputs=3))
         parts = (rotary[kind].rotate(query), rotary[kind].rotate(key), states)
         mixed = layers.linear(encoder.attend(parts, masks[kind]), f"{name}.attn.Wo")
         hidden = graph.op("Add", hidden, mixed)
@@ -175,9 +168,8 @@ def _pre_norm(encoder: _EncoderModules) -> str:
         outer = layers.linear(graph.op("Mul", encoder.gelu(inner), gate), f"{name}.mlp.Wo")
         hidden = graph.op("Add", hidden, outer)
     hidden = encoder.norm(hidden, "model.final_norm")
-    pooled = (
-        encoder.first(hidden) if getattr(config, str(encoder.kind.pooling_key)) == "cls" else _mean(encoder, hidden)
-    )
+    takes_first = getattr(config, str(encoder.kind.pooling_key)) == "cls"
+    pooled = encoder.first(hidden) if takes_first else _mean(encoder, hidden)
     dense = encoder.gelu(layers.linear(pooled, "head.dense"))
     return layers.linear(encoder.norm(dense, "head.norm"), "classifier")
 

@@ -1,6 +1,7 @@
 """Adds routers and routed experts to an ONNX graph. A loop runs over the experts that tokens are routed to."""
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from itertools import groupby
 
 import numpy as np
@@ -42,9 +43,8 @@ def _route_sigmoid(layers: Layers, logits: str, name: str, config: PretrainedCon
     choice = graph.op("Add", scores, layers.weight(f"{name}.e_score_correction_bias", dtype=_FP32))
     pairs, _ = _top(graph, _in_groups(graph, choice, config.n_group, experts), 2)
     is_candidate = _in_best_groups(graph, graph.op("ReduceSum", pairs, graph.ints(-1), keepdims=0), config, experts)
-    _, index = _top(
-        graph, graph.op("Where", is_candidate, choice, graph.scalar(-np.inf, _FP32)), config.num_experts_per_tok
-    )
+    candidates = graph.op("Where", is_candidate, choice, graph.scalar(-np.inf, _FP32))
+    _, index = _top(graph, candidates, config.num_experts_per_tok)
     weights = graph.op("GatherElements", scores, index, axis=1)
     if config.norm_topk_prob:
         total = graph.op("Add", graph.op("ReduceSum", weights, graph.ints(-1), keepdims=1), graph.scalar(1e-20, _FP32))
@@ -120,7 +120,8 @@ def _experts(layers: Layers, x: str, routing: Routing, name: str) -> str:
     used = graph.op("Squeeze", graph.op("NonZero", is_used), graph.ints(0))
     count = graph.op("Squeeze", graph.op("Shape", used), graph.ints(0))
     nothing = graph.op("ConstantOfShape", graph.op("Shape", x))
-    inner = graph.subgraph()
+    # The nodes of the loop's body may use values of `graph` by name, so both share constants, weights and numbers.
+    inner = replace(graph, nodes=[])
     step, condition, summed = (graph.new_name(kind) for kind in ("step", "condition", "summed"))
     result = _one_expert(inner, x, weights, stacks, (inner.op("Gather", used, step, axis=0), summed))
     still = inner.op("Identity", condition)
@@ -151,9 +152,7 @@ def _one_expert(graph: Graph, x: str, weights: str, stacks: tuple[str, str], sta
 
 
 def _stacks(layers: Layers, name: str) -> tuple[str, str]:
-    """Add the stacked weights of all experts: gate and up [experts, hidden, 2 x inner], down [experts, inner, hidden].
-    Experts are read one at a time when the file is written.
-    """
+    """Add the stacked weights of experts: gate and up [experts, hidden, 2 x inner], down [experts, inner, hidden]."""
     graph, module = layers.graph, layers.module(name)
     experts, hidden, inner = module.num_experts, module.hidden_dim, module.intermediate_dim
 

@@ -36,17 +36,11 @@ from ds_finetune.model.loss.score_config import is_classifier
 
 INLINE_BYTES = 256 * MIB
 """Weights of more bytes than this get a file of their own, since a protobuf message must be smaller than 2 GiB."""
-_NUMBERS = {"fp32": "float32", "fp16": "float16", "int8": "float32", "int4": "float32"}
 
 
 def write(source: Path, out: Path, options: ExportOptions) -> ExportResult:
     """Write the language model or classifier of `source` to `out` as onnx/model.onnx, with tokenizer and configuration.
-
-    A `source` that is not a Hugging Face folder is first exported to a temporary folder beside `out`.
-
-    ExportError if ONNX graphs do not support the model; ModelError if the weights do not fit; OutputError if `out` is
-    not empty or larger than the free space of the disk; VerificationError if ONNX Runtime differs from plain
-    transformers, and then the folder is kept as `out`.unverified.
+    Raises the errors of `FormatModule.write`. After a VerificationError the folder is kept as `out`.unverified.
     """
     began = time.monotonic()
     check_out_empty(out)
@@ -138,7 +132,7 @@ def _unverified(out: Path) -> Path:
 
 
 def _write_graph(model: PreTrainedModel, hub: HubFolder, out: Path, options: ExportOptions) -> None:
-    numbers = np.dtype(_NUMBERS[options.dtype])
+    numbers = np.dtype(np.float16 if options.dtype == "fp16" else np.float32)
     if is_classifier(model.config):
         build = encoder_graph if family_of(model.config.model_type).encoder else scoring_graph
         graph, ends = build(model, hub.full_tensor, dtype=numbers)

@@ -43,9 +43,7 @@ class Weight:
 
 @dataclass
 class Graph:
-    """An ONNX graph under construction: its nodes in order, and the constants and weights that they use. A subgraph
-    shares constants and weights.
-    """
+    """An ONNX graph under construction: its nodes in order, and the constants and weights that they use."""
 
     dtype: np.dtype
     """Dtype of the graph's weights and activations: float32 or float16."""
@@ -53,10 +51,6 @@ class Graph:
     constants: dict[str, TensorProto] = field(default_factory=dict)
     weights: dict[str, Weight] = field(default_factory=dict)
     numbers: "count[int]" = field(default_factory=count)
-
-    def subgraph(self) -> "Graph":
-        """Make a graph for the body of a loop, whose nodes may use values of this graph by name."""
-        return Graph(self.dtype, [], self.constants, self.weights, self.numbers)
 
     def op(self, kind: str, *inputs: str, name: str = "", **attributes: Any) -> str:  # noqa: ANN401 - what ONNX has as attributes
         """Add a node with one output. Returns the output's name, which is `name` if given."""

@@ -18,7 +18,6 @@ from ds_finetune.model.weights.names import published_name
 
 Read = Callable[[str], torch.Tensor]
 """Function that reads a full tensor, by its name in published checkpoints, to the CPU."""
-_LAST = -1
 
 
 def parts_of(config: PretrainedConfig) -> OnnxGraph:
@@ -30,9 +29,7 @@ def parts_of(config: PretrainedConfig) -> OnnxGraph:
 
 @dataclass(frozen=True)
 class Layers:
-    """Adds modules of `model` to the ONNX graph `graph`. Sizes and constants are taken from the modules of `model`,
-    which may be on the meta device, and weights are read by `read`.
-    """
+    """Adds modules of `model`, which may be on the meta device, to the ONNX graph; `read` reads their weights."""
 
     graph: Graph
     model: PreTrainedModel
@@ -48,9 +45,7 @@ class Layers:
         return self.model.get_submodule(name)
 
     def linear(self, x: str, name: str) -> str:
-        """Add the linear layer `name`, applied to x [..., in]; returns [..., out]. The weight is stored as [in, out],
-        which MatMul and quantisation tools expect.
-        """
+        """Add the linear layer `name`; its weight is stored as [in, out], as MatMul and quantisation tools expect."""
         weight = self.weight(f"{name}.weight", torch.t, name=f"{name}.weight_transposed")
         y = self.graph.op("MatMul", x, weight)
         return y if self.module(name).bias is None else self.graph.op("Add", y, self.weight(f"{name}.bias"))
@@ -82,7 +77,7 @@ class Layers:
         graph, module = self.graph, self.module(name)
         wide = graph.cast(x, np.float32) if graph.is_half() else x
         square = graph.op("Pow", wide, graph.scalar(2, np.float32))
-        mean = graph.op("ReduceMean", square, graph.ints(_LAST), keepdims=1)
+        mean = graph.op("ReduceMean", square, graph.ints(-1), keepdims=1)
         root = graph.op("Sqrt", graph.op("Add", mean, graph.scalar(module.variance_epsilon, np.float32)))
         scaled = graph.op("Div", wide, root)
         narrow = graph.cast(scaled, graph.dtype) if graph.is_half() else scaled
@@ -90,10 +85,8 @@ class Layers:
 
     def mlp(self, x: str, name: str) -> str:
         """Add a gated MLP: down(silu(gate(x)) * up(x))."""
-        gated = self.graph.op(
-            "Mul", silu(self.graph, self.linear(x, f"{name}.gate_proj")), self.linear(x, f"{name}.up_proj")
-        )
-        return self.linear(gated, f"{name}.down_proj")
+        gate, up = self.linear(x, f"{name}.gate_proj"), self.linear(x, f"{name}.up_proj")
+        return self.linear(self.graph.op("Mul", silu(self.graph, gate), up), f"{name}.down_proj")
 
     def heads(self, x: str, count: int, width: int) -> str:
         """Reshape [batch, length, count * width] to [batch, length, count, width]."""
@@ -160,8 +153,8 @@ class Rotary:
             graph.op("Add", graph.op("Mul", second, self.cos), graph.op("Mul", first, self.sin)),
         ]
         if not self.pairs_out:
-            return graph.op("Concat", *halves, axis=_LAST)
-        stacked = graph.op("Concat", *(graph.op("Unsqueeze", half, graph.ints(_LAST)) for half in halves), axis=_LAST)
+            return graph.op("Concat", *halves, axis=-1)
+        stacked = graph.op("Concat", *(graph.op("Unsqueeze", half, graph.ints(-1)) for half in halves), axis=-1)
         return graph.op("Reshape", stacked, graph.ints(0, 0, 0, self.width))
 
     def rotate_first(self, x: str, width: int) -> str:
@@ -169,13 +162,13 @@ class Rotary:
         if width == self.width:
             return self.rotate(x)
         graph = self.graph
-        rotated, rest = graph.ops("Split", x, graph.ints(self.width, width - self.width), names=2, axis=_LAST)
-        return graph.op("Concat", self.rotate(rotated), rest, axis=_LAST)
+        rotated, rest = graph.ops("Split", x, graph.ints(self.width, width - self.width), names=2, axis=-1)
+        return graph.op("Concat", self.rotate(rotated), rest, axis=-1)
 
     def _split(self, x: str) -> list[str]:
         graph = self.graph
         if not self.pairs_in:
-            return graph.ops("Split", x, names=2, axis=_LAST, num_outputs=2)
+            return graph.ops("Split", x, names=2, axis=-1, num_outputs=2)
         end, axis, step = graph.ints(self.width), graph.ints(3), graph.ints(2)
         return [graph.op("Slice", x, graph.ints(begin), end, axis, step) for begin in (0, 1)]
 
@@ -201,7 +194,7 @@ class Mask:
         scores = graph.cast(scores, np.float32) if graph.is_half() else scores
         scores = graph.op("Reshape", scores, self._shape(heads)) if heads != key_heads else scores
         masked = graph.op("Where", self.allowed, scores, graph.scalar(float(np.finfo(np.float32).min), np.float32))
-        weights = graph.op("Softmax", masked, axis=_LAST)
+        weights = graph.op("Softmax", masked, axis=-1)
         weights = graph.cast(weights, graph.dtype) if graph.is_half() else weights
         weights = graph.op("Reshape", weights, self._shape(key_heads)) if heads != key_heads else weights
         mixed = graph.op("MatMul", weights, value)

@@ -93,9 +93,8 @@ def _quantizer(bits: int) -> Any:  # noqa: ANN401 - the library has no types
 
     logging.root.handlers[:] = handlers
     logging.root.setLevel(level)
-    return library.DefaultWeightOnlyQuantizer(
-        library.DefaultWeightOnlyQuantConfig(block_size=_BLOCK, is_symmetric=False, bits=bits)
-    )
+    config = library.DefaultWeightOnlyQuantConfig(block_size=_BLOCK, is_symmetric=False, bits=bits)
+    return library.DefaultWeightOnlyQuantizer(config)
 
 
 @dataclass
@@ -131,11 +130,9 @@ class _Matrix:
 
     def node(self, node: onnx.NodeProto) -> onnx.NodeProto:
         (rows, columns), bits = self.read().shape, self.quantizer.config.bits
-        sizes = {"K": rows, "N": columns, "bits": bits, "block_size": _BLOCK}
+        settings = {"K": rows, "N": columns, "bits": bits, "block_size": _BLOCK, "domain": "com.microsoft"}
         inputs = [node.input[0], *self.names]
-        return onnx.helper.make_node(
-            "MatMulNBits", inputs, node.output, name=node.name, domain="com.microsoft", **sizes
-        )
+        return onnx.helper.make_node("MatMulNBits", inputs, node.output, name=node.name, **settings)
 
 
 def _values(tensor: onnx.TensorProto, file: Path) -> np.ndarray:

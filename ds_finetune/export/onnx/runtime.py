@@ -71,9 +71,8 @@ class OnnxModel:
         """
         if positions is None:
             positions = np.maximum(mask.cumsum(axis=1) - 1, 0)[:, -ids.shape[1] :]
-        feeds = {"input_ids": ids, "attention_mask": mask, "position_ids": positions} | dict(
-            zip(self._caches, cache, strict=True)
-        )
+        feeds = dict(zip(self._caches, cache, strict=True))
+        feeds |= {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
         logits, *new_cache = self._session.run(None, feeds, self.run_options)
         return logits, new_cache
 
@@ -148,18 +147,13 @@ class OnnxCausalLM(PreTrainedModel, GenerationMixin):
         if unknown := others.keys() - {"use_cache", "return_dict"}:
             raise TypeError(f"{type(self).__name__} has no argument `{min(unknown)}`")
         past = cached.get_seq_length() if cached is not None else 0
-        mask = (
-            torch.ones(len(input_ids), past + input_ids.shape[1], dtype=torch.int64)
-            if attention_mask is None
-            else attention_mask.long()
-        )
-        cache = (
-            self.runtime.empty_cache(len(input_ids))
-            if cached is None or not past
-            else [states.numpy() for layer in cached.layers for states in (layer.keys, layer.values)]
-        )
+        if attention_mask is None:
+            attention_mask = torch.ones(len(input_ids), past + input_ids.shape[1])
+        cache = self.runtime.empty_cache(len(input_ids))
+        if cached is not None and past:
+            cache = [states.numpy() for layer in cached.layers for states in (layer.keys, layer.values)]
         positions = None if position_ids is None else position_ids.numpy()
-        logits, new_cache = self.runtime.run(input_ids.numpy(), mask.numpy(), cache, positions)
+        logits, new_cache = self.runtime.run(input_ids.numpy(), attention_mask.long().numpy(), cache, positions)
         if cached is not None and new_cache:
             states = map(torch.from_numpy, new_cache)
             for layer, keys, values in zip(cached.layers, states, states, strict=True):

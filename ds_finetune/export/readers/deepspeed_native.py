@@ -36,15 +36,12 @@ class InertInt(int):
     """Placeholder for a pickled member of an integer enumeration, e.g. `ZeroStageEnum`."""
 
 
-def load_values(path: Path, stand_ins: Sequence[tuple[Any, str]]) -> dict[str, Any]:
-    """Load the dictionary that torch.save wrote to `path`, with tensors on the meta device; `_States.stored`
-    locates their data.
-
-    `stand_ins` are pairs of a placeholder class and the pickled class name that it replaces. No pickled code
-    runs. ExportError if the file names a further class that torch does not allow.
+def _load_values(path: Path) -> dict[str, Any]:
+    """Load the dictionary that torch.save wrote to `path`, with tensors on the meta device; `_States.stored` locates
+    their data. No pickled code runs. ExportError if the file names a class that neither torch nor `_STAND_INS` allows.
     """
     try:
-        with safe_globals(list(stand_ins)):
+        with safe_globals(list(_STAND_INS)):
             unknown = sorted(get_unsafe_globals_in_checkpoint(str(path)))
             if unknown:
                 raise ExportError(
@@ -69,8 +66,7 @@ Vector = Sequence[StoredTensor]
 """A flat vector that is stored as 1-D tensors in files, all of one dtype."""
 
 
-def numel_of(vector: Vector) -> int:
-    """Number of elements of a flat vector that is stored in files."""
+def _numel(vector: Vector) -> int:
     return sum(stored.shape[0] for stored in vector)
 
 
@@ -172,7 +168,7 @@ class _States:
 
     @classmethod
     def read(cls, path: Path, *, keys: Collection[str]) -> "_States":
-        values = load_values(path, _STAND_INS)
+        values = _load_values(path)
         absent = sorted(set(keys) - values.keys())
         if absent:
             raise ExportError(
@@ -182,8 +178,8 @@ class _States:
         return cls(TensorFile(path), values)
 
     def stored(self, tensor: torch.Tensor) -> StoredTensor:
-        """Find the data of `tensor`, which `load_values` loaded, as a 1-D tensor in its file. ExportError if the tensor
-        is not contiguous.
+        """Find the data of `tensor`, which `_load_values` loaded, as a 1-D tensor in its file. ExportError if it is not
+        contiguous.
 
         torch 2.13 records in the storage of a meta tensor where in the file its data begin (serialization.py:2098).
         """
@@ -289,7 +285,7 @@ def _stage_3_weights(
         numel = math.ceil(math.prod(shape) / len(optim))
         yield name, SplitTensor(shape, vectors, offset, numel)
         offset += numel
-    _check_count(step, [numel_of(vector) for vector in vectors], [offset] * len(vectors), "elements")
+    _check_count(step, [_numel(vector) for vector in vectors], [offset] * len(vectors), "elements")
 
 
 def _stage_1_and_2_weights(
@@ -300,12 +296,8 @@ def _stage_1_and_2_weights(
     """
     paddings = _zero(optim[0]).get("param_alignment_paddings") or [[0] * len(group) for group in groups]
     flats = [_zero(states)["single_partition_of_fp32_groups"] for states in optim]
-    _check_count(
-        step,
-        [len(groups_of_file) for groups_of_file in (*flats, paddings)],
-        [len(groups)] * (len(flats) + 1),
-        "parameter groups",
-    )
+    counts = [len(groups_of_file) for groups_of_file in (*flats, paddings)]
+    _check_count(step, counts, [len(groups)] * len(counts), "parameter groups")
     for index, group in enumerate(groups):
         vector = [states.stored(flat[index]) for states, flat in zip(optim, flats, strict=True)]
         _check_count(step, [len(paddings[index])], [len(group)], "parameters")
@@ -316,7 +308,7 @@ def _stage_1_and_2_weights(
             offset += numel + int(padding)
         # A group's vector may be padded at its end to a multiple of 2 x ranks (zero_to_fp32.py:364-381).
         align = 2 * len(optim)
-        present, expected = (align * math.ceil(numel / align) for numel in (numel_of(vector), offset))
+        present, expected = (align * math.ceil(numel / align) for numel in (_numel(vector), offset))
         _check_count(step, [present], [expected], "elements")
 
 

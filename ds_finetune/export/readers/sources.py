@@ -98,9 +98,8 @@ class OpenedSource:
 
 def open_deepspeed(path: Path, _: Path | None) -> OpenedSource:
     """Open a checkpoint in DeepSpeed's own format. The Hugging Face Trainer adds a config.json."""
-    return OpenedSource(
-        read_deepspeed_checkpoint(path), (path,) if (path / "latest").is_file() else (path, path.absolute().parent)
-    )
+    folders = (path,) if (path / "latest").is_file() else (path, path.absolute().parent)
+    return OpenedSource(read_deepspeed_checkpoint(path), folders)
 
 
 def open_checkpoint(path: Path, base: Path | None) -> OpenedSource:
@@ -178,12 +177,10 @@ def open_adapter(path: Path, base: Path | None) -> OpenedSource:
     trained = None
     if adapter.fully_trained:
         source = hub_source(HubFolder(path), family_of(read_model_spec(base_folder).model_type))
-        trained = source.select(
-            {name: source.shapes[key] for name, key in adapter.fully_trained.items()}, adapter.fully_trained
-        )
-    return _open_merged(
-        base_folder, _Adapters(adapter.names, adapter.factors, trained), config_folder=path, label=str(path)
-    )
+        shapes = {name: source.shapes[key] for name, key in adapter.fully_trained.items()}
+        trained = source.select(shapes, adapter.fully_trained)
+    adapters = _Adapters(adapter.names, adapter.factors, trained)
+    return _open_merged(base_folder, adapters, config_folder=path, label=str(path))
 
 
 def _resolve_base(name: str, path: Path) -> Path:
@@ -287,12 +284,11 @@ def is_peft_adapter(path: Path) -> bool:
 
 def _record_of_run(checkpoint: Path) -> ExportRecord | None:
     run = checkpoint.absolute().parent.parent
-    records = (
-        ExportRecord.read(folder) for folder in (run / "export", run / "export-best") if (folder / RECORD).is_file()
-    )
-    return next(
-        (record for record in records if record.step is not None and step_name(record.step) == checkpoint.name), None
-    )
+    folders = (folder for folder in (run / "export", run / "export-best") if (folder / RECORD).is_file())
+    for record in map(ExportRecord.read, folders):
+        if record.step is not None and step_name(record.step) == checkpoint.name:
+            return record
+    return None
 
 
 def is_checkpoint(path: Path) -> bool:

@@ -36,6 +36,7 @@ import numpy as np
 import torch
 import transformers
 from safetensors import safe_open
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
@@ -51,9 +52,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping, r
 from transformers.core_model_loading import Split, WeightConverter
 
 _GPU_FACTOR, _GPU_FACTOR_FP8 = 2.2, 4.4
-"""Free GPU memory that verification needs, as a multiple of the size of the folder's weight files: for 16-bit weights,
-and for FP8 weights. Verification loads the model in fp32.
-"""
+"""Free GPU memory that verification in fp32 needs, relative to the weight files: with 16-bit and FP8 weights."""
 _BLOCK, _SCALE, _FP8 = 128, "_scale_inv", torch.float8_e4m3fn
 _E2M1, _GROUP = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), 32
 _GROUPED, _EAGER = "grouped_mm", "eager"
@@ -88,9 +87,8 @@ def _inspect_folder(
     record = json.loads((folder / "verification.json").read_text(encoding="utf-8"))
     is_fp8 = hasattr(config, "quantization_config")
     model, loading = _load_dequantised(folder, config) if is_fp8 else _load_plain(folder, config, names)
-    needed = (_GPU_FACTOR_FP8 if is_fp8 else _GPU_FACTOR) * sum(
-        file.stat().st_size for file in folder.glob("*.safetensors")
-    )
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    needed = size * (_GPU_FACTOR_FP8 if is_fp8 else _GPU_FACTOR)
     model.eval().to("cuda" if torch.cuda.is_available() and torch.cuda.mem_get_info()[0] > needed else "cpu")
     reached = _count_reached_experts(model)
     experts = _choose_experts(model, record)
@@ -179,11 +177,8 @@ def _dequantise(values: torch.Tensor, scale: torch.Tensor, generator: torch.Gene
     """Multiply FP8 `values` by their blocks' scales, in bf16. A `generator` moves each value by up to half a step."""
     plain = values.float()
     if generator is not None:
-        step = (
-            torch.exp2(plain.frexp().exponent - 1.0 - _MANTISSA)
-            .clamp_(min=_SMALLEST_STEP)
-            .masked_fill_(plain == 0, _SMALLEST_STEP)
-        )
+        step = torch.exp2(plain.frexp().exponent - 1.0 - _MANTISSA).clamp_(min=_SMALLEST_STEP)
+        step.masked_fill_(plain == 0, _SMALLEST_STEP)
         plain += step * (torch.rand(plain.shape, generator=generator) - 0.5)
     spread = scale.float().repeat_interleave(_BLOCK, 0).repeat_interleave(_BLOCK, 1)[: plain.shape[0], : plain.shape[1]]
     return (plain * spread).to(torch.bfloat16)
@@ -227,11 +222,9 @@ def _logits(model: PreTrainedModel, record: dict[str, Any]) -> np.ndarray:
 
 
 def _padded_logits(model: PreTrainedModel, prompts: list[list[int]]) -> np.ndarray:
-    longest = max(map(len, prompts))
-    ids = torch.full((len(prompts), longest), model.config.pad_token_id, device=model.device)
-    mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
-        ids[row, : len(prompt)], mask[row, : len(prompt)] = torch.tensor(prompt, device=model.device), 1
+    rows = [torch.tensor(prompt, device=model.device) for prompt in prompts]
+    ids = pad_sequence(rows, batch_first=True, padding_value=model.config.pad_token_id)
+    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
     with torch.no_grad():
         return model(input_ids=ids, attention_mask=mask).logits.flatten().float().cpu().numpy()
 

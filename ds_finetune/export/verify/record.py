@@ -110,16 +110,12 @@ class ExportRecord:
         """Every `stride`-th logit of a position is recorded; 1 for a classifier, whose logits are all recorded."""
         return 1 if self.num_labels else sampling_stride(self.vocab_size)
 
-    @property
-    def num_positions(self) -> int:
-        """Number of recorded positions: one per token of the prompts, or for a classifier one per prompt."""
-        return len(self.prompts) if self.num_labels else sum(len(prompt) for prompt in self.prompts)
-
     def lengths(self) -> list[int]:
-        """Number of recorded logits of each position of the prompts."""
+        """Number of logits recorded for each token of the prompts, or for each prompt of a classifier."""
         if self.num_labels:
-            return [self.num_labels] * self.num_positions
-        return [len(range(number % self.stride, self.vocab_size, self.stride)) for number in range(self.num_positions)]
+            return [self.num_labels] * len(self.prompts)
+        positions = range(sum(map(len, self.prompts)))
+        return [len(range(number % self.stride, self.vocab_size, self.stride)) for number in positions]
 
     def write(self, folder: Path) -> None:
         """Write the verification record to `folder`, and mark the folder as not yet verified."""

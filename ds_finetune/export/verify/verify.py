@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType, TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -146,9 +145,7 @@ class SignalInterruption:
         self._before = {number: signal.signal(number, self._interrupt) for number in handled}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         if error is None and self.name:
@@ -163,7 +160,7 @@ class SignalInterruption:
                 hint="verify them: " + "; ".join(f"ds-finetune export --check {folder}" for folder in unverified),
             )
 
-    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+    def _interrupt(self, number: int, _: object) -> None:
         self.name = self.name or signal.Signals(number).name
         raise KeyboardInterrupt
 
