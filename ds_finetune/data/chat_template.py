@@ -30,7 +30,7 @@ _STATM = Path("/proc/self/statm")
 
 
 class _TimeIsUpError(BaseException):
-    """Rendering took too long. Not an Exception, because jinja2 3.1.6 ignores those in constants (nodes.py:511)."""
+    """Rendering took too long. jinja2 3.1.6 ignores an Exception in constants (nodes.py:511), but no BaseException."""
 
 
 class TemplateLimits:

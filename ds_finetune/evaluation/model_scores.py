@@ -38,9 +38,8 @@ class Drafter:
     def score(
         self, hidden: torch.Tensor, ids: torch.Tensor, labels: torch.Tensor, *, chosen: torch.Tensor
     ) -> NDArray[np.float64]:
-        """Score the layer's predictions. Returns sums of each row, [rows, 4]: loss in nats, number of predictions,
-        number of right ones, and number of accepted ones. The model accepts predictions that equal its own greedy
-        choice.
+        """Score the layer's predictions. Returns sums of each row, [rows, 4]: loss in nats, and the numbers of all, of
+        right and of accepted predictions. The model accepts a prediction that equals its own greedy choice.
 
         `hidden` [rows, tokens, width] are the model's states after the final norm. `ids` and `labels` [rows, tokens]
         have one document per row, padded on the right; the label of a token is the next token, or IGNORE_INDEX.

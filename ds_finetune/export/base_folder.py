@@ -141,7 +141,7 @@ def _embeddings(published: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
 def with_stored_weights(
     tensors: Iterable[tuple[str, torch.Tensor | None]], names: Collection[str], folder: Path, family: Family
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Yield `tensors`. Those in `names` get their published values from `folder`, cast to their own dtypes.
+    """Yield `tensors`. A tensor in `names` gets its published values from `folder`, cast to its own dtype.
 
     `names` contains no routed experts. Tensors are full and on the CPU on rank zero, and None on other ranks.
     """

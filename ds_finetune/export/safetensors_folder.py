@@ -237,7 +237,7 @@ def folder_writer(
     """Context with a writer of `tensors` to `out`, which is complete when the context ends without an error.
 
     The other tensors and files of `parts` are written at the end; then an older `out` is replaced. ExportError if the
-    model combines text with images or sound, and no folder is known from which to copy the parts for these.
+    model combines text with images or sound, and no folder is known from which to copy the parts other than text.
     """
     if is_composite(parts.config) and parts.composite is None:
         raise ExportError(

@@ -161,6 +161,6 @@ def _outputs_first(key: str, shape: tuple[int, ...]) -> list[_View]:
 
 
 def _pairs(heads: torch.Tensor) -> torch.Tensor:
-    """Reorder rows of heads for llama.cpp, which rotates neighbours; in transformers these are half a head apart."""
+    """Reorder rows of heads: rows that rotate together are half a head apart in transformers, adjacent in llama.cpp."""
     groups, rows, columns = heads.shape
     return heads.view(groups, 2, rows // 2, columns).transpose(1, 2)

@@ -257,8 +257,8 @@ def with_logits(case: Case, model: PreTrainedModel) -> Case:
 
 
 def generate_tokens(model: PreTrainedModel, tokens: Ints | None = None) -> tuple[Ints, torch.Tensor]:
-    """Generate NEW_TOKENS tokens greedily after each of PROMPTS. If `tokens` are given, these are appended, not the
-    best tokens. Returns all tokens, [rows, length + NEW_TOKENS], and the logits before each new token, [rows,
+    """Generate NEW_TOKENS tokens greedily after each of PROMPTS. If `tokens` are given, they are appended instead
+    of the best tokens. Returns all tokens, [rows, length + NEW_TOKENS], and the logits before each new token, [rows,
     NEW_TOKENS, vocabulary].
     """
     prompts = generated_case(model.config.vocab_size, *PROMPTS, chunks=(PROMPTS[1],))

@@ -271,7 +271,7 @@ def _open_merged(base: Path, adapters: _Adapters, *, config_folder: Path, label:
     unused: set[str] = set()
     if is_own:
         spec = read_model_spec(config_folder)
-        # These are the base model's language-model head and multi-token prediction layers.
+        # A classifier has no use for the base model's language-model head and multi-token prediction layers.
         unused = hub.shapes.keys() - spec.shapes.keys() - spec.published_shapes().keys()
     source = _merged_source(hub_source(hub, family), adapters, family, label=label, without=unused)
     return OpenedSource(source, (config_folder, base), trained=config_folder, hub=hub, base=base, has_own_config=is_own)

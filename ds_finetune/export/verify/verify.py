@@ -1,4 +1,4 @@
-"""Verifies an exported folder: compares its bytes, its tensor names and its logits with those expected."""
+"""Verifies an exported folder: compares its bytes, tensor names and logits with its record and its base model."""
 
 import json
 import os
@@ -61,8 +61,8 @@ def changed_tensors(tensors: Mapping[str, StoredTensor], record: ExportRecord) -
 
 
 def digest_of(data: NDArray[np.uint8], tensor: StoredTensor, *, like: Digest) -> Digest:
-    """Compute the digest of a tensor in a file; `data` are the bytes of the file. The segments are those of
-    the recorded digest `like`. If the file is too short, only the bytes that exist are digested.
+    """Compute the digest of a tensor in a file; `data` are the bytes of the file. It has the segments of the
+    recorded digest `like`. If the file is too short, only the bytes that exist are digested.
     """
     begin, segments = tensor.begin, []
     for numel in like.lengths():
