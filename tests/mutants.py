@@ -888,8 +888,8 @@ MUTANTS = (
     Mutant(
         "last dimensions of a head rotated",
         "export/onnx/layers.py",
-        'names=2, axis=_LAST)\n        return graph.op("Concat", self.rotate(rotated), rest, axis=_LAST)',
-        'names=2, axis=_LAST)\n        return graph.op("Concat", rotated, self.rotate(rest), axis=_LAST)',
+        'names=2, axis=-1)\n        return graph.op("Concat", self.rotate(rotated), rest, axis=-1)',
+        'names=2, axis=-1)\n        return graph.op("Concat", rotated, self.rotate(rest), axis=-1)',
         ONNX,
     ),
     Mutant(
