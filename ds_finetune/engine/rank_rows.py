@@ -16,12 +16,12 @@ from ds_finetune.objectives.objective import AnswerNumbers
 
 @dataclass(frozen=True)
 class RankBatch(Batch):
-    """A batch with the rows of each of its forwards. This rank has its own tokens of each row."""
+    """A batch with the rows of each forward, of which this rank has its own tokens under sequence parallelism."""
 
     rows: tuple[ForwardRows, ...] = ()
     """The rows of each forward, one entry for each micro-batch in `micro`."""
     baseline_rows: tuple[ForwardRows, ...] = ()
-    """The rows of each forward for the objective's baseline, one entry for each micro-batch in `baseline`."""
+    """Rows for the objective's baseline (KTO's z0), one entry for each micro-batch in `baseline`."""
 
 
 def rank_batch(batch: Batch, sequence: SequenceParallelGroup | None, device: torch.device) -> RankBatch:

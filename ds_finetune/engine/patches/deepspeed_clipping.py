@@ -64,13 +64,13 @@ class OwnClipping:
         for loss, norm in zip(self._losses[self._first :], self._own_norms(), strict=True):
             assert loss is not None
             squares[self._names.index(loss)] += torch.where(norm < 0, float("inf"), norm).to(squares) ** 2
-        # All tensor parallel ranks of a stage have equal norms, so their sum is divided by the number of these ranks.
+        # The reduction also adds up the equal norms of a stage's tensor parallel ranks, so the sum is divided below.
         _GROUP_NORM.attribute(self._optimizer, "_model_parallel_all_reduce")(tensor=squares, op=dist.ReduceOp.SUM)
         own = (squares / (1 if self._shards is None else dist.get_world_size(self._shards))).sqrt()
         return self._read(self._combine(others_norm) if self._is_partitioned else others_norm, own)
 
     def _read(self, norm: torch.Tensor, own: torch.Tensor) -> Any:  # noqa: ANN401 - a norm, or a list of one
-        """Read all gradient norms with one device synchronisation. Returns `norm` in DeepSpeed's form."""
+        """Read all gradient norms with one device synchronisation. Returns `norm`, at stage 3 in a list."""
         norm = norm.to(own.device)
         value, *values = torch.cat([norm[None], own.to(norm.dtype)]).tolist()
         scale = self._optimizer.loss_scale

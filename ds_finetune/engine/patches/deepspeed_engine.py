@@ -46,7 +46,7 @@ def gradients_reduced_at_end(engine: Any, *, zero_stage: int) -> Iterator[None]:
 
 @contextmanager
 def _coalesced(engine: Any, zero_stage: int) -> Iterator[None]:  # noqa: ANN401
-    """DeepSpeed's `coalesced_grad_reduction` for ZeRO stages 1 to 3, but nothing is reduced after an error."""
+    """DeepSpeed's `coalesce_grad_reduction` for ZeRO stages 1 to 3, but nothing is reduced after an error."""
     name = "_flush_coalesced_reduction_zero3" if zero_stage == 3 else "_flush_coalesced_reduction_zero12"
     flush = _COALESCE.attribute(engine, name)
     _COALESCE.source(type(engine).coalesce_grad_reduction, f"self.{name}(optimizer)")

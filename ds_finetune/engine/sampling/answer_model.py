@@ -51,8 +51,8 @@ class AnswerModel:
 
     @property
     def takes_mixed_lengths(self) -> bool:
-        """Whether prompts of different lengths may share a batch: if attention knows the cache columns of each row, and
-        the model has no indexer.
+        """Whether prompts of different lengths may share a batch. This needs attention that knows the cache columns of
+        each row, and a model without an indexer.
         """
         config = self.lm.config
         return config._attn_implementation == BY_DOCUMENT and family_of(config.model_type).indexer is None
@@ -81,7 +81,7 @@ class AnswerModel:
         return [ReadPrompt(cache, 0, tokens) for tokens in ranges], logits
 
     def reading_tokens(self) -> AbstractContextManager[None]:
-        """Context in which `read_tokens` decodes. Latent attention then reads cached latents."""
+        """Context in which `read_tokens` decodes: multi-head latent attention attends to cached latents themselves."""
         # If forwards are collective, ZeRO-3 may gather the weights again, so nothing made from them is kept.
         return attending_to_latents(self.lm, keeps_weights=not self.is_collective)
 

@@ -35,7 +35,7 @@ class PromptToSample:
     number: int
     ids: Sequence[int]
     key: int
-    """Number of the rollout in which the prompt is sampled."""
+    """Number of the rollout in which the prompt is sampled, so that each rollout has other random numbers."""
 
 
 class SampledAnswer(NamedTuple):
@@ -72,6 +72,6 @@ class SamplingRequest:
     once a second if a server samples. It is called equally often on every rank, and must return the same on every rank.
     """
     on_forward: Callable[[], object] = lambda: None
-    """Function that is called before each forward of a rank. If a server samples, it is called along with `is_over`."""
+    """Function that is called before each forward of a rank, or about once a second if a server samples."""
     on_answer: OnAnswer = lambda *_: None
     """Function that is called when an answer has ended, on the rank that sampled it; with a server, on one rank."""

@@ -14,7 +14,9 @@ from ds_finetune.plan.forward import rows_sampled_at_once
 _STEP = 0x9E3779B97F4A7C15 - 2**64
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
 _LAST_SHIFT = 31
-"""Constants of splitmix64 (Steele, Lea and Flood, 2014) as signed integers, whose products wrap like unsigned ones."""
+"""This shift, `_STEP` and `_ROUNDS` are the constants of splitmix64 (Steele, Lea and Flood, 2014). They are signed
+integers, whose products wrap like unsigned ones.
+"""
 _BITS = 52
 """Number of random bits of a uniform number below 1. Half of the last bit is added, exactly in fp64, to exclude 0."""
 

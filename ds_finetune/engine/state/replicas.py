@@ -36,8 +36,8 @@ _MIX = 0x1E3779B97F4A7C15
 @dataclass(frozen=True)
 class _Copies:
     """Tensors that are replicated on the ranks of `group` (None: all ranks). `sizes` are their numbers of elements by
-    name. With `is_divided`, the ranks of `shards` (None: all ranks) together have one replica, which ZeRO partitions
-    differently at the two ends of a pipeline.
+    name. With `is_divided`, each replica is divided among the ranks of `shards` (None: all ranks), because ZeRO
+    partitions it, differently at the two ends of a pipeline.
     """
 
     group: dist.ProcessGroup | None
@@ -74,7 +74,7 @@ def check_replicas(
     differing = [(copies, keys[0]) for copies in replicated if (keys := _unequal(copies, sums))]
     (any_differs,) = all_reduce_max(bool(differing))
     if any_differs:
-        # A rank may be in groups of several kinds, so every rank handles one kind of group before the next kind.
+        # Each rank handles the groups of one kind before those of the next, or ranks of several groups would hang.
         difference = next(filter(None, [_first_difference(copies, key, state) for copies, key in differing]), "")
         raise RunError(
             f"copies of a weight on several ranks differ: {next(filter(None, all_gather_object(difference)))}",

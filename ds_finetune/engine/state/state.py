@@ -91,7 +91,7 @@ def _full_part(param: torch.Tensor, names: dict[int, str], offset: int) -> Part:
 
 
 def _masters_of_stage_0(optimizer: Any, names: dict[int, str]) -> Iterator[Master]:  # noqa: ANN401
-    """Masters at ZeRO stage 0 in 16 bits, per parameter (fp16/unfused_optimizer.py) or group (fused_optimizer.py)."""
+    """Masters at ZeRO stage 0 in 16 bits: of parameters (fp16/unfused_optimizer.py) or groups (fused_optimizer.py)."""
     if hasattr(optimizer, "fp32_groups"):
         pairs = [
             pair
@@ -110,7 +110,7 @@ def _masters_of_stage_0(optimizer: Any, names: dict[int, str]) -> Iterator[Maste
 
 
 def _master_of_group(optimizer: Any, number: int, names: dict[int, str]) -> Master:  # noqa: ANN401
-    """Master at ZeRO stages 1 and 2: a partition of a group's flat parameters (utils/mixed_precision_linkage.py)."""
+    """Master tensor at ZeRO stages 1 and 2: part of a group's flat parameters (utils/mixed_precision_linkage.py)."""
     parts = []
     for param in optimizer.bit16_groups[number]:
         mapping = param._hp_mapping
@@ -127,7 +127,7 @@ def _master_of_group(optimizer: Any, number: int, names: dict[int, str]) -> Mast
 
 
 def _masters_of_stage_3(optimizer: Any, names: dict[int, str], plan: Plan) -> Iterator[Master]:  # noqa: ANN401
-    """Masters at ZeRO stage 3: flat pieces of all parameters, in sub-groups (zero/stage3.py, grad_position)."""
+    """Master tensors at ZeRO stage 3: flat pieces of all parameters, in sub-groups (zero/stage3.py, grad_position)."""
     for number, group in enumerate(optimizer.fp16_groups):
         parts = []
         for param in group:
@@ -200,9 +200,9 @@ class EngineState:
         self._optimizers = [base, *([backup] if backup is not None else [])]
 
     def groups(self, *, restoring: bool = False, home: Sequence[int] = ()) -> list[StateGroup]:
-        """All slices of this rank, weights before optimizer states. Each sub-group on NVMe is a separate group. The
-        ranks `home` (empty: all) save to one folder, so their slices together have each element of the state.
-        With `restoring`, the slices are everything that this rank needs.
+        """All slices of this rank's state, weights before optimizer states. A sub-group on NVMe is a group of its own.
+        The ranks `home` (empty: all), which save to one folder, together have each element of the state in their
+        slices. With `restoring`, the slices have all elements that this rank needs, also those that others save.
         """
         self._home = frozenset(home or range(self._plan.mesh.world_size))
         if self._plan.device == "cuda":
@@ -224,7 +224,8 @@ class EngineState:
         fewer = {name: steps for name, steps in steps_of.items() if steps != common}
         return {
             "steps": common,
-            # DeepSpeed's fused kernels count steps only in the last parameter of a group (ops/adam/fused_adam.py).
+            # DeepSpeed's fused kernels count only in a group's last parameter (ops/adam/fused_adam.py), so counts of
+            # other parameters are not saved.
             "steps_of": {} if type(self._optimizers[0]).__module__.startswith("deepspeed.") else fewer,
             "loss_scale": loss_scale(scaler_of(self._ds.optimizer)) if self._plan.precision == "fp16" else {},
         }
@@ -244,14 +245,14 @@ class EngineState:
                 self._zero_step(masters)
         for master in fresh:
             for kind in missing_kinds[master] - self._kinds(master).keys():
-                # Below stage 3, a step with zero gradients does not create Muon's momentum. It has all elements of
-                # the parameters, or with an offloaded optimizer only this rank's partition.
+                # Below stage 3, a step with zero gradients does not create Muon's momentum, which has all elements of
+                # the parameters or, with an offloaded optimizer, only those of this rank's partition.
                 is_whole = kind == _MUON and master.full_parts and self._plan.offload_optimizer == "none"
                 size = sum(part.numel for part in master.full_parts) if is_whole else master.flat.numel()
                 self._optimizers[0].state[master.flat][kind] = torch.zeros(size, device=master.flat.device)
 
     def finish(self, scalars: Mapping[str, Any]) -> None:
-        """Finish a restore: set step counts and loss scale to `scalars`, and the weights to the restored masters."""
+        """Finish a restore: set step counts and loss scale to `scalars`, and weights to the restored master weights."""
         for master in self._masters:
             steps_of = (scalars["steps_of"].get(part.name, scalars["steps"]) for part in master.parts)
             state, steps = self._state(master), max(steps_of, default=scalars["steps"])
@@ -269,13 +270,13 @@ class EngineState:
         self._ds.module.in_fp32.round_into_parameters()
 
     def store_fp32(self) -> None:
-        """Copy the fp32 values of weights in `in_fp32` into their masters, which DeepSpeed made from 16-bit values."""
+        """Copy the fp32 values of weights in `in_fp32` to master weights, which DeepSpeed made from 16-bit values."""
         values = self._ds.module.in_fp32.values
         for part, flat in self._parts_in_fp32():
             flat.copy_(values[part.name].view(-1)[part.start : part.start + part.numel])
 
     def update_fp32(self) -> None:
-        """Copy the masters to the fp32 values that forwards use; collective among ranks that share a shard."""
+        """Copy master weights to the fp32 values with which forwards compute; collective among ranks of one shard."""
         in_fp32 = self._ds.module.in_fp32
         trained = [name for name, param in in_fp32.params.items() if param.requires_grad]
         if not trained:
@@ -347,7 +348,7 @@ class EngineState:
 
     def _slice(self, key: str, part: Part, dtype: torch.dtype) -> Slice:
         if part.is_state:
-            # An optimizer state with another shape than its parameter exists only if every rank trains full parameters.
+            # A state's shape differs from its parameter's only if every rank trains full parameters and has all states.
             return Slice(key, part.shape, 0, part.numel, dtype, is_replicated=True)
         shard = self._model_shard.tensor_shard(part.name, part.shape)
         is_replicated = self._plan.zero_stage == 0 and shard.is_full and self._plan.mesh.pp == 1
@@ -368,8 +369,8 @@ class EngineState:
         return self._is_first_here(*of_shards, *of_rows, same_experts=shard.is_expert_parallel)
 
     def _is_first_here(self, *axes: Axis, same_experts: bool = False) -> bool:
-        """Whether this rank is the first of the ranks `home` (see `groups`) with equal elements. Ranks have such
-        elements if they differ only along the mesh's `axes` and, with `same_experts`, have the same experts.
+        """Whether this rank is the first among those ranks of `home` (see `groups`) that have the same elements. These
+        ranks differ only along `axes` of the mesh and, with `same_experts`, have the same experts.
         """
         mesh = self._plan.mesh
         line = next(line for line in mesh.groups(*axes) if mesh.rank in line)
@@ -441,7 +442,7 @@ class EngineState:
                 optimizer._release_swap_buffers(master.number)
 
     def _zero_step(self, masters: Sequence[Master]) -> None:
-        """Take one optimizer step with zero gradients on `masters`; at stage 3 on one sub-group, perhaps from NVMe."""
+        """Take one optimizer step with zero gradients on `masters`; at stage 3, they are of one sub-group."""
         with self._swap_in(masters[0], write=True) if masters[0].is_swapped else nullcontext():
             grads = [master.flat.grad for master in masters]
             for master in masters:
