@@ -105,6 +105,6 @@ def _row_costs(run: PreparedRun) -> dict[str, Any]:
         return {"streamed_row_cost": lambda row: cost(row.document_lengths, row.supervised)}
     if isinstance(rows, PreparedRows):
         return {"row_cost": lambda number: cost(*rows.sizes(number))}
-    # If ranks wait only at the end of a step, the order of a rank's packed rows does not matter.
+    # Streamed packed rows are only sorted on their rank. If ranks wait once per step, their order does not matter.
     is_order_free = is_packed and not run.plan.meets_each_forward
     return {} if is_order_free else {"streamed_row_cost": lambda row: cost(row.document_lengths, row.supervised)}

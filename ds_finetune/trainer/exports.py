@@ -172,7 +172,7 @@ def export(run: PreparedRun, engine: Engine, out: Path, *, step: int | None) -> 
     # For a classifier, the base model's extra tensors belong to its language-model head and are not copied.
     if model.task == "causal_lm" and not model.has_random_weights and has_weights(folder):
         base = BaseFolder.read(folder, read_model_spec(folder))
-        # Only rank zero writes these tensors, after it has compared embedding and head, which may take seconds.
+        # Only rank zero does this, since it alone writes: comparing embedding and head may take seconds.
         parts, notes = base.with_base_tensors(parts, without=trained) if engine.is_rank_zero else (parts, [])
     keys = [*trained, *(tensor.key for tensor in parts.base_tensors)]
     notes = [*notes, *config_changes(parts.config, parts.files, keys)]
@@ -241,7 +241,7 @@ def _write_adapters(run: PreparedRun, engine: Engine, out: Path | None, parts: F
 
 def adapt_tokenizer(run: PreparedRun) -> FittedTokenizer:
     """The tokenizer files of an export that differ from the run's. A language model gets the chat template, the ids
-    that end an answer, and the BOS rule of training. A reward model of dialogues gets the chat template and the padding
+    that end an answer, and BOS as in training. A reward model of dialogues gets the chat template and the padding
     token. Tokenizers of other decoder classifiers add the special tokens of training; those of encoders are unchanged.
     """
     inputs = run.inputs

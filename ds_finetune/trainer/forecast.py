@@ -48,7 +48,7 @@ def trace_utilisation(run: PreparedRun, say: Say) -> Utilisation | None:
     if gpu is None:
         return None
     tokens = plan.train.max_seq_len
-    # The documents of a stream and the answers of rollouts are not known yet.
+    # Lengths are known of documents that are read before the run, but not of streamed ones and of sampled answers.
     if isinstance(rows, PreparedRows) and objective.head != "answers":
         # On average, a token attends to half of its document.
         tokens = round(2 * rows.mean_attended) * max(1, objective.documents_per_unit)

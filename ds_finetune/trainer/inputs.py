@@ -108,7 +108,7 @@ class RunInputs:
 
     @cached_property
     def beginning(self) -> dict[str, str]:
-        """New text of an export's tokenizer.json, by file name; empty if the file needs no change."""
+        """New text of an export's tokenizer.json, by file name, so that texts begin as in training; or empty."""
         files = {name: path for name, path in self.copied_files.items() if name != GENERATION}
         return fit_beginning(self.tokenizer, files, self.prompts, config=self.config_tree)
 

@@ -57,7 +57,8 @@ def decide_micro_batch(run: PreparedRun, store: dist.Store, monitor: Monitor) ->
     monitor.wait_until_prepared(store)
     if run.memory is None:
         raise ConfigError(
-            f"train.micro_batch_size auto: {sys.platform} does not say how much memory is free", hint="set a number"
+            f"train.micro_batch_size auto: {sys.platform} does not say how much memory is free",
+            hint="set train.micro_batch_size to a number",
         )
     texts = exchange(store, world, "memory", json.dumps(asdict(run.memory)), timeout=_TIMEOUT)
     budget = min(json.loads(text)["free_bytes"] for text in texts)

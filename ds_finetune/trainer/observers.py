@@ -129,7 +129,7 @@ def _router_observers(started: StartedRun) -> dict[str, RouterMetrics | LoadWatc
 
 
 def _expert_loads_file(started: StartedRun) -> list[Observer]:
-    """The writer of expert loads, on rank zero. It runs before a checkpoint of the same step is saved."""
+    """A list with the writer of expert loads, on rank zero. It writes before a checkpoint of the step is saved."""
     run, router = started.run, started.run.model.router
     if router is None or not started.engine.is_rank_zero:
         return []
@@ -256,7 +256,7 @@ class HeldOutEvaluation:
     def _samples(
         self, name: str, pairs: Sequence[tuple[list[int], list[int]]], generated: list[str], expected: list[str]
     ) -> Iterator[Sample]:
-        """Yield samples of a held-out set: first prompts with answers. Their step is 0 until the caller sets it."""
+        """Yield samples of a held-out set: its first prompts with answers. SampleFile replaces their step 0."""
         rows = list(zip(pairs, generated, expected, strict=True))[:MOST_SAMPLES]
         for (prompt, _), answer, of_data in rows:
             yield Sample(0, name, self.run.inputs.tokenizer.decode(prompt), answer, of_data)

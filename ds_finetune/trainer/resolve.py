@@ -91,7 +91,7 @@ class ResolvedRun:
 
     @cached_property
     def traces(self) -> Traces:
-        """Activation memory of the model by layout."""
+        """Activation memory and FLOPs of the model in any layout, traced on fake tensors."""
         return Traces(self.plan, lambda: self.model)
 
     @cached_property

@@ -216,7 +216,7 @@ def _lock_folder(checkpoints: CheckpointFolder, say: Say) -> TextIO | None:
 
 
 def try_saving(checkpoints: CheckpointFolder, *, is_asynchronous: bool) -> None:
-    """Write a few numbers as a checkpoint is written, read them back and remove them; collective. OutputError on every
+    """Save a few numbers as a trial checkpoint, read them back and remove them; collective. OutputError on every
     rank, with the reason of the first rank that fails.
     """
     trial = replace(checkpoints, path=checkpoints.path / f".rehearsal-{checkpoints.token}")
@@ -384,7 +384,7 @@ def ended_early(point: ResumePoint, *, patience: int) -> bool:
 
 
 def interrupted_evaluation(point: ResumePoint, stream_position: Position, *, steps: int) -> list[StepRecord]:
-    """If a signal interrupted an evaluation, the record of that step, for the observers to repeat; else empty."""
+    """If a signal interrupted an evaluation, the record of its step, so that observers evaluate again; else empty."""
     state = point.checkpoint.state if point.checkpoint else None
     if state is None or not state.observers.get("evaluation", {}).get("is_due"):
         return []
@@ -413,7 +413,7 @@ def inputs_of(run: PreparedRun) -> RunIdentity:
 
 
 def _rows_left_out(usable: UsableCheckpoint, run: PreparedRun) -> list[str]:
-    """A line on rows that a lengthened run skips, if the shorter run's last step had fewer rows than other steps."""
+    """A line on rows that are skipped if `train.for` was raised: the last step until now had fewer rows than others."""
     rows, config = run.inputs.train, run.config
     if isinstance(rows, StreamedRows) or usable.state.config["train"]["for"] == config.train.duration:
         return []

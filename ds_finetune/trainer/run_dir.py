@@ -122,7 +122,7 @@ def _is_resumable(folder: Path, policy: CheckpointConfig) -> bool:
 
 @contextmanager
 def remove_empty_on_failure(folder: Path) -> Iterator[None]:
-    """If an error ends this context before the first step, remove the empty folders left by the test of saving."""
+    """If an error ends this context before the first step, remove the empty folders that the trial of saving made."""
     try:
         yield
     except BaseException:
@@ -190,8 +190,8 @@ def _step_of(line: bytes) -> int | None:
 
 
 def write_rows(output_dir: Path, rows: Mapping[str, Rows]) -> dict[str, tuple[str]]:
-    """Write the rows of `train` and `eval` to files in `output_dir`, and return their paths. Called on every rank.
-    DataError if rows cannot be written as JSON; OutputError if the folder cannot be written.
+    """Write rows that a program passes as `train` and `eval` to files in `output_dir`, and return the paths. Called on
+    every rank.     DataError if rows cannot be written as JSON; OutputError if the folder cannot be written.
     """
     return {name: (_write(rows_of_set, name, output_dir / ROWS),) for name, rows_of_set in rows.items()}
 

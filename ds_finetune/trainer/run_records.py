@@ -139,8 +139,8 @@ class StatusKeeper:
         self._thread.start()
 
     def end(self, state: State, reason: str = "") -> None:
-        """Write the final status, unless the watchdog has written it, and stop the thread unless the file system hangs.
-        Does nothing before `begin` and after the first call.
+        """Write the final status, unless the watchdog has written it, and end the thread that writes the status, unless
+        its file system hangs. Does nothing before `begin` and after the first call.
         """
         if self._progress is None or self._thread is None or self._closed.is_set():
             return

@@ -129,7 +129,7 @@ def show_next(report: "Report") -> None:
 
 
 def show_verifications(results: "Sequence[VerificationResult]", *, is_short: bool = False) -> None:
-    """Print the results of verifying exports, once for folders that share their files. `is_short` prints only the
+    """Print the results of verifying exports, on one line for folders with equal results. `is_short` prints only the
     difference of logits for folders without faults.
     """
     folders_by_text: dict[tuple[str, ...], list[str]] = {}

@@ -1,4 +1,4 @@
-"""Observers of rollouts: they write metrics, samples and the cause line, and evaluate held-out prompts by rewards."""
+"""Observers of rollouts: metrics, samples, a line on why the reward changes, and held-out prompts scored by rewards."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,7 +23,7 @@ from ds_finetune.trainer.rollouts.sampling import Sampler
 from ds_finetune.trainer.rollouts.source import LOST, RolloutSource
 
 EVERY = 10
-"""Number of rollouts between two cause lines."""
+"""Number of rollouts after which a line says why the reward rises or falls (causes.py)."""
 _SAMPLED_GROUPS, _SAMPLED_ANSWERS = 2, 4
 """For each rollout, the number of groups written to rollouts.jsonl; for each group, the number of answers."""
 LOSS_NOTE = (
@@ -33,19 +33,19 @@ LOSS_NOTE = (
 
 
 class RolloutMetrics(Remembering):
-    """Adds `rollout/*` metrics to the record of the first step of each rollout, and prints the cause line."""
+    """Adds `rollout/*` metrics to the record of the first step of each rollout, and prints cause lines (causes.py)."""
 
     saved: ClassVar = ("start", "recent", "since")
 
     def __init__(self, source: RolloutSource, say: Say) -> None:
         self._source, self._say = source, say
         self.start: Metrics | None = None
-        """Mean metrics of the rollouts that the run's first cause line is about."""
+        """Mean metrics of the run's first rollouts, with which those of later rollouts are compared."""
         self.recent: list[Metrics] = []
         self.since = 0
 
     def after_step(self, record: StepRecord) -> StepRecord:
-        """Add the latest rollout's metrics to `record` if it begins with this step. Print the cause line if due."""
+        """Add the latest rollout's metrics to `record` if it begins with this step. Print a cause line if due."""
         rollout = self._source.latest
         if rollout is not None and rollout.first == record.step - 1:
             values = rollout_metrics(rollout, self._source.sampler)

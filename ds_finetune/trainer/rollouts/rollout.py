@@ -67,7 +67,7 @@ class AnswerGroup:
         weights: Floats,
         section: GrpoObjective,
     ) -> "AnswerGroup":
-        """Make the group of a prompt, given as (draw, number), with rewards and advantages from scores and weights."""
+        """Make the group of `prompt` (its `draw` and `number`) from the scores `parts` and the rewards' `weights`."""
         compared, total = (combine_rewards(parts, weights, how) for how in (section.reward_scale, "sum"))
         of_answers = advantages(compared[None], section.advantage)[0]
         return cls(*prompt, tuple(answers), parts, total, of_answers, bool(has_spread(compared[None])[0]))
@@ -82,7 +82,7 @@ class AnswerGroup:
 
     @property
     def is_all_right(self) -> bool:
-        """Whether every answer of the group is right."""
+        """Whether every answer of the group is right, with a score of 1 or more."""
         return bool((self.verdicts >= 1).all())
 
     @property

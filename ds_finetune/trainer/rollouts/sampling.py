@@ -59,7 +59,7 @@ class AnswerTexts:
 
     @cached_property
     def limits(self) -> SamplingLimits:
-        """What ends an answer, and which ids may be sampled. Only ids of the tokenizer may."""
+        """What ends an answer, and which ids may be sampled: those that the tokenizer has."""
         return SamplingLimits(
             max_new_tokens=self.rollout.max_new_tokens,
             stop_ids=self.stop_ids,

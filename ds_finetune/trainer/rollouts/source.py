@@ -116,8 +116,8 @@ class RolloutSource:
         `cursor` is the position of the first prompt in the run's order, and `done` the number of completed steps.
         """
         steps = min(self._steps, self.run.schedule.steps - first)
-        # The last step of a run whose length is given in epochs may have fewer prompts.
         per_step = self.run.config.rollout.prompts_per_step
+        # The last step of a run whose length is given in epochs may have fewer prompts.
         number = min((first + steps) * per_step, total_rows(self.run, self.rows)) - first * per_step
         draws = range(cursor, cursor + number)
         empty = Rollout(first, (), (), draws.stop, steps, done)
@@ -146,7 +146,7 @@ class RolloutSource:
         return replace(rollout, noted={**rollout.noted, "log_probs": time.perf_counter() - began})
 
     def _scored(self, empty: Rollout, draws: range, sampled: SampledGroups) -> Rollout:
-        """The rollout with rewards. With `no_spread: resample`, further prompts replace groups without spread."""
+        """`empty` with scored groups. With `no_spread: resample`, further prompts replace groups of equal rewards."""
         mode, groups, notes = self._objective.no_spread, list[AnswerGroup](), Counter[str]()
         prompts = len(draws)
         end = draws.start + MOST_DRAWS * prompts

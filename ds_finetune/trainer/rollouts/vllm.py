@@ -164,7 +164,7 @@ class VllmEngine:
         raise_on_every_rank(self._tried(work)[1])
 
     def _tried(self, work: Callable[[VllmServer], T]) -> tuple[T | None, FinetuneError | None]:
-        """Run `work` on rank zero. Returns its result and its error, ServerLostError for a server that has answered."""
+        """Run `work` on rank zero. Returns its result or error: ServerLostError if the server had answered before."""
         if not self._engine.is_rank_zero:
             return None, None
         try:
