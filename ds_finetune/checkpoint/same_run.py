@@ -96,7 +96,7 @@ def _keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _other_evaluation(state: RunState, now: RunIdentity) -> list[str]:
-    """Line on evaluation rows that differ from the checkpoint's; CheckpointError if the run uses its best loss."""
+    """A line if the evaluation rows have changed; CheckpointError if the run compares losses with the best one."""
     if not (state.held_out and now.held_out) or state.held_out == now.held_out:
         return []
     best = float(state.observers.get("best", {}).get("best_loss", math.inf))

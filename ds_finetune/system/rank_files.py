@@ -38,6 +38,6 @@ def record_error(text: str, *, cause: str = "", file: str = "") -> None:
     now = time.time()
     extra = {"py_callstack": text, "timestamp": str(int(now))}
     message = {"message": text, "extraInfo": extra, "at": now, "cause": cause}
-    # The file is replaced atomically: the agent fails on an incomplete file, which a full disk would leave.
+    # The file is replaced atomically: torch's agent fails on an incomplete file, which a full disk would leave.
     with suppress(OSError):
         replace_file(path, json.dumps({"message": message}))

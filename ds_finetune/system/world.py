@@ -16,7 +16,9 @@ _OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LO
 _OTHER_SIZES = ("PMI_SIZE", "MV2_COMM_WORLD_SIZE", "FLUX_JOB_SIZE", "JSM_NAMESPACE_SIZE")
 """Variables in which unsupported launchers set the number of ranks: MPICH (Intel MPI, PALS), MVAPICH, Flux, jsrun."""
 _PARTS_OF_OTHERS = ("MPI_LOCALNRANKS", "NPROC_PER_NODE", "NNODES")
-"""Environment variables with the number of a host's ranks or of hosts. ms-swift and LLaMA-Factory read the last two."""
+"""Variables for a host's number of ranks, or for hosts, of launchers that are not supported. The last two start
+ms-swift and LLaMA-Factory.
+"""
 _OTHER_RANKS = ("PMI_RANK", "PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE", "FLUX_TASK_RANK", "MPI_LOCALRANKID")
 """Environment variables with a rank. An unsupported launcher may set one without a number of ranks."""
 _NODE_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "CROSS_SIZE")
@@ -327,7 +329,7 @@ def slurm_nodes(environ: Mapping[str, str], *names: str) -> list[str]:
 
 
 def _expand(part: str) -> list[str]:
-    """Nodes of an entry: `node[01-03,7]-ib` is node01-ib, node02-ib, node03-ib, node7-ib. Several brackets multiply."""
+    """Nodes of an entry: `node[01-03,7]-ib` is node01-ib, node02-ib, node03-ib, node7-ib. Brackets are combined."""
     pieces = re.split(r"\[([^\[\]]*)\]", part)
     choices = [_numbers(piece) if index % 2 else [piece] for index, piece in enumerate(pieces)]
     return ["".join(chosen) for chosen in product(*choices)]

@@ -69,7 +69,7 @@ class Proxy:
         return self._asks("getattr", self, name)
 
     def __eq__(self, other: object) -> bool:
-        """Compare as data, in this process. The program's own `__eq__` is used only between two of its objects."""
+        """Compare the object's data here, in the tests' process. Only two of the program's objects use its `__eq__`."""
         if isinstance(other, Proxy):
             return other is self or self._asks("eq", self, other) is True
         data = self._asks("data", self)

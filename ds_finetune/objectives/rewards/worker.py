@@ -83,7 +83,7 @@ def read_reference(settings: Settings, record: Mapping[str, Any]) -> Any:  # noq
 
 
 def needs_of(rewards: Sequence[Settings], record: Mapping[str, Any]) -> str:
-    """Error message if a reward cannot use a data row, for the first such reward; empty if all can."""
+    """The error message of the first reward that cannot use a data row; empty if all can."""
     for settings in rewards:
         try:
             _ = settings["reward"] in BUILTIN and read_reference(settings, record)
@@ -93,7 +93,7 @@ def needs_of(rewards: Sequence[Settings], record: Mapping[str, Any]) -> str:
 
 
 def late_part(settings: Settings, end: str = "") -> dict[str, Any]:
-    """Result of a reward that took too long: the score `unparsed` if `is_long_answers_fault`, else an error."""
+    """Result of a reward that took too long: the score `unparsed` if that is the answer's fault, else an error."""
     builtin = BUILTIN.get(settings["reward"])
     if builtin is not None and builtin.is_long_answers_fault:
         return {"score": settings["unparsed"], "has_result": False}
@@ -123,7 +123,7 @@ class _FileReward:
         self._names = [name for name in ARGUMENTS if takes_all or name in {each.name for each in by_name}]
 
     def __call__(self, answer: AnswerToScore) -> Outcome:
-        # The data row is copied, because other rewards get it too.
+        # The data row is copied, because a reward may change it, and other rewards get it too.
         values = (deepcopy(answer.record), answer.prompt, answer.text, list(answer.ids), answer.finish)
         given = dict(zip(ARGUMENTS, values, strict=True))
         score = self._call(**{name: given[name] for name in self._names})
