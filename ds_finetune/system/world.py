@@ -1,12 +1,12 @@
 """Finds the rank of this process from the environment of its launcher, and settings of `accelerate launch`."""
 
 import re
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from ds_finetune.config.hostfile import read_hostfile
 from ds_finetune.errors import LaunchError
@@ -95,37 +95,22 @@ class World:
 
     def set_environment(self, environ: MutableMapping[str, str]) -> None:
         """Set the standard environment variables that are missing, without which DeepSpeed would need mpi4py."""
-        values = {
-            "RANK": self.rank,
-            "WORLD_SIZE": self.world_size,
-            "LOCAL_RANK": self.local_rank,
-            "LOCAL_WORLD_SIZE": self.local_world_size,
-            "MASTER_ADDR": self.master_addr,
-            "MASTER_PORT": self.master_port,
-        }
-        for name, value in values.items():
-            environ.setdefault(name, str(value))
+        for name, value in vars(self).items():
+            if name != "launcher":
+                environ.setdefault(name.upper(), str(value))
 
     @classmethod
     def _standard(cls, environ: Mapping[str, str]) -> Self:
         rank, size, local = (_number(environ, name) for name in _STANDARD)
-        local_size = (
-            _number(environ, "LOCAL_WORLD_SIZE")
-            if "LOCAL_WORLD_SIZE" in environ
-            else _number(environ, "LOCAL_SIZE", default=size)
-        )
+        sizes = (name for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE") if name in environ)
+        local_size = _number(environ, next(sizes, ""), default=size)
         if local_size < size and "MASTER_ADDR" not in environ:
             raise LaunchError(
                 f"WORLD_SIZE is {size} with {local_size} ranks on this host, and MASTER_ADDR is not set",
                 hint="set MASTER_ADDR and MASTER_PORT to the host of rank 0, the same on every rank",
             )
-        launcher = (
-            "accelerate"
-            if "ACCELERATE_MIXED_PRECISION" in environ
-            else "torchrun"
-            if "TORCHELASTIC_RUN_ID" in environ
-            else "deepspeed"
-        )
+        marks = {"ACCELERATE_MIXED_PRECISION": "accelerate", "TORCHELASTIC_RUN_ID": "torchrun"}
+        launcher = next((name for mark, name in marks.items() if mark in environ), "deepspeed")
         return cls(rank, size, local, local_size, launcher, *_master_address(environ, ""))
 
     @classmethod
@@ -174,25 +159,19 @@ def accelerate_choices(environ: Mapping[str, str]) -> AccelerateChoices | None:
     if environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() != "true":
         return None
 
-    def value_of(name: str) -> str | None:
-        value = environ.get(f"ACCELERATE_{name}", "auto").lower()
-        return None if value in ("auto", "none", "") else environ[f"ACCELERATE_{name}"]
+    def value_of(name: str, kind: Callable[[str], Any] = str) -> Any:  # noqa: ANN401 - what `kind` makes
+        value = environ.get(f"ACCELERATE_{name}", "auto")
+        return None if value.lower() in ("auto", "none", "") else kind(value)
 
-    file = value_of("DEEPSPEED_CONFIG_FILE")
-    stage, accumulation, clipping = (
-        value_of("DEEPSPEED_ZERO_STAGE"),
-        value_of("GRADIENT_ACCUMULATION_STEPS"),
-        value_of("GRADIENT_CLIPPING"),
-    )
-    precision = value_of("MIXED_PRECISION")
+    file, precision = value_of("DEEPSPEED_CONFIG_FILE"), value_of("MIXED_PRECISION")
     return AccelerateChoices(
         config_file=file,
-        zero_stage=int(stage) if stage and not file else None,
+        zero_stage=None if file else value_of("DEEPSPEED_ZERO_STAGE", int),
         offload_optimizer=value_of("DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE"),
         offload_param=value_of("DEEPSPEED_OFFLOAD_PARAM_DEVICE"),
-        gradient_accumulation_steps=int(accumulation) if accumulation else None,
-        gradient_clipping=float(clipping) if clipping else None,
-        mixed_precision=None if precision in (None, "no") else precision,
+        gradient_accumulation_steps=value_of("GRADIENT_ACCUMULATION_STEPS", int),
+        gradient_clipping=value_of("GRADIENT_CLIPPING", float),
+        mixed_precision=None if precision == "no" else precision,
     )
 
 
