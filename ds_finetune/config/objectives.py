@@ -358,7 +358,7 @@ OBJECTIVES: dict[str, ObjectiveRow] = {
         ObjectiveRow(ClassificationObjective, "scores:make_classification", "labelled", "examples", "scores"),
         ObjectiveRow(DpoObjective, "preferences:DirectPreference", "pairs", "pairs", "documents", ("reference",)),
         ObjectiveRow(SimpoObjective, "preferences:SimplePreference", "pairs", "pairs", "documents"),
-        ObjectiveRow(CpoObjective, "preferences:ContrastivePreference", "pairs", "pairs", "documents"),
+        ObjectiveRow(CpoObjective, "preferences:DirectPreference", "pairs", "pairs", "documents"),
         ObjectiveRow(OrpoObjective, "preferences:OddsRatioPreference", "pairs", "pairs", "documents"),
         ObjectiveRow(RewardObjective, "scores:make_reward", "pairs", "pairs", "scores"),
         ObjectiveRow(

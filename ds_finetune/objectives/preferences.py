@@ -83,51 +83,48 @@ MEAN_VARIANTS = ("ipo", "sigmoid_norm")
 
 
 class DirectPreference(PairObjective):
-    """DPO and its variants. The loss depends on the log-ratios of a pair's answers to the reference model."""
+    """DPO and its variants. The loss depends on the log-ratios of a pair's answers to the reference model.
 
-    def __init__(self, section: DpoObjective) -> None:
+    CPO (Xu et al., arXiv 2401.08417) has no reference model: log-probabilities take the place of the log-ratios.
+    """
+
+    def __init__(self, section: DpoObjective | CpoObjective) -> None:
         super().__init__(section.name, beta=section.beta, nll_weight=section.nll_weight)
-        self.reference_from_adapters = section.reference == "adapters_off"
-        self._section = section
+        self._variant = section.loss
+        self._smoothing = section.label_smoothing if isinstance(section, DpoObjective) else 0.0
+        self.reference_from_adapters = isinstance(section, DpoObjective) and section.reference == "adapters_off"
 
     def scores(self, documents: DocumentLogProbs) -> torch.Tensor:
         """Log-ratio of each answer to the reference model; its mean over tokens with `ipo` and `sigmoid_norm`."""
-        ratios = log_ratios(documents)
-        return per_token(ratios, documents) if self._section.loss in MEAN_VARIANTS else ratios
+        ratios = log_ratios(documents) if self.needs_reference else documents.logp
+        return per_token(ratios, documents) if self._variant in MEAN_VARIANTS else ratios
 
     def pair_losses(self, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
-        """Loss of each pair by the chosen variant of DPO."""
-        section = self._section
-        return _variant_losses(section.loss, section.beta, section.label_smoothing, chosen, rejected)
-
-
-def _variant_losses(
-    variant: str, beta: float, smoothing: float, chosen: torch.Tensor, rejected: torch.Tensor
-) -> torch.Tensor:
-    difference = chosen - rejected
-    margin = beta * difference
-    match variant:
-        case "robust":
-            # Robust DPO is unbiased with mislabelled pairs (Chowdhury et al., arXiv 2403.00409).
-            losses = -(1 - smoothing) * logsigmoid(margin) + smoothing * logsigmoid(-margin)
-            return losses / (1 - 2 * smoothing)
-        case "hinge":
-            # SLiC's hinge loss (Zhao et al., arXiv 2305.10425).
-            return relu(1 - margin)
-        case "ipo":
-            # IPO's loss (Azar et al., arXiv 2310.12036), on mean log-ratios per token as in TRL 1.16.
-            return (difference - 1 / (2 * beta)) ** 2
-        case "apo_zero":
-            # APO-zero (arXiv 2408.06266), for chosen answers that are better than the model's own.
-            return (1 - torch.sigmoid(beta * chosen)) + torch.sigmoid(beta * rejected)
-        case "apo_down":
-            # APO-down (arXiv 2408.06266), for chosen answers that are worse than the model's own.
-            return torch.sigmoid(beta * chosen) + (1 - torch.sigmoid(margin))
-    assert variant in ("sigmoid", "sigmoid_norm"), variant
-    # This is DPO's loss (equation 7 of the paper). With label smoothing e it is the expected loss if a fraction e of
-    # the pairs were swapped (cDPO). Without smoothing, an infinite margin must have the loss 0, not NaN.
-    losses = -(1 - smoothing) * logsigmoid(margin)
-    return losses - smoothing * logsigmoid(-margin) if smoothing else losses
+        """Loss of each pair by the variant of DPO that the run file names."""
+        difference, beta, smoothing = chosen - rejected, self.beta, self._smoothing
+        margin = beta * difference
+        match self._variant:
+            case "robust":
+                # Robust DPO is unbiased with mislabelled pairs (Chowdhury et al., arXiv 2403.00409).
+                losses = -(1 - smoothing) * logsigmoid(margin) + smoothing * logsigmoid(-margin)
+                return losses / (1 - 2 * smoothing)
+            case "hinge":
+                # SLiC's hinge loss (Zhao et al., arXiv 2305.10425).
+                return relu(1 - margin)
+            case "ipo":
+                # IPO's loss (Azar et al., arXiv 2310.12036), on mean log-ratios per token as in TRL 1.16.
+                return (difference - 1 / (2 * beta)) ** 2
+            case "apo_zero":
+                # APO-zero (arXiv 2408.06266), for chosen answers that are better than the model's own.
+                return (1 - torch.sigmoid(beta * chosen)) + torch.sigmoid(beta * rejected)
+            case "apo_down":
+                # APO-down (arXiv 2408.06266), for chosen answers that are worse than the model's own.
+                return torch.sigmoid(beta * chosen) + (1 - torch.sigmoid(margin))
+        assert self._variant in ("sigmoid", "sigmoid_norm"), self._variant
+        # This is DPO's loss (equation 7 of the paper). With label smoothing e it is the expected loss if a fraction e
+        # of the pairs were swapped (cDPO). Without smoothing, an infinite margin must have the loss 0, not NaN.
+        losses = -(1 - smoothing) * logsigmoid(margin)
+        return losses - smoothing * logsigmoid(-margin) if smoothing else losses
 
 
 class KahnemanTversky(DocumentObjective):
@@ -179,22 +176,6 @@ class KahnemanTversky(DocumentObjective):
         rewards = {f"reward_{side}": sums[f"reward_{side}"] / sums[side] for side in ("good", "bad") if sums[side]}
         margin = {"reward_margin": rewards["reward_good"] - rewards["reward_bad"]} if len(rewards) == 2 else {}
         return {"loss": sums["examples"] / examples, "kl": sums["kl"] / examples, **margin, **rewards}
-
-
-class ContrastivePreference(PairObjective):
-    """CPO: DPO's loss without a reference model, plus cross entropy of chosen answers (Xu et al., arXiv 2401.08417)."""
-
-    def __init__(self, section: CpoObjective) -> None:
-        super().__init__(section.name, beta=section.beta, nll_weight=section.nll_weight)
-        self._variant = section.loss
-
-    def scores(self, documents: DocumentLogProbs) -> torch.Tensor:
-        """Log-probability of each answer in nats; with `ipo` its mean over the answer's tokens, as in TRL 1.16."""
-        return per_token(documents.logp, documents) if self._variant == "ipo" else documents.logp
-
-    def pair_losses(self, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
-        """Loss of each pair by DPO's formula for `sigmoid`, `hinge` or `ipo`, from scores without a reference model."""
-        return _variant_losses(self._variant, self.beta, 0.0, chosen, rejected)
 
 
 LARGEST_MEAN = -1e-6
