@@ -4,10 +4,10 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from ds_finetune.errors import DependencyError
+from ds_finetune.system.versions import installed_version
 
 TESTED = {
     "bitsandbytes": "0.50.2",
@@ -46,20 +46,12 @@ class Foreign:
             self._raise_changed(f"`{function.__qualname__}` no longer contains `{text}`")
 
     def _raise_changed(self, problem: str) -> None:
-        tested = TESTED[self.package]
+        tested, installed = TESTED[self.package], installed_version(self.package).partition("+")[0] or "unknown"
         raise DependencyError(
-            f"{self.package} {installed_version(self.package)} cannot be patched: {problem}; ds-finetune's patch is "
-            f"written for {self.package} {tested} ({self.location})",
+            f"{self.package} {installed} cannot be patched: {problem}; ds-finetune's patch is written for "
+            f"{self.package} {tested} ({self.location})",
             hint=f"pip install {self.package}=={tested} (constraints.txt lists all tested versions)",
         )
-
-
-def installed_version(package: str) -> str:
-    """Version of an installed package without a suffix such as `+cpu`; `unknown` if it has no metadata."""
-    try:
-        return version(package).partition("+")[0]
-    except PackageNotFoundError:
-        return "unknown"
 
 
 @contextmanager

@@ -1,11 +1,10 @@
 """Patches of torch.distributed: the default timeout, hooks around collectives, and access to NCCL's flight recorder."""
 
-import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -62,7 +61,7 @@ def spans_of_collectives(
     wait = _GROUP.attribute(work_class, "wait")
 
     def spanned(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(method)
+        @wraps(method)
         def call(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
             span, span_of_wait = spans_of(group, name, args)
             with span():
@@ -73,7 +72,7 @@ def spans_of_collectives(
 
         return call
 
-    @functools.wraps(wait)
+    @wraps(wait)
     def spanned_wait(work: dist.Work, *args: Any, **kwargs: Any) -> bool:  # noqa: ANN401 - a timeout or none
         with waits.get(work, other_waits)():
             return wait(work, *args, **kwargs)
