@@ -63,10 +63,6 @@ def _examples_of(rows: ForwardRows) -> Examples:
     return rows.examples
 
 
-def _never() -> bool:
-    return False
-
-
 class Engine:
     """A model under DeepSpeed: the engine trains, evaluates and generates, and gathers full tensors."""
 
@@ -169,7 +165,7 @@ class Engine:
         batches: Iterable[Batch],
         *,
         baseline: Iterable[MicroBatch] = (),
-        is_over: Callable[[], bool] = _never,
+        is_over: Callable[[], bool] = lambda: False,
     ) -> HeldOutScores | None:
         """Compute metrics over `batches`. The batches of all ranks must contain every row of the data once. `baseline`
         has this rank's documents for the baseline of the objective (KTO's z0), which is computed over all ranks.
@@ -272,7 +268,7 @@ class Engine:
         head.forbidden = None if allowed is None else ~allowed.chunk(mesh.tp)[mesh.coordinate("tp")].to(self._device)
 
     def generate(
-        self, prompts: list[list[int]], limits: SamplingLimits, *, is_over: Callable[[], bool] = _never
+        self, prompts: list[list[int]], limits: SamplingLimits, *, is_over: Callable[[], bool] = lambda: False
     ) -> list[list[int]] | None:
         """Generate greedy answers to `prompts`, which are distributed over the ranks. Returns the answers' token ids,
         without stop tokens. `is_over` is called before each answer and must return the same on every rank. If it

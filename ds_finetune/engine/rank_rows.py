@@ -29,21 +29,16 @@ def rank_batch(batch: Batch, sequence: SequenceParallelGroup | None, device: tor
 
     def ready(micro: MicroBatch) -> ForwardRows:
         rows = host_rows(micro, sequence)
-        return with_tensors(rows, torch.Tensor.pin_memory) if pins_memory(device) else rows
+        return with_tensors(rows, torch.Tensor.pin_memory) if device.type == "cuda" else rows
 
     return RankBatch(
         **vars(batch), rows=tuple(map(ready, batch.micro)), baseline_rows=tuple(map(ready, batch.baseline))
     )
 
 
-def pins_memory(device: torch.device) -> bool:
-    """Whether tensors for `device` are first put into pinned memory, so that copying them is asynchronous."""
-    return device.type == "cuda"
-
-
 def copy_to_device(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a small host tensor to `device` asynchronously."""
-    return (numbers.pin_memory() if pins_memory(device) else numbers).to(device, non_blocking=True)
+    """Copy a small host tensor to `device`, asynchronously to a GPU, for which it is put into pinned memory first."""
+    return (numbers.pin_memory() if device.type == "cuda" else numbers).to(device, non_blocking=True)
 
 
 def rows_on_device(rows: ForwardRows, device: torch.device) -> ForwardRows:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -82,31 +83,24 @@ def master_weights(wrapped: Any, plan: Plan) -> list[Master]:  # noqa: ANN401 - 
         return [_master_of_group(optimizer, number, names) for number in range(len(optimizer.bit16_groups))]
     if plan.precision == "fp32":
         trained = [param for group in optimizer.param_groups for param in group["params"]]
-        return [Master(p, (_full_part(p, names, 0),), number, is_parameter=True) for number, p in enumerate(trained)]
+        return [Master(p, _full_parts([p], names), number, is_parameter=True) for number, p in enumerate(trained)]
     return list(_masters_of_stage_0(optimizer, names))
 
 
-def _full_part(param: torch.Tensor, names: dict[int, str], offset: int) -> Part:
-    return Part(names[id(param)], tuple(param.shape), 0, param.numel(), offset)
+def _full_parts(params: Sequence[torch.Tensor], names: dict[int, str]) -> tuple[Part, ...]:
+    pairs = zip(params, accumulate((param.numel() for param in params), initial=0), strict=False)
+    return tuple(Part(names[id(p)], tuple(p.shape), 0, p.numel(), offset) for p, offset in pairs)
 
 
 def _masters_of_stage_0(optimizer: Any, names: dict[int, str]) -> Iterator[Master]:  # noqa: ANN401
     """Masters at ZeRO stage 0 in 16 bits: of parameters (fp16/unfused_optimizer.py) or groups (fused_optimizer.py)."""
     if hasattr(optimizer, "fp32_groups"):
-        pairs = [
-            pair
-            for groups in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
-            for pair in zip(*groups, strict=True)
-        ]
-        for number, (param, flat) in enumerate(pairs):
-            yield Master(flat, (_full_part(param, names, 0),), number, is_parameter=True)
+        params, masters = map(chain.from_iterable, (optimizer.fp16_groups, optimizer.fp32_groups))
+        for number, (param, flat) in enumerate(zip(params, masters, strict=True)):
+            yield Master(flat, _full_parts([param], names), number, is_parameter=True)
         return
     for number, (group, flat) in enumerate(zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True)):
-        offset, parts = 0, []
-        for param in group:
-            parts.append(_full_part(param, names, offset))
-            offset += param.numel()
-        yield Master(flat, tuple(parts), number)
+        yield Master(flat, _full_parts(group, names), number)
 
 
 def _master_of_group(optimizer: Any, number: int, names: dict[int, str]) -> Master:  # noqa: ANN401
@@ -119,11 +113,8 @@ def _master_of_group(optimizer: Any, number: int, names: dict[int, str]) -> Mast
             parts.append(
                 Part(names[id(param)], tuple(param.shape), where.start, where.numel, mapping.hp_fragment_address.start)
             )
-    offset, full_parts = 0, []
-    for param in optimizer.params_in_partition[number]:
-        full_parts.append(_full_part(param, names, offset))
-        offset += param.numel()
-    return Master(optimizer.single_partition_of_fp32_groups[number], tuple(parts), number, full_parts=tuple(full_parts))
+    full_parts = _full_parts(optimizer.params_in_partition[number], names)
+    return Master(optimizer.single_partition_of_fp32_groups[number], tuple(parts), number, full_parts=full_parts)
 
 
 def _masters_of_stage_3(optimizer: Any, names: dict[int, str], plan: Plan) -> Iterator[Master]:  # noqa: ANN401
