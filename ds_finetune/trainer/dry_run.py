@@ -66,11 +66,7 @@ class PlannedRun:
 
 def planned_run(run: ResolvedRun) -> PlannedRun:
     """Plan a run and its plan lines, without reading weights or data."""
-    lines = (
-        *run.plan.decisions,
-        *model_lines(run.model, run.plan),
-        *_totals(run),
-    )
+    lines = (*run.plan.decisions, *model_lines(run.model, run.plan), *_totals(run))
     notes, kind = run.plan.notes, RowKind.of(run.plan.objective)
     if kind.name == "labelled" and not kind.num_labels and not kind.labels:
         notes += ("2 classes are assumed: their number is found in the training rows, which are not read here",)
@@ -102,7 +98,7 @@ def _rank_map(mesh: Mesh, per_node: int) -> Table:
     nodes = mesh.world_size // per_node
     shown = [*range(min(_SHOWN_NODES, nodes)), *([nodes - 1] if nodes > _SHOWN_NODES else [])]
     axes = [axis for axis in AXES if getattr(mesh, axis) > 1] or ["dp"]
-    table = Table(title="ranks", title_justify="left", box=None)
+    table = Table(title="ranks", title_justify="left", caption_justify="left", box=None)
     for head in ("node", "ranks", *axes, *(["experts"] if mesh.ep > 1 else [])):
         table.add_column(head)
     for node in shown:
@@ -112,7 +108,6 @@ def _rank_map(mesh: Mesh, per_node: int) -> Table:
         table.add_row(str(node), _range(set(ranks)), *coordinates, *parts)
     lines = [(axis, mesh.groups(axis)) for axis in axes] + ([("experts", mesh.expert_groups())] if mesh.ep > 1 else [])
     table.caption = "; ".join(f"a group along {axis} spans {_nodes(groups, per_node)}" for axis, groups in lines)
-    table.caption_justify = "left"
     return table
 
 
@@ -126,14 +121,13 @@ def _range(values: set[int]) -> str:
 
 
 def _shapes(kinds: Sequence[TensorKind], plan: Plan) -> Table:
-    table = Table(title="tensors", title_justify="left", box=None)
+    table = Table(title="tensors", title_justify="left", caption_justify="left", box=None)
     for head in ("name", "times", "full shape", "on a rank", "shared by"):
         table.add_column(head, overflow="fold")
     for kind in kinds:
         table.add_row(kind.name, str(kind.count), _by(kind.full_shape), _by(kind.local), f"{kind.sharers} ranks")
     if plan.zero_stage == 3:
         table.caption = "under ZeRO-3 the ranks that share a tensor hold equal parts of it"
-        table.caption_justify = "left"
     return table
 
 

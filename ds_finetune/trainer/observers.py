@@ -40,16 +40,19 @@ from ds_finetune.trainer.exports import Exports
 from ds_finetune.trainer.forecast import forecast_check
 from ds_finetune.trainer.prepare import PreparedRun, mismatched_answers
 from ds_finetune.trainer.resume import ResumePoint, make_state_text, restore_observers
-from ds_finetune.trainer.rollouts.observer import LOSS_NOTE, RewardEvaluation, RolloutMetrics, RolloutSamples
+from ds_finetune.trainer.rollouts.observer import (
+    ALL_SETS,
+    LOSS_NOTE,
+    Collect,
+    RewardEvaluation,
+    RolloutMetrics,
+    RolloutSamples,
+)
 from ds_finetune.trainer.rollouts.source import RolloutSource
 from ds_finetune.trainer.run_records import synchronise_records
 
 Scored = Callable[[], Mapping[str, HeldOutScores] | None]
 Answered = Callable[[], Mapping[str, float] | None]
-Collect = Callable[[Sequence[Sample]], None]
-"""Function that receives the first answers to the prompts of an evaluation."""
-_ALL = "eval"
-"""Prefix of the names of metrics over all held-out sets together."""
 
 
 @dataclass(frozen=True)
@@ -218,7 +221,7 @@ class HeldOutEvaluation:
         per_round = plan.micro_batch_size * plan.dp
         rounds = sum(math.ceil(num_eval_rows(rows, limit) / per_round) for rows in sets.values())
         scores_of: dict[str, HeldOutScores] = {}
-        with self._phase("evaluation", rounds) as line:
+        with PhaseLine("evaluation", rounds, is_rank_zero=self.engine.is_rank_zero) as line:
             is_over = line.before_each(self.signals.is_stop_requested)
             for name, rows in sets.items():
                 plan = replace(plan, reference=self.run.reference.get(name))
@@ -228,7 +231,7 @@ class HeldOutEvaluation:
                 if scores is None:
                     return None
                 scores_of[name] = scores
-        return scores_of if _ALL in scores_of else {_ALL: self.engine.pool(scores_of.values()), **scores_of}
+        return scores_of if ALL_SETS in scores_of else {ALL_SETS: self.engine.pool(scores_of.values()), **scores_of}
 
     def exact_match(self) -> Mapping[str, float] | None:
         """Fraction of exact matches among answers to the first prompts of each set, and of all sets together."""
@@ -236,7 +239,8 @@ class HeldOutEvaluation:
         limits = SamplingLimits(generate.max_new_tokens, tuple(self.run.inputs.stop_ids))
         pairs = {name: rows.prompts_and_answers(generate.prompts) for name, rows in self.run.inputs.held_out.items()}
         answers: dict[str, tuple[list[str], list[str]]] = {}
-        with self._phase("answers", sum(math.ceil(len(of_set) / dp) for of_set in pairs.values())) as line:
+        rounds = sum(math.ceil(len(of_set) / dp) for of_set in pairs.values())
+        with PhaseLine("answers", rounds, is_rank_zero=self.engine.is_rank_zero) as line:
             is_over = line.before_each(self.signals.is_stop_requested)
             for name, of_set in pairs.items():
                 ids = self.engine.generate([prompt for prompt, _ in of_set], limits, is_over=is_over)
@@ -247,7 +251,7 @@ class HeldOutEvaluation:
             self.collect([sample for name in pairs for sample in self._samples(name, pairs[name], *answers[name])])
         fractions = {name: matches(*of_set) for name, of_set in answers.items()}
         generated, expected = ([text for of_set in answers.values() for text in of_set[side]] for side in (0, 1))
-        return {_ALL: matches(generated, expected), **fractions}
+        return {ALL_SETS: matches(generated, expected), **fractions}
 
     def _baseline(self, rows: PreparedRows, plan: BatchPlan) -> Iterator[MicroBatch]:
         mismatched = mismatched_answers(self.run.plan, self.engine.objective, rows)
@@ -263,9 +267,6 @@ class HeldOutEvaluation:
 
     def _texts(self, answers: list[list[int]]) -> list[str]:
         return [self.run.inputs.tokenizer.decode(ids, skip_special_tokens=True) for ids in answers]
-
-    def _phase(self, what: str, rounds: int) -> PhaseLine:
-        return PhaseLine(what, rounds, is_rank_zero=self.engine.is_rank_zero)
 
 
 _NOTICEABLE_SECONDS = 0.05

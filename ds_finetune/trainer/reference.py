@@ -19,7 +19,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_finetune.config.sections import LoraConfig
 from ds_finetune.console.phase_line import PhaseLine
 from ds_finetune.data.batches import Batch, Position, eval_baseline, eval_batches, num_eval_rows, training_batches
 from ds_finetune.data.cache import ArrayParts, lock_folder, remove_damaged, write_folder
@@ -112,7 +111,7 @@ def _folder(run: PreparedRun, name: str, rows: PreparedRows) -> Path:
 
 def _fingerprint(run: PreparedRun, name: str, rows: PreparedRows) -> str:
     """Hash of what determines the log-probabilities: weights, rows, precision, kernels, layout and micro-batch."""
-    plan, config = run.plan, run.config
+    plan, config, lora = run.plan, run.config, run.config.lora
     sizes = {axis: getattr(plan.mesh, axis) for axis in ("tp", "sp", "pp", "ep")}
     # The order of unpacked rows decides which rows share a forward pass, and so their padding.
     order = None if plan.data.packing else [plan.train.seed, config.data.shuffle]
@@ -127,8 +126,8 @@ def _fingerprint(run: PreparedRun, name: str, rows: PreparedRows) -> str:
         "attention": [config.model.attention, plan.loss_kernel, plan.device],
         **({"kernels": plan.kernels.name} if plan.kernels.name != "torch" else {}),
         **({"context": config.model.context} if config.model.context is not None else {}),
-        "quantize": config.lora.quantize if config.lora is not None else None,
-        **_start(config.lora),
+        "quantize": lora.quantize if lora is not None else None,
+        **({"start": [PeftAdapter.open(Path(start)).digest(), lora.scale]} if lora and (start := lora.start) else {}),
         "layout": sizes,
         "forward": [plan.micro_batch_size, plan.train.max_seq_len, order],
         "limit": config.eval.limit if name != _TRAIN else 0,
@@ -137,12 +136,6 @@ def _fingerprint(run: PreparedRun, name: str, rows: PreparedRows) -> str:
         "packages": {name: version(name) for name in _PACKAGES},
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
-
-
-def _start(lora: LoraConfig | None) -> dict[str, object]:
-    if lora is None or lora.start is None:
-        return {}
-    return {"start": [PeftAdapter.open(Path(lora.start)).digest(), lora.scale]}
 
 
 def _read(folder: Path) -> LogProbs | None:

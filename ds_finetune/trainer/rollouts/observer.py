@@ -15,7 +15,7 @@ from ds_finetune.engine.results import HeldOutScores
 from ds_finetune.objectives.grpo import pass_shares
 from ds_finetune.objectives.rewards.answers import column_of
 from ds_finetune.observers.record import Remembering, StepRecord
-from ds_finetune.observers.writers import LineFile
+from ds_finetune.observers.writers import MOST_SAMPLES, LineFile
 from ds_finetune.runs.metrics import ROLLOUTS, Sample
 from ds_finetune.trainer.rollouts.causes import NAMES, Metrics, cause_line, mean_metrics
 from ds_finetune.trainer.rollouts.rollout import AnswerGroup, Rollout, mean_score
@@ -138,9 +138,10 @@ def _number(value: float) -> float | None:
     return None if np.isnan(value) else round(float(value), 6)
 
 
-_ALL = "eval"
-_MOST_SAMPLES = 8
+ALL_SETS = "eval"
+"""Prefix of the names of metrics over all held-out sets together."""
 Collect = Callable[[Sequence[Sample]], None]
+"""Function that receives the first answers to the prompts of an evaluation."""
 
 
 @dataclass(frozen=True)
@@ -167,11 +168,11 @@ class RewardEvaluation:
         if self.collect is not None:
             self.collect([sample for name in greedy for sample in self._samples(name, greedy[name])])
         sets = {name: (greedy[name], sampled.get(name, [])) for name in greedy}
-        if _ALL not in sets:
+        if ALL_SETS not in sets:
             greedy_of_all, sampled_of_all = (
                 list(chain.from_iterable(side)) for side in zip(*sets.values(), strict=True)
             )
-            sets = {_ALL: (greedy_of_all, sampled_of_all), **sets}
+            sets = {ALL_SETS: (greedy_of_all, sampled_of_all), **sets}
         return {name: held_out_scores(*of_set) for name, of_set in sets.items()}
 
     def _groups(self, size: int) -> dict[str, list[AnswerGroup]] | None:
@@ -195,7 +196,7 @@ class RewardEvaluation:
     def _samples(self, name: str, groups: Sequence[AnswerGroup]) -> Iterable[Sample]:
         texts, rows = self.source.sampler.texts, self.source.run.inputs.held_out[name]
         columns = [section.read_column for section in self.source.run.config.rewards if section.read_column]
-        for group in groups[:_MOST_SAMPLES]:
+        for group in groups[:MOST_SAMPLES]:
             value = column_of(rows.record(group.number), columns[0]) if columns else None
             expected = "" if value is None else str(value)
             prompt, answer = texts.prompt_text(rows, group.number), texts.text(group.answers[0])
