@@ -211,9 +211,7 @@ class RemoveJob:
 
 
 class StopWaiting:
-    """Message to the writer process, without reply: stop waiting for part files, since a rank failed to write its
-    own.
-    """
+    """Message to the writer process, without reply: stop waiting for part files, since a rank failed to write one."""
 
 
 Job = ReserveJob | WriteJob | RemoveJob

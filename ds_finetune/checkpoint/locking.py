@@ -33,7 +33,9 @@ def lock_folder(folder: Path, *, seconds: float, say: Say) -> TextIO:
             file.seek(0)
             holder = file.read()
             file.close()
-            if time.monotonic() - began > (DEAD_SECONDS if _is_dead(holder) else seconds):
+            owner = re.fullmatch(r"process (\d+) on (.*)", holder)
+            is_dead = owner and owner[2] == socket.gethostname() and not Path(f"/proc/{owner[1]}").exists()
+            if time.monotonic() - began > (DEAD_SECONDS if is_dead else seconds):
                 raise OutputError(
                     f"{folder} is in use by another run ({holder})", hint="end that run, or name another output_dir"
                 ) from taken
@@ -64,8 +66,3 @@ def remove_own_lock(folder: Path) -> None:
 
 def _owner() -> str:
     return f"process {os.getpid()} on {socket.gethostname()}"
-
-
-def _is_dead(holder: str) -> bool:
-    match = re.fullmatch(r"process (\d+) on (.*)", holder)
-    return bool(match) and match[2] == socket.gethostname() and not Path(f"/proc/{match[1]}").exists()  # type: ignore[index]

@@ -10,6 +10,7 @@ import math
 import mmap
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,6 @@ class Chunk:
     def numel(self) -> int:
         """Number of elements of the chunk."""
         return math.prod(self.sizes)
-
-    def moved(self, by: Ints) -> "Chunk":
-        """This chunk in the indices of a larger tensor, in which the chunk's tensor begins at index `by`."""
-        return Chunk(tuple(offset + more for offset, more in zip(self.offsets, by, strict=True)), self.sizes)
 
 
 def flat_range_chunks(shape: Ints, start: int, numel: int) -> Iterator[Chunk]:
@@ -96,11 +93,6 @@ class StoredChunk:
     chunk: Chunk
     dtype: torch.dtype
     begin: int
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the chunk in bytes."""
-        return self.chunk.numel * self.dtype.itemsize
 
 
 class PartFile:
@@ -221,7 +213,7 @@ def serialise_part(
                 for item, at in of_group:
                     yield read(item.key)[at : at + item.chunk.numel]
 
-    return len(head) + sum(item.num_bytes for item in stored), tensors()
+    return len(head) + sum(item.chunk.numel * item.dtype.itemsize for item in stored), tensors()
 
 
 def _chunks_to_write(group: StateGroup, portion: tuple[int, int]) -> Iterator[tuple[StoredChunk, int]]:
@@ -267,9 +259,9 @@ def num_weights(groups: Sequence[StateGroup], *, portion: tuple[int, int]) -> in
 
 def chunks_of_slice(piece: Slice) -> list[tuple[Chunk, int]]:
     """Divide a rank's slice of a global tensor into chunks, each with its offset in that slice."""
-    chunks, position = [], 0
+    chunks, position, origin = [], 0, piece.origin or (0,) * len(piece.shape)
     for chunk in flat_range_chunks(piece.local_shape or piece.shape, piece.start, piece.numel):
-        chunks.append((chunk.moved(piece.origin) if piece.origin else chunk, position))
+        chunks.append((Chunk(tuple(map(add, chunk.offsets, origin)), chunk.sizes), position))
         position += chunk.numel
     return chunks
 

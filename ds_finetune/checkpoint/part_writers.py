@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -27,24 +27,14 @@ _SIGNALS_OF_A_JOB = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHU
 
 
 class PinnedMap:
-    """Pins a memory map for faster copies from the GPU; does nothing without a GPU. At most one map is pinned at a
-    time. The first save pins it, which takes about as long as filling its pages once.
+    """Pins a memory map for faster copies from the GPU; does nothing if this process uses no GPU. At most one map is
+    pinned at a time. The first save pins it, which takes about as long as filling its pages once.
     """
 
-    def __init__(
-        self,
-        cudart: Any = None,  # noqa: ANN401 - CUDA's runtime, as `torch.cuda.cudart()` gives it
-        run_kernel: Callable[[], object] = lambda: None,
-    ) -> None:
-        self._cudart, self._run_kernel = cudart, run_kernel
+    def __init__(self) -> None:
+        # `cudart` would start CUDA in a process that does not use it.
+        self._cudart: Any = torch.cuda.cudart() if torch.cuda.is_initialized() else None
         self._address = 0
-
-    @classmethod
-    def of_device(cls) -> "PinnedMap":
-        """A pinned map for the GPU of this process, or one that does nothing if the process uses no GPU."""
-        if not torch.cuda.is_initialized():
-            return cls()
-        return cls(torch.cuda.cudart(), lambda: torch.zeros(1, device="cuda"))
 
     def register(self, memory: mmap.mmap) -> None:
         """Pin `memory`. If the system refuses, a warning gives the reason, and copies from the GPU are slower."""
@@ -56,7 +46,7 @@ class PinnedMap:
         if int(error):
             # CUDA would raise the pinning error again from torch's next kernel, so a kernel is run here to clear it.
             with suppress(RuntimeError):
-                self._run_kernel()
+                torch.zeros(1, device="cuda")
             warnings.warn(
                 f"{len(memory):,} bytes for checkpoints cannot be locked in memory (CUDA error {int(error)}), so "
                 "copying them from the GPU takes longer; raise `ulimit -l`",
@@ -79,9 +69,9 @@ _CLOSE_SECONDS = 5.0
 class WriterProcess:
     """Starts the writer process (part_writer_process.py), shares memory with it, and sends it jobs."""
 
-    def __init__(self, inherited: Sequence[int] = (), pinned: PinnedMap | None = None) -> None:
+    def __init__(self, inherited: Sequence[int] = ()) -> None:
         self._inherited = tuple(inherited)
-        self._pinned = pinned or PinnedMap.of_device()
+        self._pinned = PinnedMap()
         # A memfd can be as large as the memory, while /dev/shm, the alternative, is small in containers.
         self._memory = os.memfd_create("checkpoint")
         self._map: mmap.mmap | None = None

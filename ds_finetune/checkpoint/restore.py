@@ -40,8 +40,7 @@ class UsableCheckpoint:
 
 def newest_checkpoint(checkpoints: CheckpointFolder, folder: Path) -> UsableCheckpoint | None:
     """Find the newest checkpoint in `folder` that is complete on every node and undamaged; collective. The ranks divide
-    the check of its files. None if there are no checkpoints; CheckpointError if none can be used, or if one was
-    renamed.
+    the check of its files. None if there are no checkpoints; CheckpointError if none can be used or one was renamed.
     """
     raise_on_every_rank(find_renamed_checkpoint(folder))
     steps_of_ranks = all_gather_object((socket.gethostname(), set(complete_steps(folder))))

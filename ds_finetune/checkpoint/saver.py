@@ -78,8 +78,7 @@ class Saver:
 
     def save(self, step: int, state: str, *, rank_state: Mapping[str, Any], eval_loss: float | None = None) -> float:
         """Start to save a checkpoint. Returns the seconds for which this rank was blocked. The result of the previous
-        save must have been returned by `settle`. `state` is the run's state as JSON, `rank_state` the state of this
-        rank only.
+        save must have been returned by `settle`. `state` is the run's state as JSON, `rank_state` that of this rank.
         """
         assert self._pending is None
         began = time.perf_counter()

@@ -27,37 +27,44 @@ class Runtime:
         return 0
 
 
-def test_a_larger_part_gets_a_new_map() -> None:
+def use_gpu(monkeypatch: pytest.MonkeyPatch, runtime: Runtime, *, uses_gpu: bool = True) -> None:
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: uses_gpu)
+
+
+def test_a_larger_part_gets_a_new_map(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = Runtime()
-    process = WriterProcess(pinned=PinnedMap(runtime))
+    use_gpu(monkeypatch, runtime)
+    process = WriterProcess()
     for size in (4096, 1024, 8192):
         process.copy(size, [torch.ones(size // 4)])
     process.close()
     assert runtime.calls == ["lock 4096", "unlock 4096", "lock 8192", "unlock 8192"]
 
 
-def test_memory_that_cannot_be_locked_is_used_all_the_same() -> None:
+def test_memory_that_cannot_be_locked_is_used_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """And the error, which CUDA keeps, is not raised by the training's next kernel."""
     kernels: list[str] = []
 
-    def run_kernel() -> None:
-        kernels.append("run")
+    def run_kernel(_: int, device: str) -> None:
+        kernels.append(device)
         raise torch.AcceleratorError("CUDA error: out of memory")
 
-    pinned = PinnedMap(Runtime(error=2), run_kernel)
+    use_gpu(monkeypatch, Runtime(error=2))
+    monkeypatch.setattr(torch, "zeros", run_kernel)
+    pinned = PinnedMap()
     with pytest.warns(UserWarning, match="4,096 bytes for checkpoints cannot be locked in memory \\(CUDA error 2\\)"):
         pinned.register(mmap.mmap(-1, 4096))
-    assert kernels == ["run"]
+    assert kernels == ["cuda"]
     pinned.release()
 
 
 def test_memory_is_locked_where_the_process_uses_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """`torch.cuda.cudart()` would start CUDA in a process that does not use it."""
     runtime = Runtime()
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     for uses_gpu, calls in ((False, []), (True, ["lock 4096", "unlock 4096"])):
-        monkeypatch.setattr(torch.cuda, "is_initialized", lambda uses_gpu=uses_gpu: uses_gpu)
-        pinned = PinnedMap.of_device()
+        use_gpu(monkeypatch, runtime, uses_gpu=uses_gpu)
+        pinned = PinnedMap()
         pinned.register(mmap.mmap(-1, 4096))
         pinned.release()
         assert runtime.calls == calls
