@@ -83,7 +83,7 @@ def batch_plan(run: PreparedRun) -> BatchPlan:
         reference=run.reference.get("train"),
         mixture=rows.mixture if isinstance(rows, PreparedRows) else None,
         looks_ahead=run.model.mtp is not None,
-        separates_padding=encoder_of(run.inputs.hf_config) is not None,
+        separates_padding=encoder_of(run.model.hf_config) is not None,
         meets_each_forward=plan.meets_each_forward,
         **_row_costs(run),
     )

@@ -86,9 +86,7 @@ def check_lengths(
 
 
 def _limits(model: ModelPlan) -> Iterator[DocumentLimit]:
-    """Maximum lengths of documents for a model with an indexer. Longer documents are not tested with the settings of
-    the run.
-    """
+    """Maximum lengths of documents for a model with an indexer; longer ones are not tested with the run's settings."""
     tokens = longest_document(model.hf_config)
     if tokens is not None:
         if model.attention not in OWN_ATTENTIONS:

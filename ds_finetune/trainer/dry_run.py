@@ -125,14 +125,11 @@ def _shapes(kinds: Sequence[TensorKind], plan: Plan) -> Table:
     for head in ("name", "times", "full shape", "on a rank", "shared by"):
         table.add_column(head, overflow="fold")
     for kind in kinds:
-        table.add_row(kind.name, str(kind.count), _by(kind.full_shape), _by(kind.local), f"{kind.sharers} ranks")
+        shapes = (" x ".join(map(str, shape)) for shape in (kind.full_shape, kind.local))
+        table.add_row(kind.name, str(kind.count), *shapes, f"{kind.sharers} ranks")
     if plan.zero_stage == 3:
         table.caption = "under ZeRO-3 the ranks that share a tensor hold equal parts of it"
     return table
-
-
-def _by(shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape))
 
 
 def model_lines(model: ModelPlan, plan: Plan, *, capability: tuple[int, int] | None = None) -> list[tuple[str, str]]:

@@ -200,7 +200,7 @@ def _folder_parts(run: PreparedRun, engine: Engine, tokenizer: FittedTokenizer, 
     config, inputs = run.config, run.inputs
     record = None if step is None or not config.export.verify else export_record(run, engine, tokenizer, step=step)
     return FolderParts(
-        family=family_of(inputs.hf_config.model_type),
+        family=family_of(inputs.model.hf_config.model_type),
         config=inputs.config_tree,
         architecture=type(engine.lm).__name__,
         dtype=PRECISION_DTYPES[run.plan.precision],
@@ -217,8 +217,7 @@ def _write_adapters(run: PreparedRun, engine: Engine, out: Path | None, parts: F
     lora, inputs = run.config.lora, run.inputs
     if lora is None:
         return {}
-    # Adapters are cloned, because gathered tensors are released, and the model's own tensors (on CPUs) change in the
-    # next step.
+    # Adapters are cloned, because gathered tensors are released, and the model's own (on CPUs) change in the next step.
     adapters = {name: tensor.clone() for name, tensor in engine.adapters() if tensor is not None}
     factors = factors_of(adapters, lora.scale)
     assert run.model.lora is not None
@@ -228,7 +227,7 @@ def _write_adapters(run: PreparedRun, engine: Engine, out: Path | None, parts: F
         base = AdapterBase(
             name=inputs.model.path,
             digest=inputs.base,
-            family=family_of(inputs.hf_config.model_type),
+            family=family_of(inputs.model.hf_config.model_type),
             module=text_module(inputs.folder) if is_composite(inputs.config_tree) else "model",
             trained=full_weights,
             classifier_config=inputs.config_tree if run.model.task == "sequence_classification" else {},
@@ -247,7 +246,7 @@ def adapt_tokenizer(run: PreparedRun) -> FittedTokenizer:
     inputs = run.inputs
     template = {CHAT_TEMPLATES[0]: inputs.prompts.template} if inputs.prompts.template else {}
     if inputs.model.task == "causal_lm":
-        ends = served_generation(inputs.folder, inputs.hf_config, inputs.stop_ids)
+        ends = served_generation(inputs.folder, inputs.model.hf_config, inputs.stop_ids)
         return FittedTokenizer({**template, **ends, **_tokenizer_config(inputs), **inputs.beginning})
     files = {
         name: path for name in TOKENIZER_FILES if "/" not in name and (path := inputs.tokenizer_folder / name).is_file()
@@ -256,7 +255,7 @@ def adapt_tokenizer(run: PreparedRun) -> FittedTokenizer:
     if encode is None:
         text = with_padding(files, inputs.tokenizer, inputs.config_tree["pad_token_id"])
         return FittedTokenizer({**template, TOKENIZER_CONFIG: text})
-    adapt = fit_tokenizer if encoder_of(inputs.hf_config) is None else check_tokenizer
+    adapt = fit_tokenizer if encoder_of(inputs.model.hf_config) is None else check_tokenizer
     return adapt(inputs.tokenizer, files, encode, config=inputs.config_tree)
 
 
@@ -287,7 +286,7 @@ def export_record(run: PreparedRun, engine: Engine, tokenizer: FittedTokenizer, 
     prompts; for a classifier or reward model these are the scores of fixed texts. If the run holds weights in four
     bits, logits and scores are left out, since the exported weights are not quantised.
     """
-    hf_config = run.inputs.hf_config
+    hf_config = run.model.hf_config
     record = ExportRecord(
         base=str(run.inputs.folder.absolute()),
         dtype=dtype_name(PRECISION_DTYPES[run.plan.precision]),
@@ -313,7 +312,7 @@ def _with_texts(record: ExportRecord, run: PreparedRun, tokenizer: FittedTokeniz
     """Add token ids of prompts to the record of a classifier. The prompts' texts are added too if the exported
     `tokenizer`, which only rank zero has, converts all texts to these ids.
     """
-    hf_config, encode = run.inputs.hf_config, _encode_of(run)
+    hf_config, encode = run.model.hf_config, _encode_of(run)
     limit = min(_LONGEST, run.plan.train.max_seq_len)
     encoded = {} if encode is None else {text: encode(text, None) for text in TEXTS}
     short = {text: tuple(ids) for text, ids in encoded.items() if len(ids) < limit}

@@ -80,9 +80,7 @@ class OutOfMemoryError(RunError):
 
 
 def memory_table(estimate: MemoryEstimate) -> list[str]:
-    """Lines of a table of device memory at its peak, largest item first, each with the run-file option that reduces the
-    item.
-    """
+    """Lines of a table of device memory at its peak, largest item first, each with the option that reduces it."""
     fullest = [row for row in estimate.rows if row.place == estimate.device and estimate.moment in row.when]
     rows = sorted(fullest, key=lambda row: -row.num_bytes)
     return [
@@ -105,9 +103,7 @@ def _estimate(run: PreparedRun) -> MemoryEstimate:
 
 
 def what_fits(run: PreparedRun, *, budget: int) -> str:
-    """Hint on changes of the run file that make the run fit into `budget` bytes. Changes that cost least time come
-    first.
-    """
+    """Hint on changes of the run file that make the run fit into `budget` bytes, those that cost least time first."""
     changes = fitting_changes(run.plan, run.model.described, run.traces, budget=budget)
     if not changes:
         return "by the estimate no single change of the run file fits; `ds-finetune plan --search` lists what fits"
@@ -150,7 +146,7 @@ def _out_of_memory(run: PreparedRun, error: Exception, device: DeviceMemory | No
     message = f"rank {run.plan.world.rank} ran out of memory: {first}"
     estimate = estimate_of(run)
     if estimate is None or device is None:
-        unknown = "its free memory" if device is None else f"the memory of model_type {run.inputs.hf_config.model_type}"
+        unknown = "its free memory" if device is None else f"the memory of model_type {run.model.hf_config.model_type}"
         return OutOfMemoryError(
             f"{message}; {unknown} is not known",
             hint="lower train.micro_batch_size, or take a higher zero_optimization.stage or more ranks",

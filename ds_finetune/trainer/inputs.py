@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from ds_finetune.config.objectives import ObjectiveConfig, is_distillation
 from ds_finetune.config.rewards import RewardConfig
@@ -48,9 +48,7 @@ _STRIP = 2**24
 
 @dataclass(frozen=True)
 class RunInputs:
-    """The inputs of a run: model folder and plan, tokenizer, training rows and held-out rows. They are read before the
-    process group exists.
-    """
+    """The inputs of a run: model folder and plan, tokenizer, rows. They are read before the process group exists."""
 
     folder: Path
     model: ModelPlan
@@ -69,16 +67,11 @@ class RunInputs:
     notes: tuple[str, ...] = ()
     """Notes about the data, shown at the start of the run."""
 
-    @property
-    def hf_config(self) -> PretrainedConfig:
-        """Configuration of the model as trained."""
-        return self.model.hf_config
-
     @cached_property
     def config_tree(self) -> dict[str, Any]:
         """The config.json of the run's exports and checkpoints, parsed."""
-        tree = config_tree(self.folder, self.model)
-        return tree if self.model.task == "causal_lm" else tree | score_settings(self.hf_config, self.model.objective)
+        model, tree = self.model, config_tree(self.folder, self.model)
+        return tree if model.task == "causal_lm" else tree | score_settings(model.hf_config, model.objective)
 
     @property
     def config_text(self) -> str:
@@ -95,7 +88,7 @@ class RunInputs:
     @property
     def stop_ids(self) -> list[int]:
         """Token ids that end an answer of the model and of its export."""
-        return end_ids(self.folder, self.hf_config, self.tokenizer, self.prompts.ends)
+        return end_ids(self.folder, self.model.hf_config, self.tokenizer, self.prompts.ends)
 
     @cached_property
     def copied_files(self) -> dict[str, Path]:

@@ -205,8 +205,7 @@ def _saving(started: StartedRun, time_left: TimeLeft) -> Iterator[None]:
 @dataclass(frozen=True)
 class HeldOutEvaluation:
     """Evaluates the held-out sets: their loss, and exact matches of generated answers. Results are keyed by the first
-    part of metric names: `eval` for all rows, `eval/NAME` for a named set. They are None if a signal ended the
-    evaluation.
+    part of metric names: `eval` for all rows, `eval/NAME` for a named set. They are None after a signal.
     """
 
     run: PreparedRun

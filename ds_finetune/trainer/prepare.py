@@ -84,8 +84,7 @@ def prepare_run(resolved: ResolvedRun) -> PreparedRun:
     """Check the run folder and the disk, and tokenise the data. The time is proportional to the size of the data."""
     world, run = resolved.plan.world, read_run(resolved)
     check_run_folder(run.output_dir, run.config.checkpoint)
-    # Only the first host writes exports. If all hosts share the folder, each host checks the space for the files of all
-    # hosts.
+    # Only the first host writes exports. If all hosts share the folder, each checks the space for the files of all.
     is_first_host = world.rank < world.local_world_size or not run.plan.checkpoint.node_local
     check_run_disk(
         run.output_dir, run.files.of_host(run.plan, ranks=world.local_world_size, is_first_host=is_first_host)
@@ -109,9 +108,7 @@ def read_run(resolved: ResolvedRun) -> PreparedRun:
 
 
 def mismatched_answers(plan: Plan, objective: Objective, rows: PreparedRows) -> MismatchedAnswers | None:
-    """Mismatched pairs of prompt and answer from `rows`, for the objective's baseline (KTO's z0); None if the objective
-    has no baseline.
-    """
+    """Mismatched pairs of prompt and answer, for the objective's baseline (KTO's z0); None if it has no baseline."""
     if not objective.needs_baseline:
         return None
     length, is_packed = plan.train.max_seq_len, plan.data.packing

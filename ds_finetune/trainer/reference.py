@@ -1,5 +1,4 @@
-"""Log-probabilities under a run's reference model, which is the model before training. They are computed once and
-cached.
+"""Log-probabilities under a run's reference model, the model before training, which are computed once and cached.
 
 They are computed on the training rows in the micro-batches of the first epoch, since rounding depends on the shapes of
 the forward: in bf16, the log-probability of a document in a packed row and of the same document by itself differ by

@@ -1,6 +1,4 @@
-"""Resolves a run file: decides all that follows from it and from the model's config.json, without reading weights or
-rows.
-"""
+"""Resolves a run file: all that follows from it and the model's config.json, without reading weights or rows."""
 
 import copy
 import os
@@ -58,9 +56,7 @@ _CONFIG_FILES = {"files": ("*.json",)}
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """A run file with all decisions that follow from it and from the model's config.json. Later code decides none of
-    them again.
-    """
+    """A run file, and all decisions that follow from it and from config.json, which later code does not repeat."""
 
     given: RunConfig
     """The run file with its overrides, before any decision."""
@@ -194,8 +190,7 @@ def _check_muon(device: str) -> None:
 
 
 def make_model_plan(run: RunSettings, *, is_config_only: bool = False) -> ModelPlan:
-    """Plan of the run's model, checked against the parallel layout. ConfigError or ModelError if the model cannot be
-    built.
+    """Plan of the run's model, checked against the layout. ConfigError or ModelError if the model cannot be built.
 
     With `is_config_only`, only configuration and tokenizer files of a model on the hub are downloaded.
     """
@@ -283,9 +278,7 @@ def model_config(run: RunSettings, *, is_config_only: bool = False) -> Pretraine
 def _config_and_context(
     section: ModelConfig, task: Task, *, is_config_only: bool
 ) -> tuple[PretrainedConfig, ContextPlan | None]:
-    """Configuration of the model as trained, and the plan of its extended context, which is None without
-    `model.context`.
-    """
+    """Configuration of the model as trained, and the plan of its extended context; None without `model.context`."""
     hf_config = read_hf_config(section.path, **(_CONFIG_FILES if is_config_only else {}), task=task)
     context = plan_context(hf_config.to_dict(), section.context) if section.context is not None else None
     if context is not None and context.is_extended:

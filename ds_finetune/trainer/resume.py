@@ -426,7 +426,7 @@ def _rows_left_out(usable: UsableCheckpoint, run: PreparedRun) -> list[str]:
 
 def _random_state_changes(usable: UsableCheckpoint, run: PreparedRun) -> list[str]:
     """A line if dropout uses other random numbers than before, because the layout of ranks has changed."""
-    tree = run.inputs.hf_config.to_dict()
+    tree = run.model.hf_config.to_dict()
     ratios = {key: value for key, value in tree.items() if key.endswith(("dropout", "_pdrop", "_dropout_prob"))}
     drops = [f"{key} {value}" for key, value in ratios.items() if isinstance(value, float) and value]
     drops += [f"lora.dropout {lora.dropout:g}"] if (lora := run.config.lora) is not None and lora.dropout else []

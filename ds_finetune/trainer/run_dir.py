@@ -198,9 +198,7 @@ def write_rows(output_dir: Path, rows: Mapping[str, Rows]) -> dict[str, tuple[st
 
 @contextmanager
 def begun_with_rows(folder: Path, rows: Mapping[str, Rows], *, is_first: bool) -> Iterator[dict[str, tuple[str]]]:
-    """Context with the paths of the files that `write_rows` writes. If the run is refused before it begins, rank zero
-    removes these files.
-    """
+    """Context with the paths of `write_rows`. If the run is refused before it begins, rank zero removes the files."""
     was_there = folder.exists()
     try:
         yield write_rows(folder, rows)

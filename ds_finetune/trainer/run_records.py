@@ -215,8 +215,7 @@ def begin_run_folder(
 
 def synchronise_records(folder: Path) -> None:
     """Flush the records of a run to the disk, so that a power failure does not lose them. They are flushed before a
-    checkpoint and at the end of a run. If that fails, the run continues: only a crash of the machine could lose
-    records.
+    checkpoint and at the end of a run. If that fails, the run continues: only a crash could lose records.
     """
     for name in (*RECORDS, STARTS, LOG, PAGE):
         with suppress(OSError):

@@ -75,11 +75,9 @@ from ds_finetune.trainer.run_records import (
 )
 from ds_finetune.trainer.show import plan_lines, plan_notes
 
-Announce = Callable[[PreparedRun], None]
-
 
 def train(
-    config: RunConfig, *, announce: Announce, say: Callable[[str], None], observers: Sequence[Observer] = ()
+    config: RunConfig, *, announce: Callable[[PreparedRun], None], say: Say, observers: Sequence[Observer] = ()
 ) -> Report:
     """Fine-tune by `config`, and return the result. `observers` are added to those of the run file. Rank zero calls
     `announce` when the run is prepared, before the model is built.

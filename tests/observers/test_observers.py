@@ -289,10 +289,9 @@ def test_a_runs_evaluation_takes_the_limit() -> None:
         return [batch.row_ids for batch in batches if not is_over()]
 
     engine = SimpleNamespace(plan=plan, is_rank_zero=True, evaluate=evaluated, objective=TokenObjective("sft"))
-    model = SimpleNamespace(objective=TokenObjective("sft"), mtp=None)
+    model = SimpleNamespace(objective=TokenObjective("sft"), mtp=None, hf_config=SimpleNamespace(model_type="llama"))
     inputs = SimpleNamespace(
         train=rows,
-        hf_config=SimpleNamespace(model_type="llama"),
         held_out={"eval": rows},
         stop_ids=[],
         pad_token_id=0,

@@ -74,7 +74,7 @@ def test_classes_of_the_rows_are_those_of_the_model(tmp_path: Path, capsys: pyte
     assert re.search(r"^classes +3 \(none 25.0%, other 25.0%, same 50.0%\) *$", shown, re.MULTILINE)
     run, shown = prepared(config)
     assert "supervised" not in shown
-    assert run.inputs.hf_config.id2label == {0: "none", 1: "other", 2: "same"}
+    assert run.model.hf_config.id2label == {0: "none", 1: "other", 2: "same"}
     assert run.config.objective.model_dump()["num_labels"] == 3
     assert run.inputs.held_out["eval"].kind.labels == ("none", "other", "same")
     (tmp_path / "eval.jsonl").write_text(json.dumps({**LABELLED[0], "label": "new"}))

@@ -144,7 +144,7 @@ def test_what_cannot_be_trained_is_refused(sections: dict[str, Any], message: st
 def test_a_document_that_ends_in_the_padding_token_is_refused(tmp_path: Path) -> None:
     run_file = reward_task(tmp_path)
     run = prepare(run_file)
-    rows, pad = run.inputs.train, run.inputs.hf_config.pad_token_id
+    rows, pad = run.inputs.train, run.model.hf_config.pad_token_id
     assert isinstance(rows, PreparedRows)
     ids = np.array(rows.documents.ids)
     ids[rows.documents.offsets[3] - 1] = pad

@@ -100,8 +100,7 @@ class RolloutSource:
         for step in range(after.step, self.run.schedule.steps):
             if self.latest is None or step >= self.latest.first + self.latest.steps:
                 rollout = self._complete(self._ahead or self._begin(step, cursor, done=step))
-                # If `_begin` fails, the checkpoint that is then saved must include `rollout`, on which no step has
-                # trained yet.
+                # If `_begin` fails, the checkpoint then saved must include `rollout`, on which no step has trained.
                 self._ahead, following = rollout, step + rollout.steps
                 has_next = self.run.config.rollout.ahead and following < self.run.schedule.steps
                 self._ahead = self._begin(following, rollout.until, done=step) if has_next else None
@@ -135,8 +134,7 @@ class RolloutSource:
             old: TokenNumbers = {}
             reference: TokenNumbers = {}
             if rollout.steps > 1:
-                # The rollout's first step uses log-probabilities of its own forward pass; only later steps need stored
-                # ones.
+                # The rollout's first step uses log-probabilities of its own forward; later steps need stored ones.
                 later = [self._batch(rollout, step) for step in range(1, rollout.steps)]
                 old = self._engine.token_log_probs(later)
             if self._objective.has_reference(has_adapters=self.run.config.lora is not None):
@@ -211,7 +209,7 @@ def open_rollouts(run: PreparedRun, engine: Engine, progress: RankProgress) -> I
         open_rewards(sections, ranks_here=world.local_world_size, log=log) as rewards,
         sampling_started(run, engine, progress) as start,
     ):
-        rollout, vocabulary = run.config.rollout, int(run.inputs.hf_config.vocab_size)
+        rollout, vocabulary = run.config.rollout, int(run.model.hf_config.vocab_size)
         texts = AnswerTexts(run.inputs.tokenizer, tuple(run.inputs.stop_ids), vocabulary, rollout)
         sampler = Sampler(run, start, rewards, progress, texts)
         engine.allow_only(sampler.texts.limits.allowed)

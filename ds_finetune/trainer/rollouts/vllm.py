@@ -269,7 +269,7 @@ class _Answers:
 
 def _check_prompts(run: PreparedRun) -> list[tuple[int, ...]]:
     """Prompts by which the server's weights are checked: one of random ids, and one from a text if possible."""
-    prompts = fixed_prompts(int(run.inputs.hf_config.vocab_size), run.inputs.tokenizer)
+    prompts = fixed_prompts(int(run.model.hf_config.vocab_size), run.inputs.tokenizer)
     longest = run.config.train.max_seq_len - 1
     return [prompt[:longest] for prompt in (prompts[0], *prompts[8:9]) if len(prompt) > 1]
 
