@@ -183,8 +183,7 @@ class PolicyGradient(AnswerObjective):
         return -gain, (ratio < low) & (advantage < 0), (ratio > high) & (advantage > 0)
 
     def _sampler_weight(self, tokens: AnswerTokens, difference: torch.Tensor) -> torch.Tensor:
-        """Weight of each token, which corrects for log-probabilities of the sampler that differ from the training
-        forward's.
+        """Weight of each token, which corrects for log-probabilities of the sampler that differ from those in training.
 
         The weight is min(exp(d), cap) with d = old - sampled, or 1 without a correction. With `geometric`, d is its
         mean over the answer, because a product over a long answer would be almost 0.

@@ -254,9 +254,7 @@ class AnswerNumbers:
 
 @dataclass(frozen=True)
 class Examples:
-    """The documents of one forward in the order of its rows, without padding, for objectives whose loss is not simply a
-    sum over tokens.
-    """
+    """The documents of a forward in the order of its rows, without padding, for losses that are no sum over tokens."""
 
     index: torch.Tensor
     """Index of each token's document among the documents of the forward, int64 [rows, tokens]; -1 for padding."""

@@ -1,5 +1,4 @@
-"""Preference objectives: DPO and its variants, CPO, ORPO and SimPO on pairs of answers, and KTO on single labelled
-answers.
+"""Preference objectives: DPO and variants, CPO, ORPO and SimPO on pairs of answers, KTO on single labelled answers.
 
 An objective on pairs gives each answer a score, and its loss compares the scores of the two answers of a pair. The
 *reward* of an answer is its score times beta.
@@ -56,8 +55,7 @@ class PairObjective(DocumentObjective):
 
     def metrics(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
         """The loss, the cross entropy `nll` in nats per chosen token if it is a term of the loss, and means over pairs.
-        `reward_accuracy` counts pairs of equal scores as wrong. `logp_chosen` and `logp_rejected` are in nats per
-        answer.
+        `reward_accuracy` counts pairs of equal scores as wrong. `logp_chosen` and `logp_rejected` are nats per answer.
         """
         means = [sums[name] / max(counts[term.unit], 1) for name, term in zip(self.sum_names, self.terms, strict=False)]
         pairs = max(counts["pairs"], 1)

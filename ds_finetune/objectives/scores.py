@@ -15,7 +15,6 @@ from ds_finetune.config.objectives import ClassificationObjective, RewardObjecti
 from ds_finetune.objectives.objective import LossAndSums, ScoreObjective, Term
 
 Floats = NDArray[np.float64]
-_BINARY = 2
 _ROUNDING = 1e-13
 """A variance below this fraction of the fp64 sum of squares is the rounding error of equal numbers."""
 
@@ -63,7 +62,7 @@ class Classification(ScoreObjective):
         examples = max(counts["examples"], 1)
         both = predicted + true
         f1 = 2 * hits / np.maximum(both, 1)
-        is_binary = self.num_outputs == _BINARY
+        is_binary = self.num_outputs == 2
         mean = {"f1": float(f1[1])} if is_binary else {"f1_macro": float(f1.sum() / max((both > 0).sum(), 1))}
         # Matthews' correlation of several classes (Gorodkin 2004); 0 if it is not defined.
         total = true.sum()

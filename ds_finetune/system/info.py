@@ -12,6 +12,7 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import distributions
@@ -190,19 +191,14 @@ def _port_holder(port: int) -> str | None:
 
 
 def _process_at(port: int) -> str:
-    try:
-        pids = [
-            c.pid
-            for c in psutil.net_connections("tcp")
-            if c.status == psutil.CONN_LISTEN and c.laddr.port == port and c.pid
-        ]
-        return f"process {pids[0]}, {psutil.Process(pids[0]).name()}" if pids else ""
-    except (psutil.AccessDenied, psutil.NoSuchProcess):
-        return ""
+    with suppress(psutil.AccessDenied, psutil.NoSuchProcess):
+        for each in psutil.net_connections("tcp"):
+            if each.status == psutil.CONN_LISTEN and each.laddr.port == port and each.pid:
+                return f"process {each.pid}, {psutil.Process(each.pid).name()}"
+    return ""
 
 
 def _read(path: str) -> str:
-    try:
+    with suppress(OSError):
         return Path(path).read_text(encoding="utf-8").strip()
-    except OSError:
-        return ""
+    return ""

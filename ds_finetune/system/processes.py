@@ -25,8 +25,6 @@ _PROC = Path("/proc")
 _OOM_KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 _LEAST_SECONDS = 4.0
 _SWITCHES_PER_SECOND = 20
-_SET_PARENT_DEATH_SIGNAL = 1
-"""Option PR_SET_PDEATHSIG of prctl(2), the signal at the end of a parent."""
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 """Clock that also counts time in which the machine was suspended (on Linux), unlike `time.monotonic`."""
 
@@ -157,9 +155,10 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:
-    """Let the kernel send a signal to this process when its parent ends for any reason; needs prctl(2)."""
+    """Let the kernel send a signal to this process when the thread that started it ends; needs prctl(2)."""
     with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, number, 0, 0, 0)
+        # Option 1 is PR_SET_PDEATHSIG.
+        ctypes.CDLL(None).prctl(1, number, 0, 0, 0)
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,7 @@ _OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LO
 _OTHER_SIZES = ("PMI_SIZE", "MV2_COMM_WORLD_SIZE", "FLUX_JOB_SIZE", "JSM_NAMESPACE_SIZE")
 """Variables in which unsupported launchers set the number of ranks: MPICH (Intel MPI, PALS), MVAPICH, Flux, jsrun."""
 _PARTS_OF_OTHERS = ("MPI_LOCALNRANKS", "NPROC_PER_NODE", "NNODES")
-"""Variables for a host's number of ranks, or for hosts, of launchers that are not supported. The last two start
-ms-swift and LLaMA-Factory.
-"""
+"""Variables for a host's number of ranks, or for hosts, of other launchers (the last two: ms-swift, LLaMA-Factory)."""
 _OTHER_RANKS = ("PMI_RANK", "PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE", "FLUX_TASK_RANK", "MPI_LOCALRANKID")
 """Environment variables with a rank. An unsupported launcher may set one without a number of ranks."""
 _NODE_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "CROSS_SIZE")
@@ -64,8 +62,8 @@ class World:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Self:
-        """Read the environment variables of torchrun, DeepSpeed, accelerate, Open MPI or Slurm. Without any, the world
-        is one process.
+        """Read the environment variables of torchrun, DeepSpeed, accelerate, Open MPI or Slurm. Without them it is one
+        process.
 
         LaunchError where only some are set, or where RANK, WORLD_SIZE or LOCAL_RANK contradict the scheduler that
         started this process.

@@ -121,8 +121,7 @@ def _format(answer: AnswerToScore, _: object, settings: Settings) -> Outcome:
 def _length(answer: AnswerToScore, _: object, settings: Settings) -> Outcome:
     """Soft overlong punishment of DAPO (arXiv 2503.14476, equation 13) for an answer of n tokens.
 
-    With L = `max_tokens` and C = `soft_tokens`, the score is 0 for n <= L - C, ((L - C) - n) / C up to L, and -1
-    beyond.
+    With L = `max_tokens` and C = `soft_tokens`, the score is 0 for n <= L - C, ((L - C) - n) / C up to L, then -1.
     """
     tokens, most, soft = len(answer.ids), settings["max_tokens"], settings["soft_tokens"]
     if tokens <= most - soft:

@@ -89,8 +89,7 @@ def _is_dialogue(test: object) -> bool:
 
 
 def score_program(text: str, tests: Tests, *, timeout: float, memory: int) -> float | None:
-    """Fraction of the tests that the program in an answer passes, within `timeout` seconds for all tests; None if the
-    answer has no program.
+    """Fraction of the tests that an answer's program passes within `timeout` seconds in all; None without a program.
 
     The program is the last code block marked as Python, or else the last code block.
     """

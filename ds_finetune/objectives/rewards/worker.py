@@ -5,7 +5,6 @@ raises an exception in a reward that takes too long. If the exception is not rai
 worker. When pool.py's process dies, the kernel kills the worker. Output of reward functions goes to the pool's log.
 """
 
-import ctypes
 import importlib.util
 import inspect
 import json
@@ -26,6 +25,7 @@ from typing import Any
 
 from ds_finetune.objectives.rewards.answers import AnswerToScore, Outcome, RewardFaultError, column_of
 from ds_finetune.objectives.rewards.builtin import BUILTIN, Settings
+from ds_finetune.system.processes import die_with_parent
 
 GRACE_SECONDS = 10.0
 """Seconds after the alarm of a reward until pool.py kills the worker process."""
@@ -227,14 +227,12 @@ def _load(rewards: list[Settings]) -> tuple[list[Scorer], str, int]:
 def main(descriptor: int) -> None:
     """Answer requests from the socket until it is closed, or until the thread that started this process ends."""
     owner = os.getpid()
-    # With PR_SET_PDEATHSIG of prctl(2), this process is killed when its parent thread ends.
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
+    die_with_parent()
     # A scheduler sends SIGTERM and SIGUSR1 to all processes, but rewards are needed until the run has saved.
     for ignored in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(ignored, lambda *_: None)
     with socket.socket(fileno=descriptor) as connection, connection.makefile("rw", encoding="utf-8") as lines:
-        # Otherwise programs that a reward starts, or processes that it forks, would inherit the connection and keep it
-        # open.
+        # Otherwise programs that a reward starts would inherit the connection and keep it open, as would forks.
         connection.set_inheritable(False)
         os.register_at_fork(after_in_child=lambda: os.close(descriptor))
         rewards = json.loads(lines.readline())
