@@ -87,8 +87,7 @@ def bf16_support(device: str, world: World) -> Bf16Support | None:
 def choose_device() -> str:
     """Choose the device type, and set the variable `DS_ACCELERATOR` to it for DeepSpeed. It is `cuda` if a GPU can be
     used and `DS_ACCELERATOR` is not `cpu`, else `cpu`. ConfigError if `DS_ACCELERATOR` names an accelerator that cannot
-    be used, if it is not set and the machine has GPUs that cannot be used, or if the installed torch has no kernels for
-    this process's GPU.
+    be used, if it is not set and the machine's GPUs cannot be used, or if torch has no kernels for this process's GPU.
     """
     requested = os.environ.get("DS_ACCELERATOR") or None
     if requested not in (None, "cpu", "cuda"):
@@ -189,9 +188,7 @@ def own_device(world: World, device: str) -> str:
 
 
 def check_same_devices(texts: list[str]) -> None:
-    """Raise LaunchError if ranks use different device types, or if two ranks use one GPU. `texts` are the results of
-    `own_device` by rank.
-    """
+    """Raise LaunchError if ranks use different device types or share a GPU, by the `own_device` texts of all ranks."""
     ranks = [json.loads(text) for text in texts]
     first = ranks[0]
     for rank, info in enumerate(ranks):
@@ -259,8 +256,7 @@ class PeakMemory:
 
     def num_bytes(self) -> int:
         """Peak memory in bytes. On a GPU it is the peak memory reserved by torch, plus memory that NCCL and other
-        libraries have allocated since the start. On a CPU it is the growth of the process's resident memory up to its
-        peak.
+        libraries have allocated since the start. On a CPU it is the growth of the process's resident memory.
         """
         if self._index is None:
             return max(0, peak_bytes("cpu") - self._before)

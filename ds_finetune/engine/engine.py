@@ -202,10 +202,9 @@ class Engine:
         return self._scores(sums, counts, all_scores)
 
     def document_log_probs(self, batches: Iterable[Batch]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Log-probabilities of all documents, each summed over the document's supervised tokens. Every rank gets all
-        results. Returns document numbers [n], ascending, and log-probabilities [n] in nats. The batches of all ranks
-        must contain each document once. The values are bitwise equal to those that `step` computes in forwards with the
-        same rows.
+        """Log-probabilities of all documents, each summed over its supervised tokens, on every rank. Returns document
+        numbers [n], ascending, and log-probabilities [n] in nats. The batches of all ranks must contain each document
+        once. The values are bitwise equal to those that `step` computes in forwards with the same rows.
         """
         self._ds.eval()
         numbers, logps = [np.zeros(0, dtype=np.int64)], [np.zeros(0)]
@@ -297,9 +296,8 @@ class Engine:
         return [[answers[prompt * size + at] for at in range(size)] for prompt in range(len(request.prompts))]
 
     def logits(self, prompts: Sequence[Sequence[int]]) -> Iterator[torch.Tensor]:
-        """Yield the logits of each prompt (token ids), computed in the run's precision, on every rank. Logits are fp32
-        [tokens, vocabulary]; a classifier gives its scores [1, outputs]. Collective: every rank must exhaust the
-        iterator.
+        """Yield the logits of each prompt (token ids), in the run's precision, on every rank. Logits are fp32 [tokens,
+        vocabulary]; a classifier gives its scores [1, outputs]. Collective: every rank must exhaust the iterator.
         """
         self._ds.eval()
         for prompt in prompts:
@@ -326,9 +324,7 @@ class Engine:
         return {name: spec for name, spec in self._full_tensors.specs().items() if not is_adapter(name)}
 
     def gather_shards(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        """Gather a full tensor on the first rank of its pipeline stage. `part` is this rank's shard, sharded like the
-        parameter `name`.
-        """
+        """Gather a full tensor on its stage's first rank; `part` is this rank's shard, sharded as parameter `name`."""
         return self._full_tensors.gather_shards(name, part)
 
     def _forward(self, rows: ForwardRows, numbers: StepNumbers | None) -> LossAndSums | StageOutput:

@@ -85,8 +85,7 @@ class FiniteProbe:
         )
         ranks = list(range(len(names)))
         if mesh.pp > 1:
-            # In a pipeline, a non-finite gradient spreads from later layers to earlier ones, so later layers come
-            # first.
+            # In a pipeline, a non-finite gradient spreads from later layers to earlier ones: later layers come first.
             ranks.sort(key=lambda rank: -_depth(names[rank] or "", is_last=mesh.coordinate("pp", rank) == mesh.pp - 1))
         culprits = [f"{names[rank]} on rank {rank}" for rank in ranks if names[rank]]
         return culprits[0] if culprits else "no single gradient; the reduction overflowed"

@@ -26,8 +26,7 @@ def term_weights(terms: Sequence[Term], counts: torch.Tensor) -> torch.Tensor:
 
 
 def scale_for_deepspeed(loss: torch.Tensor, *, zero_ranks: int) -> torch.Tensor:
-    """The loss (scalar) on which `backward` is called, from a micro-batch's contribution to the loss of the global
-    batch.
+    """The scalar on which `backward` is called, from a micro-batch's contribution to the loss of the global batch.
 
     DeepSpeed divides gradients by the number of its ranks, `zero_ranks`, when it reduces them (0.19.8,
     zero/stage_1_and_2.py, engine.allreduce_bucket). The contributions of all ranks already add up to the mean, so each

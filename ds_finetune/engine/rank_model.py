@@ -66,8 +66,7 @@ def build_rank_model(
     plan: Plan, model: ModelPlan, groups: Groups, features: Sequence[Feature], *, loads_weights: bool
 ) -> tuple[PreTrainedModel, tuple[str, ...], Fp32Weights]:
     """Build this rank's shard of the model, with its weights, features and loss head. Also returns the names of
-    parameters that were randomly initialised because the model's folder lacks them, and the weights that forwards use
-    in fp32.
+    randomly initialised parameters, which the model's folder lacks, and the weights that forwards use in fp32.
     """
     lm = build_modules(plan, model, groups)
     install_groups(lm, model, groups)

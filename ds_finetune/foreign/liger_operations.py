@@ -1,5 +1,4 @@
-"""Liger's Triton kernels for RMSNorm, rotary embedding and SwiGLU, called like the functions of
-model/fused/formulas.py.
+"""Liger's Triton kernels for RMSNorm, rotary embedding and SwiGLU, called like functions of model/fused/formulas.py.
 
 Liger's own autograd functions are not used, because they overwrite queries and keys without telling autograd, and save
 copies of non-contiguous tensors.

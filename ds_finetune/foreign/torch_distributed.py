@@ -93,9 +93,7 @@ def flight_record() -> bytes:
 
 
 def is_peer_lost(error: BaseException) -> bool:
-    """Whether torch may have raised `error` because another rank has exited (torch 2.13: RuntimeError from gloo,
-    DistBackendError from NCCL).
-    """
+    """Whether `error` may come from another rank's exit (torch 2.13: gloo's RuntimeError, NCCL's DistBackendError)."""
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(word in str(error) for word in _PEER_LOST_WORDS)
     )

@@ -16,8 +16,6 @@ _KEPT = Foreign("transformers", "modeling_utils.py:1112, 1303")
 
 LayerFactory = Callable[[type[nn.Module], PretrainedConfig, int], nn.Module]
 """Function from layer class, configuration and layer number to a decoder layer, or a module that replaces it."""
-ConfigChange = Callable[[Any], Any]
-"""Function from a model's configuration to the one with which its experts are constructed."""
 
 
 @contextmanager
@@ -40,10 +38,10 @@ def replaced_layers(model_class: type[PreTrainedModel], factory: LayerFactory) -
 
 @contextmanager
 def changed_experts(
-    model_class: type[PreTrainedModel], name: str, change: ConfigChange, *, after: Callable[[nn.Module], None]
+    model_class: type[PreTrainedModel], name: str, change: Callable[[Any], Any], *, after: Callable[[nn.Module], None]
 ) -> Iterator[None]:
-    """Context in which the routed experts (class `name`) of models of `model_class` are constructed with a changed
-    configuration, and then passed to `after`.
+    """Context in which the routed experts (class `name`) of models of `model_class` are constructed with the model's
+    configuration as `change` returns it, and then passed to `after`.
 
     transformers would construct all experts of a layer, but an expert parallel rank holds only some of them.
     """

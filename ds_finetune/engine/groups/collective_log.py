@@ -1,5 +1,4 @@
-"""Record of the collectives of this process: which were called, which its device has reached, and the time spent in
-them.
+"""Record of this process's collectives: which were called, which its device has reached, and the time spent in them.
 
 NCCL calls return as soon as they are enqueued. Therefore, on a GPU, CUDA events before and after each collective tell
 whether the device waits in the collective or still computes.

@@ -131,8 +131,6 @@ def _check_toolkit(name: str) -> None:
 
 Agree = Callable[[str], list[str]]
 """Function that sends this rank's text and returns all ranks' texts. Every rank must call it equally often."""
-_BINDING_LAUNCHERS = ("srun", "mpirun")
-"""Launchers that bind each rank to its own cores."""
 
 
 def build_ops(plan: Plan, agree: Agree, say: Say) -> Plan:
@@ -182,7 +180,7 @@ def use_cores(plan: Plan, environ: MutableMapping[str, str]) -> Plan:
 
 def cores_of_rank(world: World, *, available: int, total: int) -> int:
     """Number of a rank's cores: all of `available` if the launcher bound it to fewer than `total`, else its part."""
-    is_own = world.launcher in _BINDING_LAUNCHERS and available < total
+    is_own = world.launcher in ("srun", "mpirun") and available < total
     return available if is_own else max(1, available // world.local_world_size)
 
 

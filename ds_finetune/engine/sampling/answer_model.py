@@ -89,13 +89,13 @@ class AnswerModel:
         self, ids: torch.Tensor, positions: torch.Tensor, cache: RowCache, is_key: torch.Tensor | None
     ) -> torch.Tensor:
         """Decode one token per row, int64 [rows], and append it to the cache. Returns next-token logits, fp32 [rows,
-        vocabulary]. If prompts have different lengths, `is_key`, bool [rows, 1, 1, columns], marks the cache columns of
-        each row.
+        vocabulary]. If prompts have different lengths, `is_key`, bool [rows, 1, 1, columns], marks each row's cache
+        columns.
         """
         cache.begin_column()
         attention = {} if is_key is None else {"is_key": is_key}
         logits = self._logits(ids[:, None], positions[:, None], None, cache, **attention)
-        cache.end_column()
+        cache.columns += 1
         return logits
 
     def _logits(

@@ -102,10 +102,6 @@ class RowCache(Cache):
         self._reserved = min(self._longest, max(self.columns + 1, int(self.columns * _GROWTH)))
         self._replace(lambda part: functional.pad(part, (0, 0, 0, self._reserved - self.columns)))
 
-    def end_column(self) -> None:
-        """Count one more column as used, after a forward has written its tokens there."""
-        self.columns += 1
-
     def keep_rows(self, rows: torch.Tensor) -> None:
         """Drop all rows except `rows`, int64 [remaining rows]."""
         self._replace(lambda part: part.index_select(0, rows))

@@ -121,9 +121,7 @@ def gather_zero3(param: torch.Tensor | None) -> Any:  # noqa: ANN401 - a context
 def _gather_on_first(
     part: torch.Tensor, group: TensorParallelGroup | ExpertParallelGroup, *, dim: int, end: torch.device
 ) -> torch.Tensor:
-    """Concatenate the group's parts of a tensor along `dim`, on device `end` of its first rank. Others return their
-    part.
-    """
+    """Concatenate a group's parts of a tensor along `dim`, on device `end` of the first rank; others return `part`."""
     part = part.contiguous()
     parts = [torch.empty_like(part) for _ in range(group.size)] if group.group_rank == 0 else None
     dist.gather(part, parts, group=group.group, group_dst=0)

@@ -54,8 +54,7 @@ def check_replicas(
     *,
     embedding: str | None,
 ) -> None:
-    """Raise RunError on every rank if replicas of a tensor differ. The error names the tensor, an element, both
-    ranks and values.
+    """Raise RunError on every rank if replicas of a tensor differ. It names tensor, element, both ranks and values.
 
     Collective. The optimizer's fp32 weights, saved frozen weights and buffers are compared. `embedding` is the name of
     the weight that both ends of a pipeline train, None on other stages. The comparison takes 5.3 ns of a CPU core per
