@@ -29,17 +29,17 @@ _GROUP = r"\{(?:[^{}]|\{[^{}]*\})*\}"
 _UNREAD_BEFORE = re.compile(
     r"\\sqrt(?:\[[^]]*\])?\{[^{}]*\Z|\u221a\(?\Z|(?:\}|\\pi|\u03c0)/\Z"
     rf"|\\[dtc]?frac\s*(?:{_GROUP}\s*)?\{{(?:[^{{}}]|{_GROUP})*\Z"
-    # Text before the last number of `1,5`, `3:30`, `1..5`, `12'34`, `x1`, `0x10`, `5(3)`, `10^{1/2}`, `log 5`
+    # Text before a number that is not read: `1,5`, `3:30`, `1..5`, `12'34`, `x1`, `0x10`, `5(3)`, `10^{1/2}`, `log 5`
     r"|\d[,:'\u2019]\Z|\d\.\.\Z|[A-Za-z]\Z|\w_\Z|[\w)]\(\Z|\^[{(]\s*\Z"
     r"|(?<![A-Za-z])(?:log|ln|sin|cos|tan)(?:_\{?\w+\}?)?[ ({]*\Z"
-    # Text before the last number of `2+3`, `x-4`, `2024-01-31`, `10 - 5`, `5 x 4`, `1/2/2024`, `5\pm1`, `x > 2`
+    # Text before a number that is not read: `2+3`, `x-4`, `2024-01-31`, `10 - 5`, `5 x 4`, `1/2/2024`, `5\pm1`, `x > 2`
     r"|[\w)\]}][-+*/\u2010-\u2013]\Z|[\d)\]}] ?[-+*/\u2010-\u2013xX] ?\Z|(?:\u00b1|\\pm) ?\Z"
     r"|(?:(?:[^\S\n]|\d)[<>]=?|[\u2264\u2265\u2260]|\\(?:[gl]eq?|[gl]t|neq?))\s*\Z"
 )
 _UNREAD_AFTER = re.compile(
     r"\s*(?:\\sqrt|\\pi\b|[\u221a\u03c0])|\^(?!\{?\\circ)|[,.:'\u2019/]\d|\.\.\d"
     r"|[-\u2010-\u2013](?:\d|[a-z]\b)"
-    # Text after the first number of `2+x`, `5 * 3`, `5 x 4`, `5\pm1`, `3k`, `$2M`, `3x`, `5i`, `2 dozen`
+    # Text after a number that is not read: `2+x`, `5 * 3`, `5 x 4`, `5\pm1`, `3k`, `$2M`, `3x`, `5i`, `2 dozen`
     r"| ?\+ ?[\w\\(]| ?[*xX] ?\d|\*[\w\\(]| ?(?:\u00b1|\\pm)"
     r"|(?:[abeiknqrtuvwxyzBKMTX]|[bx][\dA-F]+|bn|mn|mil)(?![A-Za-z])"
     r"| ?(?:dozen|mil|bn)\b"

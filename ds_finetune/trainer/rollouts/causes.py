@@ -10,8 +10,8 @@ MANY = 0.8
 
 
 Metrics = Mapping[str, float]
-"""Metrics of rollouts, by the last part of their names (`NAMES`). `entropy` and the names after it are metrics of
-optimizer steps: means over answer tokens, which are absent if a step has no answers to train on.
+"""Metrics of rollouts, by the last part of their names, such as `reward` of `rollout/reward`. `entropy` and the names
+after it are metrics of optimizer steps: means over answer tokens, absent in steps without answers.
 """
 NAMES = (
     *("reward", "all_right", "all_wrong", "no_spread", "cut", "unparsed", "answer_tokens"),

@@ -61,7 +61,7 @@ class RolloutMetrics(Remembering):
 
 
 def rollout_metrics(rollout: Rollout, sampler: Sampler) -> dict[str, float]:
-    """Metrics of a rollout, by the last part of their names. Fractions refer to groups or to answers."""
+    """Metrics of a rollout, by their names after `rollout/`. Fractions refer to groups or to answers."""
     groups = rollout.groups
     answers = [answer for group in groups for answer in group.answers]
     rewards, parts = np.concatenate([group.rewards for group in groups]), np.concatenate([g.parts for g in groups])
