@@ -14,27 +14,11 @@ _PACKAGES = ("ds_finetune", "torch", "deepspeed", "transformers")
 
 
 @dataclass(frozen=True)
-class RunIdentity:
-    """Values that a resumed run compares with its checkpoint. `data` is a fingerprint of the training rows."""
-
-    config: Mapping[str, Any]
-    """The run file with defaults filled in."""
-    data: str
-    base: str = ""
-    """Digest of the base model's weights if adapters are trained; empty if all weights are trained."""
-    teacher: str = ""
-    """Digest of the teacher's weights; empty unless the run is a distillation."""
-    held_out: str = ""
-    """Fingerprint of the evaluation rows; empty if there are none."""
-    deepspeed: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunState(RunIdentity):
+class RunState:
     """The state of a run in plain values.
 
     `position` is (epoch, next row) in the data. `engine` has the counters of optimizer and loss scale, `observers` the
-    state of each observer by name, and `values` the metrics of the step.
+    state of each observer by name, and `values` the metrics of the step. `data` is a fingerprint of the training rows.
     """
 
     step: int
@@ -44,8 +28,17 @@ class RunState(RunIdentity):
     engine: Mapping[str, Any]
     observers: Mapping[str, Mapping[str, Any]]
     values: Mapping[str, float]
+    data: str
+    config: Mapping[str, Any]
     layout: Mapping[str, Any]
     versions: Mapping[str, str]
+    base: str = ""
+    """Digest of the base model's weights if adapters are trained; empty if all weights are trained."""
+    teacher: str = ""
+    """Digest of the teacher's weights; empty unless the run is a distillation."""
+    held_out: str = ""
+    """Fingerprint of the evaluation rows; empty if there are none."""
+    deepspeed: Mapping[str, Any] = field(default_factory=dict)
 
     def text(self) -> str:
         """Write the run's state as JSON text, which `read` parses."""

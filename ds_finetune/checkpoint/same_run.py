@@ -3,12 +3,13 @@
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import BaseModel
 
-from ds_finetune.checkpoint.run_state import RunIdentity, RunState, versions
+from ds_finetune.checkpoint.run_state import RunState, versions
 from ds_finetune.config.objectives import OBJECTIVES, ObjectiveConfig
 from ds_finetune.config.run_file import set_values
 from ds_finetune.config.schema import RunConfig
@@ -20,6 +21,18 @@ from ds_finetune.plan.deepspeed_config import DERIVED_KEYS
 
 _DERIVED = (*DERIVED_KEYS, "optimizer.", "bf16.enabled", "fp16.enabled")
 """Keys of the DeepSpeed configuration that are not compared, because their values follow from the run file."""
+
+
+@dataclass(frozen=True)
+class RunIdentity:
+    """Values of a run to compare with its checkpoint. `config` is the run file; other fields are as in `RunState`."""
+
+    config: Mapping[str, Any]
+    data: str
+    base: str = ""
+    teacher: str = ""
+    held_out: str = ""
+    deepspeed: Mapping[str, Any] = field(default_factory=dict)
 
 
 def changes_since_checkpoint(state: RunState, now: RunIdentity) -> list[str]:

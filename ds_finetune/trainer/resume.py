@@ -30,8 +30,8 @@ from ds_finetune.checkpoint.restore import (
     restore_engine,
     restore_random_state,
 )
-from ds_finetune.checkpoint.run_state import RunIdentity, RunState, layout_of, versions
-from ds_finetune.checkpoint.same_run import changes_since_checkpoint, model_mismatch
+from ds_finetune.checkpoint.run_state import RunState, layout_of, versions
+from ds_finetune.checkpoint.same_run import RunIdentity, changes_since_checkpoint, model_mismatch
 from ds_finetune.checkpoint.saver import Saver
 from ds_finetune.checkpoint.tools import BASE, CHECKPOINTS
 from ds_finetune.config.objectives import rows_of_step

@@ -292,9 +292,8 @@ def _state(**config: object) -> RunState:
     tree = {"model": "m", "data": {"train": "a.jsonl"}, "output_dir": "x"} | config
     dumped = RunConfig.model_validate(tree).model_dump(mode="json", by_alias=True)
     return RunState(
-        step=5, skipped_steps=0, tokens_seen=100, position=(0, 3), engine=engine, data="rows", config=dumped,
-        observers={"best": {"best_loss": math.inf}}, values={"train/loss": 1.0}, layout={}, versions={},
-    )  # fmt: skip
+        5, 0, 100, (0, 3), engine, {"best": {"best_loss": math.inf}}, {"train/loss": 1.0}, "rows", dumped, {}, {}
+    )
 
 
 def test_the_state_comes_back(tmp_path: Path) -> None:

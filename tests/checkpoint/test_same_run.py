@@ -12,8 +12,13 @@ import torch.distributed as dist
 from pydantic import BaseModel
 
 from ds_finetune.checkpoint.commit import CommitJob, Manifest, commit, partial_name, step_name
-from ds_finetune.checkpoint.run_state import RunIdentity, RunState
-from ds_finetune.checkpoint.same_run import changes_since_checkpoint, model_mismatch, on_resume
+from ds_finetune.checkpoint.run_state import RunState
+from ds_finetune.checkpoint.same_run import (
+    RunIdentity,
+    changes_since_checkpoint,
+    model_mismatch,
+    on_resume,
+)
 from ds_finetune.config.objectives import OBJECTIVES, ObjectiveConfig
 from ds_finetune.config.schema import RunConfig, read_config
 from ds_finetune.config.sections import TrainConfig

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from ds_finetune.checkpoint.run_state import RunIdentity, RunState
-from ds_finetune.checkpoint.same_run import changes_since_checkpoint
+from ds_finetune.checkpoint.run_state import RunState
+from ds_finetune.checkpoint.same_run import RunIdentity, changes_since_checkpoint
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.data import prepare as preparation
 from ds_finetune.data.cache import ArrayParts, find_damage, lock_folder, remove_damaged, write_folder
