@@ -13,6 +13,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Self
 
@@ -267,12 +268,8 @@ def remove_checkpoint(folder: Path) -> None:
 
 def rename_unusable(folder: Path) -> Path:
     """Rename a checkpoint that cannot be used, so that no run resumes from it. Returns the new path."""
-    unused = next(
-        path
-        for number in range(1, 10_000)
-        if not (path := folder.with_name(f"{folder.name}.unusable-{number}")).exists()
-    )
-    return folder.rename(unused)
+    names = (f"{folder.name}.unusable-{number}" for number in count(1))
+    return folder.rename(next(path for path in map(folder.with_name, names) if not path.exists()))
 
 
 def link_or_copy(source: Path, target: Path) -> None:
@@ -307,12 +304,10 @@ def damage_of(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[st
     for name in names:
         path, expected = folder / name, manifest.files[name]
         size = path.stat().st_size if path.is_file() else None
-        if size != expected.num_bytes:
-            damage.append(
-                f"{path} has {size} bytes, the manifest says {expected.num_bytes}"
-                if size is not None
-                else f"{path} is missing"
-            )
+        if size is None:
+            damage.append(f"{path} is missing")
+        elif size != expected.num_bytes:
+            damage.append(f"{path} has {size} bytes, the manifest says {expected.num_bytes}")
         elif (seen := checksum_of(path)) != expected:
             damage.append(f"{path} is damaged: checksum {seen.xxh3_128}, the manifest says {expected.xxh3_128}")
     return damage

@@ -133,10 +133,7 @@ def gather_checkpoint(folders: Sequence[Path], out: Path) -> str:
 
 
 def _line(manifest: Manifest) -> str:
-    parts = (
-        f"{len(manifest.ranks)} of {manifest.world_size} parts"
-        if len(manifest.ranks) < manifest.world_size
-        else f"{manifest.world_size} parts"
-    )
+    present = f"{len(manifest.ranks)} of " if manifest.absent_parts else ""
+    parts = f"{present}{manifest.world_size} parts"
     loss = "" if manifest.eval_loss is None else f", eval/loss {manifest.eval_loss:.4f}"
     return f"step {manifest.step}, {parts}, {bytes_text(manifest.num_bytes)}, written on {manifest.host}{loss}"

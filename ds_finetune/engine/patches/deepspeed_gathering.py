@@ -4,7 +4,7 @@ weights are gathered after the optimizer step.
 
 import math
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -61,13 +61,16 @@ def full_weights(optimizer: Any, lm: nn.Module) -> Iterator[None]:  # noqa: ANN4
 
     offload = _HOOKS.attribute(optimizer, "parameter_offload")
     handles = [*_HOOKS.attribute(offload, "forward_hooks"), *_HOOKS.attribute(offload, "backward_hooks")]
+    numbers = {handle.id for handle in handles}
     status = _HOOKS.attribute(parameter_offload, "ZeroParamStatus").NOT_AVAILABLE
     # Small parameters are always gathered. If this context partitioned them, training would have to gather them again.
     partitioned = [param for param in lm.parameters() if getattr(param, "ds_status", None) is status]
-    with (
-        deepspeed.zero.GatheredParameters(partitioned, enabled=bool(partitioned)),
-        _without_hooks(lm, {handle.id for handle in handles}),
-    ):
+    with deepspeed.zero.GatheredParameters(partitioned, enabled=bool(partitioned)), ExitStack() as stack:
+        for module in lm.modules():
+            for name in ("_forward_pre_hooks", "_forward_hooks"):
+                hooks = getattr(module, name)
+                remaining = OrderedDict((number, hook) for number, hook in hooks.items() if number not in numbers)
+                stack.enter_context(replaced(module, name, remaining))
         yield
 
 
@@ -106,15 +109,3 @@ class KeptWeights:
         forget_second_copies(self._lm)
         for first in gathered[:1]:
             first.all_gather(gathered)
-
-
-@contextmanager
-def _without_hooks(lm: nn.Module, numbers: Collection[int]) -> Iterator[None]:
-    """Context in which hooks with the ids `numbers` are removed from the modules of `lm`; others keep their order."""
-    with ExitStack() as stack:
-        for module in lm.modules():
-            for name in ("_forward_pre_hooks", "_forward_hooks"):
-                hooks = getattr(module, name)
-                remaining = OrderedDict((number, hook) for number, hook in hooks.items() if number not in numbers)
-                stack.enter_context(replaced(module, name, remaining))
-        yield
