@@ -50,7 +50,7 @@ class StepReading:
     counts: dict[str, float]
     """Numbers of units (tokens, documents, ...) in the global batch, by name of the unit."""
     counted: dict[str, tuple[torch.Tensor, torch.Tensor]]
-    """Counts of auxiliary losses, such as tokens per expert, by name of the loss, on device and host."""
+    """Counts of auxiliary losses, such as tokens per expert, by name: on the device, and a copy on the host."""
 
 
 def read_step(

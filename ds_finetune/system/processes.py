@@ -157,7 +157,7 @@ def _end(number: int, frame: FrameType | None) -> None:
 def die_with_parent(number: int = signal.SIGKILL) -> None:
     """Let the kernel send a signal to this process when the thread that started it ends; needs prctl(2)."""
     with suppress(OSError, AttributeError):
-        # Option 1 is PR_SET_PDEATHSIG.
+        # Option 1 of prctl(2) is PR_SET_PDEATHSIG.
         ctypes.CDLL(None).prctl(1, number, 0, 0, 0)
 
 

@@ -62,8 +62,8 @@ class World:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Self:
-        """Read the environment variables of torchrun, DeepSpeed, accelerate, Open MPI or Slurm. Without them it is one
-        process.
+        """Read the environment variables of torchrun, DeepSpeed, accelerate, Open MPI or Slurm. Without any, the world
+        is one process.
 
         LaunchError where only some are set, or where RANK, WORLD_SIZE or LOCAL_RANK contradict the scheduler that
         started this process.

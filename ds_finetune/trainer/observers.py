@@ -114,7 +114,7 @@ def make_time_left(run: PreparedRun) -> TimeLeft:
     steps = 0.0
     if held_out:
         intervals |= dict.fromkeys((EVALUATION, ANSWERS), run.interval(config.eval))
-        # A forward pass over a row takes about a third of the time of a training step on it.
+        # Evaluating a row takes about a third of the time of training on it, since there is no backward.
         num_rows = sum(num_eval_rows(rows, config.eval.limit) for rows in held_out.values())
         steps = num_rows / config.train.global_batch_size / 3
     return TimeLeft(run.schedule.steps, intervals, evaluation_steps=steps)

@@ -191,7 +191,7 @@ def _step_of(line: bytes) -> int | None:
 
 def write_rows(output_dir: Path, rows: Mapping[str, Rows]) -> dict[str, tuple[str]]:
     """Write rows that a program passes as `train` and `eval` to files in `output_dir`, and return the paths. Called on
-    every rank.     DataError if rows cannot be written as JSON; OutputError if the folder cannot be written.
+    every rank. DataError if rows cannot be written as JSON; OutputError if the folder cannot be written.
     """
     return {name: (_write(rows_of_set, name, output_dir / ROWS),) for name, rows_of_set in rows.items()}
 

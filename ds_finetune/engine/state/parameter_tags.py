@@ -77,8 +77,7 @@ def experts_marker(parts: int) -> nn.Module:
 def parameter_groups(model: nn.Module, plan: Plan, groups: Groups) -> list[dict[str, Any]]:
     """Optimizer groups: weights have weight decay, norms and biases (also 2-D ones, the fused biases of experts) have
     none, and experts have separate groups of both kinds. Groups that only an auxiliary loss trains are last, so that
-    they do not change the flat partitions of the other groups. Other settings come from the optimizer's section for
-    DeepSpeed.
+    they do not change the flat partitions of the other groups. Other settings come from DeepSpeed's optimizer section.
     """
     trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
     losses = sorted({loss for loss in map(loss_of, trained.values()) if loss is not None})

@@ -207,4 +207,4 @@ def plain_text(text: str) -> str:
 
 
 EXTRACTORS: Mapping[str, Extractor] = {"gsm8k": gsm8k, "choice": choice, "json": json_value, "text": plain_text}
-"""Extractors by their names for `--extract`."""
+"""Extractors by their names for `ds-finetune eval --extract`."""

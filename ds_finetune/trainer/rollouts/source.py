@@ -83,7 +83,7 @@ class RolloutSource:
 
     def batches(self, after: Progress, position: Position) -> Iterator[Batch]:
         """Yield this rank's batches of the remaining steps. `position` is the position of the next prompt in the data.
-        They end early if the sampling server is lost, or if a reward fails.
+        Batches end early if the sampling server is lost, or if a reward fails.
         """
         try:
             for batch in self._batches(after, position):
@@ -144,7 +144,7 @@ class RolloutSource:
         return replace(rollout, noted={**rollout.noted, "log_probs": time.perf_counter() - began})
 
     def _scored(self, empty: Rollout, draws: range, sampled: SampledGroups) -> Rollout:
-        """`empty` with scored groups. With `no_spread: resample`, further prompts replace groups of equal rewards."""
+        """Add scored groups to `empty`. With `no_spread: resample`, further prompts replace groups of equal rewards."""
         mode, groups, notes = self._objective.no_spread, list[AnswerGroup](), Counter[str]()
         prompts = len(draws)
         end = draws.start + MOST_DRAWS * prompts
