@@ -218,9 +218,9 @@ def _k3(logp: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     """Schulman's estimate of KL(model || reference) for each token, exp(-d) - 1 + d with d = logp - reference, which is
     never negative (http://joschu.net/blog/kl-approx.html).
 
-    Its gradient estimates the gradient of KL(reference || model). The product of the estimate
-    and the ratio r = exp(logp - old) has the gradient r x d x (gradient of logp), which estimates the gradient of
-    KL(model || reference) (DeepSeek-V3.2, arXiv 2512.02556).
+    Its gradient estimates the gradient of KL(reference || model). The product of the estimate and the ratio r =
+    exp(logp - old) has the gradient r x d x (gradient of logp), which estimates the gradient of KL(model || reference)
+    (DeepSeek-V3.2, arXiv 2512.02556).
     """
     difference = logp - reference
     return torch.expm1(-difference) + difference

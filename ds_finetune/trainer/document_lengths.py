@@ -67,8 +67,8 @@ def check_lengths(
         if max_seq_len > limit.tokens and (is_streamed or model.objective.needs_baseline):
             source = "data.streaming" if is_streamed else f"objective {model.objective.name}"
             raise ConfigError(
-                f"train.max_seq_len {max_seq_len} is more than index_topk {limit.tokens}, with {source} the documents "
-                f"are not known before the run, and on longer ones sparse attention {limit.reason} is not tested",
+                f"train.max_seq_len {max_seq_len} is more than index_topk {limit.tokens}: with {source} the lengths "
+                f"are not known before the run, and on longer documents sparse attention {limit.reason} is not tested",
                 hint=f"set train.max_seq_len: {limit.tokens}, or {limit.hint}",
             )
         for name, rows in named.items():

@@ -60,7 +60,7 @@ def _read(config: RunConfig, mesh: Mesh = ONE_RANK) -> tuple[str, ...]:
             "deepseek_v32",
             ONE_RANK,
             EAGER | {"data": {"streaming": True}},
-            "train.max_seq_len 64 is more than index_topk 24, with data.streaming the documents are not known",
+            "train.max_seq_len 64 is more than index_topk 24: with data.streaming the lengths are not known before",
             "set train.max_seq_len: 24, or model.attention: sdpa",
         ),
         (

@@ -47,11 +47,11 @@ CAUSES = (
     ),
     Cause(
         lambda now, _: now["all_wrong"] > MANY,
-        "nearly all groups are all wrong: the task is too hard for this start, or the reward never fires; read "
-        "rollouts.jsonl, take easier prompts, a larger objective.group_size, or fine-tune on a few answers first",
+        "nearly all groups are all wrong: the task is too hard for the model, or no answer can get a reward: read "
+        "rollouts.jsonl, use easier prompts or a larger objective.group_size, or fine-tune on a few answers first",
     ),
     Cause(
-        lambda now, _: now["all_right"] > MANY, "nearly all groups are all right: take harder prompts, or end the run"
+        lambda now, _: now["all_right"] > MANY, "nearly all groups are all right: use harder prompts, or end the run"
     ),
     Cause(
         lambda now, _: now["empty"] > 0.3,
@@ -60,8 +60,8 @@ CAUSES = (
     ),
     Cause(
         lambda now, _: now["no_spread"] > MANY,
-        "the answers of nearly all groups have equal rewards, from which nothing is learned: give a reward that tells "
-        "them apart",
+        "the answers of nearly all groups have equal rewards, from which nothing is learned: use a reward that scores "
+        "them differently",
     ),
     Cause(
         lambda now, start: now["entropy"] < 0.1 * start["entropy"],
@@ -82,7 +82,7 @@ CAUSES = (
     ),
     Cause(
         lambda now, start: now["reward"] > start["reward"] and now["answer_tokens"] < 0.5 * start["answer_tokens"],
-        "answers are less than half as long as at the start: read rollouts.jsonl, the reward may be tricked",
+        "answers are less than half as long as at the start: read rollouts.jsonl, the reward may favour wrong ones",
     ),
 )
 """The table of causes in order of priority. The first row that applies gives the hint."""

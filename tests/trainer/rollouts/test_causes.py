@@ -39,12 +39,12 @@ def test_the_line_of_a_run_that_learns_has_no_hint() -> None:
         ({"all_wrong": 1.0, "all_right": 0.0, "no_spread": 1.0, "reward": 0.0}, "too hard"),
         ({"all_right": 0.9, "no_spread": 0.9}, "harder"),
         ({"empty": 0.5}, "no answer left to train"),
-        ({"all_right": 0.0, "all_wrong": 0.0, "no_spread": 1.0}, "tells them apart"),
+        ({"all_right": 0.0, "all_wrong": 0.0, "no_spread": 1.0}, "scores them differently"),
         ({"entropy": 0.01}, "entropy has fallen"),
         ({"mismatch": 0.2}, "disagree"),
         ({"clipped_high": 0.5}, "clipped: lower"),
         ({"reward": 0.1}, "lower than at the start"),
-        ({"reward": 0.9, "answer_tokens": 4.0}, "tricked"),
+        ({"reward": 0.9, "answer_tokens": 4.0}, "favour wrong ones"),
     ],
 )
 def test_each_cause_is_named_with_what_to_change(change: dict[str, float], word: str) -> None:

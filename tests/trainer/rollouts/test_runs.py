@@ -75,7 +75,7 @@ def test_a_constant_reward_prints_its_cause(tmp_path: Path) -> None:
     (tmp_path / "half.py").write_text("def reward(record, text):\n    return 0.5\n")
     printed = run(sums_task(tmp_path, rewards=[f"{tmp_path}/half.py:reward"]))
     assert "0% all right, 0% all wrong, 100% between, 100% with equal rewards" in printed
-    assert "have equal rewards, from which nothing is learned: give a reward that tells them apart" in printed
+    assert "have equal rewards, from which nothing is learned: use a reward that scores them differently" in printed
     assert all(record["train/grad_norm"] == 0 for record in records(tmp_path))
     rollouts = RunFolder(tmp_path / "run").records("rollouts.jsonl")
     answers = [(rollout["step"], answer) for rollout in rollouts for answer in rollout["answers"]]
