@@ -291,7 +291,7 @@ def test_a_refused_run_keeps_no_rows(tmp_path: Path, *, is_made: bool) -> None:
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ((None,), "the configuration is None"),
+        ((None,), "the run's configuration is None"),
         (("none.yaml",), "run file `none.yaml` does not exist"),
         (({"model": "m"},), "`output_dir` is missing"),
         (({**TREE, "optim": {"lrr": 1}},), "the configuration: unknown key `optim.lrr`"),

@@ -556,7 +556,7 @@ def _from_script(text: str, path: Path) -> OtherFile:
         named = next((file for file in (Path(name), path.parent / name) if file.is_file()), None)
         tree = _tree(named.read_text(encoding="utf-8")) if named else None
         if tree is None:
-            raise ConfigError(f"`{path}` names `{name}`, which is not a file with keys", hint="give the file with keys")
+            raise ConfigError(f"`{path}` names `{name}`, which is not a file with keys", hint="correct the path")
         words = tree
     words |= {key: before[key] for key in ("config_file",) if key in before} | options
     trainer = next(filter(None, match.groups()[1:]), "")

@@ -73,8 +73,8 @@ def _instead(path: Sequence[str], section: type[BaseModel], root: type[BaseModel
 
 
 def _is_foreign(error: Any) -> bool:  # noqa: ANN401 - pydantic's ErrorDetails
-    """Whether a pydantic error is about an unknown key, or about another trainer's key that is a section here, as
-    in `optim: adamw_torch`.
+    """Whether a pydantic error is about an unknown key, or about a section that got a plain value because another
+    trainer has a key of this name, as in `optim: adamw_torch`.
     """
     is_value = error["type"] == "model_type" and len(error["loc"]) == 1 and error["loc"][0] in KEY_OF
     return error["type"] == "extra_forbidden" or is_value
@@ -167,7 +167,7 @@ def section_of(root: type[BaseModel], parts: Sequence[str]) -> tuple[tuple[str, 
 
 
 def _tag(section: type[BaseModel]) -> str:
-    """The value of `name` by which pydantic selects this class in a union of sections; empty for other sections."""
+    """Value of `name`, such as `dpo`, by which pydantic selects an objective's class; empty for other sections."""
     field = section.model_fields.get("name")
     values = get_args(field.annotation) if field is not None else ()
     return str(values[0]) if values else ""

@@ -342,7 +342,7 @@ _VALUES: Mapping[str, Mapping[str, str]] = {
 file. The value `*` matches all values that are not listed.
 """
 PER_16_ROWS, TWICE_THE_RANK = "16 rows", "twice the rank"
-"""Placeholders for computed defaults: gradient accumulation up to 16 rows per step, and lora_alpha = 2 x rank."""
+"""Defaults that the other trainer computes: accumulation until a step has 16 rows, and lora_alpha = 2 x rank."""
 HUGGING_FACE_TRAINER: Mapping[str, object] = {
     **{"num_train_epochs": 3, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "seed": 42},
     **{"learning_rate": 5e-5, "lr_scheduler_type": "linear", "warmup_ratio": 0, "min_lr_rate": 0, "max_grad_norm": 1.0},

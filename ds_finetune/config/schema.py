@@ -161,7 +161,7 @@ def read_config(source: ConfigSource, overrides: Sequence[str] = ()) -> RunConfi
         tree = _plain(source)
     else:
         raise ConfigError(
-            f"the configuration is {source!r}", hint="give the path of a run file, a dictionary, or a RunConfig"
+            f"the run's configuration is {source!r}", hint="give the path of a run file, a dictionary, or a RunConfig"
         )
     for override in overrides:
         apply_override(tree, lines, override)

@@ -472,9 +472,9 @@ class RolloutConfig(Section):
     steps_per_rollout: Refused[int] = Field(default=1, ge=1)
     """Optimizer steps per rollout. All answers of a rollout are sampled with the weights before its first step."""
     ahead: Refused[Literal[0, 1]] = 0
-    """Number of rollouts that are sampled ahead. With 1, the model samples the next rollout before the steps of the
-    current one, a vLLM server during these steps. Rewards score the next answers during these steps too.
-    `objective.mismatch` corrects for the change of weights.
+    """Number of rollouts that are sampled ahead. With 1, the next rollout is sampled before the steps of the current
+    one (`engine: own`) or during them (`vllm`), and its answers are scored during them. `objective.mismatch` corrects
+    for the change of weights.
     """
     max_new_tokens: int = Field(default=256, ge=1)
     """Maximum tokens of a sampled answer; a longer answer is cut."""

@@ -48,8 +48,8 @@ class OnResume(StrEnum):
 
 
 _T = TypeVar("_T")
-# These types mark run-file keys by what happens if a resumed run has another value. A change of an unmarked key is only
-# printed; keys marked Free do not affect the results of training.
+# The type of a run-file key says what happens if a resumed run changes its value: an error (Refused), an error if other
+# rows are trained on (Rows), or nothing (Free: results do not depend on it). The change of any other key is printed.
 Refused = Annotated[_T, OnResume.REFUSED]
 Rows = Annotated[_T, OnResume.ROWS]
 Free = Annotated[_T, OnResume.FREE]

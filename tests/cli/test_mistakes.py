@@ -274,8 +274,8 @@ Call = Callable[[Path], Any]
 CALLS: tuple[tuple[Call, str], ...] = (
     (lambda _: ds_finetune.train("/no.yaml"), "run file `/no.yaml` does not exist"),
     (lambda _: ds_finetune.train({}), "`model` is missing"),
-    (lambda _: ds_finetune.train(5), "the configuration is 5"),  # type: ignore[arg-type]
-    (lambda _: ds_finetune.train(None), "the configuration is None"),  # type: ignore[arg-type]
+    (lambda _: ds_finetune.train(5), "the run's configuration is 5"),  # type: ignore[arg-type]
+    (lambda _: ds_finetune.train(None), "the run's configuration is None"),  # type: ignore[arg-type]
     (lambda _: ds_finetune.train({"model": "x", "data": {"train": "a"}, "lr": 1}), "unknown key `lr`"),
     (lambda at: ds_finetune.train(at / "run.yaml", ["optim.lr"]), "override `optim.lr` is not of the form"),
     (lambda at: ds_finetune.train(at / "run.yaml", "optim.lr=1"), "`overrides` is 'optim.lr=1'"),
