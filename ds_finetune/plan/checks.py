@@ -297,7 +297,7 @@ _LORA: tuple[Refusal[RunSettings], ...] = (
             # With LoRA the embedding and the head are frozen and not exported. Their rows for new tokens would stay
             # random and be lost.
             setting("model.resize_vocabulary true", "train all weights, or use a tokenizer that fits the model"),
-            # A server loads an adapter with its base model, whose config.json would not have the extended context.
+            # A server loads a LoRA adapter with the published base model, whose config.json lacks the extended context.
             Conflict(
                 "model.context {model.context}",
                 "write the extension into the config.json of a copy of the model's folder",
@@ -331,7 +331,7 @@ _LORA: tuple[Refusal[RunSettings], ...] = (
         "lora.modules_to_save with mtp.train true is not tested",
         "leave lora.modules_to_save or mtp.train out",
     ),
-    # Quantising a shard of a weight gives other values than quantising the weight: 256 block scales share a
+    # Quantising a shard of a weight gives other values than quantising the full weight: 256 block scales share a
     # second-level scale, and all block scales of a weight share a mean.
     Refusal(
         lambda run: _quantizes(run) and run.mesh.tp > 1,

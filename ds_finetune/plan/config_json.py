@@ -90,7 +90,7 @@ def read_config_json(path: str) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as broken:
         raise ModelError(f"{file} cannot be read: {broken}", hint=_PUBLISHED) from broken
     if not isinstance(tree, dict) or not isinstance(tree.get("model_type"), str):
-        raise ModelError(f"{file} has no key `model_type` with a text", hint=_PUBLISHED)
+        raise ModelError(f"{file} has no key `model_type` whose value is a text", hint=_PUBLISHED)
     return tree
 
 
@@ -130,7 +130,7 @@ def _check_values(file: Path, tree: Mapping[str, Any]) -> None:
         if key in tree and tree[key] not in values:
             computed = " or ".join(repr(value) for value in values if value is not None)
             raise ModelError(
-                f"{file}: {key} is {tree[key]!r}, not {computed}: transformers computes {kind} with nothing else",
+                f"{file}: {key} is {tree[key]!r}, and transformers computes model_type {kind} only with {computed}",
                 hint="train a model with a value that transformers computes",
             )
 

@@ -309,7 +309,7 @@ DERIVED_KEYS = {
     "gradient_accumulation_steps": "global_batch_size / (micro_batch_size x dp) =",
     "gradient_clipping": "train.max_grad_norm",
 }
-"""Keys of a DeepSpeed configuration whose values follow from the run file. The texts name their source in messages."""
+"""Keys of a DeepSpeed configuration whose values follow from the run file, each with its source as messages name it."""
 
 
 def _values_given_twice(

@@ -114,7 +114,7 @@ def _best_split(shorter: Mapping[int, _Split], sums: Sequence[int], *, parts: in
     for begin in range(end - 1, parts - 2, -1):
         last = sums[end] - sums[begin]
         if best is not None and last > best[0]:
-            # The last part alone has more weight than any part of the best split so far, and only grows from here.
+            # The last part alone has more weight than any part of the best split so far, and grows as `begin` falls.
             break
         largest, squares, ends = shorter[begin]
         split = (max(largest, last), squares + last**2, (*ends, end))

@@ -31,10 +31,10 @@ _ROUTERS = ("gate", "router")
 """Last parts of the module names of routers."""
 _REFUSED_WHOLE = {
     # peft would also save the router's bias, which is a buffer and no parameter.
-    **dict.fromkeys(("routed experts", "router"), "are not tested there"),
-    "indexer": "stay as they are with lora",
+    **dict.fromkeys(("routed experts", "router"), "no test trains in full beside adapters"),
+    "indexer": "are always frozen with lora",
 }
-"""Parts of a model that `lora.modules_to_save` must not name, each with the end of the error message."""
+"""Parts of a model that `lora.modules_to_save` must not name, each with what the error says after "whose weights"."""
 _ALIGNED = 8
 """LoRA ranks of experts' adapters must be multiples of this number, because grouped products need rows whose size is a
 multiple of 16 bytes (torch 2.13, native/GroupedMMUtils.h).

@@ -114,8 +114,8 @@ _SIZES: tuple[Refusal[ModelSettings], ...] = (
         "parallel {run.mesh} of a model with rope_type longrope is not tested",
         "set parallel.sp to 1",
     ),
-    # Outputs of shared experts are summed over tensor parallel ranks. Each rank would add their bias again, and each
-    # rank would draw router noise of its own.
+    # Outputs of shared experts are summed over tensor parallel ranks, so their bias would be added once per rank.
+    # Router noise would differ between these ranks.
     _in_each_rank("mlp_bias"),
     _in_each_rank("router_jitter_noise"),
     Refusal(
@@ -439,7 +439,8 @@ def _may_choose(model: ModelSettings) -> bool:
 
 
 _DOCUMENTS: tuple[Refusal[ModelSettings], ...] = (
-    # The plan does not know the lengths of documents; `train` checks each document.
+    # A search does not know the lengths of documents, so it takes train.max_seq_len as the longest one. `train` itself
+    # checks each document.
     Refusal(
         lambda model: _may_choose(model) and _first_without_indexer(model),
         "train.max_seq_len {run.train.max_seq_len} is more than index_topk {config[index_topk]}, and a stage of "

@@ -73,7 +73,7 @@ class Shape:
 
     @property
     def multiplied(self) -> int:
-        """Parameters in matrix products of layers for a token: `active_params` without norms, embedding and head."""
+        """Parameters in matrix products of one token in all layers: `active_params` less norms, embedding and head."""
         return self.active_params - sum(self.parts[part] for part in ("norms", "embedding", "head"))
 
     @property

@@ -266,7 +266,7 @@ def check_largest_slice(plan: Plan, tensors: Iterable[tuple[int, str]]) -> None:
 
 
 def is_teacher_partitioned(zero_stage: int, offload: str) -> bool:
-    """Whether the weights of a live teacher are partitioned over all ranks; otherwise each rank holds them in full."""
+    """Whether a teacher that runs beside the model is partitioned over all ranks; else each rank holds it in full."""
     return zero_stage == 3 or offload != "none"
 
 

@@ -1,4 +1,4 @@
-"""Resolves `train.precision: auto`: bf16 where the device computes products in bf16, and fp32 on other CPUs."""
+"""Resolves `train.precision: auto`: bf16 where the device computes matrix products in bf16, and fp32 on other CPUs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ ROW_BYTES = 16
 """torch's grouped product needs experts' matrices whose row size in bytes is a multiple of this number."""
 WEIGHT_BYTES: Mapping[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
 OLDEST_BF16 = (8, 0)
-"""Minimum compute capability of GPUs that compute products in bf16."""
+"""Minimum compute capability of GPUs that compute matrix products in bf16."""
 _CPU_FLAGS = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16"}
-"""CPU instructions for products in bf16, by the flags in /proc/cpuinfo."""
+"""CPU instructions for matrix products in bf16, by their flags in /proc/cpuinfo."""
 
 
 @dataclass(frozen=True)
 class Bf16Support:
-    """Whether a device computes products in bf16; other devices emulate them."""
+    """Whether a device computes matrix products in bf16 (`is_native`); other devices emulate them."""
 
     device: str
     """Name of the device and how its support was determined, such as `NVIDIA H100 PCIe (compute capability 9.0)`."""
@@ -45,27 +45,27 @@ def with_precision(
     """Resolve `auto` precision for a `device` (`cpu` or `cuda`). A returned line gives the reason, or says that the
     requested bf16 is emulated.
 
-    Without `support`, this machine's CPU is examined, or a GPU is assumed to compute products in bf16. ConfigError for
-    `auto` on a GPU that does not compute them in bf16.
+    Without `support`, this machine's CPU is examined, or a GPU is assumed to compute matrix products in bf16.
+    ConfigError for `auto` on a GPU that does not compute them in bf16.
     """
     support = support or (cpu_support() if device == "cpu" else _ASSUMED)
-    has = "has" if support.is_native else "has no"
+    computes = "computes" if support.is_native else "does not compute"
     if train.precision != "auto":
         if train.precision != "bf16" or support.is_native:
             return train, ()
         slow = "steps take about 30 times as long as in fp32" if device == "cpu" else "fp16 and fp32 are much faster"
-        return train, (f"train.precision bf16: {support.device} {has} products in bf16 and emulates them; {slow}",)
+        return train, (f"train.precision bf16: {support.device} only emulates matrix products in bf16; {slow}",)
     if device != "cpu" and not support.is_native:
         raise ConfigError(
-            f"train.precision auto: {support.device} has no products in bf16",
+            f"train.precision auto: {support.device} {computes} matrix products in bf16",
             hint="set train.precision to fp16 or fp32",
         )
     chosen = "bf16" if support.is_native else "fp32"
-    line = f"train.precision auto is {chosen}: {support.device} {has} products in bf16"
+    line = f"train.precision auto is {chosen}: {support.device} {computes} matrix products in bf16"
     return train.model_copy(update={"precision": chosen}), (line,)
 
 
 def wider(precision: str) -> str:
-    """Hint of an error about experts' weight matrices whose rows are not a multiple of 16 bytes."""
+    """Hint for experts' weight matrices whose rows, in this precision, are not a multiple of 16 bytes."""
     other = "train a model of other widths"
     return other if precision == "fp32" else f"set train.precision to fp32, or {other}"

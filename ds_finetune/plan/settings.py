@@ -109,7 +109,7 @@ class RunSettings:
 
     @property
     def precision(self) -> str:
-        """Value of `train.precision`. `auto` is resolved here, on the assumption that a GPU has products in bf16."""
+        """Value of `train.precision`. `auto` is resolved here, on the assumption that a GPU computes in bf16."""
         return with_precision(self.train, device=self.device)[0].precision
 
     @property
@@ -228,7 +228,9 @@ def refuse_pairs(
     link: str = " with ",
     why: str = " is not tested",
 ) -> Iterator[Refusal[RunSettings]]:
-    """Yield a refusal for each setting of `others`. Each refuses runs with that setting for which `applies` is true."""
+    """Yield a refusal of each pair of `first` and a setting of `others`. `applies` says whether a run has `first`. The
+    message is the text of `first`, `link`, the text of the other setting, and `why`.
+    """
     for other in others:
         yield Refusal(_both(applies, other.applies), f"{first}{link}{other.text}{why}", other.hint)
 
@@ -249,7 +251,7 @@ UNTESTED_STATES: tuple[Conflict, ...] = (
 )
 """Optimizers and offloads that tests of layouts, adapters, indexers and multi-token prediction do not cover."""
 UNTESTED_TRAINING: tuple[Conflict, ...] = (
-    setting("train.precision fp16", "set train.precision to bf16, or to fp32 on a GPU without products in bf16"),
+    setting("train.precision fp16", "set train.precision to bf16, or to fp32 on a GPU that has no bf16"),
     *UNTESTED_STATES,
 )
 """Settings that tests of layouts, indexers and multi-token prediction do not cover."""

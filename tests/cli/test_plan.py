@@ -158,7 +158,7 @@ def test_no_figure_of_a_gpu_is_shown_as_confirmed(
         ("--gpus 512 --gpu h100", "GPU `h100` is not in the table"),
         ("--gpus 12 --gpu h100-80g", "12 GPUs do not fill nodes of 8"),
         ("--gpus 12 --nodes 5 --gpu h100-80g", "12 GPUs do not fill 5 nodes"),
-        ("--gpus 512 --gpu v100-32g", "train.precision auto: v100-32g has no products in bf16"),
+        ("--gpus 512 --gpu v100-32g", "train.precision auto: v100-32g does not compute matrix products in bf16"),
         ("--gpus 512 --host-memory much", "--host-memory `much` is not a size with a unit"),
         ("--gpus 512 --gpu h100-80g parallel.tp=3", "parallel tp 3 = 3"),
         ("--gpus 512 --gpu h100-80g train.max_seq_len=1000000", "is more than the 163840 positions"),

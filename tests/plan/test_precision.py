@@ -50,8 +50,8 @@ def test_a_cpu_takes_bf16_where_it_has_instructions_for_it(tmp_path: Path, flags
     file.write_text(f"model name : x\nflags\t\t: {flags}\nbugs :\n")
     train, (line,) = with_precision(TrainConfig(), device="cpu", support=cpu_support(file))
     assert train.precision == chosen
-    has = "has" if chosen == "bf16" else "has no"
-    assert line == f"train.precision auto is {chosen}: this CPU ({text}) {has} products in bf16"
+    computes = "computes" if chosen == "bf16" else "does not compute"
+    assert line == f"train.precision auto is {chosen}: this CPU ({text}) {computes} matrix products in bf16"
     assert not cpu_support(tmp_path / "none").is_native
 
 
@@ -62,7 +62,10 @@ def test_a_gpu_from_ampere_on_takes_bf16(monkeypatch: pytest.MonkeyPatch, capabi
     train, (line,) = with_precision(TrainConfig(), device="cuda", support=support)
     assert train.precision == "bf16"
     dotted = ".".join(map(str, capability))
-    assert line == f"train.precision auto is bf16: NVIDIA A100 (compute capability {dotted}) has products in bf16"
+    assert (
+        line
+        == f"train.precision auto is bf16: NVIDIA A100 (compute capability {dotted}) computes matrix products in bf16"
+    )
 
 
 def test_an_older_gpu_asks_for_a_choice_and_says_what_bf16_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,13 +73,13 @@ def test_an_older_gpu_asks_for_a_choice_and_says_what_bf16_is_there(monkeypatch:
     support = bf16_support("cuda", ONE)
     with pytest.raises(ConfigError) as caught:
         with_precision(TrainConfig(), device="cuda", support=support)
-    assert caught.value.message == "train.precision auto: Tesla V100 (compute capability 7.0) has no products in bf16"
+    v100 = "Tesla V100 (compute capability 7.0)"
+    assert caught.value.message == f"train.precision auto: {v100} does not compute matrix products in bf16"
     assert caught.value.hint == "set train.precision to fp16 or fp32"
     train, (line,) = with_precision(TrainConfig(precision="bf16"), device="cuda", support=support)
     assert train.precision == "bf16"
     assert line == (
-        "train.precision bf16: Tesla V100 (compute capability 7.0) has no products in bf16 and emulates them; fp16 and "
-        "fp32 are much faster"
+        f"train.precision bf16: {v100} only emulates matrix products in bf16; fp16 and fp32 are much faster"
     )
     for precision in ("fp16", "fp32"):
         given = TrainConfig(precision=precision)
@@ -162,10 +165,10 @@ def test_a_plan_decides_by_the_accelerator_that_it_is_made_for(
     assert main(["plan", file, "--gpus", "1", "--gpu", "h100-80g"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "(its weights, bf16)" in shown
-    assert "train.precision auto is bf16: h100-80g has products in bf16" in shown
+    assert "train.precision auto is bf16: h100-80g computes matrix products in bf16" in shown
     assert main(["plan", file, "--gpus", "8", "--gpu", "v100-32g"]) == 2
     shown = " ".join(capsys.readouterr().err.split())
-    assert "train.precision auto: v100-32g has no products in bf16" in shown
+    assert "train.precision auto: v100-32g does not compute matrix products in bf16" in shown
     assert "set train.precision to fp16 or fp32" in shown
     assert main(["plan", file, "--gpus", "8", "--gpu", "v100-32g", "train.precision=fp16"]) == 0
 

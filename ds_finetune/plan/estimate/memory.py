@@ -288,8 +288,8 @@ def _activation_rows(
     The estimate assumes rows without padding and a loss on all tokens.
     """
     home = plan.home
-    # Number of micro-batches whose activations a rank holds; with `parallel.vpp`, a forward covers only a part of the
-    # rank's layers.
+    # `in_flight` counts micro-batches whose activations a rank holds. With `parallel.vpp`, one forward covers only
+    # 1 / vpp of the rank's layers.
     vpp, accumulation = plan.parallel.vpp, plan.accumulation
     in_flight = num_forwards_in_flight(pp=plan.mesh.pp, vpp=vpp, micro_batches=accumulation, rank=number) / vpp
     if on_host := sum(layer.on_host for layer in layers):

@@ -388,7 +388,7 @@ def gathered_weights(
     reused, ahead = near + largest, rules.max_live if rules.prefetch_bucket else 0
     with_head = min(total, max(reused + head, ahead + max(largest, head)))
     without_head = min(total - head, max(reused, ahead + largest))
-    # An all-gather of one tensor needs no buffer to copy from (partition_parameters.py:1607).
+    # DeepSpeed gathers a single tensor in place, and several tensors through a buffer (partition_parameters.py:1607).
     smallest = min((kind.numel // kind.count for kind in fetched), default=0)
     bucket = rules.prefetch_bucket + max(largest, head) if rules.prefetch_bucket > smallest else 0
     # Gloo has two threads, each with a buffer of its own besides the receiving buffer (ProcessGroupGloo.cpp).
@@ -402,7 +402,7 @@ def gathered_weights(
 
 
 def teacher_rows(plan: Plan, teacher: DescribedModel | None) -> Iterator[MemoryRow]:
-    """Memory rows for the weights of a live teacher, on a rank of the last pipeline stage; none without a teacher."""
+    """Memory rows for a teacher that runs beside the model, on a rank of the last pipeline stage; none without one."""
     section = plan.objective
     if not is_distillation(section) or teacher is None:
         return
@@ -412,7 +412,7 @@ def teacher_rows(plan: Plan, teacher: DescribedModel | None) -> Iterator[MemoryR
     yield MemoryRow("weights of the teacher", place, width * weights.sharded, "objective.teacher_offload")
     if not is_cut:
         return
-    # ZeRO-3 gathers the teacher's weights by DeepSpeed's default rules, not by the run's.
+    # ZeRO-3 gathers the teacher's weights by DeepSpeed's default options, not by the run's. The head has its own row.
     kinds = [kind for kind in weights.kinds if kind.name != HEAD]
     yield MemoryRow("small weights of the teacher, whole", home, width * num_persistent(kinds, DEFAULT_RULES))
     forward, *_ = gathered_weights(kinds, DEFAULT_RULES, passes=1, home=home)

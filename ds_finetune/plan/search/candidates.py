@@ -131,7 +131,7 @@ class Ranks:
 
     @cached_property
     def world(self) -> World:
-        """The world of rank 0 in a run on these ranks."""
+        """Rank and sizes of the run as rank 0 would get them from a launcher."""
         return World(0, self.number, 0, min(self.number, self.per_node), "a dry run")
 
 
@@ -175,7 +175,7 @@ class Candidates:
                 yield from (ParallelConfig(tp=tp, pp=pp, sp=sp, ep=ep, pp_layers=pp_layers) for ep in legal_ep)
 
     def refusal(self, sizes: ParallelConfig) -> ConfigError | ModelError | None:
-        """Why `train` refuses these sizes at every ZeRO stage; None where it does not."""
+        """Error with which `train` refuses these parallel sizes at all ZeRO stages; None if it accepts them at some."""
         batch, dp = self.run.train.global_batch_size, self._dp(sizes)
         if batch % dp:
             return ConfigError(
@@ -223,7 +223,8 @@ class Candidates:
         ModelError where the section `parallel` cannot divide the model.
         """
         mesh = Mesh.of(run.parallel, world_size=self.ranks.number, rank=0)
-        # The search chooses the number of forwards of a step later. Here it is `mesh.pp`, which every pipeline accepts.
+        # The search chooses the number of forwards of a step later. Until then it is the number of pipeline stages,
+        # which every pipeline schedule accepts.
         run = replace(run, mesh=mesh, accumulation=mesh.pp)
         check_model(ModelSettings(run, self.model), *WITH_MESH)
         if self.model.teacher is not None:
@@ -245,8 +246,8 @@ class Candidates:
         )
         if len(stages) > 1 and patterns:
             raise ConfigError(
-                f"patterns {list(patterns)} with parallel.pp {len(stages)}: which stages they select is known only "
-                "once the model is built",
+                f"--search with parallel.pp {len(stages)} and patterns {list(patterns)} of `lora` or `train`: which "
+                "stages have matching parameters is known only once the model is built",
                 hint="set parallel.pp in the run file, and leave --search out",
             )
 

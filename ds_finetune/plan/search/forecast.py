@@ -46,7 +46,7 @@ class Forecast:
         yield "parameters", parameters_text(model)
 
     def notes(self) -> tuple[str, ...]:
-        """Notes about what a user might not expect."""
+        """Notes below the plan: what the estimate leaves out or assumes, and settings that the plan has rewritten."""
         resized = "rows that model.resize_vocabulary may add to embedding and head are not counted"
         unconfirmed = () if self.plan.device == "cpu" else (UNCONFIRMED,)
         notes = (*unconfirmed, *self.plan.notes, *((resized,) if self.plan.model.resize_vocabulary else ()))
@@ -95,7 +95,7 @@ def forecast_run(given: RunSettings, target: Target, model: DescribedModel, trac
     """Plan the run for the machines of `target`; ConfigError or ModelError as `train` raises them before loading."""
     plan = make_plan(given, world=target.ranks.world, device=target.ranks.device)
     check_run(given, model)
-    # An illegal layout is refused before activations are traced, which takes seconds.
+    # An illegal layout is refused before activations are traced, because tracing takes seconds.
     stages = Candidates(given, model, target.ranks).check(given).stages
     budget = None if target.budget is None else target.budget.device_bytes
     if given.train.activation_checkpointing == AUTO:

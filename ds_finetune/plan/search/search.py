@@ -60,7 +60,7 @@ class Proposal(NamedTuple):
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Result of a search; layouts are counted by parallel sizes, ZeRO stage and offload."""
+    """Result of a search. In its numbers, layouts that differ only in micro-batch or recomputation count as one."""
 
     proposals: tuple[Proposal, ...]
     """The first layouts that fit, in the order of the search."""
@@ -134,8 +134,8 @@ class Search:
         misfits = []
         for activations in self._settings_of_activations(first.activations.activation_offload):
             layout = first._replace(activations=activations)
-            # Up to the largest micro-batch, memory is extrapolated from traces of one and two rows; listed layouts get
-            # their own trace.
+            # The largest micro-batch is found by memory that is extrapolated from traces of one and two rows. Only the
+            # layouts that are listed are traced at their own micro-batch.
             extended = by_rows(self.traces)
             smallest = next(self._with_rows(layout, 0))
             rows = largest_micro_batch(smallest.plan, self.candidates.model, extended, budget=self.budget.device_bytes)

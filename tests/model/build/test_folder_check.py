@@ -178,7 +178,7 @@ def test_routers_that_transformers_does_not_compute_are_refused(
     check_folder(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(tree | {key: value}))
     with pytest.raises(
-        ModelError, match=f"{key} is {value!r}, not {known}: transformers computes {kind} with"
+        ModelError, match=f"{key} is {value!r}, and transformers computes model_type {kind} only with {known}"
     ) as error:
         check_folder(tmp_path)
     assert error.value.hint == "train a model with a value that transformers computes"
@@ -350,5 +350,5 @@ def test_rotary_settings_that_contradict_each_other_are_refused(
 @pytest.mark.parametrize("kind", [["llama"], {"a": 1}])
 def test_a_model_type_that_is_no_text_is_an_error(kind: object, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
-    with pytest.raises(ModelError, match="has no key `model_type` with a text"):
+    with pytest.raises(ModelError, match="has no key `model_type` whose value is a text"):
         read_config_json(str(tmp_path))
