@@ -3,7 +3,7 @@ which order the micro-batches of a step.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -43,20 +43,17 @@ def check_auto(train: TrainConfig, tree: Mapping[str, Any], source: str, acceler
     """
     if train.micro_batch_size != AUTO:
         return
-    for name, value in _chosen(tree, source, accelerate):
-        raise ConfigError(
-            f"{name} {value!r} contradicts train.micro_batch_size auto, which chooses both the rows of a forward and "
-            "how often they are accumulated",
-            hint=f'write "auto" for {name} or leave {name} out, or give train.micro_batch_size a number',
-        )
-
-
-def _chosen(tree: Mapping[str, Any], source: str, accelerate: AccelerateChoices | None) -> Iterator[tuple[str, object]]:
-    for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
-        if tree.get(key) not in (None, AUTO):
-            yield f"{source}: {key}", tree[key]
-    if accelerate is not None and accelerate.gradient_accumulation_steps is not None:
-        yield "accelerate's gradient_accumulation_steps", accelerate.gradient_accumulation_steps
+    keys = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    chosen = {f"{source}: {key}": tree.get(key) for key in keys}
+    if accelerate is not None:
+        chosen["accelerate's gradient_accumulation_steps"] = accelerate.gradient_accumulation_steps
+    for name, value in chosen.items():
+        if value not in (None, AUTO):
+            raise ConfigError(
+                f"{name} {value!r} contradicts train.micro_batch_size auto, which chooses both the rows of a forward "
+                "and how often they are accumulated",
+                hint=f'write "auto" for {name} or leave {name} out, or give train.micro_batch_size a number',
+            )
 
 
 def accumulation_steps(*, global_batch_size: int, micro_batch_size: int, dp: int) -> int:

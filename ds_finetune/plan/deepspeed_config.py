@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ds_finetune.config.run_file import DS_CONFIGS, set_values, shipped_file, shipped_names
+from ds_finetune.config.run_file import DS_CONFIGS, read_text, set_values, shipped_file, shipped_names
 from ds_finetune.config.sections import OptimConfig, TrainConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.plan.batch import rows_of_forward
@@ -128,41 +128,25 @@ def given_choices(given: str | Mapping[str, Any] | None) -> tuple[Tree, str]:
         return copy.deepcopy(DEFAULT_CHOICES), "the default (ZeRO-2)"
     if not isinstance(given, str):
         return copy.deepcopy(dict(given)), "`deepspeed` in the run file"
-    path = _choices_file(given)
+    paths = (given, f"{DS_CONFIGS}/{given}.json", f"{DS_CONFIGS}/{given}")
+    path = given if Path(given).is_file() else next(filter(None, map(shipped_file, paths)), given)
+    names = ", ".join(name.removesuffix(".json") for name in shipped_names(DS_CONFIGS) if "/" not in name)
+    text = read_text(path, "deepspeed file", f"name a JSON file, or one of ds_configs/: {names}")
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
+        tree = json.loads(text)
     except json.JSONDecodeError as broken:
         raise ConfigError(
             f"deepspeed file `{given}` line {broken.lineno} column {broken.colno} is not JSON: {broken.msg}",
             hint="check the commas and quotes there",
         ) from None
-    except (OSError, ValueError, RecursionError) as unreadable:
-        raise ConfigError(
-            f"deepspeed file `{path}` cannot be read: {unreadable}", hint="name a JSON file in UTF-8"
-        ) from None
+    except (ValueError, RecursionError) as unreadable:
+        raise ConfigError(f"deepspeed file `{given}` cannot be read: {unreadable}", hint="name a JSON file") from None
     if not isinstance(tree, dict):
         raise ConfigError(
             f"deepspeed file `{given}` holds a {type(tree).__name__}, not an object",
             hint="write it like ds_configs/zero2.json",
         )
     return tree, given
-
-
-def _choices_file(given: str) -> Path:
-    """Path of the file that the run-file key `deepspeed` names: relative to the working directory, else from the
-    package.
-    """
-    if Path(given).is_file():
-        return Path(given)
-    path = shipped_file(given) or shipped_file(f"{DS_CONFIGS}/{given}.json") or shipped_file(f"{DS_CONFIGS}/{given}")
-    if path is None and Path(given).exists():
-        return Path(given)
-    if path is None:
-        names = ", ".join(name.removesuffix(".json") for name in shipped_names(DS_CONFIGS) if "/" not in name)
-        raise ConfigError(
-            f"deepspeed file `{given}` does not exist", hint=f"name a JSON file, or one of ds_configs/: {names}"
-        )
-    return path
 
 
 def offload_device(zero: Mapping[str, Any], what: str) -> str:
@@ -226,25 +210,19 @@ def with_reduction_dtype(tree: Mapping[str, Any], train: TrainConfig, *, source:
     """Add the keys that `train.reduction_dtype` sets to the DeepSpeed configuration `tree`; ConfigError where it has
     other values.
     """
-    own = {}
-    if train.reduction_dtype not in ("auto", train.precision):
-        is_bf16 = train.reduction_dtype == "bf16"
-        own = {_COMMUNICATION: "bf16"} if is_bf16 else {_COMMUNICATION: "fp32", _ACCUMULATION: "fp32"}
+    dtype = train.reduction_dtype
+    if dtype in ("auto", train.precision):
+        return {**tree}
     data_types = dict(tree.get("data_types") or {})
-    for key, value in own.items():
-        given = (tree if key == _COMMUNICATION else data_types).get(key)
-        if given not in (None, "auto", value):
+    keys = {_COMMUNICATION: tree, **({_ACCUMULATION: data_types} if dtype == "fp32" else {})}
+    for key, section in keys.items():
+        if (given := section.get(key)) not in (None, "auto", dtype):
             raise ConfigError(
-                f"{source}: {key} {given!r} contradicts train.reduction_dtype {train.reduction_dtype}, which sets "
-                f"{value!r}",
+                f"{source}: {key} {given!r} contradicts train.reduction_dtype {dtype}, which sets {dtype!r}",
                 hint=f"leave {key} or train.reduction_dtype out",
             )
-    merged = {**tree}
-    if _COMMUNICATION in own:
-        merged[_COMMUNICATION] = own[_COMMUNICATION]
-    if _ACCUMULATION in own:
-        merged["data_types"] = data_types | {_ACCUMULATION: own[_ACCUMULATION]}
-    return merged
+    merged = {**tree, _COMMUNICATION: dtype}
+    return merged | {"data_types": data_types | {_ACCUMULATION: dtype}} if dtype == "fp32" else merged
 
 
 def finish(
@@ -329,27 +307,13 @@ def _values_given_twice(
 
 def check_accelerate_agrees(accelerate: AccelerateChoices, train: TrainConfig, finished: Mapping[str, Any]) -> None:
     """ConfigError where `accelerate launch` and the run file give different values, naming both."""
-    zero = finished["zero_optimization"]
+    zero, accumulation = finished["zero_optimization"], "gradient_accumulation_steps"
+    optimizer, weights = (offload_device(zero, what) for what in ("offload_optimizer", "offload_param"))
     pairs = (
         ("zero_stage", accelerate.zero_stage, "zero_optimization.stage", zero.get("stage", 0)),
-        (
-            "offload_optimizer_device",
-            accelerate.offload_optimizer,
-            "offload_optimizer.device",
-            offload_device(zero, "offload_optimizer"),
-        ),
-        (
-            "offload_param_device",
-            accelerate.offload_param,
-            "offload_param.device",
-            offload_device(zero, "offload_param"),
-        ),
-        (
-            "gradient_accumulation_steps",
-            accelerate.gradient_accumulation_steps,
-            "global_batch_size / (micro_batch_size x dp) =",
-            finished["gradient_accumulation_steps"],
-        ),
+        ("offload_optimizer_device", accelerate.offload_optimizer, "offload_optimizer.device", optimizer),
+        ("offload_param_device", accelerate.offload_param, "offload_param.device", weights),
+        (accumulation, accelerate.gradient_accumulation_steps, DERIVED_KEYS[accumulation], finished[accumulation]),
         ("gradient_clipping", accelerate.gradient_clipping, "train.max_grad_norm", train.max_grad_norm),
         ("mixed_precision", accelerate.mixed_precision, "train.precision", train.precision),
     )

@@ -17,9 +17,6 @@ class StageLayers:
 
     chunks: tuple[range, ...]
 
-    def __contains__(self, layer: object) -> bool:
-        return any(layer in chunk for chunk in self.chunks)
-
     def __iter__(self) -> Iterator[int]:
         return (layer for chunk in self.chunks for layer in chunk)
 
@@ -105,21 +102,16 @@ def _best_splits(weights: tuple[int, ...], parts: int) -> Mapping[int, _Split]:
     sums = (0, *accumulate(weights))
     if parts == 1:
         return {end: (sums[end], sums[end] ** 2, (end,)) for end in range(1, len(sums))}
-    shorter = _best_splits(weights, parts - 1)
-    return {end: _best_split(shorter, sums, parts=parts, end=end) for end in range(parts, len(sums))}
-
-
-def _best_split(shorter: Mapping[int, _Split], sums: Sequence[int], *, parts: int, end: int) -> _Split:
-    best: _Split | None = None
-    for begin in range(end - 1, parts - 2, -1):
-        last = sums[end] - sums[begin]
-        if best is not None and last > best[0]:
-            # The last part alone has more weight than any part of the best split so far, and grows as `begin` falls.
-            break
-        largest, squares, ends = shorter[begin]
-        split = (max(largest, last), squares + last**2, (*ends, end))
-        best = split if best is None else min(best, split)
-    assert best is not None, (parts, end)
+    shorter, best = _best_splits(weights, parts - 1), dict[int, _Split]()
+    for end in range(parts, len(sums)):
+        for begin in range(end - 1, parts - 2, -1):
+            last = sums[end] - sums[begin]
+            if end in best and last > best[end][0]:
+                # The last part alone has more weight than each part of the best split so far, and grows as begin falls.
+                break
+            largest, squares, ends = shorter[begin]
+            split = (max(largest, last), squares + last**2, (*ends, end))
+            best[end] = min(best.get(end, split), split)
     return best
 
 

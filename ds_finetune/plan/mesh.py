@@ -149,19 +149,9 @@ class ParallelLayout:
         return tuple(name for name, family in FAMILIES.items() if self.axes <= family.parallel_axes)
 
 
-TESTED_LAYOUTS = (
-    ParallelLayout(frozenset({"sp"}), (0, 1, 2, 3)),
-    ParallelLayout(frozenset({"tp"}), (0, 1, 2, 3)),
-    ParallelLayout(frozenset({"sp", "tp"}), (0, 1, 2, 3)),
-    ParallelLayout(frozenset({"ep"}), (0, 1, 2, 3)),
-    ParallelLayout(frozenset({"sp", "ep"}), (0, 1, 2, 3)),
-    ParallelLayout(frozenset({"tp", "ep"}), (0, 1, 2, 3)),
-    ParallelLayout(frozenset({"pp"}), (0, 1)),
-    ParallelLayout(frozenset({"pp", "tp"}), (0, 1)),
-    ParallelLayout(frozenset({"pp", "sp"}), (0, 1)),
-    ParallelLayout(frozenset({"pp", "ep"}), (0, 1)),
-    ParallelLayout(frozenset({"pp", "tp", "ep"}), (0, 1)),
-    ParallelLayout(frozenset({"pp", "sp", "ep"}), (0, 1)),
+TESTED_LAYOUTS = tuple(
+    ParallelLayout(frozenset(axes.split()), (0, 1) if "pp" in axes else (0, 1, 2, 3))
+    for axes in ("sp", "tp", "sp tp", "ep", "sp ep", "tp ep", "pp", "pp tp", "pp sp", "pp ep", "pp tp ep", "pp sp ep")
 )
 """Layouts that tests/parity/test_parallel.py compares with a PyTorch reference loop."""
 

@@ -317,7 +317,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("doctor dir --hostfile x", "run file `dir` cannot be read"),
         ("plan dir --gpus 8 --dry-run", "run file `dir` cannot be read"),
         ("plan run.yaml --gpus 1 --dry-run deepspeed=dir", "deepspeed file `dir` cannot be read"),
-        ("plan run.yaml --gpus 1 --dry-run deepspeed=latin.yaml", "deepspeed file `latin.yaml` cannot be read"),
+        ("plan run.yaml --gpus 1 --dry-run deepspeed=latin.yaml", "deepspeed file `latin.yaml` is not UTF-8 text"),
         ("data show run.yaml data.template=dir", "data.template `dir` cannot be read"),
         ("demo run.yaml", "`run.yaml` cannot be written: Not a directory"),
         ("demo /proc/x", "`/proc/x` cannot be written"),
