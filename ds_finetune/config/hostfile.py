@@ -153,8 +153,7 @@ def _read_host(text: str, where: str, number: int) -> Host:
 
 def _read_target(target: str, where: str) -> tuple[str, str, int]:
     match = _TARGET.match(target)
-    if not match:
-        raise LaunchError(f"{where}: `{target}` is not a host name or address", hint=f"write e.g. {_EXAMPLES}")
+    assert match, target
     name = match["v6"] or match["name"] or match["bare"] or ""
     port = match["port6"] if match["v6"] is not None else match["port"]
     if (

@@ -3,7 +3,7 @@
 import difflib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from operator import itemgetter
 from typing import Any, get_args
 
@@ -204,14 +204,9 @@ def _grpo_key(word: str, section: type[BaseModel]) -> str | None:
 
 def meant_key(word: str, section: type[BaseModel], root: type[BaseModel]) -> str | None:
     """The dotted run-file key that `word` means. `word` is another trainer's name for it, or is in a wrong section."""
-    names = (name for name in _all_names(root) if word in (name, name.rpartition(".")[2]))
-    return _grpo_key(word, section) or KEY_OF.get(word.lower()) or next(names, None)
-
-
-def _all_names(root: type[BaseModel]) -> Iterator[str]:
-    for key in _own_names(root):
-        yield key
-        yield from (f"{key}.{name}" for name in section_keys(root, key))
+    names = (name for key in _own_names(root) for name in (key, *(f"{key}.{own}" for own in section_keys(root, key))))
+    own = next((name for name in names if word in (name, name.rpartition(".")[2])), None)
+    return _grpo_key(word, section) or KEY_OF.get(word.lower()) or own
 
 
 def section_keys(root: type[BaseModel], key: str) -> list[str]:

@@ -146,22 +146,20 @@ def write_run_file(path: Path, text: str, *, option: str) -> None:
         ) from failed
 
 
-def values_by_key(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Flatten nested sections to `{dotted key: value}`; an empty section is kept as the value `{}`."""
-    return dict(_leaves(tree, ""))
+def values_by_key(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Flatten nested sections to `{dotted key: value}`, with `above` before each key; an empty section is kept as the
+    value `{}`.
+    """
+    values: dict[str, Any] = {}
+    for key, value in tree.items():
+        is_section = isinstance(value, Mapping) and value
+        values |= values_by_key(value, f"{above}{key}.") if is_section else {f"{above}{key}": value}
+    return values
 
 
 def set_values(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Flatten nested sections to `{dotted key: value}`, leaving out None and empty sections."""
-    return {key: value for key, value in _leaves(tree, "") if value is not None and value != {}}
-
-
-def _leaves(tree: Mapping[str, Any], above: str) -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{above}{key}.")
-        else:
-            yield f"{above}{key}", value
+    return {key: value for key, value in values_by_key(tree).items() if value is not None and value != {}}
 
 
 DS_CONFIGS, HOSTFILES = "ds_configs", "hostfiles"
@@ -172,13 +170,9 @@ _MOST_BYTES = 2**20
 
 def shipped_file(given: str) -> Path | None:
     """Path of a file that comes with the package, such as `ds_configs/zero3.json`; None where there is none."""
-    parts = Path(given).parts
-    path = _PACKAGE / given
-    return (
-        path
-        if len(parts) > 1 and parts[0] in (DS_CONFIGS, HOSTFILES) and ".." not in parts and path.is_file()
-        else None
-    )
+    parts, path = Path(given).parts, _PACKAGE / given
+    is_inside = len(parts) > 1 and parts[0] in (DS_CONFIGS, HOSTFILES) and ".." not in parts
+    return path if is_inside and path.is_file() else None
 
 
 def shipped_names(folder: str) -> Iterator[str]:

@@ -153,9 +153,9 @@ class DataConfig(Section):
 
     def paths(self, purpose: str) -> tuple[str, ...]:
         """All paths of `train` or `eval`, which may be a list or a mapping."""
-        if purpose == "train" or self.held_out_share:
-            return tuple(self.train) if purpose == "train" else ()
-        return tuple(path for paths in self.held_out_sets.values() for path in paths)
+        if purpose == "train":
+            return tuple(self.train)
+        return () if self.held_out_share else tuple(path for paths in self.held_out_sets.values() for path in paths)
 
     @property
     def weights(self) -> dict[str, float]:
@@ -521,13 +521,6 @@ def step_range(text: str) -> tuple[int, int]:
     return first, last
 
 
-def _check_profiled_steps(value: object) -> object:
-    if isinstance(value, bool) or not isinstance(value, int | str):
-        raise ValueError("it should be a range of steps such as `10-12`, or one step")  # noqa: TRY004 - for pydantic
-    step_range(str(value))
-    return str(value)
-
-
 def _as_ranks(value: object) -> object:
     if value == "all":
         return value
@@ -540,7 +533,7 @@ def _as_ranks(value: object) -> object:
 class ProfileConfig(Section):
     """Steps whose time is recorded and broken down (docs/how-to/timeline.md). Left out, none is recorded."""
 
-    steps: Annotated[str, BeforeValidator(_check_profiled_steps)]
+    steps: Annotated[str, checked(step_range)]
     """First and last step to profile, as in `10-12`, or a single step."""
     ranks: Annotated[Literal["all"] | tuple[int, ...], BeforeValidator(_as_ranks)] = "all"
     """Ranks that are profiled: `all`, one or a list. Only `all` shows how long ranks wait for the slowest one."""

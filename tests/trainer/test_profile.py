@@ -232,7 +232,7 @@ def test_a_resumed_run_profiles_what_is_left(tmp_path: Path) -> None:
         ({"steps": "0-2"}, "begins at step 0, and steps count from 1"),
         ({"steps": ""}, "is not a range of steps; write `10-12`"),
         ({"steps": "all"}, "is not a range of steps"),
-        ({"steps": 2.5}, "it should be a range of steps"),
+        ({"steps": 2.5}, "`2.5` is not a range of steps"),
         ({"steps": 2, "ranks": "first"}, "it should be `all`, a rank such as 0, or a list of ranks"),
         ({"steps": 2, "ranks": -1}, "it should be `all`, a rank such as 0, or a list of ranks"),
         ({"ranks": 0}, "`profile.steps` is missing"),
