@@ -14,7 +14,7 @@ from ds_finetune.config.sections import OWN_ATTENTIONS, REPORT_SECONDS
 from ds_finetune.plan.deepspeed_config import OPTIMIZERS
 from ds_finetune.plan.inexact import inexact_checks
 from ds_finetune.plan.mesh import TESTED_LAYOUTS, nearest_layout
-from ds_finetune.plan.rollout_checks import rollout_checks
+from ds_finetune.plan.rollout_checks import ROLLOUTS
 from ds_finetune.plan.settings import (
     UNTESTED_STATES,
     UNTESTED_TRAINING,
@@ -148,7 +148,7 @@ def _activation_checks(key: str) -> Iterator[Refusal[RunSettings]]:
     others = (
         setting("mtp.train true", hint),
         setting("indexer.train true", hint),
-        Conflict("lora.quantize {lora.quantize}", hint, lambda run: run.lora is not None and run.lora.quantize),
+        setting("lora.quantize", hint),
     )
     return refuse_pairs(f"train.{key} true", lambda run: getattr(run.train, key), others)
 
@@ -298,11 +298,7 @@ _LORA: tuple[Refusal[RunSettings], ...] = (
             # random and be lost.
             setting("model.resize_vocabulary true", "train all weights, or use a tokenizer that fits the model"),
             # A server loads a LoRA adapter with the published base model, whose config.json lacks the extended context.
-            Conflict(
-                "model.context {model.context}",
-                "write the extension into the config.json of a copy of the model's folder",
-                lambda run: run.model.context is not None,
-            ),
+            setting("model.context", "write the extension into the config.json of a copy of the model's folder"),
         ),
     ),
     Refusal(
@@ -363,9 +359,9 @@ _FREEZING = refuse_pairs(
         # A run that resumes reads frozen weights from the model's folder, because checkpoints have no frozen weights.
         setting("model.weights random", "load weights, or train all"),
         setting("model.resize_vocabulary true", "train all weights, or use a tokenizer that fits the model"),
-        Conflict("model.context {model.context}", "train all weights", lambda run: run.model.context is not None),
-        Conflict("lora", "name modules in lora.target_modules instead", lambda run: run.lora is not None),
-        Conflict("`router`", "leave router out; train.freeze may name gate", lambda run: run.router is not None),
+        setting("model.context", "train all weights"),
+        setting("lora", "name modules in lora.target_modules instead"),
+        setting("`router`", "leave router out; train.freeze may name gate"),
         setting("mtp.train true", "train all weights, or set mtp.train to false"),
         setting("indexer.train true", "train all weights, or set indexer.train to false"),
     ),
@@ -413,11 +409,7 @@ _INDEXERS = refuse_pairs(
     "indexer.train true (stage {indexer.stage})",
     lambda run: run.indexer.train,
     (
-        Conflict(
-            "lora",
-            "leave lora or indexer out; with adapters indexers stay as they are",
-            lambda run: run.lora is not None,
-        ),
+        setting("lora", "leave lora or indexer out; with adapters indexers stay as they are"),
         _other_objective("indexer"),
         _ATTENTION,
         *UNTESTED_TRAINING,
@@ -614,7 +606,7 @@ LENGTH_CHECKS: tuple[Refusal[LengthSettings], ...] = (
 
 BEFORE_MODEL: dict[str, tuple[Refusal[RunSettings], ...]] = {
     "objective": _OBJECTIVE,
-    "sampled answers": tuple(rollout_checks()),
+    "sampled answers": ROLLOUTS,
     "activations": _ACTIVATIONS,
     "ranks": _RANKS,
     "layout": _LAYOUT,

@@ -52,23 +52,20 @@ def _switch(key: str) -> Callable[[RunSettings], str]:
     return lambda run: f"zero_optimization.{key} true" if run.zero.get(key) is True else ""
 
 
+def _other_stage(legal: str, *stages: int) -> Conflict:
+    hint = f"set zero_optimization.stage to {legal}"
+    return Conflict("zero stage {zero_stage}", hint, lambda run: run.zero_stage not in stages)
+
+
 _PLAIN_RANKS = (
     Conflict("parallel {mesh}", "set tp, pp, sp and ep to 1", lambda run: run.axes),
-    Conflict("lora", "train all weights", lambda run: run.lora is not None),
+    setting("lora", "train all weights"),
     Conflict("train.only or train.freeze", "train all weights", lambda run: run.train.only or run.train.freeze),
 )
 """Settings that conflict with every inexact option except `bf16_reduction`."""
 _NVME, _ADAM = UNTESTED_STATES
 _NO_GPU = "run it on GPUs: DeepSpeed 0.19.8"
-_PARTITIONED = (
-    *_PLAIN_RANKS,
-    Conflict(
-        "zero stage {zero_stage}",
-        "set zero_optimization.stage to 3, where weights are gathered",
-        lambda run: run.zero_stage != 3,
-    ),
-    _NVME,
-)
+_PARTITIONED = (*_PLAIN_RANKS, _other_stage("3, where weights are gathered", 3), _NVME)
 _QUANTIZED = (
     *_PARTITIONED,
     Conflict("device {device}", f"{_NO_GPU} has its quantizer only as CUDA kernels", lambda run: run.device != "cuda"),
@@ -91,14 +88,9 @@ def _wrong_groups(run: RunSettings) -> MessageFields:
 
 
 def _offloaded(*stages: int) -> tuple[Conflict, ...]:
-    legal = " or ".join(map(str, stages))
     return (
         *_PLAIN_RANKS,
-        Conflict(
-            "zero stage {zero_stage}",
-            f"set zero_optimization.stage to {legal}",
-            lambda run: run.zero_stage not in stages,
-        ),
+        _other_stage(" or ".join(map(str, stages)), *stages),
         Conflict(
             "offload_optimizer.device {offload_optimizer}",
             "set zero_optimization.offload_optimizer.device to cpu",
@@ -200,7 +192,7 @@ OPTIONS = (
         ),
         (
             Conflict("1 rank", "start several ranks: one reduces nothing", lambda run: run.mesh.world_size == 1),
-            Conflict("zero stage 0", "set zero_optimization.stage to 1, 2 or 3", lambda run: run.zero_stage == 0),
+            _other_stage("1, 2 or 3", 1, 2, 3),
         ),
     ),
     InexactOption(
@@ -300,10 +292,8 @@ def without_inexact(tree: Tree) -> Tree:
     zero = dict(tree.get("zero_optimization") or {})
     for key in ("zero_quantized_weights", "zero_quantized_gradients", "zero_hpz_partition_size", "zenflow"):
         zero.pop(key, None)
-    if "offload_optimizer" in zero:
-        offload = zero["offload_optimizer"] or {}
-        zero["offload_optimizer"] = {
-            key: value for key, value in offload.items() if key not in ("super_offload", "cpuadam_cores_perc")
-        }
+    if offload := zero.get("offload_optimizer"):
+        inexact = ("super_offload", "cpuadam_cores_perc")
+        zero["offload_optimizer"] = {key: value for key, value in offload.items() if key not in inexact}
     exact = {key: value for key, value in tree.items() if key != _COMMUNICATION}
     return exact | ({"zero_optimization": zero} if zero else {})

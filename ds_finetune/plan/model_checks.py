@@ -25,12 +25,8 @@ def _untested_type(model: ModelSettings) -> MessageFields:
 
 
 def _chunk_values(model: ModelSettings) -> dict[str, int]:
-    layers = int(model.config["num_hidden_layers"])
-    return {
-        "layers": layers,
-        "chunks": model.run.mesh.pp * model.run.parallel.vpp,
-        "legal": layers // model.run.mesh.pp,
-    }
+    layers, pp = int(model.config["num_hidden_layers"]), model.run.mesh.pp
+    return {"layers": layers, "chunks": pp * model.run.parallel.vpp, "legal": layers // pp}
 
 
 def _wrong_shares(model: ModelSettings) -> MessageFields:
@@ -209,12 +205,8 @@ def _types_with(part: str) -> str:
 
 
 def _without_bias(model: ModelSettings) -> MessageFields:
-    if (
-        model.run.router is None
-        or not model.run.router.bias_update
-        or model.family.router is None
-        or model.family.router.bias
-    ):
+    given, router = model.run.router, model.family.router
+    if given is None or not given.bias_update or router is None or router.bias:
         return None
     return {"legal": ", ".join(name for name, row in FAMILIES.items() if row.router is not None and row.router.bias)}
 

@@ -1,7 +1,5 @@
 """Settings that are refused where the model learns from answers that it samples."""
 
-from collections.abc import Iterable, Iterator
-
 from ds_finetune.config.objectives import GrpoObjective, is_grpo
 from ds_finetune.config.schedule import Duration
 from ds_finetune.plan.settings import (
@@ -44,98 +42,96 @@ def _unreached_length(run: RunSettings) -> MessageFields:
     return None
 
 
-def _untested() -> Iterable[Conflict]:
-    yield setting("mtp.train true", "set mtp.train to false")
-    yield setting("indexer.train true", "set indexer.train to false")
-    yield setting("data.streaming true", "set data.streaming to false")
-    quantizes: Condition[RunSettings] = lambda run: run.lora is not None and run.lora.quantize  # noqa: E731
-    yield Conflict("lora.quantize {lora.quantize}", "leave lora.quantize out", quantizes)
-    yield Conflict("parallel {mesh}", "set one of parallel.tp, sp and ep only", lambda run: run.axes not in _LAYOUTS)
-    yield UNTESTED_STATES[0]
-    # ZenFlow counts forwards to know when to update all weights, but their number differs from step to step.
-    yield Conflict("inexact option zenflow", "leave zenflow out", lambda run: "zenflow" in run.inexact)
-
-
-def _sampling_checks() -> Iterator[Refusal[RunSettings]]:
-    yield _refused(
-        lambda run: run.rollout.engine == "vllm" and run.rollout.address is None,
-        "rollout.engine vllm without rollout.address",
-        "add e.g. `address: http://127.0.0.1:8000`, the address of a vLLM server",
-    )
-    yield _refused(
-        lambda run: run.rollout.ahead and _section(run).mismatch == "none",
-        "rollout.ahead {rollout.ahead} with objective.mismatch none: answers are sampled by weights of earlier steps, "
-        "which nothing corrects",
-        "set objective.mismatch to token, or rollout.ahead to 0",
-    )
-    yield _refused(
-        lambda run: run.rollout.ahead and _section(run).no_spread == "resample",
-        "rollout.ahead {rollout.ahead} with objective.no_spread resample: the rewards, which decide which prompts are "
-        "replaced, are computed while the steps that would need the new answers already run",
-        "set objective.no_spread to drop, or rollout.ahead to 0",
-    )
-    yield _refused(
-        _unreached_length,
-        "reward `{reward}` begins to fall after {least} tokens (max_tokens less soft_tokens), and "
-        "rollout.max_new_tokens is {rollout.max_new_tokens}: no answer is long enough",
-        "lower max_tokens, raise soft_tokens, or leave the reward out",
-    )
-
-
-def rollout_checks() -> Iterator[Refusal[RunSettings]]:
-    """Refusals for runs with sampled answers (rollouts) that need no config.json of the model."""
-    yield _refused(
+ROLLOUTS: tuple[Refusal[RunSettings], ...] = (
+    _refused(
         _other_batch,
         "train.global_batch_size {train.global_batch_size} is not rollout.prompts_per_step "
         "{rollout.prompts_per_step} x objective.group_size {objective.group_size} = {answers}",
         "leave train.global_batch_size out; or set {fitting}train.global_batch_size to {answers}",
-    )
-    yield _refused(
+    ),
+    _refused(
         lambda run: run.rollout.temperature != 1,
         "rollout.temperature {rollout.temperature:g}: answers would not be sampled from the distribution that is "
         "trained, and the ratio of their probabilities would be wrong from the first token on",
         "leave rollout.temperature out, which is 1",
-    )
-    yield _refused(
+    ),
+    _refused(
         lambda run: run.rollout.max_new_tokens >= run.train.max_seq_len,
         "rollout.max_new_tokens {rollout.max_new_tokens} leaves no room for a prompt in a row of train.max_seq_len "
         "{train.max_seq_len}",
         "set train.max_seq_len to the length of the longest prompt plus rollout.max_new_tokens",
-    )
-    yield _refused(
+    ),
+    _refused(
         lambda run: _section(run).ratio == "capped" and _section(run).ratio_cap is None,
         "objective.ratio capped without objective.ratio_cap",
         "set objective.ratio_cap, such as 5.0; it is the largest ratio itself, also where another program's "
         "epsilon_high is what the ratio may exceed 1 by",
-    )
-    yield _refused(
+    ),
+    _refused(
         lambda run: _section(run).reference == "adapters_off" and run.lora is None,
         "objective.reference adapters_off without lora: there are no adapters to turn off",
         "add `lora`, or set objective.reference to none",
-    )
-    yield _refused(
+    ),
+    _refused(
         lambda run: _section(run).reference == "start" and run.lora is not None,
         "objective.reference start with lora, whose adapters can be turned off",
         "set objective.reference to adapters_off, which keeps no second copy of the weights",
-    )
-    yield _refused(
+    ),
+    _refused(
         lambda run: _section(run).kl_weight and not _section(run).has_reference(has_adapters=run.lora is not None),
         "objective.kl_weight {objective.kl_weight:g} without a reference model",
         "set objective.reference to start, add `lora`, whose reference is the model with its adapters off, or set "
         "objective.kl_weight to 0",
-    )
-    yield _refused(
+    ),
+    _refused(
         lambda run: Duration.parse(run.train.duration).unit == "tokens",
         "train.for `{train.duration}`: how long the sampled answers will be is not known",
         "give train.for in steps, or in epochs of the prompts",
-    )
-    yield from _sampling_checks()
-    yield from refuse_pairs("objective grpo", lambda run: is_grpo(run.objective), _untested())
-    yield _refused(
+    ),
+    _refused(
+        lambda run: run.rollout.engine == "vllm" and run.rollout.address is None,
+        "rollout.engine vllm without rollout.address",
+        "add e.g. `address: http://127.0.0.1:8000`, the address of a vLLM server",
+    ),
+    _refused(
+        lambda run: run.rollout.ahead and _section(run).mismatch == "none",
+        "rollout.ahead {rollout.ahead} with objective.mismatch none: answers are sampled by weights of earlier steps, "
+        "which nothing corrects",
+        "set objective.mismatch to token, or rollout.ahead to 0",
+    ),
+    _refused(
+        lambda run: run.rollout.ahead and _section(run).no_spread == "resample",
+        "rollout.ahead {rollout.ahead} with objective.no_spread resample: the rewards, which decide which prompts are "
+        "replaced, are computed while the steps that would need the new answers already run",
+        "set objective.no_spread to drop, or rollout.ahead to 0",
+    ),
+    _refused(
+        _unreached_length,
+        "reward `{reward}` begins to fall after {least} tokens (max_tokens less soft_tokens), and "
+        "rollout.max_new_tokens is {rollout.max_new_tokens}: no answer is long enough",
+        "lower max_tokens, raise soft_tokens, or leave the reward out",
+    ),
+    *refuse_pairs(
+        "objective grpo",
+        lambda run: is_grpo(run.objective),
+        (
+            setting("mtp.train true", "set mtp.train to false"),
+            setting("indexer.train true", "set indexer.train to false"),
+            setting("data.streaming true", "set data.streaming to false"),
+            setting("lora.quantize", "leave lora.quantize out"),
+            Conflict("parallel {mesh}", "set one of parallel.tp, sp and ep only", lambda run: run.axes not in _LAYOUTS),
+            UNTESTED_STATES[0],
+            # ZenFlow counts forwards to know when to update all weights, but their number differs from step to step.
+            Conflict("inexact option zenflow", "leave zenflow out", lambda run: "zenflow" in run.inexact),
+        ),
+    ),
+    _refused(
         lambda run: not run.rewards,
         "objective {objective.name} without rewards: sampled answers have no score",
         "add e.g. `rewards: [exact_match]`",
-    )
+    ),
+)
+"""Refusals for runs with sampled answers (rollouts) that need no config.json of the model."""
 
 
 def _dropouts(model: ModelSettings) -> MessageFields:

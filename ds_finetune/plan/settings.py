@@ -214,10 +214,18 @@ class Conflict(NamedTuple):
 
 
 def setting(text: str, hint: str) -> Conflict:
-    """The conflict with a setting that is written as `section.key value`, such as `mtp.train true`."""
-    key, _, value = text.partition(" ")
-    section, name = key.split(".")
-    return Conflict(text, hint, lambda run: str(getattr(getattr(run, section), name)).lower() == value.lower())
+    """The conflict with a setting that is written as `section.key value`, such as `mtp.train true`. Without a value,
+    such as `lora` or `model.context`, it is the conflict with any value but None.
+    """
+    key, _, value = text.strip("`").partition(" ")
+    section, _, name = key.partition(".")
+
+    def is_set(run: RunSettings) -> bool:
+        given = getattr(run, section)
+        given = getattr(given, name, None) if name else given
+        return str(given).lower() == value.lower() if value else given is not None
+
+    return Conflict(text if value or not name else f"{key} {{{key}}}", hint, is_set)
 
 
 def refuse_pairs(
