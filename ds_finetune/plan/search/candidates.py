@@ -183,14 +183,6 @@ class Candidates:
             )
         return _refusal(self._check_search, replace(self.run, parallel=sizes))
 
-    def largest(
-        self, sizes: ParallelConfig, stage: int, offload: Offload, activations: Activations
-    ) -> Candidate | None:
-        """The candidate that computes all rows of a rank in one forward; None where `make_plan` refuses it. It
-        accumulates no gradients, so its states are the smallest.
-        """
-        return self.find(Layout(sizes, stage, offload, self.micro_batch_sizes(sizes)[-1], activations))
-
     def micro_batch_sizes(self, sizes: ParallelConfig) -> tuple[int, ...]:
         """Micro-batch sizes that divide the rows of a data parallel rank, ascending."""
         return legal_micro_batches(global_batch_size=self.run.train.global_batch_size, dp=self._dp(sizes))

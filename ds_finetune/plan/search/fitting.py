@@ -100,12 +100,10 @@ class Budget:
         host = (memory.host_bytes, usable(self.host_bytes), "in its share of the host's memory")
         # A CPU rank computes in host memory, so only the limit of the host counts.
         limits = (host,) if memory.device == "host" else (device, host)
-        texts = [f"{_gib(need)} of {_gib(most)} {where}" for need, most, where in limits if need > most]
+        texts = [
+            f"{need / GIB:,.1f} GiB of {most / GIB:,.1f} GiB {where}" for need, most, where in limits if need > most
+        ]
         return f"needs {' and '.join(texts)}" if texts else ""
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:,.1f} GiB"
 
 
 _HIGHEST_STAGE = 3

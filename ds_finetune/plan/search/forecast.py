@@ -116,7 +116,4 @@ def _largest_rows(plan: Plan, model: DescribedModel, target: Target, traces: Tra
     rows = largest_micro_batch(plan, model, traces, budget=target.budget.device_bytes)
     if not rows:
         return 1, "1 (auto: not even forwards of one row fit)"
-    return (
-        rows,
-        f"{rows} (auto: the largest that leaves {SPARE:.0%} of the device free by this estimate)",
-    )
+    return rows, f"{rows} (auto: the largest that leaves {SPARE:.0%} of the device free by this estimate)"

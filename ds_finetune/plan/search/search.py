@@ -114,15 +114,17 @@ class Search:
 
     def _groups(self) -> Iterator[Candidate]:
         """Yield a layout for each legal combination of parallel sizes, ZeRO stage and offload, in search order. The
-        layout has all rows of a rank in one forward, and the least recomputation.
+        layout has all rows of a rank in one forward, so that no gradients are accumulated and its states are the
+        smallest, and the least recomputation.
         """
         by_size = sorted(self.candidates.sizes, key=_order_of_sizes)
         axes = sorted({len(sizes.axes) for sizes in by_size})
         for offload, offloads_inputs, num_axes, stage in product(OFFLOADS, (False, True), axes, STAGES):
             sizes = [each for each in by_size if len(each.axes) == num_axes]
-            for activations in self._settings_of_activations(offloads_inputs)[:1]:
-                legal = (self.candidates.largest(each, stage, offload, activations) for each in sizes)
-                yield from filter(None, legal)
+            for activations, each in product(self._settings_of_activations(offloads_inputs)[:1], sizes):
+                rows = self.candidates.micro_batch_sizes(each)[-1]
+                if candidate := self.candidates.find(Layout(each, stage, offload, rows, activations)):
+                    yield candidate
 
     def _settings_of_activations(self, offloads_inputs: bool) -> list[Activations]:
         return [each for each in self.candidates.activations if each.activation_offload == offloads_inputs]

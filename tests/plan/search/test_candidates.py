@@ -76,9 +76,9 @@ def _check(name: str, changes: dict[str, Any], folder: str, *, number: int, most
         return
     candidates = _candidates(config, Ranks(number, 8, "cuda"))
     for each in rng.sample(candidates.sizes, min(most, len(candidates.sizes))):
-        first = candidates.activations[0]
+        largest = candidates.micro_batch_sizes(each)[-1], candidates.activations[0]
         pairs = itertools.product(STAGES, OFFLOADS)
-        stages = [pair for pair in pairs if candidates.largest(each, *pair, first) is not None]
+        stages = [pair for pair in pairs if candidates.find(Layout(each, *pair, *largest)) is not None]
         for stage, offload in rng.sample(stages, min(2, len(stages))):
             activations, rows = rng.choice(candidates.activations), rng.choice(candidates.micro_batch_sizes(each))
             found = candidates.find(Layout(each, stage, offload, rows, activations))
