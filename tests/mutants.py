@@ -170,8 +170,8 @@ MUTANTS = (
     Mutant(
         "gradients reduced in fp32 and accumulated in bf16",
         "plan/deepspeed_config.py",
-        'else {_COMMUNICATION: "fp32", _ACCUMULATION: "fp32"}',
-        'else {_COMMUNICATION: "fp32"}',
+        'merged | {"data_types": data_types | {_ACCUMULATION: dtype}} if dtype == "fp32" else merged',
+        "merged",
         REDUCTION,
     ),
     Mutant(

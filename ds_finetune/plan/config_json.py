@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ds_finetune.config.run_file import values_by_key
 from ds_finetune.config.units import MIB
 from ds_finetune.errors import ModelError
 from ds_finetune.families.layer_rules import OLDER_RATES, RATES, RATIOS
@@ -108,8 +109,8 @@ def check_sizes(file: Path) -> None:
         least = 0 if key.endswith("num_nextn_predict_layers") else 1
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MAX_LAYERS:
             raise ModelError(f"{file}: {key} is {value!r}, not a number from {least} to {MAX_LAYERS}", hint=_PUBLISHED)
-    for name, dtype in _dtypes(tree):
-        if dtype is not None and str(dtype) not in _DTYPES:
+    for name, dtype in values_by_key(tree).items() if isinstance(tree, Mapping) else ():
+        if {*_DTYPE_KEYS} & {*name.split(".")} and dtype is not None and str(dtype) not in _DTYPES:
             # transformers 5.23 would accept any attribute of torch as a dtype, even `torch.save`.
             raise ModelError(f"{file}: {name} is {dtype!r}, not one of {', '.join(_DTYPES)}", hint=_PUBLISHED)
     if isinstance(tree, Mapping):
@@ -266,15 +267,6 @@ def _counts(tree: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401 - whatever 
             yield name, part
         elif isinstance(part, Mapping):
             yield from ((f"{name}.{key}", value) for key, value in part.items() if key in _LAYERS and value is not None)
-
-
-def _dtypes(tree: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401 - as above
-    for name, part in tree.items() if isinstance(tree, Mapping) else ():
-        if isinstance(part, Mapping):
-            nested = part.items() if name in _DTYPE_KEYS else _dtypes(part)
-            yield from ((f"{name}.{key}", value) for key, value in nested)
-        elif name in _DTYPE_KEYS:
-            yield name, part
 
 
 def max_positions(model: Mapping[str, Any]) -> int | None:

@@ -232,8 +232,7 @@ def finish(
     `deepspeed.initialize`. If `choices` contradicts the run file, a ConfigError names both values.
     """
     tree, source = choices
-    zero = dict(tree.get("zero_optimization") or {})
-    offloaded = offload_device(zero, "offload_optimizer") != "none"
+    offloaded = offload_device(tree.get("zero_optimization") or {}, "offload_optimizer") != "none"
     if optim.name.lower() not in OPTIMIZERS:
         names = ", ".join(sorted(row.type for row in OPTIMIZERS.values()))
         raise ConfigError(f"optim.name `{optim.name}` is not known", hint=f"use one of {names}")
@@ -249,11 +248,11 @@ def finish(
     _check_equal(pairs, hint, before=f"{source}: ")
     torch_adam = _check_torch_adam(tree, optim, source, on_cpu=on_cpu, offloaded=offloaded)
     derived["optimizer"] = _optimizer_section(optim, on_cpu=on_cpu, offloaded=offloaded, torch_adam=torch_adam)
-    finished = {key: value for key, value in copy.deepcopy(tree).items() if value != "auto"}
+    finished = _without_auto(tree)
     for key in ("bf16", "fp16"):
-        given = {k: v for k, v in (finished.get(key) or {}).items() if v != "auto"}
-        derived[key] = given | derived[key] if derived[key]["enabled"] else derived[key]
-    zero = _without_auto(zero)
+        if derived[key]["enabled"]:
+            derived[key] = (finished.get(key) or {}) | derived[key]
+    zero = finished.get("zero_optimization") or {}
     if zero.get("stage"):
         # overlap_comm gets DeepSpeed's own default (0.19.8, zero/config.py) here, so that reports of the run show the
         # value.

@@ -148,7 +148,22 @@ def experts_lines(
     family = family_of(str(tree["model_type"]))
     if device == "cpu" or not (family.fused_experts or family.transposed_experts):
         return []
-    return [("experts", _implementation(precision, capability, has_triton=has_triton))]
+    torchs = f"torch's, in {FUSED_PRECISION} on compute capability {' and '.join(f'{major}.x' for major in _FUSED)}"
+    no_triton = TORCH_ONLY if not has_triton else triton_problem()[0] if capability is not None else ""
+    torchs += f"; not Triton's: {no_triton}" if no_triton else ""
+    if capability is None:
+        halves, oldest = " and ".join(HALF_PRECISIONS), _dotted(_OLDEST_GROUPED)
+        tritons = "" if no_triton else f"else Triton's, in {halves} from {oldest} on; "
+        return [("experts", f"one kernel for all: {torchs}; {tritons}{_LOOP} on others")]
+    product, gpu = product_of_experts(precision, capability, has_triton=has_triton), _dotted(capability)
+    whose = "" if capability >= _OLDEST_GROUPED else ", by transformers' loop"
+    none = f"no kernel for all experts is here in {precision} on compute capability {gpu} ({torchs})"
+    texts = {
+        "torch": "torch's kernel for all experts",
+        "triton": f"a Triton kernel for all experts, in {precision} on compute capability {gpu} ({torchs})",
+        "loop": f"{_LOOP}{whose}: {none}",
+    }
+    return [("experts", texts[product])]
 
 
 def product_of_experts(
@@ -161,24 +176,6 @@ def product_of_experts(
         return "torch"
     fits = precision in HALF_PRECISIONS and capability >= _OLDEST_GROUPED
     return "triton" if fits and has_triton and not triton_problem()[0] else "loop"
-
-
-def _implementation(precision: str, capability: Arch | None, *, has_triton: bool) -> str:
-    torchs = f"torch's, in {FUSED_PRECISION} on compute capability {' and '.join(f'{major}.x' for major in _FUSED)}"
-    no_triton = TORCH_ONLY if not has_triton else triton_problem()[0] if capability is not None else ""
-    if no_triton:
-        torchs += f"; not Triton's: {no_triton}"
-    if capability is None:
-        halves, oldest = " and ".join(HALF_PRECISIONS), _dotted(_OLDEST_GROUPED)
-        tritons = "" if no_triton else f"else Triton's, in {halves} from {oldest} on; "
-        return f"one kernel for all: {torchs}; {tritons}{_LOOP} on others"
-    product, gpu = product_of_experts(precision, capability, has_triton=has_triton), _dotted(capability)
-    if product == "torch":
-        return "torch's kernel for all experts"
-    if product == "triton":
-        return f"a Triton kernel for all experts, in {precision} on compute capability {gpu} ({torchs})"
-    whose = "" if capability >= _OLDEST_GROUPED else ", by transformers' loop"
-    return f"{_LOOP}{whose}: no kernel for all experts is here in {precision} on compute capability {gpu} ({torchs})"
 
 
 def mlp_tiles(model: Mapping[str, Any]) -> int:

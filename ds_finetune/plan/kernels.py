@@ -5,14 +5,12 @@ import shutil
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.family import Family
-from ds_finetune.system.versions import check_versions
+from ds_finetune.system.versions import check_versions, installed_version
 
 _HINT = "set model.kernels to auto"
 _EXTRA = "pip install 'ds_finetune[gpu]'"
@@ -66,7 +64,7 @@ def choose_kernels(name: str, *, device: str, stage: int) -> ChosenKernels:
         return ChosenKernels("torch", "a CPU has no fused kernels (auto)")
     if (of_liger := kernels_problem("liger", device, stage)) is None:
         check_versions("gpu")
-        return ChosenKernels("liger", f"auto: liger-kernel {version_of('liger-kernel')} is installed")
+        return ChosenKernels("liger", f"auto: liger-kernel {installed_version('liger-kernel')} is installed")
     if (of_compile := kernels_problem("compile", device, stage)) is None:
         return ChosenKernels("compile", f"auto: {of_liger[0]}")
     hints = " or ".join(dict.fromkeys([of_liger[1], *([of_compile[1]] if stage < 3 else [])]))
@@ -82,7 +80,7 @@ def kernels_problem(name: str, device: str, stage: int) -> tuple[str, str] | Non
     no_triton, install = triton_problem()
     if name == "liger":
         problems = (
-            (not version_of("liger-kernel"), "liger-kernel is not installed", _EXTRA),
+            (not installed_version("liger-kernel"), "liger-kernel is not installed", _EXTRA),
             (is_cpu and not is_interpreted, "its kernels need a GPU, and the device is cpu", _HINT),
             (bool(no_triton), f"Liger's kernels need Triton: {no_triton}", install),
         )
@@ -109,20 +107,11 @@ def triton_problem() -> tuple[str, str]:
     compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
     scheme = sysconfig.get_default_scheme()
     headers = Path(sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"])
-    absent = {
-        f"C compiler ({' or '.join(compilers)})": None if any(map(shutil.which, compilers)) else "gcc",
-        str(headers / "Python.h"): None if (headers / "Python.h").is_file() else "python3-dev",
-    }
-    packages = {name: package for name, package in absent.items() if package}
+    packages: dict[str, str] = {}
+    if not any(map(shutil.which, compilers)):
+        packages[f"C compiler ({' or '.join(compilers)})"] = "gcc"
+    if not (headers / "Python.h").is_file():
+        packages[str(headers / "Python.h")] = "python3-dev"
     if not packages:
         return "", ""
     return f"there is no {' and no '.join(packages)}", f"install {' and '.join(packages.values())} (Debian)"
-
-
-@lru_cache(maxsize=2)
-def version_of(package: str) -> str:
-    """Installed version of a package; empty where it is not installed."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""

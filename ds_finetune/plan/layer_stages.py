@@ -121,15 +121,13 @@ def _layer_parameters(tensors: ModelTensors, ep_size: int) -> list[int]:
     The first layer's number includes the embedding. The last layer's includes norm, head and multi-token prediction
     layers; a tied head adds the embedding's parameters to it, and prediction layers add them once more.
     """
-    of_kind = {
-        kind: sum(tensor.numel // (ep_size if tensor.is_routed else 1) for _, tensor in kind.tensors)
-        for kind in set(tensors.layers)
-    }
-    counts = [of_kind[kind] for kind in tensors.layers if not kind.is_prediction]
-    predictions = [of_kind[kind] for kind in tensors.layers if kind.is_prediction]
-    embedding = tensors.ends[EMBEDDING].numel
+    sizes = [
+        sum(tensor.numel // (ep_size if tensor.is_routed else 1) for _, tensor in kind.tensors)
+        for kind in tensors.layers
+    ]
+    number, embedding = len(sizes) - tensors.num_predictions, tensors.ends[EMBEDDING].numel
+    counts, predictions = sizes[:number], sizes[number:]
     counts[0] += embedding
-    counts[-1] += sum(predictions) + (embedding if predictions else 0)
+    counts[-1] += sum(predictions) + embedding * (bool(predictions) + tensors.is_tied)
     counts[-1] += sum(tensor.numel for name, tensor in tensors.ends.items() if name != EMBEDDING)
-    counts[-1] += embedding if tensors.is_tied else 0
     return counts

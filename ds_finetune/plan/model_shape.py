@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ds_finetune.families.layer_rules import compressed_types
 from ds_finetune.families.table import family_of
 from ds_finetune.plan.forward import head_widths
-from ds_finetune.plan.model_tensors import DescribedModel, part_of
+from ds_finetune.plan.model_tensors import SCORE_HEAD, DescribedModel, part_of
 
 
 def has_known_shape(model: DescribedModel) -> bool:
@@ -25,41 +25,21 @@ def has_known_shape(model: DescribedModel) -> bool:
 
 @dataclass(frozen=True)
 class Shape:
-    """Parameters of a model by part, in elements over all layers, and the cost of its attention."""
+    """Parameters of a model by part, in elements over all layers."""
 
     parts: Mapping[str, int]
     """Number of elements of each part of the model, by the names that `part_of` gives."""
     active_routed_experts: int
-    layers: int
-    """Number of layers, including trained multi-token prediction layers."""
-    mtp_layers: int
-    tied: bool
-    has_scores: bool
-    """Whether the head gives scores of a document instead of logits of each token."""
-    attention_width: int
-    """Sum over heads of (query/key width + value width): multiply-adds in one layer for one attended position."""
-    attended_limits: tuple[int | None, ...] = ()
-    """Maximum positions that a token attends to, for each layer; empty where no layer has a window or an indexer."""
 
     @classmethod
     def of(cls, model: DescribedModel) -> Self:
         """Shape of a model; `has_known_shape` must hold for the model."""
         assert has_known_shape(model)
-        tensors, parts = model.tensors, Counter[str]()
-        for name, tensor in tensors.by_name.items():
+        parts = Counter[str]()
+        for name, tensor in model.tensors.by_name.items():
             parts[part_of(name)] += tensor.numel
-        keys = family_of(str(model["model_type"])).expert_keys
-        routed = parts["routed experts"]
-        return cls(
-            parts=parts,
-            active_routed_experts=routed * keys.per_token(model) // keys.number(model) if keys and routed else 0,
-            layers=len(tensors.layers),
-            mtp_layers=tensors.num_predictions,
-            tied=tensors.is_tied,
-            has_scores=any(name.startswith("score.") for name in tensors.ends),
-            attention_width=model["num_attention_heads"] * sum(head_widths(model)),
-            attended_limits=_attended_limits(model),
-        )
+        keys, routed = family_of(str(model["model_type"])).expert_keys, parts["routed experts"]
+        return cls(parts, routed * keys.per_token(model) // keys.number(model) if keys and routed else 0)
 
     @property
     def total_params(self) -> int:
@@ -76,18 +56,11 @@ class Shape:
         """Parameters in matrix products of one token in all layers: `active_params` less norms, embedding and head."""
         return self.active_params - sum(self.parts[part] for part in ("norms", "embedding", "head"))
 
-    @property
-    def logits(self) -> int:
-        """Parameters of the head that a token's logits need; 0 for a score head, which only one token per document
-        uses.
-        """
-        return 0 if self.has_scores else self.parts["embedding" if self.tied else "head"]
-
 
 def _attended_limits(model: DescribedModel) -> tuple[int | None, ...]:
     """Maximum number of positions that a token attends to in each layer: its sliding window, or the number of tokens
-    that its indexer chooses. A layer that compresses tokens attends to a window and to compressed entries, which are
-    counted as `index_topk`.
+    that its indexer chooses; None for no limit. A layer that compresses tokens attends to a window and to compressed
+    entries, which are counted as `index_topk`.
     """
     layers, chosen, window = len(model.tensors.layers), model.get("index_topk"), model.get("sliding_window")
     if family_of(str(model["model_type"])).compresses:
@@ -98,7 +71,7 @@ def _attended_limits(model: DescribedModel) -> tuple[int | None, ...]:
         return (int(chosen),) * layers
     kinds = model.get("layer_types") or ()
     if window is None or "sliding_attention" not in kinds:
-        return ()
+        return (None,) * layers
     # A multi-token prediction layer has the same kind of attention as the last layer.
     return tuple(int(window) if kinds[min(n, len(kinds) - 1)] == "sliding_attention" else None for n in range(layers))
 
@@ -137,14 +110,16 @@ class RowCost:
         """Cost of rows of a model; if its shape is not known, the cost of a row is its number of tokens."""
         if not has_known_shape(model):
             return cls(per_token=1.0, per_supervised_token=0.0, per_pair=0.0, limits=())
-        shape = Shape.of(model)
+        shape, tensors = Shape.of(model), model.tensors
         times = 1.0 if recomputation == "none" else _RECOMPUTED
         pairs = _RECOMPUTED if recomputation == "full" else 1.0
+        # Only one token per document uses a score head.
+        head = 0 if SCORE_HEAD in tensors.ends else shape.parts["embedding" if tensors.is_tied else "head"]
         return cls(
             per_token=3 * times * shape.multiplied,
-            per_supervised_token=3.0 * shape.logits * (1 + shape.mtp_layers),
-            per_pair=3 * pairs * shape.attention_width,
-            limits=shape.attended_limits or (None,) * shape.layers,
+            per_supervised_token=3.0 * head * (1 + tensors.num_predictions),
+            per_pair=3 * pairs * model["num_attention_heads"] * sum(head_widths(model)),
+            limits=_attended_limits(model),
         )
 
     def of_row(self, lengths: NDArray[np.int64], supervised: int, *, row_len: int | None) -> float:

@@ -1,6 +1,6 @@
 """The plan of a run: everything computed from the run file before anything is loaded."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -24,11 +24,12 @@ from ds_finetune.plan.deepspeed_config import (
 )
 from ds_finetune.plan.forward import TORCH_ONLY, Arch, attention_lines, experts_lines, head_line, mlp_tiles
 from ds_finetune.plan.inexact import inexact_lines
-from ds_finetune.plan.kernels import ChosenKernels, choose_kernels, triton_problem, version_of
+from ds_finetune.plan.kernels import ChosenKernels, choose_kernels, triton_problem
 from ds_finetune.plan.layer_stages import StageLayers
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.precision import WEIGHT_BYTES, with_precision
 from ds_finetune.plan.settings import RunSettings, sections_of
+from ds_finetune.system.versions import installed_version
 from ds_finetune.system.world import AccelerateChoices, World
 
 LIGER = "0.8.5"
@@ -213,21 +214,19 @@ def loss_kernel(name: str, *, device: str, tp: int = 1, is_cross_entropy: bool =
 
     ConfigError if `liger` is requested and cannot run, or if liger-kernel would run in another version than `LIGER`.
     """
-    version = version_of("liger-kernel")
-    if tp > 1:
-        if name == "liger":
-            raise ConfigError(
-                f"model.loss liger with parallel.tp {tp}: the kernel needs the full vocabulary on each rank",
-                hint="set model.loss to auto",
-            )
-        return "chunked"
+    version = installed_version("liger-kernel")
+    if tp > 1 and name == "liger":
+        raise ConfigError(
+            f"model.loss liger with parallel.tp {tp}: the kernel needs the full vocabulary on each rank",
+            hint="set model.loss to auto",
+        )
     if name == "liger" and not (device == "cuda" and version):
         given = f"device {device}, liger-kernel {version or 'not installed'}"
         raise ConfigError(
             f"model.loss liger needs a GPU and liger-kernel: {given}",
             hint="install the extra `gpu`, or set model.loss to auto",
         )
-    if not version or device != "cuda" or name == "chunked" or not is_cross_entropy:
+    if tp > 1 or not version or device != "cuda" or name == "chunked" or not is_cross_entropy:
         return "chunked"
     no_triton, install = triton_problem()
     if no_triton and name == "liger":
@@ -370,7 +369,9 @@ def _checkpoints(checkpoint: CheckpointConfig, *, is_asynchronous: bool) -> str:
 def _objective_lines(objective: ObjectiveConfig) -> list[tuple[str, str]]:
     if objective.name == "sft":
         return []
-    numbers = ", ".join(f"{name} {value}" for name, value in _numbers(objective))
+    keys = (name for name in type(objective).model_fields if name not in ("name", "reference"))
+    values = ((name, getattr(objective, name)) for name in keys)
+    numbers = ", ".join(f"{name} {value}" for name, value in values if value not in (None, (), 0.0, "none"))
     return [
         ("objective", f"{objective.name}{f' ({numbers})' if numbers else ''}"),
         *([] if objective.reference_source is None else [("reference", _REFERENCES[objective.reference_source])]),
@@ -381,13 +382,6 @@ _REFERENCES = {
     "cache": "the model before training; its log-probabilities are computed once and cached",
     "adapters_off": "the model without its adapters, in a further forward of each step",
 }
-
-
-def _numbers(objective: ObjectiveConfig) -> Iterator[tuple[str, object]]:
-    for name in type(objective).model_fields:
-        value = getattr(objective, name)
-        if name not in ("name", "reference") and value not in (None, (), 0.0, "none"):
-            yield name, value
 
 
 def _loss_text(objective: ObjectiveConfig, *, kernel: str) -> str:

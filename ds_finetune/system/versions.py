@@ -48,6 +48,7 @@ def requirements_of(extra: str = "") -> tuple[Requirement, ...]:
     return (*others, *(line for name in named for line in requirements_of(name)))
 
 
+@cache
 def installed_version(name: str) -> str:
     """Version of an installed package; "" if it is not installed."""
     try:

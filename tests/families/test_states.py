@@ -54,7 +54,7 @@ def test_attention_in_both_directions(kind: str, value: Any, tmp_path: Path) -> 
 
 def test_a_soft_cap_takes_the_chunked_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """Liger's kernel of the loss has a soft cap too, which Triton's interpreter cannot run."""
-    monkeypatch.setattr(plan, "version_of", lambda _: plan.LIGER)
+    monkeypatch.setattr(plan, "installed_version", lambda _: plan.LIGER)
     monkeypatch.setattr(plan, "triton_problem", lambda: ("", ""))
     model = plan_model(hf_config("gemma4_text"), RunSettings.of(_run()))
     for name, is_refused in (("auto", False), ("liger", True)):

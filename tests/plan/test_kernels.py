@@ -23,7 +23,7 @@ def _nothing_is_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, *, liger: str = "", triton: bool = False, compiler: bool = True) -> None:
-    monkeypatch.setattr(kernels, "version_of", lambda _: liger)
+    monkeypatch.setattr(kernels, "installed_version", lambda _: liger)
     monkeypatch.setattr(kernels, "find_spec", lambda _: object() if triton else None)
     monkeypatch.setattr(shutil, "which", lambda _: "/a/compiler" if compiler else None)
 

@@ -272,7 +272,7 @@ def test_optimizers_without_a_cpu_kernel_are_refused_there(name: str) -> None:
 def test_the_loss_kernel_is_ligers_only_on_a_gpu_that_has_the_tested_version(
     monkeypatch: pytest.MonkeyPatch, version: str
 ) -> None:
-    monkeypatch.setattr(layout, "version_of", lambda _: version)
+    monkeypatch.setattr(layout, "installed_version", lambda _: version)
     monkeypatch.setattr(layout, "triton_problem", lambda: ("", ""))
     chosen = {
         (asked, device): _kernel(asked, device) for asked in ("auto", "chunked", "liger") for device in ("cpu", "cuda")
@@ -285,7 +285,7 @@ def test_the_loss_kernel_is_ligers_only_on_a_gpu_that_has_the_tested_version(
 
 
 def test_ligers_loss_needs_what_triton_compiles_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "version_of", lambda _: layout.LIGER)
+    monkeypatch.setattr(layout, "installed_version", lambda _: layout.LIGER)
     monkeypatch.setattr(layout, "triton_problem", lambda: ("there is no C compiler", "install gcc"))
     assert _kernel("auto", "cuda") == "chunked"
     with pytest.raises(ConfigError, match=r"model\.loss liger needs Triton: there is no C compiler\n.*install gcc"):

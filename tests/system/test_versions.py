@@ -27,9 +27,11 @@ def _read_again() -> Iterator[None]:
     """What is read once a process is not another test's."""
     versions.requirements_of.cache_clear()
     versions.check_versions.cache_clear()
+    versions.installed_version.cache_clear()
     yield
     versions.requirements_of.cache_clear()
     versions.check_versions.cache_clear()
+    versions.installed_version.cache_clear()
 
 
 def install(folder: Path, name: str, version: str, *more: str) -> Path:

@@ -17,11 +17,11 @@ from ds_finetune.console.phase_line import Say, say_nothing
 from ds_finetune.errors import FinetuneError, ModelError
 from ds_finetune.plan.config_json import read_config_json
 from ds_finetune.plan.estimate.traced import TracedLayer, TracedModel
-from ds_finetune.plan.kernels import version_of
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.plan import Plan
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.info import source_version
+from ds_finetune.system.versions import installed_version
 from ds_finetune.system.whole_file import replace_file
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class Traces:
         objective = self._run.objective
         teacher = objective.teacher if is_distillation(objective) else None
         trees = [read_config_json(path) for path in (self._run.model.path, teacher) if path is not None]
-        packages = {name: version_of(name) for name in ("torch", "transformers", "deepspeed", "liger-kernel")}
+        packages = {name: installed_version(name) for name in ("torch", "transformers", "deepspeed", "liger-kernel")}
         key = [source_version(), packages, trees, self._run.model.context, self._run.model.resize_vocabulary]
         return json.dumps([*key, self._run.features], sort_keys=True, default=repr)
 
