@@ -17,6 +17,9 @@ class StageLayers:
 
     chunks: tuple[range, ...]
 
+    def __contains__(self, layer: object) -> bool:
+        return any(layer in chunk for chunk in self.chunks)
+
     def __iter__(self) -> Iterator[int]:
         return (layer for chunk in self.chunks for layer in chunk)
 
