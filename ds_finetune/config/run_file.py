@@ -192,9 +192,9 @@ def read_text(given: str | Path, kind: str, hint: str, error: type[ConfigError |
         if len(raw) > _MOST_BYTES:
             raise error(f"{kind} `{given}` has more than {_MOST_BYTES} bytes", hint=hint)
         return raw.decode("utf-8-sig")
-    except FileNotFoundError:
+    except UnicodeDecodeError as binary:
+        raise error(f"{kind} `{given}` is not UTF-8 text: {binary}", hint="save it as UTF-8") from None
+    except (FileNotFoundError, ValueError):  # ValueError for a name with a zero byte
         raise error(f"{kind} `{given}` does not exist", hint=hint) from None
     except OSError as unreadable:
         raise error(f"{kind} `{given}` cannot be read: {unreadable.strerror}", hint=hint) from None
-    except UnicodeDecodeError as binary:
-        raise error(f"{kind} `{given}` is not UTF-8 text: {binary}", hint="save it as UTF-8") from None

@@ -125,6 +125,7 @@ OVERRIDES: tuple[tuple[str, str], ...] = (
     ("checkpoint.keep=0", "`checkpoint.keep` is 0"),
     ("checkpoint.resume=yes", "`checkpoint.resume` is True"),
     ("deepspeed=/no/such.json", "deepspeed file `/no/such.json` does not exist"),
+    ('deepspeed="a\\0b"', "deepspeed file `a\0b` does not exist"),
     ("deepspeed={zero_optimization: {stage: 4}}", "`deepspeed` in the run file: zero_optimization.stage is 4"),
     ("deepspeed={zero_optimisation: {stage: 1}}", "unknown key `zero_optimisation`"),
     ("deepspeed={fp16: {enabled: true}}", "`deepspeed` in the run file: fp16.enabled True contradicts"),
