@@ -58,12 +58,12 @@ This takes about a second:
 | loss | the loss of this program, and that of the model's own logits with transformers' plain attention |
 | adapters, with `lora` | loss, gradients and logits with adapters, and with weights to which they are added |
 
-The results are printed under the plan, and count as equal up to a relative difference of 1e-4. The run ends with exit
-code 2 before anything is loaded if the loss differs, or if hidden states differ: those of packed rows if the run packs,
-else those of padded rows.
+The results of the trial are printed under the plan, and count as equal up to a relative difference of 1e-4. The run
+ends with exit code 2 before anything is loaded if the loss differs, or if hidden states differ: those of packed rows if
+the run packs, else those of padded rows.
 
-If the tiny model cannot be built, packing is refused; without packing, a line under the plan says that the loss is not
-known to be right.
+If the tiny model of this trial cannot be built, a run that packs is refused; for a run without packing, a line under
+the plan says that its loss is not known to be right.
 
 The encoders `{encoders}` are families too. They attend in both directions and are trained
 only with `objective: classification`. Tests compare each document of a packed row with the same document
@@ -76,8 +76,8 @@ pipeline stage of GLM has no indexer.
 `deepseek_v41` is refused, since transformers has no classes for it. Classifiers of `exaone`, `sarvam_mla` and
 `sarvam_moe` are refused.
 
-Models with gated delta nets (`qwen3_next`, `qwen3_5_moe_text`, `qwen3_5_text`) start anew at each document of a packed
-row. No answers are sampled from them.
+Gated delta nets (`qwen3_next`, `qwen3_5_moe_text`, `qwen3_5_text`) reset their state at each document of a packed row.
+`grpo` cannot train these models, since it cannot sample answers from them.
 
 A `config.json` with `output_router_logits: true` asks for transformers' balance loss and is refused; set
 [`router.balance`](../how-to/routers.md) instead.
