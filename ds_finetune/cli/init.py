@@ -124,7 +124,7 @@ def _recognised(record: "Record", where: str) -> tuple[str, Mapping[str, str]]:
     label = record.get("label")
     for columns in ({}, *_guesses(record)):
         for name in LAYOUTS_OF:
-            # The classes of a classifier are unknown until all rows are read; the label of this row is one of them.
+            # The layout of a row can be tried only with known classes, so the label of this row stands for all of them.
             is_number = name == "labelled" and isinstance(label, float)
             kind = RowKind(
                 name,

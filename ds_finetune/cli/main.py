@@ -194,7 +194,7 @@ def _print_once(text: str) -> None:
     """
     record_error(text)
     if os.environ.get("LOCAL_RANK", "0") == "0" or {RUN_ID, "TORCHELASTIC_RUN_ID"} <= os.environ.keys():
-        # Under `launch` no rank waits: each has its own log, and the rank that ends first counts as the cause.
+        # Under `launch` no rank waits for local rank 0, since each has its own log and the first to end is blamed.
         show_error(f"error: {text}")
         return
     time.sleep(_QUIET_SECONDS)

@@ -18,8 +18,8 @@ from ds_finetune.system.world import World
 
 State = Literal["ok", "warn", "fail"]
 _CLOCK_WARN_SECONDS, _CLOCK_FAIL_SECONDS = 1, 7
-"""If a clock is off by more than this number of seconds, the check warns or fails. torch's elastic agent considers a
-host lost if the host's heartbeat is 15 s old by the agent's own clock.
+"""Errors of a host's clock beyond which its check warns or fails. torch's elastic agent considers a host lost if the
+host's heartbeat is 15 s old by the agent's own clock.
 """
 _SSH_FAILED = 255
 _SAME_ENVIRONMENT = "install the same environment at the same path on every host"

@@ -89,7 +89,7 @@ class HostProgram:
         os._exit(0)
 
     def _is_readable(self) -> bool:
-        # The time for which this process was suspended does not count as silence.
+        # A wait far beyond its limit means that this process was suspended. That is no silence, so it waits again.
         while True:
             began = time.monotonic()
             if select.select([0], [], [], self._silent_seconds)[0]:

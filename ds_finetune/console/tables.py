@@ -38,7 +38,7 @@ def show_note(text: str) -> None:
 
 
 def wrapped(text: str, width: int) -> list[str]:
-    """Break `text` at spaces into lines of `width`; a longer word, such as a path, only after dots and slashes."""
+    """Break `text` at spaces into lines of `width`; a word longer than a line, such as a path, at dots and slashes."""
     return [line for paragraph in text.split("\n") for line in _wrapped_line(paragraph, width)]
 
 

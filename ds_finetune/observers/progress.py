@@ -26,7 +26,7 @@ class TimeLeft(Observer):
     """Adds the metric `perf/eta_seconds`: the time of the remaining steps, evaluations and saves, estimated from their
     durations so far. The export after the last step is not included.
 
-    `intervals` are the intervals of evaluations, answers and saves, each of which also happens at the last step. Until
+    `intervals` are those of evaluations, of generated answers and of saves, which also happen at the last step. Until
     an evaluation has been measured, it is assumed to take as long as `evaluation_steps` steps.
     """
 
@@ -100,7 +100,7 @@ class ProgressLine:
         if is_due and self._log is not None:
             self._log(line)
         if self._live:
-            # A line that is wrapped could not be replaced by the next one.
+            # The line is cut to the width of the terminal: the next line could not replace one that is wrapped.
             shown = f"{line}\n" if must_print else line[: shutil.get_terminal_size().columns - 1]
             write_now(self._out, CLEAR_LINE + shown)
         elif must_print or time.monotonic() - self._printed >= self._section.seconds:

@@ -189,7 +189,7 @@ class _TensorBoard(_Tracker):
         folder = self._folder / "tensorboard"
         has_files = any(folder.glob("events.*"))
         earlier = self._earlier[-1:] if has_files else self._earlier
-        # Without earlier records, the event files come from a run without checkpoints, and all its steps are hidden.
+        # A run without earlier records starts anew, so event files of an earlier start are hidden from step 0 on.
         first = (earlier[0][0] if earlier else 0) if has_files and not self._is_reopened else None
         self._open = SummaryWriter(str(folder), purge_step=first)  # type: ignore[no-untyped-call] # of torch
         if self._is_reopened:

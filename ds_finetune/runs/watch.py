@@ -155,8 +155,8 @@ class _Runs:
 
 
 def _row_of(run: RunFolder) -> tuple[bool, float, Row]:
-    """Make the row of a run in the table of runs. Returns False for a running run, the time at which its files last
-    changed, and the cells.
+    """Make the row of a run in the table of runs. Returns two sort keys (False for a running run, and
+    the time at which its files last changed) and the cells.
     """
     tick = '<input type="checkbox" name="run" value="{0}" id="tick-{0}" aria-label="Compare {0}">'
     names = (Markup(tick).format(run.name), Markup('<a href="/run?run={}">{}</a>').format(quote(run.name), run.name))

@@ -349,7 +349,7 @@ class _LaunchedRun:
         return codes != {INTERRUPTED_EXIT_CODE} and time.monotonic() - self._ending_since > _ENDING_SECONDS
 
     def _regroup(self) -> None:
-        """After a loss of hosts, leave out hosts beyond what layout and batch allow. If too few remain, end the run."""
+        """After a loss of hosts, leave out further ones until layout and batch fit. If too few remain, end the run."""
         present = [host for host in self._request.hosts if host in self._agents]
         fitting = largest_fit(self._request, present, device=self._device)
         if self._ending_since is None and not fitting:

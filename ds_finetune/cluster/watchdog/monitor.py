@@ -283,7 +283,7 @@ class Monitor(threading.Thread):
             self._propose(self._diagnosed(active))
 
     def _dead_ranks(self, active: Mapping[int, RankStatus]) -> tuple[int, ...]:
-        # A rank writes that it is done before its process ends. Two heartbeats later this status has been read.
+        # A rank is dead two heartbeats after its process ended: its last status, perhaps DONE, has been read by then.
         for process in (self._processes[rank] for rank in active):
             if process.machine == self._own.machine and has_ended(process.pid, process.began):
                 self._dead_since.setdefault(process.rank, self._number)

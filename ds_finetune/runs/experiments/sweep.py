@@ -48,7 +48,7 @@ def run_sweep(sweep: SweepConfig, say: Say) -> list[tuple[str, str]]:
     make_sampler(sweep, 0)
     make_chosen(sweep.pruner, "pruner")
     if not (folder / JOURNAL).is_file():
-        # A start that failed before the journal existed has left its lock file.
+        # The folder may hold a lock file: a start that failed before it wrote a journal leaves one.
         message = f"output_dir `{folder}` is not empty, but holds no sweep"
         check_out_empty(folder, message, may_hold=lambda entry: entry.name == LOCK)
     folder.mkdir(parents=True, exist_ok=True)

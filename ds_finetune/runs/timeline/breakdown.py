@@ -21,7 +21,9 @@ _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _ARROW = "ac2g"
 """Category of Kineto's arrows from a CPU call to the kernel it starts; an arrow's `id` is unique only on its rank."""
 _TORCH_PREFIXES = ("gloo:", "nccl:")
-"""Prefixes of torch's own collective events. They do not nest, so a trace has those of annotations.py instead."""
+"""Prefixes of torch's own events of collectives. They are left out of traces, because viewers show only events
+that nest. annotations.py annotates collectives instead.
+"""
 _MATCHED = ("allreduce", "reduce", "broadcast", "allgather", "reduce_scatter", "all_to_all", "all_to_allv", "barrier")
 """NCCL collectives that are matched between ranks to find who waits. Kernels of send and receive do not name both
 ranks, so these are not matched.
