@@ -54,7 +54,7 @@ _LOAD_SECONDS = 120.0
 _MEET_SECONDS = 600
 """Seconds that the agents of all hosts wait for each other at a start or restart."""
 _JOIN_SECONDS = 10
-"""Seconds that a restart waits for more hosts after launch.min_hosts have joined: they may still be ending ranks."""
+"""Seconds that a restart waits for further hosts once launch.min_hosts have joined: they may be ending their ranks."""
 _PRINTED_LINES = 500
 _TAIL_LINES = 50
 _QUOTED = "  | "
