@@ -28,6 +28,7 @@ class Utilisation(Observer):
         return record.with_values({"perf/mfu": mfu})
 
 
+@dataclass
 class MemoryCheck(Observer):
     """After 20 steps of this process, adds the predicted and the measured peak memory to the record, and prints them.
 
@@ -35,18 +36,12 @@ class MemoryCheck(Observer):
     On CPUs (`is_host`) the measured value is the growth of the whole process.
     """
 
-    def __init__(
-        self,
-        predicted: int | None,
-        peak_bytes: Callable[[], int],
-        over_ranks: Callable[[float], float],
-        say: Say,
-        *,
-        is_host: bool = False,
-    ) -> None:
-        self._predicted, self._peak_bytes, self._over_ranks, self._say = predicted, peak_bytes, over_ranks, say
-        self._is_host = is_host
-        self._steps = 0
+    predicted: int | None
+    peak_bytes: Callable[[], int]
+    over_ranks: Callable[[float], float]
+    say: Say
+    is_host: bool = False
+    _steps: int = 0
 
     def after_step(self, record: StepRecord) -> StepRecord:
         """Add the memory metrics at the 20th step of this process. Collective at that step: `over_ranks` returns the
@@ -55,17 +50,17 @@ class MemoryCheck(Observer):
         self._steps += 1
         if self._steps != MEASURED_STEPS:
             return record
-        peak = self._over_ranks(float(self._peak_bytes()))
+        peak = self.over_ranks(float(self.peak_bytes()))
         values = {"memory/measured_gib": peak / GIB}
-        if self._predicted is not None:
-            values["memory/predicted_gib"] = self._predicted / GIB
-            text = self._text(self._predicted, peak)
-            self._say(f"after {MEASURED_STEPS} steps: memory of the fullest rank {text}")
+        if self.predicted is not None:
+            values["memory/predicted_gib"] = self.predicted / GIB
+            text = self._text(self.predicted, peak)
+            self.say(f"after {MEASURED_STEPS} steps: memory of the fullest rank {text}")
         return record.with_values(values)
 
     def _text(self, predicted: int, measured: float) -> str:
         text, size = f"{predicted / GIB:.3f} GiB predicted", f"{measured / GIB:.3f} GiB"
-        if self._is_host:
+        if self.is_host:
             return f"{text} for tensors; its process grew by {size}, with libraries and freed memory that it keeps"
         error = f"{(predicted - measured) / measured:+.0%}" if measured else "nothing was measured"
         return f"{text}, {size} measured ({error})"

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from statistics import fmean
 from typing import TextIO
 
 from ds_finetune.config.schedule import Interval
@@ -49,7 +50,7 @@ class TimeLeft(Observer):
 
     def seconds(self, step: int) -> float:
         """Estimated seconds from the end of `step` to the end of training."""
-        step_seconds = _mean(self._step_seconds)
+        step_seconds = fmean(self._step_seconds or [0.0])
         seconds_left = (self._steps - step) * step_seconds
         for phase, intervals in self._intervals.items() if step < self._steps else ():
             times = intervals.times(self._steps - 1) - intervals.times(step) + 1
@@ -61,11 +62,7 @@ class TimeLeft(Observer):
             return self._evaluation_steps * step_seconds if phase == EVALUATION else 0.0
         # After some evaluations the best weights are exported; the mean export time per evaluation is added.
         exports = sum(self._measured.get(EXPORT, [])) / len(self._measured[phase]) if phase == EVALUATION else 0.0
-        return _mean(self._measured[phase]) + exports
-
-
-def _mean(seconds: "deque[float] | list[float]") -> float:
-    return sum(seconds) / len(seconds) if seconds else 0.0
+        return fmean(self._measured[phase]) + exports
 
 
 class ProgressLine:

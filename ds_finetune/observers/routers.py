@@ -6,10 +6,10 @@ In this module `counts` int64 [layers, experts] is the number of tokens routed t
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ from ds_finetune.config.sections import LoraConfig, RouterConfig
 from ds_finetune.config.units import MIB
 from ds_finetune.console.phase_line import Say
 from ds_finetune.model.routers import RouterChoices
-from ds_finetune.observers.record import Observer, Remembering, StepRecord
+from ds_finetune.observers.record import Remembering, StepRecord
 from ds_finetune.observers.writers import LineFile
 
 _MOST_STEPS = 50
@@ -78,7 +78,7 @@ def busiest_rank_ratio(counts: Counts, ep: int) -> float:
 
 
 @dataclass
-class RouterMetrics(Observer):
+class RouterMetrics(Remembering):
     """Adds the `router/*` metrics, which describe the loads of experts, to each step. `ep` is the number of
     expert-parallel ranks.
 
@@ -86,13 +86,14 @@ class RouterMetrics(Observer):
     all layers.
     """
 
+    saved: ClassVar = ("moved",)
     ep: int
     bias_update: float
     """Amount by which each step changes a router's biases; a resumed run may use another amount."""
     without_bias: tuple[int, ...] = ()
     """Layers whose routers have no bias, as indices into the list of layers with experts."""
-    _moved: NDArray[np.float64] | None = None
-    """Movement of each expert's router bias since the run's start, fp64 [layers, experts]; None before an update."""
+    moved: list[list[float]] | None = None
+    """Movement of each expert's router bias since the run's start, [layers, experts]; None before an update."""
 
     def after_step(self, record: StepRecord) -> StepRecord:
         """Add the `router/*` metrics if routers counted tokens in this step."""
@@ -103,24 +104,16 @@ class RouterMetrics(Observer):
         values = self._values(counts, choices)
         if self.bias_update:
             # Router biases move as in `model.routers.update_biases`.
-            if self._moved is None:
-                self._moved = np.zeros(counts.shape)
+            moved = np.zeros(counts.shape) if self.moved is None else np.array(self.moved)
             if not record.values["train/skipped"]:
                 above = np.sign(counts * counts.shape[1] - counts.sum(axis=1, keepdims=True))
                 above[list(self.without_bias)] = 0
-                self._moved -= self.bias_update * above
-        if self._moved is not None:
-            drift = np.abs(self._moved)
+                moved -= self.bias_update * above
+            self.moved = moved.tolist()
+        if self.moved is not None:
+            drift = np.abs(self.moved)
             values |= {"bias_drift_mean": float(drift.mean()), "bias_drift_max": float(drift.max())}
         return record.with_values({f"router/{name}": value for name, value in values.items()})
-
-    def state(self) -> dict[str, Any]:
-        """State of this observer: how far router biases have moved since the run's start, as lists."""
-        return {"moved": None if self._moved is None else self._moved.tolist()}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore how far the router biases have moved since the run's start."""
-        self._moved = None if state["moved"] is None else np.array(state["moved"], dtype=np.float64)
 
     def _values(self, counts: Counts, choices: RouterChoices) -> dict[str, float]:
         violations, effective = max_violations(counts), effective_experts(counts)

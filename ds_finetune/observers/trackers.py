@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from queue import Full, Queue
 from threading import Thread, current_thread
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from ds_finetune.config.run_file import values_by_key
 from ds_finetune.config.units import MIB
@@ -63,29 +63,24 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 class Trackers:
-    """Sends the record of each step to the experiment trackers of a run. A tracker that fails does not end the run."""
+    """Sends the record of each step to the experiment trackers of a run. A tracker that fails does not end the run.
 
-    def __init__(self, trackers: "Sequence[_Tracker]") -> None:
-        self._trackers = trackers
+    The trackers are those of `names`, which `check_trackers` has accepted. The values of the run file are their
+    parameters. A resumed run sends TensorBoard the records of `metrics.jsonl` that TensorBoard lacks. ConfigError if a
+    tracker cannot be opened; a resumed run prints a line instead and retries.
+    """
 
-    @classmethod
-    def open(
-        cls, names: Sequence[str], folder: Path, config: Mapping[str, Any], say: Say, *, is_resumed: bool = False
-    ) -> Self:
-        """Start each tracker of `names`, which `check_trackers` has accepted. The values of the run file are its
-        parameters.
-
-        A resumed run sends TensorBoard the records of `metrics.jsonl` that TensorBoard lacks. ConfigError if a tracker
-        cannot be opened; a resumed run prints a line instead and retries.
-        """
+    def __init__(
+        self, names: Sequence[str], folder: Path, config: Mapping[str, Any], say: Say, *, is_resumed: bool = False
+    ) -> None:
         parameters = flatten(config)
         earlier = read_records(folder / "metrics.jsonl") if is_resumed else []
-        trackers: list[_Tracker] = []
+        self._trackers: list[_Tracker] = []
         for name in names:
             kind = {"tensorboard": _TensorBoard, "mlflow": _Mlflow}.get(name, _Tracker)
-            trackers.append(kind(name, folder, parameters, earlier, say))
+            self._trackers.append(kind(name, folder, parameters, earlier, say))
             try:
-                trackers[-1].start()
+                self._trackers[-1].start()
             except Exception as failed:
                 # Trackers raise exceptions of their own packages (wandb.errors.Error, MlflowException), which may not
                 # be installed, so every exception is caught.
@@ -95,7 +90,6 @@ class Trackers:
                         hint="set the environment variables that its package needs, or leave it out",
                     ) from failed
                 say(f"{name} CANNOT BE OPENED: {one_line(failed)}; training continues, and its records wait")
-        return cls(trackers)
 
     def after_step(self, record: StepRecord) -> StepRecord:
         """Send the finite values of a step's record to each tracker."""

@@ -187,7 +187,7 @@ def _writers(started: StartedRun, time_left: TimeLeft, rollouts: RolloutSource |
         MetricsFile(run.output_dir / "metrics.jsonl", say),
         *([] if rollouts is None else [RolloutSamples(run.output_dir, rollouts, say)]),
         *([RankTimesFile(run.output_dir / "ranks.jsonl", say)] if run.plan.world.world_size > 1 else []),
-        Trackers.open(run.config.log.trackers, run.output_dir, run.tree, say, is_resumed=is_resumed),
+        Trackers(run.config.log.trackers, run.output_dir, run.tree, say, is_resumed=is_resumed),
         ProgressLine(
             steps=run.schedule.steps, section=run.config.log, steps_per_epoch=run.steps_per_epoch, log=started.log
         ),

@@ -105,7 +105,7 @@ def test_tensorboard_has_every_step_after_a_full_disk(
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     said: list[str] = []
-    opened = Trackers.open(["tensorboard"], tmp_path, {"lr": 1e-3}, said.append)
+    opened = Trackers(["tensorboard"], tmp_path, {"lr": 1e-3}, said.append)
     opened.after_step(record(1))
     # A new file's first bytes fit, and no record does.
     with files_of_at_most(100) if how == "limit" else monkeypatch.context() as patch:

@@ -362,7 +362,7 @@ def test_exact_match_ignores_outer_white_space_alone() -> None:
 
 def test_trackers_by_name(tmp_path: Path) -> None:
     check_trackers(["tensorboard"])
-    trackers = Trackers.open(["tensorboard"], tmp_path, {"lr": 1e-3}, pytest.fail)
+    trackers = Trackers(["tensorboard"], tmp_path, {"lr": 1e-3}, pytest.fail)
     trackers.after_step(record(1, **{"train/grad_norm": math.nan}))
     trackers.close()
     assert list((tmp_path / "tensorboard").rglob("events*"))

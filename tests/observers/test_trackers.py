@@ -89,7 +89,7 @@ def record(step: int, **values: float) -> StepRecord:
 def take_steps(
     run: Path, records: list[StepRecord], *, said: list[str], is_resumed: bool = False, **config: Any
 ) -> None:
-    trackers = Trackers.open(["tensorboard", "mlflow"], run, config, said.append, is_resumed=is_resumed)
+    trackers = Trackers(["tensorboard", "mlflow"], run, config, said.append, is_resumed=is_resumed)
     file = MetricsFile(run / "metrics.jsonl", said.append)
     for each in records:
         file.after_step(each)
@@ -131,7 +131,7 @@ def test_stores_hold_each_step_after_a_kill_and_a_resume(tmp_path: Path) -> None
 @needs_mlflow
 def test_a_store_that_fails_in_mid_run_is_one_warning_and_gets_all_records(tmp_path: Path) -> None:
     said: list[str] = []
-    trackers = Trackers.open(["tensorboard", "mlflow"], tmp_path, {"a": 1}, said.append)
+    trackers = Trackers(["tensorboard", "mlflow"], tmp_path, {"a": 1}, said.append)
     file = MetricsFile(tmp_path / "metrics.jsonl", said.append)
     with sqlite3.connect(tmp_path / "mlflow.db") as store:
         store.execute("alter table metrics rename to elsewhere")
@@ -159,7 +159,7 @@ import sys
 from pathlib import Path
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.observers.trackers import Trackers
-trackers = Trackers.open(["mlflow"], Path(sys.argv[1]), {"a": 1}, print)
+trackers = Trackers(["mlflow"], Path(sys.argv[1]), {"a": 1}, print)
 for step in (1, 2, 3):
     trackers.after_step(StepRecord(step, {"train/loss": 1.0, "eval/" + "long/" * 99: 2.0}))
 raise RuntimeError("the run fails")
@@ -186,7 +186,7 @@ def test_a_run_after_a_failed_one_in_the_same_process_has_a_store_of_its_own(tmp
     failed, run = tmp_path / "failed", tmp_path / "run"
     failed.mkdir()
     run.mkdir()
-    Trackers.open(["mlflow"], failed, {}, pytest.fail).after_step(record(1))
+    Trackers(["mlflow"], failed, {}, pytest.fail).after_step(record(1))
     take_steps(run, [record(2)], said=[])
     assert_received(run)
     assert (status_in_mlflow(failed), in_mlflow(failed)[0]) == ("FAILED", {"train/loss": [(1, 1.0)]})
@@ -213,7 +213,7 @@ def test_another_tracker_that_fails_is_one_warning(tmp_path: Path, monkeypatch: 
     tracking = importlib.import_module("accelerate.tracking")
     monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "comet_ml", _Broken)
     said: list[str] = []
-    trackers = Trackers.open(["comet_ml"], tmp_path, {"a": 1}, said.append)
+    trackers = Trackers(["comet_ml"], tmp_path, {"a": 1}, said.append)
     for step in range(1, 6):
         trackers.after_step(record(step))
     trackers.close()
@@ -222,8 +222,8 @@ def test_another_tracker_that_fails_is_one_warning(tmp_path: Path, monkeypatch: 
         "comet_ml LACKS 5 RECORDS, which could not be written",
     ]
     with pytest.raises(ConfigError, match=r"`comet_ml`, which cannot be opened: no server\n"):
-        Trackers.open(["comet_ml"], tmp_path / "never", {}, said.append)
-    Trackers.open(["comet_ml"], tmp_path / "never", {}, said.append, is_resumed=True)
+        Trackers(["comet_ml"], tmp_path / "never", {}, said.append)
+    Trackers(["comet_ml"], tmp_path / "never", {}, said.append, is_resumed=True)
     assert said[2] == "comet_ml CANNOT BE OPENED: no server; training continues, and its records wait"
 
 
@@ -244,5 +244,5 @@ def test_a_run_in_wandb_has_the_name_of_its_folder(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("WANDB_PROJECT", "mine")
     for name in ("WANDB_NAME", "WANDB_DIR"):
         monkeypatch.delenv(name, raising=False)
-    Trackers.open(["wandb"], tmp_path, {"a": 1}, pytest.fail)
+    Trackers(["wandb"], tmp_path, {"a": 1}, pytest.fail)
     assert _Wandb.given == {"project": "mine", "name": tmp_path.name, "dir": str(tmp_path)}
