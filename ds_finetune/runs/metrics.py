@@ -140,12 +140,9 @@ def parse_records(records: Iterable[dict[str, Any]], parse: Callable[[dict[str, 
 
 def _number(value: object) -> float | None:
     """Convert a metric's JSON value to a float, where null becomes NaN. None if the value is no number."""
-    kind = type(value)
-    if kind is float:
-        return value  # type: ignore[return-value]
-    if value is None:
-        return math.nan
-    return float(value) if kind is int and abs(value) < _MOST_INTEGER else None  # type: ignore[call-overload,arg-type]
+    if isinstance(value, float) or value is None:
+        return math.nan if value is None else value
+    return float(value) if type(value) is int and abs(value) < _MOST_INTEGER else None
 
 
 def read_expert_table(path: Path) -> tuple[list[int], dict[str, NDArray[Any]]]:

@@ -1,5 +1,6 @@
 """The model card of an exported folder: its `README.md` in the format of the Hugging Face Hub."""
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -152,11 +153,9 @@ def _results_at(run: RunFolder, step: int) -> Iterator[tuple[str, float]]:
     """The metrics over all held-out rows after `step`, by names without the prefix `eval/`."""
     for name, curve in run.curves.items():
         metric = name.removeprefix("eval/")
-        if metric == name or "/" in metric:
-            continue
-        for at, value in curve.points():
-            if at == step and value == value:
-                yield metric, value
+        is_over_all = metric != name and "/" not in metric
+        if is_over_all and not math.isnan(value := dict(curve.points()).get(step, math.nan)):
+            yield metric, value
 
 
 def _training_data(config: Mapping[str, Any]) -> list[str]:

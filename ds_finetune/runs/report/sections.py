@@ -294,12 +294,7 @@ SECTIONS: tuple[tuple[str, str, Callable[[RunFolder], list[Block]], str], ...] =
     ("plan", "Plan and layout", _plan, ""),
     ("events", "Starts, skipped steps and stragglers", _events, ""),
     ("log", "Log", _log, ""),
-    (
-        "profile",
-        "Profiled steps",
-        _profile,
-        "Seconds of a step by kind of work; profile/trace.json.gz is the timeline.",
-    ),
+    ("profile", "Profiled steps", _profile, "Time of a step by kind of work; the timeline is profile/trace.json.gz."),
     ("experts", "Load of experts", _experts, "The load of an expert is the number of tokens sent to it."),
     ("data", "Data", _data, "The coloured text of a document is trained; other text is context without a loss."),
     ("answers", "Generated answers over time", _answers, "Greedy answers to held-out prompts at the evaluations."),

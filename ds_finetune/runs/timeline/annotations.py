@@ -5,7 +5,7 @@ is equal on all ranks that take part.
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -29,20 +29,17 @@ class Annotations:
 
     def __init__(self) -> None:
         self._phases: list[str] = []
-        self._data: record_function | None = None
+        self._data = ExitStack()
         self._thread = threading.get_ident()
         self._counts: Counter[str] = Counter()
 
     def begin_data(self) -> None:
         """Begin to annotate the wait for data. The annotation ends when the next phase begins."""
-        self._data = record_function(DATA)
-        self._data.__enter__()
+        self._data.enter_context(record_function(DATA))
 
     def end_data(self) -> None:
         """End the annotation of the wait for data, if one is open."""
-        if self._data is not None:
-            self._data.__exit__(None, None, None)
-            self._data = None
+        self._data.close()
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
