@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds_finetune.cli.main import main
@@ -78,7 +79,7 @@ def test_training_begins_with_the_adapter_and_what_was_trained_whole(finished: P
         ("lora.alpha=99", "lora 35.0018"),
         ("lora.target_modules=[q_b_proj]", "adapters only in lora.start: model.layers.0.mlp.down_proj.weight"),
         ("lora.modules_to_save=[norm]", "weights trained whole only in lora: model.norm.weight"),
-        ("lora.start=none", "lora.start cannot be used: none cannot be read as an adapter"),
+        ("lora.start=none", "none cannot be read as an adapter: it has no adapter_config.json and no "),
     ],
 )
 def test_an_adapter_that_does_not_fit_is_refused(
@@ -107,6 +108,24 @@ def test_an_adapter_of_another_base_is_refused(
     assert main(["train", str(finished / "next.yaml"), f"lora.start={adapter}", *overrides[1:]]) == 2
     assert "scale 11.3137" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_an_adapter_with_nan_is_refused_before_the_first_step(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    adapter = Path(shutil.copytree(finished / "run" / "adapter", tmp_path / "adapter"))
+    with safe_open(adapter / "adapter_model.safetensors", framework="pt") as file:
+        metadata, tensors = file.metadata(), {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    key = sorted(tensors)[0]
+    tensors[key].view(-1)[0] = float("nan")
+    save_file(tensors, adapter / "adapter_model.safetensors", metadata=metadata)
+    overrides = [f"lora.start={adapter}", f"output_dir={tmp_path / 'run'}"]
+    assert main(["train", str(finished / "next.yaml"), *overrides]) == 2
+    printed = capsys.readouterr()
+    assert f"tensor `{key}` of {adapter} holds NaN or infinity" in printed.err
+    assert "step 1" not in printed.out
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,14 @@ class PeftAdapter:
 
     @classmethod
     def open(cls, folder: Path) -> "PeftAdapter":
-        """Open and check an adapter's folder. ExportError if files are damaged, or the settings are not supported."""
+        """Open and check an adapter's folder. ExportError if files are missing or damaged, or the settings are not
+        supported.
+        """
+        if absent := [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]:
+            raise ExportError(
+                f"{folder} cannot be read as an adapter: it has no {' and no '.join(absent)}",
+                hint="name a folder that peft's save_pretrained wrote",
+            )
         try:
             config = dict(json.loads((folder / CONFIG).read_text(encoding="utf-8")))
             for pattern in {**(config.get("rank_pattern") or {}), **(config.get("alpha_pattern") or {})}:
@@ -127,9 +134,8 @@ class PeftAdapter:
         return (b[0], a[-1])
 
     def factors(self, name: str) -> Factors:
-        """Read A and B of a weight's adapter."""
-        with safe_open(self.folder / WEIGHTS, framework="pt") as file:
-            a, b = (file.get_tensor(self.keys[name, side]) for side in "AB")
+        """Read A and B of a weight's adapter. ExportError if they do not fit the rank, or are not finite."""
+        a, b = (self._finite(self.keys[name, side]) for side in "AB")
         is_fused, (rank, scale) = not name.endswith(".weight"), self.rank_and_scale(name)
         fits = a.dim() == b.dim() == 2 and a.shape[0] == b.shape[1]
         if not fits or (a.shape[0] % rank if is_fused else a.shape[0] != rank):
@@ -153,9 +159,18 @@ class PeftAdapter:
         return {"A": factors.a, "B": factors.b}
 
     def full_tensor(self, name: str) -> torch.Tensor:
-        """Read a weight that was trained in full (`modules_to_save`)."""
+        """Read a weight that was trained in full (`modules_to_save`). ExportError if it is not finite."""
+        return self._finite(self.fully_trained[name])
+
+    def _finite(self, key: str) -> torch.Tensor:
         with safe_open(self.folder / WEIGHTS, framework="pt") as file:
-            return file.get_tensor(self.fully_trained[name])
+            tensor = file.get_tensor(key)
+        if not tensor.isfinite().all():
+            raise ExportError(
+                f"tensor `{key}` of {self.folder} holds NaN or infinity",
+                hint="the adapter is damaged, or its training had diverged: take an older one",
+            )
+        return tensor
 
     def _value(self, patterns: str, default: str, name: str) -> Any:  # noqa: ANN401 - a number of the file
         # Patterns of ranks and alphas must match peft's names, which have a prefix in a multimodal model's text part.
