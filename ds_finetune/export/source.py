@@ -14,7 +14,7 @@ from ds_finetune.errors import ExportError
 from ds_finetune.export.load import auto_class
 from ds_finetune.export.shards import PIECE_NUMEL
 from ds_finetune.families.table import family_of
-from ds_finetune.foreign.auto_configs import AutoConfig
+from ds_finetune.foreign.auto_configs import AutoConfig, without_types
 from ds_finetune.model.build.hub_folder import check_folder
 from ds_finetune.model.build.text_config import check_text_part, text_config
 from ds_finetune.model.loss.score_config import is_classifier
@@ -96,7 +96,7 @@ def read_model_spec(folder: Path) -> ModelSpec:
         *(AttributeError, ValueError, OSError, KeyError, TypeError, AssertionError, RecursionError),
         StrictDataclassError,
     ) as unknown:
-        reason = " ".join(str(unknown).split()) or repr(unknown)
+        reason = without_types(unknown) or repr(unknown)
         raise ExportError(
             f"transformers cannot build a model from {folder}/config.json: {reason}",
             hint="name a folder with the config.json of a language model or a classifier by --base",

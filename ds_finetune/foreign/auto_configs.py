@@ -41,6 +41,11 @@ def register_config(name: str, *, built_as: str) -> None:
     CONFIG_MAPPING.register(name, type(f"{name.title().replace('_', '')}Config", (built_config,), fields))
 
 
+def without_types(error: Exception) -> str:
+    """Message of an error of transformers in one line, without its list of all model types and how to install it."""
+    return " ".join(re.split(r"\. Should contain one of|\n\nYou can update", str(error))[0].split())
+
+
 def published_names(name: str) -> dict[str, str]:
     """Rules that turn published tensor names of a model type of `OWN_TYPES` into names in the model. Each maps a
     regular expression for a part of the name to its replacement. Rules are applied one after the other.

@@ -223,6 +223,15 @@ def test_text_parts_that_are_not_trained(tree: dict[str, Any], said: str, tmp_pa
     assert said in caught.value.message
 
 
+def test_an_unknown_type_of_a_text_part_is_named_without_all_others(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "mistral3", "text_config": {"model_type": "foo_text"}}')
+    with pytest.raises(ModelError) as caught:
+        read_hf_config(str(tmp_path))
+    assert re.fullmatch(
+        rf"{tmp_path}/config\.json: Unrecognized model \w+( for subconfig)?: foo_text", caught.value.message
+    )
+
+
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [

@@ -255,7 +255,7 @@ def _compare(folder: Path, record: ExportRecord, loaded: LoadedFolder, base: Pat
     text, unexpected = text_tree(config), []
     for key in (key for key in loaded.report["unexpected_keys"] if key not in base_tensors):
         # Tensors that the model class ignores, e.g. of a multi-token prediction layer, are not reported.
-        if not family_of(text["model_type"]).may_skip(key, layers=text.get("num_hidden_layers", MAX_LAYERS)):
+        if not family_of(str(text.get("model_type"))).may_skip(key, layers=text.get("num_hidden_layers", MAX_LAYERS)):
             unexpected.append(key)
     differences = {
         "misses": loaded.report["missing_keys"],

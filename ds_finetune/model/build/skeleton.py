@@ -21,7 +21,7 @@ from ds_finetune.config.sections import OWN_ATTENTIONS
 from ds_finetune.errors import ModelError
 from ds_finetune.families.table import family_of
 from ds_finetune.families.text_part import TEXT_CONFIG
-from ds_finetune.foreign.auto_configs import AutoConfig
+from ds_finetune.foreign.auto_configs import AutoConfig, without_types
 from ds_finetune.foreign.auto_models import (
     AutoModelForCausalLM,
     AutoModelForMultimodalLM,
@@ -147,7 +147,8 @@ def read_hf_config(path: str, *, files: Sequence[str] = HUB_FILES, task: Task = 
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except ValueError as unknown:
         raise ModelError(
-            f"{folder}/config.json: {unknown}", hint="model_type must be one that the installed transformers knows"
+            f"{folder}/config.json: {without_types(unknown)}",
+            hint=f"model_type, also in sections, must be one that transformers {transformers.__version__} knows",
         ) from unknown
     except (OSError, TypeError, KeyError, ArithmeticError, RecursionError, StrictDataclassError) as wrong:
         reason = " ".join(str(wrong).split())
