@@ -19,7 +19,7 @@ from ds_finetune.families.family import Family, layer_of
 from ds_finetune.model.build.hub_folder import HubFolder, has_weights
 from ds_finetune.model.build.skeleton import HUB_FILES, IGNORED_HUB_FILES
 from ds_finetune.model.quantised.quantisation import check_config_readable, check_no_other_format
-from ds_finetune.model.weights.names import is_kept_in_fp32, published_name
+from ds_finetune.model.weights.names import hub_pieces, is_kept_in_fp32
 
 
 def hub_source(hub: HubFolder, family: Family) -> TensorSource:
@@ -148,7 +148,9 @@ def with_stored_weights(
     hub = HubFolder(folder)
     for name, tensor in tensors:
         if tensor is not None and name in names:
-            tensor = hub.full_tensor(published_name(name, family)).to(tensor.dtype)
+            tensor = torch.empty_like(tensor)
+            for piece in hub_pieces(name, tuple(tensor.shape), family):
+                tensor[piece.index] = hub.full_tensor(piece.key)
         yield name, tensor
 
 

@@ -81,6 +81,15 @@ SARVAM_MOE_RENAMES: Renames = (
     (".mlp.gate.e_score_correction_bias", ".mlp.gate.expert_bias"),
 )
 """Rules from names of GLM-4.5's tensors to published names of Sarvam 30B (transformers 5.24, conversion_mapping.py)."""
+MINIMAX_M3_RENAMES: Renames = (
+    (r"\.mlp\.gate\.e_score_correction_bias$", ".block_sparse_moe.e_score_correction_bias"),
+    (r"\.mlp\.experts(?=\.\d|$)", ".block_sparse_moe.experts"),
+    (r"\.mlp\.(gate|shared_experts)\.", r".block_sparse_moe.\1."),
+    (r"\.self_attn\.indexer\.([qk])_", r".self_attn.index_\1_"),
+)
+"""Rules from the names of MiniMax M3's tensors in transformers 5.23 to published names (conversion_mapping.py:756-825).
+A tensor with all experts of a layer keeps its name.
+"""
 
 
 @dataclass(frozen=True)
@@ -233,6 +242,10 @@ class Family:
     """Names of MLPs and experts in the family's published checkpoints."""
     published_renames: Renames = ()
     """Further renames of tensors from transformers' names to published names."""
+    joined_mlp: bool = False
+    """Whether transformers joins an MLP's gate and up projections in one layer, `gate_up_proj`, but published
+    checkpoints have the layers `gate_proj` and `up_proj`.
+    """
     published_qkv: str | None = None
     """Name of the linear layer that joins the rows of `q_proj`, `k_proj` and `v_proj`, in this order, in published
     checkpoints. None if checkpoints have the three layers.

@@ -8,6 +8,7 @@ from ds_finetune.families.family import (
     DEEPSEEK_V4_RENAMES,
     EXAONE_RENAMES,
     FUSED,
+    MINIMAX_M3_RENAMES,
     MIXTRAL_NAMES,
     SARVAM_MOE_RENAMES,
     Encoder,
@@ -473,11 +474,31 @@ _ROWS = (
 )
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ROWS}
 """Families by model type. R1 and Moonlight are deepseek_v3; R1's distills are qwen2, qwen3 and llama."""
-BUILT_AS: Mapping[str, str] = {name: family.built_as for name, family in FAMILIES.items() if family.built_as}
+_GENERIC = Family("", fp32_buffers=_ROUTER_BIASES, fp8_linear=None, is_generic=True, fused="")
+_NAMED: Mapping[str, Family] = {
+    "minimax_m3_text": replace(
+        _GENERIC,
+        model_type="minimax_m3_text",
+        built_as="minimax_m3_vl_text",
+        fused_experts=True,
+        joined_mlp=True,
+        published_mlp=replace(MIXTRAL_NAMES, module="mlp"),
+        published_renames=MINIMAX_M3_RENAMES,
+        may_be_unexpected=(r"^model\.mtp\.",),
+    ),
+    "mistral4_text": replace(_GENERIC, model_type="mistral4_text", built_as="mistral4"),
+}
+"""Text parts that are trained under a model type of their own, and are not in the table of families."""
+BUILT_AS: Mapping[str, str] = {name: row.built_as for name, row in {**FAMILIES, **_NAMED}.items() if row.built_as}
 """Model types unknown to transformers or to older releases, with the model type whose classes build the model."""
-TEXT_PARTS: Mapping[str, str] = {"qwen3_vl_text": "qwen3", "glm4v_moe_text": "glm4_moe"}
-"""Model types of text parts of multimodal models for which transformers has no causal LM, each with the model type
-that is trained instead. Both types compute the same on plain text.
+TEXT_PARTS: Mapping[str, str] = {
+    "qwen3_vl_text": "qwen3",
+    "glm4v_moe_text": "glm4_moe",
+    "minimax_m3_vl_text": "minimax_m3_text",
+    "mistral4": "mistral4_text",
+}
+"""Model types of text parts of multimodal models for which AutoModelForCausalLM has no class, or one that cannot load
+the published tensors, each with the model type that is trained instead. Both types compute the same on plain text.
 """
 WITH_TINY_MODELS = tuple(name for name, family in FAMILIES.items() if family.tiny_models is not None)
 """Model types whose tiny models are compared with transformers."""
@@ -495,5 +516,4 @@ def family_of(model_type: str) -> Family:
     """Properties of a model type. A model type that is not in the table gets the defaults: its checkpoints have
     transformers' tensor names, every tensor is loaded, and no optional capability is supported.
     """
-    family = FAMILIES.get(model_type)
-    return family or Family(model_type, fp32_buffers=_ROUTER_BIASES, fp8_linear=None, is_generic=True, fused="")
+    return FAMILIES.get(model_type) or _NAMED.get(model_type) or replace(_GENERIC, model_type=model_type)

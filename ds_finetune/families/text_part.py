@@ -9,6 +9,9 @@ from typing import Any
 
 TEXT_CONFIG = "text_config"
 """Section of a multimodal model's config.json that describes the text part, like the config.json of a text model."""
+_OTHER_TYPES = {"minimax_m3_vl": "minimax_m3_text"}
+"""Multimodal model types whose `text_config` may name another model type than the one that is trained, which follows.
+"""
 _BASE = re.compile(r"^(model\.)?(language_model|text_model)\.(model\.)?(?!lm_head\.)")
 _HEAD = re.compile(r"^(model\.)?(language_model\.)?(?=lm_head\.)")
 
@@ -19,9 +22,13 @@ def is_composite(tree: Mapping[str, Any]) -> bool:
 
 
 def text_tree(tree: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What the config.json `tree` says about text: a section if the model is multimodal, else all of `tree`."""
-    section: Mapping[str, Any] = tree[TEXT_CONFIG] if is_composite(tree) else tree
-    return section
+    """What the config.json `tree` says about text: a section if the model is multimodal, else all of `tree`. Its
+    `model_type` is the one that is trained.
+    """
+    if not is_composite(tree):
+        return tree
+    kind = _OTHER_TYPES.get(str(tree.get("model_type")))
+    return {**tree[TEXT_CONFIG], "model_type": kind} if kind else tree[TEXT_CONFIG]  # type: ignore[no-any-return]
 
 
 def text_name(name: str) -> str | None:

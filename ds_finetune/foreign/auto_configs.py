@@ -48,8 +48,11 @@ def without_types(error: Exception) -> str:
 
 def published_names(name: str) -> dict[str, str]:
     """Rules that turn published tensor names of a model type of `OWN_TYPES` into names in the model. Each maps a
-    regular expression for a part of the name to its replacement. Rules are applied one after the other.
+    regular expression for a part of the name to its replacement. Rules are applied one after the other. Empty for text
+    parts of multimodal models, which have no folders of their own.
     """
+    if family_of(name).is_generic:
+        return {}
     return {re.escape(published): own for own, published in reversed(family_of(name).published_renames)}
 
 
@@ -58,16 +61,25 @@ def register_models(name: str, *, built_as: str) -> None:
 
     transformers looks up renames of checkpoint tensors by model type too (conversion_mapping.py:2606).
     """
-    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, conversion_mapping
+    from transformers import (
+        AutoModel,
+        AutoModelForCausalLM,
+        AutoModelForPreTraining,
+        AutoModelForSequenceClassification,
+        conversion_mapping,
+    )
 
     built_config, own_config = CONFIG_MAPPING[built_as], CONFIG_MAPPING[name]
     factories = [AutoModel, AutoModelForCausalLM]
     # Newer transformers has this type but no classifier of it, and could not load a classifier trained here.
     factories += [AutoModelForSequenceClassification] if family_of(name).newer is None else []
     for factory in factories:
-        classes = _CLASSES.attribute(factory, "_model_mapping")
-        if built_config in classes:
-            classes.register(own_config, classes[built_config], exist_ok=True)
+        classes = known = _CLASSES.attribute(factory, "_model_mapping")
+        if factory is AutoModelForCausalLM and built_config not in classes:
+            # transformers 5.23 has Mistral 4's causal LM only here (models/auto/modeling_auto.py:711).
+            known = _CLASSES.attribute(AutoModelForPreTraining, "_model_mapping")
+        if built_config in known:
+            classes.register(own_config, known[built_config], exist_ok=True)
     if _CONVERSIONS.attribute(conversion_mapping, "_checkpoint_conversion_mapping_cache") is not None:
         _add_conversions(conversion_mapping, name, built_as)
         return

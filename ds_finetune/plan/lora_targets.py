@@ -117,7 +117,7 @@ def is_peft_parameter(weight: str, family: Family) -> bool:
     the parameter is not named `weight`, or if peft would mistake the module for routed experts or their router.
     """
     module, _, leaf = weight.rpartition(".")
-    return leaf != "weight" or (family.fused_experts and last_part(module) in _REWRITTEN)
+    return leaf != "weight" or (family.fused_experts and not family.is_generic and last_part(module) in _REWRITTEN)
 
 
 def is_transposed(weight: str, family: Family) -> bool:

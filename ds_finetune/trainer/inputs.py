@@ -25,7 +25,7 @@ from ds_finetune.data.tokenizer_files import check_beside, has_vocabulary, load_
 from ds_finetune.errors import ConfigError, DataError
 from ds_finetune.export.fitted_tokenizer import fit_beginning
 from ds_finetune.export.safetensors_folder import CHAT_TEMPLATES, tokenizer_files
-from ds_finetune.families.text_part import TEXT_CONFIG, is_composite, text_tree
+from ds_finetune.families.text_part import TEXT_CONFIG, is_composite
 from ds_finetune.model.adapters.peft_adapter import PeftAdapter
 from ds_finetune.model.build.encoder import encoder_of
 from ds_finetune.model.build.model_plan import ModelPlan
@@ -249,7 +249,7 @@ def config_tree(folder: Path, model: ModelPlan) -> dict[str, Any]:
     """
     tree: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     hf_config, task = model.hf_config, model.task
-    text = dict(text_tree(tree))
+    text = dict(tree[TEXT_CONFIG] if is_composite(tree) else tree)
     if hf_config.vocab_size != read_hf_config(str(folder), task=task).vocab_size:
         text["vocab_size"] = int(hf_config.vocab_size)
     if model.context is not None and model.context.is_extended:

@@ -12,7 +12,7 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMultimodalLM, PretrainedConfig
 
 from ds_finetune.errors import ModelError
-from ds_finetune.families.table import FAMILIES
+from ds_finetune.families.table import BUILT_AS, FAMILIES
 from ds_finetune.families.text_part import TEXT_CONFIG
 from ds_finetune.model.build.generic_check import check_trial, try_model_type
 from ds_finetune.model.build.skeleton import check_logits, check_vocabulary, model_class
@@ -94,9 +94,8 @@ weights, classifiers, and exports to GGUF, ONNX, compressed-tensors and server a
 causal LM in transformers, such as `qwen2_vl` or `glm5_next`, is refused too.
 
 Of the types with a text part, tests train gemma3, gemma4, glm4v_moe, internvl, kimi_k25, llama4, minimax_m3_vl,
-mistral3, qwen3_5, qwen3_5_moe and qwen3_vl. Export a model of another type after a few steps first, to see whether the
-export is verified.
-A folder of `minimax_m3_vl` with one tensor for each expert is refused; the error says how to save it again.
+mistral3 (of mistral and mistral4), qwen3_5, qwen3_5_moe and qwen3_vl. Export a model of another type after a few steps
+first, to see whether the export is verified.
 A text part whose own type is refused below is refused too.
 
 {trained}
@@ -175,7 +174,8 @@ def _short(refused: ModelError, kind: str) -> str:
 
 def generic_types() -> Iterator[str]:
     mapping = AutoModelForCausalLM._model_mapping
-    known = (kind for kind, config in sorted(CONFIG_MAPPING.items()) if config in mapping and kind not in FAMILIES)
+    named = {*FAMILIES, *BUILT_AS}
+    known = (kind for kind, config in sorted(CONFIG_MAPPING.items()) if config in mapping and kind not in named)
     return (kind for kind in known if TEXT_CONFIG not in CONFIG_MAPPING[kind].sub_configs)
 
 

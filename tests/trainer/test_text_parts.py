@@ -22,10 +22,13 @@ from ds_finetune.model.build.skeleton import read_hf_config
 from tests.composites import CONFIGS, composite_task, published_tensors
 from tests.running import metrics, resume_on_two_ranks, start, torchrun
 
-DEFAULT = ("gemma3", "mistral3", "qwen3_5_moe")
-"""Tied, not tied, and with all experts of a layer in one published tensor."""
+DEFAULT = ("gemma3", "mistral3", "qwen3_5_moe", "minimax_m3_vl")
+"""Tied, not tied, with all experts of a layer in one published tensor, and with other names and shapes than the
+model's.
+"""
 _OMNI = ("chameleon", "idefics", "qwen2_5_omni", "qwen3_omni_moe")
 """Multimodal types whose config.json has no section `text_config`."""
+_OTHERS = [kind for kind in CONFIGS if kind != "minimax_m3_vl"]
 SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in CONFIGS if kind not in DEFAULT]
 
 
@@ -49,7 +52,8 @@ def test_a_text_part_trains_as_the_text_model_alone(
     """Tied or not, and with each spelling of published names."""
     run_file = composite_task(kind, tmp_path, export={"verify": True, "max_shard_size": "50KB"})
     train(read_config(run_file))
-    assert f"model_type {kind}: text part trained as " in capsys.readouterr().out
+    model_type = CONFIGS[kind].get("model_type", kind)
+    assert f"model_type {model_type}: text part trained as " in capsys.readouterr().out
     alone = [f"model.path={tmp_path / 'text'}", f"output_dir={tmp_path / 'alone' / 'run'}", "export.verify=false"]
     train(read_config(run_file, alone))
     of_text = _tensors(tmp_path / "alone" / "run" / "export")
@@ -106,16 +110,38 @@ def test_adapters_have_the_names_of_the_composite_class(adapted: Path, tmp_path:
             assert torch.equal(value, base_tensors[key]), key
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["llama4", "minimax_m3_vl"])
-def test_adapters_of_generic_text_parts_fit_the_composite_class(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["minimax_m3_vl", *(pytest.param(k, marks=pytest.mark.slow) for k in _OTHERS)])
+def test_adapters_of_text_parts_fit_the_composite_class(kind: str, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed")
     train(read_config(composite_task(kind, tmp_path, lora={"rank": 8, "alpha": 16}, optim={"lr": 0.02})))
     base = _composite(tmp_path / "model")
     before, merged = _logits(base), _logits(_composite(tmp_path / "run" / "export"))
     assert (merged - before).abs().max() > 1e-2, "the adapter does nothing"
+    published, written = _tensors(tmp_path / "model"), _tensors(tmp_path / "run" / "export")
+    assert written.keys() == published.keys()
+    assert all(torch.equal(written[key], published[key]) for key in written if text_name(key) is None)
     in_peft = _logits(peft.PeftModel.from_pretrained(base, tmp_path / "run" / "adapter"))
     assert torch.allclose(merged, in_peft, atol=1e-5, rtol=0)
+
+
+def test_a_folder_keeps_the_tensors_that_transformers_saved(tmp_path: Path) -> None:
+    """Experts in one tensor instead of one each, and a prediction layer that transformers ignores: trained on one rank,
+    resumed on two with ZeRO-3.
+    """
+    run_file, folder = composite_task("minimax_m3_vl", tmp_path, export={"verify": True}), tmp_path / "model"
+    _composite(folder).save_pretrained(folder, save_original_format=False)
+    base = load_file(folder / "model.safetensors")
+    base["model.language_model.mtp.layers.0.norm.weight"] = torch.rand(32)
+    save_file(base, folder / "model.safetensors", metadata={"format": "pt"})
+    resume_on_two_ranks(run_file, printed=tmp_path / "printed")
+    assert "verified: " in (tmp_path / "printed").read_text()
+    written = _tensors(tmp_path / "run" / "export")
+    assert written.keys() == base.keys()
+    kept = {key for key in base if torch.equal(base[key], written[key])}
+    trained = ("self_attn.q_proj", "experts.gate_up_proj", "experts.down_proj", "mlp.gate_up_proj", "gate.weight")
+    for part in (*trained, "shared_experts.gate_up_proj"):
+        assert not any(part in key for key in kept if text_name(key)), part
+    assert kept >= {key for key in base if text_name(key) is None or ".mtp." in key or ".indexer." in key}
 
 
 @pytest.mark.parametrize("name", ["export", "adapter"])

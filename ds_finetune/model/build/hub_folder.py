@@ -116,7 +116,6 @@ _WEIGHTS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, FP8)
 _SHOWN = 10
 _COMPARED_NUMEL = 2**20
 """When two tensors are compared, this many elements of each are read at a time."""
-_FUSED_DIMS = 3
 _OF_TRANSFORMERS = "model.hc_head.hc_fn"
 """Name of a tensor that only a DeepSeek-V4 model saved by transformers has. Published tensors have other names."""
 
@@ -154,9 +153,10 @@ class HubFolder:
         if _OF_TRANSFORMERS in stored:
             stored = _renamed(stored, partial(renamed, renames=DEEPSEEK_V4_RENAMES), folder)
         family = family_of(str(text_tree(config).get("model_type")))
+        published = {name: key for key, name in names.items() if name is not None}
         if family.is_generic:
             stored = _renamed(stored, partial(canonical_name, family=family), folder)
-        published = {name: key for key, name in names.items() if name is not None}
+            published = {canonical_name(name, family): key for name, key in published.items()}
         stored, fused = _divided(stored, family, text_tree(config), folder)
         self.fused = {published.get(key, key): stored_shape for key, (stored_shape, _) in fused.items()}
         self.published = {name: (key, 0) for name, key in published.items() if name not in fused}
@@ -327,8 +327,8 @@ def _renamed(stored: Mapping[str, StoredTensor], rename: Callable[[str], str], f
 def _divided(
     stored: Mapping[str, StoredTensor], family: Family, config: Mapping[str, Any], folder: Path
 ) -> tuple[dict[str, StoredTensor], dict[str, tuple[Shape, dict[str, int]]]]:
-    """Split tensors with all experts of a layer, as in Qwen3.5, into a tensor for each expert, and tensors with
-    queries, keys and values, as in Sarvam 30B, into three.
+    """Split tensors with all experts of a layer, as in Qwen3.5, into a tensor for each expert, tensors with queries,
+    keys and values, as in Sarvam 30B, into three, and tensors with gate and up projection into two.
 
     The second result has, for each split tensor, its shape, and the index at which each of its parts (by name) begins.
     ModelError if the folder has the same weights in two tensors.
@@ -336,8 +336,9 @@ def _divided(
     divided, fused = dict(stored), {}
     for key, tensor in stored.items():
         # A tensor of another shape is not split; the later comparison with the model's shapes reports it.
-        is_even = len(tensor.shape) == _FUSED_DIMS and min(tensor.shape) > 0 and tensor.shape[1] % 2 == 0
-        pieces = hub_pieces(key, tensor.shape, family) if is_even and ".experts." in key else ()
+        is_even = len(tensor.shape) > 1 and min(tensor.shape) > 0 and tensor.shape[-2] % 2 == 0
+        is_joined = ".experts." in key or ".gate_up_proj." in key
+        pieces = hub_pieces(key, tensor.shape, family) if is_even and is_joined else ()
         if tensor.dtype in _WEIGHTS and tensor.dtype != FP8:
             pieces = pieces or qkv_pieces(key, tensor.shape, family, config)
         if not pieces or not pieces[0].index:

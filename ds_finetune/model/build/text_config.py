@@ -25,6 +25,8 @@ def text_config(config: PretrainedConfig) -> PretrainedConfig:
     text = getattr(config, TEXT_CONFIG, None)
     if not isinstance(text, PretrainedConfig):
         return config
+    # transformers 5.23 keeps the section's `model_type`, which in MiniMax M3 is not that of the class.
+    vars(text).pop("model_type", None)
     if kind := TEXT_PARTS.get(text.model_type):
         text = CONFIG_MAPPING[kind].from_dict({**text.to_dict(), "model_type": kind})
     for key in _OF_THE_WHOLE:

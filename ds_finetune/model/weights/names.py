@@ -20,6 +20,8 @@ QKV = ("q_proj", "k_proj", "v_proj")
 _SHOWN = 10
 _MLP = re.compile(r"^(model\.layers\.\d+)\.mlp\.")
 _FUSED = re.compile(r"^(?P<experts>.*\.mlp\.experts)\.(?P<part>gate_up_proj|down_proj)$")
+_JOINED = ".gate_up_proj.weight"
+_EXPERT_DIMS = 3
 
 
 @dataclass(frozen=True)
@@ -43,11 +45,16 @@ def hub_pieces(name: str, shape: tuple[int, ...], family: Family, *, first_exper
     """The checkpoint tensors that make up the model's tensor `name` of shape `shape`, without gaps or overlap.
 
     Fused experts are `gate_up_proj` [experts, 2 x inner, hidden] and `down_proj` [experts, hidden, inner]. Checkpoints
-    have a matrix per expert and projection instead (transformers 5.23, conversion_mapping.py:51-53, 1270). Other
-    tensors have equal shapes in both. `first_expert` is the number of the tensor's first expert in the layer.
+    have a matrix per expert and projection instead (transformers 5.23, conversion_mapping.py:51-53, 1270), and two
+    layers instead of one where `Family.joined_mlp` says so. Other tensors have equal shapes in both. `first_expert` is
+    the number of the tensor's first expert in the layer.
     """
     names = family.published_mlp
-    fused = _FUSED.match(name) if family.fused_experts else None
+    if family.joined_mlp and name.endswith(_JOINED) and shape:
+        layer, half = published_name(name, family).removesuffix(_JOINED), shape[0] // 2
+        ranges = (("gate", slice(0, half)), ("up", slice(half, shape[0])))
+        return tuple(Piece(f"{layer}.{part}_proj.weight", (where,), (half, *shape[1:])) for part, where in ranges)
+    fused = _FUSED.match(name) if family.fused_experts and len(shape) == _EXPERT_DIMS else None
     if not fused:
         return (Piece(published_name(name, family), (), shape),)
     layer, (experts, rows, columns) = published_name(fused["experts"], family), shape
