@@ -153,8 +153,8 @@ ds-finetune init --from train.yaml --ranks 8    # or a .json, or a .sh with the 
 ```
 
 The run file that `init --from` writes has a comment for every key of the other file, as in `lr: 2.0e-05 #
-learning_rate: 2e-5`. Keys after `# default:` need no key here; keys after `# not available:` have no counterpart.
-`# FILL IN` says what the other file lacks, such as the file of a data set that only that trainer knows. Values that the
+learning_rate: 2e-5`. Keys after `# default:` need no key here; keys after `# not available:` have no counterpart or are
+unknown. `# FILL IN` says what the other file lacks, such as a data set that only that trainer knows. Values that the
 other trainer takes by default, such as Adam's betas or the rank of adapters, are written too, marked `default of`.
 
 `init --from` computes `train.global_batch_size` as the product of micro-batch size, accumulation and number of data

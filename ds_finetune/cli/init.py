@@ -76,7 +76,7 @@ def _convert(path: Path, arguments: Arguments) -> None:
     show_line(f"wrote {out} from a file of {file.program.name}: {texts}")
     for option, (outcome, reason) in done.outcomes.items():
         if outcome == "not available":
-            show_line(f"not available: {option}: {reason}")
+            show_line(f"not available: {done.text_of(option)} ({reason})")
     for key, reason in done.to_fill.items():
         show_line(f"fill in: {key}: {reason}")
     show_line(f"next: ds-finetune data show {shlex.quote(str(out))}")
@@ -110,33 +110,44 @@ def _from_rows(arguments: Arguments) -> None:
     )
     write_run_file(out, text, option="--out")
     show_line(f"wrote {out}: objective {objective}, from the columns {', '.join(record)}")
+    if objective == "grpo":
+        show_line(
+            "grpo samples its own answers: if a column has answers, set objective: sft and name it in data.columns"
+        )
     show_line(f"next: ds-finetune data show {shlex.quote(str(out))}")
 
 
 def _recognised(record: "Record", where: str) -> tuple[str, Mapping[str, str]]:
     """Find the objective that a row of data fits, and a value for `data.columns`, which is empty if the columns have
-    known names. DataError if no objective fits.
+    known names. DataError if no objective fits, or a column of a known layout has a wrong value.
+
+    Objective grpo reads every row that has a prompt, so it is the last that is tried.
     """
     from ds_finetune.data.record_layouts import PlainText
     from ds_finetune.data.row_kind import DIALOGUE, RowKind, objectives_of
-    from ds_finetune.data.samples import LAYOUTS_OF, read_row
+    from ds_finetune.data.samples import LAYOUTS_OF, fits, read_row
 
     label = record.get("label")
-    for columns in ({}, *_guesses(record)):
-        for name in LAYOUTS_OF:
-            # The layout of a row can be tried only with known classes, so the label of this row stands for all of them.
-            is_number = name == "labelled" and isinstance(label, float)
-            kind = RowKind(
-                name,
-                objectives_of(name)[0],
-                labels=(str(label),),
-                num_labels=1 if is_number else None,
-                has_known_classes=True,
-            )
-            with suppress(DataError):
-                sample, _ = read_row(record, kind, layout="auto", columns=columns, where=where)
-                objective = "{name: classification, num_labels: 1}" if is_number else kind.objective
-                return "pretrain" if isinstance(sample, PlainText) else objective, columns
+    kinds = {
+        # The classes of a classifier are unknown until all rows are read; the label of this row is one of them.
+        name: RowKind(
+            name,
+            objectives_of(name)[0],
+            labels=(str(label),),
+            num_labels=1 if name == "labelled" and isinstance(label, float) else None,
+            has_known_classes=True,
+        )
+        for name in LAYOUTS_OF
+    }
+    prompts = kinds.pop("prompts")
+    choices = [(kind, columns) for columns in ({}, *_guesses(record)) for kind in kinds.values()]
+    for kind, columns in [*choices, (prompts, {})]:
+        if kind == prompts and (wrong := next((name for name in kinds if fits(record, name, {})), None)):
+            read_row(record, kinds[wrong], layout="auto", columns={}, where=where)
+        with suppress(DataError):
+            sample, _ = read_row(record, kind, layout="auto", columns=columns, where=where)
+            objective = "{name: classification, num_labels: 1}" if kind.num_labels else kind.objective
+            return "pretrain" if isinstance(sample, PlainText) else objective, columns
     read_row(record, DIALOGUE, layout="auto", columns={}, where=where)
     raise AssertionError("the row was refused before")
 

@@ -2,6 +2,7 @@
 is a key of the other trainer's file.
 """
 
+import difflib
 import math
 import os
 import re
@@ -39,6 +40,8 @@ from ds_finetune.errors import ConfigError
 FILL_IN = "FILL_IN"
 """Placeholder in a converted run file for a value that the other trainer's file does not have."""
 Outcome = Literal["taken", "default", "not available"]
+_MERGED = "train"
+"""Section of ms-swift's files for Ray whose keys are those of the top level."""
 _SECTIONS = ("trl", "lr_scheduler_kwargs", "peft_config", "optim_config", "dist_config", "quant_config")
 """Sections of other trainers' files whose keys are converted like top-level keys."""
 _LISTS = ("lora.modules_to_save", "log.trackers", "rollout.stop")
@@ -50,6 +53,8 @@ _OFF: tuple[object, ...] = (None, "", False, 0, "none", "no", "false", "full", "
 _COLUMNS = {"field": "text", "field_messages": "messages", "field_chosen": "chosen", "field_rejected": "rejected"}
 """Maps a key of a data set in an axolotl file to the key of `data.columns` that names the same column."""
 _WIDTH = 60
+_MISSPELT = 0.93
+"""Least similarity (difflib's ratio, 0 to 1) at which an unknown key counts as a misspelling of a known one."""
 _LENGTHS = ("train.for", "optim.warmup", "checkpoint.every", "eval.every")
 """Run-file keys whose value is a number with a unit, such as `100 steps`. Other trainers write only the number."""
 _MISWRITTEN = re.compile(r"(?P<before>\d+),(?P<after>\d+)|(?P<factor>\d+(\.\d+)?)(?P<unit>[kKmM])|\d+(:\d+)+")
@@ -130,12 +135,15 @@ class ConvertedRun:
         tree = self.config.model_dump(mode="json", by_alias=True, exclude_unset=True)
         origins = " ".join(self.origins.values())
         lines = [
-            _comment(f"# Written by `ds-finetune init --from {source}` for {self.ranks} ranks ({self.program.name})."),
+            _comment(
+                f"# Written by `ds-finetune init --from {source}` for {self.ranks} rank{'s' * (self.ranks > 1)} "
+                f"({self.program.name})."
+            ),
             "# docs/reference/other-trainers.md says how keys are converted.",
             *(_comment(f"# FILL IN {key}: {reason}") for key, reason in self.to_fill.items()),
             *self._lines(tree, ""),
             *(
-                _comment(f"# {outcome}: {self._text_of(word)} ({reason})")
+                _comment(f"# {outcome}: {self.text_of(word)} ({reason})")
                 for word, (outcome, reason) in sorted(self.outcomes.items(), key=lambda item: item[1][0])
                 if outcome != "taken" or f"{word}:" not in origins
             ),
@@ -146,7 +154,8 @@ class ConvertedRun:
         indent = "  " * above.count(".")
         for name, value in tree.items():
             key = f"{above}{name}"
-            origin = self.origins.get("model.path" if key == "model" else key)
+            is_short = key == "model" and value.keys() == {SHORT_FORMS[key]}
+            origin = self.origins.get("model.path" if is_short else key)
             comment = _comment(f"  # {origin}") if origin else ""
             if name in ("model", "objective") and value.keys() == {SHORT_FORMS[name]}:
                 value = value[SHORT_FORMS[name]]
@@ -170,11 +179,21 @@ class ConvertedRun:
             word, name = "datasets", "pretrain"
         self.method = str(self.words.get(word) or name)
         self.tree["objective"] = yaml.safe_load(name) if name.startswith("{name: ") else name
-        self.objective = read_objective(self.tree["objective"])
-        self.origins["objective"] = self._text_of(word)
+        try:
+            self.objective = read_objective(self.tree["objective"])
+        except ConfigError as wrong:
+            # A file of another trainer has no key `objective`, and its methods are not misspelt names of objectives.
+            named = "the trainer of the command" if word == "trainer" else f"`{word}`"
+            hint = re.sub(r"^did you mean .*?\? ", "", wrong.hint)
+            raise ConfigError(f"{named} {wrong.message.partition(' ')[2]}", hint=hint) from None
+        self.origins["objective"] = self.text_of(word)
         self.origins |= {
-            f"objective.{key}": self._text_of(word) for key in _entry(self.tree["objective"]) if key != "name"
+            f"objective.{key}": self.text_of(word) for key in _entry(self.tree["objective"]) if key != "name"
         }
+        if not word and not self.program.names_objective:
+            self.to_fill["objective"] = (
+                f"a file of {self.program.name} does not say it, but its command does: sft is assumed"
+            )
         if self.method == "gkd":
             self.to_fill["objective"] = "gkd samples answers and mixes two divergences; distill uses the forward one"
         for each in [*words, *([word] if word == "reward_model" else [])]:
@@ -191,12 +210,12 @@ class ConvertedRun:
             if text := value_of(word, value, "lora"):
                 self.outcomes[word] = "taken", "lora"
                 self.tree["lora"] = {key: part for key, part in yaml.safe_load(text).items() if key != "rank"}
-                self.origins["lora"] = self._text_of(word)
+                self.origins["lora"] = self.text_of(word)
             else:
                 outcome: Outcome = "default" if _is_off(value) else "not available"
                 self.outcomes[word] = outcome, "adapters are those of LoRA; without `lora` all weights are trained"
         if not given and self.program.trains_adapters:
-            self.tree["lora"], self.origins["lora"] = {}, self._text_of()
+            self.tree["lora"], self.origins["lora"] = {}, self.text_of()
         return "lora" in self.tree
 
     def _take_rows(self) -> None:
@@ -206,27 +225,29 @@ class ConvertedRun:
                 continue
             if key in ("data.train", "data.eval"):
                 entries = value.split(",") if isinstance(value, str) else value
-                self._take(key, [self._source(word, entry) for entry in entries], word)
+                self._take(key, [self._source(word, entry, is_only=len(entries) == 1) for entry in entries], word)
         for word in ("dataset_dir", "dataset_config", "dataset_train_split", "dataset_test_split"):
             if self.words.get(word):
                 self.outcomes[word] = "taken", "data.train and data.eval"
         if "dataset_name" in self.words and self.words.get("eval_strategy") not in (None, "no", False):
             held_out = self._named_split("dataset_test_split", "test")
-            self._take("data.eval", [held_out], origin=self._text_of("eval_strategy"))
+            self._take("data.eval", [held_out], origin=self.text_of("eval_strategy"))
 
     def _named_split(self, word: str, default: str) -> str:
         subset, split = self.words.get("dataset_config"), self.words.get(word, default)
         return ":".join(str(part) for part in (self.words["dataset_name"], subset, split) if part)
 
-    def _source(self, word: str, entry: object) -> str:
+    def _source(self, word: str, entry: object, *, is_only: bool) -> str:
         if isinstance(entry, Mapping):
             return self._described_source(word, entry)
         if word == "dataset_name":
             return self._named_split("dataset_train_split", "train" if self.words.get("dataset_config") else "")
         name, _, count = re.sub(r"^(HF|MS)::", "", str(entry).strip()).partition("#")
-        if count:
+        if count and is_only and KEY_OF.get(word) == "data.train":
+            self._take("data.rows", _as_number(count), f"{word} {entry}", origin=f"{entry}, there a random sample")
+        elif count:
             self.outcomes[f"{word} {entry}"] = "not available", f"all rows are used: write {count} of them to a file"
-        if not Path(name).exists() and "/" not in name:
+        if not Path(name).exists() and ("/" not in name or name.endswith((".yaml", ".yml"))):
             self.to_fill[f"`{name}` of data"] = f"only {self.program.name} knows this name; write the file or hub id"
         return name
 
@@ -241,7 +262,7 @@ class ConvertedRun:
             if key == "type" and value in _KNOWN_TYPES:
                 continue
             reason = "rows are read by their columns; `ds-finetune data show` shows what they become"
-            self.outcomes[f"{word}.{key} {value}"] = "not available", reason
+            self.outcomes[f"{word}.{key}: {_short(value)}"] = "not available", reason
         if files and "/" not in path:
             return str(files[0] if isinstance(files, list) else files)
         return ":".join(part for part in (path, subset, split or (subset and "train")) if part)
@@ -258,7 +279,7 @@ class ConvertedRun:
         accumulation = given or self.defaults["gradient_accumulation_steps"]
         if isinstance(micro, int) and accumulation == PER_16_ROWS:
             accumulation = math.ceil(16 / max(micro, 1) / dp)
-        rows, origin = self.words[totals[0]] if totals else None, self._text_of(*totals)
+        rows, origin = self.words[totals[0]] if totals else None, self.text_of(*totals)
         if isinstance(rows, int):
             rows, accumulation = rows * (dp if totals == ["batch_size"] else 1), 1
         elif isinstance(micro, int) and isinstance(accumulation, int):
@@ -268,8 +289,9 @@ class ConvertedRun:
             )
         if not isinstance(rows, int) or not isinstance(accumulation, int):
             self.to_fill["train.global_batch_size"] = f"a forward has {micro} rows, accumulation is {accumulation}"
+            self.outcomes |= {word: ("not available", "the rows of a step do not follow from it") for word in mine}
             return
-        self._take("train.micro_batch_size", micro, origin=self._text_of(*micros))
+        self._take("train.micro_batch_size", micro, origin=self.text_of(*micros))
         if not is_grpo(self.objective):
             self._take("train.global_batch_size", rows, origin=origin)
             return
@@ -288,15 +310,23 @@ class ConvertedRun:
         if value is None or value == "":
             self.outcomes[word] = "default", "it has no value"
         elif reason or not key or (isinstance(value, Mapping) and key not in _CONVERTERS):
-            self.outcomes[word] = outcome, reason or "a run file has no key for it"
+            self.outcomes[word] = outcome, reason or self._unknown(inner)
         elif unused := self._unused(key):
             self.outcomes[word] = "default", unused
         elif (converted := self._value(word, value, key)) is None:
-            meaning = MEANINGS.get(key, "other values of its own")
-            self.outcomes.setdefault(word, (outcome, f"`{key}` keeps its default; it may be {meaning}"))
+            meaning = f"; it may be {MEANINGS[key]}" if key in MEANINGS else ""
+            reason = (
+                f"`{key}` is not set by this value" if outcome == "default" else f"`{key}` keeps its default{meaning}"
+            )
+            self.outcomes.setdefault(word, (outcome, reason))
         else:
-            origin = f"default of {self.program.name}" if is_default else self._text_of(word)
+            origin = f"default of {self.program.name}" if is_default else self.text_of(word)
             self._take(key, converted, word, origin=origin, is_last=is_last)
+
+    def _unknown(self, word: str) -> str:
+        near = difflib.get_close_matches(word, [*KEY_OF, *NO_KEY], n=1, cutoff=_MISSPELT)
+        guess = f"did you mean `{near[0]}`?" if near else f"the documentation of {self.program.name} says what it does"
+        return f"this program does not know the key; {guess}"
 
     def _unused(self, key: str) -> str:
         section, _, name = key.partition(".")
@@ -320,7 +350,7 @@ class ConvertedRun:
 
         Record the outcome of `word`, if given. Before the last pass (`is_last`), a key without an effect stays open.
         """
-        tree, origin = deepcopy(self.tree), origin or self._text_of(word)
+        tree, origin = deepcopy(self.tree), origin or self.text_of(word)
         set_key(tree, {}, key, value, source=self.program.name)
         try:
             config = validate_tree(tree, {}, self.program.name)
@@ -359,7 +389,8 @@ class ConvertedRun:
     def _size(self, name: str, default: int) -> int:
         return max(1, int(self._number(name, default)))
 
-    def _text_of(self, *words: str) -> str:
+    def text_of(self, *words: str) -> str:
+        """Keys of the other file, with their values, as a comment of the run file names them."""
         texts = (f"{word}: {_short(self.words[word])}" if word in self.words else word for word in words if word)
         return ", ".join(texts) or f"default of {self.program.name}"
 
@@ -371,6 +402,8 @@ def _flattened(words: Mapping[str, object]) -> Iterator[tuple[str, object]]:
                 value = yaml.safe_load(value)
         if word in _SECTIONS and isinstance(value, Mapping):
             yield from ((f"{word}.{inner}", _as_number(part)) for inner, part in value.items())
+        elif word == _MERGED and isinstance(value, Mapping):
+            yield from ((str(inner), _as_number(part)) for inner, part in value.items())
         else:
             yield word, _as_number(value)
 
@@ -467,11 +500,20 @@ def _targets(self: ConvertedRun, word: str, value: object) -> object:
 
 def _clip_low(self: ConvertedRun, word: str, value: object) -> object:
     if not self._words_of("objective.clip_high"):
-        self._take("objective.clip_high", value, origin=f"{self._text_of(word)}, for both sides")
+        self._take("objective.clip_high", value, origin=f"{self.text_of(word)}, for both sides")
     return value
 
 
+def _rows(self: ConvertedRun, word: str, value: object) -> object:
+    if len(self.tree["data"]["train"]) > 1:
+        reason = "it counts rows of each data set; data.rows counts those of all, from the first set on"
+        self.outcomes[word] = "not available", reason
+        return None
+    return value_of(word, value, "data.rows")
+
+
 _CONVERTERS: Mapping[str, Callable[[ConvertedRun, str, object], object]] = {
+    "data.rows": _rows,
     "train.for": _duration,
     "train.max_seq_len": _row_length,
     "optim.betas": _betas,
@@ -493,6 +535,8 @@ depends on several keys of that file or needs a calculation.
 
 
 _ASSIGNED = re.compile(r"^\s*(?:export\s+)?(\w+)=(\S*)\s*$", re.MULTILINE)
+_ARITHMETIC = re.compile(r"\$\(\(?\s*(?:expr\s+)?(\d+(?:\s*[*/]\s*\d+)+)\s*\)?\)")
+"""Pattern of products and quotients in a shell script, such as `$(expr 16 / 4)`."""
 _RANKS = ("NPROC_PER_NODE", "NNODES", "num_processes", "nproc_per_node", "nnodes")
 _ACCEPTED = (
     "a YAML or JSON file of axolotl, LLaMA-Factory, ms-swift or TRL, or a shell script with its training command; "
@@ -534,8 +578,10 @@ def _tree(text: str) -> dict[str, object] | None:
 def _from_script(text: str, path: Path) -> OtherFile:
     lines = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
     values = dict(_ASSIGNED.findall(lines))
-    lines = Template(re.sub(r"\\\s*(\n|$)", " ", lines)).safe_substitute(values)
-    commands = [(program, rf"^(?P<before>.*?)(?:{program.command})") for program in PROGRAMS]
+    lines = _ARITHMETIC.sub(_result, Template(re.sub(r"\\\s*(\n|$)", " ", lines)).safe_substitute(values))
+    commands = [
+        (program, rf"^(?P<before>.*?)[\"']?(?:https?://\S*?)?(?:{program.command})[\"']?") for program in PROGRAMS
+    ]
     commands_found = [
         (program, match) for program, command in commands for match in re.finditer(command, lines, re.MULTILINE)
     ]
@@ -560,10 +606,19 @@ def _from_script(text: str, path: Path) -> OtherFile:
         words = tree
     words |= {key: before[key] for key in ("config_file",) if key in before} | options
     trainer = next(filter(None, match.groups()[1:]), "")
-    if trainer and not any(KEY_OF.get(word) == "objective" for word in words):
+    if trainer and not any(KEY_OF.get(word) == "objective" and value != "causal_lm" for word, value in words.items()):
         words["trainer"] = _objective_of(trainer)
     ranks = math.prod(int(str(before[key])) for key in _RANKS if str(before.get(key)).isdecimal())
     return OtherFile(program, words, ranks if any(key in before for key in _RANKS) else None)
+
+
+def _result(product: re.Match[str]) -> str:
+    value, *factors = re.findall(r"[*/]?\s*\d+", product[1])
+    result = int(value)
+    for factor in factors:
+        number = int(factor[1:])
+        result = result * number if factor[0] == "*" else result // number if number else 0
+    return str(result)
 
 
 def _objective_of(trainer: str) -> str:

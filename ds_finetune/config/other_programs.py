@@ -31,7 +31,7 @@ KEYS_OF_OTHER_PROGRAMS = {
     "train.micro_batch_size": "per_device_train_batch_size per_gpu_train_batch_size micro_batch_size_per_gpu",
     "train.max_seq_len": "max_length max_seq_length max_sequence_length cutoff_len sequence_len "
     "seq_len seq_length model_max_length block_size max_prompt_length",
-    "train.precision": "bf16 fp16 fp32 bfloat16 float16 tf32 pure_bf16 torch_dtype dtype mixed_precision",
+    "train.precision": "bf16 fp16 fp32 bfloat16 float16 pure_bf16 torch_dtype dtype mixed_precision",
     "train.seed": "data_seed random_seed",
     "train.max_grad_norm": "gradient_clipping grad_clip clip_grad max_norm gradient_clip_val",
     "train.activation_checkpointing": "gradient_checkpointing disable_gradient_checkpointing "
@@ -236,6 +236,7 @@ ABSENT: Mapping[str, str] = {
     "add_non_thinking_prefix agent_template cached_dataset cached_val_dataset dataset_exact_deduplication",
     "weights are in bf16, fp16 or fp32, and with QLoRA in NF4": "fp8 fp8_* gptq gptq_* qat quant_method "
     "quantization_method double_quantization bnb_* model_quantization_config",
+    "matrices of fp32 are multiplied in fp32": "tf32",
     "Unsloth and KTransformers are not supported": "use_unsloth use_kt kt_*",
     "set WANDB_NAME or WANDB_PROJECT for W&B; other trackers name a run by its folder": "run_name project_name "
     "wandb_entity wandb_run_id wandb_* swanlab_* trackio_*",
@@ -282,7 +283,7 @@ _VALUES: Mapping[str, Mapping[str, str]] = {
     },
     "optim optimizer optim_name optimizer_name optim_type optim_config.name": {
         **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw", "adam"), "AdamW"),
-        **dict.fromkeys(("adamw_apex_fused", "adamw_torch_npu_fused"), "AdamW"),
+        **dict.fromkeys(("adamw_apex_fused", "adamw_torch_npu_fused", "paged_adamw_32bit"), "AdamW"),
         **{"lion": "Lion", "rmsprop": "RMSprop", "sgd": "SGD", "muon": "Muon", "adagrad": "Adagrad", "lamb": "Lamb"},
     },
     "lr_scheduler_type scheduler lr_scheduler lr_schedule lr_decay_style": {
@@ -374,6 +375,8 @@ class Program:
     """Further defaults of the trainer for runs with LoRA."""
     trains_adapters: bool = False
     """Whether the trainer trains adapters by default."""
+    names_objective: bool = True
+    """Whether a YAML or JSON file of the trainer names its objective; otherwise only the command of a script does."""
     absent: Mapping[str, str] = field(default_factory=dict)
     """Keys whose meaning in this trainer is not available here, each with the reason."""
     notes: Mapping[str, str] = field(default_factory=dict)
@@ -421,7 +424,8 @@ PROGRAMS = (
         },
         {"learning_rate": 1e-4, "lora_rank": 8, "lora_alpha": 32, "lora_dropout": 0.05, "target_modules": "all-linear"},
         trains_adapters=True,
-        absent={"model_name": "put it into the rows"},
+        names_objective=False,
+        absent={"model_name": "put it into the rows", "columns": "data.columns names the columns of the data"},
         notes={"data.train": "a name of ModelScope, which Hugging Face may not have"},
     ),
     Program(
@@ -438,6 +442,7 @@ PROGRAMS = (
             "rloo": {**_GRPO, "learning_rate": 1e-6, "num_generations": 2, "beta": 0.05, "scale_rewards": None},
         },
         {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "lora_target_modules": "q_proj,v_proj"},
+        names_objective=False,
         notes={
             "data.train_on": "of rows with prompt and completion TRL trains the completion: then write `assistant`",
             "lora.target_modules": "peft's default for Llama, Qwen and most others",

@@ -70,8 +70,17 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], Lines]:
             f"{path} cannot be read as YAML: {broken}", hint="check the named line and its indentation"
         ) from None
     if not isinstance(tree, dict):
-        raise ConfigError(f"run file {path} holds {type(tree).__name__}, not a mapping", hint="see ds_configs/runs")
+        raise ConfigError(
+            f"run file {path} holds {'nothing' if tree is None else kind_of_value(tree)}, not a mapping",
+            hint="write keys with values, such as `model: FOLDER`; `ds-finetune init ROWS` writes a run file",
+        )
     return tree, dict(_key_lines(node, ()))
+
+
+def kind_of_value(value: object) -> str:
+    """Kind of a YAML or JSON value, as shown in error messages."""
+    names = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number")
 
 
 def _key_lines(node: yaml.Node | None, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], int]]:

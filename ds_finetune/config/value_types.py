@@ -3,7 +3,7 @@
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from fractions import Fraction
 from glob import glob
@@ -53,6 +53,7 @@ _T = TypeVar("_T")
 Refused = Annotated[_T, OnResume.REFUSED]
 Rows = Annotated[_T, OnResume.ROWS]
 Free = Annotated[_T, OnResume.FREE]
+_LIKE_A_SHARE = re.compile(r"\s*(\d+([.,]\d*)?|[.,]\d+)\s*%\s*")
 _SHARE = re.compile(r"(\d*[1-9]\d*(\.\d+)?|0*\.\d*[1-9]\d*)%")
 SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 """Pattern that names of held-out sets and of rewards match."""
@@ -105,8 +106,6 @@ def _as_sets(value: object) -> object:
     if isinstance(value, int | float):
         percent = f"{value * 100:g}%" if 0 < value < 1 else "5%"
         raise ValueError(f"name files, or a share of data.train such as `{percent}`")  # noqa: TRY004 - for pydantic
-    if isinstance(value, str) and re.fullmatch(r"\d+,\d+\s*%", value):
-        raise ValueError(f"`{value}` is no share of data.train; write `{value.replace(',', '.').replace(' ', '')}`")
     sets = value if isinstance(value, dict) else {"": value}
     sets = {name: as_list(paths) for name, paths in sets.items()}
     if not sets:
@@ -117,9 +116,22 @@ def _as_sets(value: object) -> object:
         is_list = isinstance(paths, list | tuple) and all(isinstance(path, str) for path in paths)
         if not is_list or (isinstance(value, dict) and not paths):
             raise ValueError("it should be files, or a mapping of names to files")
-    if share_of(value) >= 1:
-        raise ValueError("it holds out all rows of data.train; write e.g. `5%`")
+    _check_shares([path for paths in sets.values() for path in paths], is_alone=not isinstance(value, dict))
     return sets if isinstance(value, dict) else sets[""]
+
+
+def _check_shares(texts: Sequence[str], *, is_alone: bool) -> None:
+    """Refuse values of `data.eval` that are meant as a share of data.train and are none."""
+    for share in filter(_LIKE_A_SHARE.fullmatch, texts):
+        meant = "".join(share.replace(",", ".").split())
+        if len(texts) > 1 or not is_alone:
+            raise ValueError(f"a share of data.train such as `{meant}` has no name, and no files beside it")
+        if not float(meant[:-1]):
+            raise ValueError(f"`{share}` holds out no rows; leave data.eval out, or write e.g. `5%`")
+        if share != meant:
+            raise ValueError(f"`{share}` is no share of data.train; write `{meant}`")
+        if share_of(share) >= 1:
+            raise ValueError("it holds out all rows of data.train; write e.g. `5%`")
 
 
 def share_of(held_out: object) -> Fraction:

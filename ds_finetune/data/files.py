@@ -12,6 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import IO, Any, cast
 
+from ds_finetune.config.run_file import kind_of_value
 from ds_finetune.config.units import GIB, MIB
 from ds_finetune.data.messages import unique_keys
 from ds_finetune.errors import DataError
@@ -28,6 +29,8 @@ _SHOWN_CHARACTERS = 80
 _MOST_LINE_BYTES, _MOST_WHOLE_BYTES = 64 * MIB, GIB
 """Maximum bytes of a line, and of a compressed file that is decompressed into memory: 10 MB of gzip can hold 10 GB."""
 _PARQUET_ROWS = 100
+_SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "vertical bars"}
+"""Characters other than commas that separate the columns of some CSV files, with their names."""
 
 
 @dataclass(frozen=True)
@@ -169,9 +172,11 @@ def _read_json(path: str) -> Iterator[tuple[str, ReadRecord]]:
     try:
         records = json.loads(text, object_pairs_hook=unique_keys)
     except json.JSONDecodeError as broken:
+        is_lines = broken.msg == "Extra data" and text.lstrip().startswith("{")
         raise DataError(
             f"{path} line {broken.lineno} column {broken.colno} is not JSON: {broken.msg}",
-            hint="a .json file is one list of objects",
+            hint="a .json file is one list of objects"
+            + "; name the file .jsonl: it has an object on each line" * is_lines,
         ) from None
     except (ValueError, RecursionError) as broken:
         if not text.lstrip().startswith("["):
@@ -179,9 +184,13 @@ def _read_json(path: str) -> Iterator[tuple[str, ReadRecord]]:
         yield from _items_one_by_one(text, path)
         return
     if not isinstance(records, list):
+        named = records if isinstance(records, dict) else {}
+        lists = [name for name, value in named.items() if value and isinstance(value, list)]
         raise DataError(
-            f"{path} is {type(records).__name__}, not a list of objects",
-            hint="name the file .jsonl if it has one object on each line",
+            f"{path} is {kind_of_value(records)}, not a list of objects",
+            hint=f"write the list `{lists[0]}` in it to a file of its own"
+            if len(lists) == 1
+            else "name the file .jsonl if it has one object on each line",
         )
     for number, record in enumerate(records, start=1):
         yield f"{path} item {number}", _as_record(record, f"{path} item {number}")
@@ -215,8 +224,10 @@ def _items_one_by_one(text: str, path: str) -> Iterator[tuple[str, ReadRecord]]:
 def _as_record(value: object, where: str) -> ReadRecord:
     if isinstance(value, dict):
         return value
+    is_file = isinstance(value, list) and value and isinstance(value[0], dict)
     return DataError(
-        f"{where} is {type(value).__name__}, not an object", hint="each row is an object with named columns"
+        f"{where} is {kind_of_value(value)}, not an object",
+        hint="each row is an object with named columns" + "; name the file .json if it is one list" * bool(is_file),
     )
 
 
@@ -228,6 +239,12 @@ def _read_csv(path: str) -> Iterator[tuple[str, ReadRecord]]:
     header = _next_row(rows, path, undecodable) or []
     if isinstance(header, DataError):
         raise header
+    other = next((name for separator, name in _SEPARATORS.items() if len(header) == 1 and separator in header[0]), "")
+    if other:
+        raise DataError(
+            f"{path} has one column, `{header[0]}`: its columns are separated by {other}",
+            hint="write the file with commas between the columns, and values with commas in double quotes",
+        )
     repeated = sorted({name for name in header if header.count(name) > 1})
     if repeated:
         raise DataError(f"{path} has two columns named `{repeated[0]}`", hint="give each column its own name")

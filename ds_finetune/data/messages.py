@@ -90,7 +90,7 @@ def read_conversation(messages: object, tools: object, column: str, where: str) 
     if not isinstance(messages, list | tuple) or not messages:
         raise DataError(
             f"{where}: `{column}` is {shown_value(messages)}, no list of messages",
-            hint="give a list of {role, content}",
+            hint=f"give a list of {{role, content}}{no_lists_in_csv(messages)}",
         )
     turns: list[dict[str, Any]] = []
     unread: dict[str, None] = {}
@@ -148,9 +148,14 @@ def without_nulls(value: object) -> object:
     return [without_nulls(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
+def no_lists_in_csv(value: object) -> str:
+    """Addition to a hint where the text `value` holds a JSON list, as in a CSV file; empty for other values."""
+    return "; CSV has no lists: write JSONL or Parquet" * (isinstance(value, str) and value.lstrip().startswith("["))
+
+
 def shown_value(value: object) -> str:
     """Type and beginning of a value, as shown in error messages."""
-    return f"{type(value).__name__} {value!r:.60}"
+    return "null" if value is None else f"{type(value).__name__} {value!r:.60}"
 
 
 def _tool(tool: object, location: str) -> Mapping[str, Any]:

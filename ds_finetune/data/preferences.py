@@ -9,7 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from ds_finetune.data.messages import Conversation, check_text, read_conversation, read_tools, shown_value
+from ds_finetune.data.messages import (
+    Conversation,
+    check_text,
+    no_lists_in_csv,
+    read_conversation,
+    read_tools,
+    shown_value,
+)
 from ds_finetune.data.record_layouts import (
     Completion,
     by_name,
@@ -107,7 +114,8 @@ def _list_of_turns(view: Mapping[str, Any], column: str, where: str) -> list[Any
     turns = view[column]
     if not isinstance(turns, list | tuple):
         raise DataError(
-            f"{where}: `{column}` is {shown_value(turns)}, no list of messages", hint="give a list of {role, content}"
+            f"{where}: `{column}` is {shown_value(turns)}, no list of messages",
+            hint=f"give a list of {{role, content}}{no_lists_in_csv(turns)}",
         )
     return list(turns)
 

@@ -125,6 +125,9 @@ def _choice_notes(choice: RecordChoice, counts: Counts, sources: Sequence[Source
     if choice.is_held_out:
         return [f"data.eval: {counts.read:,} rows of data.train, drawn by train.seed {choice.seed}, are not trained"]
     first = f"data.rows: only the first {choice.rows:,} rows of data.train are read" if choice.rows else ""
+    # With held-out rows, counts.read is below the number of rows of the files, by a fraction that is rounded.
+    if choice.rows and counts.read + bool(choice.fraction) < choice.rows * (1 - choice.fraction):
+        first = f"data.rows: data.train has fewer than {choice.rows:,} rows, so all of them are read"
     return [*dict.fromkeys(source.note for source in sources if source.note), *filter(None, [first])]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from ds_finetune.config.objectives import OBJECTIVES, BosRule
+from ds_finetune.config.run_file import kind_of_value
 from ds_finetune.config.sections import DataConfig
 from ds_finetune.config.units import MIB
 from ds_finetune.data.chat_template import TemplateLimits
@@ -298,7 +299,7 @@ def read_generation(folder: Path) -> dict[str, Any]:
     except ValueError as broken:
         raise DataError(f"{file} is not JSON: {broken}", hint=hint) from None
     if not isinstance(tree, dict):
-        raise DataError(f"{file} holds a JSON {type(tree).__name__}, not an object", hint=hint)
+        raise DataError(f"{file} holds {kind_of_value(tree)}, not an object", hint=hint)
     ends = tree.get("eos_token_id")
     if ends is not None and not all(type(each) is int for each in (ends if isinstance(ends, list) else [ends])):
         raise DataError(f"{file}: eos_token_id is {ends!r:.60}, not a token id or a list of them", hint=hint)

@@ -44,8 +44,8 @@ _PAIRS_OF_TEXTS = (
 )
 """Column names of the two texts in GLUE's tasks. A task with a single text has only `sentence`."""
 _GUESSES = {
-    "prompt": "prompt question query input instruction problem",
-    "completion": "completion response answer output solution generation target targets",
+    "prompt": "prompt question query input instruction problem prompts questions",
+    "completion": "completion response answer output solution generation target targets completions responses answers",
     "chosen": "chosen chosen_response response_chosen chosen_answer preferred better winner",
     "rejected": "rejected rejected_response response_rejected rejected_answer dispreferred worse loser",
 }

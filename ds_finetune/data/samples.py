@@ -102,6 +102,14 @@ def read_row(
     return chosen.read(view, where), unread
 
 
+def fits(record: Record, kind: KindName, columns: Mapping[str, str]) -> bool:
+    """Whether a record has the columns of a layout of this kind, whatever their values."""
+    layouts = LAYOUTS_OF[kind]
+    return (
+        find_layout(record, published_columns(record, default_columns(record, columns), layouts), layouts) is not None
+    )
+
+
 def _read_label(label: object, column: str, where: str) -> bool:
     """True if a label is true or 1 (a good answer), False if false or 0, also as text; DataError for other labels."""
     if isinstance(label, int | str) and str(label).lower() in ("0", "1", "true", "false"):
@@ -143,8 +151,5 @@ def _recognise(record: Record, kind: RowKind, columns: Mapping[str, str], where:
 
 
 def _other_objective(record: Record, columns: Mapping[str, str]) -> str:
-    names = default_columns(record, columns)
-    for kind, layouts in LAYOUTS_OF.items():
-        if find_layout(record, published_columns(record, names, layouts), layouts):
-            return f"such rows are for objective {', '.join(objectives_of(kind))}"
-    return ""
+    fitting = next((kind for kind in LAYOUTS_OF if fits(record, kind, columns)), None)
+    return f"such rows are for objective {', '.join(objectives_of(fitting))}" if fitting else ""

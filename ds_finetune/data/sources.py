@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from glob import has_magic
 from itertools import count
 from pathlib import Path, PurePath
 from typing import Any
@@ -157,8 +158,9 @@ def _expand(path: str, purpose: str) -> Iterator[Source]:
         yield Source(path, file_format.name, purpose=purpose)
     elif FileFormat.of(file) or base.startswith((".", "/", "~")) or base.count("/") != 1:
         mark = next((mark for mark in _NO_PATH if mark in path), "")
+        is_pattern = mark != "[" and has_magic(path)
         raise DataError(
-            f"data file `{path if mark else base}` does not exist",
+            f"no data file matches `{path}`" if is_pattern else f"data file `{path if mark else base}` does not exist",
             hint=_NO_PATH.get(mark, "check data.train and data.eval; paths are relative to the working directory"),
         )
     else:

@@ -111,6 +111,10 @@ ROWS = [
     ({"text": "a", "label": 0.5}, "classification", {}),
     ({"text": "a"}, "pretrain", {}),
     ({"Question": "a", "Answer": "b"}, "sft", {"prompt": "Question", "completion": "Answer"}),
+    ({"question": "a", "answer": "b"}, "sft", {"prompt": "question", "completion": "answer"}),
+    ({"input": "a", "output": "b"}, "sft", {"prompt": "input", "completion": "output"}),
+    ({"prompt": "a", "completions": "b"}, "sft", {"completion": "completions"}),
+    ({"prompt": "a", "level": "b"}, "grpo", {}),
 ]
 
 
@@ -197,6 +201,13 @@ def test_init_refuses_unknown_rows_and_files_that_exist(tmp_path: Path, capsys: 
     assert cli.main(["init", str(rows), "--out", str(out)]) == 2
     assert "has columns bar, foo, which fit no layout" in capsys.readouterr().err
     assert not out.exists()
+    for row, message in (
+        ('{"prompt": "a", "completion": null}', "column `completion` is null, not text"),
+        ('{"prompt": "a", "chosen": "b", "rejected": 3}', "column `rejected` is int 3"),
+    ):
+        rows.write_text(row + "\n")
+        assert cli.main(["init", str(rows), "--out", str(out)]) == 2, "grpo would read the prompt alone"
+        assert message in capsys.readouterr().err
     rows.write_text('{"text": "a"}\n')
     out.write_text("mine")
     assert cli.main(["init", str(rows), "--out", str(out)]) == 2

@@ -229,7 +229,7 @@ def test_reasons_and_defaults_are_said(tmp_path: Path, monkeypatch: pytest.Monke
         "  betas: [0.9, 0.999]  # default of axolotl",
         "  rank: 32  # lora_r: 32",
         "# not available: use_galore: true (optim.name has no such optimizer)",
-        "# not available: unheard_of: 3 (a run file has no key for it)",
+        "# not available: unheard_of: 3 (this program does not know the key; the documentation of axolotl says what it does)",
         "# default: dataset_prepared_path: null (it has no value)",
     ):
         assert line in lines
@@ -242,8 +242,8 @@ def test_a_key_that_cannot_be_converted_is_not_replaced_by_a_default(
     Path("t.yaml").write_text("model_name_or_path: m\ndataset_name: a/b\nlr_scheduler_type: polynomial\noptim: lomo\n")
     assert main(["init", "--from", "t.yaml"]) == 0
     said = capsys.readouterr().out
-    assert "not available: lr_scheduler_type: `optim.lr_scheduler` keeps its default" in said
-    assert "not available: optim: `optim.name` keeps its default" in said
+    assert "not available: lr_scheduler_type: polynomial (`optim.lr_scheduler` keeps its default" in said
+    assert "not available: optim: lomo (`optim.name` keeps its default" in said
 
 
 @pytest.mark.parametrize(
@@ -294,8 +294,8 @@ WRONG = {
     "swift sft --model a\nswift pt --model b\n": "has 2 training commands of known trainers instead of one",
     "swift sft --model 'a\n": "the command `--model 'a` cannot be read: No closing quotation",
     "llamafactory-cli train missing.yaml\n": "names `missing.yaml`, which is not a file with keys",
-    "base_model: m\nrl: ebft\n": "`objective` is 'ebft', which is no objective",
-    "stage: ppo\nmodel_name_or_path: m\n": "`objective` is 'ppo', which trains on sampled answers",
+    "base_model: m\nrl: ebft\n": "`rl` is 'ebft', which is no objective",
+    "stage: ppo\nmodel_name_or_path: m\n": "`stage` is 'ppo', which trains on sampled answers",
     "\x00\x01": "has 0 training commands",
     "model_name_or_path: m\nlora_r: 8\nlearning_rate: 3,14\n": "`learning_rate` is `3,14`, which is not a number\n  hint: write 3.14\n",
     "model_name_or_path: m\nlora_r: 8\nmax_steps: 5k\n": "`max_steps` is `5k`, which is not a number\n  hint: write 5000\n",

@@ -144,7 +144,7 @@ def test_a_repeated_key_is_refused_with_its_place(tmp_path: Path) -> None:
     ("name", "content", "bad"),
     [
         ("a.jsonl", b'{"a": "1"}\n{"a": "\xe9"}\n{"a": "3"}\n', {1: "line 2 is not UTF-8: byte 0xe9 at offset 18"}),
-        ("a.json", b'[{"a": "1"}, 2, {"a": "3"}]', {1: "item 2 is int, not an object"}),
+        ("a.json", b'[{"a": "1"}, 2, {"a": "3"}]', {1: "item 2 is a number, not an object"}),
         (
             "a.json",
             b'[{"a": "1"},\n {"a": "2", "a": "4"}, {"a": "3"}]',

@@ -275,7 +275,7 @@ def test_one_label_is_regression(tokenizer: PreTrainedTokenizerBase, tmp_path: P
 @pytest.mark.parametrize(
     ("labels", "options", "said"),
     [
-        ([0, None], {}, "item 2: column `label` is NoneType None, which is no class"),
+        ([0, None], {}, "item 2: column `label` is null, which is no class"),
         ([0, 0.5], {}, "item 2: column `label` is float 0.5, which is no class"),
         ([1, 0, "a"], {}, r"item 1: column `label` is the number 1, and .* item 3 has the name 'a'"),
         ([0, -1], {}, "item 2: column `label` is -1, and the classes are 0 to 0"),
@@ -294,7 +294,7 @@ def test_one_label_is_regression(tokenizer: PreTrainedTokenizerBase, tmp_path: P
         (["a", "d"], {"labels": ["a", "b"]}, "item 2: column `label` is str 'd', which is no class"),
         ([0, 2], {"labels": ["a", "b"]}, "item 2: column `label` is 2, and the classes are 0 to 1"),
         ([0.5, float("nan")], {"num_labels": 1}, "item 2: column `label` is float nan, not a finite number"),
-        ([0.5, None], {"num_labels": 1}, "item 2: column `label` is NoneType None, not a finite number"),
+        ([0.5, None], {"num_labels": 1}, "item 2: column `label` is null, not a finite number"),
         ([0.5, "high"], {"num_labels": 1}, "item 2: column `label` is str 'high', not a finite number"),
         ([0.5, True], {"num_labels": 1}, "item 2: column `label` is bool True, not a finite number"),
     ],

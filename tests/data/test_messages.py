@@ -115,7 +115,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
         ({"messages": ["x"]}, "message 1 of `messages` is str 'x', not an object"),
         ({"messages": [{"role": ["user"], "content": "x"}]}, "row 1: unknown role ['user'] in message 1 of `messages`"),
         ({"messages": [{"role": "user", "content": 5}]}, "the content is int 5, not text"),
-        ({"messages": [{"role": "tool", "content": None}]}, "the content is NoneType None, not text"),
+        ({"messages": [{"role": "tool", "content": None}]}, "the content is null, not text"),
         ({"conversations": {"a": 1}}, "row 1: `conversations` is dict"),
         ({"conversations": [{"from": "function_call", "value": "add(2)"}]}, "the tool call is not JSON"),
         ({"instruction": "i", "output": "o", "input": 5}, "column `input` is int 5, not text"),
@@ -131,6 +131,12 @@ def test_rows_that_cannot_be_trained_are_refused_by_name(record: dict[str, Any],
     assert message in caught.value.message
     assert caught.value.message.startswith("row 1")
     assert caught.value.hint
+
+
+def test_messages_written_as_text_are_told_to_leave_csv() -> None:
+    with pytest.raises(DataError) as caught:
+        conversation_of({"messages": '[{"role": "user"}]'})
+    assert "CSV has no lists" in caught.value.hint
 
 
 def test_one_answer_of_a_preference_row_is_imitated_where_it_is_named() -> None:

@@ -175,12 +175,12 @@ def test_hh_dialogues_are_split_at_the_last_answer(tokenizer: PreTrainedTokenize
         ({"chosen": HH + " 4", "rejected": HH.replace(": Hi", ":Hi") + " 5"}, "differ in white space"),
         ({"prompt": "p", "chosen": [], "rejected": [BAD]}, "the last turn of `chosen` has the role user"),
         ({"conversations": "2+2?", "chosen": GOOD, "rejected": BAD}, "`conversations` is str"),
-        ({"messages": None, "rejected_response": "5"}, "`messages` is NoneType"),
+        ({"messages": None, "rejected_response": "5"}, "`messages` is null"),
         ({"messages": [], "rejected_response": "5"}, "`messages` is list []"),
         ({"messages": [ASKED, GOOD], "rejected_messages": [BAD]}, "turn 1 of `rejected_messages` is the answer"),
         ({"conversations": [ASKED], "chosen": [], "rejected": BAD}, "the last turn of `chosen` has the role user"),
         ({"conversations": [ASKED], "chosen": 4, "rejected": BAD}, "column `chosen` is int 4"),
-        ({"prompt": "p", "chosen": None, "rejected": "x"}, "column `chosen` is NoneType"),
+        ({"prompt": "p", "chosen": None, "rejected": "x"}, "column `chosen` is null"),
         ({"prompt": "other", "chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]}, "`chosen` begins with the turn"),
         ({"prompt": "p", "chosen": "a", "rejected": "b", "margin": float("nan")}, "column `margin` is float nan"),
         ({"prompt": "p", "chosen": "a", "rejected": "b", "images": ["x.png"]}, "media in column `images`"),
@@ -391,7 +391,7 @@ def test_labels_of_a_csv_file_mark_answers(
 
 @pytest.mark.parametrize("label", ["yes", "2", "", -1, 2, 1.0, None, float("nan")])
 def test_a_mark_that_is_none_is_refused(label: object) -> None:
-    with pytest.raises(DataError, match=r"row 3: column `kto_tag` is \w+ .*, which is no label of an answer"):
+    with pytest.raises(DataError, match=r"row 3: column `kto_tag` is (null|\w+ .*), which is no label of an answer"):
         read_row({"messages": [ASKED, GOOD], "kto_tag": label}, MARKED, layout="auto", columns={}, where="row 3")
 
 

@@ -84,6 +84,9 @@ def test_the_first_rows_of_all_files(tmp_path: Path, tokenizer: PreTrainedTokeni
     assert parts[1].notes == ("data.eval: 4 rows of data.train, drawn by train.seed 0, are not trained",)
     held_out = str(tmp_path / "data" / "2.jsonl")
     assert len(_prepared(tmp_path, tokenizer, "eval", rows=2, eval=held_out)) == FILES[2]
+    for more in ({}, {"eval": "10%"}):
+        rows = _prepared(tmp_path, tokenizer, "train", rows=1000, **more)
+        assert rows.notes == ("data.rows: data.train has fewer than 1,000 rows, so all of them are read",)
     assert len(_prepared(tmp_path, tokenizer, "train", rows=1000)) == sum(FILES)
 
 
@@ -121,7 +124,13 @@ def test_a_share_that_gives_no_row(
         ("100%", "it holds out all rows"),
         (0.05, "name files, or a share of data.train such as `5%`"),
         (100, "name files, or a share of data.train such as `5%`"),
-        ({"new": "0%"}, ""),
+        ({"new": "5%"}, "a share of data.train such as `5%` has no name, and no files beside it"),
+        (["5%", "b.jsonl"], "a share of data.train such as `5%` has no name, and no files beside it"),
+        ("0%", "`0%` holds out no rows; leave data.eval out"),
+        ("0.0%", "`0.0%` holds out no rows; leave data.eval out"),
+        ("5 %", "`5 %` is no share of data.train; write `5%`"),
+        ("2,5 %", "`2,5 %` is no share of data.train; write `2.5%`"),
+        ({"new": "5%.jsonl"}, ""),
     ],
 )
 def test_values_of_eval(eval_: object, message: str, tmp_path: Path) -> None:

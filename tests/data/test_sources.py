@@ -45,11 +45,13 @@ def test_text_is_one_document_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", '{"a": 1}\n[1]\n', "a.jsonl line 2 is list, not an object"),
-        ("a.json", '{"a": 1}', "is dict, not a list of objects"),
+        ("a.jsonl", '{"a": 1}\n[1]\n', "a.jsonl line 2 is a list, not an object"),
+        ("a.json", '{"a": 1}', "is an object, not a list of objects"),
         ("a.json", "[1,\n2", "line 2 column 2 is not JSON"),
         ("a.doc", "x", "ends in `.doc`"),
         ("a.csv", "", "is empty"),
+        ("a.csv", "a;b\n1;2\n", "its columns are separated by semicolons"),
+        ("a.csv", "a\tb\n1\t2\n", "its columns are separated by tabs"),
         ("a.parquet", "nonsense", "cannot be read as parquet"),
     ],
 )
@@ -68,6 +70,25 @@ def test_folders_that_mix_kinds_or_are_empty(tmp_path: Path) -> None:
     _write(tmp_path, "csv")
     with pytest.raises(DataError, match="mixes csv and json files"):
         find_sources([str(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "hint"),
+    [
+        ("a.json", '{"a": 1}\n{"a": 2}\n', "name the file .jsonl: it has"),
+        ("a.json", '{"data": [{"a": 1}], "version": 1}', "write the list `data` in it to a file of its own"),
+        ("a.json", '{"a": 1}', "name the file .jsonl if"),
+        ("a.jsonl", '[{"a": 1}]', "name the file .json if"),
+    ],
+)
+def test_a_file_whose_ending_does_not_fit_its_content_is_told_what_to_do(
+    tmp_path: Path, name: str, content: str, hint: str
+) -> None:
+    (tmp_path / name).write_text(content)
+    (source,) = find_sources([str(tmp_path / name)])
+    with pytest.raises(DataError) as caught:
+        list(read_records(source))
+    assert hint in caught.value.hint
 
 
 RECORDS: dict[str, tuple[dict[str, Any], type]] = {
@@ -121,7 +142,7 @@ def test_columns_by_other_names() -> None:
         (
             {"prompt": "a", "completion": None},
             "prompt_completion",
-            "row 1: column `completion` is NoneType None, not text",
+            "row 1: column `completion` is null, not text",
         ),
         ({"conversations": [{"from": "cat", "value": "x"}]}, "sharegpt", "row 1: unknown role 'cat'"),
         ({"messages": []}, "messages", "row 1: `messages` is list []"),

@@ -424,7 +424,7 @@ def test_a_chat_leaves_out_what_its_context_does_not_hold(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("generation_config.json", "[]", "holds a JSON list, not an object"),
+        ("generation_config.json", "[]", "holds a list, not an object"),
         ("generation_config.json", '{"eos_token_id": "x"}', "eos_token_id is 'x', not a token id"),
         ("generation_config.json", '{"max_new_tokens": -1}', "transformers cannot read"),
         ("generation_config.json", '{"max_new_tokens": "x"}', "transformers cannot read"),
