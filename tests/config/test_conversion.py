@@ -9,7 +9,7 @@ import yaml
 
 from ds_finetune.cli.main import main
 from ds_finetune.config.other_programs import HUGGING_FACE_TRAINER, PROGRAMS
-from ds_finetune.config.schema import read_config
+from ds_finetune.config.schema import RunConfig, read_config
 
 AXOLOTL = """\
 base_model: some/model
@@ -395,3 +395,83 @@ def test_lengths_beside_sampled_answers_are_those_of_prompts(tmp_path: Path, mon
     run = read_config("run.yaml")
     assert (run.train.max_seq_len, run.rollout.max_new_tokens, run.rollout.prompts_per_step) == (576, 64, 1)
     assert run.optim.lr == 1e-4  # ms-swift trains adapters by default
+
+
+def converted(text: str, folder: Path, *options: str) -> tuple[RunConfig, str]:
+    """The run file of another trainer's file, and its text."""
+    path, out = folder / ("file.yaml" if ":" in text.split("\n")[0] else "file.sh"), folder / "run.yaml"
+    path.write_text(text)
+    out.unlink(missing_ok=True)
+    assert main(["init", "--from", str(path), "--out", str(out), *options]) == 0
+    return read_config(out), out.read_text()
+
+
+def test_rows_of_several_data_sets_are_counted_otherwise_and_not_taken(tmp_path: Path) -> None:
+    """LLaMA-Factory's max_samples and ms-swift's #N count rows of each data set (LLaMA-Factory data/loader.py:157)."""
+    lines = "stage: sft\nmodel_name_or_path: m\nmax_samples: 50\ndataset: "
+    run, text = converted(f"{lines}a/b\n", tmp_path)
+    assert run.data.rows == 50
+    run, text = converted(f"{lines}a/b,c/d\n", tmp_path)
+    assert run.data.rows is None
+    assert "# not available: max_samples: 50 (it counts rows of each data set" in text
+    run, text = converted("swift sft --model m --dataset a/b#500\n", tmp_path)
+    assert (run.data.train, run.data.rows) == (("a/b",), 500)
+    run, text = converted("swift sft --model m --dataset a/b#500 c/d#20\n", tmp_path)
+    assert (run.data.train, run.data.rows) == (("a/b", "c/d"), None)
+    assert "# not available: dataset c/d#20 (all rows are used" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "objective", "is_asked"),
+    [
+        ("model_name_or_path: m\ndataset_name: a/b\nlora_r: 8\n", "sft", True),
+        ("model: m\ntuner_type: lora\ndataset: a/b\n", "sft", True),
+        ("model: m\ntuner_type: lora\nrlhf_type: kto\n", "kto", False),
+        ("base_model: m\nsequence_len: 8\n", "sft", False),
+        ("cutoff_len: 8\nmodel_name_or_path: m\n", "sft", False),
+        ("trl dpo --model_name_or_path m\n", "dpo", False),
+        ("swift pt --model m --task_type causal_lm\n", "pretrain", False),
+    ],
+)
+def test_an_objective_that_only_a_command_names_is_asked_for(
+    text: str, objective: str, is_asked: bool, tmp_path: Path
+) -> None:
+    """axolotl and LLaMA-Factory have a default, sft; `trl` and `swift` have a command for each method."""
+    run, written = converted(text, tmp_path)
+    assert run.objective.name == objective
+    assert ("# FILL IN objective: a file of" in written) == is_asked
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "batch"),
+    [("$(expr 16 / 4)", 8), ("$(expr 32 / $GPUS / 2)", 8), ("$((2 * $GPUS))", 16), ("$STEPS", None)],
+)
+def test_products_and_quotients_of_a_script_are_computed(accumulation: str, batch: int | None, tmp_path: Path) -> None:
+    text = f"GPUS=4\nswift sft --model m --dataset a/b --per_device_train_batch_size 2 --gradient_accumulation_steps {accumulation}\n"
+    run, written = converted(text, tmp_path)
+    if batch:
+        assert run.train.global_batch_size == batch
+    else:
+        assert "# FILL IN train.global_batch_size" in written
+        assert "# not available: per_device_train_batch_size: 2 (" in written
+        assert "# not available: gradient_accumulation_steps: " in written
+
+
+def test_a_command_by_its_address_and_the_section_of_ray(tmp_path: Path) -> None:
+    address = "https://raw.githubusercontent.com/huggingface/trl/main/trl/scripts/dpo.py"
+    run, _ = converted(
+        f'hf jobs uv run --timeout 8h "{address}" --model_name_or_path m --lora_r 4 --use_peft\n', tmp_path
+    )
+    assert (run.objective.name, run.lora and run.lora.rank) == ("dpo", 4)
+    run, _ = converted(
+        "rlhf_type: kto\nmodel: m\ntrain:\n  tuner_type: lora\n  lora_rank: 4\n  output_dir: here\n", tmp_path
+    )
+    assert (run.lora and run.lora.rank, run.output_dir) == (4, "here")
+
+
+def test_a_key_that_no_table_knows_is_told_from_one_without_a_counterpart(tmp_path: Path) -> None:
+    _, text = converted("base_model: m\nsequence_len: 8\nlearning_rat: 1\nbrand_new: 2\nuse_unsloth: true\n", tmp_path)
+    unknown = "this program does not know the key"
+    assert f"# not available: learning_rat: 1 ({unknown}; did you mean `learning_rate`?)" in text
+    assert f"# not available: brand_new: 2 ({unknown}; the documentation of axolotl says what it does)" in text
+    assert "# not available: use_unsloth: true (Unsloth and KTransformers are not supported)" in text
