@@ -45,7 +45,7 @@ def lock_folder(folder: Path, *, seconds: float, say: Say) -> TextIO:
             time.sleep(_POLL_SECONDS)
             continue
         except OSError as refused:
-            say(f"{folder} cannot be locked ({refused}): see that no other run writes it")
+            say(f"{folder} cannot be locked ({refused}): make sure that no other run writes to it")
         if os.fstat(file.fileno()).st_nlink:
             # The lock file names its owner, for messages of waiting runs. If the disk is full, the file stays empty.
             with suppress(OSError):

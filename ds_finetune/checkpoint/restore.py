@@ -51,12 +51,12 @@ def newest_checkpoint(checkpoints: CheckpointFolder, folder: Path) -> UsableChec
         hosts = ", ".join(
             f"rank {rank} on {host}" for rank, (host, present) in enumerate(steps_of_ranks) if step not in present
         )
-        skipped.append(f"{folder / step_name(step)} passed over: {hosts} does not have it")
+        skipped.append(f"{folder / step_name(step)} is skipped: {hosts} does not have it")
     for step in steps:
         problems = _problems(checkpoints, folder / step_name(step))
         if not problems:
             return _usable(folder / step_name(step), tuple(skipped))
-        skipped += [f"{folder / step_name(step)} passed over: {problem}" for problem in problems]
+        skipped += [f"{folder / step_name(step)} is skipped: {problem}" for problem in problems]
     if all_steps:
         raise CheckpointError(
             f"none of the {len(all_steps)} checkpoints in {folder} can be used: {'; '.join(skipped)}",
@@ -137,7 +137,7 @@ def _unfinished(folder: Path, *, newer_than: int) -> list[str]:
     ]
     own_paths = [str(path) for path, step in steps if step.isdigit() and int(step) > newer_than]
     return [
-        f"{path} passed over: it was never completed"
+        f"{path} is skipped: it was never completed"
         for path in dict.fromkeys(path for others in all_gather_object(own_paths) for path in others)
     ]
 

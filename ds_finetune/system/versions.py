@@ -98,7 +98,7 @@ def check_versions(extra: str = "") -> None:
                 f"packages outside the tested ranges: {names}",
                 hint=f"{pip_install(*wrong.values())}; or set {UNTESTED}=1 to compute with untested versions",
             )
-        _warn(f"packages outside the tested ranges: {names}; no test has seen these versions ({UNTESTED}=1)")
+        _warn(f"packages outside the tested ranges: {names}; these versions are not tested ({UNTESTED}=1)")
 
 
 def require_extra(extra: str, what: str) -> None:

@@ -157,7 +157,7 @@ def _out_of_memory(run: PreparedRun, error: Exception, device: DeviceMemory | No
     bucket, fits = _bucket_hint(run, device), what_fits(run, budget=min(device.free_bytes, estimate.device_bytes))
     remedy = f"{bucket}; then {fits}" if bucket else fits
     if estimate.device_bytes < device.free_bytes:
-        unexpected = "the estimate is less than what was free: look for other processes and limits, or take less"
+        unexpected = "less was needed than was free: find what else uses or limits the memory"
         remedy = bucket or f"{unexpected}; {fits}"
     return OutOfMemoryError(f"{message}\n{need}, and {available}:\n{table}", hint=remedy)
 

@@ -188,7 +188,7 @@ def start_notes(model: ModelPlan, base: str) -> Iterator[str]:
         )
     if not adapter.base:
         named = adapter.config.get("base_model_name_or_path")
-        yield f"lora.start {adapter.folder} was trained on `{named}`: no digest tells that it is the run's model"
+        yield f"lora.start {adapter.folder} was trained on `{named}`: no digest shows whether it is the run's model"
 
 
 def untrained_tokens(
@@ -213,7 +213,7 @@ def untrained_tokens(
         shown = ", ".join(f"{tokenizer.convert_ids_to_tokens(number)!r} ({number})" for number in untrained[:5])
         yield (
             f"lora trains neither embedding nor head, and the base seems not to have trained those of {len(untrained)} "
-            f"tokens of the rows: {shown}{', ...' if untrained[5:] else ''}; lora.modules_to_save may name them"
+            f"tokens of the rows: {shown}{', ...' if untrained[5:] else ''}; lora.modules_to_save can train them"
         )
 
 

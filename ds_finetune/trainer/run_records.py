@@ -158,7 +158,7 @@ class StatusKeeper:
         if interrupted:
             self.end("stopped", interrupted)
         elif different:
-            self.end("failed", f"not what was exported when loaded again: {', '.join(different)}")
+            self.end("failed", f"exports that differ from the trained model: {', '.join(different)}")
         else:
             self.end("finished", stop)
 

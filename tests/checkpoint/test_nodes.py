@@ -113,7 +113,7 @@ def test_each_node_keeps_its_part(run_file: Path, tmp_path: Path) -> None:
     shutil.rmtree(places[1] / step_name(6))
     newer, text = launch(run_file, homes, local)
     assert newer == 0, text[-4000:]
-    assert "step-000006 passed over: rank 1 on" in text
+    assert "step-000006 is skipped: rank 1 on" in text
     shutil.rmtree(places[1])
     code, text = launch(run_file, homes, local)
     assert code != 0

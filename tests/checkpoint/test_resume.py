@@ -347,8 +347,8 @@ def test_auto_passes_over_what_is_damaged_and_a_named_one_is_refused(stopped: Pa
     assert "train.global_batch_size 4 -> 8" in other.text
     auto = Running(stopped, "train.for=6 steps", "optim.lr=0.5", ranks=1)
     assert auto.finish() == 0, auto.text[-3000:]
-    assert f"{damaged.parent} passed over: {damaged} is damaged" in auto.text
-    assert f"{unfinished} passed over: it was never completed" in auto.text
+    assert f"{damaged.parent} is skipped: {damaged} is damaged" in auto.text
+    assert f"{unfinished} is skipped: it was never completed" in auto.text
     assert f"resuming from {folder / step_name(3)}" in auto.text
     assert "changed since the checkpoint: optim.lr" in auto.text
     assert [record["step"] for record in numbers(auto.folder)] == [1, 2, 3, 4, 5, 6]

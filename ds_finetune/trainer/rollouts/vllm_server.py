@@ -28,7 +28,7 @@ Floats = NDArray[np.float64]
 T = TypeVar("T")
 API_KEY = "DS_FINETUNE_API_KEY"
 """Environment variable with the API key of the server, as for `ds-finetune serve`."""
-START = "start the server on a machine that sees output_dir: VLLM_SERVER_DEV_MODE=1 vllm serve MODEL"
+START = "start the server on a machine that can read output_dir: VLLM_SERVER_DEV_MODE=1 vllm serve MODEL"
 _SHAPE = ("vocab_size", "hidden_size", "num_hidden_layers")
 _SECONDS, _LONG_SECONDS = 60.0, 3600.0
 """Timeouts in seconds for ordinary requests, and for requests that sample answers or load weights."""
@@ -55,7 +55,7 @@ class VllmServer:
         `max_tokens` tokens of prompt and answer. Its model's config.json must have the values in `shape`.
         """
         models = self._request("/v1/models", missing="is no vLLM server: it has no route /v1/models")
-        missing = "is not in dev mode: it has no route {}, by which it is told to load weights"
+        missing = "is not in dev mode: it has no route {} for loading weights"
         for route in ("/weight_info", "/is_paused"):
             self._request(route, missing=missing.format(route))
         info = self._request("/server_info?config_format=json", missing=missing.format("/server_info"))
@@ -98,7 +98,7 @@ class VllmServer:
         if served != version:
             raise self._error(
                 f"has weights of version {served}, and this run has loaded {version}",
-                "no other run may use this server; restart it where it has lost its weights",
+                "no other run may use this server; restart it if it has lost its weights",
             )
 
     def answers(
