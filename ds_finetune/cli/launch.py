@@ -19,7 +19,6 @@ from ds_finetune.system.world import DEFAULT_PORT
 
 if TYPE_CHECKING:
     from ds_finetune.cluster.launch.commands import Job
-    from ds_finetune.cluster.launch.environment import CarriedVariables
     from ds_finetune.cluster.launch.remote import Remote
 
 _LAUNCHERS = ("torchrun", "mpirun", "slurm")
@@ -68,19 +67,35 @@ def _hosts(arguments: Arguments, nproc: int | None) -> tuple[Host, ...]:
 
 def _launch(arguments: Arguments) -> None:
     config = read_config(arguments.run, arguments.overrides)
+    from ds_finetune.cluster.launch.commands import Job, dry_run_lines
     from ds_finetune.cluster.launch.environment import carried_variables, environment_files
+    from ds_finetune.cluster.launch.run import check_plan
+    from ds_finetune.plan.settings import RunSettings
 
     files = environment_files(os.environ, home=Path.home(), directory=Path.cwd())
     whole_allocation = arguments.launcher == "slurm" and not arguments.hostfile
     is_local = not (arguments.hostfile or whole_allocation)
     environment = carried_variables(os.environ, arguments.env, files, is_local=is_local)
     hosts = () if whole_allocation else _hosts(arguments, arguments.nproc)
-    job = _job(arguments, hosts, environment)
+    job = Job(
+        arguments.run,
+        tuple(arguments.overrides),
+        hosts,
+        run_id=f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}",
+        master_addr=hosts[0].name if hosts else "",
+        master_port=arguments.port or DEFAULT_PORT,
+        variables=environment.values,
+        directory=str(Path.cwd()),
+    )
     remote = remote_of(arguments)
     if arguments.dry_run:
         for line in environment.lines():
             show_line(line)
-        _show(config, job, remote, launcher=arguments.launcher)
+        if job.hosts:
+            device = "cpu" if job.variables.get("DS_ACCELERATOR") == "cpu" else "cuda"
+            check_plan(RunSettings.of(config), job.hosts, device)
+        for line in dry_run_lines(job, arguments.launcher, environ=os.environ, ssh_args=remote.ssh_args):
+            show_line(line)
         return
     # Another thread prints the lines, so that a slow disk or a stopped pager does not delay the run. An error in that
     # thread, such as that of a closed pipe, does not end the run.
@@ -91,52 +106,20 @@ def _launch(arguments: Arguments) -> None:
 
         for line in environment.lines():
             say(line)
-        if arguments.launcher == "torchrun":
-            code = _run_with_agents(config, job, remote, arguments.port, say)
-        else:
-            code = _run_with_scheduler(job, remote, say, is_slurm=arguments.launcher == "slurm")
+        code = _run(arguments, config, job, remote, say)
     if code:
         raise SystemExit(code)
 
 
-def _job(arguments: Arguments, hosts: tuple[Host, ...], environment: "CarriedVariables") -> "Job":
-    from ds_finetune.cluster.launch.commands import Job
-
-    return Job(
-        arguments.run,
-        tuple(arguments.overrides),
-        hosts,
-        run_id=f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}",
-        master_addr=hosts[0].name if hosts else "",
-        master_port=arguments.port or DEFAULT_PORT,
-        variables=environment.values,
-        directory=str(Path.cwd()),
-    )
-
-
-def _show(config: RunConfig, job: "Job", remote: "Remote", *, launcher: str) -> None:
-    from ds_finetune.cluster.launch.commands import dry_run_lines
-    from ds_finetune.cluster.launch.run import check_plan
-    from ds_finetune.plan.settings import RunSettings
-
-    if job.hosts:
-        check_plan(RunSettings.of(config), job.hosts, "cpu" if job.variables.get("DS_ACCELERATOR") == "cpu" else "cuda")
-    for line in dry_run_lines(job, launcher, environ=os.environ, ssh_args=remote.ssh_args):
-        show_line(line)
-
-
-def _run_with_agents(config: RunConfig, job: "Job", remote: "Remote", port: int, say: Say) -> int:
-    from ds_finetune.cluster.launch.run import LaunchRequest, launch
-    from ds_finetune.plan.settings import RunSettings
-
-    settings, limits = RunSettings.of(config), config.launch
-    remote = replace(remote, greeting_seconds=limits.greeting_seconds, silent_seconds=limits.silent_seconds)
-    return launch(LaunchRequest(job, settings, limits, config.output_dir, remote, port), say)
-
-
-def _run_with_scheduler(job: "Job", remote: "Remote", say: Say, *, is_slurm: bool) -> int:
+def _run(arguments: Arguments, config: RunConfig, job: "Job", remote: "Remote", say: Say) -> int:
     from ds_finetune.cluster.launch.commands import mpirun_command, srun_command, starting_environment
-    from ds_finetune.cluster.launch.run import run_scheduler
+    from ds_finetune.cluster.launch.run import LaunchRequest, launch, run_scheduler
+    from ds_finetune.plan.settings import RunSettings
 
+    if arguments.launcher == "torchrun":
+        settings, limits = RunSettings.of(config), config.launch
+        remote = replace(remote, greeting_seconds=limits.greeting_seconds, silent_seconds=limits.silent_seconds)
+        return launch(LaunchRequest(job, settings, limits, config.output_dir, remote, arguments.port), say)
+    is_slurm = arguments.launcher == "slurm"
     command = srun_command(job, os.environ) if is_slurm else mpirun_command(job, remote.ssh_args)
     return run_scheduler(command, starting_environment(job, os.environ, slurm=is_slurm), say)

@@ -1,4 +1,4 @@
-"""Starts the program of host_program.py on every host over ssh, and sends requests to all of them at once."""
+"""Starts the program of host_functions.py on every host over ssh, and sends requests to all of them at once."""
 
 import json
 import secrets
@@ -16,6 +16,7 @@ from ds_finetune.config.hostfile import Host
 from ds_finetune.errors import LaunchError
 from ds_finetune.system.info import HostInfo, gather_host_info
 
+PROGRAM = "ds_finetune.cluster.host_functions"
 _END_SECONDS = 15.0
 """Seconds that the program on a host may take to kill the processes that it started."""
 _LINES = 200
@@ -27,15 +28,15 @@ clock, and the maximum error of that number.
 """
 Event = Mapping[str, Any] | str
 """An event that the program on a host has sent, or a line of text that it has printed."""
+OnEvent = Callable[[Event], None]
 
 
 class Cluster:
     """The programs that run on `hosts`, one on each. `lost` maps each host that no longer answers to a failed check.
-
-    `program` is the Python module to start on each host. `name` appears in the command line of these processes.
+    `name` appears in the command line of the programs' processes.
     """
 
-    def __init__(self, hosts: Sequence[Host], remote: Remote, program: str, *, name: str) -> None:
+    def __init__(self, hosts: Sequence[Host], remote: Remote, *, name: str) -> None:
         self.hosts, self._remote = {label(host): host for host in hosts}, remote
         self.lost: dict[str, Check] = {}
         self._clock_checks: list[Check] = []
@@ -43,7 +44,7 @@ class Cluster:
         token = f"{name}.{secrets.token_hex(8)}"
         self._mark = f"{token} [".encode()
         try:
-            self._processes = {key: remote.open(host, program, token) for key, host in self.hosts.items()}
+            self._processes = {key: remote.open(host, PROGRAM, token) for key, host in self.hosts.items()}
         except FileNotFoundError as absent:
             hint = "install the OpenSSH client (Debian: openssh-client)"
             raise LaunchError(f"the program `{absent.filename}` is not installed on this machine", hint=hint) from None
@@ -83,7 +84,7 @@ class Cluster:
         return replies
 
     def start(
-        self, name: str, request: Mapping[str, Any], on_event: Callable[[Event], None] | None = None
+        self, name: str, request: Mapping[str, Any], on_event: OnEvent = lambda event: None
     ) -> "Future[Reply | str]":
         """Send one host a request. The future has the reply, or the last output of a program that ends before it
         replies. Another thread passes events and other lines of output to `on_event`.
@@ -123,12 +124,7 @@ class Cluster:
                 code = self._processes[name].wait(_END_SECONDS)
         return unreachable_check(self.hosts[name], code, output, self._remote)
 
-    def _ask(
-        self,
-        process: "subprocess.Popen[bytes]",
-        request: Mapping[str, Any],
-        on_event: Callable[[Event], None] | None,
-    ) -> Reply | str:
+    def _ask(self, process: "subprocess.Popen[bytes]", request: Mapping[str, Any], on_event: OnEvent) -> Reply | str:
         began, output = time.time(), deque[str](maxlen=_LINES)
         with suppress(OSError):
             _send(process, request)
@@ -137,16 +133,14 @@ class Cluster:
             text, mark, body = line.partition(self._mark)
             if text:
                 output.append(text.decode(errors="replace").rstrip("\n"))
-                if on_event is not None:
-                    on_event(output[-1])
+                on_event(output[-1])
             if not mark:
                 continue
             kind, value = json.loads(b"[" + body)
             if kind == "reply":
                 ended, (there, results) = time.time(), value
                 return results, there - (began + ended) / 2, (ended - began) / 2
-            if on_event is not None:
-                on_event(value)
+            on_event(value)
         return "\n".join(output)
 
 

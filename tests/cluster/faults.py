@@ -93,7 +93,7 @@ class Launched:
         return [
             pid
             for pid in _pids()
-            if (f"{RUN_ID}={run_id}" in _environ(pid) or f"launch.host {run_id}." in _command(pid))
+            if (f"{RUN_ID}={run_id}" in _environ(pid) or f"host_functions {run_id}." in _command(pid))
             and _state(pid) not in "ZX"
         ]
 
@@ -179,7 +179,7 @@ def kill_rank(run: Launched) -> None:
 
 def kill_agent(run: Launched) -> None:
     """The agent of a host."""
-    os.kill(run.processes(VICTIM, "ds_finetune.cluster.launch.host")[-1], signal.SIGKILL)
+    os.kill(run.processes(VICTIM, "ds_finetune.cluster.host_functions")[-1], signal.SIGKILL)
 
 
 def kill_connection(run: Launched) -> None:

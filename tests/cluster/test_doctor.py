@@ -135,7 +135,7 @@ def test_nothing_is_left_when_the_connection_is_cut(bed: Bed) -> None:
             assert time.monotonic() < until
             time.sleep(0.05)
         assert list(bed.shared.glob(".ds_finetune-doctor-*"))
-        (ssh,) = [pid for pid in _programs(bed, 1, b"doctor.host") if f"{NETWORK}.2".encode() in _command_line(pid)]
+        (ssh,) = [pid for pid in _programs(bed, 1, b"host_functions") if f"{NETWORK}.2".encode() in _command_line(pid)]
         os.kill(ssh, signal.SIGKILL)
         while _programs(bed, 2, b"doctor") or _programs(bed, 2, b"torch.distributed.run"):
             assert time.monotonic() < until

@@ -24,7 +24,9 @@ def test_helper_processes_import_no_file_of_the_working_directory(tmp_path: Path
 
 def test_servers_and_processes_of_launch_are_such_commands() -> None:
     serve = server_command(ServeOptions("transformers"), Path("x"), Address("127.0.0.1", 1))
-    with Remote(python="/bin/echo").open(Host("localhost", slots=1, line=1), "ds_finetune.cluster.launch.host") as host:
+    with Remote(python="/bin/echo").open(
+        Host("localhost", slots=1, line=1), "ds_finetune.cluster.host_functions"
+    ) as host:
         assert host.stdout
         here = ["/bin/echo", *host.stdout.read().decode().split()]
     for command in (serve, here):

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_finetune.cluster.doctor.checks import folder_checks, network_checks
-from ds_finetune.cluster.doctor.host import digests
 from ds_finetune.cluster.host_checks import (
     Check,
     clock_check,
@@ -19,6 +18,7 @@ from ds_finetune.cluster.host_checks import (
     rank_device,
     world_of,
 )
+from ds_finetune.cluster.host_functions import digests
 from ds_finetune.cluster.hosts import Cluster
 from ds_finetune.cluster.launch.environment import carried_variables, environment_files
 from ds_finetune.cluster.launch.remote import Remote
@@ -32,7 +32,6 @@ from ds_finetune.system.world import World
 if TYPE_CHECKING:
     from ds_finetune.trainer.resolve import ResolvedRun
 
-_PROGRAM = "ds_finetune.cluster.doctor.host"
 _HOST_SECONDS = 45.0
 _JOIN_SECONDS = 60
 """Seconds that the elastic agents of torch wait for each other. The slowest one may still import torch."""
@@ -73,7 +72,7 @@ def examine(request: DoctorRequest, say: Say) -> list[Check]:
     """Check all hosts and the network between them, and return the checks. `say` prints a line before the network is
     measured, which may take minutes.
     """
-    with closing(Cluster(request.hosts, request.remote, _PROGRAM, name="doctor")) as cluster:
+    with closing(Cluster(request.hosts, request.remote, name="doctor")) as cluster:
         checks = list(_checks(request, cluster, say))
         return [*cluster.lost.values(), *checks]
 

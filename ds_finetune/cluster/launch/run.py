@@ -41,7 +41,6 @@ from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.processes import handle_signals
 from ds_finetune.system.rank_files import RUN_ID, log_name, logs_folder
 
-PROGRAM = "ds_finetune.cluster.launch.host"
 SAVE_NOTICE = "asked the ranks to save and stop; signal again to kill them"
 KILL_NOTICE = "killing every rank"
 _TICK_SECONDS = 0.25
@@ -71,11 +70,6 @@ class LaunchRequest:
     remote: Remote
     port: int = 0
     """The agents of all hosts meet at this port of the first host. With 0 a free port is chosen."""
-
-    @property
-    def hosts(self) -> tuple[Host, ...]:
-        """The hosts of the job, in the order of their ranks."""
-        return self.job.hosts
 
     @property
     def logs(self) -> Path:
@@ -142,7 +136,7 @@ def largest_fit(request: LaunchRequest, fit: Sequence[Host], *, device: str) -> 
     """The first hosts of `fit`, as many as the run's parallel layout and global batch allow. Empty if fewer than
     launch.min_hosts remain (default: all hosts of the job).
     """
-    fewest = request.launch.min_hosts or len(request.hosts)
+    fewest = request.launch.min_hosts or len(request.job.hosts)
     for number in range(len(fit), fewest - 1, -1):
         try:
             check_plan(request.settings, fit[:number], device)
@@ -174,8 +168,8 @@ class _LaunchedRun:
     """The state of a running launch: reports of the agents on hosts, lost hosts, and received signals."""
 
     def __init__(self, request: LaunchRequest, say: Say) -> None:
-        self._request, self._say, self._settings = request, say, request.launch
-        self._cluster = Cluster(request.hosts, request.remote, PROGRAM, name=request.job.run_id)
+        self._request, self._say, self._settings, self._hosts = request, say, request.launch, request.job.hosts
+        self._cluster = Cluster(self._hosts, request.remote, name=request.job.run_id)
         self._agents: dict[Host, Future[Reply | str]] = {}
         """The reply of the agent on each host, which comes when the agent ends. Lost hosts are removed."""
         self._ends: dict[Host, bool | str] = {}
@@ -195,16 +189,16 @@ class _LaunchedRun:
 
     def start(self) -> None:
         """Check every host and start its agent. LaunchError or ConfigError if a host is not ready."""
-        request, cluster, first = self._request, self._cluster, self._request.hosts[0]
+        request, cluster, first = self._request, self._cluster, self._hosts[0]
         infos = cluster.infos(request.job.variables, request.port, seconds=self._settings.greeting_seconds)
-        check_hosts(cluster.preflight(infos, request.job.variables), len(request.hosts), self._say)
-        facts = {host: infos[label(host)] for host in request.hosts}
+        check_hosts(cluster.preflight(infos, request.job.variables), len(self._hosts), self._say)
+        facts = {host: infos[label(host)] for host in self._hosts}
         self._device = rank_device(infos, request.job.variables)
-        check_plan(request.settings, request.hosts, self._device)
-        self._address = meeting_address(request.hosts, facts)
+        check_plan(request.settings, self._hosts, self._device)
+        self._address = meeting_address(self._hosts, facts)
         if not self._address:
             raise LaunchError(
-                f"the first host {first.target} has no address that the {len(request.hosts) - 1} other hosts reach: "
+                f"the first host {first.target} has no address that the {len(self._hosts) - 1} other hosts reach: "
                 f"its network interfaces are {', '.join(facts[first].interfaces)}",
                 hint=f"write an address of {first.target} that the other hosts can reach into the hostfile",
             )
@@ -212,10 +206,10 @@ class _LaunchedRun:
         if port.state != "ok":
             raise LaunchError(f"the ranks cannot meet on the first host {first.target}: {port.found}", hint=port.hint)
         self._port = facts[first].port
-        cluster.ask({name: {"load": {}} for name in infos}, seconds=_LOAD_SECONDS)
+        cluster.ask({name: {"load_agent": {}} for name in infos}, seconds=_LOAD_SECONDS)
         if cluster.lost:
-            check_hosts(cluster.preflight(infos, request.job.variables), len(request.hosts), self._say)
-        for host in request.hosts:
+            check_hosts(cluster.preflight(infos, request.job.variables), len(self._hosts), self._say)
+        for host in self._hosts:
             self._start_agent(host)
 
     def signal(self, number: int) -> None:
@@ -241,7 +235,7 @@ class _LaunchedRun:
         self._cluster.close()
 
     def _start_agent(self, host: Host) -> None:
-        request, settings, most = self._request, self._settings, len(self._request.hosts)
+        request, settings, most = self._request, self._settings, len(self._hosts)
         devices = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, host.devices))} if host.devices else {}
         address = f"[{self._address}]" if ":" in self._address else self._address
         rendezvous = {
@@ -250,7 +244,7 @@ class _LaunchedRun:
             "min_nodes": (settings.min_hosts or most) if settings.restarts else most,
             "max_nodes": most,
             "local_addr": self._agent_name(host),
-            "is_host": host == request.hosts[0],
+            "is_host": host == self._hosts[0],
             "join_timeout": _MEET_SECONDS,
             "last_call_timeout": _JOIN_SECONDS,
         }
@@ -264,22 +258,20 @@ class _LaunchedRun:
         }
         environ = devices | {RUN_ID: request.job.run_id}
         order = {"logs": str(request.logs), "environ": environ, "rendezvous": rendezvous, "workers": workers}
-
-        def take(event: Event) -> None:
-            self._events.put((host, event))
-
         self._cluster.order(label(host), {"limit_silence": {"seconds": settings.silent_seconds}})
-        self._agents[host] = self._cluster.start(label(host), {"run": order}, take)
+        self._agents[host] = self._cluster.start(
+            label(host), {"run_ranks": order}, lambda event: self._events.put((host, event))
+        )
 
     def _agent_name(self, host: Host) -> str:
-        return f"{self._request.hosts.index(host):05}"
+        return f"{self._hosts.index(host):05}"
 
     def _handle_events(self) -> None:
         while not self._events.empty():
             host, event = self._events.get()
             if isinstance(event, str):
                 # The output of ranks on hosts other than the first goes only to the logs of these ranks.
-                if host == self._request.hosts[0]:
+                if host == self._hosts[0]:
                     self._printed.append(event)
                     self._say(event)
             elif "started" in event:
@@ -310,7 +302,7 @@ class _LaunchedRun:
 
     def _record_end(self, host: Host, result: Reply | str) -> None:
         if not isinstance(result, str):
-            self._ends[host] = result[0]["run"]
+            self._ends[host] = result[0]["run_ranks"]
             is_ending = self._ends[host] is not True
         else:
             check, tail = self._cluster.lose(label(host), result), result.splitlines()[-_TAIL_LINES:]
@@ -319,7 +311,7 @@ class _LaunchedRun:
             # result, so the failure of the lost host gets an earlier time than theirs.
             at = time.monotonic() - self._settings.silent_seconds
             self._fail(_Failure(host, None, text, RUN_ERROR_EXIT_CODE, at, tail=tail))
-            is_ending = host == self._request.hosts[0] or not self._settings.restarts
+            is_ending = host == self._hosts[0] or not self._settings.restarts
             self._remove(host)
         if is_ending:
             self._ending_since = self._ending_since or time.monotonic()
@@ -350,7 +342,7 @@ class _LaunchedRun:
 
     def _regroup(self) -> None:
         """After a loss of hosts, leave out further ones until layout and batch fit. If too few remain, end the run."""
-        present = [host for host in self._request.hosts if host in self._agents]
+        present = [host for host in self._hosts if host in self._agents]
         fitting = largest_fit(self._request, present, device=self._device)
         if self._ending_since is None and not fitting:
             self._say(f"gave up: {len(present)} hosts are left, too few; the same command resumes the run")
@@ -368,7 +360,7 @@ class _LaunchedRun:
         self._print_failure()
         for end in {end for end in ends if isinstance(end, str)}:
             self._say(f"gave up: {end}; the same command resumes the run")
-        hosts = [host for host in self._request.hosts if host not in self._agents or label(host) in late]
+        hosts = [host for host in self._hosts if host not in self._agents or label(host) in late]
         where = (
             f" on all hosts but {', '.join(host.target for host in hosts)}, which cannot be reached" if hosts else ""
         )

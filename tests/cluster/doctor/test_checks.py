@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ds_finetune.cluster.doctor import host
+from ds_finetune.cluster import host_functions as host
 from ds_finetune.cluster.doctor.checks import folder_checks, network_checks, rate_checks
 from ds_finetune.cluster.host_checks import Check, clock_check
 from ds_finetune.system import info

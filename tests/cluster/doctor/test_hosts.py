@@ -28,7 +28,7 @@ from ds_finetune.cluster.hosts import Cluster
 from ds_finetune.config.hostfile import Host
 from ds_finetune.cluster.launch.remote import Remote
 
-with closing(Cluster([Host("localhost", 1, 1)], Remote(directory="."), "ds_finetune.cluster.doctor.host", name="doctor")) as cluster:
+with closing(Cluster([Host("localhost", 1, 1)], Remote(directory="."), name="doctor")) as cluster:
     agent = ["torch.distributed.run", "--nproc-per-node=1", "--master-port=0", "-m", "timeit", "-n1", "-r1"]
     agent.append("__import__('pathlib').Path(sys.argv[1] + '/started').touch(); __import__('time').sleep(1000)")
     agent[-1] = agent[-1].replace("sys.argv[1]", repr(sys.argv[1]))
@@ -36,11 +36,10 @@ with closing(Cluster([Host("localhost", 1, 1)], Remote(directory="."), "ds_finet
     cluster.ask({"localhost": {"run": {"module": agent, "seconds": 1000}}}, seconds=1000)
 """
 HERE = Host("localhost", 1, 1)
-PROGRAM = "ds_finetune.cluster.doctor.host"
 
 
 def _cluster(hosts: list[Host], remote: Remote) -> "closing[Cluster]":
-    return closing(Cluster(hosts, remote, PROGRAM, name="doctor"))
+    return closing(Cluster(hosts, remote, name="doctor"))
 
 
 @pytest.fixture
@@ -176,4 +175,4 @@ def test_a_host_without_the_program_is_named(tmp_path: Path) -> None:
 def test_no_ssh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(LaunchError, match="`ssh` is not installed on this machine"):
-        Cluster([Host("elsewhere", 1, 1, user="me")], Remote(), PROGRAM, name="doctor")
+        Cluster([Host("elsewhere", 1, 1, user="me")], Remote(), name="doctor")

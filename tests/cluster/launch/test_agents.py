@@ -56,7 +56,7 @@ def test_two_hosts_that_are_lost_at_once_of_which_the_batch_needs_one(tmp_path: 
     config = RunConfig.model_validate(tree | {"train": {"global_batch_size": 16, "micro_batch_size": 1}})
     remote, said = _remote(tmp_path, "exit 1"), list[str]()
     request = LaunchRequest(Job("r", (), hosts, "r-1"), RunSettings.of(config), config.launch, "o", remote)
-    done: Reply = ({"run": True}, 0.0, 0.0)
+    done: Reply = ({"run_ranks": True}, 0.0, 0.0)
     with contextlib.closing(_LaunchedRun(request, said.append)) as run:
         for host, reply in zip(hosts, (done, "is cut off", done, "is cut off"), strict=True):
             run._agents[host] = Future()

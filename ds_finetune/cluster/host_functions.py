@@ -1,4 +1,4 @@
-"""Functions that examine a host. `ds-finetune doctor` starts this module on each host and calls them there."""
+"""Functions that `doctor` and `launch` call on each host, where they start this module."""
 
 import hashlib
 import os
@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from ds_finetune.cluster.host_checks import State
 from ds_finetune.cluster.host_program import HostProgram, created_paths, facts, kill_children, starting
@@ -125,6 +126,21 @@ def run(module: Sequence[str], seconds: float) -> tuple[int | None, str]:
     return code, text
 
 
+def load_agent() -> None:
+    """Import torch before the elastic agent of this host starts. The import takes seconds, and the agents of all hosts
+    should start together.
+    """
+    import ds_finetune.cluster.launch.agent  # noqa: F401
+
+
+def run_ranks(**arguments: Any) -> bool | str:  # noqa: ANN401 - those of the agent's run_ranks
+    """Run the ranks of this host under torch's elastic agent."""
+    from ds_finetune.cluster.launch import agent
+
+    return agent.run_ranks(connection, **arguments)
+
+
 if __name__ == "__main__":
-    functions = (facts, gpus, compiler, memory, disk, digests, create_marker, find_marker, run)
-    HostProgram().serve({function.__name__: function for function in functions})
+    connection = HostProgram()
+    functions = (facts, gpus, compiler, memory, disk, digests, create_marker, find_marker, run, load_agent, run_ranks)
+    connection.serve({function.__name__: function for function in functions})
