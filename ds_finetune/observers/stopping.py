@@ -11,7 +11,6 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any, ClassVar, Self
 
 from ds_finetune.console.phase_line import CLEAR_LINE
@@ -46,7 +45,8 @@ class StopSignals:
         os.set_blocking(write, False)
         threading.Thread(target=self._watch, args=(self._read,), daemon=True).start()
         self._wakeup = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-        self._before = {number: signal.signal(number, _leave_to_thread) for number in self._handled}
+        # Python writes a signal to the wakeup pipe, which the thread reads, only if the signal has a handler.
+        self._before = {number: signal.signal(number, lambda *_: None) for number in self._handled}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -81,12 +81,6 @@ class StopSignals:
             # Printing must not block, since this thread must receive a second signal.
             if self._prints and select.select([], [_STDERR], [], 0)[1]:
                 os.write(_STDERR, f"{CLEAR_LINE if os.isatty(_STDERR) else ''}{text}\n".encode())
-
-
-def _leave_to_thread(number: int, frame: FrameType | None) -> None:
-    """Do nothing as the signal handler. It exists because Python writes a signal to the wakeup pipe, which a thread
-    reads, only if the signal has a handler.
-    """
 
 
 _SCALE_STEPS = 17

@@ -23,18 +23,8 @@ from ds_finetune.observers.record import StepRecord
 from ds_finetune.observers.writers import MAX_WAITING, Outage, Record, one_line, read_records
 from ds_finetune.system.whole_file import replace_file
 
-PACKAGES = {
-    "aim": "aim",
-    "clearml": "clearml",
-    "comet_ml": "comet-ml",
-    "dvclive": "dvclive",
-    "mlflow": "'ds_finetune[track]'",
-    "swanlab": "swanlab",
-    "tensorboard": "tensorboard",
-    "trackio": "trackio",
-    "wandb": "'ds_finetune[track]'",
-}
-"""Packages that pip must install for each tracker that accelerate 1.15 supports (tracking.py)."""
+_PACKAGES = {"comet_ml": "comet-ml", "mlflow": "'ds_finetune[track]'", "wandb": "'ds_finetune[track]'"}
+"""What pip must install for a tracker. Other trackers of accelerate 1.15 (tracking.py) are named like their package."""
 _ROOM_BYTES = MIB
 """Records for TensorBoard are written only if the disk has at least this number of free bytes."""
 _PROJECT = "ds_finetune"
@@ -58,7 +48,7 @@ def check_trackers(names: Sequence[str]) -> None:
         if name not in available:
             raise ConfigError(
                 f"log.trackers names `{name}`, whose package is not installed",
-                hint=f"pip install {PACKAGES.get(name, name)}, or leave it out",
+                hint=f"pip install {_PACKAGES.get(name, name)}, or leave it out",
             )
 
 

@@ -25,7 +25,7 @@ from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.export.verify.verify import VerificationResult
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.observers.writers import LineFile
-from ds_finetune.runs.folder import LOG, STARTS
+from ds_finetune.runs.folder import LOG, STARTS, RunFolder
 from ds_finetune.runs.report.write import REPORT, try_run_report
 from ds_finetune.runs.status import ALIVE_SECONDS, RunStatus, State, mark_ended, write_running
 from ds_finetune.system.processes import began_at, own_namespace
@@ -253,10 +253,7 @@ def record_end(
 
 def _has_started(run_folder: Path) -> bool:
     """Whether this process made the last start of the run in the folder. If not, the report in the folder must stay."""
-    try:
-        start = json.loads((run_folder / STARTS).read_text(encoding="utf-8").splitlines()[-1])
-    except (OSError, ValueError, IndexError):
-        return False
+    start = RunFolder(run_folder).last_start
     return (start.get("host"), start.get("pid")) == (socket.gethostname(), os.getpid())
 
 

@@ -26,7 +26,7 @@ from ds_finetune.observers.evaluation import BestAndPatience, Evaluation, matche
 from ds_finetune.observers.performance import MEASURED_STEPS, MemoryCheck, Utilisation
 from ds_finetune.observers.progress import EVALUATION, EXPORT, SAVE, ProgressLine, TimeLeft
 from ds_finetune.observers.record import StepRecord
-from ds_finetune.observers.trackers import PACKAGES, Trackers, check_trackers
+from ds_finetune.observers.trackers import Trackers, check_trackers
 from ds_finetune.observers.writers import MetricsFile, SampleFile
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.settings import RunSettings
@@ -369,6 +369,20 @@ def test_trackers_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"log\.trackers names `tensorbord`") as caught:
         check_trackers(["tensorbord"])
     assert "tensorboard" in caught.value.hint
+
+
+PACKAGES = {
+    "aim": "aim",
+    "clearml": "clearml",
+    "comet_ml": "comet-ml",
+    "dvclive": "dvclive",
+    "mlflow": "'ds_finetune[track]'",
+    "swanlab": "swanlab",
+    "tensorboard": "tensorboard",
+    "trackio": "trackio",
+    "wandb": "'ds_finetune[track]'",
+}
+"""What pip installs for each tracker, by accelerate's name of the tracker."""
 
 
 @pytest.mark.parametrize("name", PACKAGES)
