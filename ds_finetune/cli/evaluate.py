@@ -3,8 +3,7 @@
 import argparse
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -134,7 +133,7 @@ def _scored(arguments: Arguments) -> "EvalReport":
             f"--column has `{wrong[0]}` instead of NAME=COLUMN",
             hint="write e.g. --column prompt=question --column completion=answer",
         )
-    with _flags_named():
+    try:
         return api.evaluate(
             arguments.model,
             _sets_of(arguments.data),
@@ -152,14 +151,8 @@ def _scored(arguments: Arguments) -> "EvalReport":
             batch_tokens=arguments.batch_tokens,
             limit=arguments.limit,
         )
-
-
-@contextmanager
-def _flags_named() -> Iterator[None]:
-    """Reword errors about rows that the `with` block raises, so that they name options instead of run-file keys."""
-    try:
-        yield
     except (ConfigError, DataError) as error:
+        # Errors about rows name run-file keys, but this command has options instead.
         raise type(error)(_with_flags(error.message), hint=_with_flags(error.hint)) from error
 
 

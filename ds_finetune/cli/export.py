@@ -26,8 +26,7 @@ def add_commands(commands: Commands) -> None:
     export.add_argument("--format", metavar="FORMAT", help=text)
     text = f"dtype of the weights (default {default.dtypes[0]}"
     text += f"{''.join(f', for {row.name} {row.dtypes[0]}' for row in other_formats)})"
-    names = {row.name: ", ".join(row.dtypes) for row in FORMATS}
-    text += f": {'; '.join(f'{name} {dtypes}' for name, dtypes in names.items())}"
+    text += ": " + "; ".join(f"{row.name} {', '.join(row.dtypes)}" for row in FORMATS)
     export.add_argument("--dtype", "--quantise", metavar="DTYPE", help=text)
     export.add_argument("--max-shard-size", help="largest safetensors file (default 5GB)")
     text = "folder of the base model, with config.json, tokenizer and the weights that were not trained"

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ds_finetune.cli.arguments import Arguments, Commands, add_run_command, positive, read_run
-from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.sections import ParallelConfig
 from ds_finetune.config.units import GIB, parse_bytes
 from ds_finetune.console.phase_line import Say
@@ -17,6 +16,7 @@ from ds_finetune.errors import ConfigError
 if TYPE_CHECKING:
     from ds_finetune.model.build.model_plan import ModelPlan
     from ds_finetune.plan.estimate.memory import MemoryEstimate
+    from ds_finetune.plan.model_tensors import DescribedModel
     from ds_finetune.plan.search.machines import Target
     from ds_finetune.plan.search.search import SearchResult
     from ds_finetune.plan.settings import RunSettings
@@ -48,8 +48,10 @@ def _plan(arguments: Arguments) -> None:
     config = read_run(arguments)
     _check_options(arguments)
     from ds_finetune.export.formats import formats_of_run
+    from ds_finetune.model.build.planned_model import model_of_run
     from ds_finetune.plan.precision import with_precision
     from ds_finetune.plan.search.machines import Request, target_of
+    from ds_finetune.plan.settings import RunSettings
     from ds_finetune.system.info import gpu_models
 
     sizes = {"--host-memory": arguments.host_memory, "--gpu-memory": arguments.gpu_memory}
@@ -60,14 +62,13 @@ def _plan(arguments: Arguments) -> None:
     train, notes = with_precision(config.train, device=target.ranks.device, support=target.bf16)
     config, target = config.model_copy(update={"train": train}), replace(target, notes=(*target.notes, *notes))
     formats_of_run(config.export.formats)
-    if arguments.search:
-        _search(arguments, config, target)
-    elif arguments.tensors:
+    if arguments.tensors:
         from ds_finetune.api import plan_run
 
         OUT.print(plan_run(config, gpus=target.ranks.number, gpus_per_node=target.ranks.per_node))
-    else:
-        _show_forecast(config, target, is_json=arguments.json)
+        return
+    run, show = RunSettings.of(config), _search if arguments.search else _show_forecast
+    show(run, target, model_of_run(run), planned_traces(run, ERR.print), is_json=arguments.json)
 
 
 def _check_options(arguments: Arguments) -> None:
@@ -78,14 +79,11 @@ def _check_options(arguments: Arguments) -> None:
         raise ConfigError(f"the options {' and '.join(given)} cannot be combined", hint=f"leave {given[-1]} out")
 
 
-def _search(arguments: Arguments, config: RunConfig, target: "Target") -> None:
-    from ds_finetune.model.build.planned_model import model_of_run
+def _search(run: "RunSettings", target: "Target", model: "DescribedModel", traces: "Traces", *, is_json: bool) -> None:
     from ds_finetune.plan.search.search import result_notes, result_tree, search_layouts
-    from ds_finetune.plan.settings import RunSettings
 
-    run = RunSettings.of(config)
-    result = search_layouts(run, target, model_of_run(run), planned_traces(run, ERR.print))
-    if arguments.json:
+    result = search_layouts(run, target, model, traces)
+    if is_json:
         OUT.print_json(json.dumps(result_tree(result, run, target)))
         return
     show_pairs(f"the first layouts that fit {target.name}", _layout_lines(result, run))
@@ -93,14 +91,12 @@ def _search(arguments: Arguments, config: RunConfig, target: "Target") -> None:
         show_note(note)
 
 
-def _show_forecast(config: RunConfig, target: "Target", *, is_json: bool) -> None:
-    from ds_finetune.model.build.planned_model import model_of_run
+def _show_forecast(
+    run: "RunSettings", target: "Target", model: "DescribedModel", traces: "Traces", *, is_json: bool
+) -> None:
     from ds_finetune.plan.search.forecast import forecast_run
-    from ds_finetune.plan.settings import RunSettings
 
-    run = RunSettings.of(config)
-    traces = planned_traces(run, ERR.print)
-    forecast = forecast_run(run, target, model_of_run(run), traces)
+    forecast = forecast_run(run, target, model, traces)
     if is_json:
         OUT.print_json(json.dumps(forecast.tree()))
         return

@@ -79,10 +79,8 @@ class PhaseLine:
         self._is_shown = False
 
     def _state(self, seconds: float) -> str:
-        if not self._total:
+        if not self._total or self._done > self._total:
             return f"{f' {self._done:,}' if self._done else ''}  {time_text(seconds)}"
-        if self._done > self._total:
-            return f" {self._done:,}  {time_text(seconds)}"
         done = f" {self._done:,}/{self._total:,}"
         since, before = self._measured_from
         if self._done <= 0 or self._done < before + self._warmup:

@@ -45,10 +45,8 @@ class RunFolder:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Open the run in `path` and read its metrics.
-
-        Raises:
-            OutputError: `path` is no run folder, or no line of its metrics has a step.
+        """Open the run in `path` and read its metrics. OutputError if `path` is no run folder, or if no line of its
+        metrics has a step.
         """
         if not is_run(path):
             raise OutputError(
@@ -206,8 +204,7 @@ class RunFolder:
 
     def best(self, name: str, *, is_highest: bool = False) -> tuple[int, float] | None:
         """Step and value of the lowest or highest finite value of the metric `name`; None if it has no finite value."""
-        curve = self.curves.get(name)
-        finite = [] if curve is None else [point for point in curve.points() if np.isfinite(point[1])]
+        finite = [point for point in self.curves.get(name, Curve()).points() if np.isfinite(point[1])]
         return min(finite, key=lambda point: -point[1] if is_highest else point[1], default=None)
 
     def _note(self, problem: str) -> None:

@@ -21,10 +21,8 @@ _HEAD_BYTES = 1024
 def write_run_report(run_folder: Path, *, state: State | None = None) -> Path:
     """Write `report.html` into a run folder, and model cards into its exports; returns the path of the page.
 
-    `state` is the final state of a run that ends with this report; the default is the state in the folder.
-
-    Raises:
-        OutputError: the folder holds no run, or the page cannot be written.
+    `state` is the final state of a run that ends with this report; the default is the state in the folder. OutputError
+    if the folder holds no run, or if the page cannot be written.
     """
     run = RunFolder.read(run_folder)
     _check_replaceable(run_folder / REPORT)

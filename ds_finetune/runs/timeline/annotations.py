@@ -57,8 +57,7 @@ class Annotations:
 
     def on_collectives(self) -> AbstractContextManager[None]:
         """Annotate every collective of this process's groups, and every wait for one, while the context is open."""
-        other_waits = partial(record_function, WAIT)
-        return spans_of_collectives(tuple(INPUT_AT), self._spans_of, other_waits=other_waits)
+        return spans_of_collectives(tuple(INPUT_AT), self._spans_of, other_waits=partial(record_function, WAIT))
 
     def _spans_of(self, group: dist.ProcessGroup, name: str, args: Sequence[Any]) -> tuple[Span, Span]:
         kind, _ = INPUT_AT[name]
