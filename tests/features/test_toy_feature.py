@@ -18,11 +18,9 @@ from ds_finetune.plan.settings import RunSettings
 from ds_finetune.reference.selftest.cells import samples
 from ds_finetune.reference.selftest.reference_loop import adamw
 from ds_finetune.system.world import World
-from tests.features.toy_feature import ToyFeature
+from tests.features.toy_feature import SETTINGS, ToyFeature
 from tests.planning import model_of
 from tests.running import start, tiny_task, torchrun
-
-SETTINGS = {"scale": 1.5, "weight": 0.25}
 
 
 def test_two_steps_are_those_of_a_plain_loop(tmp_path: Path) -> None:

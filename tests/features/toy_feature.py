@@ -12,6 +12,8 @@ from ds_finetune.model.loss.forward_rows import ForwardRows
 from ds_finetune.model.loss.token_loss import TrainedModel
 from ds_finetune.objectives.objective import LossAndSums, Term
 
+SETTINGS = {"scale": 1.5, "weight": 0.25}
+
 
 class ToyLoss(ExtraLoss):
     """The mean over all tokens of the mean square of their hidden states before the head."""

@@ -21,8 +21,7 @@ from ds_finetune.reference.selftest.cells import TINY_MODELS, Cell, run_tree
 from ds_finetune.reference.selftest.compare import whole_batch
 from ds_finetune.reference.selftest.reference_loop import LR
 from ds_finetune.system.world import World
-from tests.features.test_toy_feature import SETTINGS
-from tests.features.toy_feature import ToyFeature
+from tests.features.toy_feature import SETTINGS, ToyFeature
 from tests.planning import model_of
 
 

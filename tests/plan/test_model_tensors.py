@@ -7,14 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from ds_finetune.cli.main import main
 from ds_finetune.config.sections import LoraConfig
-from ds_finetune.families import table
-from ds_finetune.families.family import Family
-from ds_finetune.foreign.auto_configs import CONFIG_MAPPING, AutoConfig
+from ds_finetune.foreign.auto_configs import AutoConfig
 from ds_finetune.foreign.auto_models import AutoModelForCausalLM
 from ds_finetune.foreign.torch_nn import fake_tensors
 from ds_finetune.model.adapters.lora import AdapterPlacement, install_lora
@@ -23,40 +19,14 @@ from ds_finetune.model.build.skeleton import build_skeleton, full_fragment
 from ds_finetune.plan.estimate.rank_weights import lora_targets
 from tests.described import described_tree
 from tests.model.tiny import CONFIGS
-
-
-class GatedConfig(LlamaConfig):
-    model_type = "gated_llama"
-
-
-def gate(module: Any, _: Any, named: dict[str, Any], given: Any) -> Any:
-    """The outputs of attention, multiplied by a gate of three numbers for each."""
-    states, *rest = given
-    return states * module.g_proj(named["hidden_states"]).unflatten(-1, (3, -1)).sum(-2).sigmoid(), *rest
-
-
-class GatedForCausalLM(LlamaForCausalLM):
-    """Llama with a gate in each attention."""
-
-    config_class = GatedConfig
-
-    def __init__(self, config: GatedConfig) -> None:
-        super().__init__(config)
-        for layer in self.model.layers:
-            layer.self_attn.g_proj = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=False)
-            layer.self_attn.register_forward_hook(gate, with_kwargs=True)
+from tests.plan.toys import toys_registered
 
 
 @pytest.fixture
-def gated(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+def gated() -> Iterator[dict[str, Any]]:
     """config.json of a family that is in no table of this package."""
-    row = Family("gated_llama", has_lora=True)
-    monkeypatch.setattr(table, "FAMILIES", {**table.FAMILIES, "gated_llama": row})
-    AutoConfig.register("gated_llama", GatedConfig)
-    AutoModelForCausalLM.register(GatedConfig, GatedForCausalLM)
-    yield {"model_type": "gated_llama", **CONFIGS["llama"], "num_hidden_layers": 4}
-    CONFIG_MAPPING._extra_content.pop("gated_llama")
-    AutoModelForCausalLM._model_mapping._extra_content.pop(GatedConfig)
+    with toys_registered():
+        yield {"model_type": "gated_llama", **CONFIGS["llama"], "num_hidden_layers": 4}
 
 
 def plan_of(folder: Path, model: dict[str, Any], *options: str) -> int:

@@ -141,7 +141,7 @@ def estimate_stages(
         seen.add(kind)
         # The teacher of a distillation runs on the last pipeline stage, which has the head (engine/rank_model.py).
         others = (*last, *files) if is_last else files
-        own = zero_rows(plan, rank_elements(plan, model, weights), weights)
+        own = zero_rows(plan, rank_elements(plan, model, weights))
         rows = (
             *own,
             *_kept_rows(plan, model, weights),

@@ -45,7 +45,7 @@ class TensorKind:
     """Shape of a rank's shard under tensor and expert parallelism, before ZeRO shards it."""
     sharers: int
     names: tuple[str, ...] = field(default=(), compare=False, repr=False)
-    """Full names of the tensors of this kind; empty for LoRA adapters."""
+    """Full names of the tensors of this kind, in the model's order; adapters have the name of the weight they adapt."""
 
     def among(self, names: Container[str]) -> "TensorKind":
         """This kind with only those of its tensors whose full names are in `names`."""
@@ -135,6 +135,9 @@ class RankElements:
     others count unsharded tensors.
     """
 
+    tensors: tuple[TensorKind, ...]
+    """Kinds of all tensors on the rank, with adapters."""
+    trains_embedding: bool
     weights: int
     """Elements of the weights in the run's precision, without 4-bit weights."""
     sharded_weights: int
@@ -177,6 +180,8 @@ def rank_elements(plan: Plan, model: DescribedModel, weights: RankWeights) -> Ra
         shares[kind.sharers] += kind.sharded
     tensors = (*weights.kinds, *adapters)
     return RankElements(
+        tensors=tensors,
+        trains_embedding=any(kind.name == EMBEDDING for kind in trained),
         weights=sum(kind.numel for kind in tensors) - packed,
         sharded_weights=sum(kind.sharded for kind in tensors) - packed // plan.zero_ranks,
         trained=sum(kind.numel for kind in trained),
@@ -213,7 +218,7 @@ def _adapter_kinds(
     parallel size, and the number of ranks over which ZeRO shards.
     """
     tp, ep, zero_ranks = sizes
-    counts = Counter[TensorKind]()
+    names_by_kind: dict[TensorKind, list[str]] = {}
     for target in lora_targets(model, lora):
         for leaf in target.shapes if layer_of(f"{target.name}.") in layers else ():
             weight = model.tensors.by_name[f"{target.name}.{leaf}"]
@@ -221,5 +226,6 @@ def _adapter_kinds(
             for side in (-1, -2):
                 full, own = ((*shape[:-2], lora.rank, shape[side]) for shape in (weight.shape, local))
                 # Expert parallelism divides experts over ep ranks already, so ZeRO shards an expert over fewer ranks.
-                counts[TensorKind(leaf, 0, full, own, zero_ranks // (ep if weight.is_routed else 1))] += 1
-    return tuple(replace(kind, count=count) for kind, count in counts.items())
+                kind = TensorKind(leaf, 0, full, own, zero_ranks // (ep if weight.is_routed else 1))
+                names_by_kind.setdefault(kind, []).append(f"{target.name}.{leaf}")
+    return tuple(replace(kind, count=len(names), names=tuple(names)) for kind, names in names_by_kind.items())

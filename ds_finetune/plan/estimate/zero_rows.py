@@ -4,6 +4,7 @@ makes the rows of DeepSpeed 0.19.8: weights, gradients, optimizer states and buf
 File names below are relative to deepspeed/runtime.
 """
 
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,22 +12,33 @@ from typing import Any, Literal, NamedTuple, Self, get_args
 
 from ds_finetune.config.objectives import is_distillation
 from ds_finetune.config.sections import ParallelConfig
+from ds_finetune.families.family import layer_of
 from ds_finetune.plan.deepspeed_config import OPTIMIZERS
-from ds_finetune.plan.estimate.rank_weights import RankElements, RankWeights, TensorKind, rank_weights
+from ds_finetune.plan.estimate.rank_weights import RankElements, TensorKind, rank_weights
 from ds_finetune.plan.model_tensors import EMBEDDING, HEAD, DescribedModel
 from ds_finetune.plan.plan import Plan, is_teacher_partitioned
 from ds_finetune.plan.precision import WEIGHT_BYTES
 
 Place = Literal["gpu", "host", "nvme", "disk"]
 Moment = Literal[
-    "teacher", "forward", "head", "head backward", "layers", "embedding", "reduction", "step", "exchange", "rollout"
+    "teacher",
+    "gathering",
+    "forward",
+    "head",
+    "head backward",
+    "layers",
+    "embedding",
+    "reduction",
+    "step",
+    "exchange",
+    "rollout",
 ]
-"""Moments of an optimizer step: forward of a teacher; forward of the model's layers; head and loss; their backward;
-backward of the layers; gradient of the embedding; reduction of gradients; optimizer update; exchange of updated
-weights. `rollout` is the sampling of answers between steps.
+"""Moments of an optimizer step: forward of a teacher; gathering of weights before a layer's forward; forward of the
+model's layers; head and loss; their backward; backward of the layers; gradient of the embedding; reduction of
+gradients; optimizer update; exchange of updated weights. `rollout` is the sampling of answers between steps.
 """
 MOMENTS: tuple[Moment, ...] = get_args(Moment)
-FORWARD: tuple[Moment, ...] = ("forward", "head")
+FORWARD: tuple[Moment, ...] = ("gathering", "forward", "head")
 BACKWARD: tuple[Moment, ...] = ("head backward", "layers", "embedding")
 MICRO_BATCH: tuple[Moment, ...] = ("teacher", *FORWARD, *BACKWARD)
 """Moments of an optimizer step in which a micro-batch is computed."""
@@ -173,7 +185,7 @@ def bucket_bytes(plan: Plan) -> int:
     return int(options["reduce_bucket_size"]) * plan.weight_bytes * (2 if overlaps else 1)
 
 
-def zero_rows(plan: Plan, own: RankElements, weights: RankWeights) -> Iterator[MemoryRow]:
+def zero_rows(plan: Plan, own: RankElements) -> Iterator[MemoryRow]:
     """Memory rows for DeepSpeed's weights, gradients, optimizer states and buffers on a rank."""
     run = _Zero(plan, own)
     yield from _four_bit_rows(run)
@@ -181,7 +193,7 @@ def zero_rows(plan: Plan, own: RankElements, weights: RankWeights) -> Iterator[M
         size = run.width * own.trained
         yield MemoryRow("gradients until they are reduced", run.home, size, "train.reduction_every", _UNTIL_REDUCED)
     if plan.zero_stage == 3:
-        yield from _rows_of_stage_3(run, weights)
+        yield from _rows_of_stage_3(run)
         return
     yield MemoryRow("weights", run.home, run.width * own.weights, _STAGE)
     yield from _optimizer_rows(run)
@@ -255,6 +267,9 @@ def _rows_of_stages_1_and_2(run: _Zero) -> Iterator[MemoryRow]:
     yield MemoryRow("buckets of gradients", run.home, run.buckets, _BUCKET, moments)
     if run.is_offloaded:
         yield from _offload_rows_of_stages_1_and_2(run)
+        # DeepSpeed computes the norm of each reduced gradient in fp64 (zero/stage_1_and_2.py:1886).
+        size, when = 8 * min(own.largest, sharded), tuple(each for each in moments if each != "head backward")
+        yield MemoryRow("a gradient for its norm", run.home, size, _TP, when)
         return
     when_held: tuple[Moment, ...] = MOMENTS if run.is_accumulating and in_backward else (*moments, "step")
     yield MemoryRow("gradients of this rank's part", run.home, run.accumulated * sharded, _TP, when_held)
@@ -284,7 +299,7 @@ def _offload_rows_of_stages_1_and_2(run: _Zero) -> Iterator[MemoryRow]:
         yield MemoryRow("gradients of this rank's part", "host", sharded, "train.micro_batch_size")
 
 
-def _rows_of_stage_3(run: _Zero, weights: RankWeights) -> Iterator[MemoryRow]:
+def _rows_of_stage_3(run: _Zero) -> Iterator[MemoryRow]:
     """Memory rows of ZeRO stage 3: for a rank's partition of weights (lp_param_buffer), for gathered weights, for its
     partition of gradients (grad_partitions_flat_buffer, zero/stage3.py:791), and for fp32 gradients of a sub-group
     (stage3.py:2686).
@@ -297,7 +312,7 @@ def _rows_of_stage_3(run: _Zero, weights: RankWeights) -> Iterator[MemoryRow]:
         # ones.
         size = run.width * -(-own.weights // parts)
         yield MemoryRow("second weights", place_of(plan.offload_param, run.home), size, _HPZ, _UNTIL_REDUCED)
-    yield from _gathered_rows(run, weights)
+    yield from _gathered_rows(run)
     yield from _optimizer_rows(run)
     gradients = "host" if run.is_offloaded else run.home
     yield MemoryRow("gradients of this rank's part", gradients, run.accumulated * sharded, _OPTIMIZER)
@@ -327,17 +342,19 @@ def _nvme_rows(run: _Zero) -> Iterator[MemoryRow]:
         yield MemoryRow("weights of NVMe that stay on the host", "host", run.width * numel, f"{_PARAM}.max_in_cpu")
 
 
-def _gathered_rows(run: _Zero, weights: RankWeights) -> Iterator[MemoryRow]:
+def _gathered_rows(run: _Zero) -> Iterator[MemoryRow]:
     """Memory rows for gathered weights on a rank: small ones, prefetched ones, and the buffers that receive them
     (zero/partition_parameters.py:795). With recomputation, forward and backward together run each layer three times.
     """
     rules = FetchingRules.of(run.plan.zero)
-    small = run.width * num_persistent(weights.kinds, rules)
+    small = run.width * num_persistent(run.own.tensors, rules)
     yield MemoryRow("small weights, whole", run.home, small, f"{_ZERO}.stage3_param_persistence_threshold")
     passes = 3 if run.plan.recomputes else 2
     # A weight that only one rank holds needs no gathering (zero/partition_parameters.py:1563).
-    fetched = [kind for kind in weights.kinds if kind.sharers > 1 or run.plan.offload_param != "none"]
-    by_moment = gathered_weights(fetched, rules, passes=passes, home=run.home)
+    fetched = [kind for kind in run.own.tensors if kind.sharers > 1 or run.plan.offload_param != "none"]
+    by_moment = gathered_weights(
+        fetched, rules, passes=passes, home=run.home, trains_embedding=run.own.trains_embedding
+    )
     for gathered in by_moment:
         name, option = f"gathered weights, {gathered.during}", f"{_ZERO}.stage3_max_live_parameters"
         yield MemoryRow(name, run.home, run.width * gathered.numel, option, gathered.when)
@@ -354,7 +371,7 @@ class GatheredWeights(NamedTuple):
     when: tuple[Moment, ...]
     numel: int
     arriving: int
-    """Elements of the buffer in which an all-gather receives several weights, before they are copied out of it."""
+    """Elements of the buffers of all-gathers, which weights are copied out of."""
 
 
 def num_persistent(kinds: Sequence[TensorKind], rules: FetchingRules) -> int:
@@ -365,10 +382,11 @@ def num_persistent(kinds: Sequence[TensorKind], rules: FetchingRules) -> int:
 
 
 def gathered_weights(
-    kinds: Sequence[TensorKind], rules: FetchingRules, *, passes: int, home: Place
+    kinds: Sequence[TensorKind], rules: FetchingRules, *, passes: int, home: Place, trains_embedding: bool = False
 ) -> tuple[GatheredWeights, ...]:
     """For each part of a step, the maximum number of gathered elements on a rank, of the weights `kinds`. `home` is the
-    memory of the rank's device. Forward and backward together run each layer `passes` times.
+    memory of the rank's device. Forward and backward together run each layer `passes` times; without
+    `trains_embedding` the embedding has only a forward.
 
     DeepSpeed prefetches a bucket of weights when it enters a module, even if the module has no weights
     (partitioned_param_coordinator.py:436-470), until `max_live` elements are gathered. The tensor gathered last, such
@@ -379,26 +397,56 @@ def gathered_weights(
     fetched = [kind for kind in kinds if kind.numel // kind.count > rules.persistence]
     total, modules = sum(kind.numel for kind in fetched), Counter[str]()
     for kind in fetched:
-        modules[_module_of(kind.name)] += kind.numel // kind.count
+        modules[_module_of(kind.name) or kind.names[0]] += kind.numel // kind.count
     head = modules.pop(_module_of(HEAD), 0)
     largest = max(modules.values(), default=0)
     # Weights used again within `max_reuse` elements stay gathered. Between two uses of a layer, the head may run
     # forward and backward, so its elements count at most twice.
     near = max(rules.max_reuse - 2 * head, 0) // passes
     reused, ahead = near + largest, rules.max_live if rules.prefetch_bucket else 0
-    with_head = min(total, max(reused + head, ahead + max(largest, head)))
-    without_head = min(total - head, max(reused, ahead + largest))
-    # DeepSpeed gathers a single tensor in place, and several tensors through a buffer (partition_parameters.py:1607).
-    smallest = min((kind.numel // kind.count for kind in fetched), default=0)
-    bucket = rules.prefetch_bucket + max(largest, head) if rules.prefetch_bucket > smallest else 0
-    # Gloo has two threads, each with a buffer of its own besides the receiving buffer (ProcessGroupGloo.cpp).
-    bucket = min(bucket * (2 if home == "host" else 1), total)
-    refetched = bucket if without_head < total - head else 0
+    gathers = _gathers(fetched, rules.prefetch_bucket)
+    # A frozen embedding has no backward: it is released when it has been used, unless it is also the head.
+    once = 0 if trains_embedding or not head else modules[_module_of(EMBEDDING)]
+    begun = sum(numel for numel, _ in gathers[:_ENTERED_WITH_EMBEDDING])
+    with_head = min(max(total - once, begun), max(reused + head, ahead + max(largest, head)))
+    without_head = min(total - once - head, max(reused, ahead + largest))
+    *_, earlier, copied = sorted((0, 0, *(numel for numel, count in gathers if count > 1)))
+    # Gloo gathers in memory of its own (ProcessGroupGloo.cpp), while weights of an earlier gather are still used.
+    in_gloo = max((numel for numel, _ in gathers), default=0)
+    arriving = in_gloo + earlier if home == "host" else copied
+    refetched = arriving if without_head < total - once - head else 0
     return (
-        GatheredWeights("forward", ("forward",), with_head, bucket),
+        GatheredWeights("gathering", ("gathering",), with_head, arriving),
+        GatheredWeights("forward", ("forward",), with_head, copied),
         GatheredWeights("head", ("head", "head backward"), with_head, 0),
         GatheredWeights("backward", ("layers", "embedding"), without_head, refetched),
     )
+
+
+_ENTERED_WITH_EMBEDDING = 4
+"""Number of modules entered when the embedding is computed: the loss, the causal LM, the base model and the embedding.
+At each of them DeepSpeed prefetches a bucket.
+"""
+
+
+def _gathers(kinds: Sequence[TensorKind], bucket: int) -> list[tuple[int, int]]:
+    """Elements and number of the weights of each all-gather in forward. A gather takes weights until they have as many
+    elements as a bucket. It receives several weights in one buffer, copies each out of it, and holds the buffer until
+    the last of them is used (partition_parameters.py:761-803); a single weight stays where it is received (1607).
+    """
+    sizes = []
+    for number, kind in enumerate(kinds):
+        for name in kind.names:
+            # Other tensors outside of layers, such as the head, follow the layers.
+            layer = layer_of(name) if name == EMBEDDING or layer_of(name) >= 0 else sys.maxsize
+            sizes.append((layer, number, kind.numel // kind.count))
+    gathers, numel, count = list[tuple[int, int]](), 0, 0
+    for *_, size in sorted(sizes):
+        numel, count = numel + size, count + 1
+        if numel >= bucket:
+            gathers.append((numel, count))
+            numel = count = 0
+    return [*gathers, (numel, count)] if count else gathers
 
 
 def teacher_rows(plan: Plan, teacher: DescribedModel | None) -> Iterator[MemoryRow]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_finetune.config.schema import RunConfig
+from tests.features.toy_feature import SETTINGS
 
 Tree = dict[str, Any]
 _SIZES: Tree = {
@@ -49,6 +50,8 @@ V4 |= {
     "num_hash_layers": 1,
 }
 """Models by config.json."""
+GATED: Tree = LLAMA | {"model_type": "gated_llama", "max_position_embeddings": 1024}
+"""Model of the family of `tests/plan/toys.py`."""
 TOKENS, MICRO_ROWS = 64, 2
 _BUCKET = 1_000_000
 """Numbers of a bucket: CPUs give whole buckets addresses, which torch's allocator counts."""
@@ -153,6 +156,9 @@ DEFAULT = [
     AllocationCell(2, "bf16"),
     AllocationCell(3, "bf16", forwards=2),
     AllocationCell(3, "bf16", zero=_FETCHING["default-fetching"], title="default-fetching"),
+    AllocationCell(
+        2, "bf16", recomputes=False, model=GATED, sections={"features": {"toy": SETTINGS}}, tokens=1024, title="toy"
+    ),
 ]
 """Measured by default."""
 OTHERS = [
@@ -169,6 +175,7 @@ OTHERS = [
     *(AllocationCell(stage, "bf16", model=EXPERTS) for stage in (2, 3)),
     *(AllocationCell(stage, "bf16", forwards=2, choices=_WIDE_SUMS, title="fp32-sums") for stage in (2, 3)),
     *(AllocationCell(stage, "bf16", sections=_LORA, zero=_SMALL_BUCKET, title="lora") for stage in (2, 3)),
+    AllocationCell(3, "bf16", sections=_LORA, zero=_FETCHING["default-fetching"], title="lora-default-fetching"),
     AllocationCell(3, "bf16", axis="ep", model=EXPERTS),
     *(AllocationCell(stage, "bf16", sections={"train": _ONLY}, title="only") for stage in (1, 2)),
     *(

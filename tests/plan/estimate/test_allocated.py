@@ -1,6 +1,7 @@
 """The memory that is estimated, states by arithmetic and activations by a trace, against what torch's allocator really gave CPU ranks in two steps of DeepSpeed."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,13 +15,21 @@ from ds_finetune.reference.selftest.compare import write_model
 from ds_finetune.system.world import World
 from ds_finetune.trainer.tracing.activations import trace
 from tests.described import described_tree
-from tests.plan.estimate.allocated_cells import DEFAULT, OTHERS, TOKENS, AllocationCell
+from tests.plan.estimate.allocated_cells import DEFAULT, OTHERS, AllocationCell
+from tests.plan.toys import toys_registered
 from tests.planning import model_of
 from tests.running import start, torchrun
 
 WORKER = Path(__file__).with_name("allocation_worker.py")
 RANKS = 2
 NOT_MEASURED = ("a checkpoint that is written",)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def toys() -> Iterator[None]:
+    """The model type and the feature that this package does not have."""
+    with toys_registered():
+        yield
 
 
 def estimated(cell: AllocationCell, folder: Path) -> MemoryEstimate:
@@ -73,7 +82,8 @@ def others(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def compare(cell: AllocationCell, folder: Path) -> None:
     planned, measured = planned_bytes(cell, folder / cell.name), measured_bytes(cell, folder)
-    assert planned == pytest.approx(measured, rel=0.05 if cell.tokens == TOKENS else 0.02)
+    # What the feature of another package allocates is 1% of its run.
+    assert planned == pytest.approx(measured, rel=0.005 if "features" in cell.sections else 0.03)
 
 
 @pytest.mark.parametrize("cell", DEFAULT, ids=lambda cell: cell.name)

@@ -31,7 +31,8 @@ forward with the head, and in backward after it: those of the coordinator of a r
 def test_as_many_as_were_traced(bucket: int, live: int, reuse: int, forward: float, backward: float) -> None:
     (weights,) = rank_weights(described_tree(LLAMA), ParallelConfig(), zero_ranks=2)
     rules = DEFAULT_RULES._replace(prefetch_bucket=bucket, max_live=live, max_reuse=reuse, persistence=1000)
-    in_forward, _, in_backward = gathered_weights(weights.kinds, rules, passes=3, home="gpu")
+    gathered = gathered_weights(weights.kinds, rules, passes=3, home="gpu", trains_embedding=True)
+    in_forward, *_, in_backward = gathered
     assert in_forward.numel == pytest.approx(forward * 1e6, rel=0.06)
     assert in_backward.numel == pytest.approx(backward * 1e6, rel=0.06)
 
