@@ -8,7 +8,7 @@ from enum import StrEnum
 from fractions import Fraction
 from glob import glob
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -106,8 +106,8 @@ def _as_sets(value: object) -> object:
     if isinstance(value, int | float):
         percent = f"{value * 100:g}%" if 0 < value < 1 else "5%"
         raise ValueError(f"name files, or a share of data.train such as `{percent}`")  # noqa: TRY004 - for pydantic
-    sets = value if isinstance(value, dict) else {"": value}
-    sets = {name: as_list(paths) for name, paths in sets.items()}
+    given = value if isinstance(value, dict) else {"": value}
+    sets: dict[Any, Any] = {name: as_list(paths) for name, paths in given.items()}
     if not sets:
         raise ValueError("the mapping is empty: name held-out sets, as in `{new: a.txt, old: b.txt}`")
     for name, paths in sets.items():
@@ -176,7 +176,7 @@ DurationText = Annotated[str, BeforeValidator(lambda text: str(Duration.parse(st
 
 
 def _check_length(text: object) -> str:
-    if "token" in str(text):
+    if not re.search("step|epoch", str(text)):
         raise ValueError(f"`{text}` is no number of steps or epochs; write e.g. `100 steps` or `1 epoch`")
     return str(Duration.parse(str(text)))
 

@@ -75,6 +75,11 @@ def test_override_replaces_and_creates(run_file: Path) -> None:
             "`eval.every` is '1e6 tokens': `1e6 tokens` is no number of steps or epochs",
             "`eval.every`: `N steps` or `N epochs` between evaluations",
         ),
+        (
+            "eval: {every: 10}\n",
+            "`10` is no number of steps or epochs; write e.g. `100 steps`",
+            "`eval.every`: `N steps`",
+        ),
         ("optim: {betas: [0.9, 1.0]}\n", "`optim.betas` is 1.0: it should be less than 1", "(by default [0.9, 0.95])"),
         ("optim: {betas: [0.9]}\n", "`optim.betas` is [0.9]: it should have 2 values", "(by default [0.9, 0.95])"),
         ("optim: {betas: [1, 2, 3]}\n", "`optim.betas` is [1, 2, 3]: it should have 2 values", "[0.9, 0.95]"),
