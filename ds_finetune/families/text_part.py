@@ -10,7 +10,8 @@ from typing import Any
 TEXT_CONFIG = "text_config"
 """Section of a multimodal model's config.json that describes the text part, like the config.json of a text model."""
 _OTHER_TYPES = {"minimax_m3_vl": "minimax_m3_text"}
-"""Multimodal model types whose `text_config` may name another model type than the one that is trained, which follows.
+"""Model type under which a text part is trained, by multimodal model types whose published `text_config` names another:
+MiniMax M3's names `minimax_m2`.
 """
 _BASE = re.compile(r"^(model\.)?(language_model|text_model)\.(model\.)?(?!lm_head\.)")
 _HEAD = re.compile(r"^(model\.)?(language_model\.)?(?=lm_head\.)")
