@@ -53,13 +53,28 @@ def test_a_family_of_another_package_is_planned(
     assert moments == 8 * 4 * 8 * (hidden + 3 * hidden) / 2, "two in fp32 of a number, of four adapters, on two ranks"
 
 
-def test_a_model_that_cannot_be_built_is_one_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """torch refuses an embedding whose padding token is not in it."""
-    tree = {"model_type": "llama", **CONFIGS["llama"], "pad_token_id": 100_000}
-    assert plan_of(tmp_path, tree) == 2
-    shown = capsys.readouterr().err
-    assert "a model of model_type `llama` cannot be built from its config.json" in shown
-    assert "Padding_idx must be within num_embeddings" in shown
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (
+            {"pad_token_id": 100_000},
+            "a model of model_type `llama` cannot be built from its config.json: AssertionError: Padding_idx must be "
+            "within num_embeddings",
+        ),
+        ({"hidden_size": 66}, "The hidden size (66) is not a multiple of the number of attention heads (4)"),
+        ({"num_key_value_heads": 3}, "num_attention_heads 4 is no multiple of num_key_value_heads 3"),
+    ],
+)
+def test_a_model_that_cannot_be_built_is_one_error(
+    changed: dict[str, int], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tree = {name: value for name, value in CONFIGS["llama"].items() if name != "head_dim"}
+    assert plan_of(tmp_path, {"model_type": "llama", **tree, **changed}) == 2
+    shown = capsys.readouterr().err.splitlines()
+    errors = [line for line in shown if line.startswith("error: ")]
+    assert len(errors) == 1, shown
+    assert message in errors[0]
+    assert sum("hint: " in line for line in shown) == 1
 
 
 @pytest.mark.parametrize(
