@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -104,7 +104,7 @@ class RouterMetrics(Remembering):
         values = self._values(counts, choices)
         if self.bias_update:
             # Router biases move as in `model.routers.update_biases`.
-            moved = np.zeros(counts.shape) if self.moved is None else np.array(self.moved)
+            moved: np.ndarray[Any, Any] = np.zeros(counts.shape) if self.moved is None else np.array(self.moved)
             if not record.values["train/skipped"]:
                 above = np.sign(counts * counts.shape[1] - counts.sum(axis=1, keepdims=True))
                 above[list(self.without_bias)] = 0
