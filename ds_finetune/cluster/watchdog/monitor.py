@@ -35,7 +35,7 @@ from ds_finetune.system.rank_files import ERROR_FILE, record_error
 from ds_finetune.system.whole_file import replace_file
 from ds_finetune.system.world import World
 
-SILENT_SECONDS, PREPARING_SECONDS = 25.0, 600.0
+SILENT_SECONDS, PREPARING_SECONDS = 20.0, 600.0
 """A machine is lost after SILENT_SECONDS without a heartbeat, or after PREPARING_SECONDS while its ranks prepare data,
 because native code may then hold Python's lock.
 """
