@@ -23,7 +23,9 @@ def of_syntax(node: ast.AST, owner: str) -> Iterator[str]:
     """Docstrings of `node` (named `owner`) and below it, also of attributes; errors with a hint."""
     if isinstance(node, ast.Call) and node.args:
         hints = (keyword.value for keyword in node.keywords if keyword.arg == "hint")
-        yield from (f"{message(node.args[0])}\n  hint: {message(hint)}" for hint in hints)
+        texts = (f"{message(node.args[0])}\n  hint: {message(hint)}" for hint in hints)
+        # A text that only joins values has no words of its own to understand.
+        yield from (text for text in texts if re.search(r"\w{2}", re.sub(r"\{.*?\}|  hint:", "", text)))
     if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         owner = f"{owner}.{node.name}"
     if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):

@@ -117,7 +117,7 @@ class PartFile:
 
     @property
     def node(self) -> int:
-        """Number of the node that wrote this part: the lowest rank that uses the same checkpoint folder."""
+        """Lowest rank of the node that wrote this part. A node is all ranks that use one checkpoint folder."""
         return int(self.extra.get("home", 0))
 
     def tensor(self, item: StoredChunk) -> torch.Tensor:

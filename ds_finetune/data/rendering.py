@@ -246,9 +246,10 @@ class RenderedConversation:
         return (ends[0], False) if ends else (len(tail.rstrip("\n")), True)
 
     def _split(self, number: int, done: str, header: str, rest: str) -> tuple[str, str]:
-        """Split a rendered turn, `header` + `rest`, into prompt and body. `header` ends where the turn's text begins.
+        """Split the rendered turn `number` into prompt and body. `done` is the dialogue before the turn. The turn is
+        `header` + `rest`; `header` ends where the text of its message begins.
 
-        If `header` + `rest` begins with the prompt that a server would send, this is the prompt; else `header` is.
+        The prompt is what a server would send to get this turn, if the turn begins with it, else `header`.
         """
         message = self._messages[number]
         opened = self._after(done, self._render(self._with_placeholders[:number], opens=True)) if number else None

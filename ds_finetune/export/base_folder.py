@@ -94,11 +94,11 @@ class BaseFolder:
         return replace(parts, base_tensors=conversion.tensors, copy_base_tensors=conversion.copy_to), [line, *notes]
 
     def with_copies(self, parts: FolderParts, keys: Iterable[str]) -> tuple[FolderParts, list[str]]:
-        """Let the export copy the trained embedding or head to each name in `keys` under which the base model has such
-        a copy. Returns the changed contents of the export, and notes for the user.
+        """Let the export copy the trained embedding or head to each name in `keys` under which the base model has a
+        copy of its own. Returns the changed contents of the export, and notes for the user.
 
-        Multi-token prediction layers have such copies. vLLM drafts tokens with them if they differ from the model's
-        embedding and head (vLLM PR 42538), and untrained copies would make bad drafts.
+        Multi-token prediction layers have copies of embedding and head. vLLM drafts tokens with them if they differ
+        from the model's embedding and head (vLLM PR 42538), and untrained copies would make bad drafts.
         """
         copies = {key: original for key in keys if (original := self._original(key))}
         line = (

@@ -206,7 +206,7 @@ def _run_layer(
 
 
 def install_hyper_connections(lm: nn.Module) -> None:
-    """Make DeepSeek-V4's norms and hyper-connections save little more than their inputs for backward, in place."""
+    """Change DeepSeek-V4's norms and hyper-connections in place, so that they save little but inputs for backward."""
     forwards = (
         _merge,
         _merge_last,

@@ -456,13 +456,13 @@ def _expected_value(key: str, value: object, kind: str) -> str:
 
 def _section(tree: Mapping[str, Any], path: Sequence[str], source: str) -> Mapping[str, Any]:
     for depth, name in enumerate(path, start=1):
-        section = tree.get(name)
-        if section is not None and not isinstance(section, Mapping):
-            wrong = ".".join(path[:depth])
+        value = tree.get(name)
+        if value is not None and not isinstance(value, Mapping):
+            key = ".".join(path[:depth])
             raise ConfigError(
-                f"{source}: `{wrong}` is {section!r}, not a section", hint="write it like ds_configs/zero3_offload.json"
+                f"{source}: `{key}` is {value!r}, not a section", hint="write it like ds_configs/zero3_offload.json"
             )
-        tree = section or {}
+        tree = value or {}
     return tree
 
 

@@ -236,8 +236,8 @@ class EngineState:
                 self._zero_step(masters)
         for master in fresh:
             for kind in missing_kinds[master] - self._kinds(master).keys():
-                # Below stage 3, a step with zero gradients does not create Muon's momentum, which has all elements of
-                # the parameters or, with an offloaded optimizer, only those of this rank's partition.
+                # Below stage 3 a step with zero gradients creates no momentum for Muon, so it is created here: for the
+                # full parameters, or for this rank's partition of them if the optimizer is offloaded.
                 is_whole = kind == _MUON and master.full_parts and self._plan.offload_optimizer == "none"
                 size = sum(part.numel for part in master.full_parts) if is_whole else master.flat.numel()
                 self._optimizers[0].state[master.flat][kind] = torch.zeros(size, device=master.flat.device)

@@ -126,7 +126,9 @@ def _small_value(name: str, value: Any, ratio: Fraction, size: Size, *, is_by_la
 
 
 def _ratio(config: PretrainedConfig, heads: int, outer: Fraction | None) -> Fraction:
-    """Ratio by which widths and numbers of heads shrink, so that heads keep their width."""
+    """Ratio by which the model's widths and its number of heads shrink, which leaves the width of a head as it is.
+    `outer` is the ratio of the configuration that holds this one, for a configuration without heads.
+    """
     for name in _MAIN_HEADS:
         count = getattr(config, name, None)
         if isinstance(count, int) and count > 0:

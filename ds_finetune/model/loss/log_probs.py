@@ -39,7 +39,7 @@ class TwoPassHead:
     """A head that computes log-probabilities of tokens in a first pass over chunks, and gradients in a second pass.
 
     The second pass begins with the last chunk, whose softmax is still in memory. If only `hidden` needs a gradient, the
-    first pass computes the gradient of each log-probability. The loss's gradient for it is multiplied in afterwards.
+    first pass computes the gradient of each log-probability, and backward multiplies it by the loss's gradient.
     """
 
     def __init__(

@@ -95,10 +95,10 @@ Partition = Callable[[list[nn.Parameter]], None]
 
 
 def four_bit_or(other: Where, partition: Partition | None = None) -> Where:
-    """Extend `other`, a function from a parameter to its fragment, to four-bit weights.
+    """Extend `other` to four-bit weights. `other` returns a fragment: the part of a parameter that this rank stores.
 
-    A four-bit weight's fragment is the full tensor. When the fragment's context `opened()` ends, the weight is
-    quantised and passed to `partition`. For other parameters `other` returns the fragment.
+    A four-bit weight's fragment is the full tensor in 16 bits, to be written in `with fragment.opened()`; at the end of
+    that block the weight is quantised, and divided by `partition` if it is given.
     """
 
     def where(tensor: torch.Tensor) -> Fragment:

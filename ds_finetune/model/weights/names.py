@@ -45,9 +45,9 @@ def hub_pieces(name: str, shape: tuple[int, ...], family: Family, *, first_exper
     """The checkpoint tensors that make up the model's tensor `name` of shape `shape`, without gaps or overlap.
 
     Fused experts are `gate_up_proj` [experts, 2 x inner, hidden] and `down_proj` [experts, hidden, inner]. Checkpoints
-    have a matrix per expert and projection instead (transformers 5.23, conversion_mapping.py:51-53, 1270), and two
-    layers instead of one where `Family.joined_mlp` says so. Other tensors have equal shapes in both. `first_expert` is
-    the number of the tensor's first expert in the layer.
+    have a matrix per expert and projection instead (transformers 5.23, conversion_mapping.py:51-53, 1270). Families
+    with `joined_mlp` have `gate_up_proj` also in dense MLPs, where checkpoints have two matrices. Other tensors have
+    equal shapes in both. `first_expert` is the number of the tensor's first expert in the decoder layer.
     """
     names = family.published_mlp
     if family.joined_mlp and name.endswith(_JOINED) and shape:

@@ -256,8 +256,9 @@ def run_tree(cell: Cell, model: Path, out: Path, *, dp: int) -> dict[str, Any]:
 
 
 _MEAN_RATIO = 4.0
-"""Nats by which the made-up reference log-probability of a mismatched answer is below that of uniformly random tokens.
-A tiny model's log-probability is only 1 to 2 nats below, so KTO's z0 is above 0.
+"""The reference model's log-probability of a mismatched answer is set to that of uniformly random tokens minus this
+number of nats. The tiny policy's is only 1 to 2 nats below that of random tokens, so KTO's z0, the mean log-ratio of
+policy and reference model, is positive.
 """
 
 
