@@ -175,8 +175,8 @@ def best_weights_lines(usable: UsableCheckpoint, run: ResolvedRun, last: StepRec
 
 
 def _first_resumed(run: ResolvedRun, best_step: int) -> Path | None:
-    """Folder of the resumed run. `checkpoint.resume` is the path of that folder, of its `checkpoints`, or of one checkpoint
-    in it. None for `auto` and `never`, and if that checkpoint is older than the best evaluation.
+    """Folder of the resumed run. `checkpoint.resume` is the path of that folder, of its `checkpoints`, or of one of
+    them. None for `auto` and `never`, and if that checkpoint is older than the best evaluation.
     """
     requested = run.config.checkpoint.resume
     if requested in ("auto", "never"):
