@@ -31,7 +31,7 @@ FOLDER = Path(__file__).parent.parent / "docs" / "reference"
 WIDTH = 120
 RESUME = {
     OnResume.REFUSED: "cannot change on resume",
-    OnResume.ROWS: "training rows cannot change on resume",
+    OnResume.ROWS: "on resume only a value with the same training rows",
 }
 RUN_FILE = """\
 # Run-file keys

@@ -123,9 +123,9 @@ def _recognised(record: "Record", where: str) -> tuple[str, Mapping[str, str]]:
 
     Objective grpo reads every row that has a prompt, so it is the last that is tried.
     """
-    from ds_finetune.data.record_layouts import PlainText
+    from ds_finetune.data.record_layouts import PlainText, find_layout
     from ds_finetune.data.row_kind import DIALOGUE, RowKind, objectives_of
-    from ds_finetune.data.samples import LAYOUTS_OF, fits, read_row
+    from ds_finetune.data.samples import LAYOUTS_OF, read_row
 
     label = record.get("label")
     kinds = {
@@ -140,9 +140,13 @@ def _recognised(record: "Record", where: str) -> tuple[str, Mapping[str, str]]:
         for name in LAYOUTS_OF
     }
     prompts = kinds.pop("prompts")
+    # Each row of a Parquet file has the columns of all; but a prompt with an empty completion is not meant for grpo.
+    filled = {name: value for name, value in record.items() if value is not None or name == "completion"}
     choices = [(kind, columns) for columns in ({}, *_guesses(record)) for kind in kinds.values()]
     for kind, columns in [*choices, (prompts, {})]:
-        if kind == prompts and (wrong := next((name for name in kinds if fits(record, name, {})), None)):
+        if kind == prompts and (
+            wrong := next((name for name in kinds if find_layout(filled, {}, LAYOUTS_OF[name])), None)
+        ):
             read_row(record, kinds[wrong], layout="auto", columns={}, where=where)
         with suppress(DataError):
             sample, _ = read_row(record, kind, layout="auto", columns=columns, where=where)

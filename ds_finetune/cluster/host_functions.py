@@ -14,7 +14,6 @@ from typing import Any
 from ds_finetune.cluster.host_checks import State
 from ds_finetune.cluster.host_program import HostProgram, created_paths, facts, kill_children, starting
 from ds_finetune.config.units import GIB
-from ds_finetune.plan.kernels import triton_problem
 from ds_finetune.system.disk import bytes_below, nearest_existing
 from ds_finetune.system.free_memory import available_bytes
 from ds_finetune.system.info import query_gpus
@@ -37,6 +36,9 @@ def gpus() -> list[Row]:
     if exclusive := [str(number) for number, gpu in enumerate(listed) if gpu.compute_mode.startswith("Exclusive")]:
         hint = "train.micro_batch_size auto and export.verify need a second process; allow it with `nvidia-smi -c 0`"
         rows.append(("gpus", "warn", f"GPU {', '.join(exclusive)} admits one process", hint))
+    # Imported here, because `launch` waits for hosts, and needs only their facts.
+    from ds_finetune.plan.kernels import triton_problem
+
     problem, hint = triton_problem()
     if problem:
         rows.append(("kernels", "warn", f"Triton cannot compile kernels: {problem}; auto chooses those of torch", hint))

@@ -48,7 +48,9 @@ class HostProgram:
             "save": lambda: None,
             "lose": lambda name: None,
         }
-        """Functions that run at once and send no reply. `launch` replaces `save` (a checkpoint) and `lose` (a host)."""
+        """Functions that the launching program calls by these names. They run at once and send no reply. While ranks
+        run, `save` saves a checkpoint and `lose` tells the ranks that a host is lost.
+        """
         self._lines: queue.Queue[dict[str, Any]] = queue.Queue()
         self.output: TextIO = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8", errors="replace")
         # Standard output is only for replies and events. What libraries print there is redirected to standard error.

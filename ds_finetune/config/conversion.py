@@ -243,8 +243,8 @@ class ConvertedRun:
         if word == "dataset_name":
             return self._named_split("dataset_train_split", "train" if self.words.get("dataset_config") else "")
         name, _, count = re.sub(r"^(HF|MS)::", "", str(entry).strip()).partition("#")
-        if count and is_only and KEY_OF.get(word) == "data.train":
-            self._take("data.rows", _as_number(count), f"{word} {entry}", origin=f"{entry}, there a random sample")
+        if count and is_only and KEY_OF.get(word) == "data.train" and not self.words.get("streaming"):
+            self._take("data.rows", _as_number(count), origin=f"{word} {entry}: there a random sample")
         elif count:
             self.outcomes[f"{word} {entry}"] = "not available", f"all rows are used: write {count} of them to a file"
         if not Path(name).exists() and ("/" not in name or name.endswith((".yaml", ".yml"))):
@@ -505,8 +505,10 @@ def _clip_low(self: ConvertedRun, word: str, value: object) -> object:
 
 
 def _rows(self: ConvertedRun, word: str, value: object) -> object:
+    reason = "data.rows is not possible with data.streaming" if self.words.get("streaming") else ""
     if len(self.tree["data"]["train"]) > 1:
         reason = "it counts rows of each data set; data.rows counts those of all, from the first set on"
+    if reason:
         self.outcomes[word] = "not available", reason
         return None
     return value_of(word, value, "data.rows")
@@ -606,7 +608,8 @@ def _from_script(text: str, path: Path) -> OtherFile:
         words = tree
     words |= {key: before[key] for key in ("config_file",) if key in before} | options
     trainer = next(filter(None, match.groups()[1:]), "")
-    if trainer and not any(KEY_OF.get(word) == "objective" and value != "causal_lm" for word, value in words.items()):
+    objectives = (str(value).lower() for word, value in words.items() if value and KEY_OF.get(word) == "objective")
+    if trainer and not {*objectives} - {"causal_lm"}:
         words["trainer"] = _objective_of(trainer)
     ranks = math.prod(int(str(before[key])) for key in _RANKS if str(before.get(key)).isdecimal())
     return OtherFile(program, words, ranks if any(key in before for key in _RANKS) else None)

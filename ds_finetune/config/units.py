@@ -22,7 +22,7 @@ def share_text(fraction: float, digits: int = 1) -> str:
 
 def parse_bytes(text: str, *, name: str) -> int:
     """Convert a size such as `5GB` or `2GiB` to bytes; ConfigError, which names option `name`, for other texts."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B)\s*", text, re.IGNORECASE)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B)\s*", str(text), re.IGNORECASE)
     if not match:
         raise ConfigError(f"{name} `{text}` is not a size with a unit", hint="write e.g. 500MB, 5GB or 2TB")
     return int(float(match[1]) * _UNITS[match[2].upper()])

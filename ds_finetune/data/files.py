@@ -242,7 +242,7 @@ def _read_csv(path: str) -> Iterator[tuple[str, ReadRecord]]:
     other = next((name for separator, name in _SEPARATORS.items() if len(header) == 1 and separator in header[0]), "")
     if other:
         raise DataError(
-            f"{path} has one column, `{header[0]}`: its columns are separated by {other}",
+            f"{path} has one column, `{header[0]:.60}`: its columns are separated by {other}",
             hint="write the file with commas between the columns, and values with commas in double quotes",
         )
     repeated = sorted({name for name in header if header.count(name) > 1})

@@ -150,7 +150,8 @@ def without_nulls(value: object) -> object:
 
 def no_lists_in_csv(value: object) -> str:
     """Addition to a hint where the text `value` holds a JSON list, as in a CSV file; empty for other values."""
-    return "; CSV has no lists: write JSONL or Parquet" * (isinstance(value, str) and value.lstrip().startswith("["))
+    is_list = isinstance(value, str) and value.lstrip().startswith("[")
+    return "; the text is a JSON list: write the list itself, in JSONL or Parquet, since CSV has no lists" * is_list
 
 
 def shown_value(value: object) -> str:

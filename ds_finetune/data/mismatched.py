@@ -55,7 +55,9 @@ class MismatchedAnswers:
         return next(other for other in followers if not np.array_equal(self._prompt(other), prompt))
 
     def rows_for(self, row_ids: Sequence[int]) -> list[Row]:
-        """Rows of mismatched documents with the prompts of the data rows `row_ids`, packed if the data is."""
+        """Rows of documents that join each prompt of the data rows `row_ids` with another sample's answer. They are
+        packed if the data is.
+        """
         rows = self.rows
         numbers = np.concatenate([rows.order[rows.offsets[row] : rows.offsets[row + 1]] for row in row_ids])
         if not self.is_packed:

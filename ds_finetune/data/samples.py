@@ -105,9 +105,8 @@ def read_row(
 def fits(record: Record, kind: KindName, columns: Mapping[str, str]) -> bool:
     """Whether a record has the columns of a layout of this kind, whatever their values."""
     layouts = LAYOUTS_OF[kind]
-    return (
-        find_layout(record, published_columns(record, default_columns(record, columns), layouts), layouts) is not None
-    )
+    named = columns if kind in ("dialogue", "text") else default_columns(record, columns)
+    return find_layout(record, published_columns(record, named, layouts), layouts) is not None
 
 
 def _read_label(label: object, column: str, where: str) -> bool:

@@ -91,8 +91,8 @@ class FiniteProbe:
         return culprits[0] if culprits else "no single gradient; the reduction overflowed"
 
     def _check(self, index: int, grad: torch.Tensor) -> None:
-        # x * 0 is 0 for finite x and NaN otherwise. fp16 is summed in fp32, because a sum of fp16 values may overflow.
-        # torch accumulates sums of bf16 in fp32, and on a CPU another dtype would cost a copy.
+        # Whether a gradient is finite is seen from its sum x: x * 0 is 0 if x is finite, else NaN. fp16 is summed in
+        # fp32, because a sum in fp16 may overflow. For bf16 torch itself accumulates in fp32.
         wide = torch.float32 if grad.dtype == torch.float16 else None
         zero_or_nan = (grad.detach().sum(dtype=wide) * 0).float()
         self._seen[index] = self._seen[index] + zero_or_nan if index in self._seen else zero_or_nan

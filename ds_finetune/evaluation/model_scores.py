@@ -145,7 +145,8 @@ class Scores:
     probability that at least one of K sampled answers is right; for K = 1 it is named `sampled_pass_at_1`.
     """
     drafts: Sums | None = None
-    """Sums of a multi-token prediction layer by document, as from `Drafter.score`; None without such a layer."""
+    """Sums over each document's tokens of how well a multi-token prediction layer drafts them (`Drafter.score`); None
+    without such a layer."""
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -235,8 +235,8 @@ class Family:
     expert. Experts then run as torch's grouped matrix product.
     """
     transposed_experts: bool = False
-    """Whether published checkpoints too have a layer's experts in one tensor [experts, inputs, outputs], with biases,
-    and with alternating columns of gate and up projections (gpt_oss).
+    """Whether published checkpoints, like the model in transformers, have a layer's experts in one tensor [experts,
+    inputs, outputs] with biases, and columns of gate and up projection in turn (gpt_oss).
     """
     published_mlp: MlpNames = AS_BUILT
     """Names of MLPs and experts in the family's published checkpoints."""

@@ -10,8 +10,8 @@ from typing import Any
 TEXT_CONFIG = "text_config"
 """Section of a multimodal model's config.json that describes the text part, like the config.json of a text model."""
 _OTHER_TYPES = {"minimax_m3_vl": "minimax_m3_text"}
-"""Model types of text parts that are trained as another type than the one in the published `text_config`, by type of
-the multimodal model. The `text_config` of MiniMax M3 has `minimax_m2`.
+"""From a multimodal model type to the type of its text part, where its published `text_config` has a wrong one: MiniMax
+M3 has `minimax_m2` there.
 """
 _BASE = re.compile(r"^(model\.)?(language_model|text_model)\.(model\.)?(?!lm_head\.)")
 _HEAD = re.compile(r"^(model\.)?(language_model\.)?(?=lm_head\.)")

@@ -83,7 +83,9 @@ def _check_masks() -> None:
 
 
 def attention_function(name: str) -> Callable[..., Any]:
-    """transformers' function for the attention implementation `name`. `eager` means latent attention's own function."""
+    """transformers' function for the attention implementation `name`. Each model has its own `eager` function; the one
+    of DeepSeek-V3's latent attention is returned.
+    """
     eager = _LATENT.attribute(modeling_deepseek_v3, "eager_attention_forward")
     return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)  # type: ignore[no-any-return]
 

@@ -37,7 +37,7 @@ class TimeLeft(Observer):
         self._measured: dict[str, list[float]] = {}
 
     def after_step(self, record: StepRecord) -> StepRecord:
-        """Add the estimated time to the end of training."""
+        """Add to the record how many seconds of training are left, by estimate."""
         self._step_seconds.append(record.values["perf/step_seconds"])
         return record.with_values({"perf/eta_seconds": self.seconds(record.step)})
 

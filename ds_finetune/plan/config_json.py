@@ -110,7 +110,7 @@ def check_sizes(file: Path) -> None:
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MAX_LAYERS:
             raise ModelError(f"{file}: {key} is {value!r}, not a number from {least} to {MAX_LAYERS}", hint=_PUBLISHED)
     for name, dtype in values_by_key(tree).items() if isinstance(tree, Mapping) else ():
-        if {*_DTYPE_KEYS} & {*name.split(".")} and dtype is not None and str(dtype) not in _DTYPES:
+        if {*_DTYPE_KEYS} & {*name.split(".")} and dtype not in (None, {}) and str(dtype) not in _DTYPES:
             # transformers 5.23 would accept any attribute of torch as a dtype, even `torch.save`.
             raise ModelError(f"{file}: {name} is {dtype!r}, not one of {', '.join(_DTYPES)}", hint=_PUBLISHED)
     if isinstance(tree, Mapping):

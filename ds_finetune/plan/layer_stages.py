@@ -94,8 +94,8 @@ def balance_layers(weights: tuple[int, ...], stages: int) -> tuple[range, ...]:
 
 
 _Split = tuple[int, int, tuple[int, ...]]
-"""A split of layers into parts, as (largest part weight, sum of squared part weights, end index of each part). The
-weight of a part is the sum of its layers' weights.
+"""A division of layers into parts: (weight of the heaviest part, sum of the parts' squared weights, end index of each
+part). The weight of a part is the sum of its layers' weights. The smaller of two divisions is the more even one.
 """
 
 

@@ -59,8 +59,8 @@ class Shape:
 
 def _attended_limits(model: DescribedModel) -> tuple[int | None, ...]:
     """Maximum number of positions that a token attends to in each layer: its sliding window, or the number of tokens
-    that its indexer chooses; None for no limit. A layer that compresses tokens attends to a window and to compressed
-    entries, which are counted as `index_topk`.
+    that its indexer chooses; None for no limit. A layer that compresses tokens may attend to the tokens of a window and
+    to as many compressed entries as its indexer chooses.
     """
     layers, chosen, window = len(model.tensors.layers), model.get("index_topk"), model.get("sliding_window")
     if family_of(str(model["model_type"])).compresses:

@@ -136,8 +136,8 @@ def remove_empty_on_failure(folder: Path) -> Iterator[None]:
 def prepare_run_folder(run: ResolvedRun, *, after_step: int = 0, last: StepRecord | None = None) -> str:
     """Create the run folder with `config.yaml` (enough to run again), `plan.json` and `deepspeed.json`. Records of
     steps after `after_step` are removed, because these steps are taken again. `last` is the record of step
-    `after_step`. Its line may be missing, if the run was killed after it saved the checkpoint, and is then added.
-    Returns a line that names the steps without a record, if any.
+    `after_step`, which is added to the records if it is missing because the run was killed just after its checkpoint.
+    Returns a message that names the steps without a record, or an empty text.
     """
     folder, plan = run.output_dir, run.plan
     plan_text = json.dumps({**dict(plan.decisions), "notes": plan.notes}, indent=2) + "\n"

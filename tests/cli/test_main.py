@@ -115,6 +115,11 @@ ROWS = [
     ({"input": "a", "output": "b"}, "sft", {"prompt": "input", "completion": "output"}),
     ({"prompt": "a", "completions": "b"}, "sft", {"completion": "completions"}),
     ({"prompt": "a", "level": "b"}, "grpo", {}),
+    # Columns as in DeepMath, ARC and SQuAD, and a row of a Parquet file of several layouts.
+    ({"question": "a", "final_answer": "4", "difficulty": 3}, "grpo", {}),
+    ({"question": "a", "choices": ["b", "c"], "answerKey": "A"}, "grpo", {}),
+    ({"title": "t", "context": "c", "question": "a", "answers": {"text": ["b"]}}, "grpo", {}),
+    ({"prompt": "a", "messages": None, "text": None}, "grpo", {}),
 ]
 
 

@@ -1,6 +1,7 @@
 """Files of other trainers become run files: what they mean here, written by hand, and an outcome for every key."""
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -419,6 +420,13 @@ def test_rows_of_several_data_sets_are_counted_otherwise_and_not_taken(tmp_path:
     run, text = converted("swift sft --model m --dataset a/b#500 c/d#20\n", tmp_path)
     assert (run.data.train, run.data.rows) == (("a/b", "c/d"), None)
     assert "# not available: dataset c/d#20 (all rows are used" in text
+    for streamed in (
+        "swift sft --model m --dataset a/b#500",
+        "llamafactory-cli train --stage sft --model_name_or_path m --dataset a/b --max_samples 500",
+    ):
+        run, text = converted(f"{streamed} --streaming true --max_steps 9\n", tmp_path)
+        assert (run.data.streaming, run.data.rows) == (True, None)
+        assert re.search(r"^# not available: .*500", text, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
@@ -431,6 +439,7 @@ def test_rows_of_several_data_sets_are_counted_otherwise_and_not_taken(tmp_path:
         ("cutoff_len: 8\nmodel_name_or_path: m\n", "sft", False),
         ("trl dpo --model_name_or_path m\n", "dpo", False),
         ("swift pt --model m --task_type causal_lm\n", "pretrain", False),
+        ("trl dpo --model_name_or_path m --dataset_name a/b --task_type CAUSAL_LM\n", "dpo", False),
     ],
 )
 def test_an_objective_that_only_a_command_names_is_asked_for(

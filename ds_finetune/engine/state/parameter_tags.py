@@ -1,4 +1,6 @@
-"""Attributes and optimizer groups by which DeepSpeed recognises experts, copies and parameters without weight decay."""
+"""Attributes and optimizer groups by which DeepSpeed recognises parameters of experts, parameters that another pipeline
+stage also has, and parameters without weight decay.
+"""
 
 from collections.abc import Mapping
 from typing import Any

@@ -62,7 +62,9 @@ class PeftAdapter:
         if absent := [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]:
             raise ExportError(
                 f"{folder} cannot be read as an adapter: it has no {' and no '.join(absent)}",
-                hint="name a folder that peft's save_pretrained wrote",
+                hint=f"save it again with peft's save_pretrained, which writes {WEIGHTS}"
+                if absent == [WEIGHTS]
+                else "name a folder that peft's save_pretrained wrote",
             )
         try:
             config = dict(json.loads((folder / CONFIG).read_text(encoding="utf-8")))
@@ -165,7 +167,7 @@ class PeftAdapter:
     def _finite(self, key: str) -> torch.Tensor:
         with safe_open(self.folder / WEIGHTS, framework="pt") as file:
             tensor = file.get_tensor(key)
-        if not tensor.isfinite().all():
+        if not tensor.float().isfinite().all():
             raise ExportError(
                 f"tensor `{key}` of {self.folder} holds NaN or infinity",
                 hint="the adapter is damaged, or its training had diverged: take an older one",

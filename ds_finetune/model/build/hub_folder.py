@@ -335,9 +335,10 @@ def _divided(
     """
     divided, fused = dict(stored), {}
     for key, tensor in stored.items():
-        # A tensor of another shape is not split; the later comparison with the model's shapes reports it.
+        # Only a matrix with an even number of rows can be split in two halves. If another tensor should have been
+        # split, the later comparison with the model's shapes reports it.
         is_even = len(tensor.shape) > 1 and min(tensor.shape) > 0 and tensor.shape[-2] % 2 == 0
-        is_joined = ".experts." in key or ".gate_up_proj." in key
+        is_joined = ".gate_up_proj." in key or (".experts." in key and len(tensor.shape) > 2)
         pieces = hub_pieces(key, tensor.shape, family) if is_even and is_joined else ()
         if tensor.dtype in _WEIGHTS and tensor.dtype != FP8:
             pieces = pieces or qkv_pieces(key, tensor.shape, family, config)

@@ -119,8 +119,8 @@ class TopTargets:
         teacher_log_probs = torch.log_softmax(self.log_probs[tokens].float(), dim=-1)
         columns, is_here = columns_in_shard(self.ids[tokens], log_probs.shape[1], shard.tp_group)
         top = shard.add_up(torch.where(is_here, log_probs.gather(1, columns), 0.0))
-        # Ids of other shards have column 0, which may also be the column of an id of this shard. `infinity` makes
-        # "amin" ignore these ids. Selecting this shard's ids instead would synchronise host and GPU.
+        # Ids of other vocabulary shards point to column 0, which may belong to an id of this shard too. Their value is
+        # infinity, so that "amin" ignores them. Selecting this shard's ids instead would synchronise host and GPU.
         infinity = torch.full_like(top, float("inf"))
         others = log_probs.scatter_reduce(1, columns, torch.where(is_here, -infinity, infinity), "amin")
         bucket = shard.log_norm(others)

@@ -39,7 +39,7 @@ _UNREAD_BEFORE = re.compile(
 _UNREAD_AFTER = re.compile(
     r"\s*(?:\\sqrt|\\pi\b|[\u221a\u03c0])|\^(?!\{?\\circ)|[,.:'\u2019/]\d|\.\.\d"
     r"|[-\u2010-\u2013](?:\d|[a-z]\b)"
-    # Text after a number that is not read: `2+x`, `5 * 3`, `5 x 4`, `5\pm1`, `3k`, `$2M`, `3x`, `5i`, `2 dozen`
+    # A number is not read if one of these follows: `2+x`, `5 * 3`, `5 x 4`, `5\pm1`, `3k`, `$2M`, `3x`, `5i`, `2 dozen`
     r"| ?\+ ?[\w\\(]| ?[*xX] ?\d|\*[\w\\(]| ?(?:\u00b1|\\pm)"
     r"|(?:[abeiknqrtuvwxyzBKMTX]|[bx][\dA-F]+|bn|mn|mil)(?![A-Za-z])"
     r"| ?(?:dozen|mil|bn)\b"

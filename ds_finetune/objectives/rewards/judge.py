@@ -47,7 +47,8 @@ _FORWARDED += ["abs", "neg", "index", "reversed", "enter", "exit", "hash", "call
 _BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift")
 _ORDER = ("lt", "le", "gt", "ge")
 _DIFFERENCES = ("add", "sub", "mod", "xor", *_ORDER)
-"""Operators by which tests compare a program's object with an expected value; the object could overload them."""
+"""Names of operators whose result shows whether a program's object equals the expected value, e.g. a difference of 0.
+A class of the program could overload them to pass tests, so such results are marked."""
 _TO_NUMBERS = ("abs", "bool", "float", "index", "int", "round")
 
 

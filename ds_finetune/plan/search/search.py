@@ -60,7 +60,7 @@ class Proposal(NamedTuple):
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Result of a search. In its numbers, layouts that differ only in micro-batch or recomputation count as one."""
+    """Result of a search. Layouts that differ only in micro-batch or recomputation are counted as one layout."""
 
     proposals: tuple[Proposal, ...]
     """The first layouts that fit, in the order of the search."""

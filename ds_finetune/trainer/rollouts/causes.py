@@ -30,7 +30,9 @@ def mean_metrics(rollouts: Sequence[Metrics]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Cause:
-    """A row of the table of causes: a condition on the metrics now and at the start of the run, and a hint."""
+    """A possible cause of bad training with sampled answers: a condition on the metrics now and at the run's start, and
+    a hint what to change.
+    """
 
     applies: Callable[[Metrics, Metrics], bool]
     hint: str
