@@ -5,10 +5,10 @@ arXiv 2405.04434, eq. 23-25; DeepSeek-V3, arXiv 2412.19437, eq. 17-20; Switch Tr
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
+from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch.nn import functional
 from transformers import PretrainedConfig
 
 from ds_finetune.families.table import family_of
@@ -98,10 +98,9 @@ class BalanceLoss(ExtraLoss):
         per_token, experts = outputs[0].chosen.shape[1], counts.shape[-1]
         # f_i / T for a document of T tokens: they multiply scores that are summed over tokens, but P_i is a mean.
         factors = counts * (experts / per_token / lengths.double().square()[:, None])
-        # Of all tensors [tokens, experts] only the logits are saved for backward, which recomputes the scores.
-        layer_sum = partial(checkpoint, _sum_of_layer, use_reentrant=False, preserve_rng_state=False)
         scores, pairs = self.routers.plan.kind.scores, zip(outputs, factors.float(), strict=True)
-        total = torch.stack([layer_sum(output.logits, documents, factor, scores) for output, factor in pairs]).sum()
+        sums = [_SumOfLayer.apply(output.logits, documents, factor, scores) for output, factor in pairs]
+        total = torch.stack(sums).sum()
         return LossAndSums(total * weights[0].to(total.dtype), total.detach().double()[None])
 
     @torch.no_grad()
@@ -117,13 +116,34 @@ class BalanceLoss(ExtraLoss):
         return counts.index_add_(0, cells, torch.ones_like(cells)).view(-1, experts)[:-1]
 
 
-def _sum_of_layer(logits: torch.Tensor, documents: torch.Tensor, factors: torch.Tensor, scores: str) -> torch.Tensor:
-    """Balance loss of a layer, fp32 scalar: f_i P_i (see BalanceLoss), summed over documents and experts i. `factors`,
-    fp32 [documents, experts], are f_i / T for a document of T tokens.
+class _SumOfLayer(torch.autograd.Function):
+    """Balance loss of a layer, `sum_i f_i P_i` summed over documents, fp32 scalar. The input `factors`, fp32
+    [documents, experts], is f_i / T for a document of T tokens. The logits are the only tensor
+    [tokens, experts] that is saved for backward.
     """
-    shares = score_shares(logits, scores)
-    sums = shares.new_zeros(len(factors) + 1, shares.shape[1]).index_add(0, documents, shares)
-    return (sums[:-1] * factors).sum()
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        logits: torch.Tensor,
+        documents: torch.Tensor,
+        factors: torch.Tensor,
+        scores: str,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(logits, documents, factors)
+        ctx.scores = scores
+        probabilities = score_shares(logits, scores)
+        sums = probabilities.new_zeros(len(factors) + 1, probabilities.shape[1]).index_add(0, documents, probabilities)
+        return (sums[:-1] * factors).sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
+        logits, documents, factors = ctx.saved_tensors
+        d_shares = functional.pad(factors, (0, 0, 0, 1)).index_select(0, documents) * grad
+        with torch.enable_grad():
+            leaf = logits.detach().requires_grad_()
+            (d_logits,) = torch.autograd.grad(score_shares(leaf, ctx.scores), leaf, d_shares)
+        return d_logits, None, None, None
 
 
 class RouterFeature(Feature):
