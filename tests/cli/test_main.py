@@ -92,10 +92,11 @@ def test_names_and_texts_are_not_wrapped_in_a_file(capsys: pytest.CaptureFixture
 
 
 def test_eval_names_its_options_where_rows_do_not_fit() -> None:
-    with pytest.raises(DataError) as caught, evaluate._flags_named():
+    with pytest.raises(DataError) as caught:
         read_row({"q": "a", "a": "b"}, DIALOGUE, layout="auto", columns={"prompt": "question"}, where="row 1")
-    assert "--column" in str(caught.value)
-    assert "data." not in str(caught.value)
+    assert "data.columns" in str(caught.value)
+    assert "--column" in evaluate._with_flags(str(caught.value))
+    assert "data." not in evaluate._with_flags(str(caught.value))
     assert evaluate._with_flags("set data.columns: {prompt: q, completion: a} and data.train_on") == (
         "set --column prompt=q --column completion=a and --train-on"
     )
