@@ -257,7 +257,7 @@ FAULTS = {
     "rank stopped": Fault(stop_rank, r"rank 1 \(host .* sends no heartbeats"),
     "cable pulled": Fault(pull_cable, _HOST, 45.0),
     "host crashed": Fault(crash_host, _HOST),
-    "disk full": Fault(fill_disk, f"{_RANK}.*No space left"),
+    "disk full": Fault(fill_disk, rf"{_RANK}[\s\S]*(No space left|disk)"),
     "out of memory": Fault(use_up_memory, rf"{_RANK}: was killed by SIGKILL"),
 }
 
@@ -393,6 +393,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, Bed(Path(folder) / "bed", 2) as bed:
         task = fault_task(bed.shared / "task")
         undisturbed = losses_undisturbed(bed, task) if chosen.restart else []
+        all_seen: list[Seen] = []
         for fault, _ in product(chosen.faults, range(chosen.tries)):
             at_step = drawn.randrange(1, STEPS - 20)
             if chosen.restart:
@@ -400,15 +401,22 @@ def main() -> None:
                     survive(bed, task, fault, at_step=max(at_step, EVERY + 2), undisturbed=undisturbed)
                 )
             else:
-                line = _line(inflict(bed, task, fault, at_step=at_step))
+                all_seen.append(inflict(bed, task, fault, at_step=at_step))
+                line = _line(all_seen[-1])
             sys.stdout.write(f"{fault:18} {line}\n")
             sys.stdout.flush()
+    for fault in dict.fromkeys(seen.fault for seen in all_seen):
+        of_fault = [seen for seen in all_seen if seen.fault == fault]
+        right, longest = sum(not seen.wrong for seen in of_fault), max(seen.seconds_to_none_left for seen in of_fault)
+        sys.stdout.write(f"{fault:18} {right} of {len(of_fault)} as expected, nothing left after {longest:.1f} s\n")
+    sys.exit(any(seen.wrong for seen in all_seen))
 
 
 def _line(seen: Seen) -> str:
     first = re.search(r"^attempt 1 failed.*$", seen.said, re.MULTILINE)
     none_left = f"none left after {seen.seconds_to_none_left:4.1f} s ({seen.left} left)"
-    return f"step {seen.at_step:3}  code {seen.code:4}  {none_left}  {first[0] if first else ''}"
+    verdict = "; ".join((*seen.wrong, seen.said[-800:])) if seen.wrong else "as expected"
+    return f"step {seen.at_step:3}  code {seen.code:4}  {none_left}  {first[0] if first else ''}  {verdict}"
 
 
 def _resumed_line(seen: Resumed) -> str:

@@ -105,7 +105,11 @@ def test_nothing_is_dropped_in_evaluation() -> None:
     [
         ("deepseek_v3", {"dropout": 0.1}, "no dropout for adapters of down_proj, experts, gate_proj, up_proj"),
         ("deepseek_v3", {"modules_to_save": ["experts"]}, "experts.gate_up_proj, whose weights have adapters"),
-        ("deepseek_v3", {"modules_to_save": ["experts"], "target_modules": ["o_proj"]}, "weights are not tested"),
+        (
+            "deepseek_v3",
+            {"modules_to_save": ["experts"], "target_modules": ["o_proj"]},
+            "weights no test trains in full beside",
+        ),
         ("qwen3", {"modules_to_save": ["o_proj"]}, "o_proj.weight, whose weights have adapters"),
         ("qwen3", {"modules_to_save": ["lm_haed"]}, "`lm_haed` matches no module"),
         ("qwen3", {"modules_to_save": ["("]}, "is not a regular expression"),
