@@ -9,6 +9,7 @@ import pytest
 from ds_finetune.cluster import host_functions as host
 from ds_finetune.cluster.doctor.checks import folder_checks, network_checks, rate_checks
 from ds_finetune.cluster.host_checks import Check, clock_check
+from ds_finetune.plan import kernels
 from ds_finetune.system import info
 from ds_finetune.system.info import query_gpus
 
@@ -28,13 +29,13 @@ def _gpus(monkeypatch: pytest.MonkeyPatch, *rows: str) -> None:
 def test_gpus_in_use_and_without_a_compiler_for_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = ("NVIDIA H100, GPU-1, 81559, 9000, Default", "NVIDIA H100, GPU-2, 81559, 0, Exclusive_Process")
     _gpus(monkeypatch, *rows)
-    monkeypatch.setattr(host, "triton_problem", lambda: ("", ""))
+    monkeypatch.setattr(kernels, "triton_problem", lambda: ("", ""))
     assert [row[:3] for row in host.gpus()] == [
         ("gpus", "warn", "GPU 0 has more than 1 GiB in use"),
         ("gpus", "warn", "GPU 1 admits one process"),
     ]
     _gpus(monkeypatch, "NVIDIA H100, GPU-1, 81559, 0, Default")
-    monkeypatch.setattr(host, "triton_problem", lambda: ("there is no C compiler (gcc or clang)", "install gcc"))
+    monkeypatch.setattr(kernels, "triton_problem", lambda: ("there is no C compiler (gcc or clang)", "install gcc"))
     text = "Triton cannot compile kernels: there is no C compiler (gcc or clang); auto chooses those of torch"
     assert host.gpus() == [("kernels", "warn", text, "install gcc")]
 
