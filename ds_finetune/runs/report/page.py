@@ -133,10 +133,14 @@ def render_page(page: Page, *, is_live: bool = False, has_library: bool = True) 
     )
 
 
-@cache
 def bokehjs() -> str:
     """The scripts of the chart library BokehJS with its plotting functions. DependencyError without bokeh."""
     require_extra("pages", "a page with charts")
+    return _read_bokehjs()
+
+
+@cache
+def _read_bokehjs() -> str:
     bokeh = find_spec("bokeh")
     assert bokeh is not None
     folder = Path(str(bokeh.origin)).parent / "server" / "static" / "js"
