@@ -620,7 +620,9 @@ def _result(product: re.Match[str]) -> str:
     result = int(value)
     for factor in factors:
         number = int(factor[1:])
-        result = result * number if factor[0] == "*" else result // number if number else 0
+        if factor[0] == "/" and not number:
+            return product[0]
+        result = result * number if factor[0] == "*" else result // number
     return str(result)
 
 

@@ -102,13 +102,6 @@ def read_row(
     return chosen.read(view, where), unread
 
 
-def fits(record: Record, kind: KindName, columns: Mapping[str, str]) -> bool:
-    """Whether a record has the columns of a layout of this kind, whatever their values."""
-    layouts = LAYOUTS_OF[kind]
-    named = columns if kind in ("dialogue", "text") else default_columns(record, columns)
-    return find_layout(record, published_columns(record, named, layouts), layouts) is not None
-
-
 def _read_label(label: object, column: str, where: str) -> bool:
     """True if a label is true or 1 (a good answer), False if false or 0, also as text; DataError for other labels."""
     if isinstance(label, int | str) and str(label).lower() in ("0", "1", "true", "false"):
@@ -150,5 +143,8 @@ def _recognise(record: Record, kind: RowKind, columns: Mapping[str, str], where:
 
 
 def _other_objective(record: Record, columns: Mapping[str, str]) -> str:
-    fitting = next((kind for kind in LAYOUTS_OF if fits(record, kind, columns)), None)
-    return f"such rows are for objective {', '.join(objectives_of(fitting))}" if fitting else ""
+    for kind, layouts in LAYOUTS_OF.items():
+        named = columns if kind in ("dialogue", "text") else default_columns(record, columns)
+        if find_layout(record, published_columns(record, named, layouts), layouts):
+            return f"such rows are for objective {', '.join(objectives_of(kind))}"
+    return ""

@@ -453,7 +453,13 @@ def test_an_objective_that_only_a_command_names_is_asked_for(
 
 @pytest.mark.parametrize(
     ("accumulation", "batch"),
-    [("$(expr 16 / 4)", 8), ("$(expr 32 / $GPUS / 2)", 8), ("$((2 * $GPUS))", 16), ("$STEPS", None)],
+    [
+        ("$(expr 16 / 4)", 8),
+        ("$(expr 32 / $GPUS / 2)", 8),
+        ("$((2 * $GPUS))", 16),
+        ("$(expr 16 / 0)", None),
+        ("$STEPS", None),
+    ],
 )
 def test_products_and_quotients_of_a_script_are_computed(accumulation: str, batch: int | None, tmp_path: Path) -> None:
     text = f"GPUS=4\nswift sft --model m --dataset a/b --per_device_train_batch_size 2 --gradient_accumulation_steps {accumulation}\n"
