@@ -16,7 +16,7 @@ from ds_finetune.model.loss.token_loss import LossHead, TrainedModel, install_lo
 from ds_finetune.model.weights.load import initialise_weights
 from ds_finetune.objectives.labels import IGNORE_INDEX
 from tests.model.tiny import CONFIGS
-from tests.rounding import rounding_of_outputs
+from tests.rounding import differing_gradients, rounding_of_outputs
 
 
 def head_of(width: int, vocabulary: int, *, bias: bool, chunk: int) -> LossHead:
@@ -125,9 +125,11 @@ def test_packed_gradient_is_the_sum_of_separate_ones(family: str) -> None:
         loss.backward()
         total += loss.item()
     assert together.item() == pytest.approx(total, rel=1e-6)
-    for (name, a), b in zip(packed.named_parameters(), apart.parameters(), strict=True):
-        if a.grad is None:
-            assert "indexer" in name
-            assert b.grad is None
-            continue
-        assert torch.linalg.norm(a.grad - b.grad) <= 1e-5 * torch.linalg.norm(b.grad) + 1e-9, name  # type: ignore[operator]
+    found, wanted = (
+        {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+        for model in (packed, apart)
+    )
+    assert all("indexer" in name for name, _ in packed.named_parameters() if name not in found)
+    # Each of a layer's sums is taken forward, for the gradient of its input, and for that of its weights.
+    additions = 3 * packed.config.num_hidden_layers * (8 * packed.config.hidden_size + len(labels[0]))
+    assert not differing_gradients(found, wanted, additions=additions)
