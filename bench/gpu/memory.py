@@ -15,7 +15,7 @@ from ds_finetune.config.units import GIB
 from ds_finetune.console.phase_line import say_nothing
 from ds_finetune.foreign.auto_configs import AutoConfig
 from ds_finetune.model.build.meta_model import described
-from ds_finetune.plan.estimate.memory import MemoryEstimate, estimate_memory
+from ds_finetune.plan.estimate.memory import MemoryEstimate, RunMemory
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
@@ -57,4 +57,5 @@ def estimate_of(run: TrainingRun, config: RunConfig) -> MemoryEstimate:
     """The estimate of a run on one rank with the device that is here."""
     settings = RunSettings.of(config)
     plan = make_plan(settings, world=World(0, 1, 0, 1, "one rank"), device=device().type)
-    return estimate_memory(plan, described(AutoConfig.for_model(**run.model)), planned_traces(settings, say_nothing))
+    model = described(AutoConfig.for_model(**run.model))
+    return RunMemory(plan, model, planned_traces(settings, say_nothing)).estimate()

@@ -1,14 +1,15 @@
-"""Assigns layers to pipeline stages, from the tensors of the model."""
+"""Assigns layers to pipeline stages, and lists the tensors that a rank of each stage holds."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
+from math import prod
 
 from ds_finetune.config.sections import ParallelConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.family import layer_of
-from ds_finetune.plan.model_tensors import EMBEDDING, FullTensor, ModelTensors
+from ds_finetune.plan.model_tensors import EMBEDDING, DescribedModel, FullTensor, LayerKind, ModelTensors
 
 
 @dataclass(frozen=True)
@@ -134,3 +135,95 @@ def _layer_parameters(tensors: ModelTensors, ep_size: int) -> list[int]:
     counts[-1] += sum(predictions) + embedding * (bool(predictions) + tensors.is_tied)
     counts[-1] += sum(tensor.numel for name, tensor in tensors.ends.items() if name != EMBEDDING)
     return counts
+
+
+@dataclass(frozen=True)
+class TensorKind:
+    """Tensors of a pipeline stage with equal shapes, whose names differ only in the layer number. `name` has `N` for
+    that number, `count` is the number of these tensors, and ZeRO shards each over `sharers` ranks.
+    """
+
+    name: str
+    count: int
+    full_shape: tuple[int, ...]
+    local: tuple[int, ...]
+    """Shape of a rank's shard under tensor and expert parallelism, before ZeRO shards it."""
+    sharers: int
+    names: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    """Full names of the tensors of this kind, in the model's order; adapters have the name of the weight they adapt."""
+
+    def among(self, names: Container[str]) -> "TensorKind":
+        """This kind with only those of its tensors whose full names are in `names`."""
+        matches = tuple(name for name in self.names if name in names)
+        return replace(self, count=len(matches), names=matches)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the tensors of this kind on a rank, before ZeRO shards them."""
+        return self.count * prod(self.local)
+
+    @property
+    def sharded(self) -> int:
+        """Number of elements of the tensors of this kind on a rank, after ZeRO shards them."""
+        return self.count * -(-prod(self.local) // self.sharers)
+
+
+@dataclass(frozen=True)
+class RankWeights:
+    """Tensors on a rank of one pipeline stage, before ZeRO shards them. All ranks of a stage hold equally many
+    elements.
+    """
+
+    kinds: tuple[TensorKind, ...]
+    layers: tuple[int, ...]
+    """Indices of the layers of the pipeline stage."""
+    layer_kinds: tuple[LayerKind, ...]
+
+    @cached_property
+    def numel(self) -> int:
+        """Number of elements of all tensors on a rank, before ZeRO shards them."""
+        return sum(kind.numel for kind in self.kinds)
+
+    @property
+    def sharded(self) -> int:
+        """Number of elements of all tensors on a rank, after ZeRO shards them."""
+        return sum(kind.sharded for kind in self.kinds)
+
+
+@lru_cache(maxsize=4096)
+def rank_weights(model: DescribedModel, parallel: ParallelConfig, *, zero_ranks: int) -> tuple[RankWeights, ...]:
+    """For each pipeline stage, the tensors that one of its ranks holds, with ZeRO sharding over `zero_ranks` ranks.
+    ConfigError if the model's layers cannot be assigned to the stages.
+    """
+    tensors = model.tensors
+    stages = stages_of(tensors, parallel)
+    ranks = []
+    for number, given in enumerate(stages):
+        layers = tuple(given if given is not None else range(len(tensors.layers)))
+        counted = _stage_tensors(tensors, layers, is_first=number == 0, is_last=number == len(stages) - 1)
+        kinds = []
+        for (name, tensor), names in counted.items():
+            sharers = zero_ranks // (parallel.ep if tensor.is_routed else 1)
+            local = tensor.local(tp=parallel.tp, ep=parallel.ep)
+            kinds.append(TensorKind(name, len(names), tensor.shape, local, sharers, tuple(names)))
+        ranks.append(RankWeights(tuple(kinds), layers, tuple(tensors.layers[layer] for layer in layers)))
+    return tuple(ranks)
+
+
+def _stage_tensors(
+    tensors: ModelTensors, layers: tuple[int, ...], *, is_first: bool, is_last: bool
+) -> Mapping[tuple[str, FullTensor], list[str]]:
+    """Map each kind of tensors of a pipeline stage to the full names of these tensors. A kind is a name (`N` for the
+    layer number) and a FullTensor (shape and division). The last stage also has the embedding if the head is tied or
+    there is a multi-token prediction layer.
+    """
+    predicts = any(tensors.layers[layer].is_prediction for layer in layers)
+    has_embedding = is_first or (is_last and (tensors.is_tied or predicts))
+    ends = tensors.ends.items()
+    names_by_kind = {end: [end[0]] for end in ends if (has_embedding if end[0] == EMBEDDING else is_last)}
+    names = list(tensors.layer_names.values())
+    for layer in layers:
+        kind = tensors.layers[layer]
+        for name, own in zip(names[layer], kind.tensors, strict=True):
+            names_by_kind.setdefault((f"{kind.stack}.N.{own[0]}", own[1]), []).append(name)
+    return names_by_kind

@@ -7,6 +7,9 @@ from functools import cached_property, lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
+from ds_finetune.families.family import Family
+from ds_finetune.families.table import family_of
+
 EMBEDDING, HEAD, SCORE_HEAD = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
 _LAYER = re.compile(r"(?P<stack>.+?)\.(?P<number>\d+)\.(?P<name>.+)")
 _PARTS = (
@@ -136,6 +139,11 @@ class DescribedModel(dict[str, Any]):
     ) -> None:
         super().__init__(config)
         self._build, self.teacher = build, teacher
+
+    @property
+    def family(self) -> Family:
+        """The model's row in the table of families."""
+        return family_of(str(self.get("model_type")))
 
     @cached_property
     def tensors(self) -> ModelTensors:

@@ -2,16 +2,25 @@
 `train.freeze`.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from math import prod
 from typing import Any, NamedTuple
 
-from ds_finetune.config.sections import IndexerConfig, RouterConfig, TrainConfig
+from ds_finetune.config.sections import IndexerConfig, LoraConfig, RouterConfig, TrainConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.family import Family, RouterKind
 from ds_finetune.families.layer_rules import hashed_layers, indexed_layers
-from ds_finetune.families.table import family_of
-from ds_finetune.plan.model_tensors import DescribedModel, FullTensor
+from ds_finetune.plan.lora_targets import (
+    LoraTarget,
+    Shape,
+    adapted_targets,
+    fully_trained_parameters,
+    quantised_targets,
+    targets_of,
+)
+from ds_finetune.plan.model_tensors import DescribedModel, FullTensor, part_of
 from ds_finetune.plan.name_patterns import matching, parameter_names, patterns_of
 
 
@@ -65,7 +74,7 @@ def plan_routers(section: RouterConfig | None, model: DescribedModel) -> RouterP
     """Plan the routers of a model by the section `router` of the run file; None where the model has no known router.
     ConfigError if the section is given and no layer has routed experts.
     """
-    family = family_of(str(model.get("model_type")))
+    family = model.family
     kind, keys = family.router, family.expert_keys
     if kind is None or keys is None:
         return None
@@ -151,3 +160,65 @@ def plan_freezing(train: TrainConfig, tensors: Mapping[str, FullTensor]) -> Free
     )
     trained = {name: each for name, each in tensors.items() if name not in freeze and (not only or name in only)}
     return FreezePlan(trained, {name: each for name, each in tensors.items() if name not in trained})
+
+
+@dataclass(frozen=True, eq=False)
+class TrainedTensors:
+    """Tensors of a model that a run trains, adapts or quantises, by full name."""
+
+    full: Mapping[str, FullTensor]
+    """Tensors that are trained in full."""
+    saved: Mapping[str, FullTensor]
+    """Tensors that checkpoints hold in full: those of `full`, frozen routers and untrained indexers."""
+    rank: int = 0
+    """LoRA rank of all adapters; 0 without adapters."""
+    adapted: Mapping[str, FullTensor] = field(default_factory=dict)
+    """Frozen weights that have adapters."""
+    quantised: Mapping[str, FullTensor] = field(default_factory=dict)
+    """Frozen weights that are held in four bits."""
+
+    @property
+    def num_saved(self) -> int:
+        """Number of parameters in a checkpoint."""
+        shapes = (shape for weight in self.adapted.values() for shape in self.adapter_shapes(weight.shape))
+        return sum(tensor.numel for tensor in self.saved.values()) + sum(map(prod, shapes))
+
+    def adapter_shapes(self, weight: Shape) -> tuple[Shape, Shape]:
+        """Shapes of both tensors of the adapter of a weight of shape `weight`."""
+        *experts, rows, columns = weight
+        return (*experts, self.rank, columns), (*experts, self.rank, rows)
+
+
+@lru_cache(maxsize=4096)
+def trained_tensors(
+    model: DescribedModel,
+    train: TrainConfig,
+    lora: LoraConfig | None,
+    router: RouterConfig | None,
+    indexer: IndexerConfig,
+) -> TrainedTensors:
+    """Decide which tensors of a model a run with these sections trains. ConfigError if a pattern of the run file does
+    not fit the model.
+    """
+    tensors = model.tensors.by_name
+    if lora is not None:
+        adaptable = targets_of(model.tensors)
+        targets = adapted_targets(adaptable, lora)
+        full = {name: tensors[name] for name in fully_trained_parameters(tensors, lora, targets)}
+        adapted, quantised = (_weights_of(each, tensors) for each in (targets, quantised_targets(adaptable, lora)))
+        return TrainedTensors(full, full, lora.rank, adapted, quantised)
+    freezing = plan_freezing(train, tensors)
+    saved = tensors if freezing is None else freezing.trained
+    reached = {
+        name: tensor
+        for name, tensor in saved.items()
+        if is_reached(name, model.family, indexer if indexer.train else None)
+    }
+    if router is not None and not router.train:
+        reached = {name: tensor for name, tensor in reached.items() if part_of(name) != "router"}
+    return TrainedTensors(reached, saved)
+
+
+def _weights_of(targets: Iterable[LoraTarget], tensors: Mapping[str, FullTensor]) -> dict[str, FullTensor]:
+    names = (f"{target.name}.{leaf}" for target in targets for leaf in target.shapes)
+    return {name: tensors[name] for name in names}

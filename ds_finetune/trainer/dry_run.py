@@ -16,8 +16,8 @@ from ds_finetune.features.table import features_of
 from ds_finetune.model.attention.kernels import problem_of_flash_3
 from ds_finetune.model.build.model_plan import ModelPlan
 from ds_finetune.plan.estimate.memory import MemoryEstimate
-from ds_finetune.plan.estimate.rank_weights import TensorKind
 from ds_finetune.plan.estimate.zero_rows import MemoryRow
+from ds_finetune.plan.layer_stages import TensorKind
 from ds_finetune.plan.mesh import AXES, Mesh
 from ds_finetune.plan.plan import Plan
 from ds_finetune.trainer.resolve import ResolvedRun

@@ -3,6 +3,7 @@
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 
 import torch
 
@@ -13,7 +14,7 @@ from ds_finetune.engine.devices import DeviceMemory, allocator_settings, is_out_
 from ds_finetune.engine.groups.collectives import all_reduce_max
 from ds_finetune.errors import FinetuneError, RunError
 from ds_finetune.observers.performance import MemoryCheck, Utilisation
-from ds_finetune.plan.estimate.memory import MemoryEstimate, estimate_memory
+from ds_finetune.plan.estimate.memory import MemoryEstimate
 from ds_finetune.plan.estimate.zero_rows import bucket_bytes
 from ds_finetune.plan.search.fitting import fitting_changes
 from ds_finetune.plan.search.machines import gpu_of_device
@@ -99,12 +100,12 @@ def estimate_of(run: PreparedRun) -> MemoryEstimate | None:
 
 def _estimate(run: PreparedRun) -> MemoryEstimate:
     budget = None if run.memory is None else run.memory.free_bytes
-    return estimate_memory(run.plan, run.model.described, run.traces, budget=budget)
+    return replace(run.needs, budget=budget).estimate()
 
 
 def what_fits(run: PreparedRun, *, budget: int) -> str:
     """Hint on changes of the run file that make the run fit into `budget` bytes, those that cost least time first."""
-    changes = fitting_changes(run.plan, run.model.described, run.traces, budget=budget)
+    changes = fitting_changes(run.needs, budget=budget)
     if not changes:
         return "by the estimate no single change of the run file fits; `ds-finetune plan --search` lists what fits"
     texts = (f"{change.text} ({change.device_bytes / GIB:,.2f} GiB)" for change in changes[:_MOST_CHANGES])

@@ -17,8 +17,7 @@ from ds_finetune.config.units import GIB
 from ds_finetune.engine.devices import exchange
 from ds_finetune.errors import ConfigError
 from ds_finetune.plan.batch import AUTO
-from ds_finetune.plan.estimate.memory import estimate_memory
-from ds_finetune.plan.search.fitting import SPARE, bytes_of, chosen_recomputation, fits, legal_sizes
+from ds_finetune.plan.search.fitting import SPARE, chosen_recomputation, fits, legal_sizes
 from ds_finetune.trainer.forecast import memory_table, what_fits
 from ds_finetune.trainer.prepare import PreparedRun
 
@@ -39,7 +38,7 @@ def decide_recomputation(run: PreparedRun, store: dist.Store, monitor: Monitor) 
         own = json.dumps(run.memory.total_bytes if run.memory is not None else 0)
         sizes = exchange(store, plan.world, "memory of devices", own, timeout=_TIMEOUT)
         budget = min(map(int, sizes)) or None
-    recomputation, reason = chosen_recomputation(plan, run.model.described, run.traces, budget=budget)
+    recomputation, reason = chosen_recomputation(run.needs, budget=budget)
     line = ("recomputation", f"{recomputation} (auto: {reason})")
     return replace(run, plan=plan.with_recomputation(recomputation).with_lines(line))
 
@@ -62,7 +61,7 @@ def decide_micro_batch(run: PreparedRun, store: dist.Store, monitor: Monitor) ->
         )
     texts = exchange(store, world, "memory", json.dumps(asdict(run.memory)), timeout=_TIMEOUT)
     budget = min(json.loads(text)["free_bytes"] for text in texts)
-    estimates = {rows: bytes_of(run.plan, run.model.described, run.traces, rows) for rows in legal_sizes(run.plan)}
+    estimates = {rows: run.needs.bytes_of(rows) for rows in legal_sizes(run.plan)}
     file = _file(run, estimates, [json.loads(text)["total_bytes"] for text in texts])
     # Hosts may have read different failed micro-batch sizes, because each host has its own cache.
     failed = exchange(store, world, "micro-batch without memory", str(failed_size(file)), timeout=_TIMEOUT)
@@ -86,7 +85,7 @@ def failed_size(file: Path) -> int:
 
 def _nothing_fits(run: PreparedRun, budget: int, too_many: int) -> ConfigError:
     plan = run.plan.with_rows(1)
-    estimate = estimate_memory(plan, run.model.described, run.traces)
+    estimate = run.needs.with_plan(plan).estimate()
     need, has = estimate.device_bytes / GIB, budget / GIB
     failed = f", and {too_many} rows ran out of memory before" if too_many else ""
     table, remedy = "\n".join(memory_table(estimate)), what_fits(replace(run, plan=plan), budget=budget)

@@ -34,12 +34,11 @@ from ds_finetune.model.weights.vocabulary import grow_vocabulary
 from ds_finetune.objectives.objective import make_objective
 from ds_finetune.plan.config_json import read_config_json
 from ds_finetune.plan.context import ContextPlan, plan_context
-from ds_finetune.plan.estimate.memory import DiskNeed, MemoryEstimate, estimate_memory, files_of
-from ds_finetune.plan.estimate.rank_weights import TensorKind, weights_of_run
+from ds_finetune.plan.estimate.memory import DiskNeed, MemoryEstimate, RunMemory
 from ds_finetune.plan.estimate.traced import without_activations
 from ds_finetune.plan.forward import mlp_tiles
 from ds_finetune.plan.kernels import kernels_problem
-from ds_finetune.plan.layer_stages import check_trained_stages
+from ds_finetune.plan.layer_stages import TensorKind, check_trained_stages
 from ds_finetune.plan.model_checks import WITH_MESH, WITHOUT_MESH, check_model
 from ds_finetune.plan.name_patterns import last_part, patterns_of
 from ds_finetune.plan.plan import Plan, make_plan
@@ -91,20 +90,24 @@ class ResolvedRun:
         return Traces(self.plan, lambda: self.model)
 
     @cached_property
+    def needs(self) -> RunMemory:
+        """Memory that the run needs, with its traced activations."""
+        return RunMemory(self.plan, self.model.described, self.traces)
+
+    @property
     def tensors(self) -> tuple[tuple[TensorKind, ...], ...]:
         """The tensors that one rank of each pipeline stage holds."""
-        return tuple(stage.kinds for stage in weights_of_run(self.plan, self.model.described))
+        return tuple(stage.kinds for stage in self.needs.weights)
 
     @cached_property
     def states(self) -> MemoryEstimate:
         """Memory that the run needs for all but activations, estimated from the shapes of its ranks' tensors."""
-        described = self.model.described
-        return estimate_memory(self.plan, described, without_activations(described))
+        return replace(self.needs, traces=without_activations(self.model.described)).estimate()
 
-    @cached_property
+    @property
     def files(self) -> DiskNeed:
         """Number and size of the files that the run writes."""
-        return files_of(self.plan, self.model.described)
+        return self.needs.files
 
 
 S = TypeVar("S", bound=RunSettings)

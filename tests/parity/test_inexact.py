@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.plan.estimate.memory import estimate_memory
+from ds_finetune.plan.estimate.memory import RunMemory
 from ds_finetune.plan.estimate.traced import without_activations
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.settings import RunSettings
@@ -47,7 +47,7 @@ def test_the_second_weights_of_hierarchical_partitions_are_estimated(results: Pa
     config = RunConfig.model_validate(tree)
     plan = make_plan(RunSettings.of(config), world=World(0, 4, 0, 4, "torchrun"), device="cpu")
     model = one_tensor(result["numel"])
-    rows = {row.name: row for row in estimate_memory(plan, model, without_activations(model)).rows}
+    rows = {row.name: row for row in RunMemory(plan, model, without_activations(model)).estimate().rows}
     assert rows["second weights"].num_bytes == pytest.approx(result["second_bytes"], rel=0.02)
     assert rows["second weights"].place == "host"
 

@@ -16,7 +16,7 @@ from ds_finetune.foreign.torch_nn import fake_tensors
 from ds_finetune.model.adapters.lora import AdapterPlacement, install_lora
 from ds_finetune.model.adapters.lora_plan import plan_lora
 from ds_finetune.model.build.skeleton import build_skeleton, full_fragment
-from ds_finetune.plan.estimate.rank_weights import lora_targets
+from ds_finetune.plan.lora_targets import adapted_targets, targets_of
 from tests.described import described_tree
 from tests.model.tiny import CONFIGS
 from tests.plan.toys import toys_registered
@@ -87,5 +87,5 @@ def test_adapters_by_a_pattern_are_those_that_are_installed(pattern: str, traine
         lm = build_skeleton(hf_config, attention="sdpa", dtype=torch.bfloat16, device="cpu")
         install_lora(lm, plan_lora(hf_config, lora).targets, lora, seed=0, placement=AdapterPlacement(full_fragment))
     assert sum(param.numel() for param in lm.parameters() if param.requires_grad) == trained
-    planned = lora_targets(described_tree(tree), lora)
+    planned = adapted_targets(targets_of(described_tree(tree).tensors), lora)
     assert sum(target.num_params(lora.rank) for target in planned) == trained

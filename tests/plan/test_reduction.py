@@ -6,7 +6,7 @@ import pytest
 
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError
-from ds_finetune.plan.estimate.memory import estimate_memory
+from ds_finetune.plan.estimate.memory import RunMemory
 from ds_finetune.plan.estimate.traced import without_activations
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.plan.settings import RunSettings
@@ -116,7 +116,7 @@ def test_the_estimate_counts_what_each_choice_keeps(stage: int, own: int) -> Non
         config = config_of(stage, **train)
         plan = make_plan(RunSettings.of(config), world=World(0, 2, 0, 2, "torchrun"), device="cpu")
         model = one_tensor(1000)
-        return {row.name: row.num_bytes for row in estimate_memory(plan, model, without_activations(model)).rows}
+        return {row.name: row.num_bytes for row in RunMemory(plan, model, without_activations(model)).estimate().rows}
 
     plain = estimated()
     part = "gradients of this rank's part"

@@ -10,9 +10,9 @@ from transformers import AutoConfig
 
 from ds_finetune.cli.main import main
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.plan.estimate.memory import estimate_memory
-from ds_finetune.plan.estimate.rank_weights import weights_of_run
+from ds_finetune.plan.estimate.memory import RunMemory
 from ds_finetune.plan.estimate.traced import without_activations
+from ds_finetune.plan.layer_stages import rank_weights
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
@@ -52,7 +52,7 @@ def test_every_parameter_of_deepseek_v3_is_somewhere(
     config = _config(deepseek_v3, parallel, stage)
     plan = make_plan(RunSettings.of(config), world=World(0, 256, 0, 8, "test"), device="cuda")
     model = make_model_plan(RunSettings.of(config, mesh=plan.mesh))
-    stages = [stage.kinds for stage in weights_of_run(plan, model.described)]
+    stages = [stage.kinds for stage in rank_weights(model.described, plan.parallel, zero_ranks=plan.zero_ranks)]
     kinds = [kind for stage in stages for kind in stage]
     assert sum(kind.count * math.prod(kind.full_shape) for kind in kinds) == 671_026_404_352
     everywhere = sum(kind.numel * plan.mesh.world_size / len(stages) / kind.sharers for kind in kinds)
@@ -66,7 +66,7 @@ def test_every_parameter_of_deepseek_v3_is_somewhere(
     if on_a_rank is not None:
         assert sum(kind.numel for kind in kinds) == on_a_rank
     assert model.described.tensors.numel == 671_026_404_352
-    estimate = estimate_memory(plan, model.described, without_activations(model.described))
+    estimate = RunMemory(plan, model.described, without_activations(model.described)).estimate()
     size = {row.name: row.num_bytes for row in estimate.rows}
     share = max(sum(kind.sharded for kind in each) for each in stages)
     assert size["fp32 weights"] + size["moments"] == 12 * share
@@ -106,8 +106,8 @@ def test_with_lora_adapters_alone_have_gradients_and_moments(deepseek_v3: Path) 
     # Of 61 layers 58 have 256 experts with weights [4096, 7168] and [7168, 2048].
     assert adapters > 58 * 256 * 16 * (4096 + 7168 + 7168 + 2048)
     traces = without_activations(model.described)
-    size = {row.name: row.num_bytes for row in estimate_memory(plan, model.described, traces).rows}
-    whole = estimate_memory(replace(plan, lora=None), model.described, traces)
+    size = {row.name: row.num_bytes for row in RunMemory(plan, model.described, traces).estimate().rows}
+    whole = RunMemory(replace(plan, lora=None), model.described, traces).estimate()
     (weights,) = (row.num_bytes for row in whole.rows if row.name == "weights")
     assert size["gradients of this rank's part"] == 2 * -(-adapters // 256)
     assert size["fp32 weights"] + size["moments"] == 12 * -(-adapters // 256)

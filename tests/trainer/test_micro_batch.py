@@ -14,6 +14,7 @@ import torch
 from ds_finetune.config.schema import RunConfig, read_config
 from ds_finetune.errors import ConfigError, ModelError
 from ds_finetune.observers.performance import MEASURED_STEPS
+from ds_finetune.plan.estimate.memory import RunMemory
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.plan.search.fitting import chosen_recomputation, legal_sizes
 from ds_finetune.plan.settings import RunSettings
@@ -191,5 +192,5 @@ def test_a_run_says_why_its_memory_is_not_known(tmp_path: Path, monkeypatch: pyt
         prepared
     )
     gpu = replace(prepared.plan, device="cuda")
-    chosen = chosen_recomputation(gpu, prepared.model.described, fail, budget=2**30)
+    chosen = chosen_recomputation(RunMemory(gpu, prepared.model.described, fail), budget=2**30)
     assert chosen == ("full", "its memory is not known: the activations of M cannot be traced: KeyError")

@@ -14,7 +14,8 @@ from ds_finetune.checkpoint.locking import lock_folder
 from ds_finetune.config.schema import RunConfig, read_config
 from ds_finetune.errors import OutputError
 from ds_finetune.observers.record import StepRecord
-from ds_finetune.plan.estimate.memory import DiskNeed, files_of
+from ds_finetune.plan.estimate.memory import DiskNeed, RunMemory
+from ds_finetune.plan.estimate.traced import without_activations
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.runs.folder import RunFolder
@@ -49,7 +50,8 @@ def need_of(folder: Path, total: int, **sections: object) -> DiskNeed:
     """What a run of a model of `total` parameters writes."""
     config = config_of(folder, **sections)
     plan = make_plan(RunSettings.of(config), world=World(0, 1, 0, 1, "a test"), device="cpu")
-    return files_of(plan, one_tensor(total)).of_host(plan, ranks=1, is_first_host=True)
+    model = one_tensor(total)
+    return RunMemory(plan, model, without_activations(model)).files.of_host(plan, ranks=1, is_first_host=True)
 
 
 def test_a_disk_that_is_too_small_is_named_with_both_sizes(tmp_path: Path) -> None:

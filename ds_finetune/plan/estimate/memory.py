@@ -5,14 +5,12 @@ estimate, and `doctor` compares it with the memory and disks of hosts.
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from ds_finetune.config.objectives import GrpoObjective, is_grpo
 from ds_finetune.config.units import GIB
 from ds_finetune.errors import ModelError
-from ds_finetune.families.layer_rules import ModelConfig
-from ds_finetune.families.table import family_of
 from ds_finetune.plan.batch import num_forwards_in_flight
-from ds_finetune.plan.estimate.rank_weights import RankWeights, count_adapters, rank_elements, weights_of_run
 from ds_finetune.plan.estimate.traced import TracedLayer, TracedModel, Tracer
 from ds_finetune.plan.estimate.zero_rows import (
     KEPT_FOR_BACKWARD,
@@ -25,14 +23,16 @@ from ds_finetune.plan.estimate.zero_rows import (
     held,
     num_persistent,
     peak,
+    rank_elements,
     teacher_rows,
     zero_rows,
 )
 from ds_finetune.plan.forward import PROMPT_TOKENS, WEIGHTS_SHARE, head_widths, rows_of_batch, rows_sampled_at_once
+from ds_finetune.plan.layer_stages import RankWeights, rank_weights
 from ds_finetune.plan.model_tensors import DescribedModel
 from ds_finetune.plan.plan import Plan
 from ds_finetune.plan.precision import WEIGHT_BYTES
-from ds_finetune.plan.trained_parts import plan_freezing
+from ds_finetune.plan.trained_parts import TrainedTensors, trained_tensors
 
 _MICRO_BATCH, _LENGTH, _ANSWERS = "train.micro_batch_size", "train.max_seq_len", "rollout.batch_rows"
 _WIDE = WEIGHT_BYTES["fp32"]
@@ -102,145 +102,101 @@ class DiskNeed:
         return replace(self, exports=exports, checkpoint_bytes=self.checkpoint_bytes * ranks // plan.world.world_size)
 
 
-def estimate_memory(plan: Plan, model: DescribedModel, traces: Tracer, *, budget: int | None = None) -> MemoryEstimate:
-    """Memory that the run of `plan` needs; `traces` gives the activations of its model. `budget` is the memory of a
-    rank's device in bytes, of which sampling of answers takes a part; with None sampling takes no more memory than
-    training steps.
+@dataclass(frozen=True)
+class RunMemory:
+    """Memory and files of the run of `plan`, from the tensors of its model, and activations by `traces`."""
 
-    ModelError where the traced layers do not match the layers of the model's tensors.
+    plan: Plan
+    model: DescribedModel
+    traces: Tracer
+    budget: int | None = None
+    """Memory of a rank's device in bytes, of which sampling of answers takes a part. With None sampling takes no more
+    memory than training steps.
     """
-    stages = estimate_stages(plan, model, traces, budget=budget)
-    return max(stages, key=lambda estimate: estimate.device_bytes)
 
+    @cached_property
+    def weights(self) -> tuple[RankWeights, ...]:
+        """For each pipeline stage, the tensors that one of its ranks holds."""
+        return rank_weights(self.model, self.plan.parallel, zero_ranks=self.plan.zero_ranks)
 
-def estimate_stages(
-    plan: Plan, model: DescribedModel, traces: Tracer, *, budget: int | None = None
-) -> Iterator[MemoryEstimate]:
-    """Memory of a rank of each pipeline stage, in order. Among middle stages with equal layers and tensors only the
-    first is estimated, because it holds activations of the most micro-batches.
+    @property
+    def trained(self) -> TrainedTensors:
+        """The tensors that the run trains."""
+        return trained_tensors(self.model, self.plan.train, self.plan.lora, self.plan.router, self.plan.indexer)
 
-    ModelError if the traced layers do not match the layers of the model's tensors.
-    """
-    stages, traced = weights_of_run(plan, model), traces(plan)
-    expected, computed = len(model.tensors.layers) - model.tensors.num_predictions, len(traced.layers)
-    if expected != computed:
-        raise ModelError(
-            f"the memory of model_type {model['model_type']} cannot be estimated: it has tensors of {expected} layers, "
-            f"but its traced forward has {computed}",
-            hint="train a few steps to measure the memory",
+    @property
+    def files(self) -> DiskNeed:
+        """Number and bytes of the run's exports and checkpoints."""
+        plan, checkpoint, has_best = self.plan, self.plan.checkpoint, bool(self.plan.data.eval)
+        # A new checkpoint is complete before the oldest is removed.
+        checkpoints = checkpoint.keep + 1 + (checkpoint.keep_best and has_best) if checkpoint.saves else 0
+        # The export that a server loads during training is removed before the final one is written.
+        is_served = is_grpo(plan.objective) and plan.rollout.engine == "vllm"
+        return DiskNeed(
+            exports=(plan.export.at_end or is_served) + (plan.eval.keep_best and has_best),
+            export_bytes=self.model.tensors.numel * plan.weight_bytes,
+            checkpoints=checkpoints,
+            checkpoint_bytes=int(self.trained.num_saved * plan.checkpoint_bytes_per_parameter) if checkpoints else 0,
         )
-    files = (*_communicator_rows(plan), *_file_rows(plan, model))
-    last = tuple(teacher_rows(plan, model.teacher))
-    seen = set()
-    for number, weights in enumerate(stages):
-        is_last = number == len(stages) - 1
-        layers = traced.layers_of(weights.layers)
-        kind: Hashable = (number == 0, is_last, weights.kinds, layers)
-        if kind in seen:
-            continue
-        seen.add(kind)
-        # The teacher of a distillation runs on the last pipeline stage, which has the head (engine/rank_model.py).
-        others = (*last, *files) if is_last else files
-        own = zero_rows(plan, rank_elements(plan, model, weights))
-        rows = (
-            *own,
-            *_kept_rows(plan, model, weights),
-            *_activation_rows(plan, traced, layers, number),
-            *others,
-        )
-        rows += tuple(_rollout_rows(plan, model, weights, rows, budget, traces))
-        yield MemoryEstimate(rows, number, plan.home)
 
+    def estimate(self) -> MemoryEstimate:
+        """Memory of the rank with the highest peak on its device. Raises the errors of `stages`."""
+        return max(self.stages(), key=lambda estimate: estimate.device_bytes)
 
-def _kept_rows(plan: Plan, model: DescribedModel, weights: RankWeights) -> Iterator[MemoryRow]:
-    """Memory rows for weights that this program holds in addition to DeepSpeed's.
+    def with_plan(self, plan: Plan) -> "RunMemory":
+        """Memory of the run if it had this plan, which may differ in all but the model."""
+        return replace(self, plan=plan)
 
-    One row is for DeepSeek-V4: every rank holds full fp32 copies of some weights (model/weights/fp32_weights.py). Two
-    rows are for weights of the reference model (`KeptWeights`): in host memory, and on a GPU while they are in use,
-    unless weights are offloaded.
-    """
-    family = family_of(str(model["model_type"]))
-    if plan.precision != "fp32" and family.fp32_weights is not None:
-        size = WEIGHT_BYTES["fp32"] * sum(kind.numel for kind in weights.kinds if family.is_in_fp32(kind.name))
-        yield MemoryRow("weights used in fp32", plan.home, size, "train.precision")
-    if is_grpo(plan.objective) and plan.objective.reference == "start":
-        numel = weights.numel if plan.zero_stage < 3 else weights.sharded
-        size, option = plan.weight_bytes * numel, "objective.reference"
-        yield MemoryRow("weights of the start", "host", size, option)
-        if plan.device == "cuda" and plan.offload_param == "none":
-            yield MemoryRow("weights of the start, in use", "gpu", size, option, ("rollout",))
+    def bytes_of(self, rows: int) -> int:
+        """Peak bytes on a rank's device if the run had micro-batches of `rows` rows."""
+        return self.with_plan(self.plan.with_rows(rows)).estimate().device_bytes
 
+    def stages(self) -> Iterator[MemoryEstimate]:
+        """Memory of a rank of each pipeline stage, in order. Among middle stages with equal layers and tensors only the
+        first is estimated, because it holds activations of the most micro-batches.
 
-def _rollout_rows(  # noqa: PLR0913 - what a rank holds, and what it knows of its device and layers
-    plan: Plan,
-    model: DescribedModel,
-    weights: RankWeights,
-    others: Sequence[MemoryRow],
-    budget: int | None,
-    traces: Tracer,
-) -> Iterator[MemoryRow]:
-    if plan.objective.row.head != "answers" or plan.rollout.engine != "own":
-        return
-    # With full recomputation the traced forward of layers runs without gradients, as it does while answers are sampled.
-    layers = traces(plan.with_recomputation("full")).layers_of(weights.layers)
-    tokens = plan.micro_batch_size * -(-plan.train.max_seq_len // plan.mesh.sp)
-    forward, place = max(layer.forward for layer in layers) // tokens, plan.home
-    free = (peak(others, place) if budget is None else budget) - held(others, place, "rollout")
-    yield from _sampling_rows(plan, model, weights, forward=forward, free=free)
+        ModelError if the traced layers do not match the layers of the model's tensors.
+        """
+        plan, tensors, traced = self.plan, self.model.tensors, self.traces(self.plan)
+        expected, computed = len(tensors.layers) - tensors.num_predictions, len(traced.layers)
+        if expected != computed:
+            raise ModelError(
+                f"the memory of model_type {self.model['model_type']} cannot be estimated: it has tensors of "
+                f"{expected} layers, but its traced forward has {computed}",
+                hint="train a few steps to measure the memory",
+            )
+        files = (*_communicator_rows(plan), *self._file_rows())
+        last = tuple(teacher_rows(plan, self.model.teacher))
+        seen = set()
+        for number, weights in enumerate(self.weights):
+            rank = _Rank(plan, self.model, number, weights, traced)
+            kind: Hashable = (number == 0, rank.is_last, weights.kinds, rank.layers)
+            if kind in seen:
+                continue
+            seen.add(kind)
+            # The teacher of a distillation runs on the last pipeline stage, which has the head (engine/rank_model.py).
+            others = (*last, *files) if rank.is_last else files
+            rows = (*zero_rows(plan, rank_elements(plan, self.trained, weights)), *rank.own_rows(), *others)
+            yield MemoryEstimate((*rows, *self._rollout_rows(rank, rows)), number, plan.home)
 
+    def _file_rows(self) -> Iterator[MemoryRow]:
+        plan, files = self.plan, self.files
+        yield MemoryRow("checkpoints", "disk", files.checkpoints * files.checkpoint_bytes, "checkpoint.keep")
+        yield MemoryRow("exports", "disk", files.exports * files.export_bytes, "export.at_end")
+        part = files.checkpoint_bytes // plan.world.world_size if plan.saves_asynchronously else 0
+        yield MemoryRow("a checkpoint that is written", "host", part, "checkpoint.asynchronous")
 
-def _cached_numbers(model: ModelConfig, weights: RankWeights, *, tp: int) -> int:
-    if (rank := model.get("kv_lora_rank")) is not None:
-        each = rank + model["qk_rope_head_dim"]
-    else:
-        each = sum(head_widths(model)) * -(-int(model.get("num_key_value_heads") or model["num_attention_heads"]) // tp)
-    chosen = sum(kind.has_indexer for kind in weights.layer_kinds)
-    return int(each * len(weights.layers) + chosen * (model.get("index_head_dim") or 0))
-
-
-def _sampling_rows(
-    plan: Plan, model: ModelConfig, weights: RankWeights, *, forward: int, free: float
-) -> Iterator[MemoryRow]:
-    """Memory rows for sampling answers, on a rank whose device has `free` bytes free between steps.
-
-    `forward` is the peak of bytes per token in the forward of one layer.
-    """
-    assert isinstance(plan.objective, GrpoObjective)
-    group_size, home, width, vocabulary = plan.objective.group_size, plan.home, plan.weight_bytes, model["vocab_size"]
-    if plan.zero_stage == 3 and plan.zero_ranks > 1:
-        rules = FetchingRules.of(plan.zero)
-        # ZeRO-3 weights that fit into free memory are gathered once for all answers. Otherwise they are gathered again
-        # for each token.
-        if plan.offload_param == "none" and width * weights.numel <= WEIGHTS_SHARE * free:
-            free -= width * weights.numel
-            gathered = max(weights.numel - weights.sharded - num_persistent(weights.kinds, rules), 0)
-            yield MemoryRow("whole weights, rollout", home, width * gathered, "", ("rollout",))
-        else:
-            fetched = [kind for kind in weights.kinds if kind.sharers > 1 or plan.offload_param != "none"]
-            most, *_ = gathered_weights(fetched, rules, passes=1, home=home)
-            size = width * (most.numel + most.arriving)
-            yield MemoryRow("gathered weights, rollout", home, size, "", ("rollout",))
-    token_bytes, rows = width * _cached_numbers(model, weights, tp=plan.mesh.tp), plan.rollout.batch_rows
-    if rows == "auto":
-        rows = rows_of_batch(free, tokens=plan.train.max_seq_len, token_bytes=token_bytes, vocabulary=vocabulary)
-    if rows >= group_size:
-        # Sampling computes all answers to a prompt in one batch, and all batches have equal sizes
-        # (engine/sampling/sampler.py).
-        prompts = -(-plan.rollout.prompts_per_step * plan.rollout.steps_per_rollout // plan.zero_ranks)
-        rows = group_size * -(-prompts // -(-prompts // (rows // group_size)))
-    cache, logits = rows * plan.train.max_seq_len * token_bytes, rows * vocabulary
-    yield MemoryRow("keys and values of answers", home, cache, _ANSWERS, ("rollout",))
-    at_once = min(rows, rows_sampled_at_once(plan.device, vocabulary=vocabulary))
-    drawing = _DRAWING_BYTES * at_once * vocabulary
-    # Sampling holds the logits of the previous token until it has computed those of the next token.
-    work = _WIDE * logits + max(drawing, (_WIDE if width == _WIDE else width + _WIDE) * logits)
-    longest = max(1, plan.train.max_seq_len - plan.rollout.max_new_tokens)
-    tokens = min(max(PROMPT_TOKENS // longest, 1), -(-rows // group_size)) * longest
-    prompt_bytes = tokens * (token_bytes + forward) + _WIDE * logits
-    # When sampling adds columns or drops rows, it copies the key-value cache layer by layer
-    # (engine/sampling/row_cache.py).
-    copied = cache // len(weights.layers)
-    yield MemoryRow("forwards of answers", home, max(work, prompt_bytes, copied), _ANSWERS, ("rollout",))
+    def _rollout_rows(self, rank: "_Rank", others: Sequence[MemoryRow]) -> Iterator[MemoryRow]:
+        plan, place = self.plan, self.plan.home
+        if plan.objective.row.head != "answers" or plan.rollout.engine != "own":
+            return
+        # With full recomputation the traced forward of layers runs without gradients, as it does while answers are
+        # sampled.
+        layers = self.traces(plan.with_recomputation("full")).layers_of(rank.weights.layers)
+        tokens = plan.micro_batch_size * -(-plan.train.max_seq_len // plan.mesh.sp)
+        forward = max(layer.forward for layer in layers) // tokens
+        free = (peak(others, place) if self.budget is None else self.budget) - held(others, place, "rollout")
+        yield from rank.sampling_rows(forward=forward, free=free)
 
 
 def _communicator_rows(plan: Plan) -> Iterator[MemoryRow]:
@@ -255,63 +211,130 @@ def _communicator_rows(plan: Plan) -> Iterator[MemoryRow]:
     yield MemoryRow("communicators", "gpu", size, "NCCL_MAX_NCHANNELS")
 
 
-def _file_rows(plan: Plan, model: DescribedModel) -> Iterator[MemoryRow]:
-    files = files_of(plan, model)
-    yield MemoryRow("checkpoints", "disk", files.checkpoints * files.checkpoint_bytes, "checkpoint.keep")
-    yield MemoryRow("exports", "disk", files.exports * files.export_bytes, "export.at_end")
-    part = files.checkpoint_bytes // plan.world.world_size if plan.saves_asynchronously else 0
-    yield MemoryRow("a checkpoint that is written", "host", part, "checkpoint.asynchronous")
+@dataclass(frozen=True)
+class _Rank:
+    """A rank of pipeline stage `number`, with its tensors, and traced activations of a rank with all layers."""
 
+    plan: Plan
+    model: DescribedModel
+    number: int
+    weights: RankWeights
+    traced: TracedModel
 
-def files_of(plan: Plan, model: DescribedModel) -> DiskNeed:
-    """Number and bytes of a run's exports and checkpoints."""
-    checkpoint, has_best, total = plan.checkpoint, bool(plan.data.eval), model.tensors.numel
-    # A new checkpoint is complete before the oldest is removed.
-    checkpoints = checkpoint.keep + 1 + (checkpoint.keep_best and has_best) if checkpoint.saves else 0
-    # The export that a server loads during training is removed before the final one is written.
-    is_served = is_grpo(plan.objective) and plan.rollout.engine == "vllm"
-    trained = total if plan.lora is None else count_adapters(plan, model)
-    if freezing := plan_freezing(plan.train, model.tensors.by_name):
-        trained = sum(tensor.numel for tensor in freezing.trained.values())
-    return DiskNeed(
-        exports=(plan.export.at_end or is_served) + (plan.eval.keep_best and has_best),
-        export_bytes=total * plan.weight_bytes,
-        checkpoints=checkpoints,
-        checkpoint_bytes=int(trained * plan.checkpoint_bytes_per_parameter) if checkpoints else 0,
-    )
+    @property
+    def is_last(self) -> bool:
+        return self.number == self.plan.mesh.pp - 1
 
+    @property
+    def layers(self) -> tuple[TracedLayer, ...]:
+        return self.traced.layers_of(self.weights.layers)
 
-def _activation_rows(
-    plan: Plan, traced: TracedModel, layers: Sequence[TracedLayer], number: int
-) -> Iterator[MemoryRow]:
-    """Memory rows for activations of a rank of pipeline stage `number`. The last stage also has the head and the loss.
-    The estimate assumes rows without padding and a loss on all tokens.
-    """
-    home = plan.home
-    # `in_flight` counts micro-batches whose activations a rank holds. With `parallel.vpp`, one forward covers only
-    # 1 / vpp of the rank's layers.
-    vpp, accumulation = plan.parallel.vpp, plan.accumulation
-    in_flight = num_forwards_in_flight(pp=plan.mesh.pp, vpp=vpp, micro_batches=accumulation, rank=number) / vpp
-    if on_host := sum(layer.on_host for layer in layers):
-        yield MemoryRow("inputs of recomputed layers, offloaded", "host", int(on_host * in_flight), _MICRO_BATCH)
-    kept, own = traced.before + int(sum(layer.kept for layer in layers) * in_flight), traced.kept(layers)
-    option = _MICRO_BATCH if plan.train.activation_offload or plan.device == "cpu" else "train.activation_offload"
-    option = option if plan.activation_checkpointing == "full" else "train.activation_checkpointing"
-    yield MemoryRow("kept by layers", home, kept, option, KEPT_FOR_BACKWARD)
-    forward = max(traced.forward_peak(layers), traced.embedding if number == 0 else 0) - own
-    yield MemoryRow("one layer in forward", home, max(0, forward), _MICRO_BATCH, ("forward",))
-    option = _MICRO_BATCH if plan.train.tiled_mlp else "train.tiled_mlp"
-    backward = max(0, traced.backward_peak(layers) - own)
-    yield MemoryRow("one layer in backward", home, backward, option, ("layers",))
-    if plan.mesh.pp > 1:
-        # Each micro-batch in flight holds the output of its pipeline stage, and the rank receives one gradient of such
-        # an output.
-        between = int(traced.hidden * (in_flight * vpp + 1))
-        yield MemoryRow("hidden states between stages", home, between, _MICRO_BATCH, KEPT_FOR_BACKWARD)
-    if number == plan.mesh.pp - 1:
-        yield MemoryRow("head and loss", home, traced.head, "parallel.tp", ("head",))
-        yield MemoryRow("backward of the head", home, traced.head_backward, "parallel.tp", ("head backward",))
-        if traced.teacher:
-            yield MemoryRow("forward of the teacher", home, traced.teacher, _LENGTH, ("teacher",))
-    if number == 0:
-        yield MemoryRow("gradient of the embedding", home, traced.embedding_backward, "parallel.tp", ("embedding",))
+    def own_rows(self) -> Iterator[MemoryRow]:
+        """Memory rows for what this program holds in a step beside DeepSpeed: copies of weights, and activations."""
+        yield from self._kept_rows()
+        yield from self._activation_rows()
+
+    def _kept_rows(self) -> Iterator[MemoryRow]:
+        """Memory rows for weights that this program holds in addition to DeepSpeed's.
+
+        One row is for DeepSeek-V4: every rank holds full fp32 copies of some weights (model/weights/fp32_weights.py).
+        Two rows are for weights of the reference model (`KeptWeights`): in host memory, and on a GPU while they are in
+        use, unless weights are offloaded.
+        """
+        plan, weights, family = self.plan, self.weights, self.model.family
+        if plan.precision != "fp32" and family.fp32_weights is not None:
+            size = WEIGHT_BYTES["fp32"] * sum(kind.numel for kind in weights.kinds if family.is_in_fp32(kind.name))
+            yield MemoryRow("weights used in fp32", plan.home, size, "train.precision")
+        if is_grpo(plan.objective) and plan.objective.reference == "start":
+            numel = weights.numel if plan.zero_stage < 3 else weights.sharded
+            size, option = plan.weight_bytes * numel, "objective.reference"
+            yield MemoryRow("weights of the start", "host", size, option)
+            if plan.device == "cuda" and plan.offload_param == "none":
+                yield MemoryRow("weights of the start, in use", "gpu", size, option, ("rollout",))
+
+    def _activation_rows(self) -> Iterator[MemoryRow]:
+        """Memory rows for activations, for rows without padding and a loss on all tokens. The last stage also has the
+        head and the loss.
+        """
+        plan, traced, layers, number, home = self.plan, self.traced, self.layers, self.number, self.plan.home
+        # `in_flight` counts micro-batches whose activations a rank holds. With `parallel.vpp`, one forward covers only
+        # 1 / vpp of the rank's layers.
+        vpp, accumulation = plan.parallel.vpp, plan.accumulation
+        in_flight = num_forwards_in_flight(pp=plan.mesh.pp, vpp=vpp, micro_batches=accumulation, rank=number) / vpp
+        if on_host := sum(layer.on_host for layer in layers):
+            yield MemoryRow("inputs of recomputed layers, offloaded", "host", int(on_host * in_flight), _MICRO_BATCH)
+        kept, own = traced.before + int(sum(layer.kept for layer in layers) * in_flight), traced.kept(layers)
+        option = _MICRO_BATCH if plan.train.activation_offload or plan.device == "cpu" else "train.activation_offload"
+        option = option if plan.activation_checkpointing == "full" else "train.activation_checkpointing"
+        yield MemoryRow("kept by layers", home, kept, option, KEPT_FOR_BACKWARD)
+        forward = max(traced.forward_peak(layers), traced.embedding if number == 0 else 0) - own
+        yield MemoryRow("one layer in forward", home, max(0, forward), _MICRO_BATCH, ("forward",))
+        option = _MICRO_BATCH if plan.train.tiled_mlp else "train.tiled_mlp"
+        backward = max(0, traced.backward_peak(layers) - own)
+        yield MemoryRow("one layer in backward", home, backward, option, ("layers",))
+        if plan.mesh.pp > 1:
+            # Each micro-batch in flight holds the output of its pipeline stage, and the rank receives one gradient of
+            # such an output.
+            between = int(traced.hidden * (in_flight * vpp + 1))
+            yield MemoryRow("hidden states between stages", home, between, _MICRO_BATCH, KEPT_FOR_BACKWARD)
+        if self.is_last:
+            yield MemoryRow("head and loss", home, traced.head, "parallel.tp", ("head",))
+            yield MemoryRow("backward of the head", home, traced.head_backward, "parallel.tp", ("head backward",))
+            if traced.teacher:
+                yield MemoryRow("forward of the teacher", home, traced.teacher, _LENGTH, ("teacher",))
+        if number == 0:
+            yield MemoryRow("gradient of the embedding", home, traced.embedding_backward, "parallel.tp", ("embedding",))
+
+    def sampling_rows(self, *, forward: int, free: float) -> Iterator[MemoryRow]:
+        """Memory rows for sampling answers, on a rank whose device has `free` bytes free between steps.
+
+        `forward` is the peak of bytes per token in the forward of one layer.
+        """
+        plan, weights, vocabulary = self.plan, self.weights, self.model["vocab_size"]
+        assert isinstance(plan.objective, GrpoObjective)
+        group_size, home, width = plan.objective.group_size, plan.home, plan.weight_bytes
+        if plan.zero_stage == 3 and plan.zero_ranks > 1:
+            rules = FetchingRules.of(plan.zero)
+            # ZeRO-3 weights that fit into free memory are gathered once for all answers. Otherwise they are gathered
+            # again for each token.
+            if plan.offload_param == "none" and width * weights.numel <= WEIGHTS_SHARE * free:
+                free -= width * weights.numel
+                gathered = max(weights.numel - weights.sharded - num_persistent(weights.kinds, rules), 0)
+                yield MemoryRow("whole weights, rollout", home, width * gathered, "", ("rollout",))
+            else:
+                fetched = [kind for kind in weights.kinds if kind.sharers > 1 or plan.offload_param != "none"]
+                most, *_ = gathered_weights(fetched, rules, passes=1, home=home)
+                size = width * (most.numel + most.arriving)
+                yield MemoryRow("gathered weights, rollout", home, size, "", ("rollout",))
+        token_bytes, rows = width * self._cached_numbers(), plan.rollout.batch_rows
+        if rows == "auto":
+            rows = rows_of_batch(free, tokens=plan.train.max_seq_len, token_bytes=token_bytes, vocabulary=vocabulary)
+        if rows >= group_size:
+            # Sampling computes all answers to a prompt in one batch, and all batches have equal sizes
+            # (engine/sampling/sampler.py).
+            prompts = -(-plan.rollout.prompts_per_step * plan.rollout.steps_per_rollout // plan.zero_ranks)
+            rows = group_size * -(-prompts // -(-prompts // (rows // group_size)))
+        cache, logits = rows * plan.train.max_seq_len * token_bytes, rows * vocabulary
+        yield MemoryRow("keys and values of answers", home, cache, _ANSWERS, ("rollout",))
+        drawing = _DRAWING_BYTES * vocabulary * min(rows, rows_sampled_at_once(plan.device, vocabulary=vocabulary))
+        # Sampling holds the logits of the previous token until it has computed those of the next token.
+        work = _WIDE * logits + max(drawing, (_WIDE if width == _WIDE else width + _WIDE) * logits)
+        longest = max(1, plan.train.max_seq_len - plan.rollout.max_new_tokens)
+        tokens = min(max(PROMPT_TOKENS // longest, 1), -(-rows // group_size)) * longest
+        prompt_bytes = tokens * (token_bytes + forward) + _WIDE * logits
+        # When sampling adds columns or drops rows, it copies the key-value cache layer by layer
+        # (engine/sampling/row_cache.py).
+        copied = cache // len(weights.layers)
+        yield MemoryRow("forwards of answers", home, max(work, prompt_bytes, copied), _ANSWERS, ("rollout",))
+
+    def _cached_numbers(self) -> int:
+        """Numbers of keys and values that a rank's layers cache for a token."""
+        model, layers, tp = self.model, self.weights.layer_kinds, self.plan.mesh.tp
+        if (rank := model.get("kv_lora_rank")) is not None:
+            each = rank + model["qk_rope_head_dim"]
+        else:
+            each = sum(head_widths(model)) * -(
+                -int(model.get("num_key_value_heads") or model["num_attention_heads"]) // tp
+            )
+        chosen = sum(kind.has_indexer for kind in layers)
+        return int(each * len(layers) + chosen * (model.get("index_head_dim") or 0))

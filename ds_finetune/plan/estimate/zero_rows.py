@@ -1,5 +1,6 @@
 """Memory rows: the bytes that a rank holds for one purpose, in one memory, at certain moments of a step. This module
-makes the rows of DeepSpeed 0.19.8: weights, gradients, optimizer states and buffers, by ZeRO stage.
+counts the elements that a rank holds and trains, and makes the rows of DeepSpeed 0.19.8: weights, gradients, optimizer
+states and buffers, by ZeRO stage.
 
 File names below are relative to deepspeed/runtime.
 """
@@ -7,17 +8,22 @@ File names below are relative to deepspeed/runtime.
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import prod
 from typing import Any, Literal, NamedTuple, Self, get_args
 
 from ds_finetune.config.objectives import is_distillation
 from ds_finetune.config.sections import ParallelConfig
 from ds_finetune.families.family import layer_of
 from ds_finetune.plan.deepspeed_config import OPTIMIZERS
-from ds_finetune.plan.estimate.rank_weights import RankElements, TensorKind, rank_weights
+from ds_finetune.plan.layer_stages import RankWeights, TensorKind, rank_weights
+from ds_finetune.plan.lora_targets import nf4_bytes
 from ds_finetune.plan.model_tensors import EMBEDDING, HEAD, DescribedModel
+from ds_finetune.plan.name_patterns import last_part
 from ds_finetune.plan.plan import Plan, is_teacher_partitioned
 from ds_finetune.plan.precision import WEIGHT_BYTES
+from ds_finetune.plan.trained_parts import TrainedTensors
 
 Place = Literal["gpu", "host", "nvme", "disk"]
 Moment = Literal[
@@ -117,6 +123,78 @@ class FetchingRules(NamedTuple):
 
 
 DEFAULT_RULES = FetchingRules.of({})
+
+
+@dataclass(frozen=True)
+class RankElements:
+    """Numbers of elements on a rank. Attributes whose names begin with `sharded_` count the rank's ZeRO shard, all
+    others count unsharded tensors.
+    """
+
+    tensors: tuple[TensorKind, ...]
+    """Kinds of all tensors on the rank, with adapters."""
+    trains_embedding: bool
+    weights: int
+    """Elements of the weights in the run's precision, without 4-bit weights."""
+    sharded_weights: int
+    trained: int
+    sharded_trained: int
+    largest_group: int
+    """Sharded elements that the optimizer updates at once. It updates two groups one after the other: experts divided
+    by `parallel.ep`, and all other weights. This is the size of the larger group.
+    """
+    largest: int
+    """Elements of the largest trained tensor."""
+    packed_bytes: int = 0
+    """Bytes of 4-bit weights, which ZeRO-3 shards."""
+    scales_bytes: int = 0
+    """Bytes of the scales of 4-bit weights, which every rank holds."""
+    dequantised: int = 0
+    """Elements of the largest 4-bit weight, which is dequantised to the run's precision while it is used."""
+
+
+def rank_elements(plan: Plan, trained: TrainedTensors, weights: RankWeights) -> RankElements:
+    """Count trained, frozen and 4-bit elements on a rank of one pipeline stage."""
+    adapters = _adapter_kinds(trained, (plan.mesh.tp, plan.mesh.ep, plan.zero_ranks), weights.layers)
+    updated = [*adapters, *(kind for each in weights.kinds if (kind := each.among(trained.full)).count)]
+    quantised = [weight.shape for name, weight in trained.quantised.items() if layer_of(name) in weights.layers]
+    shares, packed = Counter[int](), sum(map(prod, quantised))
+    for kind in updated:
+        shares[kind.sharers] += kind.sharded
+    tensors = (*weights.kinds, *adapters)
+    return RankElements(
+        tensors=tensors,
+        trains_embedding=any(kind.name == EMBEDDING for kind in updated),
+        weights=sum(kind.numel for kind in tensors) - packed,
+        sharded_weights=sum(kind.sharded for kind in tensors) - packed // plan.zero_ranks,
+        trained=sum(kind.numel for kind in updated),
+        sharded_trained=sum(shares.values()),
+        largest_group=max(shares.values(), default=0),
+        largest=max((kind.numel // kind.count for kind in updated), default=0),
+        packed_bytes=packed // 2,
+        scales_bytes=sum(map(nf4_bytes, quantised)) - packed // 2,
+        dequantised=max(map(prod, quantised), default=0),
+    )
+
+
+@lru_cache(maxsize=4096)
+def _adapter_kinds(
+    trained: TrainedTensors, sizes: tuple[int, int, int], layers: tuple[int, ...]
+) -> tuple[TensorKind, ...]:
+    """Kinds of LoRA tensors on a rank that holds the layers `layers`. `sizes` has the tensor parallel size, the expert
+    parallel size, and the number of ranks over which ZeRO shards.
+    """
+    tp, ep, zero_ranks = sizes
+    names_by_kind: dict[TensorKind, list[str]] = {}
+    for name, weight in trained.adapted.items():
+        if layer_of(name) not in layers:
+            continue
+        shapes = (trained.adapter_shapes(shape) for shape in (weight.shape, weight.local(tp=tp, ep=ep)))
+        for full, own in zip(*shapes, strict=True):
+            # Expert parallelism divides experts over ep ranks already, so ZeRO shards an expert over fewer ranks.
+            kind = TensorKind(last_part(name), 0, full, own, zero_ranks // (ep if weight.is_routed else 1))
+            names_by_kind.setdefault(kind, []).append(name)
+    return tuple(replace(kind, count=len(names), names=tuple(names)) for kind, names in names_by_kind.items())
 
 
 @dataclass(frozen=True)

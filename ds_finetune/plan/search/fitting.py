@@ -12,23 +12,21 @@ from ds_finetune.config.units import GIB
 from ds_finetune.errors import FinetuneError
 from ds_finetune.plan.batch import legal_micro_batches
 from ds_finetune.plan.deepspeed_config import read_choices
-from ds_finetune.plan.estimate.memory import MemoryEstimate, estimate_memory
-from ds_finetune.plan.estimate.traced import Tracer
-from ds_finetune.plan.model_tensors import DescribedModel
+from ds_finetune.plan.estimate.memory import MemoryEstimate, RunMemory
 from ds_finetune.plan.plan import Plan, Recomputation, make_plan
 
 SPARE = 0.07
 """Fraction of the memory that stays free, for fragmentation and for steps that need more than others."""
 
 
-def largest_micro_batch(plan: Plan, model: DescribedModel, traces: Tracer, *, budget: int) -> int:
+def largest_micro_batch(run: RunMemory, *, budget: int) -> int:
     """Largest micro-batch that divides the global batch and leaves `SPARE` of the device's `budget` bytes free; 0 where
     one row does not fit.
 
-    `plan` may have any micro-batch.
+    The plan of `run` may have any micro-batch.
     """
-    sizes = legal_sizes(plan)
-    number = bisect_left(sizes, True, key=lambda rows: not fits(bytes_of(plan, model, traces, rows), budget))
+    sizes = legal_sizes(run.plan)
+    number = bisect_left(sizes, True, key=lambda rows: not fits(run.bytes_of(rows), budget))
     return sizes[number - 1] if number else 0
 
 
@@ -49,27 +47,20 @@ def usable(num_bytes: int) -> int:
     return int((1 - SPARE) * num_bytes)
 
 
-def bytes_of(plan: Plan, model: DescribedModel, traces: Tracer, rows: int) -> int:
-    """Estimated peak bytes on a rank's device if the run of `plan` has micro-batches of `rows` rows."""
-    return estimate_memory(plan.with_rows(rows), model, traces).device_bytes
-
-
-def chosen_recomputation(
-    plan: Plan, model: DescribedModel, traces: Tracer, *, budget: int | None
-) -> tuple[Recomputation, str]:
+def chosen_recomputation(run: RunMemory, *, budget: int | None) -> tuple[Recomputation, str]:
     """Resolve `train.activation_checkpointing: auto` for devices of `budget` bytes (None if unknown). Returns the
-    recomputation and the reason. If `train.micro_batch_size` is still `auto`, `plan` has one row per micro-batch.
+    recomputation and the reason. If `train.micro_batch_size` is still `auto`, the plan has one row per micro-batch.
     """
+    plan = run.plan
     if plan.device == "cpu":
         return "full", "on CPUs"
     if budget is None:
         return "full", "the memory of the GPU is not known; selective where it fits"
-    rows = plan.micro_batch_size
     try:
-        need = bytes_of(plan.with_recomputation("selective"), model, traces, rows)
+        need = run.with_plan(plan.with_recomputation("selective")).bytes_of(plan.micro_batch_size)
     except FinetuneError as unknown:
         return "full", f"its memory is not known: {unknown.message}"
-    text = f"{need / GIB:.1f} of {budget / GIB:.1f} GiB by the estimate at micro-batch {rows}"
+    text = f"{need / GIB:.1f} of {budget / GIB:.1f} GiB by the estimate at micro-batch {plan.micro_batch_size}"
     if fits(need, budget):
         return "selective", f"it takes {text}"
     return "full", f"selective would take {text}, and {SPARE:.0%} stay free"
@@ -140,12 +131,11 @@ def _changed_keys(plan: Plan, rows: int) -> Iterator[tuple[str, dict[str, Any], 
         yield "offload_param.device cpu", own, {"offload_param": {"device": "cpu"}}
 
 
-def fitting_changes(plan: Plan, model: DescribedModel, traces: Tracer, *, budget: int) -> tuple[FittingChange, ...]:
+def fitting_changes(run: RunMemory, *, budget: int) -> tuple[FittingChange, ...]:
     """Single changes of the run file that leave enough of `budget` bytes free. Changes that cost least time come first.
     `make_plan` accepts each change, and no change affects the loss.
     """
-    rows = largest_micro_batch(plan, model, traces, budget=budget) or 1
-    changes = []
+    plan, rows, changes = run.plan, largest_micro_batch(run, budget=budget) or 1, list[FittingChange]()
     for text, train, zero in _changed_keys(plan, rows):
         updates: dict[str, Any] = {"train": plan.train.model_copy(update=train)}
         if zero:
@@ -154,6 +144,6 @@ def fitting_changes(plan: Plan, model: DescribedModel, traces: Tracer, *, budget
             updates["deepspeed"] = {**tree, "zero_optimization": section}
         with suppress(FinetuneError):
             changed = make_plan(replace(plan, **updates), world=plan.world, device=plan.device)
-            need = estimate_memory(changed, model, traces).device_bytes
+            need = run.with_plan(changed).estimate().device_bytes
             changes += [FittingChange(text, need)] if fits(need, budget) else []
     return tuple(changes)

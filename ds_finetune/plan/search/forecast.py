@@ -6,8 +6,7 @@ from typing import Any
 
 from ds_finetune.config.units import GIB
 from ds_finetune.plan.batch import AUTO
-from ds_finetune.plan.estimate.memory import MemoryEstimate, estimate_memory
-from ds_finetune.plan.estimate.rank_weights import weights_of_run
+from ds_finetune.plan.estimate.memory import MemoryEstimate, RunMemory
 from ds_finetune.plan.estimate.traced import Tracer
 from ds_finetune.plan.layer_stages import StageLayers
 from ds_finetune.plan.model_shape import parameters_text
@@ -26,15 +25,19 @@ UNCONFIRMED = "No GPU has confirmed the estimates of memory."
 class Forecast:
     """The plan of a run on the machines of `target`, and the memory that the run needs there."""
 
-    model: DescribedModel
-    plan: Plan
+    run: RunMemory
     stages: tuple[StageLayers | None, ...]
     memory: MemoryEstimate
     target: Target
 
+    @property
+    def plan(self) -> Plan:
+        """Layout, batch and DeepSpeed configuration of the run."""
+        return self.run.plan
+
     def lines(self) -> Iterator[tuple[str, str]]:
         """Plan lines of the run: name and text of each decision."""
-        model, plan = self.model, self.plan
+        model, plan = self.run.model, self.plan
         if (gpu := self.target.gpu) is not None:
             peak = f"{gpu.peak(plan.precision) / 1e12:,.4g} TFLOP/s in {plan.precision}"
             yield "GPU", f"{gpu.name}: {gpu.memory_bytes / GIB:,.1f} GiB, {peak} at most"
@@ -97,23 +100,23 @@ def forecast_run(given: RunSettings, target: Target, model: DescribedModel, trac
     check_run(given, model)
     # An illegal layout is refused before activations are traced, because tracing takes seconds.
     stages = Candidates(given, model, target.ranks).check(given).stages
-    budget = None if target.budget is None else target.budget.device_bytes
+    run = RunMemory(plan, model, traces, budget=None if target.budget is None else target.budget.device_bytes)
     if given.train.activation_checkpointing == AUTO:
-        chosen, reason = chosen_recomputation(plan, model, traces, budget=budget)
+        chosen, reason = chosen_recomputation(run, budget=run.budget)
         plan = plan.with_recomputation(chosen).with_lines(("recomputation", f"{chosen} (auto: {reason})"))
+        run = run.with_plan(plan)
     if given.train.micro_batch_size == AUTO:
-        rows, text = _largest_rows(plan, model, target, traces)
-        plan = plan.with_rows(rows).with_lines(("micro batch", text))
-    kinds = (kind for stage in weights_of_run(plan, model) for kind in stage.kinds)
-    check_largest_slice(plan, ((kind.numel // kind.count, kind.name) for kind in kinds))
-    memory = estimate_memory(plan, model, traces, budget=budget)
-    return Forecast(model, plan, stages, memory, target)
+        rows, text = _largest_rows(run)
+        run = run.with_plan(plan.with_rows(rows).with_lines(("micro batch", text)))
+    kinds = (kind for stage in run.weights for kind in stage.kinds)
+    check_largest_slice(run.plan, ((kind.numel // kind.count, kind.name) for kind in kinds))
+    return Forecast(run, stages, run.estimate(), target)
 
 
-def _largest_rows(plan: Plan, model: DescribedModel, target: Target, traces: Tracer) -> tuple[int, str]:
-    if target.budget is None:
+def _largest_rows(run: RunMemory) -> tuple[int, str]:
+    if run.budget is None:
         return 1, "1 (auto: how many rows fit is known with --gpu NAME)"
-    rows = largest_micro_batch(plan, model, traces, budget=target.budget.device_bytes)
+    rows = largest_micro_batch(run, budget=run.budget)
     if not rows:
         return 1, "1 (auto: not even forwards of one row fit)"
     return rows, f"{rows} (auto: the largest that leaves {SPARE:.0%} of the device free by this estimate)"

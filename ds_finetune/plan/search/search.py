@@ -21,7 +21,7 @@ from ds_finetune.config.sections import ParallelConfig
 from ds_finetune.config.units import GIB
 from ds_finetune.errors import ConfigError, FinetuneError
 from ds_finetune.plan.batch import rows_of_forward
-from ds_finetune.plan.estimate.memory import MemoryEstimate, estimate_memory
+from ds_finetune.plan.estimate.memory import MemoryEstimate, RunMemory
 from ds_finetune.plan.estimate.traced import Tracer, by_rows, without_activations
 from ds_finetune.plan.model_tensors import DescribedModel
 from ds_finetune.plan.plan import Plan, make_plan
@@ -140,7 +140,8 @@ class Search:
             # layouts that are listed are traced at their own micro-batch.
             extended = by_rows(self.traces)
             smallest = next(self._with_rows(layout, 0))
-            rows = largest_micro_batch(smallest.plan, self.candidates.model, extended, budget=self.budget.device_bytes)
+            smallest_run = RunMemory(smallest.plan, self.candidates.model, extended)
+            rows = largest_micro_batch(smallest_run, budget=self.budget.device_bytes)
             for candidate in self._with_rows(layout, rows) if rows else ():
                 if self.budget.excess(self._proposal(candidate, extended).memory):
                     continue
@@ -158,9 +159,8 @@ class Search:
         return filter(None, (self.candidates.find(layout._replace(micro_batch_size=n)) for n in lower or sizes))
 
     def _proposal(self, candidate: Candidate, traces: Tracer) -> Proposal:
-        budget = self.budget.device_bytes
-        memory = estimate_memory(candidate.plan, self.candidates.model, traces, budget=budget)
-        return Proposal(*candidate, memory)
+        run = RunMemory(candidate.plan, self.candidates.model, traces, budget=self.budget.device_bytes)
+        return Proposal(*candidate, run.estimate())
 
 
 def _order_of_sizes(sizes: ParallelConfig) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ds_finetune.foreign.auto_configs import AutoConfig
-from ds_finetune.plan.estimate.memory import MemoryEstimate, estimate_memory
+from ds_finetune.plan.estimate.memory import MemoryEstimate, RunMemory
 from ds_finetune.plan.estimate.zero_rows import peak
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.settings import RunSettings
@@ -36,7 +36,7 @@ def estimated(cell: AllocationCell, folder: Path) -> MemoryEstimate:
     config = cell.config(folder)
     plan = make_plan(RunSettings.of(config), world=World(0, RANKS, 0, RANKS, "a test"), device="cpu")
     model = described_tree(cell.model, mtp_layers=int(config.mtp.train), teacher=cell.teacher)
-    return estimate_memory(plan, model, lambda plan: trace(plan, model_of(config)))
+    return RunMemory(plan, model, lambda plan: trace(plan, model_of(config))).estimate()
 
 
 def planned_bytes(cell: AllocationCell, folder: Path) -> int:

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from ds_finetune.config.sections import ParallelConfig
-from ds_finetune.plan.estimate.memory import estimate_stages
-from ds_finetune.plan.estimate.rank_weights import rank_weights
+from ds_finetune.plan.estimate.memory import RunMemory
 from ds_finetune.plan.estimate.zero_rows import DEFAULT_RULES, gathered_weights
+from ds_finetune.plan.layer_stages import rank_weights
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
@@ -42,6 +42,6 @@ def test_the_last_stage_has_the_teacher(tmp_path: Path) -> None:
     config = cell.config(tmp_path)
     plan = make_plan(RunSettings.of(config), world=World(0, 2, 0, 2, "a test"), device="cpu")
     model = described_tree(LLAMA, teacher=LLAMA)
-    first, last = estimate_stages(plan, model, few_bytes(model))
+    first, last = RunMemory(plan, model, few_bytes(model)).stages()
     names = {row.name for row in last.rows} - {row.name for row in first.rows}
     assert "weights of the teacher" in names

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.plan.estimate import memory
-from ds_finetune.plan.estimate.memory import estimate_memory
-from ds_finetune.plan.estimate.rank_weights import weights_of_run
+from ds_finetune.plan.estimate.memory import RunMemory
 from ds_finetune.plan.estimate.traced import TracedLayer, TracedModel
+from ds_finetune.plan.layer_stages import rank_weights
 from ds_finetune.plan.model_tensors import DescribedModel
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.plan.settings import RunSettings
@@ -34,7 +33,7 @@ def test_states_of_deepseek_v3_over_512_ranks(shared_data: Path) -> None:
     tree |= {"deepspeed": {"zero_optimization": {"stage": 3}}, "train": {"global_batch_size": 512}}
     config = RunConfig.model_validate(tree)
     plan = make_plan(RunSettings.of(config), world=World(0, 512, 0, 8, "a test"), device="cuda")
-    estimate = estimate_memory(plan, model := published(shared_data, "deepseek-ai--DeepSeek-V3"), few_bytes(model))
+    estimate = RunMemory(plan, model := published(shared_data, "deepseek-ai--DeepSeek-V3"), few_bytes(model)).estimate()
     sizes = {row.name: row.num_bytes for row in estimate.rows}
     assert sizes["fp32 weights"] == pytest.approx(4 * 671_026_404_352 / 512, rel=1e-3)
     assert sizes["moments"] == 2 * sizes["fp32 weights"]
@@ -66,8 +65,8 @@ def test_the_first_of_equal_stages_needs_most(vpp: int, recomputes: bool, shared
         found = few_bytes(model)(plan)
         return replace(found, layers=tuple(_Numbered(**vars(layer), number=next(numbers)) for layer in found.layers))
 
-    kinds = list(memory.estimate_stages(plan, model, few_bytes(model)))
-    every = list(memory.estimate_stages(plan, model, different))
+    kinds = list(RunMemory(plan, model, few_bytes(model)).stages())
+    every = list(RunMemory(plan, model, different).stages())
     assert len(kinds) < len(every) == 8
     for fullest in (lambda each: each.device_bytes, lambda each: each.host_bytes):
         assert max(map(fullest, kinds)) == max(map(fullest, every))
@@ -85,8 +84,8 @@ def test_hierarchical_partitions_hold_second_weights(shared_data: Path) -> None:
     config = RunConfig.model_validate(tree)
     plan = make_plan(RunSettings.of(config), world=World(0, 4, 0, 4, "a test"), device="cuda")
     model = published(shared_data, "deepseek-ai--DeepSeek-R1-Distill-Qwen-1.5B")
-    (row,) = (row for row in estimate_memory(plan, model, few_bytes(model)).rows if row.name == "second weights")
-    (weights,) = weights_of_run(plan, model)
+    (row,) = (row for row in RunMemory(plan, model, few_bytes(model)).estimate().rows if row.name == "second weights")
+    (weights,) = rank_weights(model, plan.parallel, zero_ranks=plan.zero_ranks)
     assert (row.num_bytes, row.place) == (2 * weights.numel // 2, "gpu")
 
 
@@ -98,7 +97,7 @@ def test_nvme_needs_buffers_on_the_host(shared_data: Path) -> None:
     tree |= {"deepspeed": {"zero_optimization": zero}, "train": {"global_batch_size": 8, "precision": "bf16"}}
     config = RunConfig.model_validate(tree)
     plan = make_plan(RunSettings.of(config), world=World(0, 8, 0, 8, "a test"), device="cuda")
-    rows = estimate_memory(plan, model := published(shared_data, "Qwen--Qwen3-8B"), few_bytes(model)).rows
+    rows = RunMemory(plan, model := published(shared_data, "Qwen--Qwen3-8B"), few_bytes(model)).estimate().rows
     sizes = {row.name: row.num_bytes for row in rows if row.place == "host"}
     assert sizes["buffers between optimizer and NVMe"] == 4 * 4 * 10**9
     assert sizes["buffers between weights and NVMe"] == 2 * 2 * 10**8
@@ -113,7 +112,7 @@ def planned(shared_data: Path, *, ranks: int = 16, stage: int = 2, parallel: Tre
     config = RunConfig.model_validate(tree)
     plan = make_plan(RunSettings.of(config), world=World(0, ranks, 0, 8, "a test"), device="cuda")
     lite = published(shared_data, "deepseek-ai--DeepSeek-V2-Lite")
-    estimate = estimate_memory(plan, lite, traces_of(lite))
+    estimate = RunMemory(plan, lite, traces_of(lite)).estimate()
     return estimate.device_bytes - sum(row.num_bytes for row in estimate.rows if row.name == "communicators")
 
 
@@ -161,8 +160,10 @@ def test_communicators_take_memory_besides_torchs(
     tree |= {"deepspeed": {"zero_optimization": {"stage": 1}}}
     config = RunConfig.model_validate(tree | {"train": {"global_batch_size": 16}})
     plan = make_plan(RunSettings.of(config), world=World(0, ranks, 0, min(ranks, 8), "a test"), device=device)
-    rows = estimate_memory(
-        plan, model := published(shared_data, "deepseek-ai--DeepSeek-V2-Lite"), few_bytes(model)
-    ).rows
+    rows = (
+        RunMemory(plan, model := published(shared_data, "deepseek-ai--DeepSeek-V2-Lite"), few_bytes(model))
+        .estimate()
+        .rows
+    )
     found = sum(row.num_bytes for row in rows if row.name == "communicators")
     assert found / 2**30 == pytest.approx(gib)

@@ -23,8 +23,12 @@ from ds_finetune.model.parallel.expert import build_local_experts
 from ds_finetune.model.parallel.pipeline import PipelineGroup, build_only_layers, install_pipeline_stage
 from ds_finetune.model.parallel.sharding import ModelShard
 from ds_finetune.model.parallel.tensor import TensorParallelGroup, install_tensor_parallel, local_config
-from ds_finetune.plan.estimate.rank_weights import RankWeights, TensorKind, part_of, rank_elements, weights_of_run
+from ds_finetune.plan.estimate.memory import RunMemory
+from ds_finetune.plan.estimate.traced import without_activations
+from ds_finetune.plan.estimate.zero_rows import rank_elements
+from ds_finetune.plan.layer_stages import RankWeights, TensorKind
 from ds_finetune.plan.model_shape import Shape
+from ds_finetune.plan.model_tensors import DescribedModel, part_of
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.reference.selftest.cells import TINY_MODELS
@@ -52,6 +56,11 @@ def run_of(parallel: dict[str, Any], *, stage: int = 1, **sections: Any) -> tupl
     return config, make_plan(RunSettings.of(config), world=World(0, RANKS, 0, RANKS, "a test"), device="cpu")
 
 
+def memory_of(plan: Plan, model: DescribedModel) -> RunMemory:
+    """The memory of the run without activations."""
+    return RunMemory(plan, model, without_activations(model))
+
+
 def legal(tree: dict[str, Any], parallel: dict[str, Any]) -> bool:
     return set(parallel) <= FAMILIES[tree["model_type"]].parallel_axes
 
@@ -64,7 +73,7 @@ def compare(tree: dict[str, Any], parallel: dict[str, Any], *, mtp_layers: int =
         set_mtp_layers(hf_config, mtp_layers)
         model = replace(model, stages=tuple(layers_of_stages(hf_config, config.parallel)))
     built = built_tensors(plan, model)
-    computed = weights_of_run(plan, described(hf_config))
+    computed = memory_of(plan, described(hf_config)).weights
     assert [counted(stage.kinds) for stage in computed] == [counted(stage) for stage in built]
 
 
@@ -140,7 +149,7 @@ def test_tensors_of_a_reward_model(name: str) -> None:
     tree = MODELS[name]
     hf_config = AutoConfig.for_model(name, **{k: v for k, v in tree.items() if k != "model_type"}, num_labels=1)
     built = built_tensors(plan, plan_model(hf_config, RunSettings.of(config)))
-    assert [counted(s.kinds) for s in weights_of_run(plan, described_tree(tree, scores=1))] == [
+    assert [counted(s.kinds) for s in memory_of(plan, described_tree(tree, scores=1)).weights] == [
         counted(stage) for stage in built
     ]
 
@@ -180,7 +189,7 @@ def test_totals_of_published_models(shared_data: Path) -> None:
         tree = json.loads((folder / "config.json").read_text())
         _, plan = run_of({})
         model = described_tree(tree)
-        (whole,) = weights_of_run(plan, model)
+        (whole,) = memory_of(plan, model).weights
         assert whole.numel == Shape.of(model).total_params, folder.name
         assert sum(_by_part(whole).values()) == whole.numel
 
@@ -216,7 +225,7 @@ def test_totals_of_deepseek_v4(name: str, billions: float, active: float, shared
 def test_adapters_of_experts_are_shared_by_the_ranks_that_hold_them(ep: int) -> None:
     tree, rank = described_tree({"model_type": "qwen3_moe", **CONFIGS["qwen3_moe"]}), 8
     _, plan = run_of({"ep": ep}, lora={"rank": rank}, model={"path": "m", "weights": "load"})
-    (weights,), (whole,) = weights_of_run(plan, tree), weights_of_run(run_of({})[1], tree)
+    (weights,), (whole,) = memory_of(plan, tree).weights, memory_of(run_of({})[1], tree).weights
     adapted = [kind for kind in whole.kinds if ".layers." in kind.name and len(kind.full_shape) > 1]
     sizes = Counter[bool]()
     for kind in adapted:
@@ -224,7 +233,7 @@ def test_adapters_of_experts_are_shared_by_the_ranks_that_hold_them(ep: int) -> 
         sizes[len(kind.full_shape) == 3] += (
             0 if is_router else kind.numel // prod(kind.full_shape[-2:]) * rank * sum(kind.full_shape[-2:])
         )
-    numbers = rank_elements(plan, tree, weights)
+    numbers = rank_elements(plan, memory_of(plan, tree).trained, weights)
     assert numbers.trained == sizes[True] // ep + sizes[False]
     assert numbers.sharded_trained == sizes[True] // RANKS + sizes[False] // RANKS
     assert numbers.largest_group == (numbers.sharded_trained if ep == 1 else max(sizes.values()) // RANKS)
@@ -236,15 +245,15 @@ def test_only_named_parameters_are_counted_as_trained(stage: int) -> None:
     tree = described_tree(MODELS["qwen3"] | {"num_hidden_layers": 4})
     _, plan = run_of({"pp": 2}, model={"path": "m", "weights": "load"})
     named = replace(plan, train=plan.train.model_copy(update={"only": ("o_proj",), "freeze": (r".*\.[03]\..*",)}))
-    weights = weights_of_run(plan, tree)[stage]
+    weights = memory_of(plan, tree).weights[stage]
     (projection,) = (kind for kind in weights.kinds if kind.name.endswith("o_proj.weight"))
-    assert rank_elements(named, tree, weights).trained == prod(projection.full_shape)
-    assert rank_elements(plan, tree, weights).trained == weights.numel
+    assert rank_elements(named, memory_of(named, tree).trained, weights).trained == prod(projection.full_shape)
+    assert rank_elements(plan, memory_of(plan, tree).trained, weights).trained == weights.numel
 
 
 def test_parts_of_a_model() -> None:
     _, plan = run_of({})
     model = described_tree(MODELS["deepseek_v3"])
-    (whole,) = weights_of_run(plan, model)
+    (whole,) = memory_of(plan, model).weights
     assert _by_part(whole) == Shape.of(model).parts
     assert part_of("model.layers.N.self_attn.q_a_layernorm.weight") == "norms"

@@ -16,7 +16,7 @@ from ds_finetune.foreign.auto_configs import AutoConfig
 from ds_finetune.model.attention.by_document import BY_DOCUMENT
 from ds_finetune.model.build.skeleton import build_skeleton
 from ds_finetune.model.weights.load import initialise_weights
-from ds_finetune.plan.estimate.memory import MemoryEstimate, estimate_memory
+from ds_finetune.plan.estimate.memory import MemoryEstimate, RunMemory
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.plan.search.fitting import Budget
 from ds_finetune.plan.settings import RunSettings
@@ -89,9 +89,9 @@ CELLS = {
 @pytest.mark.parametrize(("tree", "precision"), CELLS.values(), ids=CELLS)
 def test_memory_is_what_a_batch_takes(tree: Mapping[str, Any], precision: str) -> None:
     rows = sizes(
-        estimate_memory(
+        RunMemory(
             planned(precision=precision, rollout={"batch_rows": 2 * GROUP}), described_tree(tree), traces_of(tree)
-        )
+        ).estimate()
     )
     wanted = measured(tree, torch.float32 if precision == "fp32" else torch.bfloat16)
     assert sum(rows.values()) == pytest.approx(wanted, rel=0.1)
@@ -104,7 +104,9 @@ CACHED = {"llama": (LLAMA, 4 * 2 * 6 * 64), "qwen3": (QWEN, 4 * 2 * 2 * 64), "la
 @pytest.mark.parametrize(("tree", "numbers"), CACHED.values(), ids=CACHED)
 def test_a_cache_has_what_a_kind_of_layer_keeps(tree: Mapping[str, Any], numbers: int) -> None:
     rows = sizes(
-        estimate_memory(planned(precision="bf16", rollout={"batch_rows": GROUP}), described_tree(tree), traces_of(tree))
+        RunMemory(
+            planned(precision="bf16", rollout={"batch_rows": GROUP}), described_tree(tree), traces_of(tree)
+        ).estimate()
     )
     assert rows["keys and values of answers"] == 2 * GROUP * (PROMPT + NEW) * numbers
 
@@ -112,11 +114,11 @@ def test_a_cache_has_what_a_kind_of_layer_keeps(tree: Mapping[str, Any], numbers
 def test_tensor_parallel_ranks_have_a_part_of_the_heads() -> None:
     whole, half = (
         sizes(
-            estimate_memory(
+            RunMemory(
                 planned(rollout={"batch_rows": GROUP}, ranks=tp, parallel={"tp": tp}),
                 described_tree(QWEN),
                 traces_of(QWEN),
-            )
+            ).estimate()
         )
         for tp in (1, 2)
     )
@@ -127,7 +129,7 @@ def test_tensor_parallel_ranks_have_a_part_of_the_heads() -> None:
 def test_as_many_rows_as_memory_has_room_for(stage: int) -> None:
     plan, gib = planned(ranks=2, device="cuda", stage=stage, rollout={"prompts_per_step": 256}), 2**30
     found = [
-        estimate_memory(plan, described_tree(LLAMA), traces_of(LLAMA), budget=budget)
+        RunMemory(plan, described_tree(LLAMA), traces_of(LLAMA), budget=budget).estimate()
         for budget in (None, 4 * gib, 5 * gib, 80 * gib)
     ]
     caches = [sizes(each)["keys and values of answers"] for each in found]
@@ -146,24 +148,26 @@ def test_weights_are_whole_where_they_fit() -> None:
     wide = LLAMA | {"num_hidden_layers": 24, "hidden_size": 1536, "intermediate_size": 4096}
     plan = planned(ranks=2, device="cuda", stage=3, precision="bf16", rollout={"batch_rows": 1})
     large, small = (
-        sizes(estimate_memory(plan, described_tree(wide), traces_of(wide), budget=budget * 2**20))
+        sizes(RunMemory(plan, described_tree(wide), traces_of(wide), budget=budget * 2**20).estimate())
         for budget in (80_000, 8_000)
     )
     assert large["whole weights, rollout"] > 2**29
     assert "whole weights, rollout" not in small
     assert small["gathered weights, rollout"] > 0
     assert not {
-        name for name in sizes(estimate_memory(planned(), described_tree(wide), traces_of(wide))) if "weights" in name
+        name
+        for name in sizes(RunMemory(planned(), described_tree(wide), traces_of(wide)).estimate())
+        if "weights" in name
     }
 
 
 def test_weights_of_the_start_are_kept_on_the_host() -> None:
     kept = planned(device="cuda", precision="bf16", stage=2, objective=GRPO | {"reference": "start"})
-    rows = {row.name: row for row in estimate_memory(kept, described_tree(LLAMA), traces_of(LLAMA)).rows}
+    rows = {row.name: row for row in RunMemory(kept, described_tree(LLAMA), traces_of(LLAMA)).estimate().rows}
     lm = build_skeleton(AutoConfig.for_model(**LLAMA), attention=BY_DOCUMENT, dtype=torch.float32, device="cpu")
     host, used = rows["weights of the start"], rows["weights of the start, in use"]
     assert (host.place, used.place, used.when) == ("host", "gpu", ("rollout",))
     assert host.num_bytes == used.num_bytes == 2 * lm.num_parameters()
     cut = planned(ranks=2, device="cuda", precision="bf16", stage=3, objective=GRPO | {"reference": "start"})
-    rows = {row.name: row for row in estimate_memory(cut, described_tree(LLAMA), traces_of(LLAMA)).rows}
+    rows = {row.name: row for row in RunMemory(cut, described_tree(LLAMA), traces_of(LLAMA)).estimate().rows}
     assert rows["weights of the start"].num_bytes == lm.num_parameters()

@@ -11,7 +11,7 @@ import pytest
 from ds_finetune.cli.main import main
 from ds_finetune.config.schema import RunConfig, read_config
 from ds_finetune.model.build.planned_model import model_of_run
-from ds_finetune.plan.estimate.memory import estimate_memory
+from ds_finetune.plan.estimate.memory import RunMemory
 from ds_finetune.plan.estimate.traced import without_activations
 from ds_finetune.plan.search import search as search_module
 from ds_finetune.plan.search.candidates import ACTIVATIONS, OFFLOADS, Candidates, Layout, Ranks
@@ -59,10 +59,11 @@ def test_the_first_layouts_that_fit_are_found(name: str, ranks: int, per_node: i
     search = _search(tmp_path, name, ranks=ranks, per_node=per_node)
     model = search.candidates.model
     every = [
-        (estimate_memory(found.plan, model, search.traces), found.layout) for found in all_layouts(search.candidates)
+        (RunMemory(found.plan, model, search.traces).estimate(), found.layout)
+        for found in all_layouts(search.candidates)
     ]
     for found, (memory, layout) in zip(all_layouts(search.candidates), every, strict=True):
-        states = estimate_memory(found.plan.with_recomputation("full"), model, without_activations(model))
+        states = RunMemory(found.plan.with_recomputation("full"), model, without_activations(model)).estimate()
         assert 0 < states.device_bytes <= memory.device_bytes, layout
         assert states.host_bytes <= memory.host_bytes, layout
     needs = sorted(memory.device_bytes for memory, _ in every)
