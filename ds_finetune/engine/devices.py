@@ -1,6 +1,5 @@
-"""The accelerator of this process: its selection, its memory, and a check that no two ranks use the same GPU."""
+"""The accelerator of this process: its selection and its memory."""
 
-import json
 import os
 import platform
 import re
@@ -10,14 +9,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 
 import psutil
 import torch
-import torch.distributed as dist
 
-from ds_finetune.errors import ConfigError, LaunchError, RunError
+from ds_finetune.errors import ConfigError, LaunchError
 from ds_finetune.plan.precision import OLDEST_BF16, Bf16Support
 from ds_finetune.system.free_memory import available_bytes, total_bytes
 from ds_finetune.system.info import query_gpus
@@ -162,48 +159,6 @@ def deepspeed_local_rank(index: int) -> Iterator[None]:
         yield
     finally:
         os.environ.update(previous)
-
-
-def exchange(store: dist.Store, world: World, topic: str, text: str, *, timeout: timedelta) -> list[str]:
-    """Exchange a text with all ranks through `store`, without a process group. Returns the texts by rank. RunError if a
-    text is missing after `timeout`.
-    """
-    keys = [f"{topic}/{rank}" for rank in range(world.world_size)]
-    store.set(keys[world.rank], text)
-    try:
-        store.wait(keys, timeout)
-    except (dist.DistError, RuntimeError):
-        missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
-        raise RunError(
-            f"rank {world.rank} has waited {timeout} for the {topic} of ranks {', '.join(missing)}",
-            hint="see the logs of these ranks: they have failed, or are slower than this rank",
-        ) from None
-    return [store.get(key).decode() for key in keys]
-
-
-def own_device(world: World, device: str) -> str:
-    """Describe this process's device type, GPU and host as JSON, for `check_same_devices`."""
-    gpu = str(torch.cuda.get_device_properties(visible_device(world.local_rank)).uuid) if device == "cuda" else ""
-    return json.dumps({"device": device, "gpu": gpu, "host": socket.gethostname()})
-
-
-def check_same_devices(texts: list[str]) -> None:
-    """Raise LaunchError if ranks use different device types or share a GPU, by the `own_device` texts of all ranks."""
-    ranks = [json.loads(text) for text in texts]
-    first = ranks[0]
-    for rank, info in enumerate(ranks):
-        if info["device"] != first["device"]:
-            raise LaunchError(
-                f"rank 0 on {first['host']} uses {first['device']} and rank {rank} on {info['host']} uses "
-                f"{info['device']}",
-                hint="check nvidia-smi on the host that uses cpu, leave that host out, or set DS_ACCELERATOR=cpu",
-            )
-        same = next((earlier for earlier in range(rank) if info["gpu"] and ranks[earlier]["gpu"] == info["gpu"]), None)
-        if same is not None:
-            raise LaunchError(
-                f"ranks {same} and {rank} on {info['host']} use the same GPU {info['gpu']}",
-                hint="start as many ranks as the host has GPUs, or set CUDA_VISIBLE_DEVICES to another GPU for each",
-            )
 
 
 _WORDS = (

@@ -4,27 +4,22 @@ import json
 import sys
 from contextlib import suppress
 from dataclasses import asdict, replace
-from datetime import timedelta
 from pathlib import Path
 
-import torch.distributed as dist
 import xxhash
 
 from ds_finetune import __version__
 from ds_finetune.checkpoint.run_state import versions
-from ds_finetune.cluster.watchdog.monitor import Monitor
 from ds_finetune.config.units import GIB
-from ds_finetune.engine.devices import exchange
+from ds_finetune.engine.groups.default_group import Ranks
 from ds_finetune.errors import ConfigError
 from ds_finetune.plan.batch import AUTO
 from ds_finetune.plan.search.fitting import SPARE, chosen_recomputation, fits, legal_sizes
 from ds_finetune.trainer.forecast import memory_table, what_fits
 from ds_finetune.trainer.prepare import PreparedRun
 
-_TIMEOUT = timedelta(minutes=30)
 
-
-def decide_recomputation(run: PreparedRun, store: dist.Store, monitor: Monitor) -> PreparedRun:
+def decide_recomputation(run: PreparedRun, ranks: Ranks) -> PreparedRun:
     """Resolve `train.activation_checkpointing: auto` for the device with the least memory among all ranks.
 
     With `auto` this function is collective: ranks that recompute differently would hang in exchanges.
@@ -34,16 +29,15 @@ def decide_recomputation(run: PreparedRun, store: dist.Store, monitor: Monitor) 
         return run
     budget = None
     if plan.device != "cpu":
-        monitor.wait_until_prepared(store)
         own = json.dumps(run.memory.total_bytes if run.memory is not None else 0)
-        sizes = exchange(store, plan.world, "memory of devices", own, timeout=_TIMEOUT)
+        sizes = ranks.exchange("memory of devices", own)
         budget = min(map(int, sizes)) or None
     recomputation, reason = chosen_recomputation(run.needs, budget=budget)
     line = ("recomputation", f"{recomputation} (auto: {reason})")
     return replace(run, plan=plan.with_recomputation(recomputation).with_lines(line))
 
 
-def decide_micro_batch(run: PreparedRun, store: dist.Store, monitor: Monitor) -> PreparedRun:
+def decide_micro_batch(run: PreparedRun, ranks: Ranks) -> PreparedRun:
     """Resolve `train.micro_batch_size: auto` to the largest size that fits by the estimate. If an earlier start ran
     out of memory, the result is at most half of the size at that time.
 
@@ -52,19 +46,17 @@ def decide_micro_batch(run: PreparedRun, store: dist.Store, monitor: Monitor) ->
     """
     if run.plan.train.micro_batch_size != AUTO:
         return run
-    world = run.plan.world
-    monitor.wait_until_prepared(store)
     if run.memory is None:
         raise ConfigError(
             f"train.micro_batch_size auto: {sys.platform} does not say how much memory is free",
             hint="set train.micro_batch_size to a number",
         )
-    texts = exchange(store, world, "memory", json.dumps(asdict(run.memory)), timeout=_TIMEOUT)
+    texts = ranks.exchange("memory", json.dumps(asdict(run.memory)))
     budget = min(json.loads(text)["free_bytes"] for text in texts)
     estimates = {rows: run.needs.bytes_of(rows) for rows in legal_sizes(run.plan)}
     file = _file(run, estimates, [json.loads(text)["total_bytes"] for text in texts])
     # Hosts may have read different failed micro-batch sizes, because each host has its own cache.
-    failed = exchange(store, world, "micro-batch without memory", str(failed_size(file)), timeout=_TIMEOUT)
+    failed = ranks.exchange("micro-batch without memory", str(failed_size(file)))
     too_many = min(filter(None, map(int, failed)), default=0)
     sizes = [size for size in estimates if not too_many or size <= too_many // 2]
     rows = max((size for size in sizes if fits(estimates[size], budget)), default=0)

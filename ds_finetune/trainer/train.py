@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from itertools import chain
 from pathlib import Path
-
-import torch.distributed as dist
 
 from ds_finetune.cluster.watchdog.monitor import Monitor, start_monitor
 from ds_finetune.cluster.watchdog.progress import RankProgress
@@ -18,9 +17,9 @@ from ds_finetune.config.schedule import seconds_of
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.sections import WatchdogConfig
 from ds_finetune.console.phase_line import Say, say_nothing
-from ds_finetune.engine.devices import device_of_rank, exchange
+from ds_finetune.engine.devices import device_of_rank
 from ds_finetune.engine.groups.collectives import all_gather_object
-from ds_finetune.engine.groups.default_group import meet, process_group
+from ds_finetune.engine.groups.default_group import Ranks, meet, process_group
 from ds_finetune.engine.ops.deepspeed_ops import build_ops, use_cores
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.errors import RunError
@@ -92,20 +91,20 @@ def train(
         SignalInterruption(signal.SIGINT) as interruption,
         keep_status(folder, log) as status,
     ):
-        with start_watchdog(config.watchdog, world, folder, log.add) as (monitor, store):
+        with start_watchdog(config.watchdog, world, folder, log.add) as (monitor, ranks):
             if world.rank == 0:
                 # Only rank zero's files could replace a user's files; run folders of other nodes have only checkpoints.
                 check_only_own_files(Path(config.output_dir), config.inputs(), cache_dir=config.data.cache_dir)
             check_trackers(config.log.trackers)
             outside = [*load_observers(config.log.observers), *observers]
-            run = finish_plan(prepare_run(resolve_on_ranks(config, world, store, monitor)), store, monitor, log.say)
+            run = finish_plan(prepare_run(resolve_on_ranks(config, ranks)), ranks, log.say)
             run = replace(run, observers=outside)
             if world.rank == 0:
                 check_server(run)
                 announce(run)
                 log.add("\n".join([*(f"{name}: {text}" for name, text in plan_lines(run)), *plan_notes(run)]))
-            with open_process_group(run, store, monitor):
-                report = _train_and_export(run, store, monitor, log, status)
+            with open_process_group(run, ranks, monitor):
+                report = _train_and_export(run, ranks, monitor, log, status)
         verdicts: tuple[VerificationResult, ...] = ()
         if world.rank == 0 and config.export.verify and not report.interrupted:
             verdicts = verify_run_exports(folder, report.exports, interruption)
@@ -119,9 +118,7 @@ def train(
     return replace(report, exports=exports, seconds=time.monotonic() - began, verdicts=verdicts, page=page)
 
 
-def _train_and_export(
-    run: PreparedRun, store: dist.Store, monitor: Monitor, log: RunLog, status: StatusKeeper
-) -> Report:
+def _train_and_export(run: PreparedRun, ranks: Ranks, monitor: Monitor, log: RunLog, status: StatusKeeper) -> Report:
     say = log.say if run.plan.world.rank == 0 else say_nothing
     resume_point = find_resume_point(run, say)
     check_not_past_end(resume_point, steps=run.schedule.steps, duration=run.config.train.duration)
@@ -143,7 +140,7 @@ def _train_and_export(
             if keeps_start:
                 engine.keep_as_reference()
         exports = Exports(run, engine, say)
-        started = StartedRun(run, engine, resume_point, saver, exports, monitor.progress, store, say, log.add)
+        started = StartedRun(run, engine, resume_point, saver, exports, monitor.progress, ranks.store, say, log.add)
         last, interrupted = train_steps(started, status)
         for line in best_weights_lines(resume_point.checkpoint, run, last) if last and resume_point.checkpoint else ():
             say(line)
@@ -234,62 +231,57 @@ def save_last(observers: Sequence[Observer], last: StepRecord | None) -> str:
 @contextmanager
 def start_watchdog(
     watchdog: WatchdogConfig, world: World, output_dir: Path, log: Say
-) -> Iterator[tuple[Monitor, dist.Store]]:
-    """Context that connects all ranks through a store, and monitors them and their collectives. Yields the monitor and
-    the store. `log` adds a line to the run's log.
+) -> Iterator[tuple[Monitor, Ranks]]:
+    """Context that connects all ranks through a store, and monitors them and their collectives. Yields the monitor, and
+    the ranks for exchanges before the process group, which wait for a rank that takes longer to prepare. `log` adds a
+    line to the run's log.
     """
     progress = RankProgress(world.rank, watchdog)
     store = meet(world, timeout=timedelta(seconds=seconds_of(watchdog.meet)))
     with progress.collectives.observe(), start_monitor(progress, world, store, output_dir) as monitor:
         monitor.log = log
-        yield monitor, store
+        yield monitor, Ranks(world, store, partial(monitor.wait_until_prepared, store))
 
 
-def resolve_on_ranks(config: RunConfig, world: World, store: dist.Store, monitor: Monitor) -> ResolvedRun:
+def resolve_on_ranks(config: RunConfig, ranks: Ranks) -> ResolvedRun:
     """Resolve `config` on this rank, and check that versions, precision and kernels are equal on all ranks. Other ranks
     wait for a rank that downloads the model.
     """
-    check_same_versions(world, store)
-    check_same_precision(config.train, world, store)
-    resolved = resolve_here(config, world)
-    monitor.wait_until_prepared(store)
-    check_same_kernels(resolved.plan.kernels, resolved.plan.device, world, store)
+    check_same_versions(ranks)
+    check_same_precision(config.train, ranks)
+    resolved = resolve_here(config, ranks.world)
+    check_same_kernels(resolved.plan.kernels, resolved.plan.device, ranks)
     return resolved
 
 
-def finish_plan(run: PreparedRun, store: dist.Store, monitor: Monitor, say: Say) -> PreparedRun:
+def finish_plan(run: PreparedRun, ranks: Ranks, say: Say) -> PreparedRun:
     """Make the decisions that all ranks must agree on, then add the forecasts of memory and model FLOPs. Ranks agree on
     `auto` recomputation, on an `auto` micro-batch, and on which operators of the optimizer compile.
     """
-    run = decide_micro_batch(decide_recomputation(run, store, monitor), store, monitor)
-    run = compile_operators(run, store, monitor, say)
+    run = compile_operators(decide_micro_batch(decide_recomputation(run, ranks), ranks), ranks, say)
     utilisation = trace_utilisation(run, say if run.plan.world.rank == 0 else say_nothing)
     return replace(run, plan=run.plan.with_lines(*forecast_lines(run)), utilisation=utilisation)
 
 
-def compile_operators(run: PreparedRun, store: dist.Store, monitor: Monitor, say: Say) -> PreparedRun:
-    """Compile the optimizer's operators. All ranks learn through `store` which of them failed. Ranks wait without a
-    limit for a rank that takes longer to prepare or compile.
+def compile_operators(run: PreparedRun, ranks: Ranks, say: Say) -> PreparedRun:
+    """Compile the optimizer's operators. All ranks learn which of them failed. Ranks wait without a limit for a rank
+    that takes longer to prepare or compile.
     """
     timeout = timedelta(seconds=run.plan.watchdog.collective_seconds)
-
-    def agree(problems: str) -> list[str]:
-        monitor.wait_until_prepared(store)
-        return exchange(store, run.plan.world, "operators", problems, timeout=timeout)
-
+    agree = partial(ranks.exchange, "operators", timeout=timeout)
     return replace(run, plan=build_ops(use_cores(run.plan, os.environ), agree, say))
 
 
 @contextmanager
-def open_process_group(run: PreparedRun, store: dist.Store, monitor: Monitor) -> Iterator[None]:
+def open_process_group(run: PreparedRun, ranks: Ranks, monitor: Monitor) -> Iterator[None]:
     """Context with the process group of all ranks. The watchdog reports an error before the group closes."""
     timeout = timedelta(seconds=run.plan.watchdog.collective_seconds)
-    group = process_group(run.plan.world, run.plan.device, store, timeout=timeout)
+    group = process_group(ranks.world, run.plan.device, ranks.store, timeout=timeout)
     monitor.progress.collectives.device = device_of_rank(run.plan.device, run.plan.world.local_rank)
     # Until the first step, memory does not depend on the micro-batch size, so a failure is not recorded for that size.
     starting = replace(run, failed_size=None)
     errors = report_errors(starting, monitor)
-    with remove_empty_on_failure(run.output_dir), monitor.watch_from_start(store), group, errors:
+    with remove_empty_on_failure(run.output_dir), monitor.watch_from_start(ranks.store), group, errors:
         yield
 
 

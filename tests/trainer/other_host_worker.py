@@ -27,8 +27,8 @@ def _choose(output_dir: str) -> int:
         os.environ["PATH"] = ""
     kernels = choose_kernels("auto", device="cuda", stage=2)
     try:
-        with start_watchdog(WatchdogConfig(), world, Path(output_dir), print) as (_, store):
-            check_same_kernels(kernels, "cuda", world, store)
+        with start_watchdog(WatchdogConfig(), world, Path(output_dir), print) as (_, ranks):
+            check_same_kernels(kernels, "cuda", ranks)
     except ConfigError as error:
         sys.stderr.write(str(error))
         return error.exit_code

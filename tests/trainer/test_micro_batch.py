@@ -5,13 +5,13 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NoReturn
 
 import pytest
 import torch
 
 from ds_finetune.config.schema import RunConfig, read_config
+from ds_finetune.engine.groups.default_group import Ranks
 from ds_finetune.errors import ConfigError, ModelError
 from ds_finetune.observers.performance import MEASURED_STEPS
 from ds_finetune.plan.estimate.memory import RunMemory
@@ -66,11 +66,11 @@ def test_auto_trains_like_a_fixed_micro_batch(tmp_path: Path) -> None:
 
 def test_the_start_after_one_without_memory_takes_half(tmp_path: Path) -> None:
     """The first start takes all eight rows of the global batch; the next ones four, two, one, and then none."""
-    world, monitor = World(0, 1, 0, 1, "a test"), SimpleNamespace(wait_until_prepared=lambda _: None)
+    world = World(0, 1, 0, 1, "a test")
     run_file = tiny_task(tmp_path, train={"micro_batch_size": "auto"})
     prepared = prepare_run(resolve_here(read_config(run_file), world))
     for rows in (8, 4, 2, 1):
-        run = decide_micro_batch(prepared, torch.distributed.HashStore(), monitor)  # type: ignore[arg-type]
+        run = decide_micro_batch(prepared, Ranks(world, torch.distributed.HashStore()))
         assert (run.config.train.micro_batch_size, run.plan.accumulation) == (rows, 8 // rows)
         text = dict(run.plan.decisions)["micro batch"]
         assert text.endswith("by the estimate)" if rows == 8 else f"; {2 * rows} ran out of memory before)")

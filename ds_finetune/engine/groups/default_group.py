@@ -1,11 +1,12 @@
 """The default process group: ranks rendezvous, check their devices, and open the group for torch and DeepSpeed."""
 
 import gc
+import json
 import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from ds_finetune.console.phase_line import write_now
-from ds_finetune.engine.devices import check_same_devices, deepspeed_local_rank, exchange, own_device, visible_device
+from ds_finetune.engine.devices import deepspeed_local_rank, visible_device
 from ds_finetune.engine.patches.deepspeed_init import forget_groups, without_shared_memory_op
-from ds_finetune.errors import ConfigError, RunError
+from ds_finetune.errors import ConfigError, LaunchError, RunError
 from ds_finetune.foreign.torch_distributed import abort_groups, default_timeout
 from ds_finetune.system.world import World
 
@@ -86,6 +87,46 @@ class _RankWait:
         )
 
 
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of a run, which exchange texts through a store without a process group. All methods are collective."""
+
+    world: World
+    store: dist.Store
+    wait: Callable[[], object] = lambda: None
+    """Waits, without a limit, until every rank is ready for the same exchange."""
+
+    def exchange(self, topic: str, text: str, *, timeout: timedelta = COLLECTIVE_TIMEOUT) -> list[str]:
+        """Give `text` to all ranks. Returns the texts by rank. RunError if a text is missing `timeout` after all ranks
+        were ready.
+        """
+        self.wait()
+        keys = [f"{topic}/{rank}" for rank in range(self.world.world_size)]
+        self.store.set(keys[self.world.rank], text)
+        try:
+            self.store.wait(keys, timeout)
+        except (dist.DistError, RuntimeError):
+            missing = [str(rank) for rank, key in enumerate(keys) if not self.store.check([key])]
+            raise RunError(
+                f"rank {self.world.rank} has waited {timeout} for the {topic} of ranks {', '.join(missing)}",
+                hint="see the logs of these ranks: they have failed, or are slower than this rank",
+            ) from None
+        return [self.store.get(key).decode() for key in keys]
+
+    def check_same(self, topic: str, own: Mapping[str, tuple[str, str]], *, hint: str) -> None:
+        """Raise ConfigError if a value differs between ranks. `own` maps names to this rank's value and its reason."""
+        ranks = [json.loads(text) for text in self.exchange(topic, json.dumps([socket.gethostname(), own]))]
+        for rank, (_, of_rank) in enumerate(ranks):
+            for name in ranks[0][1] | of_rank:
+                compared = {number: (ranks[number][0], *ranks[number][1].get(name, ("", ""))) for number in (0, rank)}
+                if compared[0][1] != compared[rank][1]:
+                    texts = [
+                        f"{value or 'absent'}{reason and f' ({reason})'} on rank {number} ({host})"
+                        for number, (host, value, reason) in compared.items()
+                    ]
+                    raise ConfigError(f"ranks differ in {name}: {' and '.join(texts)}", hint=hint)
+
+
 _STORES: dict[tuple[str, str, int, int], dist.Store] = {}
 
 
@@ -137,7 +178,7 @@ def process_group(
     # The group is bound to its device, as DeepSpeed 0.19.8 does when it opens the group itself (comm/torch.py:262-276).
     bound = torch.device("cuda", index) if device == "cuda" and world.world_size > 1 else None
     rendezvous = store or meet(world)
-    check_same_devices(exchange(rendezvous, world, "device", own_device(world, device), timeout=timeout))
+    check_same_devices(Ranks(world, rendezvous).exchange("device", own_device(world, device), timeout=timeout))
     group_store = dist.PrefixStore("default_pg", rendezvous)
     with default_timeout(timeout):
         dist.init_process_group(
@@ -175,3 +216,28 @@ def _check_accelerator(device: str) -> None:
             f"this process uses {device}, but DeepSpeed has already used {chosen} in it (DS_ACCELERATOR has changed)",
             hint="restart the process; in a notebook restart the kernel",
         )
+
+
+def own_device(world: World, device: str) -> str:
+    """Describe this process's device type, GPU and host as JSON, for `check_same_devices`."""
+    gpu = str(torch.cuda.get_device_properties(visible_device(world.local_rank)).uuid) if device == "cuda" else ""
+    return json.dumps({"device": device, "gpu": gpu, "host": socket.gethostname()})
+
+
+def check_same_devices(texts: list[str]) -> None:
+    """Raise LaunchError if ranks use different device types or share a GPU, by the `own_device` texts of all ranks."""
+    ranks = [json.loads(text) for text in texts]
+    first = ranks[0]
+    for rank, info in enumerate(ranks):
+        if info["device"] != first["device"]:
+            raise LaunchError(
+                f"rank 0 on {first['host']} uses {first['device']} and rank {rank} on {info['host']} uses "
+                f"{info['device']}",
+                hint="check nvidia-smi on the host that uses cpu, leave that host out, or set DS_ACCELERATOR=cpu",
+            )
+        same = next((earlier for earlier in range(rank) if info["gpu"] and ranks[earlier]["gpu"] == info["gpu"]), None)
+        if same is not None:
+            raise LaunchError(
+                f"ranks {same} and {rank} on {info['host']} use the same GPU {info['gpu']}",
+                hint="start as many ranks as the host has GPUs, or set CUDA_VISIBLE_DEVICES to another GPU for each",
+            )
