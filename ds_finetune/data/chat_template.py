@@ -10,7 +10,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
@@ -266,9 +266,10 @@ def _try_render(template: ChatTemplate, messages: Messages, *, with_tool: bool =
         return "" if with_tool else _try_render(template, messages, with_tool=True)
 
 
-def adapt_messages(conversation: Conversation, template: ChatTemplate, reasoning: str) -> list[dict[str, Any]]:
-    """Convert messages to the template's form: arguments as objects or JSON text, reasoning as a field or in tags."""
-    return [_adapt_message(message, template.probes, reasoning) for message in conversation.messages]
+def adapt(conversation: Conversation, template: ChatTemplate, reasoning: str) -> Conversation:
+    """The conversation in the template's form: arguments as objects or JSON text, reasoning as a field or in tags."""
+    messages = tuple(_adapt_message(message, template.probes, reasoning) for message in conversation.messages)
+    return replace(conversation, messages=messages)
 
 
 def _adapt_message(message: Mapping[str, Any], probes: Probes, reasoning: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 from markupsafe import escape
 
 from ds_finetune.data.chat_template import ChatTemplate, RenderingError, placeholder, template_error
-from ds_finetune.data.messages import RESERVED_CHARACTERS, parse_json
+from ds_finetune.data.messages import RESERVED_CHARACTERS, Conversation, parse_json
 from ds_finetune.data.text_encoder import find_token
 from ds_finetune.errors import DataError
 
@@ -46,23 +46,25 @@ class RewrittenTurnError(Exception):
 
 
 class RenderedConversation:
-    """A conversation rendered with a chat template; `messages` come from `chat_template.adapt_messages`.
+    """A conversation rendered with a chat template, in the form that `chat_template.adapt` gives it.
 
-    With `only`, the assistant message of this index is the only turn, and answers before it belong to its prompt.
+    With `only`, the assistant message of this index is the only turn, and answers before it belong to its prompt. With
+    `is_protected`, control tokens are in brackets (`ControlTokens.protect`).
     UnrenderedTextError if the template does not render tool calls or reasoning of the conversation.
     """
 
     def __init__(
         self,
         template: ChatTemplate,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
+        conversation: Conversation,
         where: str,
         *,
+        is_protected: bool = False,
         only: int | None = None,
     ) -> None:
-        self._template, self._tools, self._where, self._only = template, tools, where, only
-        self._messages = messages if only is None else messages[: only + 1]
+        self._template, self._where, self._only, self._is_protected = template, where, only, is_protected
+        self._conversation, self._tools = conversation, conversation.tools
+        self._messages = list(conversation.messages)[: None if only is None else only + 1]
         probes = template.probes
         if not probes.calls and any(message.get("tool_calls") for message in self._messages):
             raise UnrenderedTextError("calls")
@@ -75,7 +77,8 @@ class RenderedConversation:
 
     def prefixes(self, numbers: Sequence[int]) -> "list[RenderedConversation]":
         """For each assistant message in `numbers`, the conversation up to this message as its only turn."""
-        return [RenderedConversation(self._template, self._messages, self._tools, self._where, only=n) for n in numbers]
+        given = self._template, self._conversation, self._where
+        return [RenderedConversation(*given, is_protected=self._is_protected, only=number) for number in numbers]
 
     def _is_turn(self, number: int) -> bool:
         return self._messages[number]["role"] == "assistant" and self._only in (None, number)
@@ -120,11 +123,9 @@ class RenderedConversation:
             )
         return turn.ending.partition(token)[0] + token
 
-    def check(self, turns: Sequence[Turn], *, is_protected: bool) -> None:
-        """Raise UnrenderedTextError if the rendered `turns` lack a text of the row, or if the template reorders texts.
-
-        With `is_protected`, control tokens are in brackets (`ControlTokens.protect`). A template that writes ASCII JSON
-        would escape the brackets, so the row is refused too.
+    def check(self, turns: Sequence[Turn]) -> None:
+        """Raise UnrenderedTextError if the rendered `turns` lack a text of the row, if the template reorders texts, or
+        if it writes ASCII JSON, which escapes the brackets of control tokens.
         """
         document = "".join(turn.prompt + turn.body + turn.ending for turn in turns)
         end = turns[-1].number + 1
@@ -132,7 +133,7 @@ class RenderedConversation:
         others = [message["content"].strip() for message in messages if message["role"] != "assistant"]
         if not all(_contains(document, content) for content in others):
             raise UnrenderedTextError("text")
-        if is_protected and any(escaped in document for escaped in ("\\ue0f3", "\\uE0F3")):
+        if self._is_protected and any(escaped in document for escaped in ("\\ue0f3", "\\uE0F3")):
             raise UnrenderedTextError("text")
         try:
             marked = [_with_placeholders(message, n, self._template) for n, message in enumerate(messages)]
@@ -162,9 +163,13 @@ class RenderedConversation:
             return None
 
     def open_prompt(self) -> str:
-        """A server's prompt for all messages, with the answer's header; DataError where the template fails."""
+        """A server's prompt for all messages, with the answer's header, checked by `check`; DataError where the
+        template fails.
+        """
         prompt = self.server_prompt(len(self._messages))
-        return self._render(self._messages, opens=True) if prompt is None else prompt
+        prompt = self._render(self._messages, opens=True) if prompt is None else prompt
+        self.check([Turn(len(self._messages), prompt, "", "")])
+        return prompt
 
     def role_note(self) -> str:
         """Remark (a key of `row_report.NOTED`) if the template writes another role as an answer; else empty."""

@@ -5,13 +5,14 @@ that it has in the full text. If the tokenizer would merge characters of prompt 
 the answer is tokenised separately.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from ds_finetune.config.objectives import BosRule
-from ds_finetune.data.chat_template import ChatTemplate, adapt_messages, strip_reasoning
+from ds_finetune.data.chat_template import ChatTemplate, adapt, strip_reasoning
 from ds_finetune.data.messages import Conversation
 from ds_finetune.data.prompts import Prompt
 from ds_finetune.data.record_layouts import Completion, PlainText, Sample
@@ -151,10 +152,11 @@ class SampleTokeniser:
         )
 
     def _sample_texts(self, sample: Sample | Prompt, where: str) -> list[Tokens]:
-        if isinstance(sample, Prompt):
-            return self._prompt_texts(sample.sample, where)
+        if is_prompt := isinstance(sample, Prompt):
+            sample = sample.sample
         if self._template is not None and not isinstance(sample, PlainText):
-            return self._chat_texts(sample.conversation if isinstance(sample, Completion) else sample, where)
+            original = sample.conversation if isinstance(sample, Completion) else sample
+            return self._chat_texts(original, where, is_prompt=is_prompt)
         if isinstance(sample, Conversation):
             raise DataError(
                 f"{where} is a conversation and the tokenizer has no chat template",
@@ -167,7 +169,7 @@ class SampleTokeniser:
         remarks = {
             "control_plain": has_control,
             "tools": isinstance(sample, Completion) and sample.conversation.tools,
-            "empty_answer": isinstance(sample, Completion) and not sample.completion.strip(),
+            "empty_answer": isinstance(sample, Completion) and not sample.completion.strip() and not is_prompt,
         }
         notes = tuple(name for name, applies in remarks.items() if applies)
         if isinstance(sample, PlainText):
@@ -179,56 +181,40 @@ class SampleTokeniser:
         is_joined = completion[:1].isspace() and not prompt[-1:].isspace()
         form = sample.wrapper or ("joined" if is_joined else "separator")
         segments = Segment(prompt, self._settings.train_on == "all"), Segment(completion, True, is_answer=True)
-        return [Tokens(segments=segments, notes=notes, form=form)]
+        return [Tokens(segments=segments[: 1 if is_prompt else 2], notes=notes, form=form)]
 
-    def _prompt_texts(self, sample: Conversation | Completion, where: str) -> list[Tokens]:
-        if self._template is None:
-            (text,) = self._sample_texts(sample, where)
-            notes = tuple(note for note in text.notes if note != "empty_answer")
-            return [replace(text, segments=text.segments[:1], notes=notes)]
-        original = sample.conversation if isinstance(sample, Completion) else sample
+    def _chat_texts(self, original: Conversation, where: str, *, is_prompt: bool) -> list[Tokens]:
+        """Texts of a dialogue in its chat template: a server's prompt for it or, without `is_prompt`, a document for
+        each rendering.
+        """
         conversation, control_note = self._control.protect(original, where)
-        template = self._template_for(conversation)
-        messages = adapt_messages(conversation, template, self._settings.reasoning)
-        unread = (*original.unread, *_unread_fields(conversation, template))
-        try:
-            dialogue = RenderedConversation(template, messages, conversation.tools, where)
-            prompt = dialogue.open_prompt()
-            dialogue.check([Turn(len(messages), prompt, "", "")], is_protected=bool(control_note))
-        except UnrenderedTextError as error:
-            return [Tokens(dropped=str(error), unread=unread)]
-        remarks = tuple(note for note in (control_note, dialogue.role_note(), dialogue.tools_note(prompt)) if note)
-        return [Tokens(segments=(Segment(prompt, False),), notes=remarks, unread=unread)]
-
-    def _template_for(self, conversation: Conversation) -> ChatTemplate:
-        """Chat template that transformers would choose: `tool_use`, if it exists, for a conversation with tools."""
+        # transformers would choose the same template: `tool_use`, if it exists, for a conversation with tools.
         template = (self._tool_template if conversation.tools else None) or self._template
         assert template is not None
-        return template
-
-    def _chat_texts(self, original: Conversation, where: str) -> list[Tokens]:
-        conversation, control_note = self._control.protect(original, where)
-        template = self._template_for(conversation)
-        if template.probes.changed:
+        if template.probes.changed and not is_prompt:
             raise DataError(
                 f"{where}: the chat template changes the texts of answers, as in {template.probes.changed!r}",
                 hint="give a data.template that writes answers unchanged, as a model would write them",
             )
-        messages = adapt_messages(conversation, template, self._settings.reasoning)
         unread = (*original.unread, *_unread_fields(conversation, template))
         try:
-            dialogue = RenderedConversation(template, messages, conversation.tools, where)
-            renderings = self._rendered_turns(dialogue, conversation)
-            for rendered, turns in renderings:
-                rendered.check(turns, is_protected=bool(control_note))
+            adapted = adapt(conversation, template, self._settings.reasoning)
+            dialogue = RenderedConversation(template, adapted, where, is_protected=bool(control_note))
+            texts = [_open_prompt(dialogue)] if is_prompt else self._documents(dialogue, conversation.messages)
         except UnrenderedTextError as error:
             return [Tokens(dropped=str(error), unread=unread)]
+        noted = (control_note,) if control_note else ()
+        return [replace(text, notes=noted + text.notes, unread=unread) for text in texts]
+
+    def _documents(self, dialogue: RenderedConversation, messages: Sequence[Mapping[str, Any]]) -> list[Tokens]:
+        renderings = self._rendered_turns(dialogue, messages)
+        for rendered, turns in renderings:
+            rendered.check(turns)
         all_turns = [turn for _, turns in renderings for turn in turns]
         chosen = all_turns[-1:] if self._settings.train_on == "last_assistant" else all_turns
-        answers = [turn.number for turn in chosen if turn.number < len(conversation.messages)]
-        supervised = {number for number in answers if conversation.messages[number].get("weight", 1) != 0}
+        answers = [turn.number for turn in chosen if turn.number < len(messages)]
+        supervised = {number for number in answers if messages[number].get("weight", 1) != 0}
         remarks = {
-            control_note: True,
             dialogue.role_note(): True,
             dialogue.tools_note("".join(turn.prompt for turn in renderings[-1][1])): True,
             "open_call": any(turn.is_open for turn in all_turns),
@@ -237,11 +223,10 @@ class SampleTokeniser:
             "rewritten": len(renderings) > 1,
         }
         notes = tuple(note for note, applies in remarks.items() if note and applies)
-        remarked = Tokens(notes=notes, unread=unread)
-        return [self._turn_segments(turns, supervised, rendered, remarked) for rendered, turns in renderings]
+        return [self._turn_segments(turns, supervised, rendered, Tokens(notes=notes)) for rendered, turns in renderings]
 
     def _rendered_turns(
-        self, dialogue: RenderedConversation, conversation: Conversation
+        self, dialogue: RenderedConversation, messages: Sequence[Mapping[str, Any]]
     ) -> list[tuple[RenderedConversation, list[Turn]]]:
         """Renderings of the dialogue with their assistant turns; each rendering becomes a document. Usually there is
         one. If the template changes earlier turns when later ones follow, there is one for each supervised answer.
@@ -249,8 +234,8 @@ class SampleTokeniser:
         try:
             return [(dialogue, dialogue.turns())]
         except RewrittenTurnError:
-            numbers = [n for n, message in enumerate(conversation.messages) if message["role"] == "assistant"]
-            supervised = [n for n in numbers if conversation.messages[n].get("weight", 1) != 0] or numbers
+            numbers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+            supervised = [n for n in numbers if messages[n].get("weight", 1) != 0] or numbers
             chosen = supervised if self._settings.train_on == "assistant" else numbers[-1:]
             return [(prefix, prefix.turns()) for prefix in dialogue.prefixes(chosen)]
 
@@ -276,6 +261,12 @@ class SampleTokeniser:
         segments.append(Segment(between, is_between_supervised))
         texts = tuple(segment for segment in segments if segment.text)
         return replace(result, segments=texts, server_prompt_differs=differs)
+
+
+def _open_prompt(dialogue: RenderedConversation) -> Tokens:
+    prompt = dialogue.open_prompt()
+    notes = tuple(note for note in (dialogue.role_note(), dialogue.tools_note(prompt)) if note)
+    return Tokens(segments=(Segment(prompt, False),), notes=notes)
 
 
 def _unread_fields(conversation: Conversation, template: ChatTemplate) -> list[str]:
