@@ -39,7 +39,7 @@ from ds_finetune.trainer.batches import batch_plan
 from ds_finetune.trainer.exports import Exports
 from ds_finetune.trainer.forecast import forecast_check
 from ds_finetune.trainer.prepare import PreparedRun, mismatched_answers
-from ds_finetune.trainer.resume import ResumePoint, make_state_text, restore_observers
+from ds_finetune.trainer.resume import ResumePoint, make_state_text
 from ds_finetune.trainer.rollouts.observer import (
     ALL_SETS,
     LOSS_NOTE,
@@ -100,7 +100,7 @@ def make_observers(started: StartedRun, signals: StopSignals, rollouts: RolloutS
         resumable |= {"evaluation": evaluation, "best": best}
     if started.run.observers:
         observers.append(OutsideObservers(started.run.observers, all_gather_object))
-    restore_observers(resumable, started.resume_point)
+    started.resume_point.restore(resumable)
     observers += [*([] if samples is None else [samples]), *_expert_loads_file(started)]
     if started.saver is not None:
         observers.append(_checkpointing(started, started.saver, time_left, signals, resumable))

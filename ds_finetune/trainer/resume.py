@@ -71,12 +71,53 @@ class ResumePoint:
     checkpoint: UsableCheckpoint | None = None
 
     @property
+    def state(self) -> RunState | None:
+        """The run's state after the checkpoint's step; None for a new run."""
+        return None if self.checkpoint is None else self.checkpoint.state
+
+    @property
     def progress(self) -> Progress:
         """Steps, skipped steps and tokens up to the checkpoint; zeros for a new run."""
-        if self.checkpoint is None:
-            return BEGINNING
-        state = self.checkpoint.state
-        return Progress(state.step, state.skipped_steps, state.tokens_seen)
+        state = self.state
+        return BEGINNING if state is None else Progress(state.step, state.skipped_steps, state.tokens_seen)
+
+    @property
+    def record(self) -> StepRecord | None:
+        """The record of the checkpoint's step, with the values that it had when saved; None for a new run."""
+        if (state := self.state) is None:
+            return None
+        return StepRecord(state.step, state.values, best_step=self.observer_states.get("best", {}).get("best_step", 0))
+
+    @property
+    def observer_states(self) -> Mapping[str, Mapping[str, Any]]:
+        """States of the observers by name; empty for a new run."""
+        return {} if self.state is None else self.state.observers
+
+    def restore(self, observers: Mapping[str, Resumable]) -> None:
+        """Restore the states of `observers`, which are given by name."""
+        for name in observers.keys() & self.observer_states.keys():
+            observers[name].restore(self.observer_states[name])
+
+    def check_not_past_end(self, *, steps: int, duration: str) -> None:
+        """Raise CheckpointError if the checkpoint is past the run's last step: an export would be of a later step."""
+        if self.checkpoint is not None and self.progress.step > steps:
+            raise CheckpointError(
+                f"checkpoint {self.checkpoint.folder} is of step {self.progress.step}, and train.for {duration} ends "
+                f"after step {steps}",
+                hint="raise train.for, or export the checkpoint's weights with `ds-finetune export`",
+            )
+
+    def ended_early(self, *, patience: int) -> bool:
+        """Whether the run ended early because eval.patience was exhausted."""
+        return 0 < patience <= self.observer_states.get("best", {}).get("worse_in_a_row", 0)
+
+    def interrupted_evaluation(self, stream_position: Position, *, steps: int) -> list[StepRecord]:
+        """The record of a step whose evaluation a signal interrupted, so that observers evaluate again; else empty."""
+        state = self.state
+        if state is None or not self.observer_states.get("evaluation", {}).get("is_due"):
+            return []
+        position = astuple(stream_position) if stream_position != START else state.position
+        return [StepRecord(state.step, state.values, is_last=state.step >= steps, position=position)]
 
 
 def find_resume_point(run: PreparedRun, say: Say) -> ResumePoint:
@@ -358,45 +399,6 @@ def make_state_text(run: PreparedRun, engine: Engine) -> RunText:
         ).text()
 
     return state_text
-
-
-def restore_observers(observers: Mapping[str, Resumable], point: ResumePoint) -> None:
-    """Restore the observers' states from the checkpoint of `point`."""
-    states = point.checkpoint.state.observers if point.checkpoint else {}
-    for name in observers.keys() & states.keys():
-        observers[name].restore(states[name])
-
-
-def check_not_past_end(point: ResumePoint, *, steps: int, duration: str) -> None:
-    """Raise CheckpointError if the checkpoint is past the run's last step: an export would be of a later step."""
-    step = point.progress.step
-    if point.checkpoint is not None and step > steps:
-        raise CheckpointError(
-            f"checkpoint {point.checkpoint.folder} is of step {step}, and train.for {duration} ends after step {steps}",
-            hint="raise train.for, or export the checkpoint's weights with `ds-finetune export`",
-        )
-
-
-def ended_early(point: ResumePoint, *, patience: int) -> bool:
-    """Whether the run ended early because eval.patience was exhausted."""
-    best = point.checkpoint.state.observers.get("best", {}) if point.checkpoint else {}
-    return 0 < patience <= best.get("worse_in_a_row", 0)
-
-
-def interrupted_evaluation(point: ResumePoint, stream_position: Position, *, steps: int) -> list[StepRecord]:
-    """If a signal interrupted an evaluation, the record of its step, so that observers evaluate again; else empty."""
-    state = point.checkpoint.state if point.checkpoint else None
-    if state is None or not state.observers.get("evaluation", {}).get("is_due"):
-        return []
-    position = astuple(stream_position) if stream_position != START else state.position
-    return [StepRecord(state.step, state.values, is_last=state.step >= steps, position=position)]
-
-
-def saved_record(point: ResumePoint) -> StepRecord | None:
-    """The record of the checkpoint's step, with the values that it had when saved; None for a new run."""
-    state = point.checkpoint.state if point.checkpoint else None
-    best_step = state.observers.get("best", {}).get("best_step", 0) if state else 0
-    return StepRecord(state.step, state.values, best_step=best_step) if state else None
 
 
 def inputs_of(run: PreparedRun) -> RunIdentity:

@@ -51,12 +51,8 @@ from ds_finetune.trainer.resolve import ResolvedRun, resolve_here
 from ds_finetune.trainer.resume import (
     ResumePoint,
     best_weights_lines,
-    check_not_past_end,
-    ended_early,
     find_resume_point,
-    interrupted_evaluation,
     resume_engine,
-    saved_record,
     start_saver,
 )
 from ds_finetune.trainer.rollouts.source import open_rollouts
@@ -121,7 +117,7 @@ def train(
 def _train_and_export(run: PreparedRun, ranks: Ranks, monitor: Monitor, log: RunLog, status: StatusKeeper) -> Report:
     say = log.say if run.plan.world.rank == 0 else say_nothing
     resume_point = find_resume_point(run, say)
-    check_not_past_end(resume_point, steps=run.schedule.steps, duration=run.config.train.duration)
+    resume_point.check_not_past_end(steps=run.schedule.steps, duration=run.config.train.duration)
     if (finished := finished_before(run, resume_point)) is not None:
         step = resume_point.progress.step
         say(f"the run is finished: {run.output_dir} has its last step, {step}, and its exports")
@@ -154,17 +150,17 @@ def _train_and_export(run: PreparedRun, ranks: Ranks, monitor: Monitor, log: Run
                 hint="free some space, then start the same command again: it resumes from the previous checkpoint",
             )
     # Where only the export was left to do, the last step is that of the checkpoint.
-    return Report(last or saved_record(resume_point), run.output_dir, written, interrupted=interrupted)
+    return Report(last or resume_point.record, run.output_dir, written, interrupted=interrupted)
 
 
 def finished_before(run: PreparedRun, point: ResumePoint) -> Report | None:
     """The report of a run that an earlier start has finished; None if steps or the export remain. Collective."""
-    last, status = saved_record(point), RunStatus.read(run.output_dir)
+    last, status = point.record, RunStatus.read(run.output_dir)
     export, page = run.output_dir / "export", run.output_dir / PAGE
     exports = (export,) if export.is_dir() else ()
     is_finished = (
         last is not None
-        and (last.step == run.schedule.steps or ended_early(point, patience=run.config.eval.patience))
+        and (last.step == run.schedule.steps or point.ended_early(patience=run.config.eval.patience))
         and status is not None
         and (status.state, status.step) == ("finished", last.step)
     )
@@ -182,17 +178,17 @@ def train_steps(started: StartedRun, status: StatusKeeper) -> tuple[StepRecord |
     """
     run, engine, resume_point = started.run, started.engine, started.resume_point
     stream_position = resume_engine(run, engine, resume_point)
-    due = interrupted_evaluation(resume_point, stream_position, steps=run.schedule.steps)
+    due = resume_point.interrupted_evaluation(stream_position, steps=run.schedule.steps)
     lacks = begin_run_folder(
         run,
         started.rank_progress,
         status,
         after_step=resume_point.progress.step - len(due),
-        last=None if due else saved_record(resume_point),
+        last=None if due else resume_point.record,
     )
     if lacks:
         started.say(lacks)
-    if ended_early(resume_point, patience=run.config.eval.patience):
+    if resume_point.ended_early(patience=run.config.eval.patience):
         started.say("the run had ended early because eval/loss did not fall; nothing is left to train")
         return None, ""
     with (

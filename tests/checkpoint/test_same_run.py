@@ -29,7 +29,7 @@ from ds_finetune.plan.precision import Bf16Support, with_precision
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
 from ds_finetune.trainer.prepare import PreparedRun
-from ds_finetune.trainer.resume import ResumePoint, check_not_past_end, find_resume_point, inputs_of
+from ds_finetune.trainer.resume import ResumePoint, find_resume_point, inputs_of
 from tests.json_files import change_json
 from tests.model.tiny import CONFIGS
 from tests.planning import prepared_run
@@ -320,9 +320,9 @@ def test_a_renamed_checkpoint_is_not_resumed_from(saved: PreparedRun) -> None:
 def test_a_run_that_is_past_its_end_is_refused(saved: PreparedRun) -> None:
     """It would export the weights of step 3 as those of a run of two steps."""
     origin, _ = resumed(saved)
-    check_not_past_end(origin, steps=3, duration="3 steps")
+    origin.check_not_past_end(steps=3, duration="3 steps")
     with pytest.raises(CheckpointError, match=r"is of step 3, and train\.for 2 steps ends after step 2"):
-        check_not_past_end(origin, steps=2, duration="2 steps")
+        origin.check_not_past_end(steps=2, duration="2 steps")
 
 
 def test_rows_that_a_longer_run_does_not_see_are_printed(saved: PreparedRun) -> None:
