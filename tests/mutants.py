@@ -373,7 +373,7 @@ MUTANTS = (
     Mutant(
         "indexers count in the norm",
         "features/indexer.py",
-        "return bool(self.own_loss) and family_of(self.model.hf_config.model_type).is_of_indexer(name)",
+        "return bool(self.own_loss) and self.model.family.is_of_indexer(name)",
         "return False",
         f"{TRAINED_INDEXER} -k dp-z0",
     ),

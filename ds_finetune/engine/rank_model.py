@@ -220,7 +220,7 @@ def arrange_forward(lm: PreTrainedModel, plan: Plan, model: ModelPlan) -> None:
     from deepspeed.utils import set_z3_leaf_module
 
     choose_product(has_triton=plan.kernels.has_others)
-    install_fused(lm, plan.kernels.of(family_of(model.hf_config.model_type)))
+    install_fused(lm, plan.kernels.of(model.family))
     if plan.recomputes:
         recompute_layers(lm, is_selective=plan.activation_checkpointing == "selective")
     if plan.mesh.pp > 1:
@@ -231,7 +231,7 @@ def arrange_forward(lm: PreTrainedModel, plan: Plan, model: ModelPlan) -> None:
     for module in install_tiled_mlps(lm, tiles=model.mlp_tiles) if model.mlp_tiles > 1 else ():
         # As a leaf module, an MLP is gathered by ZeRO-3 once before its first tile, and released after its last tile.
         set_z3_leaf_module(module, True)
-    if model.mlp_tiles == 1 and not family_of(model.hf_config.model_type).is_generic:
+    if model.mlp_tiles == 1 and not model.family.is_generic:
         # Not with tiled MLPs: they compute routed and shared experts separately, and again in backward.
         compute_shared_experts_ahead(lm)
 

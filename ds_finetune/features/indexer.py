@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ds_finetune.families.table import family_of
 from ds_finetune.features.feature import Feature, RankParts
 from ds_finetune.foreign.guard import replaced
 from ds_finetune.model.attention.indexed_attention import DivergenceCollector, train_indexers
@@ -84,14 +83,14 @@ class IndexerFeature(Feature):
 
     def owns(self, name: str) -> bool:
         """Whether `name` is a parameter of an indexer; false if the run trains only indexers."""
-        return bool(self.own_loss) and family_of(self.model.hf_config.model_type).is_of_indexer(name)
+        return bool(self.own_loss) and self.model.family.is_of_indexer(name)
 
     def extra_loss(self, trained: TrainedModel, parts: RankParts) -> ExtraLoss:
         """Make the loss that trains indexers towards attention weights."""
         # An indexer's target sums attention weights over heads, and thus over tensor and sequence parallel ranks. In
         # DeepSeek-V4 a sequence parallel rank has all heads of its own tokens, so only tensor parallel ranks are summed
         # over.
-        others = None if family_of(self.model.hf_config.model_type).compresses else parts.groups.sp
+        others = None if self.model.family.compresses else parts.groups.sp
         ranks = tuple(group for group in (parts.groups.tp, others) if group is not None)
         collector = DivergenceCollector(ranks, attends_to_all=self.settings.trains_only_indexers)
         return IndexerLoss(trained.lm, collector, self.settings)

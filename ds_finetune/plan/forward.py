@@ -8,8 +8,10 @@ from typing import Any, Literal, NamedTuple
 
 from ds_finetune.config.sections import OWN_ATTENTIONS
 from ds_finetune.config.units import GIB
+from ds_finetune.families.family import Family
 from ds_finetune.families.table import family_of
 from ds_finetune.plan.kernels import triton_problem
+from ds_finetune.plan.model_tensors import DescribedModel
 
 MAX_WIDTH = 256
 """Maximum head width in columns of FlashAttention in torch 2.11 and 2.13
@@ -84,20 +86,20 @@ def flash_3_problem(tree: Mapping[str, Any], *, capability: Arch, is_installed: 
 
 
 def attention_lines(
-    attention: str, tree: Mapping[str, Any], *, device: str, precision: str, flash_3: str | None = None
+    attention: str, model: DescribedModel, *, device: str, precision: str, flash_3: str | None = None
 ) -> list[tuple[str, str]]:
     """Plan line about the attention kernel; none on CPUs or for transformers' kernels.
 
     `flash_3` is the result of `flash_3_problem` for this GPU, or None without a GPU.
     """
-    family = family_of(tree["model_type"])
+    family = model.family
     if device == "cpu" or attention not in OWN_ATTENTIONS or family.is_generic:
         return []
     if family.compresses:
         return [("attention", "queries of all documents, some at a time, by products of matrices")]
     if attention == "by_document":
         return [("attention", "a call for each document")]
-    if problem := varlen_problem(tree, precision=precision):
+    if problem := varlen_problem(model, precision=precision):
         return [("attention", f"a call for each document: {problem}")]
     version = "" if flash_3 is None else f", by FlashAttention 2: {flash_3}" if flash_3 else ", by FlashAttention 3"
     return [("attention", f"one call for all documents{version}")]
@@ -139,13 +141,12 @@ _LOOP = "a product for each expert, whose numbers of rows the host reads first"
 
 
 def experts_lines(
-    tree: Mapping[str, Any], *, device: str, precision: str, capability: Arch | None = None, has_triton: bool = True
+    family: Family, *, device: str, precision: str, capability: Arch | None = None, has_triton: bool = True
 ) -> list[tuple[str, str]]:
     """Plan line about the products of routed experts of a known family; none on CPUs.
 
-    `tree` is config.json. `capability` is the GPU's compute capability; None without a GPU, as in a dry run.
+    `capability` is the GPU's compute capability; None without a GPU, as in a dry run.
     """
-    family = family_of(str(tree["model_type"]))
     if device == "cpu" or not (family.fused_experts or family.transposed_experts):
         return []
     torchs = f"torch's, in {FUSED_PRECISION} on compute capability {' and '.join(f'{major}.x' for major in _FUSED)}"

@@ -9,7 +9,7 @@ from math import prod
 from ds_finetune.config.sections import ParallelConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.family import layer_of
-from ds_finetune.plan.model_tensors import EMBEDDING, DescribedModel, FullTensor, LayerKind, ModelTensors
+from ds_finetune.plan.model_tensors import EMBEDDING, DescribedModel, FullTensor, ModelTensors
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,6 @@ class RankWeights:
     kinds: tuple[TensorKind, ...]
     layers: tuple[int, ...]
     """Indices of the layers of the pipeline stage."""
-    layer_kinds: tuple[LayerKind, ...]
 
     @cached_property
     def numel(self) -> int:
@@ -206,7 +205,7 @@ def rank_weights(model: DescribedModel, parallel: ParallelConfig, *, zero_ranks:
             sharers = zero_ranks // (parallel.ep if tensor.is_routed else 1)
             local = tensor.local(tp=parallel.tp, ep=parallel.ep)
             kinds.append(TensorKind(name, len(names), tensor.shape, local, sharers, tuple(names)))
-        ranks.append(RankWeights(tuple(kinds), layers, tuple(tensors.layers[layer] for layer in layers)))
+        ranks.append(RankWeights(tuple(kinds), layers))
     return tuple(ranks)
 
 

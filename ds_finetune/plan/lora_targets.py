@@ -8,7 +8,7 @@ from math import prod
 from ds_finetune.config.sections import ALL_LINEAR, LoraConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.family import Family
-from ds_finetune.plan.model_tensors import SCORE_HEAD, ModelTensors, part_of
+from ds_finetune.plan.model_tensors import SCORE_HEAD, FullTensor, ModelTensors, part_of
 from ds_finetune.plan.name_patterns import last_part, matching, parameter_names
 
 Shape = tuple[int, ...]
@@ -95,11 +95,13 @@ def _targets_named(pattern: str, adaptable: Sequence[LoraTarget]) -> list[LoraTa
     return [chosen[name] for name in matches]
 
 
-def fully_trained_parameters(names: Iterable[str], lora: LoraConfig, targets: Sequence[LoraTarget]) -> tuple[str, ...]:
-    """Names of the parameters that are trained in full beside the adapters of `targets`: a score head, and the matches
-    of `lora.modules_to_save`. ConfigError if a pattern matches nothing, or weights that cannot be trained in full.
+def fully_trained_parameters(
+    tensors: Mapping[str, FullTensor], lora: LoraConfig, targets: Sequence[LoraTarget]
+) -> dict[str, FullTensor]:
+    """Parameters that are trained in full beside the adapters of `targets`: a score head, and the matches of
+    `lora.modules_to_save`. ConfigError if a pattern matches nothing, or weights that cannot be trained in full.
     """
-    key, parameters = "lora.modules_to_save", parameter_names(names)
+    key, parameters = "lora.modules_to_save", parameter_names(tensors)
     chosen, adapted = {SCORE_HEAD}, {target.name for target in targets}
     for pattern in lora.modules_to_save:
         matches = matching(pattern, parameters, key=key, what="module")
@@ -109,7 +111,7 @@ def fully_trained_parameters(names: Iterable[str], lora: LoraConfig, targets: Se
             if reason is not None:
                 raise ConfigError(f"{key} `{pattern}` names {name}, whose weights {reason}", hint="name other modules")
         chosen.update(matches)
-    return tuple(name for name in parameters if name in chosen)
+    return {name: tensor for name, tensor in tensors.items() if name in chosen}
 
 
 def is_peft_parameter(weight: str, family: Family) -> bool:

@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds_finetune.families.layer_rules import compressed_types
-from ds_finetune.families.table import family_of
 from ds_finetune.plan.forward import head_widths
 from ds_finetune.plan.model_tensors import SCORE_HEAD, DescribedModel, part_of
 
@@ -18,7 +17,7 @@ def has_known_shape(model: DescribedModel) -> bool:
     """Whether the model is a decoder from the table of families, all its layers have equal heads, and all its tensors
     belong to known parts.
     """
-    family = family_of(str(model.get("model_type")))
+    family = model.family
     is_decoder = not family.is_generic and family.encoder is None and not model.get("per_layer_config")
     return is_decoder and all(map(part_of, model.tensors.by_name))
 
@@ -38,7 +37,7 @@ class Shape:
         parts = Counter[str]()
         for name, tensor in model.tensors.by_name.items():
             parts[part_of(name)] += tensor.numel
-        keys, routed = family_of(str(model["model_type"])).expert_keys, parts["routed experts"]
+        keys, routed = model.family.expert_keys, parts["routed experts"]
         return cls(parts, routed * keys.per_token(model) // keys.number(model) if keys and routed else 0)
 
     @property
@@ -63,7 +62,7 @@ def _attended_limits(model: DescribedModel) -> tuple[int | None, ...]:
     to as many compressed entries as its indexer chooses.
     """
     layers, chosen, window = len(model.tensors.layers), model.get("index_topk"), model.get("sliding_window")
-    if family_of(str(model["model_type"])).compresses:
+    if model.family.compresses:
         near = int(model["sliding_window"])
         limits = tuple(near + (kind != "sliding_attention") * int(chosen or 0) for kind in compressed_types(model))
         return limits + (near,) * (layers - len(limits))

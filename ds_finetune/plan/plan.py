@@ -1,14 +1,20 @@
 """The plan of a run: everything computed from the run file before anything is loaded."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 from ds_finetune.config.objectives import ObjectiveConfig
 from ds_finetune.config.sections import CheckpointConfig
 from ds_finetune.errors import ConfigError
-from ds_finetune.families.table import family_of
-from ds_finetune.plan.batch import AUTO, accumulation_steps, check_auto, idle_fraction, rows_of_forward
+from ds_finetune.plan.batch import (
+    AUTO,
+    accumulation_steps,
+    check_auto,
+    idle_fraction,
+    legal_micro_batches,
+    rows_of_forward,
+)
 from ds_finetune.plan.checks import check
 from ds_finetune.plan.deepspeed_config import (
     HAS_TORCH_ADAM,
@@ -27,6 +33,7 @@ from ds_finetune.plan.inexact import inexact_lines
 from ds_finetune.plan.kernels import ChosenKernels, choose_kernels, triton_problem
 from ds_finetune.plan.layer_stages import StageLayers
 from ds_finetune.plan.mesh import Mesh
+from ds_finetune.plan.model_tensors import DescribedModel
 from ds_finetune.plan.precision import WEIGHT_BYTES, with_precision
 from ds_finetune.plan.settings import RunSettings, sections_of
 from ds_finetune.system.versions import installed_version
@@ -104,6 +111,13 @@ class Plan(RunSettings):
         return self.mesh.dp
 
     @property
+    def legal_micro_batches(self) -> tuple[int, ...]:
+        """Micro-batch sizes that are legal for the global batch, the ranks and the pipeline of the run, ascending."""
+        # With interleaved pipeline stages, the number of forwards in a step must be a multiple of the number of stages.
+        group = self.parallel.pp if self.parallel.vpp > 1 else 1
+        return legal_micro_batches(global_batch_size=self.train.global_batch_size, dp=self.dp, group=group)
+
+    @property
     def zero_ranks(self) -> int:
         """Number of ranks over which DeepSpeed averages gradients and shards states: dp x sp."""
         return self.mesh.dp * self.mesh.sp
@@ -172,26 +186,26 @@ class Plan(RunSettings):
 
     def model_lines(
         self,
-        model: Mapping[str, Any],
+        model: DescribedModel,
         stages: Sequence[StageLayers | None],
         *,
         capability: Arch | None = None,
         flash_3: str | None = None,
     ) -> list[tuple[str, str]]:
-        """Plan lines about kernels, head, MLPs and pipeline stages of the model with this config.json.
+        """Plan lines about kernels, head, MLPs and pipeline stages of the model.
 
         `capability` is the GPU's compute capability, and `flash_3` says why FlashAttention 3 is not used (empty where
         it is); both are None without a GPU.
         """
-        device, precision, has_fused = self.device, self.precision, self.kernels.has_others
+        device, precision, has_fused, family = self.device, self.precision, self.kernels.has_others, model.family
         if capability is not None and not has_fused:
             flash_3 = TORCH_ONLY
         has_chunks = device != "cpu" and self.loss_kernel == "chunked" and self.objective.row.is_cross_entropy
         vocabulary = int(model["vocab_size"]) // self.mesh.tp
         return [
             *attention_lines(self.model.attention, model, device=device, precision=precision, flash_3=flash_3),
-            *experts_lines(model, device=device, precision=precision, capability=capability, has_triton=has_fused),
-            *self.kernels.lines(family_of(str(model["model_type"]))),
+            *experts_lines(family, device=device, precision=precision, capability=capability, has_triton=has_fused),
+            *self.kernels.lines(family),
             *([head_line(vocabulary, precision=precision, device=device)] if has_chunks else []),
             *([("MLPs", f"tokens in {mlp_tiles(model)} tiles")] if self.train.tiled_mlp else []),
             *self.stage_lines(stages),

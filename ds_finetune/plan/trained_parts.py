@@ -204,19 +204,14 @@ def trained_tensors(
     if lora is not None:
         adaptable = targets_of(model.tensors)
         targets = adapted_targets(adaptable, lora)
-        full = {name: tensors[name] for name in fully_trained_parameters(tensors, lora, targets)}
+        full = fully_trained_parameters(tensors, lora, targets)
         adapted, quantised = (_weights_of(each, tensors) for each in (targets, quantised_targets(adaptable, lora)))
         return TrainedTensors(full, full, lora.rank, adapted, quantised)
-    freezing = plan_freezing(train, tensors)
+    freezing, indexers = plan_freezing(train, tensors), indexer if indexer.train else None
     saved = tensors if freezing is None else freezing.trained
-    reached = {
-        name: tensor
-        for name, tensor in saved.items()
-        if is_reached(name, model.family, indexer if indexer.train else None)
-    }
-    if router is not None and not router.train:
-        reached = {name: tensor for name, tensor in reached.items() if part_of(name) != "router"}
-    return TrainedTensors(reached, saved)
+    frozen = () if router is None or router.train else ("router",)
+    reached = (name for name in saved if is_reached(name, model.family, indexers))
+    return TrainedTensors({name: saved[name] for name in reached if part_of(name) not in frozen}, saved)
 
 
 def _weights_of(targets: Iterable[LoraTarget], tensors: Mapping[str, FullTensor]) -> dict[str, FullTensor]:

@@ -13,7 +13,6 @@ from ds_finetune.config.sections import OWN_ATTENTIONS, GenerateConfig
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.stream import StreamedRows
 from ds_finetune.errors import ConfigError, DataError
-from ds_finetune.families.table import family_of
 from ds_finetune.model.attention.indexed_attention import longest_document
 from ds_finetune.model.build.encoder import max_positions
 from ds_finetune.model.build.model_plan import ModelPlan
@@ -35,7 +34,7 @@ def length_notes(model: ModelPlan, *, max_seq_len: int) -> tuple[str, ...]:
     tokens = longest_document(model.hf_config)
     if tokens is None:
         return ()
-    if family_of(model.hf_config.model_type).compresses:
+    if model.family.compresses:
         limit = f"index_topk {model.hf_config.index_topk} entries"
         if model.indexer is not None and model.indexer.trains_only_indexers:
             return (f"all entries are attended to, also in documents of more than {tokens} tokens, {limit}",)
@@ -60,8 +59,11 @@ def check_lengths(
     max_seq_len: int,
     generate: GenerateConfig,
 ) -> None:
-    """Raise DataError or ConfigError if a document is longer than a limit. A row may be longer."""
+    """Raise DataError or ConfigError if a document, or a held-out prompt with its answer, is longer than a limit. A row
+    may be longer.
+    """
     named = {"train": train, **{name.replace("/", "."): rows for name, rows in held_out.items()}}
+    prompts = {name: _longest_prompt(generate, rows) for name, rows in held_out.items()}
     for limit in _limits(model):
         is_streamed = isinstance(train, StreamedRows)
         if max_seq_len > limit.tokens and (is_streamed or model.objective.needs_baseline):
@@ -74,8 +76,7 @@ def check_lengths(
         for name, rows in named.items():
             if isinstance(rows, PreparedRows):
                 _check_documents(f"data.{name}", rows, limit)
-        for name, rows in held_out.items() if limit.holds_for_answers else ():
-            longest = _longest_prompt(generate, rows)
+        for name, longest in prompts.items() if limit.holds_for_answers else ():
             if longest and longest + generate.max_new_tokens > limit.tokens:
                 raise ConfigError(
                     f"eval.generate: a prompt of {longest} tokens in {name} and max_new_tokens "
@@ -83,6 +84,7 @@ def check_lengths(
                     f"attention {limit.reason} is not tested",
                     hint=f"set {limit.hint}, or fewer max_new_tokens",
                 )
+    _check_answers_fit(model, generate, prompts)
 
 
 def _limits(model: ModelPlan) -> Iterator[DocumentLimit]:
@@ -116,11 +118,12 @@ def _check_documents(key: str, rows: PreparedRows, limit: DocumentLimit) -> None
         )
 
 
-def check_answers_fit(generate: GenerateConfig, model: ModelPlan, held_out: Mapping[str, PreparedRows]) -> None:
-    """Raise ConfigError if a held-out prompt and its answer may exceed the model's positions."""
+def _check_answers_fit(model: ModelPlan, generate: GenerateConfig, prompts: Mapping[str, int]) -> None:
+    """Raise ConfigError if the longest prompt of a held-out set and its answer may exceed the model's positions.
+    `prompts` maps the sets to the tokens of these prompts.
+    """
     allowed = max_positions(model.hf_config)
-    for name, rows in held_out.items():
-        longest = _longest_prompt(generate, rows)
+    for name, longest in prompts.items():
         if allowed and longest and longest + generate.max_new_tokens > allowed:
             raise ConfigError(
                 f"eval.generate: a prompt of {longest} tokens in {name} and max_new_tokens {generate.max_new_tokens} "

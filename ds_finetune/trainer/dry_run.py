@@ -70,7 +70,7 @@ def planned_run(run: ResolvedRun) -> PlannedRun:
     notes, kind = run.plan.notes, RowKind.of(run.plan.objective)
     if kind.name == "labelled" and not kind.num_labels and not kind.labels:
         notes += ("2 classes are assumed: their number is found in the training rows, which are not read here",)
-    return PlannedRun(run.plan, run.tensors, run.states, lines, notes)
+    return PlannedRun(run.plan, tuple(stage.kinds for stage in run.needs.weights), run.states, lines, notes)
 
 
 def _state_rows(states: MemoryEstimate) -> list[MemoryRow]:
@@ -78,8 +78,8 @@ def _state_rows(states: MemoryEstimate) -> list[MemoryRow]:
 
 
 def _totals(run: ResolvedRun) -> list[tuple[str, str]]:
-    files, states = run.files, run.states
-    stage, on_rank = f" of stage {states.stage}" if run.plan.mesh.pp > 1 else "", run.tensors[states.stage]
+    files, states = run.needs.files, run.states
+    stage, on_rank = f" of stage {states.stage}" if run.plan.mesh.pp > 1 else "", run.needs.weights[states.stage].numel
     parts = [
         f"{row.name} {row.num_bytes / GIB:,.2f} GiB{'' if row.place == 'gpu' else f' ({row.place})'}"
         for row in _state_rows(states)
@@ -88,7 +88,7 @@ def _totals(run: ResolvedRun) -> list[tuple[str, str]]:
     total = run.model.described.tensors.numel / 1e9
     disk = f"{files.num_bytes / GIB:,.2f} GiB: {files.exports} export(s) and {files.checkpoints} checkpoints at most"
     return [
-        ("parameters", f"{total:,.3f} B, {sum(kind.numel for kind in on_rank) / 1e9:,.3f} B on a rank{stage}"),
+        ("parameters", f"{total:,.3f} B, {on_rank / 1e9:,.3f} B on a rank{stage}"),
         (f"state of a rank{stage}", ", ".join(parts)),
         ("disk", disk),
     ]
@@ -147,7 +147,7 @@ def model_lines(model: ModelPlan, plan: Plan, *, capability: tuple[int, int] | N
             [("dropout", f"off for {model.objective.name}: {', '.join(model.without_noise)}")]
             * bool(model.without_noise)
         ),
-        *plan.model_lines(model.hf_config.to_dict(), model.stages, capability=capability, flash_3=flash_3),
+        *plan.model_lines(model.described, model.stages, capability=capability, flash_3=flash_3),
         *(line for feature in features_of(model, plan) for line in feature.lines()),
     ]
 

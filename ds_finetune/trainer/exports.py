@@ -50,7 +50,6 @@ from ds_finetune.export.verify.record import (
     sampled_logits,
 )
 from ds_finetune.export.verify.verify import SignalInterruption, VerificationResult, mark_folder, verify_exports
-from ds_finetune.families.table import family_of
 from ds_finetune.families.text_part import is_composite
 from ds_finetune.model.adapters.lora import Factors, factors_of, merge_adapters
 from ds_finetune.model.build.dtypes import PRECISION_DTYPES, dtype_name
@@ -200,7 +199,7 @@ def _folder_parts(run: PreparedRun, engine: Engine, tokenizer: FittedTokenizer, 
     config, inputs = run.config, run.inputs
     record = None if step is None or not config.export.verify else export_record(run, engine, tokenizer, step=step)
     return FolderParts(
-        family=family_of(inputs.model.hf_config.model_type),
+        family=inputs.model.family,
         config=inputs.config_tree,
         architecture=type(engine.lm).__name__,
         dtype=PRECISION_DTYPES[run.plan.precision],
@@ -227,7 +226,7 @@ def _write_adapters(run: PreparedRun, engine: Engine, out: Path | None, parts: F
         base = AdapterBase(
             name=inputs.model.path,
             digest=inputs.base,
-            family=family_of(inputs.model.hf_config.model_type),
+            family=inputs.model.family,
             module=text_module(inputs.folder) if is_composite(inputs.config_tree) else "model",
             trained=full_weights,
             classifier_config=inputs.config_tree if run.model.task == "sequence_classification" else {},

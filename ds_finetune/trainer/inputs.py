@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerBase
 
 from ds_finetune.config.objectives import ObjectiveConfig, is_distillation
 from ds_finetune.config.rewards import RewardConfig
-from ds_finetune.data.classes import find_classes
 from ds_finetune.data.prepare import prepare_rows
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.prompt_format import GENERATION, PromptFormat, end_ids
@@ -39,7 +38,7 @@ from ds_finetune.objectives.rewards.worker import needs_of
 from ds_finetune.plan.context import extend_tree
 from ds_finetune.plan.model_tensors import EMBEDDING
 from ds_finetune.plan.settings import RunSettings
-from ds_finetune.trainer.document_lengths import check_answers_fit, check_lengths
+from ds_finetune.trainer.document_lengths import check_lengths
 from ds_finetune.trainer.resolve import limits_of
 
 _STRIP = 2**24
@@ -134,7 +133,7 @@ def read_inputs(run: RunSettings, model: ModelPlan) -> RunInputs:
             hint="set data.streaming to false, or write the mixed rows to one file",
         )
     check_files(run.rewards)
-    kind = find_classes(run.data, RowKind.of(run.objective))
+    kind = RowKind.of(run.objective)
     prepare = partial(prepare_rows, tokenizer=tokenizer, limits=limits, kind=kind)
     stream = partial(open_stream, tokenizer=tokenizer, limits=limits, kind=kind)
     train = (stream if run.data.streaming else prepare)(run.data, "train")
@@ -142,9 +141,7 @@ def read_inputs(run: RunSettings, model: ModelPlan) -> RunInputs:
         name: prepare(run.data.model_copy(update={"eval": paths}), "eval")
         for name, paths in run.data.held_out_sets.items()
     }
-    generate = run.eval.generate
-    check_lengths(model, train, held_out, max_seq_len=run.train.max_seq_len, generate=generate)
-    check_answers_fit(generate, model, held_out)
+    check_lengths(model, train, held_out, max_seq_len=run.train.max_seq_len, generate=run.eval.generate)
     for rows in (train, *held_out.values()):
         check_padding(rows, model, tokenizer)
         if isinstance(rows, PreparedRows) and kind.name == "prompts":

@@ -14,7 +14,7 @@ from ds_finetune.config.units import GIB
 from ds_finetune.engine.groups.default_group import Ranks
 from ds_finetune.errors import ConfigError
 from ds_finetune.plan.batch import AUTO
-from ds_finetune.plan.search.fitting import SPARE, chosen_recomputation, fits, legal_sizes
+from ds_finetune.plan.search.fitting import SPARE, chosen_recomputation, fits
 from ds_finetune.trainer.forecast import memory_table, what_fits
 from ds_finetune.trainer.prepare import PreparedRun
 
@@ -53,7 +53,7 @@ def decide_micro_batch(run: PreparedRun, ranks: Ranks) -> PreparedRun:
         )
     texts = ranks.exchange("memory", json.dumps(asdict(run.memory)))
     budget = min(json.loads(text)["free_bytes"] for text in texts)
-    estimates = {rows: run.needs.bytes_of(rows) for rows in legal_sizes(run.plan)}
+    estimates = {rows: run.needs.bytes_of(rows) for rows in run.plan.legal_micro_batches}
     file = _file(run, estimates, [json.loads(text)["total_bytes"] for text in texts])
     # Hosts may have read different failed micro-batch sizes, because each host has its own cache.
     failed = ranks.exchange("micro-batch without memory", str(failed_size(file)))

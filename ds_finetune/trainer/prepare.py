@@ -81,7 +81,7 @@ def prepare_run(resolved: ResolvedRun) -> PreparedRun:
     # Only the first host writes exports. If all hosts share the folder, each checks the space for the files of all.
     is_first_host = world.rank < world.local_world_size or not run.plan.checkpoint.node_local
     check_run_disk(
-        run.output_dir, run.files.of_host(run.plan, ranks=world.local_world_size, is_first_host=is_first_host)
+        run.output_dir, run.needs.files.of_host(run.plan, ranks=world.local_world_size, is_first_host=is_first_host)
     )
     inputs, schedule = run.inputs, run.schedule
     rows = None if isinstance(inputs.train, StreamedRows) else inputs.train.rows_per_epoch

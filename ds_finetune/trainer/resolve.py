@@ -20,7 +20,6 @@ from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.engine.devices import bf16_support, choose_device
 from ds_finetune.errors import ConfigError, ModelError
 from ds_finetune.export.formats import formats_of_run
-from ds_finetune.families.table import family_of
 from ds_finetune.families.text_part import is_composite
 from ds_finetune.features.table import features_of, plan_features
 from ds_finetune.model.adapters.lora_plan import check_stages
@@ -34,11 +33,11 @@ from ds_finetune.model.weights.vocabulary import grow_vocabulary
 from ds_finetune.objectives.objective import make_objective
 from ds_finetune.plan.config_json import read_config_json
 from ds_finetune.plan.context import ContextPlan, plan_context
-from ds_finetune.plan.estimate.memory import DiskNeed, MemoryEstimate, RunMemory
+from ds_finetune.plan.estimate.memory import MemoryEstimate, RunMemory
 from ds_finetune.plan.estimate.traced import without_activations
 from ds_finetune.plan.forward import mlp_tiles
 from ds_finetune.plan.kernels import kernels_problem
-from ds_finetune.plan.layer_stages import TensorKind, check_trained_stages
+from ds_finetune.plan.layer_stages import check_trained_stages
 from ds_finetune.plan.model_checks import WITH_MESH, WITHOUT_MESH, check_model
 from ds_finetune.plan.name_patterns import last_part, patterns_of
 from ds_finetune.plan.plan import Plan, make_plan
@@ -94,20 +93,10 @@ class ResolvedRun:
         """Memory that the run needs, with its traced activations."""
         return RunMemory(self.plan, self.model.described, self.traces)
 
-    @property
-    def tensors(self) -> tuple[tuple[TensorKind, ...], ...]:
-        """The tensors that one rank of each pipeline stage holds."""
-        return tuple(stage.kinds for stage in self.needs.weights)
-
     @cached_property
     def states(self) -> MemoryEstimate:
         """Memory that the run needs for all but activations, estimated from the shapes of its ranks' tensors."""
         return replace(self.needs, traces=without_activations(self.model.described)).estimate()
-
-    @property
-    def files(self) -> DiskNeed:
-        """Number and size of the files that the run writes."""
-        return self.needs.files
 
 
 S = TypeVar("S", bound=RunSettings)
@@ -300,7 +289,7 @@ def freeze_parameters(plan: Plan, model: ModelPlan) -> Plan:
     """Freeze parameters that get no gradient, and parameters that a feature of the run freezes, e.g. routers."""
     plan = with_chunked_loss(plan, model)
     names, notes = _unreached_parameters(plan, model)
-    if plan.mesh.tp > 1 and family_of(model.hf_config.model_type).compresses:
+    if plan.mesh.tp > 1 and model.family.compresses:
         shared = "all heads share one key and value head, which each tensor parallel rank has whole"
         notes = [f"{shared}, with compressed entries", *notes]
     if names:
@@ -331,7 +320,7 @@ def _unreached_parameters(plan: Plan, model: ModelPlan) -> tuple[tuple[str, ...]
     Indexers get no gradient unless they are trained. If only indexers are trained, all other parameters get none.
     """
     hf_config, decay = model.hf_config, plan.optim.weight_decay
-    family = family_of(hf_config.model_type)
+    family = model.family
     if model.lora is not None or not (family.indexer is not None or family.is_generic):
         return (), []
     if family.indexer is not None:

@@ -7,7 +7,7 @@ import pytest
 
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError, ModelError
-from ds_finetune.families.table import FAMILIES
+from ds_finetune.families.table import FAMILIES, family_of
 from ds_finetune.plan import forward
 from ds_finetune.plan.forward import (
     HeadWidths,
@@ -18,6 +18,7 @@ from ds_finetune.plan.forward import (
     head_widths,
     varlen_problem,
 )
+from ds_finetune.plan.model_tensors import DescribedModel, ModelTensors
 from ds_finetune.plan.settings import RunSettings
 from tests.checking import check, settings_of
 from tests.running import start, tiny_task
@@ -30,6 +31,10 @@ INSTEAD = "set model.attention: sdpa, which attends document by document there"
 def _run(attention: str, **train: Any) -> RunConfig:
     model = {"path": "m", "attention": attention}
     return RunConfig.model_validate({"model": model, "data": {"train": "a.jsonl"}, "output_dir": "o", "train": train})
+
+
+def _model(tree: dict[str, Any]) -> DescribedModel:
+    return DescribedModel(tree, lambda: ModelTensors({}))
 
 
 def _check(attention: str, tree: dict[str, Any], *, precision: str, longest: int = 4096) -> None:
@@ -122,17 +127,17 @@ def test_a_kernel_of_gpus_on_a_cpu() -> None:
     ],
 )
 def test_the_decision_is_printed(attention: str, device: str, precision: str, text: str) -> None:
-    assert attention_lines(attention, V3, device=device, precision=precision) == [("attention", text)]
+    assert attention_lines(attention, _model(V3), device=device, precision=precision) == [("attention", text)]
 
 
 def test_nothing_is_decided_elsewhere() -> None:
-    assert attention_lines("sdpa", V3, device="cpu", precision="bf16") == []
-    assert attention_lines("eager", V3, device="cuda", precision="bf16") == []
-    assert attention_lines("sdpa", {"model_type": "bloom"}, device="cuda", precision="bf16") == []
+    assert attention_lines("sdpa", _model(V3), device="cpu", precision="bf16") == []
+    assert attention_lines("eager", _model(V3), device="cuda", precision="bf16") == []
+    assert attention_lines("sdpa", _model({"model_type": "bloom"}), device="cuda", precision="bf16") == []
 
 
 def test_attention_to_compressed_tokens_is_no_call_for_each_document() -> None:
-    ((_, text),) = attention_lines("sdpa", {"model_type": "deepseek_v4"}, device="cuda", precision="bf16")
+    ((_, text),) = attention_lines("sdpa", _model({"model_type": "deepseek_v4"}), device="cuda", precision="bf16")
     assert text == "queries of all documents, some at a time, by products of matrices"
 
 
@@ -225,8 +230,8 @@ def test_the_line_names_the_implementation(
     for has_triton, expected in ((True, with_triton), (False, without or with_triton)):
         problem = ("", "") if has_triton else ("there is no C compiler", "install gcc")
         monkeypatch.setattr(forward, "triton_problem", lambda problem=problem: problem)
-        tree = {"model_type": "deepseek_v3"}
-        ((name, text),) = experts_lines(tree, device="cuda", precision=precision, capability=capability)
+        family = family_of("deepseek_v3")
+        ((name, text),) = experts_lines(family, device="cuda", precision=precision, capability=capability)
         assert name == "experts"
         if not has_triton and capability is not None:
             assert text.startswith(expected.partition("(")[0].partition("; else")[0])
@@ -241,11 +246,11 @@ def test_the_run_file_switches_tritons_product_off(
 ) -> None:
     monkeypatch.setattr(forward, "triton_problem", lambda: ("", ""))
     given = {"device": "cuda", "precision": "bf16", "capability": capability}
-    ((_, text),) = experts_lines({"model_type": "deepseek_v3"}, **given, has_triton=False)
+    ((_, text),) = experts_lines(family_of("deepseek_v3"), **given, has_triton=False)
     assert text.startswith(begin)
     assert "not Triton's: model.kernels is torch" in text
 
 
 @pytest.mark.parametrize(("kind", "device"), [("deepseek_v3", "cpu"), ("llama", "cuda"), ("some_other", "cuda")])
 def test_without_known_experts_or_a_gpu_there_is_no_line(kind: str, device: str) -> None:
-    assert experts_lines({"model_type": kind}, device=device, precision="bf16") == []
+    assert experts_lines(family_of(kind), device=device, precision="bf16") == []

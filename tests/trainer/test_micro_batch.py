@@ -16,7 +16,7 @@ from ds_finetune.errors import ConfigError, ModelError
 from ds_finetune.observers.performance import MEASURED_STEPS
 from ds_finetune.plan.estimate.memory import RunMemory
 from ds_finetune.plan.plan import Plan, make_plan
-from ds_finetune.plan.search.fitting import chosen_recomputation, legal_sizes
+from ds_finetune.plan.search.fitting import chosen_recomputation
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import AccelerateChoices, World
 from ds_finetune.trainer.forecast import OutOfMemoryError, explain_out_of_memory, forecast_lines
@@ -109,7 +109,7 @@ def test_sizes_have_whole_groups_of_forwards_where_ranks_have_several_chunks() -
     tree["deepspeed"] = {"zero_optimization": {"stage": 1}}
     config = RunConfig.model_validate(tree | {"train": {"micro_batch_size": "auto", "global_batch_size": 36}})
     plan = make_plan(RunSettings.of(config), world=World(0, 3, 0, 3, "torchrun"), device="cpu")
-    assert legal_sizes(plan) == (1, 2, 3, 4, 6, 12)
+    assert plan.legal_micro_batches == (1, 2, 3, 4, 6, 12)
 
 
 @pytest.mark.parametrize("key", ["train_micro_batch_size_per_gpu", "gradient_accumulation_steps"])

@@ -138,7 +138,7 @@ def _single_host_checks(
             states, plan = resolved.states, resolved.plan
             ops = [op for op in needed_ops(plan) if op != "fused_adam" or not plan.may_take_torch_adam]
             query["compiler"] = {"operators": ops}
-            need = resolved.files.of_host(plan, ranks=host.slots, is_first_host=number == 0).num_bytes
+            need = resolved.needs.files.of_host(plan, ranks=host.slots, is_first_host=number == 0).num_bytes
             query["disk"] = {"folder": request.folders["output_dir"], "num_bytes": need}
             gpu_bytes = states.device_bytes if states.device == "gpu" else 0
             query["memory"] = {"host_bytes": host.slots * states.host_bytes, "gpu_bytes": gpu_bytes}

@@ -98,10 +98,10 @@ def plan_lora(hf_config: PretrainedConfig, lora: LoraConfig, task: Task = "causa
     all_targets = targets_of(tensors)
     if set(ALL_LINEAR) & set(lora.target_modules or ()):
         _check_all_linear(hf_config, task, all_targets)
-    targets, names = adapted_targets(all_targets, lora), tensors.by_name
+    targets = adapted_targets(all_targets, lora)
     if lora.dropout:
         _check_droppable(targets, family_of(hf_config.model_type))
-    fully_trained = fully_trained_parameters(names, lora, targets)
+    fully_trained = fully_trained_parameters(tensors.by_name, lora, targets)
     if tensors.is_tied and EMBEDDING in fully_trained:
         raise ConfigError(
             f"lora.modules_to_save {list(lora.modules_to_save)} has the embedding, which is also this model's head: "
@@ -114,7 +114,7 @@ def plan_lora(hf_config: PretrainedConfig, lora: LoraConfig, task: Task = "causa
         targets=targets,
         quantised=quantised_targets(all_targets, lora),
         model_params=tensors.numel,
-        fully_trained={name: names[name] for name in fully_trained},
+        fully_trained=fully_trained,
     )
 
 

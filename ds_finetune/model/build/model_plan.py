@@ -9,6 +9,7 @@ from transformers import PretrainedConfig
 
 from ds_finetune.config.objectives import ObjectiveConfig
 from ds_finetune.config.sections import MtpConfig
+from ds_finetune.families.family import Family
 from ds_finetune.families.table import family_of
 from ds_finetune.model.adapters.lora_plan import LoraPlan
 from ds_finetune.model.build.meta_model import described
@@ -47,6 +48,11 @@ class ModelPlan:
     """Message for the user about a classifier's padding token; empty if there is nothing to say."""
     without_noise: tuple[str, ...] = ()
     """Dropouts and router noise that are set to 0, because the objective compares with a reference model."""
+
+    @property
+    def family(self) -> Family:
+        """The model's row in the table of families."""
+        return family_of(self.hf_config.model_type)
 
     @property
     def lora(self) -> LoraPlan | None:
@@ -93,7 +99,7 @@ class ModelPlan:
         indexers are trained, all other parameters are untrained.
         """
         indexer = None if self.indexer is None else self.indexer.section
-        return not is_reached(name, family_of(self.hf_config.model_type), indexer)
+        return not is_reached(name, self.family, indexer)
 
     @property
     def head_outputs(self) -> int:

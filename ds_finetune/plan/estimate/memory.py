@@ -176,7 +176,8 @@ class RunMemory:
             seen.add(kind)
             # The teacher of a distillation runs on the last pipeline stage, which has the head (engine/rank_model.py).
             others = (*last, *files) if rank.is_last else files
-            rows = (*zero_rows(plan, rank_elements(plan, self.trained, weights)), *rank.own_rows(), *others)
+            states = zero_rows(plan, rank_elements(plan, self.trained, weights))
+            rows = (*states, *rank.kept_rows(), *rank.activation_rows(), *others)
             yield MemoryEstimate((*rows, *self._rollout_rows(rank, rows)), number, plan.home)
 
     def _file_rows(self) -> Iterator[MemoryRow]:
@@ -229,12 +230,7 @@ class _Rank:
     def layers(self) -> tuple[TracedLayer, ...]:
         return self.traced.layers_of(self.weights.layers)
 
-    def own_rows(self) -> Iterator[MemoryRow]:
-        """Memory rows for what this program holds in a step beside DeepSpeed: copies of weights, and activations."""
-        yield from self._kept_rows()
-        yield from self._activation_rows()
-
-    def _kept_rows(self) -> Iterator[MemoryRow]:
+    def kept_rows(self) -> Iterator[MemoryRow]:
         """Memory rows for weights that this program holds in addition to DeepSpeed's.
 
         One row is for DeepSeek-V4: every rank holds full fp32 copies of some weights (model/weights/fp32_weights.py).
@@ -252,7 +248,7 @@ class _Rank:
             if plan.device == "cuda" and plan.offload_param == "none":
                 yield MemoryRow("weights of the start, in use", "gpu", size, option, ("rollout",))
 
-    def _activation_rows(self) -> Iterator[MemoryRow]:
+    def activation_rows(self) -> Iterator[MemoryRow]:
         """Memory rows for activations, for rows without padding and a loss on all tokens. The last stage also has the
         head and the loss.
         """
@@ -329,12 +325,11 @@ class _Rank:
 
     def _cached_numbers(self) -> int:
         """Numbers of keys and values that a rank's layers cache for a token."""
-        model, layers, tp = self.model, self.weights.layer_kinds, self.plan.mesh.tp
+        model, tp = self.model, self.plan.mesh.tp
+        layers = [model.tensors.layers[number] for number in self.weights.layers]
+        heads = int(model.get("num_key_value_heads") or model["num_attention_heads"])
+        each = sum(head_widths(model)) * -(-heads // tp)
         if (rank := model.get("kv_lora_rank")) is not None:
             each = rank + model["qk_rope_head_dim"]
-        else:
-            each = sum(head_widths(model)) * -(
-                -int(model.get("num_key_value_heads") or model["num_attention_heads"]) // tp
-            )
         chosen = sum(kind.has_indexer for kind in layers)
         return int(each * len(layers) + chosen * (model.get("index_head_dim") or 0))

@@ -10,7 +10,6 @@ from typing import Any, Literal, NamedTuple
 from ds_finetune.config.run_file import one_line_yaml
 from ds_finetune.config.sections import ParallelConfig
 from ds_finetune.errors import ConfigError, ModelError
-from ds_finetune.families.table import family_of
 from ds_finetune.plan.batch import divisors, legal_micro_batches
 from ds_finetune.plan.checks import check
 from ds_finetune.plan.config_json import max_positions
@@ -155,7 +154,7 @@ class Candidates:
         """Parallel sizes of tested layouts that divide ranks, batch and model. Tensor parallel groups stay within a
         node, because they exchange activations several times in each layer.
         """
-        axes = family_of(str(self.model.get("model_type"))).parallel_axes
+        axes = self.model.family.parallel_axes
         tested = {frozenset[str](), *(row.axes for row in TESTED_LAYOUTS if row.axes <= axes)}
         return tuple(each for each in self._divided() if each.axes in tested and self.refusal(each) is None)
 
@@ -163,7 +162,7 @@ class Candidates:
         """Parallel sizes that divide the ranks, the heads and the experts, with no more stages than layers.
         `parallel.pp_layers` of the run file is used only with the number of stages that the run file sets.
         """
-        keys, ranks = family_of(str(self.model.get("model_type"))).expert_keys, self.ranks.number
+        keys, ranks = self.model.family.expert_keys, self.ranks.number
         heads, layers = (int(self.model.get(key) or 1) for key in ("num_attention_heads", "num_hidden_layers"))
         experts, given = divisors(keys.number(self.model) if keys is not None else 1), self.run.parallel
         for tp in divisors(heads, most=min(ranks, self.ranks.per_node)):

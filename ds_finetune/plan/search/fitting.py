@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from ds_finetune.config.units import GIB
 from ds_finetune.errors import FinetuneError
-from ds_finetune.plan.batch import legal_micro_batches
 from ds_finetune.plan.deepspeed_config import read_choices
 from ds_finetune.plan.estimate.memory import MemoryEstimate, RunMemory
 from ds_finetune.plan.plan import Plan, Recomputation, make_plan
@@ -21,20 +20,11 @@ SPARE = 0.07
 
 def largest_micro_batch(run: RunMemory, *, budget: int) -> int:
     """Largest micro-batch that divides the global batch and leaves `SPARE` of the device's `budget` bytes free; 0 where
-    one row does not fit.
-
-    The plan of `run` may have any micro-batch.
+    one row does not fit. The plan of `run` may have any micro-batch.
     """
-    sizes = legal_sizes(run.plan)
+    sizes = run.plan.legal_micro_batches
     number = bisect_left(sizes, True, key=lambda rows: not fits(run.bytes_of(rows), budget))
     return sizes[number - 1] if number else 0
-
-
-def legal_sizes(plan: Plan) -> tuple[int, ...]:
-    """Micro-batch sizes that are legal for the global batch, the ranks and the pipeline of a run, ascending."""
-    # With interleaved pipeline stages, the number of forwards in a step must be a multiple of the number of stages.
-    group = plan.parallel.pp if plan.parallel.vpp > 1 else 1
-    return legal_micro_batches(global_batch_size=plan.train.global_batch_size, dp=plan.dp, group=group)
 
 
 def fits(num_bytes: int, budget: int) -> bool:
@@ -57,7 +47,7 @@ def chosen_recomputation(run: RunMemory, *, budget: int | None) -> tuple[Recompu
     if budget is None:
         return "full", "the memory of the GPU is not known; selective where it fits"
     try:
-        need = run.with_plan(plan.with_recomputation("selective")).bytes_of(plan.micro_batch_size)
+        need = run.with_plan(plan.with_recomputation("selective")).estimate().device_bytes
     except FinetuneError as unknown:
         return "full", f"its memory is not known: {unknown.message}"
     text = f"{need / GIB:.1f} of {budget / GIB:.1f} GiB by the estimate at micro-batch {plan.micro_batch_size}"

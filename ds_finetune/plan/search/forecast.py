@@ -11,7 +11,7 @@ from ds_finetune.plan.estimate.traced import Tracer
 from ds_finetune.plan.layer_stages import StageLayers
 from ds_finetune.plan.model_shape import parameters_text
 from ds_finetune.plan.model_tensors import DescribedModel
-from ds_finetune.plan.plan import Plan, check_largest_slice, make_plan
+from ds_finetune.plan.plan import check_largest_slice, make_plan
 from ds_finetune.plan.search.candidates import Candidates, check_run
 from ds_finetune.plan.search.fitting import SPARE, chosen_recomputation, largest_micro_batch, usable
 from ds_finetune.plan.search.machines import Target
@@ -30,14 +30,9 @@ class Forecast:
     memory: MemoryEstimate
     target: Target
 
-    @property
-    def plan(self) -> Plan:
-        """Layout, batch and DeepSpeed configuration of the run."""
-        return self.run.plan
-
     def lines(self) -> Iterator[tuple[str, str]]:
         """Plan lines of the run: name and text of each decision."""
-        model, plan = self.run.model, self.plan
+        model, plan = self.run.model, self.run.plan
         if (gpu := self.target.gpu) is not None:
             peak = f"{gpu.peak(plan.precision) / 1e12:,.4g} TFLOP/s in {plan.precision}"
             yield "GPU", f"{gpu.name}: {gpu.memory_bytes / GIB:,.1f} GiB, {peak} at most"
@@ -51,8 +46,8 @@ class Forecast:
     def notes(self) -> tuple[str, ...]:
         """Notes below the plan: what the estimate leaves out or assumes, and settings that the plan has rewritten."""
         resized = "rows that model.resize_vocabulary may add to embedding and head are not counted"
-        unconfirmed = () if self.plan.device == "cpu" else (UNCONFIRMED,)
-        notes = (*unconfirmed, *self.plan.notes, *((resized,) if self.plan.model.resize_vocabulary else ()))
+        unconfirmed = () if self.run.plan.device == "cpu" else (UNCONFIRMED,)
+        notes = (*unconfirmed, *self.run.plan.notes, *((resized,) if self.run.plan.model.resize_vocabulary else ()))
         return (*notes, *self.target.notes)
 
     def verdict(self) -> str:
@@ -77,13 +72,13 @@ class Forecast:
         return {
             "verdict": self.verdict(),
             "decisions": dict(self.lines()),
-            "parallel": self.plan.parallel.model_dump(mode="json"),
-            "dp": self.plan.dp,
-            "zero_stage": self.plan.zero_stage,
-            "micro_batch_size": self.plan.micro_batch_size,
+            "parallel": self.run.plan.parallel.model_dump(mode="json"),
+            "dp": self.run.plan.dp,
+            "zero_stage": self.run.plan.zero_stage,
+            "micro_batch_size": self.run.plan.micro_batch_size,
             "memory": memory_tree(memory),
             "fits": None if budget is None else not budget.excess(memory),
-            "deepspeed": self.plan.deepspeed_config,
+            "deepspeed": self.run.plan.deepspeed_config,
             "notes": list(self.notes()),
         }
 

@@ -22,7 +22,6 @@ from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.loss_normalisation import term_weights, unit_counts
 from ds_finetune.errors import ConfigError
 from ds_finetune.export.adapter import AdapterBase, write_adapter
-from ds_finetune.families.table import family_of
 from ds_finetune.foreign.auto_models import AutoModelForCausalLM
 from ds_finetune.foreign.torch_nn import without_cpu_packing
 from ds_finetune.model.adapters.lora import factors_of
@@ -216,7 +215,7 @@ def _in_peft(lm: Any, engine: Engine, model: ModelPlan, lora: LoraConfig) -> nn.
     base = AdapterBase(
         name=model.path,
         digest="",
-        family=family_of(model.hf_config.model_type),
+        family=model.family,
         trained={name: tensor.clone() for name, tensor in engine.named_tensors(full_modules) if tensor is not None},
         classifier_config={} if model.task == "causal_lm" else model.hf_config.to_dict(),
     )

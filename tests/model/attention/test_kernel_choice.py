@@ -13,6 +13,7 @@ from ds_finetune.errors import DependencyError, ModelError
 from ds_finetune.model.attention import kernels
 from ds_finetune.model.attention.kernels import choose_flash_attention, packs_documents, problem_of_flash_3
 from ds_finetune.plan.forward import attention_lines
+from ds_finetune.plan.model_tensors import DescribedModel, ModelTensors
 
 CONFIG = AutoConfig.for_model("llama", hidden_size=64, num_attention_heads=2)
 
@@ -50,7 +51,8 @@ def _install(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], load:
 
 def _line(config: Any) -> str:
     problem = problem_of_flash_3(config)
-    [(_, text)] = attention_lines("sdpa", config.to_dict(), device="cuda", precision="bf16", flash_3=problem)
+    model = DescribedModel(config.to_dict(), lambda: ModelTensors({}))
+    [(_, text)] = attention_lines("sdpa", model, device="cuda", precision="bf16", flash_3=problem)
     return text
 
 

@@ -58,8 +58,8 @@ def test_train_plan_and_doctor_agree(tmp_path: Path, layout: str) -> None:
     planned = plan_run(config, gpus=RANKS, gpus_per_node=RANKS)
     resolved, check = resolve_on(run_needs(config)["resolve"], hosts, "cpu")
     assert resolved is not None, check
-    assert trained.files == resolved.files
-    assert dict(planned.lines)["disk"].startswith(f"{trained.files.num_bytes / GIB:,.2f} GiB")
+    assert trained.needs.files == resolved.needs.files
+    assert dict(planned.lines)["disk"].startswith(f"{trained.needs.files.num_bytes / GIB:,.2f} GiB")
     assert [row.num_bytes for row in trained.states.rows if row.name in STATES] == [
         row.num_bytes for row in planned.states.rows if row.name in STATES
     ]
@@ -67,7 +67,9 @@ def test_train_plan_and_doctor_agree(tmp_path: Path, layout: str) -> None:
     assert resolved.states == trained.states
     for host in hosts:
         of_host = {"ranks": host.slots, "is_first_host": host is hosts[0]}
-        assert resolved.files.of_host(resolved.plan, **of_host) == trained.files.of_host(trained.plan, **of_host)
+        assert resolved.needs.files.of_host(resolved.plan, **of_host) == trained.needs.files.of_host(
+            trained.plan, **of_host
+        )
     places = {row.place for row in trained.states.rows if row.place != "disk"}
     assert places == {"host"}, "a rank without a GPU keeps everything in host memory"
 
