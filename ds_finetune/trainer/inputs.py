@@ -27,8 +27,10 @@ from ds_finetune.export.safetensors_folder import CHAT_TEMPLATES, tokenizer_file
 from ds_finetune.families.text_part import TEXT_CONFIG, is_composite
 from ds_finetune.model.adapters.peft_adapter import PeftAdapter
 from ds_finetune.model.build.encoder import encoder_of
+from ds_finetune.model.build.hub_folder import has_weights
 from ds_finetune.model.build.model_plan import ModelPlan
 from ds_finetune.model.build.skeleton import TOKENIZER_PATTERNS, model_class, read_hf_config, resolve_folder
+from ds_finetune.model.build.text_config import check_other_parts
 from ds_finetune.model.loss.score_config import score_settings
 from ds_finetune.model.loss.teacher import check_same_tokens
 from ds_finetune.model.weights.load import weights_digest
@@ -163,6 +165,7 @@ def read_inputs(run: RunSettings, model: ModelPlan) -> RunInputs:
         base=base,
         prompts=prompts,
         notes=(
+            *(check_other_parts(folder) if is_composite(config_tree(folder, model)) and has_weights(folder) else ()),
             *train.notes,
             *held_out_notes,
             *prompts.notes,

@@ -144,6 +144,41 @@ def test_a_folder_keeps_the_tensors_that_transformers_saved(tmp_path: Path) -> N
     assert kept >= {key for key in base if text_name(key) is None or ".mtp." in key or ".indexer." in key}
 
 
+@pytest.mark.parametrize(
+    "kind", ["gemma3", *(pytest.param(k, marks=pytest.mark.slow) for k in CONFIGS if k != "gemma3")]
+)
+def test_other_parts_that_are_incomplete_are_refused(kind: str, tmp_path: Path) -> None:
+    """Two tensors of the tower are missing, and one has another shape; nothing is trained."""
+    run_file, folder = composite_task(kind, tmp_path), tmp_path / "model"
+    tensors = _tensors(folder)
+    others = sorted(key for key in tensors if text_name(key) is None)
+    del tensors[others[0]], tensors[others[-1]]
+    tensors[others[1]] = tensors[others[1]].new_zeros(3, 3, 3)
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ModelError, match=r"do not fit \w+ForConditionalGeneration: 2 missing: .*; 1 of another"
+    ) as caught:
+        train(read_config(run_file))
+    for key in (others[0], others[1], others[-1]):
+        assert key.split(".")[-1] in caught.value.message
+    assert "checkpoint (3, 3, 3)" in caught.value.message
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_unknown_tensors_of_other_parts_are_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One that transformers renames when it loads the folder, in an export that is verified."""
+    run_file, file = composite_task("gemma3", tmp_path, export={"verify": True}), tmp_path / "model/model.safetensors"
+    tensors = {**load_file(file), "vision_tower.unknown.weight": torch.rand(5)}
+    save_file(tensors, file, metadata={"format": "pt"})
+    train(read_config(run_file))
+    assert "1 tensors that Gemma3ForConditionalGeneration does not know" in capsys.readouterr().out
+    written = _tensors(tmp_path / "run" / "export")
+    assert torch.equal(written["vision_tower.unknown.weight"], tensors["vision_tower.unknown.weight"])
+    assert not (tmp_path / "run" / "export" / "UNVERIFIED").exists()
+
+
 @pytest.mark.parametrize("name", ["export", "adapter"])
 def test_the_example_of_the_model_card_generates(name: str, adapted: Path) -> None:
     pytest.importorskip("peft", reason="peft is not installed")

@@ -1,5 +1,6 @@
 """Configuration of the text part of a composite model, which combines text with images or sound."""
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,14 @@ import torch
 import transformers
 from transformers import PretrainedConfig, PreTrainedModel
 
+from ds_finetune.console.quiet import show_loading_as_phase
 from ds_finetune.errors import ModelError
 from ds_finetune.families.table import TEXT_PARTS
-from ds_finetune.families.text_part import TEXT_CONFIG, is_composite
+from ds_finetune.families.text_part import TEXT_CONFIG, is_composite, text_name
 from ds_finetune.foreign.auto_configs import CONFIG_MAPPING, AutoConfig
 from ds_finetune.foreign.auto_models import AutoModelForCausalLM, AutoModelForMultimodalLM
+from ds_finetune.model.build.hub_folder import HubFolder
+from ds_finetune.model.weights.names import differences
 
 _OF_THE_WHOLE = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
 _QUANTISATION = "quantization_config"
@@ -64,6 +68,45 @@ def check_text_part(config: PretrainedConfig, tree: Mapping[str, Any], task: str
             f"{subject} its {_QUANTISATION} is not supported",
             hint=f"use a bf16 copy of the model, whose config.json has no {_QUANTISATION}",
         )
+
+
+def check_other_parts(folder: Path) -> tuple[str, ...]:
+    """A note on tensors of the composite model in `folder` that transformers' class does not know. ModelError if the
+    parts for other media lack tensors or have wrong shapes, because transformers would not load an export.
+    """
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    kind = AutoModelForMultimodalLM._model_mapping[type(config)]
+    stored = {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        for name, tensor in HubFolder(folder).others.items()
+    }
+    show_loading_as_phase()
+    # transformers' own report would list the complete text part as missing.
+    logging.disable(logging.WARNING)
+    try:
+        found = kind.from_pretrained(
+            None,
+            config=config,
+            state_dict=stored,
+            device_map="meta",
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )[1]
+    finally:
+        logging.disable(logging.NOTSET)
+    wrong = differences(
+        {name: () for name in found["missing_keys"] if text_name(name) is None}
+        | {name: tuple(own) for name, _, own in found["mismatched_keys"]},
+        {name: tuple(shape) for name, shape, _ in found["mismatched_keys"]},
+    )
+    if wrong:
+        raise ModelError(
+            f"the parts for images or sound in {folder}, which exports copy, do not fit {kind.__name__}: {wrong}",
+            hint="download the model again, or save it complete with save_pretrained of transformers",
+        )
+    unknown = sorted(found["unexpected_keys"])
+    known = f"{len(unknown)} tensors that {kind.__name__} does not know, the first is `{min(unknown, default='')}`"
+    return (f"{folder} has {known}; exports copy them",) if unknown else ()
 
 
 def text_module(folder: Path) -> str:
