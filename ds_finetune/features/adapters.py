@@ -40,7 +40,8 @@ class AdapterFeature(Feature):
             return None
         lora = plan_lora(hf_config, run.lora, task_of(run.objective))
         if run.lora.start is not None:
-            _check_start(Path(run.lora.start), lora, family_of(hf_config.model_type))
+            names = read_tensors(hf_config, task_of(run.objective)).by_name
+            _check_start(Path(run.lora.start), lora, names, family_of(hf_config.model_type))
         if run.mtp.train:
             check_adapted(hf_config, run.mtp, lora)
         return lora
@@ -64,10 +65,13 @@ class AdapterFeature(Feature):
                     placement.set_full(name, param, start.full_tensor(name))
 
 
-def _check_start(folder: Path, lora: LoraPlan, family: Family) -> None:
-    """ConfigError if the adapter from which training starts (`lora.start`) does not fit the section `lora`."""
+def _check_start(folder: Path, lora: LoraPlan, names: Collection[str], family: Family) -> None:
+    """ConfigError if the adapter from which training starts (`lora.start`) does not fit the section `lora`, or lacks
+    tensors that its settings list. `names` are those of the model's weights.
+    """
     try:
         adapter = PeftAdapter.open(folder)
+        adapter.check_saved(names)
     except ExportError as refused:
         raise ConfigError(f"lora.start cannot be used: {refused.message}", hint=refused.hint) from refused
     shapes = {f"{target.name}.{leaf}": shape for target in lora.targets for leaf, shape in target.shapes.items()}

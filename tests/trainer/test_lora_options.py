@@ -1,5 +1,6 @@
 """Whole runs with options of adapters: exported, trained further from the adapter's folder, and refused."""
 
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -126,6 +127,38 @@ def test_an_adapter_with_nan_is_refused_before_the_first_step(
     printed = capsys.readouterr()
     assert f"tensor `{key}` of {adapter} holds NaN or infinity" in printed.err
     assert "step 1" not in printed.out
+
+
+def test_settings_and_tensors_of_modules_to_save_that_disagree_are_refused(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of lm_head, which peft would take from the base with a warning, or ignore: as a start and for an export."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    adapter = Path(shutil.copytree(finished / "run" / "adapter", tmp_path / "adapter"))
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    head = {key: tensors[key] for key in tensors if "lm_head" in key}
+    lacking = {key: tensors[key] for key in tensors if "input_layernorm" in key or "lora_" in key}
+    layer = json.loads((adapter / "adapter_config.json").read_text())["modules_to_save"]
+    start_from = ["train", str(finished / "next.yaml"), f"lora.start={adapter}", f"output_dir={tmp_path / 'run'}"]
+    for given, listed, modules, said in (
+        (
+            lacking,
+            layer,
+            "[.*.0.input_layernorm]",
+            "lists lm_head in modules_to_save, but adapter_model.safetensors has no",
+        ),
+        (lacking | head, [name for name in layer if name != "lm_head"], "[]", "holds tensor base_model.model.lm_head"),
+    ):
+        save_file(given, adapter / "adapter_model.safetensors", metadata={"format": "pt"})
+        change_json(adapter / "adapter_config.json", {"modules_to_save": listed})
+        assert main([*start_from, f"lora.modules_to_save={modules}"]) == 2
+        assert said in " ".join(capsys.readouterr().err.split())
+        exported = ["export", str(adapter), str(tmp_path / "out"), "--base", str(finished / "model")]
+        assert main(exported) == 2
+        assert said in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

@@ -174,6 +174,8 @@ def open_adapter(path: Path, base: Path | None) -> OpenedSource:
             f"{path} adapts a classifier (task_type SEQ_CLS) and holds no config.json, which names its classes",
             hint="put the config.json of the trained classifier into the folder (peft: model.config.save_pretrained)",
         )
+    if adapter.config.get("modules_to_save"):
+        adapter.check_saved(HubFolder(base_folder).shapes)
     trained = None
     if adapter.fully_trained:
         source = hub_source(HubFolder(path), family_of(read_model_spec(base_folder).model_type))

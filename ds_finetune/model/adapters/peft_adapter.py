@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,7 @@ class PeftAdapter:
         fully_trained = {
             key.removeprefix(KEY_PREFIX): key
             for key in matches
-            if _is_fully_trained(key, config.get("modules_to_save") or ())
+            if _is_fully_trained(key.removeprefix(KEY_PREFIX), config.get("modules_to_save") or ())
         }
         unknown = [key for key, match in matches.items() if match is None and key not in fully_trained.values()]
         refused += [f"tensor {key}" for key in unknown[:5]]
@@ -149,6 +149,22 @@ class PeftAdapter:
             a, b = a.reshape(-1, rank, a.shape[1]), b.reshape(b.shape[0], rank, -1).permute(2, 0, 1)
         return Factors(a, b, scale)
 
+    def check_saved(self, names: Collection[str]) -> None:
+        """ExportError if a module that adapter_config.json lists in `modules_to_save` is in the base model, whose
+        weights have these `names`, but not in the adapter's file. peft 0.21 would only warn and take the base's weight.
+        """
+        listed = self.config.get("modules_to_save") or ()
+        present, saved = (
+            [module for module in listed if any(_is_fully_trained(weight, [module]) for weight in weights)]
+            for weights in (names, self.fully_trained)
+        )
+        if lost := [module for module in present if module not in saved]:
+            raise ExportError(
+                f"{self.folder}/{CONFIG} lists {', '.join(lost)} in modules_to_save, but {WEIGHTS} has no tensor of "
+                f"{'it' if len(lost) == 1 else 'them'}",
+                hint="save the adapter again with peft's save_pretrained, or remove the name if it was not trained",
+            )
+
     def digest(self) -> str:
         """SHA-256 digest of the adapter's weights file."""
         with (self.folder / WEIGHTS).open("rb") as file:
@@ -186,8 +202,8 @@ class PeftAdapter:
         )
 
 
-def _is_fully_trained(key: str, modules: Sequence[str]) -> bool:
-    module = key.removeprefix(KEY_PREFIX).rpartition(".")[0]
+def _is_fully_trained(weight: str, modules: Sequence[str]) -> bool:
+    module = weight.rpartition(".")[0]
     parts = [module[: match.start()] for match in re.finditer(r"\.|$", module)]
     return any(part == name or part.endswith(f".{name}") for part in parts for name in modules)
 
