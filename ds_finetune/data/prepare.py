@@ -6,6 +6,7 @@ A fingerprint of the data and all settings identifies the cache. Several process
 import gc
 import hashlib
 import json
+import math
 import multiprocessing
 import os
 import shutil
@@ -103,7 +104,7 @@ def prepare_rows(
         if is_packed and not packed.is_dir():
             packing = zip(("order", "offsets"), pack_units(documents, kind, limits.max_seq_len, parts), strict=True)
             write_folder(packed, {name: ArrayParts.of(array) for name, array in packing}, {})
-    notes = [*_choice_notes(choice, counts, sources), *notes]
+    notes = [*_choice_notes(choice, counts, sources), *_notes_on_marks(documents, kind, purpose), *notes]
     order, offsets = one_unit_a_row(documents, kind)
     if is_packed:
         order, offsets = np.load(packed / "order.npy"), np.load(packed / "offsets.npy")
@@ -129,6 +130,14 @@ def _choice_notes(choice: RecordChoice, counts: Counts, sources: Sequence[Source
     if choice.rows and counts.read + bool(choice.fraction) < choice.rows * (1 - choice.fraction):
         first = f"data.rows: data.train has fewer than {choice.rows:,} rows, so all of them are read"
     return [*dict.fromkeys(source.note for source in sources if source.note), *filter(None, [first])]
+
+
+def _notes_on_marks(documents: Documents, kind: RowKind, purpose: str) -> list[str]:
+    """A note if all marked answers of the training rows are good, or all are bad."""
+    if kind.name != "marked" or purpose != "train" or len(marks := np.unique(documents.targets)) > 1:
+        return []
+    only, other = ("good", "bad") if marks[0] else ("bad", "good")
+    return [f"data.train has {only} answers only: KTO compares them with {other} ones, which it needs too"]
 
 
 def _units_of_paths(
@@ -239,9 +248,12 @@ def _tokenise(
         names = ", ".join(source.path for source in sources)
         if choice.fraction:
             purpose, percent = "data.eval" if choice.is_held_out else "data.train", f"{float(choice.fraction * 100):g}%"
+            rows = sum(1 for _, records in RecordChoice(choice.rows).read(sources) for _ in records)
+            # One row of each block of 1 / share rows is held out, so this share gives a complete block.
+            smallest = f"set data.eval: {math.ceil(10_000 / rows) / 100:g}% or more" if rows > 1 else "give more rows"
             raise DataError(
-                f"{purpose} has no row: {names} have too few rows to hold out {percent} of them",
-                hint="give more rows, or name a file as data.eval",
+                f"{purpose} has no row: {names} have too few rows, {rows:,}, to hold out {percent} of them",
+                hint=f"{smallest}, or name a file as data.eval",
             )
         raise DataError(f"data files {names} have 0 rows", hint="write at least one row")
 

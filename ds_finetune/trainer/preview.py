@@ -34,7 +34,10 @@ def preview_of(run: RunSettings, *, samples: int) -> RenderableType:
         _shown_source(rows, name, units[:samples], tokenizer) for name, units in rows.units_of_sources().items()
     )
     unusable = unusable_record(run.rewards, rows) if rows.kind.name == "prompts" else ""
-    notes = (*rows.notes, *row_notes(rows.counts), *filter(None, [unusable]))
+    held_out: tuple[str, ...] = ()
+    if run.data.held_out_share:
+        held_out = prepare_rows(run.data, "eval", tokenizer=tokenizer, limits=limits, kind=rows.kind).notes
+    notes = (*rows.notes, *held_out, *row_notes(rows.counts), *filter(None, [unusable]))
     table = Table(title="counts", title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
     longest = limits.max_seq_len - limits.answer_tokens
     for name, text in count_lines(rows, longest, is_packed=run.data.packing and rows.kind.name != "prompts"):

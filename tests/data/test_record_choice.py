@@ -113,9 +113,23 @@ def test_a_share_that_gives_no_row(
     share: str, purpose: str, seed: int, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """Of a single row either part is empty."""
-    with pytest.raises(DataError, match=f"data.{purpose} has no row: .* to hold out {share} of them") as found:
+    with pytest.raises(DataError, match=f"data.{purpose} has no row: .* rows, 1, to hold out {share} of them") as found:
         _prepared(tmp_path, tokenizer, purpose, rows=1, eval=share, seed=seed)
-    assert "name a file as data.eval" in found.value.hint
+    assert found.value.hint == "give more rows, or name a file as data.eval"
+
+
+def test_the_smallest_share_that_gives_a_row(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """One of 60 rows is 1.67% of them, whatever the seed draws; 1% is one of 100 rows, often none of these 60."""
+    hints = []
+    for seed in range(6):
+        assert len(_prepared(tmp_path, tokenizer, "eval", rows=60, eval="1.67%", seed=seed)) == 1
+        try:
+            _prepared(tmp_path, tokenizer, "eval", rows=60, eval="1%", seed=seed)
+        except DataError as found:
+            hints.append((found.hint, found.message.partition("too few rows")[2]))
+    assert 0 < len(hints) < 6
+    hint = "set data.eval: 1.67% or more, or name a file as data.eval"
+    assert set(hints) == {(hint, ", 60, to hold out 1% of them")}
 
 
 @pytest.mark.parametrize(

@@ -58,12 +58,43 @@ def test_both_sides_of_a_pair_are_shown(tmp_path: Path, capsys: pytest.CaptureFi
     assert run.inputs.train.counts.read == 3
 
 
+def test_a_share_that_holds_out_no_row_is_refused_as_in_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """0.1% of 3 rows; and of a share that holds out one of them both name it."""
+    config_of(tmp_path, "reward", PAIRS, eval="0.1%")
+    for command in (["data", "show"], ["train"]):
+        assert main([*command, str(tmp_path / "run.yaml")]) == 2
+        assert "data.eval has no row: " in " ".join(capsys.readouterr().err.split())
+    config = config_of(tmp_path, "reward", PAIRS, eval="50%")
+    note = "data.eval: [12] rows of data.train, drawn by train.seed 0, are not trained"
+    shown, planned = (re.search(note, text) for text in (shown_data(tmp_path, capsys), prepared(config)[1]))
+    assert shown is not None
+    assert planned is not None
+    assert shown[0] == planned[0]
+
+
 def test_marked_answers_are_shown_with_their_mark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config_of(tmp_path, {"name": "kto"}, MARKED)
     shown = shown_data(tmp_path, capsys, samples=2)
     assert "good answer\n<|bos|><|user|>2+2?<|assistant|>⟦4<|eos|>⟧" in shown
     assert "bad answer\n<|bos|><|user|>2+2?<|assistant|>⟦5<|eos|>⟧" in shown
+    assert "answers only" not in shown
     assert re.search(r"^answers +1 good, 2 bad *$", shown, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("label", "said"), [(True, "good answers only: .* with bad ones"), (False, "bad answers only")]
+)
+def test_marked_answers_of_one_kind_are_noted(
+    label: bool, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{**row, "prompt": f"{number}+2?", "label": label} for number, row in enumerate(MARKED)]
+    config = config_of(tmp_path, {"name": "kto"}, rows)
+    assert re.search(f"data.train has {said}", shown_data(tmp_path, capsys))
+    shown = prepared(config)[1]
+    assert re.search(f"data.train has {said}", shown)
+    assert shown.count("answers only") == 1
 
 
 def test_classes_of_the_rows_are_those_of_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
