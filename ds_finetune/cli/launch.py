@@ -87,14 +87,17 @@ def _launch(arguments: Arguments) -> None:
         variables=environment.values,
         directory=str(Path.cwd()),
     )
-    remote = remote_of(arguments)
+    limits = config.launch
+    remote = replace(
+        remote_of(arguments), greeting_seconds=limits.greeting_seconds, silent_seconds=limits.silent_seconds
+    )
     if arguments.dry_run:
         for line in environment.lines():
             show_line(line)
         if job.hosts:
             device = "cpu" if job.variables.get("DS_ACCELERATOR") == "cpu" else "cuda"
             check_plan(RunSettings.of(config), job.hosts, device)
-        for line in dry_run_lines(job, arguments.launcher, environ=os.environ, ssh_args=remote.ssh_args):
+        for line in dry_run_lines(job, arguments.launcher, environ=os.environ, remote=remote):
             show_line(line)
         return
     # Another thread prints the lines, so that a slow disk or a stopped pager does not delay the run. An error in that
@@ -117,9 +120,8 @@ def _run(arguments: Arguments, config: RunConfig, job: "Job", remote: "Remote", 
     from ds_finetune.plan.settings import RunSettings
 
     if arguments.launcher == "torchrun":
-        settings, limits = RunSettings.of(config), config.launch
-        remote = replace(remote, greeting_seconds=limits.greeting_seconds, silent_seconds=limits.silent_seconds)
-        return launch(LaunchRequest(job, settings, limits, config.output_dir, remote, arguments.port), say)
+        settings = RunSettings.of(config)
+        return launch(LaunchRequest(job, settings, config.launch, config.output_dir, remote, arguments.port), say)
     is_slurm = arguments.launcher == "slurm"
     command = srun_command(job, os.environ) if is_slurm else mpirun_command(job, remote.ssh_args)
     return run_scheduler(command, starting_environment(job, os.environ, slurm=is_slurm), say)

@@ -1,6 +1,7 @@
 """Starts the program of host_functions.py on every host over ssh, and sends requests to all of them at once."""
 
 import json
+import re
 import secrets
 import subprocess
 import time
@@ -10,7 +11,15 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from typing import Any
 
-from ds_finetune.cluster.host_checks import Check, clock_check, failed_checks, host_checks, label, unreachable_check
+from ds_finetune.cluster.host_checks import (
+    Check,
+    clock_check,
+    failed_checks,
+    host_checks,
+    label,
+    source_check,
+    unreachable_check,
+)
 from ds_finetune.cluster.launch.remote import Remote
 from ds_finetune.config.hostfile import Host
 from ds_finetune.errors import LaunchError
@@ -19,6 +28,15 @@ from ds_finetune.system.info import HostInfo, gather_host_info
 PROGRAM = "ds_finetune.cluster.host_functions"
 _END_SECONDS = 15.0
 """Seconds that the program on a host may take to kill the processes that it started."""
+_LACKS_MODULE = re.compile(r"No module named '?ds_finetune|cannot import name .* from '?ds_finetune")
+_VERSION = "version of ds_finetune: "
+_PRINT_VERSION = f"""
+import ds_finetune, hashlib, pathlib
+files = sorted(pathlib.Path(ds_finetune.__file__).parent.rglob("*.py"))
+source = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:10]
+print("{_VERSION}" + f"{{ds_finetune.__version__}} (source {{source}})")
+"""
+"""Python program that prints the result of `system.info.source_version`, also for a version that lacks it."""
 _LINES = 200
 """Number of lines at the end of a host's output that are stored for a report."""
 
@@ -58,8 +76,7 @@ class Cluster:
             try:
                 infos[name] = HostInfo(**results["facts"])
             except TypeError:
-                text, hint = "it has another version of ds_finetune", "install the same source on every host"
-                self.lost[name] = Check("versions", name, "fail", text, hint)
+                self.lost[name] = source_check(name, self._source_version(name))
         return infos
 
     def preflight(self, infos: Mapping[str, HostInfo], environ: Mapping[str, str]) -> list[tuple[Host, Check]]:
@@ -122,7 +139,19 @@ class Cluster:
             # A program that has closed its output may still run, so wait for its exit code.
             with suppress(subprocess.TimeoutExpired):
                 code = self._processes[name].wait(_END_SECONDS)
+        if code and _LACKS_MODULE.search(output):
+            return source_check(name, self._source_version(name))
         return unreachable_check(self.hosts[name], code, output, self._remote)
+
+    def _source_version(self, name: str) -> str:
+        """The version that a host has of this program, which may lack its module on the host; empty if it has none."""
+        process = self._remote.start(self.hosts[name], [self._remote.python, "-P", "-c", _PRINT_VERSION])
+        try:
+            printed = process.communicate(timeout=self._remote.greeting_seconds)[0].decode(errors="replace")
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return "of unknown version"
+        return next((line.removeprefix(_VERSION) for line in printed.splitlines() if line.startswith(_VERSION)), "")
 
     def _ask(self, process: "subprocess.Popen[bytes]", request: Mapping[str, Any], on_event: OnEvent) -> Reply | str:
         began, output = time.time(), deque[str](maxlen=_LINES)

@@ -7,9 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+from ds_finetune.cluster.hosts import PROGRAM
+from ds_finetune.cluster.launch.remote import Remote
 from ds_finetune.config.hostfile import Host
 from ds_finetune.config.units import spans_text
 from ds_finetune.errors import LaunchError
+from ds_finetune.system.processes import python_module
 from ds_finetune.system.rank_files import RUN_ID
 from ds_finetune.system.world import slurm_nodes
 
@@ -158,14 +161,16 @@ def _check_whole_hosts(job: Job, launcher: str, hint: str) -> None:
             )
 
 
-def dry_run_lines(job: Job, launcher: str, *, environ: Mapping[str, str], ssh_args: Sequence[str] = ()) -> list[str]:
+def dry_run_lines(job: Job, launcher: str, *, environ: Mapping[str, str], remote: Remote) -> list[str]:
     """Lines that `launch --dry-run` prints: a table of the ranks and devices of each host, and the command of mpirun
-    or srun (with torchrun, of each rank). `environ` has the environment variables of Slurm's allocation.
+    or srun; with torchrun the command that starts the agent on each host (without the secret word that follows the run
+    id), and that of each rank. `environ` has the environment variables of Slurm's allocation.
     """
+    agent = python_module(PROGRAM, job.run_id, python=remote.python)
     commands = {
-        "torchrun": lambda: job.rank_command,
-        "mpirun": lambda: mpirun_command(job, ssh_args),
-        "slurm": lambda: srun_command(job, environ),
+        "torchrun": lambda: [*(remote.command(host, agent) for host in job.hosts), job.rank_command],
+        "mpirun": lambda: [mpirun_command(job, remote.ssh_args)],
+        "slurm": lambda: [srun_command(job, environ)],
     }
     lines = [f"run {job.run_id}: {job.world_size or 'all'} ranks on {len(job.hosts) or 'all'} hosts by {launcher}"]
     rows = []
@@ -173,7 +178,7 @@ def dry_run_lines(job: Job, launcher: str, *, environ: Mapping[str, str], ssh_ar
         ranks, devices = range(end - host.slots, end), host.devices or range(host.slots)
         rows.append((host.target, spans_text(ranks), spans_text(devices)))
     lines += table(("host", "ranks", "devices"), rows) if rows else []
-    return [*lines, shlex.join(commands[launcher]())]
+    return [*lines, *map(shlex.join, commands[launcher]())]
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -62,11 +62,15 @@ class Remote:
 
     def open(self, host: Host, name: str, *arguments: str) -> "subprocess.Popen[bytes]":
         """Start a Python module of this project on `host`, with pipes to its standard input and output."""
+        return self.start(host, python_module(name, *arguments, python=self.python))
+
+    def start(self, host: Host, argv: Sequence[str]) -> "subprocess.Popen[bytes]":
+        """Start the program `argv` on `host`, with pipes to its standard input, and from its output and errors."""
         # Ctrl-C at the terminal must not reach ssh, so ssh gets a session of its own. `launch` tells the hosts about
         # the signal.
         login = {name: os.environ[name] for name in (*_LOGIN, "PYTHONPATH") if name in os.environ}
         env = with_package(login) if is_here(host) else None
-        command, pipe = self.command(host, python_module(name, *arguments, python=self.python)), subprocess.PIPE
+        command, pipe = self.command(host, argv), subprocess.PIPE
         return subprocess.Popen(
             command, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, env=env, start_new_session=True
         )

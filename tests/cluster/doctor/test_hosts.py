@@ -1,5 +1,6 @@
 """The program on each host: what it answers, and that nothing of it is left when the doctor or the connection ends."""
 
+import hashlib
 import os
 import secrets
 import signal
@@ -18,6 +19,7 @@ from ds_finetune.cluster.hosts import Cluster
 from ds_finetune.cluster.launch.remote import Remote
 from ds_finetune.config.hostfile import Host
 from ds_finetune.errors import LaunchError
+from ds_finetune.system.info import source_version
 from tests.conftest import ROOT
 
 WAITING = """
@@ -154,22 +156,32 @@ def test_what_a_login_shell_prints_is_no_answer(tmp_path: Path) -> None:
 
 
 def test_another_version_of_the_program_is_named(tmp_path: Path) -> None:
-    remote = _shell(
-        tmp_path,
-        """read request; eval "token=\\${$#}"; echo "$token"' ["reply", [0, {"facts": {"cores": 1}}]]'; read end""",
-    )
+    """It answers without what this version needs to know."""
+    answer = """read request; eval "token=\\${$#}"; echo "$token"' ["reply", [0, {"facts": {"cores": 1}}]]'; read end"""
+    remote = _shell(tmp_path, f"""[ "$2" = -c ] && exec {sys.executable} "$@"; {answer}""")
     (check,) = examine(DoctorRequest((HERE,), remote, 29_738, {"working folder": "."}), print)
-    assert (check.host, check.found) == ("localhost", "it has another version of ds_finetune")
+    assert (check.name, check.host) == ("versions", "localhost")
+    assert check.found == f"it has ds_finetune {source_version()}, and this machine {source_version()}"
+
+
+def test_an_older_source_is_named_with_both_versions(tmp_path: Path) -> None:
+    """It lacks the module of the hosts' program, as one of the first versions does."""
+    package = tmp_path / "older" / "ds_finetune"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text('__version__ = "0.0.9"\n')
+    digest = hashlib.sha256(b'__version__ = "0.0.9"\n').hexdigest()[:10]
+    remote = _shell(tmp_path, f"""PYTHONPATH={package.parent} exec {sys.executable} -S "$@" """)
+    (check,) = examine(DoctorRequest((HERE,), remote, 29_738, {"working folder": "."}), print)
+    assert (check.name, check.host, check.state) == ("versions", "localhost", "fail")
+    assert check.found == f"it has ds_finetune 0.0.9 (source {digest}), and this machine {source_version()}"
+    assert check.hint == "install the same source on every host"
 
 
 def test_a_host_without_the_program_is_named(tmp_path: Path) -> None:
-    remote = _shell(tmp_path, "echo '/opt/bin/python: No module named ds_finetune' >&2; exit 1")
+    remote = _shell(tmp_path, f"""PYTHONPATH= exec {sys.executable} -S "$@" """)
     (check,) = examine(DoctorRequest((HERE,), remote, 29_738, {"working folder": "."}), print)
-    assert (check.name, check.host, check.found) == (
-        "python",
-        "localhost",
-        "Python ended with exit code 1: /opt/bin/python: No module named ds_finetune",
-    )
+    assert (check.name, check.host) == ("python", "localhost")
+    assert check.found == f"it has no ds_finetune; this machine has {source_version()}"
 
 
 def test_no_ssh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
