@@ -265,12 +265,17 @@ def _read_csv(path: str) -> Iterator[tuple[str, ReadRecord]]:
 
 
 def _csv_lines(path: str, undecodable: list[DataError]) -> Iterator[str]:
-    """Yield the lines of a CSV file; one that is not UTF-8 becomes an empty field, with an error in `undecodable`."""
-    for _, line in _lines(path):
+    """Yield the lines of a CSV file; one that is not UTF-8 becomes an empty field, with an error in `undecodable`.
+
+    Where the header ends in CRLF, so does each line break in a quoted value: these are read as LF too.
+    """
+    is_windows = False
+    for number, line in _lines(path):
         if isinstance(line, DataError):
             undecodable.append(line)
             line = '""\n'
-        yield line
+        is_windows = line.endswith("\r\n") if number == 1 else is_windows
+        yield f"{line[:-2]}\n" if is_windows and line.endswith("\r\n") else line
 
 
 def _next_row(rows: Any, path: str, undecodable: list[DataError]) -> list[str] | DataError | None:  # noqa: ANN401 - a csv.reader
@@ -341,7 +346,8 @@ def _read_parquet(path: str) -> Iterator[tuple[str, ReadRecord]]:
 _READERS: Mapping[str, Callable[[str], Iterator[tuple[str, ReadRecord]]]] = {
     "json": _read_json,
     "jsonl": _read_jsonl,
-    "text": lambda path: iter([(path, {"text": _read_text(path)})]),
+    # CRLF is read as LF, as in the reader for texts of `datasets`.
+    "text": lambda path: iter([(path, {"text": _read_text(path).replace("\r\n", "\n")})]),
     "csv": _read_csv,
     "parquet": _read_parquet,
 }

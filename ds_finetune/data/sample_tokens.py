@@ -20,7 +20,7 @@ from ds_finetune.data.rendering import RenderedConversation, RewrittenTurnError,
 from ds_finetune.data.text_encoder import ControlTokens, strip_brackets
 from ds_finetune.errors import DataError
 
-RULES_VERSION = 7
+RULES_VERSION = 8
 """Version of the tokenisation rules, raised when rows get other tokens or remarks, to ignore older caches."""
 
 

@@ -67,6 +67,25 @@ def test_values_of_csv_are_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "content", "texts"),
+    [
+        ("a.txt", b"one\r\ntwo\n\rthree\r\n", ["one\ntwo\n\rthree\n"]),
+        ("a.csv", b'text,n\r\n"one\r\ntwo\n\r",1\r\nthree,2\r\n', ["one\ntwo\n\r", "three"]),
+        ("a.csv", b'text,n\n"one\r\ntwo\n",1\nthree,2\n', ["one\r\ntwo\n", "three"]),
+        ("a.jsonl", b'{"text": "one\\r\\ntwo"}\r\n{"text": "three"}\r\n', ["one\r\ntwo", "three"]),
+        ("a.json", b'[{"text": "one\\r\\ntwo"},\r\n{"text": "three"}]\r\n', ["one\r\ntwo", "three"]),
+    ],
+    ids=["text", "csv", "value of csv", "jsonl", "json"],
+)
+def test_line_ends_of_a_file_are_line_feeds(name: str, content: bytes, texts: list[str], tmp_path: Path) -> None:
+    """Python's universal newlines are the reference for texts; a carriage return in a value is the user's."""
+    (tmp_path / name).write_bytes(content)
+    assert [row["text"] for row in rows_of(tmp_path / name)] == texts
+    if name == "a.txt":
+        assert texts == [(tmp_path / name).read_text().replace("\n\nthree", "\n\rthree")]
+
+
+@pytest.mark.parametrize(
     ("content", "message"),
     [
         ("prompt,completion\na,b,c\n", "row 1 (line 2) has 3 values, and the header has 2 columns"),
