@@ -17,7 +17,7 @@ from pydantic_core import CoreSchema, core_schema
 from ds_finetune.config.other_programs import MEANT, SAMPLING
 from ds_finetune.config.run_file import SHORT_FORMS
 from ds_finetune.config.sections import RolloutConfig, Section, refused_values, short_form
-from ds_finetune.config.value_types import Free, Refused, Rows
+from ds_finetune.config.value_types import Free, PathText, Refused, Rows
 from ds_finetune.errors import ConfigError
 
 BosRule = Literal["auto", "always", "never"]
@@ -225,9 +225,9 @@ class DistillObjective(ObjectiveConfig):
     """Forward KL divergence from a teacher's distribution of the next token, optionally mixed with the cross entropy of
     the labels.
     """
-    teacher: str | None = None
+    teacher: PathText | None = None
     """Folder or hub id of a teacher that runs beside the model and has the same tokenizer and vocabulary."""
-    scores: str | None = None
+    scores: PathText | None = None
     """Folder of a teacher's top-k log-probabilities of the training rows, which `ds-finetune teach` writes."""
     teacher_offload: Free[Literal["none", "cpu"]] = "none"
     """Where the teacher's weights are. `cpu`: in host memory, partitioned over ranks. `none`: on the GPUs, partitioned

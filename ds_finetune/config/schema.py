@@ -35,7 +35,7 @@ from ds_finetune.config.sections import (
     short_form,
     short_lora,
 )
-from ds_finetune.config.value_types import FolderText, Free, InexactNames, Refused, named_files, stage_as_file
+from ds_finetune.config.value_types import FolderText, Free, InexactNames, PathText, Refused, named_files, stage_as_file
 from ds_finetune.errors import ConfigError
 
 
@@ -46,7 +46,7 @@ class RunConfig(Section):
     """The model, as a path or a section."""
     data: DataConfig
     """Training data and held-out data."""
-    deepspeed: Annotated[Free[str | dict[str, Any] | None], BeforeValidator(stage_as_file)] = None
+    deepspeed: Annotated[Free[PathText | dict[str, Any] | None], BeforeValidator(stage_as_file)] = None
     """DeepSpeed's settings: a JSON file, a file of ds_configs/ such as `zero3`, a ZeRO stage 0 to 3, or a section."""
     inexact: InexactNames = ()
     """Options of DeepSpeed that are allowed although they change results (docs/how-to/inexact-options.md)."""

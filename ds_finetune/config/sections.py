@@ -19,6 +19,7 @@ from ds_finetune.config.value_types import (
     Layout,
     LengthText,
     MicroBatchSize,
+    PathText,
     Refused,
     Rows,
     SizeText,
@@ -61,9 +62,9 @@ def short_lora(value: object) -> object:
 class ModelConfig(Section):
     """Which model is trained; `model: PATH` is short for `model: {path: PATH}`."""
 
-    path: str
+    path: PathText
     """Folder or Hugging Face hub id of the model, with `config.json` and safetensors weights."""
-    tokenizer: Rows[str | None] = None
+    tokenizer: Rows[PathText | None] = None
     """Folder or hub id of the tokenizer; left out, the model's own."""
     resize_vocabulary: bool = False
     """Add rows to embedding and head for tokens that the model lacks; false refuses a tokenizer with such tokens."""
@@ -106,7 +107,7 @@ class DataConfig(Section):
     """Layout of the rows; `auto` recognises it by their columns."""
     columns: Rows[dict[str, str]] = Field(default_factory=dict)
     """Names of the data's columns where the layout has other names, e.g. `{prompt: question, completion: answer}`."""
-    template: Rows[str] = "auto"
+    template: Rows[PathText] = "auto"
     """`auto` uses the tokenizer's chat template, or plain text where it has none. `plain` never uses a template.
     `chatml`, `llama3`, `mistral` (7B v0.2) and `alpaca` are the published templates; the tokenizer must have their
     special tokens. Any other value is the path of a Jinja file.
@@ -397,7 +398,7 @@ class LoraConfig(Section):
     """Modules that are trained in full beside the adapters, such as `embed_tokens`, `lm_head` or norms, named as in
     `target_modules`.
     """
-    start: str | None = None
+    start: PathText | None = None
     """Folder of an adapter in peft's format from which training starts; it must have the modules, rank and scale of
     this section. Left out, A is random and B is zero.
     """

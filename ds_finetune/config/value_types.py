@@ -70,9 +70,13 @@ def as_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
-def _check_folder_name(text: str) -> str:
+def _check_path(text: str) -> str:
     if "\0" in text or any(len(part.encode()) > 255 for part in text.split("/")):
-        raise ValueError("no folder can have this name: a part of a path has at most 255 bytes, none of them 0")
+        raise ValueError("no file or folder can have this name: a part of a path has at most 255 bytes, none of them 0")
+    return text
+
+
+def _check_folder_name(text: str) -> str:
     if re.match(r"~|.*\$[\w{]", text) and not os.path.exists(text):  # noqa: PTH110 - also false for invalid paths
         raise ValueError("`~` and variables are not expanded, which would make such a folder: write the full path")
     return text
@@ -170,8 +174,9 @@ def _check_micro_batch(value: object) -> object:
 
 
 MicroBatchSize = Annotated[Annotated[int, Field(ge=1)] | Literal["auto"], BeforeValidator(_check_micro_batch)]
-WeightedPaths = Annotated[tuple[str, ...] | dict[str, float], BeforeValidator(_as_weighted)]
-HeldOutPaths = Annotated[tuple[str, ...] | dict[str, tuple[str, ...]], BeforeValidator(_as_sets)]
+PathText = Annotated[str, AfterValidator(_check_path)]
+WeightedPaths = Annotated[tuple[PathText, ...] | dict[PathText, float], BeforeValidator(_as_weighted)]
+HeldOutPaths = Annotated[tuple[PathText, ...] | dict[str, tuple[PathText, ...]], BeforeValidator(_as_sets)]
 DurationText = Annotated[str, BeforeValidator(lambda text: str(Duration.parse(str(text))))]
 
 
@@ -186,7 +191,7 @@ InexactName = Literal[
 ]
 InexactNames = Annotated[tuple[InexactName, ...], BeforeValidator(as_list)]
 
-FolderText = Annotated[str, AfterValidator(_check_folder_name)]
+FolderText = Annotated[PathText, AfterValidator(_check_folder_name)]
 SizeText = Annotated[str, AfterValidator(_check_size)]
 TimeText = Annotated[str, checked(seconds_of)]
 LengthText = Annotated[str, BeforeValidator(_check_length)]

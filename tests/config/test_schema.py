@@ -168,8 +168,22 @@ def test_numbers_are_those_that_people_write(key: str, written: str, expected: o
 @pytest.mark.parametrize("name", ["x" * 256, "runs/" + "\xe9" * 128, '"a\\0b"'])
 def test_a_name_that_no_folder_can_have_is_refused(name: str, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(MINIMAL.replace("runs/x", name), encoding="utf-8")
-    with pytest.raises(ConfigError, match="no folder can have this name"):
+    with pytest.raises(ConfigError, match="no file or folder can have this name"):
         read_config(tmp_path / "run.yaml")
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        *("deepspeed={}", "model.path={}", "model.tokenizer={}", "data.train=data/{}.jsonl", "data.train={{{}: 0.5}}"),
+        *("data.eval={{new: {}}}", "data.template={}", "lora.start={}", "objective={{name: distill, teacher: {}}}"),
+    ],
+)
+def test_a_path_that_no_file_can_have_is_refused(override: str) -> None:
+    """256 bytes: Linux's NAME_MAX is 255."""
+    with pytest.raises(ConfigError, match="no file or folder can have this name") as caught:
+        read_config(yaml.safe_load(MINIMAL), [override.format("\xe9" * 128)])
+    assert override.partition("=")[0] in caught.value.message
 
 
 @pytest.mark.parametrize("name", ["~/runs/x", "$HOME/runs", "/data/${USER}/x"])
