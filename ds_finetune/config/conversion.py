@@ -79,6 +79,12 @@ class ConvertedRun:
         self._take_objective()
         for word, value in self.words.items():
             self._check_number(word, value)
+            if _is_computed(value):
+                hint = "; give the number by --ranks" if word in _RANKS else ""
+                self.outcomes[word] = (
+                    "not available",
+                    f"the shell or a loader computes it, which is not done here{hint}",
+                )
         adapters = program.of_lora if self._take_adapters() else {}
         methods = (program.of_objective.get(name) for name in (self.method, self.objective.name))
         self.defaults = {**program.defaults, **adapters, **next(filter(None, methods), {})}
@@ -221,7 +227,7 @@ class ConvertedRun:
     def _take_rows(self) -> None:
         for word, value in self.words.items():
             key = KEY_OF.get(word)
-            if word == "dataset_dir" or not value or not isinstance(value, str | list):
+            if word == "dataset_dir" or not value or not isinstance(value, str | list) or _is_computed(value):
                 continue
             if key in ("data.train", "data.eval"):
                 entries = value.split(",") if isinstance(value, str) else value
@@ -431,6 +437,12 @@ def _is_off(value: object) -> bool:
     return value in _OFF or (isinstance(value, int | float) and value < 0)
 
 
+def _is_computed(value: object) -> bool:
+    """Whether a value is or has an expression, such as `$LR`, `$((64 / N))`, `${oc.env:X}` or a command's output."""
+    texts = [each for each in (value if isinstance(value, list) else [value]) if isinstance(each, str)]
+    return any(_COMPUTED.search(text) for text in texts)
+
+
 def _entry(value: object) -> dict[str, Any]:
     return dict(value) if isinstance(value, Mapping) else {}
 
@@ -539,6 +551,7 @@ depends on several keys of that file or needs a calculation.
 _ASSIGNED = re.compile(r"^\s*(?:export\s+)?(\w+)=(\S*)\s*$", re.MULTILINE)
 _ARITHMETIC = re.compile(r"\$\(\(?\s*(?:expr\s+)?(\d+(?:\s*[*/]\s*\d+)+)\s*\)?\)")
 """Pattern of products and quotients in a shell script, such as `$(expr 16 / 4)`."""
+_COMPUTED = re.compile(r"\$[\w({]|`")
 _RANKS = ("NPROC_PER_NODE", "NNODES", "num_processes", "nproc_per_node", "nnodes")
 _ACCEPTED = (
     "a YAML or JSON file of axolotl, LLaMA-Factory, ms-swift or TRL, or a shell script with its training command; "
@@ -579,7 +592,10 @@ def _tree(text: str) -> dict[str, object] | None:
 
 def _from_script(text: str, path: Path) -> OtherFile:
     lines = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
-    values = dict(_ASSIGNED.findall(lines))
+    assigned = {*_ASSIGNED.findall(lines)}
+    names = [name for name, _ in assigned]
+    # A variable that has several values, e.g. those of the branches of an `if`, is left as it is.
+    values = {name: value for name, value in assigned if names.count(name) == 1}
     lines = _ARITHMETIC.sub(_result, Template(re.sub(r"\\\s*(\n|$)", " ", lines)).safe_substitute(values))
     commands = [
         (program, rf"^(?P<before>.*?)[\"']?(?:https?://\S*?)?(?:{program.command})[\"']?") for program in PROGRAMS
@@ -611,8 +627,10 @@ def _from_script(text: str, path: Path) -> OtherFile:
     objectives = (str(value).lower() for word, value in words.items() if value and KEY_OF.get(word) == "objective")
     if trainer and not {*objectives} - {"causal_lm"}:
         words["trainer"] = _objective_of(trainer)
-    ranks = math.prod(int(str(before[key])) for key in _RANKS if str(before.get(key)).isdecimal())
-    return OtherFile(program, words, ranks if any(key in before for key in _RANKS) else None)
+    given = {key: str(before[key]) for key in _RANKS if key in before}
+    words |= {key: number for key, number in given.items() if _is_computed(number)}
+    is_known = given and all(number.isdecimal() for number in given.values())
+    return OtherFile(program, words, math.prod(map(int, given.values())) if is_known else None)
 
 
 def _result(product: re.Match[str]) -> str:
@@ -649,6 +667,8 @@ def _options(text: str, *, may_repeat: bool = False) -> tuple[dict[str, object],
         if token in ("&&", "||", "|", "&", ";") or token.startswith((">", "2>", "&>", "#")):
             break
         name, equals, value = token.partition("=")
+        if token in ("$@", "$*"):
+            continue
         if token.startswith("--") or (equals and name.isidentifier()):
             values = [value] if equals else []
             key = name.removeprefix("--").replace("-", "_")
@@ -659,6 +679,8 @@ def _options(text: str, *, may_repeat: bool = False) -> tuple[dict[str, object],
             values.append(token)
         elif token.endswith((".yaml", ".yml", ".json")):
             files.append(token)
+        elif _is_computed(token):
+            options[token] = [token]
     return {name: _value(values) for name, values in options.items()}, files
 
 

@@ -407,6 +407,49 @@ def converted(text: str, folder: Path, *options: str) -> tuple[RunConfig, str]:
     return read_config(out), out.read_text()
 
 
+COMPUTED = """\
+if [ $1 = long ]; then
+EPOCHS=3
+else
+EPOCHS=1
+fi
+LR=1e-5
+MODEL=${1:-org/model}
+accelerate launch --num_processes $(nproc) trl/scripts/sft.py "${ARGS[@]}" --model_name_or_path $MODEL \\
+  --dataset_name $DATA --learning_rate $LR --num_train_epochs $EPOCHS --per_device_train_batch_size $((2 + 2)) \\
+  --gradient_accumulation_steps $((64 / N)) --max_length `expr 4 + 1` --output_dir out-$(date +%F) --logging_steps 5 \\
+  --lora_target_modules $MODULES --use_peft --report_to ${TRACKER} --seed $RANDOM --logging_dir "3 in f()" "$@"
+"""
+"""Of its variables only LR has one value that bash knows without the time, the machine and arguments."""
+
+
+def test_what_a_shell_computes_is_left_open(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of an expression gets into the run file, and each is reported with what it is."""
+    monkeypatch.chdir(tmp_path)
+    run, text = converted(COMPUTED, tmp_path)
+    assert (run.model.path, run.data.train, run.output_dir) == ("FILL_IN", ("FILL_IN",), "FILL_IN")
+    assert (run.optim.lr, run.log.every, run.lora is not None) == (1e-5, 5, True)
+    assert not re.search("[$`(]", str(yaml.safe_load(text)))
+    said = " ".join(capsys.readouterr().out.split())
+    for word, given in {
+        "model_name_or_path": "'${1:-org/model}'",
+        "dataset_name": "$DATA",
+        "num_train_epochs": "$EPOCHS",
+        "output_dir": "[out-$(date, +%F)]",
+        "lora_target_modules": "$MODULES",
+        "report_to": "'${TRACKER}'",
+        "seed": "$RANDOM",
+        "num_processes": "$(nproc)",
+        "${ARGS[@]}": "'${ARGS[@]}'",
+    }.items():
+        assert f"not available: {word}: {given} (" in said, word
+    assert "give the number by --ranks" in said
+    for key in ("model.path", "data.train", "output_dir", "train.global_batch_size"):
+        assert f"fill in: {key}: " in said
+
+
 def test_rows_of_several_data_sets_are_counted_otherwise_and_not_taken(tmp_path: Path) -> None:
     """LLaMA-Factory's max_samples and ms-swift's #N count rows of each data set (LLaMA-Factory data/loader.py:157)."""
     lines = "stage: sft\nmodel_name_or_path: m\nmax_samples: 50\ndataset: "
