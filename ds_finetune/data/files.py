@@ -235,12 +235,14 @@ def _read_csv(path: str) -> Iterator[tuple[str, ReadRecord]]:
     """Read the rows of a CSV file. All values remain texts, even `NA`, `null` and `007`."""
     csv.field_size_limit(_MOST_LINE_BYTES)
     undecodable: list[DataError] = []
-    rows = csv.reader(_csv_lines(path, undecodable), strict=True)
+    lines = _csv_lines(path, undecodable)
+    rows = csv.reader(chain([first := next(lines, "")], lines), strict=True)
     header = _next_row(rows, path, undecodable) or []
     if isinstance(header, DataError):
         raise header
-    other = next((name for separator, name in _SEPARATORS.items() if len(header) == 1 and separator in header[0]), "")
-    if other:
+    # A single name in quotes may hold a separator of other files.
+    is_single = len(header) == 1 and not first.startswith('"')
+    if is_single and (other := next((name for mark, name in _SEPARATORS.items() if mark in header[0]), "")):
         raise DataError(
             f"{path} has one column, `{header[0]:.60}`: its columns are separated by {other}",
             hint="write the file with commas between the columns, and values with commas in double quotes",

@@ -66,6 +66,15 @@ def test_values_of_csv_are_text(tmp_path: Path) -> None:
     ]
 
 
+def test_a_single_column_in_quotes_may_hold_a_separator(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text('\ufeff"question; answer"\n"a; b"\nc\n', encoding="utf-8")
+    assert rows_of(path) == [{"question; answer": "a; b"}, {"question; answer": "c"}]
+    path.write_text("question; answer\na; b\n")
+    with pytest.raises(DataError, match="its columns are separated by semicolons"):
+        rows_of(path)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "texts"),
     [
