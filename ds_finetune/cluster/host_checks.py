@@ -12,7 +12,7 @@ from typing import Literal
 
 from ds_finetune.cluster.launch.remote import Remote, address_of, is_here
 from ds_finetune.config.hostfile import Host
-from ds_finetune.system.info import PACKAGES, HostInfo, source_version
+from ds_finetune.system.info import PACKAGES, HostInfo
 from ds_finetune.system.versions import EXTRAS, UNTESTED, outside_ranges, pip_install
 from ds_finetune.system.world import World
 
@@ -179,14 +179,6 @@ def unreachable_check(host: Host, code: int | None, stderr: str, remote: Remote)
     hint = f"{_SAME_ENVIRONMENT}, and start in a folder that every host has"
     hint += f"; try `{remote.python} -m ds_finetune --help` on the host"
     return Check("python", label(host), "fail", f"Python ended with exit code {code}: {last}", hint)
-
-
-def source_check(host: str, version: str) -> Check:
-    """The failed check of a host that has another version of this program; `version` is empty where it has none."""
-    mine, hint = source_version(), "install the same source on every host"
-    if not version:
-        return Check("python", host, "fail", f"it has no ds_finetune; this machine has {mine}", _SAME_ENVIRONMENT)
-    return Check("versions", host, "fail", f"it has ds_finetune {version}, and this machine {mine}", hint)
 
 
 def failed_checks(hosts: Mapping[str, Host], checks: Iterable[Check]) -> list[tuple[Host, Check]]:

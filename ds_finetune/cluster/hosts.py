@@ -11,30 +11,21 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from typing import Any
 
-from ds_finetune.cluster.host_checks import (
-    Check,
-    clock_check,
-    failed_checks,
-    host_checks,
-    label,
-    source_check,
-    unreachable_check,
-)
+from ds_finetune.cluster.host_checks import Check, clock_check, failed_checks, host_checks, label, unreachable_check
 from ds_finetune.cluster.launch.remote import Remote
 from ds_finetune.config.hostfile import Host
 from ds_finetune.errors import LaunchError
-from ds_finetune.system.info import HostInfo, gather_host_info
+from ds_finetune.system.info import HostInfo, gather_host_info, source_version
 
 PROGRAM = "ds_finetune.cluster.host_functions"
 _END_SECONDS = 15.0
 """Seconds that the program on a host may take to kill the processes that it started."""
 _LACKS_MODULE = re.compile(r"No module named '?ds_finetune|cannot import name .* from '?ds_finetune")
-_VERSION = "version of ds_finetune: "
-_PRINT_VERSION = f"""
+_PRINT_VERSION = """
 import ds_finetune, hashlib, pathlib
 files = sorted(pathlib.Path(ds_finetune.__file__).parent.rglob("*.py"))
 source = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:10]
-print("{_VERSION}" + f"{{ds_finetune.__version__}} (source {{source}})")
+print(f"ds_finetune {ds_finetune.__version__} (source {source})")
 """
 """Python program that prints the result of `system.info.source_version`, also for a version that lacks it."""
 _LINES = 200
@@ -76,7 +67,7 @@ class Cluster:
             try:
                 infos[name] = HostInfo(**results["facts"])
             except TypeError:
-                self.lost[name] = source_check(name, self._source_version(name))
+                self.lost[name] = self._version_check(name)
         return infos
 
     def preflight(self, infos: Mapping[str, HostInfo], environ: Mapping[str, str]) -> list[tuple[Host, Check]]:
@@ -140,18 +131,20 @@ class Cluster:
             with suppress(subprocess.TimeoutExpired):
                 code = self._processes[name].wait(_END_SECONDS)
         if code and _LACKS_MODULE.search(output):
-            return source_check(name, self._source_version(name))
+            return self._version_check(name)
         return unreachable_check(self.hosts[name], code, output, self._remote)
 
-    def _source_version(self, name: str) -> str:
-        """The version that a host has of this program, which may lack its module on the host; empty if it has none."""
+    def _version_check(self, name: str) -> Check:
+        """The failed check of a host with another version of this program, which may lack the host's module."""
         process = self._remote.start(self.hosts[name], [self._remote.python, "-P", "-c", _PRINT_VERSION])
         try:
-            printed = process.communicate(timeout=self._remote.greeting_seconds)[0].decode(errors="replace")
+            lines = process.communicate(timeout=self._remote.greeting_seconds)[0].decode(errors="replace").splitlines()
         except subprocess.TimeoutExpired:
             process.kill()
-            return "of unknown version"
-        return next((line.removeprefix(_VERSION) for line in printed.splitlines() if line.startswith(_VERSION)), "")
+            lines = ["ds_finetune of an unknown version"]
+        theirs = next((line for line in lines if line.startswith("ds_finetune ")), "no ds_finetune")
+        text = f"it has {theirs}, and this machine ds_finetune {source_version()}"
+        return Check("versions", name, "fail", text, "install the same source on every host")
 
     def _ask(self, process: "subprocess.Popen[bytes]", request: Mapping[str, Any], on_event: OnEvent) -> Reply | str:
         began, output = time.time(), deque[str](maxlen=_LINES)

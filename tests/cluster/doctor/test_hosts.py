@@ -161,7 +161,7 @@ def test_another_version_of_the_program_is_named(tmp_path: Path) -> None:
     remote = _shell(tmp_path, f"""[ "$2" = -c ] && exec {sys.executable} "$@"; {answer}""")
     (check,) = examine(DoctorRequest((HERE,), remote, 29_738, {"working folder": "."}), print)
     assert (check.name, check.host) == ("versions", "localhost")
-    assert check.found == f"it has ds_finetune {source_version()}, and this machine {source_version()}"
+    assert check.found == f"it has ds_finetune {source_version()}, and this machine ds_finetune {source_version()}"
 
 
 def test_an_older_source_is_named_with_both_versions(tmp_path: Path) -> None:
@@ -173,15 +173,15 @@ def test_an_older_source_is_named_with_both_versions(tmp_path: Path) -> None:
     remote = _shell(tmp_path, f"""PYTHONPATH={package.parent} exec {sys.executable} -S "$@" """)
     (check,) = examine(DoctorRequest((HERE,), remote, 29_738, {"working folder": "."}), print)
     assert (check.name, check.host, check.state) == ("versions", "localhost", "fail")
-    assert check.found == f"it has ds_finetune 0.0.9 (source {digest}), and this machine {source_version()}"
+    assert check.found == f"it has ds_finetune 0.0.9 (source {digest}), and this machine ds_finetune {source_version()}"
     assert check.hint == "install the same source on every host"
 
 
 def test_a_host_without_the_program_is_named(tmp_path: Path) -> None:
     remote = _shell(tmp_path, f"""PYTHONPATH= exec {sys.executable} -S "$@" """)
     (check,) = examine(DoctorRequest((HERE,), remote, 29_738, {"working folder": "."}), print)
-    assert (check.name, check.host) == ("python", "localhost")
-    assert check.found == f"it has no ds_finetune; this machine has {source_version()}"
+    assert (check.name, check.host) == ("versions", "localhost")
+    assert check.found == f"it has no ds_finetune, and this machine ds_finetune {source_version()}"
 
 
 def test_no_ssh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
