@@ -53,7 +53,7 @@ def open_checkpoint_folder(folder: Path, *, rank: int, node_local: bool) -> Chec
     raise_on_every_rank(try_in_folder(folder, mark.touch) if rank == 0 else None)
     error = OutputError(
         f"checkpoint folder {folder} on {socket.gethostname()} is not the same folder as on rank 0's host",
-        hint="set output_dir to a folder that all hosts share, or set checkpoint.node_local to true",
+        hint="set output_dir to a folder that all hosts share, or set checkpoint.node_local: true",
     )
     raise_on_every_rank(None if _is_seen(mark) else error)
     if rank == 0:

@@ -45,7 +45,7 @@ def changes_since_checkpoint(state: RunState, now: RunIdentity) -> list[str]:
     if broken:
         raise CheckpointError(
             f"the checkpoint of step {state.step} was written with other values: {'; '.join(broken)}",
-            hint="restore the old values, or start a new run: set checkpoint.resume to never and another output_dir",
+            hint="restore the old values, or start a new run: set checkpoint.resume: never and another output_dir",
         )
     lines = [text for key, text in differ.items() if on_resume(key) is not OnResume.FREE]
     installed = versions()
@@ -157,7 +157,7 @@ def model_mismatch(folder: Path, file: str, config: Mapping[str, Any]) -> Checkp
         return None
     return CheckpointError(
         f"the model's config.json differs from the one in {folder}: {'; '.join(differ.values())}",
-        hint="restore the config.json, or start a new run: set checkpoint.resume to never and another output_dir",
+        hint="restore the config.json, or start a new run: set checkpoint.resume: never and another output_dir",
     )
 
 

@@ -93,56 +93,56 @@ _RULES = (
         "data.workers data.cache_dir",
         lambda run: run["data.streaming"] and not run["data.eval"],
         "data.streaming prepares and caches nothing",
-        "set data.streaming to false",
+        "set data.streaming: false",
     ),
     _KeyRule(
         "data.train_on data.reasoning data.template",
         *_is("data.layout", "text", "every token is supervised, and no template is used"),
-        "set data.layout to auto",
+        "set data.layout: auto",
         ("all", "plain"),
     ),
     _KeyRule(
         "data.train_on data.reasoning data.template data.separator",
         lambda run: run["objective.name"] == "pretrain",
         "objective is pretrain: every token of plain text is supervised, and no template is used",
-        "set objective to sft",
+        "set objective: sft",
         ("all", "plain"),
     ),
     _KeyRule(
         "data.train_on",
         lambda run: _head(run) == "scores",
         "the objective scores whole texts: no token is supervised",
-        "set objective to sft",
+        "set objective: sft",
     ),
     _KeyRule(
         "data.train_on",
         lambda run: _head(run) == "documents",
         "the objective compares answers, which are the last turn of the assistant",
-        "set objective to sft",
+        "set objective: sft",
         ("last_assistant",),
     ),
     _KeyRule(
         "data.train_on",
         lambda run: _head(run) == "answers",
         "the objective trains answers that the model writes",
-        "set objective to sft",
+        "set objective: sft",
     ),
     _KeyRule(
         "eval.generate.",
         lambda run: _head(run) == "answers",
         "the rewards score the answers to held-out prompts",
-        "set objective to sft",
+        "set objective: sft",
     ),
     _KeyRule(
         "rollout. rewards",
         lambda run: "rollout" not in OBJECTIVES[run["objective.name"]].needs,
         "no answers are sampled",
-        "set objective to grpo",
+        "set objective: grpo",
     ),
     _KeyRule(
         "rollout.address",
         *_is("rollout.engine", "own", "the model under training samples the answers"),
-        "set rollout.engine to vllm",
+        "set rollout.engine: vllm",
     ),
     _KeyRule(
         "objective.clip_low objective.clip_high objective.dual_clip",
@@ -152,9 +152,9 @@ _RULES = (
     _KeyRule(
         "objective.fixed_length",
         *_is("objective.aggregation", "fixed", negated=True),
-        "set objective.aggregation to fixed",
+        "set objective.aggregation: fixed",
     ),
-    _KeyRule("objective.ratio_cap", *_is("objective.ratio", "capped", negated=True), "set objective.ratio to capped"),
+    _KeyRule("objective.ratio_cap", *_is("objective.ratio", "capped", negated=True), "set objective.ratio: capped"),
     _KeyRule(
         "objective.mismatch_cap",
         *_is("objective.mismatch", "none", "no weight corrects the difference to the sampler"),
@@ -164,7 +164,7 @@ _RULES = (
         "eval.generate.",
         lambda run: _head(run) == "scores",
         "the objective trains a model that scores texts and writes none",
-        "set objective to sft",
+        "set objective: sft",
     ),
     _KeyRule(
         "objective.label_smoothing",
@@ -190,19 +190,19 @@ _RULES = (
     _KeyRule(
         "train.activation_offload",
         *_is("train.activation_checkpointing", "none", "layers keep all of their activations"),
-        "set train.activation_checkpointing to full",
+        "set train.activation_checkpointing: full",
         (False,),
     ),
     _KeyRule("mtp.", *_is("mtp.train", False), "set mtp.train", (False,)),
     _KeyRule("indexer.", *_is("indexer.train", False), "set indexer.train", (False,)),
     _KeyRule(
-        "export.formats", *_is("export.at_end", False, "nothing is exported at the end"), "set export.at_end to true"
+        "export.formats", *_is("export.at_end", False, "nothing is exported at the end"), "set export.at_end: true"
     ),
     _KeyRule(
         "export.max_shard_size",
         lambda run: not run["export.at_end"] and not (run["data.eval"] and run["eval.keep_best"]),
         "export.at_end is false and no best weights are kept: nothing is exported",
-        "set export.at_end to true",
+        "set export.at_end: true",
     ),
 )
 

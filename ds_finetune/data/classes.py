@@ -140,7 +140,7 @@ def _by_number(read: _Labels, kind: RowKind) -> RowKind:
     if count == 1:
         raise DataError(
             f"column `{read.column}` is 0 in all rows, the first of which is {numbers[0]}",
-            hint="give rows of two classes at least; for regression set objective.num_labels to 1",
+            hint="give rows of two classes at least; for regression set objective.num_labels: 1",
         )
     return replace(kind, num_labels=count, has_known_classes=True)
 
@@ -197,5 +197,5 @@ def _outside(number: int, column: str, where: str, count: int) -> DataError:
 def _bad_label(label: object, column: str, where: str, hint: str) -> DataError:
     return DataError(
         f"{where}: column `{column}` is {shown_value(label)}, which is no class",
-        hint=f"{hint}; for regression set objective.num_labels to 1",
+        hint=f"{hint}; for regression set objective.num_labels: 1",
     )

@@ -200,7 +200,7 @@ def _message(message: object, location: str, where: str) -> tuple[dict[str, Any]
         if fields.get(key):
             raise DataError(
                 f"{location}: a {role} message has `{key}` {fields[key]!r:.60}; only assistant messages are trained",
-                hint="remove the field, or set data.train_on to all, which trains every token of the dialogue",
+                hint="remove the field, or set data.train_on: all, which trains every token of the dialogue",
             )
     return turn, [key for key in fields if key not in _MESSAGE_KEYS and fields[key] != 1 - _TRAINED_IF.get(key, -1)]
 

@@ -157,7 +157,7 @@ def _with_prompt(prompt: object, turns: list[Any], column: str, where: str) -> l
     if not repeats:
         raise DataError(
             f"{where}: `{column}` begins with the turn {turns[0]!r:.60}, and `prompt` is {prompt!r:.60}",
-            hint=f"give only the answers in `{column}`; for whole dialogues, set data.layout to pair",
+            hint=f"give only the answers in `{column}`; for whole dialogues, set data.layout: pair",
         )
     return turns
 

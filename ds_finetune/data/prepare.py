@@ -182,7 +182,7 @@ def plan_tokenisation(
     if config.long_rows == "truncate" and kind.name == "prompts":
         raise ConfigError(
             f"data.long_rows is {config.long_rows}, and {kind.description}; a truncated prompt would be another prompt",
-            hint="set data.long_rows to drop, or leave it out, so that a longer prompt is an error",
+            hint="set data.long_rows: drop, or leave it out, so that a longer prompt is an error",
         )
     limit = LengthLimit(limits.max_seq_len - limits.answer_tokens, config.long_rows)
     return sources, Tokenisation(tokenizer, settings, config.layout, dict(config.columns), limit, kind)
@@ -192,7 +192,7 @@ def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, limits: TokenLimits, ki
     if tokenizer.bos_token_id is None and kind.bos == "always":
         raise DataError(
             f"the tokenizer of `{tokenizer.name_or_path}` has no bos_token, and objective.bos is always",
-            hint="set objective.bos to auto, or add bos_token to tokenizer_config.json",
+            hint="set objective.bos: auto, or add bos_token to tokenizer_config.json",
         )
     if tokenizer.eos_token_id is None and kind.name != "labelled" and kind.has_eos:
         raise DataError(

@@ -45,7 +45,7 @@ class RowKind:
         if len(labels) == 1:
             raise ConfigError(
                 f"objective.labels names one class: {labels[0]}",
-                hint="name two or more; for regression set objective.num_labels to 1 and name none",
+                hint="name two or more; for regression set objective.num_labels: 1 and name none",
             )
         if labels and kind.num_labels not in (None, len(labels)):
             raise ConfigError(

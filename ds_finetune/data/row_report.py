@@ -28,7 +28,7 @@ DROPPED = {
     ),
     "reasoning": (
         "with reasoning that the chat template does not render",
-        "set data.reasoning to strip, or give a data.template that renders reasoning_content",
+        "set data.reasoning: strip, or give a data.template that renders reasoning_content",
     ),
     "equal_sides": ("whose chosen and rejected answers have the same tokens", "remove such rows: they teach nothing"),
     "no_answer_left": (
@@ -37,7 +37,7 @@ DROPPED = {
     ),
     "prompts": (
         "whose answers the chat template opens differently, so that their prompts differ",
-        "set data.reasoning to strip, or give a data.template that opens both answers alike",
+        "set data.reasoning: strip, or give a data.template that opens both answers alike",
     ),
 }
 """Reasons to drop a data row, each with the predicate of a sentence about such rows, and a hint."""
@@ -96,7 +96,7 @@ def dropped_rows_hint(counts: Counts) -> str:
         if counts.long_prompts:
             return f"raise train.max_seq_len, lower rollout.max_new_tokens{raised}"
         if counts.too_long_dropped > counts.nothing_supervised:
-            return f"raise train.max_seq_len, set data.long_rows to truncate{raised}"
+            return f"raise train.max_seq_len, set data.long_rows: truncate{raised}"
         return "check that rows have texts and answers, data.columns, data.train_on and the template"
     return f"{DROPPED[worst][1]} (the first such row is {entries[worst][1]})"
 
@@ -145,7 +145,7 @@ def check_dropped_rows(counts: Counts, config: DataConfig, sources: Sequence[Sou
         raise DataError(
             f"{len(counts.long_prompts):,} of {counts.read:,} prompts are longer than train.max_seq_len less "
             f"rollout.max_new_tokens, the longest by {excess:,} tokens: {where}",
-            hint=f"raise train.max_seq_len by {excess:,}, or set data.long_rows to drop",
+            hint=f"raise train.max_seq_len by {excess:,}, or set data.long_rows: drop",
         )
     names = ", ".join(source.path for source in sources)
     dropped = counts.nothing_supervised + counts.too_long_dropped + counts.dropped.rows + counts.bad_rows
@@ -167,8 +167,8 @@ def check_dropped_rows(counts: Counts, config: DataConfig, sources: Sequence[Sou
             f"cuts off {share_text(counts.truncated_ratio)} of all tokens, more than data.max_truncated_ratio "
             f"{config.max_truncated_ratio:g}",
             hint="raise train.max_seq_len, "
-            + "for plain text set data.long_rows to split, " * (config.long_rows == "truncate")
-            + "set data.long_rows to drop, " * (counts.truncated <= config.max_dropped_ratio * counts.read)
+            + "for plain text set data.long_rows: split, " * (config.long_rows == "truncate")
+            + "set data.long_rows: drop, " * (counts.truncated <= config.max_dropped_ratio * counts.read)
             + "or raise data.max_truncated_ratio",
         )
 

@@ -126,7 +126,7 @@ class ControlTokens:
         if is_present and self._choice == "refuse":
             raise DataError(
                 f"{where}: a text contains a control token of the tokenizer: {texts[0]!r:.60}",
-                hint="set data.control_tokens to keep",
+                hint="set data.control_tokens: keep",
             )
         return is_present
 

@@ -181,7 +181,7 @@ def check_adapted(hf_config: PretrainedConfig, mtp: MtpConfig, lora: LoraPlan) -
         raise ConfigError(
             f"{setting} and mtp.detach true: all adapters are in the multi-token prediction layer, "
             f"model.layers.{number}, so the objective trains nothing",
-            hint="name modules of other layers too, such as o_proj, or set mtp.detach to false",
+            hint="name modules of other layers too, such as o_proj, or set mtp.detach: false",
         )
 
 

@@ -41,7 +41,7 @@ rank's experts.
 """
 _ATTENTION = Conflict(
     "model.attention {model.attention}",
-    "set model.attention to sdpa",
+    "set model.attention: sdpa",
     lambda run: run.model.attention not in OWN_ATTENTIONS,
 )
 _ONE_NORM = Conflict(
@@ -74,7 +74,7 @@ _OBJECTIVE: tuple[Refusal[RunSettings], ...] = (
     Refusal(
         lambda run: run.model.loss == "liger" and not run.objective.row.is_cross_entropy,
         "model.loss liger with objective {objective.name}: its kernel sums the cross entropy of tokens",
-        "set model.loss to auto",
+        "set model.loss: auto",
     ),
     Refusal(
         lambda run: (
@@ -87,12 +87,12 @@ _OBJECTIVE: tuple[Refusal[RunSettings], ...] = (
     Refusal(
         lambda run: run.objective.reference_source == "adapters_off" and run.lora is None,
         "objective.reference adapters_off without lora: there are no adapters to turn off",
-        "add `lora`, or set objective.reference to cache",
+        "add `lora`, or set objective.reference: cache",
     ),
     Refusal(
         lambda run: run.data.streaming and (run.data.rows or run.data.held_out_share),
         "data.streaming true with data.rows or a share as data.eval: rows of a stream are not counted",
-        "set data.streaming to false, or leave data.rows out and name files as data.eval",
+        "set data.streaming: false, or leave data.rows out and name files as data.eval",
     ),
     Refusal(
         lambda run: run.data.rows and run.data.weights,
@@ -103,12 +103,12 @@ _OBJECTIVE: tuple[Refusal[RunSettings], ...] = (
         lambda run: run.objective.reference_source == "cache" and run.data.streaming,
         "objective {objective.name} with objective.reference cache and data.streaming true: log-probabilities are "
         "cached for prepared rows",
-        "set data.streaming to false, or objective.reference to adapters_off with `lora`",
+        "set data.streaming: false, or objective.reference: adapters_off with `lora`",
     ),
     Refusal(
         lambda run: "baseline" in run.objective.row.needs and run.data.streaming,
         "objective {objective.name} with data.streaming true: z0 needs the answer of another example for each prompt",
-        "set data.streaming to false",
+        "set data.streaming: false",
     ),
     Refusal(
         lambda run: "baseline" in run.objective.row.needs and run.train.global_batch_size == 1,
@@ -125,20 +125,20 @@ _OBJECTIVE: tuple[Refusal[RunSettings], ...] = (
         lambda run: is_distillation(run.objective) and run.objective.scores and run.objective.temperature != 1,
         "objective distill with scores and temperature {objective.temperature:g}: "
         "probabilities of tokens that are not stored are unknown at another temperature",
-        "set temperature to 1, or name a teacher",
+        "set temperature: 1, or name a teacher",
     ),
     Refusal(
         lambda run: is_distillation(run.objective) and run.objective.scores and run.data.streaming,
         "objective distill with scores and data.streaming true: rows of a stream have no row numbers, by which "
         "stored scores are looked up",
-        "set data.streaming to false, or name a teacher",
+        "set data.streaming: false, or name a teacher",
     ),
     # Only ranks of the last pipeline stage run the teacher, but with offload every rank would hold a part of the
     # teacher's weights.
     Refusal(
         lambda run: is_distillation(run.objective) and run.mesh.pp > 1 and run.objective.teacher_offload != "none",
         "objective distill with teacher_offload {objective.teacher_offload} and parallel {mesh} is not tested",
-        "set parallel.pp to 1, or teacher_offload to none",
+        "set parallel.pp: 1, or teacher_offload: none",
     ),
 )
 
@@ -243,7 +243,7 @@ _REDUCTION: tuple[Refusal[RunSettings], ...] = (
     Refusal(
         lambda run: run.precision == "fp16" and run.train.reduction_dtype != "auto",
         "train.reduction_dtype {train.reduction_dtype} with train.precision fp16 is not tested",
-        "set train.precision to bf16, or leave train.reduction_dtype out",
+        "set train.precision: bf16, or leave train.reduction_dtype out",
     ),
     Refusal(
         lambda run: run.zero_stage < 2 and run.train.reduction_dtype == "fp32" and run.precision == "bf16",
@@ -332,7 +332,7 @@ _LORA: tuple[Refusal[RunSettings], ...] = (
     Refusal(
         lambda run: _quantizes(run) and run.mesh.tp > 1,
         "lora.quantize {lora.quantize} with parallel {mesh} would round other numbers than without parallel.tp",
-        "set parallel.tp to 1; pp, sp and ep may be larger",
+        "set parallel.tp: 1; pp, sp and ep may be larger",
     ),
     Refusal(
         lambda run: (
@@ -362,8 +362,8 @@ _FREEZING = refuse_pairs(
         setting("model.context", "train all weights"),
         setting("lora", "name modules in lora.target_modules instead"),
         setting("`router`", "leave router out; train.freeze may name gate"),
-        setting("mtp.train true", "train all weights, or set mtp.train to false"),
-        setting("indexer.train true", "train all weights, or set indexer.train to false"),
+        setting("mtp.train true", "train all weights, or set mtp.train: false"),
+        setting("indexer.train true", "train all weights, or set indexer.train: false"),
     ),
 )
 
@@ -383,7 +383,7 @@ _INTERLEAVING: tuple[Refusal[RunSettings], ...] = (
     Refusal(
         lambda run: run.parallel.vpp > 1 and run.indexer.train,
         "parallel.vpp {parallel.vpp} with indexer.train true is not tested",
-        "set parallel.vpp to 1",
+        "set parallel.vpp: 1",
     ),
     Refusal(
         lambda run: run.parallel.vpp > 1 and _broken_groups(run),
@@ -399,7 +399,7 @@ _PREDICTION = refuse_pairs(
         # No test trains indexers and a multi-token prediction layer together, and that layer's indexer has no loss.
         setting("indexer.train true", "train indexers first, and then mtp on the export of that run"),
         _other_objective("mtp"),
-        setting("model.attention flash_attention_2", "set model.attention to sdpa"),
+        setting("model.attention flash_attention_2", "set model.attention: sdpa"),
         setting("model.resize_vocabulary true", "use a tokenizer that fits the model"),
         *UNTESTED_TRAINING,
         _ONE_NORM,
@@ -448,7 +448,7 @@ _OPTIONS: tuple[Refusal[RunSettings], ...] = (
         lambda run: run.optim.weight_decay and "weight_decay" not in OPTIMIZERS[run.optimizer].keys,
         "optim.weight_decay {optim.weight_decay} with {optim.name} would be added to the gradient (torch.optim), "
         "not decoupled from it",
-        "set optim.weight_decay to 0, or optim.name to AdamW",
+        "set optim.weight_decay: 0, or optim.name: AdamW",
     ),
     _option(
         "fp16 on the CPU accelerator",
@@ -549,7 +549,7 @@ _OPTIONS: tuple[Refusal[RunSettings], ...] = (
     Refusal(
         lambda run: OPTIMIZERS[run.optimizer].of == "bitsandbytes" and find_spec("bitsandbytes") is None,
         "optim.name {optim.name} needs bitsandbytes, which is not installed",
-        "pip install 'ds_finetune[quantize]', or set optim.name to AdamW",
+        "pip install 'ds_finetune[quantize]', or set optim.name: AdamW",
     ),
 )
 

@@ -100,7 +100,7 @@ def _original_positions(rope: Mapping[str, Any], published: int, context: int) -
         raise ConfigError(
             f"model.context {context} is more than the {published} positions of the model, whose rotary scaling "
             f"({scaling}) YaRN cannot extend, unlike `default` or `yarn`",
-            hint=f"set model.context to {published}, leave it out, or train another model",
+            hint=f"set model.context: {published}, leave it out, or train another model",
         )
     if _rope_type(rope) == "default":
         return published
@@ -118,7 +118,7 @@ def _new_factor(rope: Mapping[str, Any], original: int, context: int) -> float:
         raise ConfigError(
             f"model.context {context} is less than the {scaled} positions of the model's YaRN: {original} x factor "
             f"{_factor(rope):g}",
-            hint=f"set model.context to {scaled}",
+            hint=f"set model.context: {scaled}",
         )
     if int(original * factor) != context:
         # vLLM computes the number of positions as original x factor, cut to an integer.

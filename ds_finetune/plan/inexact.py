@@ -93,15 +93,15 @@ def _offloaded(*stages: int) -> tuple[Conflict, ...]:
         _other_stage(" or ".join(map(str, stages)), *stages),
         Conflict(
             "offload_optimizer.device {offload_optimizer}",
-            "set zero_optimization.offload_optimizer.device to cpu",
+            "set zero_optimization.offload_optimizer.device: cpu",
             lambda run: run.offload_optimizer != "cpu",
         ),
         _ADAM,
-        setting("train.precision fp16", "set train.precision to bf16"),
+        setting("train.precision fp16", "set train.precision: bf16"),
         Conflict(
             "checkpoint.every {checkpoint.every}, because DeepSpeed keeps a part of the optimizer's state where no "
             "checkpoint finds it",
-            "set checkpoint.every to never",
+            "set checkpoint.every: never",
             lambda run: run.checkpoint.saves,
         ),
     )
@@ -140,7 +140,7 @@ _ZENFLOW = (
     Conflict(
         "train.global_batch_size {train.global_batch_size} in {accumulation} forwards of train.micro_batch_size "
         "{micro}, because ZenFlow steps in each forward",
-        "set train.micro_batch_size to {one_forward}, or train.global_batch_size to {one_batch}",
+        "set train.micro_batch_size: {one_forward}, or train.global_batch_size: {one_batch}",
         _several_forwards,
     ),
 )

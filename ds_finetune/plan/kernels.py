@@ -12,7 +12,7 @@ from ds_finetune.errors import ConfigError
 from ds_finetune.families.family import Family
 from ds_finetune.system.versions import check_versions, installed_version
 
-_HINT = "set model.kernels to auto"
+_HINT = "set model.kernels: auto"
 _EXTRA = "pip install 'ds_finetune[gpu]'"
 
 

@@ -51,7 +51,7 @@ def check_trained_stages(
             raise ConfigError(
                 f"{given} selects no {missing[0]} in stage {number} of parallel.pp {len(stages)} (layers {layers}), "
                 "but some in another stage",
-                hint=f"select {missing[0]} in every stage or in none, or set parallel.pp to 1",
+                hint=f"select {missing[0]} in every stage or in none, or set parallel.pp: 1",
             )
 
 

@@ -46,7 +46,7 @@ def _in_each_rank(key: str) -> Refusal[ModelSettings]:
     return Refusal(
         lambda model: model.run.mesh.tp > 1 and (value := model.config.get(key)) and {"value": str(value).lower()},
         f"parallel {{run.mesh}} of a model with {key} {{value}} is not tested",
-        "set parallel.tp to 1",
+        "set parallel.tp: 1",
     )
 
 
@@ -108,7 +108,7 @@ _SIZES: tuple[Refusal[ModelSettings], ...] = (
     Refusal(
         lambda model: model.run.mesh.sp > 1 and _rotary_type(model) == "longrope",
         "parallel {run.mesh} of a model with rope_type longrope is not tested",
-        "set parallel.sp to 1",
+        "set parallel.sp: 1",
     ),
     # Outputs of shared experts are summed over tensor parallel ranks, so their bias would be added once per rank.
     # Router noise would differ between these ranks.
@@ -247,7 +247,7 @@ _TYPE: tuple[Refusal[ModelSettings], ...] = (
     Refusal(
         lambda model: model.run.router is not None and model.run.router.balance and not model.run.router.train,
         "router.balance {run.router.balance:g} with router.train false: the loss could not change the routers",
-        "set router.train to true, or router.balance to 0",
+        "set router.train: true, or router.balance: 0",
     ),
     Refusal(
         lambda model: model.run.indexer.train and model.family.indexer is None and {"legal": _types_with("indexer")},
@@ -342,7 +342,7 @@ _KERNEL: tuple[Refusal[ModelSettings], ...] = (
     Refusal(
         lambda model: model.run.model.kernels in ("liger", "compile") and not model.family.fused,
         "model.kernels {run.model.kernels} with model_type `{model_type}` would replace no operation, or is not tested",
-        "set model.kernels to auto",
+        "set model.kernels: auto",
         ModelError,
     ),
 )
@@ -385,7 +385,7 @@ _TEACHER: tuple[Refusal[ModelSettings], ...] = (
         _unshared_teacher,
         "parallel {run.mesh} with the teacher {run.objective.teacher} of model_type {model_type} and {heads} attention "
         "heads is not tested",
-        "set parallel.sp to 1",
+        "set parallel.sp: 1",
     ),
 )
 

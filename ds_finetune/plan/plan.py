@@ -232,13 +232,13 @@ def loss_kernel(name: str, *, device: str, tp: int = 1, is_cross_entropy: bool =
     if tp > 1 and name == "liger":
         raise ConfigError(
             f"model.loss liger with parallel.tp {tp}: the kernel needs the full vocabulary on each rank",
-            hint="set model.loss to auto",
+            hint="set model.loss: auto",
         )
     if name == "liger" and not (device == "cuda" and version):
         given = f"device {device}, liger-kernel {version or 'not installed'}"
         raise ConfigError(
             f"model.loss liger needs a GPU and liger-kernel: {given}",
-            hint="install the extra `gpu`, or set model.loss to auto",
+            hint="install the extra `gpu`, or set model.loss: auto",
         )
     if tp > 1 or not version or device != "cuda" or name == "chunked" or not is_cross_entropy:
         return "chunked"
@@ -250,7 +250,7 @@ def loss_kernel(name: str, *, device: str, tp: int = 1, is_cross_entropy: bool =
     if version != LIGER:
         raise ConfigError(
             f"liger-kernel {version} is installed, but the loss calls a private function of version {LIGER}",
-            hint=f"pip install liger-kernel=={LIGER}, or set model.loss to chunked",
+            hint=f"pip install liger-kernel=={LIGER}, or set model.loss: chunked",
         )
     return "liger"
 

@@ -68,4 +68,4 @@ def with_precision(
 def wider(precision: str) -> str:
     """Hint for experts' weight matrices whose rows, in this precision, are not a multiple of 16 bytes."""
     other = "train a model of other widths"
-    return other if precision == "fp32" else f"set train.precision to fp32, or {other}"
+    return other if precision == "fp32" else f"set train.precision: fp32, or {other}"

@@ -70,17 +70,17 @@ ROLLOUTS: tuple[Refusal[RunSettings], ...] = (
     _refused(
         lambda run: _section(run).reference == "adapters_off" and run.lora is None,
         "objective.reference adapters_off without lora: there are no adapters to turn off",
-        "add `lora`, or set objective.reference to none",
+        "add `lora`, or set objective.reference: none",
     ),
     _refused(
         lambda run: _section(run).reference == "start" and run.lora is not None,
         "objective.reference start with lora, whose adapters can be turned off",
-        "set objective.reference to adapters_off, which keeps no second copy of the weights",
+        "set objective.reference: adapters_off, which keeps no second copy of the weights",
     ),
     _refused(
         lambda run: _section(run).kl_weight and not _section(run).has_reference(has_adapters=run.lora is not None),
         "objective.kl_weight {objective.kl_weight:g} without a reference model",
-        "set objective.reference to start, add `lora`, whose reference is the model with its adapters off, or set "
+        "set objective.reference: start, add `lora`, whose reference is the model with its adapters off, or set "
         "objective.kl_weight to 0",
     ),
     _refused(
@@ -97,13 +97,13 @@ ROLLOUTS: tuple[Refusal[RunSettings], ...] = (
         lambda run: run.rollout.ahead and _section(run).mismatch == "none",
         "rollout.ahead {rollout.ahead} with objective.mismatch none: answers are sampled by weights of earlier steps, "
         "which nothing corrects",
-        "set objective.mismatch to token, or rollout.ahead to 0",
+        "set objective.mismatch: token, or rollout.ahead: 0",
     ),
     _refused(
         lambda run: run.rollout.ahead and _section(run).no_spread == "resample",
         "rollout.ahead {rollout.ahead} with objective.no_spread resample: the rewards, which decide which prompts are "
         "replaced, are computed while the steps that would need the new answers already run",
-        "set objective.no_spread to drop, or rollout.ahead to 0",
+        "set objective.no_spread: drop, or rollout.ahead: 0",
     ),
     _refused(
         _unreached_length,
@@ -115,9 +115,9 @@ ROLLOUTS: tuple[Refusal[RunSettings], ...] = (
         "objective grpo",
         lambda run: is_grpo(run.objective),
         (
-            setting("mtp.train true", "set mtp.train to false"),
-            setting("indexer.train true", "set indexer.train to false"),
-            setting("data.streaming true", "set data.streaming to false"),
+            setting("mtp.train true", "set mtp.train: false"),
+            setting("indexer.train true", "set indexer.train: false"),
+            setting("data.streaming true", "set data.streaming: false"),
             setting("lora.quantize", "leave lora.quantize out"),
             Conflict("parallel {mesh}", "set one of parallel.tp, sp and ep only", lambda run: run.axes not in _LAYOUTS),
             UNTESTED_STATES[0],

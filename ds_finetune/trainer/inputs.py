@@ -132,7 +132,7 @@ def read_inputs(run: RunSettings, model: ModelPlan) -> RunInputs:
         raise ConfigError(
             f"data.train gives weights to {', '.join(run.data.weights)}, which needs the number of rows, but with "
             "data.streaming it is not known",
-            hint="set data.streaming to false, or write the mixed rows to one file",
+            hint="set data.streaming: false, or write the mixed rows to one file",
         )
     check_files(run.rewards)
     kind = RowKind.of(run.objective)

@@ -163,5 +163,5 @@ def check_same_kernels(kernels: ChosenKernels, device: str, ranks: Ranks) -> Non
         problem, has_flash_3 = triton_problem()[0], find_spec(FLASH_3_MODULE) is not None
         choices["Triton"] = ("unusable" if problem else "usable", problem)
         choices["FlashAttention 3"] = ("installed" if has_flash_3 else "not installed", "")
-    hint = "install the missing parts on every host, or set model.kernels to torch"
+    hint = "install the missing parts on every host, or set model.kernels: torch"
     ranks.check_same("kernels", choices, hint=hint)

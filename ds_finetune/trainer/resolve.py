@@ -308,7 +308,7 @@ def with_chunked_loss(plan: Plan, model: ModelPlan) -> Plan:
     if plan.model.loss == "liger":
         raise ConfigError(
             f"model.loss liger with the soft cap {cap:g} of model_type {model.hf_config.model_type} is not tested",
-            hint="set model.loss to auto",
+            hint="set model.loss: auto",
         )
     return replace(plan, loss_kernel="chunked")
 

@@ -376,7 +376,7 @@ def _memory_error(num_bytes: int, plan: Plan) -> OutputError | None:
     return OutputError(
         f"checkpoint.asynchronous needs {bytes_text(needed)} of memory for a copy of the state, and host "
         f"{socket.gethostname()} has {bytes_text(free)} free",
-        hint="set checkpoint.asynchronous to false; training then waits while a checkpoint is written",
+        hint="set checkpoint.asynchronous: false; training then waits while a checkpoint is written",
     )
 
 

@@ -64,7 +64,7 @@ def test_folders_that_are_not_shared_are_refused_unless_said(run_file: Path, tmp
     code, text = launch(run_file, (tmp_path / "a", tmp_path / "b"))
     assert code != 0
     assert "is not the same folder as on rank 0" in text
-    assert "set checkpoint.node_local to true" in text
+    assert "set checkpoint.node_local: true" in text
     assert not (tmp_path / "a" / "run" / "metrics.jsonl").exists()
 
 

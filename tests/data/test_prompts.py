@@ -145,7 +145,7 @@ def test_a_longer_prompt_is_an_error_or_dropped_and_never_cut(
     assert first.startswith("41 of 43 prompts are longer than train.max_seq_len less rollout.max_new_tokens, the ")
     assert first.endswith("rows.jsonl line 4")
     assert "the longest by 5 tokens: " in first
-    assert "raise train.max_seq_len by 5, or set data.long_rows to drop" in hint
+    assert "raise train.max_seq_len by 5, or set data.long_rows: drop" in hint
     kept = rows_of(tmp_path, rows, tokenizer, long_rows="drop", max_dropped_ratio=0.5)
     assert [len(kept.prompt_ids(number)) for number in range(2)] == [6, 48]
     assert kept.where(1).endswith("line 3")

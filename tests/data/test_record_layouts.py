@@ -171,7 +171,7 @@ def test_rows_of_marked_answers(name: str, tokenizer: PreTrainedTokenizerBase, t
         ({"messages": [ASKED, {**GOOD, "train": "no"}]}, "sft", "has train 'no'", "weight 1"),
         ({"messages": [ASKED, {**GOOD, "train": True, "mask": True}]}, "sft", "which contradict each other", "keep one"),
         ({"messages": [ASKED, {**GOOD, "train_detail": [{"begin_offset": 0, "end_offset": 1, "train": False}]}]}, "sft", "has `train_detail`", "divide"),
-        ({"messages": [{**ASKED, "train": True}, GOOD]}, "sft", "a user message has `train` True", "train_on to all"),
+        ({"messages": [{**ASKED, "train": True}, GOOD]}, "sft", "a user message has `train` True", "train_on: all"),
         ({"message_id": "1", "parent_id": None, "text": "Hi", "role": "prompter"}, "sft", "OpenAssistant", "for each path"),
         ({"message_id": "1", "parent_id": None, "text": "Hi", "role": "prompter"}, "pretrain", "OpenAssistant", "for each path"),
         ({"message_tree_id": "1", "prompt": {"text": "Hi", "replies": []}}, "sft", "OpenAssistant", "for each path"),

@@ -306,7 +306,7 @@ def test_too_many_dropped_rows_are_an_error_with_a_hint(
         prepared(chat, tmp_path, [thought, {"messages": [ASKED, SAID]}], chat_templates[V3])
     assert "1 of 2 rows of" in caught.value.message
     assert "1 with reasoning that the chat template does not render" in caught.value.message
-    assert "set data.reasoning to strip" in caught.value.hint
+    assert "set data.reasoning: strip" in caught.value.hint
     assert "line 1" in caught.value.hint
     assert prepared(chat, tmp_path, [thought], chat_templates[V3], reasoning="strip").documents == 1
 

@@ -81,14 +81,14 @@ def test_scaling_that_reaches_further_than_the_positions_stays() -> None:
     assert plan.notes() == ()
     with pytest.raises(ConfigError, match=r"65536 is less than the 131072 positions .* 32768 x factor 4") as caught:
         plan_context(model(40960, rope), 65536)
-    assert caught.value.hint == "set model.context to 131072"
+    assert caught.value.hint == "set model.context: 131072"
 
 
 @pytest.mark.parametrize(
     ("tree", "said", "hint"),
     [
-        (model(rope={"rope_type": "llama3", "factor": 8.0}), r"more than the 32768 .* \(llama3\)", "context to 32768"),
-        (model(rope={"rope_type": "longrope"}), r"\(longrope\)", "set model.context to 32768"),
+        (model(rope={"rope_type": "llama3", "factor": 8.0}), r"more than the 32768 .* \(llama3\)", "context: 32768"),
+        (model(rope={"rope_type": "longrope"}), r"\(longrope\)", "set model.context: 32768"),
         (model(rope={"full_attention": {}, "sliding_attention": {}}), "another by type of layer", "32768"),
         (model(rope={}), r"\(none\)", "32768"),
         (model(model_type="bert"), "is not tested with model_type bert", "use one of deepseek_v2"),

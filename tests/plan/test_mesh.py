@@ -64,7 +64,7 @@ def _check_model(subject: str, mesh: Mesh, model: dict[str, Any], **sections: An
         (
             {"model": {"path": "m", "attention": "eager"}},
             "parallel dp 1 x sp 4 with model.attention eager is not tested",
-            "set model.attention to sdpa",
+            "set model.attention: sdpa",
         ),
     ],
 )
@@ -144,7 +144,7 @@ def test_four_bits_of_shards_are_refused() -> None:
     assert caught.value.message == (
         "lora.quantize nf4 with parallel dp 1 x tp 2 would round other numbers than without parallel.tp"
     )
-    assert caught.value.hint == "set parallel.tp to 1; pp, sp and ep may be larger"
+    assert caught.value.hint == "set parallel.tp: 1; pp, sp and ep may be larger"
 
 
 def test_fp16_is_refused() -> None:
@@ -185,19 +185,19 @@ def test_ranks_of_experts() -> None:
             Mesh(0, 1, sp=2),
             DENSE | {"model_type": "llama", "rope_parameters": {"rope_type": "longrope"}},
             "parallel dp 1 x sp 2 of a model with rope_type longrope is not tested",
-            "set parallel.sp to 1",
+            "set parallel.sp: 1",
         ),
         (
             Mesh(0, 1, tp=2),
             DENSE | {"model_type": "llama", "mlp_bias": True},
             "parallel dp 1 x tp 2 of a model with mlp_bias true is not tested",
-            "set parallel.tp to 1",
+            "set parallel.tp: 1",
         ),
         (
             Mesh(0, 1, tp=2),
             DENSE | {"model_type": "mixtral", "router_jitter_noise": 0.1},
             "parallel dp 1 x tp 2 of a model with router_jitter_noise 0.1 is not tested",
-            "set parallel.tp to 1",
+            "set parallel.tp: 1",
         ),
         (
             Mesh(0, 1, ep=3),
@@ -285,7 +285,7 @@ def test_stages_that_do_not_share_out_the_layers_are_refused(
             {"moe_intermediate_size": 44},
             "bf16",
             "moe_intermediate_size 44 / parallel.tp 1 = 44 columns of an expert x 2 bytes in bf16 is no multiple of 16 bytes",
-            "set train.precision to fp32, or train a model of other widths",
+            "set train.precision: fp32, or train a model of other widths",
         ),
         (
             4,
@@ -299,7 +299,7 @@ def test_stages_that_do_not_share_out_the_layers_are_refused(
             {"hidden_size": 36},
             "bf16",
             "hidden_size 36 x 2 bytes in bf16 is no multiple of 16 bytes",
-            "set train.precision to fp32, or train a model of other widths",
+            "set train.precision: fp32, or train a model of other widths",
         ),
         (
             1,

@@ -19,14 +19,14 @@ def off(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("sections", "message", "hint"),
     [
-        (off("dpo"), "objective.reference adapters_off without lora", "add `lora`, or set objective.reference to cache"),
-        (off("kto"), "objective.reference adapters_off without lora", "objective.reference to cache"),
+        (off("dpo"), "objective.reference adapters_off without lora", "add `lora`, or set objective.reference: cache"),
+        (off("kto"), "objective.reference adapters_off without lora", "objective.reference: cache"),
         (
             {"objective": "dpo"} | STREAM,
             "objective dpo with objective.reference cache and data.streaming true",
-            "objective.reference to adapters_off with `lora`",
+            "objective.reference: adapters_off with `lora`",
         ),
-        (off("kto") | LORA | STREAM, "objective kto with data.streaming true: z0", "data.streaming to false"),
+        (off("kto") | LORA | STREAM, "objective kto with data.streaming true: z0", "data.streaming: false"),
         ({"objective": "kto"} | ONE_ROW, "objective kto with train.global_batch_size 1: z0", "8 or more"),
         ({"objective": "distill"}, "objective.teacher None and objective.scores None", "give either a teacher"),
         (

@@ -149,7 +149,7 @@ def _config(**sections: Any) -> RunConfig:
             "train.global_batch_size 3 / (micro_batch_size 1 x dp 1)",
             "set train.global_batch_size to 2 or 4, or parallel.vpp to 1",
         ),
-        ({"indexer": {"train": True}}, "parallel.vpp 2 with indexer.train true is not tested", "set parallel.vpp to 1"),
+        ({"indexer": {"train": True}}, "parallel.vpp 2 with indexer.train true is not tested", "set parallel.vpp: 1"),
     ],
 )
 def test_settings_that_do_not_go_with_several_chunks_are_refused(

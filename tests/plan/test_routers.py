@@ -47,7 +47,7 @@ def planned(
         (
             {"family": "deepseek_v3", "balance": 0.001, "train": False},
             "router.balance 0.001 with router.train false",
-            "set router.train to true, or router.balance to 0",
+            "set router.train: true, or router.balance: 0",
         ),
         ({"family": "deepseek_v3", "balance": 0.001, "lora": True}, "with lora.rank 16", "train all weights"),
     ],

@@ -31,4 +31,4 @@ def test_a_host_without_a_compiler_does_not_take_other_kernels_silently(tmp_path
         assert f"rank {rank}: exit code 2\n" in done.stdout, done.stdout + done.stderr
     assert "ranks differ in model.kernels: " in done.stderr
     assert "there is no C compiler (gcc or clang)" in done.stderr
-    assert "missing parts on every host, or set model.kernels to torch" in done.stderr
+    assert "missing parts on every host, or set model.kernels: torch" in done.stderr

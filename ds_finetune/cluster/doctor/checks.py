@@ -32,13 +32,13 @@ def folder_checks(folder: str, by_host: Mapping[str, tuple[bool, bool]], node_lo
     if not others or not by_host[first][1]:
         return
     if not separate:
-        text, hint = f"{folder} is shared by all hosts", "set checkpoint.node_local false" if node_local else ""
+        text, hint = f"{folder} is shared by all hosts", "set checkpoint.node_local: false" if node_local else ""
         text += ", but checkpoint.node_local is true" if node_local else ""
         yield Check("folders", "", "warn" if hint else "ok", text, hint)
     elif separate == others and node_local is not False:
         yield Check("folders", "", "ok", f"each host has its own {folder}")
     else:
-        hint = f"mount the folder of {first} there; if no hosts can share it, set checkpoint.node_local true"
+        hint = f"mount the folder of {first} there; if no hosts can share it, set checkpoint.node_local: true"
         state: State = "ok" if node_local is None else "fail"
         yield from (Check("folders", host, state, f"{folder} is not shared with {first}", hint) for host in separate)
 

@@ -46,7 +46,7 @@ def check_order_of_gathers(optimizer: Any, trained: nn.Module, plan: Plan) -> No
         f"ZeRO-3 with overlap_comm, {' and '.join(limits)}: the smallest weight, {name.removeprefix('lm.')}, has "
         f"{smallest:,} elements, so no weight is persistent, and DeepSpeed 0.19.8 may gather weights from before the "
         "last optimizer step",
-        hint=f"raise both thresholds to {smallest} or more, leave them out, or set overlap_comm to false",
+        hint=f"raise both thresholds to {smallest} or more, leave them out, or set overlap_comm: false",
     )
 
 

@@ -148,7 +148,7 @@ def check_peft(model: ModelPlan) -> None:
     if model.lora.section.dropout:
         raise ConfigError(
             f"bench cannot compare losses with lora.dropout {model.lora.section.dropout}: peft drops out other values",
-            hint="set lora.dropout to 0",
+            hint="set lora.dropout: 0",
         )
     if find_spec("peft") is None:
         peft = [line for line in requirements_of("test") if line.name == "peft"]

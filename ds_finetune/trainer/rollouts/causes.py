@@ -72,7 +72,7 @@ CAUSES = (
     ),
     Cause(
         lambda now, _: now["mismatch"] > 0.05,
-        "sampling and training disagree: set objective.mismatch to token, or train.precision to fp32",
+        "sampling and training disagree: set objective.mismatch: token, or train.precision: fp32",
     ),
     Cause(
         lambda now, _: now["clipped_low"] + now["clipped_high"] > 0.2,
