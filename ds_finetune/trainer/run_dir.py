@@ -82,7 +82,9 @@ def check_run_folder(folder: Path, policy: CheckpointConfig) -> None:
     resumed. Leaves no file or folder behind.
     """
     existing = nearest_existing(folder)
-    if (folder / METRICS).exists() and not _is_resumable(folder, policy):
+    checkpoints, may_resume = folder / CHECKPOINTS, policy.saves and policy.resume != "never"
+    has_checkpoints = any(checkpoints.glob("step-*")) or (checkpoints.is_dir() and not (folder / "export").exists())
+    if (folder / METRICS).exists() and not (may_resume and has_checkpoints):
         raise OutputError(
             f"output_dir `{folder}` already holds a run (metrics.jsonl)",
             hint="name another output_dir, or move the existing run away",
@@ -109,15 +111,8 @@ def check_run_disk(output_dir: Path, need: DiskNeed) -> None:
         raise OutputError(
             f"output_dir `{output_dir}`: {need.exports} export(s) and {need.checkpoints} checkpoints need "
             f"{bytes_text(need.num_bytes)} and the disk has {bytes_text(free)} for them",
-            hint="free some space, name another output_dir, lower checkpoint.keep, or set eval.keep_best false",
+            hint="free some space, name another output_dir, lower checkpoint.keep, or set eval.keep_best: false",
         )
-
-
-def _is_resumable(folder: Path, policy: CheckpointConfig) -> bool:
-    if not policy.saves or policy.resume == "never":
-        return False
-    checkpoints = folder / CHECKPOINTS
-    return any(checkpoints.glob("step-*")) or (checkpoints.is_dir() and not (folder / "export").exists())
 
 
 @contextmanager

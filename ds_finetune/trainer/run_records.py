@@ -230,7 +230,9 @@ def report_failure(run_folder: Path, say: Say) -> Iterator[None]:
     try:
         yield
     except Exception:
-        if _has_started(run_folder):
+        # If another process made the last start of the run, the report in the folder must stay.
+        start = RunFolder(run_folder).last_start
+        if (start.get("host"), start.get("pid")) == (socket.gethostname(), os.getpid()):
             try_run_report(run_folder, say, state="failed")
             synchronise_records(run_folder)
         raise
@@ -249,12 +251,6 @@ def record_end(
     page = try_run_report(run_folder, say, state="stopped" if is_interrupted else "finished")
     synchronise_records(run_folder)
     return page
-
-
-def _has_started(run_folder: Path) -> bool:
-    """Whether this process made the last start of the run in the folder. If not, the report in the folder must stay."""
-    start = RunFolder(run_folder).last_start
-    return (start.get("host"), start.get("pid")) == (socket.gethostname(), os.getpid())
 
 
 def _start(run: PreparedRun, after_step: int) -> dict[str, Any]:
@@ -297,13 +293,12 @@ def _data_summary(run: PreparedRun) -> dict[str, Any]:
 def _samples(run: PreparedRun, rows: PreparedRows) -> Iterator[dict[str, Any]]:
     for source, units in islice(rows.units_of_sources().items(), _MOST_SOURCES):
         for document in documents_of(rows, units[:_SAMPLES]):
-            spans = list(marked_spans(*rows.document(document), run.inputs.tokenizer))
-            yield {"source": source, "title": document_title(rows, document), "spans": _shortened(spans)}
+            spans = _shortened(marked_spans(*rows.document(document), run.inputs.tokenizer))
+            yield {"source": source, "title": document_title(rows, document), "spans": spans}
 
 
-def _shortened(spans: Spans) -> Spans:
-    shown: Spans = []
-    remaining = _LONGEST
+def _shortened(spans: Iterable[tuple[str, bool]]) -> Spans:
+    shown, remaining = Spans(), _LONGEST
     for text, is_supervised in spans:
         if remaining <= 0:
             break

@@ -67,13 +67,24 @@ def teach(run: RunSettings, teacher: str, out: Path, *, top_k: int, say: Say) ->
     complete. Existing shards are kept, so that a call continues an earlier one that was killed. ModelError if the
     vocabularies differ; OutputError if `out` has scores of other rows or of another teacher.
     """
+    if run.data.streaming:
+        raise ConfigError(
+            f"data.streaming is {run.data.streaming}, but scores are stored by row number, which streamed rows lack",
+            hint="set data.streaming: false",
+        )
     world, device = World.from_environment(os.environ), choose_device()
     train, notes = with_precision(run.train, device=device, support=bf16_support(device, world))
     for note in notes if world.rank == 0 else ():
         say(note)
-    run = _of_teacher(replace(run, train=train), teacher)
-    model, inputs = _prepare(run)
-    lesson = _plan_lesson(run, model, inputs, out, top_k=top_k)
+    objective, data = DistillObjective(name="distill", teacher=teacher), run.data.model_copy(update={"eval": ()})
+    sections = replace(run, train=train, objective=objective, data=data)
+    run = replace(sections, lora=None, router=None, parallel=ParallelConfig())
+    model = plan_model(model_config(run), run)
+    assert model.teacher is not None
+    check_model(ModelSettings(run, model.teacher.hf_config.to_dict()), "teacher")
+    try_generic_type(run, model)
+    token_limits(run, model.hf_config)
+    lesson = _plan_lesson(run, model, read_inputs(run, model), out, top_k=top_k)
     rank_shards = range(world.rank, lesson.num_shards, world.world_size)
     missing = [number for number in rank_shards if not is_shard_complete(out, number, lesson.identity)]
     if missing:
@@ -87,26 +98,6 @@ def teach(run: RunSettings, teacher: str, out: Path, *, top_k: int, say: Say) ->
         say(f"{out} has the {top_k} most likely tokens after each of {counts.supervised:,} supervised tokens")
     else:
         say(f"{out}: {complete} of {lesson.num_shards} shards are written; the last rank to finish completes it")
-
-
-def _of_teacher(run: RunSettings, teacher: str) -> RunSettings:
-    if run.data.streaming:
-        raise ConfigError(
-            f"data.streaming is {run.data.streaming}, but scores are stored by row number, which streamed rows lack",
-            hint="set data.streaming to false",
-        )
-    objective = DistillObjective(name="distill", teacher=teacher)
-    data = run.data.model_copy(update={"eval": ()})
-    return replace(run, objective=objective, data=data, lora=None, router=None, parallel=ParallelConfig())
-
-
-def _prepare(run: RunSettings) -> tuple[ModelPlan, RunInputs]:
-    model = plan_model(model_config(run), run)
-    assert model.teacher is not None
-    check_model(ModelSettings(run, model.teacher.hf_config.to_dict()), "teacher")
-    try_generic_type(run, model)
-    token_limits(run, model.hf_config)
-    return model, read_inputs(run, model)
 
 
 def _plan_lesson(run: RunSettings, model: ModelPlan, inputs: RunInputs, out: Path, *, top_k: int) -> Lesson:

@@ -59,7 +59,7 @@ def test_a_disk_that_is_too_small_is_named_with_both_sizes(tmp_path: Path) -> No
     with pytest.raises(OutputError) as caught:
         check_run_disk(tmp_path / "run", need_of(tmp_path / "run", 10**15, **never))
     assert "2 export(s) and 0 checkpoints need 3725290.30 GiB and the disk has" in caught.value.message
-    assert "eval.keep_best false" in caught.value.hint
+    assert "eval.keep_best: false" in caught.value.hint
     one = {"train": {"precision": "fp32"}, "eval": {"keep_best": False}} | never
     with pytest.raises(OutputError, match=r"1 export\(s\) and 0 checkpoints need 3725290\.30 GiB"):
         check_run_disk(tmp_path / "run", need_of(tmp_path / "run", 10**15, **one))

@@ -76,22 +76,14 @@ def check_other_parts(folder: Path) -> tuple[str, ...]:
     """
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     kind = AutoModelForMultimodalLM._model_mapping[type(config)]
-    stored = {
-        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        for name, tensor in HubFolder(folder).others.items()
-    }
+    others = HubFolder(folder).others
+    stored = {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in others.items()}
+    how = {"device_map": "meta", "ignore_mismatched_sizes": True, "output_loading_info": True}
     show_loading_as_phase()
     # transformers' own report would list the complete text part as missing.
     logging.disable(logging.WARNING)
     try:
-        found = kind.from_pretrained(
-            None,
-            config=config,
-            state_dict=stored,
-            device_map="meta",
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-        )[1]
+        _, found = kind.from_pretrained(None, config=config, state_dict=stored, **how)
     finally:
         logging.disable(logging.NOTSET)
     wrong = differences(
