@@ -53,7 +53,22 @@ def write_adapter(factors: Mapping[str, Factors], lora: LoraConfig, out: Path, b
         tensors = {key: tensor for name, adapter in factors.items() for key, tensor in _peft_tensors(name, adapter)}
         tensors |= {KEY_PREFIX + name: tensor.contiguous() for name, tensor in base.trained.items()}
         write_weights(tensors, partial, base.digest)
-        (partial / CONFIG).write_text(json.dumps(_peft_config(factors, lora, base), indent=2) + "\n", encoding="utf-8")
+        parameters = [name for name in factors if is_peft_parameter(name, base.family)]
+        config = {
+            "peft_type": "LORA",
+            "task_type": "SEQ_CLS" if base.classifier_config else "CAUSAL_LM",
+            "base_model_name_or_path": base.name,
+            "r": lora.rank,
+            "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
+            "use_rslora": lora.rslora,
+            "lora_dropout": lora.dropout,
+            "bias": "none",
+            "inference_mode": True,
+            "modules_to_save": sorted({name.rpartition(".")[0] for name in base.trained}) or None,
+            "target_modules": [name.removesuffix(".weight") for name in factors if name not in parameters],
+            "target_parameters": parameters,
+        }
+        (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         if base.classifier_config:
             text = json.dumps(base.classifier_config, indent=2, ensure_ascii=False)
             (partial / "config.json").write_text(text + "\n", encoding="utf-8")
@@ -75,22 +90,3 @@ def _peft_tensors(name: str, adapter: Factors) -> list[tuple[str, torch.Tensor]]
     a = a.reshape(-1, a.shape[-1]) if is_fused else a
     b = b.permute(1, 2, 0).reshape(b.shape[1], -1) if is_fused else b
     return [(f"{key}.lora_A.weight", a.contiguous()), (f"{key}.lora_B.weight", b.contiguous())]
-
-
-def _peft_config(factors: Mapping[str, Factors], lora: LoraConfig, base: AdapterBase) -> dict[str, Any]:
-    saved = sorted({name.rpartition(".")[0] for name in base.trained})
-    parameters = [name for name in factors if is_peft_parameter(name, base.family)]
-    return {
-        "peft_type": "LORA",
-        "task_type": "SEQ_CLS" if base.classifier_config else "CAUSAL_LM",
-        "base_model_name_or_path": base.name,
-        "r": lora.rank,
-        "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
-        "use_rslora": lora.rslora,
-        "lora_dropout": lora.dropout,
-        "bias": "none",
-        "inference_mode": True,
-        "modules_to_save": saved or None,
-        "target_modules": [name.removesuffix(".weight") for name in factors if name not in parameters],
-        "target_parameters": parameters,
-    }

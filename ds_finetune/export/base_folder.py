@@ -100,23 +100,17 @@ class BaseFolder:
         Multi-token prediction layers have copies of embedding and head. vLLM drafts tokens with them if they differ
         from the model's embedding and head (vLLM PR 42538), and untrained copies would make bad drafts.
         """
-        copies = {key: original for key in keys if (original := self._original(key))}
+        copies, shapes = dict[str, str](), self.hub.shapes
+        for key in keys:
+            equal = [n for n in self.embeddings if shapes[n] == shapes[key] and self.hub.is_same(key, n)]
+            if equal:
+                # If embedding and head are equal, a name with `embed` is a copy of the embedding, others of the head.
+                copies[key] = min(equal, key=lambda name: ("embed" in name) != ("embed" in key))
         line = (
             f"written as copies of the trained tensor, as they are in {self.hub.folder}: "
             f"{first_names([f'{k} from {v}' for k, v in copies.items()], _SHOWN)}"
         )
         return replace(parts, copies=copies), [line] if copies else []
-
-    def _original(self, key: str) -> str | None:
-        """Name of the embedding or head of which the base model's tensor `key` is a copy; None if it is no copy. If
-        embedding and head are equal, it is the embedding for a `key` that contains `embed`, else the head.
-        """
-        equal = (
-            name
-            for name in self.embeddings
-            if self.hub.shapes[name] == self.hub.shapes[key] and self.hub.is_same(key, name)
-        )
-        return min(equal, key=lambda name: ("embed" in name) != ("embed" in key), default=None)
 
 
 def read_readable_config(folder: Path) -> dict[str, Any]:

@@ -36,7 +36,6 @@ from ds_finetune.export.safetensors_format import load_model, load_scorer
 from ds_finetune.export.shards import PIECE_NUMEL, HubTensor, ShardWriter, plan_shards
 from ds_finetune.export.source import check_finite
 from ds_finetune.export.verify.verify import VerificationResult
-from ds_finetune.families.family import Family
 from ds_finetune.families.table import family_of
 from ds_finetune.foreign.auto_models import AutoModelForCausalLM
 from ds_finetune.model.build.hub_folder import HubFolder, check_weight_files
@@ -92,13 +91,21 @@ def write(source: Path, out: Path, options: ExportOptions) -> ExportResult:
     with plain_folder(source, out, options.base) as folder, replaced_folder(out) as partial_out:
         model, hub = plain_model(folder, check_model)
         check_weight_files(folder)
-        weights = _quantised_keys(model, hub, quantiser)
+        keys, size = _linear_keys(model), quantiser.weights.group_size or 1
+        weights = frozenset(key for key in keys if hub.shapes[key][1] % size == 0)
+        unfit = [key for key in keys if key not in weights]
+        # Servers read all routed experts in one dtype, so either all of their weights are quantised or none.
+        if wrong := [key for key in unfit if ".experts." in key] or ([] if weights else keys):
+            raise ExportError(
+                f"the rows of `{wrong[0]}` have {hub.shapes[wrong[0]][1]} elements, no multiple of the quantisation "
+                f"group size {size}",
+                hint="export with --dtype w8a16 or fp8",
+            )
         with as_output_errors(partial_out):
             tensors = _write_files(hub, partial_out, model, weights, quantiser)
         lines = _compare(source, folder, partial_out, options.dtype, weights)
         with as_output_errors(partial_out):
             write_file_record(partial_out, {"format": _FORMAT, "dtype": options.dtype})
-    unfit = [key for key in _linear_keys(model) if key not in weights]
     text = f"{len(unfit)} weights stay in bf16, since 128 does not divide their rows, e.g."
     notes = [f"{text} {key}" for key in unfit[:1]]
     return ExportResult(
@@ -131,35 +138,6 @@ def _linear_keys(model: PreTrainedModel) -> list[str]:
     ]
 
 
-def _quantised_keys(model: PreTrainedModel, hub: HubFolder, quantiser: _Quantiser) -> frozenset[str]:
-    """Names of the weights to quantise: weights whose rows divide into quantisation groups. ExportError if there is
-    none, or if rows of a routed expert do not divide so, because servers read all experts in one dtype.
-    """
-    keys, size = _linear_keys(model), quantiser.weights.group_size or 1
-    fitting = frozenset(key for key in keys if hub.shapes[key][1] % size == 0)
-    unfit = next((key for key in keys if ".experts." in key and key not in fitting), None)
-    if unfit or not fitting:
-        key = unfit or keys[0]
-        raise ExportError(
-            f"the rows of `{key}` have {hub.shapes[key][1]} elements, no multiple of the quantisation group size "
-            f"{size}",
-            hint="export with --dtype w8a16 or fp8",
-        )
-    return fitting
-
-
-def _stored(
-    hub: HubFolder, key: str, family: Family, weights: frozenset[str], quantiser: _Quantiser
-) -> list[HubTensor]:
-    shape = hub.shapes[key]
-    if key not in weights:
-        dtype = torch.float32 if is_kept_in_fp32(key, family) else torch.bfloat16
-        return [HubTensor(key, shape, dtype)]
-    parts = quantiser.compress(torch.zeros(1, shape[1]))
-    shapes = {end: part.shape if end == "weight_shape" else (shape[0], *part.shape[1:]) for end, part in parts.items()}
-    return [HubTensor(_named(key, end), tuple(size), parts[end].dtype) for end, size in shapes.items()]
-
-
 def _named(key: str, end: str) -> str:
     return f"{key.removesuffix(_WEIGHT)}.{end}"
 
@@ -167,8 +145,16 @@ def _named(key: str, end: str) -> str:
 def _write_files(
     hub: HubFolder, out: Path, model: PreTrainedModel, weights: frozenset[str], quantiser: _Quantiser
 ) -> list[HubTensor]:
-    family = family_of(model.config.model_type)
-    tensors = {key: _stored(hub, key, family, weights, quantiser) for key in hub.shapes}
+    family, tensors = family_of(model.config.model_type), dict[str, list[HubTensor]]()
+    for key, shape in hub.shapes.items():
+        if key not in weights:
+            dtype = torch.float32 if is_kept_in_fp32(key, family) else torch.bfloat16
+            tensors[key] = [HubTensor(key, shape, dtype)]
+            continue
+        tensors[key] = []
+        for end, part in quantiser.compress(torch.zeros(1, shape[1])).items():
+            size = part.shape if end == "weight_shape" else (shape[0], *part.shape[1:])
+            tensors[key].append(HubTensor(_named(key, end), tuple(size), part.dtype))
     all_tensors = [tensor for parts in tensors.values() for tensor in parts]
     check_free_space(out, sum(tensor.num_bytes for tensor in all_tensors))
     with closing(ShardWriter(out, plan_shards(all_tensors, SHARD_BYTES))) as writer:

@@ -7,7 +7,6 @@ each control token, or never. They do not compose characters (NFC), nor strip th
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
@@ -69,7 +68,9 @@ def compare_tokens(
 def genai_note(tokenizer: PreTrainedTokenizerBase) -> str:
     """Note for the user if ONNX Runtime GenAI cannot read the tokenizer, or tokenises differently; else empty."""
     tree = json.loads(tokenizer.backend_tokenizer.to_str())
-    steps = _steps(tree)
+    parts = [tree[name] or {} for name in ("normalizer", "pre_tokenizer")]
+    all_steps = [part.get("normalizers", part.get("pretokenizers", [part])) for part in parts]
+    steps = [step.get("type", "") for of_part in all_steps for step in of_part]
     if tree["model"]["type"] != "BPE" or steps.count("Split") > 1:
         # GenAI 0.18 fails on Unigram tokenizers, and on several `Split` steps, as DeepSeek-LLM's tokenizer has.
         return "ONNX Runtime GenAI does not read this kind of tokenizer: give it token ids of transformers"
@@ -108,10 +109,3 @@ def _as_elsewhere(tokenizer: PreTrainedTokenizerBase, *, adds_space: bool) -> To
         if "add_prefix_space" in step:
             step["add_prefix_space"] = False
     return Tokenizer.from_str(json.dumps(tree))
-
-
-def _steps(tree: dict[str, Any]) -> list[str]:
-    parts = [tree[name] or {} for name in ("normalizer", "pre_tokenizer")]
-    return [
-        step.get("type", "") for part in parts for step in part.get("normalizers", part.get("pretokenizers", [part]))
-    ]

@@ -57,7 +57,19 @@ class Conversion:
     @cached_property
     def tensors(self) -> tuple[HubTensor, ...]:
         """Names, shapes and dtypes of the tensors to write, in order."""
-        return tuple(tensor for name, shape in self.source.shapes.items() for tensor in self._hub_tensors(name, shape))
+        tensors = list[HubTensor]()
+        for name, shape in self.source.shapes.items():
+            for piece in hub_pieces(name, shape, self.parts.family):
+                scale_key = self.parts.scale_key(piece.key)
+                if self.parts.in_fp8(piece.key, piece.shape):
+                    scales, kind = scale_shape(piece.shape), self.parts.scale_dtype(piece.key)
+                    tensors += [HubTensor(piece.key, piece.shape, FP8), HubTensor(scale_key, scales, kind)]
+                elif self.parts.in_fp4(piece.key):
+                    packed, scales = packed_shapes(piece.shape)
+                    tensors += [HubTensor(piece.key, packed, PACKED), HubTensor(scale_key, scales, BYTE_SCALE)]
+                else:
+                    tensors.append(HubTensor(piece.key, piece.shape, self.dtype_of(name)))
+        return tuple(tensors)
 
     def write(self, out: Path, *, max_shard_bytes: int) -> Blocks:
         """Write all tensors and the other files of the export to the folder `out`, which appears only when complete.
@@ -84,19 +96,6 @@ class Conversion:
             return torch.int64
         is_fp32 = name in self.source.fp32_names or self.parts.family.is_in_fp32(name)
         return torch.float32 if is_fp32 else self.parts.dtype
-
-    def _hub_tensors(self, name: str, shape: tuple[int, ...]) -> Iterator[HubTensor]:
-        for piece in hub_pieces(name, shape, self.parts.family):
-            if self.parts.in_fp8(piece.key, piece.shape):
-                yield HubTensor(piece.key, piece.shape, FP8)
-                scales, kind = scale_shape(piece.shape), self.parts.scale_dtype(piece.key)
-                yield HubTensor(self.parts.scale_key(piece.key), scales, kind)
-            elif self.parts.in_fp4(piece.key):
-                packed, scales = packed_shapes(piece.shape)
-                yield HubTensor(piece.key, packed, PACKED)
-                yield HubTensor(self.parts.scale_key(piece.key), scales, BYTE_SCALE)
-            else:
-                yield HubTensor(piece.key, piece.shape, self.dtype_of(name))
 
     def _work_items(self) -> Iterator["_WorkItem"]:
         for name, shape in self.source.shapes.items():

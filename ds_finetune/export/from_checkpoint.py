@@ -162,7 +162,16 @@ def _parts(folders: tuple[Path, ...], spec: ModelSpec, opened: OpenedSource, dty
         writable_section(config, file)
     plain = torch.bfloat16 if dtype == FP8 else PRECISION_DTYPES[dtype]
     files = beside_weights((opened.trained, *folders) if opened.trained else folders)
-    record = opened.record or _record_without_logits(file.parent, opened, plain)
+    record = opened.record
+    if record is None:
+        # No run has recorded logits of this model. Verification then compares the digests of tensors, and requires that
+        # the model loads and gives finite logits.
+        model = AutoConfig.from_pretrained(file.parent, trust_remote_code=False)
+        vocab_size, base = int(model.get_text_config().vocab_size), str((opened.base or file.parent).absolute())
+        record = ExportRecord(base, dtype_name(plain), vocab_size, fixed_prompts(vocab_size, None))
+        if is_classifier(model):
+            prompts = classifier_prompts(vocab_size, pad=model.pad_token_id, ending=())
+            record = replace(record, prompts=prompts, num_labels=int(model.num_labels))
     fitted = fit_folder(files, config)
     if fitted and not record.text_ids:
         record = record.with_tokens(PromptFormat.of_tokenizer(fitted[0]), fitted[0])
@@ -176,15 +185,3 @@ def _parts(folders: tuple[Path, ...], spec: ModelSpec, opened: OpenedSource, dty
         record=record,
         texts=fitted[1] if fitted else {},
     )
-
-
-def _record_without_logits(folder: Path, opened: OpenedSource, dtype: torch.dtype) -> ExportRecord:
-    """Make the verification record of an export whose logits no run has recorded. Verification then compares the
-    digests of tensors, and requires that the model loads and gives finite logits.
-    """
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    vocab_size, base = int(config.get_text_config().vocab_size), str((opened.base or folder).absolute())
-    if is_classifier(config):
-        prompts = classifier_prompts(vocab_size, pad=config.pad_token_id, ending=())
-        return ExportRecord(base, dtype_name(dtype), vocab_size, prompts, num_labels=int(config.num_labels))
-    return ExportRecord(base, dtype_name(dtype), vocab_size, fixed_prompts(vocab_size, None))

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from transformers import GenerationConfig, PreTrainedModel
 
 from ds_finetune.config.units import bytes_text
@@ -55,7 +54,9 @@ def quantisation_loss(
     rows_text = f"of {len(rows)} rows of the run" if rows else "that the model sampled"
     for ids, counts in rows or _sampled(before):
         chosen = ids[:, 1:][counts[:, 1:], None].numpy()
-        first, last = (_log_probabilities(model, ids, counts) for model in (before, after))
+        with torch.no_grad():
+            logits = (model(ids, use_cache=False).logits[:, :-1][counts[:, 1:]] for model in (before, after))
+            first, last = (each.float().log_softmax(-1).numpy() for each in logits)
         losses = (-np.take_along_axis(each, chosen, -1).sum(dtype=np.float64) for each in (first, last))
         sums += (len(chosen), *losses, (np.exp(first) * (first - last)).sum(dtype=np.float64))
     loss_before, loss_after, divergence = (sums[1:] / sums[0]).tolist()
@@ -97,11 +98,3 @@ def _sampled(model: PreTrainedModel) -> list[Batch]:
         )
         ids = model.generate(first, attention_mask=torch.ones_like(first))
     return [(part, torch.ones_like(part, dtype=torch.bool)) for part in ids.split(_AT_ONCE)]
-
-
-def _log_probabilities(model: PreTrainedModel, ids: torch.Tensor, counts: torch.Tensor) -> NDArray[np.float32]:
-    """Log-probabilities [selected tokens, vocabulary] of the tokens that the mask `counts` selects."""
-    with torch.no_grad():
-        logits = model(ids, use_cache=False).logits[:, :-1]
-        logs: NDArray[np.float32] = logits[counts[:, 1:]].float().log_softmax(-1).numpy()
-    return logs

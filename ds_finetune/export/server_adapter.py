@@ -7,7 +7,6 @@ In this format all adapters get the largest rank, with zeros for missing ranks, 
 import json
 import time
 from collections import defaultdict
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -27,7 +26,6 @@ from ds_finetune.export.source import read_model_spec
 from ds_finetune.export.verify.verify import VerificationResult
 from ds_finetune.families.server_lora import LARGEST_RANK, VLLM, VLLM_LORA
 from ds_finetune.families.table import family_of
-from ds_finetune.model.adapters.lora import Factors
 from ds_finetune.model.adapters.peft_adapter import CONFIG, KEY_PREFIX, PeftAdapter
 from ds_finetune.model.build.dtypes import PRECISION_DTYPES
 from ds_finetune.model.weights.names import hub_pieces
@@ -54,7 +52,15 @@ def write(source: Path, out: Path, options: ExportOptions) -> ExportResult:
     check_servable(adapter, model_type)
     factors = {name: adapter.factors(name) for name in adapter.names}
     rank = max(each.a.shape[-2] for each in factors.values())
-    tensors = dict(_tensors(factors, model_type, rank, PRECISION_DTYPES[options.dtype]))
+    tensors, dtype = dict[str, torch.Tensor](), PRECISION_DTYPES[options.dtype]
+    for name, each in factors.items():
+        missing = rank - each.a.shape[-2]
+        a, b = pad(each.a, (0, 0, 0, missing)), pad(each.b.float() * each.scale, (0, missing))
+        for piece in hub_pieces(name, each.shape, family_of(model_type)):
+            # `piece.index` selects an expert. Fused gate and up share A, and the index also selects their rows of B.
+            key = KEY_PREFIX + piece.key.removesuffix(".weight")
+            tensors[f"{key}.lora_A.weight"] = a[piece.index[:1]].to(dtype).clone().contiguous()
+            tensors[f"{key}.lora_B.weight"] = b[piece.index].to(dtype).clone().contiguous()
     size = sum(tensor.nbytes for tensor in tensors.values())
     with replaced_folder(out) as new, as_output_errors(new):
         check_free_space(new, size)
@@ -129,17 +135,3 @@ def served_rank(folder: Path) -> int:
     """Smallest value of vLLM's `--max-lora-rank` that accepts an adapter which `write` has exported."""
     rank = int(json.loads((folder / CONFIG).read_text(encoding="utf-8"))["r"])
     return next(size for size in (1, 8, 16, 32, 64, 128, 256, 320, LARGEST_RANK) if size >= rank)
-
-
-def _tensors(
-    factors: dict[str, Factors], model_type: str, rank: int, dtype: torch.dtype
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield names and tensors of the adapter file: matrices A [rank, in] and B [out, rank] of each published weight."""
-    for name, each in factors.items():
-        missing = rank - each.a.shape[-2]
-        a, b = pad(each.a, (0, 0, 0, missing)), pad(each.b.float() * each.scale, (0, missing))
-        for piece in hub_pieces(name, each.shape, family_of(model_type)):
-            # `piece.index` selects an expert. Fused gate and up share A, and the index also selects their rows of B.
-            key = KEY_PREFIX + piece.key.removesuffix(".weight")
-            yield f"{key}.lora_A.weight", a[piece.index[:1]].to(dtype).clone().contiguous()
-            yield f"{key}.lora_B.weight", b[piece.index].to(dtype).clone().contiguous()

@@ -36,16 +36,38 @@ def write(source: Path, out: Path, options: ExportOptions) -> ExportResult:
     """
     began = time.monotonic()
     check_out_empty(out)
-    name = f"{out.name}.gguf"
     with plain_folder(source, out, options.base) as folder, replaced_folder(out) as new, as_output_errors(new):
-        ranges, notes, text = _write_file(source, folder, new / name, options)
+        file = new / f"{out.name}.gguf"
+        model, hub = plain_model(folder, check_model)
+        config, family = model.config, family_of(model.config.model_type)
+        tensors = gguf_tensors(hub, config, family, KINDS[options.dtype])
+        check_free_space(file, sum(tensor.num_bytes for tensor in tensors))
+        assert family.gguf is not None
+        writer = gguf.GGUFWriter(file, family.gguf.name)
+        writer.add_type("model")
+        writer.add_name(file.stem)
+        prefix = "ALL" if options.dtype == "f32" else "MOSTLY"
+        writer.add_file_type(gguf.LlamaFileType[f"{prefix}_{options.dtype.upper()}"])
+        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+        add_settings(writer, config, family)
+        tokenizer, token_notes = add_tokenizer(writer, folder, config, source)
+        for tensor in tensors:
+            # Without `raw_dtype`, gguf's writer would derive the tensor type from the dtype of a numpy array.
+            fp32 = np.dtype(np.float32)
+            writer.add_tensor_info(tensor.name, tensor.shape, fp32, tensor.num_bytes, raw_dtype=tensor.kind)
+        try:
+            ranges = _write_tensors(writer, file, tensors, hub)
+        finally:
+            writer.close()
+        text, more = modelfile(file.name, tokenizer, end_ids(folder, config, tokenizer))
+        notes = [*_notes(tensors, hub, options.dtype), *notes_on(config), *token_notes, *more]
         (new / "Modelfile").write_text(text, encoding="utf-8")
         write_file_record(new, {"format": _FORMAT, "dtype": options.dtype, "tensors": ranges})
     lines = (f"{len(ranges)} tensors were read back as written",)
     return ExportResult(
         folder=out,
         num_tensors=len(ranges),
-        num_bytes=(out / name).stat().st_size,
+        num_bytes=(out / file.name).stat().st_size,
         seconds=time.monotonic() - began,
         notes=(*notes, f"verified: {lines[0]}"),
         verdict=VerificationResult(out, lines=lines),
@@ -67,37 +89,6 @@ def check_model(
     check_settings(config, GGUF.check_language_model(config, is_classifier=is_classifier))
     if tokenizer is not None:
         choose_space_prefix(tokenizer)
-
-
-def _write_file(
-    source: Path, folder: Path, file: Path, options: ExportOptions
-) -> tuple[dict[str, tuple[int, int]], list[str], str]:
-    """Write the model of `folder`, which is the export of `source`, to the GGUF `file`. Returns the byte range of each
-    tensor by name, notes for the user, and the text of an Ollama Modelfile.
-    """
-    model, hub = plain_model(folder, check_model)
-    config, family = model.config, family_of(model.config.model_type)
-    tensors = gguf_tensors(hub, config, family, KINDS[options.dtype])
-    check_free_space(file, sum(tensor.num_bytes for tensor in tensors))
-    assert family.gguf is not None
-    writer = gguf.GGUFWriter(file, family.gguf.name)
-    writer.add_type("model")
-    writer.add_name(file.stem)
-    prefix = "ALL" if options.dtype == "f32" else "MOSTLY"
-    writer.add_file_type(gguf.LlamaFileType[f"{prefix}_{options.dtype.upper()}"])
-    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    add_settings(writer, config, family)
-    tokenizer, token_notes = add_tokenizer(writer, folder, config, source)
-    for tensor in tensors:
-        # Without `raw_dtype`, gguf's writer would derive the tensor type from the dtype of a numpy array.
-        fp32 = np.dtype(np.float32)
-        writer.add_tensor_info(tensor.name, tensor.shape, fp32, tensor.num_bytes, raw_dtype=tensor.kind)
-    try:
-        ranges = _write_tensors(writer, file, tensors, hub)
-    finally:
-        writer.close()
-    text, more = modelfile(file.name, tokenizer, end_ids(folder, config, tokenizer))
-    return ranges, [*_notes(tensors, hub, options.dtype), *notes_on(config), *token_notes, *more], text
 
 
 def _write_tensors(

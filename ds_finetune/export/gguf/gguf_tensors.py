@@ -93,18 +93,14 @@ def gguf_tensors(hub: HubFolder, config: PretrainedConfig, family: Family, kind:
                     f"tensor `{parts[0]}` has no name in llama.cpp's architecture {family.gguf.name}",
                     hint="export with --format safetensors",
                 )
-            tensors.append(GgufTensor(name, view, _kind_of(name, view, kind), tuple(parts), group, change))
+            # llama.cpp reads vectors, biases, norms and routers in fp32 (conversion/base.py).
+            is_fp32 = len(view) == 1 or name.endswith(_FP32_WEIGHTS) or not name.endswith(".weight")
+            stored = Kind.F32 if is_fp32 else kind if view[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0 else Kind.F16
+            tensors.append(GgufTensor(name, view, stored, tuple(parts), group, change))
     factors = rope_factors(config)
     if factors is not None:
         tensors.append(GgufTensor("rope_freqs.weight", tuple(factors.shape), Kind.F32, (), values=factors))
     return tensors
-
-
-def _kind_of(name: str, shape: Sequence[int], kind: Kind) -> Kind:
-    """ggml type of a tensor; llama.cpp reads vectors, biases, norms and routers in fp32 (conversion/base.py)."""
-    if len(shape) == 1 or name.endswith(_FP32_WEIGHTS) or not name.endswith(".weight"):
-        return Kind.F32
-    return kind if shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0 else Kind.F16
 
 
 def _stacked_experts(keys: Sequence[str], family: Family) -> dict[str, list[str]]:
@@ -127,24 +123,20 @@ def _views(key: str, shape: tuple[int, ...], config: PretrainedConfig, family: F
     assert family.gguf is not None
     module, _, leaf = key.rpartition(".self_attn.")
     if leaf == "kv_b_proj.weight":
-        return _keys_and_values(f"{module}.self_attn.", shape, config)
+        # The keys and values of kv_b_proj are split. llama.cpp multiplies queries by the keys, which are transposed.
+        nope, rank, start = config.qk_nope_head_dim, shape[1], f"{module}.self_attn."
+        head_rows = nope + config.v_head_dim
+        heads = shape[0] // head_rows
+        return [
+            (start + "k_b_proj.weight", (heads, rank, nope), head_rows, lambda rows: rows[:, :nope].mT),
+            (start + "v_b_proj.weight", (heads, head_rows - nope, rank), head_rows, lambda rows: rows[:, nope:]),
+        ]
     if family.gguf.rotates_pairs and leaf in _ROTATED:
         return [(key, shape, head_dim(config), _pairs)]
     if family.transposed_experts and ".experts." in key:
         return _outputs_first(key, shape)
     end = ".weight" if leaf == "sinks" else ""
     return [(key.replace("e_score_correction_bias", "e_score_correction.bias") + end, shape, 1, None)]
-
-
-def _keys_and_values(prefix: str, shape: tuple[int, ...], config: PretrainedConfig) -> list[_View]:
-    """Split kv_b_proj into key and value parts. llama.cpp multiplies queries by the key part, so it is transposed."""
-    nope, rank = config.qk_nope_head_dim, shape[1]
-    head_rows = nope + config.v_head_dim
-    heads = shape[0] // head_rows
-    return [
-        (prefix + "k_b_proj.weight", (heads, rank, nope), head_rows, lambda rows: rows[:, :nope].mT),
-        (prefix + "v_b_proj.weight", (heads, head_rows - nope, rank), head_rows, lambda rows: rows[:, nope:]),
-    ]
 
 
 def _outputs_first(key: str, shape: tuple[int, ...]) -> list[_View]:

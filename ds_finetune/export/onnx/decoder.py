@@ -37,9 +37,24 @@ def decoder_graph(model: PreTrainedModel, read: Read, *, dtype: np.dtype, with_c
     graph = Graph(dtype)
     layers = Layers(graph, model, read)
     config = model.config
+    hidden = _last_hidden_states(layers, "position_ids", with_cache=with_cache)
+    if config.tie_word_embeddings:
+        # Gemm reads the embedding as stored, while ONNX Runtime's MatMul would allocate a transposed copy.
+        rows = graph.op("Reshape", hidden, graph.ints(-1, config.hidden_size))
+        logits = graph.op("Gemm", rows, "model.embed_tokens.weight", transB=1)
+        sizes = graph.op("Concat", graph.op("Shape", "input_ids"), graph.ints(config.vocab_size), axis=0)
+        graph.op("Reshape", logits, sizes, name="logits")
+    else:
+        graph.op("Identity", layers.linear(hidden, "lm_head"), name="logits")
+    inputs = [value("input_ids", np.int64, (BATCH, LENGTH)), value("attention_mask", np.int64, (BATCH, _TOTAL))]
+    inputs.append(value("position_ids", np.int64, (BATCH, LENGTH)))
+    outputs = [value("logits", dtype, (BATCH, LENGTH, config.vocab_size))]
     _, cache = ATTENTION[parts_of(config).attention](config)
-    _head(layers, _last_hidden_states(layers, "position_ids", with_cache=with_cache), config)
-    return graph, _inputs_and_outputs(config, dtype, cache if with_cache else None)
+    for number in range(config.num_hidden_layers if with_cache else 0):
+        for part, width in (("key", cache.key_width), ("value", cache.value_width)):
+            inputs.append(value(f"past_key_values.{number}.{part}", dtype, (BATCH, cache.heads, _PAST, width)))
+            outputs.append(value(f"present.{number}.{part}", dtype, (BATCH, cache.heads, _TOTAL, width)))
+    return graph, (inputs, outputs)
 
 
 def scoring_graph(model: PreTrainedModel, read: Read, *, dtype: np.dtype) -> tuple[Graph, GraphEnds]:
@@ -67,7 +82,14 @@ def _last_hidden_states(layers: Layers, positions: str, *, with_cache: bool) -> 
     """Add all layers and the final norm for `positions` [batch, length]; returns states [batch, length, width]."""
     graph, config = layers.graph, layers.model.config
     attention, _ = ATTENTION[parts_of(config).attention](config)
-    mask, rotary = _mask(graph), _rotary(graph, layers.model, positions)
+    mask = _mask(graph)
+    # The model may be on the meta device, so its rotary embedding is built again from the config.
+    embedding = type(layers.model.model.rotary_emb)(config)
+    frequencies, scaling = embedding.inv_freq.to(torch.float32).numpy(), float(embedding.attention_scaling)
+    is_interleaved = parts_of(config).is_rotary_interleaved
+    pairs_in = is_interleaved or bool(getattr(config, "rope_interleave", False))
+    positions = graph.op("Unsqueeze", positions, graph.ints(1, 3))
+    rotary = Rotary.of(graph, positions, frequencies, scaling, pairs_in=pairs_in, pairs_out=is_interleaved)
     hidden = graph.op("Gather", layers.weight("model.embed_tokens.weight"), "input_ids", axis=0)
     for number in range(config.num_hidden_layers):
         name = f"model.layers.{number}"
@@ -178,7 +200,10 @@ def _latent(config: PretrainedConfig) -> tuple[Callable[[_AttentionScope, str, s
         latent = graph.op("Unsqueeze", layers.norm(latent, f"{name}.kv_a_layernorm"), graph.ints(1))
         shared = scope.rotary.rotate(graph.op("Unsqueeze", shared, graph.ints(1)))
         latent, shared = scope.update_cache(key=latent, value=shared)
-        to_key, to_value = _split_kv_b(layers, f"{name}.kv_b_proj", heads, (nope, width))
+        # The heads of kv_b_proj are split into keys [heads, nope, rank] and values [heads, rank, value].
+        weight, by_head = f"{name}.kv_b_proj.weight", (heads, nope + width, rank)
+        to_key = layers.weight(weight, lambda t: t.view(by_head)[:, :nope], name=f"{weight}_key")
+        to_value = layers.weight(weight, lambda t: t.view(by_head)[:, nope:].transpose(1, 2), name=f"{weight}_value")
         query = graph.op("Concat", graph.op("MatMul", plain, to_key), scope.rotary.rotate(rotated), axis=-1)
         query = graph.op("Mul", query, graph.scalar(module.scaling))
         key = graph.op("Concat", latent, shared, axis=-1)
@@ -186,18 +211,6 @@ def _latent(config: PretrainedConfig) -> tuple[Callable[[_AttentionScope, str, s
         return layers.linear(layers.merge_heads(mixed), f"{name}.o_proj")
 
     return attention, Cache(1, rank, rope)
-
-
-def _split_kv_b(layers: Layers, name: str, heads: int, widths: tuple[int, int]) -> tuple[str, str]:
-    """Split kv_b_proj [heads x (nope + value), rank] into keys [heads, nope, rank] and values [heads, rank, value]."""
-    key, (nope, width) = f"{name}.weight", widths
-    rank = layers.module(name).weight.shape[1]
-
-    def by_head(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.view(heads, nope + width, rank)
-
-    to_key = layers.weight(key, lambda t: by_head(t)[:, :nope], name=f"{key}_key")
-    return to_key, layers.weight(key, lambda t: by_head(t)[:, nope:].transpose(1, 2), name=f"{key}_value")
 
 
 ATTENTION: Mapping[str, Callable[[PretrainedConfig], tuple[Callable[[_AttentionScope, str, str], str], Cache]]] = {
@@ -216,38 +229,3 @@ def _mask(graph: Graph) -> Mask:
     causal = graph.op("LessOrEqual", keys, queries)
     is_token = graph.op("Unsqueeze", graph.cast("attention_mask", np.bool_), graph.ints(1, 2))
     return Mask(graph, graph.op("And", causal, is_token), total)
-
-
-def _rotary(graph: Graph, model: PreTrainedModel, position_ids: str) -> Rotary:
-    config = model.config
-    # The model may be on the meta device, so its rotary embedding is built again from the config.
-    embedding = type(model.model.rotary_emb)(config)
-    is_interleaved = parts_of(config).is_rotary_interleaved
-    frequencies, scaling = embedding.inv_freq.to(torch.float32).numpy(), float(embedding.attention_scaling)
-    pairs_in = is_interleaved or bool(getattr(config, "rope_interleave", False))
-    positions = graph.op("Unsqueeze", position_ids, graph.ints(1, 3))
-    return Rotary.of(graph, positions, frequencies, scaling, pairs_in=pairs_in, pairs_out=is_interleaved)
-
-
-def _head(layers: Layers, x: str, config: PretrainedConfig) -> None:
-    graph = layers.graph
-    if config.tie_word_embeddings:
-        # Gemm reads the embedding as stored, while ONNX Runtime's MatMul would allocate a transposed copy.
-        rows = graph.op("Reshape", x, graph.ints(-1, config.hidden_size))
-        logits = graph.op("Gemm", rows, "model.embed_tokens.weight", transB=1)
-        sizes = graph.op("Concat", graph.op("Shape", "input_ids"), graph.ints(config.vocab_size), axis=0)
-        graph.op("Reshape", logits, sizes, name="logits")
-    else:
-        graph.op("Identity", layers.linear(x, "lm_head"), name="logits")
-
-
-def _inputs_and_outputs(config: PretrainedConfig, dtype: np.dtype, cache: Cache | None) -> GraphEnds:
-    inputs = [value("input_ids", np.int64, (BATCH, LENGTH)), value("attention_mask", np.int64, (BATCH, _TOTAL))]
-    inputs.append(value("position_ids", np.int64, (BATCH, LENGTH)))
-    outputs = [value("logits", dtype, (BATCH, LENGTH, config.vocab_size))]
-    for number in range(config.num_hidden_layers if cache else 0):
-        assert cache is not None
-        for part, width in (("key", cache.key_width), ("value", cache.value_width)):
-            inputs.append(value(f"past_key_values.{number}.{part}", dtype, (BATCH, cache.heads, _PAST, width)))
-            outputs.append(value(f"present.{number}.{part}", dtype, (BATCH, cache.heads, _TOTAL, width)))
-    return inputs, outputs

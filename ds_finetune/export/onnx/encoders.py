@@ -110,7 +110,7 @@ class _EncoderModules:
 
 def _post_norm(encoder: _EncoderModules) -> str:
     """Add an encoder with norms after attention and MLP (BERT, arXiv 1810.04805); returns the class scores."""
-    graph, layers = encoder.graph, encoder.layers
+    graph, layers, prefix = encoder.graph, encoder.layers, encoder.layers.model.base_model_prefix
     if encoder.kind.positions_follow_padding:
         # RoBERTa's positions count only tokens that are not padding (transformers 5.23,
         # roberta/modeling_roberta.py:142-156).
@@ -120,16 +120,7 @@ def _post_norm(encoder: _EncoderModules) -> str:
         positions = graph.op("Add", counted, pad)
     else:
         positions = token_positions(graph)
-    types = TOKEN_TYPES if encoder.kind.has_token_types else graph.op("Sub", "input_ids", "input_ids")
-    first = encoder.first(_post_norm_states(encoder, positions, types))
-    pooler = next((name for name in encoder.kind.head if name.endswith(".pooler")), None)
-    inner, outer = (f"{pooler}.dense", "classifier") if pooler else ("classifier.dense", "classifier.out_proj")
-    return layers.linear(graph.op("Tanh", layers.linear(first, inner)), outer)
-
-
-def _post_norm_states(encoder: _EncoderModules, positions: str, token_types: str) -> str:
-    graph, layers = encoder.graph, encoder.layers
-    prefix = encoder.layers.model.base_model_prefix
+    token_types = TOKEN_TYPES if encoder.kind.has_token_types else graph.op("Sub", "input_ids", "input_ids")
     mask = encoder.mask()
     embeddings = (("word", "input_ids"), ("token_type", token_types), ("position", positions))
     words, types, at = (encoder.embed(f"{prefix}.embeddings.{name}_embeddings", ids) for name, ids in embeddings)
@@ -143,7 +134,10 @@ def _post_norm_states(encoder: _EncoderModules, positions: str, token_types: str
         inner = encoder.gelu(layers.linear(hidden, f"{name}.intermediate.dense"))
         outer = layers.linear(inner, f"{name}.output.dense")
         hidden = encoder.norm(graph.op("Add", outer, hidden), f"{name}.output.LayerNorm")
-    return hidden
+    first = encoder.first(hidden)
+    pooler = next((name for name in encoder.kind.head if name.endswith(".pooler")), None)
+    inner, outer = (f"{pooler}.dense", "classifier") if pooler else ("classifier.dense", "classifier.out_proj")
+    return layers.linear(graph.op("Tanh", layers.linear(first, inner)), outer)
 
 
 def _pre_norm(encoder: _EncoderModules) -> str:

@@ -123,7 +123,17 @@ def _experts(layers: Layers, x: str, routing: Routing, name: str) -> str:
     # The nodes of the loop's body may use values of `graph` by name, so both share constants, weights and numbers.
     inner = replace(graph, nodes=[])
     step, condition, summed = (graph.new_name(kind) for kind in ("step", "condition", "summed"))
-    result = _one_expert(inner, x, weights, stacks, (inner.op("Gather", used, step, axis=0), summed))
+    expert = inner.op("Gather", used, step, axis=0)
+    gate_up, down = (inner.op("Gather", stack, expert, axis=0) for stack in stacks)
+    column = inner.op("Gather", weights, expert, axis=1)
+    rows = inner.op("Squeeze", inner.op("NonZero", column), inner.ints(0))
+    gate_and_up = inner.op("MatMul", inner.op("Gather", x, rows, axis=0), gate_up)
+    gate, up = inner.ops("Split", gate_and_up, names=2, axis=-1, num_outputs=2)
+    y = inner.op("MatMul", inner.op("Mul", silu(inner, gate), up), down)
+    y = inner.cast(y, np.float32) if inner.is_half() else y
+    scale = inner.op("Unsqueeze", inner.op("Gather", column, rows, axis=0), inner.ints(1))
+    added = inner.op("Add", inner.op("Gather", summed, rows, axis=0), inner.op("Mul", y, scale))
+    result = inner.op("ScatterND", summed, inner.op("Unsqueeze", rows, inner.ints(1)), added)
     still = inner.op("Identity", condition)
     hidden = module.hidden_dim
     loop = helper.make_graph(
@@ -134,21 +144,6 @@ def _experts(layers: Layers, x: str, routing: Routing, name: str) -> str:
     )
     total = graph.op("Loop", count, "", nothing, body=loop)
     return graph.cast(total, graph.dtype) if graph.is_half() else total
-
-
-def _one_expert(graph: Graph, x: str, weights: str, stacks: tuple[str, str], state: tuple[str, str]) -> str:
-    """Add the body of the loop over experts, which adds the weighted output of expert `state[0]` to `state[1]`."""
-    expert, summed = state
-    gate_up, down = (graph.op("Gather", stack, expert, axis=0) for stack in stacks)
-    column = graph.op("Gather", weights, expert, axis=1)
-    rows = graph.op("Squeeze", graph.op("NonZero", column), graph.ints(0))
-    gate_and_up = graph.op("MatMul", graph.op("Gather", x, rows, axis=0), gate_up)
-    gate, up = graph.ops("Split", gate_and_up, names=2, axis=-1, num_outputs=2)
-    y = graph.op("MatMul", graph.op("Mul", silu(graph, gate), up), down)
-    y = graph.cast(y, np.float32) if graph.is_half() else y
-    scale = graph.op("Unsqueeze", graph.op("Gather", column, rows, axis=0), graph.ints(1))
-    added = graph.op("Add", graph.op("Gather", summed, rows, axis=0), graph.op("Mul", y, scale))
-    return graph.op("ScatterND", summed, graph.op("Unsqueeze", rows, graph.ints(1)), added)
 
 
 def _stacks(layers: Layers, name: str) -> tuple[str, str]:

@@ -147,7 +147,11 @@ class Rotary:
     def rotate(self, x: str) -> str:
         """Rotate x [batch, heads, length, width] by the angles of its positions."""
         graph = self.graph
-        first, second = self._split(x)
+        if self.pairs_in:
+            end, axis, step = graph.ints(self.width), graph.ints(3), graph.ints(2)
+            first, second = (graph.op("Slice", x, graph.ints(begin), end, axis, step) for begin in (0, 1))
+        else:
+            first, second = graph.ops("Split", x, names=2, axis=-1, num_outputs=2)
         halves = [
             graph.op("Sub", graph.op("Mul", first, self.cos), graph.op("Mul", second, self.sin)),
             graph.op("Add", graph.op("Mul", second, self.cos), graph.op("Mul", first, self.sin)),
@@ -164,13 +168,6 @@ class Rotary:
         graph = self.graph
         rotated, rest = graph.ops("Split", x, graph.ints(self.width, width - self.width), names=2, axis=-1)
         return graph.op("Concat", self.rotate(rotated), rest, axis=-1)
-
-    def _split(self, x: str) -> list[str]:
-        graph = self.graph
-        if not self.pairs_in:
-            return graph.ops("Split", x, names=2, axis=-1, num_outputs=2)
-        end, axis, step = graph.ints(self.width), graph.ints(3), graph.ints(2)
-        return [graph.op("Slice", x, graph.ints(begin), end, axis, step) for begin in (0, 1)]
 
 
 @dataclass(frozen=True)

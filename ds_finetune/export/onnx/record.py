@@ -22,11 +22,30 @@ def write_record(folder: Path, reference: Reference, about: Mapping[str, Any]) -
     comparison and versions of packages, for people who read the file.
     """
     longest = max(len(case.logits) for case in reference.cases)
+    cases = []
+    for case in reference.cases:
+        # A classifier's logits are all written. Those of a language model are sampled; the samples of the longest input
+        # cover every row of the head.
+        shape = case.logits.shape
+        stride = min(-(-shape[1] // _SAMPLED_LOGITS), longest) if case.chunks else 1
+        logits = case.logits[is_sampled(shape, stride)].astype("<f4").tobytes()
+        cases.append(
+            {
+                "name": case.name,
+                "ids": case.ids.tolist(),
+                "mask": case.mask.tolist(),
+                "chunks": case.chunks,
+                "stride": stride,
+                "largest": case.largest,
+                "shape": shape,
+                "logits": base64.b64encode(logits).decode(),
+            }
+        )
     arrays = {"tokens": reference.tokens, "leads": reference.leads, "chosen": reference.chosen}
     tree = {
         "format": FORMAT,
         **about,
-        "cases": [_case_tree(case, longest) for case in reference.cases],
+        "cases": cases,
         "experts": reference.experts,
         "program": reference.program,
         **{name: None if part is None else part.tolist() for name, part in arrays.items()},
@@ -58,23 +77,6 @@ def weights_at(folder: Path, _: object, name: str, changed: Mapping[str, Runs]) 
             begin, end = int(data["offset"]), int(data["offset"]) + int(data["length"])
             names += [tensor.name] if any(begin <= last and first < end for first, last in changed[name]) else []
     return names
-
-
-def _case_tree(case: Case, longest: int) -> dict[str, Any]:
-    """Convert a test input to JSON, with sampled logits in fp32, or all logits of a classifier. The longest
-    test input has `longest` positions. Its sampled logits must cover every row of the language-model head.
-    """
-    stride = min(-(-case.logits.shape[1] // _SAMPLED_LOGITS), longest) if case.chunks else 1
-    return {
-        "name": case.name,
-        "ids": case.ids.tolist(),
-        "mask": case.mask.tolist(),
-        "chunks": case.chunks,
-        "stride": stride,
-        "largest": case.largest,
-        "shape": case.logits.shape,
-        "logits": base64.b64encode(case.logits[is_sampled(case.logits.shape, stride)].astype("<f4").tobytes()).decode(),
-    }
 
 
 def _case_from(tree: Mapping[str, Any]) -> Case:

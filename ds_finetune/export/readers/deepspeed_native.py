@@ -146,7 +146,14 @@ def read_deepspeed_checkpoint(folder: Path) -> TensorSource:
                 raise ExportError(f"{step} has `{path.name}`, which is not supported: {meaning}", hint=_ELSEWHERE)
     model = _read_model_states(step)
     optim = _read_optim_states(step, model)
-    stored = dict((*_trained_weights(step, model, optim), *_frozen_weights(model)))
+    stored = dict[str, SplitTensor]()
+    if optim:
+        zero = _zero(optim[0])
+        if "ds_zero_partition_groups" in zero or any(model[0].values.get(key) for key in _AUTOEP_KEYS):
+            raise ExportError(f"the checkpoint {step} is not supported: {_UNSUPPORTED_LAYOUTS[0][1]}", hint=_ELSEWHERE)
+        trained_weights = _stage_3_weights if "fp32_flat_groups" in zero else _stage_1_and_2_weights
+        stored |= trained_weights(step, model[0].values["param_shapes"], optim)
+    stored |= _frozen_weights(model)
     module = model[0].values["module"]
     stored |= {name: _full(model[0], module[name]) for name in model[0].values["buffer_names"]}
     for alias, owner in (model[0].values.get("shared_params") or {}).items():
@@ -262,17 +269,6 @@ def _zero(states: _States) -> dict[str, Any]:
 
 
 _NamedTensor = tuple[str, SplitTensor]
-
-
-def _trained_weights(step: Path, model: Sequence[_States], optim: Sequence[_States]) -> Iterator[_NamedTensor]:
-    if not optim:
-        return iter(())
-    zero = _zero(optim[0])
-    if "ds_zero_partition_groups" in zero or any(model[0].values.get(key) for key in _AUTOEP_KEYS):
-        raise ExportError(f"the checkpoint {step} is not supported: {_UNSUPPORTED_LAYOUTS[0][1]}", hint=_ELSEWHERE)
-    if "fp32_flat_groups" in zero:
-        return _stage_3_weights(step, model[0].values["param_shapes"], optim)
-    return _stage_1_and_2_weights(step, model[0].values["param_shapes"], optim)
 
 
 def _stage_3_weights(

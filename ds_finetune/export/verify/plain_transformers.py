@@ -86,7 +86,14 @@ def _inspect_folder(
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     record = json.loads((folder / "verification.json").read_text(encoding="utf-8"))
     is_fp8 = hasattr(config, "quantization_config")
-    model, loading = _load_dequantised(folder, config) if is_fp8 else _load_plain(folder, config, names)
+    if is_fp8:
+        model, loading = _load_dequantised(folder, config)
+    else:
+        settings = {"dtype": "auto", "local_files_only": True, "trust_remote_code": False, "key_mapping": names or None}
+        kind = AutoModelForSequenceClassification if _is_classifier(config) else AutoModelForCausalLM
+        # If a model has parts for images or sound, AutoModelForCausalLM fails or loads only the text part.
+        kind = AutoModelForMultimodalLM if hasattr(config, "text_config") else kind
+        model, loading = kind.from_pretrained(folder, config=config, output_loading_info=True, **settings)
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     needed = size * (_GPU_FACTOR_FP8 if is_fp8 else _GPU_FACTOR)
     model.eval().to("cuda" if torch.cuda.is_available() and torch.cuda.mem_get_info()[0] > needed else "cpu")
@@ -132,16 +139,6 @@ def _choose_experts(model: PreTrainedModel, record: dict[str, Any]) -> str:
         model.set_experts_implementation(_EAGER)
         return str(refused).splitlines()[0]
     return ""
-
-
-def _load_plain(
-    folder: Path, config: PretrainedConfig, names: dict[str, str]
-) -> tuple[PreTrainedModel, dict[str, Any]]:
-    settings = {"dtype": "auto", "local_files_only": True, "trust_remote_code": False, "key_mapping": names or None}
-    kind = AutoModelForSequenceClassification if _is_classifier(config) else AutoModelForCausalLM
-    # If a model has parts for images or sound, AutoModelForCausalLM fails or loads only the text part.
-    kind = AutoModelForMultimodalLM if hasattr(config, "text_config") else kind
-    return kind.from_pretrained(folder, config=config, output_loading_info=True, **settings)
 
 
 def _is_classifier(config: PretrainedConfig) -> bool:
@@ -213,12 +210,19 @@ def _tokenise(folder: Path, config: PretrainedConfig, record: dict[str, Any]) ->
 
 
 def _logits(model: PreTrainedModel, record: dict[str, Any]) -> np.ndarray:
-    if not record.get("num_labels"):
-        return _sampled_logits(model, record)
     rows = [torch.tensor([prompt], device=model.device) for prompt in record["prompts"]]
-    with torch.no_grad():
-        parts = [model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0] for ids in rows]
-    return torch.cat(parts).float().cpu().numpy()
+    if record.get("num_labels"):
+        with torch.no_grad():
+            parts = [model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0] for ids in rows]
+        return torch.cat(parts).float().cpu().numpy()
+    stride, position, sampled = record["stride"], 0, []
+    for ids in rows:
+        with torch.no_grad():
+            logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0]
+        for row in logits:
+            sampled.append(row[position % stride :: stride].float().cpu().numpy())
+            position += 1
+    return np.concatenate(sampled)
 
 
 def _padded_logits(model: PreTrainedModel, prompts: list[list[int]]) -> np.ndarray:
@@ -227,18 +231,6 @@ def _padded_logits(model: PreTrainedModel, prompts: list[list[int]]) -> np.ndarr
     mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
     with torch.no_grad():
         return model(input_ids=ids, attention_mask=mask).logits.flatten().float().cpu().numpy()
-
-
-def _sampled_logits(model: PreTrainedModel, record: dict[str, Any]) -> np.ndarray:
-    stride, position, parts = record["stride"], 0, []
-    for prompt in record["prompts"]:
-        ids = torch.tensor([prompt], device=model.device)
-        with torch.no_grad():
-            logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0]
-        for row in logits:
-            parts.append(row[position % stride :: stride].float().cpu().numpy())
-            position += 1
-    return np.concatenate(parts)
 
 
 def _count_reached_experts(model: PreTrainedModel) -> list[tuple[set[int], int]]:
