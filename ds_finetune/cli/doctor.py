@@ -73,12 +73,25 @@ def hosts_of(arguments: Arguments) -> tuple[Host, ...]:
 
 def _doctor(arguments: Arguments) -> None:
     from ds_finetune.cluster.doctor.run import DoctorRequest, examine
+    from ds_finetune.system.info import gpu_models
 
     needs = run_needs(read_config(arguments.run, arguments.overrides)) if arguments.run else {"folders": _HERE}
-    hosts = hosts_of(arguments) if arguments.hostfile else (_this_machine(),)
+    if arguments.hostfile:
+        hosts = hosts_of(arguments)
+    else:
+        is_cuda = os.environ.get("DS_ACCELERATOR", "cuda") == "cuda"
+        hosts = (Host("localhost", len(gpu_models()) or 1 if is_cuda else 1, 0),)
     meeting = master_port(os.environ, DEFAULT_PORT) if arguments.port is None else arguments.port
     request = DoctorRequest(hosts, remote_of(arguments), meeting, **needs)
-    _show(examine(request, say=lambda text: ERR.print(text, markup=False)), as_json=arguments.json)
+    checks = examine(request, say=lambda text: ERR.print(text, markup=False))
+    if arguments.json:
+        OUT.print(json.dumps([asdict(check) for check in checks], indent=1), markup=False)
+    else:
+        OUT.print(_table(checks))
+    failed = sum(check.state == "fail" for check in checks)
+    if failed:
+        ERR.print(f"{failed} of {len(checks)} checks failed", style="red")
+        raise SystemExit(USER_ERROR_EXIT_CODE)
 
 
 def run_needs(config: RunConfig) -> dict[str, Any]:
@@ -98,24 +111,6 @@ def run_needs(config: RunConfig) -> dict[str, Any]:
         "node_local": config.checkpoint.node_local if config.checkpoint.saves else None,
         "resolve": resolve_on,
     }
-
-
-def _this_machine() -> Host:
-    from ds_finetune.system.info import gpu_models
-
-    is_cuda = os.environ.get("DS_ACCELERATOR", "cuda") == "cuda"
-    return Host("localhost", len(gpu_models()) or 1 if is_cuda else 1, 0)
-
-
-def _show(checks: "Sequence[Check]", *, as_json: bool) -> None:
-    if as_json:
-        OUT.print(json.dumps([asdict(check) for check in checks], indent=1), markup=False)
-    else:
-        OUT.print(_table(checks))
-    failed = sum(check.state == "fail" for check in checks)
-    if failed:
-        ERR.print(f"{failed} of {len(checks)} checks failed", style="red")
-        raise SystemExit(USER_ERROR_EXIT_CODE)
 
 
 def _table(checks: "Sequence[Check]") -> Table:

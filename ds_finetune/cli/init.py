@@ -2,7 +2,7 @@
 
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -70,7 +70,7 @@ def _convert(path: Path, arguments: Arguments) -> None:
     file, out = read_other_file(path), Path(arguments.out)
     options = {**({"model": arguments.model} if arguments.model else {}), **file.words}
     done = ConvertedRun(file.program, options, arguments.ranks or file.ranks or 1)
-    write_run_file(out, done.text(str(path)), option="--out")
+    write_run_file(out, done.text(str(path)))
     counts = Counter(outcome for outcome, _ in done.outcomes.values())
     texts = ", ".join(f"{counts[outcome]} {outcome}" for outcome in ("taken", "default", "not available"))
     show_line(f"wrote {out} from a file of {file.program.name}: {texts}")
@@ -108,7 +108,7 @@ def _from_rows(arguments: Arguments) -> None:
         length=min(_LENGTH, positions or _LENGTH),
         output_dir=one_line_yaml(f"runs/{out.stem}"),
     )
-    write_run_file(out, text, option="--out")
+    write_run_file(out, text)
     show_line(f"wrote {out}: objective {objective}, from the columns {', '.join(record)}")
     if objective == "grpo":
         show_line(
@@ -123,7 +123,7 @@ def _recognised(record: "Record", where: str) -> tuple[str, Mapping[str, str]]:
 
     Objective grpo reads every row that has a prompt, so it is the last that is tried.
     """
-    from ds_finetune.data.record_layouts import PlainText, find_layout
+    from ds_finetune.data.record_layouts import PlainText, columns_line, find_layout
     from ds_finetune.data.row_kind import DIALOGUE, RowKind, objectives_of
     from ds_finetune.data.samples import LAYOUTS_OF, read_row
 
@@ -142,7 +142,10 @@ def _recognised(record: "Record", where: str) -> tuple[str, Mapping[str, str]]:
     prompts = kinds.pop("prompts")
     # Each row of a Parquet file has the columns of all; but a prompt with an empty completion is not meant for grpo.
     filled = {name: value for name, value in record.items() if value is not None or name == "completion"}
-    choices = [(kind, columns) for columns in ({}, *_guesses(record)) for kind in kinds.values()]
+    layouts = (("prompt", "chosen", "rejected"), ("prompt", "completion"))
+    lines = [line for layout in layouts if (line := columns_line(record, *layout))]
+    guesses = [yaml.safe_load(line.partition(": ")[2]) for line in lines]
+    choices = [(kind, columns) for columns in ({}, *guesses) for kind in kinds.values()]
     for kind, columns in [*choices, (prompts, {})]:
         if kind == prompts and (
             wrong := next((name for name in kinds if find_layout(filled, {}, LAYOUTS_OF[name])), None)
@@ -154,11 +157,3 @@ def _recognised(record: "Record", where: str) -> tuple[str, Mapping[str, str]]:
             return "pretrain" if isinstance(sample, PlainText) else objective, columns
     read_row(record, DIALOGUE, layout="auto", columns={}, where=where)
     raise AssertionError("the row was refused before")
-
-
-def _guesses(record: "Record") -> Iterator[Mapping[str, str]]:
-    from ds_finetune.data.record_layouts import columns_line
-
-    for keys in (("prompt", "chosen", "rejected"), ("prompt", "completion")):
-        if line := columns_line(record, *keys):
-            yield yaml.safe_load(line.partition(": ")[2])

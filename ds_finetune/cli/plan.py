@@ -2,23 +2,19 @@
 
 import json
 import shlex
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ds_finetune.cli.arguments import Arguments, Commands, add_run_command, positive, read_run
 from ds_finetune.config.sections import ParallelConfig
 from ds_finetune.config.units import GIB, parse_bytes
-from ds_finetune.console.phase_line import Say
 from ds_finetune.console.tables import ERR, OUT, show_note, show_pairs
 from ds_finetune.errors import ConfigError
 
 if TYPE_CHECKING:
     from ds_finetune.model.build.model_plan import ModelPlan
-    from ds_finetune.plan.estimate.memory import MemoryEstimate
     from ds_finetune.plan.model_tensors import DescribedModel
     from ds_finetune.plan.search.machines import Target
-    from ds_finetune.plan.search.search import SearchResult
     from ds_finetune.plan.settings import RunSettings
     from ds_finetune.trainer.tracing.cache import Traces
 
@@ -46,13 +42,18 @@ def add_commands(commands: Commands) -> None:
 
 def _plan(arguments: Arguments) -> None:
     config = read_run(arguments)
-    _check_options(arguments)
+    options = [f"--{name}" for name in ("search", "tensors") if getattr(arguments, name)]
+    options += ["--gpu cpu"] if arguments.tensors and arguments.gpu == "cpu" else []
+    options += ["--json"] if arguments.tensors and arguments.json else []
+    if len(options) > 1:
+        raise ConfigError(f"the options {' and '.join(options)} cannot be combined", hint=f"leave {options[-1]} out")
     from ds_finetune.export.formats import formats_of_run
     from ds_finetune.model.build.planned_model import model_of_run
     from ds_finetune.plan.precision import with_precision
     from ds_finetune.plan.search.machines import Request, target_of
     from ds_finetune.plan.settings import RunSettings
     from ds_finetune.system.info import gpu_models
+    from ds_finetune.trainer.tracing.cache import Traces
 
     sizes = {"--host-memory": arguments.host_memory, "--gpu-memory": arguments.gpu_memory}
     host, memory = (parse_bytes(size, name=name) if size else None for name, size in sizes.items())
@@ -68,25 +69,25 @@ def _plan(arguments: Arguments) -> None:
         OUT.print(plan_run(config, gpus=target.ranks.number, gpus_per_node=target.ranks.per_node))
         return
     run, show = RunSettings.of(config), _search if arguments.search else _show_forecast
-    show(run, target, model_of_run(run), planned_traces(run, ERR.print), is_json=arguments.json)
-
-
-def _check_options(arguments: Arguments) -> None:
-    given = [f"--{name}" for name in ("search", "tensors") if getattr(arguments, name)]
-    given += ["--gpu cpu"] if arguments.tensors and arguments.gpu == "cpu" else []
-    given += ["--json"] if arguments.tensors and arguments.json else []
-    if len(given) > 1:
-        raise ConfigError(f"the options {' and '.join(given)} cannot be combined", hint=f"leave {given[-1]} out")
+    traces = Traces(run, lambda: _plan_model(run), ERR.print)
+    show(run, target, model_of_run(run), traces, is_json=arguments.json)
 
 
 def _search(run: "RunSettings", target: "Target", model: "DescribedModel", traces: "Traces", *, is_json: bool) -> None:
-    from ds_finetune.plan.search.search import result_notes, result_tree, search_layouts
+    from ds_finetune.plan.search.candidates import layout_overrides
+    from ds_finetune.plan.search.search import layout_text, result_notes, result_tree, search_layouts
 
     result = search_layouts(run, target, model, traces)
     if is_json:
         OUT.print_json(json.dumps(result_tree(result, run, target)))
         return
-    show_pairs(f"the first layouts that fit {target.name}", _layout_lines(result, run))
+    lines = []
+    for number, proposal in enumerate(result.proposals, start=1):
+        device, host = proposal.memory.device_bytes / GIB, proposal.memory.host_bytes / GIB
+        memory = f"{device:,.1f} GiB on a rank, {host:,.1f} GiB of its host's memory"
+        lines.append((f"{number:3}", f"{layout_text(proposal)}: {memory}"))
+        lines.append(("   ", shlex.join(layout_overrides(proposal.layout, run)) or "as in the run file"))
+    show_pairs(f"the first layouts that fit {target.name}", lines)
     for note in result_notes(result, target):
         show_note(note)
 
@@ -94,6 +95,7 @@ def _search(run: "RunSettings", target: "Target", model: "DescribedModel", trace
 def _show_forecast(
     run: "RunSettings", target: "Target", model: "DescribedModel", traces: "Traces", *, is_json: bool
 ) -> None:
+    from ds_finetune.plan.estimate.zero_rows import MOMENTS, peak
     from ds_finetune.plan.search.forecast import forecast_run
 
     forecast = forecast_run(run, target, model, traces)
@@ -101,19 +103,24 @@ def _show_forecast(
         OUT.print_json(json.dumps(forecast.tree()))
         return
     show_note(forecast.verdict())
-    show_pairs("memory of a rank", _memory_lines(forecast.memory))
+    memory = forecast.memory
+    # First the peak of each kind of memory (GPU, host, NVMe, disk), then each item, of which some exist only at some
+    # moments.
+    rows = [
+        (memory.device_bytes, memory.device, "at most"),
+        (peak(memory.rows, "nvme"), "nvme", "at most"),
+        (memory.host_bytes if memory.device != "host" else 0, "host", "at most"),
+        (memory.disk_bytes, "disk", "files of the run"),
+    ]
+    for row in memory.rows:
+        held = f" ({', '.join(row.when)})" if row.when != MOMENTS else ""
+        lowered = f"; lowered by {row.option}" if row.option else ""
+        rows.append((row.num_bytes, row.place, f"{row.name}{held}{lowered}"))
+    lines = [(f"{size / GIB:10,.2f} GiB  {memory_kind}", text) for size, memory_kind, text in rows if size]
+    show_pairs("memory of a rank", lines)
     show_pairs("plan", forecast.lines())
     for note in forecast.notes():
         show_note(note)
-
-
-def planned_traces(run: "RunSettings", say: Say) -> "Traces":
-    """Trace the activations of a planned run, with only config.json of its model. ConfigError or ModelError if the
-    model cannot be built.
-    """
-    from ds_finetune.trainer.tracing.cache import Traces
-
-    return Traces(run, lambda: _plan_model(run), say)
 
 
 def _plan_model(run: "RunSettings") -> "ModelPlan":
@@ -129,33 +136,3 @@ def _plan_model(run: "RunSettings") -> "ModelPlan":
     if run.objective.row.head == "scores":
         set_classes(hf_config, run.objective, outputs=run.objective.num_outputs)
     return plan_model(hf_config, run)
-
-
-def _memory_lines(memory: "MemoryEstimate") -> Iterator[tuple[str, str]]:
-    """Lines about the memory of a rank: first the peak of each kind of memory (GPU, host, NVMe, disk), then each item.
-    An item that exists only at some moments names them, and an item may name the key that reduces it.
-    """
-    from ds_finetune.plan.estimate.zero_rows import MOMENTS, peak
-
-    rows = [
-        (memory.device_bytes, memory.device, "at most"),
-        (peak(memory.rows, "nvme"), "nvme", "at most"),
-        (memory.host_bytes if memory.device != "host" else 0, "host", "at most"),
-        (memory.disk_bytes, "disk", "files of the run"),
-    ]
-    for row in memory.rows:
-        held = f" ({', '.join(row.when)})" if row.when != MOMENTS else ""
-        lowered = f"; lowered by {row.option}" if row.option else ""
-        rows.append((row.num_bytes, row.place, f"{row.name}{held}{lowered}"))
-    yield from ((f"{size / GIB:10,.2f} GiB  {memory_kind}", text) for size, memory_kind, text in rows if size)
-
-
-def _layout_lines(result: "SearchResult", given: "RunSettings") -> Iterator[tuple[str, str]]:
-    from ds_finetune.plan.search.candidates import layout_overrides
-    from ds_finetune.plan.search.search import layout_text
-
-    for number, proposal in enumerate(result.proposals, start=1):
-        device, host = proposal.memory.device_bytes / GIB, proposal.memory.host_bytes / GIB
-        memory = f"{device:,.1f} GiB on a rank, {host:,.1f} GiB of its host's memory"
-        yield f"{number:3}", f"{layout_text(proposal)}: {memory}"
-        yield "   ", shlex.join(layout_overrides(proposal.layout, given)) or "as in the run file"

@@ -10,7 +10,6 @@ from ds_finetune.console.tables import OUT, show_line
 from ds_finetune.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ds_finetune.evaluation.dry_rewards import ScoredAnswers
     from ds_finetune.objectives.rewards.pool import Part
 
 _SHOWN_ANSWERS, _CHARACTERS = 3, 300
@@ -34,7 +33,12 @@ def _try(arguments: Arguments) -> None:
     names = [section.shown_name for section in config.rewards]
     scored = try_rewards(RunSettings.of(config), records=arguments.records, samples=arguments.samples)
     for each in scored:
-        OUT.print(_table(each, names))
+        table = Table(title=each.title, title_justify="left")
+        for column in ("reward", "mean", "with a result", "not applicable", "errors", "seconds each"):
+            table.add_column(column, justify="left" if column == "reward" else "right")
+        for number, name in enumerate(names):
+            table.add_row(escape(name), *each.numbers(number))
+        OUT.print(table)
     for each in scored[1:]:
         for answer, parts in list(zip(each.answers, each.parts, strict=True))[:_SHOWN_ANSWERS]:
             results = ((name, part or {}) for name, part in zip(names, parts, strict=True))
@@ -55,12 +59,3 @@ def _result_text(part: "Part") -> str:
         return str(part["error"])
     read = {None: "", False: " (no result read)", True: f" (read {part.get('read')!r})"}
     return f"{part.get('score')}{read[part.get('has_result')]}"
-
-
-def _table(scored: "ScoredAnswers", names: list[str]) -> Table:
-    table = Table(title=scored.title, title_justify="left")
-    for column in ("reward", "mean", "with a result", "not applicable", "errors", "seconds each"):
-        table.add_column(column, justify="left" if column == "reward" else "right")
-    for number, name in enumerate(names):
-        table.add_row(escape(name), *scored.numbers(number))
-    return table

@@ -35,21 +35,17 @@ def explain(invalid: ValidationError, root: type[Section], source: str, lines: L
     firsts = {_keys_of(error): error for error in reversed(invalid.errors())}
     errors = list(reversed(firsts.values()))
     unknown = [error for error in errors if _is_foreign(error)]
-    if len(unknown) > 1:
-        return _explain_pasted(unknown, [error for error in errors if error not in unknown], root, source, lines)
-    wrong_keys, remedies = zip(*(_explain_one(error, root, source, lines) for error in errors), strict=True)
-    return ConfigError("; ".join(wrong_keys), hint="; ".join(dict.fromkeys(remedies)))
-
-
-def _explain_pasted(
-    unknown: Sequence[Any], others: Sequence[Any], root: type[Section], source: str, lines: Lines
-) -> ConfigError:
+    if len(unknown) < 2:
+        wrong_keys, remedies = zip(*(_explain_one(error, root, source, lines) for error in errors), strict=True)
+        return ConfigError("; ".join(wrong_keys), hint="; ".join(dict.fromkeys(remedies)))
+    # Several unknown keys were probably pasted from a file of another trainer.
     rows, sections = list[tuple[int, str]](), set()
     for error in unknown:
         path, section = section_of(root, _keys_of(error))
         sections.add((meant_key(path[-1], section, root) or "").partition(".")[0])
         where, text = lines.get(path, 0), _instead(path, section, root, error["input"])
         rows.append((where, f"line {where}  " * bool(where) + ".".join(path) + text))
+    others = [error for error in errors if error not in unknown]
     missing = [e for e in others if e["type"] == "missing" and _keys_of(e)[0] in sections]
     texts = [text for _, text in sorted(rows, key=itemgetter(0))]
     texts += [_explain_one(error, root, source, lines)[0] for error in others if error not in missing]

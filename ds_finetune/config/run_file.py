@@ -142,17 +142,15 @@ def one_line_yaml(value: object) -> str:
     return str(yaml.safe_dump([value], default_flow_style=True, **options)).strip()[1:-1]
 
 
-def write_run_file(path: Path, text: str, *, option: str) -> None:
-    """Write a new run file to `path`, given by CLI option `option`; OutputError if it exists or cannot be written."""
+def write_run_file(path: Path, text: str) -> None:
+    """Write a new run file to `path`, given by CLI option `--out`; OutputError if it exists or cannot be written."""
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        raise OutputError(f"`{path}` exists already", hint=f"give {option} another name, or remove the file") from None
+        raise OutputError(f"`{path}` exists already", hint="give --out another name, or remove the file") from None
     except OSError as failed:
-        raise OutputError(
-            f"`{path}` cannot be written: {failed.strerror}", hint=f"give {option} another name"
-        ) from failed
+        raise OutputError(f"`{path}` cannot be written: {failed.strerror}", hint="give --out another name") from failed
 
 
 def values_by_key(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:

@@ -38,7 +38,7 @@ def test_a_run_with_the_overrides_has_the_layout(source: Path, layout: Layout) -
 
 def test_a_run_file_is_never_overwritten(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
-    write_run_file(file, "model: m\n", option="--out")
+    write_run_file(file, "model: m\n")
     with pytest.raises(OutputError, match="exists already"):
-        write_run_file(file, "model: n\n", option="--out")
+        write_run_file(file, "model: n\n")
     assert file.read_text() == "model: m\n"
