@@ -161,8 +161,15 @@ class PartReader:
         """Copy a chunk of the tensor `key` from the part files to `target`, which has the chunk's sizes. Returns the
         number of copied elements. It is smaller than the chunk if some elements are in no part file.
         """
-        copied = 0
-        for part, item in self._near(key, chunk):
+        copied, stored = 0, self.held[key]
+        # Stored chunks are preselected by their ranges of flat indices, because a thousand ranks at ZeRO-3 store
+        # thousands of chunks of each tensor.
+        if key not in self._bounds:
+            self._bounds[key] = np.array([flat_bounds(item.chunk, item.shape) for _, item in stored], dtype=np.int64)
+        first, last = flat_bounds(chunk, stored[0][1].shape)
+        bounds = self._bounds[key]
+        near = np.flatnonzero((bounds[:, 0] <= last) & (bounds[:, 1] >= first))
+        for part, item in (stored[number] for number in near):
             shared = overlap(chunk, item.chunk)
             if shared is None:
                 continue
@@ -175,17 +182,6 @@ class PartReader:
             del source
             part.forget()
         return copied
-
-    def _near(self, key: str, chunk: Chunk) -> list[tuple[PartFile, StoredChunk]]:
-        """Preselect stored chunks whose ranges of flat indices overlap that of `chunk`. Speed matters because a
-        thousand ranks at ZeRO-3 store thousands of chunks of each tensor.
-        """
-        stored = self.held[key]
-        if key not in self._bounds:
-            self._bounds[key] = np.array([flat_bounds(item.chunk, item.shape) for _, item in stored], dtype=np.int64)
-        first, last = flat_bounds(chunk, stored[0][1].shape)
-        bounds = self._bounds[key]
-        return [stored[number] for number in np.flatnonzero((bounds[:, 0] <= last) & (bounds[:, 1] >= first))]
 
 
 def serialise_part(

@@ -71,22 +71,17 @@ def score_labelled(folder: Path, documents: Sequence[LabelledDocument], *, batch
     # Without a padding token, transformers refuses batches of several documents for a classifier.
     batches = length_batches(lengths, batch_tokens if pad is not None else 1)
     for numbers in batches:
-        inputs = _inputs([documents[number] for number in numbers], 0 if pad is None else pad)
-        if getattr(config, "type_vocab_size", 1) == 1:
-            del inputs["token_type_ids"]
+        ids = [torch.tensor(documents[number].ids) for number in numbers]
+        inputs = {
+            "input_ids": pad_sequence(ids, batch_first=True, padding_value=0 if pad is None else pad),
+            "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], batch_first=True),
+        }
+        if getattr(config, "type_vocab_size", 1) != 1:
+            types = [torch.arange(len(row)).ge(documents[n].second).long() for n, row in zip(numbers, ids, strict=True)]
+            inputs["token_type_ids"] = pad_sequence(types, batch_first=True)
         scores[numbers] = score(inputs).numpy()
     targets = np.array([document.target for document in documents])
     return ObjectiveScores.of_classifier(objective_of(config), scores, targets)
-
-
-def _inputs(documents: Sequence[LabelledDocument], pad: int) -> dict[str, torch.Tensor]:
-    ids = [torch.tensor(document.ids) for document in documents]
-    types = [torch.arange(len(each.ids)).ge(each.second).long() for each in documents]
-    return {
-        "input_ids": pad_sequence(ids, batch_first=True, padding_value=pad),
-        "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], batch_first=True),
-        "token_type_ids": pad_sequence(types, batch_first=True),
-    }
 
 
 def check_baseline(folder: Path, base: Path) -> None:

@@ -48,7 +48,25 @@ class OutsideObservers(Observer):
     def after_step(self, record: StepRecord) -> StepRecord:
         """Call the observers with a step's record. Collective: if ranks stop, the lowest rank's reason counts."""
         for observer in self._observers:
-            record = _seen(observer, record)
+            name, where = type(observer).__name__, f"after step {record.step}"
+            try:
+                returned = observer.after_step(record)
+            except FinetuneError:
+                raise
+            except Exception as error:
+                raise RunError(
+                    f"observer {name} failed {where}: {type(error).__name__}: {error}",
+                    hint="correct the observer; the same command resumes from the last checkpoint",
+                ) from error
+            if returned is None:
+                continue
+            if not isinstance(returned, StepRecord) or not returned.values.items() >= record.values.items():
+                raise RunError(
+                    f"observer {name} returned {returned!r:.200} {where}",
+                    hint="return None, or what `record.with_values` or `record.stopping` returns; new values need new "
+                    "names",
+                )
+            record = returned
         reason = next(filter(None, self._gather(record.stop)), "")
         return record.stopping(reason)
 
@@ -57,24 +75,3 @@ class OutsideObservers(Observer):
         for observer in self._observers:
             if hasattr(observer, "close"):
                 observer.close()
-
-
-def _seen(observer: Observer, record: StepRecord) -> StepRecord:
-    name, where = type(observer).__name__, f"after step {record.step}"
-    try:
-        returned = observer.after_step(record)
-    except FinetuneError:
-        raise
-    except Exception as error:
-        raise RunError(
-            f"observer {name} failed {where}: {type(error).__name__}: {error}",
-            hint="correct the observer; the same command resumes from the last checkpoint",
-        ) from error
-    if returned is None:
-        return record
-    if not isinstance(returned, StepRecord) or not returned.values.items() >= record.values.items():
-        raise RunError(
-            f"observer {name} returned {returned!r:.200} {where}",
-            hint="return None, or what `record.with_values` or `record.stopping` returns; new values need new names",
-        )
-    return returned

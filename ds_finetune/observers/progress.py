@@ -54,15 +54,13 @@ class TimeLeft(Observer):
         seconds_left = (self._steps - step) * step_seconds
         for phase, intervals in self._intervals.items() if step < self._steps else ():
             times = intervals.times(self._steps - 1) - intervals.times(step) + 1
-            seconds_left += times * self._seconds_of(phase, step_seconds)
+            if phase in self._measured:
+                # After some evaluations the best weights are exported; the mean export time per evaluation is added.
+                exports = self._measured.get(EXPORT, []) if phase == EVALUATION else []
+                seconds_left += times * (fmean(self._measured[phase]) + sum(exports) / len(self._measured[phase]))
+            elif phase == EVALUATION:
+                seconds_left += times * (self._evaluation_steps * step_seconds)
         return seconds_left
-
-    def _seconds_of(self, phase: str, step_seconds: float) -> float:
-        if phase not in self._measured:
-            return self._evaluation_steps * step_seconds if phase == EVALUATION else 0.0
-        # After some evaluations the best weights are exported; the mean export time per evaluation is added.
-        exports = sum(self._measured.get(EXPORT, [])) / len(self._measured[phase]) if phase == EVALUATION else 0.0
-        return fmean(self._measured[phase]) + exports
 
 
 class ProgressLine:

@@ -101,7 +101,19 @@ class RouterMetrics(Remembering):
         if choices is None:
             return record
         counts = choices.counts.numpy()
-        values = self._values(counts, choices)
+        violations, effective = max_violations(counts), effective_experts(counts)
+        values = {
+            "max_violation_mean": float(violations.mean()),
+            "max_violation_max": float(violations.max()),
+            "dead_experts": float(num_dead_experts(counts)),
+            "effective_experts_mean": float(effective.mean()),
+            "effective_experts_min": float(effective.min()),
+            "entropy": float(choices.entropy.mean()),
+        }
+        if choices.mismatch is not None:
+            values["mismatch"] = choices.mismatch
+        if self.ep > 1:
+            values["busiest_rank_ratio"] = busiest_rank_ratio(counts, self.ep)
         if self.bias_update:
             # Router biases move as in `model.routers.update_biases`.
             moved: np.ndarray[Any, Any] = np.zeros(counts.shape) if self.moved is None else np.array(self.moved)
@@ -114,20 +126,6 @@ class RouterMetrics(Remembering):
             drift = np.abs(self.moved)
             values |= {"bias_drift_mean": float(drift.mean()), "bias_drift_max": float(drift.max())}
         return record.with_values({f"router/{name}": value for name, value in values.items()})
-
-    def _values(self, counts: Counts, choices: RouterChoices) -> dict[str, float]:
-        violations, effective = max_violations(counts), effective_experts(counts)
-        values = {
-            "max_violation_mean": float(violations.mean()),
-            "max_violation_max": float(violations.max()),
-            "dead_experts": float(num_dead_experts(counts)),
-            "effective_experts_mean": float(effective.mean()),
-            "effective_experts_min": float(effective.min()),
-            "entropy": float(choices.entropy.mean()),
-        }
-        if choices.mismatch is not None:
-            values["mismatch"] = choices.mismatch
-        return values | ({"busiest_rank_ratio": busiest_rank_ratio(counts, self.ep)} if self.ep > 1 else {})
 
 
 @dataclass
@@ -157,25 +155,21 @@ class LoadWatch(Remembering):
         else:
             self._counts += counts
         window = max(1, min(_MOST_STEPS, self.steps // 10))
-        if record.step - self._since + 1 >= window and self._counts.mean() >= _ENOUGH_TOKENS:
-            self._look(self._counts, f"steps {self._since} to {record.step}")
-            self._counts = None
-        return record
-
-    def _look(self, counts: Counts, when: str) -> None:
+        if record.step - self._since + 1 < window or self._counts.mean() < _ENOUGH_TOKENS:
+            return record
+        counts, self._counts = self._counts, None
         dead, violation = num_dead_experts(counts), float(max_violations(counts).mean())
-        first = self.first or (dead, violation)
-        self.first = first
+        first = self.first = self.first or (dead, violation)
         has_many = dead >= _MANY_DEAD * counts.size or dead > first[0] + _MORE_DEAD * counts.size
         is_uneven = violation > _HIGH and violation > _GROWTH * first[1]
-        if not (has_many or is_uneven):
-            return
-        self.has_warned = True
-        self.say(
-            f"EXPERTS: {dead:,} of {counts.size:,} had no token in {when}, and the busiest of a layer had "
-            f"{violation + 1:.1f} times the mean load (at the beginning {first[0]:,} and {first[1] + 1:.1f} times); "
-            f"{self.advice}"
-        )
+        if has_many or is_uneven:
+            self.has_warned = True
+            self.say(
+                f"EXPERTS: {dead:,} of {counts.size:,} had no token in steps {self._since} to {record.step}, and the "
+                f"busiest of a layer had {violation + 1:.1f} times the mean load (at the beginning {first[0]:,} and "
+                f"{first[1] + 1:.1f} times); {self.advice}"
+            )
+        return record
 
 
 def load_advice(lora: LoraConfig | None, router: RouterConfig | None) -> str:

@@ -141,7 +141,12 @@ class RunFolder:
     @property
     def settings(self) -> dict[str, str]:
         """The run's configuration by dotted key, such as `optim.lr`, as one line of YAML cut at 160 characters."""
-        return {key: _yaml_text(value) for key, value in values_by_key(self.config).items()}
+        settings = {}
+        for key, value in values_by_key(self.config).items():
+            text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True).strip()
+            text = text.removesuffix("\n...").strip()
+            settings[key] = text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 2]} …"
+        return settings
 
     @property
     def starts(self) -> list[Mapping[str, Any]]:
@@ -245,9 +250,3 @@ def base_model(config: Mapping[str, Any]) -> str:
     model = config.get("model")
     path = model.get("path") if isinstance(model, dict) else model
     return path if isinstance(path, str) else ""
-
-
-def _yaml_text(value: object) -> str:
-    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True).strip()
-    text = text.removesuffix("\n...").strip()
-    return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 2]} …"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,24 +86,22 @@ class MetricsReader:
         """Read all lines of the file that were appended since the last update."""
         try:
             with self.path.open("rb") as file:
-                self._read(file)
+                inode = os.fstat(file.fileno()).st_ino
+                file.seek(self._offset - len(self._line_end))
+                if inode != self._inode or file.read(len(self._line_end)) != self._line_end:
+                    self._reset(inode)
+                    file.seek(0)
+                while (line := file.readline(_MOST_LINE_BYTES)).endswith(b"\n"):
+                    self._offset += len(line)
+                    self._line_end = line[-_COMPARED_BYTES:]
+                    self._add(line)
+            if len(line) == _MOST_LINE_BYTES:
+                number = self._num_lines + 1
+                self.problem = f"line {number} of {self.path.name} has more than {_MOST_LINE_BYTES:,} bytes"
         except FileNotFoundError:
             self._reset(0)
         except OSError as error:
             self.problem = f"{self.path.name} cannot be read: {error.strerror}"
-
-    def _read(self, file: BinaryIO) -> None:
-        inode = os.fstat(file.fileno()).st_ino
-        file.seek(self._offset - len(self._line_end))
-        if inode != self._inode or file.read(len(self._line_end)) != self._line_end:
-            self._reset(inode)
-            file.seek(0)
-        while (line := file.readline(_MOST_LINE_BYTES)).endswith(b"\n"):
-            self._offset += len(line)
-            self._line_end = line[-_COMPARED_BYTES:]
-            self._add(line)
-        if len(line) == _MOST_LINE_BYTES:
-            self.problem = f"line {self._num_lines + 1} of {self.path.name} has more than {_MOST_LINE_BYTES:,} bytes"
 
     def _add(self, line: bytes) -> None:
         self._num_lines += 1
@@ -119,8 +117,9 @@ class MetricsReader:
         self.notices += [(step, str(record.pop("notice")))] if "notice" in record else []
         self.slow += [(step, str(record.pop("slow")))] if "slow" in record else []
         for name, value in record.items():
-            if (number := _number(value)) is not None:
-                self.curves.setdefault(name, Curve()).append(step, number)
+            # NaN is null in JSON.
+            if value is None or isinstance(value, float) or (type(value) is int and abs(value) < _MOST_INTEGER):
+                self.curves.setdefault(name, Curve()).append(step, math.nan if value is None else float(value))
 
 
 def record_of(line: str | bytes) -> dict[str, Any] | None:
@@ -136,13 +135,6 @@ def parse_records(records: Iterable[dict[str, Any]], parse: Callable[[dict[str, 
         with suppress(KeyError, TypeError, ValueError, AttributeError, OverflowError):
             results.append(parse(record))
     return results
-
-
-def _number(value: object) -> float | None:
-    """Convert a metric's JSON value to a float, where null becomes NaN. None if the value is no number."""
-    if isinstance(value, float) or value is None:
-        return math.nan if value is None else value
-    return float(value) if type(value) is int and abs(value) < _MOST_INTEGER else None
 
 
 def read_expert_table(path: Path) -> tuple[list[int], dict[str, NDArray[Any]]]:

@@ -322,23 +322,6 @@ class _DataUnpickler(_Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name}")
 
 
-def _names(tests: Sequence[ast.Module]) -> tuple[set[str], set[str], dict[str, Any]]:
-    """Names that the tests use, in three groups: those that the program may define, built-in functions, and modules
-    whose attributes are read.
-
-    The modules are imported here, even if only the program imports them.
-    """
-    nodes = [node for test in tests for node in ast.walk(test)]
-    names = {node.id for node in nodes if isinstance(node, ast.Name)}
-    read = {node.value.id for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)}
-    modules: dict[str, Any] = {}
-    for name in read & (sys.stdlib_module_names | {"np", "numpy"}):
-        with suppress(ImportError):
-            modules[name] = importlib.import_module({"np": "numpy"}.get(name, name))
-    builtin_names = names & vars(builtins).keys()
-    return names - builtin_names - modules.keys(), builtin_names, modules
-
-
 def _defined(peer: _Peer, names: set[str]) -> dict[str, Any]:
     """Objects of the program by name. Only requested names count, so that a forged reply cannot replace `abs`."""
     reply = peer.ask("names", sorted(names))
@@ -350,11 +333,19 @@ def _judge(peer: _Peer, tests: Sequence[str]) -> None:
     for number, test in enumerate(tests):
         with suppress(SyntaxError, ValueError):
             parsed[number] = ast.parse(test, "test.py")
-    names, builtin_names, scope = _names(list(parsed.values()))
-    defined = _defined(peer, names)
+    nodes = [node for test in parsed.values() for node in ast.walk(test)]
+    names = {node.id for node in nodes if isinstance(node, ast.Name)}
+    read = {node.value.id for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)}
+    modules: dict[str, Any] = {}
+    # Modules whose attributes the tests read are imported here, even if only the program imports them.
+    for name in read & (sys.stdlib_module_names | {"np", "numpy"}):
+        with suppress(ImportError):
+            modules[name] = importlib.import_module({"np": "numpy"}.get(name, name))
+    builtin_names = names & vars(builtins).keys()
+    defined = _defined(peer, names - builtin_names - modules.keys())
     if not defined and len(builtin_names) == 1:
         defined = _defined(peer, builtin_names)
-    scope = {"__name__": "__main__", **scope, **defined}
+    scope = {"__name__": "__main__", **modules, **defined}
     for number, tree in parsed.items():
         try:
             exec(compile(tree, "test.py", "exec"), scope)

@@ -150,7 +150,11 @@ class ExperimentRun:
         self.metrics.update()
         if has_ended:
             self.seconds, self.code = time.monotonic() - self._began, self.process.returncode
-            self.reason = self._why_failed() if self.code else ""
+        if has_ended and self.code:
+            lines = (self.folder / LOG).read_text(encoding="utf-8", errors="replace").splitlines()
+            text = " / ".join(line.strip() for line in lines[-_LAST_LINES:] if line.strip())
+            how = f"was killed by {signal.Signals(-self.code).name}" if self.code < 0 else f"exit code {self.code}"
+            self.reason = f"{how}: {text}"
         return has_ended
 
     @property
@@ -158,12 +162,6 @@ class ExperimentRun:
         """Whether the run diverged: it failed, and its last step was skipped because the gradient was not finite."""
         skipped = self.metrics.curves.get("train/skipped")
         return self.code != 0 and skipped is not None and skipped.last > 0
-
-    def _why_failed(self) -> str:
-        lines = (self.folder / LOG).read_text(encoding="utf-8", errors="replace").splitlines()
-        text = " / ".join(line.strip() for line in lines[-_LAST_LINES:] if line.strip())
-        how = f"was killed by {signal.Signals(-self.code).name}" if self.code < 0 else f"exit code {self.code}"
-        return f"{how}: {text}"
 
 
 def run_all(runs: Iterator[ExperimentRun], slots: Sequence[RunSlot]) -> None:

@@ -4,7 +4,6 @@ import math
 import re
 import statistics
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -36,7 +35,17 @@ class Variant(ExperimentRun):
         folder = runs.folder / (f"{ranks}-ranks" + (f"-{layout}" if layout else ""))
         tree = runs.run_tree(folder / RUN)
         for part in filter(None, layout.split("+")):
-            _apply_layout(tree, part)
+            match = _AXIS.fullmatch(part)
+            if match is None:
+                hint = "combine zero, tp, pp, sp and ep with numbers, e.g. `--layouts zero1,zero3,tp2,tp2+zero3`"
+                raise ConfigError(f"--layouts has `{part}`, which is not a layout", hint=hint)
+            axis, number = match[1], int(match[2])
+            if axis == "zero":
+                choices, _ = given_choices(tree.get("deepspeed"))
+                stage = {**choices.get("zero_optimization", {}), "stage": number}
+                tree["deepspeed"] = {**choices, "zero_optimization": stage}
+            else:
+                set_key(tree, {}, f"parallel.{axis}", number, source="--layouts")
         super().__init__(folder, tree)
         config = validate_tree(tree, {}, f"{runs.run_file} with {self.name}")
         try:
@@ -86,19 +95,6 @@ def compare_scaling(
     if not completed:
         raise RunError(f"all variants failed; {variant.name}: {variant.reason}", hint=f"read the logs in {runs.folder}")
     return [variant.row(completed[0]) for variant in completed]
-
-
-def _apply_layout(tree: dict[str, Any], part: str) -> None:
-    match = _AXIS.fullmatch(part)
-    if match is None:
-        hint = "combine zero, tp, pp, sp and ep with numbers, e.g. `--layouts zero1,zero3,tp2,tp2+zero3`"
-        raise ConfigError(f"--layouts has `{part}`, which is not a layout", hint=hint)
-    axis, number = match[1], int(match[2])
-    if axis == "zero":
-        choices, _ = given_choices(tree.get("deepspeed"))
-        tree["deepspeed"] = {**choices, "zero_optimization": {**choices.get("zero_optimization", {}), "stage": number}}
-    else:
-        set_key(tree, {}, f"parallel.{axis}", number, source="--layouts")
 
 
 def largest_difference(losses: Sequence[float], expected: Sequence[float]) -> float:

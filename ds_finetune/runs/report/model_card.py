@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,10 +65,15 @@ def model_card(run: RunFolder, folder: Path, verified: Sequence[str] = (), sourc
     export_format = format_of(folder)
     weights = source if source is not None and source.name in BEST_EXPORTS else folder
     step = run.export_step(weights) or run.metrics.last_step
-    results = dict(_results_at(run, step))
+    # Metrics of a named held-out set have a second slash in their names, such as eval/news/loss.
+    over_all = {name: each for name, each in run.curves.items() if name.startswith("eval/") and name.count("/") == 1}
+    values = {name.removeprefix("eval/"): dict(each.points()).get(step, math.nan) for name, each in over_all.items()}
+    results = {name: value for name, value in values.items() if not math.isnan(value)}
     base, objective = base_model(run.config), settings.get("objective.name", "sft")
     is_scorer = objective in OBJECTIVES and OBJECTIVES[objective].head == "scores"
-    config = _config_of(folder)
+    # The folder of an adapter has no config.json, but the merged export beside it has.
+    merged = folder.with_name(folder.name.replace("adapter", "export"))
+    config = read_object(folder / "config.json") or read_object(merged / "config.json")
     family, auto_class = family_of(str(config.get("model_type"))), "AutoModelForCausalLM"
     built_as = "" if family.newer is not None else family.built_as or ""
     auto_class = "AutoModelForMultimodalLM" if is_composite(config) else auto_class
@@ -141,21 +146,6 @@ def _prompt_lines(run: RunFolder, folder: Path) -> list[str]:
         if (tokenizer_folder / "tokenizer.json").is_file():
             return list(prompt_lines(tokenizer_folder, load_tokenizer(str(tokenizer_folder))))
     return []
-
-
-def _config_of(folder: Path) -> Mapping[str, Any]:
-    """The model config of an exported folder. For an adapter, the config of the merged export beside the adapter."""
-    merged = folder.with_name(folder.name.replace("adapter", "export"))
-    return read_object(folder / "config.json") or read_object(merged / "config.json")
-
-
-def _results_at(run: RunFolder, step: int) -> Iterator[tuple[str, float]]:
-    """The metrics over all held-out rows after `step`, by names without the prefix `eval/`."""
-    for name, curve in run.curves.items():
-        metric = name.removeprefix("eval/")
-        is_over_all = metric != name and "/" not in metric
-        if is_over_all and not math.isnan(value := dict(curve.points()).get(step, math.nan)):
-            yield metric, value
 
 
 def _training_data(config: Mapping[str, Any]) -> list[str]:

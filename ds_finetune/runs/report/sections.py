@@ -77,7 +77,10 @@ def overlay_page(runs: Sequence[RunFolder]) -> Page:
     labels = run_labels(runs)
     rows = _differences([run.settings for run in runs]) + _differences([run.versions for run in runs])
     differences: list[Block] = [Table("Keys and versions that differ", ("", *labels), rows, len(labels) + 1)]
-    results = [_results(run) for run in runs]
+    results = [
+        {tile.label: tile.value for tile in _tiles(run, status)} | {"state": status.state}
+        for run, status in ((run, run.status) for run in runs)
+    ]
     sections = [
         PageSection("results", "Results", [Table("At the end", ("", *labels), _rows(results))]),
         PageSection("differences", "Differences", differences if rows else [Remark("There are none.")]),
@@ -85,11 +88,6 @@ def overlay_page(runs: Sequence[RunFolder]) -> Page:
     ]
     warnings = [f"{label}: {text}" for label, run in zip(labels, runs, strict=True) for text in _warnings(run)]
     return Page(f"{len(runs)} runs compared", ", ".join(labels), "", [], sections, warnings)
-
-
-def _results(run: RunFolder) -> dict[str, str]:
-    status = run.status
-    return {tile.label: tile.value for tile in _tiles(run, status)} | {"state": status.state}
 
 
 def _rows(columns: Sequence[Mapping[str, str]]) -> list[tuple[str, ...]]:

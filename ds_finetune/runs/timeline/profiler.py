@@ -223,7 +223,9 @@ def measure_offset(store: dist.Store, clock: HostClock) -> MeasuredOffset:
     leaders = [hosts.index(host) for host in dict.fromkeys(hosts) if host != hosts[0]]
     measured = MeasuredOffset()
     if rank == 0:
-        _answer(store, leaders, clock)
+        for trip in (f"{leader}/{number}" for leader in leaders for number in range(_ROUND_TRIPS)):
+            store.wait([f"asked/{trip}"])
+            store.set(f"answered/{trip}", str(clock.now()))
     elif rank in leaders:
         measured = min(_ask(store, f"{rank}/{trip}", clock) for trip in range(_ROUND_TRIPS))
     return all_gather_object(measured)[hosts.index(hosts[rank])]
@@ -235,9 +237,3 @@ def _ask(store: dist.Store, trip: str, clock: HostClock) -> MeasuredOffset:
     answer = int(store.get(f"answered/{trip}").decode())
     answered = clock.now()
     return MeasuredOffset((answered - asked + 1) // 2, answer - (asked + answered) // 2)
-
-
-def _answer(store: dist.Store, leaders: Sequence[int], clock: HostClock) -> None:
-    for trip in (f"{leader}/{number}" for leader in leaders for number in range(_ROUND_TRIPS)):
-        store.wait([f"asked/{trip}"])
-        store.set(f"answered/{trip}", str(clock.now()))
