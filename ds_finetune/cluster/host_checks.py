@@ -204,11 +204,8 @@ def meeting_address(hosts: Sequence[Host], infos: Mapping[Host, HostInfo]) -> st
     # address of these connections.
     clients = [infos[host].ssh_client for host in hosts[1:] if is_here(first)]
     candidates = [address_of(first), info.ssh_server_address, *clients, *chain.from_iterable(info.interfaces.values())]
-    return next((address for address in candidates if _is_for_others(address)), "")
-
-
-def _is_for_others(address: str) -> bool:
-    if not address:
-        return False
-    parsed = ipaddress.ip_address(address.split("%")[0])
-    return not parsed.is_loopback and not parsed.is_link_local
+    for address in filter(None, candidates):
+        parsed = ipaddress.ip_address(address.split("%")[0])
+        if not parsed.is_loopback and not parsed.is_link_local:
+            return address
+    return ""

@@ -6,6 +6,7 @@ redirects the output of all ranks.
 
 import os
 import sys
+from contextlib import suppress
 from typing import NoReturn
 
 from ds_finetune.cli import main as cli
@@ -32,21 +33,15 @@ def main() -> NoReturn:
         # From here on, errors go to the log of this rank; before, they went to the log of torch's agent.
         os.dup2(1, 2)
     elif (rank := World.from_environment(os.environ).rank) and RUN_ID in os.environ:
-        _redirect_output(rank, os.environ[RUN_ID])
         linger = _LINGER_SECONDS
+        # An invalid run file redirects nothing: the training reports the error.
+        with suppress(FinetuneError, IndexError):
+            folder = logs_folder(read_config(sys.argv[1], sys.argv[2:]).output_dir, os.environ[RUN_ID])
+            folder.mkdir(parents=True, exist_ok=True)
+            file = os.open(folder / log_name(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(file, 1)
+            os.dup2(file, 2)
     cli.run_and_exit(["train", *sys.argv[1:]], linger=linger)
-
-
-def _redirect_output(rank: int, run_id: str) -> None:
-    """Write the output of a rank to a file. An invalid run file redirects nothing: the training reports the error."""
-    try:
-        folder = logs_folder(read_config(sys.argv[1], sys.argv[2:]).output_dir, run_id)
-    except (FinetuneError, IndexError):
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    file = os.open(folder / log_name(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
 
 
 if __name__ == "__main__":

@@ -201,7 +201,11 @@ class AnswerRoute:
                 response = await self.handler.handle_request(body, str(uuid.uuid4()))
                 await _finish_answer(response, body["stop"])(scope, _never, send)
 
-            await self.queue.run(answer, lambda: _disconnected(receive))
+            async def disconnected() -> None:
+                while (await receive())["type"] != "http.disconnect":
+                    pass
+
+            await self.queue.run(answer, disconnected)
         except ClientDisconnect:
             return
         except RequestError as refused:
@@ -273,11 +277,6 @@ async def _with_end(pieces: AsyncIterable[Any]) -> AsyncGenerator[Any, None]:
         async for piece in pieces:
             yield piece
     yield "data: [DONE]\n\n"
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _never() -> Message:

@@ -19,8 +19,7 @@ def ask(folder: Path, prompts: Sequence[str], *, max_new_tokens: int = 128) -> l
 
     for prompt in prompts:
         _check_text(prompt)
-    model, tokenizer = _load(folder)
-    _check_generates(model, folder, do_sample=False)
+    model, tokenizer = _load(folder, do_sample=False)
     context, answers = _context(model), []
     for prompt in prompts:
         message = {"role": "user", "content": prompt}
@@ -34,21 +33,18 @@ def ask(folder: Path, prompts: Sequence[str], *, max_new_tokens: int = 128) -> l
     return answers
 
 
-def _load(folder: Path) -> tuple[Any, Any]:
-    """Load the model in `folder` and its tokenizer. `generate` stops at the tokens of `end_ids`."""
+def _load(folder: Path, **settings: Any) -> tuple[Any, Any]:  # noqa: ANN401 - of transformers
+    """Load the model in `folder` and its tokenizer. `generate` stops at the tokens of `end_ids`. ExportError where
+    transformers refuses the generation config with these `settings`, e.g. sampling at temperature 0.
+    """
+    import torch
+
     from ds_finetune.data.prompt_format import end_ids
     from ds_finetune.data.tokenizer_files import load_tokenizer
     from ds_finetune.export.load import load_exported
 
     model, tokenizer = load_exported(folder), load_tokenizer(str(folder))
     model.generation_config.eos_token_id = end_ids(folder, model.config, tokenizer)
-    return model, tokenizer
-
-
-def _check_generates(model: Any, folder: Path, **settings: Any) -> None:  # noqa: ANN401 - of transformers
-    """Raise ExportError where transformers refuses the generation config, e.g. sampling at temperature 0."""
-    import torch
-
     ids = torch.zeros((1, 1), dtype=torch.long, device=model.device)
     try:
         model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, **settings)
@@ -57,6 +53,7 @@ def _check_generates(model: Any, folder: Path, **settings: Any) -> None:  # noqa
             f"transformers cannot generate with `{folder / 'generation_config.json'}`: {refused}",
             hint="correct it, or move it away",
         ) from refused
+    return model, tokenizer
 
 
 def _inputs(tokenizer: Any, messages: Sequence[Message]) -> Any:  # noqa: ANN401 - of transformers
@@ -133,7 +130,6 @@ class ChatSession:
 
     def __init__(self, folder: Path, *, max_new_tokens: int) -> None:
         self._model, self._tokenizer = _load(folder)
-        _check_generates(self._model, folder)
         if not self._tokenizer.chat_template:
             raise ExportError(
                 f"the tokenizer of `{folder}` has no chat template",

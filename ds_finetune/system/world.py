@@ -1,7 +1,7 @@
 """Finds the rank of this process from the environment of its launcher, and settings of `accelerate launch`."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
@@ -126,7 +126,14 @@ class World:
     def _slurm(cls, environ: Mapping[str, str]) -> Self:
         rank, size, local = (_number(environ, name) for name in _slurm_names(environ))
         tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", str(size)))
-        per_node = list(_tasks_per_node(tasks))
+        per_node = list[int]()
+        for part in tasks.split(","):
+            numbers = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+            if not numbers:
+                raise LaunchError(
+                    f"Slurm's tasks per node `{tasks}` cannot be read at `{part}`", hint="start with srun"
+                )
+            per_node += [int(numbers[1])] * int(numbers[2] or 1)
         node = _number(environ, "SLURM_NODEID", default=0)
         if node >= len(per_node):
             raise LaunchError(
@@ -283,14 +290,6 @@ def master_port(environ: Mapping[str, str], default: int) -> int:
             hint="unset MASTER_PORT, or set it to a port (in a pod beside a service `master`, Kubernetes sets it)",
         )
     return int(text)
-
-
-def _tasks_per_node(text: str) -> Iterator[int]:
-    for part in text.split(","):
-        numbers = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-        if not numbers:
-            raise LaunchError(f"Slurm's tasks per node `{text}` cannot be read at `{part}`", hint="start with srun")
-        yield from [int(numbers[1])] * int(numbers[2] or 1)
 
 
 def slurm_nodes(environ: Mapping[str, str], *names: str) -> list[str]:

@@ -128,10 +128,20 @@ class HostAgent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
-        if result.state is WorkerState.FAILED:
-            return self._after_failure(worker_group, result)
         if result.state is WorkerState.HEALTHY and self._is_group_failed(worker_group):
             return RunResult(state=WorkerState.UNHEALTHY)
+        if result.state is WorkerState.FAILED:
+            assert worker_group.store is not None
+            rank, first = min(result.failures.items(), key=lambda item: _time_of(item[1]))
+            # In the first attempt the exit code of a user's mistake is final, because a restart would repeat the
+            # mistake. In a later attempt that code means a problem of the host, e.g. a full disk.
+            is_final = first.exitcode == INTERRUPTED_EXIT_CODE or (
+                first.exitcode == USER_ERROR_EXIT_CODE and self._logs.attempt == 1
+            )
+            if is_final:
+                self._remaining_restarts = 0
+            worker_group.store.set("failed", "again" if self._remaining_restarts else "for good")
+            self._emit(self._described(rank, first))
         return result
 
     def _is_group_failed(self, worker_group: WorkerGroup) -> bool:
@@ -141,20 +151,6 @@ class HostAgent(LocalElasticAgent):
         if worker_group.store.get("failed") == b"for good":
             self._remaining_restarts = 0
         return True
-
-    def _after_failure(self, worker_group: WorkerGroup, result: RunResult) -> RunResult:
-        assert worker_group.store is not None
-        rank, first = min(result.failures.items(), key=lambda item: _time_of(item[1]))
-        # In the first attempt the exit code of a user's mistake is final, because a restart would repeat the mistake.
-        # In a later attempt that code means a problem of the host, e.g. a full disk.
-        is_final = first.exitcode == INTERRUPTED_EXIT_CODE or (
-            first.exitcode == USER_ERROR_EXIT_CODE and self._logs.attempt == 1
-        )
-        if is_final:
-            self._remaining_restarts = 0
-        worker_group.store.set("failed", "again" if self._remaining_restarts else "for good")
-        self._emit(self._described(rank, first))
-        return result
 
     def _described(self, rank: int, failure: ProcessFailure) -> Event:
         code, message = failure.exitcode, failure.error_file_data["message"]

@@ -6,7 +6,7 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass
@@ -370,31 +370,28 @@ class _LaunchedRun:
         return self._first_failure().code if self._failures else RUN_ERROR_EXIT_CODE
 
     def _print_failure(self) -> None:
-        if self._failures and not self._is_failure_printed:
-            self._is_failure_printed = True
-            for line in self._failure_lines():
-                self._say(line)
-
-    def _first_failure(self) -> _Failure:
-        return min(self._failures, key=lambda failure: failure.at)
-
-    def _failure_lines(self) -> Iterator[str]:
-        first = self._first_failure()
+        if not self._failures or self._is_failure_printed:
+            return
+        self._is_failure_printed, first = True, self._first_failure()
         who = f"host {first.host.target}" if first.rank is None else f"rank {first.rank} on {first.host.target}"
         head = f"attempt {self._attempt} failed after {max(0.0, first.at - self._began):.1f} s"
         lines = first.error.splitlines() or first.tail
         is_printed = first.rank == 0 or not lines or any(lines[0] in line for line in (*self._printed, first.text))
         if first.code == INTERRUPTED_EXIT_CODE:
-            yield f"attempt {self._attempt}: saved after a signal; the same command resumes the run"
+            self._say(f"attempt {self._attempt}: saved after a signal; the same command resumes the run")
         elif first.code == USER_ERROR_EXIT_CODE and is_printed and first.rank is not None:
-            yield f"{head} by the error above, with exit code {first.code}"
+            self._say(f"{head} by the error above, with exit code {first.code}")
         else:
-            yield f"{head}: {first.cause or f'{who} failed first: {first.text}'}"
+            self._say(f"{head}: {first.cause or f'{who} failed first: {first.text}'}")
             folder = self._request.logs / f"attempt-{self._attempt}"
             name = "" if first.rank is None else f" of {folder / log_name(first.rank)}"
             if not is_printed:
-                yield "its error:" if first.error else f"the last {len(lines)} lines{name or ' of its output'}:"
-                yield from (f"{_QUOTED}{line}" for line in lines)
+                self._say("its error:" if first.error else f"the last {len(lines)} lines{name or ' of its output'}:")
+                for line in lines:
+                    self._say(f"{_QUOTED}{line}")
+
+    def _first_failure(self) -> _Failure:
+        return min(self._failures, key=lambda failure: failure.at)
 
 
 def run_scheduler(command: Sequence[str], env: Mapping[str, str], say: Say) -> int:
