@@ -284,12 +284,22 @@ def _stack(rows: Sequence[Row], plan: BatchPlan) -> MicroBatch:
     multiple = math.lcm(_PAD_MULTIPLE, plan.multiple)
     length = plan.row_len or -(-longest // multiple) * multiple
     restarts = plan.row_len is not None or plan.documents_per_unit > 1 or plan.separates_padding
-    positions = _positions_with_padding(rows, length, restarts=restarts)
+    # If positions restart, as in packed rows, padding is a separate document that starts at position 0. Otherwise they
+    # continue through the padding after a single document, so that attention needs only the causal mask.
+    positions: NDArray[np.int64] = np.empty((len(rows), length), dtype=np.int64)
+    for line, row in zip(positions, rows, strict=True):
+        end = len(row.position_ids)
+        line[:end] = row.position_ids
+        line[end:] = np.arange(length - end) + (0 if restarts else end)
     has_examples = plan.documents_per_unit > 0
     starts = [document_starts(row) for row in positions] if restarts else []
     shared = tuple(tuple(row[begins].tolist()) for row, begins in zip(positions, starts, strict=False))
     input_ids = _pad([row.input_ids for row in rows], length, plan.pad_token_id)
     labels = _pad([row.labels for row in rows], length, IGNORE_INDEX)
+    ahead = None
+    if plan.looks_ahead:
+        is_last = torch.from_numpy(np.pad(positions[:, 1:], ((0, 0), (0, 1)))) == 0
+        ahead = Ahead(input_ids.roll(-1, dims=1), labels.roll(-1, dims=1).masked_fill(is_last, IGNORE_INDEX))
     return MicroBatch(
         input_ids=input_ids,
         position_ids=torch.from_numpy(positions),
@@ -299,15 +309,8 @@ def _stack(rows: Sequence[Row], plan: BatchPlan) -> MicroBatch:
         shared=shared if any(map(any, shared)) else None,
         examples=_examples(rows, length, plan.reference) if has_examples else None,
         token_types=_token_types(rows, length) if has_examples else None,
-        ahead=_look_ahead(input_ids, labels, torch.from_numpy(positions)) if plan.looks_ahead else None,
+        ahead=ahead,
     )
-
-
-def _look_ahead(input_ids: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor) -> Ahead:
-    """Shift ids and labels [rows, tokens] left by one in each document. Documents begin at position 0."""
-    is_last = torch.ones_like(positions, dtype=torch.bool)
-    is_last[:, :-1] = positions[:, 1:] == 0
-    return Ahead(input_ids.roll(-1, dims=1), labels.roll(-1, dims=1).masked_fill(is_last, IGNORE_INDEX))
 
 
 def _examples(rows: Sequence[Row], length: int, reference: NDArray[np.float64] | None) -> Examples:
@@ -350,20 +353,6 @@ def _pad(parts: Sequence[Ints], length: int, value: int) -> torch.Tensor:
     for row, part in zip(out, parts, strict=True):
         row[: len(part)] = part
     return torch.from_numpy(out)
-
-
-def _positions_with_padding(rows: Sequence[Row], length: int, *, restarts: bool) -> NDArray[np.int64]:
-    """Make position ids, int64 [rows, length].
-
-    With `restarts`, as in packed rows, padding is a separate document that starts at position 0. Otherwise positions
-    continue through the padding after a single document, so that attention needs only the causal mask.
-    """
-    out = np.empty((len(rows), length), dtype=np.int64)
-    for line, row in zip(out, rows, strict=True):
-        end = len(row.position_ids)
-        line[:end] = row.position_ids
-        line[end:] = np.arange(length - end) + (0 if restarts else end)
-    return out
 
 
 _MOST_SWAPS = 200
@@ -420,7 +409,14 @@ def _swap(parts: list[list[int]], costs: NDArray[np.float64]) -> None:
         gap = float(totals[most] - totals[least])
         if gap <= _NEARLY_EVEN * totals.mean():
             return
-        given, received = _best_swap(costs[parts[most]], costs[parts[least]], gap)
+        # The best swap gives a row that costs gap / 2 more than the received one.
+        targets, cheap = costs[parts[most]] - gap / 2, costs[parts[least]]
+        order = np.argsort(cheap, kind="stable")
+        right = np.searchsorted(cheap[order], targets).clip(1, len(cheap) - 1)
+        near = np.stack([order[right - 1], order[right]])
+        misses = np.abs(cheap[near] - targets)
+        side, given = np.unravel_index(int(misses.argmin()), misses.shape)
+        received = near[side, given]
         difference = float(costs[parts[most][given]] - costs[parts[least][received]])
         # A swap of rows whose costs differ by d changes the gap between two totals to |gap - 2 d|.
         if not 0 < difference < gap:
@@ -428,16 +424,6 @@ def _swap(parts: list[list[int]], costs: NDArray[np.float64]) -> None:
         parts[most][given], parts[least][received] = parts[least][received], parts[most][given]
         totals[most] -= difference
         totals[least] += difference
-
-
-def _best_swap(dear: NDArray[np.float64], cheap: NDArray[np.float64], gap: float) -> tuple[int, int]:
-    order = np.argsort(cheap, kind="stable")
-    targets = dear - gap / 2
-    right = np.searchsorted(cheap[order], targets).clip(1, len(cheap) - 1)
-    near = np.stack([order[right - 1], order[right]])
-    misses = np.abs(cheap[near] - targets)
-    side, given = np.unravel_index(int(misses.argmin()), misses.shape)
-    return int(given), int(near[side, given])
 
 
 Item = TypeVar("Item")

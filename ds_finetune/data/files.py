@@ -152,19 +152,17 @@ def _guess_encoding(content: bytes) -> tuple[str, str]:
 
 def _read_jsonl(path: str) -> Iterator[tuple[str, ReadRecord]]:
     for number, line in _lines(path):
-        where = f"{path} line {number}"
-        if isinstance(line, DataError) or line.strip():
-            yield where, line if isinstance(line, DataError) else _parse_line(line, where)
-
-
-def _parse_line(line: str, where: str) -> ReadRecord:
-    shown, hint = line.strip()[:_SHOWN_CHARACTERS], "correct or remove the line"
-    try:
-        return _as_record(json.loads(line.rstrip(), object_pairs_hook=unique_keys), where)
-    except json.JSONDecodeError as broken:
-        return DataError(f"{where} column {broken.colno} is not JSON: {broken.msg}: {shown!r}", hint=hint)
-    except (ValueError, RecursionError) as broken:
-        return DataError(f"{where} cannot be read: {broken}: {shown!r}", hint=hint)
+        where, hint = f"{path} line {number}", "correct or remove the line"
+        if isinstance(line, DataError):
+            yield where, line
+        elif shown := line.strip()[:_SHOWN_CHARACTERS]:
+            try:
+                record = _as_record(json.loads(line.rstrip(), object_pairs_hook=unique_keys), where)
+            except json.JSONDecodeError as broken:
+                record = DataError(f"{where} column {broken.colno} is not JSON: {broken.msg}: {shown!r}", hint=hint)
+            except (ValueError, RecursionError) as broken:
+                record = DataError(f"{where} cannot be read: {broken}: {shown!r}", hint=hint)
+            yield where, record
 
 
 def _read_json(path: str) -> Iterator[tuple[str, ReadRecord]]:
@@ -321,16 +319,6 @@ def with_class_names(record: Record, classes: Mapping[str, Sequence[str]]) -> Re
     return named
 
 
-def _class_names(metadata: Mapping[bytes, bytes] | None) -> dict[str, Sequence[str]]:
-    written = json.loads((metadata or {}).get(b"huggingface", b"{}"))
-    features = written.get("info", {}).get("features", {})
-    return {
-        column: feature["names"]
-        for column, feature in features.items()
-        if isinstance(feature, dict) and feature.get("_type") == "ClassLabel"
-    }
-
-
 def _read_parquet(path: str) -> Iterator[tuple[str, ReadRecord]]:
     import pyarrow
     from pyarrow import parquet
@@ -338,7 +326,12 @@ def _read_parquet(path: str) -> Iterator[tuple[str, ReadRecord]]:
     try:
         with parquet.ParquetFile(path) as file:
             records = chain.from_iterable(batch.to_pylist() for batch in file.iter_batches(batch_size=_PARQUET_ROWS))
-            classes = _class_names(file.schema_arrow.metadata)
+            written = json.loads((file.schema_arrow.metadata or {}).get(b"huggingface", b"{}"))
+            classes = {
+                column: feature["names"]
+                for column, feature in written.get("info", {}).get("features", {}).items()
+                if isinstance(feature, dict) and feature.get("_type") == "ClassLabel"
+            }
             for number, record in enumerate(records, start=1):
                 yield f"{path} row {number}", with_class_names(record, classes) if classes else record
     except (pyarrow.ArrowException, OSError) as broken:

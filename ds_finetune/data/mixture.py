@@ -66,8 +66,14 @@ class Mixture:
         jitter = np.random.default_rng([seed, epoch]).random(self.rows_per_epoch) if shuffle else 0.5
         numbers = np.concatenate([np.arange(draw) for draw in self.draws])
         order = np.argsort((numbers + jitter) / np.repeat(self.draws, self.draws), kind="stable")
-        sources = range(len(self.draws))
-        rows = [self._rows_of_epoch(source, seed=seed, epoch=epoch, shuffle=shuffle) for source in sources]
+        rows = []
+        # Seeds have the source's number from 1 on, because numpy treats the seeds [a, b] and [a, b, 0] alike.
+        for number, (size, draw, end) in enumerate(zip(self.sizes, self.draws, self._ends, strict=True), start=1):
+            passes, index = np.divmod(np.arange(epoch * draw, (epoch + 1) * draw), size)
+            if shuffle:
+                orders = {p: np.random.default_rng([seed, p, number]).permutation(size) for p in set(passes.tolist())}
+                index = np.concatenate([orders[p][index[passes == p]] for p in sorted(orders)])
+            rows.append(index + end - size)
         return np.concatenate(rows)[order]
 
     def count_rows(self, total_rows: int, *, seed: int, shuffle: bool) -> list[int]:
@@ -80,12 +86,3 @@ class Mixture:
     @property
     def _ends(self) -> Numbers:
         return np.cumsum(self.sizes)
-
-    def _rows_of_epoch(self, source: int, *, seed: int, epoch: int, shuffle: bool) -> Numbers:
-        size, draw = self.sizes[source], self.draws[source]
-        passes, index = np.divmod(np.arange(epoch * draw, (epoch + 1) * draw), size)
-        if shuffle:
-            # The seed has the source's index plus 1, because numpy treats the seeds [a, b] and [a, b, 0] alike.
-            orders = {p: np.random.default_rng([seed, p, source + 1]).permutation(size) for p in set(passes.tolist())}
-            index = np.concatenate([orders[p][index[passes == p]] for p in sorted(orders)])
-        return index + self._ends[source] - size

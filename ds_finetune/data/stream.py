@@ -99,13 +99,20 @@ def streaming_batches(
 
 
 def _my_rows(rows: StreamedRows, plan: BatchPlan, start: Position) -> Iterator[tuple[Row, Position]]:
-    first, skipped = start.index, start.row
+    first, skipped, kind, row_len = start.index, start.row, rows.tokenisation.kind, plan.row_len
     for passes in count(start.epoch):
         records = islice(_all_records(rows.sources), plan.rank + first * RECORDS_AT_A_TIME * plan.dp, None, plan.dp)
         number = first
         while chunk := list(islice(records, RECORDS_AT_A_TIME)):
-            numbered = enumerate(_rows_of(chunk, rows, plan, seed=[plan.seed, passes, number, plan.rank]), start=1)
-            yield from ((row, Position(passes, number, end)) for end, row in islice(numbered, skipped, None))
+            documents, counts = tokenise_records(chunk, rows.tokenisation)
+            check_dropped_rows(counts, rows.config, rows.sources)
+            packing = one_unit_a_row(documents, kind) if row_len is None else pack_units(documents, kind, row_len)
+            prepared = PreparedRows(documents, *packing, counts, kind=kind)
+            order = np.arange(len(prepared))
+            if plan.shuffle:
+                order = np.random.default_rng([plan.seed, passes, number, plan.rank]).permutation(len(prepared))
+            for end, index in enumerate(order.tolist()[skipped:], start=skipped + 1):
+                yield prepared[index], Position(passes, number, end)
             number, skipped = number + 1, 0
         if not number:
             raise DataError(
@@ -117,18 +124,6 @@ def _my_rows(rows: StreamedRows, plan: BatchPlan, start: Position) -> Iterator[t
 
 def _all_records(sources: list[Source]) -> Iterator[tuple[str, ReadRecord]]:
     return chain.from_iterable(map(read_or_errors, sources))
-
-
-def _rows_of(
-    chunk: list[tuple[str, ReadRecord]], rows: StreamedRows, plan: BatchPlan, *, seed: list[int]
-) -> Iterator[Row]:
-    documents, counts = tokenise_records(chunk, rows.tokenisation)
-    check_dropped_rows(counts, rows.config, rows.sources)
-    kind = rows.tokenisation.kind
-    packing = one_unit_a_row(documents, kind) if plan.row_len is None else pack_units(documents, kind, plan.row_len)
-    prepared = PreparedRows(documents, *packing, counts, kind=kind)
-    order = np.random.default_rng(seed).permutation(len(prepared)) if plan.shuffle else range(len(prepared))
-    yield from (prepared[int(number)] for number in order)
 
 
 def overlap_notes(train: PreparedRows | StreamedRows, held_out: Mapping[str, PreparedRows]) -> list[str]:

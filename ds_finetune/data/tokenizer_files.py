@@ -55,7 +55,20 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
         raise DataError(
             f"the tokenizer of `{folder}` has no eos_token", hint="add eos_token to its tokenizer_config.json"
         )
-    _check_tokens(tokenizer, Path(folder) / "tokenizer.json")
+    if (path := Path(folder) / "tokenizer.json").is_file():
+        # For a qwen2 config, transformers 5.23 uses Qwen2Tokenizer whatever class tokenizer_config.json names
+        # (models/auto/tokenization_auto.py:421, 863-897), and only the vocabulary and merges of tokenizer.json.
+        published = Tokenizer.from_file(str(path))
+        published.no_truncation()
+        published.no_padding()
+        _compare(
+            tokenizer,
+            lambda text: published.encode(text, add_special_tokens=False).ids,
+            f"transformers loads {path}",
+            f"{_SAVED_HINT}; to train with those of tokenizer.json, copy the tokenizer's files to a folder without "
+            "config.json, set tokenizer_class there to PreTrainedTokenizerFast, and name that folder in "
+            "model.tokenizer, which is refused where the model's type has a class of its own",
+        )
     path = Path(folder) / "tokenizer_config.json"
     settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     if settings.get("add_bos_token"):
@@ -124,27 +137,6 @@ def check_beside(tokenizer: PreTrainedTokenizerBase, folder: str, config: Pretra
         f"an export of this model would have other tokens than training: beside a config.json of type "
         f"{config.model_type}, transformers loads the tokenizer of {folder}",
         _SAVED_HINT,
-    )
-
-
-def _check_tokens(tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
-    """Raise DataError if the tokenizer class that transformers chose gives other tokens than `tokenizer.json`.
-
-    For a qwen2 config, transformers 5.23 uses Qwen2Tokenizer whatever class tokenizer_config.json names
-    (models/auto/tokenization_auto.py:421, 863-897), and only the vocabulary and merges of tokenizer.json.
-    """
-    if not path.is_file():
-        return
-    published = Tokenizer.from_file(str(path))
-    published.no_truncation()
-    published.no_padding()
-    _compare(
-        tokenizer,
-        lambda text: published.encode(text, add_special_tokens=False).ids,
-        f"transformers loads {path}",
-        f"{_SAVED_HINT}; to train with those of tokenizer.json, copy the tokenizer's files to a folder without "
-        "config.json, set tokenizer_class there to PreTrainedTokenizerFast, and name that folder in model.tokenizer, "
-        "which is refused where the model's type has a class of its own",
     )
 
 
