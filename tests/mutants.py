@@ -1119,8 +1119,8 @@ MUTANTS = (
     Mutant(
         "inputs of adapters dropped otherwise on tensor parallel ranks",
         "model/adapters/lora.py",
-        "return mask.narrow(-1, start, hidden.shape[-1])",
-        "return mask.narrow(-1, 0, hidden.shape[-1])",
+        "mask.narrow(-1, start, hidden.shape[-1])",
+        "mask.narrow(-1, 0, hidden.shape[-1])",
         "tests/parity/test_lora_options.py",
     ),
     Mutant(

@@ -55,7 +55,7 @@ from ds_finetune.model.parallel.sharding import ModelShard
 from ds_finetune.model.parallel.tensor import install_tensor_parallel, local_config
 from ds_finetune.model.quantised.four_bit import four_bit_or, install_four_bit
 from ds_finetune.model.weights.fp32_weights import Fp32Weights
-from ds_finetune.model.weights.load import clear_weights, initialise_weights, load_weights, seed_of
+from ds_finetune.model.weights.load import initialise_weights, load_weights, seed_of
 from ds_finetune.model.weights.vocabulary import Growth
 from ds_finetune.objectives.objective import ScoreObjective
 from ds_finetune.plan.forward import head_chunk
@@ -148,7 +148,10 @@ def fill_weights(
         # (runtime/utils.py:134).
         param.model_parallel = model_shard.tensor_shard(name, tuple(local_shape(param))).dim is not None  # type: ignore[attr-defined]
     if not loads_weights and all(param.requires_grad for param in lm.parameters()):
-        clear_weights(lm, where=where)
+        # Parameters are zeros until a checkpoint is restored, because uninitialised memory may contain NaN.
+        for param in lm.parameters():
+            with where(param).opened() as flat:
+                flat.zero_()
         return ()
     if model.has_random_weights:
         initialise_weights(lm, seed=plan.train.seed, where=where, model_shard=model_shard)

@@ -156,8 +156,6 @@ class RouterKind:
     """Name of the buffer with biases that only influence the choice of experts (arXiv 2408.15664), or None."""
     reads_ids: bool = False
     """Whether some layers choose experts by token id, from a table that replaces scores and biases."""
-    rounds_weights: bool = True
-    """Whether routing weights are computed in fp32, then rounded to the dtype of hidden states."""
 
 
 @dataclass(frozen=True)

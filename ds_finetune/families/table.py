@@ -286,7 +286,7 @@ _ROWS = (
         published_mlp=MIXTRAL_NAMES,
         fp8_linear=None,
         experts_class="MixtralExperts",
-        router=RouterKind("softmax", rounds_weights=False),
+        router=RouterKind("softmax"),
         tiny_models=_tiny("mixtral", configs.MIXTRAL, deep=_DEEP),
     ),
     replace(

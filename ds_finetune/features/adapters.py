@@ -62,7 +62,9 @@ class AdapterFeature(Feature):
             if name in lora.fully_trained:
                 param.requires_grad_(True)
                 if start is not None:
-                    placement.set_full(name, param, start.full_tensor(name))
+                    fragment = placement.where(param)
+                    shard = placement.model_shard.tensor_shard(name, fragment.shape)
+                    fragment.write(shard.slice(start.full_tensor(name)))
 
 
 def _check_start(folder: Path, lora: LoraPlan, names: Collection[str], family: Family) -> None:

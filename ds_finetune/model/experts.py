@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear, grouped_mm_experts_forward
+from transformers.integrations.moe import _grouped_linear, grouped_mm_experts_forward
 
 from ds_finetune.model.build.dtypes import PRECISION_DTYPES
 from ds_finetune.model.kept_outputs import current_outputs, save_outputs
@@ -207,8 +207,3 @@ def restore_full_tables(lm: nn.Module, vocabulary: int) -> None:
             router: Any = lm.get_submodule(module)
             setattr(router, leaf, nn.Buffer(table.new_zeros(vocabulary, table.shape[1]), persistent=True))
             spread_ids(router, router.num_experts)
-
-
-def install_grouped_experts() -> None:
-    """Make transformers' `experts_implementation: grouped_mm` call `run_experts`, for the life of the process."""
-    ALL_EXPERTS_FUNCTIONS.register("grouped_mm", run_experts)

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -61,7 +62,7 @@ class RouterCollector:
         self.decoder_layers = {n: layer for n, layer in layers.items() if not isinstance(layer, MissingLayer)}
         self.modules = {n: layer.get_submodule(plan.kind.module) for n, layer in self.decoder_layers.items()}
         for layer, module in self.modules.items():
-            module.register_forward_hook(self._hook(layer))
+            module.register_forward_hook(partial(self._collect, layer))
         self.clear()
 
     @property
@@ -124,16 +125,14 @@ class RouterCollector:
         self._outputs.clear()
         self._tokens = None
 
-    def _hook(self, layer: int) -> Any:  # noqa: ANN401 - a forward hook
-        def hook(_: nn.Module, __: Any, output: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:  # noqa: ANN401
-            if self._is_listening:
-                router_output = RouterOutput(output[0], output[2])
-                if self._is_counting:
-                    self._count(self.layers.index(layer), router_output)
-                if self.keeps_outputs and layer in self.plan.balanced:
-                    self._outputs[layer] = router_output
-
-        return hook
+    def _collect(self, layer: int, _: nn.Module, __: object, output: tuple[torch.Tensor, ...]) -> None:
+        if not self._is_listening:
+            return
+        router_output = RouterOutput(output[0], output[2])
+        if self._is_counting:
+            self._count(self.layers.index(layer), router_output)
+        if self.keeps_outputs and layer in self.plan.balanced:
+            self._outputs[layer] = router_output
 
     @torch.no_grad()
     def _count(self, number: int, output: RouterOutput) -> None:

@@ -46,16 +46,12 @@ class _LowRankLinear(_Adapted):
 
     def _low_rank(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.training and self.lora_dropout:
-            hidden = hidden * self._mask(hidden)
+            # Each tensor parallel rank samples the mask for all columns and takes its own part, so that all ranks use
+            # the same mask.
+            start, columns = self.lora_columns
+            mask = functional.dropout(hidden.new_ones(*hidden.shape[:-1], columns), self.lora_dropout)
+            hidden = hidden * mask.narrow(-1, start, hidden.shape[-1])
         return functional.linear(functional.linear(hidden, self.lora_A), self.lora_B).mul_(self.lora_scale)
-
-    def _mask(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Sample a dropout mask of inputs, with values 0 and 1 / (1 - dropout). Each tensor parallel rank samples it
-        for all columns and takes its own part, so that all ranks use the same mask.
-        """
-        start, columns = self.lora_columns
-        mask = functional.dropout(hidden.new_ones(*hidden.shape[:-1], columns), self.lora_dropout)
-        return mask.narrow(-1, start, hidden.shape[-1])
 
 
 class _AdaptedLinear(_LowRankLinear):
@@ -142,11 +138,6 @@ class AdapterPlacement:
         if self.tp_group is not None and weight_shard.dim is not None and shard.dim is None:
             # Each tensor parallel rank has a part of the gradient of a replicated factor A or B; the parts are summed.
             param.register_hook(self.tp_group.all_reduce)
-
-    def set_full(self, name: str, param: nn.Parameter, values: torch.Tensor) -> None:
-        """Copy this rank's shard of the full tensor `values` into the parameter `name`."""
-        fragment = self.where(param)
-        fragment.write(self.model_shard.tensor_shard(name, fragment.shape).slice(values))
 
 
 Initial = Callable[[str, Shape], Mapping[str, torch.Tensor]]

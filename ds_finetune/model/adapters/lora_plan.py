@@ -10,7 +10,6 @@ from transformers import PretrainedConfig
 
 from ds_finetune.config.sections import ALL_LINEAR, LoraConfig
 from ds_finetune.errors import ConfigError
-from ds_finetune.families.family import Family
 from ds_finetune.families.table import family_of
 from ds_finetune.model.build.meta_model import read_tensors
 from ds_finetune.model.build.skeleton import Task, head_of
@@ -99,8 +98,19 @@ def plan_lora(hf_config: PretrainedConfig, lora: LoraConfig, task: Task = "causa
     if set(ALL_LINEAR) & set(lora.target_modules or ()):
         _check_all_linear(hf_config, task, all_targets)
     targets = adapted_targets(all_targets, lora)
-    if lora.dropout:
-        _check_droppable(targets, family_of(hf_config.model_type))
+    family = family_of(hf_config.model_type)
+    # peft adapts some weights as parameters, without seeing their inputs.
+    without_inputs = {
+        last_part(target.name)
+        for target in targets
+        if lora.dropout and any(is_peft_parameter(f"{target.name}.{leaf}", family) for leaf in target.shapes)
+    }
+    if without_inputs:
+        raise ConfigError(
+            f"lora.dropout is set, but peft 0.21 has no dropout for adapters of {', '.join(sorted(without_inputs))}: "
+            "it adds these adapters to the weights (tuners/lora/layer.py, ParamWrapper)",
+            hint="name other modules in lora.target_modules, such as o_proj, or leave lora.dropout out",
+        )
     fully_trained = fully_trained_parameters(tensors.by_name, lora, targets)
     if tensors.is_tied and EMBEDDING in fully_trained:
         raise ConfigError(
@@ -116,21 +126,6 @@ def plan_lora(hf_config: PretrainedConfig, lora: LoraConfig, task: Task = "causa
         model_params=tensors.numel,
         fully_trained=fully_trained,
     )
-
-
-def _check_droppable(targets: Sequence[LoraTarget], family: Family) -> None:
-    """ConfigError for `lora.dropout` on weights that peft adapts as parameters, without seeing their inputs."""
-    refused = {
-        last_part(target.name)
-        for target in targets
-        if any(is_peft_parameter(f"{target.name}.{leaf}", family) for leaf in target.shapes)
-    }
-    if refused:
-        raise ConfigError(
-            f"lora.dropout is set, but peft 0.21 has no dropout for adapters of {', '.join(sorted(refused))}: it adds "
-            "these adapters to the weights (tuners/lora/layer.py, ParamWrapper)",
-            hint="name other modules in lora.target_modules, such as o_proj, or leave lora.dropout out",
-        )
 
 
 def _check_all_linear(hf_config: PretrainedConfig, task: Task, all_targets: Sequence[LoraTarget]) -> None:

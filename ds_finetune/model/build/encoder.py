@@ -85,20 +85,16 @@ def encoder_scores(lm: PreTrainedModel, hidden: torch.Tensor, examples: Examples
     """
     encoder = encoder_of(lm.config)
     assert encoder is not None
-    is_mean = encoder.pooling_key is not None and getattr(lm.config, encoder.pooling_key) == "mean"
-    vectors = _mean_states(hidden, examples) if is_mean else hidden.flatten(0, 1).index_select(0, examples.starts)
+    states = hidden.flatten(0, 1)
+    if encoder.pooling_key is not None and getattr(lm.config, encoder.pooling_key) == "mean":
+        index, number = examples.index.flatten(), len(examples.starts)
+        # An additional row sums padding, because selecting the other tokens would synchronise host and GPU.
+        sums = hidden.new_zeros(number + 1, hidden.shape[-1], dtype=torch.float32)
+        sums = sums.index_add(0, index.where(index >= 0, number), states.float())[:-1]
+        vectors = (sums / (examples.ends - examples.starts + 1)[:, None]).to(hidden.dtype)
+    else:
+        vectors = states.index_select(0, examples.starts)
     vectors = vectors.unsqueeze(1)
     for name in encoder.head:
         vectors = lm.get_submodule(name)(vectors)
     return vectors.flatten(1).float()
-
-
-def _mean_states(hidden: torch.Tensor, examples: Examples) -> torch.Tensor:
-    """Mean hidden state of each document, [documents, width], summed in fp32."""
-    index = examples.index.flatten()
-    # An additional row sums padding, because selecting the tokens that are not padding would synchronise host and GPU.
-    documents = index.where(index >= 0, len(examples.starts))
-    zeros = hidden.new_zeros(len(examples.starts) + 1, hidden.shape[-1], dtype=torch.float32)
-    sums = zeros.index_add(0, documents, hidden.flatten(0, 1).float())[:-1]
-    lengths = examples.ends - examples.starts + 1
-    return (sums / lengths[:, None]).to(hidden.dtype)

@@ -255,7 +255,8 @@ def _compare(lm: PreTrainedModel, eager: PreTrainedModel, objective: Objective) 
     model = TrainedModel(lm)
     try:
         if scored:
-            actual = _score(model, scored, first)
+            head, last = install_score_head(lm, scored), torch.tensor([first.shape[1] - 1])
+            actual = head.scores(model.hidden(first, _positions(first), None), last)[0]
         else:
             install_loss_head(lm)
             labels = functional.pad(first[:, 1:], (0, 1), value=IGNORE_INDEX)
@@ -275,7 +276,10 @@ def _compare(lm: PreTrainedModel, eager: PreTrainedModel, objective: Objective) 
     orders = ((first, second), (second, first))
     ids = torch.cat([torch.cat(order, dim=1) for order in orders])
     positions = torch.cat([torch.cat([_positions(document) for document in order], dim=1) for order in orders])
-    packed, padded = model.hidden(ids, positions, (_LENGTHS, _LENGTHS[::-1])), _padded_hidden(model, first, second)
+    packed = model.hidden(ids, positions, (_LENGTHS, _LENGTHS[::-1]))
+    length, pad_id = max(_LENGTHS) + _PADDING, int(first[0, 0])
+    with_padding = [functional.pad(each, (0, length - each.shape[1]), value=pad_id) for each in (first, second)]
+    padded = model.hidden(torch.cat(with_padding), torch.arange(length).expand(2, -1), None)
     return Trial(
         packed=_difference(packed, torch.stack([torch.cat(one_document), torch.cat(one_document[::-1])])),
         padded=max(_difference(row[: len(hidden)], hidden) for row, hidden in zip(padded, one_document, strict=True)),
@@ -338,25 +342,12 @@ def _adapter_difference(lm: PreTrainedModel, names: Collection[str]) -> float:
     )
 
 
-def _score(model: TrainedModel, objective: ScoreObjective, ids: torch.Tensor) -> torch.Tensor:
-    head = install_score_head(model.lm, objective)
-    return head.scores(model.hidden(ids, _positions(ids), None), torch.tensor([ids.shape[1] - 1]))[0]
-
-
 def _documents(lm: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(_SEED)
     vocabulary = lm.get_input_embeddings().weight.shape[0]
     tokens = (vocabulary // 16, vocabulary * 3 // 4)
     first, second = (torch.randint(*tokens, (1, length), generator=generator) for length in _LENGTHS)
     return first, second
-
-
-def _padded_hidden(model: TrainedModel, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    length = max(_LENGTHS) + _PADDING
-    ids = torch.cat(
-        [functional.pad(each, (0, length - each.shape[1]), value=int(first[0, 0])) for each in (first, second)]
-    )
-    return model.hidden(ids, _positions(ids).expand(2, -1), None)
 
 
 def _positions(ids: torch.Tensor) -> torch.Tensor:

@@ -145,7 +145,7 @@ class HubFolder:
         quantised = [key for key, tensor in stored.items() if tensor.dtype in (FP8, PACKED)]
         usual_names = {f"{key.removesuffix('.weight')}.scale": f"{key}{SCALE}" for key in quantised}
         stored = {usual_names.get(key, key): tensor for key, tensor in stored.items()}
-        config = _config_of(folder)
+        config = config_of(folder)
         names = {key: text_name(key) for key in stored} if is_composite(config) else {}
         self.others = {key: stored.pop(key) for key, name in names.items() if name is None}
         if names:
@@ -283,7 +283,7 @@ class HubFolder:
         return all(torch.equal(self.rows(key, *some).clone(), self.rows(other, *some)) for some in ranges)
 
 
-def _config_of(folder: Path) -> Mapping[str, Any]:
+def config_of(folder: Path) -> Mapping[str, Any]:
     """The parsed config.json of `folder`; {} if it cannot be read, which other checks report."""
     try:
         tree = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -376,7 +376,7 @@ def bin_conversion(folder: Path) -> str:
     """
     if not any(folder.glob("pytorch_model*.bin")):
         return ""
-    names = _config_of(folder).get("architectures")
+    names = config_of(folder).get("architectures")
     # Users paste this command into a shell, so nothing of config.json enters it but the name of a transformers class.
     class_name = names[0] if isinstance(names, list) and names else None
     kind = class_name if class_name in dir(transformers) else "AutoModelForCausalLM"

@@ -15,6 +15,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.initialization import no_init_weights
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ds_finetune.config.sections import OWN_ATTENTIONS
@@ -36,7 +37,7 @@ from ds_finetune.model.attention.gated_delta import install_gated_delta
 from ds_finetune.model.attention.indexed_attention import install_indexed_attention
 from ds_finetune.model.build.hub_folder import check_folder
 from ds_finetune.model.build.text_config import check_text_part, correct_decoder_name, text_config
-from ds_finetune.model.experts import install_grouped_experts, spread_ids
+from ds_finetune.model.experts import run_experts, spread_ids
 from ds_finetune.model.hyper_connections import install_hyper_connections
 from ds_finetune.model.mtp import build_mtp_layers
 from ds_finetune.model.quantised.quantisation import check_no_other_format, check_readable
@@ -339,7 +340,7 @@ def build_skeleton(  # noqa: PLR0913
     family = family_of(hf_config.model_type)
     if family.fused_experts or family.transposed_experts:
         assert model.config._experts_implementation == "grouped_mm", model.config._experts_implementation
-        install_grouped_experts()
+        ALL_EXPERTS_FUNCTIONS.register("grouped_mm", run_experts)
         spread_ids(model, family.expert_keys.number(hf_config.to_dict()) if family.expert_keys else 0)
     _set_dtypes(model, dtype, device)
     for install in (

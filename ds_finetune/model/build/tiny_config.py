@@ -117,7 +117,13 @@ def _shrink(config: PretrainedConfig, size: Size, outer: Fraction | None) -> Non
 
 def _small_value(name: str, value: Any, ratio: Fraction, size: Size, *, is_by_layer: bool) -> Any:  # noqa: ANN401
     if isinstance(value, list | tuple) or name.endswith("_pattern"):
-        return _small_list(name, value[: size.layers] if is_by_layer else value, ratio, size)
+        value = value[: size.layers] if is_by_layer else value
+        is_list = isinstance(value, list | tuple)
+        if not is_list or any(isinstance(one, bool) or not isinstance(one, int) for one in value):
+            return value
+        if _LAYER_NUMBERS.search(name):
+            return type(value)(one for one in value if one < size.layers)
+        return type(value)(_small_number(name, one, ratio, size) for one in value)
     if name == "compress_rates":
         return {kind: min(rate, WINDOW) for kind, rate in value.items()}
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
@@ -137,14 +143,6 @@ def _ratio(config: PretrainedConfig, heads: int, outer: Fraction | None) -> Frac
     if outer is not None or not isinstance(width, int) or width <= 0:
         return outer or Fraction(1)
     return min(Fraction(1), Fraction(_HEAD_WIDTH * heads, width))
-
-
-def _small_list(name: str, value: Any, ratio: Fraction, size: Size) -> Any:  # noqa: ANN401 - a list, tuple or text
-    if not isinstance(value, list | tuple) or any(isinstance(one, bool) or not isinstance(one, int) for one in value):
-        return value
-    if _LAYER_NUMBERS.search(name):
-        return type(value)(one for one in value if one < size.layers)
-    return type(value)(_small_number(name, one, ratio, size) for one in value)
 
 
 def _small_number(name: str, value: int, ratio: Fraction, size: Size) -> int:

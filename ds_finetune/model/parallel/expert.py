@@ -117,7 +117,18 @@ class ExpertParallelExperts(nn.Module):
         weights = _AwaitExchange.apply(arriving_weights, of_weights)
         # Recomputation does not need the rows that return from experts, so they are not saved.
         back = _Exchange(self.ep_group, receive_counts, send_counts, is_kept=False)
-        out = self._run_local_experts(rows, weights, arriving)
+        # Rows arrive sorted by source rank and expert.
+        expert = torch.arange(self.num_experts, device=rows.device).repeat(self.ep_group.size)
+        expert = expert.repeat_interleave(arriving, output_size=len(rows))[:, None]
+        if len(rows):
+            out = self.run_experts(rows, expert, weights)
+        else:
+            # A rank without rows computes a row of zeros. Otherwise its experts and all-to-alls would have no gradient,
+            # and other ranks would hang. The zeros are computed from `rows`, so that they have a gradient. Without it
+            # frozen experts would save nothing for backward. Recomputation, which stops at the last saved tensor, would
+            # then stop before the all-to-alls.
+            zero = self.run_experts(rows.sum(0, keepdim=True), expert.new_zeros(1, 1), weights.sum(0, keepdim=True))
+            out = rows + zero.sum() * 0
         return chosen.sums_of(_AwaitExchange.apply(_StartExchange.apply(out, back), back))
 
     def _count_rows(self, experts: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int]]:
@@ -131,21 +142,6 @@ class ExpertParallelExperts(nn.Module):
         # NCCL needs the numbers of rows on the host, so the host waits for the GPU here.
         send_counts, receive_counts = both.sum(2).tolist()
         return arriving, send_counts, receive_counts
-
-    def _run_local_experts(self, rows: torch.Tensor, weights: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
-        """Compute this rank's experts on the received `rows`, times routing `weights` [rows, 1]. Rows are sorted by
-        source rank and expert. `arriving` has the number of rows for each source rank and expert.
-        """
-        expert = torch.arange(self.num_experts, device=rows.device).repeat(self.ep_group.size)
-        expert = expert.repeat_interleave(arriving, output_size=len(rows))
-        if not len(rows):
-            # A rank without rows computes a row of zeros. Otherwise its experts and all-to-alls would have no gradient,
-            # and other ranks would hang. The zeros are computed from `rows`, so that they have a gradient. Without it
-            # frozen experts would save nothing for backward. Recomputation, which stops at the last saved tensor, would
-            # then stop before the all-to-alls.
-            zero = self.run_experts(rows.sum(0, keepdim=True), expert.new_zeros(1, 1), weights.sum(0, keepdim=True))
-            return rows + zero.sum() * 0
-        return self.run_experts(rows, expert[:, None], weights)
 
     def run_experts(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """Run this rank's experts by the family's own forward, without communication."""
@@ -188,22 +184,31 @@ def install_expert_parallel(lm: PreTrainedModel, ep_group: ExpertParallelGroup) 
 
 
 class SharedExpertsAhead(nn.Module):
-    """Mixin for a layer's shared experts, whose output can be computed before the layer calls them."""
+    """Mixin for a layer's shared experts, which are computed as soon as the all-to-all to the routed experts has
+    started. The layer's own call returns the stored output.
+    """
 
+    _hidden: torch.Tensor | None = None
+    _has_grad = False
     _ahead: torch.Tensor | None = None
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the output that `compute_ahead` stored, once. Without a stored output, compute the shared experts."""
+        """Return the output that `compute` stored, once. Without a stored output, compute the shared experts."""
         ready, self._ahead = self._ahead, None
         return super().__call__(hidden) if ready is None else ready  # type: ignore[no-any-return]
 
-    def compute_ahead(self, hidden: torch.Tensor) -> None:
-        """Run the shared experts on `hidden`, with all hooks. Store the output, which the next call returns."""
-        self._ahead = super().__call__(hidden)
+    def begin(self, _: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        """Hook before the layer's MLP: keep its input for `compute`."""
+        self._hidden, self._has_grad = args[0], torch.is_grad_enabled()
 
-    def forget(self) -> None:
-        """Drop the output that `compute_ahead` stored, if it was not used."""
-        self._ahead = None
+    def compute(self) -> None:
+        """Run the shared experts on the MLP's input, with all hooks, and store the output."""
+        if self._hidden is not None and self._has_grad == torch.is_grad_enabled():
+            self._ahead = super().__call__(self._hidden)
+
+    def end(self, *_: object) -> None:
+        """Hook after the layer's MLP: drop its input, and the stored output if it was not used."""
+        self._hidden = self._ahead = None
 
 
 def compute_shared_experts_ahead(lm: PreTrainedModel) -> None:
@@ -213,34 +218,11 @@ def compute_shared_experts_ahead(lm: PreTrainedModel) -> None:
     Only families whose layers compute `shared_experts(x)` after `experts(x, ...)` are changed.
     """
     for name, module in list(lm.named_modules()):
-        shared = getattr(module, "shared_experts", None)
+        shared: Any = getattr(module, "shared_experts", None)
         if name.endswith(".mlp") and shared is not None:
             shared.__class__ = type(f"Ahead{type(shared).__name__}", (SharedExpertsAhead, type(shared)), {})
-            _Overlap(module, shared, module.experts)
-
-
-class _Overlap:
-    """Hooks that compute a layer's shared experts as soon as the all-to-all to the routed experts has started."""
-
-    def __init__(self, mlp: nn.Module, shared: SharedExpertsAhead, experts: Any) -> None:  # noqa: ANN401 - of any family
-        self._shared = shared
-        self._hidden: torch.Tensor | None = None
-        self._has_grad = False
-        mlp.register_forward_pre_hook(self._begin)
-        # This hook must also run after an exception, because torch ends a layer's recomputation by raising one.
-        mlp.register_forward_hook(self._end, always_call=True)
-        if isinstance(experts, ExpertParallelExperts):
-            experts.compute_meanwhile = self._compute
-        else:
-            experts.compute_before = self._compute
-
-    def _begin(self, _: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-        self._hidden, self._has_grad = args[0], torch.is_grad_enabled()
-
-    def _compute(self) -> None:
-        if self._hidden is not None and self._has_grad == torch.is_grad_enabled():
-            self._shared.compute_ahead(self._hidden)
-
-    def _end(self, *_: object) -> None:
-        self._hidden = None
-        self._shared.forget()
+            module.register_forward_pre_hook(shared.begin)
+            # This hook must also run after an exception, because torch ends a layer's recomputation by raising one.
+            module.register_forward_hook(shared.end, always_call=True)
+            is_parallel = isinstance(module.experts, ExpertParallelExperts)
+            setattr(module.experts, "compute_meanwhile" if is_parallel else "compute_before", shared.compute)

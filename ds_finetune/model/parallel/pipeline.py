@@ -322,9 +322,13 @@ class ModelChunks:
 
     def __init__(self, lm: PreTrainedModel, pp_group: PipelineGroup, chunks: Sequence[range]) -> None:
         self._base: Any = lm.base_model
-        self._parts: list[dict[str, Any]] = [{"layers": self._layers(lm, chunk)} for chunk in chunks]
+        self._parts: list[dict[str, Any]] = [{} for _ in chunks]
         has_streams = residual_streams(lm.config) > 1
-        for number, part in enumerate(self._parts):
+        for number, (chunk, part) in enumerate(zip(chunks, self._parts, strict=True)):
+            part["layers"] = nn.ModuleList(
+                layer if index in chunk else missing_layer(lm.config, index)
+                for index, layer in enumerate(self._base.layers)
+            )
             is_last = number == len(self._parts) - 1
             if pp_group.is_last and not is_last:
                 part["norm"] = nn.Identity()
@@ -352,12 +356,6 @@ class ModelChunks:
         finally:
             for name, part in attributes.items():
                 setattr(self._base, name, part)
-
-    def _layers(self, lm: PreTrainedModel, chunk: range) -> nn.ModuleList:
-        return nn.ModuleList(
-            layer if number in chunk else missing_layer(lm.config, number)
-            for number, layer in enumerate(self._base.layers)
-        )
 
     def _hand_over(self, layer: int, pp_group: PipelineGroup) -> HandOver:
         module = self._base.layers[layer]

@@ -26,32 +26,29 @@ def install_four_bit(lm: PreTrainedModel, names: Iterable[str], *, device: str) 
     Without ZeRO-3 `lm` was built inside `linears_without_memory` (foreign/torch_nn.py), and its other linear modules
     get uninitialised memory here. With ZeRO-3 its parameters were partitioned at construction.
     """
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
     modules = dict(lm.named_modules())
-    for name in names:
-        if name in modules:
-            lm.set_submodule(name, _four_bit(modules[name], device))
+    for name in (name for name in names if name in modules):
+        linear: Any = modules[name]
+        assert type(linear) is nn.Linear, type(linear)
+        dtype, width, out = linear.weight.dtype, linear.in_features, linear.out_features
+        is_partitioned = hasattr(linear.weight, "ds_tensor")
+        quantised = Linear4bit(width, out, bias=False, compute_dtype=dtype, quant_type="nf4", device="meta")
+        if is_partitioned:
+            quantised.__class__ = type("PartitionedLinear4bit", (_RegatheredLinear, Linear4bit), {})
+        empty = torch.empty(out, width, dtype=dtype, device="meta")
+        quantised.weight = Params4bit(empty, requires_grad=False, quant_type="nf4", module=quantised)
+        quantised.weight.meant_for = torch.device(device)
+        if linear.bias is not None:
+            bias = linear.bias if is_partitioned else nn.Parameter(torch.empty_like(linear.bias, device=device))
+            quantised.bias = bias
+        without_cpu_packing(quantised)
+        lm.set_submodule(name, quantised)
     for module in lm.modules():
         for leaf, param in module.named_parameters(recurse=False):
             if param.is_meta and not is_four_bit(param):
                 setattr(module, leaf, nn.Parameter(torch.empty_like(param, device=device)))
-
-
-def _four_bit(linear: Any, device: str) -> nn.Module:  # noqa: ANN401 - a linear module
-    from bitsandbytes.nn import Linear4bit, Params4bit
-
-    assert type(linear) is nn.Linear, type(linear)
-    dtype, width, out = linear.weight.dtype, linear.in_features, linear.out_features
-    is_partitioned = hasattr(linear.weight, "ds_tensor")
-    quantised = Linear4bit(width, out, bias=False, compute_dtype=dtype, quant_type="nf4", device="meta")
-    if is_partitioned:
-        quantised.__class__ = type("PartitionedLinear4bit", (_RegatheredLinear, Linear4bit), {})
-    empty = torch.empty(out, width, dtype=dtype, device="meta")
-    quantised.weight = Params4bit(empty, requires_grad=False, quant_type="nf4", module=quantised)
-    quantised.weight.meant_for = torch.device(device)
-    if linear.bias is not None:
-        quantised.bias = linear.bias if is_partitioned else nn.Parameter(torch.empty_like(linear.bias, device=device))
-    without_cpu_packing(quantised)
-    return quantised
 
 
 class _RegatheredProduct(torch.autograd.Function):

@@ -20,7 +20,7 @@ from ds_finetune.model.build.encoder import published_name
 from ds_finetune.model.build.hub_folder import HubFolder
 from ds_finetune.model.build.skeleton import Fragment, Where, full_fragment, has_score_head
 from ds_finetune.model.mtp import published_copies
-from ds_finetune.model.parallel.sharding import UNSHARDED, ModelShard, TensorShard
+from ds_finetune.model.parallel.sharding import UNSHARDED, ModelShard
 from ds_finetune.model.weights.names import Piece, hub_pieces, is_table
 from ds_finetune.model.weights.vocabulary import GrownFolder, Growth
 
@@ -140,49 +140,28 @@ def initialise_weights(
             for leaf, param in module.named_parameters(recurse=False)
             if full[leaf] not in tied and (names is None or full[leaf] in names)
         ]
-        if own_parameters:
-            shards = {
-                leaf: model_shard.tensor_shard(f"{name}.{leaf}", where(param).shape) for leaf, param in own_parameters
-            }
-            _initialise_module(model, module, own_parameters, seed_of(seed, name), where, shards)
-
-
-def clear_weights(model: PreTrainedModel, *, where: Where = full_fragment) -> None:
-    """Set all parameters to zero until a checkpoint is restored, because uninitialised memory may contain NaN."""
-    for param in model.parameters():
-        with where(param).opened() as flat:
-            flat.zero_()
+        if not own_parameters:
+            continue
+        shards = {
+            leaf: model_shard.tensor_shard(f"{name}.{leaf}", where(param).shape) for leaf, param in own_parameters
+        }
+        parameters, buffers = dict(module._parameters), dict(module._buffers)
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(seed_of(seed, name))
+            for leaf, shard in shards.items():
+                module._parameters[leaf] = nn.Parameter(torch.zeros(shard.full_shape, dtype=torch.float32))
+            module._buffers.update({leaf: b.clone() for leaf, b in buffers.items() if b is not None})
+            model._init_weights(module)
+            values = {leaf: value.data for leaf, value in module._parameters.items() if value is not None}
+        module._parameters.update(parameters)
+        module._buffers.update(buffers)
+        for leaf, param in own_parameters:
+            where(param).write(shards[leaf].slice(values.pop(leaf)))
 
 
 def seed_of(seed: int, name: str) -> int:
     """Seed for the random values of the tensor `name`, in a run with the seed `seed`."""
     return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:7], "big")
-
-
-def _initialise_module(  # noqa: PLR0913
-    model: PreTrainedModel,
-    module: nn.Module,
-    own_parameters: list[tuple[str, nn.Parameter]],
-    seed: int,
-    where: Where,
-    shards: Mapping[str, TensorShard],
-) -> None:
-    initial = {leaf: torch.zeros(shards[leaf].full_shape, dtype=torch.float32) for leaf, _ in own_parameters}
-    parameters = dict(module._parameters)
-    buffers = dict(module._buffers)
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(seed)
-        for leaf, tensor in initial.items():
-            module._parameters[leaf] = nn.Parameter(tensor)
-        module._buffers.update({leaf: b.clone() for leaf, b in buffers.items() if b is not None})
-        model._init_weights(module)
-        values = {
-            leaf: param.data for leaf, param in module._parameters.items() if leaf in initial and param is not None
-        }
-    module._parameters.update(parameters)
-    module._buffers.update(buffers)
-    for leaf, param in own_parameters:
-        where(param).write(shards[leaf].slice(values[leaf]))
 
 
 def _expected_tensors(
@@ -269,8 +248,14 @@ def _copy_piece(hub: HubFolder, target: _ModelTensor, flat: torch.Tensor, piece:
     first = max(0, (fragment.start - begin) // width)
     last = min(piece.shape[0] if piece.shape else 1, -(-(fragment.start + fragment.numel - begin) // width))
     step = max(1, _STRIP_NUMEL // width)
+    columns = tuple(slice(at, at + size) for at, size in zip(target.offsets, piece.shape, strict=True))[1:]
+    within = columns if hub.shapes[piece.key][1:] != piece.shape[1:] else ()
     for low in range(first, last, step):
-        values = _read_rows(hub, piece, slice(low, min(low + step, last)), target.offsets)
+        if piece.shape:
+            top = target.offsets[0]
+            values = hub.rows(piece.key, top + low, top + min(low + step, last), within)
+        else:
+            values = hub.read(piece.key, 0, 1)
         # Minimum and maximum of data with NaN are NaN. Computing them is faster than isfinite of all elements.
         if not all(map(math.isfinite, map(float, torch.aminmax(values)))):
             raise ModelError(
@@ -292,11 +277,3 @@ def _check_table(hub: HubFolder, target: _ModelTensor, table: torch.Tensor, mode
             f"tensor `{target.pieces[0].key}` of {hub.folder} names experts {low} to {high}, but a layer has {experts}",
             hint="the checkpoint is damaged; download it again",
         )
-
-
-def _read_rows(hub: HubFolder, piece: Piece, rows: slice, offsets: tuple[int, ...]) -> torch.Tensor:
-    if not piece.shape:
-        return hub.read(piece.key, 0, 1)
-    first, within = offsets[0], tuple(slice(at, at + size) for at, size in zip(offsets, piece.shape, strict=True))
-    is_part = hub.shapes[piece.key][1:] != piece.shape[1:]
-    return hub.rows(piece.key, first + rows.start, first + rows.stop, within[1:] if is_part else ())

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -75,39 +74,28 @@ def read_header(path: Path, *, is_complete: bool = True) -> Header:
         file_bytes = os.fstat(file.fileno()).st_size
         file.seek(_LENGTH.size)
         text = file.read(min(size, file_bytes))
+    end = begin = _LENGTH.size + size
+    tensors: dict[str, HeaderEntry] = {}
     try:
-        header = _parse(json.loads(text), _LENGTH.size + size)
+        tree = json.loads(text)
+        metadata = tree.pop(_METADATA, None) or {}
+        for name, item in sorted(tree.items(), key=lambda entry: entry[1]["data_offsets"]):
+            if item["dtype"] not in SAFETENSORS_DTYPES:
+                raise ValueError(f"`{name}` is {item['dtype']}, not one of {', '.join(SAFETENSORS_DTYPES)}")
+            tensors[name] = entry = HeaderEntry(SAFETENSORS_DTYPES[item["dtype"]], tuple(item["shape"]), end)
+            first, stop = item["data_offsets"]
+            is_shape = all(type(side) is int and side >= 0 for side in entry.shape)
+            if not is_shape or first != end - begin or stop - first != entry.num_bytes:
+                raise ValueError(
+                    f"`{name}`, {item['dtype']} {entry.shape}, lies from {first} to {stop} where {end - begin} bytes "
+                    "came before"
+                )
+            end += entry.num_bytes
     except (KeyError, TypeError, AttributeError, RecursionError) as invalid:
         raise ValueError(f"its header is not valid: {invalid!r}") from invalid
-    if is_complete and header.end != file_bytes:
-        raise ValueError(f"its tensors end at byte {header.end}, the file at {file_bytes}")
-    return header
-
-
-def _parse(tree: Any, begin: int) -> Header:  # noqa: ANN401 - whatever a file holds
-    metadata = tree.pop(_METADATA, None) or {}
-    tensors: dict[str, HeaderEntry] = {}
-    end = begin
-    for name, item in sorted(tree.items(), key=lambda entry: entry[1]["data_offsets"]):
-        tensors[name] = _parse_entry(name, item, begin, end)
-        end += tensors[name].num_bytes
+    if is_complete and end != file_bytes:
+        raise ValueError(f"its tensors end at byte {end}, the file at {file_bytes}")
     return Header(tensors, metadata, end)
-
-
-def _parse_entry(name: str, item: Mapping[str, Any], data: int, end: int) -> HeaderEntry:
-    """Parse a tensor's entry in the header. The data of all tensors begins at byte `data` of the file. ValueError if
-    the data of this tensor does not begin at byte `end`.
-    """
-    if item["dtype"] not in SAFETENSORS_DTYPES:
-        raise ValueError(f"`{name}` is {item['dtype']}, not one of {', '.join(SAFETENSORS_DTYPES)}")
-    entry = HeaderEntry(SAFETENSORS_DTYPES[item["dtype"]], tuple(item["shape"]), end)
-    begin, stop = item["data_offsets"]
-    is_shape = all(type(side) is int and side >= 0 for side in entry.shape)
-    if not is_shape or begin != end - data or stop - begin != entry.num_bytes:
-        raise ValueError(
-            f"`{name}`, {item['dtype']} {entry.shape}, lies from {begin} to {stop} where {end - data} bytes came before"
-        )
-    return entry
 
 
 def encode_header(
